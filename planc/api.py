@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -43,6 +43,8 @@ def check(
     overrides: Overrides = (),
     allow_code: bool = False,
     level: str = "flow",
+    inputs: Mapping[str, Any] | Callable[[int, int], Mapping[str, Any]] | None = None,
+    loss: Callable[[Any, Mapping[str, Any]], Any] | None = None,
 ) -> Findings:
     """Every finding about a plan for a model; empty without findings. `print` shows what
     `planc check` does.
@@ -59,9 +61,16 @@ def check(
         overrides: `name=value` for mesh axes and options: a text, several, or a mapping.
         allow_code: whether Python code that `model` or the plan names may be run.
         level: `flow`, or `structure` to leave out the simulated run of a shrunken model.
+        inputs: what the forward of a module takes, by argument: an example, or a function of a
+            number of rows and a seed that makes one; tensors have rows on dim 0. The module is then
+            proved as it is, whatever library it is from. A module may say it itself, by a method
+            `planc_inputs(rows, seed)`.
+        loss: of the module's output and the inputs, a mean over rows; by default the loss that it
+            returns, else that of its output. A module may have a method `planc_loss(output,
+            inputs)`.
 
     Raises:
-        ValueError: there is no such level.
+        ValueError: there is no such level, or inputs or a loss are for the name of a model.
     """
     from planc.proof.apart import record
     from planc.proof.checked import Findings, known_certificate, summary
@@ -69,6 +78,10 @@ def check(
 
     if level not in ("flow", "structure"):
         raise ValueError(f"a level is `flow` or `structure`, not {level!r}")
+    if inputs is not None or loss is not None:
+        if isinstance(model, str | os.PathLike):
+            raise ValueError("inputs and a loss are for a module, and not for a name")
+        model = replace(_facts_of(model), own=model, given=(inputs, loss))
     compiled, sink = compiled_for(model, plan, world_size, overrides, allow_code)
     checked = ""
     if level == "flow" and compiled.lowered is not None:
@@ -307,7 +320,8 @@ def _facts_of(module: nn.Module) -> Facts:
     config = getattr(module, "config", None)
     facts = replace(facts_of(module, config=config, config_name="model.config"), built=True)
     known = all(type(m).__module__.startswith(_LIBRARIES) for m in module.modules())
-    return facts if buildable(facts.config) and known else replace(facts, own=module)
+    says = hasattr(module, "planc_inputs")
+    return facts if buildable(facts.config) and known and not says else replace(facts, own=module)
 
 
 def _drawn(of: Lowered | Delta | Run) -> str:

@@ -160,14 +160,14 @@ def test_the_small_model_runs_and_reaches_all(name, tp):
 
 def test_of_another_class_the_inputs_are_not_known():
     values = {
-        "_class_name": "SD3Transformer2DModel",
+        "_class_name": "AuraFlowTransformer2DModel",
         "num_layers": 2,
         "num_attention_heads": 2,
         "attention_head_dim": 8,
     }
     from planc.model.small.diffusers_model import DiffusersBuilder
 
-    with pytest.raises(ValueError, match="what the forward of SD3Transformer2DModel takes"):
+    with pytest.raises(ValueError, match="what the forward of AuraFlowTransformer2DModel takes"):
         DiffusersBuilder(values)
 
 
@@ -175,9 +175,7 @@ def test_of_another_class_the_inputs_are_not_known():
 
 
 @pytest.mark.parametrize("checkpointing", ["true", "false"])
-@pytest.mark.parametrize(
-    ("name", "plan"), [(n, "flux" if n.startswith("flux") else "wan") for n in diffused.TOTALS]
-)
+@pytest.mark.parametrize(("name", "plan"), [(n, diffused.plan_of(n)) for n in diffused.TOTALS])
 def test_shipped_plans_are_proved(name, plan, checkpointing):
     settings = ["tp=4", f"checkpointing={checkpointing}"]
     verdict, findings = simulated(name, plan, settings)

@@ -44,7 +44,8 @@ def run(builder: ModelBuilder) -> RunRecord | str:
         return f"the small model does not run: {reason(error)}{at}{missing}"
     width = _width(trace)
     if width is None:
-        return "the small model does not run on hidden states [batch, sequence, features]"
+        states = "hidden states [batch, sequence, features]"
+        return f"the small model does not run: no module takes {states}"
     hidden: dict[str, str] = {}
     for name, call in trace.calls.items():
         for which, value in call.inputs.items():

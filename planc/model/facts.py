@@ -292,6 +292,7 @@ class Facts:
         code: `package.module:factory`, or the absolute path of a model's folder, that the user
             allowed planc to run.
         own: the nn.Module itself, where a script passed it and planc cannot build it otherwise.
+        given: what the script says of its inputs and its loss.
         built: whether a script built the model, so that its dtypes are those that train; otherwise
             they are what the configuration says of the stored weights.
     """
@@ -305,6 +306,7 @@ class Facts:
     stated_fields: frozenset[str] = frozenset()
     code: str = ""
     own: Any = field(default=None, compare=False, repr=False)
+    given: tuple[Any, Any] = field(default=(None, None), compare=False, repr=False)
     built: bool = field(default=False, compare=False)
 
     @property

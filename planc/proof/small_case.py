@@ -49,6 +49,7 @@ class SmallModel:
         code: the factory of a user's own model, or the folder with the code of its class.
         kept: the layers that the small ones stand for, as of `Shrunk`.
         dropout: whether a user's own model keeps its dropout; a configuration says it itself.
+        given: the inputs and the loss of a user's own model, where the user says them.
     """
 
     values: dict[str, Any]
@@ -56,6 +57,7 @@ class SmallModel:
     kept: Mapping[int, Sequence[tuple[int, ...]]] = field(default_factory=dict)
     own: nn.Module | None = None
     dropout: bool = False
+    given: tuple[Any, Any] = (None, None)
 
     @property
     def of_the_user(self) -> bool:
@@ -66,7 +68,7 @@ class SmallModel:
         """The builder of the model and its inputs; imports torch. Raises as `builder_of`."""
         from planc.model.small.user_model import builder_of
 
-        return builder_of(self.values, self.code, self.own, dropout=self.dropout)
+        return builder_of(self.values, self.code, self.own, dropout=self.dropout, given=self.given)
 
     def facts(self, model: Facts, sink: Sink) -> Facts | None:
         """The facts of the small model, or None after a finding.
@@ -106,7 +108,7 @@ def small_model(
     if facts.code and not Path(facts.code).is_absolute():
         return SmallModel(values={}, code=facts.code)
     if facts.own is not None:
-        return SmallModel(values={}, own=facts.own)
+        return SmallModel(values={}, own=facts.own, given=facts.given)
     if not buildable(facts.config):
         return f"{facts.name} has no configuration that planc can make small"
     try:

@@ -81,7 +81,7 @@ def block_order(facts: Facts, blocks: str) -> BlockOrder:
     from planc.model.small.user_model import builder_of
 
     try:
-        found = _run(builder_of(values, code, facts.own), blocks)
+        found = _run(builder_of(values, code, facts.own, given=facts.given), blocks)
     except Exception as error:
         return BlockOrder(problem=f"the small model does not run: {error}")
     if not (user or code):  # code can change while its name stays the same

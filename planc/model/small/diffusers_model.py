@@ -33,6 +33,10 @@ _LIMITS = {
     "in_channels": 16,
     "out_channels": 16,
     "rope_max_seq_len": 64,
+    "text_embed_dim": 40,
+    "num_refiner_layers": 2,
+    "sample_size": 16,
+    "pos_embed_max_size": 16,
 }
 """Sizes that need not be divisible by anything, and their largest value in a small model."""
 
@@ -54,8 +58,15 @@ def shrink(config: DiffusersFields, *, tp: int) -> dict[str, Any]:
         small["ffn_dim"] = lcm(8, tp) * 12
     if isinstance(config.get("added_kv_proj_dim"), int):
         small["added_kv_proj_dim"] = width
-    if isinstance(config.get("axes_dims_rope"), list | tuple):
-        small["axes_dims_rope"] = [4, 6, 6]
+    for name in ("axes_dims_rope", "rope_axes_dim"):
+        if isinstance(config.get(name), list | tuple):
+            small[name] = [4, 6, 6]
+    if isinstance(config.get("caption_projection_dim"), int):
+        small["caption_projection_dim"] = width
+    if dual := config.get("dual_attention_layers"):  # a block of each kind, and the last one
+        kept = [0] if 0 in dual else []
+        small["dual_attention_layers"] = kept
+        small["num_layers"] = min(config["num_layers"], 3)
     if isinstance(config.get("pos_embed_seq_len"), int):
         small["pos_embed_seq_len"] = 2 * _IMAGE
     return small
@@ -120,11 +131,45 @@ def _flux(config: DiffusersFields, made: _RandomInputs) -> Inputs:
     return inputs
 
 
+def _hunyuan_video(config: DiffusersFields, made: _RandomInputs) -> Inputs:
+    """Latents [B, C, F, H, W], timesteps [B], text [B, L, D] of two lengths, pooled text [B, P]."""
+    side = config["patch_size"]
+    space = (2 * config["patch_size_t"], 2 * side, made.length // 4 * side)
+    mask = torch.ones(made.rows, _TEXT, dtype=torch.long)
+    mask[::2, _TEXT - 2 :] = 0
+    inputs = {
+        "hidden_states": made.normal(config["in_channels"], *space),
+        "timestep": (made.times() * 1000).long(),
+        "encoder_hidden_states": made.normal(_TEXT, config["text_embed_dim"]),
+        "encoder_attention_mask": mask,
+        "pooled_projections": made.normal(config["pooled_projection_dim"]),
+        "target": made.normal(config["out_channels"], *space),
+    }
+    if config.get("guidance_embeds"):
+        inputs["guidance"] = made.times() * 1000
+    return inputs
+
+
+def _sd3(config: DiffusersFields, made: _RandomInputs) -> Inputs:
+    """Latents [B, C, H, W], text [B, L, D], pooled text [B, P], timesteps [B]."""
+    side = config["patch_size"]
+    space = (2 * side, made.length // 2 * side)
+    return {
+        "hidden_states": made.normal(config["in_channels"], *space),
+        "encoder_hidden_states": made.normal(_TEXT, config["joint_attention_dim"]),
+        "pooled_projections": made.normal(config["pooled_projection_dim"]),
+        "timestep": (made.times() * 1000).long(),
+        "target": made.normal(config["out_channels"], *space),
+    }
+
+
 _PLACES = ("img_ids", "txt_ids")
 """Inputs without a row dim in the model's forward."""
 _INPUTS: dict[str, Callable[[DiffusersFields, _RandomInputs], Inputs]] = {
     "WanTransformer3DModel": _wan,
     "FluxTransformer2DModel": _flux,
+    "HunyuanVideoTransformer3DModel": _hunyuan_video,
+    "SD3Transformer2DModel": _sd3,
 }
 """Makes the inputs of each class; other classes are not supported."""
 

@@ -14,6 +14,7 @@ from torch.nn import functional
 from planc.model.config import is_diffusers
 from planc.model.module_table import already_parallel
 from planc.model.small.diffusers_model import DiffusersBuilder
+from planc.model.small.given_inputs import given_inputs, seen_inputs
 from planc.model.small.input_search import BatchShape, InputChoice
 from planc.model.small.transformers_model import TransformersBuilder, spread_weights
 from planc.model.sources.huggingface import user_factory
@@ -61,12 +62,19 @@ def _filled(parameter: Any) -> Any:
 
 LARGEST = 200_000_000
 """The most parameters of a user's model, which cannot be shrunk without a configuration."""
+Given = tuple[Any, Any]
+"""Inputs and a loss, as `given_inputs` takes them; None for what is not said."""
 _LABELS = "_planc_labels"  # where a model keeps the labels of the pass that runs
 _TARGETS = ("labels", "targets", "target", "y", "label", "tgt")
 
 
 def builder_of(
-    values: dict[str, Any], code: str, module: nn.Module | None = None, *, dropout: bool = False
+    values: dict[str, Any],
+    code: str,
+    module: nn.Module | None = None,
+    *,
+    dropout: bool = False,
+    given: Given = (None, None),
 ) -> ModelBuilder:
     """The object that builds a model to be run.
 
@@ -76,6 +84,7 @@ def builder_of(
             configuration; else empty.
         module: a user's own model, of which copies are run.
         dropout: whether a user's own model keeps its dropout.
+        given: what the user says of the inputs and the loss of such a model.
 
     Raises:
         PlanError: transformers or diffusers cannot build the configuration.
@@ -83,7 +92,7 @@ def builder_of(
         Exception: whatever the user's code raises.
     """
     if module is not None:
-        return UserModelBuilder(copies_of(module), dropout=dropout)
+        return UserModelBuilder(copies_of(module), dropout=dropout, given=given)
     if code and not values:
         return UserModelBuilder(user_factory(code), dropout=dropout)
     return DiffusersBuilder(values) if is_diffusers(values) else TransformersBuilder(values, code)
@@ -92,28 +101,34 @@ def builder_of(
 class UserModelBuilder:
     """Builds the user's model with the interface of a transformers model.
 
-    The first argument of its forward is token ids; another may be the target, under one of a few
-    names (`labels`, `targets`, ...). The forward then returns a loss and logits: in a tuple, a dict
-    or an object. Without a target it returns logits, whose loss is the labels' cross entropy.
-    Raises ValueError if the model is too large, or its forward has no argument.
+    The user may say what its forward takes and what the loss is (`given_inputs`). Otherwise the
+    first argument of its forward is token ids, or what its first convolution takes; another may be
+    the target, under one of a few names (`labels`, `targets`, ...). The forward then returns a loss
+    and logits: in a tuple, a dict or an object. Without a target it returns logits, whose loss is
+    the labels' cross entropy. Raises ValueError if the model is too large, or its forward has no
+    argument.
     """
 
     configuration = None
 
-    def __init__(self, make: Callable[[], nn.Module], *, dropout: bool = False) -> None:
+    def __init__(
+        self, make: Callable[[], nn.Module], *, dropout: bool = False, given: Given = (None, None)
+    ) -> None:
         self._make = make
         self._dropout = dropout
-        self._build_meta()
+        self._build_meta(given)
 
-    def _build_meta(self) -> None:
+    def _build_meta(self, given: Given) -> None:
         with torch.device("meta"):
             made = self._make()
         count = sum(p.numel() for p in made.parameters())
         if count > LARGEST:
             raise ValueError(f"it has {count:,} parameters: give a small model of the same code")
+        self._given = given_inputs(*given, made)
         names = list(inspect.signature(made.forward).parameters)
         if not names:
             raise ValueError("its forward takes no argument")
+        self._given = self._given or seen_inputs(made, names[0])
         self._ids = names[0]
         self._target = next((n for n in _TARGETS if n in names[1:]), None)
         tables = [m.num_embeddings for m in made.modules() if isinstance(m, nn.Embedding)]
@@ -129,16 +144,38 @@ class UserModelBuilder:
                 module.p = 0.0
             elif isinstance(getattr(module, "dropout", None), float):
                 module.dropout = 0.0
-        made.register_forward_pre_hook(self._rename_inputs, with_kwargs=True)
-        made.register_forward_hook(self._wrap_output)
+        if self._given is None:
+            made.register_forward_pre_hook(self._rename_inputs, with_kwargs=True)
+            made.register_forward_hook(self._wrap_output)
+        else:
+            made.register_forward_pre_hook(self._add_inputs, with_kwargs=True)
+            made.register_forward_hook(self._add_loss, with_kwargs=True)
         return made.float().train()
 
     choice = InputChoice()
-    """A user's own model is run on tokens only."""
+    """No kinds of input are tried on a user's own model."""
 
     def sample(self, shape: BatchShape | None = None) -> dict[str, Any]:
-        """Token ids and labels, [rows, length] each."""
-        return (shape or BatchShape()).text(self.vocabulary)
+        """Token ids and labels, [rows, length] each, or what the user says, rows outermost."""
+        shape = shape or BatchShape()
+        return shape.text(self.vocabulary) if self._given is None else self._given.rows(shape)
+
+    def _add_inputs(
+        self, _module: Any, args: Any, kwargs: dict[str, Any]
+    ) -> tuple[Any, dict[str, Any]]:
+        assert self._given is not None
+        found = next((v for v in kwargs.values() if isinstance(v, torch.Tensor)), None)
+        place = found.device if found is not None else "cpu"
+        others = self._given.others.items()
+        fixed = {n: v.to(place) if isinstance(v, torch.Tensor) else v for n, v in others}
+        return args, {**fixed, **{n: v for n, v in kwargs.items() if n != "use_cache"}}
+
+    def _add_loss(self, module: Any, _args: Any, kwargs: dict[str, Any], output: Any) -> Any:
+        assert self._given is not None
+        stages = getattr(module, "_planc_pipeline", None)
+        if stages is not None and stages.running != stages.count - 1:
+            return output  # hidden states
+        return self._given.output(output, kwargs)
 
     def _rename_inputs(
         self, module: Any, args: Any, kwargs: dict[str, Any]

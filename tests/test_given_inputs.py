@@ -1,0 +1,118 @@
+"""What a forward takes and what the loss is, as a script says it, the model, or its layers."""
+
+import pytest
+import torch
+from torch import nn
+
+import planc
+
+PLAN = """plan own for Pictures, Paired, Stated
+
+mesh {
+    dp_shard = auto
+    tp       = 2
+}
+
+tensor on tp {
+    blocks.* {
+        up   : colwise
+        down : rowwise
+    }
+}
+
+fsdp on dp_shard {
+    blocks.* : unit
+    root     : unit
+}
+"""
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(32)
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+class Pictures(nn.Module):
+    """As timm's vision transformers: patches of an image of a stated size, and classes."""
+
+    def __init__(self):
+        super().__init__()
+        self.img_size = 24
+        self.patch_embed = nn.Conv2d(3, 32, 8, 8)
+        self.pos_embed = nn.Parameter(torch.randn(1, 9, 32))
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.head = nn.Linear(32, 10)
+
+    def forward(self, x):
+        x = self.patch_embed(x).flatten(2).transpose(1, 2) + self.pos_embed
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x.mean(1))
+
+
+class Paired(nn.Module):
+    """Two inputs, one of them the same for all rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block()])
+
+    def forward(self, states, scale, places):
+        x = states * scale[:, None, None] + places
+        for block in self.blocks:
+            x = block(x)
+        return {"states": x}
+
+
+class Stated(Paired):
+    def planc_inputs(self, rows, seed):
+        return made(rows, seed)
+
+    def planc_loss(self, output, inputs):
+        return loss(output, inputs)
+
+
+def made(rows, seed):
+    generator = torch.Generator().manual_seed(seed)
+    states = torch.randn(rows, 4, 32, generator=generator)
+    return {"states": states, "scale": states[:, 0, 0], "places": torch.arange(4.0)[:, None]}
+
+
+def loss(output, inputs):
+    return (output["states"] - inputs["states"]).abs().mean()
+
+
+def checked(model, folder, text=PLAN, **given):
+    (folder / "own.plan").write_text(text)
+    found = planc.check(model, str(folder / "own.plan"), world_size=4, **given)
+    return {d.code: d for d in found if d.severity != "info"}
+
+
+WAYS = {
+    "images are seen": (Pictures, {}),
+    "a function and a loss": (Paired, {"inputs": made, "loss": loss}),
+    "an example": (Paired, {"inputs": made(3, 0)}),
+    "methods of the model": (Stated, {}),
+}
+
+
+@pytest.mark.parametrize(("kind", "given"), WAYS.values(), ids=WAYS)
+def test_a_right_plan_is_proved_and_a_wrong_one_refuted(tmp_path, kind, given):
+    assert checked(kind(), tmp_path, **given) == {}
+    wrong = PLAN.replace("down : rowwise", "down : rowwise(-> partial)")
+    assert {"PL501", "PL503"} & {*checked(kind(), tmp_path, wrong, **given)}
+
+
+def test_what_is_not_said_or_not_right_is_unknown_with_the_reason(tmp_path):
+    assert "PL504" in checked(Paired(), tmp_path)
+    found = checked(Paired(), tmp_path, inputs={"states": torch.zeros(2, 4, 32)})["PL504"]
+    assert "missing" in found.message and "scale" in found.message
+    found = checked(Paired(), tmp_path, loss=loss)["PL504"]
+    assert "a loss is given, and not the inputs" in found.message
+    with pytest.raises(ValueError, match="and not for a name"):
+        planc.check("gpt2", "gpt2", inputs=made)
