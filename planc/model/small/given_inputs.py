@@ -80,10 +80,12 @@ def given_inputs(inputs: Any, loss: Loss | None, module: nn.Module) -> GivenInpu
 
 
 def seen_inputs(module: nn.Module, argument: str) -> GivenInputs | None:
-    """The images or samples of sound that a model on the meta device takes as its first argument;
-    None for a model with a table of embeddings, or without convolutions.
+    """The images or samples of sound that a model takes as its first argument; None for a model
+    with a table of embeddings, or without convolutions. The model is moved to the meta device.
     """
-    for size in _shapes(module):
+    sizes = [*_shapes(module)]
+    module = module.to("meta") if sizes else module  # a copy of a module has values on the CPU
+    for size in sizes:
 
         def make(rows: int, seed: int, size: tuple[int, ...] = size) -> Inputs:
             generator = torch.Generator().manual_seed(seed)
