@@ -343,7 +343,7 @@ any_op = st.one_of(
         origin=places,
     ),
     st.builds(SyncRng, axis=st.sampled_from(["tp", "ep"]), fields=st.just(("resid_pdrop = 0.1",))),
-    st.builds(DrawApart, axes=st.sampled_from([("pp",), ("cp",), ("pp", "cp")])),
+    st.builds(DrawApart, axes=st.sampled_from([("tp",), ("ep",), ("tp", "ep")])),
     st.builds(
         DrawByRank,
         modules=paths,
