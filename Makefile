@@ -23,6 +23,7 @@ test: $(VENV)/.ready  ## the test suite, with a sample of the numerics on four g
 
 processes: $(VENV)/.ready  ## numerics of all plans and options on four gloo processes (ten minutes)
 	$(BIN)/python -m pytest tests/processes
+	$(BIN)/python -m pytest -m slow --ignore tests/processes
 
 lint: $(VENV)/.ready  ## ruff and mypy
 	$(BIN)/ruff check .

@@ -200,19 +200,19 @@ def test_every_test_is_collected(request):
             assert not any(fnmatch(folder, pattern) for pattern in left_out), file
 
 
-def test_what_is_slow_is_the_numerics_on_processes_but_for_a_sample():
-    """Plain `pytest` says how many tests it deselects; `make processes` runs all of that folder."""
+def test_make_processes_runs_what_is_slow():
+    """Plain `pytest` says how many tests it deselects: `make processes` runs each of them once."""
     tests = Path(__file__).parent
-    marked = {p for p in tests.rglob("*.py") if "mark" + ".slow" in p.read_text()}
     conftest = tests / "processes" / "conftest.py"
-    assert marked == {conftest}
     [sample] = [
         ast.literal_eval(node.value)
         for node in ast.parse(conftest.read_text()).body
         if isinstance(node, ast.Assign) and node.targets[0].id == "SAMPLE"
     ]
     assert sample and all((tests / "processes" / name).is_file() for name in sample)
-    assert "pytest tests/processes\n" in (tests.parent / "Makefile").read_text()
+    makefile = (tests.parent / "Makefile").read_text()
+    assert "pytest tests/processes\n" in makefile
+    assert "pytest -m slow --ignore tests/processes\n" in makefile
 
 
 @pytest.mark.parametrize(

@@ -165,11 +165,16 @@ def _tied(tie: TiedStyles, group: list[Discrepancy], sink: Sink) -> None:
     measured = mismatch.detail or f"relative error {mismatch.error:.1e}"
     facts = [*tie.facts, measured, *_source(mismatch), _SEEN]
     where, help = f"`{_module(group)}`", TiedStyles.HELP
-    code, what = {
-        "crash": ("PL503", f"the model raises in {where}"),
-        "output": ("PL501", f"the output of {where} is wrong"),
-    }.get(mismatch.kind, ("PL502", f"the gradient of {where} is wrong"))
-    sink.error(code, f"{tie.message}: {what}", *tie.labels, facts=facts, help=help)
+    match mismatch.kind:
+        case "crash":
+            message = f"{tie.message}: the model raises in {where}"
+            sink.error("PL503", message, *tie.labels, facts=facts, help=help)
+        case "output":
+            message = f"{tie.message}: the output of {where} is wrong"
+            sink.error("PL501", message, *tie.labels, facts=facts, help=help)
+        case _:
+            message = f"{tie.message}: the gradient of {where} is wrong"
+            sink.error("PL502", message, *tie.labels, facts=facts, help=help)
 
 
 def _with_before(labels: list[Label], mismatch: Discrepancy, small: Plan) -> list[Label]:
