@@ -21,7 +21,7 @@ from planc.runtime.standalone.shards import fsdp_units, groups_of
 
 
 def require_current(
-    model: nn.Module, optimizer: Optimizer, before: Iterable[weakref.ref[nn.Parameter]]
+    model: nn.Module, optimizer: Optimizer, replaced: Iterable[weakref.ref[nn.Parameter]]
 ) -> None:
     """Refuses an optimizer of parameters that the plan has replaced: no gradient reaches them, so
     its steps would change nothing.
@@ -29,15 +29,15 @@ def require_current(
     Args:
         model: after the plan was applied.
         optimizer: of its parameters.
-        before: the parameters that the model had before.
+        replaced: the parameters that the model had before the plan and has no longer.
 
     Raises:
         PlanError: PL486.
     """
     kept = {id(parameter) for parameter in model.parameters()}
-    replaced = {id(known) for each in before if (known := each()) is not None} - kept
+    gone = {id(known) for each in replaced if (known := each()) is not None} - kept
     stepped = [p for group in optimizer.param_groups for p in group["params"]]
-    if count := sum(id(parameter) in replaced for parameter in stepped):
+    if count := sum(id(parameter) in gone for parameter in stepped):
         raise stop(
             "PL486",
             f"{count} of the {len(stepped)} parameters of the optimizer are no longer in the model:"

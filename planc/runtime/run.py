@@ -56,7 +56,7 @@ class Run(InNotebooks):
     text: Callable[[], str] = field(repr=False)
     first: FirstPasses = field(default_factory=FirstPasses, repr=False)
     batches: FirstPasses = field(default_factory=FirstPasses, repr=False)
-    before: tuple[weakref.ref[nn.Parameter], ...] = field(default=(), repr=False)
+    replaced: tuple[weakref.ref[nn.Parameter], ...] = field(default=(), repr=False)
     known: KnownVerdict | None = None
     sets: tuple[str, ...] = ()
     plan_digest: str | None = None
@@ -141,7 +141,7 @@ class Run(InNotebooks):
         Raises:
             PlanError: PL486, the optimizer was created before the plan was applied.
         """
-        gradients.require_current(self.model, optimizer, self.before)
+        gradients.require_current(self.model, optimizer, self.replaced)
         prepared = self.lowered.has(MegatronShard)
         return megatron_fsdp.optimizer(optimizer) if prepared else optimizer
 

@@ -207,7 +207,7 @@ def test_folders_without_weights(four, tmp_path):
 def test_safetensors_hold_no_optimizer_state(four, checkpoint):
     ((code, message),) = refused(four, checkpoint, optimizer=True)
     assert code == "PL497"
-    assert "not a checkpoint with an optimizer's state" in message
+    assert "is not a checkpoint with the state of a run" in message
 
 
 def test_a_buffer_that_nothing_computes_again(four, tmp_path):

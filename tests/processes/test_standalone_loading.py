@@ -205,4 +205,4 @@ def test_the_script_names_and_refuses_experts_that_are_stored_one_by_one(four, p
     ):
         assert "mlp.experts.gate_up_proj" in told
         assert "mlp.experts.*.w1.weight (" in told or "experts.*" in told
-        assert "one by one" in told and "Run.load" in told
+        assert "one with one tensor for each expert, is for planc's Run.load" in told
