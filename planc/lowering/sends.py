@@ -300,7 +300,7 @@ def _exchanges(op: DispatchExperts, step: Step) -> Iterator[Sent]:
         yield replace(back, kind=REDUCE, size=weights)
         return
     split = step.lowered.axis_size(*op.shared)
-    part = None if step.tokens is None else ceil(step.tokens / split) / step.tokens
+    part = ceil(step.tokens / split) / step.tokens if step.tokens else None
     rows = None if states is None or chosen is None or part is None else states * chosen * part
     share = None if weights is None or part is None else weights * part
     yield replace(forward, size=8 * op.shapes[0].shape[0])

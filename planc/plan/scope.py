@@ -10,7 +10,7 @@ from typing import Any, Final
 from planc.diagnostic import Label, Sink, did_you_mean, one_of
 from planc.model.facts import Facts, Parameter
 from planc.plan.ir import Mesh
-from planc.plan.mesh_axes import axes_of, valid_axes
+from planc.plan.mesh_axes import EXPERT_TENSOR, EXPERTS, axes_of, valid_axes
 from planc.source import Span
 from planc.syntax import ast
 
@@ -99,7 +99,8 @@ class Scope:
             return self._unknown(name)
         if name.path in self.definitions:
             return self._defined(name)
-        if axes_of(name.path, self.axis_names):
+        implied = name.path == EXPERT_TENSOR and EXPERTS in self.axis_names  # 1 where it is left out
+        if implied or axes_of(name.path, self.axis_names):
             return self._axis(name)
         return self._unknown(name)
 
