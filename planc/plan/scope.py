@@ -99,7 +99,8 @@ class Scope:
             return self._unknown(name)
         if name.path in self.definitions:
             return self._defined(name)
-        implied = name.path == EXPERT_TENSOR and EXPERTS in self.axis_names  # 1 where it is left out
+        # where the mesh leaves it out, it is 1
+        implied = name.path == EXPERT_TENSOR and EXPERTS in self.axis_names
         if implied or axes_of(name.path, self.axis_names):
             return self._axis(name)
         return self._unknown(name)
