@@ -93,7 +93,7 @@ def _repeats(op: Parallelize | DispatchExperts, step: Step) -> int:
     """
     for one in step.lowered.ops:
         if isinstance(one, Checkpoint) and not one.save and op.modules.within(one.modules):
-            stops = one.early_stop and isinstance(op, Parallelize) and isinstance(op.style, Rowwise)
+            stops = one.early_stop and isinstance(op, Parallelize) and _sums(op)
             return 1 if stops and op.modules == _last(one.modules, step) else 2
     return 1
 
@@ -109,9 +109,24 @@ def _last(block: Modules, step: Step) -> Modules | None:
             if not quiet and op.modules.within(block) and name in order:
                 inside.setdefault(order.index(name), []).append(op)
     last = inside[max(inside)] if inside else []
-    rows = [o for o in last if isinstance(o, Parallelize) and isinstance(o.style, Rowwise)]
-    known = all(isinstance(o, Parallelize) and isinstance(o.style, Rowwise | Input) for o in last)
-    return rows[-1].modules if rows and known else None
+    sums = [o for o in last if isinstance(o, Parallelize) and _sums(o)]
+    known = all(isinstance(o, Parallelize) and (_sums(o) or _before(o)) for o in last)
+    return sums[-1].modules if sums and known else None
+
+
+def _sums(op: Parallelize) -> bool:
+    """Whether the output of the modules is a sum over the ranks."""
+    return isinstance(op.style, Rowwise | Experts)
+
+
+def _before(op: Parallelize) -> bool:
+    """Whether all that a style sends in a forward pass comes before its module runs: what is
+    replicated already is split without a collective.
+    """
+    style = op.style
+    if isinstance(style, Output):
+        return all(one is None or one.source == Replicate() for one in style.positional)
+    return isinstance(style, Input)
 
 
 # Operations --------------------------------------------------------------------------------------
