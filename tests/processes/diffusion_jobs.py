@@ -73,10 +73,13 @@ def compare(name, plan, overrides, script=False):
         "output": error(output, wanted.chunk(size)[rank]),
         "loss": error(mean / distributed.get_world_size(), wanted_loss),
     }
+    largest = max(parameter.grad.abs().max().item() for parameter in reference.values())
     for full, parameter in model.named_parameters():
         short = plain(full)
         gradient = in_own_order(whole(parameter.grad), own.get(short))
-        errors[short] = error(gradient, reference[short].grad)
+        # a softmax is the same with any bias of its keys: that gradient is 0 but for rounding
+        least = 1e-3 * largest if short.endswith("to_k.bias") else 1e-12
+        errors[short] = error(gradient, reference[short].grad, least)
     assert errors.keys() - {"output", "loss"} == reference.keys()
     return errors
 

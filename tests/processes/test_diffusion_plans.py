@@ -16,7 +16,13 @@ from planc.resources import PLANS
 
 pytestmark = diffused.needed
 LIMIT = 1e-4
-CASES = [("wan2.1-t2v-1.3b", "wan"), ("wan2.1-i2v-14b", "wan"), ("flux.1-dev", "flux")]
+CASES = [
+    ("wan2.1-t2v-1.3b", "wan"),
+    ("wan2.1-i2v-14b", "wan"),
+    ("flux.1-dev", "flux"),
+    ("hunyuanvideo", "hunyuan_video"),
+    ("sd3-medium", "sd3"),
+]
 WAYS = [
     ["tp=2", "checkpointing=true"],
     ["tp=2", "dp_replicate=2", "checkpointing=false"],
