@@ -114,3 +114,11 @@ def test_a_folder_of_weights_does_not_hide_the_shipped_plan_of_its_name(home):
     files = read("mine.plan", sink)
     assert codes(sink) == []
     assert [file.statements[0].name for file in files] == ["llama", "mine"]
+
+
+def test_a_plan_with_the_name_of_a_shipped_one_extends_that(home):
+    (home / "llama.plan").write_text('plan mine for llama\nextend "llama.plan"\n')
+    sink = Sink()
+    files = read("llama.plan", sink)
+    assert codes(sink) == []
+    assert [file.statements[0].name for file in files] == ["llama", "mine"]

@@ -236,7 +236,8 @@ def base_of(place: PlanFile, name: str) -> PlanFile:
         if not ships or _is_at_revision(place.revision, path):
             return PlanFile(name=f"{place.revision}:{path}", path=path, revision=place.revision)
         return PlanFile(name=f"plans/{known.name}", path=known)
-    if ships and not _is_file(path):  # a folder of weights may have the name as well
+    # a folder of weights may have the name as well, and a plan does not mean itself
+    if ships and (not _is_file(path) or path == place.path):
         return PlanFile(name=f"plans/{known.name}", path=known)
     prefix = place.name.removesuffix(place.path.name) if place.path else ""
     return PlanFile(name=name if Path(name).is_absolute() else f"{prefix}{name}", path=path)
