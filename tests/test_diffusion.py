@@ -155,7 +155,10 @@ def test_the_small_model_runs_and_reaches_all(name, tp):
     assert sum(p.numel() for p in model.parameters()) < 3_000_000
     output = model(**builder.sample())
     output.loss.backward()
-    assert [n for n, p in model.named_parameters() if p.grad is None or not p.grad.any()] == []
+    idle = [n for n, p in model.named_parameters() if p.grad is None or not p.grad.any()]
+    # the last block of SD3 drops what its text attends to
+    last = f"transformer_blocks.{small['num_layers'] - 1}.attn.add_q_proj"
+    assert idle == ([f"{last}.weight", f"{last}.bias"] if name == "sd3-medium" else [])
 
 
 def test_of_another_class_the_inputs_are_not_known():

@@ -434,8 +434,8 @@ def test_an_entry_damaged_after_unpacking_is_missing(unpacked):
             path.write_text(path.read_text().replace("proved", "proven"))
     assert "layout flow (unknown)" in without(unpacked, "check", *RUN)[1]
     (unpacked / "other" / "pack" / cache.MADE_WITH).write_text("{")
-    code, text, _ = without(unpacked, "check", *RUN)
-    assert code == 2 and "[PL760]" in text
+    # torch is here and only its import is not: the keys have its versions without the pack's
+    assert "(proved" not in without(unpacked, "check", *RUN)[1]
 
 
 def test_the_same_cache_gives_the_same_pack(packed, monkeypatch):

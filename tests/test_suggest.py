@@ -123,7 +123,7 @@ def test_what_is_computed_without_replicas_is_what_the_plan_says():
 
 
 def test_more_micro_batches_only_where_fewer_do_not_fit():
-    _, candidates = everything("llama-3.1-8b", 8, 64, 8192)
+    _, candidates = everything("llama-3.2-1b", 8, 64, 8192)
     space = candidates.space
     choice = space.probe((("dp_replicate", 1), ("tp", 1)), {"checkpointing": False})
     found = candidates.candidate(choice)

@@ -202,7 +202,7 @@ def test_every_wait_is_announced(monkeypatch, tmp_path):
 
     monkeypatch.setattr(output, "waiting", Waiting)
     monkeypatch.setattr("planc.commands.verify.verify", _never)
-    monkeypatch.setattr("planc.commands.init.draft", lambda *_: None)
+    monkeypatch.setattr("planc.commands.init.drafted", _never)
     monkeypatch.setattr("planc.commands.suggest.suggest", lambda *_: None)
     step = ("--batch", "64", "--seq", "2048")
     for words in (
@@ -260,7 +260,7 @@ def test_help_has_examples_that_parse(command):
 def test_a_misspelled_command():
     code, out, err = call("chek", "llama")
     assert (code, out) == (2, "")
-    assert err == "planc: error: there is no command `chek`; did you mean `check`?\n"
+    assert err == "planc: error: there is no command `chek`; did you mean `check` or `cache`?\n"
     assert "`planc --help` lists" in call("zzzzz")[2]
 
 

@@ -132,6 +132,17 @@ class Space:
                 for n in divisors(self.world_size, LARGEST[axis.role]):
                     yield from self._whole({**dict(sizes), axis.name: n})
 
+    def divided(self, sizes: Sizes) -> Sizes | None:
+        """The mesh with the most ranks that divide its experts; None where none can."""
+        if self.experts is None or self.experts.ranks.name in self.fixed:
+            return None
+        found = [
+            made
+            for n in divisors(self.world_size, LARGEST[self.experts.ranks.role])[1:]
+            for made in self._whole({**dict(sizes), self.experts.ranks.name: n})
+        ]
+        return found[-1] if found else None
+
     def _sizes(self, axis: MeshAxis) -> tuple[int, ...]:
         given = self.fixed.get(self.sizing.get(axis.name, axis.name))
         if isinstance(given, int):

@@ -66,7 +66,12 @@ def search(
         progress(done, total)
         if candidates.legal(sizes):
             probes = (space.probe(sizes, options) for options in ({}, LEANEST, FASTEST))
-            ranked |= _tried(candidates, probes)
+            here = _tried(candidates, probes)
+            if not here and (divided := space.divided(sizes)) and candidates.legal(divided):
+                # a mesh that holds no whole experts may hold divided ones
+                probes = (space.probe(divided, options) for options in (LEANEST, FASTEST))
+                here = _tried(candidates, probes)
+            ranked |= here
     for _ in range(ROUNDS):
         ranked |= _extended(candidates, ranked)
     for done, sizes in enumerate(_best_meshes(ranked.values(), space.requires)):

@@ -85,8 +85,7 @@ def apply_lowered(
         guard_saving(model)
     kept = {id(parameter) for parameter in model.parameters()}
     # only of those: `run.load` swaps tensors, which torch refuses where a weak reference is
-    replaced = tuple(r for r in before if (p := r()) is not None and id(p) not in kept)
-    del before
+    before = tuple(r for r in before if (p := r()) is not None and id(p) not in kept)
     if distributed.get_rank() == 0:
         taken = time.perf_counter() - began
         shape = " | ".join(f"{a.name} {a.size}" for a in lowered.axes)
@@ -103,7 +102,7 @@ def apply_lowered(
         text=describe or (lambda: f"{lowered.plan} for {lowered.model}, {digest[:12]}"),
         first=first,
         batches=same_batches(lowered, meshes, safeguards.compare),
-        replaced=replaced,
+        replaced=before,
         known=strongest(known for known, _ in said),
     )
 
