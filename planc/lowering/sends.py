@@ -209,7 +209,7 @@ def _redistributed(op: Parallelize, step: Step) -> _Found:
                 yield GATHER, Pass.BACKWARD, whole
             if style.input == Replicate():  # of the hidden states, and of the router's weights
                 yield REDUCE, Pass.BACKWARD, whole
-                yield REDUCE, Pass.BACKWARD, step.size(_chosen(step))
+                yield REDUCE, Pass.BACKWARD, step.size(step.chosen)
         case Sequence() if any(isinstance(one, FullyShard) for one in step.lowered.ops):
             for parameter in op.modules.module.parameters:
                 yield REDUCE, Pass.STEP, parameter.numel * step.width
@@ -284,17 +284,12 @@ def attending(step: Step) -> tuple[int, int]:
     return stages, stages * max(len(range(*bounds[s : s + 2])) for s in range(every))
 
 
-def _chosen(step: Step) -> int | None:
-    """The experts of a token."""
-    return step.number("num_experts_per_tok", "num_experts_per_token", "moe_k", "top_k")
-
-
 def _experts(op: DispatchExperts, step: Step) -> Iterator[Sent]:
     yield from _again(_exchanges(op, step), _repeats(op, step))
 
 
 def _exchanges(op: DispatchExperts, step: Step) -> Iterator[Sent]:
-    count, chosen = len(op.modules) * step.passes, _chosen(step)
+    count, chosen = len(op.modules) * step.passes, step.chosen
     forward = Sent(
         word=op.WORD,
         where=str(op.modules),

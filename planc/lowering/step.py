@@ -117,6 +117,11 @@ class Step:
         """The features of the hidden states."""
         return self.number("hidden_size", "n_embd", "d_model")
 
+    @property
+    def chosen(self) -> int | None:
+        """The experts of a token."""
+        return self.number("num_experts_per_tok", "num_experts_per_token", "moe_k", "top_k")
+
     def number(self, *names: str) -> int | None:
         """The first of some settings of the model that is a number."""
         inner = self.config.get("text_config")
