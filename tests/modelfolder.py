@@ -17,6 +17,27 @@ CONFIG = {
     "vocab_size": 128,
 }
 
+QWEN3 = {
+    "model_type": "qwen3",
+    "architectures": ["Qwen3ForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 128,
+}
+BROKEN_QWEN3 = """plan broken for qwen3
+
+extend "qwen3"
+
+tensor on tp {
+    override model.layers.*.self_attn.{q,k}_norm : replicate
+}
+"""
+"""The norms of heads are replicated, and their gradients are not summed: PL502."""
+
 
 def written(folder, **fields):
     """A model's folder; a field that is `...` is left out."""

@@ -18,6 +18,7 @@ from planc.ops.configure import Configure
 from planc.ops.document import digest, dumps, loads
 from planc.ops.load import Load
 from planc.ops.lowered import MeshAxis
+from planc.ops.registry import KINDS
 from planc.ops.styles import (
     Colwise,
     Input,
@@ -33,6 +34,11 @@ from planc.resources import GRAMMARS
 from planc.source import Span
 
 SCHEMA = json.loads((GRAMMARS / "diff.schema.json").read_text())
+
+
+def test_the_schema_has_every_kind_of_operation():
+    kinds = SCHEMA["$defs"]["change"]["properties"]["kind"]["enum"]
+    assert {op.WORD for op in KINDS} <= {*kinds}
 
 
 def difference(old, new):

@@ -2,29 +2,12 @@
 
 import pytest
 import torch
+from test_own_module import PLAN as OWN
 from torch import nn
 
 import planc
 
-PLAN = """plan own for Pictures, Paired, Stated
-
-mesh {
-    dp_shard = auto
-    tp       = 2
-}
-
-tensor on tp {
-    blocks.* {
-        up   : colwise
-        down : rowwise
-    }
-}
-
-fsdp on dp_shard {
-    blocks.* : unit
-    root     : unit
-}
-"""
+PLAN = OWN.replace("Net, WithLoss, WithBuffer, WithoutInputs, Drawing", "Pictures, Paired, Stated")
 
 
 class Block(nn.Module):

@@ -4,9 +4,9 @@ import json
 
 import pytest
 import torch
-from test_script import kinds, ruff, written
+from test_script import kinds, ruff, same_as_applied, written
 from titan_model import Transformer
-from torch import distributed, nn
+from torch import nn
 
 import planc
 from planc.cli import main
@@ -150,8 +150,6 @@ fsdp on fsdp {
 
 
 def test_emitted_python_does_what_apply_does(tmp_path):
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
     path = tmp_path / "nested.plan"
     path.write_text(NESTED)
     with torch.device("meta"):
@@ -161,15 +159,7 @@ def test_emitted_python_does_what_apply_does(tmp_path):
     source = written(lowered)
     assert "in model.layers.values():" in source and "in model.layers.items():" in source
     assert "model.rows[i][str(j)]" in source and 'model.layers["3"]' in source
-    distributed.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
-    try:
-        planc.apply(one, lowered, device_type="cpu", compare=0)
-        space = {}
-        exec(compile(source, "nested.py", "exec"), space)
-        space["parallelize"](two, space["build_mesh"]("cpu"))
-    finally:
-        distributed.destroy_process_group()
-    assert kinds(one) == kinds(two)
+    same_as_applied(source, lowered, one, two)
     assert "CheckpointWrapper" in {kind for kind, _, _ in kinds(two)[1].values()}
     assert ruff(source, "format", "--diff").returncode == 0
 

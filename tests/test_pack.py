@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from console import call
+from modelfolder import BROKEN_QWEN3, QWEN3
 
 from planc.compiler import compile_plan
 from planc.diagnostic import Sink
@@ -15,26 +16,7 @@ from planc.model import cache
 from planc.model.load import load
 from planc.proof import pack
 
-VALUES = dict(
-    model_type="qwen3",
-    architectures=["Qwen3ForCausalLM"],
-    hidden_size=64,
-    intermediate_size=96,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=16,
-    vocab_size=128,
-)
 RUN = ("model", "qwen3", "--world-size", "4", "--set", "tp=2")
-BROKEN = """plan broken for qwen3
-
-extend "qwen3"
-
-tensor on tp {
-    override model.layers.*.self_attn.{q,k}_norm : replicate
-}
-"""
 WITHOUT = (
     "import sys\n"
     "for name in sys.argv.pop(1).split(','): sys.modules[name] = None\n"
@@ -69,8 +51,8 @@ def packed(tmp_path_factory):
     os.chdir(folder)
     try:
         (folder / "model").mkdir()
-        (folder / "model" / "config.json").write_text(json.dumps(VALUES))
-        (folder / "broken.plan").write_text(BROKEN)
+        (folder / "model" / "config.json").write_text(json.dumps(QWEN3))
+        (folder / "broken.plan").write_text(BROKEN_QWEN3)
         (folder / "a.plan").write_text("plan a for qwen3\n\nextend   'qwen3'\n".replace("'", '"'))
         assert call("check", *RUN)[0] == 0
         assert call("check", "model", "broken.plan", *RUN[2:])[0] == 1
@@ -224,7 +206,7 @@ def test_another_plan_is_unknown_and_another_model_unread(unpacked):
     strict = ("--set", "sequence_parallel=false", "--strict")
     assert without(unpacked, "check", *RUN, *strict)[0] == 1
     (unpacked / "wide").mkdir()
-    (unpacked / "wide" / "config.json").write_text(json.dumps({**VALUES, "hidden_size": 128}))
+    (unpacked / "wide" / "config.json").write_text(json.dumps({**QWEN3, "hidden_size": 128}))
     code, text, _ = without(unpacked, "check", "wide", *RUN[1:])
     assert code == 2 and "[PL760]" in text
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from console import call
+from modelfolder import BROKEN_QWEN3, QWEN3
 from torch import distributed
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -14,35 +15,16 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import planc
 from planc.model import cache
 
-VALUES = dict(
-    model_type="qwen3",
-    architectures=["Qwen3ForCausalLM"],
-    hidden_size=64,
-    intermediate_size=96,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=16,
-    vocab_size=128,
-)
 RUN = ("model", "qwen3", "--world-size", "4", "--set", "tp=2")
 SETTINGS = {"world_size": 4, "overrides": {"tp": 2}}
-BROKEN = """plan broken for qwen3
-
-extend "qwen3"
-
-tensor on tp {
-    override model.layers.*.self_attn.{q,k}_norm : replicate
-}
-"""
 
 
 @pytest.fixture
 def folder(home, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     (home / "model").mkdir()
-    (home / "model" / "config.json").write_text(json.dumps(VALUES))
-    (home / "broken.plan").write_text(BROKEN)
+    (home / "model" / "config.json").write_text(json.dumps(QWEN3))
+    (home / "broken.plan").write_text(BROKEN_QWEN3)
     return home
 
 

@@ -326,9 +326,22 @@ def kinds(model):
     return parameters, hooks
 
 
-def test_odd_names_do_what_apply_does(tmp_path):
+def same_as_applied(source, lowered, one, two):
+    """A script does to one model what `apply` does to another of the same class."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    distributed.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    try:
+        planc.apply(one, lowered, device_type="cpu", compare=0)
+        space = {}
+        exec(compile(source, "script.py", "exec"), space)
+        space["parallelize"](two, space["build_mesh"]("cpu"))
+    finally:
+        distributed.destroy_process_group()
+    assert kinds(one) == kinds(two)
+
+
+def test_odd_names_do_what_apply_does(tmp_path):
     path = tmp_path / "odd.plan"
     path.write_text(ODD)
     with torch.device("meta"):
@@ -336,15 +349,7 @@ def test_odd_names_do_what_apply_does(tmp_path):
     lowered = planc.lower(one, str(path), world_size=4)
     source = written(lowered)
     ast.parse(source)
-    distributed.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
-    try:
-        planc.apply(one, lowered, device_type="cpu", compare=0)
-        space = {}
-        exec(compile(source, "odd.py", "exec"), space)
-        space["parallelize"](two, space["build_mesh"]("cpu"))
-    finally:
-        distributed.destroy_process_group()
-    assert kinds(one) == kinds(two)
+    same_as_applied(source, lowered, one, two)
     for model in (one, two):
         assert model.other.weight is model.parts["0"].up.weight
     assert ruff(source, "format", "--diff").returncode == 0

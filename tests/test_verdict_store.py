@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from modelfolder import BROKEN_QWEN3, QWEN3
 from torch import distributed, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -17,26 +18,7 @@ from planc.model.module_table import facts_of
 from planc.ops.document import digest, dumps
 from planc.trial import certificate, verdict_store
 
-VALUES = dict(
-    model_type="qwen3",
-    architectures=["Qwen3ForCausalLM"],
-    hidden_size=64,
-    intermediate_size=96,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=16,
-    vocab_size=128,
-)
 SETTINGS = {"world_size": 4, "overrides": ["tp=2"]}
-WITHOUT_NORMS = """plan broken for qwen3
-
-extend "qwen3"
-
-tensor on tp {
-    override model.layers.*.self_attn.{q,k}_norm : replicate
-}
-"""
 WITH_A_WARNING = """plan warned for qwen3
 
 mesh {
@@ -62,9 +44,9 @@ fsdp on dp_shard {
 
 @pytest.fixture
 def folder(home):
-    (home / "config.json").write_text(json.dumps(VALUES))
+    (home / "config.json").write_text(json.dumps(QWEN3))
     (home / "warned.plan").write_text(WITH_A_WARNING)
-    (home / "broken.plan").write_text(WITHOUT_NORMS)
+    (home / "broken.plan").write_text(BROKEN_QWEN3)
     return home
 
 
@@ -233,7 +215,7 @@ def test_both_proofs_count(folder, flow, processes, level, text):
 
 def test_the_dtype_of_the_weights_changes_no_verdict(folder):
     """A script may train in fp32 what config.json says is stored in bf16."""
-    (folder / "config.json").write_text(json.dumps({**VALUES, "dtype": "bfloat16"}))
+    (folder / "config.json").write_text(json.dumps({**QWEN3, "dtype": "bfloat16"}))
     planc.check(str(folder), "qwen3", **SETTINGS)
     with torch.device("meta"):
         config = AutoConfig.from_pretrained(".")
@@ -288,7 +270,7 @@ def test_other_ranks_log_nothing(folder, caplog):
 
 
 def test_the_dtype_of_a_module_is_known_and_that_of_a_configuration_is_not(folder):
-    (folder / "config.json").write_text(json.dumps({**VALUES, "dtype": "bfloat16"}))
+    (folder / "config.json").write_text(json.dumps({**QWEN3, "dtype": "bfloat16"}))
     half, whole = built(), built().float()
     arguments = {**SETTINGS, "level": "structure"}
     assert "PL420" in {d.code for d in planc.check(half, "qwen3", **arguments)}

@@ -128,20 +128,20 @@ class Space:
         """The meshes with another size of one of the extended axes."""
         axes = [a for a in self.axes if a.role in EXTENDED and a.name != self.rest.name]
         for axis in [*axes, *([self.experts.ranks] if self.experts else [])]:
-            if self.sizing.get(axis.name, axis.name) not in self.fixed:
-                for n in divisors(self.world_size, LARGEST[axis.role]):
-                    yield from self._whole({**dict(sizes), axis.name: n})
+            yield from self._resized(sizes, axis)
 
     def divided(self, sizes: Sizes) -> Sizes | None:
         """The mesh with the most ranks that divide its experts; None where none can."""
-        if self.experts is None or self.experts.ranks.name in self.fixed:
-            return None
-        found = [
-            made
-            for n in divisors(self.world_size, LARGEST[self.experts.ranks.role])[1:]
-            for made in self._whole({**dict(sizes), self.experts.ranks.name: n})
-        ]
-        return found[-1] if found else None
+        found = [*self._resized(sizes, self.experts.ranks)] if self.experts else []
+        return found[-1] if found and found[-1] != sizes else None
+
+    def _resized(self, sizes: Sizes, axis: MeshAxis) -> Iterator[Sizes]:
+        """The meshes with each size of an extended axis, the smallest first; none where the plan or
+        the user fixes it.
+        """
+        if self.sizing.get(axis.name, axis.name) not in self.fixed:
+            for n in divisors(self.world_size, LARGEST[axis.role]):
+                yield from self._whole({**dict(sizes), axis.name: n})
 
     def _sizes(self, axis: MeshAxis) -> tuple[int, ...]:
         given = self.fixed.get(self.sizing.get(axis.name, axis.name))

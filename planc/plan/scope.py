@@ -88,7 +88,12 @@ class Scope:
         self._values.pop(definition.name, None)
 
     def knows(self, name: str) -> bool:
-        return name in self.definitions or bool(axes_of(name, self.axis_names))
+        return name in self.definitions or self._is_axis(name)
+
+    def _is_axis(self, name: str) -> bool:
+        """Whether a name is an axis; `etp` is 1 where a mesh with experts leaves it out."""
+        implied = name == EXPERT_TENSOR and EXPERTS in self.axis_names
+        return implied or bool(axes_of(name, self.axis_names))
 
     def value(self, name: ast.Name) -> Value:
         """The value of a dotted name; an unknown name is reported."""
@@ -99,9 +104,7 @@ class Scope:
             return self._unknown(name)
         if name.path in self.definitions:
             return self._defined(name)
-        # where the mesh leaves it out, it is 1
-        implied = name.path == EXPERT_TENSOR and EXPERTS in self.axis_names
-        if implied or axes_of(name.path, self.axis_names):
+        if self._is_axis(name.path):
             return self._axis(name)
         return self._unknown(name)
 

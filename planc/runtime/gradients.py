@@ -1,4 +1,4 @@
-"""Methods of `Run` for a training loop: accumulation, inference, clipping, full weights."""
+"""Methods of `Run` for a training loop: accumulation, inference, full weights."""
 
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 from planc.runtime.preconditions import stop
 from planc.runtime.sharded_tensors import reshard
 from planc.runtime.standalone import shards
-from planc.runtime.standalone.clipping import clip_grad_norm as clip_grad_norm  # noqa: PLC0414
 from planc.runtime.standalone.loss import IGNORED
 from planc.runtime.standalone.pipeline import Stages, stages_of
 from planc.runtime.standalone.shards import fsdp_units, groups_of

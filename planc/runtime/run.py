@@ -24,6 +24,7 @@ from planc.runtime.context import rank_part, sequence_parts
 from planc.runtime.known_verdict import KnownVerdict
 from planc.runtime.meshes import Meshes
 from planc.runtime.same_inputs import FirstPasses
+from planc.runtime.standalone.clipping import clip_grad_norm
 from planc.runtime.training_step import Batch, TrainingStep
 from planc.runtime.weights import extras, peft_files, resuming, saving
 from planc.runtime.weights.extras import Extra
@@ -245,7 +246,7 @@ class Run(InNotebooks):
         self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
     ) -> Tensor:
         """`torch.nn.utils.clip_grad_norm_` over every mesh; returns the full model's norm."""
-        return gradients.clip_grad_norm(
+        return clip_grad_norm(
             self.model,
             max_norm,
             norm_type=norm_type,
