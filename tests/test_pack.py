@@ -41,6 +41,15 @@ def without(folder, *words, missing=MISSING):
     return done.returncode, done.stdout, done.stderr
 
 
+EXTRAS = "peft,diffusers,bitsandbytes,accelerate,trl,lightning,pygls,megatron_fsdp"
+
+
+def test_a_check_needs_no_extra(folder):
+    """`pip install planc` without extras: the proof runs, with all that `planc.apply` imports."""
+    code, text, errors = without(folder, "check", *RUN, missing=EXTRAS)
+    assert (code, errors) == (0, "") and "(proved" in text, text + errors
+
+
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory):
     """A folder with a model, two lowered plans, and a pack of a machine that has checked it."""

@@ -7,7 +7,7 @@ from planc.ops.lora import Adapt
 from planc.ops.lowered import Lowered
 from planc.ops.quantization import Quantize
 from planc.runtime.preconditions import problem, stop
-from planc.runtime.standalone.lora import initialize_adapters
+from planc.runtime.standalone.lora_init import initialize_adapters
 
 NAME = "default"  # peft's name for the adapter
 _OPS = "_planc_adapters"  # the model's attribute with the operations that added its adapters

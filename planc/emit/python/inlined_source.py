@@ -20,6 +20,7 @@ _FILES = (
     "activation_checkpoint.py",
     "shards.py",
     "lora.py",
+    "lora_init.py",
     "safetensors_files.py",
     "buffers.py",
     "dcp_chunks.py",

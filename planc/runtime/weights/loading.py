@@ -23,7 +23,7 @@ from planc.runtime.standalone.load_weights import (
     read_rank0,
     read_slices,
 )
-from planc.runtime.standalone.lora import adapters_on_meta
+from planc.runtime.standalone.lora_init import adapters_on_meta
 from planc.runtime.standalone.safetensors_files import StoredTensor, tensors_in_folder
 from planc.runtime.standalone.shards import is_adapter, named_tensors, plain_name
 from planc.runtime.weights.stored_tensors import ConvertedTensor, made

@@ -18,7 +18,7 @@ from planc.runtime.lora import NAME, adapts
 from planc.runtime.preconditions import problem
 from planc.runtime.sharded_tensors import reshard
 from planc.runtime.standalone import shards
-from planc.runtime.standalone.lora import adapter_layers
+from planc.runtime.standalone.lora_init import adapter_layers
 from planc.runtime.standalone.safetensors_files import StoredTensor, tensors_in_file
 from planc.runtime.weights.loading import raise_on_all_ranks
 

@@ -20,7 +20,7 @@ from planc.runtime.preconditions import problem
 from planc.runtime.sharded_tensors import reshard
 from planc.runtime.standalone import shards
 from planc.runtime.standalone.dcp_chunks import storable
-from planc.runtime.standalone.lora import adapter_layers
+from planc.runtime.standalone.lora_init import adapter_layers
 from planc.runtime.standalone.pipeline import stages_of
 from planc.runtime.standalone.safetensors_files import INDEX, SINGLE
 from planc.runtime.weights.loading import raise_on_all_ranks

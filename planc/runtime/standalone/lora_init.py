@@ -1,0 +1,94 @@
+"""The values of adapters, also from meta: the same as those of peft, without it."""
+
+import re
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from planc.runtime.standalone.shards import (
+    is_adapter,
+    part_of,
+    plain_name,
+    rank_orders,
+    slices_of,
+    taken,
+)
+
+
+def adapter_layers(model: nn.Module) -> dict[str, Any]:
+    """peft's layers, by the names of the layers that they wrap."""
+    return {
+        plain_name(path): module
+        for path, module in model.named_modules()
+        if "base_layer" in module._modules and hasattr(module, "lora_A")
+    }
+
+
+def halves_of(layer: nn.Module) -> dict[str, Tensor]:
+    """The adapter parameters of peft's layer, by their names in the layer."""
+    return {name: p for name, p in layer.named_parameters() if is_adapter(name)}
+
+
+def adapters_on_meta(model: nn.Module) -> set[str]:
+    """The names of adapter parameters on meta."""
+    return {
+        f"{name}.{half}"
+        for name, layer in adapter_layers(model).items()
+        for half, parameter in halves_of(layer).items()
+        if parameter.is_meta
+    }
+
+
+def initialize_adapters(
+    model: nn.Module,
+    unset: set[str],
+    pattern: str,
+    *,
+    rank: int,
+    init: bool | str,
+    seed: int,
+) -> None:
+    """Initializes the adapters of one `LoraConfig`; all ranks draw the same values.
+
+    Args:
+        model: a model whose adapters are allocated.
+        unset: the names of adapter parameters without values.
+        pattern: the configuration's `target_modules`.
+        rank: its `r`.
+        init: its `init_lora_weights`.
+        seed: the seed of the values.
+    """
+    orders = rank_orders(model)
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(seed)
+        for name, layer in adapter_layers(model).items():
+            if not re.fullmatch(pattern, name):
+                continue
+            own = halves_of(layer)
+            for half, value in first_values(layer, rank, init):
+                if (full := f"{name}.{half}") in unset:
+                    ranges = slices_of(own[half], orders.get(full))
+                    part_of(own[half]).copy_(taken(value, ranges))
+
+
+def first_values(layer: Any, rank: int, init: bool | str) -> list[tuple[str, Tensor]]:
+    """peft's initial values for a layer, drawn in the order of `update_layer`."""
+    wide, high = layer.in_features, layer.out_features
+    if layer.lora_embedding_A:
+        (name,) = layer.lora_embedding_A
+        a, b = torch.randn(rank, wide), torch.randn(high, rank)
+        if init is not False:
+            nn.init.zeros_(a)
+            nn.init.normal_(b)
+        return [(f"lora_embedding_A.{name}", a), (f"lora_embedding_B.{name}", b)]
+    (name,) = layer.lora_A
+    a = nn.Linear(wide, rank, bias=False).weight.detach()
+    b = nn.Linear(rank, high, bias=False).weight.detach()
+    if init == "gaussian":
+        nn.init.normal_(a, std=1 / rank)
+    elif init is True:
+        nn.init.kaiming_uniform_(a, a=5**0.5)
+    if init is not False:
+        nn.init.zeros_(b)
+    return [(f"lora_A.{name}.weight", a), (f"lora_B.{name}.weight", b)]
