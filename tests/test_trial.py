@@ -11,7 +11,7 @@ from torch import distributed
 from torch.distributed import device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from planc.runtime import gradients
+from planc.runtime import gradients, run
 from planc.trial import program, thread_ranks
 from planc.trial.random_numbers import RankRandom
 
@@ -156,12 +156,12 @@ def seeded(monkeypatch, tmp_path, owner, name, fault):
 
 
 def test_a_norm_that_counts_replicated_gradients_twice(monkeypatch, tmp_path):
-    real = gradients.clip_grad_norm
+    real = run.clip_grad_norm
 
     def doubled(model, max_norm, **options):
         return real(model, max_norm, **options) * 2**0.5
 
-    found = seeded(monkeypatch, tmp_path, gradients, "clip_grad_norm", doubled)
+    found = seeded(monkeypatch, tmp_path, run, "clip_grad_norm", doubled)
     assert found == ("refuted", {"PL509"})
 
 
