@@ -153,14 +153,19 @@ def _sizes(rule: ExpertRule, experts: ExpertMesh, plan: Plan, sink: Sink) -> Non
 def _units(experts: ExpertMesh, plan: Plan, facts: Facts, sink: Sink) -> None:
     """PL552: divided experts are sharded over `ep_shard`, and nothing else is."""
     rest = (experts.rest.name,)
+    equal = (_larger_than_1(rest, plan), _outer_axes(experts, plan))
     wrong: dict[object, list[Owned]] = {}
     for own in owned(plan, facts):
         part = own.spread or own.unit
-        over = part.shard if part is not None else None
-        # whether FSDP or another rank with the same experts makes a difference
-        if (over == rest) != _divided(own.modules, plan) and (
-            plan.fsdp is not None or over == rest or experts.rest.size > 1
-        ):
+        divided = _divided(own.modules, plan)
+        if divided and plan.fsdp and part:
+            fits = _larger_than_1(plan.fsdp.axes(part)[0], plan) in equal
+        elif divided:
+            # without FSDP, nothing sums the gradients of the ranks with the same experts
+            fits = not own.trained or (plan.fsdp is None and experts.rest.size == 1)
+        else:
+            fits = part is None or part.shard != rest
+        if not fits:
             wrong.setdefault(part, []).append(own)
     for found in wrong.values():
         placed = found[0].spread or found[0].unit
@@ -178,6 +183,20 @@ def _units(experts: ExpertMesh, plan: Plan, facts: Facts, sink: Sink) -> None:
             message = f"{named} is sharded over {rest[0]}, whose ranks share divided experts alone"
             fact, help = "other parameters are equal on all ranks", f"remove `on = {rest[0]}`"
         sink.error("PL552", message, *labels, facts=[fact], help=help)
+
+
+def _outer_axes(experts: ExpertMesh, plan: Plan) -> tuple[str, ...] | None:
+    """The axes of the mesh whose ranks have the same experts, where no axis is divided between
+    these ranks and those that divide the experts; None otherwise.
+    """
+    axes = [*_larger_than_1(experts.axes, plan)]
+    while plan.mesh.size(*axes) > experts.rest.size:
+        axes.pop()
+    return (*axes,) if plan.mesh.size(*axes) == experts.rest.size else None
+
+
+def _larger_than_1(axes: tuple[str, ...], plan: Plan) -> tuple[str, ...]:
+    return tuple(name for name in axes if plan.mesh.size(name) > 1)
 
 
 def _divided(modules: Modules, plan: Plan) -> bool:

@@ -235,7 +235,7 @@ def freezing(plan: Plan, facts: Facts, sink: Sink) -> None:
             sink.error("PL451", message, rule.origin, help="remove the rule")
     for group in facts.ties:
         _tied(group, plan, facts, sink)
-    if not any(own.trains(p) for own in found for p in own.modules.module.parameters):
+    if not any(own.trained for own in found):
         sink.error(
             "PL452",
             "every parameter of the model is frozen: nothing trains",

@@ -162,8 +162,8 @@ def _wrong(rule: TensorRule) -> tuple[str, str] | None:
         case ir.Sequence():
             if module.children:
                 return ("it has submodules", "put `sequence` on the norms themselves")
-            if module.kind in ("embedding", "conv1d"):
-                return ("it is not a norm", "put `sequence` on norms and dropouts")
+            if module.kind == "embedding":
+                return ("it takes token ids", "put `sequence` on norms and dropouts")
     return None
 
 

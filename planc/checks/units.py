@@ -241,7 +241,7 @@ def _skipped(units: tuple[Modules, ...], plan: Plan, facts: Facts) -> Modules | 
     first: int | None = None
     reached = False
     for own in members:
-        if not any(own.trains(p) for p in own.modules.module.parameters):
+        if not own.trained:
             continue
         segment = own.modules.path[at] if len(own.modules.path) > at else ""
         if own.modules.key[: at + 1] == units[0].key[: at + 1] and not isinstance(segment, str):

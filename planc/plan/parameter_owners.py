@@ -27,6 +27,11 @@ class Owned:
         """Whether a parameter of these modules takes a gradient."""
         return parameter.trainable if self.training is None else self.training.trainable
 
+    @property
+    def trained(self) -> bool:
+        """Whether any parameter of these modules takes a gradient."""
+        return any(self.trains(p) for p in self.modules.module.parameters)
+
 
 def owned(plan: Plan, facts: Facts) -> Iterator[Owned]:
     """Every module that has parameters of its own, in the order of the model."""

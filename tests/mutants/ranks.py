@@ -152,11 +152,12 @@ class Routes:
                 module.register_forward_pre_hook(self._hook(plain(name)), with_kwargs=True)
 
     def _hook(self, name):
-        """Keeps the integers that fused experts are given: the chosen experts of each token."""
+        """Keeps the integers [tokens, k] that fused experts are given: the chosen ones of each."""
 
         def note(_, args, kwargs):
             for given in (*args, *kwargs.values()):
-                if isinstance(given, torch.Tensor) and not given.is_floating_point():
+                matrix = isinstance(given, torch.Tensor) and given.dim() == 2
+                if matrix and not given.is_floating_point():
                     self.passes[-1][name] = given.detach().sort(-1).values
 
         return note
