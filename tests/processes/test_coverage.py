@@ -14,8 +14,11 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "coverage"))
 import theirs
 from run import LIMIT, row
 
-SAMPLE = ["deepseek_v3", "jamba", "whisper"]
-MORE = ["arcee", "bert", "gemma3", "gpt_oss", "nemotron_h", "phimoe", "qwen3_next"]
+SAMPLE = ["whisper"]
+MORE = [
+    *("arcee", "bert", "deepseek_v3", "gemma3", "gpt_oss"),
+    *("jamba", "nemotron_h", "phimoe", "qwen3_next"),
+]
 
 
 def some(first, more):
@@ -32,7 +35,7 @@ def test_a_family_is_planned_and_proved(family, four, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "family", some(["reformer", "ctrl"], ["cpmant", "zamba2", "internlm3", "musicgen"])
+    "family", some(["ctrl"], ["cpmant", "internlm3", "musicgen", "reformer", "zamba2"])
 )
 def test_what_once_had_no_plan_has_one(family, four, tmp_path):
     """Reversible layers; linears known by shape or number; another's class; codes of sound."""

@@ -15,7 +15,7 @@ import pytest
 from planc.cli import main
 from planc.diagnostic import Sink
 from planc.proof.verify import verify
-from planc.resources import GRAMMARS
+from planc.resources import GRAMMARS, PLANS
 from planc.trial import certificate as store
 from planc.trial import launcher as runtime
 from planc.trial.launcher import _waiting
@@ -234,11 +234,24 @@ def test_a_plan_that_crashes_is_refuted_with_the_error_of_the_rank(tmp_path):
     assert found.certificate["checks"] == ["PL201"]
 
 
-def test_sizes_that_only_the_real_model_gets_wrong_are_not_verified():
-    found, sink = proved("llama-3.1-8b", "llama", world_size=32, settings=["tp=16"])
+def test_sizes_that_only_the_real_model_gets_wrong_are_not_verified(tmp_path):
+    """Rows of 124 * 2 bytes, which grouped matrix products do not take."""
+    values = json.loads((PLANS / "models" / "mixtral-8x7b.json").read_text()) | {
+        "intermediate_size": 496
+    }
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    model = str(tmp_path / "config.json")
+    found, sink = proved(model, "mixtral", world_size=32, settings=["tp=4"])
     assert found.verdict == "unknown"
     assert [d.code for d in sink] == ["PL523"]
-    assert "PL201" in found.certificate["reason"]
+    assert "PL226" in found.certificate["reason"]
+
+
+def test_fewer_key_value_heads_than_ranks_are_as_few_in_the_small_model():
+    found, sink = proved("llama-3.1-8b", "llama", world_size=32, settings=["tp=16"])
+    assert found.verdict == "refuted"
+    assert [d.code for d in sink] == ["PL521"]
+    assert found.certificate["checks"] == ["PL201"]
 
 
 def test_axes_that_the_processes_do_not_reach_are_told_and_every_line_is_reached(tmp_path):
