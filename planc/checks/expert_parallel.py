@@ -153,7 +153,9 @@ def _sizes(rule: ExpertRule, experts: ExpertMesh, plan: Plan, sink: Sink) -> Non
 def _units(experts: ExpertMesh, plan: Plan, facts: Facts, sink: Sink) -> None:
     """PL552: divided experts are sharded over `ep_shard`, and nothing else is."""
     rest = (experts.rest.name,)
-    equal = (_larger_than_1(rest, plan), _outer_axes(experts, plan))
+    outer = _outer_axes(experts, plan)
+    equal = (_larger_than_1(rest, plan), outer)
+    every = plan.fsdp is not None and _larger_than_1(plan.fsdp.shard, plan) == outer
     wrong: dict[object, list[Owned]] = {}
     for own in owned(plan, facts):
         part = own.spread or own.unit
@@ -164,7 +166,7 @@ def _units(experts: ExpertMesh, plan: Plan, facts: Facts, sink: Sink) -> None:
             # without FSDP, nothing sums the gradients of the ranks with the same experts
             fits = not own.trained or (plan.fsdp is None and experts.rest.size == 1)
         else:
-            fits = part is None or part.shard != rest
+            fits = part is None or part.shard != rest or every
         if not fits:
             wrong.setdefault(part, []).append(own)
     for found in wrong.values():

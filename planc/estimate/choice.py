@@ -130,10 +130,10 @@ class Space:
         for axis in [*axes, *([self.experts.ranks] if self.experts else [])]:
             yield from self._resized(sizes, axis)
 
-    def divided(self, sizes: Sizes) -> Sizes | None:
-        """The mesh with the most ranks that divide its experts; None where none can."""
-        found = [*self._resized(sizes, self.experts.ranks)] if self.experts else []
-        return found[-1] if found and found[-1] != sizes else None
+    def divided(self, sizes: Sizes) -> list[Sizes]:
+        """The mesh with each other number of ranks that divide its experts, the fewest first."""
+        found = self._resized(sizes, self.experts.ranks) if self.experts else ()
+        return [other for other in found if other != sizes]
 
     def _resized(self, sizes: Sizes, axis: MeshAxis) -> Iterator[Sizes]:
         """The meshes with each size of an extended axis, the smallest first; none where the plan or

@@ -7,8 +7,10 @@ What is named in the end is compiled with all checks.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from itertools import islice
 from math import inf
 
@@ -67,11 +69,7 @@ def search(
         if candidates.legal(sizes):
             probes = (space.probe(sizes, options) for options in ({}, LEANEST, FASTEST))
             here = _tried(candidates, probes)
-            if not here and (divided := space.divided(sizes)) and candidates.legal(divided):
-                # a mesh that holds no whole experts may hold divided ones
-                probes = (space.probe(divided, options) for options in (LEANEST, FASTEST))
-                here = _tried(candidates, probes)
-            ranked |= here
+            ranked |= here or _divided(candidates, sizes)
     for _ in range(ROUNDS):
         ranked |= _extended(candidates, ranked)
     for done, sizes in enumerate(_best_meshes(ranked.values(), space.requires)):
@@ -97,10 +95,34 @@ def search(
     )
 
 
+def _divided(candidates: Candidates, sizes: Sizes) -> dict[Choice, Candidate]:
+    """The probes of a mesh that holds no whole experts, divided among the best number of ranks:
+    fewer all-gather more, and more send tokens farther, so that times fall and then rise.
+    """
+    space = candidates.space
+    lean = [space.probe(other, LEANEST) for other in space.divided(sizes)]
+
+    @cache
+    def seconds(at: int) -> float:
+        found = candidates.candidate(lean[at])
+        return found.seconds if found else inf
+
+    def rises(at: int) -> bool:
+        return seconds(at) < inf and seconds(at) <= seconds(at + 1)
+
+    at = bisect_left(range(len(lean) - 1), True, key=rises)
+    if not lean or seconds(at) == inf or not candidates.legal(lean[at].sizes):
+        return {}
+    return _tried(candidates, (lean[at], space.probe(lean[at].sizes, FASTEST)))
+
+
 def _extended(candidates: Candidates, ranked: dict[Choice, Candidate]) -> dict[Choice, Candidate]:
     """The probes of meshes beside the best ones, which have other sizes of one extended axis."""
     space, found = candidates.space, dict[Choice, Candidate]()
-    starts = _best_meshes(ranked.values(), space.requires)[:STARTS]
+    best = _best_meshes(ranked.values(), space.requires)
+    # meshes that differ by replicas alone have like neighbors
+    unlike = {space.alike(space.probe(sizes, {})): sizes for sizes in reversed(best)}
+    starts = [sizes for sizes in best if sizes in unlike.values()][:STARTS]
     if not starts and candidates.nearest:
         starts = [candidates.nearest.choice.sizes]
     known = {choice.sizes for choice in ranked} | candidates.extended
@@ -110,10 +132,8 @@ def _extended(candidates: Candidates, ranked: dict[Choice, Candidate]) -> dict[C
         candidates.extended.add(sizes)
         probes = (space.probe(sizes, options) for options in (LEANEST, FASTEST))
         here = _tried(candidates, probes)
-        best = min((c.seconds for c in ranked.values()), default=inf)
-        if min((c.seconds for c in here.values()), default=inf) < NEAR * best and candidates.legal(
-            sizes
-        ):
+        near = NEAR * min((c.seconds for c in ranked.values()), default=inf)
+        if min((c.seconds for c in here.values()), default=inf) < near and candidates.legal(sizes):
             found |= here
     return found
 
