@@ -73,6 +73,33 @@ def test_tied_ends():
     assert (found.verdict, errors) == ("proved", [])
 
 
+ADAPTED = """plan adapted for llama
+
+extend "llama.plan"
+
+adapters {{
+    model.layers.*.self_attn.{{q,k,v,o}}_proj : {how}(rank = 4)
+    lm_head                                 : lora(rank = 2)
+}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "settings"),
+    [
+        ("lora", dict(tp=2)),
+        ("lora", dict(pipeline_schedule="zero_bubble")),
+        ("lora", dict(pipeline_schedule="zbv", microbatches=4)),
+        ("qlora", dict(pipeline_schedule="interleaved_1f1b")),
+    ],
+)
+def test_adapters(tmp_path, how, settings):
+    (tmp_path / "adapted.plan").write_text(ADAPTED.format(how=how))
+    plan = str(tmp_path / "adapted.plan")
+    found, errors = verdict("llama-3.2-1b", plan, pipeline_stages=2, **settings)
+    assert (found.verdict, errors) == ("proved", [])
+
+
 # What refutes it ---------------------------------------------------------------------------------
 
 

@@ -30,6 +30,14 @@ load {
     weights = slices
 }
 """
+ADAPTED = """plan adapted for llama
+
+extend "llama"
+
+adapters {
+    model.layers.*.self_attn.{q,v}_proj : lora(rank = 2, init = random)
+}
+"""
 QWEN = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 TIED = {"tie_word_embeddings": True}
@@ -42,6 +50,7 @@ CASES = {
     "zbv": (2, "Llama", TIED, "llama", (*TWO, "pipeline_schedule=zbv")),
     "parts of the loss": (4, "Llama", {}, "llama", (*TWO, "tp=2", "loss_chunks=2")),
     "cp": (4, "Llama", {}, "long.plan", TWO),
+    "adapters": (4, "Llama", {}, "adapted.plan", (*TWO, "param_dtype=fp32")),
     "ep": (4, "Mixtral", EXPERTS, "mixtral", (*TWO, "ep=2")),
     "three stages": (3, "Llama", {}, "llama", ("pipeline_stages=3", "microbatches=4")),
 }
@@ -57,6 +66,7 @@ def small(kind, changes):
 @pytest.fixture
 def lowered(tmp_path, monkeypatch):
     (tmp_path / "long.plan").write_text(LONG)
+    (tmp_path / "adapted.plan").write_text(ADAPTED)
     monkeypatch.chdir(tmp_path)
 
     def made(name):
@@ -135,9 +145,10 @@ def trained(lowered, kind, changes, space=None):
             run = apply_lowered(model, lowered, digest=digest(lowered), device_type="cpu")
             run.forward_backward(given)
             losses, clip = [], lambda _model, limit: run.clip_grad_norm_(limit)
-        gradients = {n: local(p.grad) for n, p in model.named_parameters()}
+        taught = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        gradients = {n: local(p.grad) for n, p in taught.items()}
         norm = clip(model, LIMIT)
-        clipped = {n: local(p.grad) for n, p in model.named_parameters()}
+        clipped = {n: local(p.grad) for n, p in taught.items()}
         found[number] = losses, gradients, norm, clipped
 
     failure = run_ranks(lowered.world_size, rank, seconds=240)

@@ -102,8 +102,14 @@ def _crossing(facts: Facts, rule: PipelineRule, sink: Sink) -> None:
 def _unsupported(plan: Plan, op: Pipeline) -> Iterator[tuple[str, Span, str]]:
     """(what is not supported with a pipeline, its line, what to do)."""
     alone = f"set `{op.axis} = 1`"
-    if plan.adapters is not None and plan.adapters.rules:
-        yield "adapters in a pipeline are not supported yet", plan.adapters.origin, alone
+    if plan.adapters is not None and (rules := plan.adapters.rules):
+        for stage in range(op.stages):
+            if not any(r.modules.within(part) for r in rules for part in op.held(stage)):
+                text = f"stage {stage} has no adapter, and nothing to train"
+                yield text, plan.adapters.origin, "adapt layers of every stage"
+    if plan.load is not None and plan.load.weights == "rank0":
+        text = "rank 0 sends a tensor to ranks that all have it, and stages have different ones"
+        yield text, plan.load.origin_of("weights") or plan.load.origin, "write `weights = slices`"
     if plan.fsdp is not None:
         if plan.fsdp.megatron is not None:
             yield "Megatron-FSDP in a pipeline is not supported", plan.fsdp.origin, alone

@@ -1,17 +1,18 @@
 """IR -> lowered operations. The order of a parallel program is decided here only:
 
-mesh, pipeline, configure, adapters, tensor, ties, experts (and the styles on them), context,
+mesh, adapters, pipeline, configure, tensor, ties, experts (and the styles on them), context,
 freezing, 4-bit weights, checkpoint, compile, FSDP (nested units first, the root last), the settings
 of units, and the loss.
 
 Adapters come first because peft reads the size of a layer from its weight, and a sharded weight has
-the size of a rank's shard. Tensor parallelism comes before FSDP, which shards the local tensors; a
-checkpoint wrapper goes inside compile and FSDP so that recomputation happens while the unit's
-parameters are gathered; compile goes inside FSDP because FSDP's hooks are graph breaks. Freezing
-comes after tensor parallelism, which may create new parameters, and before FSDP, which reads
-`requires_grad`; so does 4-bit quantization, because no style can shard a 4-bit weight. (The order
-of torchtitan's `parallelize_llama`.) The loss takes what the head returns after the hooks of styles
-and FSDP, so its own hook is the last.
+the size of a rank's shard; and before the pipeline, which remembers what other stages hold. Tensor
+parallelism comes before FSDP, which shards the local tensors; a checkpoint wrapper goes inside
+compile and FSDP so that recomputation happens while the unit's parameters are gathered; compile
+goes inside FSDP because FSDP's hooks are graph breaks. Freezing comes after tensor parallelism,
+which may create new parameters, and before FSDP, which reads `requires_grad`; so does 4-bit
+quantization, because no style can shard a 4-bit weight. (The order of torchtitan's
+`parallelize_llama`.) The loss takes what the head returns after the hooks of styles and FSDP, so
+its own hook is the last.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -34,6 +35,7 @@ from planc.ops.context import ContextParallel
 from planc.ops.expert_parallel import ALL_TO_ALL, DispatchExperts
 from planc.ops.freeze import Freeze
 from planc.ops.fsdp import FullyShard
+from planc.ops.lora import Adapt
 from planc.ops.loss import ChunkLoss
 from planc.ops.lowered import Lowered, Stage
 from planc.ops.megatron_fsdp import MegatronShard
@@ -53,7 +55,8 @@ def lower(plan: Plan, facts: Facts) -> Lowered:
 
     Styles over an axis of one rank are left out, and so is `replicate`, a no-op.
     """
-    return _lowered(plan, facts, tuple(_stage(*part) for part in of_ranks(plan, facts)))
+    added = [*adapt(plan)]
+    return _lowered(plan, facts, tuple(_stage(*part, added) for part in of_ranks(plan, facts)))
 
 
 def on_activations(plan: Plan, facts: Facts) -> Lowered:
@@ -95,19 +98,23 @@ def _derived(plan: Plan) -> list[TensorRule]:
     return [r for r in styles(plan) if plan.mesh.size(r.axis) > 1]
 
 
-def _stage(plan: Plan, facts: Facts) -> Stage:
-    """The operations of the ranks at one place of the pipeline, by these ranks' modules alone."""
+def _stage(plan: Plan, facts: Facts, adapters: list[Adapt]) -> Stage:
+    """The operations of the ranks at one place of the pipeline, by these ranks' modules alone, but
+    for the adapters, which are added while the model is whole.
+    """
     tensor, derived = _wide(plan), _derived(plan)
     holdings = Holdings(facts, plan, [*tensor, *derived, *expert_styles(plan)])
     units = _sharding(plan, facts, holdings)
     # a style on divided experts splits those of a rank, and sums what came back from all ranks
     inside = [r for r in tensor if splits_divided(r, plan)]
     tensor = [r for r in tensor if r not in inside]
+    pipeline = [plan.pipeline.op] if plan.pipeline else []
     ops: list[AnyOp] = [
-        *([plan.pipeline.op] if plan.pipeline else []),
+        *(pipeline if not adapters else []),
         *configure(facts),
         *([plan.load] if plan.load else []),
-        *adapt(plan),
+        *adapters,
+        *(pipeline if adapters else []),
         *_joined(_parallelize(_ordered([*_on_layers(tensor, plan), *derived]), plan)),
         *_ties(facts, tensor, plan),
         *_joined(divided(plan)),

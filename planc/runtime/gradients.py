@@ -140,6 +140,21 @@ def full_state_dict(model: nn.Module, *, every_rank: bool = False) -> dict[str, 
     return {name: found[name] for name in stages.names if name in found} if keep else {}
 
 
+def on_rank_0(own: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    """The tensors of all stages on rank 0, on the CPU; empty elsewhere. Every rank calls it.
+
+    Args:
+        own: whole tensors of this rank's stages, on the CPU.
+        model: whose stages these are; without stages rank 0 has all.
+    """
+    stages = stages_of(model)
+    if stages is not None:
+        if 0 not in distributed.get_process_group_ranks(stages.mesh.get_group()):
+            return {}
+        own = _of_all_stages(own, stages)
+    return own if distributed.get_rank() == 0 else {}
+
+
 def _of_all_stages(own: dict[str, Tensor], stages: Stages) -> dict[str, Tensor]:
     """The tensors of all stages on the CPU, each sent by the first stage that has it."""
     group, device = stages.mesh.get_group(), stages.mesh.device_type

@@ -6,11 +6,14 @@ absolute difference of a tensor over the largest absolute value of the right one
 
 import contextlib
 import hashlib
+import re
 from unittest import mock
+from zlib import crc32
 
 import torch
 import transformers
 from families import COMMON, FAMILIES
+from peft import LoraConfig, inject_adapter_in_model
 from torch import distributed
 from torch.distributed.tensor import DTensor
 
@@ -73,6 +76,15 @@ def build_values(values):
     made = made.float().train()
     add_denoising_loss(made)
     return made
+
+
+def inject(model, pattern, seed, **config):
+    """peft's adapters on the layers that a pattern matches, each with a seed made of its name."""
+    for name in [n for n, _ in model.named_modules() if re.fullmatch(pattern, n)]:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed((seed << 32) + crc32(name.encode()))
+            one = LoraConfig(target_modules=re.escape(name), **config)
+            inject_adapter_in_model(one, model)
 
 
 def class_of(config):

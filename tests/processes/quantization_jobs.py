@@ -10,7 +10,6 @@ import adapter_jobs
 import bitsandbytes
 import numerics
 import torch
-from peft import LoraConfig, inject_adapter_in_model
 from torch import distributed
 from torch.distributed.tensor import DTensor
 
@@ -65,12 +64,7 @@ def single(family, dtype, double, changes, storage, compute):
                 model.set_submodule(name, layer)
     model.is_loaded_in_4bit = True
     for seed, (pattern, rank, alpha, _, _) in enumerate(TARGETS):
-        config = LoraConfig(
-            r=rank, lora_alpha=alpha, target_modules=pattern, init_lora_weights=False
-        )
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            inject_adapter_in_model(config, model)
+        numerics.inject(model, pattern, seed, r=rank, lora_alpha=alpha, init_lora_weights=False)
     return model
 
 

@@ -96,9 +96,17 @@ def test_a_wrong_style_of_an_adapter_is_seen(four, end, style, sequence_parallel
 
 TP = settings(tp=2, sequence_parallel=True, param_dtype="fp32")
 WHOLE = settings(tp=1, param_dtype="fp32")
+STAGES = settings(pipeline_stages=2, microbatches=2, param_dtype="fp32")
 
 
-@pytest.mark.parametrize(("overrides", "others"), [(TP, WHOLE), (WHOLE, TP)])
+@pytest.mark.parametrize("overrides", [TP, WHOLE, STAGES])
+def test_adapters_begin_as_in_one_process(four, overrides):
+    assert four.run("adapter_jobs.begins", overrides=overrides) == [True] * 4
+
+
+@pytest.mark.parametrize(
+    ("overrides", "others"), [(TP, WHOLE), (WHOLE, TP), (STAGES, TP), (WHOLE, STAGES)]
+)
 def test_adapters_as_peft_reads_them(four, tmp_path, overrides, others):
     folder = str(tmp_path / "adapters")
     for found in four.run("adapter_jobs.saved", folder=folder, overrides=overrides, others=others):
@@ -144,13 +152,16 @@ def test_adapters_in_another_dtype_than_their_layers(four, sequence_parallel):
         assert error < 0.05  # of bfloat16, whose sums have another order
 
 
-def test_an_export_with_adapters_merged(four, tmp_path):
-    four.run("adapter_jobs.merged", folder=str(tmp_path), overrides=TP)
+@pytest.mark.parametrize("overrides", [TP, STAGES])
+def test_an_export_with_adapters_merged(four, tmp_path, overrides):
+    four.run("adapter_jobs.merged", folder=str(tmp_path), overrides=overrides)
 
 
-@pytest.mark.parametrize("weights", ["slices", "rank0"])
-def test_a_model_on_meta(four, tmp_path, weights):
-    arguments = {"folder": str(tmp_path / "base"), "overrides": TP, "weights": weights}
+@pytest.mark.parametrize(
+    ("overrides", "weights"), [(TP, "slices"), (TP, "rank0"), (STAGES, "slices")]
+)
+def test_a_model_on_meta(four, tmp_path, weights, overrides):
+    arguments = {"folder": str(tmp_path / "base"), "overrides": overrides, "weights": weights}
     assert four.run("adapter_jobs.from_meta", **arguments) == [True] * 4
 
 

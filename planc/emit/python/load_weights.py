@@ -35,7 +35,7 @@ def load_function(lowered: Lowered) -> list[str]:
     ]
     adapts = [op for op in lowered.ops if isinstance(op, Adapt)]
     if adapts:
-        lines.append("    unset = adapters_on_meta(model)")
+        lines.append("    unset = unset_adapters(model)")
     lines.append(f"    found, values = {_CHECKED[way]}")
     lines.append("    materialize(model, values, device)")
     for op in adapts:

@@ -6,12 +6,23 @@ import torch
 from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 
+from planc.runtime.standalone.lora_init import initialize_adapters, unset_adapters
+
 
 def inject_lora(model: nn.Module, seed: int, **config: Any) -> None:
     """Wraps layers by peft's `LoraConfig`, and freezes all but the adapters.
 
-    Initial values depend on the seed only, and the random state is restored.
+    Initial values depend on the seed and on the name of a layer only: ranks with some
+    of the layers have those of the whole model. The random state is restored.
     """
+    before = unset_adapters(model, meta=False)
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
         inject_adapter_in_model(LoraConfig(**config), model)
+    initialize_adapters(
+        model,
+        unset_adapters(model, meta=False) - before,
+        config["target_modules"],
+        rank=config["r"],
+        init=config.get("init_lora_weights", True),
+        seed=seed,
+    )

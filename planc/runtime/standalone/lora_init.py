@@ -1,7 +1,8 @@
-"""The values of adapters, also from meta: the same as those of peft, without it."""
+"""The values of adapters, also from meta, drawn as peft draws them, without it."""
 
 import re
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -17,11 +18,13 @@ from planc.runtime.standalone.shards import (
 
 
 def adapter_layers(model: nn.Module) -> dict[str, Any]:
-    """peft's layers, by the names of the layers that they wrap."""
+    """peft's layers of a rank's stages, by the names of the layers that they wrap."""
     return {
         plain_name(path): module
         for path, module in model.named_modules()
-        if "base_layer" in module._modules and hasattr(module, "lora_A")
+        if "base_layer" in module._modules
+        and hasattr(module, "lora_A")
+        and any(True for _ in module.parameters())
     }
 
 
@@ -30,13 +33,13 @@ def halves_of(layer: nn.Module) -> dict[str, Tensor]:
     return {name: p for name, p in layer.named_parameters() if is_adapter(name)}
 
 
-def adapters_on_meta(model: nn.Module) -> set[str]:
-    """The names of adapter parameters on meta."""
+def unset_adapters(model: nn.Module, *, meta: bool = True) -> set[str]:
+    """The names of adapter parameters on meta, or of those that are not."""
     return {
         f"{name}.{half}"
         for name, layer in adapter_layers(model).items()
         for half, parameter in halves_of(layer).items()
-        if parameter.is_meta
+        if parameter.is_meta == meta
     }
 
 
@@ -49,11 +52,11 @@ def initialize_adapters(
     init: bool | str,
     seed: int,
 ) -> None:
-    """Initializes the adapters of one `LoraConfig`; all ranks draw the same values.
+    """Initializes the adapters of one `LoraConfig`, with equal values on every rank.
 
     Args:
         model: a model whose adapters are allocated.
-        unset: the names of adapter parameters without values.
+        unset: the names of adapter parameters that get values.
         pattern: the configuration's `target_modules`.
         rank: its `r`.
         init: its `init_lora_weights`.
@@ -61,10 +64,11 @@ def initialize_adapters(
     """
     orders = rank_orders(model)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(seed)
         for name, layer in adapter_layers(model).items():
             if not re.fullmatch(pattern, name):
                 continue
+            # a seed for each layer: the ranks of a pipeline have some of them
+            torch.manual_seed((seed << 32) + crc32(name.encode()))
             own = halves_of(layer)
             for half, value in first_values(layer, rank, init):
                 if (full := f"{name}.{half}") in unset:

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from planc.runtime.standalone.shards import named_tensors
+
 PIPELINE = "_planc_pipeline"
 """The attribute of a model that holds its `Stages`."""
 
@@ -67,8 +69,9 @@ class Stages:
         self.ties = () if both else tuple(ties)
         held = {*shared} if {0, self.count - 1} & {*own} else set()
         # a shared module may be inside one of the other end, as a head beside its bias
-        kept = {id(model.get_parameter(name)) for name in ties} if held else set()
-        self.names = set(parameter_names(model))
+        tensors = dict(named_tensors(model))
+        kept = {id(tensors[name]) for name in ties} if held else set()
+        self.names = set(tensors)
         self.running: int | None = None
         self.received: Tensor | None = None
         self.kept: Tensor | None = None
@@ -194,7 +197,10 @@ class Stages:
     def copies(self, model: nn.Module) -> dict[str, nn.Parameter]:
         """The parameters that the other end of the pipeline holds too, by name."""
         ends = {0, self.count - 1} & {*self.own}
-        return {n: model.get_parameter(n) for n in self.ties} if ends else {}
+        if not ends or not self.ties:
+            return {}
+        tensors: dict[str, Any] = dict(named_tensors(model))
+        return {name: tensors[name] for name in self.ties}
 
 
 class Inactive(nn.Module):  # type: ignore[misc]
@@ -217,11 +223,6 @@ class Inactive(nn.Module):  # type: ignore[misc]
 def split(model: nn.Module, mesh: DeviceMesh, **terms: Any) -> None:
     """Leaves a model the parameters of one rank's stages; arguments as of `Stages`."""
     setattr(model, PIPELINE, Stages(model, mesh, **terms))
-
-
-def parameter_names(model: nn.Module) -> Iterator[str]:
-    """The names in the state dict of a model, tied ones too."""
-    yield from model.state_dict()
 
 
 def empty(module: nn.Module, device: str, kept: set[int]) -> None:

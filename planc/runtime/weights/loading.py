@@ -23,7 +23,7 @@ from planc.runtime.standalone.load_weights import (
     read_rank0,
     read_slices,
 )
-from planc.runtime.standalone.lora_init import adapters_on_meta
+from planc.runtime.standalone.lora_init import unset_adapters
 from planc.runtime.standalone.safetensors_files import StoredTensor, tensors_in_folder
 from planc.runtime.standalone.shards import is_adapter, named_tensors, plain_name
 from planc.runtime.weights.stored_tensors import ConvertedTensor, made
@@ -146,7 +146,7 @@ def allocate(model: nn.Module, findings: list[Diagnostic], device: str) -> None:
         findings.append(problem("PL496", text, help=f"{how} that fills them"))
     raise_on_all_ranks(findings)
     raise_on_all_ranks(_differing_buffers(model, values))
-    unset = adapters_on_meta(model)
+    unset = unset_adapters(model)
     materialize(model, values, device)
     if unset:
         init_adapters(model, unset)

@@ -3,7 +3,7 @@
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,11 +14,14 @@ from torch import Tensor, distributed, nn
 from planc.diagnostic import Diagnostic
 from planc.ops.lora import Adapt
 from planc.ops.lowered import Lowered
+from planc.runtime.gradients import on_rank_0
 from planc.runtime.lora import NAME, adapts
 from planc.runtime.preconditions import problem
 from planc.runtime.sharded_tensors import reshard
 from planc.runtime.standalone import shards
+from planc.runtime.standalone.load_weights import on_other_stages
 from planc.runtime.standalone.lora_init import adapter_layers
+from planc.runtime.standalone.pipeline import stages_of
 from planc.runtime.standalone.safetensors_files import StoredTensor, tensors_in_file
 from planc.runtime.weights.loading import raise_on_all_ranks
 
@@ -39,17 +42,18 @@ def save(model: nn.Module, lowered: Lowered, folder: Path) -> None:
     raise_on_all_ranks([*_require_adapters(lowered, "to save"), *_trained_with_adapter(model)])
     reshard(model)
     tensors, order = dict(shards.named_tensors(model)), shards.rank_orders(model)
-    full: dict[str, Tensor] = {}
+    own: dict[str, Tensor] = {}
     for name in _trained(model):
         value = shards.whole_of(tensors[name], order.get(name))
-        if distributed.get_rank() == 0:
-            full[_peft_name(name)] = value.to("cpu", copy=True).contiguous()
+        if distributed.get_rank() == 0 or stages_of(model):
+            own[name] = value.to("cpu", copy=True).contiguous()
+    full = on_rank_0(own, model)
     failed: list[Diagnostic] = []
     if distributed.get_rank() == 0:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            _config(model, lowered).save_pretrained(str(folder))
-            write_tensors(folder / WEIGHTS, full)
+            _config(model, lowered, [*full]).save_pretrained(str(folder))
+            write_tensors(folder / WEIGHTS, {_peft_name(n): t for n, t in full.items()})
         except OSError as error:
             failed.append(problem("PL497", f"{folder} could not be written: {error}"))
     raise_on_all_ranks(failed)
@@ -69,6 +73,8 @@ def load(model: nn.Module, lowered: Lowered, folder: Path) -> None:
         text = "the model is on the meta device, and has no memory for adapters"
         findings.append(problem("PL189", text, help="call `run.load` first"))
     entries = _read(model, lowered, folder, findings) if not findings else {}
+    for name in on_other_stages(model):
+        entries.pop(_peft_name(name), None)
     if not findings:
         findings += _mismatches(wanted, tensors, entries, folder)
     raise_on_all_ranks(findings)
@@ -92,7 +98,11 @@ def _require_adapters(lowered: Lowered, what: str) -> list[Diagnostic]:
 def _trained(model: nn.Module) -> list[str]:
     """The tensors in an adapter file: the adapters, and other trainable modules whole."""
     tensors, modules = dict(shards.named_tensors(model)), set(_other_trained(model))
-    return [n for n in tensors if shards.is_adapter(n) or n.rpartition(".")[0] in modules]
+    return [n for n in tensors if shards.is_adapter(n) or _owner(n) in modules]
+
+
+def _owner(name: str) -> str:
+    return name.rpartition(".")[0]
 
 
 def _other_trained(model: nn.Module) -> list[str]:
@@ -100,7 +110,7 @@ def _other_trained(model: nn.Module) -> list[str]:
     own = (
         n for n, t in shards.named_tensors(model) if t.requires_grad and not shards.is_adapter(n)
     )
-    return list(dict.fromkeys(name.rpartition(".")[0] for name in own))
+    return list(dict.fromkeys(map(_owner, own)))
 
 
 def _trained_with_adapter(model: nn.Module) -> list[Diagnostic]:
@@ -126,8 +136,12 @@ def write_tensors(file: Path, tensors: dict[str, Tensor]) -> None:
     partial.rename(file)
 
 
-def _config(model: nn.Module, lowered: Lowered) -> Any:
-    """One `LoraConfig` for all operations: the most frequent rank, and patterns for the others."""
+def _config(model: nn.Module, lowered: Lowered, stored: Iterable[str]) -> Any:
+    """One `LoraConfig` for all operations: the most frequent rank, and patterns for the others.
+
+    Args:
+        stored: the tensors in the file.
+    """
     from peft import LoraConfig
 
     ops = adapts(lowered)
@@ -146,7 +160,8 @@ def _config(model: nn.Module, lowered: Lowered) -> Any:
         alpha_pattern={op.pattern: op.alpha for op in ops if op.alpha != alpha},
         task_type="CAUSAL_LM" if causal else None,
         base_model_name_or_path=name or None,
-        modules_to_save=_other_trained(model) or None,
+        modules_to_save=[*dict.fromkeys(_owner(n) for n in stored if not shards.is_adapter(n))]
+        or None,
         inference_mode=True,
     )
 
@@ -155,11 +170,8 @@ def _targets(model: nn.Module, ops: tuple[Adapt, ...]) -> list[str] | str:
     """The last names of the layers if no other layer has them, else a regular expression."""
     adapted = {name for op in ops for name in op.names()}
     last = {name.rpartition(".")[2] for name in adapted}
-    every = {
-        n.removesuffix(".weight")
-        for n in dict(shards.named_tensors(model))
-        if not shards.is_adapter(n)
-    }
+    there = dict(shards.named_tensors(model)).keys() | on_other_stages(model)
+    every = {n.removesuffix(".weight") for n in there if not shards.is_adapter(n)}
     alike = {name for name in every if name.rpartition(".")[2] in last}
     return sorted(last) if alike == adapted else "|".join(f"({op.pattern})" for op in ops)
 

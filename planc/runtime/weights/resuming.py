@@ -10,13 +10,14 @@ from torch.distributed import checkpoint
 from torch.optim import Optimizer
 
 from planc.diagnostic import Diagnostic, one_of
-from planc.runtime.preconditions import problem
+from planc.runtime.preconditions import problem, stop
 from planc.runtime.sharded_tensors import reshard
 from planc.runtime.standalone.load_weights import (
     checkpoint_targets,
     on_other_stages,
     tensors_in_checkpoint,
 )
+from planc.runtime.standalone.pipeline import stages_of
 from planc.runtime.standalone.safetensors_files import StoredTensor
 from planc.runtime.standalone.shards import four_bit_layers, named_tensors
 from planc.runtime.weights import loading, optimizers
@@ -71,6 +72,9 @@ def load(
         problems.append(problem("PL497", text))
     loading.raise_on_all_ranks(problems)
     how: loading.Weights = "rank0" if "rank0" in (weights, planned) else "slices"
+    if how == "rank0" and stages_of(model):
+        text = "rank 0 sends a tensor to ranks that all have it, and stages have different ones"
+        raise stop("PL567", text, help="write `weights = slices`")
     loading.load_files(model, folder, weights=how, device=device)
     return None
 

@@ -15,7 +15,7 @@ from planc.diagnostic import Diagnostic
 from planc.model.checkpoint_conversion import HubNames
 from planc.ops.configure import Configure
 from planc.ops.lowered import Lowered
-from planc.runtime.gradients import full_state_dict
+from planc.runtime.gradients import full_state_dict, on_rank_0
 from planc.runtime.preconditions import problem
 from planc.runtime.sharded_tensors import reshard
 from planc.runtime.standalone import shards
@@ -185,13 +185,13 @@ def export(
         return
     raise_on_all_ranks(_on_rank0(lambda: _empty(folder)))
     reshard(model)
-    if stages_of(model) is not None:
-        _export_stages(model, lowered, folder, shard_size)
+    changes = adapter_layers(model) if adapters == "merged" else {}
+    if stages_of(model):
+        _export_stages(model, lowered, folder, shard_size, changes)
         return
     names = [
         _kept(model, group) for group in shards.tied_names(model) if not shards.is_adapter(group[0])
     ]
-    changes = adapter_layers(model) if adapters == "merged" else {}
     tensors, own = dict(shards.named_tensors(model)), shards.rank_orders(model)
     hub = HubNames(model)
     groups = [(group, [tensors[n] for n in group]) for group in hub.converted_together(names)]
@@ -210,9 +210,18 @@ def export(
     raise_on_all_ranks(_on_rank0(lambda: _describe(files, model, lowered)))
 
 
-def _export_stages(model: nn.Module, lowered: Lowered, folder: Path, shard_size: int) -> None:
-    """Rank 0 gathers the weights of all stages on the CPU, and writes them."""
-    full = full_state_dict(model)
+def _export_stages(
+    model: nn.Module, lowered: Lowered, folder: Path, shard_size: int, changes: Mapping[str, Any]
+) -> None:
+    """Rank 0 gathers the weights of all stages on the CPU, and writes them.
+
+    Args:
+        changes: the layers of this rank's stages whose adapters are merged, by name.
+    """
+    full = {n: t for n, t in full_state_dict(model).items() if not shards.is_adapter(n)}
+    mine = {f"{name}.weight": change(layer).cpu() for name, layer in changes.items()}
+    for name, by in on_rank_0(mine, model).items():
+        full[name] = full[name] + by
     first = {tensor.data_ptr(): name for name, tensor in reversed(full.items())}
     hub = HubNames(model)
     groups = hub.converted_together([*reversed(first.values())])
