@@ -63,36 +63,46 @@ def initialize_adapters(
         seed: the seed of the values.
     """
     orders = rank_orders(model)
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
+    with torch.no_grad():
         for name, layer in adapter_layers(model).items():
             if not re.fullmatch(pattern, name):
                 continue
             # a seed for each layer: the ranks of a pipeline have some of them
-            torch.manual_seed((seed << 32) + crc32(name.encode()))
+            own_seed = (seed << 32) + crc32(name.encode())
+            generator = torch.Generator().manual_seed(own_seed)
             own = halves_of(layer)
-            for half, value in first_values(layer, rank, init):
+            for half, value in first_values(layer, rank, init, generator):
                 if (full := f"{name}.{half}") in unset:
                     ranges = slices_of(own[half], orders.get(full))
                     part_of(own[half]).copy_(taken(value, ranges))
 
 
-def first_values(layer: Any, rank: int, init: bool | str) -> list[tuple[str, Tensor]]:
+def first_values(
+    layer: Any, rank: int, init: bool | str, generator: torch.Generator
+) -> list[tuple[str, Tensor]]:
     """peft's initial values for a layer, drawn in the order of `update_layer`."""
+
+    def linear(*shape: int) -> Tensor:
+        """The values that `nn.Linear` begins with."""
+        return nn.init.kaiming_uniform_(
+            torch.empty(shape), a=5**0.5, generator=generator
+        )
+
     wide, high = layer.in_features, layer.out_features
     if layer.lora_embedding_A:
         (name,) = layer.lora_embedding_A
-        a, b = torch.randn(rank, wide), torch.randn(high, rank)
+        a = torch.randn(rank, wide, generator=generator)
+        b = torch.randn(high, rank, generator=generator)
         if init is not False:
             nn.init.zeros_(a)
-            nn.init.normal_(b)
+            nn.init.normal_(b, generator=generator)
         return [(f"lora_embedding_A.{name}", a), (f"lora_embedding_B.{name}", b)]
     (name,) = layer.lora_A
-    a = nn.Linear(wide, rank, bias=False).weight.detach()
-    b = nn.Linear(rank, high, bias=False).weight.detach()
+    a, b = linear(rank, wide), linear(high, rank)
     if init == "gaussian":
-        nn.init.normal_(a, std=1 / rank)
+        nn.init.normal_(a, std=1 / rank, generator=generator)
     elif init is True:
-        nn.init.kaiming_uniform_(a, a=5**0.5)
+        a = linear(rank, wide)
     if init is not False:
         nn.init.zeros_(b)
     return [(f"lora_A.{name}.weight", a), (f"lora_B.{name}.weight", b)]
