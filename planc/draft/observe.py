@@ -18,10 +18,12 @@ def run(builder: ModelBuilder) -> RunRecord | str:
     """The record of a run, or the reason why there is none."""
     import torch
 
+    from planc.model.small.transformers_model import without_cache
     from planc.model.sources.huggingface import reason
     from planc.trial.trace import Trace
 
     model, trace, inputs = builder.build(0), Trace(), builder.sample()
+    without_cache(model)
     output_counts: dict[str, int] = {}
     positional: dict[str, int] = {}
 

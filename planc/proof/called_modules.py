@@ -40,7 +40,10 @@ def called_modules(facts: Facts) -> tuple[frozenset[str] | None, str]:
 
 
 def _run(model: SmallModel) -> set[str]:
+    from planc.model.small.transformers_model import without_cache
     from planc.trial.trace import run_order as run
 
     builder = model.builder()
-    return {generic(name) for name in run(builder.build(0), builder.sample())}
+    made = builder.build(0)
+    without_cache(made)
+    return {generic(name) for name in run(made, builder.sample())}

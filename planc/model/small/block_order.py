@@ -92,10 +92,10 @@ def block_order(facts: Facts, blocks: str) -> BlockOrder:
 def _run(builder: Any, blocks: str) -> BlockOrder:
     import warnings
 
+    from planc.model.small.transformers_model import without_cache
+
     model, inputs = builder.build(0), builder.sample()
-    config = getattr(model, "config", None)
-    if config is not None and hasattr(config, "use_cache"):
-        config.use_cache = False  # as a plan has it (ops/configure.py); some caches need attention
+    without_cache(model)
     seen = _Seen(model, blocks)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

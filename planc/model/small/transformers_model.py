@@ -135,6 +135,15 @@ class TransformersBuilder:
         return sample if labeled else {n: v for n, v in sample.items() if n != "labels"}
 
 
+def without_cache(model: nn.Module) -> None:
+    """Sets `use_cache = False` in every configuration that a module holds, as a plan has it
+    (ops/configure.py): some caches read fields that the configuration lacks.
+    """
+    for config in (getattr(module, "config", None) for module in model.modules()):
+        if config is not None and hasattr(config, "use_cache"):
+            config.use_cache = False
+
+
 def add_denoising_loss(model: nn.Module) -> None:
     """Adds a loss, in place, to a block diffusion model, whose forward takes no labels.
 
