@@ -9,14 +9,17 @@ import tempfile
 import textwrap
 
 import pytest
+from transformers import BltConfig
 
 from planc.cli import main
 from planc.compiler import compile_plan
 from planc.diagnostic import Sink
+from planc.draft import observe
 from planc.draft.init import draft
 from planc.draft.plan_text import braced
 from planc.model.load import load, load_values
 from planc.proof.layout_flow import flow
+from planc.proof.small_case import small_model
 from planc.source import Source
 from planc.syntax.formatter.layout import formatted
 
@@ -317,3 +320,11 @@ def test_towers_are_planned_under_their_own_names(tmp_path, config, lines, kinds
     for list_of_blocks in kinds[:2]:
         path = list_of_blocks.partition("[")[0]
         assert any(str(m).startswith(path) for op in units for m in op.members), path
+
+
+def test_a_small_model_runs_without_the_cache_that_its_configuration_cannot_make():
+    """BLT's has no `num_hidden_layers`, which the cache of its inner models reads."""
+    facts = load_values(BltConfig().to_dict(), "blt", Sink())
+    found = observe.run(small_model(facts).builder())
+    assert not isinstance(found, str), found
+    assert "model.global_transformer.layers.0" in found.dims
