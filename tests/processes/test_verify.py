@@ -278,6 +278,59 @@ when config.num_hidden_layers > 8 {
     assert found.certificate["small"]["config"]["num_hidden_layers"] == 3  # first, others, last
 
 
+OWN = """
+import torch
+from torch import nn
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Filter(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Linear(12, 64), nn.Linear(64, 12)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, signal, scale):
+        x = self.embed(signal)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x) * scale
+
+    def planc_inputs(self, rows, seed):
+        generator = torch.Generator().manual_seed(seed)
+        signal = torch.randn(rows, 8, 12, generator=generator)
+        return {"signal": signal, "scale": torch.ones(rows, 1, 1)}
+
+    def planc_loss(self, output, inputs):
+        return ((output - inputs["signal"]) ** 2).mean()
+"""
+
+
+def test_a_model_that_says_what_it_takes_is_drafted_and_verified(tmp_path, monkeypatch, capsys):
+    (tmp_path / "own_filter.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    model, plan = "own_filter:Filter", str(tmp_path / "own.plan")
+    assert main(["init", model, "--allow-code", "-o", plan]) == 0
+    assert "up   : colwise" in Path(plan).read_text()
+    capsys.readouterr()
+    words = ["--allow-code", "--world-size", "4", "--set", "tp=2"]
+    assert main(["verify", model, plan, *words]) == 0
+    assert "Verified on 4 processes" in capsys.readouterr().out
+    broken = Path(plan).read_text().replace("down : rowwise", "down : rowwise(-> partial)")
+    Path(plan).write_text(broken)
+    assert main(["verify", model, plan, *words]) == 1
+    assert "Refuted" in capsys.readouterr().out
+
+
 def test_what_is_no_transformers_model_is_unknown(tmp_path, monkeypatch):
     (tmp_path / "own_model.py").write_text(
         "from torch import nn\n\n\ndef build():\n    return nn.Sequential(nn.Linear(4, 4))\n"
