@@ -286,7 +286,8 @@ def text(place: PlanFile, origin: Span | None, sink: Sink) -> str | None:
         reason = (error.strerror or str(error)).lower()
     except ValueError as error:
         reason = str(error)
-    sink.error("PL006", f"cannot read {place.name}: {reason}", *where)
+    help = "a path is relative to the file that names it" if origin else None
+    sink.error("PL006", f"cannot read {place.name}: {reason}", *where, help=help)
     return None
 
 
