@@ -9,7 +9,7 @@ import tempfile
 import textwrap
 
 import pytest
-from transformers import BltConfig
+from transformers import BltConfig, Inkling2TextConfig
 
 from planc.cli import main
 from planc.compiler import compile_plan
@@ -328,3 +328,15 @@ def test_a_small_model_runs_without_the_cache_that_its_configuration_cannot_make
     found = observe.run(small_model(facts).builder())
     assert not isinstance(found, str), found
     assert "model.global_transformer.layers.0" in found.dims
+
+
+def test_an_embedding_with_a_norm_inside_is_not_split(tmp_path):
+    """torch's styles would register the norm's weight as the embedding's own, and raise."""
+    facts = load_values(Inkling2TextConfig().to_dict(), "inkling2_text", Sink())
+    (tmp_path / "t.plan").write_text(
+        "plan t for inkling2_text\nmesh { tp = 2 }\ntensor on tp { model.embed_tokens : rowwise }\n"
+    )
+    sink = Sink()
+    compile_plan(facts, str(tmp_path / "t.plan"), sink, world_size=2)
+    [found] = [d for d in sink if d.severity == "error"]
+    assert found.code == "PL150" and "`embed_norm` inside" in found.message

@@ -9,6 +9,7 @@ from planc.model.module_table import INTEGER_ATTRIBUTES
 from planc.ops import styles as ir
 from planc.ops.base import AxisRole
 from planc.ops.styles import Attributes, Experts, MlaKv, Parameters, Replicated, Shard, style_name
+from planc.plan.apply_adapters import BASE_LAYER
 from planc.plan.ir import Plan, TensorRule
 from planc.source import Span
 
@@ -146,6 +147,10 @@ def _wrong(rule: TensorRule) -> tuple[str, str] | None:
                     "it is neither a linear layer nor an embedding",
                     "name the projections inside it" if module.children else "leave it replicated",
                 )
+            inner = [c.name for c in module.children if c.module.count]
+            if inner and BASE_LAYER not in inner and module.kind != "conv1d":
+                # torch's styles register the parameters inside as the module's own
+                return (f"it has `{inner[0]}` inside, with parameters", "leave it replicated")
             if module.kind == "embedding" and not isinstance(rule.style.input, ir.Replicate):
                 return (
                     "an embedding needs replicated token ids",

@@ -218,9 +218,10 @@ class Search:
             path, inner = self._inside(subject)
             inner = re.sub(r"^\$(block|tower)\d*\.", "", inner)
             some = self.parts.get(path, []) if path else [*self.all]
-            for choice in some:
-                if choice not in found and _concerns(choice, inner):
-                    found.append(choice)
+            named = [choice for choice in some if _concerns(choice, inner)]
+            # a module beside those of a part, such as a convolution of keys, works on what they give
+            named = named or [c for c in some if path and c.top and c.top == inner.split(".")[0]]
+            found += [choice for choice in named if choice not in found]
         return found
 
     # Sequence parallelism ------------------------------------------------------------------------

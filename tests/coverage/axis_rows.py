@@ -124,7 +124,7 @@ def together(case: Case, plans: dict[str, str], proved: list[str], folder: Path)
     if case.name in plans:
         sink = Sink()
         files = plan_files.read(plans[case.name], sink)
-        text = "".join(file.source.text for file in files)
+        text = "".join(file.origin.source.text for file in files)
         has = [axis for axis, (option, _) in OPTIONS.items() if f"option {option} " in text]
         has += ["ep"] if "expert on ep" in text else []
         axes = [axis for axis in proved if axis in has]
