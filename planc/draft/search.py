@@ -219,7 +219,7 @@ class Search:
             inner = re.sub(r"^\$(block|tower)\d*\.", "", inner)
             some = self.parts.get(path, []) if path else [*self.all]
             named = [choice for choice in some if _concerns(choice, inner)]
-            # a module beside those of a part, such as a convolution of keys, works on what they give
+            # a module beside those of a part, such as a convolution of keys, takes what they give
             named = named or [c for c in some if path and c.top and c.top == inner.split(".")[0]]
             found += [choice for choice in named if choice not in found]
         return found
