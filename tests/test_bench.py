@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 STEPS = Path(__file__).parent / "bench" / "steps.py"
 
 
@@ -21,6 +23,7 @@ def counted(way):
     return json.loads(done.stdout.splitlines()[-1])[way]
 
 
+@pytest.mark.slow
 def test_a_step_under_a_plan_holds_what_the_same_torch_by_hand_holds():
     by_hand, applied = counted("hand"), counted("planc")
     assert by_hand > 100 * 2**20  # the steps, and not an empty profile

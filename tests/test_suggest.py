@@ -43,7 +43,7 @@ def suggested(model, world_size, rows, tokens, **more):
     ("model", "world_size", "rows", "tokens"),
     [
         ("llama-3.1-8b", 16, 32, 8192),
-        ("deepseek-v3", 512, 512, 4096),
+        pytest.param("deepseek-v3", 512, 512, 4096, marks=pytest.mark.slow),
         ("gpt2", 4, 32, 1024),
         ("qwen3-30b-a3b", 24, 48, 4096),
     ],
@@ -211,6 +211,7 @@ fsdp on dp {
 """
 
 
+@pytest.mark.slow
 def test_experts_are_divided_where_that_is_faster():
     """Deepseek-v3 on 512 ranks: all-gathering its experts takes longer than sending tokens."""
     _, made, _ = suggested("deepseek-v3", 512, 512, 4096)

@@ -46,6 +46,7 @@ def test_what_once_had_no_plan_has_one(family, four, tmp_path):
     assert found["share"] > 0.85
 
 
+@pytest.mark.slow
 def test_experts_are_counted_by_themselves(four, tmp_path):
     found = row("mixtral", four, tmp_path, plans={})
     assert found["experts"] == {"share": 1.0, "styles": ["experts"]} and not found["kept"]
