@@ -119,8 +119,7 @@ class _Shrinker:
         first = next((config[n] for n in fields.HIDDEN if number(config.get(n))), 1)
         for name in fields.HIDDEN:
             if number(config.get(name)):
-                times, rest = divmod(config[name], first)
-                small[name] = size * times if times <= 4 and not rest else size
+                small[name] = size * _ratio(config[name], first) // _ratio(first, config[name])
         for name in fields.HEAD_DIM:
             if number(config.get(name)):
                 small[name] = HEAD
@@ -265,6 +264,12 @@ def _scaled(values: Mapping[str, Any], head: int, partial: float) -> dict[str, A
         else:
             out[name] = value
     return out
+
+
+def _ratio(one: int, other: int) -> int:
+    """How many times as wide, up to 4; 1 where that is no whole number."""
+    times, rest = divmod(one, other)
+    return times if 1 <= times <= 4 and not rest else 1
 
 
 def _mamba(small: dict[str, Any]) -> None:
