@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from planc.draft.roles import RunRecord
@@ -48,16 +49,23 @@ def run(builder: ModelBuilder) -> RunRecord | str:
     if width is None:
         states = "hidden states [batch, sequence, features]"
         return f"the small model does not run: no module takes {states}"
-    hidden: dict[str, str] = {}
+    given = {n: c.output.tensor.dim() for n, c in trace.calls.items() if c.output is not None}
+    return RunRecord(
+        dims=given,
+        order=list(trace.calls),
+        hidden=dict(_takers(trace, width, positional)),
+        output_counts=output_counts,
+        width=width,
+    )
+
+
+def _takers(trace: Trace, width: int, positional: dict[str, int]) -> Iterator[tuple[str, str]]:
+    """The modules that take hidden states, and the layouts of what they take."""
     for name, call in trace.calls.items():
         for which, value in call.inputs.items():
             if _hidden(value.tensor) and value.tensor.shape[-1] == width:
-                hidden[name] = _gathered(which, positional.get(name, 1))
+                yield name, _gathered(which, positional.get(name, 1))
                 break
-    given = {n: c.output.tensor.dim() for n, c in trace.calls.items() if c.output is not None}
-    return RunRecord(
-        dims=given, order=list(trace.calls), hidden=hidden, output_counts=output_counts, width=width
-    )
 
 
 def _hidden(value: torch.Tensor) -> bool:
