@@ -12,7 +12,7 @@ from torch.distributed import device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from planc.runtime import gradients, run
-from planc.trial import program, thread_ranks
+from planc.trial import program, simulate, thread_ranks
 from planc.trial.random_numbers import RankRandom
 
 HALVED = """
@@ -229,7 +229,18 @@ def test_ranks_that_take_too_long_are_given_up():
     event = threading.Event()
     failure = thread_ranks.run_ranks(2, lambda _: event.wait(20), seconds=0.2)
     event.set()
-    assert "time limit" in failure.message
+    assert failure.late and "time limit" in failure.message
+
+
+def test_a_busy_machine_refutes_nothing(monkeypatch, tmp_path):
+    monkeypatch.setenv("PLANC_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(simulate, "SECONDS", 0.05)
+    verdict, findings = simulated("llama-3.2-1b", "llama", ["tp=2"], world=4)
+    assert verdict.verdict == "unknown" and "time limit" in verdict.reason
+    assert not [d for d in findings if d.severity == "error"]
+    monkeypatch.undo()  # and nothing of it is kept
+    monkeypatch.setenv("PLANC_CACHE_DIR", str(tmp_path))
+    assert simulated("llama-3.2-1b", "llama", ["tp=2"], world=4)[0].verdict == "proved"
 
 
 def test_later_tracebacks_of_the_process_name_no_rank():

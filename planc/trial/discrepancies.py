@@ -285,10 +285,12 @@ def _unstated(runs: Runs) -> Iterator[Discrepancy]:
 
 
 def failed_run(failure: RankFailure, runs: Runs) -> Outcome:
-    """The outcome of ranks that did not end: unknown if the simulation failed, else refuted."""
+    """The outcome of ranks that did not end: unknown if the simulation failed or the time was up,
+    else refuted.
+    """
     error = failure.error
     if error is None:
-        if all(r.phase == "done" for r in runs.results):
+        if failure.late or all(r.phase == "done" for r in runs.results):
             return Outcome(verdict="unknown", reason=failure.message)
         subject, leaf = _next_module(runs), _leaf(runs)
         crash = Discrepancy(kind="crash", subject=subject, detail=failure.message, before=leaf)

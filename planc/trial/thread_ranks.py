@@ -31,14 +31,19 @@ _POLL = 0.05  # seconds between two looks at the threads
 _LOOKS = 5  # looks at which ranks wait, after another one has failed, until they are given up
 _GRACE = 2.0  # seconds for waiting threads to end after another one has failed
 
+_LATE = "the ranks did not end within the time limit"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankFailure:
-    """Why the ranks did not end: what a rank (-1: none) raised first, or what they wait for."""
+    """Why the ranks did not end: what a rank (-1: none) raised first, or what they wait for;
+    `late` if only their time was up, on a busy machine maybe.
+    """
 
     error: Exception | None = None
     rank: int = -1
     message: str = ""
+    late: bool = False
 
 
 def busy() -> str:
@@ -82,7 +87,7 @@ def run_ranks(count: int, program: Callable[[int], None], seconds: float) -> Ran
                 thread.join(_GRACE)
     if failures:
         return failures[0]
-    return RankFailure(message=stopped) if stopped else None
+    return RankFailure(message=stopped, late=stopped == _LATE) if stopped else None
 
 
 @contextmanager
@@ -176,7 +181,7 @@ def _join(
     while alive := [t for t in threads if t.is_alive()]:
         alive[0].join(_POLL)
         if time.monotonic() > end:
-            return "the ranks did not end within the time limit"
+            return _LATE
         idle = idle + 1 if failures and all(t.ident in waits for t in alive) else 0
         if idle == _LOOKS:
             return "a rank failed"
