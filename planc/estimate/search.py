@@ -119,10 +119,7 @@ def _divided(candidates: Candidates, sizes: Sizes) -> dict[Choice, Candidate]:
 def _extended(candidates: Candidates, ranked: dict[Choice, Candidate]) -> dict[Choice, Candidate]:
     """The probes of meshes beside the best ones, which have other sizes of one extended axis."""
     space, found = candidates.space, dict[Choice, Candidate]()
-    best = _best_meshes(ranked.values(), space.requires)
-    # meshes that differ by replicas alone have like neighbors
-    unlike = {space.alike(space.probe(sizes, {})): sizes for sizes in reversed(best)}
-    starts = [sizes for sizes in best if sizes in unlike.values()][:STARTS]
+    starts = _best_meshes(ranked.values(), space.requires)[:STARTS]
     if not starts and candidates.nearest:
         starts = [candidates.nearest.choice.sizes]
     known = {choice.sizes for choice in ranked} | candidates.extended
