@@ -274,7 +274,9 @@ def main():
         with tempfile.TemporaryDirectory() as folder:
             for case in picked:
                 since = time.monotonic()
-                made = replay(case, Path(folder), ranks)
+                # a folder of its own: a plan may extend one that an earlier case wrote
+                own = Path(tempfile.mkdtemp(dir=folder))
+                made = replay(case, own, ranks)
                 every.append(made)
                 failed += problems(made, committed.get(case.name))
                 seconds = time.monotonic() - since
