@@ -169,7 +169,7 @@ def test_accumulation_that_never_sends(monkeypatch, tmp_path):
     from contextlib import contextmanager
 
     @contextmanager
-    def never(model):
+    def never(model, whole):
         for unit in gradients.fsdp_units(model):
             unit.set_requires_gradient_sync(False, recurse=False)
         yield

@@ -167,7 +167,7 @@ class PlanWork:
             schedule=op.schedule if op else "1f1b",
             timetable=op.timetable if op else (),
             chunks=len(stages) // self._ranks,
-            reduced_once=op is not None or self.batch.micro_batches > 1,
+            staged=op is not None,
             crossing=max((x.boundary for x, *_ in layers), default=0) if op else 0,
             world=self.plan.mesh.world_size,
             tokens=self.batch.global_batch * self.batch.sequence,

@@ -199,7 +199,8 @@ class Workload:
         runs: of the schedule in a step.
         timetable: the passes of each rank, where the plan has its own.
         chunks: stages that one rank holds (interleaved schedules).
-        reduced_once: whether gradients stay whole until all passes are done.
+        staged: whether units stay gathered after a backward pass and gradients whole until all
+            passes are done, as `run.forward_backward` has it in a pipeline.
         crossing: bytes that a stage keeps of what it sent, for each micro-batch in flight.
         world: the number of ranks, 0 for the product of the groups.
         tokens: of the step, over all ranks.
@@ -219,7 +220,7 @@ class Workload:
     schedule: str = "1f1b"
     timetable: tuple[str, ...] = ()
     chunks: int = 1
-    reduced_once: bool = False
+    staged: bool = False
     crossing: float = 0
     world: int = 0
     tokens: int
@@ -229,11 +230,9 @@ class Workload:
     tied: int = 0
 
     @property
-    def staged(self) -> bool:
-        """Whether units stay gathered after a backward pass, as `run.forward_backward` has it in a
-        pipeline.
-        """
-        return self.reduced_once and self.pipeline.size > 1
+    def reduced_once(self) -> bool:
+        """Whether gradients stay whole until all passes are done: they do also without shards."""
+        return self.staged or self.replicate.size > self.data.size == 1
 
     @property
     def ranks(self) -> int:

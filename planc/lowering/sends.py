@@ -143,7 +143,7 @@ def _tensor(op: Parallelize, step: Step) -> Iterator[Sent]:
             where=str(op.modules),
             kind=kind,
             axes=op.axes,
-            times=len(op.modules) * (1 if during is Pass.STEP else step.passes),
+            times=len(op.modules) * (step.reductions() if during is Pass.STEP else step.passes),
             size=size,
             during=during,
             modules=op.modules,
@@ -238,11 +238,12 @@ def _fsdp(op: FullyShard, step: Step) -> Iterator[Sent]:
         return
     kept = op.reshard is False
     gathers = (1 if step.lowered.pipeline else step.micro_batches) if kept else 2 * step.passes
+    reductions = units * step.reductions(op)
     if op.shard:
         yield replace(one, times=units * gathers)
-        yield replace(one, kind=SCATTER, size=reduced)
+        yield replace(one, kind=SCATTER, times=reductions, size=reduced)
     if op.replicate:
-        ranks = step.lowered.axis_size(*op.shard)
+        ranks, one = step.lowered.axis_size(*op.shard), replace(one, times=reductions)
         yield replace(one, kind=REDUCE, axes=op.replicate, size=reduced // ranks)
 
 

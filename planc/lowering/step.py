@@ -78,6 +78,14 @@ class Step:
         op = self.lowered.pipeline
         return self.micro_batches * (op.microbatches if op else 1)
 
+    def reductions(self, *units: FullyShard) -> int:
+        """How often gradients are reduced: those of FSDP units, or of any. Shards are in each
+        pass of a plan without stages, what is replicated at the end of the step.
+        """
+        some = units or [op for op in self.lowered.ops if isinstance(op, FullyShard)]
+        once = self.lowered.pipeline or not any(self.wide(op.shard) for op in some)
+        return 1 if once else self.micro_batches
+
     @cached_property
     def parts(self) -> int:
         """The ranks that each sequence is split over."""

@@ -46,13 +46,15 @@ def require_current(
 
 
 @contextmanager
-def no_sync(model: nn.Module) -> Iterator[None]:
-    """Backward passes inside accumulate gradients without communication over the data axes.
+def no_sync(model: nn.Module, *, whole: bool = False) -> Iterator[None]:
+    """Backward passes inside accumulate gradients; the first one after it reduces the rest.
 
-    The first backward pass after it reduce-scatters the sum. Until then gradients are unsharded, so
-    this saves communication and costs memory.
+    Args:
+        model: after the plan was applied.
+        whole: whether sharded units too keep whole gradients, which saves communication and costs
+            memory. Otherwise they reduce theirs in each pass, as without this, and keep shards.
     """
-    every = fsdp_units(model)
+    every = [u for u in fsdp_units(model) if whole or all(_shards(g) == 1 for g in groups_of(u))]
     for unit in every:
         unit.set_requires_gradient_sync(False, recurse=False)
     try:
@@ -106,6 +108,11 @@ def unshard(model: nn.Module) -> Iterator[None]:
 def _sharded(group: Any) -> bool:
     """Whether a parameter group is sharded; a replicated one needs no all-gather."""
     return hasattr(group.mesh_info, "shard_mesh_size")
+
+
+def _shards(group: Any) -> int:
+    """The number of ranks that a parameter group is sharded over."""
+    return getattr(group.mesh_info, "shard_mesh_size", 1)
 
 
 def _state(unit: FSDPModule) -> Any:

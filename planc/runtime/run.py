@@ -146,14 +146,20 @@ class Run(InNotebooks):
         prepared = self.lowered.has(MegatronShard)
         return megatron_fsdp.optimizer(optimizer) if prepared else optimizer
 
-    def no_sync(self) -> AbstractContextManager[None]:
-        """Backward passes inside accumulate gradients; the next one after reduces the sum.
+    def no_sync(self, *, whole: bool = False) -> AbstractContextManager[None]:
+        """Backward passes inside accumulate gradients; the next one after reduces the rest.
 
-        Megatron-FSDP still reduce-scatters sharded gradients in each pass.
+        Sharded gradients are reduced in each pass and accumulate in shards, so that no rank holds
+        whole ones; those of replicated units stay on the rank until then.
+
+        Args:
+            whole: whether sharded gradients too stay on the rank, unsharded, until then: fewer
+                collectives, and a whole gradient of every parameter in memory. Megatron-FSDP does
+                not have this, and takes no notice of it.
         """
         if self.lowered.has(MegatronShard):
             return megatron_fsdp.no_sync(self.model)
-        return gradients.no_sync(self.model)
+        return gradients.no_sync(self.model, whole=whole)
 
     def batch(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """This rank's part of a batch, on its device: its tokens, where the plan splits sequences;

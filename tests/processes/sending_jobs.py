@@ -90,7 +90,7 @@ def _along(run, axes):
     return tuple(run.mesh.mesh[tuple(at)].flatten().tolist())
 
 
-def counted(kind, plan, settings, rows, changes=None):
+def counted(kind, plan, settings, rows, changes=None, passes=1):
     """What a step sent and what was told, each {(kind, ranks, bytes): times}, and the number of
     collectives that `CommDebugMode` counts beside that of those that were seen here.
     """
@@ -100,18 +100,20 @@ def counted(kind, plan, settings, rows, changes=None):
     run = planc.apply(model, plan, overrides=settings, device_type="cpu", compare=0)
     ids = torch.randint(1, 96, (rows // run.data_size, LENGTH))
     batch = {"input_ids": ids, "labels": ids}
-    run.forward_backward([batch])
+    run.forward_backward([batch] * passes)
     for parameter in model.parameters():
         parameter.grad = None
     sizes, debug = Sizes(), CommDebugMode()
     with sizes:
-        run.forward_backward([batch])
+        run.forward_backward([batch] * passes)
     for parameter in model.parameters():
         parameter.grad = None
-    if run.lowered.pipeline is None:  # it loses count of modules that take others' places
+    # it loses count of modules that take others' places, and of those that run again
+    if run.lowered.pipeline is None and passes == 1:
         with debug:
-            run.forward_backward([batch])
-    step = Step(lowered=run.lowered, config=config.to_dict(), batch=rows, sequence=LENGTH)
+            run.forward_backward([batch] * passes)
+    given = {"batch": rows * passes, "sequence": LENGTH, "micro_batches": passes}
+    step = Step(lowered=run.lowered, config=config.to_dict(), **given)
     told = Counter()
     for one in sends(step):
         ranks = _along(run, one.axes)

@@ -50,7 +50,7 @@ EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 def run(four, tmp_path):
     (tmp_path / "cp.plan").write_text(CP)
 
-    def counted(kind, plan, settings, changes=None):
+    def counted(kind, plan, settings, changes=None, passes=1):
         own = plan.endswith(".plan")
         precise = [] if own else ["param_dtype=fp32"]
         return four.run(
@@ -60,6 +60,7 @@ def run(four, tmp_path):
             settings=[*precise, *settings],
             rows=8,
             changes=EXPERTS if kind == "Mixtral" else changes,
+            passes=passes,
         )
 
     return counted
@@ -79,6 +80,13 @@ def test_times_and_bytes(run, name):
         assert counted == told
     assert exchanged[0] == exchanged[1]
     assert bool(exchanged[0]) == (name.split()[0].strip(",") == "ep" or name == "ulysses")
+
+
+@pytest.mark.parametrize("settings", [[], ["tp=2"], ["dp_replicate=2"], ["dp_replicate=4"]])
+def test_accumulated_passes(run, settings):
+    """Each reduces what is sharded; what is replicated is reduced once."""
+    for counted, told, _ in run("Llama", "llama", settings, passes=3):
+        assert counted == told and counted
 
 
 @pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True}], ids=["", "ties"])

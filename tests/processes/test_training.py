@@ -28,6 +28,19 @@ def test_no_sync_reduces_once(four, mesh, sums):
         assert result["error"] < LIMIT
 
 
+@pytest.mark.parametrize("mesh", [["tp=1"], ["tp=1", "dp_replicate=2"], ["dp_replicate=4"]])
+def test_no_sync_accumulates_in_shards(four, mesh):
+    """Each pass reduces as if it were alone, but for what no axis shards, which is reduced once."""
+    options = {"model": "llama", "plan": "llama", "overrides": [*FP32, *mesh], "whole": False}
+    for result in four.run("training_jobs.accumulate", **options):
+        before, last = result["before"], result["last"]
+        assert before["reduce_scatter"] == 2 * last["reduce_scatter"]
+        assert last["reduce_scatter"] == (0 if mesh == ["dp_replicate=4"] else UNITS)
+        assert before["all_reduce"] == (2 * UNITS if "dp_replicate=2" in mesh else 0)
+        assert last["all_reduce"] == (0 if mesh == ["tp=1"] else UNITS)
+        assert result["error"] < LIMIT
+
+
 TENSOR = """
 plan narrow for llama
 

@@ -41,7 +41,7 @@ def counted(*passes):
     return counts
 
 
-def accumulate(model, plan, overrides, changes=None, steps=3):
+def accumulate(model, plan, overrides, changes=None, steps=3, whole=True):
     """The reductions of the passes under no_sync and of the last, and the error of the sum."""
     single = build(model, **(changes or {}))
     for seed in range(steps):
@@ -49,7 +49,7 @@ def accumulate(model, plan, overrides, changes=None, steps=3):
         single(input_ids=tokens, labels=labels, use_cache=False).loss.backward()
     run = applied(model, plan, overrides, changes)
     passes = [lambda seed=seed: backward(run, seed) for seed in range(steps)]
-    with run.no_sync():
+    with run.no_sync(whole=whole):
         before = counted(*passes[:-1])
     last = counted(passes[-1])
     right = dict(single.named_parameters())

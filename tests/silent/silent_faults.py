@@ -203,8 +203,8 @@ def last_unit_not_synchronized():
     real = gradients.no_sync
 
     @contextlib.contextmanager
-    def forgetful(model):
-        with real(model):
+    def forgetful(model, *, whole):
+        with real(model, whole=whole):
             yield
         last = next(m for m in model.modules() if m is not model and isinstance(m, FSDPModule))
         last.set_requires_gradient_sync(False)
