@@ -11,6 +11,7 @@ from console import call
 
 from planc.compiler import compile_plan
 from planc.diagnostic import Sink
+from planc.importing.family import family_of, named_by
 from planc.importing.importer import imported
 from planc.importing.peer import LEFT, LOST, NAMES, peers
 from planc.importing.reading import leaves, text_of
@@ -159,7 +160,8 @@ BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
         ("a.yaml", "base_model: x\n---\nb: 1", "PL731"),
         ("a.yaml", "? [a, b]\n: c", "PL731"),
         ("a.yaml", "- a\n- b", "PL731"),
-        ("a.yaml", "", "PL732"),
+        ("a.yaml", " \n", "PL731"),
+        ("a.yaml", "# nothing yet", "PL732"),
         ("a.yaml", "base_model: \x00", "PL731"),
         ("a.yaml", "x" * 600_000, "PL730"),
         ("a.json", '{"zero_optimization": {"stage": 1, "stage": 2}}', "PL731"),
@@ -180,6 +182,54 @@ def test_bad_files(name, text, code, tmp_path):
     exit_code, plan, errors = call("import", tmp_path / name)
     assert (exit_code, plan) == (2, "")
     assert f"[{code}]" in errors, errors
+
+
+@pytest.mark.parametrize(
+    ("text", "unknown"),
+    [
+        ('{"tp_size": 2, "tp_sise": 3}', ["tp_sise"]),
+        ('{"model_type": "llama", "hidden": 8, "tp_size": 2}', []),
+        (
+            '{"model_type": "llama", "distributed_config": {"tp_sise": 3, "tp_size": 2}}',
+            ["distributed_config.tp_sise"],
+        ),
+    ],
+)
+def test_a_misspelled_key_is_not_the_models(text, unknown, tmp_path):
+    (tmp_path / "a.json").write_text(text)
+    result = imported(str(tmp_path / "a.json"), Sink(), peer=None, model="llama-3.1-8b")
+    assert [leaf.path for leaf, kind, _ in result.fate if kind == "unknown"] == unknown
+
+
+@pytest.mark.parametrize(
+    ("function", "model", "flavor"),
+    [
+        ("llama3_8b_wide", "llama3", "8B"),
+        ("deepseek_v3_671b", "deepseek_v3", None),
+        ("gpt_oss_20b", "gpt_oss", None),
+        ("sft_qwen3_8b_math", "sft_qwen3_8b_math", "8B"),
+    ],
+)
+def test_functions_name_their_models(function, model, flavor):
+    named = named_by(function, flavor)
+    assert named[0] == model
+    family, _ = family_of(*named, None)
+    assert family and family.replace("_", "") in function.replace("_", "")
+
+
+@pytest.mark.parametrize(
+    ("name", "family"),
+    [
+        ("Qwen/QwQ-32B", "qwen2"),
+        ("CohereLabs/c4ai-command-r7b-12-2024", "cohere2"),
+        ("ByteDance-Seed/Seed-Coder-8B-Instruct", "llama"),
+        ("Wan-AI/Wan2.1-T2V-1.3B-Diffusers", "WanTransformer3DModel"),
+        ("black-forest-labs/FLUX.1-dev", "FluxTransformer2DModel"),
+        ("black-forest-labs/FLUX.2-dev", None),
+    ],
+)
+def test_names_without_their_family(name, family):
+    assert family_of(name, None, None)[0] == family
 
 
 def test_text_of_a_stranger_stays_in_comments(tmp_path):

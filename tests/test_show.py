@@ -405,10 +405,14 @@ def test_blocks_fold(window, page, tmp_path):
     window.open(file, 1400)
     block = '[data-module="model.layers[0:31]"]'
     state = f"return document.querySelector('{block}').parentElement.open"
+    caret = "return getComputedStyle(document.querySelector(arguments[0]), '::before').content"
     window.click(block)  # chooses it
-    assert window.run(state) is True
+    assert window.run(state) is True and window.run(caret, f"{block} code") == '"▾"'
     window.click(block)
-    assert window.run(state) is False
+    assert window.run(state) is False and window.run(caret, f"{block} code") == '"▸"'
+    assert window.run(caret, "#calls summary") == '"▸"'
+    window.click("#calls summary")
+    assert window.run(caret, "#calls summary") == '"▾"'
     assert window.console() == []
 
 
@@ -429,6 +433,21 @@ def test_no_page_is_wider_than_its_window(window, page, tmp_path, width):
         )
         assert window.run("return document.querySelectorAll('script').length") == 1, name
         assert window.console() == [], name
+    window.command("Emulation.clearDeviceMetricsOverride")
+
+
+def test_names_stay_in_one_piece_on_a_narrow_page(window, tmp_path):
+    file = tmp_path / "page.html"
+    file.write_text(render(compiled_of("wan2.1-t2v-14b", "wan", 8, []), Known()))
+    size = {"width": 390, "height": 800, "deviceScaleFactor": 1, "mobile": True}
+    window.command("Emulation.setDeviceMetricsOverride", **size)
+    window.open(file, 1400)
+    script = """
+        const tall = (e) => e.getBoundingClientRect().height > 24;
+        const classes = [...document.querySelectorAll('.row small')];
+        return [classes.length, classes.filter(tall).map((e) => e.textContent)]"""
+    count, torn = window.run(script)
+    assert count > 20 and torn == []
     window.command("Emulation.clearDeviceMetricsOverride")
 
 

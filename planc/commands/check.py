@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from planc.codes import CODES
 from planc.commands import edits, output, shared_arguments, watch
 from planc.compiler import Compiled
 from planc.diagnostic import Sink
@@ -70,6 +71,9 @@ def _run(options: argparse.Namespace) -> tuple[int, list[Compiled]]:
     sink = Sink()
     try:
         found = project()
+        if unknown := sorted(found.severity.keys() - CODES.keys()):
+            file = found.folder / "pyproject.toml"
+            raise ProjectError(f"{file}: `severity` names {unknown[0]!r}, which is not a code")
     except ProjectError as error:
         sink.error("PL021", str(error))
         found = Project()

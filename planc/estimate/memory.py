@@ -144,6 +144,8 @@ class _Rank:
 
     def _sharded(self, name: str, elements: int, width: int, share: float) -> Item:
         ranks = f" / {1 / share:.6g} ranks" if share < 1 else ""
+        if "." in ranks:  # a mean: experts are sharded over other ranks than the rest
+            ranks = f", {share:.1%} of them on a rank"
         how = f"{elements:,} elements x {width} bytes{ranks}"
         return Item(name=name, size=elements * share * width, how=how)
 

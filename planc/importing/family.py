@@ -84,6 +84,16 @@ def family_of(
     return None, None
 
 
+def named_by(function: str, flavor: str | None) -> tuple[str, str | None]:
+    """(model, flavor) of a function of torchtitan's registries, such as `gpt_oss_20b`."""
+    words = function.split("_")
+    for at in range(1, len(words) + 1):
+        model, rest = "_".join(words[:at]), flavor or "_".join(words[at:])
+        if f"{_plain(model)} {_plain(rest)}" in table("models")["flavors"]:
+            return model, rest
+    return function, flavor
+
+
 def _plain(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", name.lower())
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from planc.diagnostic import Sink, one_of
 from planc.importing import reading
-from planc.importing.family import Base, base_of, families_named, family_of
-from planc.importing.peer import LEFT, LOST, Peer, peers
+from planc.importing.family import Base, base_of, families_named, family_of, named_by
+from planc.importing.peer import LEFT, LOST, Peer, matches, peers
 from planc.importing.reading import Leaf
 from planc.importing.settings import Unknown, value_of
 from planc.importing.writing import Writer
@@ -54,9 +54,8 @@ def imported(name: str, sink: Sink, *, peer: str | None, model: str | None) -> I
     fate: list[tuple[Leaf, str, str]] = []
     settings = _settings(whose, found, fate, sink)
     given = {word: value for word, (value, _) in settings.items()}
-    if function:  # of torchtitan's registries, such as `llama3_8b`
-        named = function.partition("_")
-        given |= {"model": named[0], "flavor": given.get("flavor") or named[2]}
+    if function:
+        given["model"], given["flavor"] = named_by(function, given.get("flavor"))
     base = _base(given, model, sink)
     if base is None:
         return None
@@ -70,7 +69,7 @@ def imported(name: str, sink: Sink, *, peer: str | None, model: str | None) -> I
         fate = [(at, *(one if why == LOST["pipeline"] else (kind, why))) for at, kind, why in fate]
     _warn(fate, path, sink)
     file = Path(path)
-    stem = re.sub(r"\W", "_", file.stem) or "imported"
+    stem = re.sub(r"\W", "_", function or file.stem) or "imported"
     header = [
         f"# Written by `planc import` from {_safe(file.name)}, of {whose.title}.",
         *writer.header,
@@ -102,8 +101,11 @@ def _settings(
 ) -> dict[str, tuple[Any, list[Leaf]]]:
     """The settings of the file with the leaves that decide them; all other leaves go to `fate`."""
     result: dict[str, tuple[Any, list[Leaf]]] = {}
+    of_model = any(matches(p, leaf.path) for p in peer.model_file.split() for leaf in found)
     for leaf in found:
         word = peer.meaning(leaf.path)
+        if word is None and of_model and not leaf.path.startswith("distributed_config."):
+            word = "model_left"
         if word in LEFT:
             fate.append((leaf, "left", LEFT[word]))
         elif word in LOST:

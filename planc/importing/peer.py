@@ -47,6 +47,8 @@ class Peer:
             keys. Of several that match, the longest decides.
         absent: settings that the library assumes where the file does not have them.
         rename: a regular expression and its replacement, applied to each key first.
+        model_file: keys of which a model's own configuration has one; all keys of such a file that
+            no pattern covers are the model's.
     """
 
     name: str
@@ -56,6 +58,7 @@ class Peer:
     keys: Mapping[str, str]
     absent: Mapping[str, object]
     rename: tuple[str, str] = ("$^", "")
+    model_file: str = ""
 
     def meaning(self, path: str) -> str | None:
         """What becomes of a key: the word of the key itself, or of the longest pattern."""

@@ -65,6 +65,8 @@ def leaves(name: str, text: str, function: str | None, sink: Sink) -> tuple[Leaf
     """
     kind = Path(name).suffix.lower()
     try:
+        if not text.strip():
+            raise ValueError("it is empty")
         match kind:
             case ".py":
                 from planc.importing.python_config import python_leaves
