@@ -49,6 +49,7 @@ def index() -> str:
         listed = [f"- [{n}]({n}.md): {c.title}\n" for n, c in CODES.items() if n[:3] == group]
         if listed:
             out.append(f"## {group}: {heading}\n\n{''.join(listed).rstrip()}\n")
+    out.append("```{toctree}\n:hidden:\n:glob:\n\nPL*\n```\n")  # the pages' place in the site
     return "\n".join(out)
 
 
