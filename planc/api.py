@@ -262,6 +262,8 @@ def compiled_for(
     """
     if not isinstance(plan, str | os.PathLike | None):
         raise TypeError(f"a plan is a path or a name, not {type(plan).__name__}")
+    if isinstance(plan, str) and "\n" in plan:
+        raise TypeError("a plan is a path or a name, not the text of a plan: write it to a file")
     if not isinstance(world_size, int | None) or isinstance(world_size, bool):
         raise TypeError(f"world_size is a number of ranks, not {world_size!r}")
     sink = Sink()

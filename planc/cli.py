@@ -93,7 +93,14 @@ class _Command(argparse.ArgumentParser):
         from planc.commands import help_text
 
         help_text.fill(self, self.prog.split()[-1])
-        return super().parse_known_args(args, namespace)
+        result, unknown = super().parse_known_args(args, namespace)
+        for option in (word for word in unknown if word.startswith("--")):
+            from planc.diagnostic import did_you_mean
+
+            known = [name for name in self._option_string_actions if name.startswith("--")]
+            advice = did_you_mean(option.partition("=")[0], known, f"see `{self.prog} --help`")
+            self.error(f"there is no option `{option}`; {advice}")
+        return result, unknown
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -154,6 +154,17 @@ def test_a_page_on_a_terminal():
     )
 
 
+@pytest.mark.parametrize("width", [60, 80])
+def test_a_page_is_wrapped_to_a_terminal(width):
+    for name in CODES:
+        page = explain.explain(name)
+        rows = explain.terminal(page, False, width).splitlines()
+        for row in rows:
+            long = len(row) > width and not row.startswith("    ")
+            assert not long or row.count("`") > 1 or row in explain.terminal(page, False), row
+        assert "".join("".join(rows).split()) == "".join(explain.terminal(page, False).split())
+
+
 def test_the_command(capsys, monkeypatch):
     monkeypatch.setenv("NO_COLOR", "1")
     assert main(["explain", "pl004"]) == 0

@@ -41,8 +41,9 @@ def test_page(page, tmp_path, monkeypatch, request):
 
 def test_the_site_has_every_page():
     listed = re.findall(r"^[\w/*-]+$", (DOCS / "index.md").read_text(), re.M)
-    inner = (DOCS / "how-to" / "README.md").read_text().partition("```{toctree}")[2]
-    listed += [f"how-to/{name}" for name in re.findall(r"^[\w-]+$", inner, re.M)]
+    for folder in ("how-to", "diagnostics"):
+        inner = (DOCS / folder / "README.md").read_text().partition("```{toctree}")[2]
+        listed += [f"{folder}/{name}" for name in re.findall(r"^[\w*-]+$", inner, re.M)]
     pages = {p.relative_to(DOCS).with_suffix("") for p in DOCS.rglob("*.md")}
     left = {str(page) for page in pages if not any(page.match(name) for name in listed)}
     assert left == {"index"}

@@ -78,7 +78,12 @@ class WithoutInputs(Net):
         return super().forward(torch.arange(8)[None])
 
 
-PLAN = """plan own for Net, WithLoss, WithBuffer, WithoutInputs, Drawing
+class TwoInputs(Net):
+    def forward(self, tokens, *, mood):
+        return super().forward(tokens) * mood
+
+
+PLAN = """plan own for Net, TwoInputs, WithLoss, WithBuffer, WithoutInputs, Drawing
 
 mesh {
     dp_shard = auto
@@ -144,6 +149,9 @@ def test_what_cannot_be_run_is_unknown_with_the_reason(tmp_path, monkeypatch):
     assert checked(WithBuffer(), PLAN, tmp_path) == {}
     found = checked(WithoutInputs(), PLAN, tmp_path)["PL504"]
     assert "its forward takes no argument" in found.message
+    assert "`planc verify`" in found.help
+    found = checked(TwoInputs(), PLAN, tmp_path)["PL504"]
+    assert "missing 1 required" in found.message and "`planc_inputs`" in found.help
     monkeypatch.setattr(user_model, "LARGEST", 1000)
     found = checked(Net(), PLAN, tmp_path)["PL504"]
     assert "parameters: give a small model of the same code" in found.message

@@ -187,6 +187,7 @@ def test_a_truth_value_is_written_as_a_plan_writes_it(folder):
         ("model", "qwen3", {"world_size": "4"}, "world_size is a number of ranks, not '4'"),
         ("model", "qwen3", {"world_size": True}, "world_size is a number of ranks, not True"),
         ("model", 5, {}, "a plan is a path or a name, not int"),
+        ("model", "plan a for b\n", {}, "a plan is a path or a name, not the text of a plan"),
         (5, "qwen3", {}, "a model is a folder, a name, or an nn.Module, not int"),
         (None, "qwen3", {}, "nn.Module, not NoneType"),
     ],

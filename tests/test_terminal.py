@@ -107,6 +107,7 @@ def test_colors_and_pipes(words, colored):
     wide = after_progress(on_terminal(*words, columns=140))
     assert colored in wide
     assert re.search(r"\x1b\[36m\[\d[\d, ]+\]\x1b\[0m", wide), "shapes have a color"
+    assert not re.search(r"\w\x1b\[36m\[", wide), "an index is no shape"
     assert ANSI.sub("", wide) == plain  # wide enough: nothing but colors is added
     assert piped(*words, FORCE_COLOR="1").replace(wide, "") == ""
     assert after_progress(on_terminal(*words, columns=140, NO_COLOR="1")) == plain
@@ -130,6 +131,8 @@ def test_a_file_gets_the_plain_text(tmp_path, monkeypatch):
         ("lower", *RUN, "--set", "tp=8"),
         DIFF,
         ("why", *RUN, "--set", "tp=8", "model.layers.0.mlp"),
+        ("check", *RUN, "--set", "tp=8", "--level", "structure"),
+        ("estimate", *RUN, "--set", "tp=8", "--batch", "64", "--seq", "4096"),
     ],
     ids=lambda words: words[0],
 )
@@ -262,6 +265,9 @@ def test_a_misspelled_command():
     assert (code, out) == (2, "")
     assert err == "planc: error: there is no command `chek`; did you mean `check` or `cache`?\n"
     assert "`planc --help` lists" in call("zzzzz")[2]
+    code, _, err = call("check", "--wrold-size", "8", "llama-3.1-8b", "llama")
+    assert code == 2 and err.startswith("usage: planc check")
+    assert err.endswith("there is no option `--wrold-size`; did you mean `--world-size`?\n")
 
 
 @pytest.mark.parametrize("command", ["check", "lower", "estimate", "diff", "verify", "why"])
@@ -273,10 +279,22 @@ def test_a_plan_in_the_place_of_the_model(command):
     assert "write llama-3.1-8b llama" in told
 
 
+def test_a_plan_file_in_the_place_of_the_model():
+    mine = "docs/demo/mine.plan"
+    for words in (("check", mine, "llama-3.1-8b"), ("diff", mine, "llama", "llama-3.1-8b")):
+        told = " ".join("".join(call(*words)[1:]).split())
+        assert f"write llama-3.1-8b {mine}" in told
+    for words in (("check", mine), ("check", mine, mine), ("init", "llama")):
+        code, out, err = call(*words)
+        assert code == 2 and f"{words[1]} is a plan, not a model" in out + err
+
+
 def test_a_hub_model_that_is_not_here():
     code, out, _ = call("check", "some-one/some-model", "llama")
     assert code == 2 and "PL600" in out
     assert "hf download some-one/some-model config.json" in " ".join(out.split())
+    told = " ".join(call("check", "meta-llama/Llama-3.1-8B")[1].split())
+    assert "did you mean `llama-3.1-8b`?" in told and "hf download meta-llama/Llama-3.1-8B" in told
     assert "hf download" not in call("check", "some-one/../a b;ls", "llama")[1]
 
 

@@ -5,7 +5,12 @@ from collections.abc import Iterator
 from planc.checks.queries import active, axis_label, legal, ranks, weighted
 from planc.diagnostic import Label, Sink, did_you_mean, one_of
 from planc.model.facts import Facts, Module, Modules
-from planc.model.module_table import INTEGER_ATTRIBUTES
+from planc.model.module_table import (
+    BATCHED_EXPERTS,
+    FUSED_EXPERTS,
+    GROUPED,
+    INTEGER_ATTRIBUTES,
+)
 from planc.ops import styles as ir
 from planc.ops.base import AxisRole
 from planc.ops.styles import Attributes, Experts, MlaKv, Parameters, Replicated, Shard, style_name
@@ -238,6 +243,8 @@ def _inside(rule: TensorRule, plan: Plan, sink: Sink) -> None:
 _SAME = ("head_dim", "num_key_value_groups", "is_sliding")
 """Attributes that are the same on every rank: the size of one head, a ratio, a flag."""
 
+_NO_COUNTS = (*_SAME, GROUPED, FUSED_EXPERTS, BATCHED_EXPERTS)
+
 _COUNTS = tuple(name for name in INTEGER_ATTRIBUTES if name not in _SAME)
 
 
@@ -265,14 +272,14 @@ def split_attributes(plan: Plan, facts: Facts, sink: Sink) -> None:
 
 def _missing(rule: TensorRule, name: str, sink: Sink) -> None:
     module = rule.modules.module
-    own = {n: v for n, v in module.facts if n in _COUNTS}
+    own = {n: v for n, v in module.facts if n not in _NO_COUNTS}
     there = one_of((f"`{n}` = {v:,}" for n, v in own.items()), last="and") or "none of them"
     sink.error(
         "PL677",
         f"`{rule.modules}` has no attribute `{name}` to split",
         rule.origin,
         facts=[
-            f"the attributes that planc knows: {', '.join(_COUNTS)}",
+            f"the attributes that planc knows of libraries: {', '.join(_COUNTS)}",
             f"it is a {module.cls}, which has {there}",
         ],
         help=did_you_mean(name, own, "name the attribute by which its code splits features")

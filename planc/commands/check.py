@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from planc.codes import CODES
-from planc.commands import edits, output, shared_arguments, watch
+from planc.commands import edits, output, shared_arguments, terminal, watch
 from planc.compiler import Compiled
 from planc.diagnostic import Sink
 from planc.project import Project, ProjectError, Target, project
@@ -150,8 +150,8 @@ def _print(one: _Checked, format: str, *, alone: bool) -> None:
     if not alone:
         print(f"\n# planc check {one.target.text}" if format == "full" else f"# {one.target.text}")
     output.show(one.sink, format, sys.stdout)
-    for line in one.lines if format == "full" else ():
-        print(line)
+    if format == "full":
+        terminal.show("".join(f"{line}\n" for line in one.lines))
 
 
 def _document(every: list[_Checked], format: str) -> None:

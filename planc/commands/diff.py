@@ -37,7 +37,7 @@ def run(options: argparse.Namespace) -> int:
     sides = []
     merged = Sink()
     plans = {"old": options.old, "new": options.new or options.old}
-    if output.swapped(options.model, options.old, merged):
+    if any(output.swapped(options.model, plan, merged) for plan in dict.fromkeys(plans.values())):
         output.show(merged, "full", sys.stderr)
         return output.FAILED
     files = {plan: compiler.read(plan, merged) for plan in dict.fromkeys(plans.values())}

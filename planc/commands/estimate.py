@@ -4,7 +4,7 @@ import argparse
 import json
 import sys
 
-from planc.commands import output, shared_arguments
+from planc.commands import output, shared_arguments, terminal
 from planc.diagnostic import Sink
 from planc.estimate.advice import advise
 from planc.estimate.answer import answer, judge_fit
@@ -35,5 +35,5 @@ def run(options: argparse.Namespace) -> int:
     if found and options.format == "json":
         print(json.dumps(document(found), indent=2))
     elif found:
-        print("\n".join(text(found, explain=options.explain)))
+        terminal.show("".join(f"{line}\n" for line in text(found, explain=options.explain)))
     return output.exit_code(sink)

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import shutil
 import sys
 
 from planc.codes import CODES
@@ -17,7 +18,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     text = explain.explain(options.code.upper())
     if text is None:
-        print(f"there is no code {options.code}; known are {', '.join(CODES)}", file=sys.stderr)
+        alike = [code for code in CODES if code[:3] == options.code.upper()[:3]] or CODES
+        print(f"there is no code {options.code}; known are {', '.join(alike)}", file=sys.stderr)
         return output.FAILED
-    print(explain.terminal(text, wants_color(sys.stdout, os.environ)), end="")
+    width = shutil.get_terminal_size((100, 24)).columns if sys.stdout.isatty() else 0
+    print(explain.terminal(text, wants_color(sys.stdout, os.environ), width), end="")
     return output.CLEAN

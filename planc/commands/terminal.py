@@ -15,8 +15,8 @@ _WORD = re.compile(r"(?:\[[^\]]*\]|\((?:[^()]|\([^()]*\))*\)|\S)+")  # brackets 
 _STYLED = re.compile(
     r"(?P<bold>^[a-z]\S*(?: [a-z]+)?(?= {2,}))"
     r"|(?P<changed>^  ~ \S+(?: \S+)*)|(?P<added>^  \+ \S+(?: \S+)*)|(?P<removed>^  - \S+(?: \S+)*)"
-    r"|(?P<code>\[\d[\d, ]*\])"
-    r"|(?P<secondary>\S+\.plan:\d+)"
+    r"|(?P<code>(?<!\S)\[\d[\d, ]*\])"
+    r"|(?P<secondary>[^\s(]+\.plan:\d+)"
 )
 
 

@@ -11,6 +11,7 @@ from planc.diagnostic import Sink, did_you_mean, one_of
 from planc.model import cache as store
 from planc.model.config import Config, config_of, is_diffusers, locate_config, read, shipped_models
 from planc.model.facts import Facts
+from planc.resources import PLANS
 
 
 def load(model: str, sink: Sink, *, allow_code: bool = False, cache: bool = True) -> Facts | None:
@@ -24,7 +25,7 @@ def load(model: str, sink: Sink, *, allow_code: bool = False, cache: bool = True
         cache: whether to read facts from, and write them to, the cache.
     """
     place = locate_config(model)
-    if place is None:
+    if place is None or (model.endswith(".plan") and place.path.is_file()):
         module, colon, factory = model.partition(":")
         if colon and all(n.isidentifier() for n in (factory, *module.split("."))):
             return _from_code(module, factory, sink, allow_code=allow_code)
@@ -117,9 +118,14 @@ def _from_code(module: str, factory: str, sink: Sink, *, allow_code: bool) -> Fa
 
 
 def _not_found(model: str, sink: Sink) -> None:
+    if model.endswith(".plan") or model in {path.stem for path in PLANS.glob("*.plan")}:
+        hint = "name a model before the plan; `planc list models` has those that ship"
+        sink.error("PL600", f"{model} is a plan, not a model", help=hint)
+        return
     known = shipped_models()
-    other = f"pass a folder with config.json, or one of {one_of(known)}"
+    close = did_you_mean(model, known)
+    advice = close or f"pass a folder with config.json, or one of {one_of(known)}"
     if re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", model):
-        other = f"nothing is downloaded; for a model of the hub, `hf download {model} config.json`"
-    advice = did_you_mean(model, known, other)
+        hub = f"nothing is downloaded; for a model of the hub, `hf download {model} config.json`"
+        advice = f"{close} If not: {hub}" if close else hub
     sink.error("PL600", f"there is no model {model!r}", help=advice)

@@ -30,6 +30,11 @@ INTEGER_ATTRIBUTES = (
 """Attributes that determine how a module splits the outputs of its projections. `layer_idx` is not
 one of them: layers that differ only in their index are identical."""
 
+_LIBRARIES = ("torch", "transformers", "diffusers", "peft")
+"""Their modules are split by `INTEGER_ATTRIBUTES` alone."""
+
+_Integers = tuple[tuple[str, int], ...]
+
 GROUPED = "grouped_mm"
 """The fact of fused experts that transformers runs as one grouped matrix product."""
 
@@ -62,7 +67,7 @@ def facts_of(
         family=str(values.get("model_type") or name),
         config=values,
         config_name=config_name,
-        root=_Table(_fp32_patterns(module)).module(module),
+        root=_Table(_fp32_patterns(module), _own_integers(module)).module(module),
         ties=_ties(module),
         stated_fields=stated_fields,
     )
@@ -85,8 +90,11 @@ def already_parallel(module: Any) -> str | None:
 class _Table:
     """Builds the table. Identical modules become one object, so comparing them is fast."""
 
-    def __init__(self, islands: Sequence[tuple[re.Pattern[str], str]]) -> None:
+    def __init__(
+        self, islands: Sequence[tuple[re.Pattern[str], str]], integers: Mapping[int, _Integers]
+    ) -> None:
         self._fp32_patterns = islands
+        self._integers = integers
         self._known: dict[tuple[Any, ...], Module] = {}
         self._shared: dict[tuple[Any, ...], Parameter] = {}
 
@@ -102,7 +110,7 @@ class _Table:
         ]
         numbered = all(n.isdecimal() for n, _ in children)  # an nn.Sequential may name its entries
         listed = kind == "list" and numbered
-        facts = _facts(module)
+        facts = (*_facts(module), *self._integers.get(id(module), ()))
         key = (
             type(module),
             kind,
@@ -158,6 +166,29 @@ def _entries(children: list[tuple[str, Module]]) -> Iterator[Child]:
         groups[id(module)] = (module, bits | 1 << int(name))
     for module, bits in groups.values():
         yield Child(module=module, indices=Indices(bits))
+
+
+def _own_integers(root: Any) -> dict[int, _Integers]:
+    """The integers of modules that no library defines, under any name, by module: a user's code may
+    count its heads in any of them. One that differs between the layers of a list, such as their
+    index, is left out, so that the layers stay identical.
+    """
+    alike: dict[str, list[Any]] = {}
+    for path, module in root.named_modules():
+        if type(module).__module__.partition(".")[0] not in _LIBRARIES:
+            alike.setdefault(re.sub(r"\d+", "*", path), []).append(module)
+    found = {}
+    for modules in alike.values():
+        first, *others = (module.__dict__ for module in modules)
+        for module in modules:
+            found[id(module)] = tuple(
+                (name, value)
+                for name, value in first.items()
+                if type(value) is int and value > 1
+                if name not in INTEGER_ATTRIBUTES and not name.startswith("_")
+                if all(other.get(name) == value for other in others)
+            )
+    return found
 
 
 def _facts(module: Any) -> tuple[tuple[str, int], ...]:

@@ -29,8 +29,16 @@ def explain(code: str) -> str | None:
     return page.read_text(encoding="utf-8") if name in CODES else None
 
 
-def terminal(text: str, color: bool) -> str:
-    """A page for the terminal: headings without `#`, links without their address."""
+def terminal(text: str, color: bool, width: int = 0) -> str:
+    """A page for the terminal: headings without `#`, links without their address.
+
+    Args:
+        text: the Markdown of the page.
+        color: whether to use colors.
+        width: of the terminal, to which prose is wrapped; 0 keeps the lines as they are.
+    """
+    if width:
+        text = "\n\n".join(_wrapped(block, width) for block in text.split("\n\n"))
     return "".join(f"{_line(line, color)}\n" for line in text.splitlines())
 
 
@@ -41,7 +49,23 @@ def index() -> str:
         listed = [f"- [{n}]({n}.md): {c.title}\n" for n, c in CODES.items() if n[:3] == group]
         if listed:
             out.append(f"## {group}: {heading}\n\n{''.join(listed).rstrip()}\n")
+    out.append("```{toctree}\n:hidden:\n:glob:\n\nPL*\n```\n")  # the pages' place in the site
     return "\n".join(out)
+
+
+def _wrapped(block: str, width: int) -> str:
+    """A paragraph or a list; headings and examples stay, and so does what is between backticks."""
+    if block.startswith(("#", "    ")):
+        return block
+    import textwrap
+
+    rows = []
+    fill = textwrap.TextWrapper(width, break_long_words=False, break_on_hyphens=False)
+    for item in re.split(r"\n(?=- )", _LINK.sub(r"\1", block)):
+        whole = _SPAN.sub(lambda span: span[0].replace(" ", "\0"), " ".join(item.split()))
+        fill.subsequent_indent = "  " if item.startswith("- ") else ""
+        rows.append(fill.fill(whole).replace("\0", " "))
+    return "\n".join(rows)
 
 
 def _line(line: str, color: bool) -> str:

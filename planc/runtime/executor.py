@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from planc.diagnostic import PlanError, first_line
+from planc.model.sources.isolation import quiet_bitsandbytes
 from planc.ops.base import Op
 from planc.ops.call import Assign, Context, Each, Members, MeshOf, Once, ParameterRef
 from planc.ops.configure import Configure
@@ -222,7 +223,7 @@ class Worker:
             self._values.of(step.call)
             return
         self.at = ", ".join(map(str, step.replaces))
-        with warnings.catch_warnings():
+        with quiet_bitsandbytes(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about tied layers, and Conv1D, which peft handles
             self._values.of(step.call)
         for name in (name for some in step.replaces for name in some.names()):

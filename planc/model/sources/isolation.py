@@ -5,6 +5,7 @@ it builds the model, and sizes for which building would take hours.
 """
 
 import contextlib
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,20 @@ def _kernel(field: Any, value: Any) -> bool:
     """Whether a field chooses kernels, other than transformers' own ways to run experts."""
     own = field == _EXPERTS and value in ("eager", "batched_mm")
     return not own and str(field).lstrip("_").removesuffix("_internal") in _KERNELS
+
+
+@contextlib.contextmanager
+def quiet_bitsandbytes() -> Iterator[None]:
+    """Holds back what bitsandbytes warns of when it is imported (a CPU kernel that it lacks): peft
+    and diffusers import it where it is installed, also for models without weights in 4 bits.
+    """
+    logger = logging.getLogger("bitsandbytes")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 @contextlib.contextmanager
