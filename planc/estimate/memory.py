@@ -102,17 +102,18 @@ class _Rank:
     def memory(self) -> RankMemory:
         work = self.work
         held = (*self.rest(), self.gradients(), *self.compute_gradients(), *self.tied())
-        early = self.rest()
-        if self.whole:
-            early = (
-                *early,
-                *(self.whole_gradients() if work.micro_batches * work.runs > 1 else ()),
-            )
-        elif work.micro_batches > 1 or self.stack.keeps_compute_gradients:
-            early = held
-        loss = (*early, *self.activations(), *self.resident(), *self.transient(loss=True))
+        first = early = self.rest()
+        if self.whole and work.micro_batches * work.runs > 1:
+            early = (*early, *self.whole_gradients())
+        elif not self.whole and (work.micro_batches > 1 or self.stack.keeps_compute_gradients):
+            first = early = held
+        more = sum(item.size for item in early) - sum(item.size for item in first)
+        (most, passed), (usual, _) = self.fullest(more), self.fullest()
+        before = early if passed or work.runs > 1 else first
+        loss = (*before, *self.activations(most), *self.resident(), *self.transient(loss=True))
         inner = (*self.resident(every=False), *self.gathered(), *self.recomputed())
-        backward = (*early, *self.activations(loss=False), *inner, *self.transient(loss=False))
+        activations = self.activations(usual, loss=False)
+        backward = (*early, *activations, *inner, *self.transient(loss=False))
         moments = [
             Moment(name="loss", items=loss),
             Moment(name="backward of a layer", items=backward),
@@ -120,7 +121,7 @@ class _Rank:
         end = (*held, *self.reduced())
         if self.whole and work.staged:
             whole = (*self.rest(), *self.whole_gradients(), *self.stays_gathered())
-            left = (*whole, *self.activations(done=1), *self.gradients_on_their_way())
+            left = (*whole, *self.activations(usual, done=1), *self.gradients_on_their_way())
             moments.append(Moment(name="end of a micro-batch", items=left))
             end = (*whole, self.gradients(), *self.reduced())
         moments.append(Moment(name="end of backward", items=end))
@@ -185,22 +186,37 @@ class _Rank:
             return layer.boundary
         return layer.kept_selective if recompute is Recompute.SELECTIVE else layer.kept
 
-    def activations(self, *, loss: bool = True, done: int = 0) -> Iterable[Item]:
-        """At the fullest moment of the schedule, by kind of layer; what the loss keeps is freed
-        before the layers' backward.
+    def fullest(self, gradients: float = 0.0) -> tuple[tuple[int, ...], bool]:
+        """The micro-batches that each stage holds at the fullest moment of the schedule, and
+        whether a backward has passed then.
 
         Args:
+            gradients: bytes that exist once a backward has passed.
+        """
+        work, each = self.work, self.kept_by_stage()
+        ranks, micro = work.pipeline.size, work.micro_batches
+        every = orders(work.schedule, ranks, work.chunks, micro, work.timetable)
+
+        def size(moment: tuple[tuple[int, ...], bool]) -> float:
+            return gradients * moment[1] + sum(h * n for h, n in zip(moment[0], each, strict=True))
+
+        return max(in_flight(every[self.rank], work.chunks), key=size)
+
+    def kept_by_stage(self) -> list[float]:
+        """Bytes of one micro-batch's activations in each stage of this rank."""
+        return [sum(self.kept(x) * n for x, n in stage) for stage in self.stages]
+
+    def activations(
+        self, most: tuple[int, ...], *, loss: bool = True, done: int = 0
+    ) -> Iterable[Item]:
+        """By kind of layer; what the loss keeps is freed before the layers' backward.
+
+        Args:
+            most: the micro-batches that each stage holds.
             done: the number of micro-batches of the fullest stage whose backward has passed.
         """
-        work = self.work
-        ranks, micro = work.pipeline.size, work.micro_batches
-        each = [sum(self.kept(x) * n for x, n in stage) for stage in self.stages]
-        every = orders(work.schedule, ranks, work.chunks, micro, work.timetable)
-        most = max(
-            in_flight(every[self.rank], work.chunks),
-            key=lambda held: sum(h * size for h, size in zip(held, each, strict=True)),
-        )
         if done:
+            each = self.kept_by_stage()
             fullest = max(range(len(each)), key=lambda i: each[i] * (most[i] > 0))
             most = tuple(h - done * (i == fullest) for i, h in enumerate(most))
         for stage, held, sends in zip(self.stages, most, self.sends, strict=True):

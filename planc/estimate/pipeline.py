@@ -111,13 +111,18 @@ def order(schedule: str, rank: int, ranks: int, chunks: int, micro_batches: int)
     return passes + [nth(i, False) for i in range(total - warm, total)]
 
 
-def in_flight(passes: Sequence[Pass], chunks: int) -> list[tuple[int, ...]]:
-    """For each moment at which a forward ended: how many micro-batches each chunk holds."""
-    held, found = [0] * chunks, []
+def in_flight(passes: Sequence[Pass], chunks: int) -> list[tuple[tuple[int, ...], bool]]:
+    """For each moment at which a backward begins: how many micro-batches each chunk holds, and
+    whether a backward has passed.
+    """
+    held, found, passed = [0] * chunks, [], False
     for each in passes:
-        held[each.chunk] += 1 if each.forward else -(each.part != "I")
         if each.forward:
-            found.append(tuple(held))
+            held[each.chunk] += 1
+            continue
+        found.append((tuple(held), passed))
+        held[each.chunk] -= each.part != "I"
+        passed = True
     return found
 
 

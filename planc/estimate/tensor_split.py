@@ -15,6 +15,7 @@ from planc.model.indices import Indices
 from planc.ops.activation_checkpoint import Checkpoint
 from planc.ops.base import AxisRole
 from planc.ops.expert_parallel import ALL_REDUCE
+from planc.ops.layouts import Replicate, Shard
 from planc.ops.styles import Colwise, Experts, Parameters, Rowwise, Sequence
 from planc.plan.experts import dividing
 
@@ -22,6 +23,17 @@ if TYPE_CHECKING:
     from planc.estimate.from_plan import PlanWork
 
 _SPLITS = (Colwise, Rowwise, Experts, Parameters)
+
+
+def _splits_inside(style: object) -> bool:
+    """Whether what is computed between modules of such styles is split: not where each takes and
+    gives whole activations.
+    """
+    if isinstance(style, Colwise):
+        return style.output != Replicate()
+    if isinstance(style, Rowwise):
+        return isinstance(style.input, Shard) and style.input.dim != 1
+    return isinstance(style, Parameters)
 
 
 class Split:
@@ -41,7 +53,8 @@ class Split:
         found = ((self._below(r.modules), r.dispatch) for r in dividing(work.plan))
         self.divided = {name: way for name, way in found if name is not None}
         """How tokens come to the experts of modules that ranks divide."""
-        norms = any(isinstance(r.style, Sequence) for r in self.ruled.values())
+        styles = (r.style for r in self.ruled.values())
+        norms = any(isinstance(style, Sequence) and style.dim == 1 for style in styles)
         self.stream = self.ranks if norms else 1
         """Over how many ranks the residual stream is split."""
 
@@ -76,9 +89,12 @@ class Split:
             return 1
         holder = module
         while holder:
-            children = [s for n, s in self.ruled.items() if n.rpartition(".")[0] == holder]
-            if any(isinstance(rule.style, _SPLITS) for rule in children):
+            if isinstance(self._style(holder), Experts):
                 return self.ranks
+            every = (r.style for n, r in self.ruled.items() if n.rpartition(".")[0] == holder)
+            children = [style for style in every if isinstance(style, _SPLITS)]
+            if children:
+                return self.ranks if any(map(_splits_inside, children)) else 1
             holder = holder.rpartition(".")[0]
         return self.stream
 

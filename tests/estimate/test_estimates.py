@@ -148,7 +148,7 @@ def test_bubbles():
 
 def test_micro_batches_in_flight():
     def most(schedule, rank, ranks, micro):
-        return max(in_flight(order(schedule, rank, ranks, 1, micro), 1))[0]
+        return max(in_flight(order(schedule, rank, ranks, 1, micro), 1))[0][0]
 
     assert [most("1f1b", rank, 4, 8) for rank in range(4)] == [4, 3, 2, 1]
     assert most("1f1b", 0, 4, 2) == 2
