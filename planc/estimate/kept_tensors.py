@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -56,7 +56,9 @@ def count(
         _unknown(sink, "it is not a transformers model that planc can build", "")
         return None
     asked = f"{_FORMAT} {batch} x {sequence} {dtype} {attention} {exchange}"
-    key = entry_name(asked, json.dumps(facts.config, sort_keys=True, default=str))
+    frozen = any(not p.trainable for some in facts.model.below() for p in some.module.parameters)
+    trained = repr(facts.root) if frozen else ""
+    key = entry_name(asked, json.dumps(facts.config, sort_keys=True, default=str) + trained)
     known = _KNOWN.get(key) or _read(key)
     found = known or _count(
         facts, sink, (batch, sequence), dtype, attention=attention, exchange=exchange
@@ -138,11 +140,12 @@ def _run(
 ) -> Counted:
     import torch
 
+    from planc.estimate.adapter_stand_in import train_as
     from planc.estimate.context_stand_in import exchanging
     from planc.model.sources.huggingface import one_sequence_a_row, quiet
 
     named = _layers(facts, kept)
-    recorder = _Recorder(model, named)
+    recorder = _Recorder(model, named, train_as(facts, model, named))
     tokens = torch.zeros(shape, dtype=torch.long)
     parts = exchanging(model, exchange)
     with quiet(), recorder.running(), one_sequence_a_row(), parts:
@@ -169,7 +172,9 @@ def _layers(facts: Facts, kept: dict[int, list[tuple[int, ...]]]) -> dict[str, t
 class _Recorder:
     """Notes operators and saved tensors by the module whose forward is running."""
 
-    def __init__(self, model: Any, named: dict[str, tuple[str, ...]]) -> None:
+    def __init__(
+        self, model: Any, named: dict[str, tuple[str, ...]], adapters: Sequence[Any]
+    ) -> None:
         self.model, self.named = model, named
         self.stack: list[str] = [""]
         self.saved: dict[str, list[Saved]] = {}
@@ -177,7 +182,8 @@ class _Recorder:
         self.attended: dict[str, list[Attended]] = {}
         self.moved: dict[str, list[Moved]] = {}
         self.boundary: dict[str, int] = {}
-        self.seen = {p.untyped_storage()._cdata for p in model.parameters()}
+        weights = (*model.parameters(), *adapters)
+        self.seen = {p.untyped_storage()._cdata for p in weights}
         self.alive: list[Any] = []
         """Saved tensors, so that no later storage has the address of an earlier one."""
 
