@@ -109,3 +109,21 @@ def test_the_loss_of_an_output_has_gradients_behind_a_norm_and_is_a_mean_over_ro
     halves = [loss_and_output((normed[i : i + 2], {"a": [normed[i : i + 2, 0]]})) for i in (0, 2)]
     assert torch.allclose(sum(h.loss for h in halves) / 2, made.loss)
     assert loss_and_output((torch.ones(2, dtype=torch.long),)).loss is None
+
+
+def test_a_scalar_is_refused_before_torch_raises(tmp_path):
+    """CLIP's `logit_scale`, at the line of its unit; without data ranks there is no FSDP."""
+    facts = facts_of("clip", "CLIPModel")
+    path = tmp_path / "clip.plan"
+    path.write_text(
+        "plan clip for clip\n\nmesh {\n    dp_shard = auto\n}\n\nfsdp on dp_shard {\n"
+        "    root : unit\n}\n"
+    )
+    sink = Sink()
+    compile_plan(facts, str(path), sink, world_size=2)
+    [found] = [d for d in sink if d.severity == "error"]
+    assert found.code == "PL443" and "`logit_scale`" in found.message
+    assert found.labels[0].span.line == 8
+    sink = Sink()
+    compile_plan(facts, str(path), sink, world_size=1)
+    assert not sink.errors

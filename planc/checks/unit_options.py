@@ -69,6 +69,8 @@ def unit_axes(plan: Plan, facts: Facts, sink: Sink) -> None:
     if section is None or "fsdp" in plan.broken:
         return
     found = list(owned(plan, facts))
+    if plan.mesh.size(*section.shard, *section.replicate) > 1:
+        _scalars(found, sink)
     for part in section.parts:
         if part.shard is not None:
             _axes(part, section, plan, sink)
@@ -80,6 +82,20 @@ def unit_axes(plan: Plan, facts: Facts, sink: Sink) -> None:
             _dim(part, own, ranks, sink)
         if part.shard_dim >= 0 and "expert" not in plan.broken:
             _short(part, own, ranks, sink)
+
+
+def _scalars(found: list[Owned], sink: Sink) -> None:
+    """torch's `fully_shard` raises for a parameter without dims, as CLIP's `logit_scale`."""
+    for one in found:
+        bare = [p.name for p in one.modules.module.parameters if not p.shape]
+        if bare and one.unit is not None:
+            of = f" of `{one.modules}`" if str(one.modules) else ""
+            sink.error(
+                "PL443",
+                f"`{bare[0]}`{of} is a scalar, which FSDP cannot shard",
+                one.unit.origin,
+                help="make it a tensor of one element in the model's code",
+            )
 
 
 def _axes(unit: Unit | SpreadRule, section: Fsdp, plan: Plan, sink: Sink) -> None:

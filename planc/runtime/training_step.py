@@ -117,12 +117,13 @@ def _counting(model: nn.Module, step: TrainingStep) -> Iterator[None]:
         return
 
     def noted(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get(_COUNT) is None:
+            return plain(*args, **kwargs)
+        with torch.no_grad():  # first, while nothing is kept for backward: logits are large
+            other = plain(*args, **{**kwargs, _COUNT: 2 * kwargs[_COUNT]})
         loss = plain(*args, **kwargs)
-        if kwargs.get(_COUNT) is not None:
-            with torch.no_grad():
-                other = plain(*args, **{**kwargs, _COUNT: 2 * kwargs[_COUNT]})
-            if _whole(loss).any():
-                step.counts = not torch.equal(_whole(loss), _whole(other))
+        if _whole(loss).any():
+            step.counts = not torch.equal(_whole(loss), _whole(other))
         return loss
 
     model.loss_function = noted
