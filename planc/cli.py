@@ -94,7 +94,7 @@ class _Command(argparse.ArgumentParser):
 
         help_text.fill(self, self.prog.split()[-1])
         result, unknown = super().parse_known_args(args, namespace)
-        for option in (word for word in unknown if word.startswith("--")):
+        if option := next((word for word in unknown if word.startswith("--")), None):
             from planc.diagnostic import did_you_mean
 
             known = [name for name in self._option_string_actions if name.startswith("--")]

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from planc.model.facts import Facts, Module
-
-HALVES = ("lora_A", "lora_B")
+from planc.ops.lora import HALVES
 
 
 def train_as(facts: Facts, model: nn.Module, named: Mapping[str, tuple[str, ...]]) -> list[Tensor]:
@@ -55,10 +54,11 @@ def _real(name: str, named: Mapping[str, tuple[str, ...]]) -> str:
 
 
 def _halves(known: Module, weight: Tensor | None) -> list[Tensor]:
-    own = {c.name: c.module.children[0].module for c in known.children if c.name in HALVES}
-    if weight is None or len(own) < len(HALVES):
+    linear = HALVES[:2]
+    own = {c.name: c.module.children[0].module for c in known.children if c.name in linear}
+    if weight is None or not own:
         return []
-    shapes = (own[name].parameters[0].shape for name in HALVES)
+    shapes = (own[name].parameters[0].shape for name in linear)
     return [torch.empty(shape, dtype=weight.dtype, requires_grad=True) for shape in shapes]
 
 

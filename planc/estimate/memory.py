@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import isclose
 
 from planc.estimate.pipeline import in_flight, orders
 from planc.estimate.profiles import Hardware, Stack
@@ -102,18 +103,18 @@ class _Rank:
     def memory(self) -> RankMemory:
         work = self.work
         held = (*self.rest(), self.gradients(), *self.compute_gradients(), *self.tied())
-        first = early = self.rest()
-        if self.whole and work.micro_batches * work.runs > 1:
-            early = (*early, *self.whole_gradients())
-        elif not self.whole and (work.micro_batches > 1 or self.stack.keeps_compute_gradients):
-            first = early = held
-        more = sum(item.size for item in early) - sum(item.size for item in first)
-        (most, passed), (usual, _) = self.fullest(more), self.fullest()
-        before = early if passed or work.runs > 1 else first
+        early, grown = self.rest(), tuple[Item, ...]()
+        if self.whole:
+            grown = (*self.whole_gradients(),) if work.micro_batches * work.runs > 1 else ()
+        elif work.micro_batches > 1 or self.stack.keeps_compute_gradients:
+            early = held
+        most, passed = self.fullest(sum(item.size for item in grown))
+        usual, _ = self.fullest()
+        before = (*early, *(grown if passed or work.runs > 1 else ()))
         loss = (*before, *self.activations(most), *self.resident(), *self.transient(loss=True))
         inner = (*self.resident(every=False), *self.gathered(), *self.recomputed())
         activations = self.activations(usual, loss=False)
-        backward = (*early, *activations, *inner, *self.transient(loss=False))
+        backward = (*early, *grown, *activations, *inner, *self.transient(loss=False))
         moments = [
             Moment(name="loss", items=loss),
             Moment(name="backward of a layer", items=backward),
@@ -144,8 +145,10 @@ class _Rank:
         return self._sharded("gradients", self.trained, width, self.shard)
 
     def _sharded(self, name: str, elements: int, width: int, share: float) -> Item:
-        ranks = f" / {1 / share:.6g} ranks" if share < 1 else ""
-        if "." in ranks:  # a mean: experts are sharded over other ranks than the rest
+        count, ranks = 1 / share, ""
+        if share < 1 and isclose(count, round(count), rel_tol=1e-6):
+            ranks = f" / {count:.6g} ranks"
+        elif share < 1:  # a mean: experts are sharded over other ranks than the rest
             ranks = f", {share:.1%} of them on a rank"
         how = f"{elements:,} elements x {width} bytes{ranks}"
         return Item(name=name, size=elements * share * width, how=how)
