@@ -65,6 +65,7 @@ axes: $(VENV)/.ready  ## the other axes of every causal-LM family, with threads 
 
 docs: $(VENV)/.ready  ## the docs as a site, in build/docs
 	$(BIN)/pip install --quiet --constraint constraints.txt '.[docs]'
+	$(BIN)/python -W ignore docs/gallery.py
 	$(BIN)/sphinx-build --quiet --fail-on-warning -b html docs build/docs
 
 pages: $(VENV)/.ready  ## write anew what is generated: the parser's table, the schema of lowered plans, indexes, outputs and pictures in docs

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from planc.compiler import Compiled, compile_plan
 from planc.diagnostic import Diagnostic, PlanError, Sink
+from planc.draft.parsed import parsed
 from planc.notebook import DRAW, TEXT
 from planc.ops.document import digest
 from planc.ops.lowered import Lowered
@@ -56,7 +57,7 @@ def check(
             or a module (on any device, meta too). A module of one's own is proved as it is, on a
             copy, if it is small enough.
         plan: a path, the name of a plan, or `REV:path`; by default the plan of the model's family:
-            one of the project's own folders, else a shipped one.
+            one of the project's own folders, else a shipped one, else a draft as `init` writes it.
         world_size: the number of ranks.
         overrides: `name=value` for mesh axes and options: a text, several, or a mapping.
         allow_code: whether Python code that `model` or the plan names may be run.
@@ -82,7 +83,8 @@ def check(
         if isinstance(model, str | os.PathLike):
             raise ValueError("inputs and a loss are for a module, and not for a name")
         model = replace(_facts_of(model), own=model, given=(inputs, loss))
-    compiled, sink = compiled_for(model, plan, world_size, overrides, allow_code)
+    drafts = level == "flow"
+    compiled, sink = compiled_for(model, plan, world_size, overrides, allow_code, drafts=drafts)
     checked = ""
     if level == "flow" and compiled.lowered is not None:
         verdict = flow(compiled, sink, allow_code=allow_code)
@@ -254,8 +256,10 @@ def compiled_for(
     world_size: int | None,
     overrides: Overrides,
     allow_code: bool,
+    *,
+    drafts: bool = False,
 ) -> tuple[Compiled, Sink]:
-    """A plan compiled for a model, and what is found.
+    """A plan compiled for a model, and what is found; `drafts` as of `compiled_target`.
 
     Raises:
         TypeError: an argument is of another type than it says.
@@ -274,6 +278,7 @@ def compiled_for(
         world_size=world_size,
         settings=settings_of(overrides),
         allow_code=allow_code,
+        draft=parsed if drafts else None,
     )
     return compiled, sink
 

@@ -35,6 +35,8 @@ COMMANDS = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0 clean, 1 findings, 2 could not run."""
     gc.set_threshold(50_000, 20, 20)  # what is imported and parsed stays until the end
+    # what the libraries warn of while a small model runs is not about the user's model
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments and not arguments[0].startswith("-") and arguments[0] not in COMMANDS:
         return _misspelled(arguments[0])

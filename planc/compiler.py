@@ -1,6 +1,6 @@
 """The compiler on one page: text -> AST -> IR -> adapters -> checks -> lowered ops."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from planc.checks import check
@@ -88,10 +88,14 @@ def compile_plan(
     world_size: int | None = None,
     settings: Sequence[str] = (),
     allow_code: bool = False,
+    draft: Callable[[Facts], tuple[ast.File, ...] | None] | None = None,
 ) -> Compiled:
-    """Reads a plan (None for that of the model's family), loads a model, and compiles the two."""
+    """Reads a plan (None for that of the model's family, or else a `draft`), loads a model, and
+    compiles the two.
+    """
     files = read(plan, sink) if plan else None
     facts = load(model, sink, allow_code=allow_code) if isinstance(model, str) else model
     if plan is None and facts is not None:
-        files = plan_files.read_for(facts.family, sink)
+        otherwise = (lambda: draft(facts)) if draft else None
+        files = plan_files.read_for(facts.family, sink, otherwise)
     return compile(files, facts, sink, world_size=world_size, settings=settings)

@@ -4,6 +4,7 @@ What transformers' families come to, on real processes, is in `make coverage`; t
 tests/processes/test_coverage.py.
 """
 
+import importlib
 import json
 import tempfile
 import textwrap
@@ -11,6 +12,7 @@ import textwrap
 import pytest
 from transformers import BltConfig, Inkling2TextConfig
 
+import planc
 from planc.cli import main
 from planc.compiler import compile_plan
 from planc.diagnostic import Sink
@@ -252,6 +254,33 @@ def test_a_model_of_ones_own(tmp_path, monkeypatch, capsys):
     (tmp_path / "my.plan").write_text(split)
     assert main(["check", "own_nano:GPT", "my.plan", *words]) == 1
     assert json.loads(capsys.readouterr().out)["flow"]["verdict"] == "refuted"
+
+
+def test_a_family_without_a_plan_is_checked_with_a_draft(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own_nano.py").write_text(NANO)
+    words = ["--allow-code", "--world-size", "4", "--set", "tp=2", "--format", "json"]
+    assert main(["check", "own_nano:GPT", *words]) == 0
+    said = capsys.readouterr()
+    assert json.loads(said.out)["flow"]["verdict"] == "proved"
+    assert "the plan is <draft>" in said.err and "planc init own_nano:GPT" in said.err
+    assert main(["check", "own_nano:GPT", *words, "--set", "tp=3"]) == 1
+    found = json.loads(capsys.readouterr().out)["diagnostics"]
+    assert {label["file"] for d in found for label in d["labels"]} >= {"<draft>"}
+    for command in (["lower"], ["check", "--level", "structure"]):
+        assert main([*command, "own_nano:GPT", "--allow-code"]) == 2
+        assert "PL022" in "".join(capsys.readouterr())
+
+
+def test_a_module_without_a_plan_is_checked_with_a_draft(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "own_drafted.py").write_text(NANO)
+    module = importlib.import_module("own_drafted").GPT()
+    found = planc.check(module, world_size=4, overrides={"tp": 2})
+    assert not [d for d in found if d.severity == "error"]
+    assert "layout flow (proved" in str(found)
+    with pytest.raises(planc.PlanError, match="PL022"):
+        planc.lower(module, world_size=4)
 
 
 def test_what_can_not_be_run_is_said(tmp_path, monkeypatch, capsys):

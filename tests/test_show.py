@@ -1,6 +1,7 @@
 """`planc show` and `planc diff --html`: the page's structure, and how it behaves in a browser."""
 
 import re
+import runpy
 import xml.etree.ElementTree as ET
 from base64 import b64decode, b64encode
 from collections import Counter
@@ -27,6 +28,7 @@ from planc.show import changes, html, mesh
 from planc.show.page import Known, render
 from planc.show.picture import picture
 from planc.show.tree import tree
+from planc.syntax.plan_files import shipped
 
 LLAMA = ("llama-3.1-8b", "llama", "--world-size", "64", "--set", "tp=8")
 STEP = ("--batch", "64", "--seq", "8192", "--micro-batches", "8")
@@ -271,6 +273,18 @@ def test_a_picture_is_one_svg(tmp_path):
     assert {"q_proj", "node 7", "63", "tp", "[0:31]"} <= set(words)
     nodes = [e for e in drawn if e.tag.endswith("}svg")]
     assert len({(e.get("x"), e.get("y")) for e in nodes}) == len(nodes) == 8
+
+
+def test_the_site_draws_every_plan(tmp_path):
+    """Two of them here; `make docs` draws the rest."""
+    gallery = runpy.run_path(str(Path(__file__).parent.parent / "docs" / "gallery.py"))
+    assert set(gallery["models"]()) == set(shipped())
+    folder = gallery["main"].__globals__["FOLDER"] = tmp_path / "gallery"
+    gallery["main"](["classifier", "gemma3"])
+    page = (folder / "README.md").read_text()
+    assert page.count("--set tp=2") == 1 and "gemma-3-1b gemma3 --world-size 8 --svg" in page
+    drawn = [folder / name for name in re.findall(r"\]\((\w+\.svg)\)", page)]
+    assert len(drawn) == 2 and all("q_proj" in picture.read_text() for picture in drawn)
 
 
 def test_output_is_whole_or_nothing(tmp_path):

@@ -20,7 +20,7 @@ from planc.report.json_document import document, findings
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     shared_arguments.model(parser, nargs="?", otherwise="the targets in pyproject.toml")
-    shared_arguments.plan(parser, nargs="*", otherwise="that of the model's family")
+    shared_arguments.plan(parser, nargs="*", otherwise="that of the model's family, else a draft")
     shared_arguments.common(parser)
     parser.add_argument(
         "--device-memory",
@@ -118,7 +118,9 @@ def _targets(options: argparse.Namespace, found: Project) -> Iterator[Target]:
 
 def _checked(target: Target, options: argparse.Namespace, severity: Mapping[str, str]) -> _Checked:
     sink = Sink()
-    compiled = output.compiled_target(target, sink, allow_code=options.allow_code)
+    compiled = output.compiled_target(
+        target, sink, allow_code=options.allow_code, drafts=options.level == "flow"
+    )
     checked, verdict = "", None
     if options.level == "flow" and compiled.lowered:
         from planc.proof.apart import record

@@ -34,9 +34,20 @@ def compiled(options: argparse.Namespace, sink: Sink) -> Compiled:
         return compiled_target(target, sink, allow_code=options.allow_code)
 
 
-def compiled_target(target: Target, sink: Sink, *, allow_code: bool) -> Compiled:
-    """A plan compiled for a model; says on standard error which one was taken, if none is named."""
+def compiled_target(
+    target: Target, sink: Sink, *, allow_code: bool, drafts: bool = False
+) -> Compiled:
+    """A plan compiled for a model; says on standard error which one was taken, if none is named.
+
+    Args:
+        target: the model, and perhaps the plan.
+        sink: receives the findings.
+        allow_code: whether Python code that they name may be run.
+        drafts: whether a family without a plan gets a draft; PL022 otherwise.
+    """
     from planc.compiler import Compiled, compile_plan
+    from planc.draft.parsed import parsed
+    from planc.syntax.plan_files import DRAFT
 
     if swapped(target.model, target.plan, sink):
         return Compiled()
@@ -47,10 +58,12 @@ def compiled_target(target: Target, sink: Sink, *, allow_code: bool) -> Compiled
         world_size=target.world_size,
         settings=target.set,
         allow_code=allow_code,
+        draft=parsed if drafts else None,
     )
     if target.plan is None and isinstance(result.files, tuple) and result.facts:
         chosen = result.files[-1].origin.source.name
-        print(f"the plan is {chosen}, for {result.facts.family}", file=sys.stderr)
+        wrote = f", as `planc init {target.model} -o my.plan` writes it" if chosen == DRAFT else ""
+        print(f"the plan is {chosen}, for {result.facts.family}{wrote}", file=sys.stderr)
     return result
 
 

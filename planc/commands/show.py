@@ -30,9 +30,9 @@ def run(options: argparse.Namespace) -> int:
     compiled = Compiled() if sink.failed else output.compiled(options, sink)
     findings, asked = tuple(sink), sink if options.batch else Sink()
     found = None
-    if compiled.applied and compiled.lowered:
+    if compiled.applied and compiled.lowered and not options.svg:
         found = answer(*compiled.applied, shared_arguments.request(options), asked)
-    elif compiled.lowered and options.batch:
+    elif compiled.lowered and options.batch and not options.svg:
         said = "a lowered plan does not say how its modules are split"
         sink.error("PL705", said, help="name the plan")
     output.show(sink, "full", sys.stderr, quiet=True)

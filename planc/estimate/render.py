@@ -8,6 +8,7 @@ from typing import Any
 
 from planc.estimate.answer import Answer
 from planc.estimate.memory import GIB, Item
+from planc.ops import phrases
 
 FORMAT = 1
 """Raised when a field of the document is removed or changes its meaning."""
@@ -19,10 +20,10 @@ def text(found: Answer, *, explain: bool = False) -> Iterator[str]:
     Args:
         explain: whether each number says how it comes about, and each constant where it is from.
     """
-    mesh = " | ".join(f"{a.name} {a.size}" for a in found.plan.mesh.axes)
     batch = found.request.batch
     size = f", {batch.global_batch} x {batch.sequence} tokens a step" if batch else ""
-    yield f"{found.plan.name} on {mesh}{size}; {found.hardware.name}, {found.stack.name}"
+    on = phrases.mesh(found.plan.mesh.axes)
+    yield f"{found.plan.name} on {on}{size}; {found.hardware.name}, {found.stack.name}"
     yield ""
     yield from _memory(found, explain)
     if found.counted:

@@ -51,6 +51,11 @@ def axes(names: Iterable[str], mesh: AxisSizes | None = None) -> str:
     return " * ".join(names) + size
 
 
+def mesh(every: Iterable[Any]) -> str:
+    """`dp_shard 4 | tp 2`, of axes with a name and a size."""
+    return " | ".join(f"{axis.name} {axis.size}" for axis in every)
+
+
 def value(of: Any) -> str:
     """The value of a field: `none`, `true`, `[8, 4]`, `bf16`."""
     if of is None or of == ():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from planc.compiler import Compiled
 from planc.diagnostic import Diagnostic, Sink
 from planc.model import cache
+from planc.ops import phrases
 from planc.report import render
 from planc.trial import certificate
 from planc.trial.certificate import Certificate
@@ -44,8 +45,8 @@ def summary(compiled: Compiled, checked: str, proof: Certificate | None) -> tupl
         return ()
     experts = compiled.plan.mesh.experts
     axes = (*compiled.plan.mesh.axes, *((experts.ranks,) if experts else ()))
-    mesh = " | ".join(f"{a.name} {a.size}" for a in axes)
-    head = f"{compiled.plan.name} for {compiled.lowered.model} on {mesh}: lowers to "
+    on = phrases.mesh(axes)
+    head = f"{compiled.plan.name} for {compiled.lowered.model} on {on}: lowers to "
     structure = "structure of packed models" if cache.made_with() else "structure"
     real = "not checked: real processes"
     if proof:

@@ -17,6 +17,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from planc.diagnostic import PlanError, first_line
 from planc.model.sources.isolation import quiet_bitsandbytes
+from planc.ops import phrases
 from planc.ops.base import Op
 from planc.ops.call import Assign, Context, Each, Members, MeshOf, Once, ParameterRef
 from planc.ops.configure import Configure
@@ -89,10 +90,9 @@ def apply_lowered(
     before = tuple(r for r in before if (p := r()) is not None and id(p) not in kept)
     if distributed.get_rank() == 0:
         taken = time.perf_counter() - began
-        shape = " | ".join(f"{a.name} {a.size}" for a in lowered.axes)
         _log.info(
             "plan %s (%s) applied to %s on %s in %.2f s",
-            *(lowered.plan, digest[:12], lowered.model, shape, taken),
+            *(lowered.plan, digest[:12], lowered.model, phrases.mesh(lowered.axes), taken),
         )
         tell(lowered.plan, digest, said)
     return Run(

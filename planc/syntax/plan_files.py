@@ -8,7 +8,7 @@ import hashlib
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -19,6 +19,8 @@ from planc.source import Source, Span
 from planc.syntax import ast
 from planc.syntax.parse import MAX_CHARACTERS, parse
 
+DRAFT = "<draft>"
+"""The name of a plan that is drafted for a family without one."""
 _MAX_FILES = 64
 _HEADER = re.compile(r"^plan \w+ for (.*)$", re.M)
 _PLAN = re.compile(r"(?:\s|#[^\n]*\n)*plan[ \t]+\w+[ \t]+for[ \t]")
@@ -132,8 +134,12 @@ def read_open(path: Path, texts: Mapping[str, str], sink: Sink) -> tuple[ast.Fil
     return tuple(chain.files)
 
 
-def read_for(family: str, sink: Sink) -> tuple[ast.File, ...] | None:
-    """The files of the plan for a family; None after PL022 (there is none) and as `read` does."""
+def read_for(
+    family: str, sink: Sink, draft: Callable[[], tuple[ast.File, ...] | None] | None = None
+) -> tuple[ast.File, ...] | None:
+    """The files of the plan for a family, or of its `draft` where there is no plan; None after
+    PL022 (neither) and as `read` does.
+    """
     before = sink.errors
     try:
         place = plan_of_family(family)
@@ -141,6 +147,8 @@ def read_for(family: str, sink: Sink) -> tuple[ast.File, ...] | None:
         sink.error("PL021", str(error))
         return None
     if place is None:
+        if draft and (files := draft()):
+            return files
         sink.error(
             "PL022",
             f"no plan is for {family}",

@@ -61,6 +61,8 @@ def report(error: UnexpectedInput, span: Span, source: Source, sink: Sink, *, lo
     if found and (yaml := _YAML.fullmatch(line)):
         told = f"{yaml[1]} = {yaml[2]}" if yaml[2] else f"{yaml[1]} {{"
         tip = f"this is YAML; a plan writes `{told}`" + ("" if yaml[2] else ", and `}` at its end")
+    elif "`on`" in expected and found.isidentifier():
+        tip = f"name the axis after `on`: `on {found}`"
     sink.error("PL001", message, span, help=tip)
 
 

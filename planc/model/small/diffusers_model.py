@@ -10,6 +10,7 @@ from torch import nn
 from planc.diagnostic import PlanError, Sink
 from planc.model.config import CLASS, config_of
 from planc.model.small.input_search import BatchShape, InputChoice
+from planc.model.small.output_loss import causal_output
 from planc.model.small.sample_inputs import Inputs
 from planc.model.small.transformers_model import spread_weights
 from planc.model.sources.diffusers import build, class_of, quiet
@@ -223,11 +224,7 @@ def _take_target(target: list[Any]) -> Callable[..., tuple[Any, dict[str, Any]]]
 
 
 def _compute_loss(target: list[Any]) -> Callable[..., Any]:
-    from transformers.modeling_outputs import CausalLMOutput
-
-    def give(_module: Any, _args: Any, output: Any) -> CausalLMOutput:
-        # a pytree: FSDP's later hooks look for tensors in it
-        loss = (output.sample - target[0]).square().mean()
-        return CausalLMOutput(loss=loss, logits=output.sample)
+    def give(_module: Any, _args: Any, output: Any) -> Any:
+        return causal_output((output.sample - target[0]).square().mean(), output.sample)
 
     return give

@@ -28,15 +28,17 @@ def with_output_loss(model: nn.Module) -> None:
 
 
 def loss_and_output(output: Any) -> Any:
-    """The loss of a model's output, with its first tensor of floating point numbers as logits.
-
-    The type of the result is a pytree for torch: FSDP's hooks look for tensors in it.
-    """
-    from transformers.modeling_outputs import CausalLMOutput
-
+    """The loss of a model's output, with its first tensor of floating point numbers as logits."""
     found = [*tensors(output)]
     many = next((tensor for tensor in found if tensor.dim() > 1), None)
-    return CausalLMOutput(loss=output_loss(found) if found else None, logits=many)
+    return causal_output(output_loss(found) if found else None, many)
+
+
+def causal_output(loss: Any, logits: Any) -> Any:
+    """The outputs as a type that is a pytree for torch: FSDP's hooks look for tensors in it."""
+    from transformers.modeling_outputs import CausalLMOutput
+
+    return CausalLMOutput(loss=loss, logits=logits)
 
 
 def output_loss(found: list[Tensor]) -> Tensor:

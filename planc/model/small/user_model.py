@@ -16,6 +16,7 @@ from planc.model.module_table import already_parallel
 from planc.model.small.diffusers_model import DiffusersBuilder
 from planc.model.small.given_inputs import given_inputs, seen_inputs
 from planc.model.small.input_search import BatchShape, InputChoice
+from planc.model.small.output_loss import causal_output
 from planc.model.small.transformers_model import TransformersBuilder, spread_weights
 from planc.model.sources.huggingface import user_factory
 
@@ -192,14 +193,14 @@ class UserModelBuilder:
             return output  # hidden states: of a stage of a pipeline before the last
         if self._target is None:  # the loss is computed outside
             logits = output if isinstance(output, torch.Tensor) else _logits(output)
-            return _causal_output(_loss(logits, labels), logits)
+            return causal_output(_loss(logits, labels), logits)
         if hasattr(output, "loss"):
             return output
         if isinstance(output, dict):
-            return _causal_output(output.get("loss"), output.get("logits"))
+            return causal_output(output.get("loss"), output.get("logits"))
         values = [v for v in output if isinstance(v, torch.Tensor) and v.is_floating_point()]
         loss = next((v for v in values if v.dim() == 0), None)
-        return _causal_output(loss, _logits(output))
+        return causal_output(loss, _logits(output))
 
 
 def _logits(output: Any) -> Any:
@@ -219,13 +220,6 @@ def _loss(logits: Any, labels: Any) -> Any:
         return None
     whole = logits.full_tensor() if isinstance(logits, DTensor) else logits
     return functional.cross_entropy(whole.flatten(0, -2).float(), labels.flatten())
-
-
-def _causal_output(loss: Any, logits: Any) -> Any:
-    """The outputs as a type that is a pytree for torch: FSDP's hooks look for tensors in it."""
-    from transformers.modeling_outputs import CausalLMOutput
-
-    return CausalLMOutput(loss=loss, logits=logits)
 
 
 ModelBuilder = TransformersBuilder | UserModelBuilder | DiffusersBuilder

@@ -1,0 +1,17 @@
+"""A draft as the compiler takes it, for a family without a plan."""
+
+from planc.diagnostic import Sink
+from planc.model import cache
+from planc.model.facts import Facts
+from planc.source import Source
+from planc.syntax import ast, plan_files
+from planc.syntax.parse import parse
+
+
+def parsed(facts: Facts) -> tuple[ast.File, ...] | None:
+    """The draft of a plan for a model; None where nothing can be proved, without torch."""
+    from planc.draft.init import draft  # which imports the whole proof
+
+    if cache.missing():
+        return None
+    return (parse(Source(plan_files.DRAFT, draft(facts, Sink()).text), Sink()),)
