@@ -48,6 +48,31 @@ def own_cache(tmp_path_factory):
 
 
 @pytest.fixture
+def no_verdicts(own_cache, tmp_path, monkeypatch):
+    """A cache of the test's own that knows what the session's knows of models and of small plans,
+    but no verdict on a plan, which changes what is printed.
+    """
+    shared, own = Path(os.environ["PLANC_CACHE_DIR"]), tmp_path / "cache"
+    _copy_models(shared, own)
+    monkeypatch.setenv("PLANC_CACHE_DIR", str(own))
+    yield own
+    _copy_models(own, shared)
+
+
+def _copy_models(source, target):
+    """Copies entries of a cache, each in one step, for another worker may read it."""
+    target.mkdir(exist_ok=True)
+    for path in source.glob("*.json"):
+        if path.name.startswith("verify-") or (target / path.name).exists():
+            continue
+        text = path.read_text()
+        if '"kind":"verdict' not in text.partition("\n")[0]:
+            made = target / f".{path.name}.{os.getpid()}"
+            made.write_text(text)
+            made.rename(target / path.name)
+
+
+@pytest.fixture
 def home(tmp_path, monkeypatch):
     """A cache of the test's own, and no hub."""
     monkeypatch.setenv("PLANC_CACHE_DIR", str(tmp_path / "cache"))

@@ -6,6 +6,8 @@ that no shipped model has, and values that are compared as objects.
 
 import re
 
+import pytest
+
 from planc.checks import check
 from planc.compiler import compile_plan
 from planc.diagnostic import Sink
@@ -18,6 +20,16 @@ from planc.proof.small_case import small_case
 from planc.resources import PLANS
 from planc.source import Source
 from planc.syntax import parse
+
+
+def slow(*case):
+    """A test's parameters that `make processes` runs, and `make test` leaves out."""
+    return pytest.param(*case, marks=pytest.mark.slow)
+
+
+def sampled(cases, every):
+    """Cases of which `make test` runs one in so many, and `make processes` the others."""
+    return [case if at % every == 0 else slow(*case) for at, case in enumerate(cases)]
 
 
 def facts(model="llama-3.1-8b"):

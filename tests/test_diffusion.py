@@ -6,7 +6,7 @@ import sys
 
 import diffused
 import pytest
-from helpers import mutant, simulated
+from helpers import mutant, simulated, slow
 from modelfolder import found
 
 from planc.cli import main
@@ -177,7 +177,7 @@ def test_of_another_class_the_inputs_are_not_known():
 # Proofs ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("checkpointing", ["true", "false"])
+@pytest.mark.parametrize("checkpointing", ["true", slow("false")])
 @pytest.mark.parametrize(("name", "plan"), [(n, diffused.plan_of(n)) for n in diffused.TOTALS])
 def test_shipped_plans_are_proved(name, plan, checkpointing):
     settings = ["tp=4", f"checkpointing={checkpointing}"]

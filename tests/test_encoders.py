@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from helpers import slow
 from transformers import AutoConfig
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
@@ -18,12 +19,12 @@ from planc.proof.layout_flow import flow
 ENCODERS = [
     # (model_type, class, rules that its plan has, whether sequence parallelism is proved)
     ("vit", "ViTModel", ["attention.{q,k,v}_proj:colwise", "mlp.fc2:rowwise"], False),
-    ("dinov2", "Dinov2Model", ["mlp.fc1:colwise"], False),
-    ("wav2vec2", "Wav2Vec2Model", ["attention.{q,k,v}_proj:colwise"], False),
     ("bert", "BertModel", ["attention.self.{query,key,value}:colwise"], False),
     ("modernbert", "ModernBertModel", ["attn.Wqkv:colwise(parts=3)", "attn.Wo:rowwise"], True),
 ]
 SLOW = [
+    ("dinov2", "Dinov2Model", ["mlp.fc1:colwise"], False),
+    ("wav2vec2", "Wav2Vec2Model", ["attention.{q,k,v}_proj:colwise"], False),
     ("clip_vision_model", "CLIPVisionModel", ["self_attn.{q,k,v}_proj:colwise"], False),
     ("siglip_vision_model", "SiglipVisionModel", ["self_attn.{q,k,v}_proj:colwise"], False),
     ("hubert", "HubertModel", ["attention.{q,k,v}_proj:colwise"], False),
@@ -42,7 +43,7 @@ def facts_of(family, cls):
 
 @pytest.mark.parametrize(
     ("family", "cls", "rules", "sequence"),
-    [*ENCODERS, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
+    [*ENCODERS, *(slow(*case) for case in SLOW)],
     ids=lambda value: value if isinstance(value, str) and value[0].isupper() else "",
 )
 def test_an_encoder_gets_tensor_parallelism_and_is_proved(tmp_path, family, cls, rules, sequence):

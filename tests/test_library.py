@@ -11,6 +11,7 @@ from pathlib import Path
 import diffused
 import pytest
 from console import call
+from helpers import sampled
 
 from planc.diagnostic import Sink
 from planc.ops.document import digest, loads
@@ -148,7 +149,7 @@ def test_lowers(golden, golden_digest, model, plan, settings):
         golden(f"{model}.txt", text)
 
 
-@pytest.mark.parametrize(("model", "plan", "settings"), CASES)
+@pytest.mark.parametrize(("model", "plan", "settings"), sampled(CASES, 3))
 def test_is_checked(model, plan, settings):
     """No errors, and layout flow has the last word on what it can run."""
     words = (model, plan, "--world-size", "8", *settled(settings))

@@ -64,6 +64,7 @@ def same(trained, plans, weights, alone):
             torch.testing.assert_close(tensors[key], value, rtol=1e-3, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_the_script_trains_the_same_under_plans_that_join_axes(trained, tmp_path):
     plans = {name: PLANS[name] for name in JOINED}
     same(trained, plans, saved(tmp_path / "weights", "Llama"), "llama")

@@ -13,6 +13,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+from helpers import slow
 
 pytest.importorskip("hatchling")
 
@@ -67,7 +68,7 @@ def copied(names, site):
                 shutil.copyfile(file.locate(), target)
 
 
-@pytest.fixture(params=["wheel", "plain", "editable"])
+@pytest.fixture(params=["wheel", slow("plain"), slow("editable")])
 def environment(request, wheel, tmp_path):
     """The folder of an environment in which planc is installed, and nothing that has torch."""
     home = tmp_path / "environment"

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from helpers import slow
 from loop_plans import SIZES
 from torch import distributed
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -56,7 +57,7 @@ def test_schedules(name):
     "settings",
     [
         dict(tp=2),
-        dict(tp=2, sequence_parallel="false"),
+        slow(dict(tp=2, sequence_parallel="false")),
         dict(tp=2, loss_chunks=3),
         dict(dp_replicate=2),
         dict(pipeline_stages=3, world_size=6),
@@ -88,9 +89,9 @@ adapters {{
     ("how", "settings"),
     [
         ("lora", dict(tp=2)),
-        ("lora", dict(pipeline_schedule="zero_bubble")),
-        ("lora", dict(pipeline_schedule="zbv", microbatches=4)),
-        ("qlora", dict(pipeline_schedule="interleaved_1f1b")),
+        slow("lora", dict(pipeline_schedule="zero_bubble")),
+        slow("lora", dict(pipeline_schedule="zbv", microbatches=4)),
+        slow("qlora", dict(pipeline_schedule="interleaved_1f1b")),
     ],
 )
 def test_adapters(tmp_path, how, settings):

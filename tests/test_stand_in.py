@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from helpers import elaborated, facts, simulated
+from helpers import elaborated, facts, simulated, slow
 from hypothesis import given
 from hypothesis import strategies as st
 from modelfolder import written
@@ -314,9 +314,9 @@ def test_a_class_of_the_folder_is_proved_and_not_the_one_of_its_name(tmp_path, m
 @pytest.mark.parametrize(
     ("model", "plan"),
     [
-        ("nemotron-h-8b", "nemotron_h"),
+        slow("nemotron-h-8b", "nemotron_h"),
         ("command-r7b", "cohere2"),
-        ("qwen3-next-80b-a3b", "qwen3_next"),
+        slow("qwen3-next-80b-a3b", "qwen3_next"),
     ],
 )
 def test_all_neighbors_of_kinds_are_proved_too(model, plan, monkeypatch):

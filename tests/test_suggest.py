@@ -4,6 +4,7 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
+from helpers import slow
 
 from planc import compiler
 from planc.diagnostic import Sink
@@ -43,9 +44,9 @@ def suggested(model, world_size, rows, tokens, **more):
     ("model", "world_size", "rows", "tokens"),
     [
         ("llama-3.1-8b", 16, 32, 8192),
-        pytest.param("deepseek-v3", 512, 512, 4096, marks=pytest.mark.slow),
+        slow("deepseek-v3", 512, 512, 4096),
         ("gpt2", 4, 32, 1024),
-        ("qwen3-30b-a3b", 24, 48, 4096),
+        slow("qwen3-30b-a3b", 24, 48, 4096),
     ],
 )
 def test_each_plan_compiles_and_is_what_the_table_says(model, world_size, rows, tokens, tmp_path):
@@ -146,6 +147,7 @@ def test_requirements_and_settings():
     assert free.found.best[0].seconds <= cost.seconds < made.found.best[0].seconds
 
 
+@pytest.mark.slow
 def test_less_memory_never_makes_it_faster():
     times = [
         suggested("llama-3.1-8b", 8, 16, 8192, memory=gib * GIB)[1].found.best[0].seconds
@@ -222,6 +224,7 @@ def test_experts_are_divided_where_that_is_faster():
     assert best.seconds < alone.found.best[0].seconds
 
 
+@pytest.mark.slow
 def test_no_number_of_ranks_for_experts_is_better_than_the_best():
     """No rank holds all experts of deepseek-v3: divided by 4 it takes 29 s, and by 256 16 s."""
     _, made, _ = suggested("deepseek-v3", 1024, 1024, 4096)
@@ -236,6 +239,7 @@ def test_no_number_of_ranks_for_experts_is_better_than_the_best():
     assert made.found.best[0].seconds <= min(found) * (1 + 1e-12)
 
 
+@pytest.mark.slow
 def test_a_pipeline_is_searched_with_its_microbatches_and_schedules():
     """As many microbatches as rows, and both schedules; blocks stay gathered in a pipeline."""
     stages = ("pipeline_stages=4",)

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -48,6 +49,24 @@ def folder(home):
     (home / "warned.plan").write_text(WITH_A_WARNING)
     (home / "broken.plan").write_text(BROKEN_QWEN3)
     return home
+
+
+@pytest.fixture(scope="module")
+def proved_once(tmp_path_factory):
+    """A cache with the verdict on the plan of qwen3."""
+    home = tmp_path_factory.mktemp("proved")
+    (home / "config.json").write_text(json.dumps(QWEN3))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PLANC_CACHE_DIR", str(home / "cache"))
+        planc.check(str(home), "qwen3", **SETTINGS)
+    return home / "cache"
+
+
+@pytest.fixture
+def proved(folder, proved_once):
+    """The folder, after a check of the plan of qwen3."""
+    shutil.copytree(proved_once, folder / "cache", dirs_exist_ok=True)
+    return folder
 
 
 @pytest.fixture
@@ -101,9 +120,8 @@ def test_a_plan_that_was_proved_is_applied(folder, caplog):
     assert lines[-1][0] == "INFO" and lines[-1][1].endswith(": proved")
 
 
-def test_a_lowered_file_is_found_by_the_same_digest(folder):
-    planc.check(str(folder), "qwen3", **SETTINGS)
-    (folder / "l.json").write_text(dumps(planc.lower(str(folder), "qwen3", **SETTINGS)))
+def test_a_lowered_file_is_found_by_the_same_digest(proved):
+    (proved / "l.json").write_text(dumps(planc.lower(str(proved), "qwen3", **SETTINGS)))
     lowered = planc.lower(built(), "l.json")
     facts = facts_of(built(), config=built().config)
     assert verdict_store.recall(lowered, facts).level == "proved"
@@ -113,8 +131,7 @@ class Other(nn.Linear):
     """A layer of the user's own, in the place of torch's."""
 
 
-def test_a_model_that_a_script_has_changed_is_another_one(folder):
-    planc.check(str(folder), "qwen3", **SETTINGS)
+def test_a_model_that_a_script_has_changed_is_another_one(proved):
     model = built()
     model.model.layers[1].mlp.down_proj = Other(96, 64, bias=False, device="meta")
     assert known(model).level == "unproved"
@@ -142,9 +159,8 @@ def entry(folder):
         lambda text: "[" * 100_000,
     ],
 )
-def test_a_damaged_verdict_is_no_verdict(folder, damage):
-    planc.check(str(folder), "qwen3", **SETTINGS)
-    file, _ = entry(folder)
+def test_a_damaged_verdict_is_no_verdict(proved, damage):
+    file, _ = entry(proved)
     assert known(built()).level == "proved"
     file.write_text(damage(file.read_text()))
     assert known(built()).level == "unproved"
@@ -169,8 +185,7 @@ def test_a_verdict_of_another_form_is_no_verdict(folder, data):
     assert known(built()).level == "unproved"
 
 
-def test_planc_itself_is_a_part_of_the_key(folder, monkeypatch):
-    planc.check(str(folder), "qwen3", **SETTINGS)
+def test_planc_itself_is_a_part_of_the_key(proved, monkeypatch):
     assert known(built()).level == "proved"
     monkeypatch.setattr(verdict_store, "_all_sources", lambda: "mended")
     assert known(built()).level == "unproved"

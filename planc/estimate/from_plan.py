@@ -330,6 +330,7 @@ class PlanWork:
             parameters=local,
             apart=apart,
             frozen=local - trained,
+            unsplit=sum(map(_unsplit, inside)) // times,
             matmuls=tuple(split.matmuls()),
             attention=tuple(split.attention()),
             moved=split.moved() + (loss.chunk_passes(self) if last else 0.0),
@@ -365,6 +366,14 @@ class PlanWork:
         if rule is None:
             return Recompute.NONE
         return Recompute.SELECTIVE if rule.save else Recompute.FULL
+
+
+def _unsplit(holding: Holding) -> int:
+    """`Layer.unsplit` of the modules of a parameter."""
+    looked_up = holding.modules.module.kind == "embedding" and holding.parameter.trainable
+    if not looked_up:
+        return 0
+    return (holding.parameter.shape[0] - holding.local[0]) * prod(holding.local[1:]) * holding.count
 
 
 def _is_in(holding: Holding, names: frozenset[str]) -> bool:

@@ -161,7 +161,10 @@ class _Rank:
 
     def whole_gradients(self) -> Iterable[Item]:
         """Those of several micro-batches, which FSDP reduces at the end of a step."""
-        yield self._sharded("whole gradients", self.trained, self.work.precision.reduce, 1.0)
+        width = self.work.precision.reduce
+        yield self._sharded("whole gradients", self.trained, width, 1.0)
+        if unsplit := sum(layer.unsplit * n for layer, n in self.layers):
+            yield self._sharded("gradients that are not split yet", unsplit, width, 1.0)
 
     def stays_gathered(self) -> Iterable[Item]:
         width = self.work.precision.compute

@@ -120,6 +120,9 @@ class Layer:
         parameters: elements on one rank before FSDP's sharding.
         apart: those of them that `Workload.apart` shards, in units of their own.
         frozen: those of them that do not train.
+        unsplit: elements of other ranks that gradients have until they are reduced over the model's
+            axes: for an embedding that is split by its vocabulary, `embedding_dense_backward` gives
+            a partial sum of the whole gradient.
         matmuls, attention: of one forward.
         moved: bytes that memory-bound kernels of one forward read and write.
         kernels: the number of kernels that one forward launches, collectives apart.
@@ -144,6 +147,7 @@ class Layer:
     parameters: int
     apart: int = 0
     frozen: int = 0
+    unsplit: int = 0
     matmuls: tuple[Matmul, ...] = ()
     attention: tuple[Attention, ...] = ()
     moved: float = 0

@@ -160,6 +160,11 @@ def _combinations():
     }
     for name, more in llama.items():
         yield f"llama, {name}", Combination("llama", **more)
+    replicas = ("dp_replicate=2", "dp_shard=1", "tp=2")
+    for model in ("llama", "tied llama"):
+        yield f"{model}, replicas, tp 2, 2 batches", Combination(model, replicas, batches=2)
+    stages = ("pipeline_stages=2", "microbatches=4", "tp=2")
+    yield "tied llama, pp 2, tp 2", Combination("tied llama", stages)
     for model in ("mixtral", "qwen3_moe"):
         for name, settings in (
             ("ep 2", ("ep=2",)),

@@ -9,8 +9,6 @@ from gloo_combinations import COMBINATIONS
 
 PEAKS = json.loads(gloo_peaks.PEAKS.read_text())
 SAMPLE = [*PEAKS][::8]
-UNEXPLAINED = ("llama, pp 2, tp 2, stage 0",)
-"""It is 6 % too low, and why is not known."""
 
 
 def test_what_was_measured_is_a_combination():
@@ -28,8 +26,7 @@ def test_a_sample_of_peaks():
 def test_every_peak():
     found = [(abs(error), name) for name, *_, error in gloo_peaks.errors(PEAKS)]
     assert median(error for error, _ in found) < 0.02
-    worse = {name: size for size, name in found if size >= 0.05}
-    assert worse.keys() == {*UNEXPLAINED} and max(worse.values()) < 0.07
+    assert not [name for size, name in found if size >= 0.05]
 
 
 def test_what_frozen_weights_do_not_keep():
