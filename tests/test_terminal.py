@@ -340,6 +340,11 @@ def test_zsh_and_fish(tmp_path):
         if shutil.which(shell):
             (tmp_path / shell).write_text(text)
             subprocess.run([shell, "-n", tmp_path / shell], check=True)
+    if shutil.which("fish"):  # a format is one of these, and no file
+        asked = f"source {tmp_path / 'fish'}; complete -C 'planc lower --format '"
+        found = subprocess.run(["fish", "-c", asked], capture_output=True, text=True, check=True)
+        words = {line.partition("\t")[0] for line in found.stdout.splitlines()}
+        assert words == {"text", "json", "python", "tp-plan"}
     assert call("completion", "tcsh")[0] == 2
 
 

@@ -69,7 +69,8 @@ def _fish(actions: dict[str, Sequence[argparse.Action]], about: dict[str, str]) 
             flags = [
                 f"-{'l' if len(f) > 2 else 's'} {f.lstrip('-')}" for f in action.option_strings
             ]
-            flags += ["-r"] if flags and action.nargs != 0 else []
+            if flags and action.nargs != 0:  # no files where the words are all there are
+                flags += ["-x" if action.choices else "-r"]
             flags += [f"-a {quote(_words(action))}"] if _words(action) else []
             text = quote((action.help or "").partition("%")[0])
             at = f"-n '__fish_seen_subcommand_from {name}'"
