@@ -138,6 +138,20 @@ def steps(what, argument):
     return json.loads(done.stdout.splitlines()[-1])
 
 
+AXES = {
+    "pipeline": "a step in two stages, 4 microbatches, 1f1b",
+    "context": "a step with half of each sequence",
+    "experts": "a step with half of the experts",
+}
+
+
+def axis_rows(axis, what, repeat):
+    """The fastest step with an axis, by the clock and on a core, beside torch by hand."""
+    found = steps(axis, 3 * repeat)
+    yield f"{what}, against torch by hand", found["planc"], found["hand"], 1.02
+    yield "its seconds on a core", found["planc cpu"], found["hand cpu"], 1.02
+
+
 def memory():
     """MiB that a rank holds at most in three steps, each way in a process of its own; exact."""
     ways = ("hand", "planc", "whole", "chunked")
@@ -231,7 +245,7 @@ def main():
     numbers.append((f"check, cold, the worst shape: {worst}", slow, library, 2.0))
     numbers.append(("planc --help, against 0.10 s", median["help"], 0.10, 1.0))
     numbers.append(("apply, 126 layers, 64 ranks, meta, against torch by hand", ours, hand, 1.05))
-    stepped, peak = steps("time", 3 * repeat), memory()
+    stepped, peak = steps("step", 3 * repeat), memory()
     numbers += [
         (
             "the fastest step, 4 processes, against torch by hand",
@@ -240,6 +254,7 @@ def main():
             1.02,
         ),
         ("its seconds on a core", stepped["planc cpu"], stepped["hand cpu"], 1.02),
+        *(row for axis, what in AXES.items() for row in axis_rows(axis, what, repeat)),
         ("the most a rank allocates in three steps, MiB", peak["planc"], peak["hand"], 1.02),
         ("the same, a loss in 8 chunks against whole logits", peak["chunked"], peak["whole"], 0.25),
     ]

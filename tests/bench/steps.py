@@ -1,6 +1,6 @@
 """The time and the memory of a training step, of an applied plan beside the same torch by hand.
 
-    python tests/bench/steps.py time REPEAT
+    python tests/bench/steps.py step|pipeline|context|experts REPEAT
     python tests/bench/steps.py memory hand|planc|whole|chunked
 
 Four ranks, gloo processes for the time, dp_shard 2 and tp 2, a llama of 19M parameters in fp32,
@@ -21,6 +21,7 @@ from pathlib import Path
 
 import torch
 from applied import by_hand
+from axes import AXES
 from torch import distributed, multiprocessing
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -60,32 +61,41 @@ def build(way, width=512, **more):
 
 
 def step(model, optimizer, tokens):
-    model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+    loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+    loss.backward()
     optimizer.step()
     optimizer.zero_grad()
+    return float(loss)
 
 
-def timed(rank, repeat):
+def ways_of_a_step():
+    """The steps that are compared, by who wrote them."""
+    tokens = torch.randint(
+        SHAPE["vocab_size"], (2, 128), generator=torch.Generator().manual_seed(1)
+    )
+    return {way: partial(step, *build(way, width=256), tokens) for way in WAYS}
+
+
+def timed(ways, repeat):
     """Seconds of the fastest step of each way: a busy machine slows the others by chance.
 
     The ranks begin each step together. `cpu` are the seconds that a rank's own threads ran, which
     other work on the machine changes less.
     """
-    tokens = torch.randint(
-        SHAPE["vocab_size"], (2, 128), generator=torch.Generator().manual_seed(1)
-    )
-    made = {way: build(way, width=256) for way in WAYS}
-    seconds = {f"{way}{kind}": [] for way in WAYS for kind in ("", " cpu")}
+    seconds = {f"{way}{kind}": [] for way in ways for kind in ("", " cpu")}
+    loss = {}
     for turn in range(repeat + 2):
-        for way in list(WAYS)[:: 1 if turn % 2 else -1]:
+        for way in list(ways)[:: 1 if turn % 2 else -1]:
             distributed.barrier()
             start, own = time.perf_counter(), time.process_time()
-            step(*made[way], tokens)
+            loss[way] = ways[way]()
             own = time.process_time() - own
             distributed.barrier()
             if turn > 1:  # the first ones set FSDP and the optimizer up
                 seconds[way].append(time.perf_counter() - start)
                 seconds[f"{way} cpu"].append(own)
+    if None not in loss.values():  # a rank's part of a batch may have a loss of its own
+        assert max(loss.values()) < 1.05 * min(loss.values()), f"they train apart: {loss}"
     return {name: min(values) for name, values in seconds.items()}
 
 
@@ -117,11 +127,11 @@ def memory(way):
     return most
 
 
-def worker(rank, store, repeat, results):
+def worker(rank, store, what, repeat, results):
     torch.set_num_threads(1)
     init = distributed.FileStore(store, RANKS)
     distributed.init_process_group("gloo", rank=rank, world_size=RANKS, store=init)
-    results.put(timed(rank, repeat))
+    results.put(timed({"step": ways_of_a_step, **AXES}[what](), repeat))
     # A thread of the queue writes the result to its pipe: os._exit() would end that thread too.
     results.close()
     results.join_thread()
@@ -129,14 +139,14 @@ def worker(rank, store, repeat, results):
     os._exit(0)  # destroying the process group is slow, and nothing is left to do
 
 
-def time_of(repeat):
+def time_of(what, repeat):
     """What `timed` says, of the slowest rank."""
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder) / "store")
         ranks = [
-            context.Process(target=worker, args=(rank, store, repeat, results))
+            context.Process(target=worker, args=(rank, store, what, repeat, results))
             for rank in range(RANKS)
         ]
         for process in ranks:
@@ -150,7 +160,8 @@ def time_of(repeat):
 def main():
     what, argument = sys.argv[1:]
     torch.set_num_threads(1)
-    print(json.dumps(time_of(int(argument)) if what == "time" else {argument: memory(argument)}))
+    found = {argument: memory(argument)} if what == "memory" else time_of(what, int(argument))
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":
