@@ -325,19 +325,23 @@ class PlanWork:
             part = replace(part, saved=tuple(s for s in part.saved if s.module))
         split = Split(self, part)
         rule, sent = self._checkpoint(part), split.collectives(stage)
+        matmuls, boundary = (*split.matmuls(),), part.boundary / split.stream
+        norms = sum(h.count for h in inside if _is_norm(h)) // times
+        width = DTYPE_BYTES.get(self.compute_dtype, 4)
         return Layer(
             name=self._name(part, unit),
             parameters=local,
             apart=apart,
             frozen=local - trained,
             unsplit=sum(map(_unsplit, inside)) // times,
-            matmuls=tuple(split.matmuls()),
+            matmuls=matmuls,
             attention=tuple(split.attention()),
             moved=split.moved() + (loss.chunk_passes(self) if last else 0.0),
             kernels=len(part.moved) + len(part.products) + len(part.attended),
             kept=split.kept(),
             kept_selective=split.selective(rule),
-            boundary=part.boundary / split.stream,
+            outputs=sum(m.m * m.n * m.count for m in matmuls) * width + boundary * norms,
+            boundary=boundary,
             transient=loss.copies(self, counted.logits) if counted and last else 0.0,
             forward=sent[Pass.FORWARD],
             backward=sent[Pass.BACKWARD],
@@ -366,6 +370,10 @@ class PlanWork:
         if rule is None:
             return Recompute.NONE
         return Recompute.SELECTIVE if rule.save else Recompute.FULL
+
+
+def _is_norm(holding: Holding) -> bool:
+    return holding.modules.module.kind == "norm" and holding.parameter.name == "weight"
 
 
 def _unsplit(holding: Holding) -> int:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import isclose
+from operator import mul
 
-from planc.estimate.pipeline import in_flight, orders
+from planc.estimate.pipeline import InFlight, in_flight, orders
 from planc.estimate.profiles import Hardware, Stack
 from planc.estimate.workload import Layer, Recompute, Sharding, Workload
 from planc.source import Span
@@ -108,9 +109,10 @@ class _Rank:
             grown = (*self.whole_gradients(),) if work.micro_batches * work.runs > 1 else ()
         elif work.micro_batches > 1 or self.stack.keeps_compute_gradients:
             early = held
-        most, passed = self.fullest(sum(item.size for item in grown))
-        usual, _ = self.fullest()
-        before = (*early, *(grown if passed or work.runs > 1 else ()))
+        first, later = self.in_flight()
+        most = self.fullest(first, sum(item.size for item in grown))
+        usual = self.fullest(moment.inside for moment in first)
+        before = (*early, *(grown if most.passed or work.runs > 1 else ()))
         loss = (*before, *self.activations(most), *self.resident(), *self.transient(loss=True))
         inner = (*self.resident(every=False), *self.gathered(), *self.recomputed())
         activations = self.activations(usual, loss=False)
@@ -119,6 +121,9 @@ class _Rank:
             Moment(name="loss", items=loss),
             Moment(name="backward of a layer", items=backward),
         ]
+        if later:
+            waited = (*early, *grown, *self.activations(self.fullest(later)), *self.resident())
+            moments.append(Moment(name="gradients of weights", items=waited))
         end = (*held, *self.reduced())
         if self.whole and work.staged:
             whole = (*self.rest(), *self.whole_gradients(), *self.stays_gathered())
@@ -192,40 +197,50 @@ class _Rank:
             return layer.boundary
         return layer.kept_selective if recompute is Recompute.SELECTIVE else layer.kept
 
-    def fullest(self, gradients: float = 0.0) -> tuple[tuple[int, ...], bool]:
-        """The micro-batches that each stage holds at the fullest moment of the schedule, and
-        whether a backward has passed then.
+    def in_flight(self) -> tuple[list[InFlight], list[InFlight]]:
+        """What the rank holds when a backward begins, and when the gradients of weights that have
+        waited do.
+        """
+        work, ranks = self.work, self.work.pipeline.size
+        every = orders(work.schedule, ranks, work.chunks, work.micro_batches, work.timetable)
+        found = in_flight(every[self.rank], work.chunks)
+        later = [moment for moment in found if moment.begins.part == "W"]
+        return [moment for moment in found if moment not in later], later
+
+    def fullest(self, moments: Iterable[InFlight], gradients: float = 0.0) -> InFlight:
+        """The moment at which the rank holds most.
 
         Args:
             gradients: bytes that exist once a backward has passed.
         """
-        work, each = self.work, self.kept_by_stage()
-        ranks, micro = work.pipeline.size, work.micro_batches
-        every = orders(work.schedule, ranks, work.chunks, micro, work.timetable)
+        apart = (sum(x.outputs * n for x, n in stage) for stage in self.stages)
+        sizes = (*self.kept_by_stage(), *apart)
 
-        def size(moment: tuple[tuple[int, ...], bool]) -> float:
-            return gradients * moment[1] + sum(h * n for h, n in zip(moment[0], each, strict=True))
+        def size(moment: InFlight) -> float:
+            activations: float = sum(map(mul, (*moment.held, *moment.waiting), sizes))
+            return gradients * moment.passed + activations
 
-        return max(in_flight(every[self.rank], work.chunks), key=size)
+        return max(moments, key=size)
 
     def kept_by_stage(self) -> list[float]:
         """Bytes of one micro-batch's activations in each stage of this rank."""
         return [sum(self.kept(x) * n for x, n in stage) for stage in self.stages]
 
-    def activations(
-        self, most: tuple[int, ...], *, loss: bool = True, done: int = 0
-    ) -> Iterable[Item]:
+    def activations(self, most: InFlight, *, loss: bool = True, done: int = 0) -> Iterable[Item]:
         """By kind of layer; what the loss keeps is freed before the layers' backward.
 
         Args:
             most: the micro-batches that each stage holds.
             done: the number of micro-batches of the fullest stage whose backward has passed.
         """
+        every = most.held
         if done:
             each = self.kept_by_stage()
-            fullest = max(range(len(each)), key=lambda i: each[i] * (most[i] > 0))
-            most = tuple(h - done * (i == fullest) for i, h in enumerate(most))
-        for stage, held, sends in zip(self.stages, most, self.sends, strict=True):
+            fullest = max(range(len(each)), key=lambda i: each[i] * (every[i] > 0))
+            every = tuple(h - done * (i == fullest) for i, h in enumerate(every))
+        for stage, held, waits, sends in zip(
+            self.stages, every, most.waiting, self.sends, strict=True
+        ):
             if sends * held:
                 how = f"{sends / 2**20:,.1f} MiB x {held} in flight"
                 yield Item(name="outputs sent to the next stage", size=sends * held, how=how)
@@ -240,6 +255,10 @@ class _Rank:
                         origin=layer.origin,
                     )
                     yield from self.lingering(layer, n, held)
+                if size := layer.outputs * n * min(waits, held):
+                    how = f"{layer.outputs / 2**20:,.1f} MiB x {n} layers x {waits} waiting"
+                    name = f"gradients for the weights of {layer.name}"
+                    yield Item(name=name, size=size, how=how, origin=layer.origin)
 
     def lingering(self, layer: Layer, n: int, held: int) -> Iterable[Item]:
         """Gathered inputs, which a communication stream holds until the accelerator passed them.

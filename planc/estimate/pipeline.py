@@ -35,6 +35,29 @@ class Pass(NamedTuple):
     part: str = ""
 
 
+class InFlight(NamedTuple):
+    """What a rank holds at the moment at which a backward begins.
+
+    Args:
+        held: the micro-batches of each stage.
+        waiting: those of them whose inputs have their gradients, and whose weights do not.
+        passed: whether a backward has passed.
+        begins: the backward.
+    """
+
+    held: tuple[int, ...]
+    waiting: tuple[int, ...]
+    passed: bool
+    begins: Pass
+
+    @property
+    def inside(self) -> InFlight:
+        """At the end of a backward that leaves the gradients of weights for later."""
+        split = self.begins.part == "I"
+        grown = (n + (split and i == self.begins.chunk) for i, n in enumerate(self.waiting))
+        return self._replace(waiting=(*grown,))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timetable:
     """
@@ -111,17 +134,16 @@ def order(schedule: str, rank: int, ranks: int, chunks: int, micro_batches: int)
     return passes + [nth(i, False) for i in range(total - warm, total)]
 
 
-def in_flight(passes: Sequence[Pass], chunks: int) -> list[tuple[tuple[int, ...], bool]]:
-    """For each moment at which a backward begins: how many micro-batches each chunk holds, and
-    whether a backward has passed.
-    """
-    held, found, passed = [0] * chunks, [], False
+def in_flight(passes: Sequence[Pass], chunks: int) -> list[InFlight]:
+    """What is held at each moment at which a backward begins."""
+    held, waiting, found, passed = [0] * chunks, [0] * chunks, [], False
     for each in passes:
         if each.forward:
             held[each.chunk] += 1
             continue
-        found.append((tuple(held), passed))
+        found.append(InFlight((*held,), (*waiting,), passed, each))
         held[each.chunk] -= each.part != "I"
+        waiting[each.chunk] += {"I": 1, "W": -1}.get(each.part, 0)
         passed = True
     return found
 

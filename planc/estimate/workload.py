@@ -128,6 +128,8 @@ class Layer:
         kernels: the number of kernels that one forward launches, collectives apart.
         kept: bytes that autograd keeps for backward.
         kept_selective: those of them that stay under selective recomputing.
+        outputs: bytes of what its products and norms give: where a schedule computes the gradients
+            of weights later, those of their outputs wait for it.
         boundary: bytes of the layer's input, which is all that full recomputing keeps.
         transient: bytes that exist during its forward or backward only, such as copies of logits.
         forward, backward: collectives of the model's axes in each pass.
@@ -154,6 +156,7 @@ class Layer:
     kernels: int = 0
     kept: float = 0
     kept_selective: float = 0
+    outputs: float = 0
     boundary: float = 0
     transient: float = 0
     forward: tuple[Collective, ...] = ()

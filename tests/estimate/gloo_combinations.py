@@ -163,6 +163,10 @@ def _combinations():
     replicas = ("dp_replicate=2", "dp_shard=1", "tp=2")
     for model in ("llama", "tied llama"):
         yield f"{model}, replicas, tp 2, 2 batches", Combination(model, replicas, batches=2)
+    for schedule in ("interleaved_1f1b", "zero_bubble", "zbv", "dualpipe_v"):
+        split = ("pipeline_stages=2", "microbatches=4", f"pipeline_schedule={schedule}")
+        for name, settings in ((schedule, split), (f"{schedule}, no checkpoints", (*split, WHOLE))):
+            yield f"llama, pp 2, {name}", Combination("llama", settings)
     stages = ("pipeline_stages=2", "microbatches=4", "tp=2")
     yield "tied llama, pp 2, tp 2", Combination("tied llama", stages)
     for model in ("mixtral", "qwen3_moe"):

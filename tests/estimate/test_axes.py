@@ -64,7 +64,8 @@ def test_torchs_timetables_run_each_pass_once(schedule, ranks):
         whole = {(p.chunk, p.micro_batch) for p in passes if not p.forward and p.part != "I"}
         assert forward == whole == {(c, m) for c in range(2) for m in range(8)}
         held = in_flight(passes, 2)
-        assert max(sum(most) for most, _ in held) < 16
+        assert max(sum(each.held) for each in held) < 16
+        assert all(w <= h for each in held for w, h in zip(each.waiting, each.held, strict=True))
     pace = {"ranks": ranks, "chunks": 2, "micro_batches": 8, "hop": 0.0}
     table = timetable(schedule, forward=[0.5] * 2 * ranks, backward=[1.0] * 2 * ranks, **pace)
     plain = {"ranks": ranks, "chunks": 1, "micro_batches": 8, "hop": 0.0}
@@ -224,10 +225,8 @@ def test_bytes_of_a_step():
 
 
 def test_the_peaks_of_four_ranks():
-    """The halves of a split backward are not told apart, so V schedules are further off."""
     peaks = json.loads(measured_peaks.PEAKS.read_text())
     assert set(peaks) == set(measured_peaks.RUNS)
-    found = [(name, abs(error)) for name, *_, error in measured_peaks.errors(peaks)]
-    assert median(error for _, error in found) < 0.02
-    assert max(error for name, error in found if "zbv" not in name) < 0.05
-    assert max(error for _, error in found) < 0.09
+    found = [abs(error) for *_, error in measured_peaks.errors(peaks)]
+    assert median(found) < 0.02
+    assert max(found) < 0.05
