@@ -72,9 +72,11 @@ def swapped(model: str, plan: str | None, sink: Sink) -> bool:
     from planc.model.config import locate_config
     from planc.syntax.plan_files import locate
 
-    if plan is None or ":" in model or plan.endswith(".plan") or not locate_config(plan):
+    if plan is None or ":" in model or plan.endswith(".plan"):
         return False
-    if (locate_config(model) and not model.endswith(".plan")) or locate(model) is None:
+    if locate_config(model) and not model.endswith(".plan"):  # before `plan`: a hub name is slow
+        return False
+    if not locate_config(plan) or locate(model) is None:
         return False
     sink.error(
         "PL600",
