@@ -5,6 +5,7 @@ import gc
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -41,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if arguments and not arguments[0].startswith("-") and arguments[0] not in COMMANDS:
         return _misspelled(arguments[0])
     try:
-        options = _parser().parse_args(arguments or ["--help"])
+        options = _options(arguments or ["--help"])
         code: int = import_module(f"planc.commands.{options.command}").run(options)
         sys.stdout.flush()
         return code
@@ -56,6 +57,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(error, ModuleNotFoundError) and not (error.name or "").startswith("planc"):
             return _missing(arguments[0], error.name or str(error))
         return _internal(error)
+
+
+def _options(arguments: Sequence[str]) -> argparse.Namespace:
+    """The arguments of a command; the parsers of the others, which take time, are not made."""
+    name, *words = arguments
+    if name not in COMMANDS:
+        return _parser().parse_args(arguments)
+    parser = _Command(
+        prog=f"planc {name}",
+        description=_sentence(COMMANDS[name]),
+        formatter_class=partial(argparse.HelpFormatter, width=80),  # which need not find it out
+    )
+    options: argparse.Namespace
+    options, unknown = parser.parse_known_args(words)
+    if unknown:
+        _parser().error(f"unrecognized arguments: {' '.join(unknown)}")
+    options.command, options.commands = name, COMMANDS
+    return options
+
+
+def _sentence(help: str) -> str:
+    return f"{help[0].upper()}{help[1:]}."
 
 
 def _misspelled(word: str) -> int:
@@ -118,7 +141,7 @@ def _parser() -> argparse.ArgumentParser:
         title="commands", dest="command", required=True, metavar="COMMAND", parser_class=_Command
     )
     for name, help in COMMANDS.items():
-        commands.add_parser(name, help=help, description=f"{help[0].upper()}{help[1:]}.")
+        commands.add_parser(name, help=help, description=_sentence(help))
     return result
 
 

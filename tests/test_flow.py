@@ -259,8 +259,9 @@ def test_unknown_is_said_and_strict_makes_it_an_error(monkeypatch):
 def test_a_verdict_is_remembered_without_torch(tmp_path, monkeypatch):
     monkeypatch.setenv("PLANC_CACHE_DIR", str(tmp_path))
     fresh = simulated("llama-3.1-8b", "llama", ["tp=4"])
-    code = "import sys; from planc.cli import main; code = main(sys.argv[1:]); "
-    code += "print(code, [m for m in ('torch', 'transformers') if m in sys.modules])"
+    code = "import sys; from planc.cli import main; code = main(sys.argv[1:]); slow = ('torch', "
+    code += "'transformers', 'huggingface_hub', 'jsonschema'); "
+    code += "print(code, [m for m in slow if m in sys.modules])"
     words = ["check", "llama-3.1-8b", "llama", "--world-size", "64", "--set", "tp=4"]
     done = subprocess.run(
         [sys.executable, "-c", code, *words], capture_output=True, text=True, check=True

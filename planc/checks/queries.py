@@ -29,12 +29,9 @@ def axis_label(plan: Plan, rule: TensorRule) -> Label:
 
 def parents(facts: Facts, modules: Modules) -> tuple[Modules, ...]:
     """The parent modules; parents of different structure are separate sets."""
-    path = modules.path[:-1]
-    return tuple(
-        both
-        for at in facts.model.below()
-        if len(at.path) == len(path) and (both := at.overlap(Modules(path, at.module))) is not None
-    )
+    path = Modules(modules.path[:-1], modules.module)
+    found = (at.overlap(path) for at in facts.model.below())
+    return tuple(both for both in found if both is not None)
 
 
 def inside(outer: Modules, rules: Iterable[TensorRule]) -> Iterator[TensorRule]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from planc.codes import CODES
-from planc.commands import edits, output, shared_arguments, terminal, watch
+from planc.commands import output, shared_arguments
 from planc.compiler import Compiled
 from planc.diagnostic import Sink
 from planc.project import Project, ProjectError, Target, project
@@ -62,6 +62,8 @@ class _Checked:
 
 def run(options: argparse.Namespace) -> int:
     if options.watch:
+        from planc.commands import watch
+
         return watch.repeat(lambda: _run(options))
     return _run(options)[0]
 
@@ -97,6 +99,8 @@ def _run(options: argparse.Namespace) -> tuple[int, list[Compiled]]:
     if options.format not in ("full", "concise"):
         _document(every, options.format)
     if options.fix:
+        from planc.commands import edits
+
         edits.correct([finding for one in every for finding in one.sink])
     codes = [output.exit_code(one.sink, strict=options.strict) for one in every]
     if len(targets) > 1 and options.format == "full":
@@ -153,6 +157,8 @@ def _print(one: _Checked, format: str, *, alone: bool) -> None:
         print(f"\n# planc check {one.target.text}" if format == "full" else f"# {one.target.text}")
     output.show(one.sink, format, sys.stdout)
     if format == "full":
+        from planc.commands import terminal
+
         terminal.show("".join(f"{line}\n" for line in one.lines))
 
 

@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from math import prod
 from typing import Any
 
@@ -184,18 +185,8 @@ class Modules:
 
     def overlap(self, other: Modules) -> Modules | None:
         """The modules that are in both sets, or None."""
-        if self.key != other.key:
-            return None
-        path: list[Segment] = []
-        for mine, theirs in zip(self.path, other.path, strict=True):
-            if isinstance(mine, Indices) and isinstance(theirs, Indices):
-                both = mine & theirs
-                if not both:
-                    return None
-                path.append(both)
-            else:
-                path.append(mine)
-        return Modules(tuple(path), self.module)
+        path = _common(self.path, other.path) if self.key == other.key else None
+        return None if path is None else Modules(path, self.module)
 
     def minus(self, other: Modules) -> tuple[Modules, ...]:
         """The modules of this set that are not in the other one, as disjoint sets."""
@@ -235,8 +226,8 @@ class Modules:
         n = len(other.path)
         if self.key[:n] != other.key:
             return None
-        head = Modules(self.path[:n], other.module).overlap(other)
-        return None if head is None else Modules((*head.path, *self.path[n:]), self.module)
+        head = _common(self.path[:n], other.path)
+        return None if head is None else Modules((*head, *self.path[n:]), self.module)
 
     def outside(self, others: Iterable[Modules]) -> tuple[Modules, ...]:
         """The modules of this set that are inside none of the others, as disjoint sets."""
@@ -260,9 +251,25 @@ class Modules:
 
     def below(self) -> Iterator[Modules]:
         """Yields these modules and all their descendants, parents first."""
-        yield self
-        for child in self.module.children:
-            yield from Modules((*self.path, child.segment), child.module).below()
+        return iter(self._below)
+
+    @cached_property
+    def _below(self) -> tuple[Modules, ...]:
+        inner = (Modules((*self.path, c.segment), c.module)._below for c in self.module.children)
+        return (self, *chain.from_iterable(inner))
+
+
+def _common(one: tuple[Segment, ...], two: tuple[Segment, ...]) -> tuple[Segment, ...] | None:
+    """What two paths of one key have in common; None where a list has no entry in both."""
+    path: list[Segment] = []
+    for mine, theirs in zip(one, two, strict=True):
+        if isinstance(mine, Indices) and isinstance(theirs, Indices):
+            if not mine.bits & theirs.bits:
+                return None
+            path.append(mine & theirs)
+        else:
+            path.append(mine)
+    return tuple(path)
 
 
 def merged(sets: Iterable[Modules], *, alike: bool = False) -> list[Modules]:
@@ -309,7 +316,7 @@ class Facts:
     given: tuple[Any, Any] = field(default=(None, None), compare=False, repr=False)
     built: bool = field(default=False, compare=False)
 
-    @property
+    @cached_property
     def model(self) -> Modules:
         """The root module, as a set of one module."""
         return Modules((), self.root)

@@ -6,8 +6,6 @@ process of its own; this needs no GPU.
 
 import json
 import os
-import pickle
-import subprocess
 import sys
 from typing import Any, get_args
 
@@ -49,6 +47,9 @@ def prove_apart(compiled: Compiled, *, allow_code: bool) -> KnownVerdict:
     """The verdict of layout flow on a compiled plan without errors, kept as that of a check; a
     model of the user's own must have a class that can be imported elsewhere.
     """
+    import pickle
+    import subprocess
+
     environment = {k: v for k, v in os.environ.items() if k not in _TORCHRUN}
     try:
         done = subprocess.run(
@@ -77,6 +78,8 @@ def _undecided(reason: str) -> KnownVerdict:
 
 
 def _main() -> None:
+    import pickle
+
     given: Any = pickle.load(sys.stdin.buffer)
     compiled, allow_code = given
     sink = Sink()

@@ -116,7 +116,12 @@ def _classes(at: Modules, plan: ir.Plan, facts: Facts) -> tuple[list[Kind], list
         if isinstance(picked, Indices):
             key = (origin, modules.path[n + 1 :])
             bits[key] = bits.get(key, 0) | picked.bits
-    rules = [frozenset(k for k, on in bits.items() if on >> i & 1) for i in range(len(kinds))]
+    alike: list[tuple[Indices, Rules]] = [(Indices.all(len(kinds)), frozenset())]
+    for key, on in bits.items():
+        parts = (((a & Indices(on), own | {key}), (a - Indices(on), own)) for a, own in alike)
+        alike = [part for pair in parts for part in pair if part[0]]
+    of = {i: own for entries, own in alike for i in entries}
+    rules = [of[i] for i in range(len(kinds))]
     if plan.pipeline is not None and plan.pipeline.op.blocks.path == at.path:
         op, origin = plan.pipeline.op, plan.pipeline.origin
         rules = [own | {(origin, (op.stage_of(i),))} for i, own in enumerate(rules)]

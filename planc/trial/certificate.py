@@ -10,7 +10,6 @@ import functools
 import hashlib
 import json
 import os
-import platform
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -152,6 +151,8 @@ def number(error: float) -> str:
 
 def versions(config: Mapping[str, Any]) -> dict[str, str]:
     """The versions that a proof of a model with this configuration depends on."""
+    import platform
+
     import planc
 
     found = {"planc": planc.__version__, "python": platform.python_version()}

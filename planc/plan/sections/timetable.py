@@ -5,7 +5,6 @@ for each rank, and in it `2F0` for the forward of microbatch 0 on stage 2, `B` f
 and `W` for its halves. Sends, receives and gathers may be in it; torch derives them anew.
 """
 
-import csv
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -36,6 +35,8 @@ def timetable(
         TimetableError: a pass is missing, repeated or too early, a send has no receive, or stages
             are on other ranks than in turn, or there and back.
     """
+    import csv  # few plans name a file
+
     rows = [list(_actions(i, row)) for i, row in enumerate(csv.reader(text.splitlines()))]
     while rows and not rows[-1]:
         rows.pop()
