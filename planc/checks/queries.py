@@ -30,7 +30,7 @@ def axis_label(plan: Plan, rule: TensorRule) -> Label:
 def parents(facts: Facts, modules: Modules) -> tuple[Modules, ...]:
     """The parent modules; parents of different structure are separate sets."""
     path = Modules(modules.path[:-1], modules.module)
-    found = (at.overlap(path) for at in facts.model.below())
+    found = (at.overlap(path) for at in facts.model.below() if at.key == path.key)
     return tuple(both for both in found if both is not None)
 
 

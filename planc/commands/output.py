@@ -141,7 +141,8 @@ def show(
     from planc.report import render, wants_color
 
     color = wants_color(stream, os.environ)
-    text = render(found, format, color=color, width=_width(), also=also)
+    width = _width() if format == "full" else 0
+    text = render(found, format, color=color, width=width, also=also)
     print(text, end="" if text.endswith("\n") or not text else "\n", file=stream)  # type: ignore[call-overload]
 
 

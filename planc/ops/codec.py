@@ -15,7 +15,7 @@ import types
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import cache
+from functools import cache, cached_property
 from typing import Annotated, Any, Union, assert_never, get_args, get_origin, get_type_hints
 
 from planc.model.facts import Module, Modules, parse_path
@@ -103,13 +103,38 @@ class Field:
     compared: bool
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Record:
-    """A dataclass; `row` for one that is written as an array of its fields."""
+    """A dataclass, whose fields are found when they are first asked for: a plan needs few kinds."""
 
     cls: type
-    fields: tuple[Field, ...]
-    row: bool
+
+    @cached_property
+    def fields(self) -> tuple[Field, ...]:
+        """The fields that are written, a base's after its own."""
+        hints = get_type_hints(self.cls, include_extras=True)
+        bases = [base for base in self.cls.__mro__[1:] if dataclasses.is_dataclass(base)]
+        inherited = {f.name for base in bases for f in dataclasses.fields(base)}
+        return tuple(
+            Field(
+                name=f.name,
+                key=f.metadata.get("key", f.name),
+                shape=shape_of(hints[f.name]),
+                omit=f.metadata.get("omit", False),
+                default=f.default,
+                compared=f.compare,
+            )
+            for f in sorted(self._written, key=lambda f: f.name in inherited)
+        )
+
+    @cached_property
+    def row(self) -> bool:
+        """Whether it is written as an array of its fields."""
+        return bool(self._written) and not any(f.kw_only for f in self._written)
+
+    @property
+    def _written(self) -> list[Any]:
+        return [f for f in dataclasses.fields(self.cls) if f.metadata.get("written", True)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,23 +207,7 @@ def _joined(forms: list[Form]) -> Form:
 
 @cache
 def _record(cls: type) -> Record:
-    hints = get_type_hints(cls, include_extras=True)
-    every = [f for f in dataclasses.fields(cls) if f.metadata.get("written", True)]
-    bases = [base for base in cls.__mro__[1:] if dataclasses.is_dataclass(base)]
-    inherited = {f.name for base in bases for f in dataclasses.fields(base)}
-    own_first = sorted(every, key=lambda f: f.name in inherited)
-    fields = [
-        Field(
-            name=f.name,
-            key=f.metadata.get("key", f.name),
-            shape=shape_of(hints[f.name]),
-            omit=f.metadata.get("omit", False),
-            default=f.default,
-            compared=f.compare,
-        )
-        for f in own_first
-    ]
-    return Record(cls, tuple(fields), row=bool(every) and not any(f.kw_only for f in every))
+    return Record(cls)
 
 
 def dump(value: Any, shape: Shape, *, compared: bool = False) -> Any:

@@ -5,7 +5,6 @@ the reading order are replaced by visible ones.
 """
 
 import re
-import unicodedata
 
 TAB = "    "
 _HIDDEN = frozenset(("Cc", "Cf", "Cs", "Zl", "Zp"))
@@ -18,6 +17,8 @@ def cell(char: str) -> tuple[str, int]:
         return char, 1
     if char == "\t":
         return TAB, len(TAB)
+    import unicodedata
+
     category = unicodedata.category(char)
     if category in _HIDDEN:
         shown = _named(char)
