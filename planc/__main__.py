@@ -1,8 +1,6 @@
 """`python -m planc` is the command `planc`."""
 
-import sys
-
-from planc.cli import main
+from planc.cli import command
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command()

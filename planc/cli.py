@@ -59,6 +59,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _internal(error)
 
 
+def command() -> None:
+    """The script `planc`: runs a command, and ends the process with its exit code."""
+    try:
+        sys.exit(main())
+    finally:
+        gc.freeze()  # else Python, as it ends, searches all that is left for cycles, several times
+
+
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
     """The arguments of a command; the parsers of the others, which take time, are not made."""
     name, *words = arguments
@@ -146,4 +154,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command()

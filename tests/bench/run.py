@@ -26,6 +26,10 @@ HERE = Path(__file__).parent
 REFERENCE = [sys.executable, "-c", "from transformers import AutoModelForCausalLM"]
 
 
+FIVE = ("dp_replicate=2", "pipeline_stages=2", "context_parallel=2")
+PLAN = PLANS / "llama.plan"
+
+
 def check(model, ranks, *more):
     plan = ["llama", "--world-size", str(ranks), "--set", "tp=8", "--format", "concise"]
     return [sys.executable, "-m", "planc.cli", "check", str(model), *plan, *more]
@@ -67,6 +71,7 @@ def commands(folder, repeat):
     """Medians of whole processes, the contenders taking turns."""
     warm = {**os.environ, "PLANC_CACHE_DIR": str(folder / "warm")}
     warm.pop("PYTHONDONTWRITEBYTECODE", None)  # an installed package has its bytecode
+    five = [word for setting in FIVE for word in ("--set", setting)]
     small, large = shaped(folder, 32), shaped(folder, 1024)
     contenders = {
         "reference": lambda: (REFERENCE, warm),
@@ -75,6 +80,8 @@ def commands(folder, repeat):
             check("llama-3.1-405b", 16_384, "--level", "structure"),
             {**warm, "PLANC_CACHE_DIR": tempfile.mkdtemp(dir=folder)},
         ),
+        "five axes": lambda: (check("llama-3.1-405b", 16_384, *five), warm),
+        "fmt": lambda: ([sys.executable, "-m", "planc", "fmt", "--check", str(PLAN)], warm),
         "help": lambda: ([sys.executable, "-m", "planc", "--help"], warm),
         "8 ranks": lambda: (check("llama-3.1-405b", 8), warm),
         "65,536 ranks": lambda: (check("llama-3.1-405b", 65_536), warm),
@@ -234,6 +241,7 @@ def main():
     hand, ours = (applied(repeat)[k] for k in ("hand", "planc"))
     rows = [
         ("check, warm, 405B, 16,384 ranks", "warm", "reference", 0.10),
+        ("check, warm, 405B, five axes", "five axes", "reference", 0.12),
         ("check, cold, structure alone", "cold", "reference", 1.3),
         ("check, warm, 65,536 ranks against 8", "65,536 ranks", "8 ranks", 1.2),
         ("check, warm, 1,024 layers against 32", "1,024 layers", "32 layers", 1.1),
@@ -244,6 +252,7 @@ def main():
     numbers = [(w, median[a], median[b], limit) for w, a, b, limit in rows]
     numbers.append((f"check, cold, the worst shape: {worst}", slow, library, 2.0))
     numbers.append(("planc --help, against 0.10 s", median["help"], 0.10, 1.0))
+    numbers.append(("planc fmt, against 0.10 s", median["fmt"], 0.10, 1.5))
     numbers.append(("apply, 126 layers, 64 ranks, meta, against torch by hand", ours, hand, 1.05))
     stepped, peak = steps("step", 3 * repeat), memory()
     numbers += [
@@ -266,7 +275,7 @@ def main():
         row = (what, f"{mine:.3f}", f"{reference:.3f}", f"{ratio:.3f}", f"{limit:.2f}", word)
         table.add_row(*row)
     Console(width=110).print(table)
-    print(f'reference of the first two: python -c "{REFERENCE[2]}"')
+    print(f'reference of the first three: python -c "{REFERENCE[2]}"')
     late += loading_table(max(3, repeat // 2))
     return 1 if late else 0
 

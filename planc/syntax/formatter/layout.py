@@ -38,6 +38,8 @@ def formatted(source: Source, sink: Sink) -> str | None:
         return None
     text = source.text.removeprefix("\ufeff")
     result = laid_out(text)
+    if result == text:
+        return text
     check = Sink()
     after = parse(Source(source.name, result), check)
     if check.failed or after != before or _comments(result) != _comments(text):
