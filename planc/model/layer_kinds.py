@@ -24,14 +24,19 @@ def block_lists(at: Modules) -> Iterator[Modules]:
             yield from block_lists(below)
 
 
-def signature(module: Module) -> tuple[Any, ...]:
+def signature(module: Module) -> str:
     """The structure of a block regardless of its sizes: classes, names and parameters.
 
-    DropPath modules are ignored: with a rate of 0 they are `nn.Identity`.
+    DropPath modules are ignored: with a rate of 0 they are `nn.Identity`. It is a text, which
+    Python hashes once, and not for each of a thousand layers.
     """
-    made = [c for c in module.children if c.module.count or not DROPOUT.search(c.name)]
-    inner = tuple(dict.fromkeys((c.name, signature(c.module)) for c in made))
-    return (module.cls, tuple(p.name for p in module.parameters), inner)
+
+    def of(module: Module) -> tuple[Any, ...]:
+        made = [c for c in module.children if c.module.count or not DROPOUT.search(c.name)]
+        inner = tuple(dict.fromkeys((c.name, of(c.module)) for c in made))
+        return (module.cls, tuple(p.name for p in module.parameters), inner)
+
+    return repr(of(module))
 
 
 def block_kinds(facts: Facts) -> dict[int, list[str]]:
@@ -42,7 +47,7 @@ def block_kinds(facts: Facts) -> dict[int, list[str]]:
     found: dict[int, list[str]] = {}
     ambiguous: set[int] = set()
     for at in block_lists(facts.model):
-        known: dict[tuple[Any, ...], str] = {}
+        known: dict[str, str] = {}
         row: dict[int, str] = {}
         for child in at.module.children:
             number = known.setdefault(signature(child.module), str(len(known)))
@@ -53,7 +58,7 @@ def block_kinds(facts: Facts) -> dict[int, list[str]]:
     return {length: labels for length, labels in found.items() if length not in ambiguous}
 
 
-Kind = tuple[tuple[str, ...], tuple[Any, ...]]
+Kind = tuple[tuple[str, ...], str]
 """A kind of layer: its words in the configuration's per-layer lists, and its structure."""
 
 
@@ -84,6 +89,9 @@ def entry_kinds(at: Modules, facts: Facts, named: Facts) -> dict[int, Kind]:
     found: dict[int, Kind] = {}
     for child in at.module.children:
         structure = signature(child.module)
+        if not columns:
+            found |= dict.fromkeys(child.indices or (), ((), structure))
+            continue
         for i in child.indices or ():
             found[i] = (tuple(str(c[i]) for c in columns if i < len(c)), structure)
     return dict(sorted(found.items()))
