@@ -90,9 +90,7 @@ def compile_plan(
     allow_code: bool = False,
     draft: Callable[[Facts], tuple[ast.File, ...] | None] | None = None,
 ) -> Compiled:
-    """Reads a plan (None for that of the model's family, or else a `draft`), loads a model, and
-    compiles the two.
-    """
+    """Reads a plan (None for that of the model's family, else a draft), loads a model, compiles."""
     files = read(plan, sink) if plan else None
     facts = load(model, sink, allow_code=allow_code) if isinstance(model, str) else model
     if plan is None and facts is not None:
