@@ -184,18 +184,7 @@ class Modules:
 
     def overlap(self, other: Modules) -> Modules | None:
         """The modules that are in both sets, or None."""
-        if self.key != other.key:
-            return None
-        path: list[Segment] = []
-        for mine, theirs in zip(self.path, other.path, strict=True):
-            if isinstance(mine, Indices) and isinstance(theirs, Indices):
-                both = mine & theirs
-                if not both:
-                    return None
-                path.append(both)
-            else:
-                path.append(mine)
-        return Modules(tuple(path), self.module)
+        return self.inside(other) if len(self.path) == len(other.path) else None
 
     def minus(self, other: Modules) -> tuple[Modules, ...]:
         """The modules of this set that are not in the other one, as disjoint sets."""
@@ -232,11 +221,19 @@ class Modules:
 
     def inside(self, other: Modules) -> Modules | None:
         """The modules of this set that are modules of the other set or descendants of them."""
-        n = len(other.path)
-        if self.key[:n] != other.key:
+        path = [*self.path]
+        if len(path) < len(other.path):
             return None
-        head = Modules(self.path[:n], other.module).overlap(other)
-        return None if head is None else Modules((*head.path, *self.path[n:]), self.module)
+        for i in reversed(range(len(other.path))):  # most names differ at the end
+            mine, theirs = path[i], other.path[i]
+            if isinstance(mine, Indices) and isinstance(theirs, Indices):
+                both = mine & theirs
+                if not both:
+                    return None
+                path[i] = both
+            elif mine != theirs:
+                return None
+        return Modules(tuple(path), self.module)
 
     def outside(self, others: Iterable[Modules]) -> tuple[Modules, ...]:
         """The modules of this set that are inside none of the others, as disjoint sets."""
@@ -260,9 +257,16 @@ class Modules:
 
     def below(self) -> Iterator[Modules]:
         """Yields these modules and all their descendants, parents first."""
-        yield self
-        for child in self.module.children:
-            yield from Modules((*self.path, child.segment), child.module).below()
+        return iter(self._below)
+
+    @cached_property
+    def _below(self) -> tuple[Modules, ...]:
+        found, waiting = list[Modules](), [self]
+        while waiting:
+            found.append(at := waiting.pop())
+            inner = reversed(at.module.children)
+            waiting += [Modules((*at.path, c.segment), c.module) for c in inner]
+        return tuple(found)
 
 
 def merged(sets: Iterable[Modules], *, alike: bool = False) -> list[Modules]:
@@ -309,7 +313,7 @@ class Facts:
     given: tuple[Any, Any] = field(default=(None, None), compare=False, repr=False)
     built: bool = field(default=False, compare=False)
 
-    @property
+    @cached_property
     def model(self) -> Modules:
         """The root module, as a set of one module."""
         return Modules((), self.root)
