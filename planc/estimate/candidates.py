@@ -11,11 +11,11 @@ from planc import compiler
 from planc.codes import CODES
 from planc.diagnostic import Sink
 from planc.estimate.choice import LEANEST, Choice, Sizes, Space, divisors
-from planc.estimate.counted import Counted
+from planc.estimate.derived_counts import DerivedCounts
 from planc.estimate.from_plan import Batch, PlanWork
-from planc.estimate.memory import GIB
+from planc.estimate.memory import GIB, usable
 from planc.estimate.profiles import Hardware, Stack
-from planc.estimate.step import Estimate, estimate, fits
+from planc.estimate.step import Estimate, estimate, peak
 from planc.estimate.workload import Workload
 from planc.model.facts import Facts
 from planc.ops.base import AxisRole
@@ -82,7 +82,7 @@ class Candidates:
         space: of the choices.
         files: of the plan that they extend.
         batch: of the step; its micro-batches count if `micro_batches` says so.
-        count: what the model's layers keep in a plan's step.
+        counts: what the model's layers compute and keep.
         violated: the requirements that a choice does not meet.
         tried: how many choices were estimated.
         extended: meshes that were tried beside the best ones.
@@ -96,7 +96,7 @@ class Candidates:
     hardware: Hardware
     stack: Stack
     optimizer: str
-    count: Callable[[PlanWork], Counted | None]
+    counts: DerivedCounts
     violated: Callable[[Choice], frozenset[str]]
     micro_batches: int | None = None
     tried: int = 0
@@ -105,6 +105,7 @@ class Candidates:
     extended: set[Sizes] = field(default_factory=set)
     _legal: dict[Sizes, tuple[str, str] | None] = field(default_factory=dict)
     _works: dict[Choice, PlanWork | None] = field(default_factory=dict)
+    _alike: dict[object, PlanWork] = field(default_factory=dict)
     _loads: dict[tuple[Choice, int], Workload | None] = field(default_factory=dict)
 
     def exclude(self, reason: str, example: str) -> None:
@@ -150,11 +151,7 @@ class Candidates:
         if work is None:
             return None
         self.tried += 1
-        parts = work.pipeline.microbatches if work.pipeline else 1
-        rows, over = divmod(self.batch.global_batch // work.data_ranks, parts)
-        counts = () if over else divisors(rows)
-        if self.micro_batches:
-            counts = tuple(n for n in counts if n == self.micro_batches)
+        counts = self._divisions(work)
         if not counts:
             self.exclude(
                 "the rows of a rank are no multiple of the micro-batches", self.space.words(choice)
@@ -163,26 +160,44 @@ class Candidates:
 
         def fitting(at: int) -> bool:
             load = self._load(choice, work, counts[at])
-            return load is not None and fits(load, self.hardware, self.stack)
+            return load is not None and peak(load, self.hardware, self.stack) <= self._usable
 
         # gradients wait between micro-batches, so that one may fit where two do not
-        at = 0 if fitting(0) else bisect_left(range(len(counts)), True, lo=1, key=fitting)
-        chosen = min(at, len(counts) - 1)
+        last = len(counts) - 1
+        at = 0 if fitting(0) else len(counts)
+        if at and last and fitting(last):
+            at = bisect_left(range(last), True, lo=1, key=fitting)
+        chosen = min(at, last)
         load = self._load(choice, work, counts[chosen])
         if load is None:
             return None
-        result = Candidate(
-            choice=choice,
-            mesh=tuple((a.name, a.size) for a in self.space.mesh(choice.sizes).axes),
-            words=self.space.words(choice),
-            micro_batches=counts[chosen],
-            estimate=estimate(load, self.hardware, self.stack),
-            violated=self.violated(choice),
-        )
+
+        def made() -> Candidate:
+            return Candidate(
+                choice=choice,
+                mesh=tuple((a.name, a.size) for a in self.space.mesh(choice.sizes).axes),
+                words=self.space.words(choice),
+                micro_batches=counts[chosen],
+                estimate=estimate(load, self.hardware, self.stack),
+                violated=self.violated(choice),
+            )
+
         if at < len(counts):
-            return result
-        self._too_large(result)
+            return made()
+        if not self.violated(choice):
+            self._too_large(peak(load, self.hardware, self.stack), made)
         return None
+
+    def _divisions(self, work: PlanWork) -> tuple[int, ...]:
+        """The micro-batches that a rank's rows can be divided into, the fewest first."""
+        parts = work.pipeline.microbatches if work.pipeline else 1
+        rows, over = divmod(self.batch.global_batch // work.data_ranks, parts)
+        counts = () if over else divisors(rows)
+        return tuple(n for n in counts if n == (self.micro_batches or n))
+
+    @property
+    def _usable(self) -> float:
+        return usable(self.hardware, self.stack)
 
     def verified(self, found: Candidate) -> Candidate | None:
         """The candidate as its plan is estimated, if that compiles without errors and fits."""
@@ -193,23 +208,22 @@ class Candidates:
             return None
         batch = replace(self.batch, micro_batches=found.micro_batches)
         work = PlanWork(*compiled.applied, batch, self.stack, self.optimizer)
-        counted = self.count(work)
-        load = work.workload(counted)
+        load = work.workload(self.counts.counted(work))
         exact = replace(found, estimate=estimate(load, self.hardware, self.stack))
         if exact.estimate.fits:
             return replace(exact, text=laid_out(self.space.text(found.choice)))
-        self._too_large(exact)
+        if not exact.violated:
+            self._too_large(exact.estimate.fullest.peak, lambda: exact)
         return None
 
-    def _too_large(self, found: Candidate) -> None:
-        if found.violated:
-            return
-        if self.nearest is None or found.peak < self.nearest.peak:
+    def _too_large(self, size: float, made: Callable[[], Candidate]) -> None:
+        """Notes a candidate that needs `size` bytes; it is made only where something names it."""
+        reason = f"needs more than the usable {self._usable / GIB:.1f} GiB"
+        nearer = self.nearest is None or size / GIB < self.nearest.peak
+        found = made() if nearer or reason not in self.excluded else None
+        if nearer:
             self.nearest = found
-        room = found.estimate.usable / GIB
-        self.exclude(
-            f"needs more than the usable {room:.1f} GiB", f"{found.named}: {found.peak:.1f} GiB"
-        )
+        self.exclude(reason, f"{found.named}: {found.peak:.1f} GiB" if found else "")
 
     def _work(self, choice: Choice) -> PlanWork | None:
         """The work of the choice's plan; None where it cannot be elaborated."""
@@ -222,7 +236,9 @@ class Candidates:
             if error := _first_error(sink):
                 self.exclude(*error)
             self._works[key] = (
-                PlanWork(*adapted(plan, self.facts), self.batch, self.stack, self.optimizer)
+                PlanWork(
+                    *adapted(plan, self.facts), self.batch, self.stack, self.optimizer, self._alike
+                )
                 if plan and not error
                 else None
             )
@@ -234,7 +250,7 @@ class Candidates:
         mine = copy.copy(work)
         if key not in self._loads:
             mine.batch = replace(self.batch, micro_batches=micro_batches)
-            counted = self.count(mine)
+            counted = self.counts.derived(mine)
             self._loads[key] = mine.workload(counted) if counted else None
         load = self._loads[key]
         if load is None:

@@ -73,6 +73,7 @@ class Space:
         defaults: the values of the plan's options without settings.
         axes: of the mesh, also those that an option makes.
         sizing: the options that make an axis and set its size, by the axis.
+        exchange: what attention exchanges between ranks with parts of sequences.
         experts: the name and the axes of ranks that can divide experts, None without any.
         pipeline: the options that set its number of microbatches and its schedule.
         batch: of a step.
@@ -86,6 +87,7 @@ class Space:
     defaults: Mapping[str, object]
     axes: tuple[MeshAxis, ...]
     sizing: Mapping[str, str]
+    exchange: str
     experts: ExpertMesh | None
     pipeline: tuple[str, str]
     batch: Batch

@@ -26,13 +26,23 @@ class Saved:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Product:
-    """`count` matmuls of an (m, k) and a (k, n) matrix in a module."""
+    """`count` matmuls of an (m, k) and a (k, n) matrix in a module.
+
+    Args:
+        divided: whether they divide the m rows among them, as experts do.
+    """
 
     module: str
     m: int
     n: int
     k: int
     count: int = 1
+    divided: bool = False
+
+    @property
+    def rows(self) -> int:
+        """Of the first matrix of each, in the mean."""
+        return -(-self.m // self.count) if self.divided else self.m
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import cache
 from math import prod
 from typing import Any
 
@@ -54,6 +55,7 @@ class PlanWork:
         plan, facts: as checked and lowered, with adapters applied.
         batch: of the step.
         optimizer: a name of `OPTIMIZERS`.
+        alike: the work of other plans for the model, by what decides who holds which parameters.
     """
 
     plan: Plan
@@ -61,6 +63,7 @@ class PlanWork:
     batch: Batch
     stack: Stack
     optimizer: str = "adamw"
+    alike: dict[object, PlanWork] = field(default_factory=dict)
     rules: tuple[TensorRule, ...] = field(init=False)
     holdings: Holdings = field(init=False)
     spread: tuple[Spread, Spread | None] = field(init=False)
@@ -74,9 +77,17 @@ class PlanWork:
         every = [*plan.tensor, *styles(plan)]
         alive = [r for r in every if plan.mesh.size(r.axis) > 1 and r.style != Replicated()]
         self.rules = tuple(alive)
-        self.holdings = Holdings(self.facts, plan, [*alive, *expert_styles(plan)])
-        self.spread = self._axes()
-        self.sending = on_activations(plan, self.facts)
+        rules = (*alive, *expert_styles(plan))
+        like = self.alike.setdefault(
+            (plan.mesh, plan.fsdp, plan.train, plan.load, rules, plan.adapters), self
+        )
+        if like is self:
+            self.holdings = Holdings(self.facts, plan, rules)
+            self.spread = self._axes()
+        else:  # units are compared by identity
+            self.plan = replace(plan, fsdp=like.plan.fsdp)
+            self.holdings, self.spread, self.inside = like.holdings, like.spread, like.inside
+        self.sending = on_activations(self.plan, self.facts)
 
     def size(self, role: AxisRole) -> int:
         return prod(a.size for a in self.plan.mesh.of_role(role))
@@ -153,7 +164,8 @@ class PlanWork:
             computes=self.compute_dtype,
         )
         passed = (one for one in by_pass(self.step) if one.during is not Pass.STEP)
-        self.sent = tuple((one, self.group(*one.axes)) for one in passed)
+        group = cache(self.group)
+        self.sent = tuple((one, group(*one.axes)) for one in passed)
         op, layers = self.pipeline, [*self._layers(counted)]
         stages = range(op.stages if op else 1)
         return Workload(
@@ -348,7 +360,7 @@ class PlanWork:
             repeated=None if rule and rule.save else sent[Pass.REPEATED],
             lookup=counted is not None and not part.at and not part.products,
             loss=last,
-            recompute=self._recompute(part),
+            recompute=_recompute(rule),
             replayed=split.replayed(rule),
             origin=unit.origin if unit else None,
         )
@@ -365,11 +377,11 @@ class PlanWork:
                 return rule
         return None
 
-    def _recompute(self, part: Part) -> Recompute:
-        rule = self._checkpoint(part)
-        if rule is None:
-            return Recompute.NONE
-        return Recompute.SELECTIVE if rule.save else Recompute.FULL
+
+def _recompute(rule: Checkpoint | None) -> Recompute:
+    if rule is None:
+        return Recompute.NONE
+    return Recompute.SELECTIVE if rule.save else Recompute.FULL
 
 
 def _is_norm(holding: Holding) -> bool:

@@ -20,7 +20,7 @@ from planc.model.facts import Facts
 from planc.model.layer_kinds import block_kinds, block_lists, entry_kinds
 from planc.model.small.depth import Depth
 
-_FORMAT = "counted 3"
+_FORMAT = "counted 4"
 """Raised when what is counted changes."""
 _KNOWN: dict[str, Counted] = {}
 """What this process has counted or read: a search asks for few shapes many times."""
@@ -37,6 +37,7 @@ def count(
     dtype: str,
     attention: str = "sdpa",
     exchange: tuple[str, int] = ("", 1),
+    run: bool = True,
 ) -> Counted | None:
     """Runs one forward with loss of a transformers model on fake tensors.
 
@@ -48,9 +49,10 @@ def count(
             transformers chooses.
         exchange: what attention exchanges between parts of a sequence, and how many there are.
         sink: receives PL703 where the model cannot be run so.
+        run: whether to run it where no earlier run was kept.
 
     Returns:
-        What was counted, or None after a finding.
+        What was counted; None after a finding, and where it is to be run.
     """
     if "model_type" not in facts.config or facts.code:
         _unknown(sink, "it is not a transformers model that planc can build", "")
@@ -59,10 +61,10 @@ def count(
     frozen = any(not p.trainable for some in facts.model.below() for p in some.module.parameters)
     trained = repr(facts.root) if frozen else ""
     key = entry_name(asked, json.dumps(facts.config, sort_keys=True, default=str) + trained)
-    known = _KNOWN.get(key) or _read(key)
-    found = known or _count(
-        facts, sink, (batch, sequence), dtype, attention=attention, exchange=exchange
-    )
+    found = known = _KNOWN.get(key) or _read(key)
+    if run and not known:
+        shape = batch, sequence
+        found = _count(facts, sink, shape, dtype, attention=attention, exchange=exchange)
     if found and not known:
         keep(key, found.document())
     if found:
@@ -260,7 +262,8 @@ class _Recorder:
             self.products.setdefault(at, []).append(entry)
         elif "grouped_mm" in name:
             count, k, n = args[1].shape
-            entry = Product(module=module, m=-(-args[0].shape[0] // count), n=n, k=k, count=count)
+            m = args[0].shape[0]
+            entry = Product(module=module, m=m, n=n, k=k, count=count, divided=True)
             self.products.setdefault(at, []).append(entry)
         elif "scaled_dot_product" in name:
             (b, h, q, d), keys = args[0].shape, args[1].shape[2]

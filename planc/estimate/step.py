@@ -32,11 +32,11 @@ class Estimate:
         return self.fullest.peak <= self.usable
 
 
-def fits(work: Workload, hardware: Hardware, stack: Stack) -> bool:
-    """Whether each rank has the memory; cheaper than an estimate where time has no part in it."""
+def peak(work: Workload, hardware: Hardware, stack: Stack) -> float:
+    """Bytes that a rank holds at most; cheaper than an estimate where time has no part in it."""
     if stack.stall_us:
-        return estimate(work, hardware, stack).fits
-    return max(rank.peak for rank in memory(work, stack, 0)) <= usable(hardware, stack)
+        return estimate(work, hardware, stack).fullest.peak
+    return max(rank.peak for rank in memory(work, stack, 0))
 
 
 def estimate(work: Workload, hardware: Hardware, stack: Stack) -> Estimate:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any
 
 from planc import compiler
@@ -15,11 +14,14 @@ from planc.estimate.answer import Request
 from planc.estimate.candidates import Candidate, Candidates
 from planc.estimate.choice import CHECKPOINTING, Choice, Space
 from planc.estimate.counted import Counted
+from planc.estimate.counting_process import CountingProcess, Job, can_help
+from planc.estimate.derived_counts import DerivedCounts, first_jobs
 from planc.estimate.from_plan import Batch, PlanWork
 from planc.estimate.memory import GIB
 from planc.estimate.search import Found, search
 from planc.model.facts import Facts
 from planc.plan import elaborate
+from planc.plan.apply_adapters import adapted
 from planc.plan.evaluate import evaluate, truth
 from planc.plan.ir import Plan
 from planc.plan.mesh_axes import EXPERTS
@@ -100,11 +102,15 @@ def suggest(
         hardware=hardware,
         stack=stack,
         optimizer=request.optimizer,
-        count=_counter(facts, request, sink),
+        counts=_counts(facts, space, stack, request, sink),
         violated=lambda choice: _violated(choice, space, facts, conditions),
         micro_batches=asked.micro_batches,
     )
-    found = search(candidates, progress)
+    try:
+        found = search(candidates, progress)
+        coarser = _coarser(candidates, found.best[0]) if found.best else None
+    finally:
+        candidates.counts.end()
     if not found.best:
         _nothing(found, sink)
         return None
@@ -114,7 +120,7 @@ def suggest(
         hardware=hardware,
         stack=stack,
         found=found,
-        coarser=_coarser(candidates, found.best[0]),
+        coarser=coarser,
     )
 
 
@@ -188,6 +194,7 @@ def _extents(
     return {
         "axes": tuple(replace(a, size=1) if a.name in sizing else a for a in axes),
         "sizing": sizing,
+        "exchange": next((r.op.attention for r in wide.context if r.op), "") if wide else "",
         "experts": divided.mesh.experts if divided and divided.experts else None,
         "pipeline": (
             next((n for n, v in options.items() if op and v == op.microbatches), ""),
@@ -256,11 +263,13 @@ def _scope(choice: Choice, space: Space, facts: Facts, sink: Sink) -> Scope:
 # -------------------------------------------------------------------------------------------------
 
 
-def _counter(facts: Facts, request: Request, sink: Sink) -> Callable[[PlanWork], Counted | None]:
+def _counts(
+    facts: Facts, space: Space, stack: profiles.Stack, request: Request, sink: Sink
+) -> DerivedCounts:
     from planc.estimate.kept_tensors import count
 
-    @cache
-    def of(rows: int, tokens: int, dtype: str, exchange: tuple[str, int]) -> Counted | None:
+    def run(job: Job, *, anew: bool = True) -> Counted | None:
+        rows, tokens, dtype, exchange = job
         return count(
             facts,
             sink,
@@ -269,9 +278,19 @@ def _counter(facts: Facts, request: Request, sink: Sink) -> Callable[[PlanWork],
             dtype=dtype,
             attention=request.attention,
             exchange=exchange,
+            run=anew,
         )
 
-    return lambda work: of(work.rows, work.tokens, work.compute_dtype, work.exchange)
+    counts, left = DerivedCounts(run), list[Job]()
+    work = PlanWork(*adapted(space.plan, facts), space.batch, stack)
+    for job in first_jobs(work.compute_dtype, space.batch.sequence, space.exchange):
+        if one := run(job, anew=False):
+            counts.add(job, one)
+        else:
+            left.append(job)
+    if left and can_help():
+        counts.elsewhere = CountingProcess(run, left)
+    return counts
 
 
 def _coarser(candidates: Candidates, best: Candidate) -> Candidate | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -36,6 +37,17 @@ def _splits_inside(style: object) -> bool:
     return isinstance(style, Parameters)
 
 
+@lru_cache(maxsize=4096)  # a search asks the same for many plans
+def _below(modules: Modules, name: str) -> str | None:
+    """The name of modules below the part of a name, None where they are elsewhere."""
+    depth = len(name.split(".")) if name else 0
+    head, rest = modules.path[:depth], modules.path[depth:]
+    listed = any(isinstance(s, Indices) for s in rest)
+    if not Modules(head, modules.module).has(name) or (listed and not name):
+        return None
+    return ".".join(s if isinstance(s, str) else str(s.first) for s in rest)
+
+
 class Split:
     """How the plan's tensor-parallel rules split what one part computes and keeps."""
 
@@ -43,29 +55,20 @@ class Split:
         self.work, self.part = work, part
         self.factors: dict[str, int] = {}
         self.name = part.like[0]
-        rules = ((self._below(r.modules), r) for r in work.rules)
+        rules = ((_below(r.modules, self.name), r) for r in work.rules)
         self.ruled = {name: r for name, r in rules if name is not None}
         self.ranks = work.size(AxisRole.TENSOR)
         experts = work.plan.mesh.experts
         self.experts = experts.ranks.size if experts else 1
         self.senders = 1 if experts and experts.inside else self.ranks
         """The ranks with equal tokens that each send a part of them to divided experts."""
-        found = ((self._below(r.modules), r.dispatch) for r in dividing(work.plan))
+        found = ((_below(r.modules, self.name), r.dispatch) for r in dividing(work.plan))
         self.divided = {name: way for name, way in found if name is not None}
         """How tokens come to the experts of modules that ranks divide."""
         styles = (r.style for r in self.ruled.values())
         norms = any(isinstance(style, Sequence) and style.dim == 1 for style in styles)
         self.stream = self.ranks if norms else 1
         """Over how many ranks the residual stream is split."""
-
-    def _below(self, modules: Modules) -> str | None:
-        """The module's name below this part, None where it is elsewhere."""
-        depth = len(self.name.split(".")) if self.name else 0
-        head, rest = modules.path[:depth], modules.path[depth:]
-        listed = any(isinstance(s, Indices) for s in rest)
-        if not Modules(head, modules.module).has(self.name) or (listed and not self.name):
-            return None
-        return ".".join(s if isinstance(s, str) else str(s.first) for s in rest)
 
     def _style(self, module: str) -> object:
         rule = self.ruled.get(module)
@@ -106,7 +109,7 @@ class Split:
     def matmuls(self) -> Iterable[Matmul]:
         for p in self.part.products:
             style = self._style(p.module)
-            m, n, k, count = p.m, p.n, p.k, p.count
+            m, n, k, count = p.rows, p.n, p.k, p.count
             if way := self._dispatch(p.module):
                 count = -(-count // self.experts)
                 m = m if way == ALL_REDUCE else -(-m * self.experts // self.senders)
@@ -193,7 +196,7 @@ class Split:
         if sent.modules is None:  # blocks that attend exchange with other parts of the sequence
             blocks = attending(step)[1] if self.part.at and self.part.attended else 0
             return sent.times // (step.passes * blocks) if blocks else 0
-        name = self._below(sent.modules)
+        name = _below(sent.modules, self.name)
         if name is None or (not self.name and self.work.stage_of(name) != stage):
             return 0
         depth = len(self.name.split(".")) if self.name else 0

@@ -61,7 +61,7 @@ class Holdings:
                 modules=part,
                 unit=owner.unit,
                 spread=owner.spread,
-                parameter=replace(parameter, dtype=plan.dtype(parameter)),
+                parameter=_stored(parameter, plan),
                 local=local,
                 count=count,
             )
@@ -91,6 +91,11 @@ class Holdings:
         """Bytes of all parameters that one rank holds between steps."""
         sizes = (h.whole(None) if h.unit is None else h.sharded(self.ranks(h)) for h in self.all)
         return sum(h.count * size for h, size in zip(self.all, sizes, strict=True))
+
+
+def _stored(parameter: Parameter, plan: Plan) -> Parameter:
+    dtype = plan.dtype(parameter)
+    return parameter if dtype == parameter.dtype else replace(parameter, dtype=dtype)
 
 
 def _local(

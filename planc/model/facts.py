@@ -12,7 +12,6 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import chain
 from math import prod
 from typing import Any
 
@@ -185,8 +184,7 @@ class Modules:
 
     def overlap(self, other: Modules) -> Modules | None:
         """The modules that are in both sets, or None."""
-        path = _common(self.path, other.path) if self.key == other.key else None
-        return None if path is None else Modules(path, self.module)
+        return self.inside(other) if len(self.path) == len(other.path) else None
 
     def minus(self, other: Modules) -> tuple[Modules, ...]:
         """The modules of this set that are not in the other one, as disjoint sets."""
@@ -223,11 +221,19 @@ class Modules:
 
     def inside(self, other: Modules) -> Modules | None:
         """The modules of this set that are modules of the other set or descendants of them."""
-        n = len(other.path)
-        if self.key[:n] != other.key:
+        path = [*self.path]
+        if len(path) < len(other.path):
             return None
-        head = _common(self.path[:n], other.path)
-        return None if head is None else Modules((*head, *self.path[n:]), self.module)
+        for i in reversed(range(len(other.path))):  # most names differ at the end
+            mine, theirs = path[i], other.path[i]
+            if isinstance(mine, Indices) and isinstance(theirs, Indices):
+                both = mine & theirs
+                if not both:
+                    return None
+                path[i] = both
+            elif mine != theirs:
+                return None
+        return Modules(tuple(path), self.module)
 
     def outside(self, others: Iterable[Modules]) -> tuple[Modules, ...]:
         """The modules of this set that are inside none of the others, as disjoint sets."""
@@ -255,21 +261,12 @@ class Modules:
 
     @cached_property
     def _below(self) -> tuple[Modules, ...]:
-        inner = (Modules((*self.path, c.segment), c.module)._below for c in self.module.children)
-        return (self, *chain.from_iterable(inner))
-
-
-def _common(one: tuple[Segment, ...], two: tuple[Segment, ...]) -> tuple[Segment, ...] | None:
-    """What two paths of one key have in common; None where a list has no entry in both."""
-    path: list[Segment] = []
-    for mine, theirs in zip(one, two, strict=True):
-        if isinstance(mine, Indices) and isinstance(theirs, Indices):
-            if not mine.bits & theirs.bits:
-                return None
-            path.append(mine & theirs)
-        else:
-            path.append(mine)
-    return tuple(path)
+        found, waiting = list[Modules](), [self]
+        while waiting:
+            found.append(at := waiting.pop())
+            inner = reversed(at.module.children)
+            waiting += [Modules((*at.path, c.segment), c.module) for c in inner]
+        return tuple(found)
 
 
 def merged(sets: Iterable[Modules], *, alike: bool = False) -> list[Modules]:

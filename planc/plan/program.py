@@ -9,7 +9,7 @@ from planc.model.facts import Facts
 from planc.plan.evaluate import describe, truth
 from planc.plan.ir import Mesh
 from planc.plan.rule_conflicts import nothing_to_override
-from planc.plan.scope import Definition, Failed, Scope, mentioned
+from planc.plan.scope import Definition, Failed, Scope
 from planc.plan.sections.tensor_styles import STYLES
 from planc.source import Source, Span
 from planc.syntax import ast
@@ -246,7 +246,7 @@ def _unknown_settings(given: dict[str, ast.Literal], program: Program) -> None:
 
 
 def _unused(files: Sequence[ast.File], program: Program) -> None:
-    used = {name.partition(".")[0] for file in files for name in mentioned(file.statements)}
+    used = {name.partition(".")[0] for file in files for name in file.mentioned}
     for name, definition in program.scope.definitions.items():
         if name not in used:
             message = f"{definition.kind} `{name}` is never used"
@@ -277,7 +277,7 @@ def require(program: Program) -> None:
         if truth(statement.condition, scope) is not False:
             continue
         facts = []
-        for path in dict.fromkeys(mentioned(statement.condition)):
+        for path in dict.fromkeys(ast.mentioned(statement.condition)):
             value = scope.value(ast.Name(origin=statement.origin, path=path))
             if not isinstance(value, Failed):
                 facts.append(f"{path} = {describe(value)}{_whence(path, program)}")

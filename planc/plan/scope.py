@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any, Final
@@ -203,25 +203,3 @@ def _plain(value: Any) -> Value:
     if isinstance(value, Mapping):
         return tuple(value)
     return value if isinstance(value, int | float | str | bool | None) else str(value)
-
-
-def mentioned(node: object) -> Iterator[str]:
-    """Every name and every `$let` that a part of the AST mentions, in taken branches or not."""
-    match node:
-        case ast.Name():
-            yield node.path
-        case ast.Selector():
-            if node.path.startswith("$"):
-                yield node.path[1:].partition(".")[0].partition("[")[0]
-            if node.has:
-                yield from mentioned(node.has)
-            return
-        case tuple():
-            for item in node:
-                yield from mentioned(item)
-            return
-    if isinstance(node, ast.Node):
-        for name in node.__dataclass_fields__:
-            child = getattr(node, name)
-            if isinstance(child, ast.Node | tuple):
-                yield from mentioned(child)

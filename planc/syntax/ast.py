@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from planc.source import Span
 
@@ -220,7 +222,7 @@ class Section(Node):
 Statement = Header | Extend | Option | Let | Require | Style | Section | When
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class File(Node):
     """A whole `.plan` file.
 
@@ -230,3 +232,30 @@ class File(Node):
 
     statements: tuple[Statement, ...]
     timetables: tuple[tuple[Span, str], ...] = field(default=(), compare=False)
+
+    @cached_property
+    def mentioned(self) -> frozenset[str]:
+        """Every name and every `$let` in it, in taken branches or not."""
+        return frozenset(mentioned(self.statements))
+
+
+def mentioned(node: object) -> Iterator[str]:
+    """Every name and every `$let` that a part of the AST mentions, in taken branches or not."""
+    match node:
+        case Name():
+            yield node.path
+        case Selector():
+            if node.path.startswith("$"):
+                yield node.path[1:].partition(".")[0].partition("[")[0]
+            if node.has:
+                yield from mentioned(node.has)
+            return
+        case tuple():
+            for item in node:
+                yield from mentioned(item)
+            return
+    if isinstance(node, Node):
+        for name in node.__dataclass_fields__:
+            child = getattr(node, name)
+            if isinstance(child, Node | tuple):
+                yield from mentioned(child)

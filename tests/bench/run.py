@@ -35,6 +35,30 @@ def check(model, ranks, *more):
     return [sys.executable, "-m", "planc.cli", "check", str(model), *plan, *more]
 
 
+def suggest(folder, model, ranks, rows, tokens):
+    batch = ["--world-size", str(ranks), "--batch", str(rows), "--seq", str(tokens)]
+    output = ["-o", f"{folder}/suggested.plan"]
+    return [sys.executable, "-m", "planc.cli", "suggest", model, *batch, *output]
+
+
+def searches(folder):
+    """Seconds of `planc suggest`, by what is searched: the better of two turns."""
+    asked = {
+        "llama-3.1-70b": ("llama-3.1-70b", 1024, 1024, 8192),
+        "deepseek-v3": ("deepseek-v3", 1024, 1024, 4096),
+        "16 ranks": ("llama-3.1-8b", 16, 32, 8192),
+        "16,384 ranks": ("llama-3.1-8b", 16_384, 16_384, 8192),
+    }
+    seconds = {}
+    for _ in range(2):
+        for name, words in asked.items():
+            fresh = {**os.environ, "PLANC_CACHE_DIR": tempfile.mkdtemp(dir=folder)}
+            for when in ("first", "again"):
+                taken = timed(suggest(folder, *words), fresh)
+                seconds[name, when] = min(taken, seconds.get((name, when), taken))
+    return seconds
+
+
 def timed(command, environment):
     start = time.perf_counter()
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -238,6 +262,7 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         median = commands(Path(folder), repeat)
         worst, slow, library = coldest(Path(folder))
+        searched = searches(Path(folder))
     hand, ours = (applied(repeat)[k] for k in ("hand", "planc"))
     rows = [
         ("check, warm, 405B, 16,384 ranks", "warm", "reference", 0.10),
@@ -254,6 +279,11 @@ def main():
     numbers.append(("planc --help, against 0.10 s", median["help"], 0.10, 1.0))
     numbers.append(("planc fmt, against 0.10 s", median["fmt"], 0.10, 1.5))
     numbers.append(("apply, 126 layers, 64 ranks, meta, against torch by hand", ours, hand, 1.05))
+    for name in ("llama-3.1-70b", "deepseek-v3"):
+        first = searched[name, "first"]
+        numbers.append((f"suggest, {name}, 1,024 ranks, first time, against 10 s", first, 10, 1.0))
+    large, small = searched["16,384 ranks", "again"], searched["16 ranks", "again"]
+    numbers.append(("suggest, warm, 16,384 ranks against 16", large, small, 4.0))
     stepped, peak = steps("step", 3 * repeat), memory()
     numbers += [
         (
