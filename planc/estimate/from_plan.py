@@ -16,7 +16,7 @@ from typing import Any
 from planc.estimate import loss
 from planc.estimate.counted import Counted, Part
 from planc.estimate.profiles import Stack
-from planc.estimate.tensor_split import Split
+from planc.estimate.tensor_split import Split, is_norm, unsplit
 from planc.estimate.workload import Group, Layer, Precision, Recompute, Sharding, Workload
 from planc.lowering.lower import on_activations
 from planc.lowering.memory import Holding, Holdings
@@ -338,14 +338,14 @@ class PlanWork:
         split = Split(self, part)
         rule, sent = self._checkpoint(part), split.collectives(stage)
         matmuls, boundary = (*split.matmuls(),), part.boundary / split.stream
-        norms = sum(h.count for h in inside if _is_norm(h)) // times
+        norms = sum(h.count for h in inside if is_norm(h)) // times
         width = DTYPE_BYTES.get(self.compute_dtype, 4)
         return Layer(
             name=self._name(part, unit),
             parameters=local,
             apart=apart,
             frozen=local - trained,
-            unsplit=sum(map(_unsplit, inside)) // times,
+            unsplit=sum(map(unsplit, inside)) // times,
             matmuls=matmuls,
             attention=tuple(split.attention()),
             moved=split.moved() + (loss.chunk_passes(self) if last else 0.0),
@@ -382,18 +382,6 @@ def _recompute(rule: Checkpoint | None) -> Recompute:
     if rule is None:
         return Recompute.NONE
     return Recompute.SELECTIVE if rule.save else Recompute.FULL
-
-
-def _is_norm(holding: Holding) -> bool:
-    return holding.modules.module.kind == "norm" and holding.parameter.name == "weight"
-
-
-def _unsplit(holding: Holding) -> int:
-    """`Layer.unsplit` of the modules of a parameter."""
-    looked_up = holding.modules.module.kind == "embedding" and holding.parameter.trainable
-    if not looked_up:
-        return 0
-    return (holding.parameter.shape[0] - holding.local[0]) * prod(holding.local[1:]) * holding.count
 
 
 def _is_in(holding: Holding, names: frozenset[str]) -> bool:

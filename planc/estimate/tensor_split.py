@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from planc.estimate.counted import Part
 from planc.estimate.workload import Attention, Collective, Kind, Matmul
+from planc.lowering.memory import Holding
 from planc.lowering.sends import attending
 from planc.lowering.step import Pass, Sent
 from planc.model.facts import DTYPE_BYTES, Modules
@@ -202,3 +203,16 @@ class Split:
         depth = len(self.name.split(".")) if self.name else 0
         layers = prod(len(s) for s in sent.modules.path[:depth] if isinstance(s, Indices))
         return sent.times // (step.passes * layers)
+
+
+def is_norm(holding: Holding) -> bool:
+    """Whether a parameter is the weight of a norm."""
+    return holding.modules.module.kind == "norm" and holding.parameter.name == "weight"
+
+
+def unsplit(holding: Holding) -> int:
+    """`Layer.unsplit` of the modules of a parameter."""
+    looked_up = holding.modules.module.kind == "embedding" and holding.parameter.trainable
+    if not looked_up:
+        return 0
+    return (holding.parameter.shape[0] - holding.local[0]) * prod(holding.local[1:]) * holding.count
