@@ -2,8 +2,9 @@
 
 The first step has two passes, accumulated: one with padding on the left of a row, rows that repeat
 one token (so that some experts get none), and labels that are ignored unevenly over the data
-ranks; one with two packed documents in each row. The second step has one plain pass. A model that
-does not take such an input in a single process gets the pass without it.
+ranks (over the parts of a row, where the model's loss is a mean over labels); one with two packed
+documents in each row. The second step has one plain pass. A model that does not take such an input
+in a single process gets the pass without it.
 """
 
 from __future__ import annotations
@@ -117,9 +118,12 @@ def _padded(model: nn.Module, inputs: Inputs, ranks: int, *, uneven: bool) -> Pa
         made["input_ids"] = made["input_ids"].clone()
         last = rows - rows // ranks if ranks > 1 else rows // 2
         made["input_ids"][last:] = made["input_ids"][last:, :1]
-    if uneven and "labels" in made:
+    if "labels" in made:
         labels = made["labels"] = made["labels"].clone()
-        labels[: max(1, rows // max(ranks, 2)), :-1] = IGNORED  # one label of a row is left
+        if uneven:
+            labels[: max(1, rows // max(ranks, 2)), :-1] = IGNORED  # one label of a row is left
+        else:
+            labels[:, : labels.shape[1] // 4] = IGNORED  # as many in each row, not in each part
     if "attention_mask" not in made and "attention_mask" in _arguments(model):
         mask = torch.ones_like(made["input_ids"])
         mask[0, :PADS] = 0
