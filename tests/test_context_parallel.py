@@ -229,6 +229,19 @@ def test_heads_for_tokens_of_models_that_count(family):
     assert compared(family, 2, "ulysses", "per_document", "padding") < 5e-6
 
 
+@pytest.mark.parametrize(
+    ("family", "attention", "balance", "kind", "said"),
+    [
+        ("bart", "all_gather", "none", "packed", "takes no `position_ids`"),
+        ("llama4_text", "all_gather", "per_document", "packed", "counts the tokens of a row"),
+        ("deepseek_v32", "ulysses", "none", "plain", "an indexer chooses keys"),
+    ],
+)
+def test_what_models_cannot_count(family, attention, balance, kind, said):
+    with pytest.raises(AssertionError, match=said):
+        compared(family, 2, attention, balance, kind)
+
+
 @pytest.mark.parametrize("balance", ["none", "head_tail"])
 @pytest.mark.parametrize("family", ["llama", "bart"])
 def test_a_mean_over_labels_of_which_ranks_have_unlike_numbers(family, balance):
@@ -501,6 +514,17 @@ def test_in_a_pipeline_and_with_divided_experts(tmp_path):
         path.write_text(text.replace("    root", root) + more)
         verdict, findings = simulated(model, path, ("cp=2",), world=8)
         assert (verdict.verdict, findings) == ("proved", []), model
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "interleaved_1f1b"])
+def test_a_pipeline_of_a_model_that_takes_no_positions(schedule, tmp_path):
+    """Its loss is a mean over the labels of each microbatch, unlike in parts of the sequence."""
+    pipeline = f"pipeline on pp {{\n schedule = {schedule}\n microbatches = 2\n"
+    pipeline += " stages = even(model.decoder.layers.*)\n}\n"
+    path = tmp_path / "t.plan"
+    path.write_text(PLAN.replace("dp_shard = auto", "pp = 2\n    dp_shard = auto") + pipeline)
+    verdict, findings = simulated(default_model("bart", tmp_path), path, ("cp=2",), world=4)
+    assert (verdict.verdict, findings) == ("proved", [])
 
 
 # On the ranks of a run ----------------------------------------------------------------------------

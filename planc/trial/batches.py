@@ -2,9 +2,9 @@
 
 The first step has two passes, accumulated: one with padding on the left of a row, rows that repeat
 one token (so that some experts get none), and labels that are ignored unevenly over the data
-ranks (over the parts of a row, where the model's loss is a mean over labels); one with two packed
-documents in each row. The second step has one plain pass. A model that does not take such an input
-in a single process gets the pass without it.
+ranks; one with two packed documents in each row. The second step has one plain pass. A model that
+does not take such an input in a single process gets the pass without it. A loss that is a mean over
+labels has as many in each row, all of them late, and so unlike numbers in parts of a sequence.
 """
 
 from __future__ import annotations
@@ -101,12 +101,25 @@ def batches(builder: ModelBuilder, lowered: Lowered, seed: int, *, quick: bool =
 
     model = builder.build(seed)
     counted = _counts(model, plain(0))
-    padded = _padded(model, plain(0), ranks, uneven=counted)
+
+    def labeled(number: int) -> Inputs:
+        return plain(number) if counted else _late(plain(number))
+
+    padded = _padded(model, labeled(0), ranks, uneven=counted)
     if quick:
         return Batches(steps=((padded,),), counted=counted, ranks=ranks, gradients_alone=True)
     document = math.lcm(*(_document_part(op, lowered) for op in lowered.ops))
-    steps = ((padded, _packed(model, plain(1), document)), (Pass(inputs=plain(2)),))
+    steps = ((padded, _packed(model, labeled(1), document)), (Pass(inputs=labeled(2)),))
     return Batches(steps=steps, counted=counted, ranks=ranks)
+
+
+def _late(inputs: Inputs) -> Inputs:
+    """The inputs without the first labels of each row."""
+    if not _text(inputs) or "labels" not in inputs:
+        return inputs
+    labels = inputs["labels"].clone()
+    labels[:, : labels.shape[1] // 4] = IGNORED
+    return {**inputs, "labels": labels}
 
 
 def _padded(model: nn.Module, inputs: Inputs, ranks: int, *, uneven: bool) -> Pass:
@@ -118,12 +131,9 @@ def _padded(model: nn.Module, inputs: Inputs, ranks: int, *, uneven: bool) -> Pa
         made["input_ids"] = made["input_ids"].clone()
         last = rows - rows // ranks if ranks > 1 else rows // 2
         made["input_ids"][last:] = made["input_ids"][last:, :1]
-    if "labels" in made:
+    if uneven and "labels" in made:
         labels = made["labels"] = made["labels"].clone()
-        if uneven:
-            labels[: max(1, rows // max(ranks, 2)), :-1] = IGNORED  # one label of a row is left
-        else:
-            labels[:, : labels.shape[1] // 4] = IGNORED  # as many in each row, not in each part
+        labels[: max(1, rows // max(ranks, 2)), :-1] = IGNORED  # one label of a row is left
     if "attention_mask" not in made and "attention_mask" in _arguments(model):
         mask = torch.ones_like(made["input_ids"])
         mask[0, :PADS] = 0

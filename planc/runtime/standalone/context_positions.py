@@ -62,7 +62,7 @@ def inner_models(model: nn.Module) -> Iterator[nn.Module]:
 
 def position_tables(model: nn.Module) -> list[nn.Module]:
     """The modules that look up positions that the model's code counts, in a model that
-    takes no `position_ids`.
+    takes no `position_ids`; also those of other stages of a pipeline.
     """
     if "position_ids" in inspect.signature(model.forward).parameters:
         return []
@@ -70,7 +70,7 @@ def position_tables(model: nn.Module) -> list[nn.Module]:
     return [
         module
         for module in model.modules()
-        if wanted <= {*inspect.signature(module.forward).parameters}
+        if wanted <= {*inspect.signature(type(module).forward).parameters}
     ]
 
 
