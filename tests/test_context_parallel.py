@@ -18,14 +18,20 @@ from planc.ops.document import digest
 from planc.runtime.executor import apply_lowered
 from planc.runtime.safeguards import Safeguards
 from planc.runtime.standalone import context as parallel
-from planc.runtime.standalone import context_exchange, context_tokens
+from planc.runtime.standalone import (
+    context_exchange,
+    context_loss,
+    context_positions,
+    context_tokens,
+)
 from planc.runtime.standalone.context_tokens import ContextError, part_of_batch
 from planc.trial.simulate import simulate
 from planc.trial.thread_ranks import run_ranks
 
 LENGTH, VOCABULARY = 24, 128
 
-PLAN = """plan t for llama, mistral, gemma3_text, bamba, opt, minimax, qwen3, phi3
+PLAN = """plan t for llama, mistral, gemma3_text, bamba, opt, minimax, qwen3, phi3, roberta, bart, \
+llama4_text, deepseek_v32
 
 option attention = "all_gather"
 option balance   = "head_tail"
@@ -50,6 +56,7 @@ fsdp on dp_shard * cp {
 }
 """
 
+NO_DROPOUT = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
 FAMILIES = {
     "llama": {},
     "gemma2": dict(sliding_window=6, attn_implementation="eager"),  # soft caps
@@ -71,6 +78,28 @@ FAMILIES = {
         first_k_dense_replace=1,
     ),
 }
+OWN = {
+    "opt": dict(ffn_dim=96, word_embed_proj_dim=64, dropout=0.0),  # positions from the mask
+    "roberta": dict(pad_token_id=1, **NO_DROPOUT),  # positions from the ids, keys of both sides
+    "bart": dict(  # takes no positions, and its loss is a mean over its labels
+        d_model=64, decoder_layers=2, decoder_attention_heads=4, decoder_ffn_dim=96, dropout=0.0
+    ),
+    "llama4_text": dict(  # chunks after the padding, queries scaled by the index of their tokens
+        attention_chunk_size=6,
+        floor_scale=4,
+        no_rope_layers=[1, 0],
+        num_local_experts=4,
+        intermediate_size_mlp=96,
+    ),
+    "deepseek_v32": dict(  # an indexer chooses the keys of each query
+        FAMILIES["deepseek_v3"],
+        index_n_heads=16,
+        index_topk=6,
+        index_head_dim=16,
+        attn_implementation="eager",
+    ),
+}
+"""What the code of models knows of tokens beside attention."""
 
 
 def small(family="llama", **changes):
@@ -87,7 +116,8 @@ def small(family="llama", **changes):
         use_cache=False,
         pad_token_id=None,
     )
-    config = AutoConfig.for_model(family, **{**values, **FAMILIES[family], **changes})
+    own = FAMILIES.get(family) or OWN.get(family, {})
+    config = AutoConfig.for_model(family, **{**values, **own, **changes})
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).train()
     with torch.no_grad():
@@ -103,9 +133,12 @@ def batch(kind="plain", part=1):
     labels = ids.clone()
     labels[0, : LENGTH - 5] = -100
     made = {"input_ids": ids, "labels": labels}
+    if kind == "late labels":
+        labels[1, : LENGTH - 5] = -100
     if kind == "padding":
         mask = made["attention_mask"] = torch.ones_like(ids)
         mask[0, :3] = mask[1, -2:] = 0
+        ids[mask == 0] = 1  # the padding token of some models
     if kind == "packed":
         first = (LENGTH // 3) // part * part
         positions = torch.cat([torch.arange(first), torch.arange(LENGTH - first)])
@@ -117,12 +150,17 @@ def error(mine, right):
     return float((mine - right).abs().max() / right.abs().max().clamp_min(1e-3))
 
 
-def compared(family, ranks, attention, balance, kind):
-    """The largest errors of logits, loss and gradients."""
+def compared(family, ranks, attention, balance, kind, *, counted=True):
+    """The largest errors of logits, loss and gradients.
+
+    Args:
+        counted: whether the model is given the number of labels; else it takes the mean over them.
+    """
     single, whole = small(family), batch(kind, 2 * ranks)
     models = [copy.deepcopy(single) for _ in range(ranks)]
     valid = (whole["labels"][:, 1:] != -100).sum()
-    right = single(**whole, num_items_in_batch=valid)
+    given = {"num_items_in_batch": valid} if counted else {}
+    right = single(**whole, **given)
     right.loss.backward()
     errors = []
 
@@ -131,18 +169,19 @@ def compared(family, ranks, attention, balance, kind):
         parallel.context_parallel(model, mesh, attention=attention, balance=balance)
         part = model.context_parallel.batch(whole)
         index = model.context_parallel.batch({**whole, "input_ids": indices()})["input_ids"]
-        output = model(**part, num_items_in_batch=valid)
-        output.loss.backward()
-        loss = output.loss.detach().clone()
+        output = model(**part, **given)
+        share = output.loss if counted else output.loss / ranks
+        share.backward()
+        loss = share.detach().clone()
         distributed.all_reduce(loss)
-        for parameter in model.parameters():
+        for parameter in (p for p in model.parameters() if p.grad is not None):
             distributed.all_reduce(parameter.grad)
         wanted = right.logits[torch.arange(2)[:, None], index]
         seen = part.get("attention_mask", torch.ones_like(index)).bool()  # rows of padding differ
         errors.append(error(output.logits[seen], wanted[seen]))
         errors.append(error(loss, right.loss))
         pairs = zip(model.parameters(), single.parameters(), strict=True)
-        errors.extend(error(mine.grad, p.grad) for mine, p in pairs)
+        errors.extend(error(mine.grad, p.grad) for mine, p in pairs if p.grad is not None)
 
     assert run_ranks(ranks, rank, seconds=120) is None
     return max(errors)
@@ -170,6 +209,44 @@ def test_heads_for_tokens(balance, kind):
 def test_attention_of_families(family, kind):
     """Windows, soft caps, sinks, and values of another width than keys."""
     assert compared(family, 2, "all_gather", "head_tail", kind) < 5e-6
+
+
+@pytest.mark.parametrize("kind", ["plain", "padding", "packed"])
+@pytest.mark.parametrize("balance", ["none", "head_tail"])
+@pytest.mark.parametrize("family", [name for name in OWN if name != "bart"])
+def test_what_the_code_of_models_counts(family, balance, kind):
+    assert compared(family, 2, "all_gather", balance, kind) < 5e-6
+
+
+@pytest.mark.parametrize("kind", ["plain", "padding"])
+@pytest.mark.parametrize("balance", ["none", "head_tail", "per_document"])
+def test_a_model_that_takes_no_positions(balance, kind):
+    assert compared("bart", 2, "all_gather", balance, kind, counted=False) < 5e-6
+
+
+@pytest.mark.parametrize("family", ["roberta", "llama4_text"])
+def test_heads_for_tokens_of_models_that_count(family):
+    assert compared(family, 2, "ulysses", "per_document", "padding") < 5e-6
+
+
+@pytest.mark.parametrize(
+    ("family", "attention", "balance", "kind", "said"),
+    [
+        ("bart", "all_gather", "none", "packed", "takes no `position_ids`"),
+        ("llama4_text", "all_gather", "per_document", "packed", "counts the tokens of a row"),
+        ("deepseek_v32", "ulysses", "none", "plain", "an indexer chooses keys"),
+    ],
+)
+def test_what_models_cannot_count(family, attention, balance, kind, said):
+    with pytest.raises(AssertionError, match=said):
+        compared(family, 2, attention, balance, kind)
+
+
+@pytest.mark.parametrize("balance", ["none", "head_tail"])
+@pytest.mark.parametrize("family", ["llama", "bart"])
+def test_a_mean_over_labels_of_which_ranks_have_unlike_numbers(family, balance):
+    """With `none` the first rank has no label."""
+    assert compared(family, 3, "all_gather", balance, "late labels", counted=False) < 5e-6
 
 
 # A batch ------------------------------------------------------------------------------------------
@@ -273,6 +350,37 @@ def tokens_without(**values):
     return fault
 
 
+def counted_in_the_part(monkeypatch):
+    monkeypatch.setattr(parallel, "counting_of", lambda _model: None)
+
+
+def scaled_in_the_part(monkeypatch):
+    monkeypatch.setattr(context_positions.PartCache, "get_seq_length", lambda *_: 0)
+
+
+def chunks_of_the_part(monkeypatch):
+    monkeypatch.setattr(context_tokens.KeyTokens, "left_padding", lambda _, padding: padding)
+
+
+def keys_that_were_not_chosen(monkeypatch):
+    monkeypatch.setattr(parallel, "of_chosen", lambda mask, _: mask)
+
+
+def chosen_among_repeated_keys(monkeypatch):
+    def repeated(_cache, keys, *_):
+        return torch.cat([keys, keys], 1)
+
+    monkeypatch.setattr(context_positions.PartCache, "update_indexer", repeated)
+
+
+def mean_of_means(monkeypatch):
+    def leave(self, model, output):
+        model.loss_function = self.function
+        return output
+
+    monkeypatch.setattr(context_loss.PartLoss, "leave", leave)
+
+
 def no_window(monkeypatch):
     mask = parallel.ContextParallel.mask
 
@@ -320,6 +428,38 @@ FAULTS = {
 def test_faults_are_refuted(fault, plan, monkeypatch):
     FAULTS[fault](monkeypatch)
     assert outcome("gemma-3-1b", plan, "cp=2").verdict == "refuted"
+
+
+OWN_FAULTS = [
+    ("roberta", from_zero),
+    ("roberta", counted_in_the_part),
+    ("opt", counted_in_the_part),
+    ("bart", from_zero),
+    ("bart", mean_of_means),
+    ("llama4_text", scaled_in_the_part),
+    ("llama4_text", chunks_of_the_part),
+    ("deepseek_v32", keys_that_were_not_chosen),
+    ("deepseek_v32", chosen_among_repeated_keys),
+]
+
+
+def default_model(family, folder):
+    """A folder with the family's default configuration."""
+    AutoConfig.for_model(family).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize(("family", "fault"), OWN_FAULTS)
+def test_faults_in_what_models_count_are_refuted(family, fault, plan, tmp_path, monkeypatch):
+    model = default_model(family, tmp_path)
+    fault(monkeypatch)
+    assert outcome(model, plan, "cp=2").verdict == "refuted"
+
+
+@pytest.mark.parametrize("family", OWN)
+def test_what_models_count_is_right_beside_them(family, plan, tmp_path):
+    found = outcome(default_model(family, tmp_path), plan, "cp=2")
+    assert (found.verdict, found.passes[0]) == ("proved", "padding")
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope", "yarn"])
@@ -376,6 +516,17 @@ def test_in_a_pipeline_and_with_divided_experts(tmp_path):
         assert (verdict.verdict, findings) == ("proved", []), model
 
 
+@pytest.mark.parametrize("schedule", ["gpipe", "interleaved_1f1b"])
+def test_a_pipeline_of_a_model_that_takes_no_positions(schedule, tmp_path):
+    """Its loss is a mean over the labels of each microbatch, unlike in parts of the sequence."""
+    pipeline = f"pipeline on pp {{\n schedule = {schedule}\n microbatches = 2\n"
+    pipeline += " stages = even(model.decoder.layers.*)\n}\n"
+    path = tmp_path / "t.plan"
+    path.write_text(PLAN.replace("dp_shard = auto", "pp = 2\n    dp_shard = auto") + pipeline)
+    verdict, findings = simulated(default_model("bart", tmp_path), path, ("cp=2",), world=4)
+    assert (verdict.verdict, findings) == ("proved", [])
+
+
 # On the ranks of a run ----------------------------------------------------------------------------
 
 
@@ -424,12 +575,12 @@ def test_batches_that_differ_stop_every_rank(plan):
 
 @pytest.mark.parametrize(
     ("without", "wanted"),
-    [("position_ids", "pass it `run.batch"), ("num_items_in_batch", "labels without")],
+    [("position_ids", "pass it `run.batch"), ("shift_labels", "labels without")],
 )
 def test_a_pass_without_what_a_part_needs(without, wanted, plan):
     def program(run, model, _number):
         ids = torch.ones(2, 8).long()
-        part = {**run.batch({"input_ids": ids, "labels": ids}), "num_items_in_batch": 14}
+        part = run.batch({"input_ids": ids, "labels": ids})
         part.pop(without)
         with pytest.raises(ContextError, match=wanted):
             model(**part)
@@ -454,9 +605,13 @@ def test_one_rank_has_whole_sequences(plan):
     assert on_ranks(plan, program, "cp=1") is None
 
 
-@pytest.mark.parametrize("attention", ["all_gather", "ulysses"])
-def test_the_script_computes_the_same_bits(attention, plan):
-    case = simulated_case("llama-3.1-8b", plan, ("cp=2", f"attention={attention}"), world=2)
+@pytest.mark.parametrize(
+    ("family", "attention"),
+    [("llama", "all_gather"), ("llama", "ulysses"), *((name, "all_gather") for name in OWN)],
+)
+def test_the_script_computes_the_same_bits(family, attention, plan, tmp_path):
+    model = default_model(family, tmp_path)
+    case = simulated_case(model, plan, ("cp=2", f"attention={attention}"), world=2)
     lowered, builder = case.compiled.lowered, case.model.builder()
     source = compile(render(lowered, digest=digest(lowered)), "script", "exec")
     names = {"__name__": "script"}
@@ -475,9 +630,10 @@ def test_the_script_computes_the_same_bits(attention, plan):
             else:
                 run = apply_lowered(model, lowered, digest=digest(lowered), device_type="cpu")
                 part = run.batch(whole)
-            output = model(**part, num_items_in_batch=15)
+            output = model(**part, **({"num_items_in_batch": 15} if family == "llama" else {}))
             output.loss.backward()
-            gradients = [p.grad.to_local().clone() for p in model.parameters()]
+            grads = (p.grad for p in model.parameters() if p.grad is not None)
+            gradients = [grad.to_local().clone() for grad in grads]
             found[number] = [output.logits.detach(), output.loss.detach(), *gradients]
 
         assert run_ranks(2, rank, seconds=120) is None

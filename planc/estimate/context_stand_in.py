@@ -13,10 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from planc.runtime.standalone.context import (
-    CONTEXT,
     RUNNING,
     ContextParallel,
-    own_configs,
     register,
 )
 
@@ -30,9 +28,8 @@ class StandIn(ContextParallel):
 
     def __init__(self, model: nn.Module, attention: str, size: int) -> None:
         self.size, self.exchanges = size, attention == "ulysses"
-        self.plain = own_configs(model)
-        for module in model.modules():
-            module.__dict__[CONTEXT] = self
+        self.rank, self.balance, self.tokens = 0, "none", None
+        self.prepare(model)
 
     def mask(self, q_length: int, kv_length: int, arguments: dict[str, Any]) -> Any:
         queries = q_length * (self.size if self.exchanges else 1)
@@ -40,27 +37,10 @@ class StandIn(ContextParallel):
         eager = self.implementation(arguments["config"]) == "eager"
         return torch.ones(shape, dtype=arguments["dtype"] if eager else torch.bool)
 
-    def attend(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        **kwargs: Any,
-    ) -> tuple[Tensor, Tensor | None]:
-        attention = self._own_attention(module)
-        if not self.exchanges:
-            both = torch.cat([torch.cat([key, value], -1)] * self.size, 2)
-            key, value = both.split([key.shape[-1], value.shape[-1]], -1)
-            output, seen = attention(module, query, key, value, mask, **kwargs)
-            return output, seen
-        query, key, value = (self._exchanged(t, 1, 2) for t in (query, key, value))
-        output, _ = attention(module, query, key, value, mask, **kwargs)
-        return self._exchanged(output, 1, 2), None
+    def gathered(self, part: Tensor) -> Tensor:
+        return torch.cat([part] * self.size, 2)
 
-    def _exchanged(self, value: Tensor, source: int, target: int) -> Tensor:
-        """As `HeadsForTokens`: dim `source` is divided by the ranks, `target` multiplied."""
+    def exchanged(self, value: Tensor, source: int, target: int) -> Tensor:
         parts = value.unflatten(source, (self.size, -1)).movedim(source, target)
         return parts.contiguous().flatten(target, target + 1)
 

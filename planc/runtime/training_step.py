@@ -18,7 +18,12 @@ from planc.runtime import gradients
 from planc.runtime.context import sequence_parts
 from planc.runtime.preconditions import stop
 from planc.runtime.standalone.pipeline import stages_of
-from planc.runtime.standalone.pipeline_step import MicrobatchError, forward_backward, loss_of
+from planc.runtime.standalone.pipeline_step import (
+    MicrobatchError,
+    forward_backward,
+    loss_of,
+    microbatches,
+)
 
 if TYPE_CHECKING:
     from planc.runtime.run import Run
@@ -50,7 +55,6 @@ class TrainingStep:
             raise ValueError("a step has at least one batch")
         parts = sequence_parts(run.lowered)
         count = _items(run, batches) / parts
-        batches = [run.batch(batch) for batch in batches]
         stages = stages_of(run.model)
         with _counting(run.model, self):
             if stages is None:
@@ -71,20 +75,23 @@ class TrainingStep:
         for at, batch in enumerate(batches):
             last = at == len(batches) - 1
             with nullcontext() if last or not trains else run.no_sync():
-                loss = loss_of(run.model(**batch, **self._given(run, count)))
-                loss = self._part(loss, batch, count)
+                loss = loss_of(run.model(**run.batch(batch), **self._given(run, count)))
+                loss = self._part(run, loss, batch, count)
                 if trains:
                     loss.backward()
             losses.append(loss.detach())
         return torch.stack(losses).sum()
 
     def _pipelined(self, run: Run, batches: Sequence[Batch], count: Tensor, trains: bool) -> Tensor:
-        given = [{**batch, **self._given(run, count)} for batch in batches]
+        stages = stages_of(run.model)
+        assert stages is not None
+        given = [{**run.batch(batch), **self._given(run, count)} for batch in batches]
 
-        def part(loss: Tensor, batch: Batch) -> Tensor:
-            return self._part(loss, batch, count)
+        def part(loss: Tensor, at: int, number: int) -> Tensor:
+            return self._part(run, loss, whole[at][number], count)
 
         try:
+            whole = [microbatches(batch, stages.microbatches) for batch in batches]
             losses = forward_backward(run.model, run.mesh, given, part, trains=trains)
         except MicrobatchError as error:
             raise stop(
@@ -100,9 +107,14 @@ class TrainingStep:
         takes = hasattr(run.model, "loss_function") and self.counts is not False
         return {_COUNT: count} if takes else {}
 
-    def _part(self, loss: Tensor, batch: Batch, count: Tensor) -> Tensor:
-        """The part of the step's loss that a pass has: its tokens' sum over all tokens."""
-        return loss if self.counts else loss * (_valid(batch).to(count.device) / count)
+    def _part(self, run: Run, loss: Tensor, batch: Batch, count: Tensor) -> Tensor:
+        """The part of the step's loss that a pass has: the sum of its tokens over all; the batch is
+        that of all ranks which share its sequences.
+        """
+        if self.counts:
+            return loss
+        valid = _valid(batch).to(count.device) / sequence_parts(run.lowered)
+        return loss * (valid / count)
 
 
 @contextmanager

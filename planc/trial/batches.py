@@ -3,7 +3,8 @@
 The first step has two passes, accumulated: one with padding on the left of a row, rows that repeat
 one token (so that some experts get none), and labels that are ignored unevenly over the data
 ranks; one with two packed documents in each row. The second step has one plain pass. A model that
-does not take such an input in a single process gets the pass without it.
+does not take such an input in a single process gets the pass without it. A loss that is a mean over
+labels has as many in each row, all of them late, and so unlike numbers in parts of a sequence.
 """
 
 from __future__ import annotations
@@ -100,12 +101,25 @@ def batches(builder: ModelBuilder, lowered: Lowered, seed: int, *, quick: bool =
 
     model = builder.build(seed)
     counted = _counts(model, plain(0))
-    padded = _padded(model, plain(0), ranks, uneven=counted)
+
+    def labeled(number: int) -> Inputs:
+        return plain(number) if counted else _late(plain(number))
+
+    padded = _padded(model, labeled(0), ranks, uneven=counted)
     if quick:
         return Batches(steps=((padded,),), counted=counted, ranks=ranks, gradients_alone=True)
     document = math.lcm(*(_document_part(op, lowered) for op in lowered.ops))
-    steps = ((padded, _packed(model, plain(1), document)), (Pass(inputs=plain(2)),))
+    steps = ((padded, _packed(model, labeled(1), document)), (Pass(inputs=labeled(2)),))
     return Batches(steps=steps, counted=counted, ranks=ranks)
+
+
+def _late(inputs: Inputs) -> Inputs:
+    """The inputs without the first labels of each row."""
+    if not _text(inputs) or "labels" not in inputs:
+        return inputs
+    labels = inputs["labels"].clone()
+    labels[:, : labels.shape[1] // 4] = IGNORED
+    return {**inputs, "labels": labels}
 
 
 def _padded(model: nn.Module, inputs: Inputs, ranks: int, *, uneven: bool) -> Pass:

@@ -26,10 +26,12 @@ class Part:
 
     def of(self, value: Tensor) -> Tensor:
         """What the rank has of a tensor of the single process, `[rows, length, ...]`,
-        `[1, length, ...]`, `[rows * length, ...]` or, of positions in several dims, `[dims, rows,
-        length]`; another one has no tokens, and stays whole.
+        `[1, length, ...]`, `[rows * length, ...]`, `[length]` or, of positions in several dims,
+        `[dims, rows, length]`; another one has no tokens, and stays whole.
         """
         rows = len(self.tokens)
+        if value.shape == (self.length,) and (self.tokens == self.tokens[0]).all():
+            return value[self.tokens[0]]
         if value.dim() == 3 and value.shape[2] == self.length and value.shape[1] in (1, rows):
             return torch.stack([self.of(some) for some in value])
         if value.dim() > 1 and value.shape[1] == self.length and len(value) in (1, rows):

@@ -225,6 +225,16 @@ FAMILIES = {
     ),
     "deepseek_v2": dict(model_type="deepseek_v2", q_lora_rank=None, **LATENT),
     "deepseek_v2-queries": dict(model_type="deepseek_v2", q_lora_rank=32, **LATENT),
+    "deepseek_v32": dict(
+        model_type="deepseek_v32",
+        q_lora_rank=32,
+        n_group=2,
+        topk_group=1,
+        index_n_heads=16,
+        index_topk=6,
+        index_head_dim=16,
+        **LATENT,
+    ),
     "deepseek_v3": dict(
         model_type="deepseek_v3", q_lora_rank=32, n_group=2, topk_group=1, **LATENT
     ),
@@ -398,6 +408,24 @@ FAMILIES = {
         hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0,
         **COMMON,
+    ),
+    "roberta": dict(
+        model_type="roberta",
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        **{**COMMON, "pad_token_id": 1},
+    ),
+    "bart": dict(
+        model_type="bart",
+        architectures=["BartForCausalLM"],
+        is_decoder=True,
+        is_encoder_decoder=False,
+        d_model=64,
+        decoder_layers=2,
+        decoder_attention_heads=4,
+        decoder_ffn_dim=96,
+        dropout=0.0,
+        vocab_size=COMMON["vocab_size"],
     ),
     "bert-classes": dict(
         model_type="bert",

@@ -104,6 +104,33 @@ def test_planc_splits_sequences(four, parts, way):
     assert max(r["gradient"] for r in results) < LIMIT
 
 
+COUNTS = """plan t for roberta, bart, llama4_text, deepseek_v32
+
+mesh {
+    cp = 4
+}
+
+context on cp {
+    attention = all_gather
+}
+
+fsdp on cp {
+    root : unit
+}
+"""
+
+
+@pytest.mark.parametrize("model", ["roberta", "bart", "llama4", "deepseek_v32"])
+def test_models_that_count_tokens(four, model, tmp_path):
+    path = tmp_path / "counts.plan"
+    path.write_text(COUNTS)
+    arguments = dict(model=model, plan=str(path))
+    mine = four.run("context_jobs.split", **arguments)
+    script = four.run("context_jobs.split", script=True, **arguments)
+    assert max(r["gradient"] for r in mine) < LIMIT
+    assert [r["bits"] for r in mine] == [r["bits"] for r in script]
+
+
 def test_the_script_has_the_same_bits(four, parts):
     arguments = dict(model="llama", plan=parts, overrides=WAYS["tensor"])
     mine = four.run("context_jobs.split", **arguments)

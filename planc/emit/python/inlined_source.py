@@ -32,6 +32,8 @@ _FILES = (
     "expert_parallel.py",
     "context_exchange.py",
     "context_tokens.py",
+    "context_positions.py",
+    "context_loss.py",
     "context.py",
     "configuration.py",
     "pipeline.py",

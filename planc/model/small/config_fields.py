@@ -145,7 +145,8 @@ LIMITS = {
     "hidden_size_per_layer_input": 16,  # embedding_gemma2, gemma3n, gemma4
     "laurel_rank": 16,  # gemma3n
     "index_topk": 8,
-    "index_n_heads": 4,
+    "index_n_heads": 16,  # with few, scores that are all cut off at 0 are alike
+    "floor_scale": 4,  # llama4
     "linear_num_key_heads": 4,
     "linear_num_value_heads": 8,
     "linear_num_heads": 4,  # bailing_hybrid, glm5_next, kimi_linear

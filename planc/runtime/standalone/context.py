@@ -21,11 +21,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from planc.runtime.standalone.context_exchange import GatherSequence, HeadsForTokens
+from planc.runtime.standalone.context_loss import PartLoss
+from planc.runtime.standalone.context_positions import (
+    PartCache,
+    cache_readers,
+    counting_of,
+    position_tables,
+)
 from planc.runtime.standalone.context_tokens import (
-    COUNTED,
     TOKENWISE,
     ContextError,
     KeyTokens,
+    of_chosen,
     part_of_batch,
 )
 
@@ -60,15 +67,25 @@ class ContextParallel:
         self.group = mesh.get_group()
         self.size, self.rank = mesh.size(), mesh.get_local_rank()
         self.exchanges, self.balance = attention == "ulysses", balance
-        self.counted = model.config.model_type in COUNTED
+        self.counting, self.tables = counting_of(model), position_tables(model)
         self.signature = inspect.signature(model.forward)
         self.tokens: KeyTokens | None = None
+        self.positions: Tensor | None = None
         self.packs = False
+        self.loss: PartLoss | None = None
+        self.prepare(model)
+        model.register_forward_pre_hook(self._enter, with_kwargs=True)
+        model.register_forward_hook(self._leave, always_call=True)
+        for table in self.tables:
+            table.register_forward_pre_hook(self._look_up, with_kwargs=True)
+
+    def prepare(self, model: nn.Module) -> None:
+        """Makes the model's layers ask this object."""
         self.plain = own_configs(model)
         for module in model.modules():
             module.__dict__[CONTEXT] = self
-        model.register_forward_pre_hook(self._enter, with_kwargs=True)
-        model.register_forward_hook(self._leave, always_call=True)
+        for reader in cache_readers(model):
+            reader.register_forward_pre_hook(self._answer, with_kwargs=True)
 
     def batch(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """This rank's part of a batch that every rank of the mesh has read.
@@ -81,13 +98,15 @@ class ContextParallel:
         Raises:
             ContextError: a length does not divide, or an argument is not per token.
         """
+        if self.tables and batch.get("position_ids") is not None:
+            raise ContextError("the model takes no `position_ids`, and gets some")
         return part_of_batch(
-            batch, self.rank, self.size, self.balance, counted=self.counted
+            batch, self.rank, self.size, self.balance, counting=self.counting
         )
 
     # a forward pass -------------------------------------------------------------------
 
-    def _enter(self, _module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _enter(self, model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         given = self._arguments(args, kwargs)
         positions, mask = given.get("position_ids"), given.get("attention_mask")
         names = (n for n in TOKENWISE[:2] if given.get(n) is not None)
@@ -99,13 +118,38 @@ class ContextParallel:
         if mask is not None and mask.shape != shape:
             text = f"`attention_mask` has {list(mask.shape)} for {list(shape)} tokens"
             raise ContextError(text)
-        for name in ("shift_labels", "num_items_in_batch"):
-            if given.get("labels") is not None and given.get(name) is None:
+        if given.get("labels") is not None:
+            if given.get("shift_labels") is None:
                 text = "the loss of a part of a sequence is not that of the whole"
-                raise ContextError(f"labels without `{name}`: {text}")
+                raise ContextError(f"labels without `shift_labels`: {text}")
+            self.loss = PartLoss(model, self.group, given)
         self.tokens = KeyTokens(self.group, self.balance, positions, mask)
         register()
         RUNNING.context = self
+        if self.tables:
+            self.positions = kwargs["position_ids"][0]
+            kwargs = {n: v for n, v in kwargs.items() if n != "position_ids"}
+        return args, kwargs
+
+    def _look_up(self, _table: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Positions of this rank's tokens, which are those of every row."""
+        if self.positions is None:
+            raise ContextError("positions are looked up outside of the model's forward")
+        return args, {**kwargs, "position_ids": self.positions}
+
+    def _answer(self, _layer: nn.Module, args: Any, kwargs: Any) -> Any:
+        hidden = next(v for v in (*args, *kwargs.values()) if isinstance(v, Tensor))
+        return args, {**kwargs, "past_key_values": PartCache(self, hidden)}
+
+    def gathered(self, part: Tensor) -> Tensor:
+        """A tensor `[rows, heads, tokens, ...]` of all ranks, rank by rank."""
+        found: Tensor = GatherSequence.apply(part, self.group)
+        return found
+
+    def exchanged(self, value: Tensor, source: int, target: int) -> Tensor:
+        """A tensor with a part of dim `source`, and dim `target` of all ranks."""
+        found: Tensor = HeadsForTokens.apply(value, self.group, source, target)
+        return found
 
     def _arguments(self, args: Any, kwargs: Any) -> dict[str, Any]:
         """The arguments of a forward by name."""
@@ -115,8 +159,10 @@ class ContextParallel:
                 given |= given.pop(parameter.name, {})
         return given
 
-    def _leave(self, _module: nn.Module, _args: Any, _output: Any) -> None:
-        self.tokens = RUNNING.context = None
+    def _leave(self, model: nn.Module, _args: Any, output: Any) -> Any:
+        self.tokens = self.positions = RUNNING.context = None
+        loss, self.loss = self.loss, None
+        return output if loss is None else loss.leave(model, output)
 
     def mask(self, q_length: int, kv_length: int, arguments: dict[str, Any]) -> Any:
         """The mask that the model's own attention takes, over the keys of all ranks."""
@@ -181,8 +227,10 @@ class ContextParallel:
             text = "sees other keys than transformers' mask functions say"
             raise ContextError(f"{name} {text}")
         attention = self._own_attention(module)
+        if kwargs.get("indices") is not None:
+            mask = of_chosen(mask, kwargs.pop("indices"))
         if not self.exchanges:
-            both = GatherSequence.apply(torch.cat([key, value], -1), self.group)
+            both = self.gathered(torch.cat([key, value], -1))
             key, value = both.split([key.shape[-1], value.shape[-1]], -1)
             output, seen = attention(module, query, key, value, mask, **kwargs)
             return output, seen
@@ -190,11 +238,9 @@ class ContextParallel:
             if heads % self.size:
                 text = f"{heads} heads of {name} are not divisible by {self.size} ranks"
                 raise ContextError(f"{text} of the context axis")
-        query, key, value = (
-            HeadsForTokens.apply(t, self.group, 1, 2) for t in (query, key, value)
-        )
+        query, key, value = (self.exchanged(t, 1, 2) for t in (query, key, value))
         output, _ = attention(module, query, key, value, mask, **kwargs)
-        output = HeadsForTokens.apply(output.transpose(1, 2), self.group, 2, 1)
+        output = self.exchanged(output.transpose(1, 2), 2, 1)
         return output.transpose(1, 2).contiguous(), None
 
     def _own_attention(self, module: nn.Module) -> Callable[..., Any]:
@@ -221,6 +267,7 @@ def register() -> None:
     ALL_ATTENTION_FUNCTIONS.register(CONTEXT, context_attention)
     masking_utils.ALL_MASK_ATTENTION_FUNCTIONS.register(CONTEXT, context_mask)
     plain = masking_utils.find_packed_sequence_indices
+    chunked = masking_utils.chunked_causal_mask_function
     if getattr(plain, "running", None) is RUNNING:
         return
 
@@ -235,8 +282,17 @@ def register() -> None:
         context.packs = True
         return None
 
+    def from_the_first(chunk: int, padding: Tensor) -> Callable[..., bool]:
+        """Chunks that begin after the padding on the left of the row."""
+        context = getattr(RUNNING, "context", None)
+        if context is not None and context.tokens is not None:
+            padding = context.tokens.left_padding(padding)
+        found: Callable[..., bool] = chunked(chunk, padding)
+        return found
+
     whole_alone.running = RUNNING  # type: ignore[attr-defined]
     masking_utils.find_packed_sequence_indices = whole_alone
+    masking_utils.chunked_causal_mask_function = from_the_first
 
 
 def own_configs(model: nn.Module) -> dict[int, str]:
@@ -271,7 +327,8 @@ def without_interface(model: nn.Module) -> str:
         return f"{name} hands a state from token to token"
     if not model._can_set_attn_implementation():
         return f"{name} does not call transformers' attention interface"
-    if "position_ids" not in inspect.signature(model.forward).parameters:
+    taken = "position_ids" in inspect.signature(model.forward).parameters
+    if not taken and not position_tables(model):
         return f"{name} takes no `position_ids`"
     if config._attn_implementation not in ("eager", "sdpa", None):
         known = "its masks are known for `sdpa` and `eager`"

@@ -27,17 +27,12 @@ class ContextError(ValueError):
     """A model or a batch that cannot be computed in parts of the sequence."""
 
 
-COUNTED = ("opt",)
-"""The `model_type`s whose positions, where none are given, count no padding."""
-
-
 def part_of_batch(
     batch: Mapping[str, Any],
     rank: int,
     ranks: int,
     balance: str,
-    *,
-    counted: bool = False,
+    counting: Callable[[Mapping[str, Any]], Tensor | None] | None = None,
 ) -> dict[str, Any]:
     """A rank's part of a batch, as of `ContextParallel.batch`.
 
@@ -45,7 +40,7 @@ def part_of_batch(
         batch: of all ranks.
         rank, ranks: which part of how many.
         balance: as of `ContextParallel`.
-        counted: whether positions count tokens but for padding.
+        counting: from a batch to the positions that the model counts itself.
     """
     whole = dict(batch)
     first = next((whole[n] for n in TOKENWISE[:2] if whole.get(n) is not None), None)
@@ -55,17 +50,18 @@ def part_of_batch(
     for name, value in whole.items():
         if isinstance(value, Tensor) and value.dim():
             require_tokenwise(name, value, rows, length)
-    if whole.get("position_ids") is None:
-        whole["position_ids"] = torch.arange(length, device=first.device)[None]
-        mask = whole.get("attention_mask")
-        if counted and mask is not None:
-            whole["position_ids"] = mask.cumsum(1) * mask - 1
+    places = torch.arange(length, device=first.device)[None]
+    if whole.get("position_ids") is not None:
+        places = whole["position_ids"]
+    else:
+        counted = counting and counting(batch)
+        whole["position_ids"] = places if counted is None else counted
     whole["position_ids"] = whole["position_ids"].expand(rows, -1)
     if whole.get("labels") is not None and whole.get("shift_labels") is None:
         # before the split: the label of a part's last token is in another part
         whole["shift_labels"] = pad(whole["labels"], (0, 1), value=NO_TARGET)[:, 1:]
     packed = whole.get("attention_mask") is None
-    owner = owners(whole["position_ids"], ranks, balance, packed=packed)
+    owner = owners(places.expand(rows, -1), ranks, balance, packed=packed)
     mine = (owner == rank).nonzero()[:, 1].view(rows, -1)
     row = torch.arange(rows, device=mine.device)[:, None]
     return {
@@ -144,6 +140,21 @@ def documents_of(positions: Tensor) -> tuple[Tensor, Tensor]:
     return start, count.gather(1, number)
 
 
+def order_of(part: Tensor, ranks: int, balance: str) -> Tensor:
+    """The index in the row of each token, rank by rank, where a row is one document.
+
+    Args:
+        part: of one rank, `[rows, tokens, ...]`.
+        ranks: how many share a sequence.
+        balance: as of `ContextParallel`.
+    """
+    order = torch.arange(part.shape[1] * ranks, device=part.device)
+    if balance != "none":
+        first, last = order.view(2, ranks, -1)
+        order = torch.cat([first, last.flip(0)], 1).flatten()
+    return order
+
+
 class KeyTokens:
     """What masks need to know of the tokens of all ranks, rank by rank.
 
@@ -158,6 +169,7 @@ class KeyTokens:
         self, group: Any, balance: str, positions: Tensor, mask: Tensor | None
     ) -> None:
         rows, self.own = positions.shape
+        self.balance = balance
         ranks = group.size()
         facts = [positions] if mask is None else [positions, mask]
         mine = torch.stack([fact.long() for fact in facts], 1).contiguous()
@@ -167,11 +179,7 @@ class KeyTokens:
         every = every.unflatten(0, (ranks, rows)).movedim(0, 2)
         self.positions = every[:, 0].flatten(1)
         self.padding = None if mask is None else every[:, 1].flatten(1).bool()
-        # the index in the sequence of each token
-        self.order = torch.arange(self.own * ranks, device=positions.device)
-        if balance != "none":
-            first, last = self.order.view(2, ranks, -1)
-            self.order = torch.cat([first, last.flip(0)], 1).flatten()
+        self.order = order_of(positions, ranks, balance)
         self.documents = None
         if mask is not None:
             return
@@ -183,6 +191,19 @@ class KeyTokens:
         number = document_numbers(self.positions[:, self.order.argsort()])
         if bool((number[:, -1] > 0).any()):
             self.documents = number[:, self.order]
+
+    def several(self) -> bool:
+        """Whether several documents of a row are balanced one by one."""
+        if self.balance != "per_document" or self.documents is None:
+            return False
+        return bool((self.documents != self.documents[:, :1]).any())
+
+    def left_padding(self, part: Tensor) -> Tensor:
+        """How many tokens of each row are padding on the left, from those of a part."""
+        if self.padding is None:
+            return part
+        shown = self.padding[:, self.order.argsort()].cumsum(-1)
+        return (shown == 0).sum(-1)
 
     def seen(
         self, function: Callable[..., Any], first: int, *, packed: bool
@@ -207,3 +228,18 @@ class KeyTokens:
             return found if self.padding is None else found & self.padding[row, key]
 
         return inside
+
+
+def of_chosen(mask: Tensor, chosen: Tensor) -> Tensor:
+    """The mask without the keys that an indexer left out.
+
+    Args:
+        mask: `[rows or 1, 1, queries, keys]`, boolean or added to the scores.
+        chosen: the indices of keys, `[rows, queries, number]`.
+    """
+    shape = (len(chosen), 1, *mask.shape[-2:])
+    left = chosen.new_ones(shape, dtype=torch.bool)
+    left = left.scatter(-1, chosen.long().unsqueeze(1), False)
+    if mask.dtype == torch.bool:
+        return mask & ~left
+    return mask.masked_fill(left, torch.finfo(mask.dtype).min)

@@ -25,7 +25,7 @@ def forward_backward(
     model: nn.Module,
     mesh: DeviceMesh,
     batches: Sequence[Mapping[str, Any]],
-    loss: Callable[[Tensor, Mapping[str, Any]], Tensor] | None = None,
+    loss: Callable[[Tensor, int, int], Tensor] | None = None,
     *,
     trains: bool = True,
 ) -> list[Tensor]:
@@ -38,9 +38,10 @@ def forward_backward(
         mesh: of all ranks.
         batches: that the step accumulates, each a dictionary of the arguments of the
             model's forward, rows on dim 0; equal on all stages.
-        loss: maps the loss that the model returns and its microbatch to the part that
-            it has in the loss of the step. By default it is the part, as where a batch
-            says the number of tokens of the whole step, `num_items_in_batch`.
+        loss: maps the loss that the model returns, and the numbers of its batch and of
+            its microbatch, to the part that it has in the loss of the step. By default
+            it is the part, as where a batch says the number of tokens of the whole
+            step, `num_items_in_batch`.
         trains: whether to run the backward passes.
 
     Returns:
@@ -55,12 +56,12 @@ def forward_backward(
         stages.runner = Schedule(model, stages, mesh)
     losses: list[Tensor] = []
     with reduced_once(model) if trains else nullcontext():
-        for batch in batches:
+        for at, batch in enumerate(batches):
             parts = microbatches(batch, stages.microbatches)
 
-            def own(output: Any, number: int, parts: Any = parts) -> Tensor:
+            def own(output: Any, number: int, at: int = at) -> Tensor:
                 found = loss_of(output)
-                return found if loss is None else loss(found, parts[number])
+                return found if loss is None else loss(found, at, number)
 
             losses += stages.runner.step(parts, own, trains=trains)
     if trains:

@@ -1,0 +1,117 @@
+"""Where the tokens of a part are in their sequences, for code that counts them itself.
+
+Emitted scripts inline these definitions without their types.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from planc.runtime.standalone.context_tokens import ContextError, order_of
+
+
+def counting_of(
+    model: nn.Module,
+) -> Callable[[Mapping[str, Any]], Tensor | None] | None:
+    """How a model counts the positions of a batch that has none.
+
+    Returns:
+        From a batch of whole rows to positions `[rows, length]`, as the model's code
+        computes them; None where they are 0, 1, 2 and so on.
+    """
+    for module in model.modules():
+        if hasattr(module, "create_position_ids_from_input_ids"):
+            return functools.partial(positions_of_tokens, module)
+    if any(names_in(module, "cumsum") for module in inner_models(model)):
+        return positions_in_mask
+    return None
+
+
+def positions_of_tokens(module: Any, batch: Mapping[str, Any]) -> Tensor:
+    """Positions that count the ids that are no padding, as fairseq's models do."""
+    ids, pad = batch.get("input_ids"), module.padding_idx
+    found: Tensor
+    if ids is None:
+        given = batch["inputs_embeds"]
+        found = module.create_position_ids_from_inputs_embeds(given, pad)
+    else:
+        found = module.create_position_ids_from_input_ids(ids, pad)
+    return found
+
+
+def positions_in_mask(batch: Mapping[str, Any]) -> Tensor | None:
+    """Positions that count what the mask shows."""
+    mask = batch.get("attention_mask")
+    return None if mask is None else mask.cumsum(1) * mask - 1
+
+
+def names_in(module: nn.Module, *names: str) -> bool:
+    """Whether the code of a module's forward calls something of one of these names."""
+    plain = inspect.unwrap(type(module).forward)
+    return not {*names}.isdisjoint(plain.__code__.co_names)
+
+
+def inner_models(model: nn.Module) -> Iterator[nn.Module]:
+    """A transformers model and those that it is made of."""
+    return (m for m in model.modules() if hasattr(m, "base_model_prefix"))
+
+
+def position_tables(model: nn.Module) -> list[nn.Module]:
+    """The modules that look up positions that the model's code counts, in a model that
+    takes no `position_ids`; also those of other stages of a pipeline.
+    """
+    if "position_ids" in inspect.signature(model.forward).parameters:
+        return []
+    wanted = {"position_ids", "past_key_values_length"}
+    return [
+        module
+        for module in model.modules()
+        if wanted <= {*inspect.signature(type(module).forward).parameters}
+    ]
+
+
+def cache_readers(model: nn.Module) -> list[nn.Module]:
+    """The layers whose own code asks a cache where their tokens begin, or for the keys
+    by which an indexer chooses.
+    """
+    models = {*inner_models(model)}
+    asked = ("get_seq_length", "update_indexer")
+    return [m for m in model.modules() if m not in models and names_in(m, *asked)]
+
+
+class PartCache:
+    """Answers layers that ask a cache: the tokens before those of a part are on other
+    ranks.
+
+    Args:
+        context: the `ContextParallel` of the model.
+        hidden: what the layer gets, `[rows, tokens, ...]`.
+    """
+
+    def __init__(self, context: Any, hidden: Tensor) -> None:
+        self.context, self.hidden = context, hidden
+
+    def get_seq_length(self, *_: Any) -> Tensor:
+        """How many tokens of other ranks are before each token of this one."""
+        own, context = self.hidden.shape[1], self.context
+        if context.tokens is not None and context.tokens.several():
+            text = "the model's code counts the tokens of a row"
+            raise ContextError(f"{text}: use another balance than `per_document`")
+        order = order_of(self.hidden, context.size, context.balance)
+        first = torch.arange(own, device=order.device)
+        return order.view(-1, own)[context.rank] - first
+
+    def update(self, keys: Tensor, values: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+        """This rank's alone: attention gathers the others."""
+        return keys, values
+
+    def update_indexer(self, keys: Tensor, *_: Any) -> Tensor:
+        """The keys of all ranks, `[rows, tokens, features]`."""
+        if self.context.exchanges:
+            raise ContextError("an indexer chooses keys: use `attention = all_gather`")
+        found: Tensor = self.context.gathered(keys.unsqueeze(1))
+        return found.squeeze(1)
