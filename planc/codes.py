@@ -227,6 +227,7 @@ _ROWS: tuple[tuple[str, str, Phase, str], ...] = (
     ("PL566", "error", "plan", "a model that cannot be cut into stages"),
     ("PL567", "error", "plan", "not supported in a pipeline"),
     ("PL568", "error", "plan", "a timetable that cannot be run"),
+    ("PL569", "warning", "plan", "checkpoints under a schedule that splits backward passes"),
     ("PL600", "error", "input", "unknown model"),
     ("PL601", "error", "input", "the configuration cannot be read"),
     ("PL602", "error", "input", "the configuration is not a JSON object"),

@@ -1,4 +1,7 @@
-"""PL561, PL562, PL564, PL565, PL567: pipelines that cannot run, or would train another model."""
+"""PL561, PL562, PL564, PL565, PL567: pipelines that cannot run, or would train another model.
+
+PL569: checkpoints that save nothing.
+"""
 
 from collections.abc import Iterator
 
@@ -20,6 +23,15 @@ def pipeline(plan: Plan, facts: Facts, sink: Sink) -> None:
     for what, line, help in _unsupported(plan, rule.op):
         label = Label(span=rule.origin, text="a pipeline")
         sink.error("PL567", what, Label(span=line), label, help=help)
+    if rule.op.splits and plan.checkpoint:
+        sink.warning(
+            "PL569",
+            f"{rule.op.schedule} computes the gradients of weights later, and torch recomputes a "
+            "block for each of them and keeps most of it: memory is not saved",
+            Label(span=plan.checkpoint[0].origin, text="checkpointed"),
+            Label(span=rule.op.origin_of("schedule") or rule.op.origin),
+            help="use another schedule, or no checkpoints",
+        )
 
 
 def _schedule(plan: Plan, op: Pipeline, sink: Sink) -> None:

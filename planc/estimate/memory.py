@@ -197,6 +197,12 @@ class _Rank:
             return layer.boundary
         return layer.kept_selective if recompute is Recompute.SELECTIVE else layer.kept
 
+    def waits(self, layer: Layer) -> float:
+        """Bytes that one layer of one micro-batch holds for the gradients of its weights, beside
+        what it keeps: those of its outputs, and what has been recomputed for the first half.
+        """
+        return layer.outputs + layer.kept - min(self.kept(layer), layer.kept)
+
     def in_flight(self) -> tuple[list[InFlight], list[InFlight]]:
         """What the rank holds when a backward begins, and when the gradients of weights that have
         waited do.
@@ -213,7 +219,7 @@ class _Rank:
         Args:
             gradients: bytes that exist once a backward has passed.
         """
-        apart = (sum(x.outputs * n for x, n in stage) for stage in self.stages)
+        apart = (sum(self.waits(x) * n for x, n in stage) for stage in self.stages)
         sizes = (*self.kept_by_stage(), *apart)
 
         def size(moment: InFlight) -> float:
@@ -255,8 +261,8 @@ class _Rank:
                         origin=layer.origin,
                     )
                     yield from self.lingering(layer, n, held)
-                if size := layer.outputs * n * min(waits, held):
-                    how = f"{layer.outputs / 2**20:,.1f} MiB x {n} layers x {waits} waiting"
+                if size := self.waits(layer) * n * min(waits, held):
+                    how = f"{self.waits(layer) / 2**20:,.1f} MiB x {n} layers x {waits} waiting"
                     name = f"gradients for the weights of {layer.name}"
                     yield Item(name=name, size=size, how=how, origin=layer.origin)
 
