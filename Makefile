@@ -77,4 +77,4 @@ pages: $(VENV)/.ready  ## write anew what is generated: the parser's table, the 
 	$(BIN)/python -m pytest tests/test_docs.py tests/test_specs.py --update
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) build dist docs/gallery .pytest_cache .mypy_cache .ruff_cache

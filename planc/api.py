@@ -259,7 +259,8 @@ def compiled_for(
     *,
     drafts: bool = False,
 ) -> tuple[Compiled, Sink]:
-    """A plan compiled for a model, and what is found; `drafts` as of `compiled_target`.
+    """A plan compiled for a model, and what is found; of a family without a plan a draft, if
+    `drafts`.
 
     Raises:
         TypeError: an argument is of another type than it says.

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from planc.checks import check
 from planc.diagnostic import Sink
@@ -94,6 +95,5 @@ def compile_plan(
     files = read(plan, sink) if plan else None
     facts = load(model, sink, allow_code=allow_code) if isinstance(model, str) else model
     if plan is None and facts is not None:
-        otherwise = (lambda: draft(facts)) if draft else None
-        files = plan_files.read_for(facts.family, sink, otherwise)
+        files = plan_files.read_for(facts.family, sink, draft and partial(draft, facts))
     return compile(files, facts, sink, world_size=world_size, settings=settings)

@@ -201,7 +201,7 @@ class _Rank:
         """Bytes that one layer of one micro-batch holds for the gradients of its weights, beside
         what it keeps: those of its outputs, and what has been recomputed for the first half.
         """
-        return layer.outputs + layer.kept - min(self.kept(layer), layer.kept)
+        return layer.outputs + max(0.0, layer.kept - self.kept(layer))
 
     def in_flight(self) -> tuple[list[InFlight], list[InFlight]]:
         """What the rank holds when a backward begins, and when the gradients of weights that have
@@ -210,8 +210,8 @@ class _Rank:
         work, ranks = self.work, self.work.pipeline.size
         every = orders(work.schedule, ranks, work.chunks, work.micro_batches, work.timetable)
         found = in_flight(every[self.rank], work.chunks)
-        later = [moment for moment in found if moment.begins.part == "W"]
-        return [moment for moment in found if moment not in later], later
+        first = [moment for moment in found if moment.begins.part != "W"]
+        return first, [moment for moment in found if moment.begins.part == "W"]
 
     def fullest(self, moments: Iterable[InFlight], gradients: float = 0.0) -> InFlight:
         """The moment at which the rank holds most.
@@ -261,8 +261,9 @@ class _Rank:
                         origin=layer.origin,
                     )
                     yield from self.lingering(layer, n, held)
-                if size := self.waits(layer) * n * min(waits, held):
-                    how = f"{self.waits(layer) / 2**20:,.1f} MiB x {n} layers x {waits} waiting"
+                late = self.waits(layer)
+                if size := late * n * min(waits, held):
+                    how = f"{late / 2**20:,.1f} MiB x {n} layers x {waits} waiting"
                     name = f"gradients for the weights of {layer.name}"
                     yield Item(name=name, size=size, how=how, origin=layer.origin)
 

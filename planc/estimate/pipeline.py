@@ -53,8 +53,9 @@ class InFlight(NamedTuple):
     @property
     def inside(self) -> InFlight:
         """At the end of a backward that leaves the gradients of weights for later."""
-        split = self.begins.part == "I"
-        grown = (n + (split and i == self.begins.chunk) for i, n in enumerate(self.waiting))
+        if self.begins.part != "I":
+            return self
+        grown = (n + (i == self.begins.chunk) for i, n in enumerate(self.waiting))
         return self._replace(waiting=(*grown,))
 
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from planc.runtime import gradients
 from planc.runtime.context import sequence_parts
 from planc.runtime.preconditions import stop
-from planc.runtime.standalone.pipeline import stages_of
+from planc.runtime.standalone.pipeline import Stages, stages_of
 from planc.runtime.standalone.pipeline_step import (
     MicrobatchError,
     forward_backward,
@@ -60,7 +60,7 @@ class TrainingStep:
             if stages is None:
                 total = self._plain(run, batches, count, trains)
             else:
-                total = self._pipelined(run, batches, count, trains)
+                total = self._pipelined(run, stages, batches, count, trains)
         total = total.detach().float()
         if stages is not None:
             distributed.all_reduce(total, group=stages.mesh.get_group())
@@ -82,9 +82,9 @@ class TrainingStep:
             losses.append(loss.detach())
         return torch.stack(losses).sum()
 
-    def _pipelined(self, run: Run, batches: Sequence[Batch], count: Tensor, trains: bool) -> Tensor:
-        stages = stages_of(run.model)
-        assert stages is not None
+    def _pipelined(
+        self, run: Run, stages: Stages, batches: Sequence[Batch], count: Tensor, trains: bool
+    ) -> Tensor:
         given = [{**run.batch(batch), **self._given(run, count)} for batch in batches]
 
         def part(loss: Tensor, at: int, number: int) -> Tensor:

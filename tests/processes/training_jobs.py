@@ -153,7 +153,7 @@ def clip_by_hand():
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
-    from planc.runtime.gradients import clip_grad_norm
+    from planc.runtime.standalone.clipping import clip_grad_norm
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
     placements = {
