@@ -21,7 +21,7 @@ demo: $(VENV)/.ready  ## a tour: check, lower, diff, diagnose, and train on four
 test: $(VENV)/.ready  ## the test suite, with a sample of the numerics on four gloo processes
 	$(BIN)/python -m pytest --numprocesses auto --dist worksteal
 
-processes: $(VENV)/.ready  ## numerics of all plans and options on four gloo processes (ten minutes)
+processes: $(VENV)/.ready  ## numerics of all plans and options on four gloo processes, and the cases that `make test` leaves out (over an hour)
 	$(BIN)/python -m pytest tests/processes
 	$(BIN)/python -m pytest -m slow --ignore tests/processes
 
