@@ -73,6 +73,7 @@ def check(
     Raises:
         ValueError: there is no such level, or inputs or a loss are for the name of a model.
     """
+    from planc.draft.parsed import parsed
     from planc.proof.apart import record
     from planc.proof.checked import Findings, known_certificate, summary
     from planc.proof.layout_flow import flow
@@ -87,7 +88,7 @@ def check(
     compiled, sink = compiled_for(model, plan, world_size, overrides, allow_code, drafts=drafts)
     checked = ""
     if level == "flow" and compiled.lowered is not None:
-        verdict = flow(compiled, sink, allow_code=allow_code)
+        verdict = flow(compiled, sink, allow_code=allow_code, draft=parsed)
         record(compiled, verdict, sink)
         checked = f", {verdict.text}"
     proof = known_certificate(compiled, sink)

@@ -145,10 +145,12 @@ def _checked(target: Target, options: argparse.Namespace, severity: Mapping[str,
     )
     checked, verdict = "", None
     if options.level == "flow" and compiled.lowered:
+        from planc.draft.parsed import parsed
         from planc.proof.apart import record
         from planc.proof.layout_flow import flow
 
-        verdict = flow(compiled, sink, strict=options.strict, allow_code=options.allow_code)
+        code = options.allow_code
+        verdict = flow(compiled, sink, strict=options.strict, allow_code=code, draft=parsed)
         record(compiled, verdict, sink)
         checked += f", {verdict.text}"
     if options.device_memory and compiled.applied and compiled.lowered:

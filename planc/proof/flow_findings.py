@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Set
 
 from planc.checks.parameters import TiedStyles
 from planc.codes import TIES
-from planc.diagnostic import Label, Severity, Sink, one_of
+from planc.diagnostic import Diagnostic, Label, Severity, Sink, one_of
 from planc.model.facts import below
 from planc.ops.phrases import together
 from planc.ops.styles import Sequence
@@ -19,16 +19,19 @@ _MOST = 8
 """The most findings of one kind."""
 
 
-def report_refuted(outcome: Outcome, small: Plan, ties: Iterable[TiedStyles], sink: Sink) -> None:
-    """Reports what differs: outputs (PL501), crashes (PL503), gradients (PL502), sizes (PL507),
-    parts of sequences (PL541), the
-    norm or the parameters after two steps (PL509), and random numbers (PL511).
+def refuted(
+    outcome: Outcome, small: Plan, ties: Iterable[TiedStyles], sink: Sink
+) -> tuple[Diagnostic, ...]:
+    """The findings of what differs: outputs (PL501), crashes (PL503), gradients (PL502), sizes
+    (PL507), parts of sequences (PL541), the norm or the parameters after two steps (PL509), and
+    random numbers (PL511).
 
     Only the first wrong output is reported, because the outputs after it differ as a consequence,
     as all of them do of random numbers that differ, and of one cause only one finding: an input
     with another layout than the plan states (PL505), or tied parameters of which one is replicated.
-    The latter replaces PL401, which says the same from structure alone.
+    The latter overrules PL401 in the sink, which says the same from structure alone.
     """
+    told = Sink()
     groups = _groups(outcome, small)
     first = [g for g in groups if g[0].kind in ("output", "crash", "context")][:1]
     sizes = [g for g in groups if g[0].kind == "size"][:1]
@@ -44,16 +47,17 @@ def report_refuted(outcome: Outcome, small: Plan, ties: Iterable[TiedStyles], si
         if (cause or tie) in said:
             continue
         if cause is not None:
-            _boundary(cause, small, sink, Severity.ERROR, _consequence(group[0]))
+            _boundary(cause, small, told, Severity.ERROR, _consequence(group[0]))
         elif tie is not None:
-            _tied(tie, group, sink)
+            _tied(tie, group, told)
             sink.overrule(TIES)
         else:
-            _REPORTERS.get(group[0].kind, _gradient)(group, small, sink)
+            _REPORTERS.get(group[0].kind, _gradient)(group, small, told)
             continue
         said.append(cause or tie)
     for group in [] if causes else boundaries[:1]:
-        _boundary(group, small, sink, Severity.ERROR)
+        _boundary(group, small, told, Severity.ERROR)
+    return told.diagnostics
 
 
 def report_means(outcome: Outcome, sink: Sink) -> None:

@@ -26,10 +26,11 @@ from planc.ops.pipeline import Pipeline
 from planc.ops.tensor_parallel import Parallelize
 from planc.plan.ir import Plan
 from planc.proof.called_modules import called_modules
-from planc.proof.flow_findings import report_means, report_refuted, report_uncalled, report_unstated
+from planc.proof.flow_findings import refuted, report_means, report_uncalled, report_unstated
 from planc.proof.judge import blamed, judge
 from planc.proof.layer_verdicts import LayerVerdict, layer_verdicts
 from planc.proof.random_draws import drawing_case, report_draws
+from planc.proof.remedy import Draft, blamed_first, remedy
 from planc.proof.small_case import SmallCase, small_case
 from planc.proof.small_mesh import for_timetable, simulated_sizes, with_experts
 from planc.proof.stand_in import Unrepresented
@@ -165,11 +166,24 @@ _ERRORS = ("logits", "loss", "gradient", "norm", "parameters")
 
 
 def flow(
-    compiled: Compiled, sink: Sink, *, strict: bool = False, allow_code: bool = False
+    compiled: Compiled,
+    sink: Sink,
+    *,
+    strict: bool = False,
+    allow_code: bool = False,
+    draft: Draft | None = None,
 ) -> Verdict:
     """The verdict of layout flow on a compiled plan without errors; reports PL501 to PL508.
 
-    If it is proved, presumed findings are overruled. `strict` makes unknown (PL504) an error.
+    If it is proved, presumed findings are overruled.
+
+    Args:
+        compiled: the plan for its model.
+        sink: receives the findings.
+        strict: makes unknown (PL504) an error.
+        allow_code: whether Python code that the plan or the model names may be run.
+        draft: what drafts a plan where no file is for the family. If given, what is to blame for a
+            refuted plan is searched for.
     """
     facts, ir, lowered = compiled.facts, compiled.plan, compiled.lowered
     if facts is None or ir is None or lowered is None:
@@ -205,7 +219,7 @@ def flow(
         _unknown(verdict, sink, strict, help, lines)
     if isinstance(small, Unrepresented):
         return verdict
-    verdict = replace(verdict, gathered=_report(outcome, small.compiled, compiled, sink))
+    verdict = replace(verdict, gathered=_report(outcome, small, compiled, draft, sink))
     if verdict.verdict != "proved" or not axes:
         return verdict
     draws = tuple(_draws(compiled, axes, sink, strict))
@@ -254,16 +268,22 @@ def _draws(
         yield SectionVerdict(name=name, verdict=verdict, by=by, reason=outcome.reason)
 
 
-def _report(outcome: Outcome, small: Compiled, real: Compiled, sink: Sink) -> bool:
+def _report(
+    outcome: Outcome, case: SmallCase, real: Compiled, draft: Draft | None, sink: Sink
+) -> bool:
     """Reports what a simulation found; returns whether every FSDP unit is called."""
-    assert small.plan is not None and small.lowered is not None
-    if report_uncalled({name for name, _ in outcome.modules}, small.plan, sink):
+    small = case.compiled.plan
+    assert small is not None
+    if report_uncalled({name for name, _ in outcome.modules}, small, sink):
         return False  # the cause of whatever else was found
     if outcome.verdict == "refuted":
         ties = split_apart(*real.applied) if real.applied else ()
-        report_refuted(outcome, small.plan, tuple(ties), sink)
+        found = refuted(outcome, small, tuple(ties), sink)
+        changes = remedy(real, case, outcome, draft) if draft else ()
+        for finding in blamed_first(found, changes):
+            sink.add(finding)
     else:
-        report_unstated(outcome, small.plan, sink)
+        report_unstated(outcome, small, sink)
     report_means(outcome, sink)
     return True
 

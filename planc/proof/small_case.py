@@ -161,20 +161,35 @@ def small_case(
         return Unrepresented(reason=reason)
     if facts.name != compiled.facts.name:
         return Unrepresented(reason=f"the small model is a {facts.name}, not {compiled.facts.name}")
+    plan = small_plan(compiled, model, facts, sizes)
+    if isinstance(plan, Unrepresented):
+        return plan
+    return with_plan(SmallCase(model=model, compiled=replace(compiled, facts=facts)), plan, checks)
+
+
+def small_plan(
+    compiled: Compiled, model: SmallModel, facts: Facts, sizes: Mapping[str, int]
+) -> Plan | Unrepresented:
+    """The decisions of a plan on the modules of a small model, whose facts these are."""
+    assert compiled.facts is not None
+    quiet = Sink()
     plan = _sized(compiled, Sizes(config=facts.config, axes=sizes), quiet)
     if plan is None:
         return _unfit(quiet)
-    stood = stand_in(with_stages(plan, sizes), compiled.facts, facts, kept=model.kept, sizes=sizes)
-    if isinstance(stood, Unrepresented):
-        return stood
-    applied = adapted(stood, facts)
+    return stand_in(with_stages(plan, sizes), compiled.facts, facts, kept=model.kept, sizes=sizes)
+
+
+def with_plan(case: SmallCase, plan: Plan, checks: Sink | None = None) -> SmallCase | Unrepresented:
+    """A small model under a plan for its modules; `checks` as for `small_case`."""
+    assert case.compiled.facts is not None
+    applied = adapted(plan, case.compiled.facts)
     found = Sink() if checks is None else checks
     check(*applied, found)
     wrong = [d for d in found if d.severity == "error" and d.code not in REAL_SIZES]
     if checks is None and wrong:
         return _unfit(wrong)
-    small = replace(compiled, facts=facts, plan=stood, applied=applied, lowered=lower(*applied))
-    return SmallCase(model=model, compiled=small)
+    compiled = replace(case.compiled, plan=plan, applied=applied, lowered=lower(*applied))
+    return replace(case, compiled=compiled)
 
 
 def _sized(compiled: Compiled, sizes: Sizes, sink: Sink) -> Plan | None:

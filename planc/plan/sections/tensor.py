@@ -21,7 +21,12 @@ _EXAMPLES = {
     "expert": "model.layers.*.mlp.experts : dispatch(all_to_all)",
     "loss": "lm_head : cross_entropy(chunks = 8)",
 }
-_ASPECTS = {name: name for name in ("input", "output", "attributes")}
+_ASPECTS = ("input", "output", "attributes")
+
+
+def aspect(style: str) -> str:
+    """What of a module a style decides: a module can have one of each for an axis."""
+    return style if style in _ASPECTS else "style"
 
 
 def tensor(program: Program) -> Iterator[TensorRule]:
@@ -59,7 +64,6 @@ def _claim(
     rule: ast.Rule, found: tuple[Modules, ...], claims: Claims[Style], program: Program
 ) -> None:
     """Claims modules by kind: a bare rowwise on an embedding takes replicated token ids."""
-    aspect = _ASPECTS.get(rule.action.name, "style")
     by_kind: dict[str, list[Modules]] = {}
     for modules in found:
         kind = modules.module.kind
@@ -74,7 +78,7 @@ def _claim(
         if style is None:
             return
         override = rule.override and i == 0
-        claims.add(group, aspect, style, rule.origin, override=override)
+        claims.add(group, aspect(rule.action.name), style, rule.origin, override=override)
 
 
 def rule_of(placed: Placed, section: str, program: Program) -> ast.Rule | None:
