@@ -41,9 +41,9 @@ def errors(plan, *settings, model="llama-3.1-8b", world=4):
             "mlp.{gate,up}_proj : colwise",
             "mlp.gate_proj : colwise",
             ("tp=2",),
-            None,
+            ["mlp.gate_proj : colwise"],
             r"add `model.layers.\*.mlp.up_proj : colwise`, as \S+llama.plan:40",
-            id="a missing rule, which has no line",
+            id="a missing rule, which has no line of its own",
         ),
         pytest.param(
             "mlp.{gate,up}_proj : colwise",
@@ -61,9 +61,9 @@ def test_the_line_to_blame(tmp_path, old, new, settings, marks, help):
     (error,) = errors(path, *settings)
     assert re.match(help, error.help), error.help
     assert ": then the small model is proved" in error.help
-    if marks is not None:
-        assert [label.span.text for label in error.labels] == marks
-        assert error.labels[0].text.startswith("to blame: right with `")
+    assert [label.span.text for label in error.labels] == marks
+    told = "a rule is missing" if help.startswith("add") else "to blame: right with `"
+    assert error.labels[0].text.startswith(told)
 
 
 def test_two_lines_are_to_blame_where_neither_alone_is_enough(tmp_path):

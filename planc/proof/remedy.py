@@ -45,11 +45,18 @@ class Change:
         old: the rule of the refuted plan; None where it has none.
         new: that of the right one; None where that has none.
         places: the modules, of the small model, and what of them is decided.
+        near: where a rule is missing, the one for the modules with the most similar names.
     """
 
     old: TensorRule | None
     new: TensorRule | None
     places: tuple[At, ...]
+    near: TensorRule | None = None
+
+    @property
+    def paths(self) -> list[str]:
+        """The modules, with `*` for indices and braces for names."""
+        return together({generic(name): 0 for name, _ in self.places})
 
     @property
     def style(self) -> str:
@@ -59,23 +66,24 @@ class Change:
 
     @property
     def label(self) -> Iterator[Label]:
-        """The line to blame, if there is one."""
+        """The line to blame, or the one beside which another is missing."""
         if self.old is not None:
             told = f"right with `{self.style}`" if self.new else "right without it"
             yield Label(span=self.old.origin, text=f"to blame: {told}")
+        elif self.near is not None:
+            yield Label(span=self.near.origin, text="a rule is missing beside this one")
 
     @property
     def text(self) -> str:
         """What to do."""
-        paths = together({generic(name): 0 for name, _ in self.places})
-        where = " and ".join(f"`{at}`" for at in paths)
+        where = " and ".join(f"`{at}`" for at in self.paths)
         if self.new is None:
             return f"remove the rule for {where}"
         place = f", as {self.new.origin.place} has it"
         if self.new.origin.source.name == plan_files.DRAFT:
             place = ", as `planc init` drafts it"
         if self.old is None:
-            rules = " and ".join(f"`{at} : {self.style}`" for at in paths)
+            rules = " and ".join(f"`{at} : {self.style}`" for at in self.paths)
             return f"add {rules}{place}"
         return f"give {where} the style `{self.style}`{place}"
 
@@ -127,7 +135,7 @@ def _elsewhere(outcome: Outcome) -> bool:
 def _distance(outcome: Outcome, change: Change) -> int:
     """How far a change is from what was wrong first, by what their names share."""
     seen = outcome.discrepancies[0].subject if outcome.discrepancies else ""
-    return -max(len(commonprefix([seen, name])) for name, _ in change.places)  # noqa: RUF071
+    return -max(_shared(seen, name) for name, _ in change.places)
 
 
 def _right_plans(compiled: Compiled, small: SmallCase, draft: Draft) -> Iterator[tuple[Plan, str]]:
@@ -179,10 +187,17 @@ def _differences(mine: Rules, right: Rules) -> list[Change]:
         if not (old and new and old.style == new.style):
             key = (old.origin if old else None, new.origin if new else None)
             pairs.setdefault(key, []).append(at)
-    return [
-        Change(old=mine.get(places[0]), new=right.get(places[0]), places=tuple(places))
-        for places in pairs.values()
-    ]
+    changes = []
+    for places in pairs.values():
+        name, _ = at = places[0]
+        near = max(mine, key=lambda other: _shared(other[0], name), default=at)
+        rules = {"old": mine.get(at), "new": right.get(at), "near": mine.get(near)}
+        changes.append(Change(places=tuple(places), **rules))
+    return changes
+
+
+def _shared(one: str, two: str) -> int:
+    return len(commonprefix([one, two]))  # noqa: RUF071
 
 
 def _fewest(changes: list[Change], proves: Callable[[Sequence[Change]], bool]) -> list[Change]:

@@ -25,6 +25,7 @@ from transformers import (
 )
 
 import planc
+from planc.runtime.standalone.expert_parallel import LocalExperts, by_all_to_all
 
 ROWS, TOKENS, WORDS, STAGES, MICROBATCHES = 8, 128, 4_000, 2, 4
 SHAPE = {
@@ -241,4 +242,30 @@ def experts():
     return {"hand": stepped(theirs, one_pass), "planc": by_planc(mine, "mixtral", ids, "ep=2")}
 
 
-AXES = {"pipeline": pipeline, "context": context, "experts": experts}
+def dispatch():
+    """Tokens to their experts on four ranks and back, with gradients, and nothing computed there:
+    beside torch's all-to-all of the same rows alone, which have to be counted and sorted.
+    """
+    group, count, width, chosen, local = distributed.group.WORLD, 2_048, 512, 2, 2
+    torch.manual_seed(distributed.get_rank())
+    hidden = torch.randn(count, width, requires_grad=True)
+    index = torch.rand(count, local * group.size()).topk(chosen).indices
+    weights = torch.rand(count, chosen)
+    own = LocalExperts(lambda rows, _index, weights: rows * weights, local, group)
+    sizes = torch.bincount(index.flatten(), minlength=local * group.size())
+    sent, theirs = sizes.view(-1, local).sum(1), torch.empty(group.size(), dtype=torch.int64)
+    distributed.all_to_all_single(theirs, sent, group=group)
+    sent, received = sent.tolist(), theirs.tolist()
+    sorted_rows = torch.randn(count * chosen, width, requires_grad=True)
+
+    def theirs_alone():
+        rows = all_to_all_single_autograd(sorted_rows, received, sent, group)
+        all_to_all_single_autograd(rows, sent, received, group).sum().backward()
+
+    def ours():
+        by_all_to_all(own, hidden, index, weights).sum().backward()
+
+    return {"hand": theirs_alone, "planc": ours}
+
+
+AXES = {"pipeline": pipeline, "context": context, "experts": experts, "dispatch": dispatch}

@@ -285,6 +285,7 @@ def main():
     large, small = searched["16,384 ranks", "again"], searched["16 ranks", "again"]
     numbers.append(("suggest, warm, 16,384 ranks against 16", large, small, 4.0))
     stepped, peak = steps("step", 3 * repeat), memory()
+    sent = steps("dispatch", 3 * repeat)
     numbers += [
         (
             "the fastest step, 4 processes, against torch by hand",
@@ -294,6 +295,7 @@ def main():
         ),
         ("its seconds on a core", stepped["planc cpu"], stepped["hand cpu"], 1.02),
         *(row for axis, what in AXES.items() for row in axis_rows(axis, what, repeat)),
+        ("dispatch and back, against torch's all-to-all alone", sent["planc"], sent["hand"], 1.5),
         ("the most a rank allocates in three steps, MiB", peak["planc"], peak["hand"], 1.02),
         ("the same, a loss in 8 chunks against whole logits", peak["chunked"], peak["whole"], 0.25),
     ]

@@ -1,6 +1,6 @@
 """The time and the memory of a training step, of an applied plan beside the same torch by hand.
 
-    python tests/bench/steps.py step|pipeline|context|experts REPEAT
+    python tests/bench/steps.py step|pipeline|context|experts|dispatch REPEAT
     python tests/bench/steps.py memory hand|planc|whole|chunked
 
 Four ranks, gloo processes for the time, dp_shard 2 and tp 2, a llama of 19M parameters in fp32,
