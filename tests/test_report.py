@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planc.diagnostic import Diagnostic, Label, Severity, Sink
-from planc.report import FORMATS, render, wants_color
+from planc.report import FORMATS, render, terminal_width, wants_color
 from planc.report.sorting import summary
 from planc.report.terminal_width import cells, width, wrap
 from planc.source import Source
@@ -324,6 +324,13 @@ def test_wrapping_loses_nothing(text, room):
     kept = "".join(shown for part in text.split("\n") for shown, _ in cells(part))
     assert "".join("".join(lines).split()) == "".join(kept.split())
     assert all(width(line) <= room for line in lines if len(line) > 8)
+
+
+def test_a_long_word_is_read_a_few_times_and_not_once_a_line(monkeypatch):
+    read = []
+    monkeypatch.setattr(terminal_width, "cell", lambda char: read.append(char) or (char, 1))
+    assert len(wrap("9" * 10_000, 80)) == 125
+    assert len(read) < 10 * 10_000
 
 
 def test_the_order_is_that_of_the_text():

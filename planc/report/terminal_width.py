@@ -68,22 +68,23 @@ def _filled(paragraph: str, room: int) -> list[str]:
         if line and used + width(word) > room:
             lines.append(line)
             line, used, word = "", 0, word.lstrip()
-        while width(word) > room:
-            head = _fitting(word, room)
-            lines.append(head)
-            word = word[len(head) :]
+        if width(word) > room:
+            *full, word = _cut(word, room)
+            lines += full
         line, used = line + word, used + width(word)
     return [*lines, line] if line else lines
 
 
-def _fitting(word: str, room: int) -> str:
-    """The longest prefix of a word that fits, at least one character."""
-    used = 0
+def _cut(word: str, room: int) -> list[str]:
+    """A word in pieces that fit, each of at least one character and as long as can be."""
+    starts, used = [0], 0
     for index, (_, size) in enumerate(cells(word)):
-        used += size
-        if used > room and index > 0:
-            return word[:index]
-    return word
+        if used + size > room and index > starts[-1]:
+            starts.append(index)
+            used = size or 1  # one that joins the previous is shown on a circle
+        else:
+            used += size
+    return [word[one:two] for one, two in zip(starts, [*starts[1:], None], strict=True)]
 
 
 def _named(char: str) -> str:
