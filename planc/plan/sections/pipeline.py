@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from functools import partial
 
-from planc.diagnostic import did_you_mean, one_of
+from planc.diagnostic import did_you_mean, nearest, one_of
 from planc.model.facts import Facts, Modules
 from planc.model.indices import Indices
 from planc.model.layer_kinds import length
@@ -153,6 +153,9 @@ def _value(item: ast.Setting, program: Program) -> object:
 def _complete(settings: Settings, section: ast.Section, program: Program) -> bool:
     for name, hint in (("microbatches", "write `microbatches = 8`"), ("stages", _EXAMPLE)):
         if name not in settings.lines:
+            other = (i.name for i in section.items if isinstance(i, ast.Setting))
+            if any(name in nearest(o, _SETTINGS) for o in other if o not in _SETTINGS):
+                return False  # misspelled, which is a finding already
             message = f"the pipeline has no `{name}`"
             program.sink.error("PL012", message, section.name_origin, help=hint)
             return False
