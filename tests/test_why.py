@@ -19,10 +19,11 @@ from planc.diagnostic import Sink
 from planc.ops import phrases as words
 from planc.ops.activation_checkpoint import Checkpoint
 from planc.ops.fsdp import FullyShard
+from planc.ops.styles import Split
 from planc.ops.tensor_parallel import Parallelize
 from planc.plan.apply_adapters import adapted
 from planc.provenance import render
-from planc.provenance.query import why
+from planc.provenance.query import _spread, why
 from planc.resources import GRAMMARS
 
 ROOT = Path(__file__).parent.parent
@@ -378,3 +379,7 @@ def test_a_lowered_file(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "colwise, on tp = 8\n              plans/llama.plan:40\n" in out
     assert words.size(1792 // 8 * 4096 * 2) in out
+
+
+def test_any_number_of_ranks_is_counted_and_not_listed():
+    assert _spread(Split(0), (14336,), 10**12) == ((14336, 1), (10**12 - 14336, 0))

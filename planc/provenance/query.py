@@ -5,7 +5,7 @@ lowering drops because they have no effect, and the text of each line.
 """
 
 from collections.abc import Iterator
-from itertools import groupby
+from itertools import pairwise
 from math import prod
 
 from planc.compiler import Compiled
@@ -358,6 +358,11 @@ def _spread(split: Split, shape: tuple[int, ...], ranks: int) -> tuple[tuple[int
     parts = part_sizes(split, shape[split.dim]) if split.packed else (shape[split.dim],)
     chunks = [-(-size // ranks) for size in parts]
     cut = list(zip(parts, chunks, strict=True))
-    local = [sum(min(c, max(0, size - rank * c)) for size, c in cut) for rank in range(ranks)]
-    runs = [(len(list(group)), size) for size, group in groupby(local)]
+    # of each part, ranks have a whole chunk, then one has the rest, then none: any number of ranks
+    ends = {min(ranks, size // chunk + more) for size, chunk in cut if chunk for more in (0, 1)}
+    runs: list[tuple[int, int]] = []
+    for rank, end in pairwise(sorted({0, ranks, *ends})):
+        local = sum(min(chunk, max(0, size - rank * chunk)) for size, chunk in cut)
+        before = runs.pop()[0] if runs and runs[-1][1] == local else 0
+        runs.append((before + end - rank, local))
     return tuple(runs) if len(runs) > 1 else ()
