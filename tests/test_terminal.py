@@ -183,6 +183,8 @@ print("done")
 
 def test_a_long_wait_shows_progress_on_a_terminal_alone():
     assert "reading [a] model: 3 of 9" in on_terminal(4.0, program=("-c", WAIT))
+    early = WAIT.replace("    time.sleep(float(sys.argv[1]) / 2)\n", "", 1)
+    assert "reading [a] model: 3 of 9" in on_terminal(4.0, program=("-c", early))
     assert "reading" not in on_terminal(0.1, program=("-c", WAIT))
     words = [sys.executable, "-c", WAIT, "1.5"]
     done = subprocess.run(words, capture_output=True, text=True, check=True, env=environment())

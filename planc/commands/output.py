@@ -97,6 +97,7 @@ def waiting(text: str) -> Iterator[Callable[[int, int], None]]:
     from threading import Timer
 
     shown: list[Any] = []
+    told = [text]  # kept for a bar that is shown later
 
     def show_status() -> None:
         from rich.console import Console
@@ -104,13 +105,16 @@ def waiting(text: str) -> Iterator[Callable[[int, int], None]]:
 
         plain = TextColumn("{task.description}", markup=False)
         columns = SpinnerColumn(), plain, TimeElapsedColumn()
-        shown.append(Progress(*columns, console=Console(stderr=True), transient=True))
-        shown[0].add_task(text)
-        shown[0].start()
+        bar = Progress(*columns, console=Console(stderr=True), transient=True)
+        task = bar.add_task(text)
+        shown.append(bar)
+        bar.update(task, description=told[0])
+        bar.start()
 
     def update(done: int, total: int) -> None:
+        told[0] = f"{text}: {done} of {total}"
         for bar in shown:
-            bar.update(bar.task_ids[0], description=f"{text}: {done} of {total}")
+            bar.update(bar.task_ids[0], description=told[0])
 
     timer = Timer(1.0, show_status)
     timer.start()
