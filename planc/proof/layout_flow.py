@@ -280,6 +280,8 @@ def _report(
         ties = split_apart(*real.applied) if real.applied else ()
         found = refuted(outcome, small, tuple(ties), sink)
         changes = remedy(real, case, outcome, draft) if draft else ()
+        if changes:  # what is presumed is wrong, or has the same cause: with these all is proved
+            sink.overrule(PRESUMED)
         for finding in blamed_first(found, changes):
             sink.add(finding)
     else:

@@ -113,9 +113,9 @@ def remedy(
     return tuple(_fewest(changes, partial(_proves, small, plan, axis, right)))
 
 
-def blamed_first(found: Iterable[Diagnostic], changes: Sequence[Change]) -> Iterator[Diagnostic]:
+def blamed_first(found: Sequence[Diagnostic], changes: Sequence[Change]) -> Iterator[Diagnostic]:
     """The first error at the lines to blame, with what to do; the others, facts of it."""
-    if not changes:
+    if not (found and changes):
         yield from found
         return
     first, *others = found
