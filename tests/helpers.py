@@ -29,7 +29,8 @@ def slow(*case):
 
 def sampled(cases, every):
     """Cases of which `make test` runs one in so many, and `make processes` the others."""
-    return [case if at % every == 0 else slow(*case) for at, case in enumerate(cases)]
+    cases = [case if isinstance(case, tuple) else (case,) for case in cases]
+    return [pytest.param(*c) if at % every == 0 else slow(*c) for at, c in enumerate(cases)]
 
 
 def facts(model="llama-3.1-8b"):

@@ -6,7 +6,7 @@ import sys
 
 import diffused
 import pytest
-from helpers import mutant, simulated, slow
+from helpers import mutant, sampled, simulated, slow
 from modelfolder import found
 
 from planc.cli import main
@@ -178,7 +178,9 @@ def test_of_another_class_the_inputs_are_not_known():
 
 
 @pytest.mark.parametrize("checkpointing", ["true", slow("false")])
-@pytest.mark.parametrize(("name", "plan"), [(n, diffused.plan_of(n)) for n in diffused.TOTALS])
+@pytest.mark.parametrize(
+    ("name", "plan"), sampled([(n, diffused.plan_of(n)) for n in diffused.TOTALS], 2)
+)
 def test_shipped_plans_are_proved(name, plan, checkpointing):
     settings = ["tp=4", f"checkpointing={checkpointing}"]
     verdict, findings = simulated(name, plan, settings)
@@ -202,7 +204,7 @@ MUTANTS = [  # (model, plan, what it says, what it is to say, the code, in its m
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "plan", "right", "wrong", "code", "where"), MUTANTS)
+@pytest.mark.parametrize(("name", "plan", "right", "wrong", "code", "where"), sampled(MUTANTS, 3))
 def test_a_broken_plan_is_refuted(tmp_path, name, plan, right, wrong, code, where):
     path = mutant(tmp_path, plan, right, wrong)
     verdict, findings = simulated(name, path, ["tp=2"])

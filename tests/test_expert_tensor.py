@@ -5,7 +5,7 @@ from unittest import mock
 
 import pytest
 import torch
-from helpers import simulated
+from helpers import simulated, slow
 from test_expert_parallel import DATA, EXPERTS, ROUTES, TENSOR, experts, forward_and_back, inputs
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard
@@ -99,8 +99,8 @@ def judged(settings=PLAIN, model="mixtral-8x7b", plan="mixtral", world=4):
     [
         ("mixtral-8x7b", "mixtral", 8),
         ("qwen3-30b-a3b", "qwen3_moe", 4),
-        ("deepseek-v3", "deepseek_v3", 4),
-        ("gpt-oss-20b", "gpt_oss", 4),
+        slow("deepseek-v3", "deepseek_v3", 4),
+        slow("gpt-oss-20b", "gpt_oss", 4),
     ],
 )
 def test_families_are_proved(uncached, model, plan, world):

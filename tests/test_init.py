@@ -119,7 +119,9 @@ def rules(text):
     return ["".join(line.split()) for line in section.splitlines() if ":" in line]
 
 
-@pytest.mark.parametrize("model", ["llama-3.1-8b", slow("qwen3-8b"), slow("mixtral-8x7b"), "phi-4"])
+@pytest.mark.parametrize(
+    "model", ["llama-3.1-8b", slow("qwen3-8b"), slow("mixtral-8x7b"), slow("phi-4")]
+)
 def test_a_drafted_plan_is_laid_out_checked_and_proved(model, tmp_path):
     facts, made, found = drafted(model)
     assert list(found) == []
