@@ -54,6 +54,13 @@ class Diagnostic:
     help: str | None = None
 
     @property
+    def told(self) -> str:
+        """In one line, with its place and its help, as exceptions and logs have it."""
+        place = f"{self.labels[0].span.place}: " if self.labels else ""
+        tail = f" ({self.help})" if self.help else ""
+        return f"{place}{self.severity}[{self.code}]: {self.message}{tail}"
+
+    @property
     def edit(self) -> tuple[Span, str] | None:
         """What to replace by what, where the help corrects a name that the first label shows."""
         if not isinstance(self.help, DidYouMean) or not self.labels:
@@ -172,14 +179,8 @@ class PlanError(Exception):
 
     def __init__(self, diagnostics: Iterable[Diagnostic]) -> None:
         self.diagnostics = tuple(diagnostics)
-        lines = []
-        for d in self.diagnostics:
-            if d.severity is not Severity.ERROR:
-                continue
-            place = f"{d.labels[0].span.place}: " if d.labels else ""
-            tail = f" ({d.help})" if d.help else ""
-            lines.append(f"{place}{d.severity}[{d.code}]: {d.message}{tail}")
-        super().__init__("\n".join(lines))
+        errors = (d for d in self.diagnostics if d.severity is Severity.ERROR)
+        super().__init__("\n".join(d.told for d in errors))
 
 
 def nearest(name: str, known: Iterable[str]) -> list[str]:

@@ -1,14 +1,20 @@
 """The checksums that ranks compare, and the hook that compares, without ranks."""
 
+import contextlib
 import copy
+import linecache
+import sysconfig
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+import planc
 from planc.runtime.preconditions import stop
 from planc.runtime.same_inputs import FirstPasses, _leaves, watch
 from planc.runtime.same_weights import model_sums, plain, tensor_sum
+from planc.runtime.script_line import script_line
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.uint8, torch.bool]
 
@@ -52,6 +58,55 @@ def test_the_sums_of_a_model_are_of_parameters_and_buffers():
     meta = model_sums(copy.deepcopy(model).to("meta"))
     assert all(meta[n] != after[n] for n in after)
     assert not plain(torch.empty(2, device="meta")) and plain(nn.Parameter(torch.empty(2)))
+
+
+def lines_of(name, text, module="train"):
+    """The line that a function in a file of that name is at, where it asks for it."""
+    known = {"__name__": module, "script_line": script_line}
+    exec(compile(text, name, "exec"), known)
+    return known["ask"]
+
+
+@pytest.mark.parametrize(
+    "library",
+    [
+        "/venv/lib/python3.11/site-packages/transformers/trainer.py",
+        "/usr/lib/python3/dist-packages/trainer.py",
+        contextlib.__file__,
+        str(Path(planc.__file__).parent / "integrations" / "trainer.py"),
+        str(Path(sysconfig.get_path("scripts")) / "train"),
+        "<string>",
+    ],
+)
+def test_the_line_of_the_script_is_outside_of_libraries(library):
+    ask = lines_of(library, "def ask():\n    return script_line('told')\n")
+    (label,) = ask()
+    assert label.text == "told" and label.span.text == "(label,) = ask()"
+    assert Path(label.span.source.name).name == Path(__file__).name
+
+
+def test_a_script_is_named_from_the_working_folder(tmp_path, monkeypatch):
+    text = "# ä script\ndef ask():\n    return script_line(\n        'told')\n"
+    path = tmp_path / "own" / "train.py"
+    path.parent.mkdir()
+    path.write_text(text)
+    ask = lines_of(str(path), text)
+    assert ask()[0].span.place == f"{path}:3"
+    monkeypatch.chdir(tmp_path)
+    (label,) = ask()
+    assert label.span.place == f"{Path('own', 'train.py')}:3"
+    assert label.span.text == "return script_line(" and label.span.column == 5
+    assert str(stop("PL484", "no", label)).startswith(f"{label.span.place}: error[PL484]: no")
+    path.write_text("")
+    linecache.checkcache()
+    assert ask() == ()
+
+
+def test_a_cell_has_a_line_and_what_is_typed_in_has_none(monkeypatch):
+    text = "def ask(): return script_line()\n"
+    assert lines_of("<stdin>", text, "__main__")() == ()
+    monkeypatch.setitem(linecache.cache, "<cell>", (len(text), None, [text], "<cell>"))
+    assert lines_of("<cell>", text, "__main__")()[0].span.place == "<cell>:1"
 
 
 class Model(nn.Module):

@@ -11,6 +11,7 @@ sys.path.insert(0, str(Path(__file__).parent / "silent"))
 
 import replay
 import silent_faults
+import silent_jobs
 import silent_page
 import silent_scripts
 
@@ -41,6 +42,38 @@ def test_the_page_has_every_case_once():
     assert len(rows) == len(PAGE) + len(replay.WAITING) + 2 * (len(kinds()) + 1)  # and the heads
 
 
+def test_the_totals_are_those_of_the_rows(tmp_path, monkeypatch):
+    text = silent_page.PAGE.read_text()
+    rows = [line for line in text.splitlines() if silent_page._cells(line)]
+    assert f"\n{silent_page.summary(rows)} (torch " in text
+    monkeypatch.setattr(silent_page, "PAGE", tmp_path / "page.md")
+    silent_page.PAGE.write_text(text)
+    made = replay.Replay(case=CASES["mean of means"], truth=WRONG, right=RIGHT)
+    silent_page.put([silent_page.row(made)])
+    found = silent_page.committed()
+    assert found["mean of means"] == "" and {**found, "mean of means": 0} == {
+        **PAGE,
+        "mean of means": 0,
+    }
+    named = sum(map(bool, PAGE.values()))
+    assert f"\nOf {len(PAGE)} cases {named - 1} are named" in silent_page.PAGE.read_text()
+
+
+def test_what_a_run_logs_is_read_with_the_line_of_the_script(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text("import planc\n    model(**batch)\n")
+    lines = [
+        "plan llama (0123): proved",
+        "own.plan:3:5: warning[PL104]: option `a` is never used",
+        f"{script}:2: warning[PL487]: the 2 ranks: all: the same (help)",
+        "warning[PL478]: means",
+    ]
+    assert list(silent_jobs.warned(lines)) == [
+        ("PL487", "model(**batch)", "the 2 ranks: all: the same (help)"),
+        ("PL478", "", "means"),
+    ]
+
+
 def kinds():
     return list(dict.fromkeys(case.kind for case in replay.CASES))
 
@@ -48,6 +81,7 @@ def kinds():
 def test_at_least_forty_cases_and_95_percent_are_found():
     assert len(replay.CASES) == len(CASES) >= 40
     assert sum(map(bool, PAGE.values())) / len(PAGE) >= 0.95
+    assert sum("`" in found for found in PAGE.values()) / len(PAGE) >= 0.95
 
 
 def test_every_case_names_a_report_and_breaks_something():

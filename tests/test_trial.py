@@ -93,6 +93,8 @@ def test_an_auxiliary_loss_is_not_the_mean_over_the_data_ranks(tmp_path):
     verdict, findings = simulated(str(path), "mixtral", TP, world=4)
     assert verdict.verdict == "proved"
     assert codes(findings) == ["PL510"]
+    (label,) = findings[0].labels
+    assert label.text == "dp_shard is 2" and label.span.text.startswith("dp_shard")
     assert simulated("mixtral-8x7b", "mixtral", TP, world=4)[1] == []
 
 

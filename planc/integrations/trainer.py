@@ -71,6 +71,9 @@ class PlancTrainerMixin(_Trainer):  # type: ignore[misc]
             super().__init__(model, args, *others, **more)
         finally:
             args.save_only_model = wanted
+        counts = self.model_accepts_loss_kwargs or self.compute_loss_func
+        if counts and args.average_tokens_across_devices:
+            run.first.labels_counted()  # by Trainer; TRL's divides by them outside the model
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()

@@ -7,9 +7,10 @@ from planc.checks.parameters import TiedStyles
 from planc.codes import TIES
 from planc.diagnostic import Diagnostic, Label, Severity, Sink, one_of
 from planc.model.facts import below
+from planc.ops.base import AxisRole
 from planc.ops.phrases import together
 from planc.ops.styles import Sequence
-from planc.plan.ir import Plan
+from planc.plan.ir import Mesh, Plan
 from planc.proof.responsible_rules import rule_labels
 from planc.trial.outcome import Discrepancy, Outcome
 
@@ -60,14 +61,18 @@ def refuted(
     return told.diagnostics
 
 
-def report_means(outcome: Outcome, sink: Sink) -> None:
-    """Reports a loss whose mean over the data ranks is not that of the whole batch (PL510)."""
+def report_means(outcome: Outcome, mesh: Mesh, sink: Sink) -> None:
+    """Reports a loss whose mean over the data ranks is not that of the whole batch (PL510), at the
+    axes whose ranks read rows of their own: the configuration that adds the loss is no line.
+    """
+    axes = [axis for axis in mesh.of_role(AxisRole.DATA) if axis.size > 1]
     for mismatch in outcome.discrepancies:
         if mismatch.kind == "mean":
             sink.warning(
                 "PL510",
                 "the loss of the whole batch is not the mean over the data ranks: each rank's part "
                 "of it is computed on its own rows",
+                *(Label(span=a.origin, text=f"{a.name} is {a.size}") for a in axes),
                 facts=[
                     f"the gradient of `{generic(mismatch.subject)}` differs by "
                     f"{mismatch.error:.1e} from that of the whole batch in one process",

@@ -286,7 +286,8 @@ def _report(
             sink.add(finding)
     else:
         report_unstated(outcome, small, sink)
-    report_means(outcome, sink)
+    assert real.plan is not None
+    report_means(outcome, real.plan.mesh, sink)
     return True
 
 

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from planc.runtime.preconditions import stop
+from planc.runtime.script_line import script_line
 from planc.runtime.sharded_tensors import reshard
 from planc.runtime.standalone import shards
 from planc.runtime.standalone.loss import IGNORED
@@ -41,6 +42,7 @@ def require_current(
             "PL486",
             f"{count} of the {len(stepped)} parameters of the optimizer are no longer in the model:"
             " the plan has replaced them",
+            *script_line("the optimizer arrives here"),
             help="create the optimizer after `planc.apply`",
         )
 

@@ -1,14 +1,15 @@
 """What must hold on every rank before a plan is applied, and before its modules are compiled."""
 
+import logging
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any, TypeVar
 
 from torch import distributed, nn
 
-from planc.diagnostic import Diagnostic, PlanError, Severity, one_of
+from planc.diagnostic import Diagnostic, Label, PlanError, Severity, one_of
 from planc.model.facts import Modules, below
 from planc.model.module_table import already_parallel
 from planc.ops.activation_checkpoint import Checkpoint
@@ -24,18 +25,29 @@ from planc.ops.megatron_fsdp import MegatronShard
 from planc.ops.tensor_parallel import Parallelize, Tie
 from planc.runtime.meshes import start
 
+_log = logging.getLogger("planc")
+
 T = TypeVar("T")
 _MOST = 8  # findings about a wrong model
 
 
-def problem(code: str, message: str, *, help: str | None = None) -> Diagnostic:
-    """A finding of the runtime, without a span: its message has the operation's place."""
-    return Diagnostic(code=code, severity=Severity.ERROR, message=message, help=help)
+def problem(code: str, message: str, *labels: Label, help: str | None = None) -> Diagnostic:
+    """A finding of the runtime: about an operation, whose place its message has, or about the
+    script, whose line is its label.
+    """
+    return Diagnostic(code=code, severity=Severity.ERROR, message=message, labels=labels, help=help)
 
 
-def stop(code: str, message: str, *, help: str | None = None) -> PlanError:
+def stop(code: str, message: str, *labels: Label, help: str | None = None) -> PlanError:
     """The error of one finding."""
-    return PlanError([problem(code, message, help=help)])
+    return PlanError([problem(code, message, *labels, help=help)])
+
+
+def warning(code: str, message: str, *labels: Label, help: str | None = None) -> None:
+    """Logs a finding on rank 0."""
+    if distributed.get_rank() == 0:
+        found = problem(code, message, *labels, help=help)
+        _log.warning("%s", replace(found, severity=Severity.WARNING).told)
 
 
 def require_not_parallel(model: nn.Module) -> None:

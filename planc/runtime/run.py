@@ -199,6 +199,7 @@ class Run(InNotebooks):
                 [rows, length]; -100 is ignored, and so is the first of a row, which a causal model
                 does not predict.
         """
+        self.first.labels_counted()
         parts = sequence_parts(self.lowered)
         return gradients.num_items_in_batch(labels, self.data_mesh) / parts
 

@@ -5,7 +5,6 @@ says nothing: each rank adds its part of one product to another rank's part of a
 data axis should read different rows; where all read the same, the step is that of one rank.
 """
 
-import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,11 +19,11 @@ from planc.diagnostic import PlanError, one_of
 from planc.ops.base import AxisRole
 from planc.ops.lowered import Lowered
 from planc.ops.tensor_parallel import Parallelize
+from planc.runtime.gradients import valid_labels
 from planc.runtime.meshes import Meshes
-from planc.runtime.preconditions import stop
+from planc.runtime.preconditions import stop, warning
 from planc.runtime.same_weights import plain, tensor_sum, text_sum
-
-_log = logging.getLogger("planc")
+from planc.runtime.script_line import script_line
 
 _ARGUMENTS = 32
 """The arguments that are told apart in a message; the same for all ranks, whatever they read."""
@@ -45,7 +44,12 @@ class FirstPasses:
     different_weights: PlanError | None = None
     splits: str = "layers"
     seen: int = field(default=0, init=False)
+    counted: bool = field(default=False, init=False)  # the labels of all ranks, by the script
     alike: int = field(default=0, init=False)  # passes in which all data ranks read the same
+
+    def labels_counted(self) -> None:
+        """The script counts the labels of all ranks, so it divides by them."""
+        self.counted = True
 
     def weights_loaded(self) -> None:
         """All ranks have the same weights now."""
@@ -56,8 +60,8 @@ class FirstPasses:
         compares = (self.mesh or self.data) is not None and self.seen < self.passes
         return not compares and self.different_weights is None
 
-    def before(self, args: Any, kwargs: Any) -> None:
-        """Before a forward pass.
+    def before(self, args: Any, kwargs: Any, model: nn.Module | None = None) -> None:
+        """Before a forward pass, of a model or of what cuts its batch.
 
         Raises:
             PlanError: PL483 or PL545, the inputs differ; PL484, the weights do. On every rank of
@@ -74,17 +78,33 @@ class FirstPasses:
             if any(row != rows[0] for row in rows):
                 raise _different(rows, leaves, self.mesh, self)
         if self.data is not None:
-            rows = _rows(leaves, self.data)
+            rows = _rows(leaves, self.data, _averaged(model, kwargs))
             self.alike += all(row == rows[0] for row in rows)
-            if self.alike == self.passes and distributed.get_rank() == 0:
-                axis = "_".join(self.data.mesh_dim_names or ())
-                _log.warning(_ALIKE, "PL487", self.data.size(), axis, self.seen)
+            self._warn([row[-1] for row in rows], "_".join(self.data.mesh_dim_names or ()))
 
-
-_ALIKE = (
-    "%s: the %d ranks of %s read the same inputs in the first %d forward passes, so a step is "
-    "that of one of them; a sampler takes num_replicas=run.data_size and rank=run.data_rank"
-)
+    def _warn(self, labels: list[int], axis: str) -> None:
+        """Warns of data ranks that read the same, and of ones that average different numbers of
+        labels (negative for a rank that averages none), once.
+        """
+        if self.alike == self.passes:
+            warning(
+                "PL487",
+                f"the {len(labels)} ranks of {axis} read the same inputs in the first {self.seen} "
+                "forward passes, so a step is that of one of them",
+                *script_line("the inputs are passed here"),
+                help="a sampler takes num_replicas=run.data_size and rank=run.data_rank",
+            )
+        least, most = min(labels), max(labels)
+        if 0 <= least < most and not self.counted:
+            self.counted = True
+            warning(
+                "PL478",
+                f"the ranks of {axis} take the means of their losses over {least} to {most} labels "
+                f"in forward pass {self.seen}: the mean of these is not that over all labels",
+                *script_line("the loss is averaged here"),
+                help="call `run.forward_backward(batches)`, or the model with `num_items_in_batch="
+                "run.num_items_in_batch(*labels)`, of all passes of a step",
+            )
 
 
 def data_ranks(lowered: Lowered, meshes: Meshes) -> DeviceMesh | None:
@@ -115,11 +135,11 @@ def watch(model: nn.Module, first: FirstPasses) -> None:
         return
     handle: RemovableHandle
 
-    def hook(_module: nn.Module, args: Any, kwargs: Any) -> None:
+    def hook(model: nn.Module, args: Any, kwargs: Any) -> None:
         if torch.compiler.is_compiling():
             return
         if not first.done:
-            first.before(args, kwargs)
+            first.before(args, kwargs, model)
         if first.done:
             handle.remove()
 
@@ -140,9 +160,28 @@ def _leaves(args: Any, kwargs: Any) -> Iterator[tuple[str, Any]]:
         yield f"{own}{_pytree.keystr(path[2:])}", leaf
 
 
-def _rows(leaves: Leaves, mesh: DeviceMesh) -> list[list[int]]:
-    """`_row` of every rank: one all-gather of a few numbers, and one wait for the device."""
+_MEANS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "ForMaskedLM")
+"""The ends of names of transformers' models whose loss is a mean over the labels that count."""
+
+
+def _averaged(model: nn.Module | None, kwargs: Any) -> Tensor | int:
+    """The number of labels that the loss of a training pass is the mean of; -1 for a pass of
+    another kind. Parts of sequences (`shift_labels`) are averaged over their ranks.
+    """
+    labels = kwargs.get("labels")
+    trained = model is not None and model.training and torch.is_grad_enabled()
+    counts = trained and type(model).__name__.endswith(_MEANS) and plain(labels)
+    if not counts or any(kwargs.get(n) is not None for n in ("num_items_in_batch", "shift_labels")):
+        return -1
+    return valid_labels(labels)
+
+
+def _rows(leaves: Leaves, mesh: DeviceMesh, labels: Tensor | int = -1) -> list[list[int]]:
+    """`_row` of every rank, and a number of labels: one all-gather of a few numbers, and one wait
+    for the device.
+    """
     own = _row(leaves, mesh.device_type)
+    own = torch.cat([own, torch.as_tensor(labels, device=own.device).view(1)])
     every = own.new_empty(mesh.size() * own.numel())
     distributed.all_gather_into_tensor(every, own, group=mesh.get_group())
     return every.view(mesh.size(), -1).tolist()  # type: ignore[no-any-return]
@@ -182,12 +221,14 @@ def _different(
         what = f"{one_of(names, last='and')} differ{'s' if len(names) == 1 else ''}"
     axes = "_".join(mesh.mesh_dim_names or ())
     differ = f"and read different inputs in {{}} {first.seen}: {what}"
+    labels = script_line("the inputs are passed here")
     help = "a sampler takes num_replicas=run.data_size and rank=run.data_rank: the ranks of a "
     if first.splits == "sequences":
         return stop(
             "PL545",
             f"the ranks {told} of {axes} split the same sequences {differ.format('batch')}",
+            *labels,
             help=f"{help}context axis read the same rows",
         )
     message = f"the ranks {told} of {axes} split the same layers {differ.format('forward pass')}"
-    return stop("PL483", message, help=f"{help}tensor axis read the same rows")
+    return stop("PL483", message, *labels, help=f"{help}tensor axis read the same rows")

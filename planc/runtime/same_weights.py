@@ -16,6 +16,7 @@ from planc.diagnostic import Diagnostic, one_of
 from planc.ops.load import Load
 from planc.ops.lowered import Lowered
 from planc.runtime.preconditions import of_all_ranks, problem
+from planc.runtime.script_line import script_line
 
 _CHUNK = 1 << 20
 """The bytes that are hashed at once: they take twice as much memory."""
@@ -115,6 +116,7 @@ def unequal(
         "PL484",
         f"the ranks {told} have built different weights: {name} is the first of {many:,} that "
         "differ, and nothing has loaded others",
+        *script_line("the model is different before this line"),
         help="call `run.load(folder)`, or `torch.manual_seed` with the same seed on every rank "
         "before the model is built, or say `load { weights = rank0 }` in the plan",
     )

@@ -53,6 +53,8 @@ class TrainingStep:
         """
         if not batches:
             raise ValueError("a step has at least one batch")
+        if trains:
+            run.first.labels_counted()
         parts = sequence_parts(run.lowered)
         count = _items(run, batches) / parts
         stages = stages_of(run.model)

@@ -184,6 +184,58 @@ def same_rows(overrides, others, compare=2):
     return lines, len(model._forward_pre_hooks)
 
 
+def uneven(overrides, how):
+    """The lines that are logged in two passes whose labels are `how`, and the number of
+    collectives of a pass beyond those of a model that compares nothing.
+    """
+    made = []
+    for compare in (0, 2):
+        model = numerics.build("llama")
+        run = planc.apply(model, "llama", overrides=overrides, device_type="cpu", compare=compare)
+        with (
+            logged() as lines,
+            mock.patch.object(
+                distributed, "all_gather_into_tensor", wraps=distributed.all_gather_into_tensor
+            ) as gathers,
+        ):
+            for number in range(2):
+                _pass(run, number, how)
+        made.append(gathers.call_count)
+    return lines, made[1] - made[0]
+
+
+def _ignoring(loss, *some, num_items_in_batch=None, **more):
+    return loss(*some, **more)
+
+
+def _pass(run, number, how):
+    tokens = batch(10 * number + run.data_rank)
+    labels, others = tokens.clone(), {}
+    most = {"even": 4, "none": 16}.get(how, 3 + run.data_rank)
+    labels[:, : most if how != "none" or run.data_rank == 1 else 1] = -100
+    given = {"input_ids": tokens, "labels": labels}
+    match how:
+        case "loop" | "loop that weighs":
+            if how == "loop that weighs" and number == 0:
+                run.model.loss_function = partial(_ignoring, run.model.loss_function)
+            run.forward_backward([given])
+            return
+        case "own counts":  # and weighs its losses by them
+            run.num_items_in_batch(labels)
+        case "divided":
+            others = {"num_items_in_batch": run.num_items_in_batch(labels)}
+        case "given":
+            others = {"num_items_in_batch": torch.tensor(20.0)}
+        case "without labels" if run.data_rank == 1:
+            given.pop("labels")
+        case "evaluated first" if number == 0:
+            run.evaluate([given])
+            return
+    run.model.train(how != "frozen")
+    with torch.set_grad_enabled(how != "no gradients"):
+        run.model(**given, **others)
+
+
 def accumulated(overrides):
     """Two passes under no_sync and one outside, with checkpointing: nothing is raised, and the
     gradients are those of a model that compares nothing.

@@ -1,8 +1,12 @@
 """What `planc.apply` holds the ranks to: a verdict, equal weights, and equal inputs where layers
 are split."""
 
+import re
+from pathlib import Path
+
 import pytest
 
+JOBS = Path(__file__).parent / "safeguard_jobs.py"
 FP32 = ["param_dtype=fp32", "reduce_dtype=fp32"]
 TP2 = [*FP32, "tp=2"]
 TP4 = [*FP32, "tp=4"]
@@ -15,6 +19,7 @@ def test_ranks_with_other_weights_stop_in_their_first_pass(four, overrides):
     results = four.run("safeguard_jobs.other_seeds", overrides=overrides)
     for _, first, again in results:
         assert "PL484" in first and first == again
+        assert called(first) == "run = planc.apply(model, "
         assert "model.embed_tokens.weight is the first of 21 that differ" in first
         assert "0, 1, 2 and 3" in first
     warned = [[text for level, text in lines if level == "WARNING"] for lines, _, _ in results]
@@ -32,6 +37,14 @@ def test_one_value_on_one_rank_is_seen(four):
         assert "PL484" in raised
         assert "the ranks 0, 1, 3 and 2 have built different weights" in raised
         assert "model.layers.1.mlp.down_proj.weight is the first of 1 " in raised
+
+
+def called(text):
+    """The call at the line of the script that a finding names."""
+    place, number = re.match(r"(\S+):(\d+): \w+\[PL\d+\]: ", text).groups()
+    assert place == str(JOBS.relative_to(Path.cwd()) if JOBS.is_relative_to(Path.cwd()) else JOBS)
+    line = JOBS.read_text().splitlines()[int(number) - 1]
+    return re.match(r"[^(]*\((?:\w+, )?", line.strip())[0]
 
 
 @pytest.mark.parametrize("how", ["run", "torch"])
@@ -75,6 +88,7 @@ def test_ranks_of_a_tensor_axis_with_other_rows_stop(four, how, what):
     results = four.run("safeguard_jobs.rows", overrides=TP2, how=how)
     for rank, (raised, _) in enumerate(results):
         assert "PL483" in raised[0] and what in raised[0], raised
+        assert called(raised[0]) == "model("
         first, second = sorted(pairs[rank])
         assert f"the ranks {first} and {second} of tp " in raised[0]
         assert "forward pass 1" in raised[0]
@@ -122,7 +136,8 @@ def test_data_ranks_that_all_read_the_same_are_told(four, overrides, told):
     results = four.run("safeguard_jobs.same_rows", overrides=overrides, others=[])
     (level, text), *more = results[0][0]
     assert level == "WARNING" and not more
-    assert text.startswith("PL487") and told in text and "first 2 forward passes" in text
+    assert "warning[PL487]: " in text and told in text and "first 2 forward passes" in text
+    assert called(text) == "model("
     assert [lines for lines, _ in results[1:]] == [[]] * 3
     left = four.run("safeguard_jobs.same_rows", overrides=overrides, others=[], compare=0)
     assert [hooks for _, hooks in left] == [hooks for _, hooks in results]
@@ -132,6 +147,36 @@ def test_data_ranks_that_all_read_the_same_are_told(four, overrides, told):
 def test_one_pass_of_other_rows_is_enough(four, others):
     results = four.run("safeguard_jobs.same_rows", overrides=FP32, others=others)
     assert [lines for lines, _ in results] == [[]] * 4
+
+
+@pytest.mark.parametrize("overrides", [FP32, TP2])
+@pytest.mark.parametrize(("how", "told"), [("means", " to 26 labels"), ("none", " 0 to 30 labels")])
+def test_means_over_different_numbers_of_labels_are_told(four, overrides, how, told):
+    results = four.run("safeguard_jobs.uneven", overrides=overrides, how=how)
+    assert [lines for lines, _ in results[1:]] == [[]] * 3
+    (level, text), *more = results[0][0]
+    assert level == "WARNING" and not more and "warning[PL478]: " in text
+    assert "the ranks of dp_shard take the means of their losses over" in text and told in text
+    assert "forward pass 1" in text and called(text) == "run.model("
+    # no collective of its own: one for each axis and pass
+    assert {count for _, count in results} == {2 if overrides == FP32 else 4}
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        *("even", "loop", "loop that weighs", "own counts", "divided", "given"),
+        *("without labels", "no gradients", "frozen"),
+    ],
+)
+def test_nothing_is_told_where_losses_are_weighed_or_no_mean_trains(four, how):
+    for lines, _ in four.run("safeguard_jobs.uneven", overrides=FP32, how=how):
+        assert lines == []
+
+
+def test_an_evaluation_that_counts_labels_hides_nothing(four):
+    results = four.run("safeguard_jobs.uneven", overrides=FP32, how="evaluated first")
+    assert "PL478" in results[0][0][0][1] and "forward pass 2" in results[0][0][0][1]
 
 
 def test_accumulation_and_checkpoints_compute_the_same(four):
@@ -144,6 +189,7 @@ def test_accumulation_and_checkpoints_compute_the_same(four):
 def test_an_optimizer_of_replaced_parameters_is_refused(four, overrides):
     for early, late in four.run("safeguard_jobs.optimizers", overrides=overrides):
         assert "PL486" in early and "21 of the 21 parameters" in early
+        assert called(early) == "return said("
         assert late == ""
 
 

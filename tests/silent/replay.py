@@ -56,7 +56,7 @@ class Finding:
         by: `check`, `verify`, `apply`; empty if nothing does.
         code: that of the first error, or of the first warning that the twin does not have.
         warning: whether it is a warning.
-        line: the text of the line of the plan; empty for a finding that has none.
+        line: the text of the line of the plan, or of the script; empty for a finding without one.
         text: its message.
     """
 
@@ -73,7 +73,8 @@ class Replay:
 
     Args:
         found: what finds it.
-        twin: the codes of the errors that planc reports of the right twin.
+        twin: the codes of the errors that planc reports of the right twin; of what the run says
+            too, where the right twin is a script.
         truth, right: the relative errors of the case and of its twin, by kind, the largest over
             the ranks; `crash` with a message if a rank raised.
     """
@@ -174,22 +175,23 @@ def verified(case, done, ranks):
     return first_finding("verify", sink)
 
 
-def applied(case, folder, ranks):
-    """What `planc.apply` and the loop raise, or log as a warning with a code."""
+def applied(case, folder, ranks, script):
+    """What `planc.apply` and a loop raise, or log as a warning with a code."""
     every = ranks.run(
         "said",
         model=case.model,
         plan=str(folder / case.plan),
         settings=case.settings,
         fault=case.fault,
-        script=case.script or "Script",
+        script=script,
         changes=case.changes,
     )
     said = [found[0] for found in every if found]
     if not said:
         return Finding()
-    (code, text), warns = said[0], CODES[said[0][0]].severities == ("warning",)
-    return Finding(by="apply", code=code, warning=warns, text=text)
+    code, line, text = said[0]
+    warns = CODES[code].severities == ("warning",)
+    return Finding(by="apply", code=code, warning=warns, line=line, text=text)
 
 
 TWINS = {}
@@ -220,7 +222,9 @@ def replay(case, folder, ranks):
     if not made.found.by and case.fault:
         made.found = verified(case, wrong, ranks)
     if not made.found.by:
-        made.found = applied(case, folder, ranks)
+        made.found = applied(case, folder, ranks, case.script or "Script")
+    if case.script and (false := applied(case, folder, ranks, "Script").code):
+        made.twin += (false,)
     real = compiled(case, case.ignored, folder, case.changes)[0] if case.ignored else wrong
     reference = dumps(right.lowered)
     both = {"model": case.model, "right": reference}
@@ -266,6 +270,7 @@ def beyond(errors):
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("names", nargs="*", help="parts of the names of cases; all by default")
+    parser.add_argument("--write", action="store_true", help="put their rows on the page")
     options = parser.parse_args()
     picked = [c for c in CASES if not options.names or any(n in c.name for n in options.names)]
     committed, failed, every = silent_page.committed(), [], []
@@ -283,10 +288,13 @@ def main():
                 print(f"{silent_page.row(made)} {seconds:.1f} s", flush=True)
     finally:
         ranks.close()
-    print("\n".join([*failed, silent_page.summary(every)]))
+    rows = list(map(silent_page.row, every))
+    print("\n".join([*failed, silent_page.summary(rows)]))
     print(f"{time.monotonic() - began:.0f} s")
     if not failed and not options.names:
         silent_page.write(every, WAITING)
+    elif not failed and options.write:
+        silent_page.put(rows)
     return bool(failed)
 
 

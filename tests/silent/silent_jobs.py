@@ -1,6 +1,8 @@
 """What `make silent` runs on every rank: the truth, and what planc says at run time."""
 
 import json
+import linecache
+import re
 from functools import cache
 
 import silent_faults
@@ -11,6 +13,7 @@ from safeguard_jobs import logged
 from torch import distributed, nn
 
 import planc
+from planc.codes import CODES
 from planc.diagnostic import Sink
 from planc.model.small.user_model import builder_of
 from planc.ops.document import digest, loads
@@ -205,17 +208,34 @@ def truth_beside(model, document, right, changes=None):
 
 
 def said(model, plan, settings, fault="", script="Script", changes=None):
-    """(code, message) of what `planc.apply` or the loop raises, else of warnings with a code."""
+    """(code, line of the script, message) of what `planc.apply` or the loop raises, else of
+    warnings of the run.
+    """
     loop = getattr(silent_scripts, script)()
     made = loop.build(model, changes or {})
     early = loop.optimizer(made)
     try:
         with silent_faults.installed(fault), logged() as lines:
             run = planc.apply(made, plan, overrides=settings, device_type="cpu")
-            trained(run, loop, run.optimizer(early or adamw(made)))
+            optimizer = run.optimizer(early or adamw(made))
+            trained(run, loop, optimizer)
     except planc.PlanError as found:
-        return [(d.code, d.message) for d in found.diagnostics]
-    return [tuple(text.split(": ", 1)) for _, text in lines if text.startswith("PL")]
+        return [(d.code, line_of(d), d.message) for d in found.diagnostics]
+    return list(warned(text for _, text in lines))
+
+
+def line_of(found):
+    """The line of the script that a finding of the run is at."""
+    return found.labels[0].span.text if found.labels else ""
+
+
+def warned(lines):
+    """The same of what is logged: `PLACE: warning[CODE]: MESSAGE`."""
+    for text in lines:
+        named = re.match(r"(?:(\S+):(\d+): )?warning\[(PL\d+)\]: (.*)", text)
+        if named and CODES[named[3]].phase == "runtime":
+            place = linecache.getline(named[1], int(named[2])).strip() if named[1] else ""
+            yield named[3], place, named[4]
 
 
 def verified(config, document, limits, fault=""):

@@ -8,6 +8,7 @@ import transformers
 from planc.trial.launcher import LIMITS
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "silent-errors.md"
+NOTHING = "**nothing**"
 COLUMNS = ("case", "reported in", "the mistake", "in", "truth", "found by", "twin")
 HEAD = """\
 # Silent errors, replayed
@@ -25,27 +26,31 @@ right twin. `make silent` writes this page; [the argument](proof.md) says why a 
   that these versions of torch and transformers stop, where the reported one trained on.
 - **found by** is the first of `planc check`, `planc verify` (for mistakes in the runtime) and the
   run itself (`planc.apply` with the loop of [training.md](training.md)) that finds it, with its
-  code and the line of the plan: of the rules for the module that shows the mistake first, which is
-  not always the one with the mistake, and never is where the mistake is in the runtime.
+  code and the line. That is one of the plan: of the rules for the module that shows the mistake
+  first, which is not always the one with the mistake, and never is where the mistake is in the
+  runtime. What the run finds is at a line of the script: of the call that brought planc the wrong
+  inputs, labels, weights or optimizer, not of the mistake that made them.
 - **twin** is the largest error of the right twin on four processes.
 """
 
 
 def committed():
     """What finds each case, as the page says."""
-    rows = {}
-    for line in PAGE.read_text().splitlines() if PAGE.exists() else ():
-        cells = [cell.strip() for cell in line.strip("|").split("|")]
-        if len(cells) == len(COLUMNS) and cells[0] not in (COLUMNS[0], "---"):
-            rows[cells[0]] = "" if cells[5] == "**nothing**" else cells[5]
-    return rows
+    lines = PAGE.read_text().splitlines() if PAGE.exists() else ()
+    every = filter(None, map(_cells, lines))
+    return {cells[0]: "" if cells[5] == NOTHING else cells[5] for cells in every}
+
+
+def _cells(line):
+    """Those of the row of a case; None for another line."""
+    cells = [cell.strip() for cell in line.strip("|").split("|")]
+    known = len(cells) == len(COLUMNS) and cells[0] not in (COLUMNS[0], "---")
+    return cells if known else None
 
 
 def write(every, waiting):
     """Writes the page of all replays, with the kinds that wait."""
-    versions = f"torch {torch.__version__.partition('+')[0]}"
-    versions += f", transformers {transformers.__version__}"
-    lines = [HEAD, f"{summary(every)} ({versions})"]
+    lines = [HEAD, total(map(row, every))]
     for kind in dict.fromkeys(made.case.kind for made in every):
         lines += ["", f"## {kind[0].upper()}{kind[1:]}", ""]
         lines += [f"| {' | '.join(COLUMNS)} |", f"|{' --- |' * len(COLUMNS)}"]
@@ -57,9 +62,24 @@ def write(every, waiting):
     PAGE.write_text("\n".join(lines) + "\n")
 
 
+def put(rows):
+    """Puts the rows of some cases on the page, in the place of those that it has, and the totals
+    of all.
+    """
+    new = {_cells(text)[0]: text for text in rows}
+    text = PAGE.read_text().partition("\nOf ")[2].partition("\n")[2]
+    lines = [new.get((_cells(line) or [""])[0], line) for line in text.splitlines()]
+    PAGE.write_text("\n".join([HEAD, total(filter(_cells, lines)), *lines]) + "\n")
+
+
+def total(rows):
+    versions = f"torch {torch.__version__.partition('+')[0]}"
+    return f"{summary(rows)} ({versions}, transformers {transformers.__version__})"
+
+
 def row(made):
     case, found = made.case, made.found
-    by = "**nothing**"
+    by = NOTHING
     if found.by:
         code = f"[{found.code}](diagnostics/{found.code}.md)"
         where = f"`{found.line}`" if found.line else "when it runs" * (found.by == "apply")
@@ -95,16 +115,18 @@ def told(errors):
     return f"right, {max(errors.values()):.0e}" if errors else "not run"
 
 
-def summary(every):
-    """How many cases are found, by what."""
-    counts = {by: sum(m.found.by == by for m in every) for by in ("check", "verify", "apply", "")}
-    named = len(every) - counts[""]
-    lines = sum(bool(m.found.line) for m in every)
-    refuted = sum(bool(m.twin) for m in every)
+def summary(rows):
+    """How many cases are found, by what; of the rows of the page."""
+    every = list(map(_cells, rows))
+    firsts = [cells[5].partition(" ")[0] for cells in every]
+    counts = {by: firsts.count(by) for by in ("check", "verify", "apply", NOTHING)}
+    named = len(every) - counts[NOTHING]
+    lines = sum("`" in cells[5] for cells in every)
+    refuted = sum(cells[6].startswith("PL") for cells in every)
     return (
         f"Of {len(every)} cases {named} are named ({named / max(len(every), 1):.1%}): "
         f"{counts['check']} by `planc check`, {counts['verify']} by `planc verify` alone, "
-        f"{counts['apply']} when the run starts; {counts['']} by nothing. {lines} are at a line of "
-        "the plan or a word of the command; the others concern the configuration or the script. "
-        f"{refuted} right twins are refuted."
+        f"{counts['apply']} when the run starts; {counts[NOTHING]} by nothing. {lines} "
+        f"({lines / max(len(every), 1):.1%}) are at a line of the plan or of the script, or a word "
+        f"of the command. {refuted} right twins are refuted."
     )
