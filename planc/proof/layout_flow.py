@@ -173,9 +173,8 @@ def flow(
     allow_code: bool = False,
     draft: Draft | None = None,
 ) -> Verdict:
-    """The verdict of layout flow on a compiled plan without errors; reports PL501 to PL508.
-
-    If it is proved, presumed findings are overruled.
+    """The verdict of layout flow on a compiled plan without errors; reports PL501 to PL508. If it
+    is proved, presumed findings are overruled.
 
     Args:
         compiled: the plan for its model.
@@ -272,8 +271,8 @@ def _report(
     outcome: Outcome, case: SmallCase, real: Compiled, draft: Draft | None, sink: Sink
 ) -> bool:
     """Reports what a simulation found; returns whether every FSDP unit is called."""
-    small = case.compiled.plan
-    assert small is not None
+    small, plan = case.compiled.plan, real.plan
+    assert small is not None and plan is not None
     if report_uncalled({name for name, _ in outcome.modules}, small, sink):
         return False  # the cause of whatever else was found
     if outcome.verdict == "refuted":
@@ -286,8 +285,7 @@ def _report(
             sink.add(finding)
     else:
         report_unstated(outcome, small, sink)
-    assert real.plan is not None
-    report_means(outcome, real.plan.mesh, sink)
+    report_means(outcome, plan.mesh, sink)
     return True
 
 
