@@ -18,6 +18,7 @@ from planc.plan.ir import Plan
 from planc.syntax import ast, plan_files
 
 Files = tuple[ast.File, ...] | LoweredFile
+Draft = Callable[[Facts], tuple[ast.File, ...] | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +90,7 @@ def compile_plan(
     world_size: int | None = None,
     settings: Sequence[str] = (),
     allow_code: bool = False,
-    draft: Callable[[Facts], tuple[ast.File, ...] | None] | None = None,
+    draft: Draft | None = None,
 ) -> Compiled:
     """Reads a plan (None for that of the model's family, else a draft), loads a model, compiles."""
     files = read(plan, sink) if plan else None

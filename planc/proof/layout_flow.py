@@ -12,7 +12,7 @@ from typing import Any
 
 from planc.checks.parameters import split_apart
 from planc.codes import PRESUMED
-from planc.compiler import Compiled
+from planc.compiler import Compiled, Draft
 from planc.diagnostic import Severity, Sink
 from planc.model import cache
 from planc.model.facts import Facts, below
@@ -30,7 +30,7 @@ from planc.proof.flow_findings import refuted, report_means, report_uncalled, re
 from planc.proof.judge import blamed, judge
 from planc.proof.layer_verdicts import LayerVerdict, layer_verdicts
 from planc.proof.random_draws import drawing_case, report_draws
-from planc.proof.remedy import Draft, blamed_first, remedy
+from planc.proof.remedy import blamed_first, remedy
 from planc.proof.small_case import SmallCase, small_case
 from planc.proof.small_mesh import for_timetable, simulated_sizes, with_experts
 from planc.proof.stand_in import Unrepresented

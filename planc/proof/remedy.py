@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from os.path import commonprefix
 
-from planc.compiler import Compiled, compile
+from planc.compiler import Compiled, Draft, compile
 from planc.diagnostic import Diagnostic, Label, Sink
-from planc.model.facts import Facts, Modules
+from planc.model.facts import Modules
 from planc.model.indices import Indices
 from planc.ops.base import AxisRole
 from planc.ops.phrases import together
@@ -26,7 +26,6 @@ from planc.source import Span
 from planc.syntax import ast, plan_files
 from planc.trial.outcome import Outcome
 
-Draft = Callable[[Facts], tuple[ast.File, ...] | None]
 At = tuple[str, str]
 """The torch name of a module, and what of it a rule decides: one for each."""
 Rules = Mapping[At, TensorRule]
