@@ -63,6 +63,8 @@ def report(error: UnexpectedInput, span: Span, source: Source, sink: Sink, *, lo
         tip = f"this is YAML; a plan writes `{told}`" + ("" if yaml[2] else ", and `}` at its end")
     elif "`on`" in expected and found.isidentifier():
         tip = f"name the axis after `on`: `on {found}`"
+    elif source.text.startswith("[*]", span.start):
+        tip = "every entry of a list is `.*`, as in `model.layers.*`"
     sink.error("PL001", message, span, help=tip)
 
 
