@@ -80,6 +80,55 @@ def test_two_lines_are_to_blame_where_neither_alone_is_enough(tmp_path):
     }
 
 
+def test_rules_that_reach_too_few_layers(tmp_path):
+    old = "    $block {\n        self_attn.{q,k,v}_proj"
+    path = mutant(tmp_path, "llama", old, old.replace("$block", "model.layers[0:2]"))
+    (error,) = errors(path, "tp=2")
+    alone = "for `model.layers[0:2]` alone"
+    assert {label.text for label in error.labels} == {f"to blame: {alone}"}
+    lines = [label.span.text.partition(" ")[0] for label in error.labels]
+    assert len(lines) == len(set(lines)) == 7, "each rule is marked, and once"
+    assert error.help.startswith(
+        f"let the rules {alone} reach `model.layers[2:32]` too: then the small model is proved"
+    )
+
+
+def test_a_missing_rule_is_for_the_layers_that_lack_it(tmp_path):
+    norms = "self_attn.{q,k}_norm : sequence(dim = 2, local = true)"
+    path = mutant(tmp_path, "qwen3", f"$block.{norms}", f"model.layers[0:2].{norms}")
+    (error,) = errors(path, "tp=2", model="qwen3-8b")
+    assert error.labels[0].text == "to blame: for `model.layers[0:2]` alone"
+    assert "reach `model.layers[2:36]` too" in error.help
+
+
+@pytest.mark.parametrize(
+    ("model", "plan", "old", "new", "condition"),
+    [
+        (
+            "llama-3.1-8b",
+            "llama",
+            "        when sequence_parallel {",
+            "        when not sequence_parallel {",
+            "not sequence_parallel",
+        ),
+        (
+            "qwen3-8b",
+            "qwen3",
+            "    $block.self_attn.{q,k}_norm : sequence(dim = 2, local = true)\n",
+            "    when tp > 4 {\n"
+            "        $block.self_attn.{q,k}_norm : sequence(dim = 2, local = true)\n    }\n",
+            "tp > 4",
+        ),
+    ],
+    ids=["inverted", "not met"],
+)
+def test_a_condition_to_blame(tmp_path, model, plan, old, new, condition):
+    (error,) = errors(mutant(tmp_path, plan, old, new), "tp=2", model=model)
+    assert [label.span.text for label in error.labels] == [condition]
+    assert error.labels[0].text == "to blame: right the other way around"
+    assert error.help.startswith(f"invert the condition `{condition}`: then the small model is")
+
+
 def test_a_draft_where_no_plan_is_for_the_family(tmp_path, monkeypatch):
     path = mutant(tmp_path, "llama", *PARTIAL)
     monkeypatch.setattr(plan_files, "plan_of_family", lambda family: None)

@@ -6,85 +6,31 @@ of the family or a draft, and the small model is run again with one difference m
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from os.path import commonprefix
 
 from planc.compiler import Compiled, Draft, compile
-from planc.diagnostic import Diagnostic, Label, Sink
+from planc.diagnostic import Diagnostic, Sink
 from planc.model.facts import Modules
 from planc.model.indices import Indices
 from planc.ops.base import AxisRole
-from planc.ops.phrases import together
-from planc.ops.styles import style_name
-from planc.plan.ir import Plan, TensorRule
-from planc.plan.sections.tensor import aspect
-from planc.proof.flow_findings import generic
+from planc.ops.styles import Style
+from planc.plan import elaborate
+from planc.plan.ir import Plan
+from planc.proof.inverted_conditions import inverted
 from planc.proof.judge import judge
+from planc.proof.rule_differences import At, Change, Rules, differences, shared, tensor_rules
 from planc.proof.small_case import SmallCase, small_plan, with_plan
 from planc.source import Span
 from planc.syntax import ast, plan_files
 from planc.trial.outcome import Outcome
 
-At = tuple[str, str]
-"""The torch name of a module, and what of it a rule decides: one for each."""
-Rules = Mapping[At, TensorRule]
-
 SEQUENCE = "sequence_parallel"
 """The option of shipped plans and of drafts that decides about sequence parallelism."""
 _MOST = 12
 """The most differences that are tried one by one."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
-    """A rule of a plan in the place of another one, on some modules.
-
-    Args:
-        old: the rule of the refuted plan; None where it has none.
-        new: that of the right one; None where that has none.
-        places: the modules, of the small model, and what of them is decided.
-        near: where a rule is missing, the one for the modules with the most similar names.
-    """
-
-    old: TensorRule | None
-    new: TensorRule | None
-    places: tuple[At, ...]
-    near: TensorRule | None = None
-
-    @property
-    def paths(self) -> list[str]:
-        """The modules, with `*` for indices and braces for names."""
-        return together({generic(name): 0 for name, _ in self.places})
-
-    @property
-    def style(self) -> str:
-        """The new style as its plan writes it, with the expressions of its arguments."""
-        assert self.new is not None
-        return " ".join(self.new.origin.text.partition(":")[2].split())
-
-    @property
-    def label(self) -> Iterator[Label]:
-        """The line to blame, or the one beside which another is missing."""
-        if self.old is not None:
-            told = f"right with `{self.style}`" if self.new else "right without it"
-            yield Label(span=self.old.origin, text=f"to blame: {told}")
-        elif self.near is not None:
-            yield Label(span=self.near.origin, text="a rule is missing beside this one")
-
-    @property
-    def text(self) -> str:
-        """What to do."""
-        where = " and ".join(f"`{at}`" for at in self.paths)
-        if self.new is None:
-            return f"remove the rule for {where}"
-        place = f", as {self.new.origin.place} has it"
-        if self.new.origin.source.name == plan_files.DRAFT:
-            place = ", as `planc init` drafts it"
-        if self.old is None:
-            rules = " and ".join(f"`{at} : {self.style}`" for at in self.paths)
-            return f"add {rules}{place}"
-        return f"give {where} the style `{self.style}`{place}"
+_FEW = 3
+"""The most of which each is tried before all at once: more runs than that are seldom in vain."""
 
 
 def remedy(
@@ -103,13 +49,38 @@ def remedy(
     axes = plan.mesh.of_role(AxisRole.TENSOR)
     if len(axes) != 1 or axes[0].size == 1 or _elsewhere(outcome):
         return ()
+    assert compiled.plan is not None
     axis = axes[0].name
-    mine = _rules(plan, axis)
-    rights = [_rules(*right) for right in _right_plans(compiled, small, draft)]
-    found = [(_differences(mine, right), right) for right in rights]
+    mine = tensor_rules(plan, axis)
+    rights = [(tensor_rules(*made), real) for made, real in _right_plans(compiled, small, draft)]
+    found = [(differences(mine, right, compiled.plan, real), right) for right, real in rights]
     changes, right = min(found, key=lambda one: len(one[0]), default=([], {}))
+    if len(changes) > 1 or any(change.old is None for change in changes):
+        for condition, wanted in _inverted(compiled, [real for _, real in rights]):
+            other, rules = found[wanted]
+            if _proves(small, plan, axis, rules, other):
+                return (replace(other[0], condition=condition),)
     changes.sort(key=partial(_distance, outcome))
-    return tuple(_fewest(changes, partial(_proves, small, plan, axis, right)))
+    return tuple(_fewest(_parts(changes), partial(_proves, small, plan, axis, right)))
+
+
+def _inverted(compiled: Compiled, rights: Sequence[Plan]) -> Iterator[tuple[Span, int]]:
+    """The conditions that, inverted, give the tensor rules of a right plan, and which that is."""
+    assert isinstance(compiled.files, tuple) and compiled.facts is not None
+    wanted = [_styles(right) for right in rights]
+    for when, files in inverted(compiled.files):
+        world = compiled.world_size
+        plan = elaborate(
+            files, compiled.facts, Sink(), world_size=world, settings=compiled.settings
+        )
+        styles = plan and _styles(plan)
+        if styles in wanted:
+            yield when.condition.origin, wanted.index(styles)
+
+
+def _styles(plan: Plan) -> Mapping[At, Style]:
+    axis = plan.mesh.of_role(AxisRole.TENSOR)[0].name
+    return {at: rule.style for at, rule in tensor_rules(plan, axis).items()}
 
 
 def blamed_first(found: Sequence[Diagnostic], changes: Sequence[Change]) -> Iterator[Diagnostic]:
@@ -118,8 +89,9 @@ def blamed_first(found: Sequence[Diagnostic], changes: Sequence[Change]) -> Iter
         yield from found
         return
     first, *others = found
-    blamed = [label for change in changes for label in change.label]
-    help = f"{', and '.join(change.text for change in changes)}: then the small model is proved"
+    blamed = dict.fromkeys(label for change in changes for label in change.label)
+    texts = dict.fromkeys(change.text for change in changes)
+    help = f"{', and '.join(texts)}: then the small model is proved"
     help += f"; or {first.help}" if first.help else ""
     also = (f"from the same cause: {other.message}" for other in others)
     facts = (*first.facts, *also)
@@ -134,12 +106,14 @@ def _elsewhere(outcome: Outcome) -> bool:
 def _distance(outcome: Outcome, change: Change) -> int:
     """How far a change is from what was wrong first, by what their names share."""
     seen = outcome.discrepancies[0].subject if outcome.discrepancies else ""
-    return -max(_shared(seen, name) for name, _ in change.places)
+    return -max(shared(seen, name) for name, _ in change.places)
 
 
-def _right_plans(compiled: Compiled, small: SmallCase, draft: Draft) -> Iterator[tuple[Plan, str]]:
-    """The plans of the family, or its draft, on the small model, and their tensor axis: with and
-    without sequence parallelism, which needs other rules.
+def _right_plans(
+    compiled: Compiled, small: SmallCase, draft: Draft
+) -> Iterator[tuple[tuple[Plan, str], Plan]]:
+    """The plans of the family, or its draft, on the small model, with their tensor axis, and on the
+    real one: with and without sequence parallelism, which needs other rules.
     """
     facts, plan, quiet = small.compiled.facts, small.compiled.plan, Sink()
     assert facts is not None and plan is not None and compiled.facts and compiled.plan
@@ -161,7 +135,7 @@ def _right_plans(compiled: Compiled, small: SmallCase, draft: Draft) -> Iterator
         sizes = {a.name: ranks if a.role is AxisRole.TENSOR else 1 for a in right.plan.mesh.axes}
         made = small_plan(right, small.model, facts, sizes)
         if isinstance(made, Plan):
-            yield made, made.mesh.of_role(AxisRole.TENSOR)[0].name
+            yield (made, made.mesh.of_role(AxisRole.TENSOR)[0].name), right.plan
 
 
 def _settings(files: Iterable[ast.File]) -> tuple[tuple[str, ...], ...]:
@@ -169,51 +143,35 @@ def _settings(files: Iterable[ast.File]) -> tuple[tuple[str, ...], ...]:
     return ((f"{SEQUENCE}=true",), (f"{SEQUENCE}=false",)) if SEQUENCE in options else ((),)
 
 
-def _rules(plan: Plan, axis: str) -> Rules:
-    return {
-        (name, aspect(style_name(rule.style))): rule
-        for rule in plan.tensor
-        if rule.axis == axis
-        for name in rule.modules.names()
-    }
-
-
-def _differences(mine: Rules, right: Rules) -> list[Change]:
-    """What differs, a change for each pair of rules."""
-    pairs: dict[tuple[Span | None, Span | None], list[At]] = {}
-    for at in dict.fromkeys((*mine, *right)):
-        old, new = mine.get(at), right.get(at)
-        if not (old and new and old.style == new.style):
-            key = (old.origin if old else None, new.origin if new else None)
-            pairs.setdefault(key, []).append(at)
-    changes = []
-    for places in pairs.values():
-        name, _ = at = places[0]
-        near = max(mine, key=lambda other: _shared(other[0], name), default=at)
-        rules = {"old": mine.get(at), "new": right.get(at), "near": mine.get(near)}
-        changes.append(Change(places=tuple(places), **rules))
-    return changes
-
-
-def _shared(one: str, two: str) -> int:
-    return len(commonprefix([one, two]))  # noqa: RUF071
-
-
-def _fewest(changes: list[Change], proves: Callable[[Sequence[Change]], bool]) -> list[Change]:
-    """One change that is enough, else as few of all as can be."""
-    if not changes or len(changes) > _MOST:
-        return []
+def _parts(changes: Iterable[Change]) -> list[list[Change]]:
+    """Changes that are made together: of rules that lack the same layers; each other one alone."""
+    parts: dict[object, list[Change]] = {}
     for change in changes:
-        if proves([change]):
-            return [change]
-    if len(changes) == 1 or not proves(changes):
+        parts.setdefault(change.layers or id(change), []).append(change)
+    return list(parts.values())
+
+
+def _fewest(parts: list[list[Change]], proves: Callable[[Sequence[Change]], bool]) -> list[Change]:
+    """One part that is enough, else as few of all as can be."""
+    if not parts or len(parts) > _MOST:
         return []
-    needed = changes
-    for change in changes:
-        rest = [other for other in needed if other is not change]
-        if proves(rest):
+    if len(parts) > _FEW and not proves(_all(parts)):
+        return []
+    for part in parts:
+        if proves(part):
+            return part
+    if len(parts) == 1 or (len(parts) <= _FEW and not proves(_all(parts))):
+        return []
+    needed = parts
+    for part in parts:
+        rest = [other for other in needed if other is not part]
+        if proves(_all(rest)):
             needed = rest
-    return needed
+    return _all(needed)
+
+
+def _all(parts: Iterable[Iterable[Change]]) -> list[Change]:
+    return [change for part in parts for change in part]
 
 
 def _proves(
@@ -221,7 +179,7 @@ def _proves(
 ) -> bool:
     """Whether the small model is right with some changes."""
     new = {at: right.get(at) for change in changes for at in change.places}
-    mine = {at: rule for at, rule in _rules(plan, axis).items() if at not in new}
+    mine = {at: rule for at, rule in tensor_rules(plan, axis).items() if at not in new}
     mine |= {at: rule for at, rule in new.items() if rule is not None}
     other = [rule for rule in plan.tensor if rule.axis != axis]
     tensor = [
