@@ -46,6 +46,14 @@ def errors(plan, *settings, model="llama-3.1-8b", world=4):
             id="a missing rule, which has no line of its own",
         ),
         pytest.param(
+            "lm_head : colwise(shard(1) -> replicate)\n",
+            "",
+            ("tp=2",),
+            ["model.norm : sequence"],
+            r"add `lm_head : colwise\(shard\(1\) -> replicate\)`, as \S+llama.plan:55",
+            id="a missing rule, whose name is like no other",
+        ),
+        pytest.param(
             "mlp.{gate,up}_proj : colwise",
             "mlp.{gate,up}_proj : colwise\n        mlp.act_fn : replicate\n"
             "        override self_attn.q_proj : replicate",

@@ -1,5 +1,6 @@
 """The tensor rules in which two plans of one model differ, as changes of one of them."""
 
+import math
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -35,8 +36,8 @@ class Change:
         old: the rule of the refuted plan; None where it has none.
         new: that of the right one; None where that has none.
         places: the modules, of the small model, and what of them is decided.
-        near: where a rule is missing, the one for the modules with the most similar names; the
-            same rule for other layers, if there is one.
+        near: where a rule is missing, the one that the right plan has next to it, or for modules
+            with the most similar names; the same rule for other layers, if there is one.
         reach: the modules of the real model: with `*` for all layers, else with their indices.
         layers: for the same rule for other layers, those that it is for, and those that lack it.
         condition: what is to be inverted, instead of a change of each rule that it decides.
@@ -120,11 +121,19 @@ def differences(mine: Rules, right: Rules, plan: Plan, right_plan: Plan) -> list
     reach, right_reach = _reach(plan), _reach(right_plan)
     for places in pairs.values():
         name, _ = at = places[0]
-        near = max(mine, key=lambda other: shared(other[0], name), default=at)
-        change = Change(old=mine.get(at), new=right.get(at), places=tuple(places))
-        change = replace(change, near=mine.get(near))
+        new = right.get(at)
+        near = min(mine, key=lambda o: (_lines(right.get(o), new), -shared(o[0], name)), default=at)
+        change = Change(old=mine.get(at), new=new, places=tuple(places), near=mine.get(near))
         changes.append(_in_the_model(change, mine, reach, right_reach))
     return changes
+
+
+def _lines(one: TensorRule | None, two: TensorRule | None) -> float:
+    """How many lines are between two rules of a plan."""
+    spans = [rule.origin for rule in (one, two) if rule is not None]
+    if len(spans) < 2 or spans[0].source.name != spans[1].source.name:
+        return math.inf
+    return abs(spans[0].line - spans[1].line)
 
 
 def _reach(plan: Plan) -> Reach:
