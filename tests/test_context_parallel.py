@@ -555,10 +555,11 @@ def test_a_length_that_does_not_divide_stops_every_rank(plan):
     def program(run, _model, _number):
         with pytest.raises(PlanError) as caught:
             run.batch({"input_ids": torch.zeros(2, 6).long()})
-        said.append([d.code for d in caught.value.diagnostics])
+        said.append([(d.code, d.labels[0].span.text) for d in caught.value.diagnostics])
 
     assert on_ranks(plan, program, "cp=2") is None
-    assert said == [["PL544"], ["PL544"]]
+    line = 'run.batch({"input_ids": torch.zeros(2, 6).long()})'
+    assert said == [[("PL544", line)]] * 2
 
 
 def test_batches_that_differ_stop_every_rank(plan):

@@ -235,10 +235,11 @@ def test_a_step_whose_batch_cannot_be_cut():
         try:
             run.forward_backward([{"input_ids": ids, "labels": ids}])
         except PlanError as error:
-            raised[number] = [d.code for d in error.diagnostics]
+            raised[number] = [(d.code, d.labels[0].span.text) for d in error.diagnostics]
 
     assert run_ranks(2, rank, seconds=60) is None
-    assert raised == {0: ["PL488"], 1: ["PL488"]}
+    line = 'run.forward_backward([{"input_ids": ids, "labels": ids}])'
+    assert raised == {0: [("PL488", line)], 1: [("PL488", line)]}
 
 
 # Models ------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from planc.ops.lowered import Lowered
 from planc.runtime.meshes import Meshes
 from planc.runtime.preconditions import stop
 from planc.runtime.same_inputs import FirstPasses
+from planc.runtime.script_line import script_line
 from planc.runtime.standalone.context import CONTEXT
 from planc.runtime.standalone.context_tokens import ContextError
 
@@ -39,6 +40,7 @@ def rank_part(model: nn.Module, batch: Mapping[str, Any], first: FirstPasses) ->
         raise stop(
             "PL544",
             f"the batch cannot be split over the context axis: {error}",
+            *script_line("the batch arrives here"),
             help="pad or pack rows to a length that divides; `balance = none` needs no factor 2",
         ) from error
     return part

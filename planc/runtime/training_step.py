@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from planc.runtime import gradients
 from planc.runtime.context import sequence_parts
 from planc.runtime.preconditions import stop
+from planc.runtime.script_line import script_line
 from planc.runtime.standalone.pipeline import Stages, stages_of
 from planc.runtime.standalone.pipeline_step import (
     MicrobatchError,
@@ -99,6 +100,7 @@ class TrainingStep:
             raise stop(
                 "PL488",
                 str(error),
+                *script_line("the batch arrives here"),
                 help="the rows of each data rank, on dim 0, must be a multiple of `microbatches`",
             ) from error
         if not losses:

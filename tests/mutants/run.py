@@ -37,7 +37,7 @@ WORLD = 4
 CONTRADICTIONS = frozenset({"PL411", "PL441", "PL451", "PL453"})
 """Errors that ask for one of two lines, whatever they train: a unit of ignored parameters, a style
 for ignored ones, a train rule without effect, one of two tied parameters frozen."""
-AT_RUN_TIME = re.compile(r"PlanError: error\[(PL488|PL544)\]")
+AT_RUN_TIME = re.compile(r"PlanError: .*?error\[(PL488|PL544)\]")
 """What hangs on the batch: every rank stops with a diagnostic, which counts as refuted."""
 AHEAD = 6
 """Plans that the truth is asked about while checks go on."""
