@@ -169,7 +169,7 @@ def _checked(target: Target, options: argparse.Namespace, severity: Mapping[str,
         verdict=verdict,
         proof=proof,
         overruled=sink.overruled,
-        lines=checked_lines(compiled, checked, proof),
+        lines=checked_lines(compiled, checked, proof, verdict),
     )
 
 

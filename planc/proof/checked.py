@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from planc.compiler import Compiled
 from planc.diagnostic import Diagnostic, Sink
 from planc.model import cache
@@ -9,6 +11,9 @@ from planc.ops import phrases
 from planc.report import render
 from planc.trial import certificate
 from planc.trial.certificate import Certificate
+
+if TYPE_CHECKING:
+    from planc.proof.layout_flow import Verdict
 
 
 class Findings(tuple[Diagnostic, ...]):
@@ -34,12 +39,15 @@ def known_certificate(compiled: Compiled, sink: Sink) -> Certificate | None:
     return found
 
 
-def summary(compiled: Compiled, checked: str, proof: Certificate | None) -> tuple[str, ...]:
-    """The lines below the findings: what the plan lowers to, and what was checked.
+def summary(
+    compiled: Compiled, checked: str, proof: Certificate | None, verdict: Verdict | None = None
+) -> tuple[str, ...]:
+    """The lines below the findings: what the plan lowers to, what was checked, and what was not.
 
     Args:
         checked: what was, after the structure.
         proof: the result of `planc verify`.
+        verdict: of layout flow, if it ran.
     """
     if compiled.lowered is None or compiled.plan is None:
         return ()
@@ -48,7 +56,12 @@ def summary(compiled: Compiled, checked: str, proof: Certificate | None) -> tupl
     on = phrases.mesh(axes)
     head = f"{compiled.plan.name} for {compiled.lowered.model} on {on}: lowers to "
     structure = "structure of packed models" if cache.made_with() else "structure"
-    real = "not checked: real processes"
+    parts = [f"checked: {structure}{checked}"]
+    lacking = verdict.left_out if verdict else []
     if proof:
-        real = certificate.summary(proof) + cache.provenance()
-    return f"{head}{compiled.digest[:12]}", f"checked: {structure}{checked}; {real}"
+        parts.append(certificate.summary(proof) + cache.provenance())
+    else:
+        lacking = [*lacking, "real processes"]
+    if lacking:
+        parts.append(f"not checked: {', '.join(lacking)}")
+    return f"{head}{compiled.digest[:12]}", "; ".join(parts)
