@@ -57,7 +57,8 @@ def summary(
     head = f"{compiled.plan.name} for {compiled.lowered.model} on {on}: lowers to "
     structure = "structure of packed models" if cache.made_with() else "structure"
     parts = [f"checked: {structure}{checked}"]
-    lacking = verdict.left_out if verdict else []
+    sections = verdict.sections if verdict else ()
+    lacking = [section.name for section in sections if section.verdict == "left out"]
     if proof:
         parts.append(certificate.summary(proof) + cache.provenance())
     else:

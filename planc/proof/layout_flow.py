@@ -97,11 +97,6 @@ class Verdict:
         return section
 
     @property
-    def left_out(self) -> list[str]:
-        """What the plan has, and no simulation runs: mixed precision, 4 bits, compile."""
-        return [section.name for section in self.sections if section.verdict == "left out"]
-
-    @property
     def unknown_layers(self) -> tuple[LayerVerdict, ...]:
         return tuple(k for k in self.layers if k.verdict == "unknown")
 

@@ -18,6 +18,7 @@ from planc.syntax import ast, error_recovery, syntax_errors
 from planc.syntax.ast_builder import Builder
 from planc.syntax.grammar import parser
 
+_CONDITION = re.compile(r"\s*(?:(when|if)|\}\s*(?:elif|else\s+(?:if|when)))\b[^{}\n]*\{\s*")
 MAX_CHARACTERS = 1_000_000
 MAX_LINE = 10_000
 MAX_NESTING = 64
@@ -265,7 +266,15 @@ def _blank(text: str, position: int, lonely: Collection[int] = (), *, head: bool
             kept[brace - start + 1] = "\n"
     if head and kept:
         kept[-1] = "{"
-    inner = "".join(kept)
+    inner = _CONDITION.sub(_condition, text[start:end]) if "{" in kept else ""
+    if len(inner) != end - start or inner == text[start:end]:
+        inner = "".join(kept)
     if inner == text[start:end]:  # misplaced braces; each round must blank something
         inner = " " * (end - start)
     return text[:start] + inner + text[end:]
+
+
+def _condition(head: re.Match[str]) -> str:
+    """The head of a conditional block, without what is wrong with it: `when 0 {` or `} else {`."""
+    kept = "when 0 {" if head[1] else "} else {"
+    return kept.ljust(len(head[0]))

@@ -5,7 +5,7 @@ import re
 from lark import UnexpectedCharacters, UnexpectedInput, UnexpectedToken
 from lark.lexer import PatternStr
 
-from planc.diagnostic import Sink, one_of
+from planc.diagnostic import Sink, elsewhere, one_of
 from planc.source import Source, Span
 from planc.syntax.grammar import parser
 
@@ -24,7 +24,30 @@ _WORDS = {
 _SILENT = {"COMMENT", "_NL", "$END", "OPTIONAL", "OVERRIDE"}
 _OPERATORS = {"PLUS", "MINUS", "STAR", "SLASH", "COMPARE", "AND", "OR", "NOT", "IN"}
 _FREQUENT = {"COLON", "COMMA", "EQUAL"}
-_YAML = re.compile(r"\s*(?:- )?(\w+):\s*([\w.]*)\s*(?:#.*)?")
+_YAML = re.compile(r"\s*(?:- )?(\w+):\s*(-?[\w.]*)\s*(?:#.*)?")
+_SPACED = re.compile(r"\{[\w*]*,?\s[^{}\n:=]*\}|\{[^{}\n:=]*,\s[^{}\n:=]*\}")
+_BLOCK = re.compile(r"\s*\w[\w *]*\{\s")
+_TOKENS = {
+    r";": "a statement ends with its line: remove the `;`",
+    r"//|/\*": "a comment begins with `#`",
+    r"&&": "write `and`",
+    r"\|\|": "write `or`",
+    r"!(?!=)": "write `not`",
+    r"\?": "write `when CONDITION then VALUE else VALUE`",
+    r"['\u2018-\u201f]": "a text is in double quotes",
+    r"\[\*\]": "every entry of a list is `.*`, as in `model.layers.*`",
+}
+"""What to write for what other languages have, by how it begins."""
+_HEADS = {
+    r"\}?\s*(?:elif|else\s+(?:if|when))\b": "write `else {`, and in it another `when`",
+    r"if\b": "a condition is `when CONDITION {`",
+    r"(?:for|while)\b": "there are no loops: a rule is for all modules that its selector matches",
+    r"(?:import|include|from)\b": 'a plan is extended by `extend "FILE"`',
+    r"plan\s+\w+\s*$": "say for which families: `plan NAME for llama`",
+}
+"""The same, by how its line begins."""
+_RANGE = re.compile(r"\[(\d+)\.\.\.?(\d+)\]")
+_DASHED = re.compile(r"\.(\d+)-(\d+)\b")
 _MAX_EXPECTED = 5
 
 
@@ -48,24 +71,43 @@ def report(error: UnexpectedInput, span: Span, source: Source, sink: Sink, *, lo
         sink.error("PL004", f"no bracket is open that this `{found}` could close", span)
         return
     line = source.line(span.line)
-    spaced = re.search(r"\{[\w*]*,?\s[^{}\n]*\}", line) or re.search(
-        r"\{[^{}\n]*,\s[^{}\n]*\}", line
-    )
+    spaced = _SPACED.search(line)
     expected = "" if spaced else _expected(error)
     message = f"unexpected `{found}`" if found.strip() else "the line ends too early"
     if expected:
         message += f": expected {expected}"
-    tip = None
-    if spaced:
-        tip = f"a selector has no spaces: write `{''.join(spaced[0].split())}`"
-    if found and (yaml := _YAML.fullmatch(line)):
-        told = f"{yaml[1]} = {yaml[2]}" if yaml[2] else f"{yaml[1]} {{"
-        tip = f"this is YAML; a plan writes `{told}`" + ("" if yaml[2] else ", and `}` at its end")
-    elif "`on`" in expected and found.isidentifier():
-        tip = f"name the axis after `on`: `on {found}`"
-    elif source.text.startswith("[*]", span.start):
-        tip = "every entry of a list is `.*`, as in `model.layers.*`"
+    tip = f"a selector has no spaces: write `{''.join(spaced[0].split())}`" if spaced else None
+    tip = _likely(found, expected, line, source.text[span.start :]) or tip
     sink.error("PL001", message, span, help=tip)
+
+
+def _likely(found: str, expected: str, line: str, rest: str) -> str | None:
+    """What to write for a mistake that is known; `rest` begins with what was found."""
+    if found and (yaml := _YAML.fullmatch(line)):
+        value = "auto" if yaml[2] == "-1" else yaml[2]
+        told = f"{yaml[1]} = {value}" if value else f"{yaml[1]} {{"
+        return f"this is YAML; a plan writes `{told}`" + ("" if yaml[2] else ", and `}` at its end")
+    for patterns, text in ((_TOKENS, rest), (_HEADS, line.lstrip())):
+        for pattern, told in patterns.items():
+            if re.match(pattern, text):
+                return told
+    if "`on`" in expected and found.isidentifier():
+        return f"name the axis after `on`: `on {found}`"
+    if expected == "`replicate`" and found.isidentifier():
+        return (
+            f"write `replicate on {found}` for ranks that hold the same, `*` between axes to shard"
+        )
+    if span := _RANGE.match(rest):
+        return f"a range of entries is `[{span[1]}:{span[2]}]`, which ends before {span[2]}"
+    if found == "-" and (span := _DASHED.search(line)):
+        return f"a range of entries is `[{span[1]}:{int(span[2]) + 1}]`, without its end"
+    if found == "=" and "`:`" in expected:
+        return "a rule is `SELECTOR : ACTION`"
+    if found == "," and _BLOCK.match(line):
+        return "each statement is a line of its own"
+    if expected == "`:` or `=`" and not found.strip():
+        return elsewhere(line.strip()) or "a rule is `SELECTOR : ACTION`, a setting `name = value`"
+    return None
 
 
 def unclosed_string(source: Source, start: int, sink: Sink) -> None:
