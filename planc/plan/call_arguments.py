@@ -104,6 +104,10 @@ class Arguments:
         if least is not None:
             wanted.append("a positive integer" if least else "an integer from 0")
         hint = did_you_mean(value, words) if isinstance(value, str) else None
+        if isinstance(value, bool):
+            hint = next(
+                (f"{describe(value)} is `{w}`" for w, v in words.items() if v is value), None
+            )
         self._type(expression, name, one_of(wanted), value, hint)
         return default
 
@@ -117,8 +121,8 @@ class Arguments:
         """Whether all arguments were valid; reports those that were not read."""
         names = one_of((f"`{k}`" for k in self.known), last="and")
         takes = f"it takes {names}" if self.known else "it takes none"
-        for argument in self.positional[positional:]:
-            self.wrong(argument, f"`{self.call.name}` takes no such argument", takes)
+        for argument in self.positional[positional:][:1]:
+            self.wrong(argument, f"`{self.call.name}` takes no argument without a name", takes)
         for name, argument in self._named.items():
             hint = did_you_mean(name, self.known, takes)
             self.wrong(argument, f"`{self.call.name}` takes no argument `{name}`", hint)

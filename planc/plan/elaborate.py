@@ -169,7 +169,8 @@ def _with_roles(mesh: Mesh | None, program: Program) -> Mesh | None:
 
 def _axes(program: Program, mesh: Mesh) -> None:
     """Checks that every `on` names an axis, and that a section uses every axis with several
-    ranks. An axis may be unused because its name is misspelled, so that is reported alone.
+    ranks. An axis may be unused because its name is misspelled or missing, so that is reported
+    alone.
     """
     used: set[str] = set()
     misspelled = False
@@ -178,12 +179,16 @@ def _axes(program: Program, mesh: Mesh) -> None:
         data = section.name in ("fsdp", "replicate")
         names = valid_axes(mesh.names) if data else mesh.names
         names = (EXPERTS,) if section.name == "expert" and _divides(program) else names
+        misspelled = misspelled or (data and not section.axes)
         for axis in (*section.axes, *section.replicate):
             used.update(mesh.expanded([axis.path]))
             if axis.path in names:
                 continue
             misspelled = True
-            hint = did_you_mean(axis.path, names, f"it has {one_of(names, last='and')}")
+            has = f"it has {one_of(names, last='and')}"
+            if axis.path not in valid_axes(mesh.names):
+                has += f"; a line of the mesh, `{axis.path} = 2`, adds {axis.path}"
+            hint = did_you_mean(axis.path, names, has)
             if axis.path == EXPERTS and _divides(program):
                 hint = (
                     "it is made of ranks of other axes; FSDP shards divided experts over the "

@@ -271,6 +271,8 @@ def _instead(pattern: str, at: Modules, names: list[str], scope: Scope) -> str |
     elsewhere = [m for m in scope.facts.model.below() if m.path and m.path[-1] == pattern]
     if elsewhere:
         return f"there is `{elsewhere[0]}`"
+    if any(m.module.cls == pattern for m in scope.facts.model.below()):
+        return f"it is a class; its modules are `**<{pattern}>`"
     if names:
         return f"it has {one_of((f'`{n}`' for n in names[:12]), last='and')}"
     return None

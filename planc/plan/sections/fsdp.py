@@ -135,7 +135,8 @@ def _item(placed: Placed, section: str, state: _Section) -> None:
         case ast.Placement() | ast.Setting() | ast.Directive():
             name = item.call.name if isinstance(item, ast.Directive) else item.name
             message = f"`{name}` has no place in a `{section}` section"
-            scope.sink.error("PL011", message, item.origin, help=elsewhere(name) or _HOLDS)
+            known = f"write `{name}(...)`, with its arguments" if name in _POLICIES else _HOLDS
+            scope.sink.error("PL011", message, item.origin, help=elsewhere(name) or known)
         case _:
             message = f"this has no place in a `{section}` section"
             scope.sink.error("PL011", message, item.origin)
