@@ -143,6 +143,7 @@ _ROWS: tuple[tuple[str, str, Phase, str], ...] = (
     ("PL418", "error", "plan", "a group without an enclosing unit"),
     ("PL419", "warning", "plan", "the model is not an FSDP unit"),
     ("PL420", "warning", "plan", "an optimizer that steps parameters in 16 bits"),
+    ("PL421", "info", "plan", "16 bits for parameters that the model keeps in float32"),
     ("PL430", "error", "plan", "nested checkpointed modules"),
     ("PL431", "error", "plan", "nested compiled modules"),
     ("PL432", "error", "plan", "compiled blocks behind a vocabulary-parallel embedding"),

@@ -21,6 +21,7 @@ MODELS = {
     "mixtral": "mixtral-8x7b",
     "bamba": "bamba-9b",
     "gemma4_text": "gemma-4-e4b",
+    "ernie4_5_moe": "ernie-4.5-21b-a3b",
 }
 EXAMPLE = re.compile(r"## Example\n\n(.+?)\n\n## ", re.S)
 UNREACHED = {

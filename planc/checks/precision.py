@@ -1,4 +1,4 @@
-"""PL415, PL416, PL420, PL680 to PL684: dtypes that mix or lose an update, and 4-bit weights."""
+"""PL415 to PL421, PL680 to PL684: dtypes that mix or lose an update, and 4-bit weights."""
 
 from planc.checks.queries import axis_label, ranks
 from planc.diagnostic import Label, Sink
@@ -6,7 +6,7 @@ from planc.model.facts import Facts, Modules
 from planc.ops import phrases
 from planc.ops.styles import Colwise, Rowwise, part_sizes, style_text, weight_split
 from planc.plan.apply_adapters import FOUR_BIT, adapted_tensor_rules
-from planc.plan.ir import AdapterRule, Plan, TensorRule, Unit
+from planc.plan.ir import AdapterRule, Plan, Precision, TensorRule, Unit
 from planc.plan.parameter_owners import Owned, owned, stepped
 
 
@@ -75,6 +75,33 @@ def optimizer_precision(plan: Plan, facts: Facts, sink: Sink) -> None:
             facts=[f"their dtype is from {source}"],
             help="`load { dtype = fp32 }` keeps them in fp32; the fsdp section's "
             f"`precision(param = {short})` still computes in {short}",
+        )
+
+
+def kept_in_float32(plan: Plan, facts: Facts, sink: Sink) -> None:
+    """FSDP gathers all parameters of a unit in one dtype, also those that `from_pretrained` leaves
+    in float32: a router that is rounded to bfloat16 sends tokens to other experts.
+    """
+    found: dict[Precision, dict[tuple[tuple[str, ...], str], Modules]] = {}
+    for own in owned(plan, facts):
+        policy = plan.fsdp.policy(own.unit) if plan.fsdp else None
+        if policy is None or policy.param is None:
+            continue
+        for parameter in own.modules.module.parameters:
+            if parameter.keep_in_fp32 and parameter.cast(policy.param) != policy.param:
+                names, key = found.setdefault(policy, {}), (own.modules.key, parameter.name)
+                names[key] = own.modules.joined(names.get(key, own.modules))
+    for policy, names in found.items():
+        assert policy.param is not None
+        short = phrases.value(policy.param)
+        many = f" and {len(names) - 1} more are" if len(names) > 1 else " is"
+        (_, first), modules = next(iter(names.items()))
+        sink.info(
+            "PL421",
+            f"`{modules}.{first}`{many} computed in {short}, and kept in fp32 by transformers",
+            Label(span=policy.origin, text=f"gathers in {short}"),
+            facts=["named by `_keep_in_fp32_modules` or `_keep_in_fp32_modules_strict`"],
+            help=f"`{modules} : unit(precision(param = fp32))` gathers it in fp32",
         )
 
 

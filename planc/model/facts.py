@@ -156,6 +156,10 @@ class Modules:
         assert at is not None
         return Modules((*self.path[:at], entries, *self.path[at + 1 :]), self.module)
 
+    def joined(self, other: Modules) -> Modules:
+        """The modules of two sets that differ in the entries of the outermost list alone."""
+        return self.with_entries(self.entries | other.entries) if self.entries else self
+
     def __len__(self) -> int:
         return prod(len(s) for s in self.path if isinstance(s, Indices))
 

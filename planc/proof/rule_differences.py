@@ -143,12 +143,8 @@ def _reach(plan: Plan) -> Reach:
     for rule in plan.tensor:
         if rule.axis in tensor:
             own = found.setdefault((rule.modules.key, aspect(style_name(rule.style))), {})
-            own[rule.origin] = _with(rule.modules, own.get(rule.origin, rule.modules))
+            own[rule.origin] = rule.modules.joined(own.get(rule.origin, rule.modules))
     return found
-
-
-def _with(modules: Modules, more: Modules) -> Modules:
-    return modules.with_entries(modules.entries | more.entries) if modules.entries else modules
 
 
 def _in_the_model(change: Change, rules: Rules, mine: Reach, right: Reach) -> Change:
