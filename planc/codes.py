@@ -174,6 +174,7 @@ _ROWS: tuple[tuple[str, str, Phase, str], ...] = (
     ("PL476", "error", "runtime", "inputs_embeds in place of a sharded embedding"),
     ("PL477", "error", "runtime", "a library would save the shards of one rank"),
     ("PL478", "warning", "runtime", "data ranks take the means of different numbers of labels"),
+    ("PL479", "error", "runtime", "data ranks pass images or sound, and others none"),
     ("PL480", "error", "runtime", "the plan is known to be refuted"),
     ("PL481", "error", "runtime", "the run requires a proved plan"),
     ("PL482", "error", "runtime", "the run requires a plan that is verified on processes"),

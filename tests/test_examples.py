@@ -44,6 +44,7 @@ UNREACHED = {
     "PL476": "inputs at run time; tests/processes/test_apply.py has them",
     "PL477": "a call of save_pretrained; tests/test_apply_on_meta.py makes one",
     "PL509": "a fault of planc or of a style; tests/test_trial.py seeds one",
+    "PL479": "a run on ranks; tests/test_first_passes.py has one",
     "PL478": "a run on processes; tests/processes/test_safeguards.py has it",
     "PL510": "needs a configuration beside the plan; tests/test_trial.py has one",
     "PL703": "needs a model of one's own; tests/estimate/test_estimates.py has one",

@@ -16,6 +16,7 @@ from planc.ops.lowered import Lowered
 from planc.runtime.known_verdict import KnownVerdict, Required, accept, strongest
 from planc.runtime.meshes import Meshes
 from planc.runtime.same_inputs import FirstPasses, data_ranks, tensor_ranks
+from planc.runtime.same_kinds import kinds_hook
 from planc.runtime.same_weights import WeightSums, unequal, weight_sums
 
 _log = logging.getLogger("planc")
@@ -30,7 +31,8 @@ class Safeguards:
         require: what they must say; None for a plan that is not known to be refuted.
         compare: the number of first forward passes in which ranks compare their inputs, those of
             the tensor axes and those of the innermost data axis; 0 compares neither these nor the
-            weights that the ranks have built.
+            weights that the ranks have built, nor in all passes which kinds of inputs data ranks
+            pass.
     """
 
     known: KnownVerdict | None = None
@@ -73,6 +75,7 @@ def first_passes(
     first = FirstPasses()
     if passes:
         first = FirstPasses(passes, tensor_ranks(lowered, meshes), data_ranks(lowered, meshes))
+        first.kinds = kinds_hook(model, lowered, meshes)
     totals = [total for _, total in said]
     if own.sums is None or not all(totals):
         return first

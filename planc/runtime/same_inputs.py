@@ -22,6 +22,7 @@ from planc.ops.tensor_parallel import Parallelize
 from planc.runtime.gradients import valid_labels
 from planc.runtime.meshes import Meshes
 from planc.runtime.preconditions import stop, warning
+from planc.runtime.same_kinds import Hook
 from planc.runtime.same_weights import plain, tensor_sum, text_sum
 from planc.runtime.script_line import script_line
 
@@ -36,6 +37,7 @@ Leaves = list[tuple[str, Any]]
 class FirstPasses:
     """What is compared before the first `passes` of a model: the inputs of ranks that must read the
     same (`mesh`) or should read different ones (`data`), and weights, unless they are loaded.
+    `kinds` compares in all passes.
     """
 
     passes: int = 0
@@ -43,6 +45,7 @@ class FirstPasses:
     data: DeviceMesh | None = None
     different_weights: PlanError | None = None
     splits: str = "layers"
+    kinds: Hook | None = None
     seen: int = field(default=0, init=False)
     counted: bool = field(default=False, init=False)  # the labels of all ranks, by the script
     alike: int = field(default=0, init=False)  # passes in which all data ranks read the same
@@ -131,6 +134,8 @@ def watch(model: nn.Module, first: FirstPasses) -> None:
     The hook runs before all others, on the inputs as the script passes them. Where a script
     compiles the model as a whole, its hooks are compiled with it, and there nothing is compared.
     """
+    if first.kinds is not None:
+        model.register_forward_pre_hook(first.kinds, prepend=True, with_kwargs=True)
     if first.done:
         return
     handle: RemovableHandle

@@ -1,0 +1,114 @@
+"""Data ranks whose batches have other kinds of inputs stop, with ranks as threads."""
+
+import pytest
+import torch
+from helpers import simulated_case
+
+from planc.diagnostic import PlanError
+from planc.model.small.input_search import BatchShape, rank_slice
+from planc.ops.document import digest
+from planc.runtime.executor import apply_lowered
+from planc.runtime.safeguards import Safeguards
+from planc.trial.thread_ranks import run_ranks
+
+TEXT = ("input_ids", "labels", "mm_token_type_ids")
+
+
+def trained(plan, kinds, *, model="qwen3-vl-8b", compare=2, prepare=lambda model: None):
+    """What each rank's run of a step ends with: its loss, or the finding that stopped it.
+
+    Args:
+        kinds: for each rank and step, whether its batch has images.
+    """
+    case = simulated_case(model, plan, (), world=2)
+    lowered, builder = case.compiled.lowered, case.model.builder()
+    batch = builder.sample(BatchShape(rows=2))
+    models = [builder.build(0) for _ in range(2)]
+    told = [[], []]
+
+    def given(number, images):
+        own = rank_slice(batch, number, 2)
+        if images:
+            return own
+        rows = {name: own[name] for name in TEXT if name in own}
+        rows["input_ids"] = torch.full_like(rows["input_ids"], 5)
+        if "mm_token_type_ids" in rows:
+            rows["mm_token_type_ids"] = torch.zeros_like(rows["mm_token_type_ids"])
+        return rows
+
+    def rank(number):
+        prepare(models[number])
+        run = apply_lowered(
+            models[number],
+            lowered,
+            digest=digest(lowered),
+            device_type="cpu",
+            safeguards=Safeguards(compare=compare),
+        )
+        for images in kinds[number]:
+            try:
+                loss = run.model(**given(number, images)).loss
+            except PlanError as error:
+                (one,) = error.diagnostics
+                told[number].append((one.code, one.message, one.labels[0].span.text))
+                return
+            loss.backward()
+            told[number].append(loss.item())
+
+    return run_ranks(2, rank, seconds=120), told
+
+
+@pytest.mark.parametrize(
+    ("model", "plan", "names"),
+    [
+        ("qwen3-vl-8b", "qwen3_vl", "`pixel_values` and `image_grid_thw`"),
+        ("gemma-3-4b", "gemma3_vision", "`pixel_values`"),
+    ],
+)
+def test_images_on_one_rank_alone_stop_both(model, plan, names):
+    failure, told = trained(plan, [(True, True), (True, False)], model=model)
+    assert failure is None
+    line = "loss = run.model(**given(number, images)).loss"
+    for number, own in enumerate(("does", "does not")):
+        message = f"some data ranks pass {names} and others do not; rank {number} {own}"
+        assert told[number][1:] == [("PL479", message, line)]
+
+
+def test_all_or_none_train_in_every_pass():
+    kinds = (True, False, False, True)
+    failure, told = trained("qwen3_vl", [kinds, kinds])
+    assert failure is None and [len(losses) for losses in told] == [4, 4]
+
+
+def test_without_comparison_torch_meets_two_collectives():
+    failure, _ = trained("qwen3_vl", [(True,), (False,)], compare=0)
+    assert "must match the size of tensor" in str(failure.error)
+
+
+ROOT = """
+plan t for qwen3_vl
+
+mesh {
+    dp_shard = auto
+}
+
+train {
+    model                : frozen
+    model.language_model : trainable
+}
+
+fsdp on dp_shard {
+    model.language_model.layers.* : unit
+    root                          : unit
+}
+"""
+
+
+def test_a_frozen_tower_that_the_root_gathers_may_be_left_out_on_one_rank(tmp_path):
+    path = tmp_path / "root.plan"
+    path.write_text(ROOT)
+    failure, told = trained(path, [(True, False), (False, True)])
+    assert failure is None and [len(losses) for losses in told] == [2, 2]
+    path.write_text(ROOT.replace("model                :", "model.language_model.embed_tokens :"))
+    failure, told = trained(path, [(True,), (False,)])
+    assert failure is None and [rank[0][0] for rank in told] == ["PL479", "PL479"]
