@@ -139,7 +139,7 @@ def test_frozen_parameters(four, written):
 def test_adapters(four, written):
     pytest.importorskip("peft")
     more = "adapters {\n    model.layers.*.self_attn.{q,v}_proj : lora(rank = 4)\n}"
-    right(beside(four, written(more=more)))
+    right(beside(four, written(more=more)), weights=ADAM)
 
 
 def test_mixed_precision(four, written):
