@@ -142,7 +142,7 @@ class Pool:
     def threads(self):
         """How many threads a process has: those of groups that a library keeps never end."""
         try:
-            return len(os.listdir(f"/proc/{self._processes[0].pid}/task"))
+            return len([*Path(f"/proc/{self._processes[0].pid}/task").iterdir()])
         except OSError:  # not on Linux, or gone
             return 0
 
