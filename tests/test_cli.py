@@ -18,7 +18,7 @@ PLANS = Path(__file__).parent.parent / "plans"
 
 def test_check_says_what_it_did_not_check(tmp_path, monkeypatch):
     monkeypatch.setenv("PLANC_CACHE_DIR", str(tmp_path))  # no certificate of another test
-    assert "not checked: real processes" in call("check", *GOOD)[1]
+    assert "not checked: mixed precision, real processes" in call("check", *GOOD)[1]
 
 
 def test_a_diff_of_two_settings_reads_standard_input_once():
