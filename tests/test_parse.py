@@ -228,3 +228,10 @@ def test_the_stored_table_is_that_of_the_grammar():
         assert built.parse(plan) == loaded.parse(plan)
     with pytest.raises(ValueError, match="stale"):
         grammar._from_table(stored, text + "// another\n")
+
+
+def test_a_range_of_giant_numbers_is_a_finding():
+    sink = Sink()
+    text = f"plan m for llama\ncheckpoint {{\n model.layers.0-{'9' * 6000} : full\n}}\n"
+    parse(Source("m.plan", text), sink)
+    assert [d.code for d in sink] == ["PL001"]

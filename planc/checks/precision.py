@@ -1,4 +1,4 @@
-"""PL415 to PL421, PL680 to PL684: dtypes that mix or lose an update, and 4-bit weights."""
+"""PL415, PL416, PL420, PL421, PL680 to PL684: mixed dtypes, lost updates and 4-bit weights."""
 
 from planc.checks.queries import axis_label, ranks
 from planc.diagnostic import Label, Sink

@@ -266,9 +266,12 @@ def _blank(text: str, position: int, lonely: Collection[int] = (), *, head: bool
             kept[brace - start + 1] = "\n"
     if head and kept:
         kept[-1] = "{"
-    inner = _CONDITION.sub(_condition, text[start:end]) if "{" in kept else ""
-    if len(inner) != end - start or inner == text[start:end]:
-        inner = "".join(kept)
+    inner = "".join(kept)
+    condition = _CONDITION.match(text, start, end)
+    if condition and "{" in kept:
+        whole = _condition(condition) + text[condition.end() : end]
+        if len(whole) == end - start and whole != text[start:end]:
+            inner = whole
     if inner == text[start:end]:  # misplaced braces; each round must blank something
         inner = " " * (end - start)
     return text[:start] + inner + text[end:]

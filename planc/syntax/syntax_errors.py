@@ -47,7 +47,7 @@ _HEADS = {
 }
 """The same, by how its line begins."""
 _RANGE = re.compile(r"\[(\d+)\.\.\.?(\d+)\]")
-_DASHED = re.compile(r"\.(\d+)-(\d+)\b")
+_DASHED = re.compile(r"\.(\d+)-(\d{1,9})\b")
 _MAX_EXPECTED = 5
 
 
