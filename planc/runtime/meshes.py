@@ -56,7 +56,7 @@ def start(device_type: str) -> bool:
 
 
 @dataclass(slots=True, weakref_slot=True)
-class _Made:
+class Made:
     """A mesh, its default process group, and the submeshes that were requested."""
 
     group: distributed.ProcessGroup | None
@@ -64,26 +64,33 @@ class _Made:
     parts: dict[Shared, DeviceMesh] = field(default_factory=dict)
 
 
-_MADE: WeakValueDictionary[tuple[tuple[tuple[str, int], ...], str], _Made] = WeakValueDictionary()
+_MADE: WeakValueDictionary[tuple[tuple[tuple[str, int], ...], str], Made] = WeakValueDictionary()
 """Weak, because a mesh holds process groups, which must be freed before the interpreter exits."""
 
 
-def _made(sizes: tuple[tuple[str, int], ...], device_type: str) -> _Made:
-    """The mesh of these axes; plans with equal meshes share one while any of them is alive.
+def known(lowered: Lowered, device_type: str) -> Made | None:
+    """The mesh of an earlier plan with these axes, while something on this rank uses it.
 
     A process group keeps its threads and buffers until it is destroyed. Without sharing, a teacher
-    and a student in one process would have two sets of them.
+    and a student in one process would have two sets of them. When a mesh that nothing uses is
+    freed, each rank's garbage collector decides for itself: ranks share a mesh only if all have it.
     """
-    group = distributed.group.WORLD
-    known = _MADE.get((sizes, device_type))
-    if known is None or known.group is not group:
-        root = init_device_mesh(
-            device_type, tuple(s for _, s in sizes), mesh_dim_names=tuple(n for n, _ in sizes)
-        )
-        # init_device_mesh starts a process group if there is none
-        known = _Made(distributed.group.WORLD, root)
-        _MADE[sizes, device_type] = known
-    return known
+    found = _MADE.get((_sizes(lowered), device_type))
+    return found if found is not None and found.group is distributed.group.WORLD else None
+
+
+def _made(lowered: Lowered, device_type: str) -> Made:
+    sizes = _sizes(lowered)
+    root = init_device_mesh(
+        device_type, tuple(s for _, s in sizes), mesh_dim_names=tuple(n for n, _ in sizes)
+    )
+    # init_device_mesh starts a process group if there is none
+    made = _MADE[sizes, device_type] = Made(distributed.group.WORLD, root)
+    return made
+
+
+def _sizes(lowered: Lowered) -> tuple[tuple[str, int], ...]:
+    return tuple((axis.name, axis.size) for axis in lowered.axes)
 
 
 class Meshes:
@@ -91,11 +98,14 @@ class Meshes:
 
     The first request for a submesh of several axes creates process groups, so every rank must make
     it. The one that every training loop needs, `dp`, is created at the start.
+
+    Args:
+        shared: the mesh of an earlier plan, which all ranks have; by default a new one is made.
     """
 
-    def __init__(self, lowered: Lowered, device_type: str) -> None:
-        self._sizes = {a.name: a.size for a in lowered.axes}
-        made = _made(tuple(self._sizes.items()), device_type)
+    def __init__(self, lowered: Lowered, device_type: str, shared: Made | None = None) -> None:
+        self._sizes = dict(_sizes(lowered))
+        made = shared or _made(lowered, device_type)
         self._made = made
         self.root = made.root
         self._values = Values({"mesh": made.root}, {}, self.of, made.parts)

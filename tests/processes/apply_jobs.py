@@ -1,5 +1,6 @@
 """What test_apply runs on every rank."""
 
+import gc
 import logging
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +31,24 @@ def handle(overrides):
         "text": run.describe(),
         "digest": run.digest,
     }
+
+
+def collected(overrides, ranks):
+    """Two runs, one after the other; what is left of the first is collected on some ranks alone.
+
+    Returns:
+        Whether the second run has the mesh of the first, where that is kept; and the process
+        groups that this rank has made by now, which name the next one.
+    """
+    first = apply(overrides)
+    kept = None if distributed.get_rank() in ranks else first
+    del first
+    gc.collect()
+    second = apply(overrides)
+    return (
+        kept is not None and second.mesh is kept.mesh,
+        distributed.distributed_c10d._world.group_count,
+    )
 
 
 def logged(overrides):

@@ -23,6 +23,18 @@ def test_the_handle(four):
         assert handle["digest"] == again[0]["digest"]
 
 
+@pytest.mark.parametrize("ranks", [(), (0,), (1, 3)])
+@pytest.mark.parametrize("overrides", [OVERRIDES, ["param_dtype=fp32"]], ids=["tp=2", "tp=1"])
+def test_garbage_that_some_ranks_collect_earlier(four, overrides, ranks):
+    """Ranks share the mesh of an earlier run together or not at all: a rank alone would wait for
+    the others to make its groups; and of groups of one rank, it would name the next ones otherwise.
+    """
+    results = four.run("apply_jobs.collected", overrides=overrides, ranks=ranks)
+    shared, groups = zip(*results, strict=True)
+    assert shared == (not ranks,) * 4
+    assert len(set(groups)) == 1
+
+
 def test_rank_0_logs_the_plan_and_its_verdict_once(four):
     lines = four.run("apply_jobs.logged", overrides=OVERRIDES)
     assert len(lines[0]) == 2 and all("plan llama" in line for line in lines[0])
