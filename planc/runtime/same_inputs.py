@@ -36,8 +36,11 @@ Leaves = list[tuple[str, Any]]
 @dataclass(slots=True)
 class FirstPasses:
     """What is compared before the first `passes` of a model: the inputs of ranks that must read the
-    same (`mesh`) or should read different ones (`data`), and weights, unless they are loaded.
-    `kinds` compares in all passes.
+    same (`mesh`) or, in training passes, should read different ones (`data`), and weights, unless
+    they are loaded. `kinds` compares in all training passes.
+
+    A pass without gradients may be one data rank's own, such as a sample that it generates, so the
+    others are not waited for.
     """
 
     passes: int = 0
@@ -46,7 +49,8 @@ class FirstPasses:
     different_weights: PlanError | None = None
     splits: str = "layers"
     kinds: Hook | None = None
-    seen: int = field(default=0, init=False)
+    seen: int = field(default=0, init=False)  # passes over `mesh`
+    trained: int = field(default=0, init=False)  # passes over `data`
     counted: bool = field(default=False, init=False)  # the labels of all ranks, by the script
     alike: int = field(default=0, init=False)  # passes in which all data ranks read the same
 
@@ -60,8 +64,9 @@ class FirstPasses:
 
     @property
     def done(self) -> bool:
-        compares = (self.mesh or self.data) is not None and self.seen < self.passes
-        return not compares and self.different_weights is None
+        same = self.mesh is None or self.seen >= self.passes
+        others = self.data is None or self.trained >= self.passes
+        return same and others and self.different_weights is None
 
     def before(self, args: Any, kwargs: Any, model: nn.Module | None = None) -> None:
         """Before a forward pass, of a model or of what cuts its batch.
@@ -72,15 +77,14 @@ class FirstPasses:
         """
         if self.different_weights is not None:
             raise self.different_weights
-        self.seen += 1
-        if self.seen > self.passes:
-            return
         leaves = list(_leaves(args, kwargs))
-        if self.mesh is not None:
+        if self.mesh is not None and self.seen < self.passes:
+            self.seen += 1
             rows = _rows(leaves, self.mesh)
             if any(row != rows[0] for row in rows):
                 raise _different(rows, leaves, self.mesh, self)
-        if self.data is not None:
+        if self.data is not None and self.trained < self.passes and torch.is_grad_enabled():
+            self.trained += 1
             rows = _rows(leaves, self.data, _averaged(model, kwargs))
             self.alike += all(row == rows[0] for row in rows)
             self._warn([row[-1] for row in rows], "_".join(self.data.mesh_dim_names or ()))
@@ -92,8 +96,8 @@ class FirstPasses:
         if self.alike == self.passes:
             warning(
                 "PL487",
-                f"the {len(labels)} ranks of {axis} read the same inputs in the first {self.seen} "
-                "forward passes, so a step is that of one of them",
+                f"the {len(labels)} ranks of {axis} read the same inputs in the first "
+                f"{self.trained} training passes, so a step is that of one of them",
                 *script_line("the inputs are passed here"),
                 help="a sampler takes num_replicas=run.data_size and rank=run.data_rank",
             )
@@ -103,7 +107,7 @@ class FirstPasses:
             warning(
                 "PL478",
                 f"the ranks of {axis} take the means of their losses over {least} to {most} labels "
-                f"in forward pass {self.seen}: the mean of these is not that over all labels",
+                f"in training pass {self.trained}: the mean of these is not that over all labels",
                 *script_line("the loss is averaged here"),
                 help="call `run.forward_backward(batches)`, or the model with `num_items_in_batch="
                 "run.num_items_in_batch(*labels)`, of all passes of a step",

@@ -184,6 +184,25 @@ def same_rows(overrides, others, compare=2):
     return lines, len(model._forward_pre_hooks)
 
 
+def evaluated_alone(overrides):
+    """Data rank 0 evaluates what the others do not, and then all train on the same rows.
+
+    Returns:
+        The lines that are logged, the compared training passes before and after these, and the
+        model's hooks after them.
+    """
+    model = numerics.build("llama")
+    run = planc.apply(model, "llama", overrides=overrides, device_type="cpu", compare=2)
+    with logged() as lines:
+        for _ in range(3 if run.data_rank == 0 else 0):
+            with torch.no_grad():
+                model(input_ids=batch(0))
+        before = run.first.trained
+        for number in range(3):
+            step(model, batch(number))
+    return lines, before, run.first.trained, len(model._forward_pre_hooks)
+
+
 def uneven(overrides, how):
     """The lines that are logged in two passes whose labels are `how`, and the number of
     collectives of a pass beyond those of a model that compares nothing.

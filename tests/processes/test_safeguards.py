@@ -136,7 +136,7 @@ def test_data_ranks_that_all_read_the_same_are_told(four, overrides, told):
     results = four.run("safeguard_jobs.same_rows", overrides=overrides, others=[])
     (level, text), *more = results[0][0]
     assert level == "WARNING" and not more
-    assert "warning[PL487]: " in text and told in text and "first 2 forward passes" in text
+    assert "warning[PL487]: " in text and told in text and "first 2 training passes" in text
     assert called(text) == "model("
     assert [lines for lines, _ in results[1:]] == [[]] * 3
     left = four.run("safeguard_jobs.same_rows", overrides=overrides, others=[], compare=0)
@@ -157,7 +157,7 @@ def test_means_over_different_numbers_of_labels_are_told(four, overrides, how, t
     (level, text), *more = results[0][0]
     assert level == "WARNING" and not more and "warning[PL478]: " in text
     assert "the ranks of dp_shard take the means of their losses over" in text and told in text
-    assert "forward pass 1" in text and called(text) == "run.model("
+    assert "training pass 1" in text and called(text) == "run.model("
     # no collective of its own: one for each axis and pass
     assert {count for _, count in results} == {2 if overrides == FP32 else 4}
 
@@ -176,7 +176,19 @@ def test_nothing_is_told_where_losses_are_weighed_or_no_mean_trains(four, how):
 
 def test_an_evaluation_that_counts_labels_hides_nothing(four):
     results = four.run("safeguard_jobs.uneven", overrides=FP32, how="evaluated first")
-    assert "PL478" in results[0][0][0][1] and "forward pass 2" in results[0][0][0][1]
+    assert "PL478" in results[0][0][0][1] and "training pass 1" in results[0][0][0][1]
+
+
+@pytest.mark.parametrize("overrides", [[*FP32, "dp_replicate=4"], [*TP2, "dp_replicate=2"]])
+def test_a_pass_of_one_data_rank_alone_waits_for_no_other(four, overrides):
+    """A sample that one rank generates; the training passes after it are compared as ever."""
+    results = four.run("safeguard_jobs.evaluated_alone", overrides=overrides, timeout=40)
+    assert [hooks for *_, hooks in results] == [results[0][-1]] * 4
+    lines, before, after, _ = results[0]
+    assert before == 0 < after
+    (level, text), *more = lines
+    assert level == "WARNING" and not more
+    assert "warning[PL487]: " in text and "first 2 training passes" in text
 
 
 def test_accumulation_and_checkpoints_compute_the_same(four):
