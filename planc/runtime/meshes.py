@@ -6,7 +6,7 @@ from itertools import combinations
 from weakref import WeakValueDictionary
 
 import torch
-from torch import distributed, nn
+from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from planc.diagnostic import one_of
@@ -160,3 +160,16 @@ class Meshes:
         """The mesh of some axes, created on the first request."""
         made: DeviceMesh = self._values.of(mesh_source(mesh, self._context))
         return made
+
+
+def rows_of(own: Tensor, mesh: DeviceMesh) -> list[list[int]]:
+    """A few integers of every rank of a mesh, by rank.
+
+    One all-gather, and a wait for the device.
+
+    Args:
+        own: [n], of one dtype and length on all ranks, on the device of the mesh.
+    """
+    every = own.new_empty(mesh.size() * own.numel())
+    distributed.all_gather_into_tensor(every, own, group=mesh.get_group())
+    return every.view(mesh.size(), -1).tolist()  # type: ignore[no-any-return]

@@ -20,7 +20,7 @@ from planc.ops.base import AxisRole
 from planc.ops.lowered import Lowered
 from planc.ops.tensor_parallel import Parallelize
 from planc.runtime.gradients import valid_labels
-from planc.runtime.meshes import Meshes
+from planc.runtime.meshes import Meshes, rows_of
 from planc.runtime.preconditions import stop, warning
 from planc.runtime.same_kinds import Hook
 from planc.runtime.same_weights import plain, tensor_sum, text_sum
@@ -186,14 +186,9 @@ def _averaged(model: nn.Module | None, kwargs: Any) -> Tensor | int:
 
 
 def _rows(leaves: Leaves, mesh: DeviceMesh, labels: Tensor | int = -1) -> list[list[int]]:
-    """`_row` of every rank, and a number of labels: one all-gather of a few numbers, and one wait
-    for the device.
-    """
+    """`_row` of every rank, and a number of labels."""
     own = _row(leaves, mesh.device_type)
-    own = torch.cat([own, torch.as_tensor(labels, device=own.device).view(1)])
-    every = own.new_empty(mesh.size() * own.numel())
-    distributed.all_gather_into_tensor(every, own, group=mesh.get_group())
-    return every.view(mesh.size(), -1).tolist()  # type: ignore[no-any-return]
+    return rows_of(torch.cat([own, torch.as_tensor(labels, device=own.device).view(1)]), mesh)
 
 
 def _row(leaves: Leaves, device: str) -> Tensor:

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from planc.diagnostic import PlanError, one_of
 from planc.ops.fsdp import FullyShard
 from planc.ops.lowered import Lowered
-from planc.runtime.meshes import Meshes
+from planc.runtime.meshes import Meshes, rows_of
 from planc.runtime.preconditions import stop
 from planc.runtime.script_line import script_line
 
@@ -85,10 +85,7 @@ def _beside_text(model: nn.Module, units: Iterable[nn.Module]) -> bool:
 def _compare(names: Sequence[str], given: Sequence[bool], parts: Sequence[DeviceMesh]) -> None:
     some = every = sum(1 << i for i, one in enumerate(given) if one)
     for part in parts:
-        own = torch.tensor([some, every], device=part.device_type)
-        all_ = own.new_empty(2 * part.size())
-        distributed.all_gather_into_tensor(all_, own, group=part.get_group())
-        for other, common in all_.view(-1, 2).tolist():
+        for other, common in rows_of(torch.tensor([some, every], device=part.device_type), part):
             some, every = some | other, every & common
     if some != every:
         raise _different([n for i, n in enumerate(names) if (some ^ every) >> i & 1], given, names)
