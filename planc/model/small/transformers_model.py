@@ -157,7 +157,8 @@ def add_denoising_loss(model: nn.Module) -> None:
         return
 
     def forward(input_ids: Any, labels: Any, **others: Any) -> Any:
-        output = plain(input_ids=input_ids, decoder_input_ids=labels.roll(1, -1), **others)
+        canvas = labels.roll(1, -1).clamp(min=0)  # an ignored label is no token
+        output = plain(input_ids=input_ids, decoder_input_ids=canvas, **others)
         if not hasattr(output, "logits"):
             return loss_and_output(output)
         output.loss = cross_entropy(output.logits.flatten(0, 1), labels.flatten())
