@@ -19,10 +19,10 @@ from planc.proof.layout_flow import flow
 ENCODERS = [
     # (model_type, class, rules that its plan has, whether sequence parallelism is proved)
     ("vit", "ViTModel", ["attention.{q,k,v}_proj:colwise", "mlp.fc2:rowwise"], False),
-    ("bert", "BertModel", ["attention.self.{query,key,value}:colwise"], False),
     ("modernbert", "ModernBertModel", ["attn.Wqkv:colwise(parts=3)", "attn.Wo:rowwise"], True),
 ]
 SLOW = [
+    ("bert", "BertModel", ["attention.self.{query,key,value}:colwise"], False),
     ("dinov2", "Dinov2Model", ["mlp.fc1:colwise"], False),
     ("wav2vec2", "Wav2Vec2Model", ["attention.{q,k,v}_proj:colwise"], False),
     ("clip_vision_model", "CLIPVisionModel", ["self_attn.{q,k,v}_proj:colwise"], False),

@@ -23,7 +23,7 @@ from planc.syntax.formatter.tokens import tokens_of
 
 ROOT = Path(__file__).parent.parent
 BLOCK = re.compile(r"^```plan\n(.*?)^```$", re.M | re.S)
-SLOW = settings(max_examples=150, deadline=5000, suppress_health_check=[HealthCheck.too_slow])
+SLOW = settings(max_examples=80, deadline=5000, suppress_health_check=[HealthCheck.too_slow])
 
 
 def examples():

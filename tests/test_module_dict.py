@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from helpers import slow
 from test_script import kinds, ruff, same_as_applied, written
 from titan_model import Transformer
 from torch import nn
@@ -59,7 +60,7 @@ def wrong(found):
     return {d.code: d for d in found if d.severity != "info"}
 
 
-@pytest.mark.parametrize("overrides", [["tp=2"], ["pp=2", "tp=2"]], ids=["tensor", "stages"])
+@pytest.mark.parametrize("overrides", [slow(["tp=2"]), ["pp=2", "tp=2"]], ids=["tensor", "stages"])
 def test_a_plan_is_proved_and_a_broken_one_refuted(tmp_path, overrides):
     with torch.device("cpu"):
         model = Transformer()

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from helpers import slow
 from torch import nn
 
 import planc
@@ -111,8 +112,10 @@ def checked(model, text, folder):
     return {d.code: d for d in found if d.severity != "info"}
 
 
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-@pytest.mark.parametrize("kind", [Net, WithLoss])
+@pytest.mark.parametrize(
+    ("kind", "device"),
+    [(Net, "cpu"), (WithLoss, "meta"), slow(Net, "meta"), slow(WithLoss, "cpu")],
+)
 def test_a_right_plan_is_proved_and_a_wrong_one_refuted(tmp_path, kind, device):
     with torch.device(device):
         model = kind()

@@ -1,6 +1,7 @@
 """`planc.apply` on four real processes: what it gives, and what stops it before it begins."""
 
 import pytest
+from helpers import slow
 from pool import RankError
 
 OVERRIDES = ["tp=2", "param_dtype=fp32"]
@@ -23,7 +24,7 @@ def test_the_handle(four):
         assert handle["digest"] == again[0]["digest"]
 
 
-@pytest.mark.parametrize("ranks", [(), (0,), (1, 3)])
+@pytest.mark.parametrize("ranks", [(), (0,), slow((1, 3))])
 @pytest.mark.parametrize("overrides", [OVERRIDES, ["param_dtype=fp32"]], ids=["tp=2", "tp=1"])
 def test_garbage_that_some_ranks_collect_earlier(four, overrides, ranks):
     """Ranks share the mesh of an earlier run together or not at all: a rank alone would wait for
@@ -114,11 +115,11 @@ def test_a_plan_with_errors_raises_all_of_them(four):
     ("model", "plan", "without", "sequence_parallel"),
     [
         ("qwen3", "qwen3", "q_norm", True),  # its gradient stays a part of a sum
-        ("llama", "llama", "post_attention_layernorm", True),
+        slow("llama", "llama", "post_attention_layernorm", True),
         ("llama", "llama", "o_proj", False),
-        ("llama", "llama", "down_proj", False),
+        slow("llama", "llama", "down_proj", False),
         ("llama", "llama", "embed_tokens", True),
-        ("gemma3", "gemma3", "k_norm", False),
+        slow("gemma3", "gemma3", "k_norm", False),
         ("phi3", "phi3", "qkv_proj", True),
     ],
 )

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers import slow
 from pool import Pool
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "coverage"))
@@ -66,7 +67,7 @@ def two():
     ("family", "verdict", "off"),
     [
         ("llama", "right", set()),
-        ("gpt2", "none", set()),
+        slow("gpt2", "none", set()),
         ("apertus", "wrong", {"alpha_n", "alpha_p"}),
         ("doge", "crash", set()),
     ],
