@@ -202,7 +202,7 @@ def _axes(program: Program, mesh: Mesh) -> None:
             program.sink.error("PL304", f"axis `{name}` is named twice", section.axes[0].origin)
     for sized in (*mesh.axes, *([mesh.experts.ranks] if mesh.experts else ())):
         if sized.size > 1 and sized.name not in used and not misspelled:
-            _unused(sized, program)
+            _unused(sized, used, program)
 
 
 def _settings(program: Program, mesh: Mesh) -> None:
@@ -223,7 +223,7 @@ def _divides(program: Program) -> bool:
     return EXPERTS in program.scope.axis_names
 
 
-def _unused(axis: MeshAxis, program: Program) -> None:
+def _unused(axis: MeshAxis, used: Iterable[str], program: Program) -> None:
     one = f"set `{axis.name} = 1`"
     wanted = {
         AxisRole.STAGE: f"write `pipeline on {axis.name}` with its schedule and stages, or {one}",
@@ -238,5 +238,6 @@ def _unused(axis: MeshAxis, program: Program) -> None:
         axis.origin,
         facts=["its ranks would all compute the same"],
         help=elsewhere(axis.name)
-        or wanted.get(axis.role, f"write a section `on {axis.name}`, or {one}"),
+        or wanted.get(axis.role)
+        or did_you_mean(axis.name, used, f"write a section `on {axis.name}`, or {one}"),
     )
