@@ -29,7 +29,7 @@ from planc.runtime.calls import Values, function_of, resolve
 from planc.runtime.context import same_batches
 from planc.runtime.known_verdict import strongest
 from planc.runtime.lora import remember, require_packages
-from planc.runtime.meshes import Meshes, device_of, known, start
+from planc.runtime.meshes import Meshes, device_of, mesh_in_use, start
 from planc.runtime.other_libraries import guard_saving
 from planc.runtime.preconditions import announce, op_name, ready, stop
 from planc.runtime.run import Run
@@ -153,7 +153,7 @@ def _prepare(
     started = False
     try:
         started = start(device)
-        shared = known(lowered, device)
+        shared = mesh_in_use(lowered, device)
         modules, told = ready(model, lowered, digest, (own.short, shared is not None))
         said = [statement for statement, _ in told]
         accepted(own, said)

@@ -56,7 +56,7 @@ def start(device_type: str) -> bool:
 
 
 @dataclass(slots=True, weakref_slot=True)
-class Made:
+class SharedMesh:
     """A mesh, its default process group, and the submeshes that were requested."""
 
     group: distributed.ProcessGroup | None
@@ -64,28 +64,30 @@ class Made:
     parts: dict[Shared, DeviceMesh] = field(default_factory=dict)
 
 
-_MADE: WeakValueDictionary[tuple[tuple[tuple[str, int], ...], str], Made] = WeakValueDictionary()
+_MADE: WeakValueDictionary[tuple[tuple[tuple[str, int], ...], str], SharedMesh] = (
+    WeakValueDictionary()
+)
 """Weak, because a mesh holds process groups, which must be freed before the interpreter exits."""
 
 
-def known(lowered: Lowered, device_type: str) -> Made | None:
+def mesh_in_use(lowered: Lowered, device_type: str) -> SharedMesh | None:
     """The mesh of an earlier plan with these axes, while something on this rank uses it.
 
     A process group keeps its threads and buffers until it is destroyed. Without sharing, a teacher
-    and a student in one process would have two sets of them. When a mesh that nothing uses is
-    freed, each rank's garbage collector decides for itself: ranks share a mesh only if all have it.
+    and a student in one process would have two sets of them. Each rank's garbage collector decides
+    when a mesh that nothing uses is freed, so ranks share a mesh only if all of them have it.
     """
     found = _MADE.get((_sizes(lowered), device_type))
     return found if found is not None and found.group is distributed.group.WORLD else None
 
 
-def _made(lowered: Lowered, device_type: str) -> Made:
+def _made(lowered: Lowered, device_type: str) -> SharedMesh:
     sizes = _sizes(lowered)
     root = init_device_mesh(
         device_type, tuple(s for _, s in sizes), mesh_dim_names=tuple(n for n, _ in sizes)
     )
     # init_device_mesh starts a process group if there is none
-    made = _MADE[sizes, device_type] = Made(distributed.group.WORLD, root)
+    made = _MADE[sizes, device_type] = SharedMesh(distributed.group.WORLD, root)
     return made
 
 
@@ -103,7 +105,9 @@ class Meshes:
         shared: the mesh of an earlier plan, which all ranks have; by default a new one is made.
     """
 
-    def __init__(self, lowered: Lowered, device_type: str, shared: Made | None = None) -> None:
+    def __init__(
+        self, lowered: Lowered, device_type: str, shared: SharedMesh | None = None
+    ) -> None:
         self._sizes = dict(_sizes(lowered))
         made = shared or _made(lowered, device_type)
         self._made = made
