@@ -157,11 +157,9 @@ def _prepare(
         modules, told = ready(model, lowered, digest, (own.short, shared is not None))
         said = [statement for statement, _ in told]
         accepted(own, said)
-        return (
-            modules,
-            Meshes(lowered, device, shared if all(has for _, has in told) else None),
-            said,
-        )
+        if not all(has for _, has in told):
+            shared = None
+        return modules, Meshes(lowered, device, shared), said
     except Exception as error:
         if started:
             distributed.destroy_process_group()
