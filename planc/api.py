@@ -10,15 +10,16 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from planc.compiler import Compiled, compile_plan
+from planc.compiler import Compiled, Draft, compile_plan
 from planc.diagnostic import Diagnostic, PlanError, Sink
 from planc.draft.parsed import parsed
 from planc.notebook import DRAW, TEXT
 from planc.ops.document import digest
 from planc.ops.lowered import Lowered
-from planc.syntax import plan_files
+from planc.syntax import ast, plan_files
 
 if TYPE_CHECKING:
     from torch import nn
@@ -73,7 +74,6 @@ def check(
     Raises:
         ValueError: there is no such level, or inputs or a loss are for the name of a model.
     """
-    from planc.draft.parsed import parsed
     from planc.proof.apart import record
     from planc.proof.checked import Findings, known_certificate, summary
     from planc.proof.layout_flow import flow
@@ -84,8 +84,8 @@ def check(
         if isinstance(model, str | os.PathLike):
             raise ValueError("inputs and a loss are for a module, and not for a name")
         model = replace(_facts_of(model), own=model, given=(inputs, loss))
-    drafts = level == "flow"
-    compiled, sink = compiled_for(model, plan, world_size, overrides, allow_code, drafts=drafts)
+    draft = parsed if level == "flow" else None
+    compiled, sink = compiled_for(model, plan, world_size, overrides, allow_code, draft=draft)
     checked, verdict = "", None
     if level == "flow" and compiled.lowered is not None:
         verdict = flow(compiled, sink, allow_code=allow_code, draft=parsed)
@@ -141,7 +141,8 @@ def apply(
     Args:
         model: a module with parameters on meta, CPU or CUDA that is not parallel yet.
         plan: a path, the name of a plan, a lowered JSON file, or a lowered plan; by default the
-            plan of the model's family.
+            plan of the model's family: one of the project's own folders, else a shipped one, else a
+            draft as `init` writes it, which rank 0 writes and proves while the others wait.
         overrides: `name=value` for mesh axes and options: a text, several, or a mapping.
         world_size: the number of ranks; by default that of the process group, else that of
             torchrun's environment, else 1.
@@ -167,24 +168,23 @@ def apply(
     """
     from planc.emit.text import render
     from planc.runtime.executor import apply_lowered
-    from planc.runtime.known_verdict import known_requirement
     from planc.runtime.meshes import device_of
     from planc.runtime.other_libraries import require_unwrapped
     from planc.runtime.preconditions import announce, require_not_parallel
     from planc.runtime.safeguards import Safeguards
     from planc.trial.verdict_store import recall
 
-    known_requirement(require)
-    if prove and isinstance(plan, Lowered):
-        raise ValueError("prove takes the plan by its path or name, not a lowered one")
+    _can_be_required(require, prove, plan)
     try:
         require_not_parallel(model)
         require_unwrapped(model)
         facts = _facts_of(model)
         if not isinstance(plan, Lowered):
             size = world_size or _of_the_run("WORLD_SIZE", 1)
-            compiled, sink = compiled_for(facts, plan, size, overrides, allow_code)
+            draft = partial(_draft_of_rank_0, device=device_of(model, device_type))
+            compiled, sink = compiled_for(facts, plan, size, overrides, allow_code, draft=draft)
             lowered = _lowered(compiled, sink)
+            prove = prove or plan_files.drafted(compiled.files)
         else:
             compiled, lowered = None, plan
         own = digest(lowered)
@@ -207,10 +207,24 @@ def apply(
     return run if compiled is None else _with_origin(run, compiled)
 
 
+def _can_be_required(require: Required | None, prove: bool, plan: object) -> None:
+    from planc.runtime.known_verdict import known_requirement
+
+    known_requirement(require)
+    if prove and isinstance(plan, Lowered):
+        raise ValueError("prove takes the plan by its path or name, not a lowered one")
+
+
 def _with_origin(run: Run, compiled: Compiled) -> Run:
     """The run, with what its summary says of the plan's text and of the overrides."""
     text = plan_files.digest(compiled.files) if isinstance(compiled.files, tuple) else None
     return replace(run, sets=compiled.settings, plan_digest=text)
+
+
+def _draft_of_rank_0(facts: Facts, *, device: str) -> tuple[ast.File, ...] | None:
+    from planc.draft.apart import parsed_for_run  # which imports the whole proof
+
+    return parsed_for_run(facts, device)
 
 
 def _proved_by_rank_0(compiled: Compiled, known: KnownVerdict, allow_code: bool) -> KnownVerdict:
@@ -258,10 +272,9 @@ def compiled_for(
     overrides: Overrides,
     allow_code: bool,
     *,
-    drafts: bool = False,
+    draft: Draft | None = None,
 ) -> tuple[Compiled, Sink]:
-    """A plan compiled for a model, and what is found; of a family without a plan a draft, if
-    `drafts`.
+    """A plan compiled for a model, and what is found; of a family without a plan its `draft`.
 
     Raises:
         TypeError: an argument is of another type than it says.
@@ -280,7 +293,7 @@ def compiled_for(
         world_size=world_size,
         settings=settings_of(overrides),
         allow_code=allow_code,
-        draft=parsed if drafts else None,
+        draft=draft,
     )
     return compiled, sink
 

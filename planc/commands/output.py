@@ -47,7 +47,7 @@ def compiled_target(
     """
     from planc.compiler import Compiled, compile_plan
     from planc.draft.parsed import parsed
-    from planc.syntax.plan_files import DRAFT
+    from planc.syntax import plan_files
 
     if swapped(target.model, target.plan, sink):
         return Compiled()
@@ -62,7 +62,8 @@ def compiled_target(
     )
     if target.plan is None and isinstance(result.files, tuple) and result.facts:
         chosen = result.files[-1].origin.source.name
-        wrote = f", as `planc init {target.model} -o my.plan` writes it" if chosen == DRAFT else ""
+        draft = plan_files.drafted(result.files)
+        wrote = f", as `planc init {target.model} -o my.plan` writes it" if draft else ""
         print(f"the plan is {chosen}, for {result.facts.family}{wrote}", file=sys.stderr)
     return result
 

@@ -14,4 +14,9 @@ def parsed(facts: Facts) -> tuple[ast.File, ...] | None:
 
     if cache.missing():
         return None
-    return (parse(Source(plan_files.DRAFT, draft(facts, Sink()).text), Sink()),)
+    return (parsed_text(draft(facts, Sink()).text),)
+
+
+def parsed_text(text: str) -> ast.File:
+    """The text of a draft, parsed."""
+    return parse(Source(plan_files.DRAFT, text), Sink())

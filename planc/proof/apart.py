@@ -1,11 +1,13 @@
 """Layout flow for a process that is a rank of a run, and the verdict that is kept of it.
 
-A rank can spare neither a process group of threads nor random numbers, so layout flow runs in a
-process of its own; this needs no GPU.
+A rank can spare neither a process group of threads nor random numbers, so what simulates ranks runs
+in a process of its own; this needs no GPU.
 """
 
 import json
 import os
+import pickle
+import subprocess
 import sys
 from typing import Any, get_args
 
@@ -47,30 +49,46 @@ def prove_apart(compiled: Compiled, *, allow_code: bool) -> KnownVerdict:
     """The verdict of layout flow on a compiled plan without errors, kept as that of a check; a
     model of the user's own must have a class that can be imported elsewhere.
     """
-    import pickle
-    import subprocess
+    try:
+        level, text = answered_apart(__name__, (compiled, allow_code))
+    except NoAnswerError as error:
+        return _undecided(str(error))
+    known = level in get_args(Level)
+    return KnownVerdict(level=level, text=text) if known else _undecided(str(text))
 
+
+class NoAnswerError(Exception):
+    """Why a process of its own gave no answer."""
+
+
+def answered_apart(module: str, given: object) -> Any:
+    """What a module of planc, run in a process of its own, prints as JSON in its last line.
+
+    Args:
+        module: its name; it reads `given` from standard input, with pickle.
+
+    Raises:
+        NoAnswerError: it failed, takes longer than `SECONDS`, or `given` cannot be pickled.
+    """
     environment = {k: v for k, v in os.environ.items() if k not in _TORCHRUN}
     try:
         done = subprocess.run(
-            [sys.executable, "-P", "-m", __name__],
-            input=pickle.dumps((compiled, allow_code)),
+            [sys.executable, "-P", "-m", module],
+            input=pickle.dumps(given),
             capture_output=True,
             check=False,
             timeout=SECONDS,
             env={**environment, "CUDA_VISIBLE_DEVICES": ""},
         )
     except subprocess.TimeoutExpired:
-        return _undecided(f"no answer in {SECONDS} s")
+        raise NoAnswerError(f"no answer in {SECONDS} s") from None
     except Exception as error:  # a model that cannot be pickled
-        return _undecided(f"{type(error).__name__}: {error}")
+        raise NoAnswerError(f"{type(error).__name__}: {error}") from error
     try:
-        level, text = json.loads(done.stdout.splitlines()[-1])
+        return json.loads(done.stdout.splitlines()[-1])
     except (IndexError, ValueError):
         lines = done.stderr.decode(errors="replace").strip().splitlines()
-        return _undecided(lines[-1] if lines else f"exit status {done.returncode}")
-    known = level in get_args(Level)
-    return KnownVerdict(level=level, text=text) if known else _undecided(str(text))
+        raise NoAnswerError(lines[-1] if lines else f"exit status {done.returncode}") from None
 
 
 def _undecided(reason: str) -> KnownVerdict:
@@ -78,10 +96,7 @@ def _undecided(reason: str) -> KnownVerdict:
 
 
 def _main() -> None:
-    import pickle
-
-    given: Any = pickle.load(sys.stdin.buffer)
-    compiled, allow_code = given
+    compiled, allow_code = pickle.load(sys.stdin.buffer)
     sink = Sink()
     verdict = flow(compiled, sink, allow_code=allow_code)
     known = record(compiled, verdict, sink)

@@ -2,10 +2,10 @@
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from operator import attrgetter
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from torch import distributed, nn
 
@@ -77,6 +77,10 @@ def ready(
     return modules, _agree(digest, findings, also)
 
 
+class AnnouncedError(PlanError):
+    """An error that all ranks raise, so that none has to be told of it."""
+
+
 def announce(error: Exception, device_type: str) -> None:
     """Tells the other ranks why this one cannot apply its plan; they wait for it in `ready`.
 
@@ -88,7 +92,7 @@ def announce(error: Exception, device_type: str) -> None:
         device_type: where the process group works, if it has to be started for this.
     """
     others = "RANK" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1"
-    if not (distributed.is_initialized() or others):
+    if isinstance(error, AnnouncedError) or not (distributed.is_initialized() or others):
         return
     started = start(device_type)
     own = list(error.diagnostics) if isinstance(error, PlanError) else []
@@ -243,6 +247,25 @@ def of_all_ranks(own: T) -> list[T]:
     if len(every) > 1 and distributed.get_backend() != "fake":
         distributed.all_gather_object(every, own)
     return every
+
+
+def of_rank_0(make: Callable[[], T], device_type: str) -> T:
+    """What rank 0 makes, on every rank; all ranks of a run that has started, or that torchrun
+    starts, wait for it here.
+
+    Raises:
+        AnnouncedError: a rank has an error, or applies a plan and asks for none of this.
+    """
+    if not (distributed.is_initialized() or "RANK" in os.environ):
+        return make()
+    started = start(device_type)
+    try:
+        made = make() if distributed.get_rank() == 0 else None
+        return cast(T, _agree("a draft", [], made)[0])
+    except PlanError as error:
+        if started:
+            distributed.destroy_process_group()
+        raise AnnouncedError(error.diagnostics) from None
 
 
 def _agree(digest: str, findings: list[Diagnostic], also: Any = None) -> list[Any]:

@@ -160,6 +160,11 @@ def read_for(
     return tuple(chain.files) if sink.errors == before else None
 
 
+def drafted(files: object) -> bool:
+    """Whether the files of a plan are a draft, which nobody has read yet."""
+    return isinstance(files, tuple) and any(f.origin.source.name == DRAFT for f in files)
+
+
 def digest(files: Iterable[ast.File]) -> str:
     """The sha256, in hex, of the texts of a plan and of those that it extends."""
     whole = hashlib.sha256()

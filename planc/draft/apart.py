@@ -1,0 +1,46 @@
+"""The draft of a plan that all ranks of a run take: rank 0 writes it, in a process of its own."""
+
+import json
+import logging
+import pickle
+import sys
+
+from planc.diagnostic import Sink
+from planc.draft.init import draft
+from planc.draft.parsed import parsed_text
+from planc.model.facts import Facts
+from planc.proof.apart import NoAnswerError, answered_apart
+from planc.runtime.preconditions import of_rank_0
+from planc.syntax import ast
+
+_log = logging.getLogger("planc")
+
+
+def parsed_for_run(facts: Facts, device_type: str) -> tuple[ast.File, ...] | None:
+    """The draft of a plan for a model, equal on all ranks; None where rank 0 could not write one.
+
+    Raises:
+        AnnouncedError: another rank has a plan, or an error.
+    """
+    text = of_rank_0(lambda: _written_apart(facts), device_type)
+    return None if text is None else (parsed_text(text),)
+
+
+def _written_apart(facts: Facts) -> str | None:
+    _log.warning(
+        "no plan is for %s, so rank 0 drafts one; `planc init` writes it into a file to read",
+        facts.family,
+    )
+    try:
+        return str(answered_apart(__name__, facts))
+    except NoAnswerError as error:
+        _log.warning("the draft could not be written: %s", error)
+        return None
+
+
+def _main() -> None:
+    print(json.dumps(draft(pickle.load(sys.stdin.buffer), Sink()).text))
+
+
+if __name__ == "__main__":
+    _main()
