@@ -184,7 +184,7 @@ _ROWS: tuple[tuple[str, str, Phase, str], ...] = (
     ("PL486", "error", "runtime", "an optimizer of parameters that the plan has replaced"),
     ("PL487", "warning", "runtime", "all ranks of a data axis read the same inputs"),
     ("PL488", "error", "runtime", "a batch that cannot be cut into microbatches"),
-    ("PL489", "error", "runtime", "a model that peft or torch.compile has changed already"),
+    ("PL489", "error", "runtime", "a model that peft or torch.compile has changed"),
     ("PL490", "error", "runtime", "the world size of the run differs from the plan's"),
     ("PL491", "error", "runtime", "the ranks disagree on the plan"),
     ("PL492", "error", "runtime", "torch raised in an operation"),

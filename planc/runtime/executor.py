@@ -24,13 +24,12 @@ from planc.ops.configure import Configure
 from planc.ops.freeze import Freeze
 from planc.ops.lora import Adapt
 from planc.ops.lowered import Lowered
-from planc.runtime import input_embeddings, megatron_fsdp, preconditions
+from planc.runtime import input_embeddings, megatron_fsdp, other_libraries, preconditions
 from planc.runtime.calls import Values, function_of, resolve
 from planc.runtime.context import same_batches
 from planc.runtime.known_verdict import strongest
 from planc.runtime.lora import remember, require_packages
 from planc.runtime.meshes import Meshes, device_of, mesh_in_use, start
-from planc.runtime.other_libraries import guard_saving
 from planc.runtime.preconditions import announce, op_name, ready, stop
 from planc.runtime.run import Run
 from planc.runtime.safeguards import Safeguards, Said, Statement, accepted, first_passes, tell
@@ -84,7 +83,7 @@ def apply_lowered(
                 what = f"torch refused {op_name(op)} of {worker.at or 'the model'}"
                 raise stop("PL492", f"{what}: {first_line(error)}") from error
         watch(model, first)
-        guard_saving(model)
+        other_libraries.guard(model, modules, lowered)
     kept = {id(parameter) for parameter in model.parameters()}
     # only of those: `run.load` swaps tensors, which torch refuses where a weak reference is
     before = tuple(r for r in before if (p := r()) is not None and id(p) not in kept)

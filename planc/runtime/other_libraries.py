@@ -1,12 +1,26 @@
 """What other libraries would do to a model under a plan, answered with planc's way to do it."""
 
 import functools
+from collections.abc import Mapping
 from typing import Any
+from weakref import WeakSet
 
+import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_module_registration_hook
 
+from planc.ops.lowered import Lowered
+from planc.ops.styles import Rowwise
+from planc.ops.tensor_parallel import Parallelize
 from planc.runtime.preconditions import stop
+
+_ADAPTERS = (
+    "give `apply` the base model; the plan's `adapters` section adds LoRA, and "
+    "`run.load_adapters` and `run.save_adapters` read and write peft's files"
+)
+_APPLIED: WeakSet[nn.Module] = WeakSet()
+"""The modules of all models under a plan."""
 
 
 def require_unwrapped(model: nn.Module) -> None:
@@ -19,8 +33,7 @@ def require_unwrapped(model: nn.Module) -> None:
         raise stop(
             "PL489",
             "peft has put adapters into this model already",
-            help="give `apply` the base model; the plan's `adapters` section adds LoRA, and "
-            "`run.load_adapters` and `run.save_adapters` read and write peft's files",
+            help=_ADAPTERS,
         )
     if type(model).__name__ == "OptimizedModule" or model._compiled_call_impl is not None:
         raise stop(
@@ -30,7 +43,51 @@ def require_unwrapped(model: nn.Module) -> None:
         )
 
 
-def guard_saving(model: nn.Module) -> None:
+def guard(model: nn.Module, modules: Mapping[str, nn.Module], lowered: Lowered) -> None:
+    """Refuses what other libraries would do to a model that is under a plan from now on."""
+    _guard_saving(model)
+    _guard_compiling(modules, lowered)
+    _watch_registrations()
+    _APPLIED.update(model.modules())
+
+
+@functools.cache
+def _watch_registrations() -> None:
+    register_module_module_registration_hook(_refuse_adapters)
+
+
+def _refuse_adapters(module: nn.Module, name: str, added: nn.Module | None) -> None:
+    """peft would wrap layers whose weights are sharded, and add factors that are not."""
+    if type(added).__module__.startswith("peft.") and module in _APPLIED:
+        raise stop("PL489", f"peft cannot wrap `{name}` of a model under a plan", help=_ADAPTERS)
+
+
+def _guard_compiling(modules: Mapping[str, nn.Module], lowered: Lowered) -> None:
+    """Refuses to compile an embedding that is split by the vocabulary, as PL435 does in a plan:
+    torch fails in the middle of it, with a message about fake tensors.
+    """
+    for op in lowered.ops:
+        if isinstance(op, Parallelize) and isinstance(op.style, Rowwise):
+            for name in op.modules.names():
+                if isinstance(modules.get(name), nn.Embedding):
+                    modules[name].register_forward_pre_hook(functools.partial(_traced, name))
+
+
+def _traced(name: str, _module: nn.Module, _args: Any) -> None:
+    if torch.compiler.is_compiling():
+        _refuse_tracing(name)
+
+
+@torch.compiler.disable(reason="PL489")  # type: ignore[untyped-decorator]
+def _refuse_tracing(name: str) -> None:
+    raise stop(
+        "PL489",
+        f"torch.compile cannot trace `{name}`, which the plan splits by the vocabulary",
+        help="remove torch.compile; the plan's `compile` section compiles each block",
+    )
+
+
+def _guard_saving(model: nn.Module) -> None:
     """Refuses `model.save_pretrained` of shards, which fails on their storage in transformers."""
     save: Any = getattr(model, "save_pretrained", None)
     if save is None:

@@ -185,6 +185,31 @@ def embeddings_given(overrides):
     return told, float((model(inputs_embeds=given).logits - right).abs().max())
 
 
+def wrapped_afterwards(overrides):
+    """What peft and torch.compile of a model under a plan raise, and how far it is off then."""
+    import peft
+
+    ids = torch.arange(16).reshape(2, 8)
+    model = numerics.build("llama")
+    right = model(input_ids=ids).logits.detach()
+    apply(overrides, model)
+    told = []
+    lora = peft.LoraConfig(r=2, target_modules=["q_proj"])
+    compiled = torch.compile(model, backend="eager")
+    for wrap in (
+        lambda: peft.get_peft_model(model, lora),
+        lambda: peft.inject_adapter_in_model(lora, model),
+        lambda: compiled(input_ids=ids),
+    ):
+        try:
+            wrap()
+            told.append("")
+        except Exception as error:
+            told.append(str(error))
+    peft.get_peft_model(numerics.build("llama"), lora)  # a model of its own
+    return told, float((model(input_ids=ids).logits - right).abs().max())
+
+
 def embeddings_alone(overrides):
     """What a call with plain `inputs_embeds` raises, and how far it is off."""
     ids = torch.arange(16).reshape(2, 8)

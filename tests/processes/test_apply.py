@@ -100,6 +100,17 @@ def test_embeddings_that_skip_the_rule_of_the_embedding(four):
         assert error < 1e-5
 
 
+def test_other_libraries_that_wrap_a_model_under_a_plan(four):
+    for told, error in four.run("apply_jobs.wrapped_afterwards", overrides=OVERRIDES):
+        *adapters, compiled = told
+        for text in adapters:
+            assert "PL489" in text and "peft cannot wrap `q_proj`" in text
+            assert "`adapters` section" in text
+        assert "PL489" in compiled and "torch.compile cannot trace `model.embed_tokens`" in compiled
+        assert "`compile` section" in compiled
+        assert error < 1e-5
+
+
 def test_embeddings_without_sequence_parallelism(four):
     plain = [*OVERRIDES, "sequence_parallel=false"]
     for told, error in four.run("apply_jobs.embeddings_alone", overrides=plain):
