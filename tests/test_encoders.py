@@ -112,19 +112,23 @@ def test_the_loss_of_an_output_has_gradients_behind_a_norm_and_is_a_mean_over_ro
     assert loss_and_output((torch.ones(2, dtype=torch.long),)).loss is None
 
 
-def test_a_scalar_is_refused_before_torch_raises(tmp_path):
-    """CLIP's `logit_scale`, at the line of its unit; without data ranks there is no FSDP."""
+def test_a_scalar_gets_one_element_before_fsdp_shards_it(tmp_path):
+    """CLIP's `logit_scale`; Megatron-FSDP would raise, at the line of its unit."""
     facts = facts_of("clip", "CLIPModel")
     path = tmp_path / "clip.plan"
     path.write_text(
         "plan clip for clip\n\nmesh {\n    dp_shard = auto\n}\n\nfsdp on dp_shard {\n"
-        "    root : unit\n}\n"
+        "    vision_model : unit\n    root : unit\n}\n"
     )
+    sink = Sink()
+    inner, root = compile_plan(facts, str(path), sink, world_size=2).lowered.ops
+    assert not sink.errors and root.scalars and not inner.scalars
+    path.write_text(path.read_text().replace("    vis", "    backend = megatron\n    vis"))
     sink = Sink()
     compile_plan(facts, str(path), sink, world_size=2)
     [found] = [d for d in sink if d.severity == "error"]
     assert found.code == "PL443" and "`logit_scale`" in found.message
-    assert found.labels[0].span.line == 8
+    assert found.labels[0].span.line == 10
     sink = Sink()
     compile_plan(facts, str(path), sink, world_size=1)
     assert not sink.errors

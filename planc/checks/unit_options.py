@@ -69,7 +69,7 @@ def unit_axes(plan: Plan, facts: Facts, sink: Sink) -> None:
     if section is None or "fsdp" in plan.broken:
         return
     found = list(owned(plan, facts))
-    if plan.mesh.size(*section.shard, *section.replicate) > 1:
+    if section.megatron and plan.mesh.size(*section.shard, *section.replicate) > 1:
         _scalars(found, sink)
     for part in section.parts:
         if part.shard is not None:
@@ -85,14 +85,14 @@ def unit_axes(plan: Plan, facts: Facts, sink: Sink) -> None:
 
 
 def _scalars(found: list[Owned], sink: Sink) -> None:
-    """torch's `fully_shard` raises for a parameter without dims, as CLIP's `logit_scale`."""
+    """Megatron-FSDP shards rows; `fully_shard` gets parameters of one element in their place."""
     for one in found:
         bare = [p.name for p in one.modules.module.parameters if not p.shape]
         if bare and one.unit is not None:
             of = f" of `{one.modules}`" if str(one.modules) else ""
             sink.error(
                 "PL443",
-                f"`{bare[0]}`{of} is a scalar, which FSDP cannot shard",
+                f"`{bare[0]}`{of} is a scalar, which Megatron-FSDP cannot shard",
                 one.unit.origin,
                 help="make it a tensor of one element in the model's code",
             )

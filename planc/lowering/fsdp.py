@@ -40,6 +40,7 @@ def units_of(section: Fsdp, holdings: Holdings) -> Iterator[FullyShard]:
             gathered=gathered,
             ignored=tuple(i.modules for i in ignored),
             shard_dim=unit.shard_dim,
+            scalars=any(h.unit is unit and not h.parameter.shape for h in holdings.all),
             spreads=tuple(_spread(s, section, holdings.plan) for s in spreads),
             offload=section.offload is not None,
             pin=section.offload is not None and section.offload.pin,

@@ -50,6 +50,7 @@ class FullyShard(base.Op):
         shard_dim: the dim that FSDP shards, where a parameter has it and it is divisible; else 0.
         offload: whether shards are kept in CPU memory.
         pin: whether that memory is pinned, where there is a device to copy to.
+        scalars: whether it has parameters without dims, which get one.
         spreads: parameters inside that are sharded otherwise, outer modules before inner ones.
     """
 
@@ -68,6 +69,7 @@ class FullyShard(base.Op):
     shard_dim: base.ShardDim = field(default=0, metadata=base.OMIT)
     offload: bool = field(default=False, metadata=base.OMIT)
     pin: bool = field(default=False, metadata=base.OMIT)
+    scalars: bool = field(default=False, metadata=base.OMIT)
     spreads: tuple[Spread, ...] = field(default=(), metadata=base.OMIT)
 
     def problems(self) -> Iterator[tuple[base.Where, str]]:
@@ -85,6 +87,9 @@ class FullyShard(base.Op):
         return self.SCRIPT if self.shard else _REPLICATE
 
     def calls(self, context: call.Context) -> Iterator[call.Step]:
+        if self.scalars:
+            every = call.Members(self.members)
+            yield call.Once(call=call.FunctionCall(f"{_FUNCTIONS}one_element", (every,)))
         function = "torch.distributed.fsdp:fully_shard"
         if not self.shard:
             function = "torch.distributed._composable.replicate_with_fsdp:replicate"

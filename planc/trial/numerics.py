@@ -46,8 +46,10 @@ def full_copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def relative(mine: torch.Tensor, right: torch.Tensor, floor: float = 1e-12) -> float:
-    """The relative error; infinite if shapes differ or a value is not finite."""
-    if mine.shape != right.shape:
+    """The relative error; infinite if shapes differ or a value is not finite. A scalar parameter
+    has one element under FSDP.
+    """
+    if mine.shape != right.shape and not (mine.shape == (1,) and right.shape == ()):
         return math.inf
     if not right.numel():
         return 0.0
@@ -124,7 +126,7 @@ def norm_error(mine: torch.Tensor, right: torch.Tensor, floor: float = 1e-12) ->
     Args:
         floor: the least divisor: below it a tensor is as good as zero.
     """
-    if mine.shape != right.shape:
+    if mine.shape != right.shape and not (mine.shape == (1,) and right.shape == ()):
         return math.inf
     difference = (mine.double() - right.double()).norm()
     value = float(difference / right.double().norm().clamp_min(floor))

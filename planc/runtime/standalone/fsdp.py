@@ -22,6 +22,23 @@ def parameters_of(modules: Iterable[nn.Module]) -> set[nn.Parameter]:
     return {parameter for module in modules for parameter in module.parameters()}
 
 
+def one_element(modules: Iterable[nn.Module]) -> None:
+    """Gives parameters without dims one, because FSDP shards a dim.
+
+    Values that are read as scalars broadcast as before; `shards.scalars_of` names them.
+    """
+    made: dict[int, nn.Parameter] = {}
+    for inner in {part for module in modules for part in module.modules()}:
+        own = {n: p for n, p in inner._parameters.items() if p is not None}
+        scalars = {name: p for name, p in own.items() if not p.dim()}
+        for name, one in scalars.items():
+            with_dim = nn.Parameter(one.detach().reshape(1), one.requires_grad)
+            inner._parameters[name] = made.setdefault(id(one), with_dim)
+        known: set[str] = getattr(inner, "scalar_parameters", set())
+        if scalars:
+            inner.scalar_parameters = known | {*scalars}
+
+
 def along(dim: int, ranks: int) -> Split:
     """A `shard_placement_fn` that shards `dim` of parameters where it is divisible.
 

@@ -149,7 +149,8 @@ def difference(
     name: str, tensor: Tensor, shape: tuple[int, ...], stored: StoredTensor
 ) -> str | None:
     """Why a stored tensor does not fit a tensor of the model; None if it does."""
-    if shape != stored.shape:
+    scalar = shape == (1,) and not stored.shape and stored.file.is_file()
+    if shape != stored.shape and not scalar:
         return f"{name} is {list(stored.shape)}, the model's {list(shape)}"
     if tensor.is_floating_point() != stored.dtype.startswith(("F", "BF")):
         return f"{name} is {stored.dtype}, the model's {tensor.dtype}"

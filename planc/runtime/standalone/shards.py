@@ -62,6 +62,18 @@ def tied_names(model: nn.Module) -> list[tuple[str, ...]]:
     return [tuple(group) for group in names.values()]
 
 
+def scalars_of(model: nn.Module) -> set[str]:
+    """The plain names of parameters that are scalars in the model's own code.
+
+    FSDP needs a dim, so a plan gives them one element; files have them without.
+    """
+    return {
+        plain_name(f"{path}.{name}" if path else name)
+        for path, module in model.named_modules(remove_duplicate=False)
+        for name in getattr(module, "scalar_parameters", ())
+    }
+
+
 def four_bit_layers(model: nn.Module) -> dict[str, Any]:
     """The layers with 4-bit weights, by the plain names of these weights."""
     return {
@@ -342,7 +354,11 @@ def full_state_dict(model: nn.Module, *, every_rank: bool = False) -> dict[str, 
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-    orders, four = rank_orders(model), four_bit_layers(model)
+    orders, four, scalars = (
+        rank_orders(model),
+        four_bit_layers(model),
+        scalars_of(model),
+    )
     keep = every_rank or distributed.get_rank() == 0
     out: dict[str, Tensor] = {}
     done: dict[int, Tensor] = {}
@@ -352,6 +368,7 @@ def full_state_dict(model: nn.Module, *, every_rank: bool = False) -> dict[str, 
             continue
         if id(tensor) not in done:
             full = whole_of(tensor, orders.get(name))
+            full = full.reshape(()) if name in scalars else full
             # a copy, because the next step changes a tensor that is not sharded
             done[id(tensor)] = full.to("cpu", copy=True) if keep else full.new_empty(0)
         if keep:

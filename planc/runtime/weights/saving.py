@@ -193,13 +193,14 @@ def export(
         _kept(model, group) for group in shards.tied_names(model) if not shards.is_adapter(group[0])
     ]
     tensors, own = dict(shards.named_tensors(model)), shards.rank_orders(model)
-    hub = HubNames(model)
+    hub, scalars = HubNames(model), shards.scalars_of(model)
     groups = [(group, [tensors[n] for n in group]) for group in hub.converted_together(names)]
     files = _Files(folder, list(_parts(groups, shard_size)), hub)
     for part in files.parts:
         full: dict[str, Tensor] = {}
         for name in part:
             value = shards.whole_of(tensors[name], own.get(name))
+            value = value.reshape(()) if name in scalars else value
             if name.removesuffix(".weight") in changes:
                 value = value + change(changes[name.removesuffix(".weight")])
             if distributed.get_rank() == 0:
