@@ -66,6 +66,15 @@ def test_numbers(tmp_path, name, schedule):
     assert found.verdict == "proved"
 
 
+@pytest.mark.parametrize(("micro", "each"), [(8, 2), (6, 1)])
+def test_it_has_its_own_number_of_microbatches(tmp_path, micro, each):
+    """A trial runs all of them, though other schedules are tried with as many as stages."""
+    rows = of_torch("Interleaved1F1B", 2, micro, each) if each > 1 else one_stage_each(2, micro)
+    done, errors = compiled(tmp_path, rows, micro=micro, each=each)
+    assert errors == []
+    assert flow(done, Sink()).verdict == "proved"
+
+
 def test_a_timetable_runs_on_its_own_number_of_ranks(tmp_path):
     done, errors = compiled(tmp_path, one_stage_each(4, 4), ranks=4, world_size=8)
     assert errors == []

@@ -34,7 +34,8 @@ def trial_part(
 
     def small(op: AnyOp) -> AnyOp:
         if isinstance(op, Pipeline):
-            return replace(op, microbatches=op.stages)
+            # a timetable has passes for its own number of microbatches
+            return op if op.timetable else replace(op, microbatches=op.stages)
         return _small_unit(op, lowered, precision=precision) if isinstance(op, FullyShard) else op
 
     random = with_random_adapters(lowered, draws=draws)

@@ -3,6 +3,7 @@
 import pytest
 from loop_plans import ROWS, SCRIPT
 from test_saving import script
+from test_timetable import TEXT, of_torch
 
 from planc.cli import main
 
@@ -44,6 +45,18 @@ def test_a_run_goes_on_with_other_stages(tmp_path, first, then):
 def test_verify(model, settings, capsys):
     given = [part for text in settings for part in ("--set", text)]
     assert main(["verify", model, "llama", "--world-size", "4", *given]) == 0
+    assert "Verified on 4 processes" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["Interleaved1F1B", "ZBVZeroBubble", "own"])
+def test_a_timetable_from_a_file(tmp_path, capsys, name):
+    """The last one runs its microbatches backward in reverse order, as none of torch's does."""
+    each, rows = 1, "0F0,0F1,0F2,0F3,0B3,0B2,0B1,0B0\n1F0,1F1,1F2,1F3,1B3,1B2,1B1,1B0"
+    if name != "own":
+        each, rows = 2, of_torch(name, 2, 4, 2)
+    (tmp_path / "timetable.csv").write_text(rows)
+    (tmp_path / "t.plan").write_text(TEXT.format(ranks=2, micro=4, each=each))
+    assert main(["verify", "llama-3.2-1b", str(tmp_path / "t.plan"), "--world-size", "4"]) == 0
     assert "Verified on 4 processes" in capsys.readouterr().out
 
 
