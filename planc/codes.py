@@ -165,6 +165,7 @@ _ROWS: tuple[tuple[str, str, Phase, str], ...] = (
     ("PL451", "error", "plan", "a train rule without effect"),
     ("PL452", "error", "plan", "nothing trains"),
     ("PL453", "error", "plan", "tied parameters of which only one is frozen"),
+    ("PL469", "error", "runtime", "the ranks pass different numbers of batches"),
     ("PL470", "error", "plan", "unknown operators in a save list"),
     ("PL471", "error", "plan", "an operator that is never dispatched"),
     ("PL472", "error", "plan", "an operator occurs twice in a save list"),

@@ -36,6 +36,7 @@ UNREACHED = {
     "PL687": "a run on processes; tests/processes/test_quantization.py has it",
     "PL675": "diffusers is a part of the tests; tests/test_diffusion.py hides it",
     "PL415": "no shipped model mixes dtypes; tests/test_checks.py has one that does",
+    "PL469": "batches at run time; tests/test_pipeline.py has them",
     "PL474": "the model that apply was given; tests/processes/test_standalone_loading.py gives one",
     "PL475": "a call of run.load; tests/processes/test_standalone_loading.py makes one",
     "PL650": "the model of the plan's header is taken; tests/test_elaborate.py gives another",

@@ -242,6 +242,32 @@ def test_a_step_whose_batch_cannot_be_cut():
     assert raised == {0: [("PL488", line)], 1: [("PL488", line)]}
 
 
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("few", [0, 1], ids=["none", "one"])
+def test_ranks_with_different_numbers_of_batches_stop_together(stages, few):
+    raised = {}
+
+    def rank(number):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **SIZES))
+        overrides = [f"pipeline_stages={stages}", "microbatches=2"]
+        run = planc.apply(model, "llama", overrides=overrides, device_type="cpu", compare=0)
+        ids = torch.ones(2, 8).long()
+        batches = [{"input_ids": ids, "labels": ids}] * (2 if number else few)
+        for step in (run.forward_backward, run.evaluate):
+            try:
+                step(batches)
+            except PlanError as error:
+                raised.setdefault(number, []).append(str(error).partition(" (")[0])
+
+    assert run_ranks(2, rank, seconds=60) is None
+    for number, told in raised.items():
+        own = 2 if number else few
+        text = f"the ranks pass {few} to 2 batches in one step; rank {number} passes {own}"
+        assert len(told) == 2 and all("PL469" in t and t.endswith(text) for t in told)
+    assert len(raised) == 2
+
+
 # Models ------------------------------------------------------------------------------------------
 
 

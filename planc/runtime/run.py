@@ -219,7 +219,8 @@ class Run(InNotebooks):
             The mean loss over all tokens of all ranks, a scalar of float32, on every rank.
 
         Raises:
-            PlanError: PL488, a batch cannot be cut into the microbatches of the pipeline.
+            PlanError: PL469, another rank passes another number of batches; PL488, a batch cannot
+                be cut into the microbatches of the pipeline.
             ValueError: there is no batch, or the model returns no loss.
         """
         return self.steps.run(self, batches, trains=True)

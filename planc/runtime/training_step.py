@@ -52,8 +52,7 @@ class TrainingStep:
             batches: of this rank, of one step.
             trains: whether gradients are computed and accumulated.
         """
-        if not batches:
-            raise ValueError("a step has at least one batch")
+        _require_as_many(batches, run.mesh.device_type)
         if trains:
             run.first.labels_counted()
         parts = sequence_parts(run.lowered)
@@ -151,6 +150,32 @@ def _counting(model: nn.Module, step: TrainingStep) -> Iterator[None]:
 
 def _whole(loss: Tensor) -> Tensor:
     return (loss.full_tensor() if isinstance(loss, DTensor) else loss).detach()
+
+
+def _require_as_many(batches: Sequence[Batch], device_type: str) -> None:
+    """Checks that a step has as many passes on every rank, for the passes of all ranks meet in
+    collectives: a data loader that ends earlier on one of them leaves the others waiting for ever.
+
+    Raises:
+        PlanError: PL469, on every rank.
+        ValueError: there is no batch on any rank.
+    """
+    own = len(batches)
+    both = torch.tensor([own, -own], device=device_type)
+    if distributed.get_world_size() > 1:
+        distributed.all_reduce(both, distributed.ReduceOp.MAX)
+    most, least = both.abs().tolist()
+    if most != least:
+        raise stop(
+            "PL469",
+            f"the ranks pass {least} to {most} batches in one step; "
+            f"rank {distributed.get_rank()} passes {own}",
+            *script_line("the batches arrive here"),
+            help="give every rank equally many: a sampler with `drop_last=True`, or a last step "
+            "that all ranks leave out",
+        )
+    if not most:
+        raise ValueError("a step has at least one batch")
 
 
 def _items(run: Run, batches: Sequence[Batch]) -> Tensor:
