@@ -192,6 +192,8 @@ class Modules:
 
     def minus(self, other: Modules) -> tuple[Modules, ...]:
         """The modules of this set that are not in the other one, as disjoint sets."""
+        if self.path == other.path:
+            return ()
         if self.overlap(other) is None:
             return (self,)
         rest: list[Modules] = []
@@ -225,19 +227,18 @@ class Modules:
 
     def inside(self, other: Modules) -> Modules | None:
         """The modules of this set that are modules of the other set or descendants of them."""
-        path = [*self.path]
+        path = self.path
         if len(path) < len(other.path):
             return None
         for i in reversed(range(len(other.path))):  # most names differ at the end
             mine, theirs = path[i], other.path[i]
-            if isinstance(mine, Indices) and isinstance(theirs, Indices):
-                both = mine & theirs
-                if not both:
-                    return None
-                path[i] = both
-            elif mine != theirs:
+            if mine == theirs:
+                continue
+            both = not isinstance(mine, str) and not isinstance(theirs, str) and mine & theirs
+            if not both:
                 return None
-        return Modules(tuple(path), self.module)
+            path = (*path[:i], both, *path[i + 1 :])
+        return self if path is self.path else Modules(path, self.module)
 
     def outside(self, others: Iterable[Modules]) -> tuple[Modules, ...]:
         """The modules of this set that are inside none of the others, as disjoint sets."""
