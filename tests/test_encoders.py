@@ -27,6 +27,8 @@ SLOW = [
     ("wav2vec2", "Wav2Vec2Model", ["attention.{q,k,v}_proj:colwise"], False),
     ("clip_vision_model", "CLIPVisionModel", ["self_attn.{q,k,v}_proj:colwise"], False),
     ("siglip_vision_model", "SiglipVisionModel", ["self_attn.{q,k,v}_proj:colwise"], False),
+    ("siglip", "SiglipModel", ["self_attn.{q,k,v}_proj:colwise"], False),
+    ("clip", "CLIPModel", ["self_attn.{q,k,v}_proj:colwise"], False),
     ("hubert", "HubertModel", ["attention.{q,k,v}_proj:colwise"], False),
     ("whisper", "WhisperEncoder", ["self_attn.{q,k,v}_proj:colwise(->replicate)"], False),
     ("vit", "ViTForImageClassification", ["attention.{q,k,v}_proj:colwise"], False),

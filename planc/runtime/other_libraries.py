@@ -19,6 +19,7 @@ _ADAPTERS = (
     "give `apply` the base model; the plan's `adapters` section adds LoRA, and "
     "`run.load_adapters` and `run.save_adapters` read and write peft's files"
 )
+_COMPILED = "remove torch.compile; the plan's `compile` section compiles each block"
 _APPLIED: WeakSet[nn.Module] = WeakSet()
 """The modules of all models under a plan."""
 
@@ -30,16 +31,12 @@ def require_unwrapped(model: nn.Module) -> None:
         PlanError: PL489.
     """
     if any(type(module).__module__.startswith("peft.") for module in model.modules()):
-        raise stop(
-            "PL489",
-            "peft has put adapters into this model already",
-            help=_ADAPTERS,
-        )
+        raise stop("PL489", "peft has put adapters into this model already", help=_ADAPTERS)
     if type(model).__name__ == "OptimizedModule" or model._compiled_call_impl is not None:
         raise stop(
             "PL489",
             "this model is compiled already, and a plan cannot change what is compiled",
-            help="remove torch.compile; the plan's `compile` section compiles each block",
+            help=_COMPILED,
         )
 
 
@@ -83,7 +80,7 @@ def _refuse_tracing(name: str) -> None:
     raise stop(
         "PL489",
         f"torch.compile cannot trace `{name}`, which the plan splits by the vocabulary",
-        help="remove torch.compile; the plan's `compile` section compiles each block",
+        help=_COMPILED,
     )
 
 

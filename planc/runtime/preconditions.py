@@ -81,6 +81,12 @@ class AnnouncedError(PlanError):
     """An error that all ranks raise, so that none has to be told of it."""
 
 
+def _in_a_group() -> bool:
+    """Whether there is a process group, or torchrun asks for one of several ranks."""
+    several = "RANK" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1"
+    return distributed.is_initialized() or several
+
+
 def announce(error: Exception, device_type: str) -> None:
     """Tells the other ranks why this one cannot apply its plan; they wait for it in `ready`.
 
@@ -91,8 +97,7 @@ def announce(error: Exception, device_type: str) -> None:
         error: what this rank is about to raise.
         device_type: where the process group works, if it has to be started for this.
     """
-    others = "RANK" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1"
-    if isinstance(error, AnnouncedError) or not (distributed.is_initialized() or others):
+    if isinstance(error, AnnouncedError) or not _in_a_group():
         return
     started = start(device_type)
     own = list(error.diagnostics) if isinstance(error, PlanError) else []
@@ -256,7 +261,7 @@ def of_rank_0(make: Callable[[], T], device_type: str) -> T:
     Raises:
         AnnouncedError: a rank has an error, or applies a plan and asks for none of this.
     """
-    if not (distributed.is_initialized() or "RANK" in os.environ):
+    if not _in_a_group():
         return make()
     started = start(device_type)
     try:

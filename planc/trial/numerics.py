@@ -45,11 +45,15 @@ def full_copy(tensor: torch.Tensor) -> torch.Tensor:
     return full.detach().clone()
 
 
+def _same_shape(mine: torch.Tensor, right: torch.Tensor) -> bool:
+    """Whether the shapes are equal; a scalar parameter has one element under FSDP."""
+    one, other = tuple(mine.shape), tuple(right.shape)
+    return one == other or (one == (1,) and other == ())
+
+
 def relative(mine: torch.Tensor, right: torch.Tensor, floor: float = 1e-12) -> float:
-    """The relative error; infinite if shapes differ or a value is not finite. A scalar parameter
-    has one element under FSDP.
-    """
-    if mine.shape != right.shape and not (mine.shape == (1,) and right.shape == ()):
+    """The relative error; infinite if shapes differ or a value is not finite."""
+    if not _same_shape(mine, right):
         return math.inf
     if not right.numel():
         return 0.0
@@ -126,7 +130,7 @@ def norm_error(mine: torch.Tensor, right: torch.Tensor, floor: float = 1e-12) ->
     Args:
         floor: the least divisor: below it a tensor is as good as zero.
     """
-    if mine.shape != right.shape and not (mine.shape == (1,) and right.shape == ()):
+    if not _same_shape(mine, right):
         return math.inf
     difference = (mine.double() - right.double()).norm()
     value = float(difference / right.double().norm().clamp_min(floor))

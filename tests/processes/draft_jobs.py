@@ -11,8 +11,6 @@ from torch import distributed
 import planc
 
 FP32 = ["param_dtype=fp32", "reduce_dtype=fp32"]
-
-
 MODEL = dict(model_type="vaultgemma", head_dim=16, query_pre_attn_scalar=16, **numerics.COMMON)
 
 

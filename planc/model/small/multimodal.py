@@ -49,7 +49,7 @@ def shrink_multimodal(config: Mapping[str, Any], small: dict[str, Any]) -> None:
                 reduced[field] = _times(value, original) * reduced[_width_field(original)]
             elif tower and original is not tower and value and value == tower.get("hidden_size"):
                 reduced[field] = small["vision_config"]["hidden_size"]
-    compared = (config.get("text_config") or {}).get("projection_size")  # SigLIP's, with images
+    compared = config["text_config"].get("projection_size") if text else None  # with images
     if tower and compared and compared == tower.get("hidden_size"):
         small["text_config"]["projection_size"] = small["vision_config"]["hidden_size"]
     for name in _TOWERS:

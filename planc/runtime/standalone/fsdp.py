@@ -29,14 +29,13 @@ def one_element(modules: Iterable[nn.Module]) -> None:
     """
     made: dict[int, nn.Parameter] = {}
     for inner in {part for module in modules for part in module.modules()}:
-        own = {n: p for n, p in inner._parameters.items() if p is not None}
-        scalars = {name: p for name, p in own.items() if not p.dim()}
-        for name, one in scalars.items():
+        for name, one in inner._parameters.items():
+            if one is None or one.dim():
+                continue
             with_dim = nn.Parameter(one.detach().reshape(1), one.requires_grad)
             inner._parameters[name] = made.setdefault(id(one), with_dim)
-        known: set[str] = getattr(inner, "scalar_parameters", set())
-        if scalars:
-            inner.scalar_parameters = known | {*scalars}
+            known: set[str] = getattr(inner, "scalar_parameters", set())
+            inner.scalar_parameters = known | {name}
 
 
 def along(dim: int, ranks: int) -> Split:

@@ -40,6 +40,7 @@ from planc.runtime.standalone.shards import (
     on_host,
     part_of,
     rank_orders,
+    scalars_of,
     slices_of,
     taken,
     tied_names,
@@ -93,7 +94,7 @@ def matched(
         without: names that may be missing.
     """
     tensors, four = dict(named_tensors(model)), four_bit_layers(model)
-    others = on_other_stages(model)
+    others, scalars = on_other_stages(model), scalars_of(model)
     known = renamed(model, stored, {*tensors, *others})
     inside = {name: stored[key] for key, name in known.items() if name not in others}
     adapters = any(map(is_adapter, inside))
@@ -108,6 +109,8 @@ def matched(
             missing.append(names[0])
         tensor = tensors[names[0]]
         shape = four[names[0]].source[0] if names[0] in four else tuple(tensor.shape)
+        if names[0] in scalars and any(_is_scalar_in_file(inside[n]) for n in present):
+            shape = ()
         every = (difference(name, tensor, shape, inside[name]) for name in present)
         wrong += filter(None, every)
     ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
@@ -145,12 +148,16 @@ def renamed(
     return max(ways, key=lambda way: sum(name in known for name in way.values()))
 
 
+def _is_scalar_in_file(stored: StoredTensor) -> bool:
+    """Torch's checkpoints, which are folders, are read with the unit's one element."""
+    return not stored.shape and stored.file.is_file()
+
+
 def difference(
     name: str, tensor: Tensor, shape: tuple[int, ...], stored: StoredTensor
 ) -> str | None:
     """Why a stored tensor does not fit a tensor of the model; None if it does."""
-    scalar = shape == (1,) and not stored.shape and stored.file.is_file()
-    if shape != stored.shape and not scalar:
+    if shape != stored.shape:
         return f"{name} is {list(stored.shape)}, the model's {list(shape)}"
     if tensor.is_floating_point() != stored.dtype.startswith(("F", "BF")):
         return f"{name} is {stored.dtype}, the model's {tensor.dtype}"

@@ -307,7 +307,9 @@ def irregular(tensor: Tensor, order: Order | None = None) -> bool:
     return misplaced(tuple(tensor.shape), sizes, tensor.placements)
 
 
-def whole_of(tensor: Tensor, order: Order | None = None) -> Tensor:
+def whole_of(
+    tensor: Tensor, order: Order | None = None, *, scalar: bool = False
+) -> Tensor:
     """The full tensor in the model's order, on every rank of its mesh.
 
     A collective if the tensor is sharded.
@@ -315,7 +317,10 @@ def whole_of(tensor: Tensor, order: Order | None = None) -> Tensor:
     Args:
         tensor: a DTensor, or a plain tensor.
         order: the order in which it is stored, if that is not the model's.
+        scalar: whether it is a scalar in the model's own code (`scalars_of`).
     """
+    if scalar:
+        return whole_of(tensor, order).reshape(())
     if not isinstance(tensor, DTensor):
         return in_own_order(tensor.detach(), order)
     if irregular(tensor):
@@ -354,11 +359,8 @@ def full_state_dict(model: nn.Module, *, every_rank: bool = False) -> dict[str, 
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-    orders, four, scalars = (
-        rank_orders(model),
-        four_bit_layers(model),
-        scalars_of(model),
-    )
+    orders, four = rank_orders(model), four_bit_layers(model)
+    scalars = scalars_of(model)
     keep = every_rank or distributed.get_rank() == 0
     out: dict[str, Tensor] = {}
     done: dict[int, Tensor] = {}
@@ -367,8 +369,7 @@ def full_state_dict(model: nn.Module, *, every_rank: bool = False) -> dict[str, 
         if not isinstance(tensor, torch.Tensor) or name in four:
             continue
         if id(tensor) not in done:
-            full = whole_of(tensor, orders.get(name))
-            full = full.reshape(()) if name in scalars else full
+            full = whole_of(tensor, orders.get(name), scalar=name in scalars)
             # a copy, because the next step changes a tensor that is not sharded
             done[id(tensor)] = full.to("cpu", copy=True) if keep else full.new_empty(0)
         if keep:

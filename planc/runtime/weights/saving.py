@@ -199,8 +199,7 @@ def export(
     for part in files.parts:
         full: dict[str, Tensor] = {}
         for name in part:
-            value = shards.whole_of(tensors[name], own.get(name))
-            value = value.reshape(()) if name in scalars else value
+            value = shards.whole_of(tensors[name], own.get(name), scalar=name in scalars)
             if name.removesuffix(".weight") in changes:
                 value = value + change(changes[name.removesuffix(".weight")])
             if distributed.get_rank() == 0:
