@@ -3,12 +3,11 @@
 import functools
 from collections.abc import Mapping
 from typing import Any
-from weakref import WeakSet
+from weakref import ref
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.module import register_module_module_registration_hook
 
 from planc.ops.lowered import Lowered
 from planc.ops.styles import Rowwise
@@ -20,8 +19,6 @@ _ADAPTERS = (
     "`run.load_adapters` and `run.save_adapters` read and write peft's files"
 )
 _COMPILED = "remove torch.compile; the plan's `compile` section compiles each block"
-_APPLIED: WeakSet[nn.Module] = WeakSet()
-"""The modules of all models under a plan."""
 
 
 def require_unwrapped(model: nn.Module) -> None:
@@ -44,19 +41,27 @@ def guard(model: nn.Module, modules: Mapping[str, nn.Module], lowered: Lowered) 
     """Refuses what other libraries would do to a model that is under a plan from now on."""
     _guard_saving(model)
     _guard_compiling(modules, lowered)
-    _watch_registrations()
-    _APPLIED.update(model.modules())
+    _guard_adapters(model)
 
 
-@functools.cache
-def _watch_registrations() -> None:
-    register_module_module_registration_hook(_refuse_adapters)
+def _guard_adapters(model: nn.Module) -> None:
+    """Refuses to run layers that peft has wrapped: their weights are sharded, its factors are not.
 
+    peft notes its configuration on the model, and calls `model.forward` without the model's hooks.
+    """
+    if not hasattr(model, "save_pretrained"):
+        return  # not a model of transformers, which peft is for
+    own, whole = model.__dict__.get("peft_config"), ref(model)
 
-def _refuse_adapters(module: nn.Module, name: str, added: nn.Module | None) -> None:
-    """peft would wrap layers whose weights are sharded, and add factors that are not."""
-    if type(added).__module__.startswith("peft.") and module in _APPLIED:
-        raise stop("PL489", f"peft cannot wrap `{name}` of a model under a plan", help=_ADAPTERS)
+    def refuse(_module: nn.Module, _args: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        called = whole()
+        if called is not None and called.__dict__.get("peft_config") is not own:
+            raise stop("PL489", "peft has put adapters into a model under a plan", help=_ADAPTERS)
+
+    for child in model.children():
+        child.register_forward_pre_hook(refuse, prepend=True)
 
 
 def _guard_compiling(modules: Mapping[str, nn.Module], lowered: Lowered) -> None:

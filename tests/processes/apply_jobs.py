@@ -190,24 +190,24 @@ def wrapped_afterwards(overrides):
     import peft
 
     ids = torch.arange(16).reshape(2, 8)
-    model = numerics.build("llama")
-    right = model(input_ids=ids).logits.detach()
-    apply(overrides, model)
+    right = numerics.build("llama")(input_ids=ids).logits.detach()
+    models = [numerics.build("llama") for _ in range(3)]
+    for model in models:
+        apply(overrides, model)
     told = []
     lora = peft.LoraConfig(r=2, target_modules=["q_proj"])
-    compiled = torch.compile(model, backend="eager")
-    for wrap in (
-        lambda: peft.get_peft_model(model, lora),
-        lambda: peft.inject_adapter_in_model(lora, model),
-        lambda: compiled(input_ids=ids),
+    for wrapped in (
+        peft.get_peft_model(models[0], lora),
+        peft.inject_adapter_in_model(lora, models[1]),
+        torch.compile(models[2], backend="eager"),
     ):
         try:
-            wrap()
+            wrapped(input_ids=ids)
             told.append("")
         except Exception as error:
             told.append(str(error))
-    peft.get_peft_model(numerics.build("llama"), lora)  # a model of its own
-    return told, float((model(input_ids=ids).logits - right).abs().max())
+    peft.get_peft_model(numerics.build("llama"), lora)(input_ids=ids)  # a model of its own
+    return told, float((models[2](input_ids=ids).logits - right).abs().max())
 
 
 def embeddings_alone(overrides):
