@@ -244,6 +244,10 @@ def _report(selector: ast.Selector, miss: _Miss, scope: Scope) -> None:
     facts = [f"{where} is a {at.module.cls}"]
     hint: str | None = None
     match miss.step:
+        case NamedChild(pattern) if any(p.name == pattern for p in at.module.parameters):
+            reason = f"`{pattern}` is a parameter"
+            hint = f"a selector is a path of modules: {where} holds the parameter"
+            hint += "" if at.path else ", and is `root` in a section of fsdp"
         case NamedChild(pattern):
             reason = f"{where} has no `{pattern}`"
             hint = _instead(pattern, at, names, scope)
@@ -264,7 +268,7 @@ def _report(selector: ast.Selector, miss: _Miss, scope: Scope) -> None:
 
 def _instead(pattern: str, at: Modules, names: list[str], scope: Scope) -> str | None:
     """The names that the user may have meant by an unknown name."""
-    if close := did_you_mean(pattern, names):
+    if close := did_you_mean(pattern, names if at.path else [*names, "root"]):
         return close
     if _length(at):
         return f"`{at}` is a list: write `{at}.*.{pattern}`, or pick entries with `[0:4]`"

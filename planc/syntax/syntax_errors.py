@@ -24,7 +24,7 @@ _WORDS = {
 _SILENT = {"COMMENT", "_NL", "$END", "OPTIONAL", "OVERRIDE"}
 _OPERATORS = {"PLUS", "MINUS", "STAR", "SLASH", "COMPARE", "AND", "OR", "NOT", "IN"}
 _FREQUENT = {"COLON", "COMMA", "EQUAL"}
-_YAML = re.compile(r"\s*(?:- )?(\w+):\s*(-?[\w.]*)\s*(?:#.*)?")
+_YAML = re.compile(r"\s*(?:- )?(\w+)\s?:\s*(-?[\w.]*)\s*(?:#.*)?")
 _SPACED = re.compile(r"\{[\w*]*,?\s[^{}\n:=]*\}|\{[^{}\n:=]*,\s[^{}\n:=]*\}")
 _BLOCK = re.compile(r"\s*\w[\w *]*\{\s")
 _TOKENS = {
@@ -46,6 +46,7 @@ _HEADS = {
     r"plan\s+\w+\s*$": "say for which families: `plan NAME for llama`",
 }
 """The same, by how its line begins."""
+_AFTER_NUMBER = {"x": "`*` multiplies", "if": "write `when CONDITION then VALUE else VALUE`"}
 _RANGE = re.compile(r"\[(\d+)\.\.\.?(\d+)\]")
 _DASHED = re.compile(r"\.(\d+)-(\d{1,9})\b")
 _MAX_EXPECTED = 5
@@ -103,6 +104,10 @@ def _likely(found: str, expected: str, line: str, rest: str) -> str | None:
         return f"a range of entries is `[{span[1]}:{int(span[2]) + 1}]`, without its end"
     if found == "=" and "`:`" in expected:
         return "a rule is `SELECTOR : ACTION`"
+    if found == ":" and expected == "`=`":
+        return "a setting is `name = value`"
+    if found.isidentifier() and re.search(rf"= *\d+ +{found}\b", line):
+        return _AFTER_NUMBER.get(found, f"a number has no unit: remove `{found}`")
     if found == "," and _BLOCK.match(line):
         return "each statement is a line of its own"
     if expected == "`:` or `=`" and not found.strip():
