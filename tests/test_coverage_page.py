@@ -9,6 +9,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent / "coverage"))
 
+import axes_table
 import run
 import theirs
 
@@ -87,6 +88,22 @@ def test_a_page_counts_and_tells_why(tmp_path):
     assert "of the 2 families that were run since" in page and "2 ran with padding" in page
     assert "1 with labels that are ignored unevenly" in page and "and 1 in training mode" in page
     assert "| nothere | can't be built: no / such class |" in text
+
+
+def test_processes_are_asked_of_what_threads_have_proved():
+    proved = {"verdict": "proved", "worst": 1e-6}
+    wrong = {"verdict": "refuted", "code": "PL520", "reason": "errors: gradient 0.5"}
+    rows = [
+        {"type": "llama", "all": proved, "processes": {**proved, "worst": 3e-6}},
+        {"type": "mixtral", "all": proved, "processes": wrong},
+        {"type": "bloom", "all": proved},
+        {"type": "rwkv", "all": {"verdict": "refused", "code": "PL503", "reason": "RwkvModel no"}},
+    ]
+    text = axes_table.section(rows)
+    assert "| the same, eight gloo processes | 1 | 0 | 1 | 0 | 1 |" in text
+    assert "| llama | not run | not run | not run | not run | 1e-06 | 3e-06 |" in text
+    assert "| 1e-06 | **PL520** |" in text and "| 1e-06 | not run |" in text
+    assert "| rwkv | not run | not run | not run | not run | PL503 |  |" in text
 
 
 def test_a_row_without_a_column_is_made_again(tmp_path):

@@ -2,6 +2,9 @@
 
 from collections import Counter
 
+PROCESSES = "processes"
+"""The column of what real processes trained."""
+
 TITLE = "## Pipelines, parts of sequences, divided experts, and the loss"
 HEAD = """
 `make axes` writes this part (`tests/coverage/axis_rows.py`). Each column is a plan with one axis
@@ -11,6 +14,8 @@ the loss of each step, every gradient, the clip norm and two steps of AdamW, bes
 number is the largest error. The column `all` has tensor parallelism and every axis that the row was
 proved with, on eight ranks, as far as the plan of the family offers them: the one that ships, or
 the one that `planc init --set` writes; `all but` names those that its plan does not have.
+The last column is that plan and that small model on eight gloo processes
+(`tests/coverage/axis_processes.py`).
 
 *Refused* is a plan that a rule of planc, or its own, refuses by name, with the diagnostic in the
 cell; *refuted* one whose small model comes out wrong or raises, which `planc check` reports too.
@@ -24,10 +29,11 @@ COLUMNS = {
     "ep": "`expert on ep`, ep 2",
     "loss": "`loss on tp`, tp 2",
     "all": "all together, eight ranks",
+    PROCESSES: "the same, eight gloo processes",
 }
 TABLE = """
-| family | pp 2 | cp 2 | ep 2 | loss on tp | all |
-|---|---:|---:|---:|---:|---|"""
+| family | pp 2 | cp 2 | ep 2 | loss on tp | all | on processes |
+|---|---:|---:|---:|---:|---|---:|"""
 WHY = """
 ### Why
 
@@ -44,26 +50,32 @@ def section(rows, names=()) -> str:
     """
     lines = [TITLE, HEAD]
     for column, title in COLUMNS.items():
-        counts = Counter(kind(row.get(column)) for row in rows)
+        counts = Counter(kind(of(row, column)) for row in rows)
         counts["not run"] += len({*names} - {row["type"] for row in rows})
         kinds = ("proved", "refused", "refuted", "no answer", "not run")
         lines.append(f"| {title} | {' | '.join(str(counts[k]) for k in kinds)} |")
     lines.append(TABLE)
     for row in rows:
-        cells = [cell(row.get(column)) for column in COLUMNS]
+        cells = [cell(of(row, column)) for column in COLUMNS]
         if any(cells):
             lines.append(f"| {row['type']} | {' | '.join(cells)} |")
     lines.append(WHY)
     for column in COLUMNS:
         said: dict[tuple[str, str], list[str]] = {}
         for row in rows:
-            found = row.get(column)
+            found = of(row, column)
             if kind(found) in ("refused", "refuted", "no answer"):
                 said.setdefault((found.get("code", ""), reason(found)), []).append(row["type"])
         for (code, why), families in sorted(said.items(), key=lambda pair: -len(pair[1])):
             link = f"[{code}](diagnostics/{code}.md)" if code else ""
             lines.append(f"| {column} | {link} | {why} | {', '.join(families)} |")
     return "\n".join(lines) + "\n"
+
+
+def of(row, column):
+    """What was found in a column: processes train what the column before has proved."""
+    judged = kind(row.get("all")) in ("proved", "not run")
+    return row.get(column) if judged or column != PROCESSES else {"verdict": "unbuilt"}
 
 
 def kind(found) -> str:

@@ -32,10 +32,13 @@ from planc.model.load import load_values
 from planc.plan.experts import expert_count
 from planc.proof.layout_flow import flow
 from planc.source import Source
-from planc.syntax import parse, plan_files
+from planc.syntax import ast, parse, plan_files
 from planc.trial import simulate  # noqa: F401
 
 COLUMNS = ("pp", "cp", "ep", "loss", "all")
+RANKS = 8
+"""Of the column `all`."""
+
 SECONDS = {"pp": 900, "cp": 900, "ep": 900, "loss": 900, "all": 1800}
 """The time limit of each column of a family."""
 
@@ -119,8 +122,23 @@ def alone(case: Case, column: str) -> str:
     return "\n".join([*lines, "}", *sections, *ends, ""])
 
 
-def together(case: Case, plans: dict[str, str], proved: list[str], folder: Path) -> dict:
-    """Every axis that the family is proved with, and tensor parallelism, on eight ranks."""
+@dataclass(frozen=True, slots=True)
+class Together:
+    """A plan with every axis that a family is proved with, and tensor parallelism.
+
+    Args:
+        settings: those of eight ranks.
+        ways: further ones, of which one is to be proved.
+    """
+
+    files: tuple[ast.File, ...]
+    axes: list[str]
+    settings: list[str]
+    ways: list[list[str]]
+
+
+def plan_together(case: Case, plans: dict[str, str], proved: list[str], folder: Path) -> Together:
+    """The plan of the column `all`: the shipped one, or what `planc init` writes."""
     if case.name in plans:
         sink = Sink()
         files = plan_files.read(plans[case.name], sink)
@@ -146,14 +164,24 @@ def together(case: Case, plans: dict[str, str], proved: list[str], folder: Path)
         files = (parse(Source("init.plan", text), Sink()),)
         settings = ["tp=2"] if "tp = " in text else []
     axes = [*(["tp"] if "tp=2" in settings else []), *axes]
-    found = {}
-    for sequence in ("true", "false") if "option sequence_parallel" in text else ("",):
-        asked = [*settings, f"sequence_parallel={sequence}"] if sequence else settings
-        found = judged(case, files, 8, [*asked, "param_dtype=fp32"])
+    ways = [[f"sequence_parallel={word}"] for word in ("true", "false")]
+    return Together(
+        files,
+        axes,
+        [*settings, "param_dtype=fp32"],
+        ways if "option sequence_parallel" in text else [[]],
+    )
+
+
+def together(case: Case, plans: dict[str, str], proved: list[str], folder: Path) -> dict:
+    """What is found of the plan with every axis, on eight ranks."""
+    plan, found = plan_together(case, plans, proved, folder), {}
+    for way in plan.ways:
+        found = judged(case, plan.files, RANKS, [*plan.settings, *way])
         found |= {
-            "axes": axes,
-            "without": [axis for axis in proved if axis not in axes],
-            "sequence": sequence == "true",
+            "axes": plan.axes,
+            "without": [axis for axis in proved if axis not in plan.axes],
+            "sequence": way == ["sequence_parallel=true"],
             "plan": plans.get(case.name, "init"),
         }
         if found["verdict"] == "proved":
@@ -192,10 +220,13 @@ def column_of(case: Case | str, column: str, plans, row: dict, folder: Path) -> 
     if column == "ep" and not case.experts:
         return {"verdict": "none", "reason": "no fused experts"}
     if column == "all":
-        proved = [a for a in COLUMNS[:-1] if row.get(a, {}).get("verdict") == "proved"]
-        return together(case, plans, proved, folder)
+        return together(case, plans, proved_axes(row), folder)
     files = (parse(Source("axis.plan", alone(case, column)), Sink()),)
     return judged(case, files, 2)
+
+
+def proved_axes(row: dict) -> list[str]:
+    return [axis for axis in COLUMNS[:-1] if row.get(axis, {}).get("verdict") == "proved"]
 
 
 def worker(send, name: str, columns: list[str], plans, row: dict, folder: Path) -> None:

@@ -11,8 +11,8 @@ from planc.trial.batches import batches
 
 
 def prove(values, document, seed=0):
-    """The errors of a lowered plan beside one process: logits, loss, the worst gradient, and the
-    worst parameter after two steps of AdamW; and what the inputs had.
+    """The errors of a lowered plan beside one process: logits, loss, the worst gradient, the clip
+    norm, and the worst parameter after two steps of AdamW; and what the inputs had.
 
     Args:
         values: the small model's configuration.
@@ -27,6 +27,7 @@ def prove(values, document, seed=0):
     return {
         "logits": found.logits,
         "loss": found.loss,
+        "norm": found.norm,
         "gradient": found.gradients[worst],
         "worst": worst,
         "parameters": max(found.parameters.values()),
