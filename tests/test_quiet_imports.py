@@ -24,6 +24,9 @@ from planc.diagnostic import Sink
 from planc.model.config import config_of
 from planc.model.sources.diffusers import class_of
 assert class_of(config_of({"_class_name": "WanTransformer3DModel"}, "a"), Sink())
+assert "torch._inductor.compile_fx" not in sys.modules  # for seconds, and nothing is compiled
+import torch
+assert torch.compile.__module__ == "torch"
 """
 PEFT = """
 from torch import nn

@@ -15,7 +15,12 @@ from planc.model.config import CLASS, Config
 from planc.model.facts import Facts
 from planc.model.module_table import facts_of
 from planc.model.sources.huggingface import lacks, refusals, version_of
-from planc.model.sources.isolation import isolated, quiet_bitsandbytes
+from planc.model.sources.isolation import (
+    import_bitsandbytes,
+    import_models,
+    isolated,
+    quiet_bitsandbytes,
+)
 
 _ESSENTIAL = ("num_layers", "num_attention_heads", "attention_head_dim")
 """Fields that a file must state: the class defaults would mean another model."""
@@ -46,6 +51,9 @@ def class_of(config: Config, sink: Sink) -> Any | None:
     try:
         with quiet_bitsandbytes():
             import diffusers
+
+            import_bitsandbytes()
+            import_models()
             from diffusers import ModelMixin
     except ImportError as error:
         message = f"{config.name} needs diffusers, which cannot be imported: {error}"

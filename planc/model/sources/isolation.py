@@ -51,6 +51,20 @@ def quiet_bitsandbytes() -> Iterator[None]:
         logger.setLevel(before)
 
 
+def import_bitsandbytes() -> None:
+    """Imports bitsandbytes, where it is installed, as `import diffusers` would, but not torch's
+    compiler: bitsandbytes hands it four functions as it is imported, that nothing here calls.
+    """
+    import torch
+
+    with contextlib.suppress(ImportError), replaced(torch, "compile", _not_compiled):
+        import bitsandbytes  # noqa: F401
+
+
+def _not_compiled(function: Any = None, **_: Any) -> Any:
+    return function or _not_compiled
+
+
 @contextlib.contextmanager
 def isolated() -> Iterator[None]:
     """Nothing is fetched from the hub, none of its kernels are loaded, and building is bounded.
