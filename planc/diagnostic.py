@@ -246,6 +246,7 @@ _ELSEWHERE = {
     "lora(rank = 16, alpha = 32)": "lora_alpha",
     "lora(rank = 16, dropout = 0.1)": "lora_dropout",
     "adapters { model.layers.*.self_attn.q_proj : lora(rank = 16) }": "lora peft LoraConfig",
+    "adapters { **.{q_proj,v_proj} : lora(rank = 16) }": "target_modules lora_target_modules",
     "train { model.embed_tokens : frozen }": "freeze frozen requires_grad",
     "load { dtype = bf16 }": "torch_dtype",
     "bf16": "torch.bfloat16",
@@ -255,7 +256,7 @@ _ELSEWHERE = {
     "mesh { cp = 2 }": _sizes("cp context_parallel sequence_parallel"),
     "mesh { pp = 2 }": _sizes("pp pipeline_parallel pipeline_model_parallel"),
     "mesh { ep = 2 }": _sizes("ep expert_parallel expert_model_parallel"),
-    "mesh { dp_shard = auto }": _sizes("dp_shard data_parallel_shard fsdp"),
+    "mesh { dp_shard = auto }": _sizes("dp_shard data_parallel_shard data_parallel dp fsdp"),
     "mesh { dp_replicate = 2 }": _sizes("dp_replicate data_parallel_replicate"),
 }
 """What a plan writes in the place of words of torch, transformers, peft and trainers."""

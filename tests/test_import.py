@@ -117,6 +117,9 @@ def test_the_plan_compiles(name, tmp_path):
         ("torchtitan", "training.dtype", "bfloat16", "dtype = bf16"),
         ("torchtitan", "experimental.pipeline_parallel_degree", 2, "option pipeline_stages = 2"),
         ("megatron", "MODEL_ARGS.--context-parallel-size", 2, "attention = all_gather"),
+        ("megatron", "MODEL_ARGS.--grad-reduce-in-bf16", True, 'reduce_dtype = "bf16"'),
+        ("deepspeed", "train_batch_size", 8, 'override option param_dtype = "fp32"'),
+        ("automodel", "model.dtype", "bfloat16", "dtype = bf16"),
     ],
 )
 def test_settings(library, key, value, line, tmp_path):
@@ -131,7 +134,7 @@ def test_settings(library, key, value, line, tmp_path):
     path = tmp_path / f"a.{kinds.get(library, 'yaml')}"
     path.write_text(json.dumps(values))
     result = imported(str(path), Sink(), peer=library, model="llama-3.1-8b")
-    assert line in result.text
+    assert line in re.sub(" +", " ", result.text)
 
 
 SIGNS = {
@@ -189,6 +192,7 @@ def test_bad_files(name, text, code, tmp_path):
     [
         ('{"tp_size": 2, "tp_sise": 3}', ["tp_sise"]),
         ('{"model_type": "llama", "hidden": 8, "tp_size": 2}', []),
+        ('{"tp_size": 2, "tp_plan": "auto", "fsdp_sizze": 4}', ["fsdp_sizze"]),
         (
             '{"model_type": "llama", "distributed_config": {"tp_sise": 3, "tp_size": 2}}',
             ["distributed_config.tp_sise"],
@@ -199,6 +203,54 @@ def test_a_misspelled_key_is_not_the_models(text, unknown, tmp_path):
     (tmp_path / "a.json").write_text(text)
     result = imported(str(tmp_path / "a.json"), Sink(), peer=None, model="llama-3.1-8b")
     assert [leaf.path for leaf, kind, _ in result.fate if kind == "unknown"] == unknown
+
+
+def test_a_misspelled_key_of_a_covered_group_is_asked_about(tmp_path):
+    """`training.*` is the script's, but not a key that one letter keeps from being a setting."""
+    (tmp_path / "a.toml").write_text(
+        'model.name = "llama3"\n[training]\nenable_cpu_ofload = true\nsteps = 10\n'
+    )
+    result = imported(str(tmp_path / "a.toml"), Sink(), peer=None, model=None)
+    told = {leaf.path: (kind, why) for leaf, kind, why in result.fate}
+    assert told["training.enable_cpu_ofload"] == ("unknown", "did you mean enable_cpu_offload?")
+    assert told["training.steps"][0] == "left"
+
+
+def test_a_configuration_that_calls_another_file_keeps_what_can_be_read(tmp_path):
+    (tmp_path / "a.py").write_text(
+        "def base() -> Trainer.Config:\n"
+        "    return _OwnTrainerConfig(parallelism=P(tensor_parallel_degree=8))\n"
+        "def mine() -> Trainer.Config:\n"
+        "    config = tuned(base())\n"
+        "    return config\n"
+    )
+    result = imported(f"{tmp_path}/a.py:mine", Sink(), peer=None, model="llama-3.1-8b")
+    assert "override tp = 8" in result.text
+    lost = [leaf.path for leaf, kind, _ in result.fate if kind == "lost"]
+    assert lost == ["statement config = tuned(base())"]
+
+
+def test_one_rule_of_a_configuration_does_not_stand_for_the_plan(tmp_path):
+    """A DistributedConfig's `tp_plan` changes single rules of the model's own."""
+    (tmp_path / "a.json").write_text('{"tp_size": 2, "tp_plan": {"lm_head": "colwise_rep"}}')
+    result = imported(str(tmp_path / "a.json"), Sink(), peer=None, model="llama-3.1-8b")
+    assert "tensor on tp" not in result.text.partition("# not in this plan")[0]
+    assert "write `override lm_head : colwise(-> replicate)`" in " ".join(result.text.split())
+
+
+@pytest.mark.parametrize(
+    ("model_type", "rule", "written"),
+    [
+        ("gpt_neox", "layers.*.attention.dense", "optional gpt_neox.layers.*.attention.dense :"),
+        ("ministral", "layers.*.self_attn.o_proj", "plan a for ministral"),
+        ("minimax_m2", "layers.*.self_attn.o_proj", "plan a for minimax_m2"),
+    ],
+)
+def test_a_model_type_is_exact(model_type, rule, written, tmp_path):
+    values = {"model_type": model_type, "base_model_tp_plan": {rule: "rowwise"}, "tp_size": 2}
+    (tmp_path / "a.json").write_text(json.dumps(values))
+    result = imported(str(tmp_path / "a.json"), Sink(), peer=None, model=None)
+    assert written in result.text and "is a guess" not in result.text
 
 
 @pytest.mark.parametrize(
@@ -226,6 +278,12 @@ def test_functions_name_their_models(function, model, flavor):
         ("Wan-AI/Wan2.1-T2V-1.3B-Diffusers", "WanTransformer3DModel"),
         ("black-forest-labs/FLUX.1-dev", "FluxTransformer2DModel"),
         ("black-forest-labs/FLUX.2-dev", None),
+        ("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", "nemotron_h"),
+        ("nvidia/Llama-3.1-Nemotron-Nano-8B-v1", "llama"),
+        ("baidu/ERNIE-4.5-21B-A3B-PT", "ernie4_5_moe"),
+        ("google/gemma-4-31B-it", "gemma4_text"),
+        ("MiniMaxAI/MiniMax-M2", "minimax_m2"),
+        ("tiiuae/Falcon3-7B-Base", "llama"),
     ],
 )
 def test_names_without_their_family(name, family):
@@ -257,7 +315,8 @@ def test_broken_files_end_without_a_traceback(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("model", "plan"), [("llama-3.1-8b", "llama"), ("mixtral-8x7b", "mixtral")]
+    ("model", "plan"),
+    [("llama-3.1-8b", "llama"), ("mixtral-8x7b", "mixtral"), ("qwen3-8b", "qwen3")],
 )
 def test_tp_plan_is_that_of_transformers(model, plan):
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING

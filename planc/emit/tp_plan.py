@@ -34,7 +34,8 @@ def render(lowered: Lowered, sink: Sink) -> str | None:
             entries = max(op.modules.entries, default=-1) + 1
             lengths[_list(op.modules)] = max(entries, lengths.get(_list(op.modules), 0))
     for op in rules:
-        word = _word(op.style, op.modules.module.kind)
+        word = "replicated_with_grad_allreduce" if _by_heads(op, rules) else None
+        word = word or _word(op.style, op.modules.module.kind)
         if word is None:
             layouts = f"({op.layouts})" if op.layouts else ""
             help = "`planc lower --format python` writes any plan"
@@ -97,8 +98,24 @@ def _word(style: ir.Style, kind: str) -> str | None:
             return None
 
 
+def _by_heads(op: Parallelize, rules: list[Parallelize]) -> bool:
+    """Whether a norm is one of the elements of each head, and the heads (dim 2) are split.
+
+    Its weight is then shorter than what the linears beside it project; a norm over all heads needs
+    the mean of all ranks, which local tensors do not have.
+    """
+    if not (isinstance(op.style, ir.Sequence) and op.style.dim == 2 and op.style.local):
+        return False
+    beside = [r for r in rules if r.modules.path[:-1] == op.modules.path[:-1]]
+    widths = [r.shapes[0].shape[0] for r in beside if isinstance(r.style, ir.Colwise) and r.shapes]
+    numbers = [p.numel for p in op.modules.module.parameters]
+    return bool(widths and numbers) and max(numbers) < min(widths)
+
+
 def _sequence(style: ir.Style) -> bool:
     """Whether a style stems from sequence parallelism."""
+    if isinstance(style, ir.Sequence) and style.dim != 1:
+        return False
     return isinstance(style, ir.Sequence | ir.Input | ir.Output) or ir.Shard(1) in (
         getattr(style, "input", None),
         getattr(style, "output", None),

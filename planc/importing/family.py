@@ -34,6 +34,21 @@ class Base:
         """Whether the plan has a rule or a header with this text."""
         return rule in re.sub(r" +", " ", self.text)
 
+    @property
+    def over_cp(self) -> bool:
+        """Whether units are sharded over `cp` too, by the section that overrides others."""
+        return self._holds(r"fsdp on (\w+)") == "dp_shard_cp"
+
+    @property
+    def root(self) -> str:
+        """The module that holds the list of blocks, to which paths of a `tp_plan` are relative."""
+        return self._holds(r"let block *= *([\w.]+)\.\w+\.\*") or "model"
+
+    def _holds(self, statement: str) -> str | None:
+        """What a statement says that others of its kind may override."""
+        found = re.findall(rf"(?m)^(override )?{statement}", self.text)
+        return max(found, key=lambda each: bool(each[0]))[1] if found else None
+
 
 def base_of(family: str | None, model: str | None, sink: Sink) -> Base:
     """The plan of a family, read; a base without a plan if there is none."""

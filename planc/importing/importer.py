@@ -56,7 +56,7 @@ def imported(name: str, sink: Sink, *, peer: str | None, model: str | None) -> I
     given = {word: value for word, (value, _) in settings.items()}
     if function:
         given["model"], given["flavor"] = named_by(function, given.get("flavor"))
-    base = _base(given, model, sink)
+    base = _base(given, model, sink, exact=whose.exact)
     if base is None:
         return None
     keys = {word: _keys(leaf.path for leaf in by) for word, (_, by) in settings.items()}
@@ -106,7 +106,10 @@ def _settings(
         word = peer.meaning(leaf.path)
         if word is None and of_model and not leaf.path.startswith("distributed_config."):
             word = "model_left"
-        if word in LEFT:
+        meant = peer.misspelled(leaf.path) if word in LEFT or word in LOST else None
+        if meant:
+            fate.append((leaf, "unknown", f"did you mean {meant}?"))
+        elif word in LEFT:
             fate.append((leaf, "left", LEFT[word]))
         elif word in LOST:
             off = leaf.value in (None, False, "", "none", "None", 0, "no", [], {}, "auto")
@@ -152,14 +155,18 @@ def _add(
     result[word] = (value, [*by, leaf])
 
 
-def _base(given: dict[str, Any], model: str | None, sink: Sink) -> Base | None:
-    """What the plan builds on; None after an error about the model that the user names."""
+def _base(given: dict[str, Any], model: str | None, sink: Sink, *, exact: bool) -> Base | None:
+    """What the plan builds on; None after an error about the model that the user names.
+
+    Args:
+        exact: whether the file's word for the model is a `model_type`, of which nothing is guessed.
+    """
     family = families_named(model, sink) if model else None
     if model and family is None:
         return None
     if model is None:
-        words = (given.get(word) for word in ("model", "flavor", "block_class"))
-        family, model = family_of(*words)
+        words = [given.get(word) for word in ("model", "flavor", "block_class")]
+        family, model = (words[0], None) if exact and words[0] else family_of(*words)
     base = base_of(family, model, sink)
     if base.plan is None:
         what = f"no plan is for {family}" if family else "the file does not tell the family"

@@ -7,6 +7,7 @@ import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import cache
 from typing import Any
 
@@ -47,6 +48,7 @@ class Peer:
             keys. Of several that match, the longest decides.
         absent: settings that the library assumes where the file does not have them.
         rename: a regular expression and its replacement, applied to each key first.
+        exact: whether its word for the model is a `model_type`.
         model_file: keys of which a model's own configuration has one; all keys of such a file that
             no pattern covers are the model's.
     """
@@ -58,6 +60,7 @@ class Peer:
     keys: Mapping[str, str]
     absent: Mapping[str, object]
     rename: tuple[str, str] = ("$^", "")
+    exact: bool = False
     model_file: str = ""
 
     def meaning(self, path: str) -> str | None:
@@ -66,6 +69,18 @@ class Peer:
         table = ((p, word) for word, patterns in self.keys.items() for p in patterns.split())
         found = [(p == path, len(p), word) for p, word in table if matches(p, path)]
         return max(found)[2] if found else None
+
+    def misspelled(self, path: str) -> str | None:
+        """The key of a setting that a key seems to mean, which only a pattern with `*` covers."""
+        path = re.sub(*self.rename, path)
+        covered = {p for patterns in self.keys.values() for p in patterns.split()}
+        if any("*" not in p and matches(p, path) for p in covered):
+            return None
+        last = path.rpartition(".")[2]
+        settings = [w for w in self.keys if w not in LEFT and w not in LOST]
+        known = {p.rpartition(".")[2]: p for w in settings for p in self.keys[w].split()}
+        close = get_close_matches(last, [k for k in known if "*" not in k], n=1, cutoff=0.9)
+        return close[0] if close and close[0] != last else None
 
     def marks(self, paths: tuple[str, ...]) -> int:
         """The number of patterns among the signs that one of the keys matches."""

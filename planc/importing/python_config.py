@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Iterator
+from typing import TypeGuard
 
 from planc.diagnostic import Sink, did_you_mean, one_of
 from planc.importing.reading import Leaf
@@ -51,6 +52,7 @@ def _of(node: ast.FunctionDef, known: dict[str, ast.FunctionDef], depth: int) ->
         raise RecursionError
     result: dict[str, Leaf] = {}
     local: dict[str, ast.expr] = {}
+    returned = {s.value.id for s in node.body if isinstance(s, ast.Return) and _named(s.value)}
     for statement in node.body:
         value = getattr(statement, "value", None)
         name = ast.unparse(value.func) if isinstance(value, ast.Call) else ""
@@ -61,19 +63,27 @@ def _of(node: ast.FunctionDef, known: dict[str, ast.FunctionDef], depth: int) ->
                 pass
             case ast.Return() | ast.Assign() if name in known:
                 result.update(_of(known[name], known, depth - 1))
-            case ast.Return() | ast.Assign() if name.endswith("Trainer.Config"):
+            case ast.Return() | ast.Assign() if name.endswith(("Trainer.Config", "TrainerConfig")):
                 result.update((leaf.path, leaf) for leaf in _value(value, "", local))
             case ast.Assign(targets=[ast.Attribute() as target]):
                 path = ast.unparse(target).partition(".")[2]
                 result = {k: v for k, v in result.items() if not f"{k}.".startswith(f"{path}.")}
                 result.update((leaf.path, leaf) for leaf in _value(statement.value, path, local))
-            case ast.Assign(targets=[ast.Name(id=variable)]):
+            case ast.Assign(targets=[ast.Name(id=variable)]) if variable not in returned:
                 local[variable] = statement.value
             case _:
+                # what calls a function of another file: that of this one that it changes is read
+                for call in ast.walk(statement):
+                    if isinstance(call, ast.Call) and (inner := ast.unparse(call.func)) in known:
+                        result.update(_of(known[inner], known, depth - 1))
                 line = ast.unparse(statement).partition("\n")[0]
                 leaf = Leaf(path=f"statement {line}", value=line, line=statement.lineno)
                 result[leaf.path] = leaf
     return result
+
+
+def _named(node: ast.expr | None) -> TypeGuard[ast.Name]:
+    return isinstance(node, ast.Name)
 
 
 def _value(node: ast.expr | None, path: str, local: dict[str, ast.expr]) -> Iterator[Leaf]:

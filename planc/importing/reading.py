@@ -201,7 +201,8 @@ def _flags(text: str) -> Iterator[Leaf]:
 
 
 def _expanded(text: str, known: dict[str, str]) -> str:
-    return _VARIABLE.sub(lambda m: known.get(m[1] or m[3], m[2] or m[0]), text)
+    """The text with the values of variables; a default may be in quotes, as in `${N:-"2"}`."""
+    return _VARIABLE.sub(lambda m: known.get(m[1] or m[3], (m[2] or m[0]).strip("\"'")), text)
 
 
 def _scalar(value: Any) -> Any:

@@ -6,12 +6,14 @@ from typing import Any
 _UNSET: tuple[Any, ...] = (None, "", "none", "null", "auto", "default", -1, {})
 _SETTINGS = {
     "size": "tp_size cp_size pp_size ep_size data_size shard_size replicate_size world nodes gpus "
-    "rows microbatch_rows microbatches virtual prefetch_forward prefetch_backward",
+    "rows microbatch_rows microbatches virtual prefetch_forward prefetch_backward lora_rank",
     "truth": "sequence_parallel compile bf16 fp16 offload from_rank0 lora_all four_bits "
     "double_quantized distributed_optimizer full_sharding chunked_loss loss_over_tp "
-    "activation_offload frozen_embeddings no_loss_over_tp no_compile reduce_as_param",
+    "activation_offload frozen_embeddings no_loss_over_tp no_compile reduce_as_param reduce_bf16 "
+    "casts",
+    "strategy": "sharding_strategy",
     "dtype": "param_dtype reduce_dtype output_dtype load_dtype",
-    "number": "lora_rank lora_alpha lora_dropout",
+    "number": "lora_alpha lora_dropout",
     "names": "lora_targets trained_too",
     "text": "model flavor block_class rule",
 }
@@ -26,8 +28,8 @@ _WORDS = {
     "ops: selective selectiveac op; offload: offload disk legacy",
     "schedule": "gpipe: gpipe; 1f1b: 1f1b; interleaved_1f1b: interleaved1f1b; zbv: zbvzerobubble; "
     "zero_bubble: interleavedzerobubble; dualpipe_v: dualpipev",
-    "strategy": "shard: fullshard fsdp fsdp2 true 1 3 deepspeed megatronfsdp; "
-    "grad: shardgradop 2 optimgradsparams; hybrid: hybridshard 4 hybridshardzero2 5; "
+    "strategy": "shard: fullshard fsdp fsdp2 true 1 3 deepspeed megatronfsdp optimgradsparams; "
+    "grad: shardgradop 2 optim optimgrads; hybrid: hybridshard 4 hybridshardzero2 5; "
     "copy: noshard ddp 0 multigpu multixpu multicpu multinpu multimlu no false",
     "zero_stage": "shard: 3; grad: 1 2; copy: 0",
     "attention": "all_gather: allgather p2p ring; ulysses: alltoall a2a ulysses deepspeed",
@@ -79,7 +81,8 @@ def value_of(setting: str, value: Any) -> Any:
             found = value if isinstance(value, list) else str(value).split(",")
             names = tuple(re.sub(r"^\*?\.", "", str(v)).strip() for v in found)
             if not names or not all(re.fullmatch(r"[\w.*]+", name) for name in names):
-                raise Unknown("names of modules; in a plan, a regular expression is a selector")
+                told = "names of modules; a plan has selectors in place of regular expressions"
+                raise Unknown(f"{told}: until you write one, the plan takes all linear layers")
             return names
         case _:
             value = value[0] if isinstance(value, list) and value else value
@@ -102,8 +105,8 @@ def _word(kind: str, value: Any, unset: bool) -> Any:
 def _number(kind: str, value: Any) -> float | None:
     try:
         number = float(value)
-        if isinstance(value, bool) or (kind == "size" and (number % 1 or number < 0)):
+        if isinstance(value, bool) or number < 0 or (kind == "size" and number % 1):
             raise ValueError
         return int(number) or None if number % 1 == 0 else number
     except (TypeError, ValueError, OverflowError):
-        raise Unknown("a positive integer" if kind == "size" else "a number") from None
+        raise Unknown("a positive integer" if kind == "size" else "a positive number") from None

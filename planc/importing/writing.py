@@ -63,7 +63,7 @@ class Writer:
         )
         keys = ", ".join(filter(None, (self.keys.get(word) for word in _HEADER)))
         guess = "# The family is a guess from a name in the file; --model MODEL says it for sure"
-        guessed = bool(self.base.family and not self.base.model)
+        guessed = bool(self.base.family and not self.base.model and not self.peer.exact)
         ranks = f"# The model and the ranks: {keys}"
         return [f"# Prove it: {check}", *[ranks] * bool(keys), *[guess] * guessed]
 
@@ -115,9 +115,12 @@ class Writer:
     def _strategy(self) -> None:
         """ZeRO stages and FSDP's strategies: the sizes of axes, and how units are resharded."""
         given = self.given
+        own = given.get("sharding_strategy") if given.get("full_sharding") else None
         for word, meant in (("full_sharding", "shard"), ("distributed_optimizer", "grad")):
-            given[word] = meant if given.get(word) else None
-        words = ("full_sharding", "distributed_optimizer", "zero_stage", "strategy")
+            given[word] = meant if given.get(word) and not own else None
+        given["sharding_strategy"] = own
+        words = ("sharding_strategy", "full_sharding", "distributed_optimizer", "zero_stage",
+                 "strategy")  # fmt: skip
         self._not("same", "parameters, gradients and optimizer state are sharded", *words)
         word = next((w for w in words if given.get(w)), "")
         kind = given.get(word)
@@ -137,6 +140,9 @@ class Writer:
         elif "sequence_parallel" in given:
             value = given["sequence_parallel"]
             lines += self._option("sequence_parallel", "sequence_parallel", value)
+        self._not("same", "the family's plan says which dtypes", "casts")
+        if given.get("casts"):
+            self._alias("bf16", True, "casts")
         half = next((word for word in ("bf16", "fp16") if given.get(word)), "fp32")
         if given.get("bf16") is not None or given.get("fp16"):
             given["param_dtype"] = half
@@ -145,6 +151,9 @@ class Writer:
         for word in ("bf16", "fp16", "param_dtype"):
             if word in given and "param_dtype" in given:
                 lines += self._option(word, "param_dtype", given["param_dtype"])
+        self._not("same", "gradients are reduced in fp32", "reduce_bf16")
+        if given.get("reduce_bf16"):
+            self._alias("reduce_dtype", "bf16", "reduce_bf16")
         if given.get("reduce_as_param") and given.get("replicate_size") != "auto":
             given.setdefault("reduce_dtype", given.get("param_dtype"))
         if given.get("reduce_dtype"):
@@ -193,7 +202,7 @@ class Writer:
         if total and not given.get("shard_size") and copies != "auto" and total % copies == 0:
             self._alias("shard_size", total // copies, "data_size")
         whole = base.plan is None or (given.get("cp_size") or 1) > 1
-        if base.plan and whole and not base.has("fsdp on dp_shard_cp"):
+        if base.plan and whole and not base.over_cp:
             why = f"{self.name} shards over dp_shard alone; `override fsdp on dp_shard * cp`"
             whole = bool(self._not("lost", why, "cp_size"))
         stages = self.fate.get("pp_size", ("",))[0] == "plan"
@@ -202,6 +211,7 @@ class Writer:
             size, axis = given.get(word), without.partition(" ")[0]
             if base.plan is None:
                 known = word in ("replicate_size", "shard_size", "cp_size")
+                known = known or (word == "tp_size" and "rule" in given)
             else:
                 known = axis in base.axes or word == "cp_size"
             if not known and size not in (None, 1):
@@ -264,18 +274,24 @@ class Writer:
 
     def _rules(self) -> list[str]:
         """The tensor rules of a `tp_plan`, whose keys are relative to the base model or whole."""
-        lines = []
-        for key, style in (self.given.get("rule") or {}).items():
+        lines, rules = [], self.given.get("rule") or {}
+        # a DistributedConfig changes single rules of the model's own plan; alone they shard little
+        single = self.base.has("tensor on tp") and not any("rowwise" in s for s in rules.values())
+        for key, style in rules.items():
             told = style_of_transformers(style)
             path = re.sub(r"^(.*\.)?(base_model_)?tp_plan\.", "", key)
-            path = path if path.startswith(("model.", "lm_head")) else f"model.{path}"
+            if not path.startswith(("lm_head", f"{self.base.root}.")):
+                path = f"{self.base.root}.{path}"
             if path.rpartition(".")[0].endswith(".experts"):
                 self._not("same", "the rule of the experts has their parameters", key)
             elif told is None or not re.fullmatch(r"[\w.*]+", path):
                 self._not("lost", f"{style} needs a rule of your own", key)
-            else:
-                self.fate[key] = ("plan", f"{path} : {told}")
-                lines.append(f"    {path} : {told}")
+            elif single:
+                why = f"in place of the rule of {self.name}, write `override {path} : {told}`"
+                self._not("lost", why, key)
+            else:  # transformers has rules for modules that some models of the family lack
+                self.fate[key] = ("plan", f"optional {path} : {told}")
+                lines.append(f"    optional {path} : {told}")
         override = "override " if self.base.has("tensor on tp") else ""
         return [f"{override}tensor on tp {{    # tp_plan", *lines, "}", ""] if lines else []
 
@@ -284,6 +300,9 @@ class Writer:
         self._not("same", "no activations are offloaded", "activation_offload")
         if self.given.get("activation_offload") and kind == "full":
             kind = "offload"
+        if kind == "offload" and self.given.get("compile"):
+            why = "activations of compiled blocks are not offloaded (PL473)"
+            return self._not("lost", why, "checkpoint", "activation_offload")
         if kind not in _ACTIONS:
             return []
         if not self.base.has("let block ="):
@@ -304,7 +323,9 @@ class Writer:
 
     def _fsdp(self) -> list[str]:
         given, lines = self.given, list[str]()
-        if output := given.get("output_dtype"):
+        if self.given.get("loss") and "override option loss_chunks" in self.told("loss")[1]:
+            self._not("lost", "a loss in parts makes no logits to cast", "output_dtype")
+        elif output := given.get("output_dtype"):
             casts = f"param = param_dtype, reduce = reduce_dtype, output = {output}"
             lines += self._line(f"    override precision({casts})", "output_dtype")
         if given.get("reshard") is not False:
@@ -324,10 +345,10 @@ class Writer:
                 lines += self._line("    offload(cpu)", word)
             else:
                 self._not("same", "nothing is offloaded", word)
-        own = "fsdp on dp_shard_cp"
-        own = own if self.base.has(own) else own.removesuffix("_cp")
+        own = "fsdp on dp_shard_cp" if self.base.over_cp else "fsdp on dp_shard"
         if self.base.plan is None:
-            param, reduce = given.get("param_dtype", "bf16"), given.get("reduce_dtype", "fp32")
+            param = given.get("param_dtype") or "bf16"
+            reduce = given.get("reduce_dtype") or "fp32"
             lines = [line.replace("override precision", "# precision") for line in lines]
             words = [w for w in ("bf16", "fp16", "param_dtype", "reduce_dtype") if self.keys.get(w)]
             precision = f"    precision(param = {param}, reduce = {reduce})"

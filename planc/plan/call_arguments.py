@@ -9,6 +9,18 @@ from planc.plan.evaluate import describe, evaluate, number, size, whole
 from planc.plan.scope import Failed, Scope, Value
 from planc.syntax import ast
 
+_RENAMED = {
+    "r": "rank",
+    "lora_r": "rank",
+    "lora_alpha": "alpha",
+    "lora_dropout": "dropout",
+    "param_dtype": "param",
+    "reduce_dtype": "reduce",
+    "output_dtype": "output",
+    "cast_forward_inputs": "cast_inputs",
+}
+"""Arguments of peft and torch that have another name in a plan."""
+
 Default = TypeVar("Default", float, float | None)
 
 
@@ -125,6 +137,8 @@ class Arguments:
             self.wrong(argument, f"`{self.call.name}` takes no argument without a name", takes)
         for name, argument in self._named.items():
             hint = did_you_mean(name, self.known, takes)
+            if (own := _RENAMED.get(name)) in self.known:
+                hint = f"`{name}` is `{own}`: write `{own} = {argument.value.origin.text}`"
             self.wrong(argument, f"`{self.call.name}` takes no argument `{name}`", hint)
         return self.ok
 

@@ -250,7 +250,7 @@ def _report(selector: ast.Selector, miss: _Miss, scope: Scope) -> None:
             hint += "" if at.path else ", and is `root` in a section of fsdp"
         case NamedChild(pattern):
             reason = f"{where} has no `{pattern}`"
-            hint = _instead(pattern, at, names, scope)
+            hint = _of_class(selector.path, scope) or _instead(pattern, at, names, scope)
         case Picked(text):
             length = _length(at)
             reason = f"{where} has {length} entries" if length else f"{where} is not a list"
@@ -266,6 +266,14 @@ def _report(selector: ast.Selector, miss: _Miss, scope: Scope) -> None:
     scope.sink.error("PL101", message, selector.origin, facts=facts, help=hint)
 
 
+def _of_class(path: str, scope: Scope) -> str | None:
+    """The help for a selector that is a class, maybe with the name of the file that has it."""
+    name = path.rpartition(".")[2]
+    if any(m.module.cls == name for m in scope.facts.model.below()):
+        return f"it is a class; its modules are `**<{name}>`"
+    return None
+
+
 def _instead(pattern: str, at: Modules, names: list[str], scope: Scope) -> str | None:
     """The names that the user may have meant by an unknown name."""
     if close := did_you_mean(pattern, names if at.path else [*names, "root"]):
@@ -275,8 +283,6 @@ def _instead(pattern: str, at: Modules, names: list[str], scope: Scope) -> str |
     elsewhere = [m for m in scope.facts.model.below() if m.path and m.path[-1] == pattern]
     if elsewhere:
         return f"there is `{elsewhere[0]}`"
-    if any(m.module.cls == pattern for m in scope.facts.model.below()):
-        return f"it is a class; its modules are `**<{pattern}>`"
     if names:
         return f"it has {one_of((f'`{n}`' for n in names[:12]), last='and')}"
     return None

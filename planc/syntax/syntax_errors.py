@@ -25,6 +25,8 @@ _SILENT = {"COMMENT", "_NL", "$END", "OPTIONAL", "OVERRIDE"}
 _OPERATORS = {"PLUS", "MINUS", "STAR", "SLASH", "COMPARE", "AND", "OR", "NOT", "IN"}
 _FREQUENT = {"COLON", "COMMA", "EQUAL"}
 _YAML = re.compile(r"\s*(?:- )?(\w+)\s?:\s*(-?[\w.]*)\s*(?:#.*)?")
+_FLOW = re.compile(r"\s*(\w+)\s?:\s*\{.*\}\s*")
+_ACTIONS = ("unit", "full", "colwise", "rowwise", "sequence", "replicate", "frozen", "none")
 _SPACED = re.compile(r"\{[\w*]*,?\s[^{}\n:=]*\}|\{[^{}\n:=]*,\s[^{}\n:=]*\}")
 _BLOCK = re.compile(r"\s*\w[\w *]*\{\s")
 _TOKENS = {
@@ -82,12 +84,23 @@ def report(error: UnexpectedInput, span: Span, source: Source, sink: Sink, *, lo
     sink.error("PL001", message, span, help=tip)
 
 
+def _in_place_of_yaml(line: str) -> str | None:
+    if flow := _FLOW.fullmatch(line):
+        return f"`{flow[1]} {{`, and each setting on a line of its own"
+    if not (yaml := _YAML.fullmatch(line)):
+        return None
+    name, value = yaml[1], "auto" if yaml[2] == "-1" else yaml[2]
+    if name in ("plan", "for"):
+        return "`plan NAME for FAMILY`"
+    if value in _ACTIONS:
+        return f"`{name} : {value}`"
+    return f"`{name} = {value}`" if value else f"`{name} {{`, and `}}` at its end"
+
+
 def _likely(found: str, expected: str, line: str, rest: str) -> str | None:
     """What to write for a mistake that is known; `rest` begins with what was found."""
-    if found and (yaml := _YAML.fullmatch(line)):
-        value = "auto" if yaml[2] == "-1" else yaml[2]
-        told = f"{yaml[1]} = {value}" if value else f"{yaml[1]} {{"
-        return f"this is YAML; a plan writes `{told}`" + ("" if yaml[2] else ", and `}` at its end")
+    if found and (told := _in_place_of_yaml(line)):
+        return f"this is YAML; a plan writes {told}"
     for patterns, text in ((_TOKENS, rest), (_HEADS, line.lstrip())):
         for pattern, told in patterns.items():
             if re.match(pattern, text):
@@ -102,6 +115,13 @@ def _likely(found: str, expected: str, line: str, rest: str) -> str | None:
         return f"a range of entries is `[{span[1]}:{span[2]}]`, which ends before {span[2]}"
     if found == "-" and (span := _DASHED.search(line)):
         return f"a range of entries is `[{span[1]}:{int(span[2]) + 1}]`, without its end"
+    if found == "=" and "`on`" in expected:
+        word = line.partition("=")[0].strip()
+        return (
+            elsewhere(word) or f"`{word}` stands in a section, as `tp = 2` does in `mesh {{ ... }}`"
+        )
+    if found.startswith('"') and (word := found.strip('"')).isidentifier() and ":" in line:
+        return f"an action has no quotes: write `{word}`"
     if found == "=" and "`:`" in expected:
         return "a rule is `SELECTOR : ACTION`"
     if found == ":" and expected == "`=`":

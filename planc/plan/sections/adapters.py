@@ -1,5 +1,6 @@
 """The adapters section -> LoRA on sets of modules; all other parameters are frozen."""
 
+from planc.diagnostic import elsewhere
 from planc.ops.lora import Adapt
 from planc.ops.quantization import Quantize
 from planc.plan.call_arguments import Arguments, unknown, word, wrong_value
@@ -132,7 +133,8 @@ def _item(
             settings.add(item, lambda item: _value(item, program.scope))
         case ast.Setting():
             message = f"`{item.name}` has no place in an `adapters` section"
-            program.sink.error("PL011", message, item.origin, help="it can set `units` and `seed`")
+            help = elsewhere(item.name) or "it can set `units` and `seed`"
+            program.sink.error("PL011", message, item.origin, help=help)
         case _:
             message = "this has no place in an `adapters` section"
             rule = "model.layers.*.self_attn.q_proj : lora(rank = 16)"

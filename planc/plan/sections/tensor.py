@@ -9,7 +9,13 @@ from planc.plan.ir import TensorRule
 from planc.plan.program import Program
 from planc.plan.rule_conflicts import Claims, Placed, flatten
 from planc.plan.scope import Scope
-from planc.plan.sections.tensor_styles import STYLES, custom, equivalent, style_of
+from planc.plan.sections.tensor_styles import (
+    STYLES,
+    custom,
+    equivalent,
+    style_of,
+    style_of_torch,
+)
 from planc.plan.selectors import select
 from planc.syntax import ast
 
@@ -43,7 +49,13 @@ def tensor(program: Program) -> Iterator[TensorRule]:
             name = rule.action.name
             if name not in STYLES and name not in program.styles:
                 styles = (*STYLES, *program.styles)
-                unknown(rule.action, styles, "style", scope, help=equivalent(name))
+                unknown(
+                    rule.action,
+                    styles,
+                    "style",
+                    scope,
+                    help=equivalent(name) or style_of_torch(rule.action),
+                )
                 continue
             used.add(name)
             found = modules_of(rule, placed, scope)

@@ -49,6 +49,32 @@ def equivalent(name: str) -> str | None:
     return f"`{name}` of transformers is, in a plan, {told}" if told else None
 
 
+def style_of_torch(call: ast.Call) -> str | None:
+    """The help for a class of torch with its layouts, as `ColwiseParallel(output_layouts =
+    Replicate())`: what a plan writes in its place; None for any other, or without arguments.
+    """
+    name = {"ColwiseParallel": "colwise", "RowwiseParallel": "rowwise"}.get(
+        call.name.rpartition(".")[2]
+    )
+    given = {str(a.name): a.value.origin.text for a in call.arguments}
+    if not name or not given or not given.keys() <= _TORCH.keys():
+        return None
+    source, target = (_layout_of_torch(given.get(f"{end}_layouts")) for end in ("input", "output"))
+    arrow = f"{source + ' ' if source else ''}-> {target or _TARGETS[name]}"
+    kept = given.get("use_local_output", "").lower() == "false"
+    inside = ", ".join([arrow] * bool(source or target) + ["local = false"] * kept)
+    return f"`{call.origin.text}` is, in a plan, `{name}{f'({inside})' if inside else ''}`"
+
+
+_TORCH = dict.fromkeys(("input_layouts", "output_layouts", "use_local_output"))
+_TARGETS = {"colwise": "shard(-1)", "rowwise": "replicate"}
+"""Where the outputs of torch's styles are by default."""
+
+
+def _layout_of_torch(written: str | None) -> str:
+    return re.sub(r"(?:\w+\.)*(\w+)", lambda m: m[1].lower(), written or "").removesuffix("()")
+
+
 def style_of_transformers(name: str) -> str | None:
     """A style of transformers as a plan writes it; None if no style of a plan has its meaning."""
     same = name in ("colwise", "rowwise", "replicate")
