@@ -183,7 +183,7 @@ def apply(
             size = world_size or _of_the_run("WORLD_SIZE", 1)
             draft = partial(_draft_of_rank_0, device=device_of(model, device_type))
             compiled, sink = compiled_for(facts, plan, size, overrides, allow_code, draft=draft)
-            lowered = _lowered(compiled, sink)
+            lowered = _lowered(compiled, sink, chosen=plan is None)
             prove = prove or plan_files.drafted(compiled.files)
         else:
             compiled, lowered = None, plan
@@ -259,9 +259,14 @@ def _of_the_run(name: Literal["RANK", "WORLD_SIZE"], alone: int) -> int:
     return int(os.environ.get(name, alone))
 
 
-def _lowered(compiled: Compiled, sink: Sink) -> Lowered:
+def _lowered(compiled: Compiled, sink: Sink, *, chosen: bool = False) -> Lowered:
+    """The lowered plan; rank 0 says which one was `chosen`, as the commands do."""
     if compiled.lowered is None:
         raise PlanError(sink)
+    own = compiled.files if isinstance(compiled.files, tuple) else ()
+    if chosen and own and not plan_files.drafted(own) and _of_the_run("RANK", 0) == 0:
+        name, family = own[-1].origin.source.name, compiled.facts and compiled.facts.family
+        _log.warning("the plan is %s, for %s", name, family)
     return replace(compiled.lowered, findings=tuple(sink))
 
 

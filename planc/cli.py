@@ -44,7 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options = _options(arguments or ["--help"])
         code: int = import_module(f"planc.commands.{options.command}").run(options)
-        sys.stdout.flush()
+        if not sys.stdout.closed:  # the language server's ends with the editor's
+            sys.stdout.flush()
         return code
     except KeyboardInterrupt:
         return 130
@@ -72,17 +73,32 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     name, *words = arguments
     if name not in COMMANDS:
         return _parser().parse_args(arguments)
-    parser = _Command(
+    options: argparse.Namespace
+    parser = _alone(name)
+    options, unknown = parser.parse_known_args(words)
+    if unknown and not any(map(_option, words[:1] + unknown)):
+        # Python gives all positional arguments their words at the first one: those after options
+        # stand beside them, and are read again
+        rest = [word for at, word in enumerate(words) if word not in unknown or at == 0]
+        at = next((i for i, word in enumerate(rest) if _option(word)), len(rest))
+        parser = _alone(name)
+        options, unknown = parser.parse_known_args([*rest[:at], *unknown, *rest[at:]])
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    options.command, options.commands = name, COMMANDS
+    return options
+
+
+def _alone(name: str) -> "_Command":
+    return _Command(
         prog=f"planc {name}",
         description=_sentence(COMMANDS[name]),
         formatter_class=partial(argparse.HelpFormatter, width=80),  # which need not find it out
     )
-    options: argparse.Namespace
-    options, unknown = parser.parse_known_args(words)
-    if unknown:
-        _parser().error(f"unrecognized arguments: {' '.join(unknown)}")
-    options.command, options.commands = name, COMMANDS
-    return options
+
+
+def _option(word: str) -> bool:
+    return word.startswith("-") and word != "-"
 
 
 def _sentence(help: str) -> str:

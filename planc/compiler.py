@@ -93,7 +93,7 @@ def compile_plan(
     draft: Draft | None = None,
 ) -> Compiled:
     """Reads a plan (None for that of the model's family, else a draft), loads a model, compiles."""
-    files = read(plan, sink) if plan else None
+    files = None if plan is None else read(plan, sink)
     facts = load(model, sink, allow_code=allow_code) if isinstance(model, str) else model
     if plan is None and facts is not None:
         files = plan_files.read_for(facts.family, sink, draft and partial(draft, facts))

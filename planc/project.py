@@ -32,7 +32,9 @@ class Target:
     @property
     def file_name(self) -> str:
         """Of its lowered plan."""
-        model = Path(self.model).name.removesuffix(".json")
+        path = Path(self.model)
+        path = path.parent.absolute() if path.name == "config.json" else path
+        model = path.name.removesuffix(".json")
         rest = replace(self, model=model, plan=Path(self.plan).stem if self.plan else None)
         return re.sub(r"[^\w.=]+", "-", rest.text.replace("--set ", "").replace("--", "")) + ".json"
 
@@ -75,15 +77,18 @@ def project() -> Project:
     for folder in (start, *start.parents):
         file = Path(os.path.relpath(folder / "pyproject.toml"))
         try:
-            text = file.read_text(encoding="utf-8")
+            data = file.read_bytes()
         except (OSError, ValueError):
             continue
-        if "tool.planc" not in text:
+        if b"planc" not in data:
             continue
         try:
-            table = tomllib.loads(text).get("tool", {}).get("planc")
+            tools = tomllib.loads(data.decode()).get("tool")
+        except UnicodeDecodeError:
+            raise ProjectError(f"{file} is not UTF-8 text") from None
         except tomllib.TOMLDecodeError as error:
             raise ProjectError(f"{file} is not TOML: {error}") from None
+        table = tools.get("planc") if isinstance(tools, dict) else None
         if table is not None:
             return _read(table, file)
     return Project()
@@ -96,7 +101,13 @@ def plan_folders() -> tuple[Path, ...]:
         ProjectError: as `project`.
     """
     path = os.environ.get("PLANC_PATH", "")
-    return (*map(Path, filter(None, path.split(os.pathsep))), *project().plans)
+    named = tuple(map(Path, filter(None, path.split(os.pathsep))))
+    if missing := next((folder for folder in named if not folder.is_dir()), None):
+        raise ProjectError(f"PLANC_PATH: {missing} is not a folder")
+    own = project()
+    if missing := next((folder for folder in own.plans if not folder.is_dir()), None):
+        raise ProjectError(f"{own.folder / 'pyproject.toml'}: `plans`: {missing} is not a folder")
+    return (*named, *own.plans)
 
 
 def _read(table: Any, file: Path) -> Project:

@@ -51,6 +51,18 @@ def test_alone_without_a_process_group():
     assert out.split() == ["0", "1", "1", "True"]
 
 
+def test_the_plan_that_is_chosen_is_said_in_one_line():
+    out = python("""
+        import logging, sys
+        logging.basicConfig(stream=sys.stdout, format="%(message)s")
+        planc.apply(transformers.LlamaForCausalLM(config), device_type="cpu")
+        planc.check(transformers.LlamaForCausalLM(config), world_size=1)
+        distributed.destroy_process_group()
+    """)
+    said = [line for line in out.splitlines() if line.startswith("the plan is")]
+    assert said == ["the plan is plans/llama.plan, for llama"]
+
+
 def test_save_pretrained_of_shards_is_answered_with_export(tmp_path):
     out = python(f"""
         model = transformers.LlamaForCausalLM(config)

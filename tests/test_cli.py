@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -290,3 +291,103 @@ def test_python_runs_the_package_as_the_command():
         [sys.executable, "-m", "planc", "explain", "PL000"], capture_output=True, check=False
     )
     assert failed.returncode == 2 and b"no code PL000" in failed.stderr
+
+
+def test_folders_of_plans(tmp_path, monkeypatch):
+    """One that is not there is a mistake, for a shipped plan would be taken in its place."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own" / "old.plan").mkdir(parents=True)
+    (tmp_path / "own" / "house.plan").write_text("plan house for llama\n")
+    monkeypatch.setenv("PLANC_PATH", "own")
+    code, text, _ = call("list", "plans")
+    assert code == 0 and text.startswith("own/house.plan") and "old.plan" not in text
+    for missing in ("nowhere", "own/house.plan"):
+        monkeypatch.setenv("PLANC_PATH", os.pathsep.join(["own", missing]))
+        code, text, _ = call("check", "llama-3.1-8b", "--level", "structure")
+        assert code == 2 and text.startswith(f"error[PL021]: PLANC_PATH: {missing} is not a folder")
+    monkeypatch.delenv("PLANC_PATH")
+    (tmp_path / "pyproject.toml").write_bytes(b"[tool.planc] # \xff")
+    code, _, errors = call("list", "plans")
+    assert code == 2 and "pyproject.toml is not UTF-8 text" in errors
+    (tmp_path / "pyproject.toml").write_text("tool = 3  # planc\n")
+    assert call("list", "plans")[0] == 0
+
+
+class _Ended(KeyboardInterrupt):
+    pass
+
+
+def test_watching_goes_on_after_a_state_that_cannot_be_read(tmp_path, monkeypatch, capsys):
+    """A mistake, a plan that is gone, a base that comes later: each change is noticed."""
+    from planc.commands import watch
+
+    monkeypatch.chdir(tmp_path)
+    good, plan = 'plan w for llama\nextend "llama"\n', tmp_path / "w.plan"
+    base = good.replace('"llama"', '"base.plan"')
+    steps = [
+        lambda: plan.write_text("plan w for llama\ntensor on {"),
+        plan.unlink,
+        lambda: plan.write_text(good),
+        lambda: plan.write_text(base),
+        lambda: (tmp_path / "base.plan").write_text(good),
+    ]
+    clock = iter(range(1, 1_000_000))
+
+    def next_step(_):
+        if not steps:
+            raise _Ended
+        steps.pop(0)()
+        for path in tmp_path.glob("*.plan"):  # changes within one tick of the clock
+            os.utime(path, (next(clock), next(clock)))
+
+    monkeypatch.setattr(watch.time, "sleep", next_step)
+    plan.write_text("plan w for llama\nmesh {")
+    words = ["w.plan", "--world-size", "8", "--level", "structure", "--format", "concise"]
+    code, text, _ = call("check", "llama-3.1-8b", *words, "--watch")
+    assert code == 0
+    rounds = text.split("waiting for a change (Ctrl-C ends)")[:-1]
+    codes = [re.findall(r"error\[(PL\d+)\]", each) for each in rounds]
+    assert codes == [["PL004"], ["PL004", "PL001"], ["PL006"], [], ["PL006"], []], text
+
+
+def test_positional_arguments_after_options(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = ("--world-size", 8, "--level", "structure")
+    code, text, _ = call("check", "llama-3.1-8b", *words, "llama")
+    assert code == 0 and "llama for LlamaForCausalLM" in text
+    code, text, errors = call("check", "llama-3.1-8b", "", *words)
+    assert code == 2 and "the name of the plan is empty" in text
+    code, _, errors = call("lower", "llama-3.1-8b", "llama", "--world-size", 8, "more")
+    assert code == 2 and "unrecognized arguments: more" in errors and "usage: planc lower" in errors
+    assert call("diff", "llama-3.1-8b", "llama", "--world-size", 8, "llama")[0] == 0
+
+
+def test_a_base_of_two_plans_is_corrected_once(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    base = 'plan base for llama\nextend "llama"\noverride checkpoint { model.layers.* : ful }\n'
+    (tmp_path / "base.plan").write_text(base)
+    for name in "ab":
+        (tmp_path / f"{name}.plan").write_text(f'plan {name} for llama\nextend "base.plan"\n')
+    words = ("--world-size", 8, "--level", "structure", "--fix")
+    _, _, errors = call("check", "llama-3.1-8b", "a.plan", "b.plan", *words)
+    assert errors == "corrected base.plan:3: ful -> full\n"
+    assert (tmp_path / "base.plan").read_text() == base.replace("ful }", "full }")
+
+
+def test_targets_take_the_options_of_the_command_line(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shape = Path(PLANS / "models" / "llama-3.1-8b.json").read_text()
+    for name in ("small", "large"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(shape)
+    target = '[[tool.planc.targets]]\nmodel = "{}/config.json"\nworld-size = 8\n'
+    (tmp_path / "pyproject.toml").write_text(
+        '[tool.planc]\nlowered = "low"\n' + "".join(map(target.format, ("small", "large")))
+    )
+    assert call("lower", "--save")[0] == 0
+    assert len([*(tmp_path / "low").iterdir()]) == 2
+    assert call("lower", "--check")[0] == 0
+    code, text, _ = call("check", "--level", "structure", "--world-size", 7, "--set", "tp=2")
+    assert code == 1 and text.count("error[PL303]") == 2
+    code, _, errors = call("lower", "--save", "--world-size", 16)
+    assert code == 2 and "take no model and no other options" in errors

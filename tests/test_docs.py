@@ -42,6 +42,12 @@ def test_page(page, tmp_path, monkeypatch, request):
     assert new == text, f"run pytest {os.path.relpath(__file__, ROOT)} --update and read the change"
 
 
+def test_scripts_of_trainers_are_short():
+    scripts = re.findall(r"```python\n(# \w+\.py.*?)```", (DOCS / "trainer.md").read_text(), re.S)
+    assert len(scripts) == 4
+    assert max(len(script.splitlines()) for script in scripts) <= 40
+
+
 def test_the_site_has_every_page():
     listed = re.findall(r"^[\w/*-]+$", (DOCS / "index.md").read_text(), re.M)
     for folder in ("how-to", "diagnostics"):

@@ -185,6 +185,36 @@ def test_a_finding_in_another_plan_is_shown_where_it_is_extended(editor):
     editor.client.text_document_did_close(closed)
 
 
+@pytest.mark.parametrize("name", ["a b.plan", "\u00e9.plan", "x(1)+y@2.plan", "x%41.plan"])
+def test_paths_with_other_letters(editor, name):
+    found = editor.found(TEXT.replace(": full", ": ful").partition("tensor on")[0], name)
+    assert ("PL105", 12, "there is no way to checkpoint `ful`") in shown(found)
+
+
+def test_documents_without_files_are_told_apart(editor):
+    texts = {f"untitled:Untitled-{n}": f"plan   t{n} for llama\n" for n in (1, 2)}
+    for uri, text in texts.items():
+        item = lsp.TextDocumentItem(uri, "plan", 1, text)
+        editor.client.text_document_did_open(lsp.DidOpenTextDocumentParams(item))
+    for uri, text in texts.items():
+        params = lsp.DocumentFormattingParams(
+            lsp.TextDocumentIdentifier(uri), lsp.FormattingOptions(tab_size=2, insert_spaces=True)
+        )
+        [edit] = editor.run(editor.client.text_document_formatting_async(params))
+        assert edit.new_text == text.replace("   ", " ")
+        closed = lsp.DidCloseTextDocumentParams(lsp.TextDocumentIdentifier(uri))
+        editor.client.text_document_did_close(closed)
+
+
+def test_a_position_or_a_file_that_is_not_there_is_no_error(editor):
+    editor.write(TEXT)
+    far = lsp.Position(10_000, 3)
+    for uri, said in ((editor.uri, None), ((editor.folder / "no.plan").as_uri(), "PL002")):
+        params = lsp.HoverParams(lsp.TextDocumentIdentifier(uri), far)
+        found = editor.run(editor.client.text_document_hover_async(params))
+        assert (found is None) if said is None else said in found.contents.value
+
+
 def test_columns_are_utf16(editor):
     found = editor.found(TEXT.replace("    model.layers.* : full", "    model.😀layers.* : full"))
     [first, *_] = [d for d in found if d.code == "PL001"]

@@ -394,6 +394,18 @@ def test_json():
     jsonschema.validate(json.loads(render([], "json")), SCHEMA)
 
 
+def test_a_path_for_github_is_that_in_the_checkout(tmp_path, monkeypatch):
+    (tmp_path / "sub").mkdir()
+    monkeypatch.chdir(tmp_path / "sub")
+    sink, source = Sink(), Source("own/a.plan", "plan a\n")
+    sink.error("PL002", "empty", source.span(0, 4))
+    assert "file=own/a.plan," in render(sink.diagnostics, "github")
+    monkeypatch.setenv("GITHUB_WORKSPACE", str(tmp_path))
+    assert "file=sub/own/a.plan," in render(sink.diagnostics, "github")
+    monkeypatch.setenv("GITHUB_WORKSPACE", str(tmp_path / "elsewhere"))
+    assert "file=own/a.plan," in render(sink.diagnostics, "github")
+
+
 def test_github():
     odd = Source("a,b:c%.plan", "x\ny\n")
     found = [

@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from planc.codes import CODES
@@ -82,8 +82,18 @@ def run(options: argparse.Namespace) -> int:
     if options.watch:
         from planc.commands import watch
 
-        return watch.repeat(lambda: _run(options))
+        return watch.repeat(lambda: _run(options), lambda: _named(options))
     return _run(options)[0]
+
+
+def _named(options: argparse.Namespace) -> Iterator[str]:
+    """The models and plans that are judged, whether or not they are there."""
+    try:
+        targets = [*_targets(options, project())]
+    except ProjectError:
+        return
+    for target in targets:
+        yield from filter(None, (target.model, target.plan))
 
 
 def _run(options: argparse.Namespace) -> tuple[int, list[Compiled]]:
@@ -130,7 +140,9 @@ def _run(options: argparse.Namespace) -> tuple[int, list[Compiled]]:
 def _targets(options: argparse.Namespace, found: Project) -> Iterator[Target]:
     """The models and plans of the command line, else the project's targets."""
     if options.model is None:
-        yield from found.targets
+        for target in found.targets:
+            size = options.world_size or target.world_size
+            yield replace(target, world_size=size, set=(*target.set, *options.set))
         return
     for plan in options.plan or (None,):
         yield Target(

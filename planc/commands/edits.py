@@ -16,26 +16,28 @@ def correct(found: Iterable[Diagnostic]) -> None:
     Only a file that holds what was judged is changed: not standard input, a revision of git, or a
     plan that ships with planc.
     """
-    by_source: dict[Source, dict[Span, str]] = {}
+    by_file: dict[str, tuple[Source, dict[tuple[int, int], tuple[Span, str]]]] = {}
     for finding in found:
         if finding.edit is not None:
             span, text = finding.edit
-            by_source.setdefault(span.source, {})[span] = text
-    for source, edits in by_source.items():
+            source, edits = by_file.setdefault(span.source.name, (span.source, {}))
+            edits[span.start, span.end] = span, text
+    for source, edits in by_file.values():
         path = Path(source.name)
         if source.argument or not _holds(path, source.text):
             print(f"not corrected: {source.name} is not a file of yours", file=sys.stderr)
             continue
-        text, last = source.text, len(source.text) + 1
-        for span, meant in sorted(edits.items(), key=lambda e: -e[0].start):
+        text, last, done = source.text, len(source.text) + 1, list[str]()
+        for span, meant in sorted(edits.values(), key=lambda e: -e[0].start):
             if span.end <= last:  # two findings may correct one place
                 text, last = text[: span.start] + meant + text[span.end :], span.start
-                print(f"corrected {span.place}: {span.text} -> {meant}", file=sys.stderr)
+                done.append(f"corrected {span.place}: {span.text} -> {meant}")
         try:
             atomic_write.write(path, text)
         except OSError as error:
             reason = (error.strerror or str(error)).lower()
-            print(f"not corrected: cannot write {path}: {reason}", file=sys.stderr)
+            done = [f"not corrected: cannot write {path}: {reason}"]
+        print("\n".join(done), file=sys.stderr)
 
 
 def _holds(path: Path, text: str) -> bool:

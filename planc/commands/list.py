@@ -9,7 +9,7 @@ from planc.diagnostic import Sink
 from planc.model.config import shipped_models
 from planc.project import ProjectError, plan_folders
 from planc.resources import PLANS
-from planc.syntax.plan_files import families, shown
+from planc.syntax.plan_files import families, plans_in, shown
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,6 +36,6 @@ def run(options: argparse.Namespace) -> int:
 def _plans() -> Iterator[tuple[str, str]]:
     """(name, the families it is for) of each plan, one's own first."""
     for folder in (*plan_folders(), PLANS):
-        for path in sorted(folder.glob("*.plan")):
+        for path in plans_in(folder):
             name = path.stem if folder == PLANS else shown(path)
             yield name, ", ".join(families(path))

@@ -107,8 +107,15 @@ def _of_targets(options: argparse.Namespace, sink: Sink) -> int:
         sink.error("PL021", str(error))
         output.show(sink, "full", sys.stderr)
         return output.FAILED
-    if found.lowered is None or not found.targets or options.model is not None:
-        why = "no model is named with --save or --check" if options.model else None
+    own = (options.model, options.world_size, options.output) != (None, None, None)
+    own = own or bool(options.set) or options.format != "text"
+    names = [target.file_name for target in found.targets]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        sink.error("PL021", f"two targets would both have the file {twice}")
+        output.show(sink, "full", sys.stderr)
+        return output.FAILED
+    if found.lowered is None or not found.targets or own:
+        why = "--save and --check take no model and no other options" if own else None
         sink.error(
             "PL023",
             why or "no pyproject.toml names `lowered` and [[tool.planc.targets]]",

@@ -1,7 +1,9 @@
 """The language server: what the protocol asks for, answered by the other files of this package."""
 
 import asyncio
+import contextlib
 import os
+import re
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
@@ -44,7 +46,12 @@ class Server:
         time takes seconds, and so may checks, so both run beside what the protocol does.
         """
         async with self.lock:
-            texts = {u: document.source for u, document in self.ls.workspace.text_documents.items()}
+            documents = self.ls.workspace.text_documents.values()
+            texts = {document.uri: document.source for document in documents}
+            if uri not in texts:  # a request for a file that is not open
+                with contextlib.suppress(OSError, ValueError):
+                    texts[uri] = self.ls.workspace.get_text_document(uri).source
+                texts.setdefault(uri, "")
             if uri not in self.known or self.known[uri][0] != texts:
                 real = {os.path.realpath(_path(u)): t for u, t in texts.items()}
                 self.known[uri] = texts, await asyncio.to_thread(judge, _path(uri), real)
@@ -61,6 +68,8 @@ class Server:
         """
         judged = await self.judged(params.text_document.uri)
         lines, at = judged.source.text.split("\n"), params.position
+        if at.line >= len(lines):  # the text is shorter by now
+            return judged, len(judged.source.text)
         codec, line, column = self.ls.workspace.position_codec, lines[at.line], 0
         while column < len(line) and codec.client_num_units(line[:column]) < at.character:
             column += 1
@@ -81,22 +90,29 @@ class Server:
 
     async def changed(self, params: Any) -> None:
         """Publishes what is found in all open plans: they may extend the one that changed."""
-        documents, uri = self.ls.workspace.text_documents, params.text_document.uri
-        version = documents[uri].version
+        # pygls knows documents by their decoded URIs
+        documents, key = self.ls.workspace.text_documents, unquote(params.text_document.uri)
+        version = documents[key].version if key in documents else None
         await asyncio.sleep(_PAUSE)
-        if uri not in documents or documents[uri].version != version:
+        if key not in documents or documents[key].version != version:
             return
-        for each, version in [(u, d.version) for u, d in documents.items()]:
-            found = (await self.judged(each, whole=True)).findings
-            self._publish(each, [self._diagnostic(finding) for finding in found], version)
+        await self._publish_all()
+
+    async def _publish_all(self) -> None:
+        documents = self.ls.workspace.text_documents
+        for uri, version in [(d.uri, d.version) for d in documents.values()]:
+            found = (await self.judged(uri, whole=True)).findings
+            self._publish(uri, [self._diagnostic(finding) for finding in found], version)
 
     async def saved(self, params: Any) -> None:
         """Files that are not open may have changed: other plans, pyproject.toml, a model."""
         self.known.clear()
         await self.changed(params)
 
-    def closed(self, params: Any) -> None:
+    async def closed(self, params: Any) -> None:
+        """Plans that extend the closed one see the file again, and not what was typed."""
         self._publish(params.text_document.uri, [])
+        await self._publish_all()
 
     def _publish(self, uri: str, found: list[Any], version: int | None = None) -> None:
         params = lsp.PublishDiagnosticsParams(uri=uri, diagnostics=found, version=version)
@@ -195,8 +211,10 @@ class Server:
 
 
 def _path(uri: str) -> Path:
+    """The file of a document; of one that has none, a name of its own in the editor's folder."""
     parts = urlparse(uri)
-    return Path(unquote(parts.path) if parts.scheme == "file" else "untitled.plan").absolute()
+    unsaved = f"{re.sub(r'[^0-9A-Za-z]+', '-', unquote(uri)).strip('-')}.plan"
+    return Path(unquote(parts.path) if parts.scheme == "file" else unsaved).absolute()
 
 
 def serve() -> None:

@@ -35,11 +35,14 @@ class PlancAcceleratorMixin(_Accelerator):  # type: ignore[misc]
         arguments: those of `Accelerator`.
 
     Raises:
-        ValueError: the plan has axes that the loop cannot serve, such as a pipeline.
+        ValueError: the plan has axes that the loop cannot serve, such as a pipeline; or a
+            precision is asked for, which the plan decides.
     """
 
     def __init__(self, run: Run, **arguments: Any) -> None:
         require_served(run.lowered, "accelerate's loop")
+        if arguments.get("mixed_precision") not in (None, "no"):
+            raise ValueError("the plan's `precision` is that of the run: pass no mixed_precision")
         super().__init__(**arguments)
         self.planc_run = run
         self.state: Any

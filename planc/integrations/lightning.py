@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import strategies
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor, distributed
+from torch import Tensor, distributed, nn
 
 import planc
 from planc.integrations.loops import require_served
@@ -39,7 +39,8 @@ class PlancStrategyMixin(_Strategy):  # type: ignore[misc]
 
     Raises:
         PlanError: the plan has errors.
-        ValueError: the plan has axes that the loop cannot serve, such as a pipeline.
+        ValueError: the plan has axes that the loop cannot serve, such as a pipeline; or the
+            LightningModule has no module of that name.
     """
 
     planc_run: Run
@@ -68,7 +69,13 @@ class PlancStrategyMixin(_Strategy):  # type: ignore[misc]
         self.accelerator.setup(trainer)
         plan, overrides, attribute = self._planned
         if not hasattr(self, "planc_run"):
-            model = getattr(self.lightning_module, attribute)
+            model = getattr(self.lightning_module, attribute, None)
+            if not isinstance(model, nn.Module):
+                inside = ", ".join(name for name, _ in self.lightning_module.named_children())
+                raise ValueError(
+                    f"{type(self.lightning_module).__name__} has no module {attribute!r}: pass "
+                    f"PlancStrategy(attribute=...), one of {inside or '(none)'}"
+                )
             kind = self.root_device.type
             run = planc.apply(model, plan, overrides=overrides, device_type=kind)
             require_served(run.lowered, "Lightning's loop")

@@ -44,8 +44,8 @@ class PlancTrainerMixin(_Trainer):  # type: ignore[misc]
 
     Raises:
         PlanError: the plan has errors.
-        ValueError: the model is given by a function, or the plan has axes that `Trainer`'s loop
-            cannot serve, such as a pipeline.
+        ValueError: the model is given by a function, the optimizer is Adafactor, or the plan has
+            axes that `Trainer`'s loop cannot serve, such as a pipeline.
     """
 
     planc_run: Run
@@ -61,6 +61,8 @@ class PlancTrainerMixin(_Trainer):  # type: ignore[misc]
     ) -> None:
         if model is None or args is None:
             raise ValueError("PlancTrainer takes a model and its TrainingArguments")
+        if "adafactor" in str(args.optim):
+            raise ValueError('Adafactor takes no sharded parameters: pass optim="adamw_torch"')
         run = planc.apply(model, plan, overrides=overrides, device_type=args.device.type)
         require_served(run.lowered, "Trainer's loop")
         self.planc_run = run

@@ -125,7 +125,7 @@ def _reason(title: str, what: str, reason: Reason) -> Iterator[list[Segment]]:
 
 
 def _head(title: str, text: str) -> list[Segment]:
-    return [(f"{title:<{_HEAD}}", "bold"), (text, "")]
+    return [(f"{title:<{_HEAD - 1}} ", "bold"), (text, "")]
 
 
 def _together(reasons: Sequence[Reason]) -> Iterator[Reason]:

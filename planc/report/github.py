@@ -3,8 +3,10 @@
 Source of the escapes: actions/toolkit, packages/core/src/command.ts.
 """
 
+import os
 import re
 from collections.abc import Iterable
+from pathlib import Path
 
 from planc.diagnostic import Diagnostic, Severity
 from planc.report.sorting import is_file, labels_with_source, notes, primary_span, sorted_findings
@@ -37,10 +39,21 @@ def _place(span: Span | None) -> dict[str, str]:
         return {}
     line, column = span.source.position(span.start)
     end_line, end_column = span.source.position(span.end)
-    place = {"file": span.source.name, "line": str(line)}
+    place = {"file": _in_workspace(span.source.name), "line": str(line)}
     if end_line != line:
         return {**place, "endLine": str(end_line)}
     return {**place, "col": str(column), "endColumn": str(max(end_column, column + 1))}
+
+
+def _in_workspace(name: str) -> str:
+    """A path as GitHub knows it: relative to the checkout, not to the folder of a step."""
+    workspace = os.environ.get("GITHUB_WORKSPACE")
+    if not workspace:
+        return name
+    path = Path(name).absolute()
+    if not path.is_relative_to(Path(workspace)):
+        return name
+    return path.relative_to(Path(workspace)).as_posix()
 
 
 def _message(diagnostic: Diagnostic) -> str:

@@ -106,6 +106,10 @@ def read(plan: str, sink: Sink) -> tuple[ast.File, ...]:
             settings) and the parser's findings.
     """
     chain = _Chain(sink)
+    if not plan.strip():
+        help = "is it a variable of the shell that is not set?"
+        sink.error("PL006", "the name of the plan is empty", help=help)
+        return ()
     try:
         place = locate(plan)
     except ProjectError as error:
@@ -178,6 +182,11 @@ def shipped() -> tuple[str, ...]:
     return tuple(sorted(p.stem for p in PLANS.glob("*.plan")))
 
 
+def plans_in(folder: Path) -> list[Path]:
+    """The plans of a folder, by name."""
+    return sorted(path for path in folder.glob("*.plan") if path.is_file())
+
+
 def families(path: Path) -> tuple[str, ...]:
     """The families that the header of a plan names."""
     header = _HEADER.search(path.read_text(encoding="utf-8", errors="replace"))
@@ -198,7 +207,7 @@ def plan_of_family(name: str) -> PlanFile | None:
         ProjectError: the project's settings cannot be used.
     """
     for folder in (*plan_folders(), PLANS):
-        those = [p for p in sorted(folder.glob("*.plan")) if name in families(p)]
+        those = [p for p in plans_in(folder) if name in families(p)]
         if those:
             path = next((p for p in those if p.stem in families(p)), those[0])
             return PlanFile(name=shown(path), path=path)

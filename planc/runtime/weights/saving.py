@@ -267,7 +267,9 @@ class _Files:
 def _empty(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     if there := next(folder.glob("*.safetensors*"), None):
-        raise FileExistsError(f"{folder} holds {there.name} already: choose another folder")
+        raise FileExistsError(
+            f"{folder} holds {there.name} already: choose another folder, or pass replace=True"
+        )
 
 
 def _replace_weights(folder: Path, new: Path) -> None:
