@@ -4,7 +4,7 @@ import argparse
 import sys
 from collections.abc import Iterator
 
-from planc.commands import output
+from planc.commands import output, terminal
 from planc.diagnostic import Sink
 from planc.model.config import shipped_models
 from planc.project import ProjectError, plan_folders
@@ -28,8 +28,8 @@ def run(options: argparse.Namespace) -> int:
         output.show(sink, "full", sys.stderr)
         return output.FAILED
     width = max((len(name) for name, _ in rows), default=0)
-    for name, text in rows:
-        print(f"{name:{width}}  {text}".rstrip())
+    lines = (f"{name:{width}}  {text}".rstrip() for name, text in rows)
+    terminal.show("".join(f"{line}\n" for line in lines))
     return output.CLEAN
 
 

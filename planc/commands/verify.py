@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from planc.commands import output, shared_arguments
+from planc.commands import output, shared_arguments, terminal
 from planc.diagnostic import Sink
 from planc.proof.verify import verify
 from planc.proof.verify_report import document, table
@@ -57,7 +57,7 @@ def run(options: argparse.Namespace) -> int:
     else:
         output.show(sink, "full", sys.stdout, quiet=True)
         if found.certificate:
-            print(table(found.certificate), end="")
+            terminal.show(table(found.certificate))
     if options.certificate and found.certificate:
         written = output.write(certificate.dumps(found.certificate), options.certificate)
         if written != output.CLEAN:
