@@ -108,7 +108,7 @@ def estimate(
         ValueError: a size is not positive, or there is no such optimizer or attention.
     """
     from planc.estimate.advice import advise
-    from planc.estimate.answer import Request, answer, judge_fit
+    from planc.estimate.answer import Request, answer_for, judge_fit
     from planc.estimate.from_plan import OPTIMIZERS, Batch
 
     sizes = {"batch": batch, "seq": seq, "micro_batches": micro_batches}
@@ -120,9 +120,6 @@ def estimate(
         if word not in known:
             raise ValueError(f"{name} is one of {', '.join(known)}, not {word!r}")
     compiled, sink = compiled_for(model, plan, world_size, overrides, allow_code)
-    if compiled.lowered is not None and compiled.applied is None:
-        said = "a lowered plan does not say how its modules are split"
-        sink.error("PL705", said, help="name the plan")
     step = Batch(global_batch=batch, sequence=seq, micro_batches=micro_batches)
     request = Request(
         batch=step,
@@ -131,11 +128,10 @@ def estimate(
         optimizer=optimizer,
         attention=attention,
     )
-    lowers = compiled.lowered is not None and compiled.applied is not None
-    found = answer(*compiled.applied, request, sink) if lowers and compiled.applied else None
+    found = answer_for(compiled, request, sink)
     if found is None or compiled.applied is None:
         raise PlanError(sink)
-    judge_fit(found, compiled.applied[1], sink)
+    judge_fit(found, sink)
     advise(found, sink)
     return replace(found, findings=tuple(sink))
 

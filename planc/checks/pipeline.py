@@ -54,7 +54,7 @@ def _schedule(plan: Plan, op: Pipeline, sink: Sink) -> None:
         )
         return
     count, said = op.microbatches, op.origin_of("microbatches") or op.origin
-    label = Label(span=said, text=f"{count} microbatches")
+    label = Label(span=said, text=f"{count} microbatch{'es' * (count > 1)}")
     if terms.fill and count < op.stages:
         message = f"{op.schedule} takes at least as many microbatches as stages"
         hint = f"use {op.stages} or more, or `schedule = gpipe`"

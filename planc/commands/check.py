@@ -37,6 +37,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "and --seq",
     )
     shared_arguments.training_step(parser, required=False)
+    parser.set_defaults(**dict.fromkeys(_ESTIMATE))
     parser.add_argument("--format", choices=FORMATS, default="full")
     parser.add_argument("--strict", action="store_true", help="treat warnings as errors")
     parser.add_argument(
@@ -47,6 +48,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--fix", action="store_true", help="correct misspelled names in the plans")
     parser.add_argument("--watch", action="store_true", help="check again when a plan changes")
+
+
+_ESTIMATE = ("device_memory", "hardware", "stack", "optimizer", "attention")
+"""The arguments that ask for an estimate."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -165,14 +170,8 @@ def _checked(target: Target, options: argparse.Namespace, severity: Mapping[str,
         verdict = flow(compiled, sink, strict=options.strict, allow_code=code, draft=parsed)
         record(compiled, verdict, sink)
         checked += f", {verdict.text}"
-    if options.device_memory and compiled.applied and compiled.lowered:
-        from planc.estimate.answer import answer, judge_fit
-
-        asked = shared_arguments.request(options, options.device_memory)
-        found = answer(*compiled.applied, asked, sink)
-        if found:
-            judge_fit(found, compiled.applied[1], sink)
-        checked += ", memory" if options.batch and options.seq else ", memory without activations"
+    if compiled.lowered:
+        checked += _estimated(compiled, options, sink)
     proof = known_certificate(compiled, sink)
     return _Checked(
         target=target,
@@ -183,6 +182,25 @@ def _checked(target: Target, options: argparse.Namespace, severity: Mapping[str,
         overruled=sink.overruled,
         lines=checked_lines(compiled, checked, proof, verdict),
     )
+
+
+def _estimated(compiled: Compiled, options: argparse.Namespace, sink: Sink) -> str:
+    """Judges the step that is asked for, and says what of it was checked."""
+    shared_arguments.whole_batch(options, sink)
+    if all(vars(options)[name] is None for name in _ESTIMATE):
+        if options.batch and options.seq:
+            shared_arguments.step_of(options, compiled, sink)
+        return ""
+    from planc.estimate.advice import advise
+    from planc.estimate.answer import answer_for, judge_fit
+
+    asked = shared_arguments.request(options, options.device_memory)
+    found = answer_for(compiled, asked, sink)
+    if found:
+        judge_fit(found, sink)
+    if found and options.hardware:
+        advise(found, sink)
+    return ", memory" if asked.batch else ", memory without activations"
 
 
 def _print(one: _Checked, format: str, *, alone: bool) -> None:

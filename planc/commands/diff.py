@@ -46,6 +46,7 @@ def run(options: argparse.Namespace) -> int:
         sides.append(_compiled(files[plan], side, options, sink))
         for diagnostic in sink:
             merged.add(diagnostic)
+    shared_arguments.whole_batch(options, merged)
     asked = options.batch and options.seq and not options.sends
     estimates = _estimates(sides, options, merged) if asked else {}
     steps = _steps(sides, options, merged) if options.sends else {}
@@ -113,10 +114,8 @@ def _steps(
     """What a step sends, before and after; empty where a batch cannot be split."""
     found: dict[str, Step] = {}
     for side, compiled in zip(("old", "new"), sides, strict=True):
-        facts = compiled.applied[1] if compiled.applied else None
-        if compiled.lowered is not None:
-            step = shared_arguments.sends_of(options, compiled.lowered, facts, sink)
-            found |= {side: step} if step else {}
+        step = shared_arguments.step_of(options, compiled, sink)
+        found |= {side: step} if step else {}
     return found if len(found) == len(sides) else {}
 
 
@@ -126,16 +125,16 @@ def _estimates(
     """What a rank holds at most, seconds of a step, and bytes that a rank sends in it, before and
     after; empty where a side has no estimate.
     """
-    from planc.estimate.answer import answer
+    from planc.estimate.answer import answer_for
     from planc.estimate.timeline import bytes_sent
 
     found: dict[str, dict[str, float]] = {"memory": {}, "time": {}, "sent": {}}
     for side, compiled in zip(("old", "new"), sides, strict=True):
         asked = shared_arguments.request(options)
-        made = answer(*compiled.applied, asked, sink) if compiled.applied else None
-        if made is None or not (compiled.applied and compiled.lowered):
+        made = answer_for(compiled, asked, sink)
+        if made is None:
             return {}
-        step = shared_arguments.sends_of(options, compiled.lowered, compiled.applied[1], sink)
+        step = shared_arguments.step_of(options, compiled, sink)
         found["memory"][side] = made.estimate.fullest.peak
         found["time"][side] = made.estimate.time.seconds
         found["sent"][side] = sum(bytes_sent(step).values()) if step else 0.0

@@ -7,7 +7,7 @@ import sys
 from planc.commands import output, shared_arguments, terminal
 from planc.diagnostic import Sink
 from planc.estimate.advice import advise
-from planc.estimate.answer import answer, judge_fit
+from planc.estimate.answer import answer_for, judge_fit
 from planc.estimate.render import document, text
 
 
@@ -21,16 +21,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     sink = Sink()
     compiled = output.compiled(options, sink)
-    found = None
-    if compiled.lowered and compiled.applied:
-        found = answer(*compiled.applied, shared_arguments.request(options), sink)
-        if found:
-            judge_fit(found, compiled.applied[1], sink)
-            advise(found, sink)
-    elif compiled.lowered:
-        sink.error(
-            "PL705", "a lowered plan does not say how its modules are split", help="name the plan"
-        )
+    found = answer_for(compiled, shared_arguments.request(options), sink)
+    if found:
+        judge_fit(found, sink)
+        advise(found, sink)
     output.show(sink, "full", sys.stderr, quiet=True)
     if found and options.format == "json":
         print(json.dumps(document(found), indent=2))

@@ -50,8 +50,8 @@ def run(options: argparse.Namespace) -> int:
         return output.exit_code(sink)
     step = None
     if options.sends:
-        facts = compiled.applied[1] if compiled.applied else None
-        step = shared_arguments.sends_of(options, compiled.lowered, facts, sink)
+        shared_arguments.whole_batch(options, sink)
+        step = shared_arguments.step_of(options, compiled, sink)
         if step is None:
             output.show(sink, "full", sys.stderr, quiet=True)
             return output.exit_code(sink)

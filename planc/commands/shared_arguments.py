@@ -6,11 +6,13 @@ import argparse
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from planc.compiler import Compiled
     from planc.diagnostic import Sink
     from planc.estimate.answer import Request
     from planc.lowering.step import Step
-    from planc.model.facts import Facts
-    from planc.ops.lowered import Lowered
+
+HARDWARE, STACK = "h100-8x", "torch"
+"""The profiles that an estimate takes where none is named."""
 
 
 def size(text: str) -> int:
@@ -115,11 +117,9 @@ def batch(parser: argparse.ArgumentParser, *, required: bool) -> None:
 def training_step(parser: argparse.ArgumentParser, *, required: bool) -> None:
     batch(parser, required=required)
     parser.add_argument(
-        "--hardware", metavar="NAME", default="h100-8x", help="a profile, or a .toml file"
+        "--hardware", metavar="NAME", default=HARDWARE, help="a profile, or a .toml file"
     )
-    parser.add_argument(
-        "--stack", metavar="NAME", default="torch", help="a profile, or a .toml file"
-    )
+    parser.add_argument("--stack", metavar="NAME", default=STACK, help="a profile, or a .toml file")
     parser.add_argument(
         "--optimizer", choices=("adamw", "adam", "sgd", "momentum"), default="adamw"
     )
@@ -132,25 +132,29 @@ def sends(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def sends_of(
-    options: argparse.Namespace, lowered: Lowered, facts: Facts | None, sink: Sink
-) -> Step | None:
-    """The step whose collectives are asked for; None after PL702, a batch that cannot be split."""
+def whole_batch(options: argparse.Namespace, sink: Sink) -> None:
+    """Reports PL750 where a batch has no length, or a length no batch."""
+    if (options.batch is None) != (options.seq is None):
+        sink.error("PL750", "a step has a batch and a length", help="name --batch and --seq")
+
+
+def step_of(options: argparse.Namespace, compiled: Compiled, sink: Sink) -> Step | None:
+    """The step with the batch that is asked for; None after PL702, one that cannot be split."""
+    from planc.lowering.divisible import require_divisible
     from planc.lowering.step import Step
 
+    if compiled.lowered is None:
+        return None
+    plan, facts = compiled.applied or (None, None)
     step = Step(
-        lowered=lowered,
+        lowered=compiled.lowered,
         config=facts.config if facts else {},
-        batch=options.batch if options.seq else None,
-        sequence=options.seq if options.batch else None,
+        batch=options.batch,
+        sequence=options.seq,
         micro_batches=options.micro_batches or 1,
     )
-    given = step.batch, step.sequence
-    for size, what, among in zip(given, ("rows", "tokens of a row"), step.among, strict=True):
-        if size is not None and size % among:
-            message = f"{size} {what} cannot be split among {among}"
-            sink.error("PL702", message, help=f"use a multiple of {among}, or another mesh")
-    return None if sink.failed else step
+    fits = require_divisible(step, plan.mesh if plan else None, sink)
+    return None if sink.failed or not fits else step
 
 
 def request(options: argparse.Namespace, device_memory: float | None = None) -> Request:
@@ -167,9 +171,9 @@ def request(options: argparse.Namespace, device_memory: float | None = None) -> 
         )
     return Request(
         batch=batch,
-        hardware=options.hardware,
-        stack=options.stack,
-        optimizer=options.optimizer,
-        attention=options.attention,
+        hardware=options.hardware or HARDWARE,
+        stack=options.stack or STACK,
+        optimizer=options.optimizer or "adamw",
+        attention=options.attention or "sdpa",
         device_memory=device_memory,
     )

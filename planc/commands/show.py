@@ -7,7 +7,7 @@ from planc.commands import output, shared_arguments
 from planc.compiler import Compiled
 from planc.diagnostic import Sink
 from planc.estimate import profiles, timeline
-from planc.estimate.answer import Answer, answer
+from planc.estimate.answer import Answer, answer_for
 from planc.ops.phrases import size
 from planc.show.page import Known, render
 from planc.show.picture import picture
@@ -24,17 +24,13 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     sink = Sink()
-    if (options.batch is None) != (options.seq is None):
-        sink.error("PL750", "a step has a batch and a length", help="name --batch and --seq")
+    shared_arguments.whole_batch(options, sink)
     hardware = profiles.hardware(options.hardware, sink)
     compiled = Compiled() if sink.failed else output.compiled(options, sink)
     findings, asked = tuple(sink), sink if options.batch else Sink()
     found = None
-    if compiled.applied and compiled.lowered and not options.svg:
-        found = answer(*compiled.applied, shared_arguments.request(options), asked)
-    elif compiled.lowered and options.batch and not options.svg:
-        said = "a lowered plan does not say how its modules are split"
-        sink.error("PL705", said, help="name the plan")
+    if not options.svg:
+        found = answer_for(compiled, shared_arguments.request(options), asked)
     output.show(sink, "full", sys.stderr, quiet=True)
     if sink.failed or not (compiled.lowered and compiled.facts and hardware):
         return output.exit_code(sink)
@@ -43,7 +39,7 @@ def run(options: argparse.Namespace) -> int:
         return output.write(drawn, options.output)
     verdict = recall(compiled.lowered, compiled.facts)
     timed = found is not None and found.counted
-    sent = timed and shared_arguments.sends_of(options, compiled.lowered, compiled.facts, asked)
+    sent = timed and shared_arguments.step_of(options, compiled, asked)
     known = Known(
         numbers=(
             *(_numbers(found) if found else ()),

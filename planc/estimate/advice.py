@@ -14,18 +14,23 @@ from planc.ops.base import AxisRole
 MATTERS = 0.1
 """The share of a step's time that is worth a finding."""
 
+NOTABLE = 0.05
+"""The share of the usable memory that one unit may take in float32."""
+
 LARGE = 0.25
 """The share of the usable memory that one unit may take while it is gathered and reduced."""
 
 
 def advise(found: Answer, sink: Sink) -> None:
-    """Reports PL714 to PL716, each with the estimate that it follows from."""
+    """Reports PL714 to PL716, PL720 and PL721, each with the estimate that it follows from."""
     if not found.counted:
         return
     _tensor_across_nodes(found, sink)
     if found.estimate.fits:
         _needless_checkpoints(found, sink)
     _large_unit(found, sink)
+    _float32_gathers(found, sink)
+    _slow_offload(found, sink)
 
 
 def _tensor_across_nodes(found: Answer, sink: Sink) -> None:
@@ -66,6 +71,47 @@ def _needless_checkpoints(found: Answer, sink: Sink) -> None:
             ),
             help="remove it, or keep what is expensive: `ops(save = [attention, matmul])`",
         )
+
+
+def _float32_gathers(found: Answer, sink: Sink) -> None:
+    """Units in float32 that take notable memory, where the accelerator computes in 16 bits."""
+    work, section = found.work, found.plan.fsdp
+    if section is None or work.data.size == 1:
+        return
+    for layer in {x.name: x for stage in work.stages for x, _ in stage}.values():
+        width = layer.width or work.precision.compute
+        size = 4 * layer.parameters
+        if width == 4 and size > NOTABLE * found.estimate.usable:
+            sink.warning(
+                "PL720",
+                f"{layer.name} is gathered in float32: {size / GIB:.1f} GiB at a time",
+                layer.origin or section.origin,
+                facts=(f"{layer.parameters:,} elements x 4 bytes, of which bf16 needs half",),
+                help="add `precision(param = bf16, reduce = fp32)` to the section or to its unit",
+            )
+            return
+
+
+def _slow_offload(found: Answer, sink: Sink) -> None:
+    """Where copies to the host, and an optimizer there, take much of the step."""
+    work, plan = found.work, found.plan
+    stages = tuple(tuple((replace(x, parked=False), n) for x, n in s) for s in work.stages)
+    other = estimate(replace(work, stages=stages, offload=False), found.hardware, found.stack)
+    less = 1 - other.time.seconds / found.estimate.time.seconds
+    if less < MATTERS:
+        return
+    lines = [rule.origin for rule in plan.checkpoint if rule.offload]
+    if plan.fsdp and plan.fsdp.offload:
+        lines.insert(0, plan.fsdp.offload.origin)
+    needs = f"{other.fullest.peak / GIB:.1f} of the usable {other.usable / GIB:.1f} GiB"
+    sink.warning(
+        "PL721",
+        f"offloading takes {less:.0%} of the time"
+        + (", and the memory for what it moves is free" if other.fits else ""),
+        *lines[:1],
+        facts=(f"without it {needs}, {other.time.seconds:.3f} s a step",),
+        help="remove it" if other.fits else "shard over more ranks in its place",
+    )
 
 
 def _large_unit(found: Answer, sink: Sink) -> None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from math import prod
 
+from planc.compiler import Compiled
 from planc.diagnostic import Diagnostic, Label, Sink
 from planc.estimate import profiles
 from planc.estimate.from_plan import Batch, PlanWork
 from planc.estimate.memory import GIB
 from planc.estimate.step import Estimate, estimate
 from planc.estimate.workload import Recompute, Workload
+from planc.lowering.divisible import require_divisible
 from planc.model.facts import Facts
 from planc.ops.base import AxisRole
 from planc.plan.ir import Plan
@@ -41,11 +44,13 @@ class Answer:
     """
     Args:
         counted: whether activations and compute are known.
+        plan, facts: as checked and lowered, with adapters applied.
         findings: what the compiler and the estimate say, as `planc.estimate` returns them.
     """
 
     request: Request
     plan: Plan
+    facts: Facts
     hardware: profiles.Hardware
     stack: profiles.Stack
     work: Workload
@@ -57,6 +62,19 @@ class Answer:
         from planc.estimate.render import text  # which is about this class
 
         return "\n".join(text(self))
+
+
+def answer_for(compiled: Compiled, request: Request, sink: Sink) -> Answer | None:
+    """The estimate of what was compiled; None without a lowered plan, and after PL705, a lowered
+    plan that was named itself.
+    """
+    if compiled.lowered is None:
+        return None
+    if compiled.applied is None:
+        said = "a lowered plan does not say how its modules are split"
+        sink.error("PL705", said, help="name the plan")
+        return None
+    return answer(*compiled.applied, request, sink)
 
 
 def answer(plan: Plan, facts: Facts, request: Request, sink: Sink) -> Answer | None:
@@ -78,7 +96,7 @@ def answer(plan: Plan, facts: Facts, request: Request, sink: Sink) -> Answer | N
         plan, facts, request.batch or Batch(global_batch=1, sequence=1), stack, request.optimizer
     )
     if work and request.batch:
-        _divisible(work, sink)
+        require_divisible(work.of_batch(), plan.mesh, sink)
     if not (hardware and stack and work) or sink.errors > before:
         return None
     counted = None
@@ -98,6 +116,7 @@ def answer(plan: Plan, facts: Facts, request: Request, sink: Sink) -> Answer | N
     return Answer(
         request=request,
         plan=plan,
+        facts=facts,
         hardware=hardware,
         stack=stack,
         work=step,
@@ -106,28 +125,7 @@ def answer(plan: Plan, facts: Facts, request: Request, sink: Sink) -> Answer | N
     )
 
 
-def _divisible(work: PlanWork, sink: Sink) -> None:
-    """Whether each rank gets whole rows, and equal parts of a row."""
-    batch, ranks = work.batch, work.data_ranks
-    parts = (
-        (batch.global_batch, "rows", ranks * work.parts, AxisRole.DATA),
-        (batch.sequence, "tokens of a row", work.size(AxisRole.SEQUENCE), AxisRole.SEQUENCE),
-    )
-    for size, what, among, role in parts:
-        if size % among:
-            axes = work.plan.mesh.of_role(role)
-            named = " * ".join(f"{a.name} {a.size}" for a in axes)
-            if role is AxisRole.DATA and work.parts > 1:
-                named += f" * {work.parts} micro-batches"
-            sink.error(
-                "PL702",
-                f"{size} {what} cannot be split among {among} ({named})",
-                *(Label(span=a.origin, text=f"{a.name} is {a.size}") for a in axes[:1]),
-                help=f"use a multiple of {among}, or another mesh",
-            )
-
-
-def judge_fit(found: Answer, facts: Facts, sink: Sink) -> None:
+def judge_fit(found: Answer, sink: Sink) -> None:
     """Reports PL704 where a rank needs more memory than it has, with what would help."""
     if found.estimate.fits:
         return
@@ -143,34 +141,51 @@ def judge_fit(found: Answer, facts: Facts, sink: Sink) -> None:
         f"a rank needs {fullest.peak / GIB:.1f} GiB ({fullest.largest.name}) and can use "
         f"{room / GIB:.1f} GiB of {found.hardware.memory_gib:g}",
         *labels[:3],
+        *_replicas(found),
         facts=tuple(f"{i.name}: {i.size / GIB:.1f} GiB = {i.how}" for i in items[:4]),
-        help=next(_remedies(found, facts), "spread the model over more ranks"),
+        help=next(_remedies(found), "spread the model over more ranks"),
     )
 
 
-def _remedies(found: Answer, facts: Facts) -> Iterator[str]:
+def _replicas(found: Answer) -> Iterator[Label]:
+    """The line for which ranks hold the same parameters."""
+    section, replicas = found.plan.fsdp, found.work.replicate
+    if section and replicas.size > 1:
+        held = ("parameters", "gradients", "optimizer state")
+        size = sum(i.size for i in found.estimate.fullest.largest.items if i.name in held)
+        text = f"{size / GIB:.1f} GiB are on each of the {replicas.size} ranks of {replicas.name}"
+        yield Label(span=section.origin, text=text)
+
+
+def _remedies(found: Answer) -> Iterator[str]:
     """Changes that make it fit, the cheapest first."""
-    for text, other in _changes(found, facts):
+    for text, other in _changes(found):
         changed = estimate(other, found.hardware, found.stack)
         if changed.fits:
             yield f"{text}: {changed.fullest.peak / GIB:.1f} GiB"
 
 
-def _changes(found: Answer, facts: Facts) -> Iterator[tuple[str, Workload]]:
-    batch = found.request.batch
-    full = _checkpointed(found.work)
-    if full != found.work:
+def _changes(found: Answer) -> Iterator[tuple[str, Workload]]:
+    batch, work, section = found.request.batch, found.work, found.plan.fsdp
+    if section and work.replicate.size > 1:
+        axes = " * ".join((*section.replicate, *section.shard))
+        every = replace(work.data, size=work.data.size * work.replicate.size)
+        other = replace(work, data=every, replicate=replace(work.replicate, size=1))
+        yield f"shard over the replicas too, `fsdp on {axes}`", other
+    full = _checkpointed(work)
+    if full != work:
         yield "checkpoint every layer in full", full
-    rows = batch.global_batch // found.work.data.size if batch else 0
+    ranks = prod(axis.size for axis in found.plan.mesh.of_role(AxisRole.DATA))
+    rows = batch.global_batch // ranks if batch else 0
     if batch and rows > batch.micro_batches and found.counted:
         smaller = replace(batch, micro_batches=rows)
-        again = answer(found.plan, facts, replace(found.request, batch=smaller), Sink())
+        again = answer(found.plan, found.facts, replace(found.request, batch=smaller), Sink())
         if again:
             yield f"accumulate gradients over {rows} micro-batches of one row", again.work
             yield "checkpoint every layer, in micro-batches of one row", _checkpointed(again.work)
     for times in (2, 4, 8, 16, 32, 64):
-        ranks = replace(found.work.data, size=found.work.data.size * times)
-        yield f"shard over {times} times the ranks", replace(found.work, data=ranks)
+        more = replace(work.data, size=work.data.size * times)
+        yield f"shard over {times} times the ranks", replace(work, data=more)
 
 
 def _checkpointed(work: Workload) -> Workload:

@@ -145,24 +145,25 @@ class PlanWork:
                 inner *= experts.ranks.size
             size = self.plan.mesh.size(*names)
             return Group(name=" x ".join(names), size=size, stride=inner)
-        axes = [a for a in self.plan.mesh.axes if a.name in names]
-        inner = 1
-        if axes:
-            at = self.plan.mesh.axes.index(axes[-1])
-            inner = prod(a.size for a in self.plan.mesh.axes[at + 1 :])
+        every = self.plan.mesh.axes
+        axes = [a for a in every if a.name in names]
+        inner = prod(a.size for a in every[every.index(axes[-1]) + 1 :]) if axes else 1
         size = prod(a.size for a in axes)
         return Group(name=" x ".join(a.name for a in axes) or "data", size=size, stride=inner)
 
-    def workload(self, counted: Counted | None) -> Workload:
-        """The step's work; without counts, parameters alone."""
-        self.step = Step(
+    def of_batch(self) -> Step:
+        """The plan with its batch."""
+        return Step(
             lowered=self.sending,
             config=self.facts.config,
             batch=self.batch.global_batch,
             sequence=self.batch.sequence,
             micro_batches=self.batch.micro_batches,
-            computes=self.compute_dtype,
         )
+
+    def workload(self, counted: Counted | None) -> Workload:
+        """The step's work; without counts, parameters alone."""
+        self.step = replace(self.of_batch(), computes=self.compute_dtype)
         passed = (one for one in by_pass(self.step) if one.during is not Pass.STEP)
         group = cache(self.group)
         self.sent = tuple((one, group(*one.axes)) for one in passed)
@@ -185,6 +186,7 @@ class PlanWork:
             tokens=self.batch.global_batch * self.batch.sequence,
             sharding=Sharding.FULL if self.plan.fsdp else Sharding.REPLICATED,
             precision=self._precision(),
+            offload=self.plan.fsdp is not None and self.plan.fsdp.offload is not None,
         )
 
     def groups(self) -> dict[str, Any]:
@@ -361,6 +363,8 @@ class PlanWork:
             lookup=counted is not None and not part.at and not part.products,
             loss=last,
             recompute=_recompute(rule),
+            parked=rule is not None and rule.offload,
+            width=_gathered_width(unit, inside),
             replayed=split.replayed(rule),
             origin=unit.origin if unit else None,
         )
@@ -372,10 +376,14 @@ class PlanWork:
 
     def _checkpoint(self, part: Part) -> Checkpoint | None:
         """The rule that checkpoints a layer."""
-        for rule in self.plan.checkpoint:
-            if part.at and any(rule.modules.has(name) for name in part.like):
-                return rule
-        return None
+        found = (r for r in self.plan.checkpoint if any(map(r.modules.has, part.like)))
+        return next(found, None) if part.at else None
+
+
+def _gathered_width(unit: Unit | None, inside: list[Holding]) -> int:
+    """Bytes of an element of a unit that has a precision of its own, else 0."""
+    own = unit and unit.precision
+    return DTYPE_BYTES[own.param or inside[0].parameter.dtype] if own else 0
 
 
 def _recompute(rule: Checkpoint | None) -> Recompute:

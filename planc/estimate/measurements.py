@@ -12,7 +12,7 @@ from statistics import median
 
 from planc import compiler
 from planc.diagnostic import Sink
-from planc.estimate.answer import Answer, Request, answer
+from planc.estimate.answer import Answer, Request, answer_for
 from planc.estimate.calibrate import CONSTANTS, calibrated
 from planc.estimate.from_plan import Batch
 from planc.estimate.memory import GIB
@@ -98,7 +98,7 @@ def _measured(
     )
     batch = Batch(global_batch=rows, sequence=tokens, micro_batches=micro)
     asked = replace(request, batch=batch)
-    made = answer(*compiled.applied, asked, sink) if compiled and compiled.applied else None
+    made = answer_for(compiled, asked, sink) if compiled else None
     if made is None or not made.counted:
         sink.error("PL717", f"line {line} has no estimate", help="mend its plan, or leave it out")
         return None

@@ -9,7 +9,7 @@ from operator import mul
 
 from planc.estimate.pipeline import InFlight, in_flight, orders
 from planc.estimate.profiles import Hardware, Stack
-from planc.estimate.workload import Layer, Recompute, Sharding, Workload
+from planc.estimate.workload import Layer, Sharding, Workload
 from planc.source import Span
 
 GIB = 2**30
@@ -103,7 +103,7 @@ class _Rank:
 
     def memory(self) -> RankMemory:
         work = self.work
-        held = (*self.rest(), self.gradients(), *self.compute_gradients(), *self.tied())
+        held = (*self.rest(), *self.gradients(), *self.compute_gradients(), *self.tied())
         early, grown = self.rest(), tuple[Item, ...]()
         if self.whole:
             grown = (*self.whole_gradients(),) if work.micro_batches * work.runs > 1 else ()
@@ -129,12 +129,14 @@ class _Rank:
             whole = (*self.rest(), *self.whole_gradients(), *self.stays_gathered())
             left = (*whole, *self.activations(usual, done=1), *self.gradients_on_their_way())
             moments.append(Moment(name="end of a micro-batch", items=left))
-            end = (*whole, self.gradients(), *self.reduced())
+            end = (*whole, *self.gradients(), *self.reduced())
         moments.append(Moment(name="end of backward", items=end))
         moments.append(Moment(name="optimizer step", items=(*held, *self.stepped())))
         return RankMemory(rank=self.rank, moments=tuple(moments))
 
     def rest(self) -> tuple[Item, ...]:
+        if self.work.offload:
+            return ()
         precision, state = (
             self.work.precision,
             self.work.precision.master + self.work.precision.states,
@@ -144,10 +146,12 @@ class _Rank:
             self._sharded("optimizer state", self.trained, state, self.steps),
         )
 
-    def gradients(self) -> Item:
+    def gradients(self) -> tuple[Item, ...]:
+        if self.work.offload:
+            return ()
         precision = self.work.precision
         width = precision.reduce if self.shard == 1 else precision.rest
-        return self._sharded("gradients", self.trained, width, self.shard)
+        return (self._sharded("gradients", self.trained, width, self.shard),)
 
     def _sharded(self, name: str, elements: int, width: int, share: float) -> Item:
         count, ranks = 1 / share, ""
@@ -192,10 +196,7 @@ class _Rank:
 
     def kept(self, layer: Layer) -> float:
         """Bytes of one layer's activations for one micro-batch."""
-        recompute = layer.recompute or self.work.recompute
-        if recompute is Recompute.FULL and not layer.lookup and not layer.loss:
-            return layer.boundary
-        return layer.kept_selective if recompute is Recompute.SELECTIVE else layer.kept
+        return 0.0 if layer.parked else layer.stays(self.work.recompute)
 
     def waits(self, layer: Layer) -> float:
         """Bytes that one layer of one micro-batch holds for the gradients of its weights, beside
@@ -308,9 +309,9 @@ class _Rank:
         """FSDP's units that stay gathered; in the backward pass of a block the last one is one of
         the two that `gathered` has, or is resharded.
         """
-        width = self.work.precision.compute
         for layer, count in self.layers if self.full else ():
             if n := round(layer.resident * count) if every else count * int(layer.resident):
+                width = layer.width or self.work.precision.compute
                 how = f"{layer.parameters:,} elements x {width} bytes, until the end of the step"
                 size, name = layer.parameters * n * width, f"gathered {layer.name}"
                 yield Item(name=name, size=size, how=how, origin=layer.origin)
@@ -356,7 +357,8 @@ class _Rank:
             yield self._sharded("gradients being reduced", largest, self.work.precision.reduce, 1.0)
 
     def stepped(self) -> Iterable[Item]:
-        if copies := self.stack.optimizer_copies:
+        copies = 0 if self.work.offload else self.stack.optimizer_copies
+        if copies:
             size = copies * self.trained * self.steps * self.work.precision.rest
             how = f"{copies:g} x the parameters it steps"
             yield Item(name="copies in the optimizer", size=size, how=how)

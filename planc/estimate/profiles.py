@@ -6,7 +6,7 @@ A profile is named by the file that ships in `profiles/`, or by a path to the us
 from __future__ import annotations
 
 import tomllib
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -34,6 +34,8 @@ class Hardware:
         network_gb_s, network_reduce_gb_s, network_latency_us: the same across nodes, when all
             ranks of a node take part.
         peak_tflops: of the data sheet, which MFU is relative to.
+        host_gb_s: of copies between an accelerator and pinned memory of the host.
+        host_memory_gb_s: an accelerator's share of what the host's cores read and write.
     """
 
     name: str
@@ -53,6 +55,8 @@ class Hardware:
     network_reduce_gb_s: float
     network_latency_us: float
     peak_tflops: float
+    host_gb_s: float = 24
+    host_memory_gb_s: float = 25
     sources: dict[str, str] = field(default_factory=dict, compare=False)
 
 
@@ -166,12 +170,13 @@ def _read(name: str, kind: type[P], marker: str, sink: Sink) -> P | None:
 def _checked(name: str, kind: type[P], table: dict[str, Any], sink: Sink) -> P | None:
     """The profile, if every field is there, of its type, and possible."""
     types = {f.name: str(f.type) for f in fields(kind)}
+    needed = {f.name for f in fields(kind) if f.default is MISSING}
     problems = [f"{key} is not a field" for key in table if key not in types]
     for key, type_ in types.items():
         if key == "sources":
             continue
         if key not in table:
-            problems.append(f"{key} is missing")
+            problems += [f"{key} is missing"] if key in needed else []
         else:
             problems += _problems(key, type_, table[key], kind)
     if problems:

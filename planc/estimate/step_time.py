@@ -26,6 +26,7 @@ class Spent:
     context_collectives: float = 0.0
     expert_collectives: float = 0.0
     data_collectives: float = 0.0
+    host_copies: float = 0.0
     launch: float = 0.0
     pipeline_sends: float = 0.0
     pipeline_bubble: float = 0.0
@@ -106,7 +107,8 @@ class Passes:
             context_collectives=share[self.work.context],
             expert_collectives=share[self.work.experts],
             data_collectives=left,
-            launch=max(0.0, launch - computed - left),
+            host_copies=(copied := self.parked(layer)),
+            launch=max(0.0, launch - computed - left - copied),
         )
 
     def forward(self, layer: Layer) -> Spent:
@@ -158,9 +160,10 @@ class Passes:
         """Of FSDP's all-gather before each pass of a micro-batch."""
         if self.work.sharding is not Sharding.FULL:
             return 0.0
-        width = self.work.precision.compute
+        width = layer.width or self.work.precision.compute
         parts = self._parts(layer)
-        return sum(self._collective(Kind.ALL_GATHER, n * width, shard) for n, shard, _ in parts)
+        sent = sum(self._collective(Kind.ALL_GATHER, n * width, shard) for n, shard, _ in parts)
+        return sent + self.offloaded(layer)
 
     def reduce(self, layer: Layer) -> float:
         """Of FSDP's reduce-scatter after each backward, and the all-reduce over replicas."""
@@ -171,7 +174,21 @@ class Passes:
             size = elements * self.work.precision.reduce
             seconds += self._collective(Kind.REDUCE_SCATTER, size, shard)
             seconds += self._collective(Kind.ALL_REDUCE, size / shard.size, replicate)
-        return seconds
+        return seconds + self.offloaded(layer)
+
+    def offloaded(self, layer: Layer) -> float:
+        """Of the copy of a layer's shards from the host's memory, or of their gradients to it."""
+        parts = sum(n / shard.size for n, shard, _ in self._parts(layer))
+        return self._copied(parts * self.work.precision.rest) if self.work.offload else 0.0
+
+    def parked(self, layer: Layer) -> float:
+        """Of the copy of a layer's activations to the host's memory, or back; the stream that
+        computes makes it, so nothing hides it.
+        """
+        return self._copied(layer.stays(self.work.recompute)) if layer.parked else 0.0
+
+    def _copied(self, size: float) -> float:
+        return size / (self.hardware.host_gb_s * 1e9)
 
     def _collective(self, kind: Kind, size: float, group: Group) -> float:
         return collectives.seconds(Collective(kind=kind, size=size, group=group), self.hardware)
@@ -198,6 +215,8 @@ class Passes:
         whole = parameters if work.sharding is not Sharding.FULL else parameters / share
         width = work.precision.master or work.precision.rest
         size = self.stack.optimizer_passes * width * parameters / share + 8 * whole
+        if work.offload:
+            return size / (self.hardware.host_memory_gb_s * 1e9)
         return kernels.moved(size, 0, self.hardware)
 
 

@@ -140,6 +140,8 @@ class Layer:
         resident: the share of equal layers whose gathered parameters stay from forward on, such as
             the last one's (`reshard = except_last`).
         recompute: of this layer, None for the workload's.
+        parked: whether what it keeps until backward is copied to the host's memory and back.
+        width: bytes of an element of its units while they are gathered, 0 for `compute`.
         replayed: the matmuls and the attention that selective recomputing computes again, None for
             none: kernels that are bound by memory in proportion to what is dropped.
         origin: the plan's line that made it a unit, if any.
@@ -167,6 +169,8 @@ class Layer:
     loss: bool = False
     resident: float = 0
     recompute: Recompute | None = None
+    parked: bool = False
+    width: int = 0
     replayed: tuple[tuple[Matmul, ...], tuple[Attention, ...]] | None = None
     origin: Span | None = None
 
@@ -174,6 +178,17 @@ class Layer:
     def flops(self) -> float:
         """Of one forward."""
         return sum(m.flops for m in self.matmuls) + sum(a.flops for a in self.attention)
+
+    def stays(self, otherwise: Recompute) -> float:
+        """Bytes of activations that wait for backward, on the accelerator or the host.
+
+        Args:
+            otherwise: how it recomputes where it does not say so itself.
+        """
+        recompute = self.recompute or otherwise
+        if recompute is Recompute.FULL and not self.lookup and not self.loss:
+            return self.boundary
+        return self.kept_selective if recompute is Recompute.SELECTIVE else self.kept
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,6 +227,8 @@ class Workload:
         world: the number of ranks, 0 for the product of the groups.
         tokens: of the step, over all ranks.
         tied: elements of parameters that the first and the last stage share.
+        offload: whether shards, their gradients and the optimizer's states are in the host's
+            memory, where the optimizer steps them.
     """
 
     stages: tuple[tuple[tuple[Layer, int], ...], ...]
@@ -235,6 +252,7 @@ class Workload:
     recompute: Recompute = Recompute.NONE
     precision: Precision = Precision()
     tied: int = 0
+    offload: bool = False
 
     @property
     def reduced_once(self) -> bool:

@@ -89,26 +89,33 @@ class Step:
     @cached_property
     def parts(self) -> int:
         """The ranks that each sequence is split over."""
-        ops = [op for op in self.lowered.ops if isinstance(op, ContextParallel)]
-        return self.lowered.axis_size(*(op.axis for op in ops))
+        return self.lowered.axis_size(*(op.axis for op in self._contexts))
+
+    @property
+    def _contexts(self) -> list[ContextParallel]:
+        return [op for op in self.lowered.ops if isinstance(op, ContextParallel)]
 
     @cached_property
     def ranks(self) -> int:
         """The ranks that read different rows."""
         return self.lowered.axis_size(*self.lowered.data)
 
+    @cached_property
+    def runs(self) -> int:
+        """The runs of tokens that a rank has of each sequence."""
+        return prod(op.runs for op in self._contexts)
+
     @property
     def among(self) -> tuple[int, int]:
         """What the rows of a step and the tokens of a row are divided by."""
-        return self.ranks * self.passes, self.parts
+        return self.ranks * self.passes, self.parts * self.runs
 
     @cached_property
     def tokens(self) -> int | None:
         """The tokens of a pass on one rank."""
         if self.batch is None or self.sequence is None:
             return None
-        rows, parts = self.among
-        return self.batch // rows * (self.sequence // parts)
+        return self.batch // self.among[0] * (self.sequence // self.parts)
 
     @cached_property
     def width(self) -> int:

@@ -40,6 +40,11 @@ class ContextParallel(Op):
         "Computes a part of each sequence: `model.context_parallel.batch(batch)` is this rank's.",
     )
 
+    @property
+    def runs(self) -> int:
+        """The runs of tokens that a rank has of a row, which all are equally long."""
+        return 1 if self.balance == "none" else 2
+
     def calls(self, _context: call.Context) -> Iterator[call.Step]:
         keywords = call.given(attention=self.attention, balance=self.balance)
         mesh = call.Index(call.MESH, (self.axis,))
