@@ -238,6 +238,9 @@ def test_the_comment_names_the_target(editor):
         d for d in editor.found(TEXT.replace("--world-size 64", "--world 64")) if d.code[2] == "7"
     ]
     assert (wrong.code, wrong.range.start.line) == ("PL740", 0)
+    found = editor.found(TEXT.replace("--world-size 64", "--world-size 0"))
+    said = "this comment names no target: `--world-size` is a number of ranks, not `0`"
+    assert ("PL740", 0, said) in shown(found)
     [missing, *_] = editor.found(TEXT.replace("llama-3.1-8b", "llama-3.1-9b"))
     assert (missing.code, missing.range.start.line) == ("PL600", 0)
     bare = editor.found(
@@ -344,7 +347,9 @@ def test_hover_on_a_finding_has_its_page(editor):
         ("mesh {\n    tp = config.@", {"hidden_size", "num_key_value_heads"}, {"tp"}),
         ("checkpoint {\n    model.layers.*<@", {"LlamaDecoderLayer"}, {"Linear"}),
         ("load {\n    weights = @", {"slices", "rank0"}, {"colwise"}),
+        ("mesh {\n    @", {"tp", "dp_shard"}, {"model", "lm_head"}),
         ("@", {"tensor", "fsdp", "option", "when"}, {"colwise"}),
+        ("plan mine for llama, @", {"qwen3", "mistral"}, {"tp", "model"}),
         ("let inner = model.@", {"layers"}, set()),
         ("extend \"@", {"llama", "mixtral"}, {"model"}),
         ("# planc: @", {"llama-3.1-8b"}, {"model"}),

@@ -101,6 +101,7 @@ NEED_NOTHING = [
     (("list", "models"), 0, "llama-3.1-8b"),
     (("diff", "model", "a.json", "b.json"), 1, "1 to remove"),
     (("diff", "model", "a.json", "a.json"), 0, "No changes."),
+    (("diff", "a.json", "b.json"), 2, ""),  # no model, and not "No changes."
     (("completion", "bash"), 0, "_planc()"),
     (("check", "--help"), 0, "--world-size"),
     (("cache", "show"), 0, "facts of 0 models"),

@@ -24,7 +24,7 @@ from planc.estimate.from_plan import Batch
 from planc.lowering.step import Step
 from planc.model.facts import Child, Facts, Module, Parameter
 from planc.runtime.run import Run
-from planc.show import changes, html, mesh
+from planc.show import changes, charts, html, mesh
 from planc.show.page import Known, render
 from planc.show.picture import picture
 from planc.show.tree import tree
@@ -221,6 +221,22 @@ def test_an_estimate_is_drawn_as_it_is():
     assert sent["tp"] > 0 and sent["dp_shard"] > 0
     drawn = {g.names: g.sent for g in mesh.groups(compiled.lowered, 8, sent)}
     assert drawn == {("tp",): sent["tp"], ("dp_shard",): sent["dp_shard"]}
+
+
+def test_a_color_means_one_kind_and_each_is_explained():
+    parts = {
+        "loss": [("activations of x", 3.0, "", ""), ("working memory", 1.0, "how", "")],
+        "end": [("gradients", 2.0, "", ""), ("gradients being reduced", 1.0, "", "")],
+        "last": [("working memory", 2.0, "", ""), ("gradients", 1.0, "", "")],
+    }
+    read = Page("".join(charts.chart(parts, str, in_turn=False)))
+    drawn = {a["title"].partition(":")[0]: a["class"] for n, a in read.elements if "title" in a}
+    assert drawn["gradients"] == drawn["gradients being reduced"]
+    assert len({drawn[name] for name in ("activations of x", "working memory", "gradients")}) == 3
+    dots = [a["class"].split()[1] for n, a in read.elements if "dot" in a.get("class", "")]
+    order = ("activations of x", "working memory", "gradients", "gradients being reduced")
+    assert dots == [drawn[name] for name in order]
+    assert read.texts["em"] == "3.02.02.01.0"
 
 
 def evil(folder):
@@ -448,6 +464,15 @@ def test_no_page_is_wider_than_its_window(window, page, tmp_path, width):
         assert window.run("return document.querySelectorAll('script').length") == 1, name
         assert window.console() == [], name
     window.command("Emulation.clearDeviceMetricsOverride")
+
+
+def test_both_sides_of_a_diff_are_seen(window, tmp_path):
+    file = tmp_path / "diff.html"
+    assert call("diff", *LLAMA, "--old-set", "tp=4", "--html", file)[0] == 1
+    window.open(file, 1400)
+    widths = "const e = document.querySelector('.wide'); return [e.clientWidth, e.scrollWidth]"
+    inner, whole = window.run(widths)
+    assert inner == whole > 1000
 
 
 def test_names_stay_in_one_piece_on_a_narrow_page(window, tmp_path):

@@ -146,6 +146,11 @@ def test_nothing_is_wider_than_the_terminal(words, columns):
         assert shape in shown, "a shape folds as a whole"
 
 
+def test_findings_fit_a_narrow_terminal():
+    shown = ANSI.sub("", on_terminal("check", *RUN, "--set", "tp=3", columns=40))
+    assert "PL303" in shown and max(map(len, after_progress(shown).splitlines())) <= 40
+
+
 def goldens():
     found = [*ROOT.glob("tests/goldens/*.txt"), *ROOT.glob("tests/specs/*.md")]
     return sorted({line for f in found for line in f.read_text().splitlines() if len(line) > 60})
@@ -160,6 +165,14 @@ def test_folding_tears_no_word(width):
             assert len(row) <= width or len(max(row.split(), key=len)) > width - len(line) // 2 - 8
             assert row == row.rstrip()
     assert folded("a  b", width) == ["a  b"]
+
+
+def test_a_name_stays_with_its_sizes_and_an_equation_is_whole():
+    sizes = "down_proj:    56.0 MiB at rest, [2, 1024, 14336] bf16; 224.0 MiB gathered"
+    assert folded(f"per rank    {sizes}", 70)[0].startswith("per rank    down_proj: 56.0 MiB")
+    assert (
+        folded("tensor      in mlp: output, local, dtensor, on tp = 2", 50)[1].strip() == "tp = 2"
+    )
 
 
 @given(st.text("ab[(]) ,.->x1", max_size=120), st.integers(20, 60))

@@ -154,7 +154,7 @@ def show(
 def _width() -> int:
     import shutil
 
-    return max(60, min(shutil.get_terminal_size((100, 24)).columns, 120))
+    return min(shutil.get_terminal_size((100, 24)).columns, 120)
 
 
 def exit_code(sink: Sink, *, strict: bool = False) -> int:

@@ -10,8 +10,9 @@ from collections.abc import Iterator
 
 from planc.report.color import StyledText, paint, wants_color
 
-_CELL = re.compile(r"\S+(?:(?: |(?<=[,x]) {2,})\S+)*")  # `31 x  6.5 MiB per rank,  52.0 MiB`
-_WORD = re.compile(r"(?:\[[^\]]*\]|\((?:[^()]|\([^()]*\))*\)|\S)+")  # brackets are whole
+_CELL = re.compile(r"\S+(?:(?: |(?<=[,x:]) {2,})\S+)*")  # `31 x  6.5 MiB per rank,  52.0 MiB`
+_PART = r"(?:\[[^\]]*\]|\((?:[^()]|\([^()]*\))*\)|\S)+"  # brackets are whole
+_WORD = re.compile(f"{_PART}(?: = {_PART})?")
 _STYLED = re.compile(
     r"(?P<bold>^[a-z]\S*(?: [a-z]+)?(?= {2,}))"
     r"|(?P<changed>^  ~ \S+(?: \S+)*)|(?P<added>^  \+ \S+(?: \S+)*)|(?P<removed>^  - \S+(?: \S+)*)"

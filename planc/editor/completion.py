@@ -13,9 +13,10 @@ from planc.plan.elaborate import SECTIONS
 from planc.plan.evaluate import describe, evaluate
 from planc.plan.mesh_axes import valid_axes
 from planc.plan.scope import Failed
+from planc.resources import PLANS
 from planc.source import Span
 from planc.syntax import ast
-from planc.syntax.plan_files import shipped
+from planc.syntax.plan_files import families, plans_in, shipped
 
 Item = tuple[str, str, str]
 """A word, its kind (`module`, `word`, `value`, `class` or `file`), and what it is or means."""
@@ -35,6 +36,9 @@ def complete(judged: Judged, offset: int) -> tuple[str, tuple[Item, ...]]:
         path = Path(judged.source.name)
         beside = sorted(p.name for p in path.parent.glob("*.plan") if p.name != path.name)
         return extend[1], tuple((name, "file", "") for name in (*beside, *shipped()))
+    if family := re.match(r"plan [^#\"]* for (?:[^#\"]*,)?[ \t]*([\w-]*)$", line):
+        known = {name for path in plans_in(PLANS) for name in families(path)}
+        return family[1], tuple((name, "value", "family") for name in sorted(known))
     if "#" in line or line.count('"') % 2:
         return "", ()
     at = cursor(text, offset)
@@ -54,7 +58,8 @@ def _items(at: Cursor, judged: Judged) -> Iterator[Item]:
         yield from _words("keywords", "", _TOP)
         yield from ((name, "word", meanings(name)["about"]) for name in SECTIONS)
     elif section and re.fullmatch(r"(?:(?:override|optional|ignore)\s+)*\S*", at.before):
-        yield from _modules(at, judged)
+        if meanings(section, "actions"):  # its lines are rules for modules
+            yield from _modules(at, judged)
         if not re.search(r"[.$]", at.typed):
             yield from _words(section, "items")
             yield from _words("keywords", "", _INSIDE)

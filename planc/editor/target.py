@@ -75,10 +75,12 @@ def _commented(words: str, folder: Path) -> Target:
     unknown = [word for word in rest[::2] if word not in ("--world-size", "--set")]
     if not name or unknown or len(rest) % 2:
         raise ValueError(f"`{(unknown or rest or ['MODEL'])[-1]}` is unknown, or lacks its value")
-    size = [int(value) for option, value in given if option == "--world-size"]
+    size = [value for option, value in given if option == "--world-size"]
+    if wrong := [value for value in size if not value.isdecimal() or not int(value)]:
+        raise ValueError(f"`--world-size` is a number of ranks, not `{wrong[0]}`")
     return Target(
         model=str(folder / name) if (folder / name).exists() else name,
-        world_size=size[-1] if size else None,
+        world_size=int(size[-1]) if size else None,
         set=tuple(value for option, value in given if option == "--set"),
     )
 

@@ -7,7 +7,7 @@ configuration that is not in the cache is built as a model, on the meta device.
 import re
 from typing import Any
 
-from planc.diagnostic import Sink, did_you_mean, one_of
+from planc.diagnostic import Sink, did_you_mean
 from planc.model import cache as store
 from planc.model.config import Config, config_of, is_diffusers, locate_config, read, shipped_models
 from planc.model.facts import Facts
@@ -33,6 +33,10 @@ def load(model: str, sink: Sink, *, allow_code: bool = False, cache: bool = True
         return None
     config = read(place, sink)
     if config is None:
+        return None
+    if {"format_version", "stages"} <= config.values.keys():
+        hint = "name the model before it, also where two lowered plans are compared"
+        sink.error("PL600", f"{model} is a lowered plan, not a model", help=hint)
         return None
     if allow_code and config.own_model:
         if _lacks_libraries(config.name, sink):
@@ -122,9 +126,8 @@ def _not_found(model: str, sink: Sink) -> None:
         hint = "name a model before the plan; `planc list models` has those that ship"
         sink.error("PL600", f"{model} is a plan, not a model", help=hint)
         return
-    known = shipped_models()
-    close = did_you_mean(model, known)
-    advice = close or f"pass a folder with config.json, or one of {one_of(known)}"
+    close = did_you_mean(model, shipped_models())
+    advice = close or "pass a folder with config.json, or a name that `planc list models` has"
     if re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", model):
         hub = f"nothing is downloaded; for a model of the hub, `hf download {model} config.json`"
         advice = f"{close} If not: {hub}" if close else hub

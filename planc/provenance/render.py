@@ -41,7 +41,17 @@ def text(answer: Answer) -> str:
 
 def lines(answer: Answer) -> Iterator[list[Segment]]:
     """The answer as text: each decision, and below it the line of the plan."""
-    yield from _title(answer)
+    kind = f" ({answer.kind})" if answer.kind != "other" else ""
+    what = f"a parameter of {answer.cls}" if answer.parameter else answer.cls
+    yield [(answer.name, "bold"), (f"  {what}{kind}", "")]
+    width = max([_HEAD, *(len(parameter.name) + 2 for parameter in answer.parameters)])
+    for line in _below(answer):
+        yield [(f"{line[0][0]:<{width}}", line[0][1]), *line[1:]] if line else []
+
+
+def _below(answer: Answer) -> Iterator[list[Segment]]:
+    """The lines below the first; what stands in front of each is not padded yet."""
+    yield from _model(answer)
     yield []
     for reason in answer.load:
         yield from _reason("load", reason.what, reason)
@@ -59,18 +69,17 @@ def lines(answer: Answer) -> Iterator[list[Segment]]:
     yield from _reasons("unit", answer.unit, answer)
     for reason in answer.draws:
         yield from _reason("draws", reason.what, reason)
+    names = max((len(parameter.name) + 2 for parameter in answer.parameters), default=0)
     for i, parameter in enumerate(answer.parameters):
-        yield _head("" if i else "per rank", _memory(parameter, named=answer.parameter is None))
+        name = "" if answer.parameter else f"{parameter.name}:".ljust(names)
+        yield _head("" if i else "per rank", f"{name}{_memory(parameter)}")
     if answer.unit_bytes is not None:
         rest, gathered = (phrases.size(b) for b in answer.unit_bytes)
         text = f"{rest} at rest, {gathered} gathered" if any(answer.unit_bytes) else "nothing"
         yield _head("" if answer.parameters else "per rank", f"its unit: {text}")
 
 
-def _title(answer: Answer) -> Iterator[list[Segment]]:
-    what = f"a parameter of {answer.cls}" if answer.parameter else answer.cls
-    kind = f" ({answer.kind})" if answer.kind != "other" else ""
-    yield [(answer.name, "bold"), (f"  {what}{kind}", "")]
+def _model(answer: Answer) -> Iterator[list[Segment]]:
     if len(answer.like) > 1:
         yield _head("like it", f"{len(answer.like)} modules: {answer.like}")
     for parameter in answer.parameters:
@@ -92,10 +101,9 @@ def _shapes(parameter: ParameterAnswer) -> str:
     return text
 
 
-def _memory(of: ParameterAnswer, *, named: bool) -> str:
-    name = f"{of.name}: " if named else ""
+def _memory(of: ParameterAnswer) -> str:
     return (
-        f"{name}{phrases.size(of.at_rest)} at rest, {list(of.shard)} {phrases.dtype(of.dtype)}; "
+        f"{phrases.size(of.at_rest)} at rest, {list(of.shard)} {phrases.dtype(of.dtype)}; "
         f"{phrases.size(of.gathered)} gathered, {list(of.local)} {phrases.dtype(of.computed)}"
     )
 
@@ -121,11 +129,11 @@ def _reason(title: str, what: str, reason: Reason) -> Iterator[list[Segment]]:
     yield _head(title, what)
     if reason.place:
         text = f"  {reason.text}" if reason.text else ""
-        yield [(" " * (_HEAD + 2), ""), (reason.place, "secondary"), (text, "")]
+        yield [("", ""), ("  ", ""), (reason.place, "secondary"), (text, "")]
 
 
 def _head(title: str, text: str) -> list[Segment]:
-    return [(f"{title:<{_HEAD - 1}} ", "bold"), (text, "")]
+    return [(title, "bold"), (text, "")]
 
 
 def _together(reasons: Sequence[Reason]) -> Iterator[Reason]:

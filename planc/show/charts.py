@@ -9,15 +9,19 @@ Bars = Mapping[str, Sequence[tuple[str, float, str, str]]]
 
 
 def chart(bars: Bars, unit: Callable[[float], str], *, in_turn: bool) -> Iterator[Html]:
-    """The bars with a legend; `in_turn` starts each where the one before ends."""
+    """The bars with a legend; `in_turn` starts each where the one before ends.
+
+    The legend adds up what is in turn; of what is not it has the largest part of each name.
+    """
     sums = {title: sum(size for _, size, _, _ in bar) for title, bar in bars.items()}
     whole = (sum if in_turn else max)(sums.values()) or 1
     legend: dict[str, list[tuple[float, str, str]]] = {}
-    for title, bar in bars.items():
-        for name, size, how, place in bar:
-            counts = in_turn or title == max(sums, key=lambda t: sums[t])
-            legend.setdefault(name, []).extend([(size, how, place)] * counts)
-    color, start = {name: f"c{i % 8}" for i, name in enumerate(legend)}, 0.0
+    for bar in bars.values():
+        for name in dict.fromkeys(part[0] for part in bar):
+            known, here = legend.get(name, []), [part[1:] for part in bar if part[0] == name]
+            legend[name] = known + here if in_turn else max(known, here, key=_total)
+    kinds = list(dict.fromkeys(map(_kind, legend)))
+    color, start = {name: f"c{kinds.index(_kind(name)) % 10}" for name in legend}, 0.0
     for title, bar in bars.items():
         parts = []
         for name, size, how, place in bar:
@@ -29,9 +33,18 @@ def chart(bars: Bars, unit: Callable[[float], str], *, in_turn: bool) -> Iterato
         yield tag("div", *parts, class_="stack", style=room)
         start += sums[title] * in_turn
     rows = []
-    for name, same in sorted(legend.items(), key=lambda pair: -sum(p[0] for p in pair[1])):
+    for name, same in sorted(legend.items(), key=lambda pair: -_total(pair[1])):
         how = tag("small", "; ".join(dict.fromkeys(how for _, how, _ in same)))
         dot, told = tag("i", class_=f"dot {color[name]}"), tag("span", tag("b", name), how)
-        total = tag("em", unit(sum(size for size, _, _ in same)))
-        rows += [tag("li", dot, told, total, data_by=same[0][2])] if same else []
+        rows.append(tag("li", dot, told, tag("em", unit(_total(same))), data_by=same[0][2]))
     yield tag("ul", *rows, class_="legend")
+
+
+def _total(parts: Sequence[tuple[float, str, str]]) -> float:
+    return sum(size for size, _, _ in parts)
+
+
+def _kind(name: str) -> str:
+    """Parts of one kind have one color: gradients before and after their reduction."""
+    kinds = (word for word in ("gradients", "activations", "gathered") if word in name)
+    return next(kinds, name.partition(" ")[0])

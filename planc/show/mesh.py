@@ -119,7 +119,7 @@ def nodes(
     )
     per_node = min(per_node, world)
     columns = min(per_node, 4)
-    width, height = columns * _CELL + 16, -(-per_node // columns) * _CELL + 28
+    width, height = max(columns, 2) * _CELL + 16, -(-per_node // columns) * _CELL + 28
     first = [group.key(places(lowered, 0), sizes) for group in talks]
 
     def cell(rank: int) -> Html:

@@ -122,14 +122,18 @@ def _mesh(lowered: Lowered, per_node: int, talks: tuple[mesh.Group, ...]) -> Ite
     left = -(-lowered.world_size // per_node) - len(drawn)
     more = tag("span", f"and {left:,} more nodes", class_="note") if left > 0 else ""
     yield tag("div", *drawn, more, class_="nodes")
-    rank = tag("span", tag("b", "rank 0", id="rank"), "communicates with")
+    rank = tag(
+        "span",
+        tag("b", "rank 0", id="rank"),
+        "communicates with" if talks else "communicates with none",
+    )
     rows = [tag("li", tag("i", class_="dot me"), rank)]
     for i, group in enumerate(talks):
         where = "in its node" if group.near == group.size else "across nodes"
         words = f"{group.size:,} ranks {where}: {group.sends}"
         sent = f"{_size(group.sent)} a step" if group.sent else ""
-        told = tag("span", tag("b", " * ".join(group.names)), words)
-        rows.append(tag("li", tag("i", class_=f"dot g{i}"), told, tag("em", sent)))
+        with_whom = tag("span", tag("b", " * ".join(group.names)), words)
+        rows.append(tag("li", tag("i", class_=f"dot g{i}"), with_whom, tag("em", sent)))
     yield tag("ul", *rows, class_="groups")
 
 
