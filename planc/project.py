@@ -111,15 +111,19 @@ def plan_folders() -> tuple[Path, ...]:
 
 
 def _read(table: Any, file: Path) -> Project:
-    table = _keys(table, ("plans", "targets", "severity", "lowered"), file, "tool.planc")
+    table = _keys(table, ("plans", "targets", "severity", "ignore", "lowered"), file, "tool.planc")
     targets = table.get("targets", [])
     if not isinstance(targets, list):
         raise ProjectError(f"{file}: `targets` is a list: write [[tool.planc.targets]]")
+    ignored = _texts(table, "ignore", file)
     return Project(
         folder=file.parent,
         plans=tuple(_folder(p, file) for p in _texts(table, "plans", file)),
         targets=tuple(_target(t, file) for t in targets),
-        severity=dict(_severities(table.get("severity", {}), file)),
+        severity={
+            **dict(_severities(table.get("severity", {}), file)),
+            **dict.fromkeys((_code(code, "ignore", file) for code in ignored), "ignore"),
+        },
         lowered=_folder(_text(table, "lowered", file), file) if "lowered" in table else None,
     )
 
@@ -155,11 +159,15 @@ def _severities(table: Any, file: Path) -> Iterator[tuple[str, str]]:
     if not isinstance(table, dict):
         raise ProjectError(f"{file}: `severity` is a table of codes, such as PL104 = 'error'")
     for code, severity in table.items():
-        if not re.fullmatch(r"PL\d{3}", code):
-            raise ProjectError(f"{file}: `severity` names {code!r}, which is not a code")
         if severity not in SEVERITIES:
             raise ProjectError(f"{file}: the severity of {code} is one of {', '.join(SEVERITIES)}")
-        yield code, severity
+        yield _code(code, "severity", file), severity
+
+
+def _code(code: str, key: str, file: Path) -> str:
+    if not re.fullmatch(r"PL\d{3}", code):
+        raise ProjectError(f"{file}: `{key}` names {code!r}, which is not a code")
+    return code
 
 
 def _keys(table: Any, known: tuple[str, ...], file: Path, where: str) -> dict[str, Any]:
@@ -180,5 +188,6 @@ def _text(table: dict[str, Any], key: str, file: Path) -> str:
 def _texts(table: dict[str, Any], key: str, file: Path) -> tuple[str, ...]:
     value = table.get(key, [])
     if not isinstance(value, list) or not all(isinstance(v, str) for v in value):
-        raise ProjectError(f"{file}: `{key}` is a list of texts, not {value!r}")
+        such = {"set": "tp=8", "ignore": "PL204"}.get(key, key)
+        raise ProjectError(f'{file}: `{key}` is a list of texts, such as ["{such}"], not {value!r}')
     return tuple(value)

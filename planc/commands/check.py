@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from planc.codes import CODES
@@ -26,7 +27,9 @@ if TYPE_CHECKING:
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    shared_arguments.model(parser, nargs="?", otherwise="the targets in pyproject.toml")
+    shared_arguments.model(
+        parser, nargs="?", otherwise="the targets in pyproject.toml; may be several"
+    )
     shared_arguments.plan(parser, nargs="*", otherwise="that of the model's family, else a draft")
     shared_arguments.common(parser)
     parser.add_argument(
@@ -108,7 +111,7 @@ def _run(options: argparse.Namespace) -> tuple[int, list[Compiled]]:
         found = project()
         if unknown := sorted(found.severity.keys() - CODES.keys()):
             file = found.folder / "pyproject.toml"
-            raise ProjectError(f"{file}: `severity` names {unknown[0]!r}, which is not a code")
+            raise ProjectError(f"{file}: [tool.planc] names {unknown[0]!r}, which is not a code")
     except ProjectError as error:
         sink.error("PL021", str(error))
         found = Project()
@@ -149,10 +152,9 @@ def _targets(options: argparse.Namespace, found: Project) -> Iterator[Target]:
             size = options.world_size or target.world_size
             yield replace(target, world_size=size, set=(*target.set, *options.set))
         return
-    for plan in options.plan or (None,):
-        yield Target(
-            model=options.model, plan=plan, world_size=options.world_size, set=tuple(options.set)
-        )
+    models, plans = output.models_and_plans(options.model, options.plan)
+    for model, plan in product(models, plans or (None,)):
+        yield Target(model=model, plan=plan, world_size=options.world_size, set=tuple(options.set))
 
 
 def _checked(target: Target, options: argparse.Namespace, severity: Mapping[str, str]) -> _Checked:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -85,6 +85,36 @@ def swapped(model: str, plan: str | None, sink: Sink) -> bool:
         help=f"write {plan} {model}",
     )
     return True
+
+
+def models_and_plans(model: str, others: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The models and the plans of a command line: further models come before the plans, and what
+    can be read as a plan is one.
+    """
+    from planc.model.config import locate_config
+    from planc.project import ProjectError
+    from planc.syntax.plan_files import locate
+
+    models, plans = [model], [*others]
+    try:
+        reversed_ = plans and not locate_config(model) and locate(model)  # `swapped` says so
+        while plans and not reversed_ and _names_model(plans[0]):
+            models.append(plans.pop(0))
+    except ProjectError:  # reported where the plan is read
+        return [model], [*others]
+    return models, plans
+
+
+def _names_model(word: str) -> bool:
+    """Whether a word names a configuration, and no plan."""
+    from planc.model.config import locate_config
+    from planc.syntax.plan_files import locate
+
+    plan = locate(word)
+    if plan is not None and not (plan.path and plan.path.is_dir()):
+        return word.endswith("config.json")
+    found = locate_config(word)
+    return found is not None and found.path.is_file()
 
 
 @contextmanager

@@ -39,8 +39,9 @@ class PlancStrategyMixin(_Strategy):  # type: ignore[misc]
 
     Raises:
         PlanError: the plan has errors.
-        ValueError: the plan has axes that the loop cannot serve, such as a pipeline; or the
-            LightningModule has no module of that name.
+        ValueError: the plan has axes that the loop cannot serve, such as a pipeline; the
+            LightningModule has no module of that name; or a precision is asked for, which the plan
+            decides.
     """
 
     planc_run: Run
@@ -68,6 +69,11 @@ class PlancStrategyMixin(_Strategy):  # type: ignore[misc]
     def setup(self, trainer: Any) -> None:
         self.accelerator.setup(trainer)
         plan, overrides, attribute = self._planned
+        precision = self.precision_plugin.precision
+        if precision != "32-true":
+            raise ValueError(
+                f"the plan's `precision` is that of the run: pass no precision, not {precision!r}"
+            )
         if not hasattr(self, "planc_run"):
             model = getattr(self.lightning_module, attribute, None)
             if not isinstance(model, nn.Module):

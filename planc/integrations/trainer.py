@@ -28,6 +28,16 @@ from planc.runtime.run import Run
 _Trainer: Any = transformers.Trainer if TYPE_CHECKING else object
 _STATE = "planc"
 """The folder of a checkpoint for what every plan can resume from."""
+_DECIDED = {
+    "fsdp": "its `fsdp` section",
+    "deepspeed": "its `fsdp` section",
+    "parallelism_config": "its mesh",
+    "gradient_checkpointing": "its `checkpoint` section",
+    "bf16": "`precision` in its `fsdp` section",
+    "fp16": "`precision` in its `fsdp` section",
+    "torch_compile": "its `compile` section",
+}
+"""Training arguments that would change what the plan says, by what says it there."""
 
 
 class PlancTrainerMixin(_Trainer):  # type: ignore[misc]
@@ -44,8 +54,9 @@ class PlancTrainerMixin(_Trainer):  # type: ignore[misc]
 
     Raises:
         PlanError: the plan has errors.
-        ValueError: the model is given by a function, the optimizer is Adafactor, or the plan has
-            axes that `Trainer`'s loop cannot serve, such as a pipeline.
+        ValueError: the model is given by a function, the optimizer is Adafactor, the arguments
+            decide what the plan decides, such as `bf16`, or the plan has axes that `Trainer`'s loop
+            cannot serve, such as a pipeline.
     """
 
     planc_run: Run
@@ -63,6 +74,9 @@ class PlancTrainerMixin(_Trainer):  # type: ignore[misc]
             raise ValueError("PlancTrainer takes a model and its TrainingArguments")
         if "adafactor" in str(args.optim):
             raise ValueError('Adafactor takes no sharded parameters: pass optim="adamw_torch"')
+        for name, section in _DECIDED.items():
+            if getattr(args, name, None):
+                raise ValueError(f"the plan decides {name}, by {section}: leave it off in args")
         run = planc.apply(model, plan, overrides=overrides, device_type=args.device.type)
         require_served(run.lowered, "Trainer's loop")
         self.planc_run = run

@@ -170,6 +170,12 @@ def _size(setting: ast.Setting, program: Program) -> int | None:
     plain = isinstance(value, ast.Name) and value.path == "auto"
     if plain or (isinstance(value, ast.Literal) and value.value == "auto"):
         return 0
+    name = value.path if isinstance(value, ast.Name) else ""
+    help = None if program.scope.knows(name) else did_you_mean(name, ("auto",))
+    if help:
+        message = f"axis `{setting.name}` has no size: `{name}` names nothing"
+        program.sink.error("PL300", message, value.origin, help=help)
+        return None
     size = evaluate(value, program.scope)
     if isinstance(size, int) and not isinstance(size, bool) and size > 0:
         return size

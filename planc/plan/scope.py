@@ -192,7 +192,7 @@ class Scope:
         hint = "declare an `option` or a `let`, or put a text in quotes"
         if known:
             hint = f"known are {one_of((f'`{k}`' for k in known), last='and')}, and `config.*`"
-        hint = did_you_mean(name.path, known, hint) or hint
+        hint = did_you_mean(name.path, [*known, "true", "false"], hint) or hint
         self.sink.error("PL100", f"`{name.path}` names nothing", name.origin, help=hint)
         return FAILED
 

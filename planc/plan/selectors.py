@@ -276,6 +276,8 @@ def _of_class(path: str, scope: Scope) -> str | None:
 
 def _instead(pattern: str, at: Modules, names: list[str], scope: Scope) -> str | None:
     """The names that the user may have meant by an unknown name."""
+    if pattern == "root":
+        return "`root` is a unit of an `fsdp` section alone: all modules of the model are `*`"
     if close := did_you_mean(pattern, names if at.path else [*names, "root"]):
         return close
     if _length(at):

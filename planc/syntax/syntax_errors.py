@@ -5,7 +5,7 @@ import re
 from lark import UnexpectedCharacters, UnexpectedInput, UnexpectedToken
 from lark.lexer import PatternStr
 
-from planc.diagnostic import Sink, elsewhere, one_of
+from planc.diagnostic import DidYouMean, Sink, did_you_mean, elsewhere, one_of
 from planc.source import Source, Span
 from planc.syntax.grammar import parser
 
@@ -48,6 +48,18 @@ _HEADS = {
     r"plan\s+\w+\s*$": "say for which families: `plan NAME for llama`",
 }
 """The same, by how its line begins."""
+_KEYWORDS = (
+    "plan",
+    "extend",
+    "option",
+    "let",
+    "require",
+    "style",
+    "override",
+    "when",
+    "ignore",
+    "optional",
+)
 _AFTER_NUMBER = {"x": "`*` multiplies", "if": "write `when CONDITION then VALUE else VALUE`"}
 _RANGE = re.compile(r"\[(\d+)\.\.\.?(\d+)\]")
 _DASHED = re.compile(r"\.(\d+)-(\d{1,9})\b")
@@ -73,6 +85,8 @@ def report(error: UnexpectedInput, span: Span, source: Source, sink: Sink, *, lo
     if lonely:
         sink.error("PL004", f"no bracket is open that this `{found}` could close", span)
         return
+    if _misspelled_keyword(span, source, sink):
+        return
     line = source.line(span.line)
     spaced = _SPACED.search(line)
     expected = "" if spaced else _expected(error)
@@ -82,6 +96,19 @@ def report(error: UnexpectedInput, span: Span, source: Source, sink: Sink, *, lo
     tip = f"a selector has no spaces: write `{''.join(spaced[0].split())}`" if spaced else None
     tip = _likely(found, expected, line, source.text[span.start :]) or tip
     sink.error("PL001", message, span, help=tip)
+
+
+def _misspelled_keyword(span: Span, source: Source, sink: Sink) -> bool:
+    """Reports the word before a span, where it begins a statement and is nearly a keyword."""
+    start = source.offset(span.line)
+    head = re.fullmatch(r"\s*(?:override\s+)?([a-z]\w*)\s+", source.text[start : span.start])
+    word = head[1] if head else ""
+    help = did_you_mean(word, [key for key in _KEYWORDS if key[0] == word[:1] and key != word])
+    if head is None or not isinstance(help, DidYouMean):
+        return False
+    where = source.span(start + head.start(1), start + head.end(1))
+    sink.error("PL001", f"no statement begins with `{word}`", where, help=help)
+    return True
 
 
 def _in_place_of_yaml(line: str) -> str | None:

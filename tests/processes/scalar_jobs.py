@@ -9,6 +9,8 @@ from torch import distributed
 
 import planc
 from planc.emit.python.script import render
+from planc.runtime.standalone.safetensors_files import tensors_in_file
+from planc.runtime.weights.peft_files import WEIGHTS
 
 WIDTHS = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
 TEXT = dict(vocab_size=128, max_position_embeddings=16, eos_token_id=127, **WIDTHS)
@@ -86,3 +88,41 @@ def all_ways(plan, folder, overrides):
         again.load(f"{folder}/{name}")
         found[f"{name} {mode}"] = largest(again.full_state_dict(every_rank=True), right)
     return found
+
+
+TUNED = """plan tuned for clip
+
+extend "{plan}"
+
+adapters {{
+    text_model.encoder.layers.*.self_attn.q_proj : lora(rank = 2)
+}}
+
+train {{
+    visual_projection : trainable
+}}
+"""
+
+
+def beside_adapters(plan, folder, own):
+    """The shape of a scalar in an adapter file, its value after loading it, and what is raised;
+    `own` lets the model's own scalar train too.
+    """
+    path = Path(f"{folder}/tuned-{distributed.get_rank()}.plan")
+    path.write_text(TUNED.format(plan=plan))
+    values = []
+    for seed in (1, 2):
+        model = built(seed)
+        scale = torch.nn.Parameter(torch.tensor(float(seed)))
+        model.visual_projection.register_parameter("scale", scale)
+        run = planc.apply(model, path, overrides=["param_dtype=fp32", "reduce_dtype=fp32"])
+        run.model.logit_scale.requires_grad_(own)
+        try:
+            (run.save_adapters if seed == 1 else run.load_adapters)(f"{folder}/tuned")
+        except planc.PlanError as error:
+            return (), 0.0, str(error)
+        values.append(run.full_state_dict(every_rank=True)["visual_projection.scale"])
+    [entry] = [
+        t for t in tensors_in_file(Path(f"{folder}/tuned/{WEIGHTS}")) if t.name.endswith(".scale")
+    ]
+    return entry.shape, float(values[1]), ""

@@ -174,10 +174,11 @@ def test_accelerate(accelerated, weights, tmp_path, mesh):
 SHUFFLED = "torch.utils.data.DistributedSampler(tokens, num_replicas=1, rank=0)"  # Lightning's own
 
 
-def lit(folder, weights, mesh, rows, *words, plan=True, epochs=1):
+def lit(folder, weights, mesh, rows, *words, plan=True, epochs=1, **more):
     given = {"accelerator": "cpu", "devices": 4 if plan else 1, "max_epochs": epochs}
     given |= {"gradient_clip_val": 0.5, "accumulate_grad_batches": 2, "logger": False}
     given |= {"enable_progress_bar": False, "default_root_dir": "lit"}
+    given |= more
     (folder / "arguments.json").write_text(json.dumps(given))
     edits = [
         ("from planc.integrations.lightning import PlancStrategy", ""),
@@ -216,3 +217,8 @@ def test_lightning_goes_on_where_it_stopped(weights, tmp_path):
     found, tensors = lit(tmp_path, weights, ["tp=2"], 2, "--resume", folder, epochs=2)
     assert found == pytest.approx(right, rel=1e-4)
     same(tensors, whole)
+
+
+def test_lightning_takes_the_precision_of_the_plan(weights, tmp_path):
+    with pytest.raises(AssertionError, match="the plan's `precision` is that of the run"):
+        lit(tmp_path, weights, ["tp=2"], 2, precision="bf16-mixed")

@@ -27,3 +27,14 @@ def test_they_train_and_are_saved_as_the_model_has_them(four, plan, tmp_path, ov
 
 def test_an_emitted_script_computes_the_same(four, plan):
     assert four.run("scalar_jobs.emitted", plan=str(plan), overrides=[*FP32, "tp=2"]) == [True] * 4
+
+
+def test_one_that_trains_beside_adapters_is_in_their_file_as_the_model_has_it(four, plan, tmp_path):
+    found = four.run("scalar_jobs.beside_adapters", plan=str(plan), folder=str(tmp_path), own=False)
+    assert found == [((), 1.0, "")] * 4
+
+
+def test_one_of_the_model_itself_has_no_place_in_their_file(four, plan, tmp_path):
+    job = dict(plan=str(plan), folder=str(tmp_path), own=True)
+    for _, _, raised in four.run("scalar_jobs.beside_adapters", **job):
+        assert "PL688" in raised and "the model has trainable parameters of its own" in raised

@@ -121,3 +121,17 @@ def test_a_plan_that_the_loop_cannot_serve_is_refused(weights, tmp_path):
     words = ["--set", "pipeline_stages=2", "--set", "microbatches=2"]
     with pytest.raises(AssertionError, match=r"use run\.forward_backward"):
         trained(tmp_path, weights, *words)
+
+
+@pytest.mark.parametrize(
+    ("given", "section"),
+    [({"bf16": True}, "precision"), ({"gradient_checkpointing": True}, "checkpoint")],
+)
+def test_arguments_that_the_plan_decides_are_refused(weights, tmp_path, given, section):
+    from transformers import AutoModelForCausalLM, TrainingArguments
+
+    from planc.integrations.trainer import PlancTrainer
+
+    arguments = TrainingArguments(str(tmp_path), use_cpu=True, **given)
+    with pytest.raises(ValueError, match=f"the plan decides {next(iter(given))}, by .*`{section}`"):
+        PlancTrainer(AutoModelForCausalLM.from_pretrained(weights), arguments, plan="llama")

@@ -43,8 +43,9 @@ def save(model: nn.Module, lowered: Lowered, folder: Path) -> None:
     reshard(model)
     tensors, order = dict(shards.named_tensors(model)), shards.rank_orders(model)
     own: dict[str, Tensor] = {}
+    scalars = shards.scalars_of(model)
     for name in _trained(model):
-        value = shards.whole_of(tensors[name], order.get(name))
+        value = shards.whole_of(tensors[name], order.get(name), scalar=name in scalars)
         if distributed.get_rank() == 0 or stages_of(model):
             own[name] = value.to("cpu", copy=True).contiguous()
     full = on_rank_0(own, model)
@@ -76,7 +77,9 @@ def load(model: nn.Module, lowered: Lowered, folder: Path) -> None:
     for name in on_other_stages(model):
         entries.pop(_peft_name(name), None)
     if not findings:
-        findings += _mismatches(wanted, tensors, entries, folder)
+        scalars = shards.scalars_of(model)
+        shapes = {n: () if n in scalars else tuple(tensors[n].shape) for n in wanted.values()}
+        findings += _mismatches(wanted, shapes, entries, folder)
     raise_on_all_ranks(findings)
     try:
         with torch.no_grad():
@@ -114,11 +117,20 @@ def _other_trained(model: nn.Module) -> list[str]:
 
 
 def _trained_with_adapter(model: nn.Module) -> list[Diagnostic]:
-    found = [name for name in _other_trained(model) if name in adapter_layers(model)]
-    if not found:
-        return []
-    text = f"{found[0]} is trainable and has an adapter: peft's files have no place for its weight"
-    return [problem("PL688", text, help="write `none` for its adapter, or leave it frozen")]
+    adapted = [f"{name}." for name in adapter_layers(model)]
+    for name in _other_trained(model):
+        if f"{name}." in adapted:
+            text = (
+                f"{name} is trainable and has an adapter: peft's files have no place for its weight"
+            )
+            return [problem("PL688", text, help="write `none` for its adapter, or leave it frozen")]
+        if not name or any(inner.startswith(f"{name}.") for inner in adapted):
+            text = (
+                f"{name or 'the model'} has trainable parameters of its own, and adapters inside: "
+                "peft's files have no place for both"
+            )
+            return [problem("PL688", text, help="`run.save` keeps both; or leave it frozen")]
+    return []
 
 
 def _peft_name(name: str) -> str:
@@ -214,7 +226,7 @@ def _of(config: dict[str, Any], field: str, name: str) -> float:
 
 def _mismatches(
     wanted: dict[str, str],
-    tensors: dict[str, Tensor],
+    shapes: dict[str, tuple[int, ...]],
     entries: dict[str, StoredTensor],
     folder: Path,
 ) -> Iterator[Diagnostic]:
@@ -226,7 +238,7 @@ def _mismatches(
             text = f"{folder} {what} {', '.join(names[:3])}{rest}"
             yield problem("PL496", text, help="nothing was loaded")
     for name in (n for n in wanted if n in entries):
-        own, found = tuple(tensors[wanted[name]].shape), entries[name].shape
+        own, found = shapes[wanted[name]], entries[name].shape
         if own != found:
             yield problem("PL496", f"{folder}: {name} is {list(found)}, the plan's {list(own)}")
 
