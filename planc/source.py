@@ -12,6 +12,9 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from functools import cached_property
 
+MAX_CHARACTERS = 1_000_000
+"""The longest text that is read as a plan."""
+
 
 @dataclass(frozen=True, eq=False)
 class Source:

@@ -19,7 +19,7 @@ from planc.proof.layout_flow import flow
 from planc.proof.small_case import small_case
 from planc.resources import PLANS
 from planc.source import Source
-from planc.syntax import parse
+from planc.syntax.parse import parse
 
 
 def slow(*case):

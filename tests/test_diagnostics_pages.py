@@ -16,7 +16,7 @@ from planc.cli import main
 from planc.diagnostic import Sink
 from planc.report import explain
 from planc.source import Source
-from planc.syntax import parse
+from planc.syntax.parse import parse
 
 ROOT = Path(__file__).parent.parent
 PAGES = ROOT / "docs" / "diagnostics"

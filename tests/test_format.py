@@ -17,9 +17,9 @@ from planc import atomic_write
 from planc.cli import main
 from planc.diagnostic import Sink
 from planc.source import Source
-from planc.syntax import parse
 from planc.syntax.formatter import layout
 from planc.syntax.formatter.tokens import tokens_of
+from planc.syntax.parse import parse
 
 ROOT = Path(__file__).parent.parent
 BLOCK = re.compile(r"^```plan\n(.*?)^```$", re.M | re.S)

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from planc.diagnostic import Severity, Sink
 from planc.report import FORMATS, render
 from planc.source import Source
-from planc.syntax import ast, parse
-from planc.syntax.parse import MAX_ERRORS
+from planc.syntax import ast
+from planc.syntax.parse import MAX_ERRORS, parse
 
 PLANS = [p.read_text() for p in sorted((Path(__file__).parent.parent / "plans").glob("*.plan"))]
 TOKEN = re.compile(r"\w+|\s+|.", re.S)

@@ -19,7 +19,7 @@ from planc.ops.document import digest, dumps, loads
 from planc.plan import elaborate
 from planc.report import FORMATS, render
 from planc.source import Source
-from planc.syntax import parse
+from planc.syntax.parse import parse
 
 MODELS = {
     name: load(name, Sink())

@@ -17,9 +17,9 @@ from planc.diagnostic import Sink
 from planc.integrations.pygments_lexer import PlanLexer
 from planc.resources import GRAMMARS, PLANS
 from planc.source import Source
-from planc.syntax import parse
 from planc.syntax.formatter.tokens import tokens_of
 from planc.syntax.grammar import parser
+from planc.syntax.parse import parse
 
 ROOT = PLANS.parent
 TEXTMATE = json.loads((GRAMMARS / "vscode/syntaxes/plan.tmLanguage.json").read_text())

@@ -148,7 +148,7 @@ def test_drafting_reads_and_writes_no_plan(monkeypatch):
 
 def test_what_the_compiler_refuses_names_the_selector_of_the_rule():
     from planc.draft.search import _refused
-    from planc.syntax import parse
+    from planc.syntax.parse import parse
 
     sink = Sink()
     text = "plan a for b\ntensor on tp {\n model.layers.* {\n  mlp.{a,b} : colwise\n }\n}\n"

@@ -1,12 +1,15 @@
 """Syntax: the gallery parses, and every mistake of a file is reported once, at its line."""
 
+import json
+
 import pytest
 
 from planc.diagnostic import Sink
 from planc.resources import GRAMMARS, PLANS
 from planc.source import Source
-from planc.syntax import ast, grammar, parse
+from planc.syntax import ast, grammar, parsed_files
 from planc.syntax.grammar import parser
+from planc.syntax.parse import parse
 from planc.syntax.syntax_errors import written
 
 PLAN = """\
@@ -234,4 +237,45 @@ def test_a_range_of_giant_numbers_is_a_finding():
     sink = Sink()
     text = f"plan m for llama\ncheckpoint {{\n model.layers.0-{'9' * 6000} : full\n}}\n"
     parse(Source("m.plan", text), sink)
+    assert [d.code for d in sink] == ["PL001"]
+
+
+def parsed_again(path, cache, monkeypatch):
+    """The AST of a file, read twice, and what the cache has of it."""
+    monkeypatch.setenv("PLANC_CACHE_DIR", str(cache))
+    source, sink = Source("t.plan", path.read_text()), Sink()
+    once, again = (parsed_files.parse_file(source, sink, str(path)) for _ in range(2))
+    return once, again, sorted(cache.rglob("*.json")), sink
+
+
+@pytest.mark.parametrize("path", sorted(PLANS.glob("*.plan")), ids=lambda p: p.stem)
+def test_a_file_comes_back_from_the_cache_as_it_was_parsed(path, tmp_path, monkeypatch):
+    once, again, (entry,), sink = parsed_again(path, tmp_path, monkeypatch)
+    assert list(sink) == []
+    assert again is not once
+    assert again == once
+    body = entry.read_text().partition("\n")[2]  # which has the spans that equality ignores
+    assert json.dumps(again, default=parsed_files._plain, separators=(",", ":")) == body
+    assert type(again.statements[0].name) is str
+    assert again.origin.source == once.origin.source
+
+
+def test_a_damaged_entry_or_another_text_is_parsed(tmp_path, monkeypatch):
+    path = tmp_path / "a.plan"
+    path.write_text(PLAN)
+    once, _, (entry,), _ = parsed_again(path, tmp_path / "cache", monkeypatch)
+    entry.write_text(entry.read_text().replace('"colwise"', '"rowwise"'))
+    _, again, _, _ = parsed_again(path, tmp_path / "cache", monkeypatch)
+    assert again == once
+    path.write_text(PLAN.replace("colwise", "rowwise"))
+    _, changed, entries, _ = parsed_again(path, tmp_path / "cache", monkeypatch)
+    assert entries == [entry]
+    assert changed == read(PLAN.replace("colwise", "rowwise"))[0] != once
+
+
+def test_a_file_with_a_finding_is_not_kept(tmp_path, monkeypatch):
+    path = tmp_path / "a.plan"
+    path.write_text("mesh {\n tp = = 1\n}\n")
+    _, _, entries, sink = parsed_again(path, tmp_path / "cache", monkeypatch)
+    assert entries == []
     assert [d.code for d in sink] == ["PL001"]

@@ -23,7 +23,7 @@ from planc.proof import small_case, stand_in
 from planc.proof.stand_in import Unrepresented, variants
 from planc.resources import PLANS
 from planc.source import Source
-from planc.syntax import parse
+from planc.syntax.parse import parse
 
 MODELS = [
     (path.stem, plan.stem)

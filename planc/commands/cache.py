@@ -9,6 +9,7 @@ from planc.commands import output
 from planc.diagnostic import Sink
 from planc.model import cache
 from planc.proof import pack
+from planc.resources import cache_folder
 
 _FILE = "planc-pack.json"
 
@@ -42,7 +43,7 @@ def _pack(file: str, sink: Sink) -> int:
         return output.CLEAN
     made = pack.gathered()
     if not made.document["entries"]:
-        message = f"nothing in {cache.folder()} was found with the installed versions"
+        message = f"nothing in {cache_folder()} was found with the installed versions"
         sink.error("PL761", message, help="run `planc check`, whose facts and verdicts are packed")
         return output.CLEAN
     code = output.write(pack.dumps(made), file)
@@ -59,7 +60,7 @@ def _unpack(file: str, sink: Sink) -> int:
         pack.install(found)
     except OSError as error:
         why = (error.strerror or str(error)).lower()
-        sink.error("PL020", f"cannot write {cache.folder()}: {why}")
+        sink.error("PL020", f"cannot write {cache_folder()}: {why}")
         return output.CLEAN
     print(f"unpacked {file}: {found}")
     if not cache.missing():

@@ -9,7 +9,7 @@ from planc.model.facts import Facts
 from planc.plan.mesh_axes import CONTEXT, EXPERTS, STAGES
 from planc.proof.layout_flow import flow
 from planc.source import Source
-from planc.syntax import parse
+from planc.syntax.parse import parse
 
 AXES = (STAGES, CONTEXT, EXPERTS)
 MICROBATCHES = 8

@@ -5,7 +5,6 @@ from planc.model import cache
 from planc.model.facts import Facts
 from planc.source import Source
 from planc.syntax import ast, plan_files
-from planc.syntax.parse import parse
 
 
 def parsed(facts: Facts) -> tuple[ast.File, ...] | None:
@@ -19,4 +18,6 @@ def parsed(facts: Facts) -> tuple[ast.File, ...] | None:
 
 def parsed_text(text: str) -> ast.File:
     """The text of a draft, parsed."""
+    from planc.syntax.parse import parse  # which imports lark
+
     return parse(Source(plan_files.DRAFT, text), Sink())

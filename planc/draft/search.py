@@ -21,7 +21,8 @@ from planc.proof.judge import judge
 from planc.proof.small_case import SmallCase, SmallModel
 from planc.proof.small_mesh import RANKS
 from planc.source import Source
-from planc.syntax import ast, parse
+from planc.syntax import ast
+from planc.syntax.parse import parse
 from planc.trial.outcome import Discrepancy, Outcome
 
 WHOLE = "output(shard(1) -> replicate)"

@@ -15,7 +15,8 @@ from planc.model.facts import Facts, Modules
 from planc.model.small.block_order import generic
 from planc.proof.small_mesh import RANKS
 from planc.source import Source
-from planc.syntax import ast, parse, plan_files
+from planc.syntax import ast, plan_files
+from planc.syntax.parse import parse
 
 _MUCH = 0.2
 """The share of the parameters from which on it is said what they are."""

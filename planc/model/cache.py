@@ -24,6 +24,7 @@ from planc import atomic_write
 from planc.model.config import is_diffusers
 from planc.model.facts import Child, Facts, Module, Parameter
 from planc.model.indices import Indices
+from planc.resources import cache_folder
 
 _FORMAT = 8
 """Raised when the recorded facts or their encoding change."""
@@ -59,7 +60,7 @@ def unproved() -> str:
 
 def made_with() -> dict[str, str]:
     """The versions of the machine whose pack is read here; empty where none is."""
-    return _made_with(folder() / PACK / MADE_WITH) if missing() else {}
+    return _made_with(cache_folder() / PACK / MADE_WITH) if missing() else {}
 
 
 @once
@@ -94,18 +95,9 @@ class Key(str):
     about: dict[str, str]
 
 
-def folder() -> Path:
-    """The folder of the entries: `PLANC_CACHE_DIR`, else `planc` in the user's cache folder."""
-    chosen = os.environ.get("PLANC_CACHE_DIR")
-    if chosen:
-        return Path(chosen)
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "planc"
-
-
 def home() -> Path:
     """The folder of the entries that are read: those of a pack where torch is missing."""
-    return folder() / PACK if missing() else folder()
+    return cache_folder() / PACK if missing() else cache_folder()
 
 
 def key_of(config: dict[str, Any]) -> Key:
@@ -194,7 +186,7 @@ def keep(key: str, data: Any) -> None:
     if missing():
         return
     with contextlib.suppress(OSError, RuntimeError):
-        own = folder()
+        own = cache_folder()
         own.mkdir(parents=True, exist_ok=True)
         atomic_write.write(own / f"{key}.json", written(key, getattr(key, "about", {}), data))
 

@@ -6,8 +6,6 @@ in a process of its own; this needs no GPU.
 
 import json
 import os
-import pickle
-import subprocess
 import sys
 from typing import Any, get_args
 
@@ -70,6 +68,9 @@ def answered_apart(module: str, given: object) -> Any:
     Raises:
         NoAnswerError: it failed, takes longer than `SECONDS`, or `given` cannot be pickled.
     """
+    import pickle
+    import subprocess
+
     environment = {k: v for k, v in os.environ.items() if k not in _TORCHRUN}
     try:
         done = subprocess.run(
@@ -96,6 +97,8 @@ def _undecided(reason: str) -> KnownVerdict:
 
 
 def _main() -> None:
+    import pickle
+
     compiled, allow_code = pickle.load(sys.stdin.buffer)
     sink = Sink()
     verdict = flow(compiled, sink, allow_code=allow_code)

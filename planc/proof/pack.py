@@ -25,7 +25,7 @@ from planc.diagnostic import Sink
 from planc.model import cache
 from planc.model.config import too_deep
 from planc.model.facts import Module
-from planc.resources import GRAMMARS
+from planc.resources import GRAMMARS, cache_folder
 from planc.trial import certificate
 from planc.trial.certificate import source_digest
 from planc.trial.outcome import LIMIT, outcome_of
@@ -199,7 +199,7 @@ def _kind(text: str) -> str:
 
 def install(pack: Pack) -> None:
     """Puts a pack in the place of the one that was unpacked before. Raises OSError."""
-    home, made_with = cache.folder(), pack.document["made_with"]
+    home, made_with = cache_folder(), pack.document["made_with"]
     home.mkdir(parents=True, exist_ok=True)
     new = home / f"{cache.PACK}.{os.urandom(6).hex()}"
     new.mkdir()

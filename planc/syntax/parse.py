@@ -13,13 +13,12 @@ from lark import Tree as _Tree
 from lark.exceptions import UnexpectedEOF
 
 from planc.diagnostic import Label, Sink
-from planc.source import Source, Span
+from planc.source import MAX_CHARACTERS, Source, Span
 from planc.syntax import ast, error_recovery, syntax_errors
 from planc.syntax.ast_builder import Builder
 from planc.syntax.grammar import parser
 
 _CONDITION = re.compile(r"\s*(?:(when|if)|\}\s*(?:elif|else\s+(?:if|when)))\b[^{}\n]*\{\s*")
-MAX_CHARACTERS = 1_000_000
 MAX_LINE = 10_000
 MAX_NESTING = 64
 MAX_ERRORS = 20

@@ -15,9 +15,9 @@ from pathlib import Path
 from planc.diagnostic import Sink, did_you_mean, one_of
 from planc.project import ProjectError, plan_folders
 from planc.resources import PLANS
-from planc.source import Source, Span
+from planc.source import MAX_CHARACTERS, Source, Span
 from planc.syntax import ast
-from planc.syntax.parse import MAX_CHARACTERS, parse
+from planc.syntax.parsed_files import parse_file
 
 DRAFT = "<draft>"
 """The name of a plan that is drafted for a family without one."""
@@ -67,7 +67,9 @@ class _Chain:
         if content is None or not quotable(place, content, origin, self.sink):
             return
         self.open.append(key)
-        file = parse(Source(place.name, content), self.sink)
+        source = Source(place.name, content)
+        on_disk = place.path and place.revision is None and key[0] not in self.open_texts
+        file = parse_file(source, self.sink, key[0] if on_disk else None)
         for statement in file.statements:
             if isinstance(statement, ast.Extend):
                 self.add(base_of(place, statement.path), statement.origin)

@@ -17,6 +17,7 @@ from typing import Any
 from planc import atomic_write
 from planc.model import cache
 from planc.model.facts import Facts, Module
+from planc.resources import cache_folder
 
 PACKAGE = Path(__file__).parent.parent
 SOURCES = ("model", "ops", "plan/mesh_axes.py", "plan/unit_lists.py", "proof", "runtime", "trial")
@@ -103,7 +104,7 @@ def dumps(certificate: Certificate) -> str:
 def keep(certificate: Certificate, key: str) -> None:
     """Writes the certificate to the cache folder; a no-op if the folder cannot be written."""
     with contextlib.suppress(OSError, RuntimeError):
-        home = cache.folder()  # verify, which writes them, needs torch
+        home = cache_folder()  # verify, which writes them, needs torch
         home.mkdir(parents=True, exist_ok=True)
         atomic_write.write(home / f"verify-{key}.json", dumps(certificate))
 

@@ -32,7 +32,8 @@ from planc.model.load import load_values
 from planc.plan.experts import expert_count
 from planc.proof.layout_flow import flow
 from planc.source import Source
-from planc.syntax import ast, parse, plan_files
+from planc.syntax import ast, plan_files
+from planc.syntax.parse import parse
 from planc.trial import simulate  # noqa: F401
 
 COLUMNS = ("pp", "cp", "ep", "loss", "all")

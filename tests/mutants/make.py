@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from planc.diagnostic import Sink
 from planc.source import Source
-from planc.syntax import ast, parse
+from planc.syntax import ast
+from planc.syntax.parse import parse
 
 
 @dataclass(frozen=True)

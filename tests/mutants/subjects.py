@@ -13,7 +13,8 @@ from planc.model.load import load
 from planc.model.small.shrink import shrink
 from planc.resources import PLANS
 from planc.source import Source
-from planc.syntax import ast, parse
+from planc.syntax import ast
+from planc.syntax.parse import parse
 
 SUBJECTS = {
     "llama": "llama",
