@@ -78,7 +78,7 @@ def test_the_best_of_every_choice_is_found():
     for sizes in space.meshes():
         for choice in space.choices(sizes):
             for other in (choice, *space.variations(choice)):
-                compiled = candidates.compiled(candidates.text(other), Sink())
+                compiled = candidates.compiled(other, Sink())
                 if compiled.lowered and (one := candidates.candidate(other)):
                     found.append(one)
     best = min(found, key=lambda c: c.seconds)

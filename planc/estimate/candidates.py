@@ -76,6 +76,32 @@ class Excluded:
 
 
 @dataclass(slots=True)
+class Tally:
+    """What was tried of a space.
+
+    Args:
+        tried: how many choices were estimated.
+        excluded: by reason.
+        nearest: of those that do not fit and meet all requirements, the one that needs least.
+    """
+
+    tried: int = 0
+    excluded: dict[str, Excluded] = field(default_factory=dict)
+    nearest: Candidate | None = None
+
+    def exclude(self, reason: str, example: str, count: int = 1) -> None:
+        self.excluded.setdefault(reason, Excluded(example=example)).count += count
+
+    def add(self, later: Tally) -> None:
+        """Takes what was tried later."""
+        self.tried += later.tried
+        for reason, out in later.excluded.items():
+            self.exclude(reason, out.example, out.count)
+        if later.nearest and (self.nearest is None or later.nearest.peak < self.nearest.peak):
+            self.nearest = later.nearest
+
+
+@dataclass(slots=True)
 class Candidates:
     """
     Args:
@@ -84,9 +110,8 @@ class Candidates:
         batch: of the step; its micro-batches count if `micro_batches` says so.
         counts: what the model's layers compute and keep.
         violated: the requirements that a choice does not meet.
-        tried: how many choices were estimated.
+        tally: of the choices that were tried.
         extended: meshes that were tried beside the best ones.
-        nearest: of those that do not fit and meet all requirements, the one that needs least.
     """
 
     space: Space
@@ -99,27 +124,23 @@ class Candidates:
     counts: DerivedCounts
     violated: Callable[[Choice], frozenset[str]]
     micro_batches: int | None = None
-    tried: int = 0
-    excluded: dict[str, Excluded] = field(default_factory=dict)
-    nearest: Candidate | None = None
+    tally: Tally = field(default_factory=Tally)
     extended: set[Sizes] = field(default_factory=set)
+    _parsed: dict[str, ast.File] = field(default_factory=dict)
     _legal: dict[Sizes, tuple[str, str] | None] = field(default_factory=dict)
     _works: dict[Choice, PlanWork | None] = field(default_factory=dict)
     _alike: dict[object, PlanWork] = field(default_factory=dict)
     _loads: dict[tuple[Choice, int], Workload | None] = field(default_factory=dict)
-
-    def exclude(self, reason: str, example: str) -> None:
-        self.excluded.setdefault(reason, Excluded(example=example)).count += 1
 
     def legal(self, sizes: Sizes) -> bool:
         """Whether a plan on such a mesh passes all checks and the mesh can split the batch."""
         choice = self.space.alike(self.space.probe(sizes, LEANEST))
         if choice.sizes not in self._legal:
             sink = Sink()
-            self.compiled(self.text(choice), sink)
+            self.compiled(choice, sink)
             self._legal[choice.sizes] = _first_error(sink)
         if found := self._legal[choice.sizes]:
-            self.exclude(*found)
+            self.tally.exclude(*found)
             return False
         axes = self.space.mesh(sizes).axes
         rows, tokens = self.batch.global_batch, self.batch.sequence
@@ -131,29 +152,34 @@ class Candidates:
             for axis in axes:
                 ranks *= axis.size if axis.role is role else 1
             if size % ranks:
-                self.exclude("the mesh cannot split the batch", f"{what} among {ranks} ranks")
+                self.tally.exclude("the mesh cannot split the batch", f"{what} among {ranks} ranks")
                 return False
         return True
 
-    def compiled(self, text: str, sink: Sink) -> compiler.Compiled:
-        """A plan that extends the base, with all checks."""
-        own = parse(Source("suggested.plan", text), sink)
+    def compiled(self, choice: Choice, sink: Sink) -> compiler.Compiled:
+        """The choice's plan, without the requirements, with all checks."""
         size = self.space.world_size
-        return compiler.compile((*self.files, own), self.facts, sink, world_size=size)
+        return compiler.compile(self._files(choice, sink), self.facts, sink, world_size=size)
 
-    def text(self, choice: Choice) -> str:
-        """Of the plan, without the requirements."""
-        return replace(self.space, requires=()).text(choice)
+    def _files(self, choice: Choice, sink: Sink) -> tuple[ast.File, ...]:
+        """The base, and what the choice's plan adds to it, each part parsed once."""
+        added = []
+        for part in replace(self.space, requires=()).parts(choice):
+            file = self._parsed.get(part) or parse(Source("suggested.plan", part), sink)
+            if not sink.errors:
+                self._parsed[part] = file
+            added.append(file)
+        return (*self.files, *added)
 
     def candidate(self, choice: Choice) -> Candidate | None:
         """The choice with as few micro-batches as fit; None where none do."""
         work = self._work(choice)
         if work is None:
             return None
-        self.tried += 1
+        self.tally.tried += 1
         counts = self._divisions(work)
         if not counts:
-            self.exclude(
+            self.tally.exclude(
                 "the rows of a rank are no multiple of the micro-batches", self.space.words(choice)
             )
             return None
@@ -202,9 +228,9 @@ class Candidates:
     def verified(self, found: Candidate) -> Candidate | None:
         """The candidate as its plan is estimated, if that compiles without errors and fits."""
         sink = Sink()
-        compiled = self.compiled(self.text(found.choice), sink)
+        compiled = self.compiled(found.choice, sink)
         if compiled.lowered is None or compiled.applied is None:
-            self.exclude(*(_first_error(sink) or ("it does not compile", found.named)))
+            self.tally.exclude(*(_first_error(sink) or ("it does not compile", found.named)))
             return None
         batch = replace(self.batch, micro_batches=found.micro_batches)
         work = PlanWork(*compiled.applied, batch, self.stack, self.optimizer)
@@ -219,22 +245,21 @@ class Candidates:
     def _too_large(self, size: float, made: Callable[[], Candidate]) -> None:
         """Notes a candidate that needs `size` bytes; it is made only where something names it."""
         reason = f"needs more than the usable {self._usable / GIB:.1f} GiB"
-        nearer = self.nearest is None or size / GIB < self.nearest.peak
-        found = made() if nearer or reason not in self.excluded else None
+        nearer = self.tally.nearest is None or size / GIB < self.tally.nearest.peak
+        found = made() if nearer or reason not in self.tally.excluded else None
         if nearer:
-            self.nearest = found
-        self.exclude(reason, f"{found.named}: {found.peak:.1f} GiB" if found else "")
+            self.tally.nearest = found
+        self.tally.exclude(reason, f"{found.named}: {found.peak:.1f} GiB" if found else "")
 
     def _work(self, choice: Choice) -> PlanWork | None:
         """The work of the choice's plan; None where it cannot be elaborated."""
         key = self.space.alike(choice)
         if key not in self._works:
             sink = Sink()
-            own = parse(Source("suggested.plan", self.text(key)), sink)
-            files, size = (*self.files, own), self.space.world_size
-            plan = elaborate(files, self.facts, sink, world_size=size)
+            size = self.space.world_size
+            plan = elaborate(self._files(key, sink), self.facts, sink, world_size=size)
             if error := _first_error(sink):
-                self.exclude(*error)
+                self.tally.exclude(*error)
             self._works[key] = (
                 PlanWork(
                     *adapted(plan, self.facts), self.batch, self.stack, self.optimizer, self._alike

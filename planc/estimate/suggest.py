@@ -14,11 +14,11 @@ from planc.estimate.answer import Request
 from planc.estimate.candidates import Candidate, Candidates
 from planc.estimate.choice import CHECKPOINTING, Choice, Space
 from planc.estimate.counted import Counted
-from planc.estimate.counting_process import CountingProcess, Job, can_help
-from planc.estimate.derived_counts import DerivedCounts, first_jobs
+from planc.estimate.derived_counts import DerivedCounts, Job, first_jobs
 from planc.estimate.from_plan import Batch, PlanWork
 from planc.estimate.memory import GIB
 from planc.estimate.search import Found, search
+from planc.estimate.second_process import SecondProcess, can_help
 from planc.model.facts import Facts
 from planc.plan import elaborate
 from planc.plan.apply_adapters import adapted
@@ -289,7 +289,7 @@ def _counts(
         else:
             left.append(job)
     if left and can_help():
-        counts.elsewhere = CountingProcess(run, left)
+        counts.elsewhere = SecondProcess(run, left)
     return counts
 
 
