@@ -116,13 +116,14 @@ def _divisible(work: PlanWork, sink: Sink) -> None:
     for size, what, among, role in parts:
         if size % among:
             axes = work.plan.mesh.of_role(role)
+            wide = [a for a in axes if a.size > 1] or axes[:1]
             named = " * ".join(f"{a.name} {a.size}" for a in axes)
             if role is AxisRole.DATA and work.parts > 1:
                 named += f" * {work.parts} micro-batches"
             sink.error(
                 "PL702",
                 f"{size} {what} cannot be split among {among} ({named})",
-                *(Label(span=a.origin, text=f"{a.name} is {a.size}") for a in axes[:1]),
+                *(Label(span=a.origin, text=f"{a.name} is {a.size}") for a in wide),
                 help=f"use a multiple of {among}, or another mesh",
             )
 

@@ -110,7 +110,7 @@ def _each(
         progress(meshes.index(alike[key][0]))
         here: dict[Sizes, tuple[dict[Choice, Candidate], Tally]] = {}
         for sizes in alike[key]:
-            candidates.tally = Tally()
+            candidates.tally = Tally(nearest=candidates.tally.nearest)
             here[sizes] = find(candidates, sizes), candidates.tally
         return here
 
