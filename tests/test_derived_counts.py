@@ -1,6 +1,7 @@
 """Counts by arithmetic are those of running the layers."""
 
 import os
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -8,9 +9,9 @@ import pytest
 
 from planc.diagnostic import Sink
 from planc.estimate.counted import Counted, Part, Product, Saved
-from planc.estimate.counting_process import CountingProcess
 from planc.estimate.derived_counts import DerivedCounts, first_jobs
 from planc.estimate.kept_tensors import count
+from planc.estimate.second_process import SecondProcess, both, can_help
 from planc.model.load import load
 
 WHOLE = "", 1
@@ -104,8 +105,12 @@ def doubled(job):
     return Counted(parts=(), logits=2 * job[0])
 
 
+HERE = os.getpid()
+
+
 def failing(job):
-    if job[0] == 2:
+    """Ends the second process alone."""
+    if os.getpid() != HERE:
         os._exit(1)
     return doubled(job)
 
@@ -114,21 +119,35 @@ def jobs(*rows):
     return [(n, 8, "bfloat16", WHOLE) for n in rows]
 
 
-def test_another_process_counts_in_order():
-    here = []
-    counts = DerivedCounts(here.append, CountingProcess(doubled, jobs(1, 2, 4)))
+def test_two_processes_count():
+    counts = DerivedCounts(missing, SecondProcess(doubled, jobs(1, 2, 4)))
+    assert counts.counting
     assert counts.derived(work(64, 8)).logits == 128
     assert counts.counted(work(4, 8)).logits == 8
-    assert counts.elsewhere.waiting == []
+    assert not counts.counting
     counts.end()
-    assert here == []
+
+
+def missing(job):
+    raise AssertionError(f"{job} was counted twice")
 
 
 def test_what_another_process_does_not_count_is_counted_here():
-    counts = DerivedCounts(doubled, CountingProcess(failing, jobs(1, 2, 4)))
+    counts = DerivedCounts(doubled, SecondProcess(failing, jobs(1, 2, 4)))
     assert [counts.counted(work(n, 8)).logits for n in (4, 1, 2)] == [8, 2, 4]
-    assert counts.elsewhere.waiting == []
-    unasked = DerivedCounts(doubled, CountingProcess(doubled, jobs(1, 2)))
+    unasked = DerivedCounts(doubled, SecondProcess(doubled, jobs(1, 2)))
     assert unasked.counted(work(8, 8)).logits == 16
     unasked.end()
-    assert unasked.elsewhere.waiting == []
+    assert not unasked.counting
+
+
+def test_each_of_two_processes_takes_the_next_job():
+    def run(job):
+        time.sleep(0.02)
+        return job, os.getpid()
+
+    found = both(run, range(12))
+    assert [*found] == [job for job, _ in found.values()] == [*range(12)]
+    assert len({process for _, process in found.values()}) == 1 + can_help()
+    assert {process for _, process in both(run, range(4), alone=True).values()} == {HERE}
+    assert both(failing, jobs(1, 2, 4)) == {job: doubled(job) for job in jobs(1, 2, 4)}

@@ -8,12 +8,14 @@ from helpers import slow
 
 from planc import compiler
 from planc.diagnostic import Sink
+from planc.estimate import second_process
 from planc.estimate import suggest as suggesting
 from planc.estimate.answer import Request, answer
 from planc.estimate.candidates import Candidates
 from planc.estimate.choice import divisors
 from planc.estimate.from_plan import Batch
 from planc.estimate.suggest import Asked, suggest
+from planc.estimate.suggestion_text import document
 from planc.model.load import load
 from planc.source import Source
 from planc.syntax.formatter.files import formatted_files
@@ -78,7 +80,7 @@ def test_the_best_of_every_choice_is_found():
     for sizes in space.meshes():
         for choice in space.choices(sizes):
             for other in (choice, *space.variations(choice)):
-                compiled = candidates.compiled(candidates.text(other), Sink())
+                compiled = candidates.compiled(other, Sink())
                 if compiled.lowered and (one := candidates.candidate(other)):
                     found.append(one)
     best = min(found, key=lambda c: c.seconds)
@@ -131,7 +133,7 @@ def test_more_micro_batches_only_where_fewer_do_not_fit():
     assert found.micro_batches > 1
     candidates.micro_batches = found.micro_batches // 2
     assert candidates.candidate(choice) is None
-    assert "needs more than" in next(iter(candidates.excluded))
+    assert "needs more than" in next(iter(candidates.tally.excluded))
 
 
 def test_requirements_and_settings():
@@ -162,6 +164,24 @@ def test_progress_grows_to_the_end():
     assert steps == sorted(steps)
     assert steps[-1][0] == steps[-1][1]
     assert {total for _, total in steps} == {steps[-1][1]}
+
+
+def test_a_model_whose_layers_cannot_be_counted():
+    sink, batch = Sink(), Batch(global_batch=8, sequence=1024)
+    facts = replace(load("llama-3.2-1b", sink), code="mylib.models:build")
+    asked = Asked(plan=None, world_size=8, request=Request(batch=batch))
+    assert suggest(facts, asked, sink) is None
+    unknown = {d.code: d for d in sink.diagnostics}
+    assert unknown.keys() == {"PL703", "PL712"}
+    assert unknown["PL712"].message.endswith("what the model's layers compute and keep is unknown")
+    assert "planc estimate" in unknown["PL712"].help
+
+
+def test_two_processes_find_what_one_finds(monkeypatch):
+    _, made, _ = suggested("llama-3.1-8b", 16, 32, 8192)
+    monkeypatch.setattr(second_process, "can_help", lambda: False)
+    _, alone, _ = suggested.__wrapped__("llama-3.1-8b", 16, 32, 8192)
+    assert document(alone) == document(made)
 
 
 def test_divisors():

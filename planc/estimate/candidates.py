@@ -6,6 +6,7 @@ import copy
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cache
 
 from planc import compiler
 from planc.codes import CODES
@@ -17,32 +18,72 @@ from planc.estimate.memory import GIB, usable
 from planc.estimate.profiles import Hardware, Stack
 from planc.estimate.step import Estimate, estimate, peak
 from planc.estimate.workload import Workload
+from planc.lowering.step import Step
 from planc.model.facts import Facts
 from planc.ops.base import AxisRole
 from planc.plan import elaborate
 from planc.plan.apply_adapters import adapted
+from planc.plan.ir import Plan
 from planc.source import Source
 from planc.syntax import ast
 from planc.syntax.formatter.layout import laid_out
 from planc.syntax.parse import parse
 
+UNSPLIT = "the mesh cannot split the batch"
+UNEVEN = "the rows of a rank are no multiple of the micro-batches"
+WAYS_OUT = {
+    UNSPLIT: "use a batch that more meshes can split, such as one row for each rank",
+    UNEVEN: "use another number of micro-batches, or leave them to the search",
+}
+"""What to do where a reason leaves out most choices."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
-    """A choice with its estimate.
+class Tried:
+    """A choice that was tried.
 
     Args:
         mesh: every axis with its size.
         words: what it does besides the mesh.
         micro_batches: as few as fit, or what the user set.
-        violated: the requirements that it does not meet.
-        text: of the plan, with the requirements.
     """
 
     choice: Choice
     mesh: Sizes
     words: str
     micro_batches: int
+
+    @property
+    def axes(self) -> str:
+        """The mesh without axes of one rank."""
+        return " | ".join(f"{name} {size}" for name, size in self.mesh if size > 1) or "1 rank"
+
+    @property
+    def named(self) -> str:
+        parts = f"{self.micro_batches} micro-batch{'es' * (self.micro_batches > 1)}"
+        return f"{self.axes}; {self.words}; {parts}"
+
+    def estimated(self, step: Estimate, violated: frozenset[str]) -> Candidate:
+        """The choice with its estimate."""
+        return Candidate(
+            choice=self.choice,
+            mesh=self.mesh,
+            words=self.words,
+            micro_batches=self.micro_batches,
+            estimate=step,
+            violated=violated,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate(Tried):
+    """A choice with its estimate.
+
+    Args:
+        violated: the requirements that it does not meet.
+        text: of the plan, with the requirements.
+    """
+
     estimate: Estimate
     violated: frozenset[str] = frozenset()
     text: str = ""
@@ -56,15 +97,9 @@ class Candidate:
         """GiB that a rank holds at most."""
         return self.estimate.fullest.peak / GIB
 
-    @property
-    def axes(self) -> str:
-        """The mesh without axes of one rank."""
-        return " | ".join(f"{name} {size}" for name, size in self.mesh if size > 1) or "1 rank"
 
-    @property
-    def named(self) -> str:
-        parts = f"{self.micro_batches} micro-batch{'es' * (self.micro_batches > 1)}"
-        return f"{self.axes}; {self.words}; {parts}"
+_Load = tuple[Workload, float] | None
+"""The work of a step and the bytes that it needs; None where its layers cannot be counted."""
 
 
 @dataclass(slots=True)
@@ -76,6 +111,32 @@ class Excluded:
 
 
 @dataclass(slots=True)
+class Tally:
+    """What was tried of a space.
+
+    Args:
+        tried: how many choices were estimated.
+        excluded: by reason.
+        nearest: of those that do not fit and meet all requirements, the one that needs least.
+    """
+
+    tried: int = 0
+    excluded: dict[str, Excluded] = field(default_factory=dict)
+    nearest: Candidate | None = None
+
+    def exclude(self, reason: str, example: str, count: int = 1) -> None:
+        self.excluded.setdefault(reason, Excluded(example=example)).count += count
+
+    def add(self, later: Tally) -> None:
+        """Takes what was tried later."""
+        self.tried += later.tried
+        for reason, out in later.excluded.items():
+            self.exclude(reason, out.example, out.count)
+        if later.nearest and (self.nearest is None or later.nearest.peak < self.nearest.peak):
+            self.nearest = later.nearest
+
+
+@dataclass(slots=True)
 class Candidates:
     """
     Args:
@@ -84,9 +145,8 @@ class Candidates:
         batch: of the step; its micro-batches count if `micro_batches` says so.
         counts: what the model's layers compute and keep.
         violated: the requirements that a choice does not meet.
-        tried: how many choices were estimated.
+        tally: of the choices that were tried.
         extended: meshes that were tried beside the best ones.
-        nearest: of those that do not fit and meet all requirements, the one that needs least.
     """
 
     space: Space
@@ -99,94 +159,117 @@ class Candidates:
     counts: DerivedCounts
     violated: Callable[[Choice], frozenset[str]]
     micro_batches: int | None = None
-    tried: int = 0
-    excluded: dict[str, Excluded] = field(default_factory=dict)
-    nearest: Candidate | None = None
+    tally: Tally = field(default_factory=Tally)
     extended: set[Sizes] = field(default_factory=set)
-    _legal: dict[Sizes, tuple[str, str] | None] = field(default_factory=dict)
+    _parsed: dict[str, ast.File] = field(default_factory=dict)
+    _legal: dict[Sizes, tuple[tuple[str, str] | None, int]] = field(default_factory=dict)
     _works: dict[Choice, PlanWork | None] = field(default_factory=dict)
     _alike: dict[object, PlanWork] = field(default_factory=dict)
     _loads: dict[tuple[Choice, int], Workload | None] = field(default_factory=dict)
-
-    def exclude(self, reason: str, example: str) -> None:
-        self.excluded.setdefault(reason, Excluded(example=example)).count += 1
 
     def legal(self, sizes: Sizes) -> bool:
         """Whether a plan on such a mesh passes all checks and the mesh can split the batch."""
         choice = self.space.alike(self.space.probe(sizes, LEANEST))
         if choice.sizes not in self._legal:
             sink = Sink()
-            self.compiled(self.text(choice), sink)
-            self._legal[choice.sizes] = _first_error(sink)
-        if found := self._legal[choice.sizes]:
-            self.exclude(*found)
+            lowered = self.compiled(choice, sink).lowered
+            runs = Step(lowered=lowered).runs if lowered else 1
+            self._legal[choice.sizes] = _first_error(sink), runs
+        found, runs = self._legal[choice.sizes]
+        if found:
+            self.tally.exclude(*found)
             return False
         axes = self.space.mesh(sizes).axes
         rows, tokens = self.batch.global_batch, self.batch.sequence
-        for role, size, what in (
-            (AxisRole.DATA, rows, f"{rows} rows"),
-            (AxisRole.SEQUENCE, tokens, f"{tokens} tokens"),
+        for role, size, what, each in (
+            (AxisRole.DATA, rows, f"{rows} rows", 1),
+            (AxisRole.SEQUENCE, tokens, f"{tokens} tokens", runs),
         ):
             ranks = 1
             for axis in axes:
                 ranks *= axis.size if axis.role is role else 1
-            if size % ranks:
-                self.exclude("the mesh cannot split the batch", f"{what} among {ranks} ranks")
+            if size % (ranks * each):
+                more = f", {each} runs each" if each > 1 else ""
+                self.tally.exclude(UNSPLIT, f"{what} among {ranks} ranks{more}")
                 return False
         return True
 
-    def compiled(self, text: str, sink: Sink) -> compiler.Compiled:
-        """A plan that extends the base, with all checks."""
-        own = parse(Source("suggested.plan", text), sink)
+    def compiled(self, choice: Choice, sink: Sink) -> compiler.Compiled:
+        """The choice's plan, without the requirements, with all checks."""
         size = self.space.world_size
-        return compiler.compile((*self.files, own), self.facts, sink, world_size=size)
+        return compiler.compile(self._files(choice, sink), self.facts, sink, world_size=size)
 
-    def text(self, choice: Choice) -> str:
-        """Of the plan, without the requirements."""
-        return replace(self.space, requires=()).text(choice)
+    def _files(self, choice: Choice, sink: Sink) -> tuple[ast.File, ...]:
+        """The base, and what the choice's plan adds to it, each part parsed once."""
+        added = []
+        for part in replace(self.space, requires=()).parts(choice):
+            file = self._parsed.get(part) or parse(Source("suggested.plan", part), sink)
+            if not sink.errors:
+                self._parsed[part] = file
+            added.append(file)
+        return (*self.files, *added)
 
     def candidate(self, choice: Choice) -> Candidate | None:
         """The choice with as few micro-batches as fit; None where none do."""
         work = self._work(choice)
         if work is None:
             return None
-        self.tried += 1
+        self.tally.tried += 1
         counts = self._divisions(work)
         if not counts:
-            self.exclude(
-                "the rows of a rank are no multiple of the micro-batches", self.space.words(choice)
-            )
+            self.tally.exclude(UNEVEN, self.space.words(choice))
             return None
+
+        mesh = self.space.mesh(choice.sizes)
+        load = self._loading(choice, replace(work.plan, mesh=mesh), work, counts)
+        at, fits = self._fewest(load, len(counts))
+        found, violated = load(at), self.violated(choice)
+        if found is None or not (fits or not violated):
+            return None
+        tried = Tried(
+            choice=choice,
+            mesh=tuple((a.name, a.size) for a in mesh.axes),
+            words=self.space.words(choice),
+            micro_batches=counts[at],
+        )
+        if fits or self._too_large(found[1], tried):
+            one = tried.estimated(estimate(found[0], self.hardware, self.stack), violated)
+            if fits:
+                return one
+            self.tally.nearest = one
+        return None
+
+    def _loading(
+        self, choice: Choice, plan: Plan, work: PlanWork, counts: tuple[int, ...]
+    ) -> Callable[[int], _Load]:
+        """What gives the work of a step with so many micro-batches, and what it needs."""
+        here = copy.copy(work)
+        here.plan = plan
+        groups = here.groups()
+
+        @cache
+        def load(at: int) -> _Load:
+            found = self._load(choice, work, counts[at])
+            if found is None:
+                return None
+            whole = replace(found, **groups, world=self.space.world_size)
+            return whole, peak(whole, self.hardware, self.stack)
+
+        return load
+
+    def _fewest(self, load: Callable[[int], _Load], count: int) -> tuple[int, bool]:
+        """The first number of micro-batches that fits, else the last one; and whether it fits."""
 
         def fitting(at: int) -> bool:
-            load = self._load(choice, work, counts[at])
-            return load is not None and peak(load, self.hardware, self.stack) <= self._usable
+            found = load(at)
+            return found is not None and found[1] <= self._usable
 
         # gradients wait between micro-batches, so that one may fit where two do not
-        last = len(counts) - 1
-        at = 0 if fitting(0) else len(counts)
+        last = count - 1
+        at = 0 if fitting(0) else count
         if at and last and fitting(last):
             at = bisect_left(range(last), True, lo=1, key=fitting)
-        chosen = min(at, last)
-        load = self._load(choice, work, counts[chosen])
-        if load is None:
-            return None
-
-        def made() -> Candidate:
-            return Candidate(
-                choice=choice,
-                mesh=tuple((a.name, a.size) for a in self.space.mesh(choice.sizes).axes),
-                words=self.space.words(choice),
-                micro_batches=counts[chosen],
-                estimate=estimate(load, self.hardware, self.stack),
-                violated=self.violated(choice),
-            )
-
-        if at < len(counts):
-            return made()
-        if not self.violated(choice):
-            self._too_large(peak(load, self.hardware, self.stack), made)
-        return None
+        return min(at, last), at < count
 
     def _divisions(self, work: PlanWork) -> tuple[int, ...]:
         """The micro-batches that a rank's rows can be divided into, the fewest first."""
@@ -202,9 +285,9 @@ class Candidates:
     def verified(self, found: Candidate) -> Candidate | None:
         """The candidate as its plan is estimated, if that compiles without errors and fits."""
         sink = Sink()
-        compiled = self.compiled(self.text(found.choice), sink)
+        compiled = self.compiled(found.choice, sink)
         if compiled.lowered is None or compiled.applied is None:
-            self.exclude(*(_first_error(sink) or ("it does not compile", found.named)))
+            self.tally.exclude(*(_first_error(sink) or ("it does not compile", found.named)))
             return None
         batch = replace(self.batch, micro_batches=found.micro_batches)
         work = PlanWork(*compiled.applied, batch, self.stack, self.optimizer)
@@ -212,29 +295,25 @@ class Candidates:
         exact = replace(found, estimate=estimate(load, self.hardware, self.stack))
         if exact.estimate.fits:
             return replace(exact, text=laid_out(self.space.text(found.choice)))
-        if not exact.violated:
-            self._too_large(exact.estimate.fullest.peak, lambda: exact)
+        if not exact.violated and self._too_large(exact.estimate.fullest.peak, exact):
+            self.tally.nearest = exact
         return None
 
-    def _too_large(self, size: float, made: Callable[[], Candidate]) -> None:
-        """Notes a candidate that needs `size` bytes; it is made only where something names it."""
+    def _too_large(self, size: float, tried: Tried) -> bool:
+        """Notes a choice that needs `size` bytes; whether no other one needs less."""
         reason = f"needs more than the usable {self._usable / GIB:.1f} GiB"
-        nearer = self.nearest is None or size / GIB < self.nearest.peak
-        found = made() if nearer or reason not in self.excluded else None
-        if nearer:
-            self.nearest = found
-        self.exclude(reason, f"{found.named}: {found.peak:.1f} GiB" if found else "")
+        self.tally.exclude(reason, f"{tried.named}: {size / GIB:.1f} GiB")
+        return self.tally.nearest is None or size / GIB < self.tally.nearest.peak
 
     def _work(self, choice: Choice) -> PlanWork | None:
         """The work of the choice's plan; None where it cannot be elaborated."""
         key = self.space.alike(choice)
         if key not in self._works:
             sink = Sink()
-            own = parse(Source("suggested.plan", self.text(key)), sink)
-            files, size = (*self.files, own), self.space.world_size
-            plan = elaborate(files, self.facts, sink, world_size=size)
+            size = self.space.world_size
+            plan = elaborate(self._files(key, sink), self.facts, sink, world_size=size)
             if error := _first_error(sink):
-                self.exclude(*error)
+                self.tally.exclude(*error)
             self._works[key] = (
                 PlanWork(
                     *adapted(plan, self.facts), self.batch, self.stack, self.optimizer, self._alike
@@ -245,18 +324,14 @@ class Candidates:
         return self._works[key]
 
     def _load(self, choice: Choice, work: PlanWork, micro_batches: int) -> Workload | None:
-        """The step's work on the choice's mesh; None where its layers cannot be counted."""
+        """The step's work on a mesh without replicas; None where layers cannot be counted."""
         key = self.space.alike(choice), micro_batches
-        mine = copy.copy(work)
         if key not in self._loads:
+            mine = copy.copy(work)
             mine.batch = replace(self.batch, micro_batches=micro_batches)
             counted = self.counts.derived(mine)
             self._loads[key] = mine.workload(counted) if counted else None
-        load = self._loads[key]
-        if load is None:
-            return None
-        mine.plan = replace(work.plan, mesh=self.space.mesh(choice.sizes))
-        return replace(load, **mine.groups(), world=self.space.world_size)
+        return self._loads[key]
 
 
 def _first_error(sink: Sink) -> tuple[str, str] | None:

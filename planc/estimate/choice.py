@@ -254,6 +254,10 @@ class Space:
 
     def text(self, choice: Choice) -> str:
         """The plan that extends the base by a choice, before it is laid out."""
+        return "\n\n".join(self.parts(choice)) + "\n"
+
+    def parts(self, choice: Choice) -> tuple[str, ...]:
+        """Its statements, those about one thing together: many choices share them."""
         given = {n: v for n, v in self.fixed.items() if n in self.defaults}
         made = {o: n for a, n in choice.sizes if (o := self.sizing.get(a))}
         options = {**dict(choice.options), **made, **given}
@@ -274,7 +278,7 @@ class Space:
             units = [(f"override {u.members[0]}", _resident(u)) for u in self._lists()]
             parts.append(_block(header, units))
         parts.append("\n".join(f'require {r} "asked for: {_quoted(r)}"' for r in self.requires))
-        return "\n\n".join(part for part in parts if part) + "\n"
+        return tuple(part for part in parts if part)
 
 
 def _resident(unit: Unit) -> str:

@@ -14,9 +14,11 @@ from fractions import Fraction
 from typing import Any
 
 from planc.estimate.counted import Counted
-from planc.estimate.counting_process import CountingProcess, Job
 from planc.estimate.from_plan import PlanWork
+from planc.estimate.second_process import SecondProcess
 
+Job = tuple[int, int, str, tuple[str, int]]
+"""Rows, tokens, the dtype, and what attention exchanges with how many parts."""
 Shape = tuple[int, int]
 """Rows and tokens of a row, of one rank's micro-batch."""
 _GATHERED = "all_gather"
@@ -29,11 +31,11 @@ class DerivedCounts:
     """
     Args:
         run: counts a job, as `kept_tensors.count`.
-        elsewhere: what counts some of them, one after the other, in another process.
+        elsewhere: counts some of them, in another process too.
     """
 
     run: Callable[[Job], Counted | None]
-    elsewhere: CountingProcess | None = None
+    elsewhere: SecondProcess[Job, Counted | None] | None = None
     _known: dict[_Alike, dict[Shape, Counted | None]] = field(default_factory=dict)
     _derived: dict[tuple[_Alike, Shape], Counted] = field(default_factory=dict)
 
@@ -54,12 +56,17 @@ class DerivedCounts:
         alike = dtype, exchange[0], tokens * exchange[1]
         self._known.setdefault(alike, {})[rows, tokens] = one
 
+    @property
+    def counting(self) -> bool:
+        """Whether another process counts."""
+        return self.elsewhere is not None and bool(self.elsewhere.waiting)
+
     def end(self) -> None:
         """Counts no more in another process."""
         if self.elsewhere:
             self.elsewhere.end()
 
-    def _receive(self, elsewhere: CountingProcess) -> None:
+    def _receive(self, elsewhere: SecondProcess[Job, Counted | None]) -> None:
         job, one = elsewhere.next()
         if one:
             self.add(job, one)

@@ -89,15 +89,21 @@ def _count(
     attention: str,
     exchange: tuple[str, int],
 ) -> Counted | None:
-    from torch._subclasses.fake_tensor import FakeTensorMode
+    from planc.model.sources.huggingface import importing, prepare
 
     values = copy.deepcopy(dict(facts.config))
     depth = Depth(1, block_kinds(facts), {})
     depth.shrink(facts.config, values, dict)
     try:
+        with importing():
+            from torch._subclasses.fake_tensor import FakeTensorMode
+
+            prepared = prepare(config_of(values, "the model with few layers"), sink)
+        if prepared is None:
+            return None
         with FakeTensorMode():
-            model = _build(values, dtype, attention, sink)
-            return model and _run(model, facts, depth.kept, shape, exchange)
+            model = _build(*prepared, dtype, attention)
+            return _run(model, facts, depth.kept, shape, exchange)
     except Exception as error:
         _unknown(sink, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}", attention)
         return None
@@ -112,16 +118,12 @@ def _unknown(sink: Sink, why: str, attention: str) -> None:
     )
 
 
-def _build(values: dict[str, Any], dtype: str, attention: str, sink: Sink) -> Any:
+def _build(cls: Any, part: Any, dtype: str, attention: str) -> Any:
     import torch
 
-    from planc.model.sources.huggingface import prepare, quiet
+    from planc.model.sources.huggingface import quiet
     from planc.model.sources.isolation import isolated
 
-    prepared = prepare(config_of(values, "the model with few layers"), sink)
-    if prepared is None:
-        return None
-    cls, part = prepared
     part.use_cache = False
     if attention != "eager":  # a flash kernel keeps no mask of its dropout, as the CPU's would
         for name in ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob"):

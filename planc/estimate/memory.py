@@ -79,7 +79,7 @@ def memory(work: Workload, stack: Stack, ahead: int) -> list[RankMemory]:
 
 def usable(hardware: Hardware, stack: Stack) -> float:
     """Bytes that the allocator can hand out before it fails."""
-    return (hardware.memory_gib - hardware.context_gib) * stack.memory_margin * GIB
+    return max(0.0, hardware.memory_gib - hardware.context_gib) * stack.memory_margin * GIB
 
 
 class _Rank:

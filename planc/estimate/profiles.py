@@ -6,6 +6,7 @@ A profile is named by the file that ships in `profiles/`, or by a path to the us
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -174,11 +175,13 @@ def _checked(name: str, kind: type[P], table: dict[str, Any], sink: Sink) -> P |
     problems = [f"{key} is not a field" for key in table if key not in types]
     for key, type_ in types.items():
         if key == "sources":
-            continue
-        if key not in table:
+            problems += _unknown_sources(table.get(key, {}), types)
+        elif key not in table:
             problems += [f"{key} is missing"] if key in needed else []
         else:
             problems += _problems(key, type_, table[key], kind)
+    if not problems and kind is Hardware:
+        problems += _absurd(table)
     if problems:
         sink.error(
             "PL701",
@@ -198,3 +201,24 @@ def _problems(key: str, type_: str, value: Any, kind: type) -> list[str]:
         return [f"{key} is {value!r}, not {'an int' if type_ == 'int' else 'a number'}"]
     low, high = LIMITS.get(key, _POSITIVE if kind is Hardware else _PASSES)
     return [] if low <= value <= high else [f"{key} is {value}, not between {low:g} and {high:g}"]
+
+
+def _unknown_sources(sources: Any, types: Mapping[str, str]) -> list[str]:
+    """`sources` says of fields where they come from."""
+    if not isinstance(sources, dict):
+        return [f"sources is {sources!r}, not a table"]
+    unknown = [f"{key} of sources is not a field" for key in sources if key not in types]
+    texts = (key for key, value in sources.items() if not isinstance(value, str))
+    return [*unknown, *(f"{key} of sources is {sources[key]!r}, not a text" for key in texts)]
+
+
+def _absurd(table: Mapping[str, Any]) -> list[str]:
+    """Numbers of hardware that are possible alone, and not together."""
+    problems = []
+    memory, context = table["memory_gib"], table["context_gib"]
+    if context >= memory:
+        problems.append(f"context_gib is {context}, which leaves nothing of memory_gib = {memory}")
+    rate, peak = table["matmul_tflops"], table["peak_tflops"]
+    if rate > 2 * peak:
+        problems.append(f"matmul_tflops is {rate}, more than twice peak_tflops = {peak}")
+    return problems

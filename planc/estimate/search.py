@@ -8,14 +8,15 @@ What is named in the end is compiled with all checks.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import islice
 from math import inf
 
-from planc.estimate.candidates import Candidate, Candidates, Excluded
+from planc.estimate.candidates import Candidate, Candidates, Excluded, Tally
 from planc.estimate.choice import FASTEST, LEANEST, Choice, Sizes
+from planc.estimate.second_process import both
 
 MESHES = 12
 """How many meshes are searched in full."""
@@ -63,22 +64,14 @@ def search(
     space = candidates.space
     meshes = list(space.meshes())
     total = len(meshes) + MESHES
-    ranked: dict[Choice, Candidate] = {}
-    for done, sizes in enumerate(meshes):
-        progress(done, total)
-        if candidates.legal(sizes):
-            probes = (space.probe(sizes, options) for options in ({}, LEANEST, FASTEST))
-            here = _tried(candidates, probes)
-            ranked |= here or _divided(candidates, sizes)
+    ranked = _each(candidates, meshes, _probed, lambda done: progress(done, total))
     for _ in range(ROUNDS):
         ranked |= _extended(candidates, ranked)
-    for done, sizes in enumerate(_best_meshes(ranked.values(), space.requires)):
-        progress(len(meshes) + done, total)
-        here = _tried(candidates, space.choices(sizes))
-        first = sorted(here.values(), key=lambda c: c.seconds)[:VARIED]
-        varied = (other for c in first for other in space.variations(c.choice))
-        ranked |= here | _tried(candidates, varied)
-    order = sorted(ranked.values(), key=lambda c: (c.seconds, len(candidates.text(c.choice))))
+    best_meshes = _best_meshes(ranked.values(), space.requires)
+    ranked |= _each(
+        candidates, best_meshes, _in_full, lambda done: progress(len(meshes) + done, total)
+    )
+    order = sorted(ranked.values(), key=lambda c: (c.seconds, len(space.text(c.choice))))
     best = sorted(islice(_named(candidates, order), NAMED), key=lambda c: c.seconds)
     costs = {
         condition: next(_named(candidates, order, frozenset({condition})), None)
@@ -87,12 +80,63 @@ def search(
     progress(total, total)
     return Found(
         best=tuple(best),
-        tried=candidates.tried,
-        excluded=candidates.excluded,
+        tried=candidates.tally.tried,
+        excluded=candidates.tally.excluded,
         costs=costs,
         apart=_apart(candidates, best[0], order) if best else None,
-        nearest=candidates.nearest,
+        nearest=candidates.tally.nearest,
     )
+
+
+def _each(
+    candidates: Candidates,
+    meshes: Sequence[Sizes],
+    find: Callable[[Candidates, Sizes], dict[Choice, Candidate]],
+    progress: Callable[[int], None] = lambda _done: None,
+) -> dict[Choice, Candidate]:
+    """What is found on each mesh, by two processes where none of them counts layers.
+
+    Meshes that differ by replicas alone stay together, as most of what they compute is the same.
+
+    Args:
+        progress: is told the number of meshes that are done.
+    """
+    space, tally = candidates.space, candidates.tally
+    alike: dict[Sizes, list[Sizes]] = {}
+    for sizes in meshes:
+        alike.setdefault(space.alike(space.probe(sizes, LEANEST)).sizes, []).append(sizes)
+
+    def run(key: Sizes) -> dict[Sizes, tuple[dict[Choice, Candidate], Tally]]:
+        progress(meshes.index(alike[key][0]))
+        here: dict[Sizes, tuple[dict[Choice, Candidate], Tally]] = {}
+        for sizes in alike[key]:
+            candidates.tally = Tally(nearest=candidates.tally.nearest)
+            here[sizes] = find(candidates, sizes), candidates.tally
+        return here
+
+    every = both(run, [*alike], alone=candidates.counts.counting)
+    results = {sizes: result for part in every.values() for sizes, result in part.items()}
+    candidates.tally, found = tally, dict[Choice, Candidate]()
+    for sizes in meshes:
+        tally.add(results[sizes][1])
+        found |= results[sizes][0]
+    return found
+
+
+def _probed(candidates: Candidates, sizes: Sizes) -> dict[Choice, Candidate]:
+    """The probes of a mesh with one rank along the extended axes."""
+    if not candidates.legal(sizes):
+        return {}
+    probes = (candidates.space.probe(sizes, options) for options in ({}, LEANEST, FASTEST))
+    return _tried(candidates, probes) or _divided(candidates, sizes)
+
+
+def _in_full(candidates: Candidates, sizes: Sizes) -> dict[Choice, Candidate]:
+    """All ways to checkpoint and to compute the loss, and the fastest of them varied."""
+    here = _tried(candidates, candidates.space.choices(sizes))
+    first = sorted(here.values(), key=lambda c: c.seconds)[:VARIED]
+    varied = (other for c in first for other in candidates.space.variations(c.choice))
+    return here | _tried(candidates, varied)
 
 
 def _divided(candidates: Candidates, sizes: Sizes) -> dict[Choice, Candidate]:
@@ -118,21 +162,23 @@ def _divided(candidates: Candidates, sizes: Sizes) -> dict[Choice, Candidate]:
 
 def _extended(candidates: Candidates, ranked: dict[Choice, Candidate]) -> dict[Choice, Candidate]:
     """The probes of meshes beside the best ones, which have other sizes of one extended axis."""
-    space, found = candidates.space, dict[Choice, Candidate]()
+    space, nearest = candidates.space, candidates.tally.nearest
     starts = _best_meshes(ranked.values(), space.requires)[:STARTS]
-    if not starts and candidates.nearest:
-        starts = [candidates.nearest.choice.sizes]
+    if not starts and nearest:
+        starts = [nearest.choice.sizes]
     known = {choice.sizes for choice in ranked} | candidates.extended
-    for sizes in dict.fromkeys(n for start in starts for n in space.neighbors(start)):
-        if sizes in known:
-            continue
-        candidates.extended.add(sizes)
+    beside = dict.fromkeys(n for start in starts for n in space.neighbors(start))
+    new = [sizes for sizes in beside if sizes not in known]
+    candidates.extended.update(new)
+    near = NEAR * min((c.seconds for c in ranked.values()), default=inf)
+
+    def probed(candidates: Candidates, sizes: Sizes) -> dict[Choice, Candidate]:
         probes = (space.probe(sizes, options) for options in (LEANEST, FASTEST))
         here = _tried(candidates, probes)
-        near = NEAR * min((c.seconds for c in ranked.values()), default=inf)
-        if min((c.seconds for c in here.values()), default=inf) < near and candidates.legal(sizes):
-            found |= here
-    return found
+        fast = min((c.seconds for c in here.values()), default=inf) < near
+        return here if fast and candidates.legal(sizes) else {}
+
+    return _each(candidates, new, probed)
 
 
 def _apart(candidates: Candidates, best: Candidate, order: list[Candidate]) -> Candidate | None:

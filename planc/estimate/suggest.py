@@ -11,14 +11,14 @@ from planc import compiler
 from planc.diagnostic import Sink
 from planc.estimate import profiles
 from planc.estimate.answer import Request
-from planc.estimate.candidates import Candidate, Candidates
+from planc.estimate.candidates import WAYS_OUT, Candidate, Candidates
 from planc.estimate.choice import CHECKPOINTING, Choice, Space
 from planc.estimate.counted import Counted
-from planc.estimate.counting_process import CountingProcess, Job, can_help
-from planc.estimate.derived_counts import DerivedCounts, first_jobs
+from planc.estimate.derived_counts import DerivedCounts, Job, first_jobs
 from planc.estimate.from_plan import Batch, PlanWork
 from planc.estimate.memory import GIB
 from planc.estimate.search import Found, search
+from planc.estimate.second_process import SecondProcess, can_help
 from planc.model.facts import Facts
 from planc.plan import elaborate
 from planc.plan.apply_adapters import adapted
@@ -289,7 +289,7 @@ def _counts(
         else:
             left.append(job)
     if left and can_help():
-        counts.elsewhere = CountingProcess(run, left)
+        counts.elsewhere = SecondProcess(run, left)
     return counts
 
 
@@ -304,17 +304,22 @@ def _coarser(candidates: Candidates, best: Candidate) -> Candidate | None:
 
 
 def _nothing(found: Found, sink: Sink) -> None:
-    near = found.nearest
-    needs = "no mesh is legal"
+    near, excluded = found.nearest, found.excluded
+    most = max(excluded, key=lambda reason: excluded[reason].count, default="")
+    help = WAYS_OUT.get(most, "use more ranks, a smaller batch or sequence, or fewer requirements")
+    needs = most if most in WAYS_OUT else "no mesh is legal"
     if near:
         room = near.estimate.usable / GIB
         needs = f"the leanest needs {near.peak:.1f} GiB of the usable {room:.1f}"
+    elif found.tried and not excluded:
+        needs = "what the model's layers compute and keep is unknown"
+        help = "`planc estimate` says of one plan what is known: parameters and optimizer state"
     sink.error(
         "PL712",
         f"none of {found.tried:,} plans can be used: {needs}",
         facts=(
             *((f"the leanest: {near.named}",) if near else ()),
-            *(f"{n.count:,} x {reason}: {n.example}" for reason, n in found.excluded.items()),
+            *(f"{n.count:,} x {reason}: {n.example}" for reason, n in excluded.items()),
         ),
-        help="use more ranks, a smaller batch or sequence, or fewer requirements",
+        help=help,
     )

@@ -26,12 +26,13 @@ def require_divisible(step: Step, mesh: Mesh | None, sink: Sink) -> bool:
             continue
         found = False
         axes = mesh.of_role(role) if mesh else ()
+        wide = [a for a in axes if a.size > 1] or axes[:1]
         named = " * ".join(f"{a.name} {a.size}" for a in axes)
         named += f" * {more[0]} {more[1]}" if axes and more[0] > 1 else ""
         sink.error(
             "PL702",
             f"{size} {what} cannot be split among {among}" + (f" ({named})" if named else ""),
-            *(Label(span=a.origin, text=f"{a.name} is {a.size}") for a in axes[:1]),
+            *(Label(span=a.origin, text=f"{a.name} is {a.size}") for a in wide),
             help=f"use a multiple of {among}, or another mesh",
         )
     return found

@@ -184,17 +184,15 @@ def _joined(ops: Iterable[Wrap]) -> list[Wrap]:
 
 
 def _union(one: Wrap, two: Wrap) -> Wrap | None:
-    if one.place != two.place:
-        return None
     if isinstance(one, FullyShard) and isinstance(two, FullyShard):
         both = one.members[0].union(two.members[0])
-        if both is None or one.group or two.group:
+        if both is None or one.group or two.group or one.place != two.place:
             return None
         joined = replace(one, members=(both,))
         return joined if replace(two, members=(both,)) == joined else None
     assert not isinstance(one, FullyShard) and not isinstance(two, FullyShard)
     both = one.modules.union(two.modules)
-    if both is None:
+    if both is None or one.place != two.place:
         return None
     joined = replace(one, modules=both)
     return joined if replace(two, modules=both) == joined else None

@@ -157,7 +157,7 @@ def _again(found: Iterator[Sent], times: int) -> Iterator[Sent]:
     """Collectives, and those of forward passes once more where backward repeats them."""
     for one in found:
         yield one
-        if one.during is Pass.FORWARD:
+        if one.during is Pass.FORWARD and times > 1:
             yield replace(one, times=one.times * (times - 1), during=Pass.REPEATED)
 
 

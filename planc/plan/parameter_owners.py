@@ -33,8 +33,21 @@ class Owned:
         return any(self.trains(p) for p in self.modules.module.parameters)
 
 
-def owned(plan: Plan, facts: Facts) -> Iterator[Owned]:
+_LAST: list[tuple[Plan, Facts, tuple[Owned, ...]]] = []
+"""What was asked last, and the answer: the checks of a plan ask the same, one after the other."""
+
+
+def owned(plan: Plan, facts: Facts) -> tuple[Owned, ...]:
     """Every module that has parameters of its own, in the order of the model."""
+    for asked, model, found in _LAST:
+        if asked is plan and model is facts:
+            return found
+    found = tuple(_owned(plan, facts))
+    _LAST[:] = [(plan, facts, found)]
+    return found
+
+
+def _owned(plan: Plan, facts: Facts) -> Iterator[Owned]:
     units = plan.fsdp.units if plan.fsdp else ()
     ignored = plan.fsdp.ignored if plan.fsdp else ()
     members = _inner([(m, u) for u in units for m in u.members])

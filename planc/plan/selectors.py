@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import lru_cache, partial
 
 from planc.diagnostic import did_you_mean, one_of
 from planc.model.facts import Modules, merged
@@ -139,18 +140,21 @@ def _braces(text: str) -> Iterator[str]:
             yield text[: match.start()] + option + rest
 
 
-def _steps(text: str) -> Iterator[SelectorStep]:
-    for piece in re.findall(r"[^.\[\]]+|\[[^\]]*\]", text):
-        if piece.startswith("["):
-            yield Picked(piece)
-        elif piece == "**":
-            yield Deep()
-        elif piece == "*":
-            yield Level()
-        elif piece.isdecimal():
-            yield Picked(f"[{piece}]")
-        else:
-            yield NamedChild(piece)
+@lru_cache(maxsize=4096)  # a search of plans reads the same lines many times
+def _steps(text: str) -> tuple[SelectorStep, ...]:
+    return tuple(map(_step, re.findall(r"[^.\[\]]+|\[[^\]]*\]", text)))
+
+
+def _step(piece: str) -> SelectorStep:
+    if piece.startswith("["):
+        return Picked(piece)
+    if piece == "**":
+        return Deep()
+    if piece == "*":
+        return Level()
+    if piece.isdecimal():
+        return Picked(f"[{piece}]")
+    return NamedChild(piece)
 
 
 def _matched(
@@ -193,8 +197,10 @@ def _advance(at: Modules, step: SelectorStep, scope: Scope) -> Iterator[Modules]
             for child in at.module.children:
                 yield Modules((*at.path, child.segment), child.module)
         case NamedChild(pattern):
+            plain = pattern.isidentifier()  # most are
+            matches = pattern.__eq__ if plain else partial(fnmatchcase, pat=pattern)
             for child in at.module.children:
-                if child.indices is None and fnmatchcase(child.name, pattern):
+                if child.indices is None and matches(child.name):
                     yield Modules((*at.path, child.name), child.module)
         case Picked(text):
             wanted = _indices(text, _length(at))

@@ -248,6 +248,9 @@ def test_shipped_profiles_are_whole_and_have_sources(kind):
         ({"processors": 1.5}, "processors is 1.5, not an int"),
         ({"bandwith": 3}, "bandwith is not a field"),
         ({"name": 3}, "name is 3, not a str"),
+        ({"context_gib": 64, "memory_gib": 40.0}, "which leaves nothing of memory_gib = 40.0"),
+        ({"matmul_tflops": 7200}, "matmul_tflops is 7200, more than twice peak_tflops = 989"),
+        ({"sources": 3}, "sources is 3, not a table"),
     ],
 )
 def test_absurd_profiles(tmp_path, change, message):
@@ -260,6 +263,21 @@ def test_absurd_profiles(tmp_path, change, message):
     [finding] = sink.diagnostics
     assert finding.code == "PL701"
     assert finding.message.endswith(message)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ('bandwith = "measured"', "bandwith of sources is not a field"),
+        ("launch_us = 20", "launch_us of sources is 20, not a text"),
+    ],
+)
+def test_absurd_sources(tmp_path, source, message):
+    numbers, _, _ = (profiles.FOLDER / "h100-8x.toml").read_text().partition("[sources]")
+    (tmp_path / "own.toml").write_text(f"{numbers}[sources]\n{source}\n")
+    sink = Sink()
+    assert profiles.hardware(str(tmp_path / "own.toml"), sink) is None
+    assert [d.message.endswith(message) for d in sink.diagnostics] == [True]
 
 
 def test_a_file_that_is_no_profile(tmp_path):

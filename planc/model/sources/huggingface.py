@@ -29,7 +29,7 @@ def from_config(config: Config, sink: Sink) -> Facts | None:
     """
     if not config.valid(sink):
         return None
-    with _importing():  # the modeling file imports most of torch
+    with importing():  # the modeling file imports most of torch
         prepared = prepare(config, sink) if _known(config, sink) else None
     if prepared is None:
         return None
@@ -98,7 +98,7 @@ def own_facts(folder: str, values: Mapping[str, Any] | None, name: str, sink: Si
     """The facts of the class that a model's folder (absolute) defines, for the folder's
     configuration or other values; None after PL608.
     """
-    with _importing():
+    with importing():
         import transformers  # noqa: F401
     with quiet():
         try:
@@ -134,7 +134,7 @@ def prepare_own(folder: str, values: Mapping[str, Any] | None) -> tuple[Any, Any
 
 def from_factory(module: str, factory: str, sink: Sink) -> Facts | None:
     """The facts of the model that `factory` of `module` builds on meta; None after PL608."""
-    with _importing():
+    with importing():
         import torch
     name = f"{module}:{factory}"
     try:
@@ -172,7 +172,7 @@ def reason(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def _importing() -> Iterator[None]:
+def importing() -> Iterator[None]:
     """Disables garbage collection while torch is imported.
 
     The import creates millions of objects that are never freed; collecting among them takes a
