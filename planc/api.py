@@ -115,9 +115,17 @@ def lower(
 
 
 def diff(old: Lowered, new: Lowered) -> Delta:
-    """What changes from one lowered plan to another; `.same` says whether anything does."""
+    """What changes from one lowered plan to another; `.same` says whether anything does.
+
+    Raises:
+        TypeError: a side is no lowered plan, such as the name of a plan.
+    """
     from planc.diffing.compare import compare
 
+    for side in (old, new):
+        if not isinstance(side, Lowered):
+            kind = type(side).__name__
+            raise TypeError(f"diff compares lowered plans, as `planc.lower` gives them, not {kind}")
     return compare(old, new)
 
 
@@ -164,6 +172,7 @@ def apply(
         PlanError: the plan has errors, it is refuted or less is known of it than required, the
             ranks disagree, or torch refused an operation. In the first forward passes: the ranks
             have different inputs (PL483), or different weights (PL484).
+        TypeError: the model is no module.
         ValueError: there is no such requirement, or a plan that is lowered already is to be proved.
     """
     from planc.emit.text import render
@@ -174,7 +183,7 @@ def apply(
     from planc.runtime.safeguards import Safeguards
     from planc.trial.verdict_store import recall
 
-    _can_be_required(require, prove, plan)
+    _can_be_asked(model, require, prove, plan)
     try:
         require_not_parallel(model)
         require_unwrapped(model)
@@ -207,9 +216,11 @@ def apply(
     return run if compiled is None else _with_origin(run, compiled)
 
 
-def _can_be_required(require: Required | None, prove: bool, plan: object) -> None:
+def _can_be_asked(model: object, require: Required | None, prove: bool, plan: object) -> None:
     from planc.runtime.known_verdict import known_requirement
 
+    if not hasattr(model, "named_modules"):
+        raise TypeError(f"apply takes an nn.Module, not {type(model).__name__}")
     known_requirement(require)
     if prove and isinstance(plan, Lowered):
         raise ValueError("prove takes the plan by its path or name, not a lowered one")

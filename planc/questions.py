@@ -113,7 +113,7 @@ def estimate(
 
     sizes = {"batch": batch, "seq": seq, "micro_batches": micro_batches}
     for name, size in sizes.items():
-        if not isinstance(size, int) or size < 1:
+        if type(size) is not int or size < 1:
             raise ValueError(f"{name} is a positive number, not {size!r}")
     words = {"optimizer": (optimizer, tuple(OPTIMIZERS)), "attention": (attention, _ATTENTION)}
     for name, (word, known) in words.items():
@@ -166,11 +166,14 @@ def verify(
     Raises:
         PlanError: the plan has errors, so that nothing was run.
         TypeError: the model is a module.
+        ValueError: the timeout is not positive.
     """
     from planc.proof.verify import verify as proved
 
     if not isinstance(model, str | os.PathLike):
         raise TypeError(f"verify takes the name of a model, not {type(model).__name__}")
+    if timeout <= 0:
+        raise ValueError(f"timeout is a positive number of seconds, not {timeout!r}")
     sink, settings = Sink(), settings_of(overrides)
     found = proved(
         os.fspath(model),

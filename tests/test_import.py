@@ -16,7 +16,9 @@ from planc.importing.importer import imported
 from planc.importing.peer import LEFT, LOST, NAMES, peers
 from planc.importing.reading import leaves, text_of
 from planc.importing.settings import Unknown, value_of
+from planc.source import Source
 from planc.syntax.formatter.layout import laid_out
+from planc.syntax.parse import parse
 
 FOLDER = Path(__file__).parent / "importing"
 KEYS = [line.split(" ", 1) for line in (FOLDER / "keys.txt").read_text().splitlines()]
@@ -344,3 +346,15 @@ def test_a_tp_plan_comes_back(tmp_path):
         ops = json.loads(text)["stages"][0]["ops"]
         tensor.append([(o["modules"], o["style"]) for o in ops if "style" in o])
     assert sorted(map(str, tensor[0])) == sorted(map(str, tensor[1])) and tensor[0]
+
+
+@pytest.mark.parametrize("family", ["nemotron-nas", 'a"b'])
+def test_a_family_that_is_no_name_is_quoted(tmp_path, family):
+    """`nemotron-nas` is the type of NVIDIA's Llama 3.3 Nemotron Super, in AutoModel's recipes."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
+    result, sink = run("deepspeed.json", model=str(tmp_path))
+    assert not sink.failed
+    [header] = [line for line in result.text.splitlines() if line.startswith("plan ")]
+    assert header == f"plan deepspeed for {json.dumps(family)}"
+    parsed = parse(Source("imported.plan", result.text), sink)
+    assert not sink.failed and [n.path for n in parsed.statements[0].families] == [family]

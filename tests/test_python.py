@@ -204,6 +204,25 @@ def test_a_lowered_plan_in_the_place_of_a_plan(folder):
         planc.check("model", lowered)
 
 
+def test_a_name_in_the_place_of_a_lowered_plan_or_a_module():
+    with pytest.raises(TypeError, match=r"as `planc\.lower` gives them, not str"):
+        planc.diff("llama", "qwen3")
+    with pytest.raises(TypeError, match=r"apply takes an nn\.Module, not str"):
+        planc.apply("llama-3.1-8b", "llama")
+
+
+def test_sizes_that_are_none_are_refused(folder):
+    with pytest.raises(ValueError, match="batch is a positive number, not True"):
+        planc.estimate("model", "qwen3", batch=True, seq=8)
+    with pytest.raises(ValueError, match="timeout is a positive number of seconds, not -1"):
+        planc.verify("model", "qwen3", timeout=-1)
+
+
+def test_several_overrides_in_one_text(folder):
+    with pytest.raises(planc.PlanError, match="each setting is a text of its own"):
+        planc.lower("model", "qwen3", world_size=4, overrides="tp=2,dp_replicate=2")
+
+
 def test_a_summary_is_json_for_trackers(folder, caplog):
     planc.check("model", "qwen3", **SETTINGS)
     distributed.init_process_group("fake", rank=0, world_size=4, store=FakeStore())

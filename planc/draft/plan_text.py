@@ -8,6 +8,7 @@ from textwrap import wrap
 from planc.draft import axes
 from planc.draft.roles import TOWER
 from planc.plan.mesh_axes import CONTEXT, EXPERTS, SHARD
+from planc.syntax.plan_files import written_family
 
 
 @dataclass(slots=True, kw_only=True)
@@ -58,8 +59,7 @@ class Draft:
 
 def render(draft: Draft) -> str:
     """The text of the plan."""
-    family = draft.family if re.fullmatch(r"[A-Za-z_][\w.]*", draft.family) else f'"{draft.family}"'
-    lines = [f"plan {draft.name} for {family}", ""]
+    lines = [f"plan {draft.name} for {written_family(draft.family)}", ""]
     for paragraph in draft.comment:
         lines += [f"# {line}" for line in wrap(paragraph, 98)]
         lines.append("#")

@@ -16,6 +16,7 @@ from planc.importing.reading import Leaf
 from planc.importing.settings import Unknown, value_of
 from planc.importing.writing import Writer
 from planc.syntax.formatter.layout import laid_out
+from planc.syntax.plan_files import written_family
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,10 +71,11 @@ def imported(name: str, sink: Sink, *, peer: str | None, model: str | None) -> I
     _warn(fate, path, sink)
     file = Path(path)
     stem = re.sub(r"\W", "_", function or file.stem) or "imported"
+    name = stem if stem[0].isalpha() else f"p_{stem}"
     header = [
         f"# Written by `planc import` from {_safe(file.name)}, of {whose.title}.",
         *writer.header,
-        f"plan {stem if stem[0].isalpha() else f'p_{stem}'} for {base.family or 'unknown'}",
+        f"plan {name} for {written_family(base.family or 'unknown')}",
     ]
     body = laid_out("\n".join([*header, "", *sections])).rstrip("\n")
     rest = [line for kind in _TITLES for line in _listed(fate, kind)]

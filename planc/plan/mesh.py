@@ -180,15 +180,13 @@ def _size(setting: ast.Setting, program: Program) -> int | None:
     if isinstance(size, int) and not isinstance(size, bool) and size > 0:
         return size
     if not isinstance(size, Failed):
-        text = isinstance(size, str) and size.isdecimal()
-        program.sink.error(
-            "PL300",
-            f"axis `{setting.name}` cannot have the size {describe(size)}",
-            value.origin,
-            help=f"write `{setting.name} = {size}`, without quotes"
-            if text
-            else "a size is a positive integer, or `auto`",
-        )
+        message = f"axis `{setting.name}` cannot have the size {describe(size)}"
+        help = "a size is a positive integer, or `auto`"
+        if isinstance(size, str) and size.isdecimal():
+            help = f"write `{setting.name} = {size}`, without quotes"
+        elif isinstance(size, str) and "=" in size:
+            help = "each setting is a text of its own: `--set tp=2 --set dp_shard=4`"
+        program.sink.error("PL300", message, value.origin, help=help)
     return None
 
 

@@ -5,6 +5,7 @@ its git revision, or else from the plans that ship with planc.
 """
 
 import hashlib
+import json
 import os
 import re
 import sys
@@ -193,6 +194,11 @@ def families(path: Path) -> tuple[str, ...]:
     """The families that the header of a plan names."""
     header = _HEADER.search(path.read_text(encoding="utf-8", errors="replace"))
     return tuple(re.findall(r"[^\s,]+", header[1])) if header else ()
+
+
+def written_family(name: str) -> str:
+    """A family as a plan's header has it, in quotes where it is no name."""
+    return name if re.fullmatch(r"[A-Za-z_][\w.]*", name) else json.dumps(name)
 
 
 def plan_of_family(name: str) -> PlanFile | None:
