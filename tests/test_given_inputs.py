@@ -98,5 +98,12 @@ def test_what_is_not_said_or_not_right_is_unknown_with_the_reason(tmp_path):
     assert "missing" in found.message and "scale" in found.message
     found = checked(Paired(), tmp_path, loss=loss)["PL504"]
     assert "a loss is given, and not the inputs" in found.message
+    for wrong, said in {
+        lambda: {}: "`planc_inputs(rows, seed)` fails: TypeError",
+        lambda rows, seed: torch.zeros(rows, 4, 32): "`planc_inputs` gives a Tensor",
+        lambda rows, seed: {"states": torch.zeros(64, 32)}: "no tensor with `rows` entries",
+    }.items():
+        assert said in checked(Paired(), tmp_path, inputs=wrong)["PL504"].message
+    assert "are a Tensor" in checked(Paired(), tmp_path, inputs=torch.zeros(2, 4))["PL504"].message
     with pytest.raises(ValueError, match="and not for a name"):
         planc.check("gpt2", "gpt2", inputs=made)

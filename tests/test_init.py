@@ -286,6 +286,27 @@ def test_a_module_without_a_plan_is_checked_with_a_draft(tmp_path, monkeypatch):
         planc.lower(module, world_size=4)
 
 
+NAMED_BLOCKS = """
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        blocks = {f"block_{c}": nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 32)) for c in "ab"}
+        self.blocks = nn.ModuleDict(blocks)
+
+    def forward(self, x):
+        for block in self.blocks.values():
+            x = block(x)
+        return x
+
+    def planc_inputs(self, rows, seed):
+        return {"x": torch.randn(rows, 8, 32)}
+"""
+
+
 def test_what_can_not_be_run_is_said(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own_lossless.py").write_text(NANO)
@@ -294,6 +315,14 @@ def test_what_can_not_be_run_is_said(tmp_path, monkeypatch, capsys):
     told = " ".join(said.err.split())
     assert "PL660" in told and "does not run: no module takes hidden states" in told
     assert "# Not proved:" in said.out
+
+
+def test_blocks_with_names_are_no_list_and_that_is_said(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own_named.py").write_text(NAMED_BLOCKS)
+    assert main(["init", "own_named:Net", "--allow-code"]) == 0
+    told = " ".join(capsys.readouterr().err.split())
+    assert "could not be proved: no list of blocks: an nn.ModuleList, or" in told
 
 
 def test_a_model_that_is_not_there(capsys):

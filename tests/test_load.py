@@ -243,6 +243,19 @@ def test_a_family_without_a_language_model(home):
     assert said.startswith("PL605 ")
 
 
+def test_an_import_that_fails_is_the_reason(home, monkeypatch):
+    """As with a torchvision of another torch: transformers then has none of its models."""
+
+    def broken(*_):
+        raise ImportError("no module") from RuntimeError("operator torchvision::nms is missing")
+
+    monkeypatch.setattr(huggingface, "_inner_class", broken)
+    fields = {"model_type": "vit", "hidden_size": 64, "architectures": ["ViTForNothing"]}
+    (said,) = refused(written(home / "model", **fields))
+    assert said.startswith("PL606 ") and "ViTForNothing cannot be imported: RuntimeError" in said
+    assert "torchvision::nms is missing" in said
+
+
 def test_a_class_of_another_family_is_passed_over(home):
     facts, _ = found(written(home / "model", architectures=["Qwen3ForCausalLM", "Trainer", "json"]))
     assert facts.name == "LlamaForCausalLM"

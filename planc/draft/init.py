@@ -20,6 +20,7 @@ from planc.model.layer_kinds import block_lists
 from planc.model.load import load
 from planc.plan.mesh_axes import EXPERTS
 from planc.proof.flow_findings import generic
+from planc.proof.layout_flow import advice
 from planc.proof.small_case import SmallModel, small_model
 from planc.syntax.formatter.layout import laid_out
 from planc.trial.outcome import Outcome
@@ -80,7 +81,8 @@ def draft(facts: Facts, sink: Sink, sizes: dict[str, int] | None = None) -> Init
     if builder is None or made is None:
         why = why or str(ran)
         outcome = Outcome(verdict="unknown", reason=why)
-        sink.warning("PL660", f"this plan could not be proved: {why}", help="planc verify")
+        help = advice(facts, why)
+        sink.warning("PL660", f"this plan could not be proved: {why}", help=help)
         search.cautious()
         draft_plan.comment.append(f"Not proved: {why}. Only embeddings and heads are sharded.")
     else:
@@ -197,7 +199,8 @@ def _comments(draft_plan: Draft, search: Search, outcome: Outcome, sink: Sink) -
         first = "".join(p.detail for p in outcome.discrepancies[:1])
         why = outcome.reason or first or "the plan is refuted"
         draft_plan.comment.append(f"Written by planc init; layout flow could not prove it: {why}.")
-        sink.warning("PL660", f"this plan could not be proved: {why}", help="planc verify")
+        help = advice(search.facts, why)
+        sink.warning("PL660", f"this plan could not be proved: {why}", help=help)
     if outcome.recomputed:
         draft_plan.comment.append(
             f"The model's own code runs `{generic(outcome.recomputed)}` again in the backward "

@@ -26,6 +26,7 @@ from planc.syntax.parse import parse
 from planc.trial.outcome import Discrepancy, Outcome
 
 WHOLE = "output(shard(1) -> replicate)"
+_NO_PARTS = 'no list of blocks: an nn.ModuleList, or an nn.ModuleDict with keys "0", "1", ...'
 _MOST = 60
 """The most runs of the small model; models have far fewer parts."""
 
@@ -129,7 +130,8 @@ class Search:
         self.runs += 1
         self._fill()
         if not any(self.draft.plain.values()):
-            return Outcome(verdict="nothing", reason="no way to shard its parts was right")
+            why = "no way to shard its parts was right" if self.parts else _NO_PARTS
+            return Outcome(verdict="nothing", reason=why)
         settings = [f"tp={RANKS}", "dp_shard=1"]
         if self.draft.sequence is not None:
             settings.append(f"sequence_parallel={str(sequence).lower()}")

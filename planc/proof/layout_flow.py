@@ -214,7 +214,7 @@ def flow(
         sink.overrule(PRESUMED)
     if verdict.verdict == "unknown":
         lines = small.origins if isinstance(small, Unrepresented) else ()
-        help = None if lines else _advice(facts, verdict.reason)
+        help = None if lines else advice(facts, verdict.reason)
         _unknown(verdict, sink, strict, help, lines)
     if isinstance(small, Unrepresented):
         return verdict
@@ -324,7 +324,8 @@ def _released(
     return any(below(outcome.recomputed, unit) for at in units for unit in at.names() if unit)
 
 
-def _advice(facts: Facts, reason: str | None) -> str:
+def advice(facts: Facts, reason: str | None) -> str:
+    """What to do where nothing is proved for a reason."""
     if (facts.own is not None or facts.code) and "does not run" in (reason or ""):
         return "say what its forward takes: `inputs=` of `planc.check`, or a method `planc_inputs`"
     return cache.UNPACK if cache.missing() else "`planc verify` runs it on real processes"

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from planc.model.small.input_search import BatchShape
 from planc.model.small.output_loss import loss_and_output, tensors
 from planc.model.small.sample_inputs import Inputs
+from planc.model.sources.huggingface import reason
 
 INPUTS, LOSS = "planc_inputs", "planc_loss"
 """The methods by which a model itself says it."""
@@ -47,7 +48,7 @@ class GivenInputs:
     def others(self) -> Inputs:
         """All other inputs, which are the same in every pass."""
         two, three = self.make(2, 0), self.make(3, 0)
-        return {n: v for n, v in two.items() if not (_in_rows(v, 2) and _in_rows(three[n], 3))}
+        return {n: v for n, v in two.items() if not (_in_rows(v, 2) and _in_rows(three.get(n), 3))}
 
     def output(self, output: Any, inputs: Mapping[str, Any]) -> Any:
         """The loss and the first tensor of an output."""
@@ -68,6 +69,9 @@ def given_inputs(inputs: Any, loss: Loss | None, module: nn.Module) -> GivenInpu
         inputs: `(rows, seed)` to arguments by name, or an example of these.
         loss: as of `GivenInputs`.
         module: its methods `planc_inputs` and `planc_loss` say what is not passed.
+
+    Raises:
+        ValueError: what is said of the inputs cannot be used.
     """
     inputs = getattr(module, INPUTS, None) if inputs is None else inputs
     loss = getattr(module, LOSS, None) if loss is None else loss
@@ -75,8 +79,26 @@ def given_inputs(inputs: Any, loss: Loss | None, module: nn.Module) -> GivenInpu
         if loss is not None:
             raise ValueError("a loss is given, and not the inputs that it belongs to")
         return None
-    make = inputs if callable(inputs) else _varied(dict(inputs))
-    return GivenInputs(make=make, loss=loss)
+    given = GivenInputs(make=_named(inputs) if callable(inputs) else _varied(inputs), loss=loss)
+    if not given.rows(BatchShape()):
+        raise ValueError("the inputs have no tensor with `rows` entries on dim 0")
+    return given
+
+
+def _named(inputs: Callable[[int, int], Any]) -> MakeInputs:
+    """The user's function, whose mistakes are ValueErrors."""
+
+    def make(rows: int, seed: int) -> Mapping[str, Any]:
+        try:
+            made = inputs(rows, seed)
+        except Exception as error:
+            raise ValueError(f"`{INPUTS}(rows, seed)` fails: {reason(error)}") from error
+        if not isinstance(made, Mapping):
+            kind = type(made).__name__
+            raise ValueError(f"`{INPUTS}` gives a {kind}, and not arguments of forward by name")
+        return made
+
+    return make
 
 
 def seen_inputs(module: nn.Module, argument: str) -> GivenInputs | None:
@@ -119,8 +141,10 @@ def _in_rows(value: Any, rows: int) -> bool:
     return isinstance(value, Tensor) and value.dim() > 0 and len(value) == rows
 
 
-def _varied(example: dict[str, Any]) -> MakeInputs:
+def _varied(example: Any) -> MakeInputs:
     """Batches like an example: its rows in another order, and numbers that differ a little."""
+    if not isinstance(example, Mapping):
+        raise ValueError(f"the inputs are a {type(example).__name__}, and not arguments by name")
     first = next((v for v in example.values() if isinstance(v, Tensor) and v.dim()), None)
     if first is None:
         raise ValueError("the inputs have no tensor with rows")
@@ -128,7 +152,7 @@ def _varied(example: dict[str, Any]) -> MakeInputs:
 
     def make(rows: int, seed: int) -> Inputs:
         generator = torch.Generator().manual_seed(seed)
-        made = dict(example)
+        made = {**example}
         places = torch.randint(count, (rows,), generator=generator)
         for name, value in example.items():
             if not _in_rows(value, count):

@@ -72,6 +72,8 @@ def refusals(library: str, config: Config, sink: Sink) -> Iterator[None]:
     except Exception as error:
         message = f"{library} cannot build a model from {config.name}: {reason(error)}"
         help = "the fields of the configuration contradict each other, or one is wrong"
+        if isinstance(error, ImportError):
+            help = "install what is missing, or a version that fits the torch of this environment"
         sink.error("PL606", message, facts=[version_of(library)], help=help)
 
 
@@ -236,17 +238,21 @@ def _class_of(config: Config, resolved: Any) -> tuple[Any, Any] | None:
 
     The class is the first of `architectures` that transformers has, else the family's causal
     language model. None if there is neither, or the class belongs to another family.
+
+    Raises:
+        ImportError: a class of that name cannot be imported, and there is no other.
     """
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
 
     names = list(config.values.get("architectures") or ())
     causal = CAUSAL.get(config.values["model_type"]) or ()
-    causal_names = [causal] if isinstance(causal, str) else list(causal)
+    causal_names, failed = [causal] if isinstance(causal, str) else list(causal), ""
     for name in [*names, *causal_names]:
         try:
             cls = getattr(transformers, name, None) or _inner_class(name, resolved)
-        except (ImportError, RuntimeError):  # the imports of the class fail
+        except (ImportError, RuntimeError) as error:  # the imports of the class fail
+            failed = failed or f"{name} cannot be imported: {reason(error.__cause__ or error)}"
             continue
         if not (isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)):
             continue
@@ -256,6 +262,8 @@ def _class_of(config: Config, resolved: Any) -> tuple[Any, Any] | None:
                 return cls, part
         if name in causal_names:  # a class of another family that accepts this configuration
             return cls, resolved
+    if failed:
+        raise ImportError(failed)
     return None
 
 
