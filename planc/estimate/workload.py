@@ -177,7 +177,7 @@ class Layer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Precision:
+class ElementSizes:
     """Bytes of an element: parameters at rest, in compute, gradients as reduced, optimizer state.
 
     Args:
@@ -233,7 +233,7 @@ class Workload:
     tokens: int
     sharding: Sharding = Sharding.FULL
     recompute: Recompute = Recompute.NONE
-    precision: Precision = Precision()
+    precision: ElementSizes = ElementSizes()
     tied: int = 0
 
     @property

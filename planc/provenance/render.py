@@ -9,7 +9,7 @@ from typing import Any
 from planc.ops import phrases
 from planc.ops.document import dumps
 from planc.ops.lowered import Lowered
-from planc.provenance.answer import Answer, ParameterAnswer, Reason
+from planc.provenance.answer import ParameterAnswer, Reason, Reasons
 
 FORMAT_VERSION = 1
 Segment = tuple[str, str]
@@ -33,13 +33,13 @@ SECTIONS = (
 )
 
 
-def text(answer: Answer) -> str:
+def text(answer: Reasons) -> str:
     """The answer as `planc why` prints it."""
     rows = ("".join(part for part, _ in line).rstrip(" ") for line in lines(answer))
     return "".join(f"{row}\n" for row in rows)
 
 
-def lines(answer: Answer) -> Iterator[list[Segment]]:
+def lines(answer: Reasons) -> Iterator[list[Segment]]:
     """The answer as text: each decision, and below it the line of the plan."""
     yield from _title(answer)
     yield []
@@ -67,7 +67,7 @@ def lines(answer: Answer) -> Iterator[list[Segment]]:
         yield _head("" if answer.parameters else "per rank", f"its unit: {text}")
 
 
-def _title(answer: Answer) -> Iterator[list[Segment]]:
+def _title(answer: Reasons) -> Iterator[list[Segment]]:
     what = f"a parameter of {answer.cls}" if answer.parameter else answer.cls
     kind = f" ({answer.kind})" if answer.kind != "other" else ""
     yield [(answer.name, "bold"), (f"  {what}{kind}", "")]
@@ -100,7 +100,7 @@ def _memory(of: ParameterAnswer, *, named: bool) -> str:
     )
 
 
-def _reasons(section: str, reasons: Iterable[Reason], answer: Answer) -> Iterator[list[Segment]]:
+def _reasons(section: str, reasons: Iterable[Reason], answer: Reasons) -> Iterator[list[Segment]]:
     title = "fsdp" if section == "unit" else section
     if section in answer.missing:
         inside = ", but on what is inside" if section == "tensor" and answer.inside else ""
@@ -138,7 +138,7 @@ def _together(reasons: Sequence[Reason]) -> Iterator[Reason]:
             yield replace(group[0], what=what, target=target, place=place)
 
 
-def document(answer: Answer, lowered: Lowered) -> dict[str, Any]:
+def document(answer: Reasons, lowered: Lowered) -> dict[str, Any]:
     """The answer in the form of `grammars/why.schema.json`."""
     stages = json.loads(dumps(lowered))["stages"]
     ops = [op for stage in stages for op in stage["ops"]]
