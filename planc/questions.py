@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from planc.draft.init import InitResult
     from planc.estimate.answer import Answer as Estimate
     from planc.proof.verify import Proof
-    from planc.provenance.answer import Answer as Reasons
+    from planc.provenance.answer import Reasons
 
 
 def init(

@@ -111,6 +111,18 @@ def test_names_do_not_shadow_the_standard_library(name):
     assert name not in sys.stdlib_module_names
 
 
+def test_a_class_name_means_one_thing():
+    """But for what an operation stands for, and an expression of the syntax."""
+    found = [
+        node.name
+        for path in FILES
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    ]
+    twice = {name for name in found if found.count(name) > 1}
+    assert twice <= {"ContextParallel", "Choice"}
+
+
 def test_compiling_imports_no_torch():
     """Everything but the model on a cold cache and the runtime works without torch."""
     modules = (

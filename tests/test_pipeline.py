@@ -153,7 +153,7 @@ def test_a_stage_that_raises_ends_the_others(unkept, monkeypatch):
 
 
 def test_a_message_that_nobody_sends(unkept, monkeypatch):
-    monkeypatch.setattr(schedule.Stage, "get_fwd_send_ops", lambda self, chunk: [])
+    monkeypatch.setattr(schedule.RunningStage, "get_fwd_send_ops", lambda self, chunk: [])
     monkeypatch.setattr(simulate, "SECONDS", 60.0)
     found, errors = verdict(pipeline_stages=2, world_size=2)
     assert (found.verdict, errors) == ("refuted", ["PL503"])

@@ -24,7 +24,7 @@ _BYTES = {"nbytes", "gathered", "parameters"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class Difference:
     """A difference, named as in the lowered JSON; None where one side has no such value."""
 
     name: str
@@ -33,7 +33,7 @@ class Part:
     text: str = field(default="", compare=False)
 
 
-def worded(name: str, old: Value, new: Value, words: Words) -> Part:
+def worded(name: str, old: Value, new: Value, words: Words) -> Difference:
     """A part with its text; the shape of a weight comes without its name."""
     plain = name.removeprefix("weight.").replace(".", " ")
     title, value = words.get(name, (plain, phrases.value))
@@ -41,17 +41,19 @@ def worded(name: str, old: Value, new: Value, words: Words) -> Part:
         texts = phrases.sizes(old, new)
     else:
         texts = value(old), value(new)
-    return Part(name=name, old=old, new=new, text=f"{title} {texts[0]} -> {texts[1]}".lstrip())
+    return Difference(
+        name=name, old=old, new=new, text=f"{title} {texts[0]} -> {texts[1]}".lstrip()
+    )
 
 
-def summary(parts: Sequence[Part]) -> str:
+def summary(parts: Sequence[Difference]) -> str:
     """The text of all parts; those that follow from others are only in the JSON."""
     split = {p.name: p for p in parts}
     telling = [p for p in parts if not _follows(p, split)] or parts
     return ", ".join(p.text for p in telling)
 
 
-def _follows(part: Part, parts: dict[str, Part]) -> bool:
+def _follows(part: Difference, parts: dict[str, Difference]) -> bool:
     """Whether a part follows: bytes that round to the same text, or a local shape that is the
     same share of the new shape.
     """
@@ -91,7 +93,7 @@ class Change:
     label: str = ""
     modules: tuple[Modules, ...] = ()
     subject: str = field(default="", compare=False)
-    parts: tuple[Part, ...] = ()
+    parts: tuple[Difference, ...] = ()
     summary: str = field(default="", compare=False)
     reason: str = ""
     old: str = ""
@@ -226,7 +228,7 @@ class _Reasons:
             return self.to_one(self.experts)
         return self.to_one(self.tensor) if entry.kind in ("tie", "random") else ""
 
-    def between(self, old: Entry, parts: Iterable[Part]) -> str:
+    def between(self, old: Entry, parts: Iterable[Difference]) -> str:
         """The reason why an operation changes."""
         parts = list(parts)
         telling = [p for p in parts if not phrases.alike(p.old, p.new)] or parts
@@ -264,7 +266,9 @@ def _one(entry: Entry, reason: str, *, gone: bool) -> tuple[Change, int]:
     values += [(f.name, f.value) for f in entry.facts if f.value is not None and not f.usual]
     over = f" on {phrases.axes(entry.over)}" if entry.over and not reason else ""
     style = style_text(entry.style) + over if entry.style else ""
-    parts = tuple(Part(name=n, old=v if gone else None, new=None if gone else v) for n, v in values)
+    parts = tuple(
+        Difference(name=n, old=v if gone else None, new=None if gone else v) for n, v in values
+    )
     summary = ", ".join(filter(None, (style, entry.brief)))
     place = {"old" if gone else "new": entry.place}
     return _change(entry, parts, summary=summary, reason=reason, **place), entry.at
@@ -278,7 +282,7 @@ def _both(old: Entry, new: Entry, why: _Reasons) -> tuple[Change, int]:
     return _change(old, parts, summary=summary(parts), reason=reason, **places), new.at
 
 
-def _change(entry: Entry, parts: tuple[Part, ...], **more: Any) -> Change:
+def _change(entry: Entry, parts: tuple[Difference, ...], **more: Any) -> Change:
     return Change(
         kind=entry.kind,
         over=entry.over,

@@ -16,12 +16,12 @@ from typing import Any
 from planc.estimate import loss
 from planc.estimate.counted import Counted, Part
 from planc.estimate.profiles import Stack
-from planc.estimate.tensor_split import Split, is_norm, unsplit
-from planc.estimate.workload import Group, Layer, Precision, Recompute, Sharding, Workload
+from planc.estimate.tensor_split import PartSplit, is_norm, unsplit
+from planc.estimate.workload import ElementSizes, Group, Layer, Recompute, Sharding, Workload
 from planc.lowering.lower import on_activations
 from planc.lowering.memory import Holding, Holdings
 from planc.lowering.sends import by_pass
-from planc.lowering.step import Pass, Sent, Step
+from planc.lowering.step import During, Sent, Step
 from planc.model.facts import DTYPE_BYTES, Facts
 from planc.ops.activation_checkpoint import Checkpoint
 from planc.ops.base import AxisRole
@@ -164,7 +164,7 @@ class PlanWork:
     def workload(self, counted: Counted | None) -> Workload:
         """The step's work; without counts, parameters alone."""
         self.step = replace(self.of_batch(), computes=self.compute_dtype)
-        passed = (one for one in by_pass(self.step) if one.during is not Pass.STEP)
+        passed = (one for one in by_pass(self.step) if one.during is not During.STEP)
         group = cache(self.group)
         self.sent = tuple((one, group(*one.axes)) for one in passed)
         op, layers = self.pipeline, [*self._layers(counted)]
@@ -225,12 +225,12 @@ class PlanWork:
         section, apart = self.plan.fsdp, self.spread[1]
         return section is not None and unit is not None and section.axes(unit) == apart
 
-    def _precision(self) -> Precision:
+    def _precision(self) -> ElementSizes:
         section = self.plan.fsdp
         rest = max((DTYPE_BYTES[h.parameter.dtype] for h in self.holdings.all), default=4)
         compute = DTYPE_BYTES.get(self.compute_dtype, 4)
         reduce = section.precision.reduce if section and section.precision else None
-        return Precision(
+        return ElementSizes(
             rest=rest,
             compute=compute,
             reduce=DTYPE_BYTES.get(reduce or "", compute if section else rest),
@@ -337,7 +337,7 @@ class PlanWork:
         last = bool(part.products) and not part.at
         if not part.at and self.plan.loss:  # the loss keeps no logits
             part = replace(part, saved=tuple(s for s in part.saved if s.module))
-        split = Split(self, part)
+        split = PartSplit(self, part)
         rule, sent = self._checkpoint(part), split.collectives(stage)
         matmuls, boundary = (*split.matmuls(),), part.boundary / split.stream
         norms = sum(h.count for h in inside if is_norm(h)) // times
@@ -357,9 +357,9 @@ class PlanWork:
             outputs=sum(m.m * m.n * m.count for m in matmuls) * width + boundary * norms,
             boundary=boundary,
             transient=loss.copies(self, counted.logits) if counted and last else 0.0,
-            forward=sent[Pass.FORWARD],
-            backward=sent[Pass.BACKWARD],
-            repeated=None if rule and rule.save else sent[Pass.REPEATED],
+            forward=sent[During.FORWARD],
+            backward=sent[During.BACKWARD],
+            repeated=None if rule and rule.save else sent[During.REPEATED],
             lookup=counted is not None and not part.at and not part.products,
             loss=last,
             recompute=_recompute(rule),

@@ -11,7 +11,7 @@ from planc.estimate.counted import Part
 from planc.estimate.workload import Attention, Collective, Kind, Matmul
 from planc.lowering.memory import Holding
 from planc.lowering.sends import attending
-from planc.lowering.step import Pass, Sent
+from planc.lowering.step import During, Sent
 from planc.model.facts import DTYPE_BYTES, Modules
 from planc.model.indices import Indices
 from planc.ops.activation_checkpoint import Checkpoint
@@ -49,7 +49,7 @@ def _below(modules: Modules, name: str) -> str | None:
     return ".".join(s if isinstance(s, str) else str(s.first) for s in rest)
 
 
-class Split:
+class PartSplit:
     """How the plan's tensor-parallel rules split what one part computes and keeps."""
 
     def __init__(self, work: PlanWork, part: Part) -> None:
@@ -176,14 +176,14 @@ class Split:
             matmuls = tuple(m for i, m in enumerate(matmuls) if i % n)
         return matmuls, () if "attention" in every else attention
 
-    def collectives(self, stage: int | None) -> dict[Pass, tuple[Collective, ...]]:
+    def collectives(self, stage: int | None) -> dict[During, tuple[Collective, ...]]:
         """Those of each pass of a micro-batch, of all axes that divide activations, as
         `planc.lowering.sends` has them; bytes that it does not know count as the layer's input.
 
         Args:
             stage: of what is outside all layers; None for what sends nothing.
         """
-        found: dict[Pass, tuple[Collective, ...]] = dict.fromkeys(Pass, ())
+        found: dict[During, tuple[Collective, ...]] = dict.fromkeys(During, ())
         for sent, group in self.work.sent:
             if times := self._times(sent, stage):
                 size = self.part.boundary if sent.size is None else sent.size

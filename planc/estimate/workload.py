@@ -192,7 +192,7 @@ class Layer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Precision:
+class ElementSizes:
     """Bytes of an element: parameters at rest, in compute, gradients as reduced, optimizer state.
 
     Args:
@@ -250,7 +250,7 @@ class Workload:
     tokens: int
     sharding: Sharding = Sharding.FULL
     recompute: Recompute = Recompute.NONE
-    precision: Precision = Precision()
+    precision: ElementSizes = ElementSizes()
     tied: int = 0
     offload: bool = False
 

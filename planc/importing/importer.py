@@ -12,7 +12,7 @@ from planc.diagnostic import Sink, one_of
 from planc.importing import reading
 from planc.importing.family import Base, base_of, families_named, family_of, named_by
 from planc.importing.peer import LEFT, LOST, Peer, matches, peers
-from planc.importing.reading import Leaf
+from planc.importing.reading import ConfigKey
 from planc.importing.settings import Unknown, value_of
 from planc.importing.writing import Writer
 from planc.syntax.formatter.layout import laid_out
@@ -32,7 +32,7 @@ class Imported:
 
     peer: Peer
     text: str
-    fate: tuple[tuple[Leaf, str, str], ...]
+    fate: tuple[tuple[ConfigKey, str, str], ...]
 
 
 def imported(name: str, sink: Sink, *, peer: str | None, model: str | None) -> Imported | None:
@@ -52,7 +52,7 @@ def imported(name: str, sink: Sink, *, peer: str | None, model: str | None) -> I
     whose = None if found is None else _recognized(path, found, peer, sink)
     if found is None or whose is None:
         return None
-    fate: list[tuple[Leaf, str, str]] = []
+    fate: list[tuple[ConfigKey, str, str]] = []
     settings = _settings(whose, found, fate, sink)
     given = {word: value for word, (value, _) in settings.items()}
     if function:
@@ -82,7 +82,9 @@ def imported(name: str, sink: Sink, *, peer: str | None, model: str | None) -> I
     return Imported(peer=whose, text="\n".join([body, "", *rest, ""]), fate=tuple(fate))
 
 
-def _recognized(path: str, found: tuple[Leaf, ...], named: str | None, sink: Sink) -> Peer | None:
+def _recognized(
+    path: str, found: tuple[ConfigKey, ...], named: str | None, sink: Sink
+) -> Peer | None:
     suffix, paths = Path(path).suffix.lower(), tuple(leaf.path for leaf in found)
     if named:
         return peers()[named]
@@ -99,10 +101,10 @@ def _recognized(path: str, found: tuple[Leaf, ...], named: str | None, sink: Sin
 
 
 def _settings(
-    peer: Peer, found: tuple[Leaf, ...], fate: list[tuple[Leaf, str, str]], sink: Sink
-) -> dict[str, tuple[Any, list[Leaf]]]:
+    peer: Peer, found: tuple[ConfigKey, ...], fate: list[tuple[ConfigKey, str, str]], sink: Sink
+) -> dict[str, tuple[Any, list[ConfigKey]]]:
     """The settings of the file with the leaves that decide them; all other leaves go to `fate`."""
-    result: dict[str, tuple[Any, list[Leaf]]] = {}
+    result: dict[str, tuple[Any, list[ConfigKey]]] = {}
     of_model = any(matches(p, leaf.path) for p in peer.model_file.split() for leaf in found)
     for leaf in found:
         word = peer.meaning(leaf.path)
@@ -144,7 +146,11 @@ def _settings(
 
 
 def _add(
-    result: dict[str, tuple[Any, list[Leaf]]], word: str, value: Any, leaf: Leaf, sink: Sink
+    result: dict[str, tuple[Any, list[ConfigKey]]],
+    word: str,
+    value: Any,
+    leaf: ConfigKey,
+    sink: Sink,
 ) -> None:
     """Takes a value; the strongest of several keys for one setting holds, or the last one."""
     before, by = result.get(word, (value, []))
@@ -180,7 +186,7 @@ def _base(given: dict[str, Any], model: str | None, sink: Sink, *, exact: bool) 
     return base
 
 
-def _warn(fate: list[tuple[Leaf, str, str]], path: str, sink: Sink) -> None:
+def _warn(fate: list[tuple[ConfigKey, str, str]], path: str, sink: Sink) -> None:
     help = "comments at the end of the plan list each with the reason"
     if some := _some(fate, "unknown"):
         sink.warning("PL734", f"{path} has {some}, unknown to planc", help=help)
@@ -188,7 +194,7 @@ def _warn(fate: list[tuple[Leaf, str, str]], path: str, sink: Sink) -> None:
         sink.warning("PL736", f"{path} has {some}, which no line of the plan says", help=help)
 
 
-def _some(fate: list[tuple[Leaf, str, str]], kind: str) -> str:
+def _some(fate: list[tuple[ConfigKey, str, str]], kind: str) -> str:
     paths = list(dict.fromkeys(leaf.path for leaf, of, _ in fate if of == kind))
     return _keys(paths[:6]) + (f" and {len(paths) - 6} more keys" if len(paths) > 6 else "")
 
@@ -201,7 +207,7 @@ _TITLES = {
 }
 
 
-def _listed(fate: list[tuple[Leaf, str, str]], kind: str) -> Iterator[str]:
+def _listed(fate: list[tuple[ConfigKey, str, str]], kind: str) -> Iterator[str]:
     """Comment lines with all keys of one kind, by reason."""
     by: dict[str, list[str]] = defaultdict(list)
     for leaf, of, why in fate:

@@ -5,14 +5,14 @@ from collections.abc import Iterator
 from typing import TypeGuard
 
 from planc.diagnostic import Sink, did_you_mean, one_of
-from planc.importing.reading import Leaf
+from planc.importing.reading import ConfigKey
 
 _MAX_BASES = 20
 
 
 def python_leaves(
     name: str, text: str, function: str | None, sink: Sink
-) -> tuple[Leaf, ...] | None:
+) -> tuple[ConfigKey, ...] | None:
     """The keys of the configuration that one function returns, or None after PL737.
 
     Args:
@@ -46,11 +46,13 @@ def python_leaves(
     return tuple(_of(found[function], found, _MAX_BASES).values())
 
 
-def _of(node: ast.FunctionDef, known: dict[str, ast.FunctionDef], depth: int) -> dict[str, Leaf]:
+def _of(
+    node: ast.FunctionDef, known: dict[str, ast.FunctionDef], depth: int
+) -> dict[str, ConfigKey]:
     """The leaves of a function by path; a later assignment replaces what a base function set."""
     if depth == 0:
         raise RecursionError
-    result: dict[str, Leaf] = {}
+    result: dict[str, ConfigKey] = {}
     local: dict[str, ast.expr] = {}
     returned = {s.value.id for s in node.body if isinstance(s, ast.Return) and _named(s.value)}
     for statement in node.body:
@@ -77,7 +79,7 @@ def _of(node: ast.FunctionDef, known: dict[str, ast.FunctionDef], depth: int) ->
                     if isinstance(call, ast.Call) and (inner := ast.unparse(call.func)) in known:
                         result.update(_of(known[inner], known, depth - 1))
                 line = ast.unparse(statement).partition("\n")[0]
-                leaf = Leaf(path=f"statement {line}", value=line, line=statement.lineno)
+                leaf = ConfigKey(path=f"statement {line}", value=line, line=statement.lineno)
                 result[leaf.path] = leaf
     return result
 
@@ -86,15 +88,15 @@ def _named(node: ast.expr | None) -> TypeGuard[ast.Name]:
     return isinstance(node, ast.Name)
 
 
-def _value(node: ast.expr | None, path: str, local: dict[str, ast.expr]) -> Iterator[Leaf]:
+def _value(node: ast.expr | None, path: str, local: dict[str, ast.expr]) -> Iterator[ConfigKey]:
     """The leaves of a value: of a class's call, its name at the path and its arguments below it."""
     if isinstance(node, ast.Name):
         node = local.get(node.id, node)
     if not isinstance(node, ast.Call):
-        yield Leaf(path=path, value=_plain(node), line=getattr(node, "lineno", None))
+        yield ConfigKey(path=path, value=_plain(node), line=getattr(node, "lineno", None))
         return
     if path:
-        yield Leaf(path=path, value=f"{ast.unparse(node.func)}()", line=node.lineno)
+        yield ConfigKey(path=path, value=f"{ast.unparse(node.func)}()", line=node.lineno)
     arguments = [(str(at), argument) for at, argument in enumerate(node.args)]
     for name, argument in [*arguments, *((k.arg or "**", k.value) for k in node.keywords)]:
         yield from _value(argument, f"{path}.{name}" if path else name, local)

@@ -19,7 +19,7 @@ _MAX_BYTES, _MAX_KEYS, _MAX_DEPTH = 512 * 1024, 20_000, 40
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Leaf:
+class ConfigKey:
     """One key of a file that has no keys below it.
 
     Args:
@@ -54,7 +54,7 @@ def text_of(name: str, sink: Sink) -> str | None:
     return None
 
 
-def leaves(name: str, text: str, function: str | None, sink: Sink) -> tuple[Leaf, ...] | None:
+def leaves(name: str, text: str, function: str | None, sink: Sink) -> tuple[ConfigKey, ...] | None:
     """The leaf keys of a file, or None after PL731 or PL737.
 
     Args:
@@ -126,7 +126,7 @@ def _yaml(text: str) -> Any:
         raise ValueError(first_line(error)) from None
 
 
-def _flat(value: Any, path: str, depth: int, count: list[int]) -> Iterator[Leaf]:
+def _flat(value: Any, path: str, depth: int, count: list[int]) -> Iterator[ConfigKey]:
     """The leaves below a value. Aliases are followed, so both bounds hold for what they repeat."""
     count[0] += 1
     if count[0] > _MAX_KEYS:
@@ -140,10 +140,10 @@ def _flat(value: Any, path: str, depth: int, count: list[int]) -> Iterator[Leaf]
         for inner in value:
             yield from _flat(inner, f"{path}[]", depth + 1, count)
     else:
-        yield Leaf(path=path, value=value)
+        yield ConfigKey(path=path, value=value)
 
 
-def _placed(found: Iterator[Leaf], text: str) -> Iterator[Leaf]:
+def _placed(found: Iterator[ConfigKey], text: str) -> Iterator[ConfigKey]:
     """The leaves with the lines of their keys, which stand in the same order in the text."""
     at = 0
     for leaf in found:
@@ -153,7 +153,7 @@ def _placed(found: Iterator[Leaf], text: str) -> Iterator[Leaf]:
         if place:
             at = place.end()
         line = text.count("\n", 0, at) + 1 if place else None
-        yield Leaf(path=leaf.path, value=leaf.value, line=line)
+        yield ConfigKey(path=leaf.path, value=leaf.value, line=line)
 
 
 # Arguments --------------------------------------------------------------------------------
@@ -166,7 +166,7 @@ _SEPARATE = re.compile(
 _VARIABLE = re.compile(r"\$\{(\w+)(?::?-([^{}]*))?\}|\$(\w+)")
 
 
-def _flags(text: str) -> Iterator[Leaf]:
+def _flags(text: str) -> Iterator[ConfigKey]:
     """The arguments `--name value` of a shell script or an argument file.
 
     Variables that the script sets to a plain value are replaced by it; no command runs.
@@ -178,7 +178,7 @@ def _flags(text: str) -> Iterator[Leaf]:
         if (set_ := _ASSIGNED.fullmatch(bare.strip())) and "--" not in set_[2]:
             known.setdefault(set_[1], _expanded(set_[2].strip("\"'"), known))
             if bare.strip().startswith("export"):
-                yield Leaf(path=f"export {set_[1]}", value=known[set_[1]], line=number)
+                yield ConfigKey(path=f"export {set_[1]}", value=known[set_[1]], line=number)
             continue
         inner = re.sub(r"""["'()]+(?=\s*(--|\\?$))|["'(]+(?=--)""", " ", bare)
         words += [(w, number) for w in _WORD.findall(inner) if not re.fullmatch(r"\\\s*", w)]
@@ -197,7 +197,7 @@ def _flags(text: str) -> Iterator[Leaf]:
             at += 1
         plain = [_expanded(v.strip("\"'"), known) for v in values]
         given: Any = True if not plain else plain[0] if len(plain) == 1 else plain
-        yield Leaf(path=name[2:], value=_scalar(given), line=number)
+        yield ConfigKey(path=name[2:], value=_scalar(given), line=number)
 
 
 def _expanded(text: str, known: dict[str, str]) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from math import ceil, prod
 
-from planc.lowering.step import Pass, Sent, Step, parameters_of
+from planc.lowering.step import During, Sent, Step, parameters_of
 from planc.model.facts import DTYPE_BYTES, Modules
 from planc.ops.activation_checkpoint import Checkpoint
 from planc.ops.base import AxisRole
@@ -43,7 +43,7 @@ def sends(step: Step) -> tuple[Sent, ...]:
     """The collectives of every operation, in order; equal ones of an operation are one."""
     found: dict[Sent, int] = {}
     for sent in by_pass(step):
-        one = replace(sent, times=0, during=Pass.STEP, modules=None)
+        one = replace(sent, times=0, during=During.STEP, modules=None)
         found[one] = found.get(one, 0) + sent.times
     return tuple(replace(one, times=times) for one, times in found.items())
 
@@ -143,7 +143,7 @@ def _tensor(op: Parallelize, step: Step) -> Iterator[Sent]:
             where=str(op.modules),
             kind=kind,
             axes=op.axes,
-            times=len(op.modules) * (step.reductions() if during is Pass.STEP else step.passes),
+            times=len(op.modules) * (step.reductions() if during is During.STEP else step.passes),
             size=size,
             during=during,
             modules=op.modules,
@@ -157,11 +157,11 @@ def _again(found: Iterator[Sent], times: int) -> Iterator[Sent]:
     """Collectives, and those of forward passes once more where backward repeats them."""
     for one in found:
         yield one
-        if one.during is Pass.FORWARD and times > 1:
-            yield replace(one, times=one.times * (times - 1), during=Pass.REPEATED)
+        if one.during is During.FORWARD and times > 1:
+            yield replace(one, times=one.times * (times - 1), during=During.REPEATED)
 
 
-_Found = Iterator[tuple[str, Pass, int | None]]
+_Found = Iterator[tuple[str, During, int | None]]
 """(kind, during, bytes)"""
 
 
@@ -174,17 +174,17 @@ def _linear(op: Parallelize, step: Step) -> _Found:
     match style:
         case Colwise():
             if isinstance(style.input, Shard) and not looked_up:
-                yield GATHER, Pass.FORWARD, whole
-                yield SCATTER, Pass.BACKWARD, whole
+                yield GATHER, During.FORWARD, whole
+                yield SCATTER, During.BACKWARD, whole
             elif not looked_up and not _fed(op, step):
-                yield REDUCE, Pass.BACKWARD, whole
+                yield REDUCE, During.BACKWARD, whole
             if isinstance(style.output, Replicate):
-                yield GATHER, Pass.FORWARD, made
+                yield GATHER, During.FORWARD, made
         case Rowwise(output=Replicate()):
-            yield REDUCE, Pass.FORWARD, made
+            yield REDUCE, During.FORWARD, made
         case Rowwise(output=Shard()):
-            yield SCATTER, Pass.FORWARD, made
-            yield GATHER, Pass.BACKWARD, made
+            yield SCATTER, During.FORWARD, made
+            yield GATHER, During.BACKWARD, made
 
 
 def _redistributed(op: Parallelize, step: Step) -> _Found:
@@ -194,25 +194,25 @@ def _redistributed(op: Parallelize, step: Step) -> _Found:
         case Input():
             pairs = [p for p in (*style.positional, *(p for _, p in style.named)) if p]
             for _ in [p for p in pairs if isinstance(p.source, Shard) and p.target == Replicate()]:
-                yield GATHER, Pass.FORWARD, whole
+                yield GATHER, During.FORWARD, whole
                 if not style.local:
-                    yield SCATTER, Pass.BACKWARD, whole
+                    yield SCATTER, During.BACKWARD, whole
         case Output():
             for pair in style.positional:
                 if pair and pair.source == Replicate() and isinstance(pair.target, Shard):
-                    yield GATHER, Pass.BACKWARD, whole
+                    yield GATHER, During.BACKWARD, whole
         case Experts():
             if style.output == Replicate():
-                yield REDUCE, Pass.FORWARD, whole
+                yield REDUCE, During.FORWARD, whole
             elif isinstance(style.output, Shard) and style.output.dim >= 0:
-                yield SCATTER, Pass.FORWARD, whole
-                yield GATHER, Pass.BACKWARD, whole
+                yield SCATTER, During.FORWARD, whole
+                yield GATHER, During.BACKWARD, whole
             if style.input == Replicate():  # of the hidden states, and of the router's weights
-                yield REDUCE, Pass.BACKWARD, whole
-                yield REDUCE, Pass.BACKWARD, step.size(step.chosen)
+                yield REDUCE, During.BACKWARD, whole
+                yield REDUCE, During.BACKWARD, step.size(step.chosen)
         case Sequence() if any(isinstance(one, FullyShard) for one in step.lowered.ops):
             for parameter in op.modules.module.parameters:
-                yield REDUCE, Pass.STEP, parameter.numel * step.width
+                yield REDUCE, During.STEP, parameter.numel * step.width
 
 
 def _fed(op: Parallelize, step: Step) -> bool:
@@ -264,16 +264,16 @@ def _context(op: ContextParallel, step: Step) -> Iterator[Sent]:
     facts = None if tokens is None else 8 * tokens
     stages, blocks = attending(step)
     yield replace(one, times=step.passes * stages, size=facts)
-    one = replace(one, during=Pass.FORWARD, where="keys and values", times=step.passes * blocks)
+    one = replace(one, during=During.FORWARD, where="keys and values", times=step.passes * blocks)
     if op.attention == "all_gather":
         one = replace(one, size=step.size(step.parts, both))
-        yield from _again(iter([one, replace(one, kind=SCATTER, during=Pass.BACKWARD)]), again)
+        yield from _again(iter([one, replace(one, kind=SCATTER, during=During.BACKWARD)]), again)
         return
     for where, number in (("queries", heads), ("keys and values", keys), ("outputs", heads)):
         size = step.size(number and number // split, dim)
         count = one.times * (1 + (where == "keys and values"))
         each = replace(one, where=where, kind=EXCHANGE, times=count, size=size)
-        yield from _again(iter([each, replace(each, during=Pass.BACKWARD)]), again)
+        yield from _again(iter([each, replace(each, during=During.BACKWARD)]), again)
 
 
 def attending(step: Step) -> tuple[int, int]:
@@ -298,10 +298,10 @@ def _exchanges(op: DispatchExperts, step: Step) -> Iterator[Sent]:
         axes=(op.axis,),
         times=count,
         size=None,
-        during=Pass.FORWARD,
+        during=During.FORWARD,
         modules=op.modules,
     )
-    back = replace(forward, during=Pass.BACKWARD)
+    back = replace(forward, during=During.BACKWARD)
     states, weights = step.size(step.hidden), step.size(chosen)
     if op.batched:
         return
@@ -334,7 +334,7 @@ def _loss(op: ChunkLoss, step: Step) -> Iterator[Sent]:
         axes=op.axes,
         times=step.passes,
         size=None,
-        during=Pass.FORWARD,
+        during=During.FORWARD,
         modules=op.modules,
     )
     heads = [
@@ -345,7 +345,7 @@ def _loss(op: ChunkLoss, step: Step) -> Iterator[Sent]:
     states = step.size(step.hidden)
     if any(isinstance(s, Colwise) and isinstance(s.input, Shard) for s in heads):
         yield replace(one, size=states)
-    yield replace(one, kind=REDUCE, size=states, during=Pass.BACKWARD)
+    yield replace(one, kind=REDUCE, size=states, during=During.BACKWARD)
     # of each token three numbers in float32
     ranks = step.lowered.axis_size(*op.axes)
     size = None if step.tokens is None else 12 * ceil(step.tokens / op.chunks) * ranks

@@ -15,7 +15,7 @@ from planc.ops.fsdp import FullyShard
 from planc.ops.lowered import Lowered
 
 
-class Pass(StrEnum):
+class During(StrEnum):
     """When a collective runs: in a forward pass, in what a backward pass repeats of it for a
     checkpoint, in the rest of a backward pass, or once in a step.
     """
@@ -49,7 +49,7 @@ class Sent:
     axes: tuple[str, ...]
     times: int
     size: int | None
-    during: Pass = Pass.STEP
+    during: During = During.STEP
     modules: Modules | None = None
 
 

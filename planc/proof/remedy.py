@@ -19,7 +19,7 @@ from planc.plan import elaborate
 from planc.plan.ir import Plan
 from planc.proof.inverted_conditions import inverted
 from planc.proof.judge import judge
-from planc.proof.rule_differences import At, Change, Rules, differences, shared, tensor_rules
+from planc.proof.rule_differences import At, RuleChange, Rules, differences, shared, tensor_rules
 from planc.proof.small_case import SmallCase, small_plan, with_plan
 from planc.source import Span
 from planc.syntax import ast, plan_files
@@ -35,7 +35,7 @@ _FEW = 3
 
 def remedy(
     compiled: Compiled, small: SmallCase, outcome: Outcome, draft: Draft
-) -> tuple[Change, ...]:
+) -> tuple[RuleChange, ...]:
     """The fewest changes of tensor rules found that prove a refuted small case; none if not found.
 
     Args:
@@ -83,7 +83,9 @@ def _styles(plan: Plan) -> Mapping[At, Style]:
     return {at: rule.style for at, rule in tensor_rules(plan, axis).items()}
 
 
-def blamed_first(found: Sequence[Diagnostic], changes: Sequence[Change]) -> Iterator[Diagnostic]:
+def blamed_first(
+    found: Sequence[Diagnostic], changes: Sequence[RuleChange]
+) -> Iterator[Diagnostic]:
     """The first error at the lines to blame, with what to do; the others, facts of it."""
     if not (found and changes):
         yield from found
@@ -103,7 +105,7 @@ def _elsewhere(outcome: Outcome) -> bool:
     return any(d.kind in ("context", "draws") for d in outcome.discrepancies[:1])
 
 
-def _distance(outcome: Outcome, change: Change) -> int:
+def _distance(outcome: Outcome, change: RuleChange) -> int:
     """How far a change is from what was wrong first, by what their names share."""
     seen = outcome.discrepancies[0].subject if outcome.discrepancies else ""
     return -max(shared(seen, name) for name, _ in change.places)
@@ -143,15 +145,17 @@ def _settings(files: Iterable[ast.File]) -> tuple[tuple[str, ...], ...]:
     return ((f"{SEQUENCE}=true",), (f"{SEQUENCE}=false",)) if SEQUENCE in options else ((),)
 
 
-def _parts(changes: Iterable[Change]) -> list[list[Change]]:
+def _parts(changes: Iterable[RuleChange]) -> list[list[RuleChange]]:
     """Changes that are made together: of rules that lack the same layers; each other one alone."""
-    parts: dict[object, list[Change]] = {}
+    parts: dict[object, list[RuleChange]] = {}
     for change in changes:
         parts.setdefault(change.layers or id(change), []).append(change)
     return list(parts.values())
 
 
-def _fewest(parts: list[list[Change]], proves: Callable[[Sequence[Change]], bool]) -> list[Change]:
+def _fewest(
+    parts: list[list[RuleChange]], proves: Callable[[Sequence[RuleChange]], bool]
+) -> list[RuleChange]:
     """One part that is enough, else as few of all as can be."""
     if not parts or len(parts) > _MOST:
         return []
@@ -170,12 +174,12 @@ def _fewest(parts: list[list[Change]], proves: Callable[[Sequence[Change]], bool
     return _all(needed)
 
 
-def _all(parts: Iterable[Iterable[Change]]) -> list[Change]:
+def _all(parts: Iterable[Iterable[RuleChange]]) -> list[RuleChange]:
     return [change for part in parts for change in part]
 
 
 def _proves(
-    small: SmallCase, plan: Plan, axis: str, right: Rules, changes: Sequence[Change]
+    small: SmallCase, plan: Plan, axis: str, right: Rules, changes: Sequence[RuleChange]
 ) -> bool:
     """Whether the small model is right with some changes."""
     new = {at: right.get(at) for change in changes for at in change.places}

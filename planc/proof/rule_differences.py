@@ -29,7 +29,7 @@ Reach = Mapping[Key, Mapping[Span, Modules]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
+class RuleChange:
     """A rule of a plan in the place of another one, on some modules.
 
     Args:
@@ -104,7 +104,7 @@ def tensor_rules(plan: Plan, axis: str) -> Rules:
     }
 
 
-def differences(mine: Rules, right: Rules, plan: Plan, right_plan: Plan) -> list[Change]:
+def differences(mine: Rules, right: Rules, plan: Plan, right_plan: Plan) -> list[RuleChange]:
     """What differs, a change for each pair of rules.
 
     Args:
@@ -123,7 +123,7 @@ def differences(mine: Rules, right: Rules, plan: Plan, right_plan: Plan) -> list
         name, _ = at = places[0]
         new = right.get(at)
         near = min(mine, key=lambda o: (_lines(right.get(o), new), -shared(o[0], name)), default=at)
-        change = Change(old=mine.get(at), new=new, places=tuple(places), near=mine.get(near))
+        change = RuleChange(old=mine.get(at), new=new, places=tuple(places), near=mine.get(near))
         changes.append(_in_the_model(change, mine, reach, right_reach))
     return changes
 
@@ -147,7 +147,7 @@ def _reach(plan: Plan) -> Reach:
     return found
 
 
-def _in_the_model(change: Change, rules: Rules, mine: Reach, right: Reach) -> Change:
+def _in_the_model(change: RuleChange, rules: Rules, mine: Reach, right: Reach) -> RuleChange:
     """A change with the modules of the real model that it is for.
 
     Args:
@@ -173,7 +173,7 @@ def _in_the_model(change: Change, rules: Rules, mine: Reach, right: Reach) -> Ch
     return replace(change, reach=tuple(reach), layers=layers, near=same if layers else change.near)
 
 
-def _is_of(rule: TensorRule, at: At, change: Change, keys: Container[Key]) -> bool:
+def _is_of(rule: TensorRule, at: At, change: RuleChange, keys: Container[Key]) -> bool:
     """Whether a rule has the style that a change adds, on the same modules of other layers."""
     missing = change.new if change.old is None else None
     return missing is not None and (_key(at[0]), at[1]) in keys and rule.style == missing.style

@@ -56,7 +56,7 @@ class ParameterAnswer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class Reasons:
     """All decisions about one module, or about one of its parameters.
 
     Args:

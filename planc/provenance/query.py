@@ -31,14 +31,14 @@ from planc.ops.styles import Custom, Split, part_sizes, style_name, weight_split
 from planc.ops.tensor_parallel import Parallelize, Tie
 from planc.plan.apply_adapters import FOUR_BIT, with_adapters
 from planc.plan.ir import AdapterRule, Plan
-from planc.provenance.answer import Answer, ParameterAnswer, Reason
+from planc.provenance.answer import ParameterAnswer, Reason, Reasons
 from planc.provenance.module_lookup import found
 from planc.source import NOWHERE, Span
 
 _LONGEST = 100
 
 
-def why(name: str, compiled: Compiled, sink: Sink) -> Answer | None:
+def why(name: str, compiled: Compiled, sink: Sink) -> Reasons | None:
     """The decisions about a module or a parameter, by its torch name or as `found` takes it; None
     after PL130, or where nothing was lowered. A plan from JSON has operations only.
     """
@@ -85,7 +85,7 @@ class _Question:
         around = (m for m in (self.shard.ignored if self.shard else ()) if at.inside(m))
         self.ignored = max(around, key=lambda m: len(m.path), default=None)
 
-    def answer(self) -> Answer:
+    def answer(self) -> Reasons:
         module = self.at.module
         parameters = [self.parameter] if self.parameter else module.parameters
         found = {
@@ -94,7 +94,7 @@ class _Question:
             "compile": tuple(self._wraps(Compile)),
             "unit": tuple(self._units()),
         }
-        return Answer(
+        return Reasons(
             name=self.full or "root",
             parameter=self.parameter.name if self.parameter else None,
             cls=module.cls,

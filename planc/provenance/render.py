@@ -9,7 +9,7 @@ from typing import Any
 from planc.ops import phrases
 from planc.ops.document import dumps
 from planc.ops.lowered import Lowered
-from planc.provenance.answer import Answer, ParameterAnswer, Reason
+from planc.provenance.answer import ParameterAnswer, Reason, Reasons
 
 FORMAT_VERSION = 1
 Segment = tuple[str, str]
@@ -33,13 +33,13 @@ SECTIONS = (
 )
 
 
-def text(answer: Answer) -> str:
+def text(answer: Reasons) -> str:
     """The answer as `planc why` prints it."""
     rows = ("".join(part for part, _ in line).rstrip(" ") for line in lines(answer))
     return "".join(f"{row}\n" for row in rows)
 
 
-def lines(answer: Answer) -> Iterator[list[Segment]]:
+def lines(answer: Reasons) -> Iterator[list[Segment]]:
     """The answer as text: each decision, and below it the line of the plan."""
     kind = f" ({answer.kind})" if answer.kind != "other" else ""
     what = f"a parameter of {answer.cls}" if answer.parameter else answer.cls
@@ -49,7 +49,7 @@ def lines(answer: Answer) -> Iterator[list[Segment]]:
         yield [(f"{line[0][0]:<{width}}", line[0][1]), *line[1:]] if line else []
 
 
-def _below(answer: Answer) -> Iterator[list[Segment]]:
+def _below(answer: Reasons) -> Iterator[list[Segment]]:
     """The lines below the first; what stands in front of each is not padded yet."""
     yield from _model(answer)
     yield []
@@ -79,7 +79,7 @@ def _below(answer: Answer) -> Iterator[list[Segment]]:
         yield _head("" if answer.parameters else "per rank", f"its unit: {text}")
 
 
-def _model(answer: Answer) -> Iterator[list[Segment]]:
+def _model(answer: Reasons) -> Iterator[list[Segment]]:
     if len(answer.like) > 1:
         yield _head("like it", f"{len(answer.like)} modules: {answer.like}")
     for parameter in answer.parameters:
@@ -108,7 +108,7 @@ def _memory(of: ParameterAnswer) -> str:
     )
 
 
-def _reasons(section: str, reasons: Iterable[Reason], answer: Answer) -> Iterator[list[Segment]]:
+def _reasons(section: str, reasons: Iterable[Reason], answer: Reasons) -> Iterator[list[Segment]]:
     title = "fsdp" if section == "unit" else section
     if section in answer.missing:
         inside = ", but on what is inside" if section == "tensor" and answer.inside else ""
@@ -146,7 +146,7 @@ def _together(reasons: Sequence[Reason]) -> Iterator[Reason]:
             yield replace(group[0], what=what, target=target, place=place)
 
 
-def document(answer: Answer, lowered: Lowered) -> dict[str, Any]:
+def document(answer: Reasons, lowered: Lowered) -> dict[str, Any]:
     """The answer in the form of `grammars/why.schema.json`."""
     stages = json.loads(dumps(lowered))["stages"]
     ops = [op for stage in stages for op in stage["ops"]]

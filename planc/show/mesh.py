@@ -15,7 +15,7 @@ WIDTH, _CELL, _MOST = 860, 30, 15  # pixels of a picture and of a rank; nodes th
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
+class RankGroup:
     """Ranks that communicate: those that differ along some axes alone.
 
     Args:
@@ -43,7 +43,7 @@ class Group:
         return "-".join([*rest, f"{along // (self.size * self.stride)}-{along % self.stride}"])
 
 
-def groups(lowered: Lowered, per_node: int, sent: Mapping[str, float]) -> tuple[Group, ...]:
+def groups(lowered: Lowered, per_node: int, sent: Mapping[str, float]) -> tuple[RankGroup, ...]:
     """The groups of more than one rank, those of neighbors first.
 
     Args:
@@ -67,7 +67,7 @@ def groups(lowered: Lowered, per_node: int, sent: Mapping[str, float]) -> tuple[
         if experts and {experts.ranks.name, experts.rest.name} & set(names):
             axes = experts.axes
             stride = 1 if experts.ranks.name in names else experts.ranks.size
-        group = Group(
+        group = RankGroup(
             names=names,
             axes=axes,
             size=lowered.axis_size(*names),
@@ -106,7 +106,7 @@ def places(lowered: Lowered, rank: int) -> dict[str, int]:
 
 
 def nodes(
-    lowered: Lowered, per_node: int, talks: tuple[Group, ...]
+    lowered: Lowered, per_node: int, talks: tuple[RankGroup, ...]
 ) -> tuple[tuple[Html, ...], int]:
     """Each node as an `<svg>`, and pixels of them all in a picture: the groups of rank 0 in color.
 

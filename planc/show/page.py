@@ -112,7 +112,7 @@ def _header(compiled: Compiled, lowered: Lowered, known: Known) -> Html:
     return tag("header", title, about, tiles(numbers), tag("ul", *told, class_="findings"))
 
 
-def _mesh(lowered: Lowered, per_node: int, talks: tuple[mesh.Group, ...]) -> Iterator[Html]:
+def _mesh(lowered: Lowered, per_node: int, talks: tuple[mesh.RankGroup, ...]) -> Iterator[Html]:
     axes = (
         tag("li", tag("b", a.name), f" {a.size}", data_by=a.place, class_="one" * (a.size == 1))
         for a in lowered.axes

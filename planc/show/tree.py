@@ -15,11 +15,11 @@ from planc.ops.lowered import Lowered
 from planc.ops.registry import units_of
 from planc.ops.styles import style_name
 from planc.ops.tensor_parallel import Parallelize
-from planc.provenance.answer import Answer
+from planc.provenance.answer import Reasons
 from planc.provenance.query import why
 
 
-class Mark(NamedTuple):
+class ModuleMark(NamedTuple):
     """What an operation does to a module, in a word and as a whole, and the line that says so."""
 
     kind: str
@@ -43,8 +43,8 @@ class Row:
 
     modules: Modules
     name: str
-    marks: tuple[Mark, ...]
-    why: Answer
+    marks: tuple[ModuleMark, ...]
+    why: Reasons
     size: int
     inside: tuple[Row, ...]
     like: str = ""
@@ -116,20 +116,20 @@ class _Tree:
         segments: tuple[Segment, ...] = tuple(parts) or (child.segment,)
         yield from (Modules((*at.path, segment), child.module) for segment in segments)
 
-    def _marks(self, name: str, stage: int | None) -> Iterator[Mark]:
+    def _marks(self, name: str, stage: int | None) -> Iterator[ModuleMark]:
         if stage is not None and (pipeline := self.lowered.pipeline):
             about = pipeline.headline(self.lowered)
-            yield Mark(f"s{stage % 8}", f"stage {stage}", about, (), pipeline.place)
+            yield ModuleMark(f"s{stage % 8}", f"stage {stage}", about, (), pipeline.place)
         for op in (op for op, sets in self.ops if _has(sets, name)):
             about, units = op.headline(self.lowered), units_of(op)
             for unit in (u for u in units if _has(u.members, name)):
                 about = f"{unit.name}: {unit.headline(self.lowered)}, {unit.resharding}"
                 axes, text = unit.shard or unit.replicate, "group" if unit.group else "unit"
-                yield Mark(unit.WORD, text, about, axes, unit.place)
+                yield ModuleMark(unit.WORD, text, about, axes, unit.place)
             if isinstance(op, Parallelize):
-                yield Mark(op.WORD, style_name(op.style), about, op.axes, op.place)
+                yield ModuleMark(op.WORD, style_name(op.style), about, op.axes, op.place)
             elif not units:
-                yield Mark(op.WORD, op.WORD, about, (), op.place)
+                yield ModuleMark(op.WORD, op.WORD, about, (), op.place)
 
 
 def _modules(op: Op) -> Iterator[Modules]:

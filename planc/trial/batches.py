@@ -34,7 +34,7 @@ COUNT = "num_items_in_batch"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pass:
+class TrialPass:
     """A forward and backward pass over all data ranks' rows; its name says what it shows."""
 
     name: str = ""
@@ -52,7 +52,7 @@ class Batches:
     `counted`: the model divides its loss by a given number of tokens. `gradients_alone`: no steps.
     """
 
-    steps: tuple[tuple[Pass, ...], ...]
+    steps: tuple[tuple[TrialPass, ...], ...]
     counted: bool
     ranks: int
     gradients_alone: bool = False
@@ -109,7 +109,7 @@ def batches(builder: ModelBuilder, lowered: Lowered, seed: int, *, quick: bool =
     if quick:
         return Batches(steps=((padded,),), counted=counted, ranks=ranks, gradients_alone=True)
     document = math.lcm(*(_document_part(op, lowered) for op in lowered.ops))
-    steps = ((padded, _packed(model, labeled(1), document)), (Pass(inputs=labeled(2)),))
+    steps = ((padded, _packed(model, labeled(1), document)), (TrialPass(inputs=labeled(2)),))
     return Batches(steps=steps, counted=counted, ranks=ranks)
 
 
@@ -122,9 +122,9 @@ def _late(inputs: Inputs) -> Inputs:
     return {**inputs, "labels": labels}
 
 
-def _padded(model: nn.Module, inputs: Inputs, ranks: int, *, uneven: bool) -> Pass:
+def _padded(model: nn.Module, inputs: Inputs, ranks: int, *, uneven: bool) -> TrialPass:
     if not _text(inputs):
-        return Pass(inputs=inputs)
+        return TrialPass(inputs=inputs)
     made = dict(inputs)
     rows = len(made["input_ids"])
     if set(made) <= {"input_ids", "labels"}:
@@ -139,8 +139,8 @@ def _padded(model: nn.Module, inputs: Inputs, ranks: int, *, uneven: bool) -> Pa
         mask[0, :PADS] = 0
         padded = {**made, "attention_mask": mask}
         if _runs(model, padded):
-            return Pass(name="padding", inputs=padded)
-    return Pass(inputs=made)
+            return TrialPass(name="padding", inputs=padded)
+    return TrialPass(inputs=made)
 
 
 def _document_part(op: Op, lowered: Lowered) -> int:
@@ -150,17 +150,17 @@ def _document_part(op: Op, lowered: Lowered) -> int:
     return 1
 
 
-def _packed(model: nn.Module, inputs: Inputs, part: int) -> Pass:
+def _packed(model: nn.Module, inputs: Inputs, part: int) -> TrialPass:
     """Two documents in each row, of a multiple of `part` tokens: positions begin again."""
     if not _text(inputs) or not set(inputs) <= {"input_ids", "labels"}:
-        return Pass(inputs=inputs)
+        return TrialPass(inputs=inputs)
     rows, length = inputs["input_ids"].shape
     first = (length // 2 - 1) // part * part
     positions = torch.cat([torch.arange(first), torch.arange(length - first)])
     packed = {**inputs, "position_ids": positions.expand(rows, -1).contiguous()}
     if "position_ids" in _arguments(model) and _runs(model, packed):
-        return Pass(name="two packed documents", inputs=packed)
-    return Pass(inputs=inputs)
+        return TrialPass(name="two packed documents", inputs=packed)
+    return TrialPass(inputs=inputs)
 
 
 def _text(inputs: Inputs) -> bool:

@@ -18,7 +18,7 @@ def context_axes(run: Run) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class BatchPart:
     """The part of a batch that a rank has: indices `[rows, tokens]` in sequences of a length."""
 
     tokens: Tensor
@@ -56,13 +56,13 @@ def part_rank(run: Run) -> int:
     return sum(run.submesh(axis).get_local_rank() for axis in context_axes(run))
 
 
-def parts_of(run: Run, inputs: Mapping[str, Any]) -> Iterator[Part]:
+def parts_of(run: Run, inputs: Mapping[str, Any]) -> Iterator[BatchPart]:
     """Yields the part of a batch that this rank has; nothing where it has all of it."""
     ids = inputs.get("input_ids")
     if context_axes(run) and isinstance(ids, Tensor):
         index = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
         mine = run.batch({**inputs, "input_ids": index})["input_ids"]
-        yield Part(mine.cpu(), ids.shape[1])
+        yield BatchPart(mine.cpu(), ids.shape[1])
 
 
 def mean_of_parts(run: Run, loss: Tensor) -> Tensor:

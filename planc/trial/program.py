@@ -24,7 +24,7 @@ from planc.runtime.standalone.pipeline import stages_of
 from planc.runtime.standalone.shards import in_own_order, rank_orders
 from planc.trial.batches import COUNT, Batches
 from planc.trial.numerics import full_copy, gradient_scale, parameters_by_name
-from planc.trial.parts import Part, mean_of_parts, part_rank, parts_of
+from planc.trial.parts import BatchPart, mean_of_parts, part_rank, parts_of
 from planc.trial.random_numbers import Recorded, Replayed, Unlike
 from planc.trial.trace import Trace, caller, named_modules
 
@@ -62,7 +62,7 @@ class RankResult:
 
     data_rank: int = 0
     part_rank: int = 0
-    parts: list[Part] = field(default_factory=list)
+    parts: list[BatchPart] = field(default_factory=list)
     phase: str = "apply"
     traces: list[Trace] = field(default_factory=list)
     logits: list[torch.Tensor] = field(default_factory=list)

@@ -12,11 +12,11 @@ from planc.estimate.profiles import Stack
 from planc.estimate.workload import (
     Attention,
     Collective,
+    ElementSizes,
     Group,
     Kind,
     Layer,
     Matmul,
-    Precision,
     Recompute,
     Sharding,
     Workload,
@@ -77,7 +77,7 @@ class Run:
     chunks: int = 1
     sharding: Sharding = Sharding.FULL
     recompute: Recompute = Recompute.NONE
-    precision: Precision = field(default_factory=Precision)
+    precision: ElementSizes = field(default_factory=ElementSizes)
     sequence_parallel: bool = True
 
 

@@ -9,7 +9,7 @@ from decoder import Decoder, Run, workload
 
 from planc.diagnostic import Sink
 from planc.estimate import profiles
-from planc.estimate.workload import Precision, Sharding
+from planc.estimate.workload import ElementSizes, Sharding
 
 DATA = Path(__file__).parent / "data"
 PLAYBOOK_MODELS = {
@@ -56,7 +56,7 @@ def stack(name):
 
 def playbook(path=DATA / "playbook_3.57B.csv"):
     software = stack("nanotron")
-    precision = Precision(rest=2, compute=2, reduce=4, master=4, states=8)
+    precision = ElementSizes(rest=2, compute=2, reduce=4, master=4, states=8)
     with path.open() as file:
         for row in csv.DictReader(file):
             run = Run(
@@ -81,7 +81,7 @@ def playbook(path=DATA / "playbook_3.57B.csv"):
 def vtrain(path=DATA / "vtrain_a100_sample.csv"):
     """GPT models of Megatron-DeepSpeed: learned positions, a vocabulary of 51,200, fp16."""
     software = stack("megatron")
-    precision = Precision(rest=2, compute=2, reduce=2, master=4, states=8)
+    precision = ElementSizes(rest=2, compute=2, reduce=2, master=4, states=8)
     with path.open() as file:
         for row in csv.DictReader(file):
             size = {key: int(value) for key, value in row.items() if not key.startswith("iter")}

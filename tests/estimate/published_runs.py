@@ -8,7 +8,7 @@ from measured_tables import hardware, stack
 
 from planc.estimate.memory import GIB
 from planc.estimate.step import estimate
-from planc.estimate.workload import Precision, Recompute, Sharding
+from planc.estimate.workload import ElementSizes, Recompute, Sharding
 
 LLAMA = {
     "8B": Decoder(
@@ -29,7 +29,7 @@ META = dict(
     pipeline=16,
     micro_batch=1,
     sharding=Sharding.OPTIMIZER,
-    precision=Precision(rest=2, compute=2, reduce=4, master=4, states=8),
+    precision=ElementSizes(rest=2, compute=2, reduce=4, master=4, states=8),
     schedule="interleaved_1f1b",
     chunks=8,
 )

@@ -18,7 +18,7 @@ from planc.estimate.step import estimate
 from planc.estimate.timeline import bytes_sent
 from planc.estimate.workload import Kind
 from planc.lowering.sends import by_pass
-from planc.lowering.step import Pass, Step
+from planc.lowering.step import During, Step
 from planc.ops.pipeline import stages_of_rank
 
 OF_TORCH = ("zero_bubble", "zbv", "dualpipe_v")
@@ -199,7 +199,7 @@ def test_an_estimate_has_the_collectives_that_a_step_sends(model, settings):
     )
     told, seen = Counter(), Counter()
     for one in by_pass(step):
-        if one.during is not Pass.STEP:
+        if one.during is not During.STEP:
             told[one.kind, " x ".join(one.axes), one.size] += one.times
     for layer, n in (pair for stage in made.work.stages for pair in stage):
         for one in (*layer.forward, *layer.backward, *(layer.repeated or ())):

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Iterable, Mapping
 
 from planc.emit.python.inlined_source import global_names
-from planc.emit.python.layout import WIDTH, Group, lay
+from planc.emit.python.layout import WIDTH, Bracketed, lay
 
 
 def imports(body: str, modules: Iterable[str], names: Mapping[str, str]) -> str:
@@ -36,7 +36,7 @@ def _section(whole: set[str], found: Mapping[str, list[str]], *, standard: bool)
     for module in sorted(filter(here, found)):
         names = tuple(sorted(found[module], key=_by_kind))
         line = f"from {module} import {', '.join(names)}"
-        broken = lay(Group(f"from {module} import (", names))
+        broken = lay(Bracketed(f"from {module} import (", names))
         yield from [line] if len(line) <= WIDTH else broken
 
 

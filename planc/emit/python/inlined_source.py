@@ -11,7 +11,7 @@ from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
-from planc.emit.python.layout import Group, lay
+from planc.emit.python.layout import Bracketed, lay
 
 _STANDALONE = Path(__file__).resolve().parents[2] / "runtime" / "standalone"
 _FILES = (
@@ -165,7 +165,7 @@ def _head(node: ast.FunctionDef, text: str) -> Iterator[str]:
         items.append(f"*{args.vararg.arg if args.vararg else ''}")
     items += spelled(after)
     items += [f"**{args.kwarg.arg}"] if args.kwarg else []
-    yield from lay(Group(f"def {node.name}(", tuple(items), "):"), " " * node.col_offset)
+    yield from lay(Bracketed(f"def {node.name}(", tuple(items), "):"), " " * node.col_offset)
 
 
 def _first_line(node: ast.stmt) -> int:

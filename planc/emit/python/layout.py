@@ -15,7 +15,7 @@ WIDTH = 88  # the default of ruff and black
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class Bracketed:
     """A bracketed expression that can be split over lines: a call, a list, a dictionary.
 
     Args:
@@ -39,7 +39,7 @@ class Group:
         return f"{self.head}{inner}{self.single if len(self.items) == 1 else ''}{self.close}"
 
 
-Source = str | Group
+Source = str | Bracketed
 
 
 def lay(source: Source, indent: str = "", *, note: str = "", end: str = "") -> Iterator[str]:
@@ -52,7 +52,7 @@ def lay(source: Source, indent: str = "", *, note: str = "", end: str = "") -> I
         end: a comma, for an item.
     """
     flat = f"{indent}{source}{end}"
-    broken = isinstance(source, Group) and source.items and (source.notes or len(flat) > WIDTH)
+    broken = isinstance(source, Bracketed) and source.items and (source.notes or len(flat) > WIDTH)
     beside = f"{flat}  # {note}" if note else flat
     if len(beside) <= WIDTH and not broken:
         yield beside
@@ -70,7 +70,9 @@ def lay(source: Source, indent: str = "", *, note: str = "", end: str = "") -> I
 
 def headed(head: str, source: Source) -> Source:
     """Source with a prefix."""
-    return replace(source, head=head + source.head) if isinstance(source, Group) else head + source
+    return (
+        replace(source, head=head + source.head) if isinstance(source, Bracketed) else head + source
+    )
 
 
 def remark(text: str) -> str:

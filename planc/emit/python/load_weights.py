@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from planc.emit.python.layout import Group, lay, literal
+from planc.emit.python.layout import Bracketed, lay, literal
 from planc.emit.python.module_loops import IN
 from planc.ops.load import Load
 from planc.ops.lora import Adapt
@@ -48,4 +48,4 @@ def _init_adapters(op: Adapt) -> Iterator[str]:
     """The call that initializes adapters, whose values are in no file of the model."""
     where = ("model", "unset", f'r"{op.pattern}"')
     how = (f"rank={op.rank}", f"init={literal(op.initial)}", f"seed={op.seed}")
-    yield from lay(Group("initialize_adapters(", (*where, *how)), IN)
+    yield from lay(Bracketed("initialize_adapters(", (*where, *how)), IN)

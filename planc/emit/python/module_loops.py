@@ -3,7 +3,16 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from planc.emit.python.layout import WIDTH, Group, Source, attribute, headed, lay, quoted, remark
+from planc.emit.python.layout import (
+    WIDTH,
+    Bracketed,
+    Source,
+    attribute,
+    headed,
+    lay,
+    quoted,
+    remark,
+)
 from planc.model.facts import Modules, Segment
 from planc.model.indices import Indices
 
@@ -93,22 +102,22 @@ def replaced(loop: Loop, value: Source) -> Source:
         return headed(f"{loop.owner}{loop.place} = ", value)
     if attribute(loop.place):
         return headed(f"{loop.owner}.{loop.place} = ", value)
-    return Group(f"{loop.owner}.register_module(", (quoted(loop.place), value))
+    return Bracketed(f"{loop.owner}.register_module(", (quoted(loop.place), value))
 
 
-def listed(sets: Sequence[Modules], lists: Lists) -> Group:
+def listed(sets: Sequence[Modules], lists: Lists) -> Bracketed:
     """All modules of some sets as a list."""
     if len(sets) == 1 and len(sets[0]) > 1:
         return comprehension("[", sets[0], lists, close="]")
     items: list[Source] = []
     for modules in sets:
         items += _run_items(modules, lists) or [comprehension("*(", modules, lists)]
-    return Group("[", tuple(items), "]")
+    return Bracketed("[", tuple(items), "]")
 
 
 def comprehension(
     head: str, modules: Modules, lists: Lists, *, close: str = ")", entry: str = ""
-) -> Group:
+) -> Bracketed:
     """A comprehension over the modules of a set.
 
     Args:
@@ -120,7 +129,7 @@ def comprehension(
     loop = loop_over(modules, lists)
     item = f"({entry}, {loop.item})" if entry else loop.item
     clauses = (line.strip().removesuffix(":") for line in loop.head)
-    return Group(head, (item, *clauses), close, comma="")
+    return Bracketed(head, (item, *clauses), close, comma="")
 
 
 def _run_items(modules: Modules, lists: Lists) -> list[Source]:
@@ -183,4 +192,4 @@ def assign(target: Source, value: Source, place: str) -> Lines:
     if len(IN + line) <= WIDTH:
         yield from lay(line, IN, note=remark(place))
     else:
-        yield from lay(Group(f"{target} = (", (value,), comma=""), IN, note=remark(place))
+        yield from lay(Bracketed(f"{target} = (", (value,), comma=""), IN, note=remark(place))

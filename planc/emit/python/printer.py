@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import assert_never
 
-from planc.emit.python.layout import Group, Source, headed, lay, literal, quoted, remark
+from planc.emit.python.layout import Bracketed, Source, headed, lay, literal, quoted, remark
 from planc.emit.python.module_loops import (
     IN,
     Lines,
@@ -74,7 +74,7 @@ class Printer:
             case _:
                 assert_never(step)
 
-    def call(self, call: calls.FunctionCall, *first: Source) -> Group:
+    def call(self, call: calls.FunctionCall, *first: Source) -> Bracketed:
         """A call, with further arguments before its first."""
         arguments = [*first, *map(self.source, call.arguments)]
         if call.function.startswith("."):
@@ -83,14 +83,14 @@ class Printer:
             head = self._imported(call.function)
         for name, value in call.keywords:
             arguments.append(headed(f"{name}=" if name else "**", self.source(value)))
-        return Group(f"{head}(", tuple(arguments))
+        return Bracketed(f"{head}(", tuple(arguments))
 
     def source(self, value: calls.Value) -> Source:
         match value:
             case None | bool() | int() | float() | str():
                 return literal(value)
             case tuple():
-                return Group("(", tuple(map(self.source, value)), single=",")
+                return Bracketed("(", tuple(map(self.source, value)), single=",")
             case calls.Variable():
                 return value.name
             case calls.ImportedName():
@@ -102,11 +102,11 @@ class Printer:
             case calls.Index():
                 return f"{self.source(value.value)}[{', '.join(map(quoted, value.keys))}]"
             case calls.Items():
-                return Group("[", tuple(map(self.source, value.values)), "]")
+                return Bracketed("[", tuple(map(self.source, value.values)), "]")
             case calls.Table():
                 entries = value.entries
                 items = (headed(f"{quoted(key)}: ", self.source(item)) for key, item in entries)
-                return Group("{", tuple(items), "}")
+                return Bracketed("{", tuple(items), "}")
             case calls.Members():
                 return listed(value.sets, self._lists)
             case calls.Numbered():

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from planc.emit.python.imports import imports
 from planc.emit.python.inlined_source import global_names, imported, inlined
-from planc.emit.python.layout import WIDTH, Group, headed, lay, quoted, remark
+from planc.emit.python.layout import WIDTH, Bracketed, headed, lay, quoted, remark
 from planc.emit.python.load_weights import load_function
 from planc.emit.python.module_loops import Lines, Lists, looped
 from planc.emit.python.printer import Printer, inner_first
@@ -138,7 +138,7 @@ def _docstring(lowered: Lowered, digest: str, packed: bool) -> str:
 def _mesh(lowered: Lowered) -> str:
     items = tuple(f"{quoted(a.name)}: {a.size}" for a in lowered.axes)
     notes = tuple(remark(a.place) for a in lowered.axes)
-    constant = "\n".join(lay(Group("MESH = {", items, "}", notes)))
+    constant = "\n".join(lay(Bracketed("MESH = {", items, "}", notes)))
     return constant + dedent('''
 
 
@@ -222,7 +222,7 @@ def _styles(steps: Sequence[Each], depth: int, printer: Printer) -> Lines:
     mesh, _ = steps[0].calls[0].arguments
     styles = ((_key(s.modules, depth), printer.source(s.calls[0].arguments[1])) for s in steps)
     entries = (headed(f"{quoted(key)}: ", style) for key, style in styles)
-    plan = Group("{", tuple(entries), "}", tuple(remark(step.note) for step in steps))
+    plan = Bracketed("{", tuple(entries), "}", tuple(remark(step.note) for step in steps))
     call = printer.call(FunctionCall(PARALLELIZE), loop.item, printer.source(mesh), plan)
     yield from looped(loop.head, [replace(call, notes=("", "", ""))], "")
 

@@ -27,7 +27,7 @@ class _Section:
     """The state of a section while its items are read."""
 
     program: Program
-    claims: Claims[fsdp_units.Terms]
+    claims: Claims[fsdp_units.UnitTerms]
     ignored: Claims[bool]
     spreads: Claims[fsdp_units.SpreadTerms]
     settings: Settings

@@ -31,7 +31,7 @@ SpreadTerms = tuple[tuple[str, ...] | None, int]
 """(axes, dim) of `spread(...)`."""
 
 
-class Terms(NamedTuple):
+class UnitTerms(NamedTuple):
     """A unit without its members: one for each module, or of a group.
 
     Args:
@@ -43,13 +43,13 @@ class Terms(NamedTuple):
     except_last: bool = False
     group: int | None = None
 
-    def of(self, *, last: bool, group: int | None = None) -> Terms:
+    def of(self, *, last: bool, group: int | None = None) -> UnitTerms:
         """The terms of a last entry, or of another one."""
         unit = replace(self.unit, reshard=not last) if self.except_last else self.unit
-        return Terms(unit, group=group)
+        return UnitTerms(unit, group=group)
 
 
-def rule(item: ast.Rule, placed: Placed, claims: Claims[Terms], scope: Scope) -> None:
+def rule(item: ast.Rule, placed: Placed, claims: Claims[UnitTerms], scope: Scope) -> None:
     """Adds the units of one rule, by name."""
     if item.action.name != "unit":
         unknown(item.action, ("unit", "spread"), "fsdp action", scope)
@@ -72,7 +72,7 @@ def rule(item: ast.Rule, placed: Placed, claims: Claims[Terms], scope: Scope) ->
     _claim(found, terms, item, claims)
 
 
-def _terms(item: ast.Rule, scope: Scope) -> Terms | None:
+def _terms(item: ast.Rule, scope: Scope) -> UnitTerms | None:
     arguments = Arguments(item.action, scope, _KNOWN)
     staged = _staged(scope)
     reshard = arguments.word("reshard", _RESHARD, not staged, 1, counts=True)
@@ -93,7 +93,7 @@ def _terms(item: ast.Rule, scope: Scope) -> Terms | None:
         explicit=frozenset(a.name or "precision" for a in item.action.arguments),
         origin=item.origin,
     )
-    return Terms(unit, except_last)
+    return UnitTerms(unit, except_last)
 
 
 def _staged(scope: Scope) -> bool:
@@ -162,14 +162,16 @@ def _factors(expression: ast.Expr) -> Iterator[str | None]:
             yield None
 
 
-def _claim(found: tuple[Modules, ...], terms: Terms, item: ast.Rule, claims: Claims[Terms]) -> None:
+def _claim(
+    found: tuple[Modules, ...], terms: UnitTerms, item: ast.Rule, claims: Claims[UnitTerms]
+) -> None:
     """Claims the modules; with `except_last` the last entries are claimed separately."""
     last = max((m.entries.last for m in found if m.entries), default=None)
     pairs = [part for modules in found for part in _parts(modules, terms, last)]
     claims.add_all(pairs, "unit", item.origin, override=item.override)
 
 
-def _parts(modules: Modules, terms: Terms, last: int | None) -> list[tuple[Modules, Terms]]:
+def _parts(modules: Modules, terms: UnitTerms, last: int | None) -> list[tuple[Modules, UnitTerms]]:
     """`except_last`: the entry with the highest index of the rule's list is not resharded."""
     if not terms.except_last or not modules.entries or last is None:
         return [(modules, terms.of(last=False))]
@@ -182,7 +184,7 @@ def _parts(modules: Modules, terms: Terms, last: int | None) -> list[tuple[Modul
 
 
 def found_units(
-    placed: Placed, claims: Claims[Terms], ignored: Sequence[Modules], scope: Scope
+    placed: Placed, claims: Claims[UnitTerms], ignored: Sequence[Modules], scope: Scope
 ) -> None:
     """Adds the units of `auto(min_params = 100M) : unit` and `dtype(fp32) : unit`.
 
@@ -282,8 +284,8 @@ def _members(item: ast.Rule, call: ast.Call, placed: Placed, scope: Scope) -> tu
 
 
 def _one_by_one(
-    members: tuple[Modules, ...], terms: Terms, call: ast.Call, scope: Scope
-) -> Iterator[tuple[Modules, Terms]]:
+    members: tuple[Modules, ...], terms: UnitTerms, call: ast.Call, scope: Scope
+) -> Iterator[tuple[Modules, UnitTerms]]:
     """`groups(a.*, b.*) : unit`: a group of entry 0 of each list, a group of entry 1, and so on."""
     entries: dict[tuple[str, ...], set[int]] = {}
     for member in members:
@@ -306,7 +308,7 @@ def _one_by_one(
             yield one, terms.of(last=entry == last, group=entry)
 
 
-def units(claims: Claims[Terms]) -> Iterator[Unit]:
+def units(claims: Claims[UnitTerms]) -> Iterator[Unit]:
     """The units that result from the claims, in the plan's order."""
     done: set[tuple[Span, int]] = set()
     for claim in claims.claims:

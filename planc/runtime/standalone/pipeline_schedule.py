@@ -25,7 +25,7 @@ HEADER = 256
 OF_THE_LOSS = ("labels", "shift_labels", "num_items_in_batch")
 
 
-class Timetable(schedules._PipelineScheduleRuntime):  # type: ignore[misc]
+class TimetableSchedule(schedules._PipelineScheduleRuntime):  # type: ignore[misc]
     """A plan's own passes of each rank; torch adds the sends and receives."""
 
     def __init__(self, stages: list[Any], count: int, **terms: Any) -> None:
@@ -43,8 +43,8 @@ SCHEDULES: dict[str, Any] = {
     "zero_bubble": schedules.ScheduleInterleavedZeroBubble,
     "zbv": schedules.ScheduleZBVZeroBubble,
     "dualpipe_v": schedules.ScheduleDualPipeV,
-    "timetable": Timetable,
-    "timetable_v": Timetable,
+    "timetable": TimetableSchedule,
+    "timetable_v": TimetableSchedule,
 }
 Form = dict[str, Any]
 """What a stage sends: local shape and dtype; of a DTensor, its axis and layout too."""
@@ -69,7 +69,7 @@ def form_of(tensor: Tensor) -> Form:
     return form
 
 
-class Section(nn.Module):  # type: ignore[misc]
+class StageModule(nn.Module):  # type: ignore[misc]
     """One stage of this rank as `torch.distributed.pipelining` calls it."""
 
     def __init__(
@@ -103,15 +103,15 @@ class Section(nn.Module):  # type: ignore[misc]
         return local_of(output)
 
 
-class Stage(_PipelineStageBase):  # type: ignore[misc]
+class RunningStage(_PipelineStageBase):  # type: ignore[misc]
     """A stage whose tensors are told by the stage that sends them."""
 
-    def __init__(self, section: Section, device: torch.device, group: Any) -> None:
+    def __init__(self, section: StageModule, device: torch.device, group: Any) -> None:
         stages = section.stages
         super().__init__(section, section.number, stages.count, device, group)
         self.section = section
         self.first_chunk = True
-        self.beside: dict[int, Stage] = {}
+        self.beside: dict[int, RunningStage] = {}
         self.inbox: dict[int, Tensor] = {}
         self.gradients: dict[int, Tensor] = {}
         self._stage_meta.inputs = () if self.is_first else (None,)
@@ -236,8 +236,8 @@ class Schedule:
         if device.type == "cuda":
             device = torch.device("cuda", torch.cuda.current_device())
         group = stages.mesh.get_group()
-        sections = [Section(model, stages, n, mesh) for n in stages.own]
-        self.parts = [Stage(section, device, group) for section in sections]
+        sections = [StageModule(model, stages, n, mesh) for n in stages.own]
+        self.parts = [RunningStage(section, device, group) for section in sections]
         for part in self.parts:
             part.beside = {other.stage_index: other for other in self.parts}
         if isinstance(model, FSDPModule):
