@@ -177,43 +177,44 @@ def apply(
     """
     from planc.emit.text import render
     from planc.runtime.executor import apply_lowered
-    from planc.runtime.meshes import device_of
+    from planc.runtime.meshes import device_of, no_group_after_an_error
     from planc.runtime.other_libraries import require_unwrapped
     from planc.runtime.preconditions import announce, require_not_parallel
     from planc.runtime.safeguards import Safeguards
     from planc.trial.verdict_store import recall
 
     _can_be_asked(model, require, prove, plan)
-    try:
-        require_not_parallel(model)
-        require_unwrapped(model)
-        facts = _facts_of(model)
-        if not isinstance(plan, Lowered):
-            size = world_size or _of_the_run("WORLD_SIZE", 1)
-            draft = partial(_draft_of_rank_0, device=device_of(model, device_type))
-            compiled, sink = compiled_for(facts, plan, size, overrides, allow_code, draft=draft)
-            lowered = _lowered(compiled, sink, chosen=plan is None)
-            prove = prove or plan_files.drafted(compiled.files)
-        else:
-            compiled, lowered = None, plan
-        own = digest(lowered)
-        known = recall(lowered, facts)
-        if prove and compiled is not None and known.level == "unproved":
-            known = _proved_by_rank_0(compiled, known, allow_code)
-    except Exception as error:
-        announce(error, device_of(model, device_type))
-        raise
-    _warn(lowered.findings, known)
-    run = apply_lowered(
-        model,
-        lowered,
-        digest=own,
-        device_type=device_type,
-        describe=lambda: render(lowered, digest=own),
-        allow_code=allow_code,
-        safeguards=Safeguards(known=known, require=require, compare=compare),
-    )
-    return run if compiled is None else _with_origin(run, compiled)
+    with no_group_after_an_error():
+        try:
+            require_not_parallel(model)
+            require_unwrapped(model)
+            facts = _facts_of(model)
+            if not isinstance(plan, Lowered):
+                size = world_size or _of_the_run("WORLD_SIZE", 1)
+                draft = partial(_draft_of_rank_0, device=device_of(model, device_type))
+                compiled, sink = compiled_for(facts, plan, size, overrides, allow_code, draft=draft)
+                lowered = _lowered(compiled, sink, chosen=plan is None)
+                prove = prove or plan_files.drafted(compiled.files)
+            else:
+                compiled, lowered = None, plan
+            own = digest(lowered)
+            known = recall(lowered, facts)
+            if prove and compiled is not None and known.level == "unproved":
+                known = _proved_by_rank_0(compiled, known, allow_code)
+        except Exception as error:
+            announce(error, device_of(model, device_type))
+            raise
+        _warn(lowered.findings, known)
+        run = apply_lowered(
+            model,
+            lowered,
+            digest=own,
+            device_type=device_type,
+            describe=lambda: render(lowered, digest=own),
+            allow_code=allow_code,
+            safeguards=Safeguards(known=known, require=require, compare=compare),
+        )
+        return run if compiled is None else _with_origin(run, compiled)
 
 
 def _can_be_asked(model: object, require: Required | None, prove: bool, plan: object) -> None:

@@ -12,7 +12,7 @@ from planc.plan.evaluate import evaluate
 from planc.plan.ir import Mesh, Plan
 from planc.plan.local_shapes import settled
 from planc.plan.mesh import solve
-from planc.plan.mesh_axes import EXPERT_TENSOR, EXPERTS, expanded, role_of, valid_axes
+from planc.plan.mesh_axes import DERIVED, EXPERT_TENSOR, EXPERTS, expanded, role_of, valid_axes
 from planc.plan.program import Program, gather, origin_of, require
 from planc.plan.scope import Failed, Scope, Sizes
 from planc.plan.sections.adapters import adapters
@@ -186,9 +186,12 @@ def _axes(program: Program, mesh: Mesh) -> None:
                 continue
             misspelled = True
             has = f"it has {one_of(names, last='and')}"
-            if axis.path not in valid_axes(mesh.names):
+            made_of = DERIVED.get(axis.path) if data else None
+            if made_of:
+                has += f"; `{axis.path}` is made of {one_of(made_of, last='and')}"
+            elif axis.path not in valid_axes(mesh.names):
                 has += f"; a line of the mesh, `{axis.path} = 2`, adds {axis.path}"
-            hint = did_you_mean(axis.path, names, has)
+            hint = has if made_of else did_you_mean(axis.path, names, has)
             if axis.path == EXPERTS and _divides(program):
                 hint = (
                     "it is made of ranks of other axes; FSDP shards divided experts over the "

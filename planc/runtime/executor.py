@@ -29,7 +29,7 @@ from planc.runtime.calls import Values, function_of, resolve
 from planc.runtime.context import same_batches
 from planc.runtime.known_verdict import strongest
 from planc.runtime.lora import remember, require_packages
-from planc.runtime.meshes import Meshes, device_of, mesh_in_use, start
+from planc.runtime.meshes import Meshes, device_of, mesh_in_use, no_group_after_an_error, start
 from planc.runtime.preconditions import announce, op_name, ready, stop
 from planc.runtime.run import Run
 from planc.runtime.safeguards import Safeguards, Said, Statement, accepted, first_passes, tell
@@ -38,6 +38,7 @@ from planc.runtime.same_inputs import watch
 _log = logging.getLogger("planc")
 
 
+@no_group_after_an_error()
 def apply_lowered(
     model: nn.Module,
     lowered: Lowered,
@@ -148,10 +149,9 @@ def _without_collection() -> Iterator[None]:
 def _prepare(
     model: nn.Module, lowered: Lowered, digest: str, device: str, own: Statement
 ) -> tuple[dict[str, nn.Module], Meshes, Said]:
-    """Checks the model and creates the meshes; on an error, destroys a process group it started."""
-    started = False
+    """Checks the model and creates the meshes, and the process group where there is none."""
     try:
-        started = start(device)
+        start(device)
         shared = mesh_in_use(lowered, device)
         modules, told = ready(model, lowered, digest, (own.short, shared is not None))
         said = [statement for statement, _ in told]
@@ -159,11 +159,9 @@ def _prepare(
         if not all(has for _, has in told):
             shared = None
         return modules, Meshes(lowered, device, shared), said
+    except PlanError:
+        raise
     except Exception as error:
-        if started:
-            distributed.destroy_process_group()
-        if isinstance(error, PlanError):
-            raise
         raise stop("PL495", f"no process group or mesh on {device}: {first_line(error)}") from error
 
 

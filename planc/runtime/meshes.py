@@ -1,6 +1,8 @@
 """The device mesh of a run, its submeshes, and the default process group."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import combinations
 from weakref import WeakValueDictionary
@@ -35,14 +37,22 @@ def device_of(model: nn.Module, asked: str | None) -> str:
     return "cuda" if torch.cuda.is_available() and backend != "gloo" else "cpu"
 
 
-def start(device_type: str) -> bool:
-    """Starts the default process group if there is none: torchrun's, or a group of one rank.
+@contextmanager
+def no_group_after_an_error() -> Iterator[None]:
+    """Destroys the process group that was started in it, if it ends with an error."""
+    before = distributed.is_initialized()
+    try:
+        yield
+    except Exception:
+        if not before and distributed.is_initialized():
+            distributed.destroy_process_group()
+        raise
 
-    Returns:
-        Whether it was started here, so that the caller can destroy it after an error.
-    """
+
+def start(device_type: str) -> None:
+    """Starts the default process group if there is none: torchrun's, or a group of one rank."""
     if distributed.is_initialized():
-        return False
+        return
     local = os.environ.get("LOCAL_RANK")
     if device_type == "cuda" and local is not None:
         torch.cuda.set_device(int(local) % max(torch.cuda.device_count(), 1))
@@ -52,7 +62,6 @@ def start(device_type: str) -> bool:
     else:
         store = distributed.HashStore()
         distributed.init_process_group(backend, rank=0, world_size=1, store=store)
-    return True
 
 
 @dataclass(slots=True, weakref_slot=True)

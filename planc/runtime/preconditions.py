@@ -99,16 +99,13 @@ def announce(error: Exception, device_type: str) -> None:
     """
     if isinstance(error, AnnouncedError) or not _in_a_group():
         return
-    started = start(device_type)
+    start(device_type)
     own = list(error.diagnostics) if isinstance(error, PlanError) else []
     own = [d for d in own if d.severity is Severity.ERROR]
     try:
         _agree("", own or [problem("PL900", f"{type(error).__name__}: {error}")])
     except PlanError:
         return  # this rank's own error says more
-    finally:
-        if started:
-            distributed.destroy_process_group()
 
 
 def members_of(op: Op, context: Context) -> Iterator[Modules]:
@@ -263,13 +260,11 @@ def of_rank_0(make: Callable[[], T], device_type: str) -> T:
     """
     if not _in_a_group():
         return make()
-    started = start(device_type)
+    start(device_type)
     try:
         made = make() if distributed.get_rank() == 0 else None
         return cast(T, _agree("a draft", [], made)[0])
     except PlanError as error:
-        if started:
-            distributed.destroy_process_group()
         raise AnnouncedError(error.diagnostics) from None
 
 

@@ -18,6 +18,7 @@ from planc.ops.fsdp import FullyShard
 from planc.ops.styles import Colwise, Replicate
 from planc.ops.tensor_parallel import Parallelize, Tie
 from planc.runtime.executor import apply_lowered
+from planc.runtime.meshes import no_group_after_an_error, start
 from planc.source import Span
 
 AXES = {"dp_shard": 2, "tp": 2}
@@ -364,3 +365,14 @@ def test_it_says_what_the_layouts_are(fake):
         over_tp = parameters[name].placements[-1]
         assert (over_tp.dim if over_tp.is_shard() else None) == dim, name
     assert S1.dim == 1
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_after_an_error_the_group_is_as_before(alone, before):
+    """Whatever started one: a draft that rank 0 writes is gathered before the plan is compiled."""
+    if before:
+        start("cpu")
+    with pytest.raises(PlanError), no_group_after_an_error():
+        start("cpu")
+        raise PlanError([])
+    assert distributed.is_initialized() == before
