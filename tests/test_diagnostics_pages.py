@@ -171,6 +171,14 @@ def test_the_command(capsys, monkeypatch):
     assert capsys.readouterr().out == explain.terminal(explain.explain("PL004"), False)
     assert main(["explain", "PL000"]) == 2
     assert "there is no code PL000" in capsys.readouterr().err
+    assert main(["explain", "PL5O1"]) == 2
+    assert "did you mean `PL501`" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("pasted", ["501", "pl501", "error[PL501]:"])
+def test_a_code_as_it_is_pasted(capsys, pasted):
+    assert main(["explain", pasted]) == 0
+    assert capsys.readouterr().out.startswith("PL501: ")
 
 
 def test_json_of_the_command_is_one_document_even_where_nothing_could_run(tmp_path, capsys):

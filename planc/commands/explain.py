@@ -2,11 +2,13 @@
 
 import argparse
 import os
+import re
 import shutil
 import sys
 
 from planc.codes import CODES
 from planc.commands import output
+from planc.diagnostic import did_you_mean
 from planc.report import explain
 from planc.report.color import wants_color
 
@@ -16,10 +18,11 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    text = explain.explain(options.code.upper())
+    pasted = re.fullmatch(r"(?:\w+\[)?(?:PL)?(\d{3})\]?:?", options.code, re.IGNORECASE)
+    text = explain.explain(f"PL{pasted[1]}") if pasted else None
     if text is None:
-        alike = [code for code in CODES if code[:3] == options.code.upper()[:3]] or CODES
-        print(f"there is no code {options.code}; known are {', '.join(alike)}", file=sys.stderr)
+        close = did_you_mean(options.code.upper(), CODES, "a finding begins with its code: `PL101`")
+        print(f"there is no code {options.code}; {close}", file=sys.stderr)
         return output.FAILED
     width = shutil.get_terminal_size((100, 24)).columns if sys.stdout.isatty() else 0
     print(explain.terminal(text, wants_color(sys.stdout, os.environ), width), end="")
