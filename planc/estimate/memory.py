@@ -159,7 +159,7 @@ class _Rank:
         return Item(name=name, size=elements * share * width, how=how)
 
     def compute_gradients(self) -> tuple[Item, ...]:
-        if not self.stack.keeps_compute_gradients:
+        if not self.stack.keeps_compute_gradients or self.work.data.size == 1:
             return ()
         width, name = self.work.precision.compute, "gradients before accumulation"
         return (self._sharded(name, self.trained, width, 1.0),)
