@@ -339,6 +339,7 @@ class PlanWork:
         rule, sent = self._checkpoint(part), split.collectives(stage)
         matmuls, boundary = (*split.matmuls(),), part.boundary / split.stream
         norms = sum(h.count for h in inside if is_norm(h)) // times
+        again, left = split.replayed_for_weights(rule, inside)
         width = DTYPE_BYTES.get(self.compute_dtype, 4)
         return Layer(
             name=self._name(part, unit),
@@ -353,6 +354,9 @@ class PlanWork:
             kept=split.kept(),
             kept_selective=split.selective(rule),
             outputs=sum(m.m * m.n * m.count for m in matmuls) * width + boundary * norms,
+            scored=sum(s.size for s in part.saved if last and not s.module),
+            again=again,
+            left=left,
             boundary=boundary,
             transient=loss.copies(self, counted.logits) if counted and last else 0.0,
             forward=sent[Pass.FORWARD],
