@@ -131,6 +131,7 @@ class _Rank:
             most = self.fullest(moment.inside for moment in later)
             again = self.recomputed_again(most)
             passing = (*early, *self.grown(most))
+            passing = (*passing, *self.inside(weights=True))
             waited = (*passing, *self.activations(most), *self.resident(), *again)
             moments.append(Moment(name="gradients of weights", items=waited))
         end = (*held, *self.reduced())
@@ -340,13 +341,15 @@ class _Rank:
         """What torch recomputes for the gradients of a stage's weights, and keeps until it has all;
         of the first stage, it computes them as ever.
         """
-        stage = moment.begins.chunk
-        for layer, n in () if self.begins[stage] else self.stages[stage]:
-            if size := layer.again + layer.left * (n - 1):
+        stage = self.stages[moment.begins.chunk]
+        more = any(layer.loss for layer, _ in stage)
+        for layer, n in () if self.begins[moment.begins.chunk] else stage:
+            last = max(layer.again, layer.left) if more else layer.again
+            if size := layer.left * (n - 1) + last:
                 yield Item(
                     name=f"recomputed for the weights of {layer.name}",
                     size=size,
-                    how=f"{layer.left / 2**20:,.1f} MiB x {n} layers, more of the last",
+                    how=f"{size / n / 2**20:,.1f} MiB x {n} layers",
                     origin=layer.origin,
                 )
 
@@ -387,13 +390,15 @@ class _Rank:
             how="of one unit in two dtypes, and of units outside the layers that stay gathered",
         )
 
-    def inside(self) -> Iterable[Item]:
+    def inside(self, *, weights: bool = False) -> Iterable[Item]:
         """The gradients of both factors of a product of a layer's widest activations, such as those
-        of a gated MLP, which exist at once.
+        of a gated MLP, which exist at once; or that of the largest weight, beside its sum.
         """
-        blocks = (x for x, _ in self.layers if not x.loss)
-        most = max((m.m * m.n * m.count for x in blocks for m in x.matmuls), default=0)
-        yield self._sharded("gradients inside a layer", 2 * most, self.work.precision.compute, 1.0)
+        products = [m for x, _ in self.layers if not x.loss for m in x.matmuls]
+        most = max((m.m * m.n * m.count for m in products), default=0) * 2
+        if weights:
+            most = max((m.n * m.k * m.count for m in products), default=0)
+        yield self._sharded("gradients inside a layer", most, self.work.precision.compute, 1.0)
 
     def reduced(self) -> Iterable[Item]:
         """A unit's whole gradient and its copy for the reduce-scatter."""

@@ -153,14 +153,15 @@ class Split:
 
         torch computes the gradients of weights one by one, in the order of parameters, and
         recomputes the layer for each. Of a recomputation stays what no gradient has taken: each
-        takes the last tensor that its module keeps. What is behind the last module goes with it.
+        takes the largest tensor that its module keeps. What is behind the last module goes with it.
         """
         order: dict[str, int] = {}
         for h in inside:
             if h.parameter.trainable and (name := _below(h.modules, self.name)) is not None:
                 many = len(h.parameter.shape) > 1 and h.parameter.name != "weight"
                 order[name] = order.get(name, 0) + 1 if many else order.get(name, 1)
-        taken = {s.module: s.size / self.factor(s.module) for s in self.part.saved}
+        sizes = sorted((s.size, s.module) for s in self.part.saved)
+        taken = {module: size / self.factor(module) for size, module in sizes}
         last = next((s.module for s in self.part.saved[::-1] if s.module in order), None)
         if rule is None or last is None:
             return 0.0, 0.0
@@ -169,7 +170,7 @@ class Split:
         before = [*order][: [*order].index(last)]
         times = order[last] + sum(order[name] for name in before)
         again = max(0.0, dropped - sum(taken.get(name, 0.0) for name in before))
-        left = max(0.0, dropped - sum(taken.get(name, 0.0) for name in order))
+        left = max(0.0, dropped - sum(taken.get(name, 0.0) for name in [*order][:-1]))
         return times * again, sum(order.values()) * left
 
     def selective(self, rule: Checkpoint | None) -> float:

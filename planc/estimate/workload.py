@@ -133,7 +133,7 @@ class Layer:
         scored: those bytes of `kept` that the loss itself keeps.
         again: bytes that are recomputed and kept while a later pass computes the gradients of a
             checkpointed layer's weights.
-        left: those of them that stay until the pass has been through all layers.
+        left: the same once it has all of them, where something behind the layer trains too.
         boundary: bytes of the layer's input, which is all that full recomputing keeps.
         transient: bytes that exist during its forward or backward only, such as copies of logits.
         forward, backward: collectives of the model's axes in each pass.

@@ -167,6 +167,15 @@ def _combinations():
         split = ("pipeline_stages=2", "microbatches=4", f"pipeline_schedule={schedule}")
         for name, settings in ((schedule, split), (f"{schedule}, no checkpoints", (*split, WHOLE))):
             yield f"llama, pp 2, {name}", Combination("llama", settings)
+    for model, schedule in (
+        ("gpt2", "zero_bubble"),
+        ("gemma2", "zbv"),
+        ("qwen3", "dualpipe_v"),
+        ("phi3", "zero_bubble"),
+        ("mixtral", "zero_bubble"),
+    ):
+        split = ("pipeline_stages=2", "microbatches=4", f"pipeline_schedule={schedule}")
+        yield f"{model}, pp 2, {schedule}", Combination(model, split)
     stages = ("pipeline_stages=2", "microbatches=4", "tp=2")
     yield "tied llama, pp 2, tp 2", Combination("tied llama", stages)
     for model in ("mixtral", "qwen3_moe"):

@@ -107,7 +107,6 @@ RUNS = {
         for name, schedule in (
             ("zbv", "pipeline_schedule=zbv"),
             ("zero_bubble", "pipeline_schedule=zero_bubble"),
-            ("interleaved_1f1b", "pipeline_schedule=interleaved_1f1b"),
         )
     },
     "cp 2": (LLAMA, PLAN, ("cp=2",)),
