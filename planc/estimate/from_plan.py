@@ -358,7 +358,7 @@ class PlanWork:
             again=again,
             left=left,
             boundary=boundary,
-            transient=loss.copies(self, counted.logits) if counted and last else 0.0,
+            transient=loss.copies(self, counted.logits) if counted and last else split.routed(),
             forward=sent[Pass.FORWARD],
             backward=sent[Pass.BACKWARD],
             repeated=None if rule and rule.save else sent[Pass.REPEATED],

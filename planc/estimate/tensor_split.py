@@ -146,6 +146,19 @@ class Split:
         """Bytes that autograd keeps."""
         return sum(s.size / self.factor(s.module) for s in self.part.saved)
 
+    def routed(self) -> float:
+        """Bytes of the rows of experts that exist beside what they keep: three copies in backward,
+        the gradient as it comes, in the order of experts, and times their weights; and, where rows
+        are sent, one more of those received.
+        """
+        first = next((p for p in self.part.products if p.divided), None)
+        if first is None:
+            return 0.0
+        way, width = self._dispatch(first.module), DTYPE_BYTES.get(self.work.compute_dtype, 4)
+        share = {None: 1, ALL_REDUCE: self.experts}.get(way, self.senders)
+        copies = 3 if way in (None, ALL_REDUCE) else 4
+        return copies * first.m / share * first.k * width
+
     def replayed_for_weights(
         self, rule: Checkpoint | None, inside: Iterable[Holding]
     ) -> tuple[float, float]:
