@@ -16,7 +16,7 @@ from typing import Any
 from planc.estimate import loss
 from planc.estimate.counted import Counted, Part
 from planc.estimate.profiles import Stack
-from planc.estimate.tensor_split import Split, is_norm, unsplit
+from planc.estimate.tensor_split import Split, unsplit
 from planc.estimate.workload import Group, Layer, Precision, Recompute, Sharding, Workload
 from planc.lowering.lower import on_activations
 from planc.lowering.memory import Holding, Holdings
@@ -338,9 +338,7 @@ class PlanWork:
         split = Split(self, part)
         rule, sent = self._checkpoint(part), split.collectives(stage)
         matmuls, boundary = (*split.matmuls(),), part.boundary / split.stream
-        norms = sum(h.count for h in inside if is_norm(h)) // times
         again, left = split.replayed_for_weights(rule, inside)
-        width = DTYPE_BYTES.get(self.compute_dtype, 4)
         return Layer(
             name=self._name(part, unit),
             parameters=local,
@@ -353,7 +351,7 @@ class PlanWork:
             kernels=len(part.moved) + len(part.products) + len(part.attended),
             kept=split.kept(),
             kept_selective=split.selective(rule),
-            outputs=sum(m.m * m.n * m.count for m in matmuls) * width + boundary * norms,
+            outputs=split.outputs(inside),
             scored=sum(s.size for s in part.saved if last and not s.module),
             again=again,
             left=left,

@@ -42,7 +42,8 @@ class InFlight(NamedTuple):
         held: the micro-batches of each stage.
         waiting: those of them whose inputs have their gradients, and whose weights do not.
         passed: whether the weights of each stage have gradients.
-        sent, returned: the micro-batches whose outputs and gradients of inputs each stage has given.
+        sent, returned: the micro-batches whose outputs, and whose gradients of inputs, each stage
+            has given.
         begins: the backward.
     """
 
@@ -149,8 +150,8 @@ def in_flight(passes: Sequence[Pass], chunks: int) -> list[InFlight]:
             held[each.chunk] += 1
             sent[each.chunk] += 1
             continue
-        counts = ((*some,) for some in (sent, returned))
-        found.append(InFlight((*held,), (*waiting,), (*passed,), *counts, each))
+        counts = (*held,), (*waiting,), (*passed,), (*sent,), (*returned,)
+        found.append(InFlight(*counts, each))
         held[each.chunk] -= each.part != "I"
         waiting[each.chunk] += {"I": 1, "W": -1}.get(each.part, 0)
         passed[each.chunk] |= each.part != "I"

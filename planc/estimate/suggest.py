@@ -17,7 +17,7 @@ from planc.estimate.counted import Counted
 from planc.estimate.counting_process import CountingProcess, Job, can_help
 from planc.estimate.derived_counts import DerivedCounts, first_jobs
 from planc.estimate.from_plan import Batch, PlanWork
-from planc.estimate.memory import GIB
+from planc.estimate.moments import GIB
 from planc.estimate.search import Found, search
 from planc.model.facts import Facts
 from planc.plan import elaborate

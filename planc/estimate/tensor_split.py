@@ -146,6 +146,13 @@ class Split:
         """Bytes that autograd keeps."""
         return sum(s.size / self.factor(s.module) for s in self.part.saved)
 
+    def outputs(self, inside: Iterable[Holding]) -> float:
+        """`Layer.outputs`."""
+        norms = sum(h.count for h in inside if is_norm(h)) // len(self.part.like)
+        width = DTYPE_BYTES.get(self.work.compute_dtype, 4)
+        products = sum(m.m * m.n * m.count for m in self.matmuls()) * width
+        return products + self.part.boundary / self.stream * norms
+
     def routed(self) -> float:
         """Bytes of the rows of experts that exist beside what they keep: three copies in backward,
         the gradient as it comes, in the order of experts, and times their weights; and, where rows
@@ -155,8 +162,10 @@ class Split:
         if first is None:
             return 0.0
         way, width = self._dispatch(first.module), DTYPE_BYTES.get(self.work.compute_dtype, 4)
-        share = {None: 1, ALL_REDUCE: self.experts}.get(way, self.senders)
-        copies = 3 if way in (None, ALL_REDUCE) else 4
+        if way == ALL_REDUCE:
+            share, copies = self.experts, 3
+        else:
+            share, copies = (self.senders, 4) if way else (1, 3)
         return copies * first.m / share * first.k * width
 
     def replayed_for_weights(
