@@ -63,11 +63,11 @@ class _Rank:
         first, later = self.in_flight()
         most = self.fullest(first)
         usual = self.fullest(moment.inside for moment in first)
-        before = (*early, *self.grown(most))
+        before = (*early, *self.grown_at(most))
         loss = (*before, *self.activations(most), *self.resident(), *self.transient(loss=True))
         inner = (*self.resident(every=False), *self.gathered(), *self.recomputed())
         activations = self.activations(usual, loss=False)
-        passing = (*early, *self.grown(usual))
+        passing = (*early, *self.grown_at(usual))
         backward = (*passing, *activations, *inner, *self.transient(loss=False))
         moments = [
             Moment(name="loss", items=loss),
@@ -75,8 +75,8 @@ class _Rank:
         ]
         if later:
             most = self.fullest(moment.inside for moment in later)
-            again = self.recomputed_again(most)
-            passing = (*early, *self.grown(most))
+            again = self.recomputed_again(most.begins.chunk)
+            passing = (*early, *self.grown_at(most))
             passing = (*passing, *self.inside(weights=True))
             waited = (*passing, *self.activations(most), *self.resident(), *again)
             moments.append(Moment(name="gradients of weights", items=waited))
@@ -120,13 +120,15 @@ class _Rank:
         width, name = self.work.precision.compute, "gradients before accumulation"
         return (self._sharded(name, self.trained, width, 1.0),)
 
-    def grown(self, moment: InFlight) -> tuple[Item, ...]:
+    def grown_at(self, moment: InFlight) -> tuple[Item, ...]:
         """The whole gradients that exist at a moment."""
-        work = self.work
-        if not self.whole or work.micro_batches * work.runs == 1:
-            return ()
         stages = zip(self.stages, moment.passed, strict=True)
-        return (*self.whole_gradients(x for x, done in stages if done or work.runs > 1),)
+        return self.grown([stage for stage, done in stages if done or self.work.runs > 1])
+
+    def grown(self, stages: list[_Stage]) -> tuple[Item, ...]:
+        """The whole gradients of stages, where passes add to them."""
+        more = self.work.micro_batches * self.work.runs > 1
+        return (*self.whole_gradients(stages),) if self.whole and more else ()
 
     def whole_gradients(self, stages: Iterable[_Stage] | None = None) -> Iterable[Item]:
         """Those of several micro-batches, which FSDP reduces at the end of a step."""
@@ -185,12 +187,14 @@ class _Rank:
             0.0 if first else sum(self.waits(x) * n for x, n in stage)
             for stage, first in zip(self.stages, self.begins, strict=True)
         )
-        sizes = (*self.kept_by_stage(), *apart)
+        grown = (sum(x.size for x in self.grown([stage])) for stage in self.stages)
+        sizes = (*self.kept_by_stage(), *apart, *grown)
+        again = [sum(x.size for x in self.recomputed_again(i)) for i in range(len(self.stages))]
 
         def size(moment: InFlight) -> float:
-            activations: float = sum(map(mul, (*moment.held, *moment.waiting), sizes))
-            late = self.recomputed_again(moment) if moment.begins.part == "W" else ()
-            return activations + sum(item.size for item in (*self.grown(moment), *late))
+            counts = (*moment.held, *moment.waiting, *moment.passed)
+            found: float = sum(map(mul, counts, sizes))
+            return found + again[moment.begins.chunk] * (moment.begins.part == "W")
 
         return max(moments, key=size)
 
@@ -283,13 +287,13 @@ class _Rank:
                 origin=layer.origin,
             )
 
-    def recomputed_again(self, moment: InFlight) -> Iterable[Item]:
+    def recomputed_again(self, chunk: int) -> Iterable[Item]:
         """What torch recomputes for the gradients of a stage's weights, and keeps until it has all;
         of the first stage, it computes them as ever.
         """
-        stage = self.stages[moment.begins.chunk]
+        stage = self.stages[chunk]
         more = any(layer.loss for layer, _ in stage)
-        for layer, n in () if self.begins[moment.begins.chunk] else stage:
+        for layer, n in () if self.begins[chunk] else stage:
             last = max(layer.again, layer.left) if more else layer.again
             if size := layer.left * (n - 1) + last:
                 yield Item(
