@@ -10,7 +10,7 @@ from planc.compiler import Compiled
 from planc.diagnostic import Diagnostic, Label, Sink
 from planc.estimate import profiles
 from planc.estimate.from_plan import Batch, PlanWork
-from planc.estimate.memory import GIB
+from planc.estimate.moments import GIB
 from planc.estimate.step import Estimate, estimate
 from planc.estimate.workload import Recompute, Workload
 from planc.lowering.divisible import require_divisible

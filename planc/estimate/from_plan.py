@@ -16,7 +16,7 @@ from typing import Any
 from planc.estimate import loss
 from planc.estimate.counted import Counted, Part
 from planc.estimate.profiles import Stack
-from planc.estimate.tensor_split import PartSplit, is_norm, unsplit
+from planc.estimate.tensor_split import PartSplit, unsplit
 from planc.estimate.workload import ElementSizes, Group, Layer, Recompute, Sharding, Workload
 from planc.lowering.lower import on_activations
 from planc.lowering.memory import Holding, Holdings
@@ -143,8 +143,7 @@ class PlanWork:
             inner = self.group(*experts.axes).stride
             if experts.ranks.name not in names:
                 inner *= experts.ranks.size
-            size = self.plan.mesh.size(*names)
-            return Group(name=" x ".join(names), size=size, stride=inner)
+            return Group(name=" x ".join(names), size=self.plan.mesh.size(*names), stride=inner)
         every = self.plan.mesh.axes
         axes = [a for a in every if a.name in names]
         inner = prod(a.size for a in every[every.index(axes[-1]) + 1 :]) if axes else 1
@@ -340,8 +339,7 @@ class PlanWork:
         split = PartSplit(self, part)
         rule, sent = self._checkpoint(part), split.collectives(stage)
         matmuls, boundary = (*split.matmuls(),), part.boundary / split.stream
-        norms = sum(h.count for h in inside if is_norm(h)) // times
-        width = DTYPE_BYTES.get(self.compute_dtype, 4)
+        again, left = split.replayed_for_weights(rule, inside)
         return Layer(
             name=self._name(part, unit),
             parameters=local,
@@ -354,9 +352,12 @@ class PlanWork:
             kernels=len(part.moved) + len(part.products) + len(part.attended),
             kept=split.kept(),
             kept_selective=split.selective(rule),
-            outputs=sum(m.m * m.n * m.count for m in matmuls) * width + boundary * norms,
+            outputs=split.outputs(inside),
+            scored=sum(s.size for s in part.saved if last and not s.module),
+            again=again,
+            left=left,
             boundary=boundary,
-            transient=loss.copies(self, counted.logits) if counted and last else 0.0,
+            transient=loss.copies(self, counted.logits) if counted and last else split.routed(),
             forward=sent[During.FORWARD],
             backward=sent[During.BACKWARD],
             repeated=None if rule and rule.save else sent[During.REPEATED],

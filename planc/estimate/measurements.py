@@ -15,7 +15,7 @@ from planc.diagnostic import Sink
 from planc.estimate.answer import Answer, Request, answer_for
 from planc.estimate.calibrate import CONSTANTS, calibrated
 from planc.estimate.from_plan import Batch
-from planc.estimate.memory import GIB
+from planc.estimate.moments import GIB
 from planc.estimate.profiles import Hardware
 from planc.estimate.step import estimate
 

@@ -3,67 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from math import isclose
 from operator import mul
 
+from planc.estimate.moments import GIB, Item, Moment, RankMemory
 from planc.estimate.pipeline import InFlight, in_flight, orders
 from planc.estimate.profiles import Hardware, Stack
 from planc.estimate.workload import Layer, Sharding, Workload
-from planc.source import Span
-
-GIB = 2**30
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Item:
-    """What some bytes are.
-
-    Args:
-        name: parameters, gradients, the activations of a kind of layer.
-        size: bytes.
-        how: how the number comes about.
-        origin: the plan's line that decides it, if one does.
-    """
-
-    name: str
-    size: float
-    how: str
-    origin: Span | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Moment:
-    """What exists at one time of a step."""
-
-    name: str
-    items: tuple[Item, ...]
-
-    @property
-    def size(self) -> float:
-        return sum(item.size for item in self.items)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankMemory:
-    """The memory of the ranks of one pipeline rank.
-
-    Args:
-        rank: in the pipeline.
-        moments: candidates for the peak, in the order of a step.
-    """
-
-    rank: int
-    moments: tuple[Moment, ...]
-
-    @property
-    def largest(self) -> Moment:
-        return max(self.moments, key=lambda m: m.size)
-
-    @property
-    def peak(self) -> float:
-        """Bytes that the allocator has handed out at most."""
-        return self.largest.size
 
 
 def memory(work: Workload, stack: Stack, ahead: int) -> list[RankMemory]:
@@ -82,12 +28,19 @@ def usable(hardware: Hardware, stack: Stack) -> float:
     return max(0.0, hardware.memory_gib - hardware.context_gib) * stack.memory_margin * GIB
 
 
+_Stage = tuple[tuple[Layer, int], ...]
+
+
 class _Rank:
     def __init__(self, work: Workload, stack: Stack, rank: int, ahead: int) -> None:
         self.work, self.stack, self.rank, self.ahead = work, stack, rank, ahead
         own = work.of_rank(rank)
+        self.begins = [stage == 0 for stage in own]
+        """Whether a stage takes the inputs, so that its backward passes are not split."""
         self.stages = [work.stages[stage] for stage in own]
-        self.sends = [work.crossing * (stage < len(work.stages) - 1) for stage in own]
+        last, others = len(work.stages) - 1, {*range(len(work.stages))} - {*own}
+        self.sends = [work.crossing * (stage < last and stage + 1 in others) for stage in own]
+        self.returns = [work.crossing * (stage - 1 in others) for stage in own]
         self.layers = [pair for stage in self.stages for pair in stage]
         self.elements = sum(layer.parameters * n for layer, n in self.layers)
         self.trained = self.elements - sum(layer.frozen * n for layer, n in self.layers)
@@ -104,25 +57,28 @@ class _Rank:
     def memory(self) -> RankMemory:
         work = self.work
         held = (*self.rest(), *self.gradients(), *self.compute_gradients(), *self.tied())
-        early, grown = self.rest(), tuple[Item, ...]()
-        if self.whole:
-            grown = (*self.whole_gradients(),) if work.micro_batches * work.runs > 1 else ()
-        elif work.micro_batches > 1 or self.stack.keeps_compute_gradients:
+        early = self.rest()
+        if not self.whole and (work.micro_batches > 1 or self.stack.keeps_compute_gradients):
             early = held
         first, later = self.in_flight()
-        most = self.fullest(first, sum(item.size for item in grown))
+        most = self.fullest(first)
         usual = self.fullest(moment.inside for moment in first)
-        before = (*early, *(grown if most.passed or work.runs > 1 else ()))
+        before = (*early, *self.grown_at(most))
         loss = (*before, *self.activations(most), *self.resident(), *self.transient(loss=True))
         inner = (*self.resident(every=False), *self.gathered(), *self.recomputed())
         activations = self.activations(usual, loss=False)
-        backward = (*early, *grown, *activations, *inner, *self.transient(loss=False))
+        passing = (*early, *self.grown_at(usual))
+        backward = (*passing, *activations, *inner, *self.transient(loss=False))
         moments = [
             Moment(name="loss", items=loss),
             Moment(name="backward of a layer", items=backward),
         ]
         if later:
-            waited = (*early, *grown, *self.activations(self.fullest(later)), *self.resident())
+            most = self.fullest(moment.inside for moment in later)
+            again = self.recomputed_again(most.begins.chunk)
+            passing = (*early, *self.grown_at(most))
+            passing = (*passing, *self.inside(weights=True))
+            waited = (*passing, *self.activations(most), *self.resident(), *again)
             moments.append(Moment(name="gradients of weights", items=waited))
         end = (*held, *self.reduced())
         if self.whole and work.staged:
@@ -163,16 +119,28 @@ class _Rank:
         return Item(name=name, size=elements * share * width, how=how)
 
     def compute_gradients(self) -> tuple[Item, ...]:
-        if not self.stack.keeps_compute_gradients:
+        if not self.stack.keeps_compute_gradients or self.work.data.size == 1:
             return ()
         width, name = self.work.precision.compute, "gradients before accumulation"
         return (self._sharded(name, self.trained, width, 1.0),)
 
-    def whole_gradients(self) -> Iterable[Item]:
+    def grown_at(self, moment: InFlight) -> tuple[Item, ...]:
+        """The whole gradients that exist at a moment."""
+        stages = zip(self.stages, moment.passed, strict=True)
+        return self.grown([stage for stage, done in stages if done or self.work.runs > 1])
+
+    def grown(self, stages: list[_Stage]) -> tuple[Item, ...]:
+        """The whole gradients of stages, where passes add to them."""
+        more = self.work.micro_batches * self.work.runs > 1
+        return (*self.whole_gradients(stages),) if self.whole and more else ()
+
+    def whole_gradients(self, stages: Iterable[_Stage] | None = None) -> Iterable[Item]:
         """Those of several micro-batches, which FSDP reduces at the end of a step."""
         width = self.work.precision.reduce
-        yield self._sharded("whole gradients", self.trained, width, 1.0)
-        if unsplit := sum(layer.unsplit * n for layer, n in self.layers):
+        layers = [pair for stage in (self.stages if stages is None else stages) for pair in stage]
+        if trained := sum((layer.parameters - layer.frozen) * n for layer, n in layers):
+            yield self._sharded("whole gradients", trained, width, 1.0)
+        if unsplit := sum(layer.unsplit * n for layer, n in layers):
             yield self._sharded("gradients that are not split yet", unsplit, width, 1.0)
 
     def stays_gathered(self) -> Iterable[Item]:
@@ -200,9 +168,9 @@ class _Rank:
 
     def waits(self, layer: Layer) -> float:
         """Bytes that one layer of one micro-batch holds for the gradients of its weights, beside
-        what it keeps: those of its outputs, and what has been recomputed for the first half.
+        what it keeps: the gradients of its outputs, without what the loss kept.
         """
-        return layer.outputs + max(0.0, layer.kept - self.kept(layer))
+        return layer.outputs - layer.scored
 
     def in_flight(self) -> tuple[list[InFlight], list[InFlight]]:
         """What the rank holds when a backward begins, and when the gradients of weights that have
@@ -214,18 +182,20 @@ class _Rank:
         first = [moment for moment in found if moment.begins.part != "W"]
         return first, [moment for moment in found if moment.begins.part == "W"]
 
-    def fullest(self, moments: Iterable[InFlight], gradients: float = 0.0) -> InFlight:
-        """The moment at which the rank holds most.
-
-        Args:
-            gradients: bytes that exist once a backward has passed.
-        """
-        apart = (sum(self.waits(x) * n for x, n in stage) for stage in self.stages)
-        sizes = (*self.kept_by_stage(), *apart)
+    def fullest(self, moments: Iterable[InFlight]) -> InFlight:
+        """The moment at which the rank holds most."""
+        apart = (
+            0.0 if first else sum(self.waits(x) * n for x, n in stage)
+            for stage, first in zip(self.stages, self.begins, strict=True)
+        )
+        grown = (sum(x.size for x in self.grown([stage])) for stage in self.stages)
+        sizes = (*self.kept_by_stage(), *apart, *grown)
+        again = [sum(x.size for x in self.recomputed_again(i)) for i in range(len(self.stages))]
 
         def size(moment: InFlight) -> float:
-            activations: float = sum(map(mul, (*moment.held, *moment.waiting), sizes))
-            return gradients * moment.passed + activations
+            counts = (*moment.held, *moment.waiting, *moment.passed)
+            found: float = sum(map(mul, counts, sizes))
+            return found + again[moment.begins.chunk] * (moment.begins.part == "W")
 
         return max(moments, key=size)
 
@@ -245,12 +215,9 @@ class _Rank:
             each = self.kept_by_stage()
             fullest = max(range(len(each)), key=lambda i: each[i] * (every[i] > 0))
             every = tuple(h - done * (i == fullest) for i, h in enumerate(every))
-        for stage, held, waits, sends in zip(
-            self.stages, every, most.waiting, self.sends, strict=True
-        ):
-            if sends * held:
-                how = f"{sends / 2**20:,.1f} MiB x {held} in flight"
-                yield Item(name="outputs sent to the next stage", size=sends * held, how=how)
+        yield from self.exchanged(most, every)
+        waiting = (n * (not first) for n, first in zip(most.waiting, self.begins, strict=True))
+        for stage, held, waits in zip(self.stages, every, waiting, strict=True):
             for layer, n in stage:
                 if layer.loss and not loss:
                     continue
@@ -267,6 +234,22 @@ class _Rank:
                     how = f"{late / 2**20:,.1f} MiB x {n} layers x {waits} waiting"
                     name = f"gradients for the weights of {layer.name}"
                     yield Item(name=name, size=size, how=how, origin=layer.origin)
+
+    def exchanged(self, most: InFlight, held: tuple[int, ...]) -> Iterable[Item]:
+        """What was sent to other stages: until its backward pass, or, where a rank has several
+        stages, until the end of the step, when torch's runtime of such schedules waits for it.
+        """
+        lasts = self.work.schedule not in ("1f1b", "gpipe") or bool(self.work.timetable)
+        for outputs, gradients, here, n, given in zip(
+            self.sends, self.returns, held, most.sent, most.returned, strict=True
+        ):
+            for name, size, count in (
+                ("outputs sent to the next stage", outputs, n if lasts else here),
+                ("gradients sent to the stage before", gradients, given * lasts),
+            ):
+                if size * count:
+                    how = f"{size / 2**20:,.1f} MiB x {count} micro-batches"
+                    yield Item(name=name, size=size * count, how=how)
 
     def lingering(self, layer: Layer, n: int, held: int) -> Iterable[Item]:
         """Gathered inputs, which a communication stream holds until the accelerator passed them.
@@ -305,6 +288,22 @@ class _Rank:
                 origin=layer.origin,
             )
 
+    def recomputed_again(self, chunk: int) -> Iterable[Item]:
+        """What torch recomputes for the gradients of a stage's weights, and keeps until it has all;
+        of the first stage, it computes them as ever.
+        """
+        stage = self.stages[chunk]
+        more = any(layer.loss for layer, _ in stage)
+        for layer, n in () if self.begins[chunk] else stage:
+            last = max(layer.again, layer.left) if more else layer.again
+            if size := layer.left * (n - 1) + last:
+                yield Item(
+                    name=f"recomputed for the weights of {layer.name}",
+                    size=size,
+                    how=f"{size / n / 2**20:,.1f} MiB x {n} layers",
+                    origin=layer.origin,
+                )
+
     def resident(self, *, every: bool = True) -> Iterable[Item]:
         """FSDP's units that stay gathered; in the backward pass of a block the last one is one of
         the two that `gathered` has, or is resharded.
@@ -342,13 +341,15 @@ class _Rank:
             how="of one unit in two dtypes, and of units outside the layers that stay gathered",
         )
 
-    def inside(self) -> Iterable[Item]:
+    def inside(self, *, weights: bool = False) -> Iterable[Item]:
         """The gradients of both factors of a product of a layer's widest activations, such as those
-        of a gated MLP, which exist at once.
+        of a gated MLP, which exist at once; or that of the largest weight, beside its sum.
         """
-        blocks = (x for x, _ in self.layers if not x.loss)
-        most = max((m.m * m.n * m.count for x in blocks for m in x.matmuls), default=0)
-        yield self._sharded("gradients inside a layer", 2 * most, self.work.precision.compute, 1.0)
+        products = [m for x, _ in self.layers if not x.loss for m in x.matmuls]
+        most = max((m.m * m.n * m.count for m in products), default=0) * 2
+        if weights:
+            most = max((m.n * m.k * m.count for m in products), default=0)
+        yield self._sharded("gradients inside a layer", most, self.work.precision.compute, 1.0)
 
     def reduced(self) -> Iterable[Item]:
         """A unit's whole gradient and its copy for the reduce-scatter."""

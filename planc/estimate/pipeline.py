@@ -41,22 +41,28 @@ class InFlight(NamedTuple):
     Args:
         held: the micro-batches of each stage.
         waiting: those of them whose inputs have their gradients, and whose weights do not.
-        passed: whether a backward has passed.
+        passed: whether the weights of each stage have gradients.
+        sent, returned: the micro-batches whose outputs, and whose gradients of inputs, each stage
+            has given.
         begins: the backward.
     """
 
     held: tuple[int, ...]
     waiting: tuple[int, ...]
-    passed: bool
+    passed: tuple[bool, ...]
+    sent: tuple[int, ...]
+    returned: tuple[int, ...]
     begins: Pass
 
     @property
     def inside(self) -> InFlight:
-        """At the end of a backward that leaves the gradients of weights for later."""
-        if self.begins.part != "I":
-            return self
-        grown = (n + (i == self.begins.chunk) for i, n in enumerate(self.waiting))
-        return self._replace(waiting=(*grown,))
+        """At the end of the backward: the weights have gradients, or these are left for later."""
+        own, part = self.begins.chunk, self.begins.part
+        more = {"I": 1, "W": -1}.get(part, 0)
+        waiting = (n + more * (i == own) for i, n in enumerate(self.waiting))
+        passed = (done or (part != "I" and i == own) for i, done in enumerate(self.passed))
+        returned = (n + (part != "W" and i == own) for i, n in enumerate(self.returned))
+        return self._replace(waiting=(*waiting,), passed=(*passed,), returned=(*returned,))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,15 +143,19 @@ def order(schedule: str, rank: int, ranks: int, chunks: int, micro_batches: int)
 
 def in_flight(passes: Sequence[Pass], chunks: int) -> list[InFlight]:
     """What is held at each moment at which a backward begins."""
-    held, waiting, found, passed = [0] * chunks, [0] * chunks, [], False
+    held, waiting, sent, returned = ([0] * chunks for _ in range(4))
+    passed, found = [False] * chunks, []
     for each in passes:
         if each.forward:
             held[each.chunk] += 1
+            sent[each.chunk] += 1
             continue
-        found.append(InFlight((*held,), (*waiting,), passed, each))
+        counts = (*held,), (*waiting,), (*passed,), (*sent,), (*returned,)
+        found.append(InFlight(*counts, each))
         held[each.chunk] -= each.part != "I"
         waiting[each.chunk] += {"I": 1, "W": -1}.get(each.part, 0)
-        passed = True
+        passed[each.chunk] |= each.part != "I"
+        returned[each.chunk] += each.part != "W"
     return found
 
 

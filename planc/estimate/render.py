@@ -7,7 +7,7 @@ from dataclasses import fields
 from typing import Any
 
 from planc.estimate.answer import Answer
-from planc.estimate.memory import GIB, Item
+from planc.estimate.moments import GIB, Item
 from planc.ops import phrases
 
 FORMAT = 1

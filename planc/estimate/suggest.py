@@ -16,7 +16,7 @@ from planc.estimate.choice import CHECKPOINTING, Choice, Space
 from planc.estimate.counted import Counted
 from planc.estimate.derived_counts import DerivedCounts, Job, first_jobs
 from planc.estimate.from_plan import Batch, PlanWork
-from planc.estimate.memory import GIB
+from planc.estimate.moments import GIB
 from planc.estimate.search import Found, search
 from planc.estimate.second_process import SecondProcess, can_help
 from planc.model.facts import Facts

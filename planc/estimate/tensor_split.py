@@ -146,6 +146,55 @@ class PartSplit:
         """Bytes that autograd keeps."""
         return sum(s.size / self.factor(s.module) for s in self.part.saved)
 
+    def outputs(self, inside: Iterable[Holding]) -> float:
+        """`Layer.outputs`."""
+        norms = sum(h.count for h in inside if is_norm(h)) // len(self.part.like)
+        width = DTYPE_BYTES.get(self.work.compute_dtype, 4)
+        products = sum(m.m * m.n * m.count for m in self.matmuls()) * width
+        return products + self.part.boundary / self.stream * norms
+
+    def routed(self) -> float:
+        """Bytes of the rows of experts that exist beside what they keep: three copies in backward,
+        the gradient as it comes, in the order of experts, and times their weights; and, where rows
+        are sent, one more of those received.
+        """
+        first = next((p for p in self.part.products if p.divided), None)
+        if first is None:
+            return 0.0
+        way, width = self._dispatch(first.module), DTYPE_BYTES.get(self.work.compute_dtype, 4)
+        if way == ALL_REDUCE:
+            share, copies = self.experts, 3
+        else:
+            share, copies = (self.senders, 4) if way else (1, 3)
+        return copies * first.m / share * first.k * width
+
+    def replayed_for_weights(
+        self, rule: Checkpoint | None, inside: Iterable[Holding]
+    ) -> tuple[float, float]:
+        """`Layer.again` and `Layer.left`.
+
+        torch computes the gradients of weights one by one, in the order of parameters, and
+        recomputes the layer for each. Of a recomputation stays what no gradient has taken: each
+        takes the largest tensor that its module keeps. What is behind the last module goes with it.
+        """
+        order: dict[str, int] = {}
+        for h in inside:
+            if h.parameter.trainable and (name := _below(h.modules, self.name)) is not None:
+                many = len(h.parameter.shape) > 1 and h.parameter.name != "weight"
+                order[name] = order.get(name, 0) + 1 if many else order.get(name, 1)
+        sizes = sorted((s.size, s.module) for s in self.part.saved)
+        taken = {module: size / self.factor(module) for size, module in sizes}
+        last = next((s.module for s in self.part.saved[::-1] if s.module in order), None)
+        if rule is None or last is None:
+            return 0.0, 0.0
+        kept = self.selective(rule) if rule.save else self.part.boundary / self.stream
+        dropped = max(0.0, self.kept() - kept)
+        before = [*order][: [*order].index(last)]
+        times = order[last] + sum(order[name] for name in before)
+        again = max(0.0, dropped - sum(taken.get(name, 0.0) for name in before))
+        left = max(0.0, dropped - sum(taken.get(name, 0.0) for name in [*order][:-1]))
+        return times * again, sum(order.values()) * left
+
     def selective(self, rule: Checkpoint | None) -> float:
         """Bytes that selective checkpointing keeps: the layer's input, and outputs of the matmuls
         and the attention that the rule saves.

@@ -130,6 +130,10 @@ class Layer:
         kept_selective: those of them that stay under selective recomputing.
         outputs: bytes of what its products and norms give: where a schedule computes the gradients
             of weights later, those of their outputs wait for it.
+        scored: those bytes of `kept` that the loss itself keeps.
+        again: bytes that are recomputed and kept while a later pass computes the gradients of a
+            checkpointed layer's weights.
+        left: the same once it has all of them, where something behind the layer trains too.
         boundary: bytes of the layer's input, which is all that full recomputing keeps.
         transient: bytes that exist during its forward or backward only, such as copies of logits.
         forward, backward: collectives of the model's axes in each pass.
@@ -159,6 +163,9 @@ class Layer:
     kept: float = 0
     kept_selective: float = 0
     outputs: float = 0
+    scored: float = 0
+    again: float = 0
+    left: float = 0
     boundary: float = 0
     transient: float = 0
     forward: tuple[Collective, ...] = ()

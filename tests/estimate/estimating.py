@@ -15,7 +15,7 @@ import published_runs
 from measured_tables import DATA, hardware, playbook, stack, vtrain
 
 from planc.estimate.calibrate import CONSTANTS, calibrated
-from planc.estimate.memory import GIB
+from planc.estimate.moments import GIB
 from planc.estimate.step import estimate
 from planc.estimate.step_time import step_time
 
@@ -63,10 +63,25 @@ def slow(runs):
 
 
 def errors(runs):
-    """Relative errors of memory, and of the time of a step."""
-    memory = [abs(e.fullest.peak / GIB / run.gib - 1) for run, e in runs]
+    """Relative errors of memory, and of the time of a step.
+
+    nanotron's `log_throughput` writes what the allocator of the first rank has reserved, which is
+    in the first stage, not in the fullest.
+    """
+    memory = [abs(e.ranks[0].peak / GIB / run.gib - 1) for run, e in runs]
     time = [abs(run.tokens_per_second / e.time.tokens_per_second - 1) for run, e in runs]
     return memory, time
+
+
+def scatter(runs):
+    """Errors of memory that a model would have that is right for the median of the runs with the
+    same tensor and pipeline ranks, micro-batch and ZeRO, which differ in data ranks alone.
+    """
+    by = defaultdict(list)
+    for run, e in runs:
+        key = tuple(run.row[k] for k in ("tp", "pp", "mbs", "zero"))
+        by[key].append(e.ranks[0].peak / GIB / run.gib)
+    return [abs(x / median(same) - 1) for same in by.values() if len(same) > 1 for x in same]
 
 
 def judge_playbook(path):
@@ -77,12 +92,20 @@ def judge_playbook(path):
     usual = [pair for i, pair in enumerate(runs) if i not in apart]
     print(f"\n## {path.name}: {len(every)} rows, {len(runs)} ran, {len(apart)} slow ones\n")
     print("| rows | memory median | memory 95 % | time median | time 75 % |\n" + "| --- " * 5 + "|")
-    for name, part in (("all that ran", runs), ("without the slow ones", usual)):
+    expected = [p for p in runs if p[1].time.tokens_per_second < 1.6 * p[0].tokens_per_second]
+    parts = {"all that ran": runs, "without the slow ones": usual}
+    parts[f"{len(expected)} that took up to 1.6 times the estimated time"] = expected
+    for name, part in parts.items():
         memory, time = errors(part)
         print(
             f"| {name} | {median(memory):.1%} | {quantile(memory, 0.95):.1%} "
             f"| {median(time):.1%} | {quantile(time, 0.75):.1%} |"
         )
+    found = scatter(runs)
+    print(
+        f"\nright for the median of the runs that differ in data ranks alone ({len(found)} runs): "
+        f"memory median {median(found):.1%}, 95 % {quantile(found, 0.95):.1%}"
+    )
     print_fit(every)
     print_nodes(runs, usual)
     print("\nBy column, without the slow ones:")

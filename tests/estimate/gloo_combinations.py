@@ -55,6 +55,16 @@ MODELS = {
     | {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "head_dim": 32}
     | {"moe_intermediate_size": 176, "decoder_sparse_step": 1, "mlp_only_layers": []},
 }
+FINE = "fine qwen3_moe"
+"""Rows of experts are most of what it holds."""
+MODELS[FINE] = MODELS["qwen3_moe"] | {
+    "vocab_size": 64,
+    "hidden_size": 256,
+    "moe_intermediate_size": 32,
+    "num_experts": 16,
+    "num_local_experts": 16,
+    "num_experts_per_tok": 8,
+}
 LORA = """plan lora for {family}
 
 extend "{family}.plan"
@@ -129,7 +139,7 @@ def _combinations():
         "tp 2, no sp, no checkpoints": {"settings": ("tp=2", "sequence_parallel=false", WHOLE)},
         "hsdp 2": {"settings": ("dp_replicate=2", WHOLE)},
     }
-    for model in MODELS:
+    for model in [*MODELS][:-1]:
         for name, more in every.items():
             yield f"{model}{', ' * bool(name)}{name}", Combination(model, **more)
     for model in ("phi3", "gpt2"):  # the others' two heads of keys cannot be split over four ranks
@@ -167,6 +177,15 @@ def _combinations():
         split = ("pipeline_stages=2", "microbatches=4", f"pipeline_schedule={schedule}")
         for name, settings in ((schedule, split), (f"{schedule}, no checkpoints", (*split, WHOLE))):
             yield f"llama, pp 2, {name}", Combination("llama", settings)
+    for model, schedule in (
+        ("gpt2", "zero_bubble"),
+        ("gemma2", "zbv"),
+        ("qwen3", "dualpipe_v"),
+        ("phi3", "zero_bubble"),
+        ("mixtral", "zero_bubble"),
+    ):
+        split = ("pipeline_stages=2", "microbatches=4", f"pipeline_schedule={schedule}")
+        yield f"{model}, pp 2, {schedule}", Combination(model, split)
     stages = ("pipeline_stages=2", "microbatches=4", "tp=2")
     yield "tied llama, pp 2, tp 2", Combination("tied llama", stages)
     for model in ("mixtral", "qwen3_moe"):
@@ -176,6 +195,9 @@ def _combinations():
             ("ep 2, tp 2", ("ep=2", "tp=2", WHOLE)),
         ):
             yield f"{model}, {name}", Combination(model, settings=settings)
+    for name, settings in (("", ()), (", no checkpoints", (WHOLE,))):
+        for ep, size in (("", ()), (", ep 2", ("ep=2",))):
+            yield f"{FINE}{ep}{name}", Combination(FINE, (*size, *settings), tokens=256)
 
 
 COMBINATIONS = dict(_combinations())

@@ -96,12 +96,19 @@ fsdp on dp_shard * cp {
     root   : unit(reshard = never)
 }
 """
-WHOLE = ("checkpointing=false",)
+WHOLE, CHECKPOINTS = ("checkpointing=false",), ("checkpointing=true",)
 RUNS = {
     "fsdp": (LLAMA, PLAN, ()),
     "pp 2": (LLAMA, PLAN, ("pipeline_stages=2",)),
     "pp 4": (LLAMA, PLAN, ("pipeline_stages=4",)),
     "pp 2, zbv": (LLAMA, PLAN, ("pipeline_stages=2", "pipeline_schedule=zbv")),
+    **{
+        f"pp 2, {name}, checkpoints": (LLAMA, PLAN, ("pipeline_stages=2", *CHECKPOINTS, schedule))
+        for name, schedule in (
+            ("zbv", "pipeline_schedule=zbv"),
+            ("zero_bubble", "pipeline_schedule=zero_bubble"),
+        )
+    },
     "cp 2": (LLAMA, PLAN, ("cp=2",)),
     "cp 4, ulysses": (LLAMA, PLAN, ("cp=4", "attention=ulysses")),
     "pp 2, cp 2": (LLAMA, PLAN, ("pipeline_stages=2", "cp=2")),

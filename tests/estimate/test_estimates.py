@@ -17,7 +17,7 @@ from planc.estimate import collectives, profiles
 from planc.estimate.calibrate import calibrated
 from planc.estimate.from_plan import Batch, PlanWork
 from planc.estimate.kept_tensors import count
-from planc.estimate.memory import GIB
+from planc.estimate.moments import GIB
 from planc.estimate.pipeline import SCHEDULES, in_flight, order, timetable
 from planc.estimate.step import estimate
 from planc.estimate.step_time import step_time

@@ -248,12 +248,16 @@ def by_all_to_all(
     received = theirs.view(ranks, local).sum(1).tolist()
     # an index beyond the experts stands for none
     order = flat.argsort(stable=True)[: sum(sent)]
-    rows = Exchange.apply(hidden[order // chosen], sent, received, group)
-    shares = Exchange.apply(weights.flatten()[order], sent, received, group)
     numbers = torch.arange(local, device=flat.device).repeat(ranks)
-    out = computed(own.forward, rows, numbers.repeat_interleave(theirs), shares)
+    out = computed(  # nothing here holds the rows that were sent and received
+        own.forward,
+        Exchange.apply(hidden[order // chosen], sent, received, group),
+        numbers.repeat_interleave(theirs),
+        Exchange.apply(weights.flatten()[order], sent, received, group),
+    )
     out = Exchange.apply(out, received, sent, group)
-    every = out.new_zeros((count * chosen, out.shape[-1])).index_copy(0, order, out)
+    every = out.new_zeros((count * chosen, out.shape[-1]))
+    every[order] = out  # which keeps no rows for backward, as index_copy would
     return every.view(count, chosen, -1).sum(1)
 
 
