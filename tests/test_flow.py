@@ -162,6 +162,7 @@ def test_every_kind_of_layer_has_a_verdict():
 
 def test_a_kind_that_the_small_model_lacks_is_unknown(monkeypatch):
     """Were the shrunken model to lose a kind of layer, no one could take it for proved."""
+
     def first_kind_alone(config, **arguments):
         made = shrink(config, **arguments)
         made.values["layer_types"] = ["sliding_attention"] * len(made.values["layer_types"])
