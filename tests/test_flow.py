@@ -162,14 +162,13 @@ def test_every_kind_of_layer_has_a_verdict():
 
 def test_a_kind_that_the_small_model_lacks_is_unknown(monkeypatch):
     """Were the shrunken model to lose a kind of layer, no one could take it for proved."""
-    from planc.proof import small_case as module
 
     def first_kind_alone(config, **arguments):
         made = shrink(config, **arguments)
         made.values["layer_types"] = ["sliding_attention"] * len(made.values["layer_types"])
         return made
 
-    monkeypatch.setattr(module, "shrink", first_kind_alone)
+    monkeypatch.setattr("planc.model.small.shrink.shrink", first_kind_alone)
     verdict, [finding] = simulated("gemma-2-9b", "gemma2", ["tp=4"])
     assert (verdict.verdict, finding.code) == ("unknown", "PL504")
     assert "model.layers[1:42:2] (full_attention)" in verdict.reason
@@ -248,7 +247,7 @@ def test_unknown_is_said_and_strict_makes_it_an_error(monkeypatch):
     def refuse(*_, **__):
         raise ValueError("no way")
 
-    monkeypatch.setattr("planc.proof.small_case.shrink", refuse)
+    monkeypatch.setattr("planc.model.small.shrink.shrink", refuse)
     verdict, [finding] = simulated("llama-3.1-8b", "llama", ["tp=8"])
     assert verdict.verdict == "unknown" and "no way" in verdict.reason
     assert (finding.code, finding.severity) == ("PL504", "warning")

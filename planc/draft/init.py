@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from planc.diagnostic import Diagnostic, Sink
 from planc.draft.axes import proved, wanted
+from planc.draft.left_replicated import comments
 from planc.draft.observe import run
 from planc.draft.plan_text import Draft, render
 from planc.draft.roles import Roles, RunRecord, roles
 from planc.draft.search import Search, named_below
-from planc.draft.whole import comments
 from planc.model import cache
 from planc.model.facts import Facts
 from planc.model.layer_kinds import block_lists

@@ -2,28 +2,12 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import TypeVar
 
 from planc.model.facts import Child, Facts, Module, Modules
 from planc.model.indices import Indices
-from planc.ops.activation_checkpoint import Checkpoint
-from planc.ops.compile import Compile
-from planc.ops.freeze import Freeze
 from planc.ops.pipeline import Pipeline, stages_of_rank
 from planc.plan import ir
-
-Ruled = TypeVar(
-    "Ruled",
-    ir.TensorRule,
-    Checkpoint,
-    Compile,
-    Freeze,
-    ir.LossRule,
-    ir.ExpertRule,
-    ir.AdapterRule,
-    ir.Ignored,
-    ir.SpreadRule,
-)
+from planc.plan.ir import Ruled
 
 
 def of_ranks(plan: ir.Plan, facts: Facts) -> Iterator[tuple[ir.Plan, Facts]]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
+from typing import TypeVar
 
 from planc.model.facts import Modules, Parameter
 from planc.ops.activation_checkpoint import Checkpoint
@@ -279,6 +280,21 @@ class ContextRule(Meaning):
 
     axis: str
     op: ContextParallel | None = None
+
+
+Ruled = TypeVar(
+    "Ruled",
+    TensorRule,
+    Checkpoint,
+    Compile,
+    Freeze,
+    LossRule,
+    ExpertRule,
+    AdapterRule,
+    Ignored,
+    SpreadRule,
+)
+"""What one line decides for its `modules`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,6 @@ run as it is.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -20,12 +19,10 @@ from planc.compiler import Compiled
 from planc.diagnostic import Diagnostic, Sink
 from planc.lowering import lower
 from planc.model import cache
-from planc.model.config import buildable
 from planc.model.facts import Facts
-from planc.model.layer_kinds import block_kinds
 from planc.model.load import load_values
 from planc.model.randomness import with_noise
-from planc.model.small.shrink import shrink
+from planc.model.small.shrink import small_values
 from planc.ops.base import AxisRole
 from planc.plan import elaborate
 from planc.plan.apply_adapters import adapted
@@ -109,21 +106,11 @@ def small_model(
         return SmallModel(values={}, code=facts.code)
     if facts.own is not None:
         return SmallModel(values={}, own=facts.own, given=facts.given)
-    if not buildable(facts.config):
-        return f"{facts.name} has no configuration that planc can make small"
-    try:
-        made = shrink(
-            facts.config,
-            ranks=ranks,
-            real=plan.mesh.size(*plan.axes_of_heads) if plan else None,
-            blocks=block_kinds(facts),
-            variants=variants(plan, facts) if plan else {},
-        )
-    except Exception as error:
-        return f"the model cannot be shrunk: {error}"
-    values = json.loads(json.dumps(made.values, default=str))
-    values |= {"architectures": [facts.name]}
-    return SmallModel(values=values, code=facts.code, kept=made.kept)
+    real = plan.mesh.size(*plan.axes_of_heads) if plan else None
+    made = small_values(facts, ranks, real=real, variants=variants(plan, facts) if plan else {})
+    if isinstance(made, str):
+        return made
+    return SmallModel(values=made.values, code=facts.code, kept=made.kept)
 
 
 def small_case(

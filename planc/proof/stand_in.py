@@ -10,30 +10,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import Any
 
 from planc.model.facts import Facts, Modules
 from planc.model.indices import Indices
 from planc.model.layer_kinds import Kind, block_lists, entry_kinds, length, signature
 from planc.model.small.depth import edges
-from planc.ops.activation_checkpoint import Checkpoint
-from planc.ops.compile import Compile
-from planc.ops.freeze import Freeze
 from planc.plan import ir
+from planc.plan.ir import Ruled
 from planc.source import Span
 
-Ruled = TypeVar(
-    "Ruled",
-    ir.TensorRule,
-    Checkpoint,
-    Compile,
-    Freeze,
-    ir.LossRule,
-    ir.ExpertRule,
-    ir.AdapterRule,
-    ir.Ignored,
-    ir.SpreadRule,
-)
 Rules = frozenset[tuple[Span, tuple[Any, ...]]]
 """The lines of a plan that act on a layer, with the path inside the layer."""
 

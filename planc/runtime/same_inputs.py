@@ -63,10 +63,19 @@ class FirstPasses:
         self.different_weights = None
 
     @property
+    def _alike(self) -> DeviceMesh | None:
+        """The ranks whose inputs must be the same in the next pass."""
+        return self.mesh if self.seen < self.passes else None
+
+    @property
+    def _apart(self) -> DeviceMesh | None:
+        """The ranks whose inputs should differ in the next training pass."""
+        return self.data if self.trained < self.passes else None
+
+    @property
     def done(self) -> bool:
-        same = self.mesh is None or self.seen >= self.passes
-        others = self.data is None or self.trained >= self.passes
-        return same and others and self.different_weights is None
+        left = self._alike, self._apart, self.different_weights
+        return all(one is None for one in left)
 
     def before(self, args: Any, kwargs: Any, model: nn.Module | None = None) -> None:
         """Before a forward pass, of a model or of what cuts its batch.
@@ -78,16 +87,16 @@ class FirstPasses:
         if self.different_weights is not None:
             raise self.different_weights
         leaves = list(_leaves(args, kwargs))
-        if self.mesh is not None and self.seen < self.passes:
+        if (mesh := self._alike) is not None:
             self.seen += 1
-            rows = _rows(leaves, self.mesh)
+            rows = _rows(leaves, mesh)
             if any(row != rows[0] for row in rows):
-                raise _different(rows, leaves, self.mesh, self)
-        if self.data is not None and self.trained < self.passes and torch.is_grad_enabled():
+                raise _different(rows, leaves, mesh, self)
+        if (data := self._apart) is not None and torch.is_grad_enabled():
             self.trained += 1
-            rows = _rows(leaves, self.data, _averaged(model, kwargs))
+            rows = _rows(leaves, data, _averaged(model, kwargs))
             self.alike += all(row == rows[0] for row in rows)
-            self._warn([row[-1] for row in rows], "_".join(self.data.mesh_dim_names or ()))
+            self._warn([row[-1] for row in rows], "_".join(data.mesh_dim_names or ()))
 
     def _warn(self, labels: list[int], axis: str) -> None:
         """Warns of data ranks that read the same, and of ones that average different numbers of

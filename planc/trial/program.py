@@ -24,8 +24,8 @@ from planc.runtime.standalone.pipeline import stages_of
 from planc.runtime.standalone.shards import in_own_order, rank_orders
 from planc.trial.batches import COUNT, Batches
 from planc.trial.numerics import full_copy, gradient_scale, parameters_by_name
-from planc.trial.parts import BatchPart, mean_of_parts, part_rank, parts_of
 from planc.trial.random_numbers import Recorded, Replayed, Unlike
+from planc.trial.sequence_parts import BatchPart, mean_of_parts, part_rank, parts_of
 from planc.trial.trace import Trace, caller, named_modules
 
 RATE = 1e-3

@@ -25,9 +25,9 @@ from planc.trial.batches import batches
 from planc.trial.first_divergence import first_difference, outputs_of, whole_outputs
 from planc.trial.launcher import Job
 from planc.trial.numerics import device_for
-from planc.trial.parts import parts_of, without_labels
 from planc.trial.program import SingleError
 from planc.trial.prove import Errors, prove
+from planc.trial.sequence_parts import parts_of, without_labels
 
 _MAKERS: dict[str, ModelBuilder] = {}
 

@@ -16,10 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from planc.model import cache
-from planc.model.config import buildable
 from planc.model.facts import Facts, below
-from planc.model.layer_kinds import block_kinds
-from planc.model.small.shrink import shrink
+from planc.model.small.shrink import small_values
 
 if TYPE_CHECKING:
     from torch import nn
@@ -65,13 +63,10 @@ def block_order(facts: Facts, blocks: str) -> BlockOrder:
     code = facts.code
     user = facts.own is not None or bool(code and not Path(code).is_absolute())
     if not user:
-        if not buildable(facts.config):
-            return BlockOrder(problem=f"{facts.name} has no configuration that planc can run")
-        try:
-            made = shrink(facts.config, ranks=2, blocks=block_kinds(facts))
-        except Exception as error:
-            return BlockOrder(problem=f"the model cannot be shrunk: {error}")
-        values = json.loads(json.dumps(made.values, default=str)) | {"architectures": [facts.name]}
+        made = small_values(facts, ranks=2)
+        if isinstance(made, str):
+            return BlockOrder(problem=made)
+        values = made.values
     config = json.dumps(values, sort_keys=True)
     key = cache.entry_name(f"blocks {_FORMAT} {blocks}", config, *cache.extra_versions(values))
     kept = None if user or code else cache.recall(key)

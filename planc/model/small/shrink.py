@@ -6,12 +6,15 @@ Fields are recognized by meaning, under the names that all families of transform
 family is likely to shrink too.
 """
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, lcm
 from typing import Any
 
-from planc.model.config import is_diffusers
+from planc.model.config import buildable, is_diffusers
+from planc.model.facts import Facts
+from planc.model.layer_kinds import block_kinds
 from planc.model.small import config_fields as fields
 from planc.model.small.depth import Depth, number
 from planc.model.small.multimodal import shrink_multimodal
@@ -33,6 +36,27 @@ class Shrunk:
 
     values: dict[str, Any]
     kept: Mapping[int, Sequence[tuple[int, ...]]]
+
+
+def small_values(
+    facts: Facts,
+    ranks: Mapping[str, int] | int,
+    *,
+    real: int | None = None,
+    variants: Mapping[int, list[str]] | None = None,
+) -> Shrunk | str:
+    """The small configuration of a model as JSON, with the name of its class, or the reason why
+    there is none; arguments as of `shrink`.
+    """
+    if not buildable(facts.config):
+        return f"{facts.name} has no configuration that planc can make small"
+    try:
+        blocks = block_kinds(facts)
+        made = shrink(facts.config, ranks=ranks, real=real, blocks=blocks, variants=variants)
+    except Exception as error:
+        return f"the model cannot be shrunk: {error}"
+    values = json.loads(json.dumps(made.values, default=str))
+    return replace(made, values={**values, "architectures": [facts.name]})
 
 
 def shrink(
