@@ -22,6 +22,7 @@ from planc.runtime.standalone import (
     context_exchange,
     context_loss,
     context_positions,
+    context_ring,
     context_tokens,
 )
 from planc.runtime.standalone.context_tokens import ContextError, part_of_batch
@@ -31,7 +32,7 @@ from planc.trial.thread_ranks import run_ranks
 LENGTH, VOCABULARY = 24, 128
 
 PLAN = """plan t for llama, mistral, gemma3_text, bamba, opt, minimax, qwen3, phi3, roberta, bart, \
-llama4_text, deepseek_v32
+llama4_text, deepseek_v32, gemma2, gpt_oss, deepseek_v3
 
 option attention = "all_gather"
 option balance   = "head_tail"
@@ -205,10 +206,24 @@ def test_heads_for_tokens(balance, kind):
 
 
 @pytest.mark.parametrize("kind", ["plain", "padding", "packed"])
+@pytest.mark.parametrize("balance", ["none", "head_tail", "per_document"])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_keys_and_values_go_around(ranks, balance, kind):
+    assert compared("llama", ranks, "ring", balance, kind) < 5e-6
+
+
+@pytest.mark.parametrize("kind", ["plain", "padding", "packed"])
+@pytest.mark.parametrize("attention", ["all_gather", "ring"])
 @pytest.mark.parametrize("family", list(FAMILIES)[1:])
-def test_attention_of_families(family, kind):
+def test_attention_of_families(family, attention, kind):
     """Windows, soft caps, sinks, and values of another width than keys."""
-    assert compared(family, 2, "all_gather", "head_tail", kind) < 5e-6
+    assert compared(family, 2, attention, "head_tail", kind) < 5e-6
+
+
+@pytest.mark.parametrize("attention", ["all_gather", "ring"])
+@pytest.mark.parametrize("family", ["gpt_oss", "opt", "roberta"])
+def test_documents_that_the_model_does_not_tell_apart(family, attention):
+    assert compared(family, 3, attention, "per_document", "packed") < 5e-6
 
 
 @pytest.mark.parametrize("kind", ["plain", "padding", "packed"])
@@ -224,9 +239,10 @@ def test_a_model_that_takes_no_positions(balance, kind):
     assert compared("bart", 2, "all_gather", balance, kind, counted=False) < 5e-6
 
 
+@pytest.mark.parametrize("attention", ["ulysses", "ring"])
 @pytest.mark.parametrize("family", ["roberta", "llama4_text"])
-def test_heads_for_tokens_of_models_that_count(family):
-    assert compared(family, 2, "ulysses", "per_document", "padding") < 5e-6
+def test_exchanges_of_models_that_count(family, attention):
+    assert compared(family, 2, attention, "per_document", "padding") < 5e-6
 
 
 @pytest.mark.parametrize(
@@ -235,6 +251,7 @@ def test_heads_for_tokens_of_models_that_count(family):
         ("bart", "all_gather", "none", "packed", "takes no `position_ids`"),
         ("llama4_text", "all_gather", "per_document", "packed", "counts the tokens of a row"),
         ("deepseek_v32", "ulysses", "none", "plain", "an indexer chooses keys"),
+        ("deepseek_v32", "ring", "none", "plain", "the model's code reads its mask"),
     ],
 )
 def test_what_models_cannot_count(family, attention, balance, kind, said):
@@ -247,6 +264,62 @@ def test_what_models_cannot_count(family, attention, balance, kind, said):
 def test_a_mean_over_labels_of_which_ranks_have_unlike_numbers(family, balance):
     """With `none` the first rank has no label."""
     assert compared(family, 3, "all_gather", balance, "late labels", counted=False) < 5e-6
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_queries_that_see_no_key(family):
+    """Padding on the left: `sdpa` gives zeros, `eager` the mean of all values."""
+    single, whole, found = small(family), batch("padding"), {}
+
+    def logits(attention):
+        models = [copy.deepcopy(single) for _ in range(2)]
+
+        def rank(number):
+            mesh, model = init_device_mesh("cpu", (2,)), models[number]
+            parallel.context_parallel(model, mesh, attention=attention, balance="head_tail")
+            part = model.context_parallel.batch(whole)
+            assert number or not part["attention_mask"][0, :3].any()
+            found[attention, number] = model(**part).logits.detach()
+
+        assert run_ranks(2, rank, seconds=120) is None
+
+    logits("all_gather")
+    logits("ring")
+    for number in range(2):
+        assert error(found["ring", number], found["all_gather", number]) < 5e-6
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"dropout": 0.1}, "drops weights of its attention"),
+        ({"indices": torch.zeros(1)}, "gives its attention `indices`"),
+        ({"output_attentions": True}, "gives its attention `output_attentions`"),
+    ],
+)
+def test_what_a_ring_does_not_have(given, said):
+    with pytest.raises(ContextError, match=said):
+        context_ring.ring_attention(small(), (torch.ones(1, 1, 2, 2),) * 3, None, None, given)
+
+
+def test_half_precision_is_summed_in_float32():
+    """The merged tiles of a ring are as near to the exact attention as `sdpa` of whole rows."""
+    config = dict(num_hidden_layers=1)
+    single, whole = small("llama", **config), batch()
+    exact = single(**whole).logits.detach()
+    halves = {True: single.to(torch.bfloat16)(**whole).logits.detach()}
+    models, found = [copy.deepcopy(single) for _ in range(4)], {}
+
+    def rank(number):
+        mesh, model = init_device_mesh("cpu", (4,)), models[number]
+        parallel.context_parallel(model, mesh, attention="ring", balance="none")
+        output = model(**model.context_parallel.batch(whole))
+        output.loss.backward()
+        found[number] = output.logits.detach()
+
+    assert run_ranks(4, rank, seconds=120) is None
+    halves[False] = torch.cat([found[number] for number in range(4)], 1)
+    assert error(halves[False].float(), exact) < 1.5 * error(halves[True].float(), exact)
 
 
 # A batch ------------------------------------------------------------------------------------------
@@ -430,6 +503,92 @@ def test_faults_are_refuted(fault, plan, monkeypatch):
     assert outcome("gemma-3-1b", plan, "cp=2").verdict == "refuted"
 
 
+def the_last_tile_alone(monkeypatch):
+    """The softmax of each tile takes the place of what was before."""
+
+    def replaced(scores, gives, top, total, output):
+        top.copy_(scores.amax(-1, keepdim=True))
+        weights = (scores - top).exp()
+        total.copy_(weights.sum(-1, keepdim=True))
+        output.copy_(gives(weights))
+
+    monkeypatch.setattr(context_ring, "merge", replaced)
+
+
+def tiles_that_count_alike(monkeypatch):
+    merge = context_ring.merge
+
+    def alike(scores, *rest):
+        merge(scores - scores.amax(-1, keepdim=True), *rest)
+
+    monkeypatch.setattr(context_ring, "merge", alike)
+
+
+def the_wrong_way(monkeypatch):
+    class Back(context_ring.PassedOn):
+        def __init__(self, tensor, group):
+            self.sent, self.received = tensor, torch.empty_like(tensor)
+            self.works = distributed.batch_isend_irecv(
+                [
+                    distributed.P2POp(op, one, group=group, group_peer=peer % group.size())
+                    for op, one, peer in (
+                        (distributed.isend, self.sent, group.rank() - 1),
+                        (distributed.irecv, self.received, group.rank() + 1),
+                    )
+                ]
+            )
+
+    monkeypatch.setattr(context_ring, "PassedOn", Back)
+
+
+def gradients_that_do_not_return(monkeypatch):
+    class Kept:
+        def __init__(self, gradient):
+            self.gradient = gradient
+
+        def wait(self):
+            return torch.zeros_like(self.gradient)
+
+    monkeypatch.setattr(context_ring.Ring, "pass_on", lambda _, gradient: Kept(gradient))
+
+
+def mask_of_the_own_block(monkeypatch):
+    tile = context_ring.RingMask.tile
+    own = lambda self, _, queries, keys: tile(self, self.ring.rank, queries, keys)  # noqa: E731
+    monkeypatch.setattr(context_ring.RingMask, "tile", own)
+
+
+def no_mask_of_others(monkeypatch):
+    tile = context_ring.RingMask.tile
+
+    def open_(self, owner, queries, keys):
+        mask = tile(self, owner, queries, keys)
+        return mask if owner == self.ring.rank else torch.ones_like(mask)
+
+    monkeypatch.setattr(context_ring.RingMask, "tile", open_)
+
+
+RING_FAULTS = {
+    "what tiles find is not merged": the_last_tile_alone,
+    "tiles count alike": tiles_that_count_alike,
+    "blocks go the wrong way": the_wrong_way,
+    "gradients do not come back to their owners": gradients_that_do_not_return,
+    "each block has the mask of the rank's own": mask_of_the_own_block,
+    "blocks of other ranks have no mask": no_mask_of_others,
+    "documents see each other": tokens_without(documents=None),
+    "padding is forgotten": tokens_without(padding=None),
+    "a window is ignored": no_window,
+}
+
+
+@pytest.mark.parametrize("fault", RING_FAULTS)
+def test_faults_of_a_ring_show(fault, monkeypatch):
+    """Of four ranks: two cannot tell one way around from the other."""
+    RING_FAULTS[fault](monkeypatch)
+    kinds = ("padding", "packed")
+    assert max(compared("gemma3_text", 4, "ring", "head_tail", kind) for kind in kinds) > 1e-2
+
+
 OWN_FAULTS = [
     ("roberta", from_zero),
     ("roberta", counted_in_the_part),
@@ -470,9 +629,10 @@ def test_rotary_frequencies_that_depend_on_the_length(kind):
     assert codes(findings) == ([] if kind == "yarn" else ["PL543"])
 
 
+@pytest.mark.parametrize("way", ["cp=2", "cp=2 attention=ring"])
 @pytest.mark.parametrize("balance", ["none", "head_tail", "per_document"])
-def test_the_right_plan_beside_them(balance, plan):
-    found = outcome("gemma-3-1b", plan, "cp=2", f"balance={balance}")
+def test_the_right_plan_beside_them(balance, way, plan):
+    found = outcome("gemma-3-1b", plan, f"balance={balance}", *way.split())
     assert (found.verdict, found.passes) == ("proved", ("padding", "two packed documents"))
     assert found.worst < 1e-5
 
@@ -500,7 +660,15 @@ def test_models_whose_tokens_see_each_other_otherwise(model, said, plan, tmp_pat
     assert found.labels[0].span.text == "attention = attention"
 
 
-def test_in_a_pipeline_and_with_divided_experts(tmp_path):
+@pytest.mark.parametrize("model", ["qwen3-8b", "gemma-2-9b", "gpt-oss-20b", "deepseek-v3"])
+def test_a_ring_is_proved(model, plan):
+    found = outcome(model, plan, "cp=2", "attention=ring")
+    assert (found.verdict, found.passes) == ("proved", ("padding", "two packed documents"))
+    assert found.worst < 1e-5
+
+
+@pytest.mark.parametrize("attention", ["all_gather", "ring"])
+def test_in_a_pipeline_and_with_divided_experts(attention, tmp_path):
     pipeline = "pipeline on pp {\n schedule = 1f1b\n microbatches = 2\n"
     pipeline += " stages = even(model.layers.*)\n}\n"
     experts = "expert on ep {\n model.layers.*.mlp.experts : dispatch(all_to_all)\n}\n"
@@ -512,7 +680,8 @@ def test_in_a_pipeline_and_with_divided_experts(tmp_path):
         path = tmp_path / f"{model}.plan"
         text = PLAN.replace("for llama", "for mixtral, llama").replace("dp_shard", axis, 1)
         path.write_text(text.replace("    root", root) + more)
-        verdict, findings = simulated(model, path, ("cp=2",), world=8)
+        settings = "cp=2", f"attention={attention}"
+        verdict, findings = simulated(model, path, settings, world=8)
         assert (verdict.verdict, findings) == ("proved", []), model
 
 
@@ -608,7 +777,12 @@ def test_one_rank_has_whole_sequences(plan):
 
 @pytest.mark.parametrize(
     ("family", "attention"),
-    [("llama", "all_gather"), ("llama", "ulysses"), *((name, "all_gather") for name in OWN)],
+    [
+        ("llama", "all_gather"),
+        ("llama", "ulysses"),
+        ("llama", "ring"),
+        *((name, "all_gather") for name in OWN),
+    ],
 )
 def test_the_script_computes_the_same_bits(family, attention, plan, tmp_path):
     model = default_model(family, tmp_path)

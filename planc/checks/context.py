@@ -1,4 +1,4 @@
-"""PL540, PL542, PL543: parts of sequences that a plan or a model cannot have."""
+"""PL010, PL540, PL542, PL543: parts of sequences that a plan or a model cannot have."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -10,6 +10,15 @@ from planc.plan.ir import ContextRule, Plan
 _BY_LENGTH = ("dynamic", "longrope")
 """The rotary embeddings of transformers that look at the longest position of a pass
 (`dynamic_rope_update` in modeling_rope_utils): each rank would see another one."""
+
+
+_NOT_IN_A_RING = {
+    "attention_dropout": "dropout of attention's weights",
+    "attn_pdrop": "dropout of attention's weights",
+    "attention_probs_dropout_prob": "dropout of attention's weights",
+    "index_topk": "an indexer that chooses keys",
+}
+"""Settings of a model, where they are not 0, and what they give its attention."""
 
 
 def context(plan: Plan, facts: Facts, sink: Sink) -> None:
@@ -26,6 +35,7 @@ def context(plan: Plan, facts: Facts, sink: Sink) -> None:
             _averaged(rule, plan, sink)
             if rule.op is not None:
                 _heads(rule, plan, facts, sink)
+                _ring(rule, facts, sink)
                 _rotary(rule, plan, facts, sink)
 
 
@@ -60,6 +70,22 @@ def _heads(rule: ContextRule, plan: Plan, facts: Facts, sink: Sink) -> None:
                 rule.origin,
                 facts=[f"{field} = {heads}  ({facts.source(field)})"],
                 help="`attention = all_gather` splits no heads",
+            )
+            return
+
+
+def _ring(rule: ContextRule, facts: Facts, sink: Sink) -> None:
+    """PL010: what `ring_attention` in runtime/standalone/context_ring.py raises."""
+    if rule.op is None or rule.op.attention != "ring":
+        return
+    for field, what in _NOT_IN_A_RING.items():
+        if facts.config.get(field):
+            sink.error(
+                "PL010",
+                f"ring attention with {what} is not supported yet",
+                rule.origin,
+                facts=[f"{field} = {facts.config[field]}  ({facts.source(field)})"],
+                help="`attention = all_gather` computes the same",
             )
             return
 

@@ -15,6 +15,8 @@ def seconds(collective: Collective, hardware: Hardware) -> float:
     group, per_node = collective.group, hardware.ranks_per_node
     if group.size == 1:
         return 0.0
+    if collective.kind is Kind.SEND:
+        return collective.count * point_to_point(collective.size, group, hardware)
     inside = group.in_node(per_node)
     crosses = inside < group.size
     reduces = collective.kind is Kind.ALL_REDUCE
@@ -27,11 +29,12 @@ def seconds(collective: Collective, hardware: Hardware) -> float:
 
 
 def latency(collective: Collective, hardware: Hardware) -> float:
-    """The part that is not bandwidth: a step of the ring for each rank."""
+    """The part that is not bandwidth: a step of the ring for each rank, one of a send."""
     group = collective.group
     crosses = group.in_node(hardware.ranks_per_node) < group.size
     one = hardware.network_latency_us if crosses else hardware.node_latency_us
-    return collective.count * (group.size - 1) * one * 1e-6
+    steps = 1 if collective.kind is Kind.SEND else group.size - 1
+    return collective.count * steps * one * 1e-6
 
 
 def point_to_point(size: float, group: Group, hardware: Hardware) -> float:

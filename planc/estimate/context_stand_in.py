@@ -17,21 +17,26 @@ from planc.runtime.standalone.context import (
     ContextParallel,
     register,
 )
+from planc.runtime.standalone.context_ring import Ring, RingMask
 
 
 class StandIn(ContextParallel):
     """
     Args:
-        attention: `all_gather` or `ulysses`.
+        attention: `all_gather`, `ring` or `ulysses`.
         size: how many parts a sequence has.
     """
 
     def __init__(self, model: nn.Module, attention: str, size: int) -> None:
-        self.size, self.exchanges = size, attention == "ulysses"
+        self.size, self.attention = size, attention
+        self.exchanges = attention == "ulysses"
+        self.ring = RingAlone(size) if attention == "ring" else None
         self.rank, self.balance, self.tokens = 0, "none", None
         self.prepare(model)
 
     def mask(self, q_length: int, kv_length: int, arguments: dict[str, Any]) -> Any:
+        if self.ring is not None:
+            return Halves(self.mask, q_length, self.ring, evenly=False)
         queries = q_length * (self.size if self.exchanges else 1)
         shape = (arguments["batch_size"], 1, queries, kv_length * self.size)
         eager = self.implementation(arguments["config"]) == "eager"
@@ -43,6 +48,23 @@ class StandIn(ContextParallel):
     def exchanged(self, value: Tensor, source: int, target: int) -> Tensor:
         parts = value.unflatten(source, (self.size, -1)).movedim(source, target)
         return parts.contiguous().flatten(target, target + 1)
+
+
+class RingAlone(Ring):
+    """A rank that has its own keys and values in the place of all others."""
+
+    def __init__(self, size: int) -> None:
+        self.rank, self.size = 0, size
+
+    def around(self, block: Tensor) -> Iterator[tuple[int, Tensor]]:
+        yield from ((rank, block.clone()) for rank in range(self.size))
+
+
+class Halves(RingMask):
+    """Of the keys of each rank half are computed, as where causal attention is balanced."""
+
+    def tiles(self, _owner: int) -> Iterator[tuple[slice, slice, Tensor | None]]:
+        yield slice(self.own), slice(-(-self.own // 2)), None
 
 
 @contextmanager

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from planc.estimate.counted import Part
 from planc.estimate.workload import Attention, Collective, Kind, Matmul
+from planc.lowering.context_sends import attending
 from planc.lowering.memory import Holding
-from planc.lowering.sends import attending
 from planc.lowering.step import During, Sent
 from planc.model.facts import DTYPE_BYTES, Modules
 from planc.model.indices import Indices
@@ -244,7 +244,8 @@ class PartSplit:
         """How often one layer sends it for one micro-batch."""
         step = self.work.step
         if sent.modules is None:  # blocks that attend exchange with other parts of the sequence
-            blocks = attending(step)[1] if self.part.at and self.part.attended else 0
+            attends = self.part.attended or any(p.count > 1 for p in self.part.products)
+            blocks = attending(step)[1] if self.part.at and attends else 0
             return sent.times // (step.passes * blocks) if blocks else 0
         name = _below(sent.modules, self.name)
         if name is None or (not self.name and self.work.stage_of(name) != stage):

@@ -6,8 +6,8 @@ from dataclasses import asdict, replace
 
 from planc.estimate.answer import Answer
 from planc.estimate.step_time import Passes
-from planc.lowering.sends import REDUCE, SEND, sends
-from planc.lowering.step import Step
+from planc.lowering.sends import sends
+from planc.lowering.step import REDUCE, SEND, Step
 
 Bars = dict[str, list[tuple[str, float, str, str]]]
 """By title, the parts: a name, bytes or seconds, how these come about, a line of the plan."""

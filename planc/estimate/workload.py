@@ -39,6 +39,7 @@ class Kind(StrEnum):
     ALL_GATHER = "all-gather"
     REDUCE_SCATTER = "reduce-scatter"
     ALL_TO_ALL = "all-to-all"
+    SEND = "send"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,19 @@ from collections.abc import Iterator
 from dataclasses import replace
 from math import ceil, prod
 
-from planc.lowering.step import During, Sent, Step, parameters_of
+from planc.lowering.context_sends import context_sends
+from planc.lowering.step import (
+    EXCHANGE,
+    GATHER,
+    REDUCE,
+    SCATTER,
+    SEND,
+    During,
+    Sent,
+    Step,
+    again,
+    parameters_of,
+)
 from planc.model.facts import DTYPE_BYTES, Modules
 from planc.ops.activation_checkpoint import Checkpoint
 from planc.ops.base import AxisRole
@@ -34,8 +46,6 @@ from planc.ops.styles import (
 )
 from planc.ops.tensor_parallel import Parallelize, Tie
 
-GATHER, SCATTER, REDUCE = "all-gather", "reduce-scatter", "all-reduce"
-EXCHANGE, SEND = "all-to-all", "send"
 _SILENT = (Tie, Checkpoint)
 
 
@@ -77,7 +87,7 @@ def _of(op: AnyOp, step: Step) -> Iterator[Sent]:
         case FullyShard():
             yield from _fsdp(op, step)
         case ContextParallel():
-            yield from _context(op, step)
+            yield from context_sends(op, step)
         case DispatchExperts():
             yield from _experts(op, step)
         case ChunkLoss():
@@ -150,15 +160,7 @@ def _tensor(op: Parallelize, step: Step) -> Iterator[Sent]:
         )
         for kind, during, size in some(op, step)
     )
-    yield from _again(found, _repeats(op, step))
-
-
-def _again(found: Iterator[Sent], times: int) -> Iterator[Sent]:
-    """Collectives, and those of forward passes once more where backward repeats them."""
-    for one in found:
-        yield one
-        if one.during is During.FORWARD and times > 1:
-            yield replace(one, times=one.times * (times - 1), during=During.REPEATED)
+    yield from again(found, _repeats(op, step))
 
 
 _Found = Iterator[tuple[str, During, int | None]]
@@ -247,46 +249,8 @@ def _fsdp(op: FullyShard, step: Step) -> Iterator[Sent]:
         yield replace(one, kind=REDUCE, axes=op.replicate, size=reduced // ranks)
 
 
-def _context(op: ContextParallel, step: Step) -> Iterator[Sent]:
-    tensor = (a.name for a in step.lowered.axes if a.role is AxisRole.TENSOR)
-    split = step.lowered.axis_size(*tensor)
-    heads = step.number("num_attention_heads", "n_head")
-    keys = step.number("num_key_value_heads") or heads
-    dim = step.number("head_dim") or (step.hidden // heads if step.hidden and heads else None)
-    both = keys and dim and 2 * keys // split * dim
-    if "kv_lora_rank" in step.config:  # keys and values have widths of their own
-        dim = None
-        widths = [step.number(f"{n}_head_dim") for n in ("qk_nope", "qk_rope", "v")]
-        both = heads // split * sum(n or 0 for n in widths) if heads else None
-    again = 2 if any(isinstance(o, Checkpoint) and not o.save for o in step.lowered.ops) else 1
-    one = Sent(word=op.WORD, where="positions", kind=GATHER, axes=(op.axis,), times=0, size=None)
-    tokens = None if step.tokens is None else step.tokens * step.parts
-    facts = None if tokens is None else 8 * tokens
-    stages, blocks = attending(step)
-    yield replace(one, times=step.passes * stages, size=facts)
-    one = replace(one, during=During.FORWARD, where="keys and values", times=step.passes * blocks)
-    if op.attention == "all_gather":
-        one = replace(one, size=step.size(step.parts, both))
-        yield from _again(iter([one, replace(one, kind=SCATTER, during=During.BACKWARD)]), again)
-        return
-    for where, number in (("queries", heads), ("keys and values", keys), ("outputs", heads)):
-        size = step.size(number and number // split, dim)
-        count = one.times * (1 + (where == "keys and values"))
-        each = replace(one, where=where, kind=EXCHANGE, times=count, size=size)
-        yield from _again(iter([each, replace(each, during=During.BACKWARD)]), again)
-
-
-def attending(step: Step) -> tuple[int, int]:
-    """The stages of a rank at the fullest place of a pipeline, and the blocks of these."""
-    pipeline = step.lowered.pipeline
-    bounds = pipeline.bounds if pipeline else (0, step.lowered.layers)
-    every = pipeline.stages if pipeline else 1
-    stages = every // (step.lowered.axis_size(pipeline.axis) if pipeline else 1)
-    return stages, stages * max(len(range(*bounds[s : s + 2])) for s in range(every))
-
-
 def _experts(op: DispatchExperts, step: Step) -> Iterator[Sent]:
-    yield from _again(_exchanges(op, step), _repeats(op, step))
+    yield from again(_exchanges(op, step), _repeats(op, step))
 
 
 def _exchanges(op: DispatchExperts, step: Step) -> Iterator[Sent]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
 from math import prod
@@ -13,6 +13,9 @@ from planc.model.facts import DTYPE_BYTES, Modules
 from planc.ops.context import ContextParallel
 from planc.ops.fsdp import FullyShard
 from planc.ops.lowered import Lowered
+
+GATHER, SCATTER, REDUCE = "all-gather", "reduce-scatter", "all-reduce"
+EXCHANGE, SEND = "all-to-all", "send"
 
 
 class During(StrEnum):
@@ -51,6 +54,14 @@ class Sent:
     size: int | None
     during: During = During.STEP
     modules: Modules | None = None
+
+
+def again(found: Iterator[Sent], times: int) -> Iterator[Sent]:
+    """Collectives, and those of forward passes once more where backward repeats them."""
+    for one in found:
+        yield one
+        if one.during is During.FORWARD:
+            yield replace(one, times=one.times * (times - 1), during=During.REPEATED)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from planc.ops.base import Axis, AxisSizes, Op, choice
 _EXCHANGES = {
     "all_gather": "keys and values are all-gathered",
     "ulysses": "heads are exchanged for tokens",
+    "ring": "keys and values go around",
 }
 _TOKENS = {
     "none": "a run of tokens",
@@ -24,8 +25,8 @@ class ContextParallel(Op):
 
     Args:
         axis: its ranks read the same rows.
-        attention: what attention exchanges: `all_gather` of keys and values, or `ulysses`, an
-            all-to-all of heads for tokens.
+        attention: what attention exchanges: `all_gather` of keys and values, `ring`, where each
+            rank sends them to the next, or `ulysses`, an all-to-all of heads for tokens.
         balance: which tokens a rank has: `none`, one run; `head_tail`, one of 2 x ranks runs from
             the beginning and its mirror image from the end; `per_document`, the same in each
             packed document.

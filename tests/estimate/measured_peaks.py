@@ -111,6 +111,7 @@ RUNS = {
     },
     "cp 2": (LLAMA, PLAN, ("cp=2",)),
     "cp 4, ulysses": (LLAMA, PLAN, ("cp=4", "attention=ulysses")),
+    "cp 4, ring": (LLAMA, PLAN, ("cp=4", "attention=ring")),
     "pp 2, cp 2": (LLAMA, PLAN, ("pipeline_stages=2", "cp=2")),
     "ep 2": (MIXTRAL, "mixtral", ("ep=2", *WHOLE)),
     "ep 4": (MIXTRAL, "mixtral", ("ep=4", *WHOLE)),

@@ -164,6 +164,31 @@ def test_parts_of_sequences(tmp_path, attention):
     assert four.work.ranks == 8 and four.estimate.time.spent.context_collectives > 0
 
 
+def test_keys_and_values_go_around(tmp_path):
+    """Each layer keeps its own alone, and half of the pairs are computed."""
+    path = tmp_path / "parts.plan"
+    path.write_text(CONTEXT)
+    kept, layers = {}, {}
+    for attention in ("all_gather", "ring"):
+        settings = "cp=4", f"attention={attention}"
+        layers[attention] = found("llama-3.1-8b", str(path), 8, 8, 4096, *settings).work.stages[0]
+        kept[attention] = layers[attention][0][0].kept
+    rows, tokens, own, whole = 4, 1024, 2 * 8 * 128, 2 * 32 * 128
+    # sdpa with a mask repeats the keys and values of each head, of all ranks; its output is copied
+    saved = 2 * rows * tokens * (4 * whole - own + whole // 2)
+    assert kept["all_gather"] - kept["ring"] == pytest.approx(saved, rel=0.01)
+    layer = layers["ring"][0][0]
+    sends = [(c.size, c.count) for c in layer.forward if c.kind is Kind.SEND]
+    assert sends == [(2 * rows * tokens * own, 3)]
+    sends = [(c.size, c.count) for c in layer.backward if c.kind is Kind.SEND]
+    assert sends == [(2 * rows * tokens * own, 3), (4 * rows * tokens * own, 3)]
+    attended = layers["all_gather"][0][0].attention[0].flops
+    more = sum(m.flops for m in layer.matmuls) - sum(
+        m.flops for m in layers["all_gather"][0][0].matmuls
+    )
+    assert more == pytest.approx(attended / 2, rel=0.01)
+
+
 def test_what_a_pipeline_sends_is_reduced_once():
     made = found("llama-3.1-8b", "llama", 8, 64, 1024, "pipeline_stages=2")
     two = estimate(replace(made.work, runs=2), hardware("h100-8x"), stack("torch"))

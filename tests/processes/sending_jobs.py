@@ -9,8 +9,8 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import planc
-from planc.lowering.sends import EXCHANGE, GATHER, REDUCE, SCATTER, SEND, sends
-from planc.lowering.step import Step
+from planc.lowering.sends import sends
+from planc.lowering.step import EXCHANGE, GATHER, REDUCE, SCATTER, SEND, Step
 
 KINDS = {
     "all_gather_into_tensor": GATHER,
@@ -55,7 +55,7 @@ def _group(values):
 class Sizes(TorchDispatchMode):
     """The bytes of every collective, by kind and ranks: what `CommDebugMode` does not say.
 
-    Sums of one number are the loop's: the tokens of the step, and its loss.
+    Sums of one or two numbers are the loop's: the batches and tokens of the step, and its loss.
     """
 
     def __init__(self):
@@ -72,7 +72,7 @@ class Sizes(TorchDispatchMode):
             given = args[1:2] if kind == EXCHANGE else (args, out)
             size = max(t.numel() * t.element_size() for t in _tensors(given))
             self.calls += kind != SEND
-            if kind != REDUCE or size > 4:
+            if kind != REDUCE or size > 16:
                 self.found[kind, ranks, size] += 1
         return out
 

@@ -88,6 +88,9 @@ WAYS = {
     "tensor": ["tp=2"],
     "alone": ["cp=4"],
     "ulysses": ["attention=ulysses"],
+    "ring": ["attention=ring"],
+    "ring, tensor": ["attention=ring", "tp=2"],
+    "ring, alone": ["attention=ring", "cp=4"],
 }
 
 
@@ -104,14 +107,16 @@ def test_planc_splits_sequences(four, parts, way):
     assert max(r["gradient"] for r in results) < LIMIT
 
 
-COUNTS = """plan t for roberta, bart, llama4_text, deepseek_v32
+COUNTS = """plan t for roberta, bart, llama4_text, deepseek_v32, gemma3_text, gpt_oss, deepseek_v3
+
+option attention = "all_gather"
 
 mesh {
     cp = 4
 }
 
 context on cp {
-    attention = all_gather
+    attention = attention
 }
 
 fsdp on cp {
@@ -120,28 +125,37 @@ fsdp on cp {
 """
 
 
-@pytest.mark.parametrize("model", ["roberta", "bart", "llama4", "deepseek_v32"])
-def test_models_that_count_tokens(four, model, tmp_path):
+@pytest.mark.parametrize(
+    ("model", "attention"),
+    [
+        *((name, "all_gather") for name in ("roberta", "bart", "llama4", "deepseek_v32")),
+        *((name, "ring") for name in ("roberta", "gemma3", "gpt_oss", "deepseek_v3")),
+    ],
+)
+def test_families(four, model, attention, tmp_path):
     path = tmp_path / "counts.plan"
     path.write_text(COUNTS)
-    arguments = dict(model=model, plan=str(path))
+    arguments = dict(model=model, plan=str(path), overrides=[f"attention={attention}"])
     mine = four.run("context_jobs.split", **arguments)
     script = four.run("context_jobs.split", script=True, **arguments)
     assert max(r["gradient"] for r in mine) < LIMIT
     assert [r["bits"] for r in mine] == [r["bits"] for r in script]
 
 
-def test_the_script_has_the_same_bits(four, parts):
-    arguments = dict(model="llama", plan=parts, overrides=WAYS["tensor"])
+@pytest.mark.parametrize("way", ["tensor", "ring, tensor"])
+def test_the_script_has_the_same_bits(four, parts, way):
+    arguments = dict(model="llama", plan=parts, overrides=WAYS[way])
     mine = four.run("context_jobs.split", **arguments)
     script = four.run("context_jobs.split", script=True, **arguments)
     assert max(r["gradient"] for r in script) < LIMIT
     assert [r["bits"] for r in mine] == [r["bits"] for r in script]
 
 
-def test_compiled_blocks(four, parts, tmp_path):
+@pytest.mark.parametrize("attention", ["all_gather", "ring"])
+def test_compiled_blocks(four, parts, attention, tmp_path):
     path = tmp_path / "compiled.plan"
     blocks = "compile {\n    model.layers.* : block\n}\n"
     path.write_text(SPLIT.replace("fsdp on", f"{blocks}\nfsdp on"))
-    results = four.run("context_jobs.split", model="llama", plan=str(path))
+    overrides = [f"attention={attention}"]
+    results = four.run("context_jobs.split", model="llama", plan=str(path), overrides=overrides)
     assert max(r["gradient"] for r in results) < LIMIT

@@ -13,6 +13,8 @@ CASES = {
     "hsdp": ("Llama", "llama", ["dp_replicate=2"]),
     "cp": ("Llama", "cp.plan", []),
     "ulysses": ("Llama", "cp.plan", ["attention=ulysses"]),
+    "ring": ("Llama", "cp.plan", ["attention=ring"]),
+    "ring of four and checkpoints": ("Llama", "cp.plan", ["attention=ring", "cp=4", "full=true"]),
     "experts and tp": (
         "Mixtral",
         "mixtral",
@@ -27,6 +29,7 @@ CASES = {
 CP = """plan cp for llama
 
 option attention = "all_gather"
+option full      = false
 
 mesh {
     dp_shard = auto
@@ -35,6 +38,12 @@ mesh {
 
 context on cp {
     attention = attention
+}
+
+when full {
+    checkpoint {
+        model.layers.* : full
+    }
 }
 
 fsdp on dp_shard * cp {

@@ -31,6 +31,7 @@ _FILES = (
     "loss.py",
     "expert_parallel.py",
     "context_exchange.py",
+    "context_ring.py",
     "context_tokens.py",
     "context_positions.py",
     "context_loss.py",

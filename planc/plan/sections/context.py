@@ -9,9 +9,9 @@ from planc.plan.rule_conflicts import Settings
 from planc.plan.sections.word_settings import word_settings
 from planc.syntax import ast
 
-_SCRIPT, _RING = "script", "ring"
+_SCRIPT = "script"
 WORDS = {
-    "attention": {w: w for w in ("all_gather", "ulysses", _RING, _SCRIPT)},
+    "attention": {w: w for w in ("all_gather", "ulysses", "ring", _SCRIPT)},
     "balance": {w: w for w in ("head_tail", "none", "per_document")},
 }
 
@@ -39,15 +39,7 @@ def _rule(
     values, lines = settings.values, settings.lines
     attention = values.get("attention", "all_gather")
     origin = lines["attention"].origin if "attention" in lines else section.name_origin
-    if attention == _RING:
-        program.sink.error(
-            "PL010",
-            "ring attention is not supported yet",
-            origin,
-            facts=["torch has it on CUDA alone, and for causal masks alone"],
-            help="`attention = all_gather` computes the same, or `ulysses`",
-        )
-    elif attention == _SCRIPT:
+    if attention == _SCRIPT:
         if "balance" in lines:
             message = "`balance` says which tokens planc gives a rank; here the script slices"
             program.sink.error("PL012", message, lines["balance"].origin, help="remove it")

@@ -9,6 +9,7 @@ Emitted scripts inline these definitions without their types.
 """
 
 import copy
+import functools
 import inspect
 import sys
 import threading
@@ -28,6 +29,7 @@ from planc.runtime.standalone.context_positions import (
     counting_of,
     position_tables,
 )
+from planc.runtime.standalone.context_ring import Ring, RingMask, ring_attention
 from planc.runtime.standalone.context_tokens import (
     TOKENWISE,
     ContextError,
@@ -48,8 +50,8 @@ class ContextParallel:
     Args:
         model: of transformers, whose attention is called through its interface.
         mesh: the ranks that share a sequence.
-        attention: `all_gather` of keys and values, or `ulysses`, which exchanges heads
-            for tokens.
+        attention: `all_gather` of keys and values, `ring`, where they go around the
+            ranks, or `ulysses`, which exchanges heads for tokens.
         balance: which tokens a rank has: `none` for a run of them, `head_tail` for one
             of the beginning and one of the end, so that causal attention is as much
             work for each rank; `per_document` for the same in each packed document.
@@ -66,7 +68,9 @@ class ContextParallel:
             raise ContextError(reason)
         self.group = mesh.get_group()
         self.size, self.rank = mesh.size(), mesh.get_local_rank()
-        self.exchanges, self.balance = attention == "ulysses", balance
+        self.attention, self.balance = attention, balance
+        self.exchanges = attention == "ulysses"
+        self.ring = Ring(self.group) if attention == "ring" else None
         self.counting, self.tables = counting_of(model), position_tables(model)
         self.signature = inspect.signature(model.forward)
         self.tokens: KeyTokens | None = None
@@ -178,21 +182,24 @@ class ContextParallel:
             raise ContextError(
                 "a mask that the model adds to is not known for other tokens"
             )
-        first = 0 if self.exchanges else self.rank * tokens.own
         packed, self.packs = self.packs, False
-        seen = tokens.seen(arguments["mask_function"], first, packed=packed)
-        length = self.size * tokens.own
         arguments |= {
-            "q_length": length if self.exchanges else tokens.own,
-            "kv_length": length,
-            "q_offset": 0,
-            "kv_offset": 0,
-            "mask_function": seen,
+            "mask_function": tokens.seen(arguments["mask_function"], packed=packed),
             "attention_mask": None,
             "allow_is_causal_skip": False,
             "allow_is_bidirectional_skip": False,
         }
-        return ALL_MASK_ATTENTION_FUNCTIONS[self.implementation(config)](**arguments)
+        name, length = self.implementation(config), self.size * tokens.own
+        if self.ring is not None:
+            made = functools.partial(ALL_MASK_ATTENTION_FUNCTIONS["sdpa"], **arguments)
+            return RingMask(made, tokens.own, self.ring, evenly=name == "eager")
+        arguments |= {
+            "q_length": length if self.exchanges else tokens.own,
+            "kv_length": length,
+            "q_offset": 0 if self.exchanges else self.rank * tokens.own,
+            "kv_offset": 0,
+        }
+        return ALL_MASK_ATTENTION_FUNCTIONS[name](**arguments)
 
     def implementation(self, config: Any) -> str:
         """The attention that a configuration asked for."""
@@ -226,6 +233,9 @@ class ContextParallel:
         if key.shape[2] != own or mask is None or mask.shape[-2:] != wanted:
             text = "sees other keys than transformers' mask functions say"
             raise ContextError(f"{name} {text}")
+        if self.ring is not None:
+            both = query, key, value
+            return ring_attention(module, both, mask, self.ring, kwargs), None
         attention = self._own_attention(module)
         if kwargs.get("indices") is not None:
             mask = of_chosen(mask, kwargs.pop("indices"))

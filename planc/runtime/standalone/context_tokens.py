@@ -181,12 +181,15 @@ class KeyTokens:
         self.padding = None if mask is None else every[:, 1].flatten(1).bool()
         self.order = order_of(positions, ranks, balance)
         self.documents = None
+        self.places = self.order.expand(rows, -1)
         if mask is not None:
             return
         if balance == "per_document":
             # the first rank has the first token of each document
             number = (every[:, 0, 0] == 0).cumsum(-1)
             self.documents = number.repeat(1, ranks)
+            one_by_one = self.documents * len(self.order) + self.positions
+            self.places = one_by_one.argsort().argsort()
             return
         number = document_numbers(self.positions[:, self.order.argsort()])
         if bool((number[:, -1] > 0).any()):
@@ -205,26 +208,24 @@ class KeyTokens:
         shown = self.padding[:, self.order.argsort()].cumsum(-1)
         return (shown == 0).sum(-1)
 
-    def seen(
-        self, function: Callable[..., Any], first: int, *, packed: bool
-    ) -> Callable[..., Any]:
+    def seen(self, function: Callable[..., Any], *, packed: bool) -> Callable[..., Any]:
         """Whether a query sees a key, as transformers' mask functions say it.
 
         Args:
             function: of the model, of indices in the sequence, or in a document where
                 documents are packed.
-            first: this rank's first query, rank by rank.
             packed: whether the model tells documents apart.
+
+        Returns:
+            The same of indices rank by rank.
         """
 
         def inside(row: Any, head: Any, query: Any, key: Any) -> Any:
-            query = query + first
-            if self.documents is None or not packed:
-                found = function(row, head, self.order[query], self.order[key])
-            else:
-                at = self.positions
-                found = function(row, head, at[row, query], at[row, key])
-                found = found & (self.documents[row, query] == self.documents[row, key])
+            number = self.documents if packed else None
+            at = self.places if number is None else self.positions
+            found = function(row, head, at[row, query], at[row, key])
+            if number is not None:
+                found = found & (number[row, query] == number[row, key])
             return found if self.padding is None else found & self.padding[row, key]
 
         return inside
