@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
 
-from planc.diagnostic import Label, did_you_mean, elsewhere, one_of
+from planc.diagnostic import Label, did_you_mean, one_of
 from planc.ops.base import AxisRole
 from planc.ops.lowered import MeshAxis
 from planc.plan.evaluate import describe, evaluate, truth
@@ -123,11 +123,6 @@ def _settings(program: Program) -> list[ast.Setting] | None:
                 )
                 continue
             _axis(item, found, program)
-            if told := elsewhere(item.name):
-                message = f"no section has an axis `{item.name}`"
-                program.sink.error("PL306", message, item.name_origin, help=told)
-    if any(map(elsewhere, found)):
-        return None
     if not found:
         program.sink.error("PL308", "the mesh has no axis", sections[0].name_origin)
         return None
