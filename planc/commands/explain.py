@@ -6,9 +6,7 @@ import re
 import shutil
 import sys
 
-from planc.codes import CODES
 from planc.commands import output
-from planc.diagnostic import did_you_mean
 from planc.report import explain
 from planc.report.color import wants_color
 
@@ -21,8 +19,8 @@ def run(options: argparse.Namespace) -> int:
     pasted = re.fullmatch(r"(?:\w+\[)?(?:PL)?(\d{3})\]?:?", options.code, re.IGNORECASE)
     text = explain.explain(f"PL{pasted[1]}") if pasted else None
     if text is None:
-        close = did_you_mean(options.code.upper(), CODES, "a finding begins with its code: `PL101`")
-        print(f"there is no code {options.code}; {close}", file=sys.stderr)
+        where = "a finding begins with its code, such as error[PL101]"
+        print(f"there is no code {options.code}: {where}", file=sys.stderr)
         return output.FAILED
     width = shutil.get_terminal_size((100, 24)).columns if sys.stdout.isatty() else 0
     print(explain.terminal(text, wants_color(sys.stdout, os.environ), width), end="")
