@@ -37,6 +37,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "and --seq",
     )
     shared_arguments.training_step(parser, required=False)
+    parser.set_defaults(hardware=None)  # where it is named, what would do better is found
     parser.add_argument("--format", choices=FORMATS, default="full")
     parser.add_argument("--strict", action="store_true", help="treat warnings as errors")
     parser.add_argument(
@@ -165,14 +166,18 @@ def _checked(target: Target, options: argparse.Namespace, severity: Mapping[str,
         verdict = flow(compiled, sink, strict=options.strict, allow_code=code, draft=parsed)
         record(compiled, verdict, sink)
         checked += f", {verdict.text}"
-    if options.device_memory and compiled.applied and compiled.lowered:
+    if (options.device_memory or options.hardware) and compiled.applied and compiled.lowered:
+        from planc.estimate.advice import advise
         from planc.estimate.answer import answer, judge_fit
 
         asked = shared_arguments.request(options, options.device_memory)
         found = answer(*compiled.applied, asked, sink)
         if found:
             judge_fit(found, compiled.applied[1], sink)
-        checked += ", memory" if options.batch and options.seq else ", memory without activations"
+            if options.hardware:
+                advise(found, sink)
+            activations = "" if options.batch and options.seq else " without activations"
+            checked += f", memory{activations}"
     proof = known_certificate(compiled, sink)
     return _Checked(
         target=target,

@@ -167,7 +167,7 @@ def request(options: argparse.Namespace, device_memory: float | None = None) -> 
         )
     return Request(
         batch=batch,
-        hardware=options.hardware,
+        hardware=options.hardware or "h100-8x",
         stack=options.stack,
         optimizer=options.optimizer,
         attention=options.attention,
