@@ -198,9 +198,10 @@ def _estimated(compiled: Compiled, options: argparse.Namespace, sink: Sink) -> s
 
     asked = shared_arguments.request(options, options.device_memory)
     found = answer_for(compiled, asked, sink)
-    if found:
-        judge_fit(found, sink)
-    if found and options.hardware:
+    if found is None:
+        return ""
+    judge_fit(found, sink)
+    if options.hardware:
         advise(found, sink)
     return ", memory" if asked.batch else ", memory without activations"
 
