@@ -11,6 +11,7 @@ import pytest
 from modelfolder import CONFIG, found, written
 
 from planc.model import cache
+from planc.resources import cache_folder
 
 pytestmark = pytest.mark.usefixtures("home")
 
@@ -24,7 +25,7 @@ def folder(home):
 
 
 def entry():
-    (path,) = cache.folder().glob("*.json")
+    (path,) = cache_folder().glob("*.json")
     return path
 
 
@@ -86,7 +87,7 @@ def test_an_entry_of_another_key_is_not_believed(folder, builds):
     good = entry().read_bytes()
     other = written(folder.parent / "other", num_hidden_layers=5)
     key = cache.key_of(json.loads((other / "config.json").read_text()))
-    (cache.folder() / f"{key}.json").write_bytes(good)
+    (cache_folder() / f"{key}.json").write_bytes(good)
     facts, _ = found(other)
     assert builds == [1]
     assert facts.config["num_hidden_layers"] == 5
@@ -148,13 +149,13 @@ def test_without_the_cache_nothing_is_written(home):
 
 
 def test_where_the_cache_is(monkeypatch, home):
-    assert cache.folder() == home / "cache"
+    assert cache_folder() == home / "cache"
     monkeypatch.delenv("PLANC_CACHE_DIR")
     monkeypatch.setenv("XDG_CACHE_HOME", str(home / "xdg"))
-    assert cache.folder() == home / "xdg" / "planc"
+    assert cache_folder() == home / "xdg" / "planc"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(home))
-    assert cache.folder() == home / ".cache" / "planc"
+    assert cache_folder() == home / ".cache" / "planc"
 
 
 WRITE = """
@@ -182,7 +183,7 @@ def test_two_processes_write_at_once(home):
     with ThreadPoolExecutor(2) as pool:
         for done in pool.map(run, range(2)):
             assert done.returncode == 0, done.stderr
-    assert [p.name for p in cache.folder().iterdir()] == [entry().name]
+    assert [p.name for p in cache_folder().iterdir()] == [entry().name]
 
 
 def imported(model):
