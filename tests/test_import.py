@@ -139,6 +139,20 @@ def test_settings(library, key, value, line, tmp_path):
     assert line in re.sub(" +", " ", result.text)
 
 
+@pytest.mark.parametrize(
+    ("word", "attention"),
+    [
+        ("allgather", "all_gather"),
+        ("all_gather", "all_gather"),
+        ("alltoall", "ring"),  # torch's rotation of keys and values, of torchtitan and accelerate
+        ("p2p", "ring"),  # Megatron's words
+        ("a2a", "ulysses"),
+    ],
+)
+def test_exchanges_of_attention(word, attention):
+    assert value_of("attention", word) == attention
+
+
 SIGNS = {
     "axolotl": {"base_model": "x"},
     "automodel": {"recipe": "x"},

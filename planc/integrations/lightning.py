@@ -8,6 +8,7 @@ It stands where Lightning has its own strategy for models that DTensors and FSDP
 
 from __future__ import annotations
 
+import atexit
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -65,6 +66,8 @@ class PlancStrategyMixin(_Strategy):  # type: ignore[misc]
     def setup_environment(self) -> None:
         self.accelerator.setup_device(self.root_device)
         self._setup_distributed()
+        if distributed.get_backend() != "nccl":  # with which Lightning does so itself
+            atexit.register(_destroy_groups)
 
     def setup(self, trainer: Any) -> None:
         self.accelerator.setup(trainer)
@@ -127,6 +130,12 @@ class PlancStrategyMixin(_Strategy):  # type: ignore[misc]
         if len(self.optimizers) > 1:
             raise ValueError("a plan's checkpoint has the state of one optimizer")
         return self.optimizers[0] if self.optimizers else None
+
+
+def _destroy_groups() -> None:
+    """Ends gloo's threads before the interpreter does, which now and then is an abort."""
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
 
 
 class _Kept:
