@@ -188,6 +188,5 @@ def _text(table: dict[str, Any], key: str, file: Path) -> str:
 def _texts(table: dict[str, Any], key: str, file: Path) -> tuple[str, ...]:
     value = table.get(key, [])
     if not isinstance(value, list) or not all(isinstance(v, str) for v in value):
-        such = {"set": "tp=8", "ignore": "PL204"}.get(key, key)
-        raise ProjectError(f'{file}: `{key}` is a list of texts, such as ["{such}"], not {value!r}')
+        raise ProjectError(f"{file}: `{key}` is a list of texts in brackets, not {value!r}")
     return tuple(value)

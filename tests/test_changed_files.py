@@ -13,8 +13,7 @@ from modelfolder import written
 from planc import atomic_write
 from planc.compiler import compile_plan
 from planc.diagnostic import Sink
-from planc.model import cache
-from planc.resources import PLANS
+from planc.resources import PLANS, cache_folder
 from planc.trial import certificate
 from planc.trial.outcome import Discrepancy, Outcome, outcome_of
 
@@ -39,7 +38,7 @@ def proved(folder, **fields):
     key = certificate.key_of(compiled.digest, certificate.identity(compiled.facts))
     made = {**PROOF, "lowered": compiled.digest, **fields}
     certificate.keep(made, key)
-    return made, cache.folder() / f"verify-{key}.json"
+    return made, cache_folder() / f"verify-{key}.json"
 
 
 def last_line(folder):

@@ -71,13 +71,10 @@ def compiled_target(
 def swapped(model: str, plan: str | None, sink: Sink) -> bool:
     """Reports a plan in the place of the model, and a model in that of the plan."""
     from planc.model.config import locate_config
-    from planc.syntax.plan_files import locate
 
     if plan is None or ":" in model or plan.endswith(".plan"):
         return False
-    if locate_config(model) and not model.endswith(".plan"):  # before `plan`: a hub name is slow
-        return False
-    if not locate_config(plan) or locate(model) is None:
+    if not _is_plan(model) or not locate_config(plan):  # in this order: a hub name is slow
         return False
     sink.error(
         "PL600",
@@ -87,17 +84,23 @@ def swapped(model: str, plan: str | None, sink: Sink) -> bool:
     return True
 
 
+def _is_plan(model: str) -> bool:
+    """Whether what stands in the place of the model is a plan."""
+    from planc.model.config import locate_config
+    from planc.syntax.plan_files import locate
+
+    return (model.endswith(".plan") or not locate_config(model)) and locate(model) is not None
+
+
 def models_and_plans(model: str, others: Sequence[str]) -> tuple[list[str], list[str]]:
     """The models and the plans of a command line: further models come before the plans, and what
     can be read as a plan is one.
     """
-    from planc.model.config import locate_config
     from planc.project import ProjectError
-    from planc.syntax.plan_files import locate
 
     models, plans = [model], [*others]
     try:
-        reversed_ = plans and not locate_config(model) and locate(model)  # `swapped` says so
+        reversed_ = plans and _is_plan(model)  # `swapped` says so
         while plans and not reversed_ and _names_model(plans[0]):
             models.append(plans.pop(0))
     except ProjectError:  # reported where the plan is read

@@ -16,8 +16,8 @@ from typing import Any
 from planc.estimate import loss
 from planc.estimate.counted import Counted, Part
 from planc.estimate.profiles import Stack
-from planc.estimate.tensor_split import PartSplit, unsplit
-from planc.estimate.workload import ElementSizes, Group, Layer, Recompute, Sharding, Workload
+from planc.estimate.tensor_split import PartSplit, recompute_of, unsplit
+from planc.estimate.workload import ElementSizes, Group, Layer, Sharding, Workload
 from planc.lowering.lower import on_activations
 from planc.lowering.memory import Holding, Holdings
 from planc.lowering.sends import by_pass
@@ -327,10 +327,6 @@ class PlanWork:
     def _layer(
         self, part: Part, inside: list[Holding], counted: Counted | None, stage: int | None
     ) -> Layer:
-        times = len(part.like)
-        local = sum(prod(h.local) * h.count for h in inside) // times
-        trained = sum(prod(h.local) * h.count for h in inside if h.parameter.trainable) // times
-        apart = sum(prod(h.local) * h.count for h in inside if self._apart(h.unit)) // times
         own = (h.unit for h in inside if h.unit is not None and not self._apart(h.unit))
         unit = next(own, None)
         last = bool(part.products) and not part.at
@@ -342,10 +338,7 @@ class PlanWork:
         again, left = split.replayed_for_weights(rule, inside)
         return Layer(
             name=self._name(part, unit),
-            parameters=local,
-            apart=apart,
-            frozen=local - trained,
-            unsplit=sum(map(unsplit, inside)) // times,
+            **self._elements(inside, len(part.like)),
             matmuls=matmuls,
             attention=tuple(split.attention()),
             moved=split.moved() + (loss.chunk_passes(self) if last else 0.0),
@@ -363,12 +356,23 @@ class PlanWork:
             repeated=None if rule and rule.save else sent[During.REPEATED],
             lookup=counted is not None and not part.at and not part.products,
             loss=last,
-            recompute=_recompute(rule),
+            recompute=recompute_of(rule),
             parked=rule is not None and rule.offload,
             width=_gathered_width(unit, inside),
             replayed=split.replayed(rule),
             origin=unit.origin if unit else None,
         )
+
+    def _elements(self, inside: list[Holding], times: int) -> dict[str, int]:
+        """The elements of one of `times` equal layers, by their names in `Layer`."""
+        frozen = (h for h in inside if not h.parameter.trainable)
+        every = {
+            "parameters": sum(prod(h.local) * h.count for h in inside),
+            "apart": sum(prod(h.local) * h.count for h in inside if self._apart(h.unit)),
+            "frozen": sum(prod(h.local) * h.count for h in frozen),
+            "unsplit": sum(map(unsplit, inside)),
+        }
+        return {name: count // times for name, count in every.items()}
 
     def _name(self, part: Part, unit: Unit | None) -> str:
         if part.at:
@@ -385,12 +389,6 @@ def _gathered_width(unit: Unit | None, inside: list[Holding]) -> int:
     """Bytes of an element of a unit that has a precision of its own, else 0."""
     own = unit and unit.precision
     return DTYPE_BYTES[own.param or inside[0].parameter.dtype] if own else 0
-
-
-def _recompute(rule: Checkpoint | None) -> Recompute:
-    if rule is None:
-        return Recompute.NONE
-    return Recompute.SELECTIVE if rule.save else Recompute.FULL
 
 
 def _is_in(holding: Holding, names: frozenset[str]) -> bool:

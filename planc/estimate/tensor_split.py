@@ -8,7 +8,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from planc.estimate.counted import Part
-from planc.estimate.workload import Attention, Collective, Kind, Matmul
+from planc.estimate.workload import Attention, Collective, Kind, Matmul, Recompute
 from planc.lowering.context_sends import attending
 from planc.lowering.memory import Holding
 from planc.lowering.step import During, Sent
@@ -266,3 +266,10 @@ def unsplit(holding: Holding) -> int:
     if not looked_up:
         return 0
     return (holding.parameter.shape[0] - holding.local[0]) * prod(holding.local[1:]) * holding.count
+
+
+def recompute_of(rule: Checkpoint | None) -> Recompute:
+    """How the layers of a rule are computed again."""
+    if rule is None:
+        return Recompute.NONE
+    return Recompute.SELECTIVE if rule.save else Recompute.FULL
