@@ -17,6 +17,7 @@ from planc.lowering.divisible import require_divisible
 from planc.model.facts import Facts
 from planc.ops.base import AxisRole
 from planc.plan.ir import Plan
+from planc.source import Span
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,6 +124,26 @@ def answer(plan: Plan, facts: Facts, request: Request, sink: Sink) -> Answer | N
         estimate=estimate(step, hardware, stack),
         counted=counted is not None,
     )
+
+
+def lines(plan: Plan) -> dict[str, Span]:
+    """The line of a plan that decides a part of a step's time, by the part's name in `Spent`."""
+    wide = {axis.role: axis.origin for axis in reversed(plan.mesh.axes) if axis.size > 1}
+    section = plan.fsdp
+    offload = section.offload.origin if section and section.offload else None
+    parked = (rule.origin for rule in plan.checkpoint if rule.offload)
+    stages = plan.pipeline.op.origin if plan.pipeline else None
+    found = {
+        "tensor_collectives": wide.get(AxisRole.TENSOR),
+        "context_collectives": wide.get(AxisRole.SEQUENCE),
+        "expert_collectives": plan.experts[0].origin if plan.experts else None,
+        "data_collectives": section.origin if section else None,
+        "host_copies": next(parked, offload),
+        "pipeline_sends": stages,
+        "pipeline_bubble": stages,
+        "optimizer": offload,
+    }
+    return {name: origin for name, origin in found.items() if origin}
 
 
 def judge_fit(found: Answer, sink: Sink) -> None:

@@ -186,6 +186,7 @@ class PlanWork:
             sharding=Sharding.FULL if self.plan.fsdp else Sharding.REPLICATED,
             precision=self._precision(),
             offload=self.plan.fsdp is not None and self.plan.fsdp.offload is not None,
+            origin=self.plan.fsdp.origin if self.plan.fsdp else None,
         )
 
     def groups(self) -> dict[str, Any]:

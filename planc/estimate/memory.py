@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from math import isclose
 from operator import mul
 
@@ -116,7 +117,8 @@ class _Rank:
         elif share < 1:  # a mean: experts are sharded over other ranks than the rest
             ranks = f", {share:.1%} of them on a rank"
         how = f"{elements:,} elements x {width} bytes{ranks}"
-        return Item(name=name, size=elements * share * width, how=how)
+        size = elements * share * width
+        return Item(name=name, size=size, how=how, origin=self.work.origin)
 
     def compute_gradients(self) -> tuple[Item, ...]:
         if not self.stack.keeps_compute_gradients or self.work.data.size == 1:
@@ -322,11 +324,9 @@ class _Rank:
         precision = self.work.precision
         units = [(_unit(x), n) for x, n in self.layers if x.resident < 1 and not x.lookup]
         most, count = max(units, default=(0, 0))
-        name, how = (
-            "gathered units",
-            f"{min(2, count)} x {most:,} elements x {precision.compute} bytes",
-        )
-        yield Item(name=name, size=most * precision.compute * min(2, count), how=how)
+        how = f"{min(2, count)} x {most:,} elements x {precision.compute} bytes"
+        size, origin = most * precision.compute * min(2, count), self.work.origin
+        yield Item(name="gathered units", size=size, how=how, origin=origin)
         if self.whole:
             yield from self.gradients_on_their_way()
             yield from self.inside()
@@ -339,6 +339,7 @@ class _Rank:
             name="gradients before reduction",
             size=most * (precision.compute + precision.reduce) + held * precision.compute,
             how="of one unit in two dtypes, and of units outside the layers that stay gathered",
+            origin=origin,
         )
 
     def inside(self, *, weights: bool = False) -> Iterable[Item]:
@@ -349,7 +350,8 @@ class _Rank:
         most = max((m.m * m.n * m.count for m in products), default=0) * 2
         if weights:
             most = max((m.n * m.k * m.count for m in products), default=0)
-        yield self._sharded("gradients inside a layer", most, self.work.precision.compute, 1.0)
+        item = self._sharded("gradients inside a layer", most, self.work.precision.compute, 1.0)
+        yield replace(item, origin=None)
 
     def reduced(self) -> Iterable[Item]:
         """A unit's whole gradient and its copy for the reduce-scatter."""
@@ -362,7 +364,7 @@ class _Rank:
         if copies:
             size = copies * self.trained * self.steps * self.work.precision.rest
             how = f"{copies:g} x the parameters it steps"
-            yield Item(name="copies in the optimizer", size=size, how=how)
+            yield Item(name="copies in the optimizer", size=size, how=how, origin=self.work.origin)
 
 
 def _unit(layer: Layer) -> int:

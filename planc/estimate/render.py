@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
 
-from planc.estimate.answer import Answer
+from planc.estimate.answer import Answer, lines
 from planc.estimate.moments import GIB, Item
 from planc.ops import phrases
 
@@ -65,10 +65,12 @@ def _time(found: Answer) -> Iterator[str]:
         f"time of a step: {time.seconds:.3f} s; {time.tokens_per_second:,.0f} tokens/s a rank, "
         f"MFU {time.mfu:.1%}"
     )
+    said = lines(found.plan)
     for field in fields(time.spent):
         seconds = getattr(time.spent, field.name)
+        place = f"  ({said[field.name].place})" if field.name in said else ""
         if seconds > 5e-7:
-            yield f"  {seconds * 1e3:8.1f}  ms {field.name.replace('_', ' ')}"
+            yield f"  {seconds * 1e3:8.1f}  ms {field.name.replace('_', ' ')}{place}"
     yield f"bottleneck: {time.bottleneck}"
 
 
@@ -108,6 +110,7 @@ def document(found: Answer) -> dict[str, Any]:
             "tokens_per_second": step.time.tokens_per_second,
             "mfu": step.time.mfu,
             "bottleneck": step.time.bottleneck,
+            "places": {name: line.place for name, line in lines(found.plan).items()},
             "spent": {f.name: getattr(step.time.spent, f.name) for f in fields(step.time.spent)},
         },
     }

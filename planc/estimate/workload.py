@@ -235,6 +235,7 @@ class Workload:
         world: the number of ranks, 0 for the product of the groups.
         tokens: of the step, over all ranks.
         tied: elements of parameters that the first and the last stage share.
+        origin: the section of the plan that places parameters on ranks, if any.
         offload: whether shards, their gradients and the optimizer's states are in the host's
             memory, where the optimizer steps them.
     """
@@ -261,6 +262,7 @@ class Workload:
     precision: ElementSizes = ElementSizes()
     tied: int = 0
     offload: bool = False
+    origin: Span | None = None
 
     @property
     def reduced_once(self) -> bool:
