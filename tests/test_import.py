@@ -147,6 +147,8 @@ def test_settings(library, key, value, line, tmp_path):
         ("alltoall", "ring"),  # torch's rotation of keys and values, of torchtitan and accelerate
         ("p2p", "ring"),  # Megatron's words
         ("a2a", "ulysses"),
+        ("varlen_llama3", "all_gather"),  # Axolotl's
+        ("batch_ring", "ring"),
     ],
 )
 def test_exchanges_of_attention(word, attention):

@@ -32,7 +32,8 @@ _WORDS = {
     "grad: shardgradop 2 optim optimgrads; hybrid: hybridshard 4 hybridshardzero2 5; "
     "copy: noshard ddp 0 multigpu multixpu multicpu multinpu multimlu no false",
     "zero_stage": "shard: 3; grad: 1 2; copy: 0",
-    "attention": "all_gather: allgather; ring: p2p ring alltoall; ulysses: a2a ulysses deepspeed",
+    "attention": "all_gather: allgather varlenllama3; ulysses: a2a ulysses deepspeed; "
+    "ring: p2p ring alltoall batchring batchzigzag batchstripe",
     "adapter": "lora: lora peftconfig; qlora: qlora",
 }
 """The words of each kind in lower case, without punctuation, after what they mean."""
