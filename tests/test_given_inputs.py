@@ -104,6 +104,13 @@ def test_what_is_not_said_or_not_right_is_unknown_with_the_reason(tmp_path):
         lambda rows, seed: {"states": torch.zeros(64, 32)}: "no tensor with `rows` entries",
     }.items():
         assert said in checked(Paired(), tmp_path, inputs=wrong)["PL504"].message
+    for wrong, said in {
+        lambda output: 0: "`planc_loss(output, inputs)` fails: TypeError",
+        lambda output, inputs: 0.5: "`planc_loss` gives a float",
+        lambda output, inputs: output["states"]: "gives [2, 4, 32] numbers, and not one",
+        lambda output, inputs: output["states"].detach().mean(): "without a gradient",
+    }.items():
+        assert said in checked(Paired(), tmp_path, inputs=made, loss=wrong)["PL504"].message
     assert "are a Tensor" in checked(Paired(), tmp_path, inputs=torch.zeros(2, 4))["PL504"].message
     with pytest.raises(ValueError, match="and not for a name"):
         planc.check("gpt2", "gpt2", inputs=made)

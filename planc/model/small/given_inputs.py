@@ -51,15 +51,34 @@ class GivenInputs:
         return {n: v for n, v in two.items() if not (_in_rows(v, 2) and _in_rows(three.get(n), 3))}
 
     def output(self, output: Any, inputs: Mapping[str, Any]) -> Any:
-        """The loss and the first tensor of an output."""
+        """The loss and the first tensor of an output.
+
+        Raises:
+            ValueError: what the user says of the loss cannot be used.
+        """
         given = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
         if self.loss is not None:
-            given = self.loss(output, inputs)
+            given = _checked_loss(self.loss, output, inputs)
         found = loss_and_output(output)
         if given is None and any(t.dim() == 0 for t in tensors(output)):
             given = next(t for t in tensors(output) if t.dim() == 0)
         found.loss = found.loss if given is None else given
         return found
+
+
+def _checked_loss(loss: Loss, output: Any, inputs: Mapping[str, Any]) -> Tensor:
+    """What the user's function gives, whose mistakes are ValueErrors."""
+    try:
+        found = loss(output, inputs)
+    except Exception as error:
+        raise ValueError(f"`{LOSS}(output, inputs)` fails: {reason(error)}") from error
+    if not isinstance(found, Tensor):
+        raise ValueError(f"`{LOSS}` gives a {type(found).__name__}, and not a tensor")
+    if found.dim():
+        raise ValueError(f"`{LOSS}` gives {list(found.shape)} numbers, and not one, such as a mean")
+    if torch.is_grad_enabled() and not found.requires_grad:
+        raise ValueError(f"`{LOSS}` gives a number without a gradient")
+    return found
 
 
 def given_inputs(inputs: Any, loss: Loss | None, module: nn.Module) -> GivenInputs | None:
