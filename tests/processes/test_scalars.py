@@ -22,7 +22,10 @@ def test_they_train_and_are_saved_as_the_model_has_them(four, plan, tmp_path, ov
     for errors in four.run(
         "scalar_jobs.all_ways", plan=str(plan), folder=str(tmp_path), overrides=[*FP32, *overrides]
     ):
-        assert len(errors) == 6 and max(errors.values()) < 1e-5, errors
+        # the scalar's gradient is a sum whose terms cancel: one process that takes the rows one by
+        # one is 1.3e-5 off the same in float64
+        assert errors.pop("gradient") < 1e-4, errors
+        assert len(errors) == 5 and max(errors.values()) < 1e-5, errors
 
 
 def test_an_emitted_script_computes_the_same(four, plan):
