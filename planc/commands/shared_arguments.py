@@ -11,9 +11,6 @@ if TYPE_CHECKING:
     from planc.estimate.answer import Request
     from planc.lowering.step import Step
 
-HARDWARE, STACK = "h100-8x", "torch"
-"""The profiles that an estimate takes where none is named."""
-
 
 def size(text: str) -> int:
     value = int(text) if text.isdecimal() else 0
@@ -117,9 +114,11 @@ def batch(parser: argparse.ArgumentParser, *, required: bool) -> None:
 def training_step(parser: argparse.ArgumentParser, *, required: bool) -> None:
     batch(parser, required=required)
     parser.add_argument(
-        "--hardware", metavar="NAME", default=HARDWARE, help="a profile, or a .toml file"
+        "--hardware", metavar="NAME", default="h100-8x", help="a profile, or a .toml file"
     )
-    parser.add_argument("--stack", metavar="NAME", default=STACK, help="a profile, or a .toml file")
+    parser.add_argument(
+        "--stack", metavar="NAME", default="torch", help="a profile, or a .toml file"
+    )
     parser.add_argument(
         "--optimizer", choices=("adamw", "adam", "sgd", "momentum"), default="adamw"
     )
@@ -153,8 +152,8 @@ def step_of(options: argparse.Namespace, compiled: Compiled, sink: Sink) -> Step
         sequence=options.seq,
         micro_batches=options.micro_batches or 1,
     )
-    fits = require_divisible(step, plan.mesh if plan else None, sink)
-    return None if sink.failed or not fits else step
+    require_divisible(step, plan.mesh if plan else None, sink)
+    return None if sink.failed else step
 
 
 def request(options: argparse.Namespace, device_memory: float | None = None) -> Request:
@@ -169,11 +168,9 @@ def request(options: argparse.Namespace, device_memory: float | None = None) -> 
             sequence=options.seq,
             micro_batches=options.micro_batches or 1,
         )
+    given, names = vars(options), ("hardware", "stack", "optimizer", "attention")
     return Request(
         batch=batch,
-        hardware=options.hardware or HARDWARE,
-        stack=options.stack or STACK,
-        optimizer=options.optimizer or "adamw",
-        attention=options.attention or "sdpa",
         device_memory=device_memory,
+        **{name: given[name] for name in names if given[name] is not None},
     )

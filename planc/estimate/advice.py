@@ -95,14 +95,16 @@ def _float32_gathers(found: Answer, sink: Sink) -> None:
 def _slow_offload(found: Answer, sink: Sink) -> None:
     """Where copies to the host, and an optimizer there, take much of the step."""
     work, plan = found.work, found.plan
+    lines = [rule.origin for rule in plan.checkpoint if rule.offload]
+    if plan.fsdp and plan.fsdp.offload:
+        lines.insert(0, plan.fsdp.offload.origin)
+    if not lines:
+        return
     stages = tuple(tuple((replace(x, parked=False), n) for x, n in s) for s in work.stages)
     other = estimate(replace(work, stages=stages, offload=False), found.hardware, found.stack)
     less = 1 - other.time.seconds / found.estimate.time.seconds
     if less < MATTERS:
         return
-    lines = [rule.origin for rule in plan.checkpoint if rule.offload]
-    if plan.fsdp and plan.fsdp.offload:
-        lines.insert(0, plan.fsdp.offload.origin)
     needs = f"{other.fullest.peak / GIB:.1f} of the usable {other.usable / GIB:.1f} GiB"
     sink.warning(
         "PL721",

@@ -8,8 +8,8 @@ from planc.ops.base import AxisRole
 from planc.plan.ir import Mesh
 
 
-def require_divisible(step: Step, mesh: Mesh | None, sink: Sink) -> bool:
-    """Whether each rank gets whole rows, and equal runs of the tokens of a row.
+def require_divisible(step: Step, mesh: Mesh | None, sink: Sink) -> None:
+    """Reports unless each rank gets whole rows, and equal runs of the tokens of a row.
 
     Args:
         step: what it has no number of is not judged.
@@ -17,14 +17,12 @@ def require_divisible(step: Step, mesh: Mesh | None, sink: Sink) -> bool:
         sink: receives PL702.
     """
     (rows, tokens), parts = step.among, step.passes
-    found = True
     for size, what, among, role, more in (
         (step.batch, "rows", rows, AxisRole.DATA, (parts, "micro-batches")),
         (step.sequence, "tokens of a row", tokens, AxisRole.SEQUENCE, (step.runs, "runs of each")),
     ):
         if size is None or size % among == 0:
             continue
-        found = False
         axes = mesh.of_role(role) if mesh else ()
         wide = [a for a in axes if a.size > 1] or axes[:1]
         named = " * ".join(f"{a.name} {a.size}" for a in axes)
@@ -35,4 +33,3 @@ def require_divisible(step: Step, mesh: Mesh | None, sink: Sink) -> bool:
             *(Label(span=a.origin, text=f"{a.name} is {a.size}") for a in wide),
             help=f"use a multiple of {among}, or another mesh",
         )
-    return found
