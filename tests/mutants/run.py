@@ -22,7 +22,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 
 from make import in_place, in_turn, of_modules, on_degrees, on_layers
-from subjects import SUBJECTS, chain, ways
+from subjects import SUBJECTS, texts, ways
 from tables import category, show
 from truth import Job, Truth
 
@@ -74,7 +74,7 @@ class Family:
 
     def _way(self, way, most, seed):
         plan = SUBJECTS[self.run.name]
-        files, name = chain(plan), f"{plan}.plan"
+        files, name = texts(self.run.name), f"{plan}.plan"
         facts = load_values(dict(way.values), self.run.name.partition(",")[0], Sink())
         base, sink = self._compiled(files, name, facts, way)
         assert base.lowered is not None, f"{name} for {self.run.name}: {[d.message for d in sink]}"
