@@ -74,8 +74,8 @@ def check(
     Raises:
         ValueError: there is no such level, or inputs or a loss are for the name of a model.
     """
-    from planc.proof.apart import record
     from planc.proof.checked import Findings, known_certificate, summary
+    from planc.proof.in_subprocess import record
     from planc.proof.layout_flow import flow
 
     if level not in ("flow", "structure"):
@@ -234,18 +234,18 @@ def _with_origin(run: Run, compiled: Compiled) -> Run:
 
 
 def _draft_of_rank_0(facts: Facts, *, device: str) -> tuple[ast.File, ...] | None:
-    from planc.draft.apart import parsed_for_run  # which imports the whole proof
+    from planc.draft.on_rank_0 import parsed_for_run  # which imports the whole proof
 
     return parsed_for_run(facts, device)
 
 
 def _proved_by_rank_0(compiled: Compiled, known: KnownVerdict, allow_code: bool) -> KnownVerdict:
     """On rank 0 the verdict of layout flow, which `apply` shares; elsewhere what is known."""
-    from planc.proof.apart import prove_apart
+    from planc.proof.in_subprocess import prove_in_subprocess
 
     rank = _of_the_run("RANK", 0)
     _log.info("rank 0 proves the plan%s", "" if rank == 0 else f", and rank {rank} waits for it")
-    return prove_apart(compiled, allow_code=allow_code) if rank == 0 else known
+    return prove_in_subprocess(compiled, allow_code=allow_code) if rank == 0 else known
 
 
 def _warn(findings: Iterable[Diagnostic], known: KnownVerdict) -> None:

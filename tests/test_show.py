@@ -25,9 +25,9 @@ from planc.lowering.step import Step
 from planc.model.facts import Child, Facts, Module, Parameter
 from planc.runtime.run import Run
 from planc.show import changes, charts, html, mesh
+from planc.show.module_tree import tree
 from planc.show.page import Known, render
 from planc.show.picture import picture
-from planc.show.tree import tree
 from planc.syntax.plan_files import shipped
 
 LLAMA = ("llama-3.1-8b", "llama", "--world-size", "64", "--set", "tp=8")

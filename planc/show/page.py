@@ -15,7 +15,7 @@ from planc.provenance.render import lines
 from planc.show import mesh
 from planc.show.charts import Bars, chart
 from planc.show.html import Html, page, tag
-from planc.show.tree import Row, tree
+from planc.show.module_tree import Row, tree
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""PL160, PL162, PL163, PL205: layouts on which the modules beside each other do not agree."""
+"""PL160, PL162, PL163, PL205: layouts on which adjacent modules do not agree."""
 
 from collections.abc import Iterable
 
