@@ -83,7 +83,7 @@ def check(
     if inputs is not None or loss is not None:
         if isinstance(model, str | os.PathLike):
             raise ValueError("inputs and a loss are for a module, and not for a name")
-        model = replace(_facts_of(model), own=model, given=(inputs, loss))
+        model = replace(_facts_of(model), user_model=model, inputs_and_loss=(inputs, loss))
     draft = parsed if level == "flow" else None
     compiled, sink = compiled_for(model, plan, world_size, overrides, allow_code, draft=draft)
     checked, verdict = "", None
@@ -360,7 +360,11 @@ def _facts_of(module: nn.Module) -> Facts:
     facts = replace(facts_of(module, config=config, config_name="model.config"), built=True)
     known = all(type(m).__module__.startswith(_LIBRARIES) for m in module.modules())
     says = hasattr(module, "planc_inputs")
-    return facts if buildable(facts.config) and known and not says else replace(facts, own=module)
+    return (
+        facts
+        if buildable(facts.config) and known and not says
+        else replace(facts, user_model=module)
+    )
 
 
 def _drawn(of: Lowered | Delta | Run) -> str:

@@ -37,16 +37,16 @@ def partial_reshard(plan: Plan, facts: Facts, sink: Sink) -> None:
             1: "the shard of one rank would be the full parameter: write `never`",
             size: "write `always`",
         }
-        told = f"it can be {one_of(map(str, choices[:8]))}, or `always`"
-        told = words.get(count) or (told if choices else "write `always`, or `never`")
-        told = "write `always`, or `never`" if size == 1 else told
+        advice = f"it can be {one_of(map(str, choices[:8]))}, or `always`"
+        advice = words.get(count) or (advice if choices else "write `always`, or `never`")
+        advice = "write `always`, or `never`" if size == 1 else advice
         sink.error(
             "PL417",
             f"{size} rank{'s' if size > 1 else ''} cannot reshard to {count}{_why(count, size)}",
             Label(span=unit.origin),
             *([Label(span=part.origin, text="shards over other axes")] if part is not unit else []),
             *labels,
-            help=told,
+            help=advice,
         )
 
 

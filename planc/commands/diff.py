@@ -89,8 +89,8 @@ def _compiled(
     )
     if alone is None:
         return compiled
-    told = f"{name} is unknown without torch: {alone.name} was not held against it"
-    print(told, file=sys.stderr)
+    note = f"{name} is unknown without torch: {alone.name} was not held against it"
+    print(note, file=sys.stderr)
     return replace(compiled, lowered=alone.lowered)
 
 

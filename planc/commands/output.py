@@ -131,7 +131,7 @@ def waiting(text: str) -> Iterator[Callable[[int, int], None]]:
     from threading import Timer
 
     shown: list[Any] = []
-    told = [text]  # kept for a bar that is shown later
+    description = [text]  # kept for a bar that is shown later
 
     def show_status() -> None:
         from rich.console import Console
@@ -142,13 +142,13 @@ def waiting(text: str) -> Iterator[Callable[[int, int], None]]:
         bar = Progress(*columns, console=Console(stderr=True), transient=True)
         task = bar.add_task(text)
         shown.append(bar)
-        bar.update(task, description=told[0])
+        bar.update(task, description=description[0])
         bar.start()
 
     def update(done: int, total: int) -> None:
-        told[0] = f"{text}: {done} of {total}"
+        description[0] = f"{text}: {done} of {total}"
         for bar in shown:
-            bar.update(bar.task_ids[0], description=told[0])
+            bar.update(bar.task_ids[0], description=description[0])
 
     timer = Timer(1.0, show_status)
     timer.start()

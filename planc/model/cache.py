@@ -194,17 +194,17 @@ def keep(key: str, data: Any) -> None:
 def written(key: str, about: Mapping[str, str], data: Any) -> str:
     """The text of an entry: a digest of all of it, what it is, and the data."""
     texts = (json.dumps(part, separators=(",", ":")) for part in (about, data))
-    told, body = texts
-    return f"{hashlib.sha256(f'{key}{told}{body}'.encode()).hexdigest()} {told}\n{body}"
+    about_text, body = texts
+    return f"{hashlib.sha256(f'{key}{about_text}{body}'.encode()).hexdigest()} {about_text}\n{body}"
 
 
 def _sound(key: str, text: str) -> tuple[dict[str, str], Any]:
     """What an entry is, and its data. Raises ValueError if it is damaged or of another key."""
     head, _, body = text.partition("\n")
-    digest, _, told = head.partition(" ")
-    if hashlib.sha256(f"{key}{told}{body}".encode()).hexdigest() != digest:
+    digest, _, about_text = head.partition(" ")
+    if hashlib.sha256(f"{key}{about_text}{body}".encode()).hexdigest() != digest:
         raise ValueError(key)
-    return json.loads(told), json.loads(body)
+    return json.loads(about_text), json.loads(body)
 
 
 def entries() -> Iterator[tuple[str, dict[str, str], Any]]:

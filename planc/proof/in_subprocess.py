@@ -22,7 +22,7 @@ def record(compiled: Compiled, verdict: Verdict, sink: Sink) -> KnownVerdict:
     """
     facts, lowered = compiled.facts, compiled.lowered
     level, text = _judged(verdict, sink)
-    if facts and lowered and not (facts.code or facts.own is not None or lowered.code):
+    if facts and lowered and not (facts.code or facts.user_model is not None or lowered.code):
         verdict_store.remember(lowered, facts, level, text)
     return KnownVerdict(level=level, text=text)
 

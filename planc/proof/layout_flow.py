@@ -135,8 +135,8 @@ class Verdict:
         many = f"{count} kinds of layer, " if count > 1 else ""
         match self.verdict:
             case "proved":
-                told = f"proved{cache.provenance()}, {many}largest error {self.outcome.worst:.0e}"
-                return f"layout flow ({told})"
+                detail = f"proved{cache.provenance()}, {many}largest error {self.outcome.worst:.0e}"
+                return f"layout flow ({detail})"
             case "nothing":
                 return "layout flow (no tensor parallelism)"
             case other:
@@ -326,7 +326,7 @@ def _released(
 
 def advice(facts: Facts, reason: str | None) -> str:
     """What to do where nothing is proved for a reason."""
-    if (facts.own is not None or facts.code) and "does not run" in (reason or ""):
+    if (facts.user_model is not None or facts.code) and "does not run" in (reason or ""):
         return "say what its forward takes: `inputs=` of `planc.check`, or a method `planc_inputs`"
     return cache.UNPACK if cache.missing() else "`planc verify` runs it on real processes"
 
