@@ -184,10 +184,14 @@ class PlanError(Exception):
 
 
 def nearest(name: str, known: Iterable[str]) -> list[str]:
-    """The known names that look most like a misspelled one, best first."""
+    """The known names that look most like a misspelled one, best first; only those that differ in
+    case alone, if there are any.
+    """
     import difflib  # only a mistake needs it
 
-    return difflib.get_close_matches(name, list(known), n=3, cutoff=0.6)
+    names = list(known)
+    same = [n for n in names if n.lower() == name.lower()]
+    return same or difflib.get_close_matches(name, names, n=3, cutoff=0.6)
 
 
 class DidYouMean(str):

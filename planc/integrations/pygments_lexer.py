@@ -30,7 +30,7 @@ class PlanLexer(RegexLexer):  # type: ignore[misc]
             (words(("and", "or", "not", "in"), r"\b", r"\b"), token.Operator.Word),
             (words(("true", "false", "null"), r"\b", r"\b"), token.Keyword.Constant),
             (r"python(?=\s*\")|(?<=, )replicate(?=\s+on\b)", token.Keyword),
-            (r"1f1b\b", token.Name),
+            (r"1[fF]1[bB]\b", token.Name),
             (r"<[A-Za-z_]\w*>", token.Name.Class),
             (_SECTION, token.Name.Namespace),
             (r"(?<=[\w)\]] )\*(?= )", token.Operator),
