@@ -3,12 +3,13 @@
 from math import prod
 
 from planc.checks.queries import active
-from planc.diagnostic import Label, Sink, one_of
+from planc.diagnostic import Label, Sink, did_you_mean, one_of
 from planc.model.facts import Facts, Modules
 from planc.ops.styles import Replicated, style_name
 from planc.plan.apply_adapters import PARAMETERLESS, styles
 from planc.plan.ir import Fsdp, Plan, SpreadRule, TensorRule, Unit
 from planc.plan.local_shapes import held, split_dim
+from planc.plan.mesh_axes import valid_axes
 from planc.plan.parameter_owners import Owned, owned
 from planc.source import Span
 
@@ -112,12 +113,15 @@ def _axes(unit: Unit | SpreadRule, section: Fsdp, plan: Plan, sink: Sink) -> Non
     if wrong and section.shard:
         named = one_of((f"`{a}`" for a in known), last="and")
         said = "named twice" if wrong[0] in known else "no axis of the section"
+        help = "name some of these; the unit is replicated over the others"
+        if plan.mesh.axis(wrong[0]) is None:
+            help = did_you_mean(wrong[0], valid_axes(plan.mesh.names), help) or help
         sink.error(
             "PL442",
             f"a unit cannot be sharded over `{' * '.join(unit.shard)}`: `{wrong[0]}` is {said}",
             unit.origin,
             facts=[f"the sections use {named}"],
-            help="name some of these; the unit is replicated over the others",
+            help=help,
         )
 
 
