@@ -24,7 +24,7 @@ DRAFT = "<draft>"
 """The name of a plan that is drafted for a family without one."""
 _MAX_FILES = 64
 _HEADER = re.compile(r"^plan \w+ for (.*)$", re.M)
-_PLAN = re.compile(r"(?:\s|#[^\n]*\n)*plan[ \t]+\w+[ \t]+for[ \t]")
+_PLAN = re.compile(r"\ufeff?(?:\s|#[^\n]*\n)*plan[ \t]+\w+[ \t]+for[ \t]")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,7 +192,7 @@ def plans_in(folder: Path) -> list[Path]:
 
 def families(path: Path) -> tuple[str, ...]:
     """The families that the header of a plan names."""
-    header = _HEADER.search(path.read_text(encoding="utf-8", errors="replace"))
+    header = _HEADER.search(path.read_text(encoding="utf-8-sig", errors="replace"))
     return tuple(re.findall(r"[^\s,]+", header[1])) if header else ()
 
 
