@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from planc.compiler import Compiled, Draft, compile_plan
 from planc.diagnostic import Diagnostic, PlanError, Sink
 from planc.draft.parsed import parsed
+from planc.model import cache
 from planc.notebook import DRAW, TEXT
 from planc.ops.document import digest
 from planc.ops.lowered import Lowered
@@ -170,11 +171,12 @@ def apply(
 
     Raises:
         PlanError: the plan has errors, it is refuted or less is known of it than required, the
-            ranks disagree, or torch refused an operation. In the first forward passes: the ranks
-            have different inputs (PL483), or different weights (PL484).
+            ranks disagree, or torch refused an operation or is not installed. In the first forward
+            passes: the ranks have different inputs (PL483), or different weights (PL484).
         TypeError: the model is no module.
         ValueError: there is no such requirement, or a plan that is lowered already is to be proved.
     """
+    _can_be_asked(model, require, prove, plan)
     from planc.emit.text import render
     from planc.runtime.executor import apply_lowered
     from planc.runtime.meshes import device_of, no_group_after_an_error
@@ -183,7 +185,6 @@ def apply(
     from planc.runtime.safeguards import Safeguards
     from planc.trial.verdict_store import recall
 
-    _can_be_asked(model, require, prove, plan)
     with no_group_after_an_error():
         try:
             require_not_parallel(model)
@@ -220,6 +221,7 @@ def apply(
 def _can_be_asked(model: object, require: Required | None, prove: bool, plan: object) -> None:
     from planc.runtime.known_verdict import known_requirement
 
+    cache.require_torch("planc.apply")
     if not hasattr(model, "named_modules"):
         raise TypeError(f"apply takes an nn.Module, not {type(model).__name__}")
     known_requirement(require)

@@ -116,10 +116,10 @@ def _misspelled(word: str) -> int:
 def _missing(command: str, module: str) -> int:
     from planc.commands import output
     from planc.diagnostic import Sink
-    from planc.model.cache import INSTALL
+    from planc.model.cache import needs
 
-    sink, name = Sink(), module.partition(".")[0]
-    sink.error("PL760", f"`planc {command}` needs {name}, which is not installed", help=INSTALL)
+    sink = Sink()
+    needs(f"planc {command}", module.partition(".")[0], sink)
     output.show(sink, "full", sys.stderr)
     return output.exit_code(sink)
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from planc import atomic_write
+from planc.diagnostic import PlanError, Sink
 from planc.model.config import is_diffusers
 from planc.model.facts import Child, Facts, Module, Parameter
 from planc.model.indices import Indices
@@ -50,6 +51,19 @@ def missing() -> tuple[str, ...]:
 def not_installed() -> str:
     """`torch and transformers are not installed`."""
     return f"{' and '.join(missing())} {'are' if len(missing()) > 1 else 'is'} not installed"
+
+
+def needs(what: str, module: str, sink: Sink) -> None:
+    """Reports PL760: a command or a function that needs a package which is not installed."""
+    sink.error("PL760", f"`{what}` needs {module}, which is not installed", help=INSTALL)
+
+
+def require_torch(what: str) -> None:
+    """Raises PlanError (PL760) for a function of the API where torch is not installed."""
+    if "torch" in missing():
+        sink = Sink()
+        needs(what, "torch", sink)
+        raise PlanError(sink)
 
 
 def unproved() -> str:
