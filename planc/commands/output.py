@@ -69,19 +69,24 @@ def compiled_target(
 
 
 def swapped(model: str, plan: str | None, sink: Sink) -> bool:
-    """Reports a plan in the place of the model, and a model in that of the plan."""
+    """Reports a model in the place of a plan, and perhaps a plan in that of the model."""
     from planc.model.config import locate_config
+    from planc.project import ProjectError
 
     if plan is None or ":" in model or plan.endswith(".plan"):
         return False
-    if not _is_plan(model) or not locate_config(plan):  # in this order: a hub name is slow
-        return False
-    sink.error(
-        "PL600",
-        f"{model} is a plan, and {plan} is a model: MODEL comes before PLAN",
-        help=f"write {plan} {model}",
-    )
-    return True
+    try:
+        if _is_plan(model) and locate_config(plan):  # in this order: a hub name is slow
+            message = f"{model} is a plan, and {plan} is a model: MODEL comes before PLAN"
+            sink.error("PL600", message, help=f"write {plan} {model}")
+            return True
+        if _names_model(plan):
+            message = f"{plan} is a model, in the place of a plan"
+            sink.error("PL006", message, help="models come first, and then plans")
+            return True
+    except ProjectError:  # reported where the plan is read
+        pass
+    return False
 
 
 def _is_plan(model: str) -> bool:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from planc.diagnostic import Sink, did_you_mean, one_of
+from planc.diagnostic import Sink, did_you_mean
 from planc.project import ProjectError, plan_folders
 from planc.resources import PLANS
 from planc.source import MAX_CHARACTERS, Source, Span
@@ -119,8 +119,7 @@ def read(plan: str, sink: Sink) -> tuple[ast.File, ...]:
         sink.error("PL021", str(error))
         return ()
     if place is None:
-        names = shipped()
-        hint = did_you_mean(plan, names, f"planc ships {one_of(names, last='and')}")
+        hint = did_you_mean(plan, shipped(), "`planc list plans` has the names")
         message = f"there is no plan {plan!r}: no such file, and no shipped plan"
         sink.error("PL006", message, help=hint)
         return ()
