@@ -361,12 +361,9 @@ def _facts_of(module: nn.Module) -> Facts:
     config = getattr(module, "config", None)
     facts = replace(facts_of(module, config=config, config_name="model.config"), built=True)
     known = all(type(m).__module__.startswith(_LIBRARIES) for m in module.modules())
-    says = hasattr(module, "planc_inputs")
-    return (
-        facts
-        if buildable(facts.config) and known and not says
-        else replace(facts, user_model=module)
-    )
+    if buildable(facts.config) and known and not hasattr(module, "planc_inputs"):
+        return facts
+    return replace(facts, user_model=module)
 
 
 def _drawn(of: Lowered | Delta | Run) -> str:

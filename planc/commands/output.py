@@ -49,7 +49,7 @@ def compiled_target(
     from planc.draft.parsed import parsed
     from planc.syntax import plan_files
 
-    if swapped(target.model, target.plan, sink):
+    if out_of_place(target.model, target.plan, sink):
         return Compiled()
     result = compile_plan(
         target.model,
@@ -68,7 +68,7 @@ def compiled_target(
     return result
 
 
-def swapped(model: str, plan: str | None, sink: Sink) -> bool:
+def out_of_place(model: str, plan: str | None, sink: Sink) -> bool:
     """Reports a model in the place of a plan, and perhaps a plan in that of the model."""
     from planc.model.config import locate_config
     from planc.project import ProjectError
@@ -105,7 +105,7 @@ def models_and_plans(model: str, others: Sequence[str]) -> tuple[list[str], list
 
     models, plans = [model], [*others]
     try:
-        reversed_ = plans and _is_plan(model)  # `swapped` says so
+        reversed_ = plans and _is_plan(model)  # `out_of_place` says so
         while plans and not reversed_ and _names_model(plans[0]):
             models.append(plans.pop(0))
     except ProjectError:  # reported where the plan is read
