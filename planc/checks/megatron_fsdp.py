@@ -66,8 +66,8 @@ def _settings(section: Fsdp) -> Iterator[_Finding]:
         yield _Finding(message, section.offload.origin, out)
     if section.divide is not None and section.divide.factor != 1:
         message = f"Megatron-FSDP cannot divide gradients by {section.divide.factor}"
-        advice = "it averages them, or sums them with `divide = 1`"
-        yield _Finding(message, section.divide.origin, advice)
+        told = "it averages them, or sums them with `divide = 1`"
+        yield _Finding(message, section.divide.origin, told)
     for spread in section.spreads:
         message = "Megatron-FSDP shards all parameters of a unit over the same ranks"
         yield _Finding(message, spread.origin, out)
@@ -98,17 +98,17 @@ def _precision(plan: Plan, section: Fsdp, facts: Facts) -> Iterator[_Finding]:
     if said.param and wrong:
         message = f"Megatron-FSDP computes in the dtype of the parameters, not in {said.param}"
         cast = f"load {{ dtype = {_SHORT[said.param]} }}"
-        advice = f"write `{cast}`; the optimizer keeps separate weights"
-        yield _Finding(message, said.origin, advice, tuple(sorted(wrong)))
+        told = f"write `{cast}`; the optimizer keeps separate weights"
+        yield _Finding(message, said.origin, told, tuple(sorted(wrong)))
 
 
 def _strategies(section: Fsdp, own: MegatronShard, copies: int) -> Iterator[_Finding]:
     """Options that `fully_shard_model` refuses, gets wrong, or resets silently."""
     at = own.origin_of("outer") or own.origin
     if own.outer != "no_shard" and not section.replicate:
-        advice = "write `fsdp on dp_shard, replicate on dp_replicate {`, or remove it"
+        told = "write `fsdp on dp_shard, replicate on dp_replicate {`, or remove it"
         message = "`outer_strategy` applies to replicate axes, and the plan has none"
-        yield _Finding(message, at, advice)
+        yield _Finding(message, at, told)
     if own.outer != "no_shard" and own.strategy != _WHOLE:
         message = f"`outer_strategy = {own.outer}` needs `strategy = {_WHOLE}`"
         yield _Finding(message, at, f"remove it, or write `strategy = {_WHOLE}`")
@@ -116,14 +116,14 @@ def _strategies(section: Fsdp, own: MegatronShard, copies: int) -> Iterator[_Fin
     if own.outer != "no_shard" and copies > 1 and not summed:
         outer = f"`outer_strategy = {own.outer}`"
         message = f"Megatron-FSDP 0.6 sums gradients instead of averaging them with {outer}"
-        advice = "write `divide = 1`, and divide the loss by the number of ranks, or remove it"
-        yield _Finding(message, at, advice, ("it averages them with every other strategy",))
+        told = "write `divide = 1`, and divide the loss by the number of ranks, or remove it"
+        yield _Finding(message, at, told, ("it averages them with every other strategy",))
     at = own.origin_of("strategy") or own.origin
     if own.strategy == "no_shard" and copies > 1:
         message = "Megatron-FSDP 0.6 has no optimizer for `strategy = no_shard` on replicate axes"
-        advice = "shard over all data axes: `no_shard` replicates over them"
+        told = "shard over all data axes: `no_shard` replicates over them"
         facts = ("it states the layout of one of two mesh dimensions",)
-        yield _Finding(message, at, advice, facts)
+        yield _Finding(message, at, told, facts)
     at = own.origin_of("options") or own.origin
     forced = {"overlap_grad_reduce": STRATEGIES[2:], "overlap_param_gather": STRATEGIES[3:]}
     for name, strategies in forced.items():
@@ -177,8 +177,8 @@ def _class(modules: Modules, unit: Unit, section: Fsdp, facts: Facts) -> Iterato
     if left:
         shown = ", ".join(map(str, left[:3])) + (", ..." if len(left) > 3 else "")
         message = f"Megatron-FSDP makes units of whole classes, and `{modules}` is a {cls}"
-        advice = "make units of all of them, or leave these to the root, which shards them too"
-        yield _Finding(message, unit.origin, advice, (f"{shown} are too",))
+        told = "make units of all of them, or leave these to the root, which shards them too"
+        yield _Finding(message, unit.origin, told, (f"{shown} are too",))
     others = [m for u in section.units if u is not unit and not u.root for m in u.members]
     around = [o for o in others if len(o.path) < len(modules.path) and modules.inside(o)]
     for outer in around[:1]:
@@ -189,11 +189,11 @@ def _class(modules: Modules, unit: Unit, section: Fsdp, facts: Facts) -> Iterato
 def _together(section: Fsdp, own: MegatronShard) -> Iterator[_Finding]:
     """Megatron-FSDP's hooks need at least one unit; torch's FSDP also shards a root alone."""
     if own.strategy == _WHOLE and all(u.root for u in section.units):
-        advice = "write `model.layers.* : unit`"
-        yield _Finding("Megatron-FSDP needs a unit besides the root", section.origin, advice)
+        told = "write `model.layers.* : unit`"
+        yield _Finding("Megatron-FSDP needs a unit besides the root", section.origin, told)
     if not any(u.root for u in section.units):
-        advice = "write `root : unit`: it shards the parameters outside every other unit"
-        yield _Finding("Megatron-FSDP always shards the whole model", section.origin, advice)
+        told = "write `root : unit`: it shards the parameters outside every other unit"
+        yield _Finding("Megatron-FSDP always shards the whole model", section.origin, told)
 
 
 def _elsewhere(plan: Plan, section: Fsdp) -> Iterator[_Finding]:
@@ -201,8 +201,8 @@ def _elsewhere(plan: Plan, section: Fsdp) -> Iterator[_Finding]:
     if plan.load is not None and (plan.load.meta or plan.load.weights):
         name = "meta" if plan.load.meta else "weights"
         message = "Megatron-FSDP needs a model with allocated weights"
-        advice = f"remove `{name}`; `run.load` still fills the model"
-        yield _Finding(message, plan.load.origin, advice)
+        told = f"remove `{name}`; `run.load` still fills the model"
+        yield _Finding(message, plan.load.origin, told)
     four = next((r for r in plan.adapters.rules if r.quantize), None) if plan.adapters else None
     if four is not None:
         message = "Megatron-FSDP with 4-bit weights is untested"
@@ -210,12 +210,12 @@ def _elsewhere(plan: Plan, section: Fsdp) -> Iterator[_Finding]:
     rule = next((r for r in active(plan) if r.modules.module.count), None)
     if rule is not None:
         message = "Megatron-FSDP 0.6 cannot shard weights that tensor parallelism has sharded"
-        advice = f"write `backend = torch`, or give `{rule.axis}` one rank"
-        yield _Finding(message, rule.origin, advice, _SPLIT)
+        told = f"write `backend = torch`, or give `{rule.axis}` one rank"
+        yield _Finding(message, rule.origin, told, _SPLIT)
     used = {*section.shard, *section.replicate, *(r.axis for r in active(plan))}
     others = [a.name for a in plan.mesh.axes if a.size > 1 and a.name not in used]
     if others:
         named = one_of((f"`{n}`" for n in others), last="and")
         message = f"Megatron-FSDP gets only data axes, and not {named}"
-        advice = "shard or replicate over them, or set each to one rank"
-        yield _Finding(message, section.origin, advice)
+        told = "shard or replicate over them, or set each to one rank"
+        yield _Finding(message, section.origin, told)

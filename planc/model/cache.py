@@ -53,16 +53,16 @@ def not_installed() -> str:
     return f"{' and '.join(missing())} {'are' if len(missing()) > 1 else 'is'} not installed"
 
 
-def needs(what: str, module: str, sink: Sink) -> None:
-    """Reports PL760: a command or a function that needs a package which is not installed."""
-    sink.error("PL760", f"`{what}` needs {module}, which is not installed", help=INSTALL)
+def needs(what: str, package: str) -> str:
+    """The message of PL760 for a command, or a function of the API."""
+    return f"`{what}` needs {package}, which is not installed"
 
 
 def require_torch(what: str) -> None:
-    """Raises PlanError (PL760) for a function of the API where torch is not installed."""
+    """Raises PlanError (PL760) where torch is not installed, for a function of the API."""
     if "torch" in missing():
         sink = Sink()
-        needs(what, "torch", sink)
+        sink.error("PL760", needs(what, "torch"), help=INSTALL)
         raise PlanError(sink)
 
 

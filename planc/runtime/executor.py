@@ -153,10 +153,10 @@ def _prepare(
     try:
         start(device)
         shared = mesh_in_use(lowered, device)
-        modules, answers = ready(model, lowered, digest, (own.short, shared is not None))
-        said = [statement for statement, _ in answers]
+        modules, told = ready(model, lowered, digest, (own.short, shared is not None))
+        said = [statement for statement, _ in told]
         accepted(own, said)
-        if not all(has for _, has in answers):
+        if not all(has for _, has in told):
             shared = None
         return modules, Meshes(lowered, device, shared), said
     except PlanError:

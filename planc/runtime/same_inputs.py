@@ -206,7 +206,7 @@ def _row(leaves: Leaves, device: str) -> Tensor:
     A DTensor is a part of its value, and other objects have no bytes: only their type counts.
     """
     columns = [torch.zeros((), dtype=torch.int64, device=device) for _ in range(_ARGUMENTS)]
-    described = ""
+    told = ""
     for i, (name, leaf) in enumerate(leaves):
         shown = repr(leaf) if isinstance(leaf, bool | int | float | str | None) else ""
         if isinstance(leaf, Tensor):
@@ -214,8 +214,8 @@ def _row(leaves: Leaves, device: str) -> Tensor:
             if plain(leaf):
                 at = i % _ARGUMENTS
                 columns[at] = columns[at] * 31 + tensor_sum(leaf).to(device)
-        described += f"{name} {type(leaf).__name__} {shown}\n"
-    return torch.stack([torch.tensor(text_sum(described), device=device), *columns])
+        told += f"{name} {type(leaf).__name__} {shown}\n"
+    return torch.stack([torch.tensor(text_sum(told), device=device), *columns])
 
 
 def _different(
@@ -225,7 +225,7 @@ def _different(
     groups: dict[tuple[int, ...], list[int]] = {}
     for rank, row in zip(ranks, rows, strict=True):
         groups.setdefault(tuple(row), []).append(rank)
-    listed = one_of((", ".join(map(str, some)) for some in groups.values()), last="and")
+    told = one_of((", ".join(map(str, some)) for some in groups.values()), last="and")
     columns = [i for i in range(_ARGUMENTS) if len({row[i + 1] for row in rows}) > 1]
     if len({row[0] for row in rows}) > 1:
         what = "their arguments, or the types and shapes of these, differ"
@@ -239,9 +239,9 @@ def _different(
     if first.splits == "sequences":
         return stop(
             "PL545",
-            f"the ranks {listed} of {axes} split the same sequences {differ.format('batch')}",
+            f"the ranks {told} of {axes} split the same sequences {differ.format('batch')}",
             *labels,
             help=f"{help}context axis read the same rows",
         )
-    message = f"the ranks {listed} of {axes} split the same layers {differ.format('forward pass')}"
+    message = f"the ranks {told} of {axes} split the same layers {differ.format('forward pass')}"
     return stop("PL483", message, *labels, help=f"{help}tensor axis read the same rows")

@@ -62,7 +62,7 @@ def groups(lowered: Lowered, per_node: int, sent: Mapping[str, float]) -> tuple[
     }
     found, sizes, experts = [], {a.name: a.size for a in lowered.axes}, lowered.experts
     ranks = [places(lowered, rank) for rank in range(min(per_node, lowered.world_size))]
-    for names, texts in ((names, texts) for names, texts in sends.items() if names):
+    for names, told in ((names, told) for names, told in sends.items() if names):
         axes, stride = tuple(n for n in sizes if n in names), 1
         if experts and {experts.ranks.name, experts.rest.name} & set(names):
             axes = experts.axes
@@ -72,7 +72,7 @@ def groups(lowered: Lowered, per_node: int, sent: Mapping[str, float]) -> tuple[
             axes=axes,
             size=lowered.axis_size(*names),
             stride=stride,
-            sends="; ".join(texts),
+            sends="; ".join(told),
             sent=known.get(names, 0),
         )
         keys = [group.key(place, sizes) for place in ranks]
@@ -128,9 +128,9 @@ def nodes(
         keys = [group.key(place, sizes) for group in talks]
         same = (f"gpu g{i}" for i, key in enumerate(keys) if key == first[i])
         stage = f"strip s{place[pipeline.axis] % 8}" if pipeline else "strip"
-        shown = ", ".join(f"{name} {at}" for name, at in place.items())
+        told = ", ".join(f"{name} {at}" for name, at in place.items())
         parts = (
-            tag("title", f"rank {rank}: {shown}"),
+            tag("title", f"rank {rank}: {told}"),
             tag("rect", width=_CELL - 4, height=_CELL - 4, rx=6),
             tag("text", str(rank), x=_CELL // 2 - 2, y=_CELL // 2 + 2),
             tag("rect", class_=stage, x=5, y=_CELL - 9, width=_CELL - 14, height=3),
