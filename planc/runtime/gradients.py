@@ -171,8 +171,8 @@ def _of_all_stages(own: dict[str, Tensor], stages: Stages) -> dict[str, Tensor]:
     mine = {name: (tuple(t.shape), t.dtype) for name, t in own.items()}
     distributed.all_gather_object(forms, mine, group=group)
     found: dict[str, Tensor] = {}
-    for rank, told in enumerate(forms):
-        for name, (shape, dtype) in told.items():
+    for rank, form in enumerate(forms):
+        for name, (shape, dtype) in form.items():
             if name not in found:
                 here = rank == stages.mesh.get_local_rank()
                 sent = own[name] if here else torch.empty(shape, dtype=dtype)

@@ -47,7 +47,7 @@ def warning(code: str, message: str, *labels: Label, help: str | None = None) ->
     """Logs a finding on rank 0."""
     if distributed.get_rank() == 0:
         found = problem(code, message, *labels, help=help)
-        _log.warning("%s", replace(found, severity=Severity.WARNING).told)
+        _log.warning("%s", replace(found, severity=Severity.WARNING).one_line)
 
 
 def require_not_parallel(model: nn.Module) -> None:

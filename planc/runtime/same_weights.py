@@ -110,11 +110,11 @@ def unequal(
     name = next(n for n in every[0] if len({sums.get(n) for sums in every}) > 1)
     values = [sums.get(name) for sums in every]
     groups = [[r for r, v in enumerate(values) if v == value] for value in dict.fromkeys(values)]
-    told = one_of((", ".join(map(str, some[:6])) for some in groups[:6]), last="and")
+    listed = one_of((", ".join(map(str, some[:6])) for some in groups[:6]), last="and")
     many = sum(len({sums.get(n) for sums in every}) > 1 for n in every[0])
     return problem(
         "PL484",
-        f"the ranks {told} have built different weights: {name} is the first of {many:,} that "
+        f"the ranks {listed} have built different weights: {name} is the first of {many:,} that "
         "differ, and nothing has loaded others",
         *script_line("the model is different before this line"),
         help="call `run.load(folder)`, or `torch.manual_seed` with the same seed on every rank "
