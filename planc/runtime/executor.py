@@ -27,13 +27,14 @@ from planc.ops.lowered import Lowered
 from planc.runtime import input_embeddings, megatron_fsdp, other_libraries, preconditions
 from planc.runtime.calls import Values, function_of, resolve
 from planc.runtime.context import same_batches
-from planc.runtime.known_verdict import strongest
+from planc.runtime.known_verdict import KnownVerdict, accept, strongest
 from planc.runtime.lora import remember, require_packages
 from planc.runtime.meshes import Meshes, device_of, mesh_in_use, no_group_after_an_error, start
 from planc.runtime.preconditions import announce, op_name, ready, stop
 from planc.runtime.run import Run
-from planc.runtime.safeguards import Safeguards, Said, Statement, accepted, first_passes, tell
-from planc.runtime.same_inputs import watch
+from planc.runtime.safeguards import Safeguards, first_passes, tell
+from planc.runtime.same_inputs import FirstPasses, watch
+from planc.runtime.same_weights import unequal, weight_sums
 
 _log = logging.getLogger("planc")
 
@@ -72,9 +73,7 @@ def apply_lowered(
     device = device_of(model, device_type)
     _require(model, lowered, device, allow_code)
     with _without_collection():
-        own = safeguards.statement(model, lowered)
-        modules, meshes, said = _prepare(model, lowered, digest, device, own)
-        first = first_passes(model, lowered, meshes, own, said)
+        modules, meshes, known, first = _prepare(model, lowered, digest, device, safeguards)
         worker = Worker(model, modules, meshes, lowered)
         input_embeddings.guard(model, modules, lowered)
         for op in meshes.stage.ops:
@@ -94,7 +93,7 @@ def apply_lowered(
             "plan %s (%s) applied to %s on %s in %.2f s",
             *(lowered.plan, digest[:12], lowered.model, phrases.mesh(lowered.axes), taken),
         )
-        tell(lowered.plan, digest, said)
+        tell(lowered.plan, digest, known)
     return Run(
         model=model,
         lowered=lowered,
@@ -104,7 +103,7 @@ def apply_lowered(
         first=first,
         batches=same_batches(lowered, meshes, safeguards.compare),
         replaced=before,
-        known=strongest(known for known, _ in said),
+        known=known,
     )
 
 
@@ -147,22 +146,29 @@ def _without_collection() -> Iterator[None]:
 
 
 def _prepare(
-    model: nn.Module, lowered: Lowered, digest: str, device: str, own: Statement
-) -> tuple[dict[str, nn.Module], Meshes, Said]:
-    """Checks the model and creates the meshes, and the process group where there is none."""
+    model: nn.Module, lowered: Lowered, digest: str, device: str, asked: Safeguards
+) -> tuple[dict[str, nn.Module], Meshes, KnownVerdict | None, FirstPasses]:
+    """Checks the model and creates the meshes, and the process group where there is none; also what
+    all ranks know of the plan, and what they compare when the model runs first.
+    """
+    sums = weight_sums(model) if asked.compare > 0 and lowered.world_size > 1 else None
     try:
         start(device)
         shared = mesh_in_use(lowered, device)
-        modules, told = ready(model, lowered, digest, (own.short, shared is not None))
-        said = [statement for statement, _ in told]
-        accepted(own, said)
-        if not all(has for _, has in told):
-            shared = None
-        return modules, Meshes(lowered, device, shared), said
+        own = asked.known, sums.total if sums else "", shared is not None
+        modules, told = ready(model, lowered, digest, own)
+        verdicts, totals, shares = zip(*told, strict=True)
+        known = strongest(verdicts)
+        accept(known, asked.require)
+        meshes = Meshes(lowered, device, shared if all(shares) else None)
     except PlanError:
         raise
     except Exception as error:
         raise stop("PL495", f"no process group or mesh on {device}: {first_line(error)}") from error
+    first = first_passes(model, lowered, meshes, asked.compare)
+    if sums is not None and all(totals):
+        first.different_weights = unequal(model, lowered, sums, totals, device)
+    return modules, meshes, known, first
 
 
 class Worker:
