@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 import planc
 from planc.model import cache
 from planc.notebook import InNotebooks
-from planc.ops.load import Load
 from planc.ops.lowered import Lowered
 from planc.ops.megatron_fsdp import MegatronShard
 from planc.runtime import gradients, megatron_fsdp
@@ -296,17 +295,10 @@ class Run(InNotebooks):
         Raises:
             PlanError: PL475, the plan has another setting; PL496, all missing names, unexpected
                 names and wrong shapes at once, before anything is loaded; PL497, missing or broken
-                files.
+                files; PL567, `rank0` with a pipeline; PL687, 4-bit weights from a checkpoint.
         """
         step = resuming.load(
-            self.model,
-            Path(path),
-            weights=weights,
-            planned=next((o.weights for o in self.lowered.ops if isinstance(o, Load)), None),
-            optimizer=optimizer,
-            extra=extra or {},
-            data=(self.data_size, self.data_rank),
-            device=self.mesh.device_type,
+            self, Path(path), weights=weights, optimizer=optimizer, extra=extra or {}
         )
         self.first.weights_loaded()
         if self.lowered.has(MegatronShard):
@@ -324,7 +316,7 @@ class Run(InNotebooks):
         """Writes a checkpoint that any plan can resume from; the previous one is replaced last.
 
         Args:
-            path: a folder.
+            path: a folder, created or replaced if it holds a checkpoint.
             optimizer: an optimizer of the model's parameters, whose state is saved too.
             step: a number that `load` returns.
             extra: other objects with `state_dict` and `load_state_dict`, by name, such as a
