@@ -69,13 +69,8 @@ def install_loaded_weights(model: nn.Module) -> None:
     megatron_of(model).install_optimized_model_weights()
 
 
-def refuse(lowered: Lowered, what: str, hint: str) -> None:
-    """Raises for a method that planc supports with torch's FSDP only.
-
-    Raises:
-        PlanError: PL499, the plan has `backend = megatron`.
-    """
+def refuse_unshard(lowered: Lowered) -> None:
+    """Raises PL499 for a plan with `backend = megatron`: torch's FSDP alone can be unsharded."""
     if lowered.has(MegatronShard):
-        raise stop(
-            "PL499", f"`{what}` is not supported for a model that Megatron-FSDP shards", help=hint
-        )
+        message = "`run.unshard` is not supported for a model that Megatron-FSDP shards"
+        raise stop("PL499", message, help="it all-gathers in each pass: remove the call")

@@ -99,13 +99,7 @@ class Run(InNotebooks):
     @property
     def data_rank(self) -> int:
         """The index of this rank's batch: `rank` of a sampler."""
-        coordinate = self.mesh.get_coordinate()
-        assert coordinate is not None  # the mesh holds every rank
-        rank = 0
-        for axis, position in zip(self.lowered.axes, coordinate, strict=True):
-            if axis.name in self.lowered.data:
-                rank = rank * axis.size + position
-        return rank
+        return mesh.get_local_rank() if (mesh := self.data_mesh) is not None else 0
 
     def describe(self) -> str:
         """The lowered plan, as `planc lower` prints it."""
@@ -244,9 +238,7 @@ class Run(InNotebooks):
         Raises:
             PlanError: PL499, Megatron-FSDP shards the model.
         """
-        megatron_fsdp.refuse(
-            self.lowered, "run.unshard", "it all-gathers in each pass: remove the call"
-        )
+        megatron_fsdp.refuse_unshard(self.lowered)
         return gradients.unshard(self.model)
 
     def clip_grad_norm_(

@@ -232,16 +232,14 @@ def _different(
     else:
         names = [f"`{name}`" for i, (name, _) in enumerate(leaves) if i % _ARGUMENTS in columns]
         what = f"{one_of(names, last='and')} differ{'s' if len(names) == 1 else ''}"
-    axes = "_".join(mesh.mesh_dim_names or ())
-    differ = f"and read different inputs in {{}} {first.seen}: {what}"
-    labels = script_line("the inputs are passed here")
-    help = "a sampler takes num_replicas=run.data_size and rank=run.data_rank: the ranks of a "
+    code, pass_, axis = "PL483", "forward pass", "tensor"
     if first.splits == "sequences":
-        return stop(
-            "PL545",
-            f"the ranks {told} of {axes} split the same sequences {differ.format('batch')}",
-            *labels,
-            help=f"{help}context axis read the same rows",
-        )
-    message = f"the ranks {told} of {axes} split the same layers {differ.format('forward pass')}"
-    return stop("PL483", message, *labels, help=f"{help}tensor axis read the same rows")
+        code, pass_, axis = "PL545", "batch", "context"
+    return stop(
+        code,
+        f"the ranks {told} of {'_'.join(mesh.mesh_dim_names or ())} split the same {first.splits} "
+        f"and read different inputs in {pass_} {first.seen}: {what}",
+        *script_line("the inputs are passed here"),
+        help="a sampler takes num_replicas=run.data_size and rank=run.data_rank: the ranks of a "
+        f"{axis} axis read the same rows",
+    )

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from planc.diagnostic import Diagnostic
 from planc.runtime.preconditions import problem
-from planc.runtime.sharded_tensors import detached, with_chunk_of
+from planc.runtime.sharded_tensors import with_chunk_of
 from planc.runtime.standalone.dcp_chunks import Pieces, storable
 from planc.runtime.standalone.load_weights import listed_names
 from planc.runtime.standalone.shards import Order, irregular, named_tensors, rank_orders, tied_names
@@ -76,7 +76,8 @@ def empty_flat_state(
     out: dict[str, Any] = {}
     own = rank_orders(model)
     for key, meta in stored.items():
-        parameter = detached(parameters[owner(key)])
+        parameter = parameters[owner(key)]
+        parameter = with_chunk_of(parameter.detach(), parameter)
         out[key] = None
         if isinstance(meta, TensorStorageMetadata):
             shape, dtype = tuple(meta.size), meta.properties.dtype
@@ -104,9 +105,9 @@ def load_flat_state(model: nn.Module, optimizer: Optimizer, loaded: Mapping[str,
     by_id = {id(p): name for name, p in names.items()}
     groups = []
     for group in optimizer.param_groups:
-        found = [by_id[id(p)] for p in group["params"] if id(p) in by_id]
         params = [numbers[id(p)] for p in group["params"]]
-        groups.append({**(values.get(found[0], {}) if found else {}), "params": params})
+        name = by_id[id(group["params"][0])] if params else ""
+        groups.append({**values.get(name, {}), "params": params})
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
