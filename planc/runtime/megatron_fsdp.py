@@ -62,15 +62,3 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     finally:
         wrapper.is_last_microbatch = True
         wrapper.set_model_auto_sync(True)
-
-
-def install_loaded_weights(model: nn.Module) -> None:
-    """Copies loaded weights from the optimizer's parameters to those of the forward pass."""
-    megatron_of(model).install_optimized_model_weights()
-
-
-def refuse_unshard(lowered: Lowered) -> None:
-    """Raises PL499 for a plan with `backend = megatron`: torch's FSDP alone can be unsharded."""
-    if lowered.has(MegatronShard):
-        message = "`run.unshard` is not supported for a model that Megatron-FSDP shards"
-        raise stop("PL499", message, help="it all-gathers in each pass: remove the call")

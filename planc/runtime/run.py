@@ -22,7 +22,9 @@ from planc.runtime import gradients, megatron_fsdp
 from planc.runtime.context import rank_part, sequence_parts
 from planc.runtime.known_verdict import KnownVerdict
 from planc.runtime.meshes import Meshes
+from planc.runtime.preconditions import stop
 from planc.runtime.same_inputs import FirstPasses
+from planc.runtime.sharded_tensors import megatron_of
 from planc.runtime.standalone.clipping import clip_grad_norm
 from planc.runtime.training_step import Batch, TrainingStep
 from planc.runtime.weights import extras, peft_files, resuming, saving
@@ -238,7 +240,9 @@ class Run(InNotebooks):
         Raises:
             PlanError: PL499, Megatron-FSDP shards the model.
         """
-        megatron_fsdp.refuse_unshard(self.lowered)
+        if self.lowered.has(MegatronShard):
+            message = "`run.unshard` is not supported for a model that Megatron-FSDP shards"
+            raise stop("PL499", message, help="it all-gathers in each pass: remove the call")
         return gradients.unshard(self.model)
 
     def clip_grad_norm_(
@@ -294,7 +298,8 @@ class Run(InNotebooks):
         )
         self.first.weights_loaded()
         if self.lowered.has(MegatronShard):
-            megatron_fsdp.install_loaded_weights(self.model)
+            # from the optimizer's parameters to those of the forward pass
+            megatron_of(self.model).install_optimized_model_weights()
         return step
 
     def save(

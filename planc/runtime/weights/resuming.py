@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -25,7 +26,7 @@ from planc.runtime.standalone.safetensors_files import StoredTensor
 from planc.runtime.standalone.shards import four_bit_layers, named_tensors
 from planc.runtime.weights import loading, optimizers
 from planc.runtime.weights.extras import Extra, load_states, stored_keys
-from planc.runtime.weights.saving import METADATA, reason, saved
+from planc.runtime.weights.saving import METADATA, attempt, saved
 
 if TYPE_CHECKING:
     from planc.runtime.run import Run
@@ -110,7 +111,10 @@ def _load_checkpoint(
     if _STEP in metadata:
         target[_STEP] = None
     target |= dict.fromkeys(key for some in keys.values() for key in some)
-    _read(target, folder)
+    with torch.no_grad():
+        attempt(
+            partial(checkpoint.load, target, checkpoint_id=folder), f"{folder} could not be read"
+        )
     loading.raise_on_all_ranks(list(load_states(extra, keys, target)))
     if optimizer is not None:
         loaded = {k: target[_OPTIMIZER + k] for k in own_state}
@@ -159,13 +163,3 @@ def _short(folder: Path, stored: Mapping[Any, Any]) -> list[Diagnostic]:
             found = f"{file.stat().st_size:,} bytes, not {size:,}"
             out.append(problem("PL497", f"{file} is truncated: {found}"))
     return out
-
-
-def _read(target: dict[str, Any], folder: Path) -> None:
-    failed: list[Diagnostic] = []
-    try:
-        with torch.no_grad():
-            checkpoint.load(target, checkpoint_id=folder)
-    except (Exception, checkpoint.CheckpointException) as error:
-        failed.append(problem("PL497", f"{folder} could not be read: {reason(error)}"))
-    loading.raise_on_all_ranks(failed)

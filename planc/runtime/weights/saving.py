@@ -12,7 +12,7 @@ from torch import Tensor, distributed, nn
 from torch.distributed import checkpoint
 from torch.optim import Optimizer
 
-from planc.diagnostic import Diagnostic
+from planc.diagnostic import Diagnostic, first_line
 from planc.model.checkpoint_conversion import HubNames
 from planc.ops.configure import Configure
 from planc.ops.lowered import Lowered
@@ -59,12 +59,7 @@ def save(
     if step is not None:
         state["step"] = step
     state |= extra
-    failed: list[Diagnostic] = []
-    try:
-        checkpoint.save(state, checkpoint_id=new)
-    except (Exception, checkpoint.CheckpointException) as error:  # such as a full disk
-        failed.append(problem("PL497", f"{folder} could not be written: {reason(error)}"))
-    raise_on_all_ranks(failed)
+    attempt(partial(checkpoint.save, state, checkpoint_id=new), f"{folder} could not be written")
     raise_on_all_ranks(_on_rank0(lambda: _publish(folder, new, old)))
 
 
@@ -87,17 +82,26 @@ def _on_rank0(work: Callable[[], None]) -> list[Diagnostic]:
     try:
         work()
     except OSError as error:
-        return [problem("PL497", reason(error))]
+        return [problem("PL497", _reason(error))]
     return []
 
 
-def reason(error: BaseException) -> str:
+def attempt(work: Callable[[], object], what: str) -> None:
+    """Runs a collective of torch's checkpoints; raises PL497 on every rank if it fails on one."""
+    failed: list[Diagnostic] = []
+    try:
+        work()
+    except (Exception, checkpoint.CheckpointException) as error:  # such as a full disk
+        failed.append(problem("PL497", f"{what}: {_reason(error)}"))
+    raise_on_all_ranks(failed)
+
+
+def _reason(error: BaseException) -> str:
     """The first line of an error; torch's checkpoint errors collect those of all ranks."""
     if isinstance(error, checkpoint.CheckpointException) and error.failures:
         rank, (inner, _) = next(iter(error.failures.items()))
-        return f"rank {rank}: {reason(inner)}"
-    text = [line for line in str(error).strip().splitlines() if line.strip()]
-    return text[0].strip() if text else type(error).__name__
+        return f"rank {rank}: {_reason(inner)}"
+    return first_line(error)
 
 
 def _clear(folder: Path, new: Path) -> None:
