@@ -2,7 +2,7 @@
 
 import os
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 import planc
+from planc.emit.text import render
 from planc.model import cache
 from planc.notebook import InNotebooks
 from planc.ops.lowered import Lowered
@@ -55,7 +56,6 @@ class Run(InNotebooks):
     lowered: Lowered
     digest: str
     meshes: Meshes = field(repr=False)
-    text: Callable[[], str] = field(repr=False)
     first: FirstPasses = field(default_factory=FirstPasses, repr=False)
     batches: FirstPasses = field(default_factory=FirstPasses, repr=False)
     replaced: tuple[weakref.ref[nn.Parameter], ...] = field(default=(), repr=False)
@@ -105,7 +105,7 @@ class Run(InNotebooks):
 
     def describe(self) -> str:
         """The lowered plan, as `planc lower` prints it."""
-        return self.text()
+        return render(self.lowered, digest=self.digest)
 
     def summary(self) -> dict[str, Any]:
         """What identifies the run, as JSON values, for the configuration of a tracked run (W&B,

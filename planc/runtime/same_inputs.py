@@ -22,7 +22,7 @@ from planc.ops.tensor_parallel import Parallelize
 from planc.runtime.gradients import valid_labels
 from planc.runtime.meshes import Meshes, rows_of
 from planc.runtime.preconditions import stop, warning
-from planc.runtime.same_kinds import Hook
+from planc.runtime.same_kinds import Hook, kinds_hook
 from planc.runtime.same_weights import plain, tensor_sum, text_sum
 from planc.runtime.script_line import script_line
 
@@ -123,13 +123,21 @@ class FirstPasses:
             )
 
 
-def data_ranks(lowered: Lowered, meshes: Meshes) -> DeviceMesh | None:
+def first_passes(model: nn.Module, lowered: Lowered, meshes: Meshes, passes: int) -> FirstPasses:
+    """What is compared before some first passes of a model, and in all; nothing for 0 passes."""
+    if not passes:
+        return FirstPasses()
+    alike, apart = _tensor_ranks(lowered, meshes), _data_ranks(lowered, meshes)
+    return FirstPasses(passes, alike, apart, kinds=kinds_hook(model, lowered, meshes))
+
+
+def _data_ranks(lowered: Lowered, meshes: Meshes) -> DeviceMesh | None:
     """The ranks along the innermost data axis, which has a process group in every plan; or None."""
     axes = [a.name for a in lowered.axes if a.name in lowered.data and a.size > 1]
     return meshes.part(axes[-1]) if axes else None
 
 
-def tensor_ranks(lowered: Lowered, meshes: Meshes) -> DeviceMesh | None:
+def _tensor_ranks(lowered: Lowered, meshes: Meshes) -> DeviceMesh | None:
     """The ranks that split the layers of one copy of the model, over all tensor axes.
 
     None if there are none, or if a style of the model itself says what each rank passes.
