@@ -337,14 +337,15 @@ class Run(InNotebooks):
         """Writes the full weights as safetensors that transformers' `from_pretrained` reads.
 
         Args:
-            path: a folder.
-            shard_size: the maximum size of a file in bytes.
+            path: a folder, created if it does not exist.
+            shard_size: the maximum size of a file in bytes, unless a single tensor is larger.
             adapters: `merged` into the weights, or `left_out`; required if the plan has adapters.
             replace: whether weights in the folder are replaced, once all new ones are written.
 
         Raises:
-            PlanError: PL189, the plan has adapters and `adapters` is None; PL686, 4-bit weights;
-                PL497, the folder holds weights already, or it could not be written.
+            PlanError: PL189, the plan has adapters and `adapters` is None, or merging would untie
+                weights; PL686, 4-bit weights; PL497, the folder holds weights already, or it could
+                not be written.
         """
         saving.export(
             self.model,

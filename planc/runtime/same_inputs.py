@@ -124,7 +124,7 @@ class FirstPasses:
 
 
 def first_passes(model: nn.Module, lowered: Lowered, meshes: Meshes, passes: int) -> FirstPasses:
-    """What is compared before some first passes of a model, and in all; nothing for 0 passes."""
+    """What is compared before the first `passes` of a model, and in all; for 0 nothing."""
     if not passes:
         return FirstPasses()
     alike, apart = _tensor_ranks(lowered, meshes), _data_ranks(lowered, meshes)
