@@ -177,12 +177,10 @@ def apply(
         ValueError: there is no such requirement, or a plan that is lowered already is to be proved.
     """
     _can_be_asked(model, require, prove, plan)
-    from planc.emit.text import render
     from planc.runtime.executor import apply_lowered
     from planc.runtime.meshes import device_of, no_group_after_an_error
     from planc.runtime.other_libraries import require_unwrapped
     from planc.runtime.preconditions import announce, require_not_parallel
-    from planc.runtime.safeguards import Safeguards
     from planc.trial.verdict_store import recall
 
     with no_group_after_an_error():
@@ -211,9 +209,10 @@ def apply(
             lowered,
             digest=own,
             device_type=device_type,
-            describe=lambda: render(lowered, digest=own),
             allow_code=allow_code,
-            safeguards=Safeguards(known=known, require=require, compare=compare),
+            known=known,
+            require=require,
+            compare=compare,
         )
         return run if compiled is None else _with_origin(run, compiled)
 

@@ -169,7 +169,7 @@ class Sink:
         return iter(self.diagnostics)
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """The first line of an exception's message, or its class if it has none."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 

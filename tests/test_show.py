@@ -349,7 +349,7 @@ def test_notebooks_show_results():
     drawn = ET.fromstring(b64decode(source.removeprefix("data:image/svg+xml;base64,")))
     assert "node 0" in "".join(drawn.itertext())
     assert "tensor      on tp = 2" in read.texts["pre"] and "style" not in shown
-    run = Run(model=nn.Module(), lowered=plans[0], digest="", meshes=None, text=str)
+    run = Run(model=nn.Module(), lowered=plans[0], digest="", meshes=None)
     assert run._repr_html_() == shown
     delta = planc.diff(*plans)
     assert "tp 2 -> 4" in Page(delta._repr_html_()).texts["pre"]
