@@ -255,6 +255,23 @@ def test_ranks_with_different_numbers_of_batches_stop_together(stages, few):
     assert len(raised) == 2
 
 
+def test_full_weights_have_the_order_of_the_model():
+    """Files of weights, and which name of tied weights is written, do not hang on the hash seed."""
+    found, config = {}, AutoConfig.for_model("llama", **SIZES)
+
+    def rank(number):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config)
+        names = [*model.state_dict()]
+        run = planc.apply(
+            model, "llama", overrides=["pipeline_stages=2"], device_type="cpu", compare=0
+        )
+        found[number] = names, [*run.full_state_dict(every_rank=True)]
+
+    assert run_ranks(2, rank, seconds=60) is None
+    assert all(names == whole for names, whole in found.values()) and len(found) == 2
+
+
 # Models ------------------------------------------------------------------------------------------
 
 

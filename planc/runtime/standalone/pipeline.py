@@ -71,7 +71,7 @@ class Stages:
         # a shared module may be inside one of the other end, as a head beside its bias
         tensors = dict(named_tensors(model))
         kept = {id(tensors[name]) for name in ties} if held else set()
-        self.names = set(tensors)
+        self.names = dict.fromkeys(tensors).keys()  # in the order of the model
         self.running: int | None = None
         self.received: Tensor | None = None
         self.kept: Tensor | None = None
