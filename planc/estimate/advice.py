@@ -35,10 +35,10 @@ def advise(found: Answer, sink: Sink) -> None:
 
 def _tensor_across_nodes(found: Answer, sink: Sink) -> None:
     group, time = found.work.tensor, found.estimate.time
-    inside = group.in_node(found.hardware.ranks_per_node)
     share = time.spent.tensor_collectives / time.seconds
-    if inside == group.size or share < MATTERS:
+    if not group.crosses(found.hardware.ranks_per_node) or share < MATTERS:
         return
+    inside = group.in_node(found.hardware.ranks_per_node)
     axes = found.plan.mesh.of_role(AxisRole.TENSOR)
     sink.warning(
         "PL714",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import fields
 from typing import Any
 
 from planc.estimate.candidates import Candidate
@@ -73,8 +72,8 @@ def _longer(first: Candidate, other: Candidate) -> str:
 
 def _difference(first: Candidate, other: Candidate) -> str:
     """What the other one spends more time on, and less."""
-    one, two = first.estimate.time.spent, other.estimate.time.spent
-    parts = {f.name: getattr(two, f.name) - getattr(one, f.name) for f in fields(one)}
+    spent = first.estimate.time.spent
+    parts = other.estimate.time.spent.plus(spent, -1)._asdict()
     order = sorted(parts, key=lambda name: -abs(parts[name]))
     words = [
         f"{parts[n] * 1e3:+,.1f} ms {n.replace('_', ' ')}"
@@ -125,6 +124,6 @@ def _plain(found: Candidate) -> dict[str, Any]:
         "mfu": time.mfu,
         "peak": found.estimate.fullest.peak,
         "bottleneck": time.bottleneck,
-        "spent": {f.name: getattr(time.spent, f.name) for f in fields(time.spent)},
+        "spent": time.spent._asdict(),
         "plan": found.text,
     }

@@ -60,6 +60,10 @@ class Group:
         """The number of the group's ranks in one node."""
         return max(1, min(self.size, ranks_per_node // self.stride))
 
+    def crosses(self, ranks_per_node: int) -> bool:
+        """Whether the group has ranks in several nodes."""
+        return self.in_node(ranks_per_node) < self.size
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Matmul:
