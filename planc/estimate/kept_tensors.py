@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -20,7 +21,7 @@ from planc.model.facts import Facts
 from planc.model.layer_kinds import block_kinds, block_lists, entry_kinds
 from planc.model.small.depth import Depth
 
-_FORMAT = "counted 4"
+_FORMAT = "counted 5"
 """Raised when what is counted changes."""
 _KNOWN: dict[str, Counted] = {}
 """What this process has counted or read: a search asks for few shapes many times."""
@@ -61,12 +62,12 @@ def count(
     frozen = any(not p.trainable for some in facts.model.below() for p in some.module.parameters)
     trained = repr(facts.root) if frozen else ""
     key = entry_name(asked, json.dumps(facts.config, sort_keys=True, default=str) + trained)
-    found = known = _KNOWN.get(key) or _read(key)
-    if run and not known:
+    found = _KNOWN.get(key) or _read(key)
+    if run and not found:
         shape = batch, sequence
         found = _count(facts, sink, shape, dtype, attention=attention, exchange=exchange)
-    if found and not known:
-        keep(key, found.document())
+        if found:
+            keep(key, found.document())
     if found:
         _KNOWN[key] = found
     return found
@@ -154,7 +155,7 @@ def _run(
     parts = exchanging(model, exchange)
     with quiet(), recorder.running(), one_sequence_a_row(), parts:
         output = model(input_ids=tokens, labels=tokens)
-    return Counted(parts=recorder.parts(), logits=output.logits.numel())
+    return Counted(parts=tuple(recorder.parts()), logits=output.logits.numel())
 
 
 def _layers(facts: Facts, kept: dict[int, list[tuple[int, ...]]]) -> dict[str, tuple[str, ...]]:
@@ -181,10 +182,8 @@ class _Recorder:
     ) -> None:
         self.model, self.named = model, named
         self.stack: list[str] = [""]
-        self.saved: dict[str, list[Saved]] = {}
-        self.products: dict[str, list[Product]] = {}
-        self.attended: dict[str, list[Attended]] = {}
-        self.moved: dict[str, list[Moved]] = {}
+        self.noted = defaultdict[str, list[Saved | Product | Attended | Moved]](list)
+        """By layer, in the order in which they ran."""
         self.boundary: dict[str, int] = {}
         weights = (*model.parameters(), *adapters)
         self.seen = {p.untyped_storage()._cdata for p in weights}
@@ -201,19 +200,18 @@ class _Recorder:
                 return head, name[len(head) + 1 :]
         return "", name
 
-    def parts(self) -> tuple[Part, ...]:
-        return tuple(
-            Part(
+    def parts(self) -> Iterator[Part]:
+        for at in (*self.named, ""):
+            noted = self.noted[at]
+            yield Part(
                 at=at,
                 like=self.named.get(at, ("",)),
                 boundary=self.boundary.get(at, 0),
-                saved=tuple(self.saved.get(at, ())),
-                products=tuple(self.products.get(at, ())),
-                attended=tuple(self.attended.get(at, ())),
-                moved=tuple(self.moved.get(at, ())),
+                saved=tuple(x for x in noted if isinstance(x, Saved)),
+                products=tuple(x for x in noted if isinstance(x, Product)),
+                attended=tuple(x for x in noted if isinstance(x, Attended)),
+                moved=tuple(x for x in noted if isinstance(x, Moved)),
             )
-            for at in (*self.named, "")
-        )
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -250,30 +248,27 @@ class _Recorder:
             self.seen.add(storage._cdata)
             self.alive.append(tensor)
             at, module = self.layer()
-            entry = Saved(module=module, size=storage.nbytes())
-            self.saved.setdefault(at, []).append(entry)
+            self.noted[at].append(Saved(module=module, size=storage.nbytes()))
         return tensor
 
     def ran(self, func: Any, args: Any, out: Any) -> None:
         name = func._schema.name.partition("::")[2]
         at, module = self.layer()
+        note = self.noted[at].append
         if name in _PRODUCTS:
             one, two = (args[i] for i in _PRODUCTS[name])
             *many, m, k = one.shape
-            entry = Product(module=module, m=m, n=two.shape[-1], k=k, count=many[0] if many else 1)
-            self.products.setdefault(at, []).append(entry)
+            n, count = two.shape[-1], many[0] if many else 1
+            note(Product(module=module, m=m, n=n, k=k, count=count))
         elif "grouped_mm" in name:
             count, k, n = args[1].shape
             m = args[0].shape[0]
-            entry = Product(module=module, m=m, n=n, k=k, count=count, divided=True)
-            self.products.setdefault(at, []).append(entry)
+            note(Product(module=module, m=m, n=n, k=k, count=count, divided=True))
         elif "scaled_dot_product" in name:
             (b, h, q, d), keys = args[0].shape, args[1].shape[2]
-            self.attended.setdefault(at, []).append(
-                Attended(module=module, shape=(b, h, q, keys, d))
-            )
+            note(Attended(module=module, batch=b, heads=h, queries=q, keys=keys, head_dim=d))
         elif size := _bytes(args, out):
-            self.moved.setdefault(at, []).append(Moved(module=module, size=size))
+            note(Moved(module=module, size=size))
 
 
 def _bytes(args: Any, out: Any) -> int:

@@ -129,13 +129,12 @@ class PartSplit:
     def attention(self) -> Iterable[Attention]:
         _, parts = self.work.exchange  # a script's exchange is not counted
         for a in self.part.attended:
-            batch, heads, queries, keys, dim = a.shape
             yield Attention(
-                batch=batch,
-                heads=-(-heads // self.factor(a.module)),
-                queries=queries,
-                keys=keys * (1 if parts > 1 else self.work.size(AxisRole.SEQUENCE)),
-                head_dim=dim,
+                batch=a.batch,
+                heads=-(-a.heads // self.factor(a.module)),
+                queries=a.queries,
+                keys=a.keys * (1 if parts > 1 else self.work.size(AxisRole.SEQUENCE)),
+                head_dim=a.head_dim,
                 masked=parts > 1,
             )
 
