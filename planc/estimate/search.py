@@ -14,7 +14,7 @@ from functools import cache
 from itertools import islice
 from math import inf
 
-from planc.estimate.candidates import Candidate, Candidates, Excluded, Tally
+from planc.estimate.candidates import Candidate, Candidates, Tally
 from planc.estimate.choice import FASTEST, LEANEST, Choice, Sizes
 from planc.estimate.second_process import both
 
@@ -38,24 +38,18 @@ class Found:
 
     Args:
         best: the fastest plans that fit and compile, in order.
-        tried: the number of choices that were estimated.
-        excluded: by reason.
+        tally: of all choices.
         costs: for each requirement, the fastest plan that violates it alone; None for none.
         apart: the fastest plan whose mesh differs by more than replicas.
-        nearest: the choice that needs the least memory, where none fits.
     """
 
     best: tuple[Candidate, ...]
-    tried: int
-    excluded: dict[str, Excluded]
+    tally: Tally
     costs: dict[str, Candidate | None]
     apart: Candidate | None
-    nearest: Candidate | None
 
 
-def search(
-    candidates: Candidates, progress: Callable[[int, int], None] = lambda _done, _total: None
-) -> Found:
+def search(candidates: Candidates, progress: Callable[[int, int], None]) -> Found:
     """The fastest plans.
 
     Args:
@@ -80,11 +74,9 @@ def search(
     progress(total, total)
     return Found(
         best=tuple(best),
-        tried=candidates.tally.tried,
-        excluded=candidates.tally.excluded,
+        tally=candidates.tally,
         costs=costs,
         apart=_apart(candidates, best[0], order) if best else None,
-        nearest=candidates.tally.nearest,
     )
 
 
