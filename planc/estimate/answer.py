@@ -210,8 +210,4 @@ def _changes(found: Answer) -> Iterator[tuple[str, Workload]]:
 
 
 def _checkpointed(work: Workload) -> Workload:
-    stages = tuple(
-        tuple((replace(x, recompute=Recompute.FULL) if n > 1 else x, n) for x, n in stage)
-        for stage in work.stages
-    )
-    return replace(work, stages=stages)
+    return work.mapped(lambda x, n: replace(x, recompute=Recompute.FULL) if n > 1 else x)

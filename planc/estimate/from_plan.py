@@ -312,10 +312,9 @@ class PlanWork:
             return Part(at="", like=("",))
         part = counted.parts[-1]
         lists: dict[str, Any] = {
-            n: getattr(part, n) for n in ("saved", "products", "attended", "moved")
+            name: tuple(x for x in getattr(part, name) if self.stage_of(x.module) == stage)
+            for name in ("saved", "products", "attended", "moved")
         }
-        for name, every in lists.items():
-            lists[name] = tuple(x for x in every if self.stage_of(x.module) == stage)
         return replace(part, **lists)
 
     def _inside(self, part: Part) -> list[Holding]:
