@@ -53,7 +53,7 @@ def run(options: argparse.Namespace) -> int:
     output.show(sink, "full", sys.stderr, quiet=True)
     if made is None:
         return output.exit_code(sink)
-    plan = made.found.best[0].text
+    plan = made.plan
     if options.format == "json":
         print(json.dumps(document(made), indent=2))
         return output.write(plan, options.output) if options.output else output.CLEAN

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import chain
 from math import prod
 
 from planc.compiler import Compiled
@@ -179,11 +180,15 @@ def _replicas(found: Answer) -> Iterator[Label]:
 
 
 def _remedies(found: Answer) -> Iterator[str]:
-    """Changes that make it fit, the cheapest first."""
-    for text, other in _changes(found):
-        changed = estimate(other, found.hardware, found.stack)
-        if changed.fits:
-            yield f"{text}: {changed.fullest.peak / GIB:.1f} GiB"
+    """Changes that make it fit, the fastest step first; then on more ranks."""
+
+    def fitting(changes: Iterator[tuple[str, Workload]]) -> Iterator[tuple[str, Estimate]]:
+        made = ((text, estimate(w, found.hardware, found.stack)) for text, w in changes)
+        return ((text, changed) for text, changed in made if changed.fits)
+
+    fastest = sorted(fitting(_changes(found)), key=lambda pair: pair[1].time.seconds)
+    for text, changed in chain(fastest, fitting(_more_ranks(found))):
+        yield f"{text}: {changed.fullest.peak / GIB:.1f} GiB"
 
 
 def _changes(found: Answer) -> Iterator[tuple[str, Workload]]:
@@ -204,6 +209,10 @@ def _changes(found: Answer) -> Iterator[tuple[str, Workload]]:
         if again:
             yield f"accumulate gradients over {rows} micro-batches of one row", again.work
             yield "checkpoint every layer, in micro-batches of one row", _checkpointed(again.work)
+
+
+def _more_ranks(found: Answer) -> Iterator[tuple[str, Workload]]:
+    work = found.work
     for times in (2, 4, 8, 16, 32, 64):
         more = replace(work.data, size=work.data.size * times)
         yield f"shard over {times} times the ranks", replace(work, data=more)

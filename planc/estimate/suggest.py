@@ -69,6 +69,18 @@ class Suggestion:
     found: Found
     coarser: Candidate | None = None
 
+    @property
+    def plan(self) -> str:
+        """The text of the fastest plan, with a comment on what it is the fastest for."""
+        best, batch = self.found.best[0], self.asked.request.batch
+        assert batch is not None
+        rows = f"{batch.global_batch} x {batch.sequence} tokens a step"
+        if best.micro_batches > 1:
+            rows += f" in {best.micro_batches} micro-batches"
+        ranks = f"{self.asked.world_size:,} ranks of {self.hardware.name}"
+        header, _, rest = best.text.partition("\n")
+        return f"{header}\n\n# Written by planc suggest for {ranks}, {best.axes}: {rows}.\n{rest}"
+
 
 def suggest(
     facts: Facts,

@@ -101,7 +101,7 @@ SETTINGS = {
         "even(model.layers[1:])",
         "even($block.mlp)",
     ],
-    "attention": ["ulysses"],
+    "attention": ["ulysses", "ring", "all_gather"],
     "balance": ["none", "head_tail", "per_document"],
 }
 """Other values for the settings of pipelines and split sequences; some fit a deeper model."""

@@ -22,7 +22,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 
 from make import in_place, in_turn, of_modules, on_degrees, on_layers
-from subjects import SUBJECTS, chain, ways
+from subjects import SUBJECTS, texts, ways
 from tables import category, show
 from truth import Job, Truth
 
@@ -34,9 +34,10 @@ from planc.proof.layout_flow import flow
 
 ROOT = Path(__file__).parent.parent.parent
 WORLD = 4
-CONTRADICTIONS = frozenset({"PL411", "PL441", "PL451", "PL453"})
-"""Errors that ask for one of two lines, whatever they train: a unit of ignored parameters, a style
-for ignored ones, a train rule without effect, one of two tied parameters frozen."""
+CONTRADICTIONS = frozenset({"PL351", "PL411", "PL441", "PL451", "PL453"})
+"""Errors that ask for one of two lines, whatever they train: ranks of `cp` without a context
+section, a unit of ignored parameters, a style for ignored ones, a train rule without effect, one of
+two tied parameters frozen."""
 AT_RUN_TIME = re.compile(r"PlanError: .*?error\[(PL488|PL544)\]")
 """What hangs on the batch: every rank stops with a diagnostic, which counts as refuted."""
 AHEAD = 6
@@ -74,7 +75,7 @@ class Family:
 
     def _way(self, way, most, seed):
         plan = SUBJECTS[self.run.name]
-        files, name = chain(plan), f"{plan}.plan"
+        files, name = texts(self.run.name), f"{plan}.plan"
         facts = load_values(dict(way.values), self.run.name.partition(",")[0], Sink())
         base, sink = self._compiled(files, name, facts, way)
         assert base.lowered is not None, f"{name} for {self.run.name}: {[d.message for d in sink]}"

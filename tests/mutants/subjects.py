@@ -38,6 +38,8 @@ SUBJECTS = {
     "llama-tied, stages": "llama",
     "llama, context": "llama",
     "qwen3, context": "qwen3",
+    "llama, ring": "llama",
+    "qwen3, ring": "qwen3",
     "mixtral, experts": "mixtral",
     "qwen3_moe, experts": "qwen3_moe",
 }
@@ -47,6 +49,7 @@ second word are used along another axis."""
 AXES = {
     "stages": ("pipeline_stages=2", "microbatches=2"),
     "context": ("context_parallel=2",),
+    "ring": ("context_parallel=2",),
     "experts": ("ep=2",),
 }
 
@@ -109,6 +112,16 @@ def along(values, settings):
 
 TWO = ("tp=2", "param_dtype=fp32")
 FOUR = ("tp=4", "param_dtype=fp32")
+
+
+def texts(name):
+    """The texts of a family's plan by file name; ring attention is not what the plans ship."""
+    found = chain(SUBJECTS[name])
+    if not name.endswith(", ring"):
+        return found
+    ring = {file: text.replace("= all_gather", "= ring") for file, text in found.items()}
+    assert ring != found
+    return ring
 
 
 def chain(plan):
