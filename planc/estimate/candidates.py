@@ -256,7 +256,7 @@ class Candidates:
     def _divisions(self, work: PlanWork) -> tuple[int, ...]:
         """The micro-batches that a rank's rows can be divided into, the fewest first."""
         parts = work.pipeline.microbatches if work.pipeline else 1
-        rows, over = divmod(self.batch.global_batch // work.data_ranks, parts)
+        rows, over = divmod(self.batch.global_batch // work.size(AxisRole.DATA), parts)
         counts = () if over else divisors(rows)
         return tuple(n for n in counts if n == (self.micro_batches or n))
 

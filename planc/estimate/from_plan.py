@@ -74,10 +74,9 @@ class PlanWork:
 
     def __post_init__(self) -> None:
         plan = self.plan
-        every = [*plan.tensor, *styles(plan)]
-        alive = [r for r in every if plan.mesh.size(r.axis) > 1 and r.style != Replicated()]
-        self.rules = tuple(alive)
-        rules = (*alive, *expert_styles(plan))
+        wide = (r for r in (*plan.tensor, *styles(plan)) if plan.mesh.size(r.axis) > 1)
+        self.rules = tuple(r for r in wide if r.style != Replicated())
+        rules = (*self.rules, *expert_styles(plan))
         like = self.alike.setdefault(
             (plan.mesh, plan.fsdp, plan.train, plan.load, rules, plan.adapters), self
         )
@@ -91,11 +90,6 @@ class PlanWork:
 
     def size(self, role: AxisRole) -> int:
         return prod(a.size for a in self.plan.mesh.of_role(role))
-
-    @property
-    def data_ranks(self) -> int:
-        """Ranks that read different rows."""
-        return self.size(AxisRole.DATA)
 
     @property
     def pipeline(self) -> Pipeline | None:
@@ -114,7 +108,7 @@ class PlanWork:
     @property
     def rows(self) -> int:
         """Rows of one rank's micro-batch."""
-        return self.batch.global_batch // (self.data_ranks * self.parts)
+        return self.batch.global_batch // (self.size(AxisRole.DATA) * self.parts)
 
     @property
     def exchange(self) -> tuple[str, int]:
@@ -135,6 +129,11 @@ class PlanWork:
         stored = {h.parameter.dtype: h.count for h in self.holdings.all}
         given = section.precision.param if section and section.precision else None
         return given or max(stored, key=lambda d: stored[d], default="float32")
+
+    @property
+    def width(self) -> int:
+        """Bytes of an element of activations."""
+        return DTYPE_BYTES.get(self.compute_dtype, 4)
 
     def group(self, *names: str) -> Group:
         """The ranks along some axes; the last axis of the mesh is the innermost."""
@@ -228,12 +227,11 @@ class PlanWork:
     def _precision(self) -> ElementSizes:
         section = self.plan.fsdp
         rest = max((DTYPE_BYTES[h.parameter.dtype] for h in self.holdings.all), default=4)
-        compute = DTYPE_BYTES.get(self.compute_dtype, 4)
         reduce = section.precision.reduce if section and section.precision else None
         return ElementSizes(
             rest=rest,
-            compute=compute,
-            reduce=DTYPE_BYTES.get(reduce or "", compute if section else rest),
+            compute=self.width,
+            reduce=DTYPE_BYTES.get(reduce or "", self.width if section else rest),
             states=rest * OPTIMIZERS[self.optimizer],
         )
 
