@@ -14,9 +14,9 @@ from measured_tables import accelerator, hardware, playbook, playbook_model, sta
 from planc.compiler import compile_plan
 from planc.diagnostic import Sink
 from planc.estimate import collectives, profiles
-from planc.estimate.calibrate import calibrated
 from planc.estimate.from_plan import Batch, PlanWork
 from planc.estimate.kept_tensors import count
+from planc.estimate.measurements import calibrated
 from planc.estimate.moments import GIB
 from planc.estimate.pipeline import SCHEDULES, in_flight, order, timetable
 from planc.estimate.step import estimate
