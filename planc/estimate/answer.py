@@ -105,15 +105,7 @@ def answer(plan: Plan, facts: Facts, request: Request, sink: Sink) -> Answer | N
     if request.batch:
         from planc.estimate.kept_tensors import count
 
-        counted = count(
-            facts,
-            sink,
-            batch=work.rows,
-            sequence=work.tokens,
-            dtype=work.compute_dtype,
-            attention=request.attention,
-            exchange=work.exchange,
-        )
+        counted = count(facts, sink, work.micro_batch, attention=request.attention)
     step = work.workload(counted)
     return Answer(
         request=request,

@@ -273,7 +273,7 @@ class Candidates:
             return None
         batch = replace(self.batch, micro_batches=found.micro_batches)
         work = PlanWork(*compiled.applied, batch, self.stack, self.optimizer)
-        load = work.workload(self.counts.counted(work))
+        load = work.workload(self.counts.counted(work.micro_batch))
         exact = replace(found, estimate=estimate(load, self.hardware, self.stack))
         if exact.estimate.fits:
             return replace(exact, text=laid_out(self.space.text(found.choice)))
@@ -311,7 +311,7 @@ class Candidates:
         if key not in self._loads:
             mine = copy.copy(work)
             mine.batch = replace(self.batch, micro_batches=micro_batches)
-            counted = self.counts.derived(mine)
+            counted = self.counts.derived(mine.micro_batch)
             self._loads[key] = mine.workload(counted) if counted else None
         return self._loads[key]
 

@@ -8,7 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
+
+
+class MicroBatch(NamedTuple):
+    """A micro-batch of one rank, whose forward is counted.
+
+    Args:
+        rows, tokens: of its input.
+        dtype: of parameters and activations, such as `bfloat16`.
+        exchange: what attention exchanges between parts of a sequence, and how many there are.
+    """
+
+    rows: int
+    tokens: int
+    dtype: str
+    exchange: tuple[str, int] = ("", 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

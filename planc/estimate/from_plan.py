@@ -14,7 +14,7 @@ from math import prod
 from typing import Any
 
 from planc.estimate import loss
-from planc.estimate.counted import Counted, Part
+from planc.estimate.counted import Counted, MicroBatch, Part
 from planc.estimate.profiles import Stack
 from planc.estimate.tensor_split import PartSplit, recompute_of, unsplit
 from planc.estimate.workload import ElementSizes, Group, Layer, Sharding, Workload
@@ -121,6 +121,11 @@ class PlanWork:
     def tokens(self) -> int:
         """Positions of a row on one rank."""
         return self.batch.sequence // self.size(AxisRole.SEQUENCE)
+
+    @property
+    def micro_batch(self) -> MicroBatch:
+        """What of the step is counted without parallelism."""
+        return MicroBatch(self.rows, self.tokens, self.compute_dtype, self.exchange)
 
     @property
     def compute_dtype(self) -> str:
@@ -363,11 +368,10 @@ class PlanWork:
 
     def _elements(self, inside: list[Holding], times: int) -> dict[str, int]:
         """The elements of one of `times` equal layers, by their names in `Layer`."""
-        frozen = (h for h in inside if not h.parameter.trainable)
         every = {
             "parameters": sum(prod(h.local) * h.count for h in inside),
             "apart": sum(prod(h.local) * h.count for h in inside if self._apart(h.unit)),
-            "frozen": sum(prod(h.local) * h.count for h in frozen),
+            "frozen": sum(prod(h.local) * h.count for h in inside if not h.parameter.trainable),
             "unsplit": sum(map(unsplit, inside)),
         }
         return {name: count // times for name, count in every.items()}

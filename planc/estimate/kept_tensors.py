@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from planc.diagnostic import Sink
-from planc.estimate.counted import Attended, Counted, Moved, Part, Product, Saved
+from planc.estimate.counted import Attended, Counted, MicroBatch, Moved, Part, Product, Saved
 from planc.model.cache import entry_name, keep, recall
 from planc.model.config import config_of
 from planc.model.facts import Facts
@@ -32,23 +32,18 @@ _PRODUCTS = {"mm": (0, 1), "addmm": (1, 2), "bmm": (0, 1), "baddbmm": (1, 2)}
 def count(
     facts: Facts,
     sink: Sink,
+    job: MicroBatch,
     *,
-    batch: int,
-    sequence: int,
-    dtype: str,
     attention: str = "sdpa",
-    exchange: tuple[str, int] = ("", 1),
     run: bool = True,
 ) -> Counted | None:
     """Runs one forward with loss of a transformers model on fake tensors.
 
     Args:
         facts: the model.
-        batch, sequence: of one rank's micro-batch.
-        dtype: of parameters and activations, such as `bfloat16`.
+        job: what the forward is given.
         attention: transformers' `attn_implementation`; models that have no `sdpa` get the one that
             transformers chooses.
-        exchange: what attention exchanges between parts of a sequence, and how many there are.
         sink: receives PL703 where the model cannot be run so.
         run: whether to run it where no earlier run was kept.
 
@@ -58,14 +53,13 @@ def count(
     if "model_type" not in facts.config or facts.code:
         _unknown(sink, "it is not a transformers model that planc can build", "")
         return None
-    asked = f"{_FORMAT} {batch} x {sequence} {dtype} {attention} {exchange}"
+    asked = f"{_FORMAT} {job.rows} x {job.tokens} {job.dtype} {attention} {job.exchange}"
     frozen = any(not p.trainable for some in facts.model.below() for p in some.module.parameters)
     trained = repr(facts.root) if frozen else ""
     key = entry_name(asked, json.dumps(facts.config, sort_keys=True, default=str) + trained)
     found = _KNOWN.get(key) or _read(key)
     if run and not found:
-        shape = batch, sequence
-        found = _count(facts, sink, shape, dtype, attention=attention, exchange=exchange)
+        found = _count(facts, sink, job, attention)
         if found:
             keep(key, found.document())
     if found:
@@ -81,15 +75,7 @@ def _read(key: str) -> Counted | None:
         return None
 
 
-def _count(
-    facts: Facts,
-    sink: Sink,
-    shape: tuple[int, int],
-    dtype: str,
-    *,
-    attention: str,
-    exchange: tuple[str, int],
-) -> Counted | None:
+def _count(facts: Facts, sink: Sink, job: MicroBatch, attention: str) -> Counted | None:
     from planc.model.sources.huggingface import importing, prepare
 
     values = copy.deepcopy(dict(facts.config))
@@ -103,8 +89,8 @@ def _count(
         if prepared is None:
             return None
         with FakeTensorMode():
-            model = _build(*prepared, dtype, attention)
-            return _run(model, facts, depth.kept, shape, exchange)
+            model = _build(*prepared, job.dtype, attention)
+            return _run(model, facts, depth.kept, job)
     except Exception as error:
         _unknown(sink, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}", attention)
         return None
@@ -137,11 +123,7 @@ def _build(cls: Any, part: Any, dtype: str, attention: str) -> Any:
 
 
 def _run(
-    model: Any,
-    facts: Facts,
-    kept: dict[int, list[tuple[int, ...]]],
-    shape: tuple[int, int],
-    exchange: tuple[str, int],
+    model: Any, facts: Facts, kept: dict[int, list[tuple[int, ...]]], job: MicroBatch
 ) -> Counted:
     import torch
 
@@ -151,8 +133,8 @@ def _run(
 
     named = _layers(facts, kept)
     recorder = _Recorder(model, named, train_as(facts, model, named))
-    tokens = torch.zeros(shape, dtype=torch.long)
-    parts = exchanging(model, exchange)
+    tokens = torch.zeros((job.rows, job.tokens), dtype=torch.long)
+    parts = exchanging(model, job.exchange)
     with quiet(), recorder.running(), one_sequence_a_row(), parts:
         output = model(input_ids=tokens, labels=tokens)
     return Counted(parts=tuple(recorder.parts()), logits=output.logits.numel())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from planc import compiler
@@ -13,8 +14,8 @@ from planc.estimate import profiles
 from planc.estimate.answer import Request
 from planc.estimate.candidates import WAYS_OUT, Candidate, Candidates, Tally
 from planc.estimate.choice import CHECKPOINTING, Choice, Space
-from planc.estimate.counted import Counted
-from planc.estimate.derived_counts import DerivedCounts, Job, first_jobs
+from planc.estimate.counted import MicroBatch
+from planc.estimate.derived_counts import DerivedCounts, first_jobs
 from planc.estimate.from_plan import Batch, PlanWork
 from planc.estimate.moments import GIB
 from planc.estimate.search import Found, search
@@ -278,23 +279,11 @@ def _counts(
 ) -> DerivedCounts:
     from planc.estimate.kept_tensors import count
 
-    def run(job: Job, *, anew: bool = True) -> Counted | None:
-        rows, tokens, dtype, exchange = job
-        return count(
-            facts,
-            sink,
-            batch=rows,
-            sequence=tokens,
-            dtype=dtype,
-            attention=request.attention,
-            exchange=exchange,
-            run=anew,
-        )
-
-    counts, left = DerivedCounts(run), list[Job]()
+    run = partial(count, facts, sink, attention=request.attention)
+    counts, left = DerivedCounts(run), list[MicroBatch]()
     work = PlanWork(*adapted(space.plan, facts), space.batch, stack)
     for job in first_jobs(work.compute_dtype, space.batch.sequence, space.exchange):
-        if one := run(job, anew=False):
+        if one := run(job, run=False):
             counts.add(job, one)
         else:
             left.append(job)
