@@ -191,16 +191,15 @@ class Space:
             count = int(str(options[microbatches]))
             changes[microbatches] = {max(1, count // 2), count * 2}
             changes[schedule] = SCHEDULES if self._open(schedule) else ()
+        split = self.mesh(choice.sizes).size(*self._named(AxisRole.TENSOR)) > 1
+        if split and self._open(SEQUENCE_PARALLEL):
+            changes[SEQUENCE_PARALLEL] = (True, False)
         for name, values in changes.items():
             yield from (
                 replace(choice, options=tuple({**options, name: value}.items()))
                 for value in values
                 if value != options.get(name, self.defaults.get(name))
             )
-        split = self.mesh(choice.sizes).size(*self._named(AxisRole.TENSOR)) > 1
-        if split and self._open(SEQUENCE_PARALLEL):
-            options[SEQUENCE_PARALLEL] = not options[SEQUENCE_PARALLEL]
-            yield replace(choice, options=tuple(options.items()))
 
     def probe(self, sizes: Sizes, wanted: Mapping[str, object]) -> Choice:
         """The choice with some options, where the plan has them; the others stay."""

@@ -61,7 +61,7 @@ def search(candidates: Candidates, progress: Callable[[int, int], None]) -> Foun
     ranked = _each(candidates, meshes, _probed, lambda done: progress(done, total))
     for _ in range(ROUNDS):
         ranked |= _extended(candidates, ranked)
-    best_meshes = _best_meshes(ranked.values(), space.requires)
+    best_meshes = _best_meshes(ranked.values())
     ranked |= _each(
         candidates, best_meshes, _in_full, lambda done: progress(len(meshes) + done, total)
     )
@@ -155,7 +155,7 @@ def _divided(candidates: Candidates, sizes: Sizes) -> dict[Choice, Candidate]:
 def _extended(candidates: Candidates, ranked: dict[Choice, Candidate]) -> dict[Choice, Candidate]:
     """The probes of meshes beside the best ones, which have other sizes of one extended axis."""
     space, nearest = candidates.space, candidates.tally.nearest
-    starts = _best_meshes(ranked.values(), space.requires)[:STARTS]
+    starts = _best_meshes(ranked.values())[:STARTS]
     if not starts and nearest:
         starts = [nearest.choice.sizes]
     known = {choice.sizes for choice in ranked} | candidates.extended
@@ -186,13 +186,12 @@ def _tried(candidates: Candidates, choices: Iterable[Choice]) -> dict[Choice, Ca
     return {c.choice: c for c in found if c}
 
 
-def _best_meshes(ranked: Iterable[Candidate], requires: tuple[str, ...]) -> list[Sizes]:
-    """The meshes of the fastest candidates; with requirements, as many again that meet them."""
+def _best_meshes(ranked: Iterable[Candidate]) -> list[Sizes]:
+    """The meshes of the fastest candidates that meet all requirements, then of the fastest."""
     order = sorted(ranked, key=lambda c: c.seconds)
-    meeting = [c.choice.sizes for c in order if not c.violated] if requires else []
-    every = [c.choice.sizes for c in order]
-    first = list(dict.fromkeys(meeting))[:MESHES]
-    return list(dict.fromkeys([*first, *list(dict.fromkeys(every))[:MESHES]]))
+    meeting = dict.fromkeys(c.choice.sizes for c in order if not c.violated)
+    every = dict.fromkeys(c.choice.sizes for c in order)
+    return list(dict.fromkeys((*islice(meeting, MESHES), *islice(every, MESHES))))
 
 
 def _named(

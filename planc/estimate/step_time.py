@@ -84,9 +84,9 @@ class Passes:
         parts: tuple[float, float, float],
         sent: tuple[Collective, ...],
         data: float,
-        launch: float,
+        passes: int,
     ) -> Spent:
-        stack = self.stack
+        stack, launch = self.stack, self.launch(layer, sent, passes)
         matmul, attention, memory = parts
         each = dict.fromkeys((self.work.tensor, self.work.context, self.work.experts), 0.0)
         for c in sent:
@@ -111,12 +111,11 @@ class Passes:
 
     def forward(self, layer: Layer) -> Spent:
         parts = kernels.forward(layer, self.hardware, self.stack)
-        launch = self.launch(layer, layer.forward, 1)
         work, share = self.work, 1.0
         if work.staged:  # units stay gathered after a backward, or from the first forward on
             before = min(work.micro_batches, work.pipeline.size)
             share = (layer.resident + (1 - layer.resident) * before) / work.micro_batches
-        return self._passed(layer, parts, layer.forward, share * self.gather(layer), launch)
+        return self._passed(layer, parts, layer.forward, share * self.gather(layer), 1)
 
     def backward(self, layer: Layer) -> Spent:
         work, stack = self.work, self.stack
@@ -135,8 +134,7 @@ class Passes:
         memory += kernels.moved(size * layer.parameters, 0, self.hardware)
         data = (1 - layer.resident) * self.gather(layer)
         data += 0.0 if work.reduced_once else self.reduce(layer)
-        launch = self.launch(layer, sent, passes)
-        return self._passed(layer, (matmul, attention, memory), sent, data, launch)
+        return self._passed(layer, (matmul, attention, memory), sent, data, passes)
 
     def repeated(self, layer: Layer) -> Layer | None:
         """What backward runs again of a checkpointed layer, None where it repeats no product."""
