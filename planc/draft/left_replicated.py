@@ -11,7 +11,7 @@ from planc.checks.replicated import replicated_parameters
 from planc.diagnostic import Sink
 from planc.draft.parsed import parsed_text
 from planc.draft.search import Search
-from planc.model.facts import Facts, Modules
+from planc.model.facts import Facts
 from planc.model.small.block_order import generic
 from planc.proof.small_mesh import RANKS
 from planc.syntax import ast, plan_files
@@ -75,25 +75,16 @@ def _shipped(facts: Facts) -> tuple[str, float] | None:
 def _why(name: str, facts: Facts, search: Search) -> str:
     """Why the modules of a set are not split."""
     modules = next(m for m in facts.model.below() if str(m) == name)
-    lists = {path: some for path, some in search.parts.items() if _in_list(modules, path)}
-    path = next(iter(lists), "")
+    plain = ".".join(s for s in modules.path if isinstance(s, str))
+    path = next((p for p in search.parts if plain.startswith(p)), "")
     if path in search.unreached:
         return "the run of the small model does not reach it"
     inner = generic(name.replace("[", ".").replace("]", "")).removeprefix(f"{path}.*.")
-    tried = [
-        c
-        for c in (*lists.get(path, ()), *search.outside)
-        if inner in c.members or name in c.members
-    ]
-    if tried:
+    tried = (*search.parts.get(path, ()), *search.outside)
+    if any(inner in c.members or name in c.members for c in tried):
         return "no way to shard it was right"
     module = modules.module
     if module.kind in ("linear", "conv1d", "embedding"):
         return "it is no part of attention, MLP or experts that planc recognizes"
     own = ", ".join(f"{p.name} {list(p.shape)}" for p in module.parameters[:3])
     return f"{module.cls} has parameters of its own ({own}), and no style is known to split them"
-
-
-def _in_list(modules: Modules, path: str) -> bool:
-    """Whether modules are in the list of blocks at a path."""
-    return ".".join(s for s in modules.path if isinstance(s, str)).startswith(path)

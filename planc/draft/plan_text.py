@@ -68,7 +68,7 @@ def render(draft: Draft) -> str:
     tensor, units, names = list(_tensor(draft)), list(_fsdp(draft)), block_names(draft.blocks)
     wrapped = [i for i, path in enumerate(draft.blocks) if path in draft.called]
     again = [f"        ${names[i]} : full" for i in wrapped] if draft.checkpoint else []
-    lines += [f"option {text}  # {why}" for text, why in _options(draft, bool(again))]
+    lines += _options(draft, bool(again))
     for i, path in enumerate(draft.blocks):
         if any(f"${names[i]} " in line for line in (*tensor, *units, *again)):
             lines.append(f"let {names[i]} = {path}.*")
@@ -82,18 +82,14 @@ def render(draft: Draft) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _options(draft: Draft, again: bool) -> list[tuple[str, str]]:
-    options = []
+def _options(draft: Draft, again: bool) -> Iterable[str]:
     if draft.sequence is not None:
         why = "norms and residuals are sharded on the sequence dim between blocks"
-        options.append(("sequence_parallel = true", why))
+        yield f"option sequence_parallel = true  # {why}"
     if again:
-        options.append(("checkpointing = true", "recompute each block's activations in backward"))
-    return [
-        *options,
-        ('param_dtype = "bf16"', "the dtype in which FSDP all-gathers and computes"),
-        ('reduce_dtype = "fp32"', "the dtype in which gradients are reduced"),
-    ]
+        yield "option checkpointing = true  # recompute each block's activations in backward"
+    yield 'option param_dtype = "bf16"  # the dtype in which FSDP all-gathers and computes'
+    yield 'option reduce_dtype = "fp32"  # the dtype in which gradients are reduced'
 
 
 def block_names(blocks: Iterable[str]) -> list[str]:
