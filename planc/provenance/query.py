@@ -211,9 +211,8 @@ class _Question:
     def _spread(self, op: FullyShard) -> Spread | None:
         """The innermost spread on the module or its ancestors, inside the unit."""
         depth = max(len(m.path) for m in op.members if self.at.inside(m))
-        around = (
-            s for s in op.spreads if self.at.inside(s.modules) and len(s.modules.path) > depth
-        )
+        around = [s for s in op.spreads if self.at.inside(s.modules)]
+        around = [s for s in around if len(s.modules.path) > depth]
         return max(around, key=lambda s: len(s.modules.path), default=None)
 
     def _placement(self, op: FullyShard) -> Iterator[Reason]:
