@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers import codes, facts, judged, simulated, simulated_case
-from torch import distributed
+from torch import distributed, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import pad
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -26,6 +27,7 @@ from planc.runtime.standalone import (
     context_tokens,
 )
 from planc.runtime.standalone.context_tokens import ContextError, part_of_batch
+from planc.trial.random_numbers import RankRandom
 from planc.trial.simulate import simulate
 from planc.trial.thread_ranks import run_ranks
 
@@ -292,7 +294,6 @@ def test_queries_that_see_no_key(family):
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"dropout": 0.1}, "drops weights of its attention"),
         ({"indices": torch.zeros(1)}, "gives its attention `indices`"),
         ({"output_attentions": True}, "gives its attention `output_attentions`"),
     ],
@@ -300,6 +301,59 @@ def test_queries_that_see_no_key(family):
 def test_what_a_ring_does_not_have(given, said):
     with pytest.raises(ContextError, match=said):
         context_ring.ring_attention(small(), (torch.ones(1, 1, 2, 2),) * 3, None, None, given)
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_dropped_weights_are_those_of_whole_rows_that_drop_the_same(recomputed, monkeypatch):
+    """What the tiles of four ranks drew is put together, and a single process drops just that."""
+    single, whole, ranks = small(num_hidden_layers=1, attention_dropout=0.3), batch(), 4
+    models = [copy.deepcopy(single) for _ in range(ranks)]
+    monkeypatch.setattr(context_ring, "TILE", 2)
+    tile, drawn, found = context_ring.TileDropout.tile, {}, {}
+
+    def noted(dropout, *place):
+        drop = tile(dropout, *place)
+
+        def wrapped(weights):
+            kept = drop(torch.ones_like(weights))
+            before = drawn.setdefault((distributed.get_rank(), *place), kept)
+            assert torch.equal(before, kept)  # the backward pass draws them again
+            return drop(weights)
+
+        return wrapped
+
+    monkeypatch.setattr(context_ring.TileDropout, "tile", noted)
+
+    def rank(number):
+        mesh, model = init_device_mesh("cpu", (ranks,)), models[number]
+        if recomputed:
+            model.model.layers[0] = checkpoint_wrapper(model.model.layers[0])
+        parallel.context_parallel(model, mesh, attention="ring", balance="none")
+        torch.manual_seed(number)
+        with RankRandom():
+            output = model(**model.context_parallel.batch(whole))
+            output.logits.square().sum().backward()
+        for parameter in model.parameters():
+            distributed.all_reduce(parameter.grad)
+        found[number] = output.logits.detach()
+
+    assert run_ranks(ranks, rank, seconds=120) is None
+    own = LENGTH // ranks
+    kept = torch.zeros(2, 4, LENGTH, LENGTH)
+    for (number, owner, query, key), some in drawn.items():
+        at, to = number * own + query, owner * own + key
+        kept[:, :, at : at + some.shape[2], to : to + some.shape[3]] = some
+    dropped = float((kept == 0).float().tril().sum() / torch.ones_like(kept).tril().sum())
+    assert abs(dropped - 0.3) < 0.03
+    assert kept[kept > 0].unique().tolist() == pytest.approx([1 / 0.7])
+    assert len({tuple(some.flatten().tolist()) for some in drawn.values()}) == len(drawn) > 20
+    single.set_attn_implementation("eager")
+    monkeypatch.setattr(nn.functional, "dropout", lambda x, p, training: x * kept)
+    right = single(**whole)
+    right.logits.square().sum().backward()
+    assert error(torch.cat([found[n] for n in range(ranks)], 1), right.logits) < 5e-6
+    for mine, wanted in zip(models[0].parameters(), single.parameters(), strict=True):
+        assert error(mine.grad, wanted.grad) < 2e-5
 
 
 def test_half_precision_is_summed_in_float32():

@@ -101,9 +101,9 @@ def test_processes_are_asked_of_what_threads_have_proved():
     ]
     text = axes_table.section(rows)
     assert "| the same, eight gloo processes | 1 | 0 | 1 | 0 | 1 |" in text
-    assert "| llama | not run | not run | not run | not run | 1e-06 | 3e-06 |" in text
+    assert "| llama | not run | not run | not run | not run | not run | 1e-06 | 3e-06 |" in text
     assert "| 1e-06 | **PL520** |" in text and "| 1e-06 | not run |" in text
-    assert "| rwkv | not run | not run | not run | not run | PL503 |  |" in text
+    assert "| rwkv | not run | not run | not run | not run | not run | PL503 |  |" in text
 
 
 def test_a_row_without_a_column_is_made_again(tmp_path):

@@ -12,15 +12,6 @@ _BY_LENGTH = ("dynamic", "longrope")
 (`dynamic_rope_update` in modeling_rope_utils): each rank would see another one."""
 
 
-_NOT_IN_A_RING = {
-    "attention_dropout": "dropout of attention's weights",
-    "attn_pdrop": "dropout of attention's weights",
-    "attention_probs_dropout_prob": "dropout of attention's weights",
-    "index_topk": "an indexer that chooses keys",
-}
-"""Settings of a model, where they are not 0, and what they give its attention."""
-
-
 def context(plan: Plan, facts: Facts, sink: Sink) -> None:
     """The ranks that share a sequence average their gradients, and compute what depends on its
     whole length alike.
@@ -76,18 +67,15 @@ def _heads(rule: ContextRule, plan: Plan, facts: Facts, sink: Sink) -> None:
 
 def _ring(rule: ContextRule, facts: Facts, sink: Sink) -> None:
     """PL010: what `ring_attention` in runtime/standalone/context_ring.py raises."""
-    if rule.op is None or rule.op.attention != "ring":
-        return
-    for field, what in _NOT_IN_A_RING.items():
-        if facts.config.get(field):
-            sink.error(
-                "PL010",
-                f"ring attention with {what} is not supported yet",
-                rule.origin,
-                facts=[f"{field} = {facts.config[field]}  ({facts.source(field)})"],
-                help="`attention = all_gather` computes the same",
-            )
-            return
+    field = "index_topk"
+    if rule.op is not None and rule.op.attention == "ring" and facts.config.get(field):
+        sink.error(
+            "PL010",
+            "ring attention with an indexer that chooses keys is not supported yet",
+            rule.origin,
+            facts=[f"{field} = {facts.config[field]}  ({facts.source(field)})"],
+            help="`attention = all_gather` computes the same",
+        )
 
 
 def _rotary(rule: ContextRule, plan: Plan, facts: Facts, sink: Sink) -> None:

@@ -26,14 +26,15 @@ No cell: the family has no fused experts, or transformers cannot build it.
 COLUMNS = {
     "pp": "`pipeline on pp`, pp 2",
     "cp": "`context on cp`, cp 2",
+    "ring": "the same, `attention = ring`",
     "ep": "`expert on ep`, ep 2",
     "loss": "`loss on tp`, tp 2",
     "all": "all together, eight ranks",
     PROCESSES: "the same, eight gloo processes",
 }
 TABLE = """
-| family | pp 2 | cp 2 | ep 2 | loss on tp | all | on processes |
-|---|---:|---:|---:|---:|---|---:|"""
+| family | pp 2 | cp 2 | ring | ep 2 | loss on tp | all | on processes |
+|---|---:|---:|---:|---:|---:|---|---:|"""
 WHY = """
 ### Why
 

@@ -36,12 +36,15 @@ from planc.syntax import ast, plan_files
 from planc.syntax.parse import parse
 from planc.trial import simulate  # noqa: F401
 
-COLUMNS = ("pp", "cp", "ep", "loss", "all")
+COLUMNS = ("pp", "cp", "ring", "ep", "loss", "all")
 RANKS = 8
 """Of the column `all`."""
 
-SECONDS = {"pp": 900, "cp": 900, "ep": 900, "loss": 900, "all": 1800}
+SECONDS = {"pp": 900, "cp": 900, "ring": 900, "ep": 900, "loss": 900, "all": 1800}
 """The time limit of each column of a family."""
+
+ATTENTION = {"cp": "all_gather", "ring": "ring"}
+"""How ranks with parts of a sequence exchange keys and values; `all` has the first one."""
 
 OPTIONS = {
     "pp": ("pipeline_stages", 2),
@@ -102,10 +105,10 @@ def alone(case: Case, column: str) -> str:
         lines.insert(2, "    pp = 2")
         sections = ["pipeline on pp {", "    microbatches = 2"]
         sections += [f"    stages = even({case.blocks}.*)", "}"]
-    elif column == "cp":
+    elif column in ATTENTION:
         lines.append("    cp = 2")
         over = "dp_shard * cp"
-        sections = ["context on cp {", "    attention = all_gather", "}"]
+        sections = ["context on cp {", f"    attention = {ATTENTION[column]}", "}"]
     elif column == "ep":
         lines.append("    ep = 2")
         sections = ["expert on ep {"]
@@ -227,7 +230,8 @@ def column_of(case: Case | str, column: str, plans, row: dict, folder: Path) -> 
 
 
 def proved_axes(row: dict) -> list[str]:
-    return [axis for axis in COLUMNS[:-1] if row.get(axis, {}).get("verdict") == "proved"]
+    axes = (column for column in COLUMNS if column not in ("ring", "all"))
+    return [axis for axis in axes if row.get(axis, {}).get("verdict") == "proved"]
 
 
 def worker(send, name: str, columns: list[str], plans, row: dict, folder: Path) -> None:

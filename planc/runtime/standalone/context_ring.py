@@ -51,14 +51,13 @@ def ring_attention(
     for word in UNKNOWN:
         if given.get(word) is not None and given[word] is not False:
             raise ContextError(f"{name} gives its attention `{word}`: {OTHERS}")
-    if given.get("dropout") and module.training:
-        text = "drops weights of its attention, and a ring draws no random numbers"
-        raise ContextError(f"{name} {text}: {OTHERS}")
     if isinstance(sinks, DTensor):
         raise ContextError(f"{name} has sinks that are DTensors")
     scale, cap = given.get("scaling"), given.get("softcap")
     scale = own[0].shape[-1] ** -0.5 if scale is None else scale
-    found: Tensor = RingAttention.apply(*own, sinks, mask, ring, scale, cap)
+    rate = (given.get("dropout") or 0.0) if module.training else 0.0
+    dropout = TileDropout(rate, own[0].device)
+    found: Tensor = RingAttention.apply(*own, sinks, mask, ring, dropout, scale, cap)
     return found
 
 
@@ -169,6 +168,33 @@ class RingMask:
                 yield queries, keys, None if all_ else self.tile(owner, queries, keys)
 
 
+class TileDropout:
+    """Drops weights of attention; the backward pass draws those of a tile again.
+
+    Args:
+        rate: the probability of a weight to be dropped.
+        device: whose default generator draws a seed for all tiles, if any are dropped.
+    """
+
+    def __init__(self, rate: float, device: torch.device) -> None:
+        self.rate, self.generator = rate, torch.Generator(device)
+        self.seed = int(torch.randint(2**62, (), device=device)) if rate else 0
+
+    def tile(self, *place: int) -> Callable[[Tensor], Tensor]:
+        """What drops the weights of the tile of an owner, first query and first key."""
+
+        def drop(weights: Tensor) -> Tensor:
+            if not self.rate:
+                return weights
+            self.generator.manual_seed(hash((self.seed, *place)) % 2**63)
+            drawn = torch.rand(
+                weights.shape, generator=self.generator, device=weights.device
+            )
+            return weights * ((drawn >= self.rate) / (1 - self.rate))
+
+        return drop
+
+
 def multiplied(one: Tensor, two: Tensor) -> Tensor:
     """The product `[batch, n, m]` in float32, whatever the dtype of its factors."""
     with torch.autocast(one.device.type, enabled=False):
@@ -209,8 +235,9 @@ class Scores:
         """`[rows, heads, queries, ...]` again."""
         return joined.view(*self.shape, -1)
 
-    def averaged(self, weights: Tensor, value: Tensor) -> Tensor:
+    def averaged(self, weights: Tensor, value: Tensor, drop: Any = None) -> Tensor:
         """The sum of values, or keys, by their weights for each query."""
+        weights = drop(weights) if drop else weights
         return self.apart(multiplied(self.joined(weights), value.flatten(0, 1)))
 
     def summed(self, weights: Tensor, given: Tensor) -> Tensor:
@@ -230,7 +257,7 @@ class RingAttention(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def forward(ctx: Any, *given: Any) -> Tensor:
         query, key, value, sinks, *ctx.rest = given
-        mask, ring, *of_scores = ctx.rest
+        mask, ring, dropout, *of_scores = ctx.rest
         shape = (*query.shape[:3], value.shape[-1])
         output = query.new_zeros(shape, dtype=torch.float32)
         total = torch.zeros_like(output[..., :1])
@@ -241,7 +268,10 @@ class RingAttention(torch.autograd.Function):  # type: ignore[misc]
                 tile = Scores(
                     query[:, :, queries], keys_of[:, :, keys], seen, *of_scores
                 )
-                gives = functools.partial(tile.averaged, value=values_of[:, :, keys])
+                drop = dropout.tile(owner, queries.start, keys.start)
+                gives = functools.partial(
+                    tile.averaged, value=values_of[:, :, keys], drop=drop
+                )
                 merge(
                     tile.values,
                     gives,
@@ -260,7 +290,7 @@ class RingAttention(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         query, key, value, sinks, output, top, total = ctx.saved_tensors
-        mask, ring, *of_scores = ctx.rest
+        mask, ring, dropout, *of_scores = ctx.rest
         # the part of the gradients of scores that all keys of a query share
         shared = (grad.float() * output).sum(-1, keepdim=True).transpose(1, 2)
         facts = query, grad.transpose(1, 2), shared, top, total
@@ -270,7 +300,10 @@ class RingAttention(torch.autograd.Function):  # type: ignore[misc]
             given = torch.zeros_like(block, dtype=torch.float32)
             for queries, keys, seen in mask.tiles(owner):
                 some, of_keys = [t[:, :, queries] for t in facts], block[:, :, keys]
-                one, other = gradients(some, halves(of_keys, key), seen, of_scores)
+                drop = dropout.tile(owner, queries.start, keys.start)
+                one, other = gradients(
+                    some, halves(of_keys, key), seen, drop, of_scores
+                )
                 found[:, :, queries] += one
                 given[:, :, keys] += other
             if owner == ring.rank:
@@ -288,15 +321,19 @@ class RingAttention(torch.autograd.Function):  # type: ignore[misc]
 
 
 def gradients(
-    facts: list[Tensor], block: tuple[Tensor, ...], seen: Tensor | None, of_scores: Any
+    facts: list[Tensor],
+    block: tuple[Tensor, ...],
+    seen: Tensor | None,
+    drop: Callable[[Tensor], Tensor],
+    of_scores: Any,
 ) -> tuple[Tensor, Tensor]:
     """Those of a tile's queries, and of its keys and values."""
     query, grad, shared, top, total = facts
     tile, value = Scores(query, block[0], seen, *of_scores), block[1]
     weights, given = tile.values.sub_(top).exp_().div_(total), tile.joined(grad)
-    changes = tile.apart(multiplied(given, value.flatten(0, 1).mT))
+    changes = drop(tile.apart(multiplied(given, value.flatten(0, 1).mT)))
     slopes = changes.sub_(shared).mul_(weights).mul_(tile.slope)
-    both = tile.summed(slopes, tile.query), tile.summed(weights, given)
+    both = tile.summed(slopes, tile.query), tile.summed(drop(weights), given)
     return tile.averaged(slopes, block[0]), torch.cat(both, -1)
 
 
