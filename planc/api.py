@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from planc.compiler import Compiled, Draft, compile_plan
 from planc.diagnostic import Diagnostic, PlanError, Sink
 from planc.draft.parsed import parsed
+from planc.model import cache
 from planc.notebook import DRAW, TEXT
 from planc.ops.document import digest
 from planc.ops.lowered import Lowered
@@ -74,8 +75,8 @@ def check(
     Raises:
         ValueError: there is no such level, or inputs or a loss are for the name of a model.
     """
-    from planc.proof.apart import record
     from planc.proof.checked import Findings, known_certificate, summary
+    from planc.proof.in_subprocess import record
     from planc.proof.layout_flow import flow
 
     if level not in ("flow", "structure"):
@@ -83,7 +84,7 @@ def check(
     if inputs is not None or loss is not None:
         if isinstance(model, str | os.PathLike):
             raise ValueError("inputs and a loss are for a module, and not for a name")
-        model = replace(_facts_of(model), own=model, given=(inputs, loss))
+        model = replace(_facts_of(model), user_model=model, inputs_and_loss=(inputs, loss))
     draft = parsed if level == "flow" else None
     compiled, sink = compiled_for(model, plan, world_size, overrides, allow_code, draft=draft)
     checked, verdict = "", None
@@ -170,20 +171,18 @@ def apply(
 
     Raises:
         PlanError: the plan has errors, it is refuted or less is known of it than required, the
-            ranks disagree, or torch refused an operation. In the first forward passes: the ranks
-            have different inputs (PL483), or different weights (PL484).
+            ranks disagree, or torch refused an operation or is not installed. In the first forward
+            passes: the ranks have different inputs (PL483), or different weights (PL484).
         TypeError: the model is no module.
         ValueError: there is no such requirement, or a plan that is lowered already is to be proved.
     """
-    from planc.emit.text import render
+    _can_be_asked(model, require, prove, plan)
     from planc.runtime.executor import apply_lowered
     from planc.runtime.meshes import device_of, no_group_after_an_error
     from planc.runtime.other_libraries import require_unwrapped
     from planc.runtime.preconditions import announce, require_not_parallel
-    from planc.runtime.safeguards import Safeguards
     from planc.trial.verdict_store import recall
 
-    _can_be_asked(model, require, prove, plan)
     with no_group_after_an_error():
         try:
             require_not_parallel(model)
@@ -210,9 +209,10 @@ def apply(
             lowered,
             digest=own,
             device_type=device_type,
-            describe=lambda: render(lowered, digest=own),
             allow_code=allow_code,
-            safeguards=Safeguards(known=known, require=require, compare=compare),
+            known=known,
+            require=require,
+            compare=compare,
         )
         return run if compiled is None else _with_origin(run, compiled)
 
@@ -220,6 +220,7 @@ def apply(
 def _can_be_asked(model: object, require: Required | None, prove: bool, plan: object) -> None:
     from planc.runtime.known_verdict import known_requirement
 
+    cache.require_torch("planc.apply")
     if not hasattr(model, "named_modules"):
         raise TypeError(f"apply takes an nn.Module, not {type(model).__name__}")
     known_requirement(require)
@@ -234,18 +235,18 @@ def _with_origin(run: Run, compiled: Compiled) -> Run:
 
 
 def _draft_of_rank_0(facts: Facts, *, device: str) -> tuple[ast.File, ...] | None:
-    from planc.draft.apart import parsed_for_run  # which imports the whole proof
+    from planc.draft.on_rank_0 import parsed_for_run  # which imports the whole proof
 
     return parsed_for_run(facts, device)
 
 
 def _proved_by_rank_0(compiled: Compiled, known: KnownVerdict, allow_code: bool) -> KnownVerdict:
     """On rank 0 the verdict of layout flow, which `apply` shares; elsewhere what is known."""
-    from planc.proof.apart import prove_apart
+    from planc.proof.in_subprocess import prove_in_subprocess
 
     rank = _of_the_run("RANK", 0)
     _log.info("rank 0 proves the plan%s", "" if rank == 0 else f", and rank {rank} waits for it")
-    return prove_apart(compiled, allow_code=allow_code) if rank == 0 else known
+    return prove_in_subprocess(compiled, allow_code=allow_code) if rank == 0 else known
 
 
 def _warn(findings: Iterable[Diagnostic], known: KnownVerdict) -> None:
@@ -359,8 +360,9 @@ def _facts_of(module: nn.Module) -> Facts:
     config = getattr(module, "config", None)
     facts = replace(facts_of(module, config=config, config_name="model.config"), built=True)
     known = all(type(m).__module__.startswith(_LIBRARIES) for m in module.modules())
-    says = hasattr(module, "planc_inputs")
-    return facts if buildable(facts.config) and known and not says else replace(facts, own=module)
+    if buildable(facts.config) and known and not hasattr(module, "planc_inputs"):
+        return facts
+    return replace(facts, user_model=module)
 
 
 def _drawn(of: Lowered | Delta | Run) -> str:

@@ -116,10 +116,11 @@ def _misspelled(word: str) -> int:
 def _missing(command: str, module: str) -> int:
     from planc.commands import output
     from planc.diagnostic import Sink
-    from planc.model.cache import INSTALL
+    from planc.model.cache import INSTALL, needs
 
-    sink, name = Sink(), module.partition(".")[0]
-    sink.error("PL760", f"`planc {command}` needs {name}, which is not installed", help=INSTALL)
+    sink = Sink()
+    message = needs(f"planc {command}", module.partition(".")[0])
+    sink.error("PL760", message, help=INSTALL)
     output.show(sink, "full", sys.stderr)
     return output.exit_code(sink)
 

@@ -54,7 +54,7 @@ class Diagnostic:
     help: str | None = None
 
     @property
-    def told(self) -> str:
+    def one_line(self) -> str:
         """In one line, with its place and its help, as exceptions and logs have it."""
         place = f"{self.labels[0].span.place}: " if self.labels else ""
         tail = f" ({self.help})" if self.help else ""
@@ -169,7 +169,7 @@ class Sink:
         return iter(self.diagnostics)
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """The first line of an exception's message, or its class if it has none."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
@@ -180,14 +180,18 @@ class PlanError(Exception):
     def __init__(self, diagnostics: Iterable[Diagnostic]) -> None:
         self.diagnostics = tuple(diagnostics)
         errors = (d for d in self.diagnostics if d.severity is Severity.ERROR)
-        super().__init__("\n".join(d.told for d in errors))
+        super().__init__("\n".join(d.one_line for d in errors))
 
 
 def nearest(name: str, known: Iterable[str]) -> list[str]:
-    """The known names that look most like a misspelled one, best first."""
+    """The known names that look most like a misspelled one, best first; only those that differ in
+    case alone, if there are any.
+    """
     import difflib  # only a mistake needs it
 
-    return difflib.get_close_matches(name, list(known), n=3, cutoff=0.6)
+    names = list(known)
+    same = [n for n in names if n.lower() == name.lower()]
+    return same or difflib.get_close_matches(name, names, n=3, cutoff=0.6)
 
 
 class DidYouMean(str):
@@ -204,8 +208,8 @@ class DidYouMean(str):
 
 def did_you_mean(name: str, known: Iterable[str], otherwise: str | None = None) -> str | None:
     """The help for a misspelled name: the known names that look like it, else another help."""
-    if told := elsewhere(name):
-        return told
+    if advice := elsewhere(name):
+        return advice
     close = nearest(name, known)
     if not close:
         return otherwise

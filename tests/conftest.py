@@ -73,6 +73,13 @@ def _copy_models(source, target):
 
 
 @pytest.fixture
+def uncached(tmp_path, monkeypatch):
+    """A cache of the test's own, so that no verdict is known, and that of a broken runtime is
+    not kept."""
+    monkeypatch.setenv("PLANC_CACHE_DIR", str(tmp_path))
+
+
+@pytest.fixture
 def home(tmp_path, monkeypatch):
     """A cache of the test's own, and no hub."""
     monkeypatch.setenv("PLANC_CACHE_DIR", str(tmp_path / "cache"))

@@ -8,6 +8,7 @@ import re
 
 import pytest
 
+import planc
 from planc.checks import check
 from planc.compiler import compile_plan
 from planc.diagnostic import Sink
@@ -73,20 +74,31 @@ def fsdp(*lines, on="dp_shard", root=True):
     return f"fsdp on {on} {{\n" + "".join(f" {line}\n" for line in lines) + "}\n"
 
 
+def compiled_of(model, plan, settings=(), world=8):
+    """A plan that compiles, a path or a shipped name, for a model's name or its facts."""
+    sink = Sink()
+    found = compile_plan(model, str(plan), sink, world_size=world, settings=settings)
+    assert found.lowered is not None, [d.message for d in sink]
+    return found
+
+
 def simulated(model, plan, settings=("tp=2",), *, world=64, **options):
-    """(verdict, findings) of layout flow for a plan that compiles: a path or a shipped name."""
-    sink, found = Sink(), Sink()
-    compiled = compile_plan(model, str(plan), sink, world_size=world, settings=settings)
-    assert compiled.lowered is not None, [d.message for d in sink]
-    return flow(compiled, found, **options), list(found)
+    """(verdict, findings) of layout flow for a plan that compiles."""
+    found = Sink()
+    return flow(compiled_of(model, plan, settings, world), found, **options), list(found)
 
 
 def simulated_case(model, plan, settings=("tp=2",), *, world=4):
     """The small case of a plan on four ranks, as layout flow runs it."""
-    sink = Sink()
-    compiled = compile_plan(model, str(plan), sink, world_size=world, settings=settings)
-    assert compiled.lowered is not None, [d.message for d in sink]
+    compiled = compiled_of(model, plan, settings, world)
     return small_case(compiled, {a.name: min(a.size, 2) for a in compiled.plan.mesh.axes})
+
+
+def checked(model, text, folder, **given):
+    """What `planc.check` finds for a module of the test's own, by code, without notes."""
+    (folder / "own.plan").write_text(text)
+    found = planc.check(model, str(folder / "own.plan"), world_size=4, **given)
+    return {d.code: d for d in found if d.severity != "info"}
 
 
 def mutant(folder, plan, old, new, after=""):

@@ -13,7 +13,7 @@ from planc import api
 from planc.compiler import compile_plan
 from planc.diagnostic import PlanError, Sink
 from planc.model.facts import Facts
-from planc.proof import apart
+from planc.proof import in_subprocess
 from planc.runtime.known_verdict import KnownVerdict
 
 RIGHT = 'plan t for llama\nextend "llama"\n'
@@ -47,7 +47,7 @@ def test_the_verdict_is_that_of_a_check(home, text, level, monkeypatch):
         monkeypatch.setenv(name, value)
     case = compiled(home, text)
     before = torch.get_rng_state()
-    found = apart.prove_apart(case, allow_code=False)
+    found = in_subprocess.prove_in_subprocess(case, allow_code=False)
     assert found.level == level, found
     assert torch.equal(torch.get_rng_state(), before)
     assert not torch.distributed.is_initialized()
@@ -55,11 +55,13 @@ def test_the_verdict_is_that_of_a_check(home, text, level, monkeypatch):
 
 def test_what_fails_is_not_decided(home, monkeypatch):
     case = compiled(home, RIGHT)
-    monkeypatch.setattr(apart, "SECONDS", 0.01)
-    assert apart.prove_apart(case, allow_code=False).text.endswith("no answer in 0.01 s")
-    monkeypatch.setattr(apart, "SECONDS", 60)
+    monkeypatch.setattr(in_subprocess, "SECONDS", 0.01)
+    assert in_subprocess.prove_in_subprocess(case, allow_code=False).text.endswith(
+        "no answer in 0.01 s"
+    )
+    monkeypatch.setattr(in_subprocess, "SECONDS", 60)
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    found = apart.prove_apart(case, allow_code=False)
+    found = in_subprocess.prove_in_subprocess(case, allow_code=False)
     assert found.level == "undecided" and "exit status" in found.text
 
 
@@ -68,7 +70,9 @@ def test_rank_0_proves_and_the_others_say_that_they_wait(home, rank, monkeypatch
     monkeypatch.setenv("RANK", str(rank))
     caplog.set_level(logging.INFO, "planc")
     monkeypatch.setattr(
-        apart, "prove_apart", lambda *_, **__: KnownVerdict(level="proved", text="proved apart")
+        in_subprocess,
+        "prove_in_subprocess",
+        lambda *_, **__: KnownVerdict(level="proved", text="proved apart"),
     )
     known = KnownVerdict(level="unproved", text="never proved")
     found = api._proved_by_rank_0(compiled(home, RIGHT), known, False)
@@ -83,7 +87,7 @@ def test_apply_asks_only_where_nothing_is_known(home, monkeypatch):
         asked.append(case)
         return KnownVerdict(level="refuted", text="its numbers are wrong")
 
-    monkeypatch.setattr(apart, "prove_apart", prove)
+    monkeypatch.setattr(in_subprocess, "prove_in_subprocess", prove)
     (home / "t.plan").write_text(RIGHT)
     with pytest.raises(PlanError, match="PL480"):
         planc.apply(model(), str(home / "t.plan"), prove=True)

@@ -17,7 +17,6 @@ from planc.diagnostic import PlanError
 from planc.emit.python.script import render
 from planc.ops.document import digest
 from planc.runtime.executor import apply_lowered
-from planc.runtime.safeguards import Safeguards
 from planc.runtime.standalone import context as parallel
 from planc.runtime.standalone import (
     context_exchange,
@@ -765,7 +764,7 @@ def on_ranks(plan, program, *settings):
             lowered,
             digest=digest(lowered),
             device_type="cpu",
-            safeguards=Safeguards(compare=2),
+            compare=2,
         )
         program(run, models[number], number)
 

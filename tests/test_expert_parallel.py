@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
-from helpers import sampled, simulated
+from helpers import compiled_of, sampled, simulated
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import GptOssConfig, Llama4TextConfig, MixtralConfig
@@ -129,22 +129,13 @@ def test_the_grouped_product_of_transformers():
 
 # The proof ---------------------------------------------------------------------------------------
 
+MIXTRAL = "mixtral-8x7b", "mixtral"
 SETTINGS = ("tp=2", "ep=4", "sequence_parallel=false", "checkpointing=false")
 
 
-@pytest.fixture
-def uncached(tmp_path, monkeypatch):
-    monkeypatch.setenv("PLANC_CACHE_DIR", str(tmp_path))
-
-
-def judged(settings=SETTINGS):
-    verdict, findings = simulated("mixtral-8x7b", "mixtral", settings, world=16)
-    return verdict, [d.code for d in findings if d.severity == "error"]
-
-
 def test_mixtures_are_proved(uncached):
-    verdict, errors = judged()
-    assert (verdict.verdict, errors) == ("proved", [])
+    verdict, findings = simulated(*MIXTRAL, SETTINGS, world=16)
+    assert (verdict.verdict, findings) == ("proved", [])
     assert verdict.outcome.worst < 1e-5
     assert "expert on ep" in [s.name for s in verdict.sections]
 
@@ -204,9 +195,9 @@ FAULTS = {
 @pytest.mark.parametrize("fault", sampled(FAULTS, 2))
 def test_mistakes_are_refuted(uncached, fault):
     with FAULTS[fault]():
-        verdict, errors = judged()
+        verdict, findings = simulated(*MIXTRAL, SETTINGS, world=16)
     assert verdict.verdict == "refuted"
-    assert errors
+    assert "error" in {d.severity for d in findings}
 
 
 def test_a_lowered_plan_is_read_as_it_was_written():
@@ -275,10 +266,7 @@ def _axes(meshes):
 )
 def test_small_meshes(settings, sizes, wanted):
     """Ranks with equal experts remain, and an axis that is cut in two stays so, where it fits."""
-    from planc.compiler import compile_plan
-    from planc.diagnostic import Sink
-
-    compiled = compile_plan("mixtral-8x7b", "mixtral", Sink(), world_size=64, settings=settings)
+    compiled = compiled_of(*MIXTRAL, settings, world=64)
     found = with_experts({"dp_replicate": 1, **sizes}, compiled.plan.mesh)
     assert found == {"dp_replicate": 1, **wanted}
 
@@ -306,5 +294,5 @@ pipeline on pp {{
     found = [[str(o.modules) for o in s.ops if o.KIND == "dispatch_experts"] for s in plan.stages]
     halves = "model.layers[0:16].mlp.experts", "model.layers[16:32].mlp.experts"
     assert found == [[half] for half in halves]
-    verdict, errors = simulated("mixtral-8x7b", path, (), world=8)
-    assert (verdict.verdict, errors) == ("proved", [])
+    verdict, findings = simulated("mixtral-8x7b", path, (), world=8)
+    assert (verdict.verdict, findings) == ("proved", [])

@@ -84,16 +84,6 @@ SPLIT = ("tp=2", "ep=2", "etp=2")
 PLAIN = (*SPLIT, "sequence_parallel=false", "checkpointing=false")
 
 
-@pytest.fixture
-def uncached(tmp_path, monkeypatch):
-    monkeypatch.setenv("PLANC_CACHE_DIR", str(tmp_path))
-
-
-def judged(settings=PLAIN, model="mixtral-8x7b", plan="mixtral", world=4):
-    verdict, findings = simulated(model, plan, settings, world=world)
-    return verdict, [d.code for d in findings if d.severity == "error"]
-
-
 @pytest.mark.parametrize(
     ("model", "plan", "world"),
     [
@@ -104,8 +94,8 @@ def judged(settings=PLAIN, model="mixtral-8x7b", plan="mixtral", world=4):
     ],
 )
 def test_families_are_proved(uncached, model, plan, world):
-    verdict, errors = judged(SPLIT, model, plan, world)
-    assert (verdict.verdict, errors) == ("proved", [])
+    verdict, findings = simulated(model, plan, SPLIT, world=world)
+    assert (verdict.verdict, findings) == ("proved", [])
     assert verdict.outcome.worst < 1e-5
 
 
@@ -115,8 +105,8 @@ def alone(value, _mesh):
 
 def test_a_gradient_that_is_not_summed_is_refuted(uncached):
     with mock.patch.object(tensor_styles, "gathered", alone):
-        verdict, errors = judged()
-    assert verdict.verdict == "refuted" and errors
+        verdict, findings = simulated("mixtral-8x7b", "mixtral", PLAIN, world=4)
+    assert verdict.verdict == "refuted" and "error" in {d.severity for d in findings}
 
 
 @pytest.mark.parametrize(
@@ -133,8 +123,8 @@ def test_a_wrong_style_is_refuted(uncached, tmp_path, old, new):
     assert old in text
     path = tmp_path / "t.plan"
     path.write_text(text.replace(old, new).replace('"llama.plan"', f'"{PLANS}/llama.plan"'))
-    verdict, errors = judged(PLAIN, "gpt-oss-20b", path)
-    assert verdict.verdict == "refuted" and errors
+    verdict, findings = simulated("gpt-oss-20b", path, PLAIN, world=4)
+    assert verdict.verdict == "refuted" and "error" in {d.severity for d in findings}
 
 
 # Lowered -----------------------------------------------------------------------------------------

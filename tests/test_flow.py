@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from helpers import mutant, sampled, simulated, slow
+from helpers import compiled_of, mutant, sampled, simulated, slow
 from torch._C._distributed_c10d import _get_work_registry_size
 
 from planc.compiler import compile_plan
@@ -366,17 +366,15 @@ def test_a_plan_is_proved_as_it_was_checked(tmp_path, simulations, monkeypatch):
     base, path = tmp_path / "base.plan", tmp_path / "own.plan"
     base.write_text(llama())
     path.write_text('plan own for llama\nextend "base.plan"\n')
-    sink = Sink()
     settings = ["tp=2", "sequence_parallel=false"]
-    compiled = compile_plan("llama-3.2-1b", str(path), sink, world_size=8, settings=settings)
-    assert compiled.lowered is not None, [d.message for d in sink]
+    compiled = compiled_of("llama-3.2-1b", path, settings)
     base.write_text(
         llama().replace("mlp.down_proj : rowwise\n", "mlp.down_proj : rowwise(-> partial)\n")
     )
     path.unlink()
     for name in ("read", "text", "locate"):
         monkeypatch.setattr(plan_files, name, lambda *_: pytest.fail("the plan was read again"))
-    assert flow(compiled, sink).verdict == "proved"
+    assert flow(compiled, Sink()).verdict == "proved"
     assert len(simulations) == 1
     monkeypatch.undo()
     assert simulated("llama-3.2-1b", base, settings)[0].verdict == "refuted"

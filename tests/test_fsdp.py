@@ -84,7 +84,7 @@ def test_a_mix_of_dtypes_in_one_unit():
     assert judged(MIXED + frozen + fsdp("blocks.* : unit"), model=mixed())[2] == []
 
 
-# The artefact ------------------------------------------------------------------------------------
+# The artifact ------------------------------------------------------------------------------------
 
 ALL = (
     HEAD

@@ -15,10 +15,10 @@ PARTS = 10
 
 @pytest.mark.parametrize("part", range(PARTS))
 def test_broken_input_ends_with_a_known_exit_code(part):
-    """In parts, so that a failure is told before all have run."""
+    """In parts, so that a failure is seen before all have run."""
     numbers = range(part * 100, part * 100 + 100)
     ended = list(fuzzing.run(SEED, numbers))
-    wrong = {number: told for number, _, told, _ in ended if told}
+    wrong = {number: failure for number, _, failure, _ in ended if failure}
     assert wrong == {}, f"python tests/fuzz/fuzzing.py --seed {SEED} --only {next(iter(wrong))}"
     assert len(ended) == 100 and {one.kind for _, one, _, _ in ended} == set(KINDS)
 
@@ -31,22 +31,25 @@ def test_a_case_is_the_same_whatever_ran_before():
     assert case(SEED, 5) != case(SEED + 1, 5)
 
 
-def judged(tmp_path, monkeypatch, answer, **fields):
-    """What the judge says of a case whose command answers so."""
+def raised():
+    raise ValueError("a bug")
+
+
+@pytest.mark.parametrize(
+    ("answer", "fields", "failure"),
+    [
+        ((1, "1 error", ""), {}, None),
+        (raised, {}, "a bug"),
+        ((3, "", ""), {}, "exit code 3"),
+        ((2, "", "error[PL900]: planc itself"), {}, "PL900"),
+        ((0, "Traceback (most recent", ""), {}, "Traceback"),
+        ((0, "", ""), {"seconds": -1}, "CPU time"),
+        ((0, "{", ""), {"json": True}, "no JSON"),
+        ((2, "", ""), {"json": True}, None),
+    ],
+)
+def test_the_judge_sees_what_is_wrong(tmp_path, monkeypatch, answer, fields, failure):
     monkeypatch.setattr(fuzzing, "call", lambda *_: answer() if callable(answer) else answer)
     one = {"kind": "plan", "files": {"p.plan": b""}, "words": (), "json": False, "seconds": 5}
-    return fuzzing.failure(Case(**{**one, **fields}), tmp_path)[0]
-
-
-def test_the_judge_sees_what_is_wrong(tmp_path, monkeypatch):
-    def raised():
-        raise ValueError("a bug")
-
-    assert judged(tmp_path, monkeypatch, (1, "1 error", "")) is None
-    assert "a bug" in judged(tmp_path, monkeypatch, raised)
-    assert "exit code 3" in judged(tmp_path, monkeypatch, (3, "", ""))
-    assert "PL900" in judged(tmp_path, monkeypatch, (2, "", "error[PL900]: planc itself"))
-    assert "Traceback" in judged(tmp_path, monkeypatch, (0, "Traceback (most recent", ""))
-    assert "CPU time" in judged(tmp_path, monkeypatch, (0, "", ""), seconds=-1)
-    assert "no JSON" in judged(tmp_path, monkeypatch, (0, "{", ""), json=True)
-    assert judged(tmp_path, monkeypatch, (2, "", ""), json=True) is None
+    found = fuzzing.failure(Case(**{**one, **fields}), tmp_path)[0]
+    assert found is None if failure is None else failure in found

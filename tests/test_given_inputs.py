@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import sampled
+from helpers import checked, sampled
 from test_own_module import PLAN as OWN
 from torch import nn
 
@@ -71,12 +71,6 @@ def loss(output, inputs):
     return (output["states"] - inputs["states"]).abs().mean()
 
 
-def checked(model, folder, text=PLAN, **given):
-    (folder / "own.plan").write_text(text)
-    found = planc.check(model, str(folder / "own.plan"), world_size=4, **given)
-    return {d.code: d for d in found if d.severity != "info"}
-
-
 WAYS = {
     "images are seen": (Pictures, {}),
     "a function and a loss": (Paired, {"inputs": made, "loss": loss}),
@@ -87,30 +81,33 @@ WAYS = {
 
 @pytest.mark.parametrize(("kind", "given"), sampled(WAYS.values(), 2), ids=WAYS)
 def test_a_right_plan_is_proved_and_a_wrong_one_refuted(tmp_path, kind, given):
-    assert checked(kind(), tmp_path, **given) == {}
+    assert checked(kind(), PLAN, tmp_path, **given) == {}
     wrong = PLAN.replace("down : rowwise", "down : rowwise(-> partial)")
-    assert {"PL501", "PL503"} & {*checked(kind(), tmp_path, wrong, **given)}
+    assert {"PL501", "PL503"} & {*checked(kind(), wrong, tmp_path, **given)}
 
 
 def test_what_is_not_said_or_not_right_is_unknown_with_the_reason(tmp_path):
-    assert "PL504" in checked(Paired(), tmp_path)
-    found = checked(Paired(), tmp_path, inputs={"states": torch.zeros(2, 4, 32)})["PL504"]
+    assert "PL504" in checked(Paired(), PLAN, tmp_path)
+    found = checked(Paired(), PLAN, tmp_path, inputs={"states": torch.zeros(2, 4, 32)})["PL504"]
     assert "missing" in found.message and "scale" in found.message
-    found = checked(Paired(), tmp_path, loss=loss)["PL504"]
+    found = checked(Paired(), PLAN, tmp_path, loss=loss)["PL504"]
     assert "a loss is given, and not the inputs" in found.message
     for wrong, said in {
         lambda: {}: "`planc_inputs(rows, seed)` fails: TypeError",
         lambda rows, seed: torch.zeros(rows, 4, 32): "`planc_inputs` gives a Tensor",
         lambda rows, seed: {"states": torch.zeros(64, 32)}: "no tensor with `rows` entries",
     }.items():
-        assert said in checked(Paired(), tmp_path, inputs=wrong)["PL504"].message
+        assert said in checked(Paired(), PLAN, tmp_path, inputs=wrong)["PL504"].message
     for wrong, said in {
         lambda output: 0: "`planc_loss(output, inputs)` fails: TypeError",
         lambda output, inputs: 0.5: "`planc_loss` gives a float",
         lambda output, inputs: output["states"]: "gives [2, 4, 32] numbers, and not one",
         lambda output, inputs: output["states"].detach().mean(): "without a gradient",
     }.items():
-        assert said in checked(Paired(), tmp_path, inputs=made, loss=wrong)["PL504"].message
-    assert "are a Tensor" in checked(Paired(), tmp_path, inputs=torch.zeros(2, 4))["PL504"].message
+        assert said in checked(Paired(), PLAN, tmp_path, inputs=made, loss=wrong)["PL504"].message
+    assert (
+        "are a Tensor"
+        in checked(Paired(), PLAN, tmp_path, inputs=torch.zeros(2, 4))["PL504"].message
+    )
     with pytest.raises(ValueError, match="and not for a name"):
         planc.check("gpt2", "gpt2", inputs=made)

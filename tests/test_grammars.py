@@ -145,6 +145,17 @@ def test_pygments_sees_what_the_parser_sees(name):
     assert list(wrong(TEXTS[name], painted, 1)) == []
 
 
+def test_a_selector_of_names_alone_looks_like_one():
+    text = "plan p for llama\nfsdp on dp_shard {\n    model.norm<Norm> : unit\n    root : unit\n"
+    text += "    ignore lm_head\n}\n"
+    for painted, tag in (
+        (textmate(text), "entity.name.tag.plan"),
+        (pygments(text), kinds.Name.Tag),
+    ):
+        looks = {written for at, _, written in parsed(text) if painted[at] == tag}
+        assert looks == {"model.norm", "root"}
+
+
 def test_every_keyword_occurs_in_a_plan():
     """So the tests above have seen each."""
     seen = {terminal for text in TEXTS.values() for _, terminal, _ in parsed(text)}

@@ -331,8 +331,7 @@ def test_the_configuration_of_an_export_is_read_back(home, name):
     model = huggingface._on_meta(lambda: cls._from_config(part))
     (home / "export").mkdir()
     lowered = SimpleNamespace(ops=(), model=first.name)
-    files = SimpleNamespace(folder=home / "export", parts=[[]])
-    saving._describe(files, model, lowered)
+    saving._describe(home / "export", model, lowered, None)
     written = (home / "export" / "config.json").read_text()
     assert '"__float__": "Infinity"' in written
     again, said = found(home / "export")

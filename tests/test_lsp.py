@@ -231,6 +231,26 @@ def test_columns_are_utf16(editor):
 # What a plan is judged for -----------------------------------------------------------------------
 
 
+def test_a_byte_order_mark_means_nothing(editor):
+    """Where an editor keeps it: as for `planc check`, but columns of the first line count it."""
+    wrong = TEXT.replace(": full", ": ful")
+    found = shown(editor.found(wrong, "mark.plan"))
+    assert found and shown(editor.found(f"\ufeff{wrong}", "mark.plan")) == found
+    [syntax, *_] = editor.found("\ufeffplan p fro llama\n", "mark.plan")
+    assert (syntax.code, syntax.range.start) == ("PL001", lsp.Position(0, 8))
+    assert "llama" in editor.completed("\ufeffplan p for lla@")
+    assert "extend" in editor.completed("\ufeffex@")
+    text = (PLANS / "llama.plan").read_text()
+    editor.write(f"\ufeff{text}", "marked.plan")
+    params = lsp.DocumentFormattingParams(
+        lsp.TextDocumentIdentifier(editor.uri),
+        lsp.FormattingOptions(tab_size=2, insert_spaces=True),
+    )
+    assert editor.run(editor.client.text_document_formatting_async(params)) is None
+    extending = editor.found('plan q for llama\n\nextend "marked.plan"\n', "extending.plan")
+    assert "PL009" not in {d.code for d in extending}
+
+
 def test_the_comment_names_the_target(editor):
     editor.write(TEXT)
     assert "`llama-3.1-8b --world-size 64 --set tp=8`" in editor.hover("p for")

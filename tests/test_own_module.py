@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import slow
+from helpers import checked, slow
 from torch import nn
 
 import planc
@@ -104,12 +104,6 @@ fsdp on dp_shard {
 }
 """
 WRONG = PLAN.replace("down : rowwise", "down : rowwise(-> partial)")
-
-
-def checked(model, text, folder):
-    (folder / "own.plan").write_text(text)
-    found = planc.check(model, str(folder / "own.plan"), world_size=4)
-    return {d.code: d for d in found if d.severity != "info"}
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,9 @@ import pytest
 from console import call
 from modelfolder import BROKEN_QWEN3, QWEN3
 
+import planc
 from planc.compiler import compile_plan
-from planc.diagnostic import Sink
+from planc.diagnostic import PlanError, Sink
 from planc.model import cache
 from planc.model.load import load
 from planc.proof import pack
@@ -129,6 +130,12 @@ NEED_THEM = [
     ("init", "model"),
     ("cache", "pack", "new.json"),
 ]
+
+
+def test_apply_says_so_too(monkeypatch):
+    monkeypatch.setattr(cache, "missing", lambda: ("torch",))
+    with pytest.raises(PlanError, match=r"`planc\.apply` needs torch, .*`pip install planc`"):
+        planc.apply(None)
 
 
 @pytest.mark.parametrize("words", NEED_THEM, ids=lambda w: " ".join(w[:2]))

@@ -94,6 +94,9 @@ def test_planc_without_torch(environment, tmp_path):
     assert run(python, "-c", "import planc; print(planc.check)", folder=tmp_path).returncode == 0
     assert run(python, "-c", "import importlib.util as u; assert not u.find_spec('torch')",
                folder=tmp_path).returncode == 0  # fmt: skip
+    code = "import planc\ntry: planc.apply(None)\nexcept planc.PlanError as error: print(error)"
+    applied = run(python, "-c", code, folder=tmp_path).stdout
+    assert applied.startswith("error[PL760]: `planc.apply` needs torch, which is not installed")
     assert planc("--version").stdout.startswith("planc ")
     (tmp_path / "a.plan").write_text('plan a for llama\n\nextend    "llama"\n')
     assert planc("fmt", "--check", "a.plan").returncode == 1

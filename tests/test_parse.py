@@ -10,6 +10,7 @@ from planc.source import Source
 from planc.syntax import ast, grammar, parsed_files
 from planc.syntax.grammar import parser
 from planc.syntax.parse import parse
+from planc.syntax.plan_files import families
 from planc.syntax.syntax_errors import written
 
 PLAN = """\
@@ -201,6 +202,11 @@ def test_line_ends_tabs_and_a_byte_order_mark_mean_nothing(change):
     assert file == read(PLAN)[0]
     _, sink = read(PLAN.replace("tp       = 1", "tp = = 1").replace(*change))
     assert found(sink) == [(6, "PL001", "unexpected `=`: expected a value")]
+
+
+def test_a_byte_order_mark_hides_no_family(tmp_path):
+    (tmp_path / "p.plan").write_text("\ufeffplan p for llama, mistral\n", encoding="utf-8")
+    assert families(tmp_path / "p.plan") == ("llama", "mistral")
 
 
 def test_a_string_means_what_it_says():

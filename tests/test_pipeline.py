@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import sampled, slow
+from helpers import codes, sampled, simulated, slow
 from loop_plans import SIZES
 from torch import distributed
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -18,7 +18,6 @@ from planc.model.load import load
 from planc.model.small.block_order import block_order
 from planc.ops.pipeline import SCHEDULES
 from planc.proof import layout_flow
-from planc.proof.layout_flow import flow
 from planc.proof.stand_in import Unrepresented
 from planc.runtime import training_step
 from planc.runtime.standalone import pipeline_schedule as schedule
@@ -28,50 +27,38 @@ from planc.runtime.standalone.pipeline_step import MicrobatchError, microbatches
 from planc.trial import simulate
 from planc.trial.thread_ranks import run_ranks
 
-
-def verdict(model="llama-3.1-8b", plan="llama", world_size=8, **settings):
-    """The verdict of layout flow on a plan, and its findings."""
-    sink = Sink()
-    given = tuple(f"{name}={value}" for name, value in settings.items())
-    done = compile_plan(model, plan, sink, world_size=world_size, settings=given)
-    assert done.lowered is not None, list(sink)
-    return flow(done, sink), [d.code for d in sink if d.severity == "error"]
-
-
-@pytest.fixture
-def unkept(monkeypatch, tmp_path):
-    """Verdicts of a broken runtime are not kept."""
-    monkeypatch.setenv("PLANC_CACHE_DIR", str(tmp_path))
+LLAMA, TWO = ("llama-3.1-8b", "llama"), ["pipeline_stages=2"]
 
 
 @pytest.mark.parametrize("name", sampled(SCHEDULES, 2))
 def test_schedules(name):
-    found, errors = verdict(pipeline_stages=2, pipeline_schedule=name, dp_shard=2, world_size=4)
-    assert (found.verdict, errors) == ("proved", [])
-    assert found.outcome.worst < 2e-5
-    by = {section.name: section.verdict for section in found.sections}
+    settings = [*TWO, f"pipeline_schedule={name}", "dp_shard=2"]
+    verdict, findings = simulated(*LLAMA, settings, world=4)
+    assert (verdict.verdict, findings) == ("proved", [])
+    assert verdict.outcome.worst < 2e-5
+    by = {section.name: section.verdict for section in verdict.sections}
     assert by["pipeline on pp"] == by["fsdp on dp_shard"] == "proved"
 
 
 @pytest.mark.parametrize(
-    "settings",
+    ("settings", "world"),
     [
-        dict(tp=2),
-        slow(dict(tp=2, sequence_parallel="false")),
-        slow(dict(tp=2, loss_chunks=3)),
-        slow(dict(dp_replicate=2)),
-        dict(pipeline_stages=3, world_size=6),
+        (["tp=2"], 8),
+        slow(["tp=2", "sequence_parallel=false"], 8),
+        slow(["tp=2", "loss_chunks=3"], 8),
+        slow(["dp_replicate=2"], 8),
+        (["pipeline_stages=3"], 6),
     ],
     ids=str,
 )
-def test_meshes(settings):
-    found, errors = verdict(**{"pipeline_stages": 2, **settings})
-    assert (found.verdict, errors) == ("proved", [])
+def test_meshes(settings, world):
+    verdict, findings = simulated(*LLAMA, [*TWO, *settings], world=world)
+    assert (verdict.verdict, findings) == ("proved", [])
 
 
 def test_tied_ends():
-    found, errors = verdict("llama-3.2-1b", pipeline_stages=2, tp=2)
-    assert (found.verdict, errors) == ("proved", [])
+    verdict, findings = simulated("llama-3.2-1b", "llama", [*TWO, "tp=2"], world=8)
+    assert (verdict.verdict, findings) == ("proved", [])
 
 
 ADAPTED = """plan adapted for llama
@@ -88,23 +75,23 @@ adapters {{
 @pytest.mark.parametrize(
     ("how", "settings"),
     [
-        ("lora", dict(tp=2)),
-        slow("lora", dict(pipeline_schedule="zero_bubble")),
-        slow("lora", dict(pipeline_schedule="zbv", microbatches=4)),
-        slow("qlora", dict(pipeline_schedule="interleaved_1f1b")),
+        ("lora", ["tp=2"]),
+        slow("lora", ["pipeline_schedule=zero_bubble"]),
+        slow("lora", ["pipeline_schedule=zbv", "microbatches=4"]),
+        slow("qlora", ["pipeline_schedule=interleaved_1f1b"]),
     ],
 )
 def test_adapters(tmp_path, how, settings):
     (tmp_path / "adapted.plan").write_text(ADAPTED.format(how=how))
-    plan = str(tmp_path / "adapted.plan")
-    found, errors = verdict("llama-3.2-1b", plan, pipeline_stages=2, **settings)
-    assert (found.verdict, errors) == ("proved", [])
+    plan = tmp_path / "adapted.plan"
+    verdict, findings = simulated("llama-3.2-1b", plan, [*TWO, *settings], world=8)
+    assert (verdict.verdict, findings) == ("proved", [])
 
 
 # What refutes it ---------------------------------------------------------------------------------
 
 
-def test_a_stage_that_loses_a_block(unkept, monkeypatch):
+def test_a_stage_that_loses_a_block(uncached, monkeypatch):
     found = Stages._found
 
     def lost(self, model, blocks, inputs, outputs):
@@ -115,32 +102,32 @@ def test_a_stage_that_loses_a_block(unkept, monkeypatch):
         return places
 
     monkeypatch.setattr(Stages, "_found", lost)
-    assert verdict(pipeline_stages=2, world_size=2)[0].verdict == "refuted"
+    assert simulated(*LLAMA, TWO, world=2)[0].verdict == "refuted"
 
 
-def test_gradients_that_are_scaled_by_microbatches_too(unkept, monkeypatch):
+def test_gradients_that_are_scaled_by_microbatches_too(uncached, monkeypatch):
     plain = schedule.schedules.Schedule1F1B.__init__
 
     def scaled(self, *args, **terms):
         plain(self, *args, **{**terms, "scale_grads": True})
 
     monkeypatch.setattr(schedule.schedules.Schedule1F1B, "__init__", scaled)
-    found, errors = verdict(pipeline_stages=2, world_size=2)
-    assert (found.verdict, errors[0]) == ("refuted", "PL502")
+    verdict, findings = simulated(*LLAMA, TWO, world=2)
+    assert (verdict.verdict, findings[0].code) == ("refuted", "PL502")
 
 
-def test_a_mean_of_means(unkept, monkeypatch):
+def test_a_mean_of_means(uncached, monkeypatch):
     monkeypatch.setattr(training_step, "_items", lambda run, batches: torch.tensor(100.0))
-    assert verdict(pipeline_stages=2, world_size=2)[0].verdict == "refuted"
+    assert simulated(*LLAMA, TWO, world=2)[0].verdict == "refuted"
 
 
-def test_an_untied_pair(unkept, monkeypatch):
+def test_an_untied_pair(uncached, monkeypatch):
     monkeypatch.setattr(pipeline_step, "sum_ties", lambda stages, model: None)
-    found, errors = verdict("llama-3.2-1b", pipeline_stages=2, world_size=2)
-    assert (found.verdict, errors[0]) == ("refuted", "PL502")
+    verdict, findings = simulated("llama-3.2-1b", "llama", TWO, world=2)
+    assert (verdict.verdict, findings[0].code) == ("refuted", "PL502")
 
 
-def test_a_stage_that_raises_ends_the_others(unkept, monkeypatch):
+def test_a_stage_that_raises_ends_the_others(uncached, monkeypatch):
     run = Stages.run
 
     def raising(self, model, stage, received, kwargs):
@@ -149,21 +136,21 @@ def test_a_stage_that_raises_ends_the_others(unkept, monkeypatch):
         return run(self, model, stage, received, kwargs)
 
     monkeypatch.setattr(Stages, "run", raising)
-    assert verdict(pipeline_stages=2, world_size=2)[0].verdict == "refuted"
+    assert simulated(*LLAMA, TWO, world=2)[0].verdict == "refuted"
 
 
-def test_a_message_that_nobody_sends(unkept, monkeypatch):
+def test_a_message_that_nobody_sends(uncached, monkeypatch):
     monkeypatch.setattr(schedule.RunningStage, "get_fwd_send_ops", lambda self, chunk: [])
     monkeypatch.setattr(simulate, "SECONDS", 60.0)
-    found, errors = verdict(pipeline_stages=2, world_size=2)
-    assert (found.verdict, errors) == ("refuted", ["PL503"])
+    verdict, findings = simulated(*LLAMA, TWO, world=2)
+    assert (verdict.verdict, codes(findings)) == ("refuted", ["PL503"])
 
 
-def test_what_is_not_simulated_is_not_passed_in_silence(unkept, monkeypatch):
+def test_what_is_not_simulated_is_not_passed_in_silence(uncached, monkeypatch):
     reason = "nothing stands for it"
     monkeypatch.setattr(layout_flow, "small_case", lambda *_: Unrepresented(reason=reason))
-    found, _ = verdict(pipeline_stages=2, world_size=2)
-    assert (found.verdict, found.reason) == ("unknown", reason)
+    verdict, _ = simulated(*LLAMA, TWO, world=2)
+    assert (verdict.verdict, verdict.reason) == ("unknown", reason)
 
 
 # Messages between threads ------------------------------------------------------------------------

@@ -146,10 +146,10 @@ def trained(lowered, kind, changes, space=None):
             run = apply_lowered(model, lowered, digest=digest(lowered), device_type="cpu")
             run.forward_backward(given)
             losses, clip = [], lambda _model, limit: run.clip_grad_norm_(limit)
-        taught = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        gradients = {n: local(p.grad) for n, p in taught.items()}
+        trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        gradients = {n: local(p.grad) for n, p in trained.items()}
         norm = clip(model, LIMIT)
-        clipped = {n: local(p.grad) for n, p in taught.items()}
+        clipped = {n: local(p.grad) for n, p in trained.items()}
         found[number] = losses, gradients, norm, clipped
 
     failure = run_ranks(lowered.world_size, rank, seconds=240)

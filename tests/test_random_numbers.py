@@ -188,7 +188,7 @@ def test_uneven_shards_leave_the_common_state():
 def replayed(shape, *drawn):
     with Replayed([[torch.tensor(part)] for part in drawn], lambda: ("m", "line")) as mode:
         made = torch.rand(shape)
-    return made.tolist(), [one.problem for one in mode.unlike]
+    return made.tolist(), [one.problem for one in mode.different_draws]
 
 
 def test_one_process_gets_what_the_ranks_drew():

@@ -8,7 +8,6 @@ from planc.diagnostic import PlanError
 from planc.model.small.input_search import BatchShape, rank_slice
 from planc.ops.document import digest
 from planc.runtime.executor import apply_lowered
-from planc.runtime.safeguards import Safeguards
 from planc.trial.thread_ranks import run_ranks
 
 TEXT = ("input_ids", "labels", "mm_token_type_ids")
@@ -43,7 +42,7 @@ def trained(plan, kinds, *, model="qwen3-vl-8b", compare=2, prepare=lambda model
             lowered,
             digest=digest(lowered),
             device_type="cpu",
-            safeguards=Safeguards(compare=compare),
+            compare=compare,
         )
         for images in kinds[number]:
             try:

@@ -13,6 +13,7 @@ from pathlib import Path
 import browser
 import pytest
 from console import call
+from helpers import compiled_of
 from torch import nn
 
 import planc
@@ -25,20 +26,20 @@ from planc.lowering.step import Step
 from planc.model.facts import Child, Facts, Module, Parameter
 from planc.runtime.run import Run
 from planc.show import changes, charts, html, mesh
+from planc.show.module_tree import tree
 from planc.show.page import Known, render
 from planc.show.picture import picture
-from planc.show.tree import tree
 from planc.syntax.plan_files import shipped
 
 LLAMA = ("llama-3.1-8b", "llama", "--world-size", "64", "--set", "tp=8")
 STEP = ("--batch", "64", "--seq", "8192", "--micro-batches", "8")
 PLANS = [
-    ("llama-3.1-8b", "llama", 64, ["tp=8"]),
-    ("llama-3.2-1b", "llama", 8, ["tp=2"]),  # tied embeddings
-    ("gpt2", "gpt2", 8, ["tp=2"]),
-    ("deepseek-v3", "deepseek_v3", 64, ["tp=8"]),  # blocks with and without experts
-    ("gemma-3-4b", "gemma3_vision", 8, ["tp=2"]),
-    ("zamba2-2.7b", "zamba2", 8, ["tp=2"]),  # blocks that share parameters
+    ("llama-3.1-8b", "llama", ["tp=8"], 64),
+    ("llama-3.2-1b", "llama", ["tp=2"], 8),  # tied embeddings
+    ("gpt2", "gpt2", ["tp=2"], 8),
+    ("deepseek-v3", "deepseek_v3", ["tp=8"], 64),  # blocks with and without experts
+    ("gemma-3-4b", "gemma3_vision", ["tp=2"], 8),
+    ("zamba2-2.7b", "zamba2", ["tp=2"], 8),  # blocks that share parameters
 ]
 EVIL = '<script>alert("1")</script>'
 VOID = {"meta", "link", "br", "img"}
@@ -68,13 +69,6 @@ class Page(HTMLParser):
 
     def with_attribute(self, name):
         return [attributes[name] for _, attributes in self.elements if name in attributes]
-
-
-def compiled_of(model, plan, world_size, settings=()):
-    sink = Sink()
-    compiled = compile_plan(model, str(plan), sink, world_size=world_size, settings=settings)
-    assert compiled.lowered is not None, [d.message for d in sink]
-    return compiled
 
 
 def shown(*words, code=0):
@@ -150,7 +144,7 @@ def test_rows_say_what_the_operations_do():
 
 
 def test_stages_are_marked_once():
-    compiled = compiled_of("llama-3.1-8b", "llama", 64, ["tp=4", "pipeline_stages=4"])
+    compiled = compiled_of("llama-3.1-8b", "llama", ["tp=4", "pipeline_stages=4"], 64)
     read = Page(render(compiled, Known()))
     chips = [c for c in read.with_attribute("class") if re.search(r"chip s\d", c)]
     assert Counter(c.split()[1] for c in chips) == {"s0": 2, "s1": 1, "s2": 1, "s3": 3}
@@ -168,13 +162,13 @@ def test_lines_of_the_plan_are_the_places_that_rows_name(page):
 
 
 MESHES = [
-    ("llama-3.1-8b", "llama", 64, ["tp=4", "dp_replicate=2", "pipeline_stages=2"]),
-    ("deepseek-v3", "deepseek_v3", 64, ["tp=2", "ep=8"]),
-    ("mixtral-8x7b", "mixtral", 64, ["tp=1", "ep=4"]),
+    ("llama-3.1-8b", "llama", ["tp=4", "dp_replicate=2", "pipeline_stages=2"], 64),
+    ("deepseek-v3", "deepseek_v3", ["tp=2", "ep=8"], 64),
+    ("mixtral-8x7b", "mixtral", ["tp=1", "ep=4"], 64),
 ]
 
 
-@pytest.mark.parametrize("case", MESHES, ids=lambda case: " ".join(case[3]))
+@pytest.mark.parametrize("case", MESHES, ids=lambda case: " ".join(case[2]))
 def test_groups_are_those_of_the_mesh(case):
     """Each group's ranks, counted one by one, beside the axes as arrays."""
     lowered = compiled_of(*case).lowered
@@ -361,7 +355,7 @@ def test_notebooks_show_results():
     drawn = ET.fromstring(b64decode(source.removeprefix("data:image/svg+xml;base64,")))
     assert "node 0" in "".join(drawn.itertext())
     assert "tensor      on tp = 2" in read.texts["pre"] and "style" not in shown
-    run = Run(model=nn.Module(), lowered=plans[0], digest="", meshes=None, text=str)
+    run = Run(model=nn.Module(), lowered=plans[0], digest="", meshes=None)
     assert run._repr_html_() == shown
     delta = planc.diff(*plans)
     assert "tp 2 -> 4" in Page(delta._repr_html_()).texts["pre"]
@@ -371,7 +365,7 @@ def test_notebooks_show_results():
 def test_large_meshes_stay_small():
     """A page does not grow with the ranks, nor with the depth of the model."""
     small, large = (
-        render(compiled_of("llama-3.1-405b", "llama", n, ["tp=8"]), Known()) for n in (64, 65536)
+        render(compiled_of("llama-3.1-405b", "llama", ["tp=8"], n), Known()) for n in (64, 65536)
     )
     assert len(large) < 1.5 * len(small) < 300_000
     assert "more nodes" in large
@@ -455,7 +449,7 @@ def test_blocks_fold(window, page, tmp_path):
 @pytest.mark.parametrize("width", [400, 1400])
 def test_no_page_is_wider_than_its_window(window, page, tmp_path, width):
     compiled, _ = evil(tmp_path)
-    stages = compiled_of("llama-3.1-8b", "llama", 64, ["tp=4", "pipeline_stages=4"])
+    stages = compiled_of("llama-3.1-8b", "llama", ["tp=4", "pipeline_stages=4"], 64)
     pages = {"page": page, "evil": render(compiled, Known()), "stages": render(stages, Known())}
     pages["diff"] = changes.render(compiled.lowered, stages.lowered)
     for name, text in pages.items():
@@ -483,7 +477,7 @@ def test_both_sides_of_a_diff_are_seen(window, tmp_path):
 
 def test_names_stay_in_one_piece_on_a_narrow_page(window, tmp_path):
     file = tmp_path / "page.html"
-    file.write_text(render(compiled_of("wan2.1-t2v-14b", "wan", 8, []), Known()))
+    file.write_text(render(compiled_of("wan2.1-t2v-14b", "wan", [], 8), Known()))
     size = {"width": 390, "height": 800, "deviceScaleFactor": 1, "mobile": True}
     window.command("Emulation.setDeviceMetricsOverride", **size)
     window.open(file, 1400)

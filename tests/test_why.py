@@ -10,11 +10,10 @@ from pathlib import Path
 
 import jsonschema
 import pytest
-from helpers import sampled
+from helpers import compiled_of, sampled
 from test_library import CASES
 
 from planc.cli import main
-from planc.compiler import compile_plan
 from planc.diagnostic import Sink
 from planc.ops import phrases as words
 from planc.ops.activation_checkpoint import Checkpoint
@@ -31,13 +30,6 @@ Validator = jsonschema.Draft202012Validator
 SCHEMA = Validator(json.loads((GRAMMARS / "why.schema.json").read_text()))
 LOWERED = json.loads((GRAMMARS / "lowered.schema.json").read_text())
 OP = Validator({"$ref": "#/$defs/op", "$defs": LOWERED["$defs"]})
-
-
-def compiled_of(model, plan, settings=(), world_size=8):
-    sink = Sink()
-    compiled = compile_plan(model, str(plan), sink, world_size=world_size, settings=settings)
-    assert not sink.failed, [d.message for d in sink]
-    return compiled
 
 
 def ask(compiled, name, plan=True):
@@ -194,11 +186,11 @@ def test_uneven_parts(tmp_path):
         rest="fsdp on dp_shard {\n    root : unit\n}"
     )
     plan.write_text(text)
-    [held] = ask(compiled_of("llama-3.1-8b", plan, world_size=7), "lm_head").parameters
+    [held] = ask(compiled_of("llama-3.1-8b", plan, world=7), "lm_head").parameters
     assert held.local == (18323, 4096) and held.spread == ((6, 18323), (1, 18318))
     assert sum(n * size for n, size in held.spread) == 128256
     assert "not even over the ranks: 6 x 18323, 1 x 18318" in text_of(
-        ask(compiled_of("llama-3.1-8b", plan, world_size=7), "lm_head")
+        ask(compiled_of("llama-3.1-8b", plan, world=7), "lm_head")
     )
 
 

@@ -1,4 +1,4 @@
-"""Rules that find mistakes in well-formed plans: one rule per file, run in this order.
+"""Rules that find mistakes in well-formed plans, in files by theme, run in this order.
 
 A rule sees the whole plan and reports its findings. It draws no conclusion from what is missing
 in a section that already has errors (`Plan.broken`).
@@ -8,13 +8,13 @@ from collections.abc import Callable
 
 from planc.checks import (
     adapters,
+    adjacent_layouts,
     compiling,
     context,
     expert_parallel,
     loss_head,
     megatron_fsdp,
-    packed,
-    pairs,
+    packed_weights,
     parameters,
     pipeline,
     precision,
@@ -36,17 +36,17 @@ RULES: tuple[Check, ...] = (
     targets.style_targets,
     targets.module_parameters,
     targets.split_attributes,
-    packed.packed_parts,
-    packed.packed_by_name,
-    packed.packed_by_width,
+    packed_weights.packed_parts,
+    packed_weights.packed_by_name,
+    packed_weights.packed_by_width,
     splits.attention_heads,
     splits.divisibility,
     splits.grouped_experts,
     expert_parallel.expert_parallel,
-    pairs.projection_groups,
-    pairs.colwise_rowwise_pairs,
+    adjacent_layouts.projection_groups,
+    adjacent_layouts.colwise_rowwise_pairs,
     replicated.norm_gradients,
-    pairs.sequence_layout,
+    adjacent_layouts.sequence_layout,
     parameters.tied_parameters,
     loss_head.loss_head,
     context.context,

@@ -153,8 +153,8 @@ def _told(parted: list[_Parted], facts: Facts, sink: Sink) -> None:
             for unit, name in ((each.first, names[0]), (each.second, names[1]))
             if unit
         ]
-        told = f"put both into one unit: `group({held[0]}, {held[1]}) : unit`"
-        sink.error("PL402", text, *labels, help=told)
+        advice = f"put both into one unit: `group({held[0]}, {held[1]}) : unit`"
+        sink.error("PL402", text, *labels, help=advice)
 
 
 def _sharing(several: Sequence[_Parted]) -> tuple[str, str]:

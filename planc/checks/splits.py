@@ -115,13 +115,13 @@ def _kind(fewest: HeadSplit, splits: list[HeadSplit]) -> str:
 
 
 def _facts(parent: Modules, splits: list[HeadSplit], facts: Facts) -> list[str]:
-    told = [f"head_dim = {parent.module.fact('head_dim')}  ({parent.module.cls})"]
+    lines = [f"head_dim = {parent.module.fact('head_dim')}  ({parent.module.cls})"]
     for field in ("num_attention_heads", "num_key_value_heads", "n_head"):
         value = facts.config.get(field)
         if isinstance(value, int):
-            told.append(f"{field} = {value}  ({facts.source(field)})")
+            lines.append(f"{field} = {value}  ({facts.source(field)})")
     counts = ", ".join(f"{s.name} {s.count}" for s in splits)
-    return [*told, f"heads by projection: {counts}"]
+    return [*lines, f"heads by projection: {counts}"]
 
 
 _COSTLY = 0.1

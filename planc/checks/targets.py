@@ -115,11 +115,15 @@ def style_targets(plan: Plan, facts: Facts, sink: Sink) -> None:
         found = _wrong(rule)
         if found is None:
             continue
-        reason, told = found
+        reason, advice = found
         module = rule.modules.module
         message = f"`{rule.modules}` does not support `{ir.style_name(rule.style)}`: {reason}"
         sink.error(
-            "PL150", message, rule.origin, facts=[f"`{rule.modules}` is a {module.cls}"], help=told
+            "PL150",
+            message,
+            rule.origin,
+            facts=[f"`{rule.modules}` is a {module.cls}"],
+            help=advice,
         )
 
 
@@ -129,8 +133,8 @@ def _latent(style: ir.MlaKv, module: Module) -> tuple[str, str] | None:
     if module.kind != "linear":
         return ("it is not a linear layer", "put it on `kv_a_proj_with_mqa`")
     if wide <= style.rope:
-        told = "write `mla_kv(rope = config.qk_rope_head_dim)`"
-        return (f"it has {wide:,} output features, and `rope` is {style.rope:,} of them", told)
+        advice = "write `mla_kv(rope = config.qk_rope_head_dim)`"
+        return (f"it has {wide:,} output features, and `rope` is {style.rope:,} of them", advice)
     return None
 
 

@@ -3,12 +3,13 @@
 from math import prod
 
 from planc.checks.queries import active
-from planc.diagnostic import Label, Sink, one_of
+from planc.diagnostic import Label, Sink, did_you_mean, one_of
 from planc.model.facts import Facts, Modules
 from planc.ops.styles import Replicated, style_name
 from planc.plan.apply_adapters import PARAMETERLESS, styles
 from planc.plan.ir import Fsdp, Plan, SpreadRule, TensorRule, Unit
 from planc.plan.local_shapes import held, split_dim
+from planc.plan.mesh_axes import valid_axes
 from planc.plan.parameter_owners import Owned, owned
 from planc.source import Span
 
@@ -37,16 +38,16 @@ def partial_reshard(plan: Plan, facts: Facts, sink: Sink) -> None:
             1: "the shard of one rank would be the full parameter: write `never`",
             size: "write `always`",
         }
-        told = f"it can be {one_of(map(str, choices[:8]))}, or `always`"
-        told = words.get(count) or (told if choices else "write `always`, or `never`")
-        told = "write `always`, or `never`" if size == 1 else told
+        advice = f"it can be {one_of(map(str, choices[:8]))}, or `always`"
+        advice = words.get(count) or (advice if choices else "write `always`, or `never`")
+        advice = "write `always`, or `never`" if size == 1 else advice
         sink.error(
             "PL417",
             f"{size} rank{'s' if size > 1 else ''} cannot reshard to {count}{_why(count, size)}",
             Label(span=unit.origin),
             *([Label(span=part.origin, text="shards over other axes")] if part is not unit else []),
             *labels,
-            help=told,
+            help=advice,
         )
 
 
@@ -112,12 +113,15 @@ def _axes(unit: Unit | SpreadRule, section: Fsdp, plan: Plan, sink: Sink) -> Non
     if wrong and section.shard:
         named = one_of((f"`{a}`" for a in known), last="and")
         said = "named twice" if wrong[0] in known else "no axis of the section"
+        help = "name some of these; the unit is replicated over the others"
+        if plan.mesh.axis(wrong[0]) is None:
+            help = did_you_mean(wrong[0], valid_axes(plan.mesh.names), help) or help
         sink.error(
             "PL442",
             f"a unit cannot be sharded over `{' * '.join(unit.shard)}`: `{wrong[0]}` is {said}",
             unit.origin,
             facts=[f"the sections use {named}"],
-            help="name some of these; the unit is replicated over the others",
+            help=help,
         )
 
 

@@ -165,7 +165,7 @@ def _checked(target: Target, options: argparse.Namespace, severity: Mapping[str,
     checked, verdict = "", None
     if options.level == "flow" and compiled.lowered:
         from planc.draft.parsed import parsed
-        from planc.proof.apart import record
+        from planc.proof.in_subprocess import record
         from planc.proof.layout_flow import flow
 
         code = options.allow_code

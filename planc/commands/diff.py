@@ -37,7 +37,9 @@ def run(options: argparse.Namespace) -> int:
     sides = []
     merged = Sink()
     plans = {"old": options.old, "new": options.new or options.old}
-    if any(output.swapped(options.model, plan, merged) for plan in dict.fromkeys(plans.values())):
+    if any(
+        output.out_of_place(options.model, plan, merged) for plan in dict.fromkeys(plans.values())
+    ):
         output.show(merged, "full", sys.stderr)
         return output.FAILED
     files = {plan: compiler.read(plan, merged) for plan in dict.fromkeys(plans.values())}
@@ -89,8 +91,8 @@ def _compiled(
     )
     if alone is None:
         return compiled
-    told = f"{name} is unknown without torch: {alone.name} was not held against it"
-    print(told, file=sys.stderr)
+    note = f"{name} is unknown without torch: {alone.name} was not held against it"
+    print(note, file=sys.stderr)
     return replace(compiled, lowered=alone.lowered)
 
 

@@ -42,8 +42,8 @@ class _Format(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHel
     """Defaults that say something are shown, and lines of an epilog are kept."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        told = action.default in (None, False, []) or "default" in (action.help or "")
-        return action.help if told else super()._get_help_string(action)
+        stated = action.default in (None, False, []) or "default" in (action.help or "")
+        return action.help if stated else super()._get_help_string(action)
 
 
 def fill(parser: argparse.ArgumentParser, command: str) -> None:

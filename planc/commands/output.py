@@ -49,7 +49,7 @@ def compiled_target(
     from planc.draft.parsed import parsed
     from planc.syntax import plan_files
 
-    if swapped(target.model, target.plan, sink):
+    if out_of_place(target.model, target.plan, sink):
         return Compiled()
     result = compile_plan(
         target.model,
@@ -68,20 +68,25 @@ def compiled_target(
     return result
 
 
-def swapped(model: str, plan: str | None, sink: Sink) -> bool:
-    """Reports a plan in the place of the model, and a model in that of the plan."""
+def out_of_place(model: str, plan: str | None, sink: Sink) -> bool:
+    """Reports a model in the place of a plan, and perhaps a plan in that of the model."""
     from planc.model.config import locate_config
+    from planc.project import ProjectError
 
     if plan is None or ":" in model or plan.endswith(".plan"):
         return False
-    if not _is_plan(model) or not locate_config(plan):  # in this order: a hub name is slow
-        return False
-    sink.error(
-        "PL600",
-        f"{model} is a plan, and {plan} is a model: MODEL comes before PLAN",
-        help=f"write {plan} {model}",
-    )
-    return True
+    try:
+        if _is_plan(model) and locate_config(plan):  # in this order: a hub name is slow
+            message = f"{model} is a plan, and {plan} is a model: MODEL comes before PLAN"
+            sink.error("PL600", message, help=f"write {plan} {model}")
+            return True
+        if _names_model(plan):
+            message = f"{plan} is a model, in the place of a plan"
+            sink.error("PL006", message, help="models come first, and then plans")
+            return True
+    except ProjectError:  # reported where the plan is read
+        pass
+    return False
 
 
 def _is_plan(model: str) -> bool:
@@ -100,7 +105,7 @@ def models_and_plans(model: str, others: Sequence[str]) -> tuple[list[str], list
 
     models, plans = [model], [*others]
     try:
-        reversed_ = plans and _is_plan(model)  # `swapped` says so
+        reversed_ = plans and _is_plan(model)  # `out_of_place` says so
         while plans and not reversed_ and _names_model(plans[0]):
             models.append(plans.pop(0))
     except ProjectError:  # reported where the plan is read
@@ -131,7 +136,7 @@ def waiting(text: str) -> Iterator[Callable[[int, int], None]]:
     from threading import Timer
 
     shown: list[Any] = []
-    told = [text]  # kept for a bar that is shown later
+    description = [text]  # kept for a bar that is shown later
 
     def show_status() -> None:
         from rich.console import Console
@@ -142,13 +147,13 @@ def waiting(text: str) -> Iterator[Callable[[int, int], None]]:
         bar = Progress(*columns, console=Console(stderr=True), transient=True)
         task = bar.add_task(text)
         shown.append(bar)
-        bar.update(task, description=told[0])
+        bar.update(task, description=description[0])
         bar.start()
 
     def update(done: int, total: int) -> None:
-        told[0] = f"{text}: {done} of {total}"
+        description[0] = f"{text}: {done} of {total}"
         for bar in shown:
-            bar.update(bar.task_ids[0], description=told[0])
+            bar.update(bar.task_ids[0], description=description[0])
 
     timer = Timer(1.0, show_status)
     timer.start()

@@ -9,9 +9,9 @@ from planc.diagnostic import Sink
 from planc.estimate import profiles, timeline
 from planc.estimate.answer import Answer, answer_for
 from planc.ops.phrases import size
+from planc.show.module_tree import tree
 from planc.show.page import Known, render
 from planc.show.picture import picture
-from planc.show.tree import tree
 from planc.trial.verdict_store import recall
 
 

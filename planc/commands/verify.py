@@ -37,7 +37,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     sink = Sink()
-    if output.swapped(options.model, options.plan, sink):
+    if output.out_of_place(options.model, options.plan, sink):
         output.show(sink, "full", sys.stdout)
         return output.FAILED
     with output.waiting(f"training a small model on {options.processes} processes"):

@@ -211,14 +211,14 @@ class _Reasons:
         shapes = (n for a, b in pairs.changed for n, _, _ in differences(a, b))
         self.resized = any(_model(old, new)) or any(n.endswith(".shape") for n in shapes)
 
-    def moved(self, names: Iterable[str]) -> str:
+    def changed_sizes(self, names: Iterable[str]) -> str:
         """`tp 4 -> 8` for the given axes whose size changed."""
         sizes = ((n, *self.sizes.get(n, (1, 1))) for n in dict.fromkeys(names))
         return ", ".join(f"{n} {a} -> {b}" for n, a, b in sizes if a != b)
 
     def to_one(self, names: Iterable[str]) -> str:
-        """As `moved`, for axes with one rank on one side, where lowering leaves operations out."""
-        return self.moved(n for n in names if 1 in self.sizes.get(n, (1, 1)))
+        """The same for axes of one rank on a side, where lowering leaves operations out."""
+        return self.changed_sizes(n for n in names if 1 in self.sizes.get(n, (1, 1)))
 
     def absent(self, entry: Entry) -> str:
         """The reason why an operation is added or removed."""
@@ -233,7 +233,7 @@ class _Reasons:
         telling = [p for p in parts if not phrases.alike(p.old, p.new)] or parts
         names = {p.name: p for p in telling}
         if old.kind == "tensor":
-            return self.moved(old.over) if all(n.endswith(".local") for n in names) else ""
+            return self.changed_sizes(old.over) if all(n.endswith(".local") for n in names) else ""
         if old.kind != "fsdp" or self.resized or names.keys() - _FOLLOWS:
             return ""
         axes: list[str] = []
@@ -243,11 +243,11 @@ class _Reasons:
                 if not turned or not all(self.to_one([a]) for a in turned):
                     return ""
                 axes += sorted(turned)
-        if "gathered" in names and not self.moved(self.tensor):
+        if "gathered" in names and not self.changed_sizes(self.tensor):
             return ""
         if "nbytes" in names:
             axes += sorted(old.source.shard)
-        return self.moved([*axes, *self.tensor])
+        return self.changed_sizes([*axes, *self.tensor])
 
 
 _FOLLOWS = {"shard", "replicate", "nbytes", "gathered"}

@@ -110,8 +110,10 @@ def _divided(draft_plan: Draft, facts: Facts, sizes: dict[str, int], sink: Sink)
     why = why or proved(laid_out(render(draft_plan)), facts, draft_plan.sizes)
     if why:
         sink.warning("PL660", f"this plan could not be proved with {shown}: {why}")
-    told = f"Not proved with {shown}: {why}." if why else f"Layout flow proved it with {shown} too."
-    draft_plan.comment.append(told)
+    comment = (
+        f"Not proved with {shown}: {why}." if why else f"Layout flow proved it with {shown} too."
+    )
+    draft_plan.comment.append(comment)
 
 
 def _small(facts: Facts) -> tuple[Facts, SmallModel | None, ModelBuilder | None, str]:
@@ -232,8 +234,8 @@ def _unmatched_rules(facts: Facts, builder: Any, draft_plan: Draft, sink: Sink) 
     unmatched_rules = [r for r in rules if not any(f".{n}".endswith(f".{r}") for n in names)]
     if unmatched_rules:
         unmatched = ", ".join(f"`{r}`" for r in unmatched_rules)
-        told = f"transformers' own plan also names {unmatched}, which match nothing here."
-        draft_plan.comment.append(told)
+        comment = f"transformers' own plan also names {unmatched}, which match nothing here."
+        draft_plan.comment.append(comment)
         sink.info("PL661", f"rules of transformers' own plan match nothing: {unmatched}")
 
 

@@ -29,7 +29,7 @@ _TOP = ("plan", "extend", "option", "let", "require", "style", "override", "when
 def complete(judged: Judged, offset: int) -> tuple[str, tuple[Item, ...]]:
     """The part of a word that is typed already at an offset, and what it can become."""
     text = judged.source.text
-    line = text[text.rfind("\n", 0, offset) + 1 : offset]
+    line = text[text.rfind("\n", 0, offset) + 1 : offset].removeprefix("\ufeff")
     if comment := re.match(r"#[ \t]*planc:[ \t]*(\S*)$", line):
         return comment[1], tuple((model, "file", "") for model in shipped_models())
     if extend := re.match(r'extend "([^"]*)$', line):
@@ -41,7 +41,7 @@ def complete(judged: Judged, offset: int) -> tuple[str, tuple[Item, ...]]:
         return family[1], tuple((name, "value", "family") for name in sorted(known))
     if "#" in line or line.count('"') % 2:
         return "", ()
-    at = cursor(text, offset)
+    at = cursor(text.replace("\ufeff", " ", 1), offset)
     return re.split(r"[.,{}<$]", at.typed)[-1], tuple(dict.fromkeys(_items(at, judged)))
 
 

@@ -181,7 +181,7 @@ class Server:
         """None for a plan that does not parse: its findings say why."""
         source = (await self.judged(params.text_document.uri)).source
         text = formatted(source, Sink())
-        if text is None or text == source.text:
+        if text is None or text == source.text.removeprefix("\ufeff"):
             return None
         return [lsp.TextEdit(range=self.range(source.span(0, len(source.text))), new_text=text)]
 

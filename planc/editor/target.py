@@ -17,7 +17,7 @@ from planc.source import Source, Span
 from planc.syntax import ast
 from planc.syntax.plan_files import locate, plan_of_family, read_open
 
-_COMMENT = re.compile(r"^#[ \t]*planc:(.*)$", re.M)
+_COMMENT = re.compile(r"(?:^|(?<=^\ufeff))#[ \t]*planc:(.*)$", re.M)
 
 
 @dataclass(frozen=True, slots=True)

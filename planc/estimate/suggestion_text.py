@@ -80,7 +80,7 @@ def _difference(first: Candidate, other: Candidate) -> str:
         for n in order[:3]
         if abs(parts[n]) > 5e-5
     ]
-    return ", ".join(words) or "nothing that is modelled but rounding"
+    return ", ".join(words) or "nothing that is modeled but rounding"
 
 
 def _cost(best: Candidate, other: Candidate | None) -> str:

@@ -64,7 +64,7 @@ def imported(name: str, sink: Sink, *, peer: str | None, model: str | None) -> I
     writer = Writer(base, whose, given, keys)
     sections = writer.written()
     for word, (_, by) in settings.items():
-        fate += [(leaf, *writer.fate.get(leaf.path, writer.told(word))) for leaf in by]
+        fate += [(leaf, *writer.fate.get(leaf.path, writer.fate_of(word))) for leaf in by]
     if (given.get("pp_size") or 1) == 1:
         one = ("same", "without effect: one pipeline stage")
         fate = [(at, *(one if why == LOST["pipeline"] else (kind, why))) for at, kind, why in fate]

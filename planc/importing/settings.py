@@ -82,8 +82,8 @@ def value_of(setting: str, value: Any) -> Any:
             found = value if isinstance(value, list) else str(value).split(",")
             names = tuple(re.sub(r"^\*?\.", "", str(v)).strip() for v in found)
             if not names or not all(re.fullmatch(r"[\w.*]+", name) for name in names):
-                told = "names of modules; a plan has selectors in place of regular expressions"
-                raise Unknown(f"{told}: until you write one, the plan takes all linear layers")
+                reason = "names of modules; a plan has selectors in place of regular expressions"
+                raise Unknown(f"{reason}: until you write one, the plan takes all linear layers")
             return names
         case _:
             value = value[0] if isinstance(value, list) and value else value

@@ -107,7 +107,7 @@ class Writer:
         self.keys[word] = ", ".join(filter(None, (self.keys.get(each) for each in by)))
         self.aliases.update((each, word) for each in by)
 
-    def told(self, word: str) -> tuple[str, str]:
+    def fate_of(self, word: str) -> tuple[str, str]:
         """What became of a setting."""
         return self.fate.get(self.aliases.get(word, word), ("lost", "import cannot write it here"))
 
@@ -279,20 +279,20 @@ class Writer:
         # a DistributedConfig changes single rules of the model's own plan; alone they shard little
         single = self.base.has("tensor on tp") and not any("rowwise" in s for s in rules.values())
         for key, style in rules.items():
-            told = style_of_transformers(style)
+            written = style_of_transformers(style)
             path = re.sub(r"^(.*\.)?(base_model_)?tp_plan\.", "", key)
             if not path.startswith(("lm_head", f"{self.base.root}.")):
                 path = f"{self.base.root}.{path}"
             if path.rpartition(".")[0].endswith(".experts"):
                 self._not("same", "the rule of the experts has their parameters", key)
-            elif told is None or not re.fullmatch(r"[\w.*]+", path):
+            elif written is None or not re.fullmatch(r"[\w.*]+", path):
                 self._not("lost", f"{style} needs a rule of your own", key)
             elif single:
-                why = f"in place of the rule of {self.name}, write `override {path} : {told}`"
+                why = f"in place of the rule of {self.name}, write `override {path} : {written}`"
                 self._not("lost", why, key)
             else:  # transformers has rules for modules that some models of the family lack
-                self.fate[key] = ("plan", f"optional {path} : {told}")
-                lines.append(f"    optional {path} : {told}")
+                self.fate[key] = ("plan", f"optional {path} : {written}")
+                lines.append(f"    optional {path} : {written}")
         override = "override " if self.base.has("tensor on tp") else ""
         return [f"{override}tensor on tp {{    # tp_plan", *lines, "}", ""] if lines else []
 
@@ -324,7 +324,7 @@ class Writer:
 
     def _fsdp(self) -> list[str]:
         given, lines = self.given, list[str]()
-        if self.given.get("loss") and "override option loss_chunks" in self.told("loss")[1]:
+        if self.given.get("loss") and "override option loss_chunks" in self.fate_of("loss")[1]:
             self._not("lost", "a loss in parts makes no logits to cast", "output_dtype")
         elif output := given.get("output_dtype"):
             casts = f"param = param_dtype, reduce = reduce_dtype, output = {output}"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -121,8 +122,6 @@ class PlancStrategyMixin(_Strategy):  # type: ignore[misc]
 
     def remove_checkpoint(self, filepath: Any) -> None:
         if self.is_global_zero:
-            import shutil
-
             shutil.rmtree(Path(filepath), ignore_errors=True)
         distributed.barrier()
 

@@ -32,11 +32,8 @@ def of_data_ranks(run: Run, gathered: Any) -> Any:
     """
     from accelerate.utils import recursively_apply
 
-    ranks = run.mesh.mesh
-    for dim in reversed(range(ranks.dim())):
-        if run.lowered.axes[dim].name not in run.lowered.data:
-            ranks = ranks.select(dim, 0)
-    picked = sorted(ranks.flatten().tolist())
+    one = tuple(slice(None) if a.name in run.lowered.data else 0 for a in run.lowered.axes)
+    picked = sorted(run.mesh.mesh[one].flatten().tolist())
     world = distributed.get_world_size()
     return recursively_apply(
         lambda tensor: tensor.unflatten(0, (world, -1))[picked].flatten(0, 1), gathered

@@ -7,7 +7,7 @@ from pygments.lexer import RegexLexer, bygroups, words
 
 _NAME = r"[A-Za-z_]\w*"
 _PICKED = r"\{[^{}\s]+\}|\[[-:,\d]*\]"
-_SECTION = rf"({_NAME})(?=(?:\s+on\s[\w\s*,.]+)?\s*\{{\s*(?:#.*)?$)"
+_SECTION = rf"(?<!\bon )(?<!\* )({_NAME})(?=(?:\s+on\s[\w\s*,.]+)?\s*\{{\s*(?:#.*)?$)"
 
 
 class PlanLexer(RegexLexer):  # type: ignore[misc]
@@ -30,7 +30,7 @@ class PlanLexer(RegexLexer):  # type: ignore[misc]
             (words(("and", "or", "not", "in"), r"\b", r"\b"), token.Operator.Word),
             (words(("true", "false", "null"), r"\b", r"\b"), token.Keyword.Constant),
             (r"python(?=\s*\")|(?<=, )replicate(?=\s+on\b)", token.Keyword),
-            (r"1f1b\b", token.Name),
+            (r"1[fF]1[bB]\b", token.Name),
             (r"<[A-Za-z_]\w*>", token.Name.Class),
             (_SECTION, token.Name.Namespace),
             (r"(?<=[\w)\]] )\*(?= )", token.Operator),
@@ -42,6 +42,7 @@ class PlanLexer(RegexLexer):  # type: ignore[misc]
                 rf"(:)(\s*)({_NAME}(?:\.\w+)*)",
                 bygroups(token.Punctuation, token.Text, token.Name.Function),
             ),
+            (rf"{_NAME}(?:\.\w+)*(?=(?:<\w+>)?\s*:)", token.Name.Tag),  # a selector of names alone
             (rf"{_NAME}(?=\()", token.Name.Function),
             (rf"{_NAME}(\.\w+)*", token.Name),
             (r"\d{1,18}(\.\d{1,18})?([eE][+-]?\d{1,2})?[KMGT]?", token.Number),

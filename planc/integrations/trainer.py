@@ -12,8 +12,7 @@ the same rows once.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -160,16 +159,11 @@ def _gather_each_row_once(accelerator: Any, gather_for_metrics: Any, run: Run) -
     """`gather_for_metrics` that takes the rows of one rank of those that read the same ones."""
     gather_all = accelerator.gather
 
-    @contextmanager
-    def picking() -> Iterator[None]:
+    def gathered(data: Any, use_gather_object: bool = False) -> Any:
         accelerator.gather = lambda data: of_data_ranks(run, gather_all(data))
         try:
-            yield
+            return gather_for_metrics(data, use_gather_object)
         finally:
             del accelerator.gather  # the method of the class is back
-
-    def gathered(data: Any, use_gather_object: bool = False) -> Any:
-        with picking():
-            return gather_for_metrics(data, use_gather_object)
 
     return gathered

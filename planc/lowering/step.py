@@ -42,7 +42,7 @@ class Sent:
         size: bytes of the whole tensor: gathered, before it is scattered, reduced, exchanged or
             sent; the mean over the ranks where a router decides. None where they depend on the
             batch, which is not given, or are not known.
-        during: the pass that it is part of; a step where that is not told.
+        during: the pass that it is part of; a step where that is not known.
         modules: whose forward and backward passes send it, if some do.
     """
 

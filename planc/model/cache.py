@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from planc import atomic_write
+from planc.diagnostic import PlanError, Sink
 from planc.model.config import is_diffusers
 from planc.model.facts import Child, Facts, Module, Parameter
 from planc.model.indices import Indices
@@ -50,6 +51,19 @@ def missing() -> tuple[str, ...]:
 def not_installed() -> str:
     """`torch and transformers are not installed`."""
     return f"{' and '.join(missing())} {'are' if len(missing()) > 1 else 'is'} not installed"
+
+
+def needs(what: str, package: str) -> str:
+    """The message of PL760 for a command, or a function of the API."""
+    return f"`{what}` needs {package}, which is not installed"
+
+
+def require_torch(what: str) -> None:
+    """Raises PlanError (PL760) where torch is not installed, for a function of the API."""
+    if "torch" in missing():
+        sink = Sink()
+        sink.error("PL760", needs(what, "torch"), help=INSTALL)
+        raise PlanError(sink)
 
 
 def unproved() -> str:
@@ -194,17 +208,17 @@ def keep(key: str, data: Any) -> None:
 def written(key: str, about: Mapping[str, str], data: Any) -> str:
     """The text of an entry: a digest of all of it, what it is, and the data."""
     texts = (json.dumps(part, separators=(",", ":")) for part in (about, data))
-    told, body = texts
-    return f"{hashlib.sha256(f'{key}{told}{body}'.encode()).hexdigest()} {told}\n{body}"
+    about_text, body = texts
+    return f"{hashlib.sha256(f'{key}{about_text}{body}'.encode()).hexdigest()} {about_text}\n{body}"
 
 
 def _sound(key: str, text: str) -> tuple[dict[str, str], Any]:
     """What an entry is, and its data. Raises ValueError if it is damaged or of another key."""
     head, _, body = text.partition("\n")
-    digest, _, told = head.partition(" ")
-    if hashlib.sha256(f"{key}{told}{body}".encode()).hexdigest() != digest:
+    digest, _, about_text = head.partition(" ")
+    if hashlib.sha256(f"{key}{about_text}{body}".encode()).hexdigest() != digest:
         raise ValueError(key)
-    return json.loads(told), json.loads(body)
+    return json.loads(about_text), json.loads(body)
 
 
 def entries() -> Iterator[tuple[str, dict[str, str], Any]]:

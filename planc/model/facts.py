@@ -300,8 +300,9 @@ class Facts:
         ties: groups of torch names of parameters that are one tensor.
         code: `package.module:factory`, or the absolute path of a model's folder, that the user
             allowed planc to run.
-        own: the nn.Module itself, where a script passed it and planc cannot build it otherwise.
-        given: what the script says of its inputs and its loss.
+        user_model: the nn.Module itself, where a script passed it and planc cannot build it
+            otherwise.
+        inputs_and_loss: what the script says of its inputs and its loss.
         built: whether a script built the model, so that its dtypes are those that train; otherwise
             they are what the configuration says of the stored weights.
     """
@@ -314,8 +315,8 @@ class Facts:
     ties: tuple[tuple[str, ...], ...] = ()
     stated_fields: frozenset[str] = frozenset()
     code: str = ""
-    own: Any = field(default=None, compare=False, repr=False)
-    given: tuple[Any, Any] = field(default=(None, None), compare=False, repr=False)
+    user_model: Any = field(default=None, compare=False, repr=False)
+    inputs_and_loss: tuple[Any, Any] = field(default=(None, None), compare=False, repr=False)
     built: bool = field(default=False, compare=False)
 
     @cached_property

@@ -250,10 +250,11 @@ def _report(selector: ast.Selector, miss: _Miss, scope: Scope) -> None:
     facts = [f"{where} is a {at.module.cls}"]
     hint: str | None = None
     match miss.step:
-        case NamedChild(pattern) if any(p.name == pattern for p in at.module.parameters):
-            reason = f"`{pattern}` is a parameter"
-            hint = f"a selector is a path of modules: {where} holds the parameter"
-            hint += "" if at.path else ", and is `root` in a section of fsdp"
+        case NamedChild(pattern) if _holds(at, pattern):
+            reason = f"`{pattern}` is a parameter, and a selector is a path of modules"
+            hint = f"write {where}, the module that holds it"
+            if not at.path:
+                hint = "the model itself holds it: in an fsdp section, `root : unit` is its unit"
         case NamedChild(pattern):
             reason = f"{where} has no `{pattern}`"
             hint = _of_class(selector.path, scope) or _instead(pattern, at, names, scope)
@@ -270,6 +271,10 @@ def _report(selector: ast.Selector, miss: _Miss, scope: Scope) -> None:
             reason = f"{where} has no modules inside"
     message = f"`{written}` matches nothing: {reason}"
     scope.sink.error("PL101", message, selector.origin, facts=facts, help=hint)
+
+
+def _holds(at: Modules, parameter: str) -> bool:
+    return any(p.name == parameter for p in at.module.parameters)
 
 
 def _of_class(path: str, scope: Scope) -> str | None:
@@ -291,6 +296,9 @@ def _instead(pattern: str, at: Modules, names: list[str], scope: Scope) -> str |
     elsewhere = [m for m in scope.facts.model.below() if m.path and m.path[-1] == pattern]
     if elsewhere:
         return f"there is `{elsewhere[0]}`"
+    if holder := next((m for m in scope.facts.model.below() if _holds(m, pattern)), None):
+        where = f"`{holder}`" if holder.path else "the model itself"
+        return f"`{pattern}` is a parameter of {where}, and a selector is a path of modules"
     if names:
         return f"it has {one_of((f'`{n}`' for n in names[:12]), last='and')}"
     return None

@@ -32,7 +32,7 @@ def refuted(
     with another layout than the plan states (PL505), or tied parameters of which one is replicated.
     The latter overrules PL401 in the sink, which says the same from structure alone.
     """
-    told = Sink()
+    reported = Sink()
     groups = _groups(outcome, small)
     first = [g for g in groups if g[0].kind in ("output", "crash", "context")][:1]
     sizes = [g for g in groups if g[0].kind == "size"][:1]
@@ -48,17 +48,17 @@ def refuted(
         if (cause or tie) in said:
             continue
         if cause is not None:
-            _boundary(cause, small, told, Severity.ERROR, _consequence(group[0]))
+            _boundary(cause, small, reported, Severity.ERROR, _consequence(group[0]))
         elif tie is not None:
-            _tied(tie, group, told)
+            _tied(tie, group, reported)
             sink.overrule(TIES)
         else:
-            _REPORTERS.get(group[0].kind, _gradient)(group, small, told)
+            _REPORTERS.get(group[0].kind, _gradient)(group, small, reported)
             continue
         said.append(cause or tie)
     for group in [] if causes else boundaries[:1]:
-        _boundary(group, small, told, Severity.ERROR)
-    return told.diagnostics
+        _boundary(group, small, reported, Severity.ERROR)
+    return reported.diagnostics
 
 
 def report_means(outcome: Outcome, mesh: Mesh, sink: Sink) -> None:

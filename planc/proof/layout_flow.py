@@ -72,7 +72,7 @@ class Verdict:
         gathered: whether every FSDP unit is a module that is called, and so is all-gathered.
         released_early: whether the model's code recomputes, in the backward pass, parts of an FSDP
             unit other than the root, which may have been resharded before; the root is not.
-        unlike: whether the plan is wrong with random numbers, and right without.
+        drawn_wrong: whether the plan is wrong with random numbers, and right without.
     """
 
     outcome: Outcome
@@ -80,7 +80,7 @@ class Verdict:
     sections: tuple[SectionVerdict, ...] = ()
     gathered: bool = True
     released_early: bool = False
-    unlike: bool = False
+    drawn_wrong: bool = False
 
     def _judged(self, section: SectionVerdict) -> SectionVerdict:
         """The verdict on a section, corrected by the verdict on the plan as a whole.
@@ -103,7 +103,7 @@ class Verdict:
     @property
     def verdict(self) -> str:
         """`proved`, `refuted`, `unknown`, or `nothing` if no axis is tensor parallel."""
-        if not self.gathered or self.unlike:
+        if not self.gathered or self.drawn_wrong:
             return "refuted"
         right = self.outcome.verdict == "proved"
         open_ends = self.unknown_layers or self.released_early
@@ -135,8 +135,8 @@ class Verdict:
         many = f"{count} kinds of layer, " if count > 1 else ""
         match self.verdict:
             case "proved":
-                told = f"proved{cache.provenance()}, {many}largest error {self.outcome.worst:.0e}"
-                return f"layout flow ({told})"
+                detail = f"proved{cache.provenance()}, {many}largest error {self.outcome.worst:.0e}"
+                return f"layout flow ({detail})"
             case "nothing":
                 return "layout flow (no tensor parallelism)"
             case other:
@@ -222,8 +222,8 @@ def flow(
     if verdict.verdict != "proved" or not axes:
         return verdict
     draws = tuple(_draws(compiled, axes, sink, strict))
-    unlike = any(section.verdict == "refuted" for section in draws)
-    return replace(verdict, sections=(*verdict.sections, *draws), unlike=unlike)
+    drawn_wrong = any(section.verdict == "refuted" for section in draws)
+    return replace(verdict, sections=(*verdict.sections, *draws), drawn_wrong=drawn_wrong)
 
 
 def _judge_all(
@@ -326,7 +326,7 @@ def _released(
 
 def advice(facts: Facts, reason: str | None) -> str:
     """What to do where nothing is proved for a reason."""
-    if (facts.own is not None or facts.code) and "does not run" in (reason or ""):
+    if (facts.user_model is not None or facts.code) and "does not run" in (reason or ""):
         return "say what its forward takes: `inputs=` of `planc.check`, or a method `planc_inputs`"
     return cache.UNPACK if cache.missing() else "`planc verify` runs it on real processes"
 

@@ -68,8 +68,8 @@ class RuleChange:
         if self.condition is not None:
             yield Label(span=self.condition, text="to blame: right the other way around")
         elif self.old is not None:
-            told = f"right with `{self.style}`" if self.new else "right without it"
-            yield Label(span=self.old.origin, text=f"to blame: {told}")
+            detail = f"right with `{self.style}`" if self.new else "right without it"
+            yield Label(span=self.old.origin, text=f"to blame: {detail}")
         elif self.near is not None and self.layers is not None:
             yield Label(span=self.near.origin, text=f"to blame: for `{self.layers[0]}` alone")
         elif self.near is not None:

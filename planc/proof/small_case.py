@@ -42,30 +42,36 @@ class SmallModel:
     """The model that is built and run instead of the original one.
 
     Args:
-        values: the small configuration; empty for a user's own model, of which `own` is copied.
+        values: the small configuration; empty where `user_model` is copied.
         code: the factory of a user's own model, or the folder with the code of its class.
         kept: the layers that the small ones stand for, as of `Shrunk`.
         dropout: whether a user's own model keeps its dropout; a configuration says it itself.
-        given: the inputs and the loss of a user's own model, where the user says them.
+        inputs_and_loss: the inputs and the loss of a user's own model, where the user says them.
     """
 
     values: dict[str, Any]
     code: str = ""
     kept: Mapping[int, Sequence[tuple[int, ...]]] = field(default_factory=dict)
-    own: nn.Module | None = None
+    user_model: nn.Module | None = None
     dropout: bool = False
-    given: tuple[Any, Any] = (None, None)
+    inputs_and_loss: tuple[Any, Any] = (None, None)
 
     @property
     def of_the_user(self) -> bool:
         """Whether its code can change while its name stays the same."""
-        return bool(self.code) or self.own is not None
+        return bool(self.code) or self.user_model is not None
 
     def builder(self) -> ModelBuilder:
         """The builder of the model and its inputs; imports torch. Raises as `builder_of`."""
         from planc.model.small.user_model import builder_of
 
-        return builder_of(self.values, self.code, self.own, dropout=self.dropout, given=self.given)
+        return builder_of(
+            self.values,
+            self.code,
+            self.user_model,
+            dropout=self.dropout,
+            given=self.inputs_and_loss,
+        )
 
     def facts(self, model: Facts, sink: Sink) -> Facts | None:
         """The facts of the small model, or None after a finding.
@@ -77,7 +83,7 @@ class SmallModel:
             model: the facts of the original model.
             sink: receives the findings (PL60x).
         """
-        if self.own is not None or (self.code and not self.values):
+        if self.user_model is not None or (self.code and not self.values):
             return model
         found = load_values(self.values, "the small model", sink, folder=self.code)
         return found and replace(found, config=with_noise(found.config, model.config))
@@ -104,8 +110,10 @@ def small_model(
     ranks = {AxisRole.TENSOR: RANKS} if ranks is None else ranks
     if facts.code and not Path(facts.code).is_absolute():
         return SmallModel(values={}, code=facts.code)
-    if facts.own is not None:
-        return SmallModel(values={}, own=facts.own, given=facts.given)
+    if facts.user_model is not None:
+        return SmallModel(
+            values={}, user_model=facts.user_model, inputs_and_loss=facts.inputs_and_loss
+        )
     real = plan.mesh.size(*plan.axes_of_heads) if plan else None
     made = small_values(facts, ranks, real=real, variants=variants(plan, facts) if plan else {})
     if isinstance(made, str):

@@ -49,8 +49,8 @@ class Proof:
     findings: tuple[Diagnostic, ...] = ()
 
     def __str__(self) -> str:
-        told = [d for d in self.findings if d.severity != "info"]
-        shown = [render(told, "full")] if told else []
+        listed = [d for d in self.findings if d.severity != "info"]
+        shown = [render(listed, "full")] if listed else []
         return "\n".join((*shown, table(self.certificate) if self.certificate else "")).rstrip()
 
 

@@ -5,7 +5,7 @@ import logging
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from operator import attrgetter
 from typing import assert_never
@@ -27,13 +27,13 @@ from planc.ops.lowered import Lowered
 from planc.runtime import input_embeddings, megatron_fsdp, other_libraries, preconditions
 from planc.runtime.calls import Values, function_of, resolve
 from planc.runtime.context import same_batches
-from planc.runtime.known_verdict import strongest
+from planc.runtime.known_verdict import KnownVerdict, Required, accept, strongest
 from planc.runtime.lora import remember, require_packages
 from planc.runtime.meshes import Meshes, device_of, mesh_in_use, no_group_after_an_error, start
 from planc.runtime.preconditions import announce, op_name, ready, stop
 from planc.runtime.run import Run
-from planc.runtime.safeguards import Safeguards, Said, Statement, accepted, first_passes, tell
-from planc.runtime.same_inputs import watch
+from planc.runtime.same_inputs import FirstPasses, first_passes, watch
+from planc.runtime.same_weights import unequal, weight_sums
 
 _log = logging.getLogger("planc")
 
@@ -45,9 +45,10 @@ def apply_lowered(
     *,
     digest: str,
     device_type: str | None = None,
-    describe: Callable[[], str] | None = None,
     allow_code: bool = False,
-    safeguards: Safeguards = Safeguards(),  # noqa: B008, frozen
+    known: KnownVerdict | None = None,
+    require: Required | None = None,
+    compare: int = 0,
 ) -> Run:
     """Parallelizes a model over the ranks of this run, in place.
 
@@ -58,8 +59,12 @@ def apply_lowered(
         digest: the digest of `lowered`, which must be equal on all ranks.
         device_type: `cpu` or `cuda`; by default the model's, or for one on meta `cuda` if
             available.
-        describe: returns the text of `Run.describe`.
-        safeguards: what is asked beyond the operations.
+        known: what proofs say of the plan, as far as this rank knows; None to ask for nothing.
+        require: what they must say; None for a plan that is not known to be refuted.
+        compare: the number of first forward passes in which ranks compare their inputs, those of
+            the tensor axes and those of the innermost data axis; 0 compares neither these nor the
+            weights that the ranks have built, nor in all passes which kinds of inputs data ranks
+            pass.
 
     Raises:
         PlanError: PL172 (a custom style), PL480 to PL482 (too little is known of the plan), PL485
@@ -72,9 +77,9 @@ def apply_lowered(
     device = device_of(model, device_type)
     _require(model, lowered, device, allow_code)
     with _without_collection():
-        own = safeguards.statement(model, lowered)
-        modules, meshes, said = _prepare(model, lowered, digest, device, own)
-        first = first_passes(model, lowered, meshes, own, said)
+        modules, meshes, known, first = _prepare(
+            model, lowered, digest, device, known=known, require=require, compare=compare
+        )
         worker = Worker(model, modules, meshes, lowered)
         input_embeddings.guard(model, modules, lowered)
         for op in meshes.stage.ops:
@@ -89,22 +94,16 @@ def apply_lowered(
     # only of those: `run.load` swaps tensors, which torch refuses where a weak reference is
     before = tuple(r for r in before if (p := r()) is not None and id(p) not in kept)
     if distributed.get_rank() == 0:
-        taken = time.perf_counter() - began
-        _log.info(
-            "plan %s (%s) applied to %s on %s in %.2f s",
-            *(lowered.plan, digest[:12], lowered.model, phrases.mesh(lowered.axes), taken),
-        )
-        tell(lowered.plan, digest, said)
+        _tell(lowered, digest, known, time.perf_counter() - began)
     return Run(
         model=model,
         lowered=lowered,
         digest=digest,
         meshes=meshes,
-        text=describe or (lambda: f"{lowered.plan} for {lowered.model}, {digest[:12]}"),
         first=first,
-        batches=same_batches(lowered, meshes, safeguards.compare),
+        batches=same_batches(lowered, meshes, compare),
         replaced=before,
-        known=strongest(known for known, _ in said),
+        known=known,
     )
 
 
@@ -147,22 +146,45 @@ def _without_collection() -> Iterator[None]:
 
 
 def _prepare(
-    model: nn.Module, lowered: Lowered, digest: str, device: str, own: Statement
-) -> tuple[dict[str, nn.Module], Meshes, Said]:
-    """Checks the model and creates the meshes, and the process group where there is none."""
+    model: nn.Module,
+    lowered: Lowered,
+    digest: str,
+    device: str,
+    *,
+    known: KnownVerdict | None,
+    require: Required | None,
+    compare: int,
+) -> tuple[dict[str, nn.Module], Meshes, KnownVerdict | None, FirstPasses]:
+    """Checks the model and creates the meshes, and the process group where there is none; also what
+    all ranks know of the plan, and what they compare when the model runs first.
+    """
+    sums = weight_sums(model) if compare > 0 and lowered.world_size > 1 else None
     try:
         start(device)
         shared = mesh_in_use(lowered, device)
-        modules, told = ready(model, lowered, digest, (own.short, shared is not None))
-        said = [statement for statement, _ in told]
-        accepted(own, said)
-        if not all(has for _, has in told):
-            shared = None
-        return modules, Meshes(lowered, device, shared), said
+        own = known, sums.total if sums else "", shared is not None
+        modules, told = ready(model, lowered, digest, own)
+        verdicts, totals, shares = zip(*told, strict=True)
+        known = strongest(verdicts)
+        accept(known, require)
+        meshes = Meshes(lowered, device, shared if all(shares) else None)
     except PlanError:
         raise
     except Exception as error:
         raise stop("PL495", f"no process group or mesh on {device}: {first_line(error)}") from error
+    first = first_passes(model, lowered, meshes, compare)
+    if sums is not None and all(totals):
+        first.different_weights = unequal(model, lowered, sums, totals, device)
+    return modules, meshes, known, first
+
+
+def _tell(lowered: Lowered, digest: str, known: KnownVerdict | None, taken: float) -> None:
+    """Logs that a plan is applied, and the verdict on it, as a warning if it is not proved."""
+    plan, mesh = (lowered.plan, digest[:12]), phrases.mesh(lowered.axes)
+    _log.info("plan %s (%s) applied to %s on %s in %.2f s", *plan, lowered.model, mesh, taken)
+    if known is not None:
+        level = logging.INFO if known.level in ("proved", "verified") else logging.WARNING
+        _log.log(level, "plan %s (%s): %s", *plan, known.text)
 
 
 class Worker:

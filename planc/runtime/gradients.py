@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from planc.runtime.preconditions import stop
@@ -56,7 +55,7 @@ def no_sync(model: nn.Module, *, whole: bool = False) -> Iterator[None]:
         whole: whether sharded units too keep whole gradients, which saves communication and costs
             memory. Otherwise they reduce theirs in each pass, as without this, and keep shards.
     """
-    every = [u for u in fsdp_units(model) if whole or all(_shards(g) == 1 for g in groups_of(u))]
+    every = [u for u in fsdp_units(model) if whole or all(_shards(g) < 2 for g in groups_of(u))]
     for unit in every:
         unit.set_requires_gradient_sync(False, recurse=False)
     try:
@@ -81,7 +80,8 @@ def mean_over(value: Tensor, mesh: DeviceMesh | None) -> Tensor:
     if mesh is None:
         return value
     value = value.to(mesh.device_type)
-    distributed.all_reduce(value, group=mesh.get_group())
+    if mesh.size() > 1:
+        distributed.all_reduce(value, group=mesh.get_group())
     return value / mesh.size()
 
 
@@ -91,9 +91,10 @@ def unshard(model: nn.Module) -> Iterator[None]:
 
     Every rank must enter and leave it. Backward passes inside are not supported.
     """
-    sharded = [unit for unit in fsdp_units(model) if all(map(_sharded, groups_of(unit)))]
+    sharded = [unit for unit in fsdp_units(model) if all(map(_shards, groups_of(unit)))]
     before = [(g, g.post_forward_mesh_info) for unit in sharded for g in groups_of(unit)]
-    automatic = [(state, state._auto_reshard_after_forward) for state in map(_state, sharded)]
+    states = [unit._get_fsdp_state() for unit in sharded]
+    automatic = [(state, state._auto_reshard_after_forward) for state in states]
     try:
         for unit in sharded:
             unit.set_reshard_after_forward(False, recurse=False)
@@ -107,18 +108,11 @@ def unshard(model: nn.Module) -> Iterator[None]:
         reshard(model)
 
 
-def _sharded(group: Any) -> bool:
-    """Whether a parameter group is sharded; a replicated one needs no all-gather."""
-    return hasattr(group.mesh_info, "shard_mesh_size")
-
-
 def _shards(group: Any) -> int:
-    """The number of ranks that a parameter group is sharded over."""
-    return getattr(group.mesh_info, "shard_mesh_size", 1)
-
-
-def _state(unit: FSDPModule) -> Any:
-    return unit._get_fsdp_state()
+    """The number of ranks that a parameter group is sharded over; 0 for a replicated one, which
+    needs no all-gather.
+    """
+    return getattr(group.mesh_info, "shard_mesh_size", 0)
 
 
 # Full weights ------------------------------------------------------------------------------------
@@ -171,8 +165,8 @@ def _of_all_stages(own: dict[str, Tensor], stages: Stages) -> dict[str, Tensor]:
     mine = {name: (tuple(t.shape), t.dtype) for name, t in own.items()}
     distributed.all_gather_object(forms, mine, group=group)
     found: dict[str, Tensor] = {}
-    for rank, told in enumerate(forms):
-        for name, (shape, dtype) in told.items():
+    for rank, form in enumerate(forms):
+        for name, (shape, dtype) in form.items():
             if name not in found:
                 here = rank == stages.mesh.get_local_rank()
                 sent = own[name] if here else torch.empty(shape, dtype=dtype)

@@ -7,7 +7,6 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from planc.diagnostic import PlanError
 from planc.ops.lowered import Lowered
 from planc.ops.styles import Shard, Style, output_layout
 from planc.ops.tensor_parallel import Parallelize
@@ -28,8 +27,7 @@ def guard(model: nn.Module, modules: Mapping[str, nn.Module], lowered: Lowered) 
         if isinstance(op, Parallelize) and _of_sequence(op.style):
             for name in op.modules.names():
                 if modules.get(name.removesuffix(f".{BASE_LAYER}")) is embedding:
-                    refuse = partial(_refuse, partial(_error, name, op))
-                    model.register_forward_pre_hook(refuse, with_kwargs=True)
+                    model.register_forward_pre_hook(partial(_refuse, name, op), with_kwargs=True)
                     return
 
 
@@ -38,16 +36,15 @@ def _of_sequence(style: Style) -> bool:
     return isinstance(layout, Shard) and layout.dim in (1, -2)
 
 
-def _refuse(error: Any, _model: nn.Module, _args: Any, kwargs: Mapping[str, Any]) -> None:
+def _refuse(
+    name: str, op: Parallelize, _model: nn.Module, _args: Any, kwargs: Mapping[str, Any]
+) -> None:
     given = kwargs.get("inputs_embeds")
-    if isinstance(given, Tensor) and not isinstance(given, DTensor):
-        raise error()
-
-
-def _error(name: str, op: Parallelize) -> PlanError:
+    if not isinstance(given, Tensor) or isinstance(given, DTensor):
+        return
     [axis] = op.axes
     mesh = f'run.meshes["{axis}"]'
-    return stop(
+    raise stop(
         "PL476",
         f"`inputs_embeds` skip `{name}`, whose output the plan shards along the sequence "
         f"({op.place})",

@@ -62,20 +62,3 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     finally:
         wrapper.is_last_microbatch = True
         wrapper.set_model_auto_sync(True)
-
-
-def install_loaded_weights(model: nn.Module) -> None:
-    """Copies loaded weights from the optimizer's parameters to those of the forward pass."""
-    megatron_of(model).install_optimized_model_weights()
-
-
-def refuse(lowered: Lowered, what: str, hint: str) -> None:
-    """Raises for a method that planc supports with torch's FSDP only.
-
-    Raises:
-        PlanError: PL499, the plan has `backend = megatron`.
-    """
-    if lowered.has(MegatronShard):
-        raise stop(
-            "PL499", f"`{what}` is not supported for a model that Megatron-FSDP shards", help=hint
-        )

@@ -3,7 +3,7 @@
 import logging
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from operator import attrgetter
 from typing import Any, TypeVar, cast
 
@@ -47,7 +47,7 @@ def warning(code: str, message: str, *labels: Label, help: str | None = None) ->
     """Logs a finding on rank 0."""
     if distributed.get_rank() == 0:
         found = problem(code, message, *labels, help=help)
-        _log.warning("%s", replace(found, severity=Severity.WARNING).told)
+        _log.warning("%s", replace(found, severity=Severity.WARNING).one_line)
 
 
 def require_not_parallel(model: nn.Module) -> None:
@@ -62,7 +62,7 @@ def require_not_parallel(model: nn.Module) -> None:
 
 
 def ready(
-    model: nn.Module, lowered: Lowered, digest: str, also: Any = None
+    model: nn.Module, lowered: Lowered, digest: str, also: Any
 ) -> tuple[dict[str, nn.Module], list[Any]]:
     """The modules of a model by name, once every rank has checked that the plan fits; and what each
     rank says (`also`) besides, by rank. A finding on one rank raises on every rank, so that none
@@ -230,19 +230,6 @@ def _shapes(op: Parallelize, name: str, module: nn.Module) -> Iterator[str]:
 # All ranks ---------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _RankStatus:
-    """The digest of one rank, and its findings in one line.
-
-    The digest is empty on a rank without a lowered plan, the others without a finding.
-    """
-
-    digest: str
-    code: str
-    message: str
-    also: Any = None
-
-
 def of_all_ranks(own: T) -> list[T]:
     """What every rank gives, by rank; a collective where there are several."""
     every = [own] * distributed.get_world_size()
@@ -270,23 +257,22 @@ def of_rank_0(make: Callable[[], T], device_type: str) -> T:
 
 def _agree(digest: str, findings: list[Diagnostic], also: Any = None) -> list[Any]:
     """Raises on every rank unless all ranks have the same digest and no findings; returns what
-    each rank says besides, by rank.
+    each rank says besides, by rank. The digest is empty on a rank without a lowered plan.
     """
-    first = findings[0] if findings else None
-    mine = _RankStatus(digest, first.code if first else "", _in_one_line(findings), also)
-    everyone = of_all_ranks(mine)
-    lowered = all(status.digest for status in everyone)
-    if lowered and len({status.digest for status in everyone}) > 1:
-        different = one_of(_digests([status.digest for status in everyone]), last="and")
+    code = findings[0].code if findings else ""
+    everyone = of_all_ranks((digest, code, _in_one_line(findings), also))
+    digests = [own for own, *_ in everyone]
+    if all(digests) and len(set(digests)) > 1:
+        different = one_of(_digests(digests), last="and")
         message = f"the ranks disagree on the lowered plan: {different}"
         help = "every rank must read the same plan, settings and model configuration"
         raise stop("PL491", message, help=help)
     if findings:
         raise PlanError(findings)
-    for rank, status in enumerate(everyone):
-        if status.code:
-            raise stop(status.code, f"rank {rank} cannot apply the plan: {status.message}")
-    return [status.also for status in everyone]
+    for rank, (_, code, message, _) in enumerate(everyone):
+        if code:
+            raise stop(code, f"rank {rank} cannot apply the plan: {message}")
+    return [said for *_, said in everyone]
 
 
 def _in_one_line(findings: list[Diagnostic]) -> str:

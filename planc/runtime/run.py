@@ -2,7 +2,7 @@
 
 import os
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,16 +14,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 import planc
+from planc.emit.text import render
 from planc.model import cache
 from planc.notebook import InNotebooks
-from planc.ops.load import Load
 from planc.ops.lowered import Lowered
 from planc.ops.megatron_fsdp import MegatronShard
 from planc.runtime import gradients, megatron_fsdp
 from planc.runtime.context import rank_part, sequence_parts
 from planc.runtime.known_verdict import KnownVerdict
 from planc.runtime.meshes import Meshes
+from planc.runtime.preconditions import stop
 from planc.runtime.same_inputs import FirstPasses
+from planc.runtime.sharded_tensors import megatron_of
 from planc.runtime.standalone.clipping import clip_grad_norm
 from planc.runtime.training_step import Batch, TrainingStep
 from planc.runtime.weights import extras, peft_files, resuming, saving
@@ -54,7 +56,6 @@ class Run(InNotebooks):
     lowered: Lowered
     digest: str
     meshes: Meshes = field(repr=False)
-    text: Callable[[], str] = field(repr=False)
     first: FirstPasses = field(default_factory=FirstPasses, repr=False)
     batches: FirstPasses = field(default_factory=FirstPasses, repr=False)
     replaced: tuple[weakref.ref[nn.Parameter], ...] = field(default=(), repr=False)
@@ -100,17 +101,11 @@ class Run(InNotebooks):
     @property
     def data_rank(self) -> int:
         """The index of this rank's batch: `rank` of a sampler."""
-        coordinate = self.mesh.get_coordinate()
-        assert coordinate is not None  # the mesh holds every rank
-        rank = 0
-        for axis, position in zip(self.lowered.axes, coordinate, strict=True):
-            if axis.name in self.lowered.data:
-                rank = rank * axis.size + position
-        return rank
+        return mesh.get_local_rank() if (mesh := self.data_mesh) is not None else 0
 
     def describe(self) -> str:
         """The lowered plan, as `planc lower` prints it."""
-        return self.text()
+        return render(self.lowered, digest=self.digest)
 
     def summary(self) -> dict[str, Any]:
         """What identifies the run, as JSON values, for the configuration of a tracked run (W&B,
@@ -245,9 +240,9 @@ class Run(InNotebooks):
         Raises:
             PlanError: PL499, Megatron-FSDP shards the model.
         """
-        megatron_fsdp.refuse(
-            self.lowered, "run.unshard", "it all-gathers in each pass: remove the call"
-        )
+        if self.lowered.has(MegatronShard):
+            message = "`run.unshard` is not supported for a model that Megatron-FSDP shards"
+            raise stop("PL499", message, help="it all-gathers in each pass: remove the call")
         return gradients.unshard(self.model)
 
     def clip_grad_norm_(
@@ -296,21 +291,15 @@ class Run(InNotebooks):
         Raises:
             PlanError: PL475, the plan has another setting; PL496, all missing names, unexpected
                 names and wrong shapes at once, before anything is loaded; PL497, missing or broken
-                files.
+                files; PL567, `rank0` with a pipeline; PL687, 4-bit weights from a checkpoint.
         """
         step = resuming.load(
-            self.model,
-            Path(path),
-            weights=weights,
-            planned=next((o.weights for o in self.lowered.ops if isinstance(o, Load)), None),
-            optimizer=optimizer,
-            extra=extra or {},
-            data=(self.data_size, self.data_rank),
-            device=self.mesh.device_type,
+            self, Path(path), weights=weights, optimizer=optimizer, extra=extra or {}
         )
         self.first.weights_loaded()
         if self.lowered.has(MegatronShard):
-            megatron_fsdp.install_loaded_weights(self.model)
+            # from the optimizer's parameters to those of the forward pass
+            megatron_of(self.model).install_optimized_model_weights()
         return step
 
     def save(
@@ -324,7 +313,7 @@ class Run(InNotebooks):
         """Writes a checkpoint that any plan can resume from; the previous one is replaced last.
 
         Args:
-            path: a folder.
+            path: a folder, created or replaced if it holds a checkpoint.
             optimizer: an optimizer of the model's parameters, whose state is saved too.
             step: a number that `load` returns.
             extra: other objects with `state_dict` and `load_state_dict`, by name, such as a
@@ -348,14 +337,15 @@ class Run(InNotebooks):
         """Writes the full weights as safetensors that transformers' `from_pretrained` reads.
 
         Args:
-            path: a folder.
-            shard_size: the maximum size of a file in bytes.
+            path: a folder, created if it does not exist.
+            shard_size: the maximum size of a file in bytes, unless a single tensor is larger.
             adapters: `merged` into the weights, or `left_out`; required if the plan has adapters.
             replace: whether weights in the folder are replaced, once all new ones are written.
 
         Raises:
-            PlanError: PL189, the plan has adapters and `adapters` is None; PL686, 4-bit weights;
-                PL497, the folder holds weights already, or it could not be written.
+            PlanError: PL189, the plan has adapters and `adapters` is None, or merging would untie
+                weights; PL686, 4-bit weights; PL497, the folder holds weights already, or it could
+                not be written.
         """
         saving.export(
             self.model,

@@ -22,7 +22,7 @@ from planc.ops.tensor_parallel import Parallelize
 from planc.runtime.gradients import valid_labels
 from planc.runtime.meshes import Meshes, rows_of
 from planc.runtime.preconditions import stop, warning
-from planc.runtime.same_kinds import Hook
+from planc.runtime.same_kinds import Hook, kinds_hook
 from planc.runtime.same_weights import plain, tensor_sum, text_sum
 from planc.runtime.script_line import script_line
 
@@ -123,13 +123,21 @@ class FirstPasses:
             )
 
 
-def data_ranks(lowered: Lowered, meshes: Meshes) -> DeviceMesh | None:
+def first_passes(model: nn.Module, lowered: Lowered, meshes: Meshes, passes: int) -> FirstPasses:
+    """What is compared before the first `passes` of a model, and in all; for 0 nothing."""
+    if not passes:
+        return FirstPasses()
+    alike, apart = _tensor_ranks(lowered, meshes), _data_ranks(lowered, meshes)
+    return FirstPasses(passes, alike, apart, kinds=kinds_hook(model, lowered, meshes))
+
+
+def _data_ranks(lowered: Lowered, meshes: Meshes) -> DeviceMesh | None:
     """The ranks along the innermost data axis, which has a process group in every plan; or None."""
     axes = [a.name for a in lowered.axes if a.name in lowered.data and a.size > 1]
     return meshes.part(axes[-1]) if axes else None
 
 
-def tensor_ranks(lowered: Lowered, meshes: Meshes) -> DeviceMesh | None:
+def _tensor_ranks(lowered: Lowered, meshes: Meshes) -> DeviceMesh | None:
     """The ranks that split the layers of one copy of the model, over all tensor axes.
 
     None if there are none, or if a style of the model itself says what each rank passes.
@@ -232,16 +240,14 @@ def _different(
     else:
         names = [f"`{name}`" for i, (name, _) in enumerate(leaves) if i % _ARGUMENTS in columns]
         what = f"{one_of(names, last='and')} differ{'s' if len(names) == 1 else ''}"
-    axes = "_".join(mesh.mesh_dim_names or ())
-    differ = f"and read different inputs in {{}} {first.seen}: {what}"
-    labels = script_line("the inputs are passed here")
-    help = "a sampler takes num_replicas=run.data_size and rank=run.data_rank: the ranks of a "
+    code, pass_, axis = "PL483", "forward pass", "tensor"
     if first.splits == "sequences":
-        return stop(
-            "PL545",
-            f"the ranks {told} of {axes} split the same sequences {differ.format('batch')}",
-            *labels,
-            help=f"{help}context axis read the same rows",
-        )
-    message = f"the ranks {told} of {axes} split the same layers {differ.format('forward pass')}"
-    return stop("PL483", message, *labels, help=f"{help}tensor axis read the same rows")
+        code, pass_, axis = "PL545", "batch", "context"
+    return stop(
+        code,
+        f"the ranks {told} of {'_'.join(mesh.mesh_dim_names or ())} split the same {first.splits} "
+        f"and read different inputs in {pass_} {first.seen}: {what}",
+        *script_line("the inputs are passed here"),
+        help="a sampler takes num_replicas=run.data_size and rank=run.data_rank: the ranks of a "
+        f"{axis} axis read the same rows",
+    )

@@ -93,11 +93,11 @@ def _compare(names: Sequence[str], given: Sequence[bool], parts: Sequence[Device
 
 def _different(what: list[str], given: Sequence[bool], names: Sequence[str]) -> PlanError:
     has = dict(zip(names, given, strict=True))
-    told = one_of((f"`{name}`" for name in what), last="and")
+    kinds = one_of((f"`{name}`" for name in what), last="and")
     own = "does" if has[what[0]] else "does not"
     return stop(
         "PL479",
-        f"some data ranks pass {told} and others do not; rank {distributed.get_rank()} {own}",
+        f"some data ranks pass {kinds} and others do not; rank {distributed.get_rank()} {own}",
         *script_line("the inputs are passed here"),
         help="give each rank's batch an image or a sound, a blank one whose labels are ignored if "
         "it has none, or draw batches in which all ranks have some, or none has",

@@ -6,17 +6,20 @@ not belong together.
 """
 
 import hashlib
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, distributed, nn
 
-from planc.diagnostic import Diagnostic, one_of
+from planc.diagnostic import PlanError, one_of
 from planc.ops.load import Load
 from planc.ops.lowered import Lowered
-from planc.runtime.preconditions import of_all_ranks, problem
+from planc.runtime.preconditions import of_all_ranks, stop
 from planc.runtime.script_line import script_line
+
+_log = logging.getLogger("planc")
 
 _CHUNK = 1 << 20
 """The bytes that are hashed at once: they take twice as much memory."""
@@ -94,10 +97,10 @@ def weight_sums(model: nn.Module) -> WeightSums:
 
 def unequal(
     model: nn.Module, lowered: Lowered, own: WeightSums, totals: Sequence[str], device: str
-) -> Diagnostic | None:
+) -> PlanError | None:
     """PL484 if the ranks (`totals`) have different weights, to be raised unless weights are loaded;
-    a collective then. Under `load { weights = rank0 }` rank 0 gives all its own, and they are
-    equal.
+    a collective then, and a warning on rank 0. Under `load { weights = rank0 }` rank 0 gives all
+    its own, and they are equal.
     """
     if len(set(totals)) == 1:
         return None
@@ -110,16 +113,20 @@ def unequal(
     name = next(n for n in every[0] if len({sums.get(n) for sums in every}) > 1)
     values = [sums.get(name) for sums in every]
     groups = [[r for r, v in enumerate(values) if v == value] for value in dict.fromkeys(values)]
-    told = one_of((", ".join(map(str, some[:6])) for some in groups[:6]), last="and")
+    listed = one_of((", ".join(map(str, some[:6])) for some in groups[:6]), last="and")
     many = sum(len({sums.get(n) for sums in every}) > 1 for n in every[0])
-    return problem(
+    error = stop(
         "PL484",
-        f"the ranks {told} have built different weights: {name} is the first of {many:,} that "
+        f"the ranks {listed} have built different weights: {name} is the first of {many:,} that "
         "differ, and nothing has loaded others",
         *script_line("the model is different before this line"),
         help="call `run.load(folder)`, or `torch.manual_seed` with the same seed on every rank "
         "before the model is built, or say `load { weights = rank0 }` in the plan",
     )
+    if distributed.get_rank() == 0:
+        told = error.diagnostics[0].message
+        _log.warning("%s; `run.load` is to replace them before the first pass", told)
+    return error
 
 
 @torch.no_grad()  # type: ignore[untyped-decorator]

@@ -26,11 +26,6 @@ def megatron_of(model: nn.Module) -> Any:
     return getattr(next(model.parameters(), None), "_megatron_fsdp_model", None)
 
 
-def detached(tensor: Tensor) -> Tensor:
-    """A tensor without its history, with the chunk that Megatron-FSDP recorded on it."""
-    return with_chunk_of(tensor.detach(), tensor)
-
-
 def with_chunk_of(tensor: Tensor, other: Tensor) -> Tensor:
     """The same tensor, with the chunk that Megatron-FSDP recorded on another of its layout."""
     known = getattr(getattr(other, "_local_tensor", None), CHUNK_LIST, None)

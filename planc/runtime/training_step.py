@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.tensor import DTensor
 
+from planc.model.sources.isolation import replaced
 from planc.runtime import gradients
 from planc.runtime.context import sequence_parts
 from planc.runtime.preconditions import stop
@@ -66,11 +67,7 @@ class TrainingStep:
         total = total.detach().float()
         if stages is not None:
             distributed.all_reduce(total, group=stages.mesh.get_group())
-        mesh = run.data_mesh if parts == 1 else run.loss_mesh
-        if mesh is not None and mesh.size() > 1:
-            distributed.all_reduce(total, group=mesh.get_group())
-            total = total / mesh.size()
-        return total
+        return gradients.mean_over(total, run.data_mesh if parts == 1 else run.loss_mesh)
 
     def _plain(self, run: Run, batches: Sequence[Batch], count: Tensor, trains: bool) -> Tensor:
         losses = []
@@ -141,11 +138,8 @@ def _counting(model: nn.Module, step: TrainingStep) -> Iterator[None]:
             step.counts = not torch.equal(_whole(loss), _whole(other))
         return loss
 
-    model.loss_function = noted
-    try:
+    with replaced(model, "loss_function", noted):
         yield
-    finally:
-        model.loss_function = plain
 
 
 def _whole(loss: Tensor) -> Tensor:

@@ -36,8 +36,8 @@ def chart(bars: Bars, unit: Callable[[float], str], *, in_turn: bool) -> Iterato
     rows = []
     for name, same in sorted(legend.items(), key=lambda pair: -_total(pair[1])):
         how = tag("small", "; ".join(dict.fromkeys(how for _, how, _ in same)))
-        dot, told = tag("i", class_=f"dot {color[name]}"), tag("span", tag("b", name), how)
-        rows.append(tag("li", dot, told, tag("em", unit(_total(same))), data_by=same[0][2]))
+        dot, label = tag("i", class_=f"dot {color[name]}"), tag("span", tag("b", name), how)
+        rows.append(tag("li", dot, label, tag("em", unit(_total(same))), data_by=same[0][2]))
     yield tag("ul", *rows, class_="legend")
 
 

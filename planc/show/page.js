@@ -29,15 +29,15 @@ function light(chosen) {
 }
 
 function reasons(element) { // the lines of a row are those that `planc why` quotes
-  const told = element.querySelector("template");
-  const quoted = told ? [...told.content.querySelectorAll("a")].map((a) => a.textContent) : [];
+  const template = element.querySelector("template");
+  const quoted = template ? [...template.content.querySelectorAll("a")].map((a) => a.textContent) : [];
   return new Set([...places(element), ...quoted]);
 }
 
 function pin(chosen) {
-  const told = chosen.querySelector("template");
+  const template = chosen.querySelector("template");
   for (const element of all(".pin")) element.classList.remove("pin");
-  if (told) why.replaceChildren(told.content.cloneNode(true));
+  if (template) why.replaceChildren(template.content.cloneNode(true));
   chosen.classList.add("pin");
   pinned = chosen;
   show(light(chosen));

@@ -15,7 +15,7 @@ from planc.provenance.render import lines
 from planc.show import mesh
 from planc.show.charts import Bars, chart
 from planc.show.html import Html, page, tag
-from planc.show.tree import Row, tree
+from planc.show.module_tree import Row, tree
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,14 +102,14 @@ def _header(compiled: Compiled, lowered: Lowered, known: Known) -> Html:
         ("at rest", phrases.size(lowered.parameters), "of parameters on a rank"),
         *known.numbers,
     )
-    told = (
+    items = (
         tag("li", tag("b", f"{d.severity} {d.code}"), f" {d.message}", class_=str(d.severity))
         for d in known.findings
     )
     title = tag("h1", tag("b", lowered.plan), f" for {lowered.model}")
     axes = " × ".join(f"{a.name} {a.size}" for a in lowered.axes)
     about = tag("p", f"{lowered.layers} layers on {axes}", class_="note")
-    return tag("header", title, about, tiles(numbers), tag("ul", *told, class_="findings"))
+    return tag("header", title, about, tiles(numbers), tag("ul", *items, class_="findings"))
 
 
 def _mesh(lowered: Lowered, per_node: int, talks: tuple[mesh.RankGroup, ...]) -> Iterator[Html]:

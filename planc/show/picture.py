@@ -6,7 +6,7 @@ from planc.ops import phrases
 from planc.ops.lowered import Lowered
 from planc.show import mesh
 from planc.show.html import Html, shipped, tag
-from planc.show.tree import Row
+from planc.show.module_tree import Row
 
 _LINE, _COLUMN = 20, 330  # pixels
 

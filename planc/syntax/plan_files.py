@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from planc.diagnostic import Sink, did_you_mean, one_of
+from planc.diagnostic import Sink, did_you_mean
 from planc.project import ProjectError, plan_folders
 from planc.resources import PLANS
 from planc.source import MAX_CHARACTERS, Source, Span
@@ -24,7 +24,7 @@ DRAFT = "<draft>"
 """The name of a plan that is drafted for a family without one."""
 _MAX_FILES = 64
 _HEADER = re.compile(r"^plan \w+ for (.*)$", re.M)
-_PLAN = re.compile(r"(?:\s|#[^\n]*\n)*plan[ \t]+\w+[ \t]+for[ \t]")
+_PLAN = re.compile(r"\ufeff?(?:\s|#[^\n]*\n)*plan[ \t]+\w+[ \t]+for[ \t]")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,8 +119,7 @@ def read(plan: str, sink: Sink) -> tuple[ast.File, ...]:
         sink.error("PL021", str(error))
         return ()
     if place is None:
-        names = shipped()
-        hint = did_you_mean(plan, names, f"planc ships {one_of(names, last='and')}")
+        hint = did_you_mean(plan, shipped(), "`planc list plans` has the names")
         message = f"there is no plan {plan!r}: no such file, and no shipped plan"
         sink.error("PL006", message, help=hint)
         return ()
@@ -192,7 +191,7 @@ def plans_in(folder: Path) -> list[Path]:
 
 def families(path: Path) -> tuple[str, ...]:
     """The families that the header of a plan names."""
-    header = _HEADER.search(path.read_text(encoding="utf-8", errors="replace"))
+    header = _HEADER.search(path.read_text(encoding="utf-8-sig", errors="replace"))
     return tuple(re.findall(r"[^\s,]+", header[1])) if header else ()
 
 

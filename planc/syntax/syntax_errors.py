@@ -126,12 +126,12 @@ def _in_place_of_yaml(line: str) -> str | None:
 
 def _likely(found: str, expected: str, line: str, rest: str) -> str | None:
     """What to write for a mistake that is known; `rest` begins with what was found."""
-    if found and (told := _in_place_of_yaml(line)):
-        return f"this is YAML; a plan writes {told}"
+    if found and (advice := _in_place_of_yaml(line)):
+        return f"this is YAML; a plan writes {advice}"
     for patterns, text in ((_TOKENS, rest), (_HEADS, line.lstrip())):
-        for pattern, told in patterns.items():
+        for pattern, advice in patterns.items():
             if re.match(pattern, text):
-                return told
+                return advice
     if "`on`" in expected and found.isidentifier():
         return f"name the axis after `on`: `on {found}`"
     if expected == "`replicate`" and found.isidentifier():

@@ -74,7 +74,7 @@ def compare_runs(runs: Runs) -> Outcome:
     errors = [compare(result, runs.reference) for result in runs.results]
     logits, loss = max(e.logits for e in errors), max(e.loss for e in errors)
     gradients = list(_gradients(runs, errors))
-    unknown = next((one for one in runs.reference.unlike if one.wrong is None), None)
+    unknown = next((one for one in runs.reference.different_draws if one.wrong is None), None)
     if unknown is not None:
         reason = f"{unknown.problem}{unknown.line and f' ({unknown.line})'}"
         return Outcome(verdict="unknown", reason=reason)
@@ -108,7 +108,7 @@ def _head(runs: Runs) -> str:
 
 def _draws(runs: Runs) -> Iterator[Discrepancy]:
     """Random numbers that the ranks drew otherwise than the plain model, each place once."""
-    for one in dict.fromkeys(runs.reference.unlike):
+    for one in dict.fromkeys(runs.reference.different_draws):
         yield Discrepancy(
             kind="draws",
             subject=one.module,

@@ -24,7 +24,7 @@ from planc.runtime.standalone.pipeline import stages_of
 from planc.runtime.standalone.shards import in_own_order, rank_orders
 from planc.trial.batches import COUNT, Batches
 from planc.trial.numerics import full_copy, gradient_scale, parameters_by_name
-from planc.trial.random_numbers import Recorded, Replayed, Unlike
+from planc.trial.random_numbers import DifferentDraw, Recorded, Replayed
 from planc.trial.sequence_parts import BatchPart, mean_of_parts, part_rank, parts_of
 from planc.trial.trace import Trace, caller, named_modules
 
@@ -98,7 +98,7 @@ class Reference:
             from the sum over the data ranks' rows where a loss is no mean over tokens.
         recomputed: a module that the model's own code runs again in the backward pass.
         draws: whether the model draws random numbers.
-        unlike: what the ranks drew otherwise than the plain model does.
+        different_draws: what the ranks drew otherwise than the plain model does.
     """
 
     passes: list[RankResult]
@@ -108,7 +108,7 @@ class Reference:
     whole: Tensors = field(default_factory=dict)
     recomputed: str = ""
     draws: bool = False
-    unlike: list[Unlike] = field(default_factory=list)
+    different_draws: list[DifferentDraw] = field(default_factory=list)
 
 
 def train_single(
@@ -138,7 +138,7 @@ def train_single(
                 with backward.of(named_modules(model)):
                     (loss * (share * batches.weight(number))).backward()
                 reference.draws = reference.draws or bool(drawn or result.drawn[-1])
-                reference.unlike += getattr(draws, "unlike", [])
+                reference.different_draws += getattr(draws, "different_draws", [])
                 reference.recomputed = reference.recomputed or next(iter(backward.calls), "")
         if number == 0:
             reference.gradients = _gradients(model)

@@ -84,7 +84,7 @@ class Recorded(TorchDispatchMode):  # type: ignore[misc]
 
 
 @dataclass(frozen=True, slots=True)
-class Unlike:
+class DifferentDraw:
     """Numbers that ranks did not draw as the plain model does.
 
     Args:
@@ -115,7 +115,7 @@ class Replayed(TorchDispatchMode):  # type: ignore[misc]
         self._drawn = drawn
         self._where = where
         self._at = 0
-        self.unlike: list[Unlike] = []
+        self.different_draws: list[DifferentDraw] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -152,7 +152,7 @@ class Replayed(TorchDispatchMode):  # type: ignore[misc]
         return None
 
     def _tell(self, problem: str, wrong: bool | None) -> None:
-        self.unlike.append(Unlike(*self._where(), problem, wrong))
+        self.different_draws.append(DifferentDraw(*self._where(), problem, wrong))
 
 
 _MANY = 128

@@ -58,9 +58,7 @@ def twice(lowered):
 
 def handle(lowered):
     """What the handle of a run knows."""
-    run = apply_lowered(
-        build("llama"), lowered, digest=DIGEST, device_type="cpu", describe=lambda: "the text"
-    )
+    run = apply_lowered(build("llama"), lowered, digest=DIGEST, device_type="cpu")
     unknown = None
     try:
         run.meshes["nowhere"]

@@ -194,7 +194,7 @@ def compare(model, plan, overrides=(), changes=None, script=False, without=None,
         "gradient": errors[worst],
         "worst": worst,
         "bits": bits(logits, loss, *gradients.values()),
-        "unlike": sorted({one.problem for one in replayed.unlike}),
+        "unlike": sorted({one.problem for one in replayed.different_draws}),
     }
 
 

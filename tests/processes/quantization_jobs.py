@@ -31,7 +31,7 @@ CHANGES = {"intermediate_size": 128}
 NAMES = 2 * (7 * 2 + 1)
 
 
-def quantised(linear, quant, block, double, storage, compute):
+def quantized(linear, quant, block, double, storage, compute):
     """bitsandbytes' own layer in place of a linear one."""
     made = bitsandbytes.nn.Linear4bit(
         linear.in_features,
@@ -60,7 +60,7 @@ def single(family, dtype, double, changes, storage, compute):
     for pattern, *_, quant, block in TARGETS:
         for name, module in list(model.named_modules()):
             if quant and re.fullmatch(pattern, name):
-                layer = quantised(module, quant, block, double, storage, compute)
+                layer = quantized(module, quant, block, double, storage, compute)
                 model.set_submodule(name, layer)
     model.is_loaded_in_4bit = True
     for seed, (pattern, rank, alpha, _, _) in enumerate(TARGETS):

@@ -13,6 +13,7 @@ from torch import distributed
 
 import planc
 from planc.diagnostic import PlanError
+from planc.emit.text import render
 from planc.ops.activation_checkpoint import Checkpoint
 from planc.ops.fsdp import FullyShard
 from planc.ops.styles import Colwise, Replicate
@@ -265,7 +266,7 @@ def test_the_handle(four):
         assert told["mesh"] == (2, 2) and told["names"] == ("dp_shard", "tp")
         assert (told["dp"], told["tp"], told["joined"], told["submesh"]) == (2, 2, 4, 2)
         assert told["data"] == (rank // 2, 2) and told["data_mesh"] == rank // 2
-        assert told["text"] == "the text" and told["digest"] == DIGEST
+        assert told["text"] == render(llama(AXES), digest=DIGEST) and told["digest"] == DIGEST
         assert "no 'nowhere'; its axes are dp_shard and tp" in told["unknown"]
 
 

@@ -43,7 +43,7 @@ def test_biases(four, family, changes, sequence_parallel):
     right(four.run("quantization_jobs.compare", overrides=overrides, **arguments))
 
 
-def test_scales_that_are_quantised_too(four):
+def test_scales_that_are_quantized_too(four):
     arguments = {"double": True, "extra": ", double = true"}
     overrides = settings(tp=1, param_dtype="fp32")
     right(four.run("quantization_jobs.compare", overrides=overrides, **arguments))

@@ -61,7 +61,7 @@ def block_order(facts: Facts, blocks: str) -> BlockOrder:
     """
     values: dict[str, Any] = {}
     code = facts.code
-    user = facts.own is not None or bool(code and not Path(code).is_absolute())
+    user = facts.user_model is not None or bool(code and not Path(code).is_absolute())
     if not user:
         made = small_values(facts, ranks=2)
         if isinstance(made, str):
@@ -76,7 +76,9 @@ def block_order(facts: Facts, blocks: str) -> BlockOrder:
     from planc.model.small.user_model import builder_of
 
     try:
-        found = _run(builder_of(values, code, facts.own, given=facts.given), blocks)
+        found = _run(
+            builder_of(values, code, facts.user_model, given=facts.inputs_and_loss), blocks
+        )
     except Exception as error:
         return BlockOrder(problem=f"the small model does not run: {error}")
     if not (user or code):  # code can change while its name stays the same

@@ -45,8 +45,8 @@ have the same name in both languages."""
 
 def equivalent(name: str) -> str | None:
     """The help for a style of transformers: what a plan writes in its place; None for any other."""
-    told = _STYLES.get(name)
-    return f"`{name}` of transformers is, in a plan, {told}" if told else None
+    plain = _STYLES.get(name)
+    return f"`{name}` of transformers is, in a plan, {plain}" if plain else None
 
 
 def style_of_torch(call: ast.Call) -> str | None:

@@ -338,16 +338,3 @@ class ExpertsParallel(BareParallel):
 
         module.forward = spread
         return module
-
-
-__all__ = [
-    "BareParallel",
-    "DividedAttributes",
-    "ExpertsParallel",
-    "FeaturesParallel",
-    "PackedParallel",
-    "RotaryGradient",
-    "SummedGradient",
-    "TransposedParallel",
-    "rank_order",
-]

@@ -111,14 +111,8 @@ def checked(
     *,
     without: Iterable[str] = (),
 ) -> dict[str, StoredTensor]:
-    """The stored tensor for each tensor of a model, by the first of its names.
-
-    Args:
-        model: the model; its names are those before anything was wrapped.
-        stored: the tensors of the checkpoint.
-        folder: the checkpoint, for messages.
-        findings: receives PL496, one each for missing names, unexpected names and wrong shapes.
-        without: names that may be missing.
+    """`matched`, whose problems are findings: PL496, one each for missing names, unexpected names
+    and wrong shapes.
     """
     problems: list[str] = []
     found = matched(model, stored, folder, problems, frozenset(without))

@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 
 from planc.diagnostic import Diagnostic
 from planc.runtime.preconditions import problem
-from planc.runtime.sharded_tensors import detached, with_chunk_of
-from planc.runtime.standalone.dcp_chunks import Pieces
+from planc.runtime.sharded_tensors import with_chunk_of
+from planc.runtime.standalone.dcp_chunks import Pieces, storable
 from planc.runtime.standalone.load_weights import listed_names
 from planc.runtime.standalone.shards import Order, irregular, named_tensors, rank_orders, tied_names
 
@@ -24,21 +24,22 @@ STATE, GROUPS = "state.", "param_groups."
 
 
 def flat_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """The optimizer's flattened state dict. A parameter before its first step has no state."""
+    """The optimizer's flattened state dict, tensors as a checkpoint stores them. A parameter before
+    its first step has no state.
+    """
     out: dict[str, Any] = {}
+    own = rank_orders(model)
     for name, parameter, group in _parameters(model, optimizer):
         for key, value in optimizer.state.get(parameter, {}).items():
-            same = with_chunk_of(value, parameter) if isinstance(value, Tensor) else value
-            out[f"{STATE}{name}.{key}"] = same
+            stored = value
+            if isinstance(value, Tensor):  # one with dims has its parameter's order
+                order = own.get(name) if value.ndim else None
+                stored = storable(with_chunk_of(value, parameter), order)
+            out[f"{STATE}{name}.{key}"] = stored
         for key, value in group.items():
             if key != "params":
                 out[f"{GROUPS}{name}.{key}"] = value
     return out
-
-
-def storage_order(key: str, value: Any, own: Mapping[str, Order]) -> Order | None:
-    """The storage order of a state: a tensor with dims has its parameter's order."""
-    return own.get(owner(key)) if isinstance(value, Tensor) and value.ndim else None
 
 
 def check_state(
@@ -75,7 +76,8 @@ def empty_flat_state(
     out: dict[str, Any] = {}
     own = rank_orders(model)
     for key, meta in stored.items():
-        parameter = detached(parameters[owner(key)])
+        parameter = parameters[owner(key)]
+        parameter = with_chunk_of(parameter.detach(), parameter)
         out[key] = None
         if isinstance(meta, TensorStorageMetadata):
             shape, dtype = tuple(meta.size), meta.properties.dtype
@@ -103,9 +105,9 @@ def load_flat_state(model: nn.Module, optimizer: Optimizer, loaded: Mapping[str,
     by_id = {id(p): name for name, p in names.items()}
     groups = []
     for group in optimizer.param_groups:
-        found = [by_id[id(p)] for p in group["params"] if id(p) in by_id]
         params = [numbers[id(p)] for p in group["params"]]
-        groups.append({**(values.get(found[0], {}) if found else {}), "params": params})
+        name = by_id[id(group["params"][0])] if params else ""
+        groups.append({**values.get(name, {}), "params": params})
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 

@@ -134,8 +134,8 @@ def _trained_with_adapter(model: nn.Module) -> list[Diagnostic]:
 
 
 def _peft_name(name: str) -> str:
-    kept = name.removesuffix(f".{NAME}") if name.endswith(f".{NAME}") else name
-    return f"{_PREFIX}{kept.replace(f'.{NAME}.weight', '.weight')}"
+    kept = name.removesuffix(f".{NAME}").replace(f".{NAME}.weight", ".weight")
+    return f"{_PREFIX}{kept}"
 
 
 # The configuration -------------------------------------------------------------------------------
@@ -274,15 +274,12 @@ def change(layer: Any) -> Tensor:
     """
     embedding = bool(layer.lora_embedding_A)
     if embedding:
-        a, b = layer.lora_embedding_A[NAME], layer.lora_embedding_B[NAME]
-        halves = shards.whole_of(a), shards.whole_of(b)
+        a, b = (shards.whole_of(d[NAME]) for d in (layer.lora_embedding_A, layer.lora_embedding_B))
     else:
-        modules = layer.lora_A[NAME], layer.lora_B[NAME]
-        orders = [getattr(m, "_rank_order", {}).get("weight") for m in modules]
-        halves = (
-            shards.whole_of(modules[0].weight, orders[0]),
-            shards.whole_of(modules[1].weight, orders[1]),
+        a, b = (
+            shards.whole_of(m.weight, getattr(m, "_rank_order", {}).get("weight"))
+            for m in (layer.lora_A[NAME], layer.lora_B[NAME])
         )
-    product = halves[1] @ halves[0]
     turned = embedding or getattr(layer, "fan_in_fan_out", False)
+    product = b @ a
     return (product.T if turned else product) * layer.scaling[NAME]

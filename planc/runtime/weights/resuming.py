@@ -1,8 +1,11 @@
 """Loads a model and its optimizer from a torch.distributed.checkpoint folder."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 from torch import distributed, nn
@@ -10,6 +13,7 @@ from torch.distributed import checkpoint
 from torch.optim import Optimizer
 
 from planc.diagnostic import Diagnostic, one_of
+from planc.ops.load import Load
 from planc.runtime.preconditions import problem, stop
 from planc.runtime.sharded_tensors import reshard
 from planc.runtime.standalone.load_weights import (
@@ -22,32 +26,29 @@ from planc.runtime.standalone.safetensors_files import StoredTensor
 from planc.runtime.standalone.shards import four_bit_layers, named_tensors
 from planc.runtime.weights import loading, optimizers
 from planc.runtime.weights.extras import Extra, load_states, stored_keys
-from planc.runtime.weights.saving import METADATA, reason, saved
+from planc.runtime.weights.saving import METADATA, attempt, saved
+
+if TYPE_CHECKING:
+    from planc.runtime.run import Run
 
 _OPTIMIZER, _STEP = "optimizer.", "step"
 
 
 def load(
-    model: nn.Module,
+    run: Run,
     folder: Path,
     *,
     weights: loading.Weights | None,
-    planned: str | None,
     optimizer: Optimizer | None,
     extra: Extra,
-    data: tuple[int, int],
-    device: str,
 ) -> int | None:
-    """Loads a model from a folder of safetensors or a checkpoint, as `Run.load` describes.
-
-    Args:
-        weights: the argument of `Run.load`, None for the plan's setting.
-        planned: the setting in the plan's load section, None without one.
-        data: the number of ranks that read different data, and the index of this one.
+    """Loads a model from a folder of safetensors or a checkpoint; arguments and errors as of
+    `Run.load`. Every rank calls it.
     """
     if weights not in (None, *get_args(loading.Weights)):
         known = one_of(map(repr, get_args(loading.Weights)))
         raise ValueError(f"weights is {weights!r}, it can be {known}")
+    planned = next((op.weights for op in run.lowered.ops if isinstance(op, Load)), None)
     problems: list[Diagnostic] = []
     if weights and planned and weights != planned:
         text = f"this call has weights = {weights}, the plan's load section {planned}"
@@ -62,9 +63,7 @@ def load(
         if weights == "rank0":
             problems.append(problem("PL497", f"{folder} is a checkpoint: every rank reads its own"))
         loading.raise_on_all_ranks(problems)
-        return load_checkpoint(
-            model, folder, optimizer=optimizer, extra=extra, data=data, device=device
-        )
+        return _load_checkpoint(run, folder, optimizer, extra)
     if optimizer is not None or extra:
         problems.append(problem("PL497", f"{folder} is not a checkpoint with the state of a run"))
     elif planned == "checkpoint":
@@ -72,40 +71,21 @@ def load(
         problems.append(problem("PL497", text))
     loading.raise_on_all_ranks(problems)
     how: loading.Weights = "rank0" if "rank0" in (weights, planned) else "slices"
-    if how == "rank0" and stages_of(model):
+    if how == "rank0" and stages_of(run.model):
         text = "rank 0 sends a tensor to ranks that all have it, and stages have different ones"
         raise stop("PL567", text, help="write `weights = slices`")
-    loading.load_files(model, folder, weights=how, device=device)
+    loading.load_files(run.model, folder, weights=how, device=run.mesh.device_type)
     return None
 
 
-def load_checkpoint(
-    model: nn.Module,
-    folder: Path,
-    *,
-    optimizer: Optimizer | None,
-    extra: Extra,
-    data: tuple[int, int],
-    device: str,
+def _load_checkpoint(
+    run: Run, folder: Path, optimizer: Optimizer | None, extra: Extra
 ) -> int | None:
-    """Loads a model and an optimizer from a checkpoint of `save` or torch. Every rank calls it.
-
-    Args:
-        model: a model with a plan applied, not necessarily the plan that it was saved under.
-        folder: the checkpoint; its keys are the model's tensor names, or `model.` before them.
-        optimizer: an optimizer of the model's parameters.
-        extra: the script's own objects, which get the states that they had.
-        data: as of `load`.
-        device: the type of device that a model on meta goes to.
-
-    Returns:
-        The step that was saved, None without one.
-
-    Raises:
-        PlanError: PL496, all names and shapes that do not fit; PL497, missing or broken files;
-            PL687, 4-bit weights. On every rank.
+    """Loads a checkpoint of `save` or torch, whose keys are the model's tensor names, or `model.`
+    before them; it need not be one of this plan.
     """
     findings: list[Diagnostic] = []
+    model = run.model
     reshard(model)
     metadata = _metadata(folder, findings)
     found: dict[str, StoredTensor] = {}
@@ -122,8 +102,8 @@ def load_checkpoint(
     if optimizer is not None and not findings:
         # its state is as large as the model: nothing is allocated before every check has passed
         optimizers.check_state(model, optimizer, flat, findings)
-    keys, missing = stored_keys(extra, metadata.keys(), *data)
-    loading.allocate(model, [*findings, *missing], device)
+    keys, missing = stored_keys(extra, metadata.keys(), run.data_size, run.data_rank)
+    loading.allocate(model, [*findings, *missing], run.mesh.device_type)
     target: dict[str, Any] = dict(checkpoint_targets(model, found))
     if optimizer is not None:
         own_state = optimizers.empty_flat_state(model, optimizer, flat)
@@ -131,7 +111,10 @@ def load_checkpoint(
     if _STEP in metadata:
         target[_STEP] = None
     target |= dict.fromkeys(key for some in keys.values() for key in some)
-    _read(target, folder)
+    with torch.no_grad():
+        attempt(
+            partial(checkpoint.load, target, checkpoint_id=folder), f"{folder} could not be read"
+        )
     loading.raise_on_all_ranks(list(load_states(extra, keys, target)))
     if optimizer is not None:
         loaded = {k: target[_OPTIMIZER + k] for k in own_state}
@@ -180,13 +163,3 @@ def _short(folder: Path, stored: Mapping[Any, Any]) -> list[Diagnostic]:
             found = f"{file.stat().st_size:,} bytes, not {size:,}"
             out.append(problem("PL497", f"{file} is truncated: {found}"))
     return out
-
-
-def _read(target: dict[str, Any], folder: Path) -> None:
-    failed: list[Diagnostic] = []
-    try:
-        with torch.no_grad():
-            checkpoint.load(target, checkpoint_id=folder)
-    except (Exception, checkpoint.CheckpointException) as error:
-        failed.append(problem("PL497", f"{folder} could not be read: {reason(error)}"))
-    loading.raise_on_all_ranks(failed)

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor, distributed, nn
 from torch.distributed import checkpoint
 from torch.optim import Optimizer
 
-from planc.diagnostic import Diagnostic
+from planc.diagnostic import Diagnostic, first_line
 from planc.model.checkpoint_conversion import HubNames
 from planc.ops.configure import Configure
 from planc.ops.lowered import Lowered
@@ -24,7 +25,7 @@ from planc.runtime.standalone.lora_init import adapter_layers
 from planc.runtime.standalone.pipeline import stages_of
 from planc.runtime.standalone.safetensors_files import INDEX, SINGLE
 from planc.runtime.weights.loading import raise_on_all_ranks
-from planc.runtime.weights.optimizers import flat_state, storage_order
+from planc.runtime.weights.optimizers import flat_state
 from planc.runtime.weights.peft_files import Tuned, change, merge_findings, write_tensors
 
 METADATA = ".metadata"  # torch.distributed.checkpoint writes this file last
@@ -34,9 +35,9 @@ def save(
     model: nn.Module,
     folder: Path,
     *,
-    optimizer: Optimizer | None = None,
-    step: int | None = None,
-    extra: Mapping[str, bytes] | None = None,
+    optimizer: Optimizer | None,
+    step: int | None,
+    extra: Mapping[str, bytes],
 ) -> None:
     """Writes a torch.distributed.checkpoint that another plan or world size can resume from.
 
@@ -44,15 +45,7 @@ def save(
     can be loaded after a crash at any time. Every rank calls this, and all ranks see the folder.
     4-bit weights are left out: they never change, and their files hold them unquantized.
 
-    Args:
-        model: a model with a plan applied.
-        folder: created, or replaced if it holds a checkpoint.
-        optimizer: an optimizer of the model's parameters, whose state is saved too.
-        step: a number that `load` returns.
-        extra: what `extras.states` made of the script's own objects.
-
-    Raises:
-        PlanError: PL497, the folder holds something else, or writing failed. On every rank.
+    Arguments and errors are those of `Run.save`, but `extra` is what `extras.states` made of it.
     """
     new, old = _beside(folder)
     raise_on_all_ranks(_on_rank0(lambda: _clear(folder, new)))
@@ -62,22 +55,11 @@ def save(
     names = [n[0] for n in shards.tied_names(model) if n[0] not in four]
     state: dict[str, Any] = {"model": {n: storable(tensors[n], own.get(n)) for n in names}}
     if optimizer is not None:
-        flat = flat_state(model, optimizer)
-        state["optimizer"] = {
-            name: storable(value, storage_order(name, value, own))
-            if isinstance(value, Tensor)
-            else value
-            for name, value in flat.items()
-        }
+        state["optimizer"] = flat_state(model, optimizer)
     if step is not None:
         state["step"] = step
-    state |= extra or {}
-    failed: list[Diagnostic] = []
-    try:
-        checkpoint.save(state, checkpoint_id=new)
-    except (Exception, checkpoint.CheckpointException) as error:  # such as a full disk
-        failed.append(problem("PL497", f"{folder} could not be written: {reason(error)}"))
-    raise_on_all_ranks(failed)
+    state |= extra
+    attempt(partial(checkpoint.save, state, checkpoint_id=new), f"{folder} could not be written")
     raise_on_all_ranks(_on_rank0(lambda: _publish(folder, new, old)))
 
 
@@ -100,17 +82,26 @@ def _on_rank0(work: Callable[[], None]) -> list[Diagnostic]:
     try:
         work()
     except OSError as error:
-        return [problem("PL497", reason(error))]
+        return [problem("PL497", _reason(error))]
     return []
 
 
-def reason(error: BaseException) -> str:
+def attempt(work: Callable[[], object], what: str) -> None:
+    """Runs a collective of torch's checkpoints; raises PL497 on every rank if it fails on one."""
+    failed: list[Diagnostic] = []
+    try:
+        work()
+    except (Exception, checkpoint.CheckpointException) as error:  # such as a full disk
+        failed.append(problem("PL497", f"{what}: {_reason(error)}"))
+    raise_on_all_ranks(failed)
+
+
+def _reason(error: BaseException) -> str:
     """The first line of an error; torch's checkpoint errors collect those of all ranks."""
     if isinstance(error, checkpoint.CheckpointException) and error.failures:
         rank, (inner, _) = next(iter(error.failures.items()))
-        return f"rank {rank}: {reason(inner)}"
-    text = [line for line in str(error).strip().splitlines() if line.strip()]
-    return text[0].strip() if text else type(error).__name__
+        return f"rank {rank}: {_reason(inner)}"
+    return first_line(error)
 
 
 def _clear(folder: Path, new: Path) -> None:
@@ -161,20 +152,7 @@ def export(
 
     Tensors are all-gathered one at a time; rank 0 holds those of one file. Tied tensors are
     written once, and names and tensors are those of the model's checkpoints on the hub, such as one
-    tensor for each expert. Every rank calls it.
-
-    Args:
-        model: a model with a plan applied; its dtypes are kept.
-        lowered: the plan; it has the model's class and the fields that it set in `config.json`.
-        folder: created if it does not exist.
-        shard_size: the maximum size of a file in bytes, unless a single tensor is larger.
-        adapters: whether adapters are merged or left out; required if the model has adapters.
-        replace: whether weights in the folder are replaced, once all new files are written.
-
-    Raises:
-        PlanError: PL189, the model has adapters and `adapters` is None, or merging would untie
-            weights; PL686, 4-bit weights; PL497, the folder holds weights already, or writing
-            failed. On every rank.
+    tensor for each expert. Every rank calls it; arguments and errors are those of `Run.export`.
     """
     raise_on_all_ranks(merge_findings(model, adapters))
     if replace:
@@ -186,34 +164,37 @@ def export(
     raise_on_all_ranks(_on_rank0(lambda: _empty(folder)))
     reshard(model)
     changes = adapter_layers(model) if adapters == "merged" else {}
-    if stages_of(model):
-        _export_stages(model, lowered, folder, shard_size, changes)
-        return
-    names = [
-        _kept(model, group) for group in shards.tied_names(model) if not shards.is_adapter(group[0])
-    ]
+    make = _of_all_stages if stages_of(model) else _one_by_one
+    _write(model, lowered, folder, make(model, changes), shard_size)
+
+
+Source = tuple[Mapping[str, Tensor], Callable[[str], Tensor | None]]
+"""The tensors of an export, for their sizes; and what makes a full one on rank 0, on the CPU, which
+every rank that has its name calls.
+"""
+
+
+def _one_by_one(model: nn.Module, changes: Mapping[str, Any]) -> Source:
+    """Each tensor is all-gathered when it is written.
+
+    Args:
+        changes: the layers whose adapters are merged, by name.
+    """
     tensors, own = dict(shards.named_tensors(model)), shards.rank_orders(model)
-    hub, scalars = HubNames(model), shards.scalars_of(model)
-    groups = [(group, [tensors[n] for n in group]) for group in hub.converted_together(names)]
-    files = _Files(folder, list(_parts(groups, shard_size)), hub)
-    for part in files.parts:
-        full: dict[str, Tensor] = {}
-        for name in part:
-            value = shards.whole_of(tensors[name], own.get(name), scalar=name in scalars)
-            if name.removesuffix(".weight") in changes:
-                value = value + change(changes[name.removesuffix(".weight")])
-            if distributed.get_rank() == 0:
-                full[name] = value.to("cpu").contiguous()
-            del value
-        files.write(full)
-    raise_on_all_ranks(files.failed)
-    raise_on_all_ranks(_on_rank0(lambda: _describe(files, model, lowered)))
+    scalars = shards.scalars_of(model)
+
+    def whole(name: str) -> Tensor | None:
+        value = shards.whole_of(tensors[name], own.get(name), scalar=name in scalars)
+        if name.removesuffix(".weight") in changes:
+            value = value + change(changes[name.removesuffix(".weight")])
+        return value.to("cpu").contiguous() if distributed.get_rank() == 0 else None
+
+    tied = [names for names in shards.tied_names(model) if not shards.is_adapter(names[0])]
+    return {name: tensors[name] for name in (_kept(model, names) for names in tied)}, whole
 
 
-def _export_stages(
-    model: nn.Module, lowered: Lowered, folder: Path, shard_size: int, changes: Mapping[str, Any]
-) -> None:
-    """Rank 0 gathers the weights of all stages on the CPU, and writes them.
+def _of_all_stages(model: nn.Module, changes: Mapping[str, Any]) -> Source:
+    """Rank 0 gathers the weights of all stages on the CPU; other ranks have none.
 
     Args:
         changes: the layers of this rank's stages whose adapters are merged, by name.
@@ -223,45 +204,38 @@ def _export_stages(
     for name, by in on_rank_0(mine, model).items():
         full[name] = full[name] + by
     first = {tensor.data_ptr(): name for name, tensor in reversed(full.items())}
+    once = {name: full[name] for name in reversed(first.values())}
+    return once, lambda name: once[name].contiguous()
+
+
+def _write(
+    model: nn.Module, lowered: Lowered, folder: Path, source: Source, shard_size: int
+) -> None:
+    """Writes the files of an export on rank 0, one by one; after a failure no more."""
+    tensors, whole = source
     hub = HubNames(model)
-    groups = hub.converted_together([*reversed(first.values())])
-    sized = [(group, [full[name] for name in group]) for group in groups]
-    files = _Files(folder, list(_parts(sized, shard_size)), hub)
-    for part in files.parts:
-        files.write({name: full[name].contiguous() for name in part})
-    raise_on_all_ranks(files.failed)
-    raise_on_all_ranks(_on_rank0(lambda: _describe(files, model, lowered)))
+    parts = list(_parts(hub.converted_together([*tensors]), tensors, shard_size))
+    sizes: dict[str, int] = {}  # in bytes, by the name in a file
+    places: dict[str, str] = {}  # the file of each name
 
+    def write(file: str, full: dict[str, Tensor]) -> None:
+        stored = {n: t.contiguous() for n, t in hub.stored(full).items()}
+        write_tensors(folder / file, stored)
+        sizes.update({n: t.numel() * t.element_size() for n, t in stored.items()})
+        places.update(dict.fromkeys(stored, file))
 
-class _Files:
-    """The files of an export, which rank 0 writes one by one.
-
-    Args:
-        folder: where they go.
-        parts: the names of the model's tensors that go into each file.
-        hub: how files name and cut them.
-    """
-
-    def __init__(self, folder: Path, parts: list[list[str]], hub: HubNames) -> None:
-        self.folder, self.parts, self._hub = folder, parts, hub
-        self.failed: list[Diagnostic] = []
-        self.sizes: dict[str, int] = {}  # in bytes, by the name in a file
-        self.places: dict[str, str] = {}  # the file of each name
-        self._written = 0
-
-    def write(self, full: dict[str, Tensor]) -> None:
-        """Writes the next file on rank 0; after a failure nothing."""
-        self._written += 1
-        if distributed.get_rank() == 0 and not self.failed:
-            self.failed = _on_rank0(lambda: self._write(full))
-
-    def _write(self, full: dict[str, Tensor]) -> None:
-        number, count = self._written, len(self.parts)
-        name = SINGLE if count == 1 else f"model-{number:05}-of-{count:05}.safetensors"
-        stored = {n: t.contiguous() for n, t in self._hub.stored(full).items()}
-        write_tensors(self.folder / name, stored)
-        self.sizes |= {n: t.numel() * t.element_size() for n, t in stored.items()}
-        self.places |= dict.fromkeys(stored, name)
+    failed: list[Diagnostic] = []
+    for number, part in enumerate(parts, 1):
+        full: dict[str, Tensor] = {}  # those of the last file are freed first
+        for name in part:
+            if (value := whole(name)) is not None:
+                full[name] = value
+        file = f"model-{number:05}-of-{len(parts):05}.safetensors" if parts[1:] else SINGLE
+        failed = failed or _on_rank0(partial(write, file, full))
+    raise_on_all_ranks(failed)
+    index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places}
+    described = partial(_describe, folder, model, lowered, index if parts[1:] else None)
+    raise_on_all_ranks(_on_rank0(described))
 
 
 def _empty(folder: Path) -> None:
@@ -291,12 +265,12 @@ def _kept(model: nn.Module, names: tuple[str, ...]) -> str:
 
 
 def _parts(
-    groups: Iterable[tuple[tuple[str, ...], list[Tensor]]], size: int
+    groups: Iterable[tuple[str, ...]], tensors: Mapping[str, Tensor], size: int
 ) -> Iterator[list[str]]:
     part: list[str] = []
     filled = 0
-    for names, tensors in groups:
-        own = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    for names in groups:
+        own = sum(tensors[name].numel() * tensors[name].element_size() for name in names)
         if part and filled + own > size:
             yield part
             part, filled = [], 0
@@ -305,12 +279,10 @@ def _parts(
     yield part
 
 
-def _describe(files: _Files, model: nn.Module, lowered: Lowered) -> None:
-    """Writes the index if there are several files, and the configurations that the model has."""
-    folder = files.folder
-    if len(files.parts) > 1:
-        total = {"total_size": sum(files.sizes.values())}
-        _text(folder / INDEX, {"metadata": total, "weight_map": files.places})
+def _describe(folder: Path, model: nn.Module, lowered: Lowered, index: Any) -> None:
+    """Writes the index, if there is one, and the configurations that the model has."""
+    if index is not None:
+        _text(folder / INDEX, index)
     generation: Any = getattr(model, "generation_config", None)
     if callable(getattr(generation, "to_json_string", None)):
         _text(folder / "generation_config.json", json.loads(generation.to_json_string()))

@@ -55,15 +55,17 @@ def _uneven(rule: TensorRule, parameter: Parameter, split: Split, plan: Plan, si
             f"dim {split.dim} of {name} is {size:,}, which is not divisible into {parts} "
             "equal parts"
         )
-        told = "give the size of each part: `parts = [a, b, c]`"
+        advice = "give the size of each part: `parts = [a, b, c]`"
     else:
         what = f"a part of {bad:,}" if split.packed else f"{bad:,} pairs" if parts != 1 else "dim"
         what = f"dim {split.dim}, of {bad:,}," if what == "dim" else what
         message = f"{what} of {name} cannot be split over {rule.axis} = {over}"
         choices = [n for n in queries.legal(min(sizes), most=64) if not any(s % n for s in sizes)]
-        told = f"{rule.axis} can be {one_of(map(str, choices))} here"
+        advice = f"{rule.axis} can be {one_of(map(str, choices))} here"
     marks = (Label(span=rule.origin, text="split here"), queries.axis_label(plan, rule))
-    sink.error("PL220", message, *marks, facts=[f"its shape is {list(parameter.shape)}"], help=told)
+    sink.error(
+        "PL220", message, *marks, facts=[f"its shape is {list(parameter.shape)}"], help=advice
+    )
     return True
 
 

@@ -9,7 +9,7 @@ from planc.diagnostic import Sink
 from planc.draft.init import draft
 from planc.draft.parsed import parsed_text
 from planc.model.facts import Facts
-from planc.proof.apart import NoAnswerError, answered_apart
+from planc.proof.in_subprocess import NoAnswerError, answer_of_subprocess
 from planc.runtime.preconditions import of_rank_0
 from planc.syntax import ast
 
@@ -22,17 +22,17 @@ def parsed_for_run(facts: Facts, device_type: str) -> tuple[ast.File, ...] | Non
     Raises:
         AnnouncedError: another rank has a plan, or an error.
     """
-    text = of_rank_0(lambda: _written_apart(facts), device_type)
+    text = of_rank_0(lambda: _written(facts), device_type)
     return None if text is None else (parsed_text(text),)
 
 
-def _written_apart(facts: Facts) -> str | None:
+def _written(facts: Facts) -> str | None:
     _log.warning(
         "no plan is for %s, so rank 0 drafts one; `planc init` writes it into a file to read",
         facts.family,
     )
     try:
-        return str(answered_apart(__name__, facts))
+        return str(answer_of_subprocess(__name__, facts))
     except NoAnswerError as error:
         _log.warning("the draft could not be written: %s", error)
         return None

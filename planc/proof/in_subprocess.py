@@ -22,7 +22,7 @@ def record(compiled: Compiled, verdict: Verdict, sink: Sink) -> KnownVerdict:
     """
     facts, lowered = compiled.facts, compiled.lowered
     level, text = _judged(verdict, sink)
-    if facts and lowered and not (facts.code or facts.own is not None or lowered.code):
+    if facts and lowered and not (facts.code or facts.user_model is not None or lowered.code):
         verdict_store.remember(lowered, facts, level, text)
     return KnownVerdict(level=level, text=text)
 
@@ -43,12 +43,12 @@ SECONDS = 300
 _TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def prove_apart(compiled: Compiled, *, allow_code: bool) -> KnownVerdict:
+def prove_in_subprocess(compiled: Compiled, *, allow_code: bool) -> KnownVerdict:
     """The verdict of layout flow on a compiled plan without errors, kept as that of a check; a
     model of the user's own must have a class that can be imported elsewhere.
     """
     try:
-        level, text = answered_apart(__name__, (compiled, allow_code))
+        level, text = answer_of_subprocess(__name__, (compiled, allow_code))
     except NoAnswerError as error:
         return _undecided(str(error))
     known = level in get_args(Level)
@@ -59,7 +59,7 @@ class NoAnswerError(Exception):
     """Why a process of its own gave no answer."""
 
 
-def answered_apart(module: str, given: object) -> Any:
+def answer_of_subprocess(module: str, given: object) -> Any:
     """What a module of planc, run in a process of its own, prints as JSON in its last line.
 
     Args:

@@ -1,4 +1,4 @@
-"""PL160, PL162, PL163, PL205: layouts on which the modules beside each other do not agree."""
+"""PL160, PL162, PL163, PL205: layouts on which adjacent modules do not agree."""
 
 from collections.abc import Iterable
 
@@ -55,24 +55,24 @@ def _compare(  # noqa: PLR0917
     name = str(rule.modules.path[-1])
     there = [c.name for c in parent.module.children if c.name in group and c.name != name]
     others = {n: [r for r in own if r.modules.path[-1] == n] for n in there}
-    unlike = [n for n in there if not _like(rule, parent, others[n])]
-    if not unlike:
+    differing = [n for n in there if not _like(rule, parent, others[n])]
+    if not differing:
         return
     labels: dict[Span, Label] = {
         rule.origin: Label(span=rule.origin, text=f"the output of {name} stays sharded")
     }
-    for other in (r for n in unlike for r in others[n]):
+    for other in (r for n in differing for r in others[n]):
         text = f"{other.modules.path[-1]} is not sharded the same way"
         labels.setdefault(other.origin, Label(span=other.origin, text=text))
     sink.warning(
         "PL205",
         f"`{name}` of `{parent}` is sharded over {rule.axis} = {queries.ranks(plan, rule)}, and "
-        f"{one_of((f'`{n}`' for n in unlike), last='and')}, which "
-        f"{'feeds' if len(unlike) == 1 else 'feed'} the same operation, "
-        f"{'is' if len(unlike) == 1 else 'are'} not sharded the same way",
+        f"{one_of((f'`{n}`' for n in differing), last='and')}, which "
+        f"{'feeds' if len(differing) == 1 else 'feed'} the same operation, "
+        f"{'is' if len(differing) == 1 else 'are'} not sharded the same way",
         *labels.values(),
         queries.axis_label(plan, rule),
-        facts=[f"{n} has no colwise rule" for n in unlike if not others[n]],
+        facts=[f"{n} has no colwise rule" for n in differing if not others[n]],
         help=f"use one style for all: `{{{','.join(n for n in group if n in (name, *there))}}} : "
         "colwise`",
     )
