@@ -3,12 +3,11 @@
 import os
 import time
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 
 from planc.diagnostic import Sink
-from planc.estimate.counted import Counted, Part, Product, Saved
+from planc.estimate.counted import Counted, MicroBatch, Part, Product, Saved
 from planc.estimate.derived_counts import DerivedCounts, first_jobs
 from planc.estimate.kept_tensors import count
 from planc.estimate.second_process import SecondProcess, both, can_help
@@ -18,7 +17,7 @@ WHOLE = "", 1
 
 
 def work(rows, tokens, exchange=WHOLE):
-    return SimpleNamespace(rows=rows, tokens=tokens, exchange=exchange, compute_dtype="bfloat16")
+    return MicroBatch(rows, tokens, "bfloat16", exchange)
 
 
 def counts_of(model):
@@ -26,9 +25,8 @@ def counts_of(model):
     facts = load(model, sink)
 
     def run(job):
-        rows, tokens, dtype, exchange = job
-        ran.append((rows, tokens))
-        return count(facts, sink, batch=rows, sequence=tokens, dtype=dtype, exchange=exchange)
+        ran.append((job.rows, job.tokens))
+        return count(facts, sink, job)
 
     ran = []
     return DerivedCounts(run), ran
@@ -74,7 +72,7 @@ def test_parts_of_a_sequence_are_derived_from_a_few_of_them(model):
     for rows, ranks in ((1, 16), (3, 4), (16, 16), (2, 32)):
         derived = counts.derived(part(rows, ranks))
         assert ran == first
-        assert derived == counts.run((rows, total // ranks, "bfloat16", ("all_gather", ranks)))
+        assert derived == counts.run(part(rows, ranks))
         ran.pop()
 
 
@@ -116,7 +114,7 @@ def failing(job):
 
 
 def jobs(*rows):
-    return [(n, 8, "bfloat16", WHOLE) for n in rows]
+    return [work(n, 8) for n in rows]
 
 
 def test_two_processes_count():

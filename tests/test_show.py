@@ -233,6 +233,12 @@ def test_a_color_means_one_kind_and_each_is_explained():
     assert read.texts["em"] == "3.02.02.01.0"
 
 
+def test_what_takes_nothing_is_drawn_too():
+    """Where a pipeline keeps all units gathered, its backward pass gathers none: 0 bytes."""
+    read = Page("".join(charts.chart({"loss": [("x", 0.0, "how", "")]}, str, in_turn=False)))
+    assert read.texts["em"] == "0.0"
+
+
 def evil(folder):
     """A plan and a model whose every name is an attack, compiled."""
     parameter = Parameter(name=f"w{EVIL}", shape=(8, 8))

@@ -228,9 +228,8 @@ class _Reasons:
             return self.to_one(self.experts)
         return self.to_one(self.tensor) if entry.kind in ("tie", "random") else ""
 
-    def between(self, old: Entry, parts: Iterable[Difference]) -> str:
+    def between(self, old: Entry, parts: Sequence[Difference]) -> str:
         """The reason why an operation changes."""
-        parts = list(parts)
         telling = [p for p in parts if not phrases.alike(p.old, p.new)] or parts
         names = {p.name: p for p in telling}
         if old.kind == "tensor":

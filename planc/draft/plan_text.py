@@ -68,7 +68,7 @@ def render(draft: Draft) -> str:
     tensor, units, names = list(_tensor(draft)), list(_fsdp(draft)), block_names(draft.blocks)
     wrapped = [i for i, path in enumerate(draft.blocks) if path in draft.called]
     again = [f"        ${names[i]} : full" for i in wrapped] if draft.checkpoint else []
-    lines += [f"option {text}  # {why}" for text, why in _options(draft, bool(again))]
+    lines += _options(draft, bool(again))
     for i, path in enumerate(draft.blocks):
         if any(f"${names[i]} " in line for line in (*tensor, *units, *again)):
             lines.append(f"let {names[i]} = {path}.*")
@@ -82,18 +82,14 @@ def render(draft: Draft) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _options(draft: Draft, again: bool) -> list[tuple[str, str]]:
-    options = []
+def _options(draft: Draft, again: bool) -> Iterable[str]:
     if draft.sequence is not None:
         why = "norms and residuals are sharded on the sequence dim between blocks"
-        options.append(("sequence_parallel = true", why))
+        yield f"option sequence_parallel = true  # {why}"
     if again:
-        options.append(("checkpointing = true", "recompute each block's activations in backward"))
-    return [
-        *options,
-        ('param_dtype = "bf16"', "the dtype in which FSDP all-gathers and computes"),
-        ('reduce_dtype = "fp32"', "the dtype in which gradients are reduced"),
-    ]
+        yield "option checkpointing = true  # recompute each block's activations in backward"
+    yield 'option param_dtype = "bf16"  # the dtype in which FSDP all-gathers and computes'
+    yield 'option reduce_dtype = "fp32"  # the dtype in which gradients are reduced'
 
 
 def block_names(blocks: Iterable[str]) -> list[str]:
@@ -108,24 +104,19 @@ def block_names(blocks: Iterable[str]) -> list[str]:
 
 def _tensor(draft: Draft) -> Iterable[str]:
     """The tensor rules: those of both variants first, then those that differ."""
-    sequence = draft.sequence
     for name, path in zip(block_names(draft.blocks), draft.blocks, strict=True):
-        plain = draft.plain.get(path, {})
-        other = None if sequence is None else sequence.get(path, {})
-        inner = list(_both_variants(plain, other, draft.notes))
+        inner = list(_both_variants(draft, path))
         if inner:
             yield from [f"${name} {{", *(f"    {line}" for line in inner), "}"]
-    plain = draft.plain.get("", {})
-    other = None if sequence is None else sequence.get("", {})
-    yield from _both_variants(plain, other, draft.notes)
+    yield from _both_variants(draft, "")
 
 
-def _both_variants(
-    plain: dict[str, str], sequence: dict[str, str] | None, notes: dict[str, str]
-) -> Iterable[str]:
-    if sequence is None:
+def _both_variants(draft: Draft, path: str) -> Iterable[str]:
+    plain, notes = draft.plain.get(path, {}), draft.notes
+    if draft.sequence is None:
         yield from _rules(plain, notes)
         return
+    sequence = draft.sequence.get(path, {})
     both = {n: s for n, s in plain.items() if sequence.get(n) == s}
     one = {n: s for n, s in plain.items() if n not in both}
     two = {n: s for n, s in sequence.items() if n not in both}
@@ -193,9 +184,12 @@ def _fsdp(draft: Draft) -> Iterable[str]:
             yield from (f"    {path}.*<{cls}> : unit" for cls in classes or ())
     for name in draft.experts:
         yield f"    {name} : unit(on = ep_shard, shard_dim = auto, reshard = except_last)"
-    ends = [*draft.tail, *([draft.head] if draft.head else [])]
-    apart = list(_separate_units(draft.embedding, ends))
-    together = [*([draft.embedding] if draft.embedding else []), *ends]
+    ends = [name for name in (*draft.tail, draft.head) if name]
+    apart = [f"{draft.embedding} : unit"] if draft.embedding else []
+    if ends:
+        last = f"group({', '.join(ends)})" if len(ends) > 1 else ends[0]
+        apart.append(f"{last} : unit(reshard = never)")
+    together = [name for name in (draft.embedding, *ends) if name]
     if draft.may_tie and draft.embedding and draft.head:
         yield "    when config.tie_word_embeddings {"
         yield f"        group({', '.join(together)}) : unit(reshard = never)"
@@ -208,12 +202,3 @@ def _fsdp(draft: Draft) -> Iterable[str]:
         yield from (f"    {line}" for line in apart)
     yield "    root : unit(reshard = never)"
     yield "}"
-
-
-def _separate_units(embedding: str | None, ends: list[str]) -> Iterable[str]:
-    if embedding:
-        yield f"{embedding} : unit"
-    if len(ends) > 1:
-        yield f"group({', '.join(ends)}) : unit(reshard = never)"
-    elif ends:
-        yield f"{ends[0]} : unit(reshard = never)"

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from planc.draft.roles import Blocks, FusedExperts, Linear, ProjectionGroup
+from planc.draft.roles import Blocks, Linear, ProjectionGroup
 from planc.model.facts import Module
 
 StyleRules = dict[str, str]
@@ -67,7 +67,7 @@ def split_choices(
 ) -> list[SplitChoice]:
     """The parts of the blocks that can be split; packed sizes are expressions over the config."""
     found = [_projections(s, config, holders.get(s.holder)) for s in blocks.projection_groups]
-    return found + [_experts(e) for e in blocks.experts]
+    return found + [_experts(name, module) for name, module in blocks.experts.items()]
 
 
 # Segments ----------------------------------------------------------------------------------------
@@ -79,18 +79,19 @@ def _projections(
     recipes: list[SplitRecipe] = []
     linear = projections.colwise[0]
     alone = len(projections.colwise) == 1
+    conv1d = any(each.kind == "conv1d" for each in projections.linears)
     sinks = _sinks(projections, holder)
     twice = linear.outputs == 2 * projections.rowwise.inputs
     packed = alone and (PACKED.search(linear.name) or twice)
     fused = alone and (FUSED.search(linear.name) or linear.outputs > linear.inputs)
     if packed and not projections.attention:
         recipes.append(_split(projections, "packed", "parts = 2", sinks))
-    if not any(linear.kind == "conv1d" for linear in projections.linears):
+    if not conv1d:
         recipes.append(_split(projections, "heads", "", sinks))
     if fused and projections.attention:
         for parts in _parts(linear, projections.rowwise, config):
             recipes.append(_split(projections, "packed", f"parts = {parts}", sinks))
-    if any(linear.kind == "conv1d" for linear in projections.linears):
+    if conv1d:
         recipes.append(_split(projections, "heads", "", sinks))
     recipes.append(_gathered(projections))
     recipes.append(SplitRecipe(name="whole", plain={}))
@@ -167,22 +168,17 @@ def _gathered(projections: ProjectionGroup) -> SplitRecipe:
 # Experts -----------------------------------------------------------------------------------------
 
 
-def _experts(experts: FusedExperts) -> SplitChoice:
+def _experts(name: str, module: Module) -> SplitChoice:
     recipes = []
     for packed in (True, False):
-        arguments = _arguments(experts.module, packed=packed)
+        arguments = _arguments(module, packed=packed)
         if arguments:
             rule = f"experts({', '.join(f'{n} = {v}' for n, v in arguments.items())})"
-            recipe = SplitRecipe(name="experts", plain={experts.name: rule})
+            recipe = SplitRecipe(name="experts", plain={name: rule})
             if recipe not in recipes:
                 recipes.append(recipe)
     recipes.append(SplitRecipe(name="whole", plain={}))
-    return SplitChoice(
-        name=experts.name,
-        members=(experts.name,),
-        top=experts.name.partition(".")[0],
-        recipes=recipes,
-    )
+    return SplitChoice(name=name, members=(name,), top=name.partition(".")[0], recipes=recipes)
 
 
 def _arguments(module: Module, *, packed: bool) -> dict[str, str]:

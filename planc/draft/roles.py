@@ -71,20 +71,16 @@ class ProjectionGroup:
 
 
 @dataclass(slots=True, kw_only=True)
-class FusedExperts:
-    """A module with the weights of all its experts as parameters of its own."""
-
-    name: str
-    module: Module
-
-
-@dataclass(slots=True, kw_only=True)
 class Blocks:
-    """The roles in the blocks of one list at `path`, by their names inside a block."""
+    """The roles in the blocks of one list at `path`, by their names inside a block.
+
+    Args:
+        experts: modules with the weights of all their experts as parameters of their own.
+    """
 
     path: str
     projection_groups: list[ProjectionGroup]
-    experts: list[FusedExperts]
+    experts: dict[str, Module]
     norms: list[str]
 
 
@@ -182,7 +178,7 @@ def _rows(block: Modules, path: str) -> frozenset[str]:
 def _blocks(at: Modules, ran: RunRecord | None) -> Blocks:
     path = str(at)
     linears: dict[str, Linear] = {}
-    experts: dict[str, FusedExperts] = {}
+    experts: dict[str, Module] = {}
     norms: dict[str, None] = {}
     kinds: list[list[str]] = []
     for child in at.module.children:
@@ -201,7 +197,7 @@ def _blocks(at: Modules, ran: RunRecord | None) -> Blocks:
             if module.kind == "norm":
                 norms[name] = None
             elif sum(len(p.shape) == 3 for p in module.parameters) > 1:
-                experts[name] = FusedExperts(name=name, module=module)
+                experts[name] = module
     projection_groups: dict[str, ProjectionGroup] = {}
     for names in kinds:
         for projections in _projection_groups([linears[n] for n in names], ran.width if ran else 0):
@@ -210,7 +206,7 @@ def _blocks(at: Modules, ran: RunRecord | None) -> Blocks:
     return Blocks(
         path=path,
         projection_groups=list(projection_groups.values()),
-        experts=list(experts.values()),
+        experts=experts,
         norms=list(norms),
     )
 

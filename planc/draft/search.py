@@ -168,15 +168,14 @@ class Search:
         """Adds a reduction or takes the next recipe where an outcome is wrong; False if none."""
         if outcome.verdict == "refuted" and self._summed(outcome, None):
             return True
-        blamed = self._blamed(outcome)
-        open_ones = [c for c in blamed if not c.last]
-        if not open_ones:  # no choice is named: take any that is left
-            open_ones = [c for c in self.all if not c.last]
-        for choice in open_ones[:1]:
-            together = self.outside if choice in self.outside and self.draft.tied else [choice]
-            for one in together:  # tied modules are split together
-                one.at = min(one.at + 1, len(one.recipes) - 1)
-        return bool(open_ones)
+        # where no choice is named, take any that is left
+        choice = next((c for c in (*self._blamed(outcome), *self.all) if not c.last), None)
+        if choice is None:
+            return False
+        # tied modules are split together
+        for one in self.outside if choice in self.outside and self.draft.tied else [choice]:
+            one.at = min(one.at + 1, len(one.recipes) - 1)
+        return True
 
     def _summed(self, outcome: Outcome, rules: dict[str, dict[str, str]] | None) -> bool:
         """Adds rules that reduce partial gradients, or `mla_kv` for MLA's latent projection."""
@@ -238,9 +237,12 @@ class Search:
         [(path, some)] = self.parts.items()
         [blocks] = self.roles.blocks
         rules = {norm: "sequence" for norm in blocks.norms if "." not in norm}
-        tops = dict.fromkeys(c.top for c in some)
-        tops |= dict.fromkeys(self._children(path))
-        for top in tops:
+        children = (
+            name
+            for name, module in self.inside[path].items()
+            if name and "." not in name and module.kind != "norm" and module.count
+        )
+        for top in dict.fromkeys((*(c.top for c in some), *children)):
             top_rules = self._of_top(path, top, [c for c in some if c.top == top])
             if top_rules is None:
                 return None
@@ -258,12 +260,6 @@ class Search:
                 dim = self.ran.dims[table] - 2
                 ends[table] = f"output(replicate -> shard({dim}), local = false)"
         return {path: rules, "": ends}
-
-    def _children(self, path: str) -> Iterator[str]:
-        assert self.ran is not None
-        for name, module in self.inside[path].items():
-            if name and "." not in name and module.kind != "norm" and module.count:
-                yield name
 
     def _of_top(self, path: str, top: str, choices: list[SplitChoice]) -> dict[str, str] | None:
         """The rules for one child of a block: its recipe's, or the sequence gathered around it."""

@@ -6,7 +6,8 @@ for the factor A of an adapter. This module imports torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,7 +42,7 @@ def train_as(facts: Facts, model: nn.Module, named: Mapping[str, tuple[str, ...]
                 module.register_forward_hook(_as_input)
         if halves := _halves(known, next(module.parameters(recurse=False), None)):
             weights += halves
-            module.register_forward_hook(_adding(*halves))
+            module.register_forward_hook(partial(_add, *halves))
     return weights
 
 
@@ -68,8 +69,5 @@ def _as_input(_module: nn.Module, _args: Any, output: Tensor) -> None:
         output.requires_grad_()
 
 
-def _adding(first: Tensor, second: Tensor) -> Callable[[nn.Module, Any, Tensor], Tensor]:
-    def add(_module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        return output + functional.linear(functional.linear(args[0], first), second)
-
-    return add
+def _add(first: Tensor, second: Tensor, _module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    return output + functional.linear(functional.linear(args[0], first), second)

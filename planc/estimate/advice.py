@@ -35,10 +35,10 @@ def advise(found: Answer, sink: Sink) -> None:
 
 def _tensor_across_nodes(found: Answer, sink: Sink) -> None:
     group, time = found.work.tensor, found.estimate.time
-    inside = group.in_node(found.hardware.ranks_per_node)
     share = time.spent.tensor_collectives / time.seconds
-    if inside == group.size or share < MATTERS:
+    if not group.crosses(found.hardware.ranks_per_node) or share < MATTERS:
         return
+    inside = group.in_node(found.hardware.ranks_per_node)
     axes = found.plan.mesh.of_role(AxisRole.TENSOR)
     sink.warning(
         "PL714",
@@ -54,11 +54,8 @@ def _needless_checkpoints(found: Answer, sink: Sink) -> None:
     """Where the step fits without recomputing and is faster."""
     if not found.plan.checkpoint:
         return
-    stages = tuple(
-        tuple((replace(layer, recompute=Recompute.NONE), n) for layer, n in stage)
-        for stage in found.work.stages
-    )
-    other = estimate(replace(found.work, stages=stages), found.hardware, found.stack)
+    kept = found.work.mapped(lambda layer, _: replace(layer, recompute=Recompute.NONE))
+    other = estimate(kept, found.hardware, found.stack)
     less = 1 - other.time.seconds / found.estimate.time.seconds
     if other.fits and less >= MATTERS / 2:
         sink.warning(
@@ -100,8 +97,8 @@ def _slow_offload(found: Answer, sink: Sink) -> None:
         lines.insert(0, plan.fsdp.offload.origin)
     if not lines:
         return
-    stages = tuple(tuple((replace(x, parked=False), n) for x, n in s) for s in work.stages)
-    other = estimate(replace(work, stages=stages, offload=False), found.hardware, found.stack)
+    kept = replace(work.mapped(lambda layer, _: replace(layer, parked=False)), offload=False)
+    other = estimate(kept, found.hardware, found.stack)
     less = 1 - other.time.seconds / found.estimate.time.seconds
     if less < MATTERS:
         return

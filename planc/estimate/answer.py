@@ -105,15 +105,7 @@ def answer(plan: Plan, facts: Facts, request: Request, sink: Sink) -> Answer | N
     if request.batch:
         from planc.estimate.kept_tensors import count
 
-        counted = count(
-            facts,
-            sink,
-            batch=work.rows,
-            sequence=work.tokens,
-            dtype=work.compute_dtype,
-            attention=request.attention,
-            exchange=work.exchange,
-        )
+        counted = count(facts, sink, work.micro_batch, attention=request.attention)
     step = work.workload(counted)
     return Answer(
         request=request,
@@ -219,8 +211,4 @@ def _more_ranks(found: Answer) -> Iterator[tuple[str, Workload]]:
 
 
 def _checkpointed(work: Workload) -> Workload:
-    stages = tuple(
-        tuple((replace(x, recompute=Recompute.FULL) if n > 1 else x, n) for x, n in stage)
-        for stage in work.stages
-    )
-    return replace(work, stages=stages)
+    return work.mapped(lambda x, n: replace(x, recompute=Recompute.FULL) if n > 1 else x)

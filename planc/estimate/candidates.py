@@ -7,6 +7,7 @@ from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache
+from math import prod
 
 from planc import compiler
 from planc.codes import CODES
@@ -40,54 +41,33 @@ WAYS_OUT = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tried:
-    """A choice that was tried.
+class Candidate:
+    """A choice with its estimate.
 
     Args:
         mesh: every axis with its size.
         words: what it does besides the mesh.
         micro_batches: as few as fit, or what the user set.
+        violated: the requirements that it does not meet.
+        text: of the plan, with the requirements.
     """
 
     choice: Choice
     mesh: Sizes
     words: str
     micro_batches: int
+    estimate: Estimate
+    violated: frozenset[str] = frozenset()
+    text: str = ""
 
     @property
     def axes(self) -> str:
         """The mesh without axes of one rank."""
-        return " | ".join(f"{name} {size}" for name, size in self.mesh if size > 1) or "1 rank"
+        return _axes(self.mesh)
 
     @property
     def named(self) -> str:
-        parts = f"{self.micro_batches} micro-batch{'es' * (self.micro_batches > 1)}"
-        return f"{self.axes}; {self.words}; {parts}"
-
-    def estimated(self, step: Estimate, violated: frozenset[str]) -> Candidate:
-        """The choice with its estimate."""
-        return Candidate(
-            choice=self.choice,
-            mesh=self.mesh,
-            words=self.words,
-            micro_batches=self.micro_batches,
-            estimate=step,
-            violated=violated,
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate(Tried):
-    """A choice with its estimate.
-
-    Args:
-        violated: the requirements that it does not meet.
-        text: of the plan, with the requirements.
-    """
-
-    estimate: Estimate
-    violated: frozenset[str] = frozenset()
-    text: str = ""
+        return _named(self.mesh, self.words, self.micro_batches)
 
     @property
     def seconds(self) -> float:
@@ -180,15 +160,13 @@ class Candidates:
         if found:
             self.tally.exclude(*found)
             return False
-        axes = self.space.mesh(sizes).axes
+        mesh = self.space.mesh(sizes)
         rows, tokens = self.batch.global_batch, self.batch.sequence
         for role, size, what, each in (
             (AxisRole.DATA, rows, f"{rows} rows", 1),
             (AxisRole.SEQUENCE, tokens, f"{tokens} tokens", runs),
         ):
-            ranks = 1
-            for axis in axes:
-                ranks *= axis.size if axis.role is role else 1
+            ranks = prod(axis.size for axis in mesh.of_role(role))
             if size % (ranks * each):
                 more = f", {each} runs each" if each > 1 else ""
                 self.tally.exclude(UNSPLIT, f"{what} among {ranks} ranks{more}")
@@ -227,17 +205,20 @@ class Candidates:
         found, violated = load(at), self.violated(choice)
         if found is None or not (fits or not violated):
             return None
-        tried = Tried(
+        sizes, words = tuple((a.name, a.size) for a in mesh.axes), self.space.words(choice)
+        if not fits and not self._too_large(found[1], _named(sizes, words, counts[at])):
+            return None
+        one = Candidate(
             choice=choice,
-            mesh=tuple((a.name, a.size) for a in mesh.axes),
-            words=self.space.words(choice),
+            mesh=sizes,
+            words=words,
             micro_batches=counts[at],
+            estimate=estimate(found[0], self.hardware, self.stack),
+            violated=violated,
         )
-        if fits or self._too_large(found[1], tried):
-            one = tried.estimated(estimate(found[0], self.hardware, self.stack), violated)
-            if fits:
-                return one
-            self.tally.nearest = one
+        if fits:
+            return one
+        self.tally.nearest = one
         return None
 
     def _loading(
@@ -275,7 +256,7 @@ class Candidates:
     def _divisions(self, work: PlanWork) -> tuple[int, ...]:
         """The micro-batches that a rank's rows can be divided into, the fewest first."""
         parts = work.pipeline.microbatches if work.pipeline else 1
-        rows, over = divmod(self.batch.global_batch // work.data_ranks, parts)
+        rows, over = divmod(self.batch.global_batch // work.size(AxisRole.DATA), parts)
         counts = () if over else divisors(rows)
         return tuple(n for n in counts if n == (self.micro_batches or n))
 
@@ -292,18 +273,18 @@ class Candidates:
             return None
         batch = replace(self.batch, micro_batches=found.micro_batches)
         work = PlanWork(*compiled.applied, batch, self.stack, self.optimizer)
-        load = work.workload(self.counts.counted(work))
+        load = work.workload(self.counts.counted(work.micro_batch))
         exact = replace(found, estimate=estimate(load, self.hardware, self.stack))
         if exact.estimate.fits:
             return replace(exact, text=laid_out(self.space.text(found.choice)))
-        if not exact.violated and self._too_large(exact.estimate.fullest.peak, exact):
+        if not exact.violated and self._too_large(exact.estimate.fullest.peak, exact.named):
             self.tally.nearest = exact
         return None
 
-    def _too_large(self, size: float, tried: Tried) -> bool:
+    def _too_large(self, size: float, named: str) -> bool:
         """Notes a choice that needs `size` bytes; whether no other one needs less."""
         reason = f"needs more than the usable {self._usable / GIB:.1f} GiB"
-        self.tally.exclude(reason, f"{tried.named}: {size / GIB:.1f} GiB")
+        self.tally.exclude(reason, f"{named}: {size / GIB:.1f} GiB")
         return self.tally.nearest is None or size / GIB < self.tally.nearest.peak
 
     def _work(self, choice: Choice) -> PlanWork | None:
@@ -330,9 +311,17 @@ class Candidates:
         if key not in self._loads:
             mine = copy.copy(work)
             mine.batch = replace(self.batch, micro_batches=micro_batches)
-            counted = self.counts.derived(mine)
+            counted = self.counts.derived(mine.micro_batch)
             self._loads[key] = mine.workload(counted) if counted else None
         return self._loads[key]
+
+
+def _axes(mesh: Sizes) -> str:
+    return " | ".join(f"{name} {size}" for name, size in mesh if size > 1) or "1 rank"
+
+
+def _named(mesh: Sizes, words: str, micro_batches: int) -> str:
+    return f"{_axes(mesh)}; {words}; {micro_batches} micro-batch{'es' * (micro_batches > 1)}"
 
 
 def _first_error(sink: Sink) -> tuple[str, str] | None:

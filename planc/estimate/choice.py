@@ -12,6 +12,7 @@ from planc.estimate.from_plan import Batch
 from planc.ops.activation_checkpoint import Checkpoint
 from planc.ops.base import AxisRole
 from planc.ops.lowered import ExpertMesh, MeshAxis
+from planc.ops.phrases import literal
 from planc.plan.ir import Mesh, Plan, Unit
 
 LARGEST = {
@@ -190,16 +191,15 @@ class Space:
             count = int(str(options[microbatches]))
             changes[microbatches] = {max(1, count // 2), count * 2}
             changes[schedule] = SCHEDULES if self._open(schedule) else ()
+        split = self.mesh(choice.sizes).size(*self._named(AxisRole.TENSOR)) > 1
+        if split and self._open(SEQUENCE_PARALLEL):
+            changes[SEQUENCE_PARALLEL] = (True, False)
         for name, values in changes.items():
             yield from (
                 replace(choice, options=tuple({**options, name: value}.items()))
                 for value in values
                 if value != options.get(name, self.defaults.get(name))
             )
-        split = self.mesh(choice.sizes).size(*self._named(AxisRole.TENSOR)) > 1
-        if split and self._open(SEQUENCE_PARALLEL):
-            options[SEQUENCE_PARALLEL] = not options[SEQUENCE_PARALLEL]
-            yield replace(choice, options=tuple(options.items()))
 
     def probe(self, sizes: Sizes, wanted: Mapping[str, object]) -> Choice:
         """The choice with some options, where the plan has them; the others stay."""
@@ -247,8 +247,14 @@ class Space:
         name = self.experts.ranks.name if self.experts else ""
         if (divided := dict(choice.sizes).get(name, 1)) > 1:
             words.append(f"{name} {divided}")
-        words += [f"{name} = {_literal(value)}" for name, value in changed.items()]
+        words += [f"{name} = {literal(value)}" for name, value in changed.items()]
         return "; ".join([*words, *(["reshard = never"] if choice.resident else [])])
+
+    def values(self, choice: Choice) -> dict[str, object]:
+        """The options of a choice, those that make its axes, and those that the user sets."""
+        made = {o: n for a, n in choice.sizes if (o := self.sizing.get(a))}
+        given = {n: v for n, v in self.fixed.items() if n in self.defaults}
+        return {**dict(choice.options), **made, **given}
 
     # The text -----------------------------------------------------------------------------------
 
@@ -258,12 +264,9 @@ class Space:
 
     def parts(self, choice: Choice) -> tuple[str, ...]:
         """Its statements, those about one thing together: many choices share them."""
-        given = {n: v for n, v in self.fixed.items() if n in self.defaults}
-        made = {o: n for a, n in choice.sizes if (o := self.sizing.get(a))}
-        options = {**dict(choice.options), **made, **given}
         parts = [f"plan suggested for {self.family}", f'extend "{self.name}"']
-        changed = [(n, v) for n, v in options.items() if v != self.defaults[n]]
-        parts.append("\n".join(f"override option {n} = {_literal(v)}" for n, v in changed))
+        changed = [(n, v) for n, v in self.values(choice).items() if v != self.defaults[n]]
+        parts.append("\n".join(f"override option {n} = {literal(v)}" for n, v in changed))
         sizes = {a.name: a.size for a in self.plan.mesh.axes}
         own = [(n, s) for n, s in choice.sizes if n not in self.sizing]
         axes = [(f"override {n}", str(s)) for n, s in own if s != sizes.get(n, 1)]
@@ -294,12 +297,6 @@ def _resident(unit: Unit) -> str:
 
 def _quoted(text: str) -> str:
     return text.replace('"', "'")
-
-
-def _literal(value: object) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    return f'"{value}"' if isinstance(value, str) else str(value)
 
 
 def _block(header: str, lines: list[tuple[str, str]], between: str = " : ") -> str:

@@ -17,12 +17,12 @@ def seconds(collective: Collective, hardware: Hardware) -> float:
         return 0.0
     if collective.kind is Kind.SEND:
         return collective.count * point_to_point(collective.size, group, hardware)
-    inside = group.in_node(per_node)
-    crosses = inside < group.size
     reduces = collective.kind is Kind.ALL_REDUCE
     node = hardware.node_reduce_gb_s if reduces else hardware.node_gb_s
     network = hardware.network_reduce_gb_s if reduces else hardware.network_gb_s
-    bandwidth = min(node, network * inside / per_node) if crosses else node
+    bandwidth = node
+    if group.crosses(per_node):
+        bandwidth = min(node, network * group.in_node(per_node) / per_node)
     share = (group.size - 1) / group.size * (2 if reduces else 1)
     sent = collective.count * collective.size * share / (bandwidth * 1e9)
     return sent + latency(collective, hardware)
@@ -31,7 +31,7 @@ def seconds(collective: Collective, hardware: Hardware) -> float:
 def latency(collective: Collective, hardware: Hardware) -> float:
     """The part that is not bandwidth: a step of the ring for each rank, one of a send."""
     group = collective.group
-    crosses = group.in_node(hardware.ranks_per_node) < group.size
+    crosses = group.crosses(hardware.ranks_per_node)
     one = hardware.network_latency_us if crosses else hardware.node_latency_us
     steps = 1 if collective.kind is Kind.SEND else group.size - 1
     return collective.count * steps * one * 1e-6
@@ -39,11 +39,7 @@ def latency(collective: Collective, hardware: Hardware) -> float:
 
 def point_to_point(size: float, group: Group, hardware: Hardware) -> float:
     """Of one send of `size` bytes to the next rank of a group."""
-    crosses = (
-        group.stride >= hardware.ranks_per_node
-        or group.in_node(hardware.ranks_per_node) < group.size
-    )
-    if not crosses:
+    if not group.crosses(hardware.ranks_per_node) and group.stride < hardware.ranks_per_node:
         return size / (hardware.node_gb_s * 1e9) + hardware.node_latency_us * 1e-6
     share = hardware.network_gb_s / hardware.ranks_per_node
     return size / (share * 1e9) + hardware.network_latency_us * 1e-6

@@ -12,11 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from planc.runtime.standalone.context import (
-    RUNNING,
-    ContextParallel,
-    register,
-)
+from planc.runtime.standalone.context import RUNNING, ContextParallel, register
 from planc.runtime.standalone.context_ring import Ring, RingMask
 
 

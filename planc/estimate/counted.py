@@ -8,7 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
+
+
+class MicroBatch(NamedTuple):
+    """A micro-batch of one rank, whose forward is counted.
+
+    Args:
+        rows, tokens: of its input.
+        dtype: of parameters and activations, such as `bfloat16`.
+        exchange: what attention exchanges between parts of a sequence, and how many there are.
+    """
+
+    rows: int
+    tokens: int
+    dtype: str
+    exchange: tuple[str, int] = ("", 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,10 +62,14 @@ class Product:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attended:
-    """A flash kernel's (batch, heads, queries, keys, head_dim) in a module."""
+    """A flash kernel in a module."""
 
     module: str
-    shape: tuple[int, int, int, int, int]
+    batch: int
+    heads: int
+    queries: int
+    keys: int
+    head_dim: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,13 +117,10 @@ class Counted:
     @staticmethod
     def of(data: Mapping[str, Any]) -> Counted:
         """The reverse of `document`."""
-        kinds = {"saved": Saved, "products": Product, "moved": Moved}
+        kinds = {"saved": Saved, "products": Product, "attended": Attended, "moved": Moved}
 
         def part(fields: Mapping[str, Any]) -> Part:
             lists = {n: tuple(k(**x) for x in fields[n]) for n, k in kinds.items()}
-            seen = [(a["module"], tuple(a["shape"])) for a in fields["attended"]]
-            own: dict[str, Any] = {"like": tuple(fields["like"])}
-            own["attended"] = tuple(Attended(module=m, shape=s) for m, s in seen)
-            return Part(**{**fields, **lists, **own})
+            return Part(**{**fields, **lists, "like": tuple(fields["like"])})
 
         return Counted(parts=tuple(part(p) for p in data["parts"]), logits=data["logits"])

@@ -13,12 +13,9 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
-from planc.estimate.counted import Counted
-from planc.estimate.from_plan import PlanWork
+from planc.estimate.counted import Counted, MicroBatch
 from planc.estimate.second_process import SecondProcess
 
-Job = tuple[int, int, str, tuple[str, int]]
-"""Rows, tokens, the dtype, and what attention exchanges with how many parts."""
 Shape = tuple[int, int]
 """Rows and tokens of a row, of one rank's micro-batch."""
 _GATHERED = "all_gather"
@@ -34,27 +31,25 @@ class DerivedCounts:
         elsewhere: counts some of them, in another process too.
     """
 
-    run: Callable[[Job], Counted | None]
-    elsewhere: SecondProcess[Job, Counted | None] | None = None
+    run: Callable[[MicroBatch], Counted | None]
+    elsewhere: SecondProcess[MicroBatch, Counted | None] | None = None
     _known: dict[_Alike, dict[Shape, Counted | None]] = field(default_factory=dict)
     _derived: dict[tuple[_Alike, Shape], Counted] = field(default_factory=dict)
 
-    def counted(self, work: PlanWork) -> Counted | None:
-        """The count for a plan's step; None where it cannot be counted."""
-        alike, shape = _keys(work)
+    def counted(self, job: MicroBatch) -> Counted | None:
+        """The count of a job; None where it cannot be counted."""
+        alike, shape = _keys(job)
         known = self._known.setdefault(alike, {})
-        job = *shape, work.compute_dtype, work.exchange
         while shape not in known and self.elsewhere and job in self.elsewhere.waiting:
             self._receive(self.elsewhere)
         if shape not in known:
             known[shape] = self.run(job)
         return known[shape]
 
-    def add(self, job: Job, one: Counted) -> None:
+    def add(self, job: MicroBatch, one: Counted) -> None:
         """Takes a count that is known already."""
-        rows, tokens, dtype, exchange = job
-        alike = dtype, exchange[0], tokens * exchange[1]
-        self._known.setdefault(alike, {})[rows, tokens] = one
+        alike, shape = _keys(job)
+        self._known.setdefault(alike, {})[shape] = one
 
     @property
     def counting(self) -> bool:
@@ -66,19 +61,19 @@ class DerivedCounts:
         if self.elsewhere:
             self.elsewhere.end()
 
-    def _receive(self, elsewhere: SecondProcess[Job, Counted | None]) -> None:
+    def _receive(self, elsewhere: SecondProcess[MicroBatch, Counted | None]) -> None:
         job, one = elsewhere.next()
         if one:
             self.add(job, one)
 
-    def derived(self, work: PlanWork) -> Counted | None:
+    def derived(self, job: MicroBatch) -> Counted | None:
         """The same, by arithmetic where the counts for other batches are enough."""
-        alike, shape = _keys(work)
-        parts = work.exchange[0] == _GATHERED
+        alike, shape = _keys(job)
+        parts = job.exchange[0] == _GATHERED
         while (found := self._sum(alike, shape, parts=parts)) is None:
             waiting = self.elsewhere.waiting if self.elsewhere else ()
-            if not any((job[2], job[3][0]) == alike[:2] for job in waiting):
-                return self.counted(work)
+            if not any((other.dtype, other.exchange[0]) == alike[:2] for other in waiting):
+                return self.counted(job)
             assert self.elsewhere
             self._receive(self.elsewhere)
         return found
@@ -101,23 +96,27 @@ class DerivedCounts:
         return self._derived.get((alike, shape))
 
 
-def first_jobs(dtype: str, tokens: int, exchange: str) -> list[Job]:
+def first_jobs(dtype: str, tokens: int, exchange: str) -> list[MicroBatch]:
     """From whose counts most others follow.
 
     Args:
         tokens: of a row.
         exchange: what attention exchanges between parts of a row; empty where there are none.
     """
-    jobs: list[Job] = [(rows, tokens, dtype, ("", 1)) for rows in (1, 2, 4)]
+    jobs = [MicroBatch(rows, tokens, dtype) for rows in (1, 2, 4)]
     if exchange == _GATHERED:
         ways = [(2, 2), (1, 2), (4, 4), (1, 4), (4, 2), (2, 4)]
-        jobs += [(rows, tokens // n, dtype, (exchange, n)) for rows, n in ways if tokens % n == 0]
+        jobs += [
+            MicroBatch(rows, tokens // n, dtype, (exchange, n))
+            for rows, n in ways
+            if tokens % n == 0
+        ]
     return jobs
 
 
-def _keys(work: PlanWork) -> tuple[_Alike, Shape]:
-    kind, parts = work.exchange
-    return (work.compute_dtype, kind, work.tokens * parts), (work.rows, work.tokens)
+def _keys(job: MicroBatch) -> tuple[_Alike, Shape]:
+    kind, parts = job.exchange
+    return (job.dtype, kind, job.tokens * parts), (job.rows, job.tokens)
 
 
 def _weights(shapes: Sequence[Shape], wanted: Shape) -> list[Fraction]:

@@ -14,7 +14,7 @@ from math import prod
 from typing import Any
 
 from planc.estimate import loss
-from planc.estimate.counted import Counted, Part
+from planc.estimate.counted import Counted, MicroBatch, Part
 from planc.estimate.profiles import Stack
 from planc.estimate.tensor_split import PartSplit, recompute_of, unsplit
 from planc.estimate.workload import ElementSizes, Group, Layer, Sharding, Workload
@@ -74,10 +74,9 @@ class PlanWork:
 
     def __post_init__(self) -> None:
         plan = self.plan
-        every = [*plan.tensor, *styles(plan)]
-        alive = [r for r in every if plan.mesh.size(r.axis) > 1 and r.style != Replicated()]
-        self.rules = tuple(alive)
-        rules = (*alive, *expert_styles(plan))
+        wide = (r for r in (*plan.tensor, *styles(plan)) if plan.mesh.size(r.axis) > 1)
+        self.rules = tuple(r for r in wide if r.style != Replicated())
+        rules = (*self.rules, *expert_styles(plan))
         like = self.alike.setdefault(
             (plan.mesh, plan.fsdp, plan.train, plan.load, rules, plan.adapters), self
         )
@@ -91,11 +90,6 @@ class PlanWork:
 
     def size(self, role: AxisRole) -> int:
         return prod(a.size for a in self.plan.mesh.of_role(role))
-
-    @property
-    def data_ranks(self) -> int:
-        """Ranks that read different rows."""
-        return self.size(AxisRole.DATA)
 
     @property
     def pipeline(self) -> Pipeline | None:
@@ -114,7 +108,7 @@ class PlanWork:
     @property
     def rows(self) -> int:
         """Rows of one rank's micro-batch."""
-        return self.batch.global_batch // (self.data_ranks * self.parts)
+        return self.batch.global_batch // (self.size(AxisRole.DATA) * self.parts)
 
     @property
     def exchange(self) -> tuple[str, int]:
@@ -129,12 +123,22 @@ class PlanWork:
         return self.batch.sequence // self.size(AxisRole.SEQUENCE)
 
     @property
+    def micro_batch(self) -> MicroBatch:
+        """What of the step is counted without parallelism."""
+        return MicroBatch(self.rows, self.tokens, self.compute_dtype, self.exchange)
+
+    @property
     def compute_dtype(self) -> str:
         """Of most parameters while they compute."""
         section = self.plan.fsdp
         stored = {h.parameter.dtype: h.count for h in self.holdings.all}
         given = section.precision.param if section and section.precision else None
         return given or max(stored, key=lambda d: stored[d], default="float32")
+
+    @property
+    def width(self) -> int:
+        """Bytes of an element of activations."""
+        return DTYPE_BYTES.get(self.compute_dtype, 4)
 
     def group(self, *names: str) -> Group:
         """The ranks along some axes; the last axis of the mesh is the innermost."""
@@ -228,12 +232,11 @@ class PlanWork:
     def _precision(self) -> ElementSizes:
         section = self.plan.fsdp
         rest = max((DTYPE_BYTES[h.parameter.dtype] for h in self.holdings.all), default=4)
-        compute = DTYPE_BYTES.get(self.compute_dtype, 4)
         reduce = section.precision.reduce if section and section.precision else None
         return ElementSizes(
             rest=rest,
-            compute=compute,
-            reduce=DTYPE_BYTES.get(reduce or "", compute if section else rest),
+            compute=self.width,
+            reduce=DTYPE_BYTES.get(reduce or "", self.width if section else rest),
             states=rest * OPTIMIZERS[self.optimizer],
         )
 
@@ -312,10 +315,9 @@ class PlanWork:
             return Part(at="", like=("",))
         part = counted.parts[-1]
         lists: dict[str, Any] = {
-            n: getattr(part, n) for n in ("saved", "products", "attended", "moved")
+            name: tuple(x for x in getattr(part, name) if self.stage_of(x.module) == stage)
+            for name in ("saved", "products", "attended", "moved")
         }
-        for name, every in lists.items():
-            lists[name] = tuple(x for x in every if self.stage_of(x.module) == stage)
         return replace(part, **lists)
 
     def _inside(self, part: Part) -> list[Holding]:
@@ -366,11 +368,10 @@ class PlanWork:
 
     def _elements(self, inside: list[Holding], times: int) -> dict[str, int]:
         """The elements of one of `times` equal layers, by their names in `Layer`."""
-        frozen = (h for h in inside if not h.parameter.trainable)
         every = {
             "parameters": sum(prod(h.local) * h.count for h in inside),
             "apart": sum(prod(h.local) * h.count for h in inside if self._apart(h.unit)),
-            "frozen": sum(prod(h.local) * h.count for h in frozen),
+            "frozen": sum(prod(h.local) * h.count for h in inside if not h.parameter.trainable),
             "unsplit": sum(map(unsplit, inside)),
         }
         return {name: count // times for name, count in every.items()}

@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import copy
 import json
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from planc.diagnostic import Sink
-from planc.estimate.counted import Attended, Counted, Moved, Part, Product, Saved
+from planc.estimate.counted import Attended, Counted, MicroBatch, Moved, Part, Product, Saved
 from planc.model.cache import entry_name, keep, recall
 from planc.model.config import config_of
 from planc.model.facts import Facts
 from planc.model.layer_kinds import block_kinds, block_lists, entry_kinds
 from planc.model.small.depth import Depth
 
-_FORMAT = "counted 4"
+_FORMAT = "counted 5"
 """Raised when what is counted changes."""
 _KNOWN: dict[str, Counted] = {}
 """What this process has counted or read: a search asks for few shapes many times."""
@@ -31,23 +32,18 @@ _PRODUCTS = {"mm": (0, 1), "addmm": (1, 2), "bmm": (0, 1), "baddbmm": (1, 2)}
 def count(
     facts: Facts,
     sink: Sink,
+    job: MicroBatch,
     *,
-    batch: int,
-    sequence: int,
-    dtype: str,
     attention: str = "sdpa",
-    exchange: tuple[str, int] = ("", 1),
     run: bool = True,
 ) -> Counted | None:
     """Runs one forward with loss of a transformers model on fake tensors.
 
     Args:
         facts: the model.
-        batch, sequence: of one rank's micro-batch.
-        dtype: of parameters and activations, such as `bfloat16`.
+        job: what the forward is given.
         attention: transformers' `attn_implementation`; models that have no `sdpa` get the one that
             transformers chooses.
-        exchange: what attention exchanges between parts of a sequence, and how many there are.
         sink: receives PL703 where the model cannot be run so.
         run: whether to run it where no earlier run was kept.
 
@@ -57,16 +53,15 @@ def count(
     if "model_type" not in facts.config or facts.code:
         _unknown(sink, "it is not a transformers model that planc can build", "")
         return None
-    asked = f"{_FORMAT} {batch} x {sequence} {dtype} {attention} {exchange}"
+    asked = f"{_FORMAT} {job.rows} x {job.tokens} {job.dtype} {attention} {job.exchange}"
     frozen = any(not p.trainable for some in facts.model.below() for p in some.module.parameters)
     trained = repr(facts.root) if frozen else ""
     key = entry_name(asked, json.dumps(facts.config, sort_keys=True, default=str) + trained)
-    found = known = _KNOWN.get(key) or _read(key)
-    if run and not known:
-        shape = batch, sequence
-        found = _count(facts, sink, shape, dtype, attention=attention, exchange=exchange)
-    if found and not known:
-        keep(key, found.document())
+    found = _KNOWN.get(key) or _read(key)
+    if run and not found:
+        found = _count(facts, sink, job, attention)
+        if found:
+            keep(key, found.document())
     if found:
         _KNOWN[key] = found
     return found
@@ -80,15 +75,7 @@ def _read(key: str) -> Counted | None:
         return None
 
 
-def _count(
-    facts: Facts,
-    sink: Sink,
-    shape: tuple[int, int],
-    dtype: str,
-    *,
-    attention: str,
-    exchange: tuple[str, int],
-) -> Counted | None:
+def _count(facts: Facts, sink: Sink, job: MicroBatch, attention: str) -> Counted | None:
     from planc.model.sources.huggingface import importing, prepare
 
     values = copy.deepcopy(dict(facts.config))
@@ -102,8 +89,8 @@ def _count(
         if prepared is None:
             return None
         with FakeTensorMode():
-            model = _build(*prepared, dtype, attention)
-            return _run(model, facts, depth.kept, shape, exchange)
+            model = _build(*prepared, job.dtype, attention)
+            return _run(model, facts, depth.kept, job)
     except Exception as error:
         _unknown(sink, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}", attention)
         return None
@@ -136,11 +123,7 @@ def _build(cls: Any, part: Any, dtype: str, attention: str) -> Any:
 
 
 def _run(
-    model: Any,
-    facts: Facts,
-    kept: dict[int, list[tuple[int, ...]]],
-    shape: tuple[int, int],
-    exchange: tuple[str, int],
+    model: Any, facts: Facts, kept: dict[int, list[tuple[int, ...]]], job: MicroBatch
 ) -> Counted:
     import torch
 
@@ -150,11 +133,11 @@ def _run(
 
     named = _layers(facts, kept)
     recorder = _Recorder(model, named, train_as(facts, model, named))
-    tokens = torch.zeros(shape, dtype=torch.long)
-    parts = exchanging(model, exchange)
+    tokens = torch.zeros((job.rows, job.tokens), dtype=torch.long)
+    parts = exchanging(model, job.exchange)
     with quiet(), recorder.running(), one_sequence_a_row(), parts:
         output = model(input_ids=tokens, labels=tokens)
-    return Counted(parts=recorder.parts(), logits=output.logits.numel())
+    return Counted(parts=tuple(recorder.parts()), logits=output.logits.numel())
 
 
 def _layers(facts: Facts, kept: dict[int, list[tuple[int, ...]]]) -> dict[str, tuple[str, ...]]:
@@ -181,10 +164,8 @@ class _Recorder:
     ) -> None:
         self.model, self.named = model, named
         self.stack: list[str] = [""]
-        self.saved: dict[str, list[Saved]] = {}
-        self.products: dict[str, list[Product]] = {}
-        self.attended: dict[str, list[Attended]] = {}
-        self.moved: dict[str, list[Moved]] = {}
+        self.noted = defaultdict[str, list[Saved | Product | Attended | Moved]](list)
+        """By layer, in the order in which they ran."""
         self.boundary: dict[str, int] = {}
         weights = (*model.parameters(), *adapters)
         self.seen = {p.untyped_storage()._cdata for p in weights}
@@ -201,19 +182,18 @@ class _Recorder:
                 return head, name[len(head) + 1 :]
         return "", name
 
-    def parts(self) -> tuple[Part, ...]:
-        return tuple(
-            Part(
+    def parts(self) -> Iterator[Part]:
+        for at in (*self.named, ""):
+            noted = self.noted[at]
+            yield Part(
                 at=at,
                 like=self.named.get(at, ("",)),
                 boundary=self.boundary.get(at, 0),
-                saved=tuple(self.saved.get(at, ())),
-                products=tuple(self.products.get(at, ())),
-                attended=tuple(self.attended.get(at, ())),
-                moved=tuple(self.moved.get(at, ())),
+                saved=tuple(x for x in noted if isinstance(x, Saved)),
+                products=tuple(x for x in noted if isinstance(x, Product)),
+                attended=tuple(x for x in noted if isinstance(x, Attended)),
+                moved=tuple(x for x in noted if isinstance(x, Moved)),
             )
-            for at in (*self.named, "")
-        )
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -250,30 +230,27 @@ class _Recorder:
             self.seen.add(storage._cdata)
             self.alive.append(tensor)
             at, module = self.layer()
-            entry = Saved(module=module, size=storage.nbytes())
-            self.saved.setdefault(at, []).append(entry)
+            self.noted[at].append(Saved(module=module, size=storage.nbytes()))
         return tensor
 
     def ran(self, func: Any, args: Any, out: Any) -> None:
         name = func._schema.name.partition("::")[2]
         at, module = self.layer()
+        note = self.noted[at].append
         if name in _PRODUCTS:
             one, two = (args[i] for i in _PRODUCTS[name])
             *many, m, k = one.shape
-            entry = Product(module=module, m=m, n=two.shape[-1], k=k, count=many[0] if many else 1)
-            self.products.setdefault(at, []).append(entry)
+            n, count = two.shape[-1], many[0] if many else 1
+            note(Product(module=module, m=m, n=n, k=k, count=count))
         elif "grouped_mm" in name:
             count, k, n = args[1].shape
             m = args[0].shape[0]
-            entry = Product(module=module, m=m, n=n, k=k, count=count, divided=True)
-            self.products.setdefault(at, []).append(entry)
+            note(Product(module=module, m=m, n=n, k=k, count=count, divided=True))
         elif "scaled_dot_product" in name:
             (b, h, q, d), keys = args[0].shape, args[1].shape[2]
-            self.attended.setdefault(at, []).append(
-                Attended(module=module, shape=(b, h, q, keys, d))
-            )
+            note(Attended(module=module, batch=b, heads=h, queries=q, keys=keys, head_dim=d))
         elif size := _bytes(args, out):
-            self.moved.setdefault(at, []).append(Moved(module=module, size=size))
+            note(Moved(module=module, size=size))
 
 
 def _bytes(args: Any, out: Any) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from planc.model.facts import DTYPE_BYTES
 from planc.plan.ir import LossRule
 
 if TYPE_CHECKING:
@@ -21,12 +20,11 @@ def copies(work: PlanWork, logits: int) -> float:
     if not work.plan.loss:
         return logits * work.stack.loss_transient
     rule, weight = _head(work)
-    width = DTYPE_BYTES.get(work.compute_dtype, 4)
     vocabulary, features = rule.modules.module.parameters[0].shape
     chunk = logits / rule.op.chunks * weight / (vocabulary * features)
     trained = weight * rule.modules.module.parameters[0].trainable
     gradients = trained + logits / vocabulary * features
-    last = width * gradients + (4 + width) * chunk
+    last = work.width * gradients + (4 + work.width) * chunk
     return 4 * gradients + max((12 if rule.op.chunks > 1 else 8) * chunk, last)
 
 

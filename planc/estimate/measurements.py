@@ -6,18 +6,22 @@ import csv
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from math import isfinite
+from math import isfinite, log
 from pathlib import Path
 from statistics import median
 
 from planc import compiler
 from planc.diagnostic import Sink
 from planc.estimate.answer import Answer, Request, answer_for
-from planc.estimate.calibrate import CONSTANTS, calibrated
 from planc.estimate.from_plan import Batch
 from planc.estimate.moments import GIB
-from planc.estimate.profiles import Hardware
+from planc.estimate.profiles import Hardware, Stack
 from planc.estimate.step import estimate
+from planc.estimate.step_time import step_time
+from planc.estimate.workload import Workload
+
+CONSTANTS = ("matmul_tflops", "memory_gb_s", "launch_us", "node_latency_us", "node_reduce_gb_s")
+"""What differs most between machines that share a name: clocks, power, memory, CPU, links."""
 
 NEEDED = ("model", "plan", "world_size", "batch", "seq", "seconds")
 OPTIONAL = ("set", "micro_batches", "gib")
@@ -135,6 +139,35 @@ def fitted(rows: Sequence[Measured], name: str) -> Hardware:
     changed = {n for n in CONSTANTS if getattr(found, n) != getattr(first.hardware, n)}
     own = dict.fromkeys(changed, f"fitted to {len(rows)} measured steps")
     return replace(found, name=name, sources=first.hardware.sources | own)
+
+
+def calibrated(
+    hardware: Hardware, stack: Stack, measured: Sequence[tuple[Workload, float]]
+) -> Hardware:
+    """The profile whose step times are nearest to measured ones.
+
+    Each constant in turn is raised and lowered by a step that shrinks. Nearest is by the mean of
+    the absolute logarithm of the ratio, where a ratio beyond 1.65 counts as that: an outlier
+    says little.
+
+    Args:
+        measured: workloads with the seconds of a step.
+    """
+
+    def error(profile: Hardware) -> float:
+        ratios = (log(s / step_time(w, profile, stack).seconds) for w, s in measured)
+        return sum(min(abs(r), 0.5) for r in ratios) / len(measured)
+
+    best, step = error(hardware), 0.3
+    while step > 0.02:
+        better = False
+        for name in CONSTANTS:
+            for factor in (1 + step, 1 / (1 + step)):
+                other = replace(hardware, **{name: getattr(hardware, name) * factor})
+                if (found := error(other)) < best - 1e-6:
+                    best, hardware, better = found, other, True
+        step = step if better else step / 2
+    return hardware
 
 
 def toml(profile: Hardware) -> str:

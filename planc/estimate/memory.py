@@ -67,9 +67,8 @@ class _Rank:
         before = (*early, *self.grown_at(most))
         loss = (*before, *self.activations(most), *self.resident(), *self.transient(loss=True))
         inner = (*self.resident(every=False), *self.gathered(), *self.recomputed())
-        activations = self.activations(usual, loss=False)
-        passing = (*early, *self.grown_at(usual))
-        backward = (*passing, *activations, *inner, *self.transient(loss=False))
+        activations = (*self.activations(usual, loss=False), *inner, *self.transient(loss=False))
+        backward = (*early, *self.grown_at(usual), *activations)
         moments = [
             Moment(name="loss", items=loss),
             Moment(name="backward of a layer", items=backward),
@@ -77,13 +76,12 @@ class _Rank:
         if later:
             most = self.fullest(moment.inside for moment in later)
             again = self.recomputed_again(most.begins.chunk)
-            passing = (*early, *self.grown_at(most))
-            passing = (*passing, *self.inside(weights=True))
+            passing = (*early, *self.grown_at(most), *self.inside(weights=True))
             waited = (*passing, *self.activations(most), *self.resident(), *again)
             moments.append(Moment(name="gradients of weights", items=waited))
         end = (*held, *self.reduced())
         if self.whole and work.staged:
-            whole = (*self.rest(), *self.whole_gradients(), *self.stays_gathered())
+            whole = (*self.rest(), *self.whole_gradients(self.stages), *self.stays_gathered())
             left = (*whole, *self.activations(usual, done=1), *self.gradients_on_their_way())
             moments.append(Moment(name="end of a micro-batch", items=left))
             end = (*whole, *self.gradients(), *self.reduced())
@@ -94,10 +92,8 @@ class _Rank:
     def rest(self) -> tuple[Item, ...]:
         if self.work.offload:
             return ()
-        precision, state = (
-            self.work.precision,
-            self.work.precision.master + self.work.precision.states,
-        )
+        precision = self.work.precision
+        state = precision.master + precision.states
         return (
             self._sharded("parameters", self.elements, precision.rest, self.shard),
             self._sharded("optimizer state", self.trained, state, self.steps),
@@ -110,7 +106,7 @@ class _Rank:
         width = precision.reduce if self.shard == 1 else precision.rest
         return (self._sharded("gradients", self.trained, width, self.shard),)
 
-    def _sharded(self, name: str, elements: int, width: int, share: float) -> Item:
+    def _sharded(self, name: str, elements: int, width: int, share: float = 1.0) -> Item:
         count, ranks = 1 / share, ""
         if share < 1 and isclose(count, round(count), rel_tol=1e-6):
             ranks = f" / {count:.6g} ranks"
@@ -123,8 +119,8 @@ class _Rank:
     def compute_gradients(self) -> tuple[Item, ...]:
         if not self.stack.keeps_compute_gradients or self.work.data.size == 1:
             return ()
-        width, name = self.work.precision.compute, "gradients before accumulation"
-        return (self._sharded(name, self.trained, width, 1.0),)
+        width = self.work.precision.compute
+        return (self._sharded("gradients before accumulation", self.trained, width),)
 
     def grown_at(self, moment: InFlight) -> tuple[Item, ...]:
         """The whole gradients that exist at a moment."""
@@ -136,23 +132,23 @@ class _Rank:
         more = self.work.micro_batches * self.work.runs > 1
         return (*self.whole_gradients(stages),) if self.whole and more else ()
 
-    def whole_gradients(self, stages: Iterable[_Stage] | None = None) -> Iterable[Item]:
+    def whole_gradients(self, stages: list[_Stage]) -> Iterable[Item]:
         """Those of several micro-batches, which FSDP reduces at the end of a step."""
         width = self.work.precision.reduce
-        layers = [pair for stage in (self.stages if stages is None else stages) for pair in stage]
+        layers = [pair for stage in stages for pair in stage]
         if trained := sum((layer.parameters - layer.frozen) * n for layer, n in layers):
-            yield self._sharded("whole gradients", trained, width, 1.0)
+            yield self._sharded("whole gradients", trained, width)
         if unsplit := sum(layer.unsplit * n for layer, n in layers):
-            yield self._sharded("gradients that are not split yet", unsplit, width, 1.0)
+            yield self._sharded("gradients that are not split yet", unsplit, width)
 
     def stays_gathered(self) -> Iterable[Item]:
         width = self.work.precision.compute
-        yield self._sharded("units gathered after backward", self.elements, width, 1.0)
+        yield self._sharded("units gathered after backward", self.elements, width)
 
     def gradients_on_their_way(self) -> Iterable[Item]:
         most = max((_unit(x) for x, _ in self.layers if not x.lookup), default=0)
         if (width := self.work.precision.compute) != self.work.precision.reduce:
-            yield self._sharded("gradients before accumulation", most, width, 1.0)
+            yield self._sharded("gradients before accumulation", most, width)
 
     def tied(self) -> Iterable[Item]:
         """The copy of tied parameters' gradients that the first and the last stage sum."""
@@ -223,19 +219,11 @@ class _Rank:
             for layer, n in stage:
                 if layer.loss and not loss:
                     continue
-                if size := self.kept(layer) * n * held:
-                    yield Item(
-                        name=f"activations of {layer.name}",
-                        size=size,
-                        how=f"{self.kept(layer) / 2**20:,.1f} MiB x {n} layers x {held} in flight",
-                        origin=layer.origin,
-                    )
+                if kept := self.kept(layer):
+                    yield from _of_layers("activations", (layer, n), kept, held, "in flight")
                     yield from self.lingering(layer, n, held)
-                late = self.waits(layer)
-                if size := late * n * min(waits, held):
-                    how = f"{late / 2**20:,.1f} MiB x {n} layers x {waits} waiting"
-                    name = f"gradients for the weights of {layer.name}"
-                    yield Item(name=name, size=size, how=how, origin=layer.origin)
+                name, late = "gradients for the weights", self.waits(layer)
+                yield from _of_layers(name, (layer, n), late, min(waits, held), "waiting")
 
     def exchanged(self, most: InFlight, held: tuple[int, ...]) -> Iterable[Item]:
         """What was sent to other stages: until its backward pass, or, where a rank has several
@@ -260,35 +248,21 @@ class _Rank:
         pipeline's micro-batches only the first, which the host sends ahead, keep theirs.
         """
         lives = max(0, held - self.ahead)
-        if size := layer.gathered * n * lives:
-            yield Item(
-                name=f"gathered inputs of {layer.name}",
-                size=size,
-                how=f"{layer.gathered / 2**20:,.1f} MiB x {n} layers x {lives} micro-batches",
-                origin=layer.origin,
-            )
+        pair = layer, n
+        yield from _of_layers("gathered inputs", pair, layer.gathered, lives, "micro-batches")
 
     def transient(self, *, loss: bool) -> Iterable[Item]:
         """Copies of logits beside what is kept, or gradients inside one layer."""
         kinds = [layer for layer, _ in self.layers if layer.loss == loss and layer.transient]
         for layer in sorted(kinds, key=lambda x: -x.transient)[:1]:
-            yield Item(
-                name=f"working memory of {layer.name}",
-                size=layer.transient,
-                how="tensors that exist during its forward or backward only",
-                origin=layer.origin,
-            )
+            how = "tensors that exist during its forward or backward only"
+            yield _of_layer("working memory", layer, layer.transient, how)
 
     def recomputed(self) -> Iterable[Item]:
         """What one checkpointed layer keeps while it is recomputed."""
         kinds = [layer for layer, _ in self.layers if self.kept(layer) < layer.kept]
         for layer in sorted(kinds, key=lambda x: -x.kept)[:1]:
-            yield Item(
-                name=f"recomputed activations of {layer.name}",
-                size=layer.kept,
-                how="one layer at a time",
-                origin=layer.origin,
-            )
+            yield _of_layer("recomputed activations", layer, layer.kept, "one layer at a time")
 
     def recomputed_again(self, chunk: int) -> Iterable[Item]:
         """What torch recomputes for the gradients of a stage's weights, and keeps until it has all;
@@ -299,12 +273,8 @@ class _Rank:
         for layer, n in () if self.begins[chunk] else stage:
             last = max(layer.again, layer.left) if more else layer.again
             if size := layer.left * (n - 1) + last:
-                yield Item(
-                    name=f"recomputed for the weights of {layer.name}",
-                    size=size,
-                    how=f"{size / n / 2**20:,.1f} MiB x {n} layers",
-                    origin=layer.origin,
-                )
+                how = f"{size / n / 2**20:,.1f} MiB x {n} layers"
+                yield _of_layer("recomputed for the weights", layer, size, how)
 
     def resident(self, *, every: bool = True) -> Iterable[Item]:
         """FSDP's units that stay gathered; in the backward pass of a block the last one is one of
@@ -331,7 +301,7 @@ class _Rank:
             yield from self.gradients_on_their_way()
             yield from self.inside()
             if not self.work.staged:
-                yield self._sharded("gradients being reduced", most, precision.reduce, 1.0)
+                yield self._sharded("gradients being reduced", most, precision.reduce)
             return
         outside = [(x, n) for x, n in self.layers if x.loss or not x.matmuls]
         held = sum(x.parameters * n for x, n in outside if x.resident)
@@ -350,14 +320,14 @@ class _Rank:
         most = max((m.m * m.n * m.count for m in products), default=0) * 2
         if weights:
             most = max((m.n * m.k * m.count for m in products), default=0)
-        item = self._sharded("gradients inside a layer", most, self.work.precision.compute, 1.0)
+        item = self._sharded("gradients inside a layer", most, self.work.precision.compute)
         yield replace(item, origin=None)
 
     def reduced(self) -> Iterable[Item]:
         """A unit's whole gradient and its copy for the reduce-scatter."""
         if self.full:
             largest = max((_unit(x) for x, _ in self.layers), default=0)
-            yield self._sharded("gradients being reduced", largest, self.work.precision.reduce, 1.0)
+            yield self._sharded("gradients being reduced", largest, self.work.precision.reduce)
 
     def stepped(self) -> Iterable[Item]:
         copies = 0 if self.work.offload else self.stack.optimizer_copies
@@ -365,6 +335,20 @@ class _Rank:
             size = copies * self.trained * self.steps * self.work.precision.rest
             how = f"{copies:g} x the parameters it steps"
             yield Item(name="copies in the optimizer", size=size, how=how, origin=self.work.origin)
+
+
+def _of_layer(what: str, layer: Layer, size: float, how: str) -> Item:
+    return Item(name=f"{what} of {layer.name}", size=size, how=how, origin=layer.origin)
+
+
+def _of_layers(
+    what: str, layers: tuple[Layer, int], each: float, times: int, state: str
+) -> Iterable[Item]:
+    """What equal layers hold for some micro-batches, each layer `each` bytes for one."""
+    layer, n = layers
+    if size := each * n * times:
+        how = f"{each / 2**20:,.1f} MiB x {n} layers x {times} {state}"
+        yield _of_layer(what, layer, size, how)
 
 
 def _unit(layer: Layer) -> int:

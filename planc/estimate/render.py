@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import fields
 from typing import Any
 
 from planc.estimate.answer import Answer, lines
@@ -66,11 +65,10 @@ def _time(found: Answer) -> Iterator[str]:
         f"MFU {time.mfu:.1%}"
     )
     said = lines(found.plan)
-    for field in fields(time.spent):
-        seconds = getattr(time.spent, field.name)
-        place = f"  ({said[field.name].place})" if field.name in said else ""
+    for name, seconds in time.spent._asdict().items():
+        place = f"  ({said[name].place})" if name in said else ""
         if seconds > 5e-7:
-            yield f"  {seconds * 1e3:8.1f}  ms {field.name.replace('_', ' ')}{place}"
+            yield f"  {seconds * 1e3:8.1f}  ms {name.replace('_', ' ')}{place}"
     yield f"bottleneck: {time.bottleneck}"
 
 
@@ -111,7 +109,7 @@ def document(found: Answer) -> dict[str, Any]:
             "mfu": step.time.mfu,
             "bottleneck": step.time.bottleneck,
             "places": {name: line.place for name, line in lines(found.plan).items()},
-            "spent": {f.name: getattr(step.time.spent, f.name) for f in fields(step.time.spent)},
+            "spent": step.time.spent._asdict(),
         },
     }
 

@@ -14,7 +14,7 @@ from functools import cache
 from itertools import islice
 from math import inf
 
-from planc.estimate.candidates import Candidate, Candidates, Excluded, Tally
+from planc.estimate.candidates import Candidate, Candidates, Tally
 from planc.estimate.choice import FASTEST, LEANEST, Choice, Sizes
 from planc.estimate.second_process import both
 
@@ -38,24 +38,18 @@ class Found:
 
     Args:
         best: the fastest plans that fit and compile, in order.
-        tried: the number of choices that were estimated.
-        excluded: by reason.
+        tally: of all choices.
         costs: for each requirement, the fastest plan that violates it alone; None for none.
         apart: the fastest plan whose mesh differs by more than replicas.
-        nearest: the choice that needs the least memory, where none fits.
     """
 
     best: tuple[Candidate, ...]
-    tried: int
-    excluded: dict[str, Excluded]
+    tally: Tally
     costs: dict[str, Candidate | None]
     apart: Candidate | None
-    nearest: Candidate | None
 
 
-def search(
-    candidates: Candidates, progress: Callable[[int, int], None] = lambda _done, _total: None
-) -> Found:
+def search(candidates: Candidates, progress: Callable[[int, int], None]) -> Found:
     """The fastest plans.
 
     Args:
@@ -67,7 +61,7 @@ def search(
     ranked = _each(candidates, meshes, _probed, lambda done: progress(done, total))
     for _ in range(ROUNDS):
         ranked |= _extended(candidates, ranked)
-    best_meshes = _best_meshes(ranked.values(), space.requires)
+    best_meshes = _best_meshes(ranked.values())
     ranked |= _each(
         candidates, best_meshes, _in_full, lambda done: progress(len(meshes) + done, total)
     )
@@ -80,11 +74,9 @@ def search(
     progress(total, total)
     return Found(
         best=tuple(best),
-        tried=candidates.tally.tried,
-        excluded=candidates.tally.excluded,
+        tally=candidates.tally,
         costs=costs,
         apart=_apart(candidates, best[0], order) if best else None,
-        nearest=candidates.tally.nearest,
     )
 
 
@@ -163,7 +155,7 @@ def _divided(candidates: Candidates, sizes: Sizes) -> dict[Choice, Candidate]:
 def _extended(candidates: Candidates, ranked: dict[Choice, Candidate]) -> dict[Choice, Candidate]:
     """The probes of meshes beside the best ones, which have other sizes of one extended axis."""
     space, nearest = candidates.space, candidates.tally.nearest
-    starts = _best_meshes(ranked.values(), space.requires)[:STARTS]
+    starts = _best_meshes(ranked.values())[:STARTS]
     if not starts and nearest:
         starts = [nearest.choice.sizes]
     known = {choice.sizes for choice in ranked} | candidates.extended
@@ -194,13 +186,12 @@ def _tried(candidates: Candidates, choices: Iterable[Choice]) -> dict[Choice, Ca
     return {c.choice: c for c in found if c}
 
 
-def _best_meshes(ranked: Iterable[Candidate], requires: tuple[str, ...]) -> list[Sizes]:
-    """The meshes of the fastest candidates; with requirements, as many again that meet them."""
+def _best_meshes(ranked: Iterable[Candidate]) -> list[Sizes]:
+    """The meshes of the fastest candidates that meet all requirements, then of the fastest."""
     order = sorted(ranked, key=lambda c: c.seconds)
-    meeting = [c.choice.sizes for c in order if not c.violated] if requires else []
-    every = [c.choice.sizes for c in order]
-    first = list(dict.fromkeys(meeting))[:MESHES]
-    return list(dict.fromkeys([*first, *list(dict.fromkeys(every))[:MESHES]]))
+    meeting = dict.fromkeys(c.choice.sizes for c in order if not c.violated)
+    every = dict.fromkeys(c.choice.sizes for c in order)
+    return list(dict.fromkeys((*islice(meeting, MESHES), *islice(every, MESHES))))
 
 
 def _named(

@@ -7,7 +7,8 @@ The pipeline's timetable is simulated; the gradients' reduction and the optimize
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from planc.estimate import collectives, kernels
 from planc.estimate.pipeline import timetable
@@ -15,8 +16,7 @@ from planc.estimate.profiles import Hardware, Stack
 from planc.estimate.workload import Collective, Group, Kind, Layer, Recompute, Sharding, Workload
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Spent:
+class Spent(NamedTuple):
     """Seconds of one pass, or of a step, by kind."""
 
     matmul: float = 0.0
@@ -34,11 +34,10 @@ class Spent:
 
     @property
     def total(self) -> float:
-        return sum((getattr(self, f.name) for f in fields(self)), 0.0)
+        return sum(self)
 
-    def plus(self, other: Spent, times: float = 1.0) -> Spent:
-        names = [f.name for f in fields(self)]
-        return Spent(**{n: getattr(self, n) + times * getattr(other, n) for n in names})
+    def plus(self, other: Spent, times: float) -> Spent:
+        return Spent(*(one + times * more for one, more in zip(self, other, strict=True)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,8 +64,7 @@ class Passes:
 
     def __init__(self, work: Workload, hardware: Hardware, stack: Stack) -> None:
         self.work, self.hardware, self.stack = work, hardware, stack
-        pipeline = work.pipeline
-        crosses = pipeline.in_node(hardware.ranks_per_node) < pipeline.size
+        crosses = work.pipeline.crosses(hardware.ranks_per_node)
         self.stall = stack.stall_us * 1e-6 * work.tensor.size if crosses else 0.0
         """What delays a collective of the tensor group: each of its ranks may be late, and all
         wait for each."""
@@ -86,9 +84,9 @@ class Passes:
         parts: tuple[float, float, float],
         sent: tuple[Collective, ...],
         data: float,
-        launch: float,
+        passes: int,
     ) -> Spent:
-        stack = self.stack
+        stack, launch = self.stack, self.launch(layer, sent, passes)
         matmul, attention, memory = parts
         each = dict.fromkeys((self.work.tensor, self.work.context, self.work.experts), 0.0)
         for c in sent:
@@ -113,12 +111,11 @@ class Passes:
 
     def forward(self, layer: Layer) -> Spent:
         parts = kernels.forward(layer, self.hardware, self.stack)
-        launch = self.launch(layer, layer.forward, 1)
         work, share = self.work, 1.0
         if work.staged:  # units stay gathered after a backward, or from the first forward on
             before = min(work.micro_batches, work.pipeline.size)
             share = (layer.resident + (1 - layer.resident) * before) / work.micro_batches
-        return self._passed(layer, parts, layer.forward, share * self.gather(layer), launch)
+        return self._passed(layer, parts, layer.forward, share * self.gather(layer), 1)
 
     def backward(self, layer: Layer) -> Spent:
         work, stack = self.work, self.stack
@@ -137,8 +134,7 @@ class Passes:
         memory += kernels.moved(size * layer.parameters, 0, self.hardware)
         data = (1 - layer.resident) * self.gather(layer)
         data += 0.0 if work.reduced_once else self.reduce(layer)
-        launch = self.launch(layer, sent, passes)
-        return self._passed(layer, (matmul, attention, memory), sent, data, launch)
+        return self._passed(layer, (matmul, attention, memory), sent, data, passes)
 
     def repeated(self, layer: Layer) -> Layer | None:
         """What backward runs again of a checkpointed layer, None where it repeats no product."""
@@ -242,8 +238,7 @@ def step_time(work: Workload, hardware: Hardware, stack: Stack) -> StepTime:
     own, runs = work.of_rank(worst), work.runs
     spent = _sum((part[stage], count * runs) for part in (forward, backward) for stage in own)
     sends = max(0.0, plan.busy[worst] * runs - spent.total)
-    spent = replace(
-        spent,
+    spent = spent._replace(
         data_collectives=spent.data_collectives + exposed,
         optimizer=optimizer,
         pipeline_sends=sends,
@@ -294,8 +289,8 @@ def _hop(work: Workload, hardware: Hardware) -> float:
 
 
 def _bottleneck(spent: Spent, work: Workload, hardware: Hardware) -> str:
-    names = ("matmul", "attention")
-    parts = {f.name: getattr(spent, f.name) for f in fields(spent) if f.name not in names}
+    computed = ("matmul", "attention")
+    parts = {n: seconds for n, seconds in spent._asdict().items() if n not in computed}
     name = max(parts, key=lambda n: parts[n])
     percent = 100 * parts[name] / spent.total
     where = ""
@@ -306,6 +301,6 @@ def _bottleneck(spent: Spent, work: Workload, hardware: Hardware) -> str:
         "data_collectives": work.data,
     }
     if name in groups:
-        crosses = groups[name].in_node(hardware.ranks_per_node) < groups[name].size
+        crosses = groups[name].crosses(hardware.ranks_per_node)
         where = " across nodes" if crosses else " in a node"
     return f"{name.replace('_', ' ')}{where} {percent:.0f} %"

@@ -5,16 +5,17 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from planc import compiler
 from planc.diagnostic import Sink
 from planc.estimate import profiles
 from planc.estimate.answer import Request
-from planc.estimate.candidates import WAYS_OUT, Candidate, Candidates
+from planc.estimate.candidates import WAYS_OUT, Candidate, Candidates, Tally
 from planc.estimate.choice import CHECKPOINTING, Choice, Space
-from planc.estimate.counted import Counted
-from planc.estimate.derived_counts import DerivedCounts, Job, first_jobs
+from planc.estimate.counted import MicroBatch
+from planc.estimate.derived_counts import DerivedCounts, first_jobs
 from planc.estimate.from_plan import Batch, PlanWork
 from planc.estimate.moments import GIB
 from planc.estimate.search import Found, search
@@ -124,7 +125,7 @@ def suggest(
     finally:
         candidates.counts.end()
     if not found.best:
-        _nothing(found, sink)
+        _nothing(found.tally, sink)
         return None
     return Suggestion(
         asked=asked,
@@ -264,9 +265,7 @@ def _scope(choice: Choice, space: Space, facts: Facts, sink: Sink) -> Scope:
     divided = (space.experts.ranks.name,) if space.experts else ()
     scope.axis_names = (*(a.name for a in space.axes), *divided)
     origin = space.plan.origin
-    fixed = {n: v for n, v in space.fixed.items() if n in space.defaults}
-    made = {o: n for a, n in choice.sizes if (o := space.sizing.get(a))}
-    for name, value in {**space.defaults, **dict(choice.options), **made, **fixed}.items():
+    for name, value in {**space.defaults, **space.values(choice)}.items():
         literal = ast.Literal(origin=origin, value=value)  # type: ignore[arg-type]
         scope.define(Definition(name=name, kind="option", value=literal, origin=origin))
     return scope
@@ -280,23 +279,11 @@ def _counts(
 ) -> DerivedCounts:
     from planc.estimate.kept_tensors import count
 
-    def run(job: Job, *, anew: bool = True) -> Counted | None:
-        rows, tokens, dtype, exchange = job
-        return count(
-            facts,
-            sink,
-            batch=rows,
-            sequence=tokens,
-            dtype=dtype,
-            attention=request.attention,
-            exchange=exchange,
-            run=anew,
-        )
-
-    counts, left = DerivedCounts(run), list[Job]()
+    run = partial(count, facts, sink, attention=request.attention)
+    counts, left = DerivedCounts(run), list[MicroBatch]()
     work = PlanWork(*adapted(space.plan, facts), space.batch, stack)
     for job in first_jobs(work.compute_dtype, space.batch.sequence, space.exchange):
-        if one := run(job, anew=False):
+        if one := run(job, run=False):
             counts.add(job, one)
         else:
             left.append(job)
@@ -315,20 +302,20 @@ def _coarser(candidates: Candidates, best: Candidate) -> Candidate | None:
     return found if found and found.seconds < best.seconds else None
 
 
-def _nothing(found: Found, sink: Sink) -> None:
-    near, excluded = found.nearest, found.excluded
+def _nothing(tally: Tally, sink: Sink) -> None:
+    near, excluded = tally.nearest, tally.excluded
     most = max(excluded, key=lambda reason: excluded[reason].count, default="")
     help = WAYS_OUT.get(most, "use more ranks, a smaller batch or sequence, or fewer requirements")
     needs = most if most in WAYS_OUT else "no mesh is legal"
     if near:
         room = near.estimate.usable / GIB
         needs = f"the leanest needs {near.peak:.1f} GiB of the usable {room:.1f}"
-    elif found.tried and not excluded:
+    elif tally.tried and not excluded:
         needs = "what the model's layers compute and keep is unknown"
         help = "`planc estimate` says of one plan what is known: parameters and optimizer state"
     sink.error(
         "PL712",
-        f"none of {found.tried:,} plans can be used: {needs}",
+        f"none of {tally.tried:,} plans can be used: {needs}",
         facts=(
             *((f"the leanest: {near.named}",) if near else ()),
             *(f"{n.count:,} x {reason}: {n.example}" for reason, n in excluded.items()),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import fields
 from typing import Any
 
 from planc.estimate.candidates import Candidate
@@ -19,11 +18,11 @@ def text(made: Suggestion, *, command: str) -> Iterator[str]:
     Args:
         command: that estimates the suggested plan.
     """
-    batch, found = made.asked.request.batch, made.found
+    batch, found, tally = made.asked.request.batch, made.found, made.found.tally
     assert batch is not None
     tokens = f"{batch.global_batch} x {batch.sequence} tokens a step"
     yield f"{made.asked.world_size:,} ranks of {made.hardware.name}, {made.stack.name}; {tokens}"
-    yield f"{found.tried:,} plans were estimated that extend {made.base}"
+    yield f"{tally.tried:,} plans were estimated that extend {made.base}"
     yield ""
     yield from _table(found.best)
     yield ""
@@ -33,10 +32,10 @@ def text(made: Suggestion, *, command: str) -> Iterator[str]:
         yield f"reduce_dtype = bf16 takes {less:.1%} less time, and sums gradients less exactly"
     for condition, other in found.costs.items():
         yield f"--require {condition!r} costs {_cost(found.best[0], other)}"
-    if found.excluded:
+    if tally.excluded:
         yield ""
         yield "left out:"
-    for reason, out in sorted(found.excluded.items(), key=lambda pair: -pair[1].count):
+    for reason, out in sorted(tally.excluded.items(), key=lambda pair: -pair[1].count):
         yield f"  {out.count:6,}  {reason}, such as {out.example}"
     yield ""
     yield f"its estimate in full: {command}"
@@ -73,8 +72,8 @@ def _longer(first: Candidate, other: Candidate) -> str:
 
 def _difference(first: Candidate, other: Candidate) -> str:
     """What the other one spends more time on, and less."""
-    one, two = first.estimate.time.spent, other.estimate.time.spent
-    parts = {f.name: getattr(two, f.name) - getattr(one, f.name) for f in fields(one)}
+    spent = first.estimate.time.spent
+    parts = other.estimate.time.spent.plus(spent, -1)._asdict()
     order = sorted(parts, key=lambda name: -abs(parts[name]))
     words = [
         f"{parts[n] * 1e3:+,.1f} ms {n.replace('_', ' ')}"
@@ -102,12 +101,12 @@ def document(made: Suggestion) -> dict[str, Any]:
         "stack": made.stack.name,
         "batch": batch and {"rows": batch.global_batch, "tokens": batch.sequence},
         "extends": made.base,
-        "tried": found.tried,
+        "tried": found.tally.tried,
         "best": [_plain(c) for c in found.best],
         "constraints": {c: o and _plain(o) for c, o in found.costs.items()},
         "excluded": [
             {"reason": reason, "count": out.count, "example": out.example}
-            for reason, out in found.excluded.items()
+            for reason, out in found.tally.excluded.items()
         ],
     }
 
@@ -125,6 +124,6 @@ def _plain(found: Candidate) -> dict[str, Any]:
         "mfu": time.mfu,
         "peak": found.estimate.fullest.peak,
         "bottleneck": time.bottleneck,
-        "spent": {f.name: getattr(time.spent, f.name) for f in fields(time.spent)},
+        "spent": time.spent._asdict(),
         "plan": found.text,
     }

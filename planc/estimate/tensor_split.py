@@ -12,7 +12,7 @@ from planc.estimate.workload import Attention, Collective, Kind, Matmul, Recompu
 from planc.lowering.context_sends import attending
 from planc.lowering.memory import Holding
 from planc.lowering.step import During, Sent
-from planc.model.facts import DTYPE_BYTES, Modules
+from planc.model.facts import Modules
 from planc.model.indices import Indices
 from planc.ops.activation_checkpoint import Checkpoint
 from planc.ops.base import AxisRole
@@ -129,13 +129,12 @@ class PartSplit:
     def attention(self) -> Iterable[Attention]:
         _, parts = self.work.exchange  # a script's exchange is not counted
         for a in self.part.attended:
-            batch, heads, queries, keys, dim = a.shape
             yield Attention(
-                batch=batch,
-                heads=-(-heads // self.factor(a.module)),
-                queries=queries,
-                keys=keys * (1 if parts > 1 else self.work.size(AxisRole.SEQUENCE)),
-                head_dim=dim,
+                batch=a.batch,
+                heads=-(-a.heads // self.factor(a.module)),
+                queries=a.queries,
+                keys=a.keys * (1 if parts > 1 else self.work.size(AxisRole.SEQUENCE)),
+                head_dim=a.head_dim,
                 masked=parts > 1,
             )
 
@@ -148,10 +147,10 @@ class PartSplit:
 
     def outputs(self, inside: Iterable[Holding]) -> float:
         """`Layer.outputs`."""
-        norms = sum(h.count for h in inside if is_norm(h)) // len(self.part.like)
-        width = DTYPE_BYTES.get(self.work.compute_dtype, 4)
-        products = sum(m.m * m.n * m.count for m in self.matmuls()) * width
-        return products + self.part.boundary / self.stream * norms
+        weights = (h for h in inside if h.modules.module.kind == "norm")
+        norms = sum(h.count for h in weights if h.parameter.name == "weight")
+        products = sum(m.m * m.n * m.count for m in self.matmuls()) * self.work.width
+        return products + self.part.boundary / self.stream * (norms // len(self.part.like))
 
     def routed(self) -> float:
         """Bytes of the rows of experts that exist beside what they keep: three copies in backward,
@@ -161,12 +160,12 @@ class PartSplit:
         first = next((p for p in self.part.products if p.divided), None)
         if first is None:
             return 0.0
-        way, width = self._dispatch(first.module), DTYPE_BYTES.get(self.work.compute_dtype, 4)
+        way = self._dispatch(first.module)
         if way == ALL_REDUCE:
             share, copies = self.experts, 3
         else:
             share, copies = (self.senders, 4) if way else (1, 3)
-        return copies * first.m / share * first.k * width
+        return copies * first.m / share * first.k * self.work.width
 
     def replayed_for_weights(
         self, rule: Checkpoint | None, inside: Iterable[Holding]
@@ -202,7 +201,7 @@ class PartSplit:
         again = self.replayed(rule)
         if again is None:
             return 0.0
-        width = DTYPE_BYTES.get(self.work.compute_dtype, 4)
+        width = self.work.width
 
         def products(some: Iterable[Matmul]) -> float:
             return sum(p.m * p.n * p.count * width for p in some)
@@ -255,15 +254,9 @@ class PartSplit:
         return sent.times // (step.passes * layers)
 
 
-def is_norm(holding: Holding) -> bool:
-    """Whether a parameter is the weight of a norm."""
-    return holding.modules.module.kind == "norm" and holding.parameter.name == "weight"
-
-
 def unsplit(holding: Holding) -> int:
     """`Layer.unsplit` of the modules of a parameter."""
-    looked_up = holding.modules.module.kind == "embedding" and holding.parameter.trainable
-    if not looked_up:
+    if holding.modules.module.kind != "embedding" or not holding.parameter.trainable:
         return 0
     return (holding.parameter.shape[0] - holding.local[0]) * prod(holding.local[1:]) * holding.count
 

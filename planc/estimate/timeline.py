@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 from planc.estimate.answer import Answer
 from planc.estimate.step_time import Passes
@@ -38,7 +38,7 @@ def passes(found: Answer) -> Bars:
         bars[f"{name} of a micro-batch, x {work.micro_batches * work.runs}"] = [
             (kind.replace("_", " "), seconds * n, f"{n} x {layer.name}", "")
             for layer, n in order
-            for kind, seconds in asdict(way(layer)).items()
+            for kind, seconds in way(layer)._asdict().items()
             if seconds
         ]
     passed = sum(part[1] for bar in bars.values() for part in bar)

@@ -6,7 +6,8 @@ FSDP's share is taken off later, since it changes what is held and sent but not 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from math import prod
 
@@ -59,6 +60,10 @@ class Group:
     def in_node(self, ranks_per_node: int) -> int:
         """The number of the group's ranks in one node."""
         return max(1, min(self.size, ranks_per_node // self.stride))
+
+    def crosses(self, ranks_per_node: int) -> bool:
+        """Whether the group has ranks in several nodes."""
+        return self.in_node(ranks_per_node) < self.size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -273,6 +278,11 @@ class Workload:
     def ranks(self) -> int:
         groups = (self.data, self.replicate, self.tensor, self.context, self.pipeline)
         return self.world or prod(group.size for group in groups)
+
+    def mapped(self, change: Callable[[Layer, int], Layer]) -> Workload:
+        """The step with what `change` makes of each layer and the number of equal ones."""
+        stages = (tuple((change(x, n), n) for x, n in stage) for stage in self.stages)
+        return replace(self, stages=tuple(stages))
 
     def of_rank(self, rank: int) -> tuple[int, ...]:
         """The stages of a rank of the pipeline."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from planc.diagnostic import Sink
 from planc.importing.peer import table
-from planc.model.config import CLASS, Config, locate_config, read, shipped_models
+from planc.model.config import CLASS, locate_config, read, shipped_models
 from planc.resources import PLANS
 from planc.syntax import ast, plan_files
 
@@ -84,7 +84,7 @@ def family_of(
     words = [w for w in (named, flavor) if w and re.fullmatch(r"[\w./:-]+", w)]
     for word in words:
         if model := _known(word):
-            return _model_type(model), model
+            return families_named(model, Sink()), model
     known = sorted({f for p in PLANS.glob("*.plan") for f in plan_files.families(p)}, key=len)
     for word in words:
         last = word.rstrip("/").rpartition("/")[2].lower()
@@ -125,20 +125,12 @@ def _known(name: str) -> str | None:
     return name if "/" in name and not name.startswith((".", "/")) and locate_config(name) else None
 
 
-def _model_type(model: str) -> str | None:
-    place = locate_config(model)
-    return _family(read(place, Sink())) if place else None
-
-
 def families_named(model: str, sink: Sink) -> str | None:
-    """The family of `--model`, or None after PL600 to PL602."""
+    """The family of a model, or None after PL600 to PL602."""
     place = locate_config(model)
     if place is None:
         sink.error("PL600", f"there is no model {model!r}", help="`planc list models` has names")
         return None
-    return _family(read(place, sink))
-
-
-def _family(config: Config | None) -> str | None:
+    config = read(place, sink)
     values = config.values if config else {}
     return str(values.get("model_type") or values.get(CLASS) or "") or None

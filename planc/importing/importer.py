@@ -213,18 +213,14 @@ def _listed(fate: list[tuple[ConfigKey, str, str]], kind: str) -> Iterator[str]:
     for leaf, of, why in fate:
         if of == kind:
             shown = f" = {_shown(leaf.value)}" if kind == "lost" else ""
-            by[why].append(f"{leaf.path}{shown}" if shown else leaf.path)
+            by[why].append(f"{leaf.path}{shown}")
     if by:
         total = sum(map(len, by.values()))
-        yield f"# {_TITLES[kind]}, {_count(total, 'key')}:"
+        yield f"# {_TITLES[kind]}, {total} key{'s' * (total != 1)}:"
     for why, keys in by.items():
         text = f"{why}: {', '.join(map(_safe, keys)) if kind == 'lost' else _keys(keys)}"
         lines = wrap(text, 92, break_long_words=False, break_on_hyphens=False)
         yield from (f"#   {'  ' * bool(i)}{line}" for i, line in enumerate(lines))
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def _keys(paths: Iterable[str]) -> str:

@@ -2,7 +2,6 @@
 
 import ast
 from collections.abc import Iterator
-from typing import TypeGuard
 
 from planc.diagnostic import Sink, did_you_mean, one_of
 from planc.importing.reading import ConfigKey
@@ -54,7 +53,8 @@ def _of(
         raise RecursionError
     result: dict[str, ConfigKey] = {}
     local: dict[str, ast.expr] = {}
-    returned = {s.value.id for s in node.body if isinstance(s, ast.Return) and _named(s.value)}
+    ends = (s.value for s in node.body if isinstance(s, ast.Return))
+    returned = {value.id for value in ends if isinstance(value, ast.Name)}
     for statement in node.body:
         value = getattr(statement, "value", None)
         name = ast.unparse(value.func) if isinstance(value, ast.Call) else ""
@@ -82,10 +82,6 @@ def _of(
                 leaf = ConfigKey(path=f"statement {line}", value=line, line=statement.lineno)
                 result[leaf.path] = leaf
     return result
-
-
-def _named(node: ast.expr | None) -> TypeGuard[ast.Name]:
-    return isinstance(node, ast.Name)
 
 
 def _value(node: ast.expr | None, path: str, local: dict[str, ast.expr]) -> Iterator[ConfigKey]:

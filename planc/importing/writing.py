@@ -7,6 +7,7 @@ from typing import Any
 
 from planc.importing.family import Base
 from planc.importing.peer import LEFT, Peer
+from planc.ops.phrases import literal
 from planc.plan.sections.tensor_styles import style_of_transformers
 
 _ACTIONS = {
@@ -95,7 +96,7 @@ class Writer:
             return self._not("plan", "precision(...)", word)
         if name not in self.base.options:
             return self._not("lost", f"{self.name} has no option {name}", word)
-        shown = f'"{value}"' if isinstance(value, str) else str(value).lower()
+        shown = literal(value)
         if self.base.options[name] == value:
             return self._not("same", f"{name} = {shown} in {self.name}", word)
         return self._line(f"override option {name} = {shown}", word)

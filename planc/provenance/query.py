@@ -150,8 +150,7 @@ class _Question:
             both = op.modules.inside(self.at)
             if both is not None and len(both.path) > len(self.at.path) and not self._is(op):
                 what = f"{style_name(op.style)} {op.layouts}".strip()
-                shapes = op.sizes
-                yield self._reason(f"{what}  {shapes}".strip(), _after(both, self.at), op)
+                yield self._reason(f"{what}  {op.sizes}".strip(), _after(both, self.at), op)
 
     def _loaded(self) -> Iterator[Reason]:
         for op in self.lowered.ops if self.at.module.parameters else ():
@@ -174,8 +173,7 @@ class _Question:
         for op in self.lowered.ops:
             if isinstance(op, kind):
                 if self.at.inside(op.modules) is not None:
-                    target = self._part(len(op.modules.path))
-                    yield self._reason(_wrapped(op), target, op)
+                    yield self._reason(_wrapped(op), self._part(len(op.modules.path)), op)
                 elif self.parameter is None and (both := op.modules.inside(self.at)) is not None:
                     yield self._reason(_wrapped(op), str(both), op)
 
@@ -279,13 +277,11 @@ class _Question:
 
     def _untouched(self) -> str:
         """A rule over an axis of one rank has no effect and is not in the lowered plan."""
-        rules = self.plan.tensor if self.plan else ()
-        for rule in rules:
+        for rule in self.plan.tensor if self.plan else ():
             if rule.modules.has(self.name) and self.lowered.axis_size(rule.axis) == 1:
-                place = rule.origin.place
-                style = style_name(rule.style)
+                style, place = style_name(rule.style), rule.origin.place
                 return f"{style} has no effect: {rule.axis} has one rank ({place})"
-        if any(True for _ in self._on(DispatchExperts)):
+        if any(self._on(DispatchExperts)):
             return "no rule: its experts are divided over ranks"
         axes = dict.fromkeys(axis for op in self.styles for axis in op.axes)
         if not self.at.module.parameters:
@@ -315,8 +311,7 @@ class _Question:
         placement = (self._spread(unit) or unit) if unit else None
         shard = kept_shape(local, placement, self.lowered)
         dtype = parameter.dtype
-        adapted = any(isinstance(op, Adapt) for op in self.lowered.ops)
-        if not adapted:  # else the facts are cast already
+        if not self.lowered.has(Adapt):  # else the facts are cast already
             load = (op for op in self.lowered.ops if isinstance(op, Load))
             dtype = next(load, Load()).kept(parameter)
         computed = (unit.param if unit else None) or dtype

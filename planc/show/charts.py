@@ -18,8 +18,9 @@ def chart(bars: Bars, unit: Callable[[float], str], *, in_turn: bool) -> Iterato
     legend: dict[str, list[tuple[float, str, str]]] = {}
     for bar in bars.values():
         for name in dict.fromkeys(part[0] for part in bar):
-            known, here = legend.get(name, []), [part[1:] for part in bar if part[0] == name]
-            legend[name] = known + here if in_turn else max(known, here, key=_total)
+            here = [part[1:] for part in bar if part[0] == name]
+            known = legend.get(name, [])
+            legend[name] = known + here if in_turn else max(known or here, here, key=_total)
     kinds = list(dict.fromkeys(map(_kind, legend)))
     color, start = {name: f"c{kinds.index(_kind(name)) % 10}" for name in legend}, 0.0
     for title, bar in bars.items():

@@ -56,13 +56,12 @@ def groups(lowered: Lowered, per_node: int, sent: Mapping[str, float]) -> tuple[
 
     sends: dict[tuple[str, ...], dict[str, None]] = {}
     for names, words in _sends(lowered):
-        sends.setdefault(tuple(filter(wide, names)), {})[words] = None
-    known = {
-        tuple(n for n in k.split(" x ") if lowered.axis_size(n) > 1): v for k, v in sent.items()
-    }
+        if several := tuple(filter(wide, names)):
+            sends.setdefault(several, {})[words] = None
+    known = {tuple(filter(wide, names.split(" x "))): size for names, size in sent.items()}
     found, sizes, experts = [], {a.name: a.size for a in lowered.axes}, lowered.experts
     ranks = [places(lowered, rank) for rank in range(min(per_node, lowered.world_size))]
-    for names, told in ((names, told) for names, told in sends.items() if names):
+    for names, told in sends.items():
         axes, stride = tuple(n for n in sizes if n in names), 1
         if experts and {experts.ranks.name, experts.rest.name} & set(names):
             axes = experts.axes
@@ -112,11 +111,8 @@ def nodes(
 
     A page wraps them: their places in a picture mean nothing there.
     """
-    world, pipeline, sizes = (
-        lowered.world_size,
-        lowered.pipeline,
-        {a.name: a.size for a in lowered.axes},
-    )
+    world, pipeline = lowered.world_size, lowered.pipeline
+    sizes = {a.name: a.size for a in lowered.axes}
     per_node = min(per_node, world)
     columns = min(per_node, 4)
     width, height = max(columns, 2) * _CELL + 16, -(-per_node // columns) * _CELL + 28

@@ -115,14 +115,7 @@ def estimated(row, machine, software, world_size=1):
             Batch(global_batch=row["batch"] * world_size, sequence=row["seq"]),
             software,
         )
-        counted = count(
-            compiled.applied[1],
-            sink,
-            batch=work.rows,
-            sequence=work.tokens,
-            dtype=work.compute_dtype,
-            attention=row["attn"],
-        )
+        counted = count(compiled.applied[1], sink, work.micro_batch, attention=row["attn"])
         assert counted, sink.diagnostics
     return estimate(work.workload(counted), machine, software)
 

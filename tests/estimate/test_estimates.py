@@ -14,9 +14,10 @@ from measured_tables import accelerator, hardware, playbook, playbook_model, sta
 from planc.compiler import compile_plan
 from planc.diagnostic import Sink
 from planc.estimate import collectives, profiles
-from planc.estimate.calibrate import calibrated
+from planc.estimate.counted import MicroBatch
 from planc.estimate.from_plan import Batch, PlanWork
 from planc.estimate.kept_tensors import count
+from planc.estimate.measurements import calibrated
 from planc.estimate.moments import GIB
 from planc.estimate.pipeline import SCHEDULES, in_flight, order, timetable
 from planc.estimate.step import estimate
@@ -292,7 +293,7 @@ def layers(*settings, world_size=8, rows=8, tokens=4096):
     sink = Sink()
     compiled = compile_plan("llama-3.1-8b", "llama", sink, world_size=world_size, settings=settings)
     work = PlanWork(*compiled.applied, Batch(global_batch=rows, sequence=tokens), stack("torch"))
-    counted = count(work.facts, sink, batch=rows, sequence=tokens, dtype=work.compute_dtype)
+    counted = count(work.facts, sink, MicroBatch(rows, tokens, work.compute_dtype))
     return work.workload(counted).stages[0]
 
 
@@ -370,5 +371,5 @@ def test_layers_that_cannot_be_counted():
         replace(facts, config={**facts.config, "rope_parameters": {"rope_type": "nonsense"}}),
     ):
         sink = Sink()
-        assert count(broken, sink, batch=1, sequence=128, dtype="bfloat16") is None
+        assert count(broken, sink, MicroBatch(1, 128, "bfloat16")) is None
         assert "PL703" in {d.code for d in sink.diagnostics}
