@@ -115,24 +115,17 @@ def _misspelled(word: str) -> int:
 
 def _missing(command: str, module: str) -> int:
     from planc.commands import output
-    from planc.diagnostic import Sink
     from planc.model.cache import INSTALL
 
-    sink, name = Sink(), module.partition(".")[0]
-    sink.error("PL760", f"`planc {command}` needs {name}, which is not installed", help=INSTALL)
-    output.show(sink, "full", sys.stderr)
-    return output.exit_code(sink)
+    needs = f"`planc {command}` needs {module.partition('.')[0]}, which is not installed"
+    return output.refused("PL760", needs, INSTALL)
 
 
 def _internal(error: Exception) -> int:
     from planc.commands import output
-    from planc.diagnostic import Sink
 
-    sink = Sink()
     hint = "this is a bug in planc; run again with PLANC_TRACEBACK=1 and report it"
-    sink.error("PL900", f"planc itself failed: {type(error).__name__}: {error}", help=hint)
-    output.show(sink, "full", sys.stderr)
-    return output.FAILED
+    return output.refused("PL900", f"planc itself failed: {type(error).__name__}: {error}", hint)
 
 
 class _Command(argparse.ArgumentParser):

@@ -15,8 +15,7 @@ from planc.commands import output, shared_arguments
 from planc.compiler import Compiled
 from planc.diagnostic import Sink
 from planc.project import Project, ProjectError, Target, project
-from planc.proof.checked import known_certificate
-from planc.proof.checked import summary as checked_lines
+from planc.proof.checked import known_certificate, summary
 from planc.report import FORMATS
 from planc.report.json_document import document, findings
 
@@ -162,7 +161,7 @@ def _checked(target: Target, options: argparse.Namespace, severity: Mapping[str,
     compiled = output.compiled_target(
         target, sink, allow_code=options.allow_code, drafts=options.level == "flow"
     )
-    checked, verdict = "", None
+    estimated, verdict = "", None
     if options.level == "flow" and compiled.lowered:
         from planc.draft.parsed import parsed
         from planc.proof.apart import record
@@ -171,9 +170,8 @@ def _checked(target: Target, options: argparse.Namespace, severity: Mapping[str,
         code = options.allow_code
         verdict = flow(compiled, sink, strict=options.strict, allow_code=code, draft=parsed)
         record(compiled, verdict, sink)
-        checked += f", {verdict.text}"
     if compiled.lowered:
-        checked += _estimated(compiled, options, sink)
+        estimated = _estimated(compiled, options, sink)
     proof = known_certificate(compiled, sink)
     return _Checked(
         target=target,
@@ -182,7 +180,7 @@ def _checked(target: Target, options: argparse.Namespace, severity: Mapping[str,
         verdict=verdict,
         proof=proof,
         overruled=sink.overruled,
-        lines=checked_lines(compiled, checked, proof, verdict),
+        lines=summary(compiled, proof, verdict, estimated),
     )
 
 

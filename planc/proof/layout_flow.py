@@ -281,8 +281,7 @@ def _report(
         changes = remedy(real, case, outcome, draft) if draft else ()
         if changes:  # what is presumed is wrong, or has the same cause: with these all is proved
             sink.overrule(PRESUMED)
-        for finding in blamed_first(found, changes):
-            sink.add(finding)
+        sink.add(*blamed_first(found, changes))
     else:
         report_unstated(outcome, small, sink)
     report_means(outcome, plan.mesh, sink)
