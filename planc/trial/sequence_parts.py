@@ -47,7 +47,7 @@ class BatchPart:
         for name, call in trace.calls.items():
             inputs = {k: Seen(self.of(v.tensor)) for k, v in call.inputs.items()}
             output = call.output and Seen(self.of(call.output.tensor))
-            calls[name] = ModuleCall(name=name, line=call.line, inputs=inputs, output=output)
+            calls[name] = ModuleCall(line=call.line, inputs=inputs, output=output)
         return Trace(calls=calls, finished=trace.finished)
 
 

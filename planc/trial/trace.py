@@ -42,13 +42,11 @@ class ModuleCall:
     """The first call of a module in a run.
 
     Args:
-        name: the torch name of the module.
         line: the line of the model's code that called it, as `modeling_llama.py:281: ...`.
         inputs: its input tensors by position (`0`) or by name, before any hook of a style.
         output: its first output tensor, after all hooks; None until it has ended.
     """
 
-    name: str
     line: str
     inputs: dict[str, Seen] = field(default_factory=dict)
     output: Seen | None = None
@@ -84,7 +82,7 @@ class Trace:
             if name in self.calls:
                 return
             given = [*((str(i), v) for i, v in enumerate(args)), *kwargs.items()]
-            call = ModuleCall(name=name, line=caller())
+            call = ModuleCall(line=caller())
             call.inputs = {k: Seen.of(v) for k, v in given if isinstance(v, torch.Tensor)}
             self.calls[name] = call
 
