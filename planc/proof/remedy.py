@@ -47,7 +47,9 @@ def remedy(
     plan = small.compiled.plan
     assert plan is not None
     axes = plan.mesh.of_role(AxisRole.TENSOR)
-    if len(axes) != 1 or axes[0].size == 1 or _elsewhere(outcome):
+    # whether another section than the tensor one is to blame
+    elsewhere = any(d.kind in ("context", "draws") for d in outcome.discrepancies[:1])
+    if len(axes) != 1 or axes[0].size == 1 or elsewhere:
         return ()
     assert compiled.plan is not None
     axis = axes[0].name
@@ -120,11 +122,6 @@ def blamed_first(
     also = (f"from the same cause: {other.message}" for other in others)
     facts = (*first.facts, *also)
     yield replace(first, labels=tuple(blamed) or first.labels, facts=facts, help=help)
-
-
-def _elsewhere(outcome: Outcome) -> bool:
-    """Whether another section than the tensor one is to blame."""
-    return any(d.kind in ("context", "draws") for d in outcome.discrepancies[:1])
 
 
 def _distance(outcome: Outcome, change: RuleChange) -> int:

@@ -1,6 +1,6 @@
 """One rank of a proof on processes: the trial program, and its distance from a single process."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -66,7 +66,9 @@ def prove(
     report("compare")
     if reference.draws:
         single = alone(builder.build(seed).to(device), lowered)
-        reference = program.train_single(single, data, lowered, _drawn_by_all(result))
+        found = of_all_ranks((result.data_rank, result.drawn))
+        ranks = [program.RankResult(data_rank=data, drawn=drawn) for data, drawn in found]
+        reference = program.train_single(single, data, lowered, ranks)
     if precision:
         return compare_rounded(result, reference, lowered, _operations(builder, data, seed))
     return compare(result, reference)
@@ -81,33 +83,21 @@ def _operations(builder: ModelBuilder, batches: Batches, seed: int) -> numerics.
     return operations
 
 
-def _drawn_by_all(own: program.RankResult) -> list[program.RankResult]:
-    """The data rank and the random numbers of each rank."""
-    found = of_all_ranks((own.data_rank, own.drawn))
-    return [program.RankResult(data_rank=data, drawn=drawn) for data, drawn in found]
-
-
 def compare(result: program.RankResult, reference: program.Reference) -> Errors:
     """The errors of one rank that has ended."""
     right = reference.passes[result.data_rank]
     if len(result.logits) != len(right.logits):
         raise program.SingleError("the model gives logits on one side only")
+    norms = enumerate(map(numerics.relative, result.norms, reference.norms))
     return Errors(
         logits=max(map(numerics.relative, result.logits, result.of(right.logits)), default=0.0),
         loss=max(map(numerics.relative, result.losses, right.losses)),
         gradients=numerics.errors_by_name(result.gradients, reference.gradients),
-        norm=_norm(list(map(numerics.relative, result.norms, reference.norms))),
+        # After the first step the weights differ by rounding that the optimizer enlarges, so that
+        # later norms, as the weights, are wrong above `PARAMETER_LIMIT`.
+        norm=max((e for i, e in norms if i == 0 or e > PARAMETER_LIMIT), default=0.0),
         parameters=numerics.errors_by_name(result.parameters, reference.parameters),
     )
-
-
-def _norm(errors: Sequence[float]) -> float:
-    """The error of the norms of all steps.
-
-    After the first step the weights differ by rounding that the optimizer enlarges, so that later
-    norms, as the weights, are wrong above `PARAMETER_LIMIT`.
-    """
-    return max((e for i, e in enumerate(errors) if i == 0 or e > PARAMETER_LIMIT), default=0.0)
 
 
 def compare_rounded(
