@@ -173,9 +173,14 @@ def _tied(tie: TiedStyles, group: list[Discrepancy], sink: Sink) -> None:
     mismatch = group[0]
     measured = mismatch.detail or f"relative error {mismatch.error:.1e}"
     facts = [*tie.facts, measured, *_source(mismatch), _SEEN]
-    code = {"crash": "PL503", "output": "PL501"}.get(mismatch.kind, "PL502")
     message = f"{tie.message}: {what_is_wrong(mismatch.kind, f'`{_module(group)}`')}"
-    sink.error(code, message, *tie.labels, facts=facts, help=TiedStyles.HELP)
+    match mismatch.kind:
+        case "crash":
+            sink.error("PL503", message, *tie.labels, facts=facts, help=TiedStyles.HELP)
+        case "output":
+            sink.error("PL501", message, *tie.labels, facts=facts, help=TiedStyles.HELP)
+        case _:
+            sink.error("PL502", message, *tie.labels, facts=facts, help=TiedStyles.HELP)
 
 
 def what_is_wrong(kind: str, where: str) -> str:
