@@ -14,9 +14,8 @@ from planc.diagnostic import Severity, Sink
 from planc.draft.plan_text import Draft, render
 from planc.draft.recipes import SplitChoice, SplitRecipe, split_choices
 from planc.draft.roles import Roles, RunRecord
-from planc.model.facts import Facts, Module
+from planc.model.facts import Facts, Module, generic
 from planc.ops.tensor_parallel import Parallelize
-from planc.proof.flow_findings import generic
 from planc.proof.judge import judge
 from planc.proof.small_case import SmallCase, SmallModel
 from planc.proof.small_mesh import RANKS

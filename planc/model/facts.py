@@ -366,6 +366,11 @@ def below(name: str, holder: str) -> bool:
     return name.startswith(f"{holder}.") if holder else bool(name)
 
 
+def generic(name: str) -> str:
+    """A torch name with every list index as `*`."""
+    return ".".join("*" if part.isdecimal() else part for part in name.split("."))
+
+
 def parse_path(text: str) -> tuple[Segment, ...]:
     """The inverse of `str(Modules)`: parses the text into a path.
 

@@ -7,8 +7,7 @@ import torch.
 """
 
 from planc.model import cache
-from planc.model.facts import Facts
-from planc.proof.flow_findings import generic
+from planc.model.facts import Facts, generic
 from planc.proof.small_case import SmallModel, small_model
 from planc.trial.certificate import source_digest
 

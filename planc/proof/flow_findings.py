@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Set
 from planc.checks.parameters import TiedStyles
 from planc.codes import TIES
 from planc.diagnostic import Diagnostic, Label, Severity, Sink, one_of
-from planc.model.facts import below
+from planc.model.facts import below, generic
 from planc.ops.base import AxisRole
 from planc.ops.phrases import together
 from planc.ops.styles import Sequence
@@ -138,11 +138,6 @@ def _groups(outcome: Outcome, small: Plan) -> list[list[Discrepancy]]:
         key = (mismatch.kind, subject, mismatch.layouts, mismatch.op)
         groups.setdefault(key, []).append(mismatch)
     return list(groups.values())
-
-
-def generic(name: str) -> str:
-    """A torch name with every list index as `*`."""
-    return ".".join("*" if part.isdecimal() else part for part in name.split("."))
 
 
 def _source(mismatch: Discrepancy) -> list[str]:

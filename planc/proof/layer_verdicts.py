@@ -128,13 +128,11 @@ def _groups(facts: Facts, named: Facts) -> Iterator[tuple[_Key, _Group]]:
         columns = layer_columns(at, facts, named)
         merged: dict[_Key, tuple[Module, Indices]] = {}
         for child in at.module.children:
-            made, parts = signature(child.module), dict[tuple[str, ...], Indices]()
+            made = signature(child.module)
             for index in child.indices or ():
                 values = tuple(str(column[index]) for _, column in columns if index < len(column))
-                parts[values] = parts.get(values, Indices(0)) | Indices.of([index])
-            for values, indices in parts.items():
                 module, others = merged.get((at.path, values, made), (child.module, Indices(0)))
-                merged[at.path, values, made] = module, others | indices
+                merged[at.path, values, made] = module, others | Indices.of([index])
         for key, (module, indices) in merged.items():
             both = zip(key[1], columns, strict=True)
             labels = [value for value, (_, c) in both if len(set(map(str, c))) > 1]

@@ -9,14 +9,13 @@ cached by the configuration and the library versions.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from planc.model import cache
-from planc.model.facts import Facts, below
+from planc.model.facts import Facts, below, generic
 from planc.model.small.shrink import small_values
 
 if TYPE_CHECKING:
@@ -45,11 +44,6 @@ class BlockOrder:
     returned: int = 0
     crossing: tuple[str, ...] = ()
     problem: str = ""
-
-
-def generic(name: str) -> str:
-    """A module's name with `*` for indices."""
-    return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name)
 
 
 def block_order(facts: Facts, blocks: str) -> BlockOrder:
