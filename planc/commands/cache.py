@@ -30,7 +30,7 @@ def run(options: argparse.Namespace) -> int:
         return _pack(file)
     if options.action == "unpack":
         _unpack(file, sink)
-    elif found := pack.gathered() if options.file is None else pack.read(file, sink):
+    elif found := pack.gathered() if options.file is None else pack.read(options.file, sink):
         print(f"{options.file or cache.home()}: {found}")
     output.show(sink, "full", sys.stderr, quiet=True)
     return output.exit_code(sink)

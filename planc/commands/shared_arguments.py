@@ -114,6 +114,7 @@ def batch(parser: argparse.ArgumentParser, *, required: bool) -> None:
 def profiles(
     parser: argparse.ArgumentParser, *, hardware: str = "a profile, or a .toml file"
 ) -> None:
+    """`hardware` says what its profile is for."""
     parser.add_argument("--hardware", metavar="NAME", default="h100-8x", help=hardware)
     stack = "a profile, or a .toml file"
     parser.add_argument("--stack", metavar="NAME", default="torch", help=stack)
