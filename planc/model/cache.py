@@ -105,11 +105,6 @@ def key_of(config: dict[str, Any]) -> Key:
     return entry_name(f"facts {_FORMAT}", config=config)
 
 
-def extra_versions(config: Mapping[str, Any]) -> list[str]:
-    """The versions, besides torch and transformers, that a configuration depends on."""
-    return [f"diffusers {version('diffusers')}"] if is_diffusers(config) else []
-
-
 def entry_name(
     kind: str, *parts: str, config: Mapping[str, Any] | None = None, sources: str = ""
 ) -> Key:
@@ -121,7 +116,8 @@ def entry_name(
     """
     of = {name: version(name) for name in _VERSIONS[:3]}
     if config is not None:
-        parts = (*parts, json.dumps(config, sort_keys=True), *extra_versions(config))
+        extra = [f"diffusers {version('diffusers')}"] if is_diffusers(config) else []
+        parts = (*parts, json.dumps(config, sort_keys=True), *extra)
     texts = [kind, *(f"{name} {version}" for name, version in of.items()), *parts, sources]
     key = Key(hashlib.sha256("\n".join(texts).encode()).hexdigest())
     key.about = {"kind": kind, **of, "sources": sources}

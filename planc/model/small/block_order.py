@@ -8,7 +8,6 @@ cached by the configuration and the library versions.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -61,8 +60,7 @@ def block_order(facts: Facts, blocks: str) -> BlockOrder:
         if isinstance(made, str):
             return BlockOrder(problem=made)
         values = made.values
-    config = json.dumps(values, sort_keys=True)
-    key = cache.entry_name(f"blocks {_FORMAT} {blocks}", config, *cache.extra_versions(values))
+    key = cache.entry_name(f"blocks {_FORMAT} {blocks}", config=values)
     kept = None if user or code else cache.recall(key)
     if isinstance(kept, dict):
         fields: Any = {n: tuple(v) if isinstance(v, list) else v for n, v in kept.items()}
