@@ -1,6 +1,6 @@
 """One rank of a proof on processes: the trial program, and its distance from a single process."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -88,16 +88,22 @@ def compare(result: program.RankResult, reference: program.Reference) -> Errors:
     right = reference.passes[result.data_rank]
     if len(result.logits) != len(right.logits):
         raise program.SingleError("the model gives logits on one side only")
-    norms = enumerate(map(numerics.relative, result.norms, reference.norms))
     return Errors(
         logits=max(map(numerics.relative, result.logits, result.of(right.logits)), default=0.0),
         loss=max(map(numerics.relative, result.losses, right.losses)),
         gradients=numerics.errors_by_name(result.gradients, reference.gradients),
-        # After the first step the weights differ by rounding that the optimizer enlarges, so that
-        # later norms, as the weights, are wrong above `PARAMETER_LIMIT`.
-        norm=max((e for i, e in norms if i == 0 or e > PARAMETER_LIMIT), default=0.0),
+        norm=_norm(list(map(numerics.relative, result.norms, reference.norms))),
         parameters=numerics.errors_by_name(result.parameters, reference.parameters),
     )
+
+
+def _norm(errors: Sequence[float]) -> float:
+    """The error of the norms of all steps.
+
+    After the first step the weights differ by rounding that the optimizer enlarges, so that later
+    norms, as the weights, are wrong above `PARAMETER_LIMIT`.
+    """
+    return max((e for i, e in enumerate(errors) if i == 0 or e > PARAMETER_LIMIT), default=0.0)
 
 
 def compare_rounded(
