@@ -31,14 +31,8 @@ __all__ = [
 ]
 
 _HOME = {
-    "apply": "planc.api",
-    "check": "planc.api",
-    "diff": "planc.api",
-    "estimate": "planc.questions",
-    "init": "planc.questions",
-    "lower": "planc.api",
-    "verify": "planc.questions",
-    "why": "planc.questions",
+    **dict.fromkeys(("apply", "check", "diff", "lower"), "planc.api"),
+    **dict.fromkeys(("estimate", "init", "verify", "why"), "planc.questions"),
     "PlanError": "planc.diagnostic",
 }
 

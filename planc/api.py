@@ -87,14 +87,13 @@ def check(
         model = replace(_facts_of(model), user_model=model, inputs_and_loss=(inputs, loss))
     draft = parsed if level == "flow" else None
     compiled, sink = compiled_for(model, plan, world_size, overrides, allow_code, draft=draft)
-    checked, verdict = "", None
+    verdict = None
     if level == "flow" and compiled.lowered is not None:
         verdict = flow(compiled, sink, allow_code=allow_code, draft=parsed)
         record(compiled, verdict, sink)
-        checked = f", {verdict.text}"
     proof = known_certificate(compiled, sink)
     findings = Findings(sink)
-    findings.lines = summary(compiled, checked, proof, verdict)
+    findings.lines = summary(compiled, proof, verdict)
     return findings
 
 

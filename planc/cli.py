@@ -115,25 +115,17 @@ def _misspelled(word: str) -> int:
 
 def _missing(command: str, module: str) -> int:
     from planc.commands import output
-    from planc.diagnostic import Sink
     from planc.model.cache import INSTALL, needs
 
-    sink = Sink()
     message = needs(f"planc {command}", module.partition(".")[0])
-    sink.error("PL760", message, help=INSTALL)
-    output.show(sink, "full", sys.stderr)
-    return output.exit_code(sink)
+    return output.refused("PL760", message, INSTALL)
 
 
 def _internal(error: Exception) -> int:
     from planc.commands import output
-    from planc.diagnostic import Sink
 
-    sink = Sink()
     hint = "this is a bug in planc; run again with PLANC_TRACEBACK=1 and report it"
-    sink.error("PL900", f"planc itself failed: {type(error).__name__}: {error}", help=hint)
-    output.show(sink, "full", sys.stderr)
-    return output.FAILED
+    return output.refused("PL900", f"planc itself failed: {type(error).__name__}: {error}", hint)
 
 
 class _Command(argparse.ArgumentParser):

@@ -29,18 +29,17 @@ class Code:
         severities: of its findings; two where the same fact is harmless in one case only.
         phase: what its findings are about.
         title: the title of its page, without a full stop.
-        presumed: whether the structure of the plan only suggests the finding. A run of the model
-            that computes the right numbers overrules it (`Sink.overrule`).
     """
 
     name: str
     severities: tuple[str, ...]
     phase: Phase
     title: str
-    presumed: bool
 
 
 PRESUMED = frozenset({"PL151", "PL160", "PL161", "PL162", "PL163", "PL205", "PL401"})
+"""Only suggested by the structure of the plan: a run of the model that computes the right numbers
+overrules them (`Sink.overrule`)."""
 
 TIES = frozenset({"PL401"})
 """Replaced by what a run shows of tied parameters (PL501, PL502, PL503)."""
@@ -303,13 +302,7 @@ _ROWS: tuple[tuple[str, str, Phase, str], ...] = (
 )
 
 CODES = {
-    name: Code(
-        name=name,
-        severities=tuple(severities.split()),
-        phase=phase,
-        title=title,
-        presumed=name in PRESUMED,
-    )
+    name: Code(name=name, severities=tuple(severities.split()), phase=phase, title=title)
     for name, severities, phase, title in _ROWS
 }
 """Every code by its name, in order."""

@@ -91,8 +91,8 @@ class Sink:
     _found: dict[Diagnostic, None] = field(default_factory=dict)
     _overruled: set[str] = field(default_factory=set)
 
-    def add(self, diagnostic: Diagnostic) -> None:
-        self._found.setdefault(diagnostic)
+    def add(self, *diagnostics: Diagnostic) -> None:
+        self._found.update(dict.fromkeys(diagnostics))
 
     def adjusted(self, severity: Mapping[str, str]) -> Sink:
         """The findings that stand, with the severities that a user gives to some codes.

@@ -27,49 +27,40 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     sink, file = Sink(), options.file or _FILE
     if options.action == "pack":
-        code = _pack(file, sink)
-    elif options.action == "unpack":
-        code = _unpack(file, sink)
-    else:
-        code = _show(options.file, sink)
+        return _pack(file)
+    if options.action == "unpack":
+        _unpack(file, sink)
+    elif found := pack.gathered() if options.file is None else pack.read(options.file, sink):
+        print(f"{options.file or cache.home()}: {found}")
     output.show(sink, "full", sys.stderr, quiet=True)
-    return code or output.exit_code(sink)
+    return output.exit_code(sink)
 
 
-def _pack(file: str, sink: Sink) -> int:
+def _pack(file: str) -> int:
     if cache.missing():
         message = f"what is packed must be known at first hand: {cache.not_installed()}"
-        sink.error("PL760", message, help=cache.INSTALL)
-        return output.CLEAN
+        return output.refused("PL760", message, cache.INSTALL)
     made = pack.gathered()
     if not made.document["entries"]:
         message = f"nothing in {cache_folder()} was found with the installed versions"
-        sink.error("PL761", message, help="run `planc check`, whose facts and verdicts are packed")
-        return output.CLEAN
+        help = "run `planc check`, whose facts and verdicts are packed"
+        return output.refused("PL761", message, help)
     code = output.write(pack.dumps(made), file)
     if code == output.CLEAN and file != "-":
         print(f"packed {file}: {made}")
     return code
 
 
-def _unpack(file: str, sink: Sink) -> int:
+def _unpack(file: str, sink: Sink) -> None:
     found = pack.read(file, sink)
     if found is None:
-        return output.CLEAN
+        return
     try:
         pack.install(found)
     except OSError as error:
         why = (error.strerror or str(error)).lower()
         sink.error("PL020", f"cannot write {cache_folder()}: {why}")
-        return output.CLEAN
+        return
     print(f"unpacked {file}: {found}")
     if not cache.missing():
         print("torch and transformers are installed here, so planc reads no pack", file=sys.stderr)
-    return output.CLEAN
-
-
-def _show(file: str | None, sink: Sink) -> int:
-    found = pack.gathered() if file is None else pack.read(file, sink)
-    if found:
-        print(f"{file or cache.home()}: {found}")
-    return output.CLEAN

@@ -25,12 +25,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="measure this machine's CPU, and gloo between two processes",
     )
-    parser.add_argument(
-        "--hardware", metavar="NAME", default="h100-8x", help="the profile to begin with"
-    )
-    parser.add_argument(
-        "--stack", metavar="NAME", default="torch", help="a profile, or a .toml file"
-    )
+    shared_arguments.profiles(parser, hardware="the profile to begin with")
     parser.add_argument(
         "-o", "--output", metavar="FILE.toml", required=True, help="where the profile is written"
     )

@@ -1,29 +1,21 @@
 """`planc check`: what is wrong with plans for models."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from planc.codes import CODES
 from planc.commands import output, shared_arguments
 from planc.compiler import Compiled
 from planc.diagnostic import Sink
 from planc.project import Project, ProjectError, Target, project
-from planc.proof.checked import known_certificate
-from planc.proof.checked import summary as checked_lines
+from planc.proof.checked import known_certificate, summary
 from planc.report import FORMATS
 from planc.report.json_document import document, findings
-
-if TYPE_CHECKING:
-    from planc.diagnostic import Diagnostic
-    from planc.proof.layout_flow import Verdict
-    from planc.trial.certificate import Certificate
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,27 +55,16 @@ class _Checked:
 
     Args:
         compiled: how far the compiler came.
-        sink: the findings that stand, with the severities of the project; `overruled` do not.
-        verdict: that of layout flow, if it was asked for.
-        proof: the certificate of `planc verify`, if there is one.
+        sink: the findings that stand, with the severities of the project.
+        also: the fields of the JSON document beside the findings.
         lines: what follows the findings in the full format.
     """
 
     target: Target
     compiled: Compiled
     sink: Sink
-    verdict: Verdict | None
-    proof: Certificate | None
-    overruled: tuple[Diagnostic, ...]
-    lines: tuple[str, ...] = ()
-
-    def also(self) -> dict[str, Any]:
-        """The fields of the JSON document beside the findings."""
-        return {
-            "flow": self.verdict.document() if self.verdict else None,
-            "certificate": self.proof,
-            "overruled": findings(self.overruled),
-        }
+    also: dict[str, Any]
+    lines: tuple[str, ...]
 
 
 def run(options: argparse.Namespace) -> int:
@@ -162,7 +143,7 @@ def _checked(target: Target, options: argparse.Namespace, severity: Mapping[str,
     compiled = output.compiled_target(
         target, sink, allow_code=options.allow_code, drafts=options.level == "flow"
     )
-    checked, verdict = "", None
+    estimated, verdict = "", None
     if options.level == "flow" and compiled.lowered:
         from planc.draft.parsed import parsed
         from planc.proof.in_subprocess import record
@@ -171,18 +152,19 @@ def _checked(target: Target, options: argparse.Namespace, severity: Mapping[str,
         code = options.allow_code
         verdict = flow(compiled, sink, strict=options.strict, allow_code=code, draft=parsed)
         record(compiled, verdict, sink)
-        checked += f", {verdict.text}"
     if compiled.lowered:
-        checked += _estimated(compiled, options, sink)
+        estimated = _estimated(compiled, options, sink)
     proof = known_certificate(compiled, sink)
     return _Checked(
         target=target,
         compiled=compiled,
         sink=sink.adjusted(severity),
-        verdict=verdict,
-        proof=proof,
-        overruled=sink.overruled,
-        lines=checked_lines(compiled, checked, proof, verdict),
+        also={
+            "flow": verdict.document() if verdict else None,
+            "certificate": proof,
+            "overruled": findings(sink.overruled),
+        },
+        lines=summary(compiled, proof, verdict, estimated),
     )
 
 
@@ -219,8 +201,8 @@ def _print(one: _Checked, format: str, *, alone: bool) -> None:
 def _document(every: list[_Checked], format: str) -> None:
     """Findings for programs; one JSON document for several targets."""
     if format == "json" and len(every) > 1:
-        runs = [{"target": o.target.text, **document(o.sink), **o.also()} for o in every]
+        runs = [{"target": o.target.text, **document(o.sink), **o.also} for o in every]
         print(json.dumps({"format_version": 1, "targets": runs}, indent=2))
         return
-    also = every[0].also() if len(every) == 1 else None
+    also = every[0].also if len(every) == 1 else None
     output.show([d for one in every for d in one.sink], format, sys.stdout, also=also)

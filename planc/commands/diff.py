@@ -46,8 +46,7 @@ def run(options: argparse.Namespace) -> int:
     for side, plan in plans.items():
         sink = Sink()  # an error in one plan must not hide findings about the other
         sides.append(_compiled(files[plan], side, options, sink))
-        for diagnostic in sink:
-            merged.add(diagnostic)
+        merged.add(*sink)
     shared_arguments.whole_batch(options, merged)
     asked = options.batch and options.seq and not options.sends
     estimates = _estimates(sides, options, merged) if asked else {}
@@ -80,8 +79,8 @@ def _compiled(
         facts = load(name, found, allow_code=options.allow_code)
     unknown = found.failed and all(d.code in NO_TORCH for d in found if d.severity == "error")
     alone = file if unknown and isinstance(file, LoweredFile) else None
-    for diagnostic in () if alone else found:
-        sink.add(diagnostic)
+    if alone is None:
+        sink.add(*found)
     compiled = compiler.compile(
         file,
         facts,

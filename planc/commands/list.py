@@ -1,11 +1,9 @@
 """`planc list`: the plans and models that can be named."""
 
 import argparse
-import sys
 from collections.abc import Iterator
 
 from planc.commands import output, terminal
-from planc.diagnostic import Sink
 from planc.model.config import shipped_models
 from planc.project import ProjectError, plan_folders
 from planc.resources import PLANS
@@ -23,10 +21,7 @@ def run(options: argparse.Namespace) -> int:
     try:
         rows = list(_plans())
     except ProjectError as error:
-        sink = Sink()
-        sink.error("PL021", str(error))
-        output.show(sink, "full", sys.stderr)
-        return output.FAILED
+        return output.refused("PL021", str(error))
     width = max((len(name) for name, _ in rows), default=0)
     lines = (f"{name:{width}}  {text}".rstrip() for name, text in rows)
     terminal.show("".join(f"{line}\n" for line in lines))

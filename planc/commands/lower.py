@@ -39,11 +39,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     sink = Sink()
     if options.save or options.check:
-        return _of_targets(options, sink)
+        return _of_targets(options)
     if options.model is None:
-        sink.error("PL023", "no model is named", help="write planc lower MODEL")
-        output.show(sink, "full", sys.stderr)
-        return output.exit_code(sink)
+        return output.refused("PL023", "no model is named", "write planc lower MODEL")
     compiled = output.compiled(options, sink)
     output.show(sink, "full", sys.stderr, quiet=True)
     if compiled.lowered is None:
@@ -99,30 +97,24 @@ def _text(form: str, compiled: Compiled, step: Step | None) -> str:
     return text
 
 
-def _of_targets(options: argparse.Namespace, sink: Sink) -> int:
+def _of_targets(options: argparse.Namespace) -> int:
     """Writes or compares the lowered plan of each of the project's targets."""
     try:
         found = project()
     except ProjectError as error:
-        sink.error("PL021", str(error))
-        output.show(sink, "full", sys.stderr)
-        return output.FAILED
+        return output.refused("PL021", str(error))
     own = (options.model, options.world_size, options.output) != (None, None, None)
     own = own or bool(options.set) or options.format != "text"
     names = [target.file_name for target in found.targets]
     if twice := next((name for name in names if names.count(name) > 1), None):
-        sink.error("PL021", f"two targets would both have the file {twice}")
-        output.show(sink, "full", sys.stderr)
-        return output.FAILED
+        return output.refused("PL021", f"two targets would both have the file {twice}")
     if found.lowered is None or not found.targets or own:
         why = "--save and --check take no model and no other options" if own else None
-        sink.error(
+        return output.refused(
             "PL023",
             why or "no pyproject.toml names `lowered` and [[tool.planc.targets]]",
-            help="it takes the targets of the project, and the folder `lowered` for their plans",
+            "it takes the targets of the project, and the folder `lowered` for their plans",
         )
-        output.show(sink, "full", sys.stderr)
-        return output.FAILED
     act = _save if options.save else _compare
     return max(act(target, found.lowered / target.file_name, options) for target in found.targets)
 

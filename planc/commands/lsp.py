@@ -1,11 +1,9 @@
 """`planc lsp`: a language server for editors."""
 
 import argparse
-import sys
 from importlib.util import find_spec
 
 from planc.commands import output
-from planc.diagnostic import Sink
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -16,11 +14,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     if find_spec("pygls") is None:
-        sink = Sink()
         help = "pip install 'planc[lsp]', into the environment of this planc"
-        sink.error("PL742", "an editor's server needs pygls, which is not installed", help=help)
-        output.show(sink, "full", sys.stderr)
-        return output.exit_code(sink)
+        needs = "an editor's server needs pygls, which is not installed"
+        return output.refused("PL742", needs, help)
     from planc.editor.server import serve
 
     serve()

@@ -209,6 +209,14 @@ def exit_code(sink: Sink, *, strict: bool = False) -> int:
     return FINDINGS if warned and found == CLEAN else found
 
 
+def refused(code: str, message: str, help: str | None = None) -> int:
+    """Shows one error, on standard error; returns its exit code."""
+    sink = Sink()
+    sink.error(code, message, help=help)
+    show(sink, "full", sys.stderr)
+    return exit_code(sink)
+
+
 def write(text: str, output: str | None) -> int:
     """Writes to standard output, or atomically to a file."""
     if output is None or output == "-":
@@ -217,13 +225,10 @@ def write(text: str, output: str | None) -> int:
     from pathlib import Path
 
     from planc import atomic_write
-    from planc.diagnostic import Sink
 
     try:
         atomic_write.write(Path(output), text)
     except OSError as error:
-        sink = Sink()
-        sink.error("PL020", f"cannot write {output}: {(error.strerror or str(error)).lower()}")
-        show(sink, "full", sys.stderr)
-        return FAILED
+        reason = (error.strerror or str(error)).lower()
+        return refused("PL020", f"cannot write {output}: {reason}")
     return CLEAN

@@ -111,14 +111,18 @@ def batch(parser: argparse.ArgumentParser, *, required: bool) -> None:
     )
 
 
+def profiles(
+    parser: argparse.ArgumentParser, *, hardware: str = "a profile, or a .toml file"
+) -> None:
+    """`hardware` says what its profile is for."""
+    parser.add_argument("--hardware", metavar="NAME", default="h100-8x", help=hardware)
+    stack = "a profile, or a .toml file"
+    parser.add_argument("--stack", metavar="NAME", default="torch", help=stack)
+
+
 def training_step(parser: argparse.ArgumentParser, *, required: bool) -> None:
     batch(parser, required=required)
-    parser.add_argument(
-        "--hardware", metavar="NAME", default="h100-8x", help="a profile, or a .toml file"
-    )
-    parser.add_argument(
-        "--stack", metavar="NAME", default="torch", help="a profile, or a .toml file"
-    )
+    profiles(parser)
     parser.add_argument(
         "--optimizer", choices=("adamw", "adam", "sgd", "momentum"), default="adamw"
     )

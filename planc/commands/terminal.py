@@ -52,13 +52,10 @@ def folded(line: str, width: int) -> list[str]:
     row = ""
     for start, cell in cells:
         at = row.ljust(start) if not rows else f"{row}  " if row.strip() else row
-        if len(at) + len(cell) <= width or start == hang:
-            row = at
-        elif row.strip():
+        if len(at) + len(cell) > width and start != hang and row.strip():
             rows.append(row)
-            row = " " * hang
-        else:
-            row = at
+            at = " " * hang
+        row = at
         whole = (w if len(w) <= width - hang else w.split() for w in _WORD.findall(cell))
         words = (part for each in whole for part in ([each] if isinstance(each, str) else each))
         for i, word in enumerate(words):

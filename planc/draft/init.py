@@ -15,11 +15,10 @@ from planc.draft.plan_text import Draft, render
 from planc.draft.roles import Roles, RunRecord, roles
 from planc.draft.search import Search, named_below
 from planc.model import cache
-from planc.model.facts import Facts
+from planc.model.facts import Facts, generic
 from planc.model.layer_kinds import block_lists
 from planc.model.load import load
 from planc.plan.mesh_axes import EXPERTS
-from planc.proof.flow_findings import generic
 from planc.proof.layout_flow import advice
 from planc.proof.small_case import SmallModel, small_model
 from planc.syntax.formatter.layout import laid_out

@@ -11,8 +11,7 @@ from planc.checks.replicated import replicated_parameters
 from planc.diagnostic import Sink
 from planc.draft.parsed import parsed_text
 from planc.draft.search import Search
-from planc.model.facts import Facts
-from planc.model.small.block_order import generic
+from planc.model.facts import Facts, generic
 from planc.proof.small_mesh import RANKS
 from planc.syntax import ast, plan_files
 

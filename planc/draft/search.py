@@ -6,7 +6,7 @@ wrong outputs gets its next recipe. Every step uses up a candidate, so the searc
 """
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from planc import compiler
@@ -14,9 +14,8 @@ from planc.diagnostic import Severity, Sink
 from planc.draft.plan_text import Draft, render
 from planc.draft.recipes import SplitChoice, SplitRecipe, split_choices
 from planc.draft.roles import Roles, RunRecord
-from planc.model.facts import Facts, Module
+from planc.model.facts import Facts, Module, generic
 from planc.ops.tensor_parallel import Parallelize
-from planc.proof.flow_findings import generic
 from planc.proof.judge import judge
 from planc.proof.small_case import SmallCase, SmallModel
 from planc.proof.small_mesh import RANKS
@@ -285,24 +284,13 @@ class Search:
 
 def _refused(file: ast.File, sink: Sink) -> Iterator[Discrepancy]:
     """Errors of the compiler as discrepancies; the subjects are the labeled rules' selectors."""
-    rules = [node for node in _rules(file.statements) if isinstance(node, ast.Rule)]
+    rules = [node for node in ast.every(file) if isinstance(node, ast.Rule)]
     for found in sink:
         if found.severity is Severity.ERROR:
             spans = [label.span for label in found.labels]
             targets = (rule.target for span in spans for rule in rules if rule.origin.has(span))
             subject = next((target.origin.text for target in targets), "")
             yield Discrepancy(kind="refused", subject=subject, detail=found.message)
-
-
-def _rules(nodes: Iterable[ast.Statement | ast.Item]) -> Iterator[ast.Statement | ast.Item]:
-    """Yields statements and items with all nested ones."""
-    for node in nodes:
-        yield node
-        match node:
-            case ast.Section() | ast.Block():
-                yield from _rules(node.items)
-            case ast.When():
-                yield from _rules((*node.then, *node.otherwise))
 
 
 def _concerns(choice: SplitChoice, inner: str) -> bool:

@@ -1,8 +1,7 @@
 """What is at a place of a plan: in its AST, and in a text that may not parse yet."""
 
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from planc.source import Span
 from planc.syntax import ast
@@ -58,21 +57,7 @@ def cursor(text: str, offset: int) -> Cursor:
 
 def nodes_at(node: ast.Node, offset: int) -> tuple[ast.Node, ...]:
     """The nodes around an offset, from the outermost."""
-    for child in _children(node):
+    for child in ast.children(node):
         if child.origin.start <= offset <= child.origin.end:
             return (node, *nodes_at(child, offset))
     return (node,)
-
-
-def every(node: ast.Node) -> Iterator[ast.Node]:
-    """A node and all that are in it."""
-    yield node
-    for child in _children(node):
-        yield from every(child)
-
-
-def _children(node: ast.Node) -> Iterator[ast.Node]:
-    for each in fields(node):
-        value = getattr(node, each.name)
-        found = value if isinstance(value, tuple) else (value,)
-        yield from (child for child in found if isinstance(child, ast.Node))

@@ -80,8 +80,7 @@ def judge(path: Path, texts: Mapping[str, str]) -> Judged:
     place = locate_config(target.model) if target else None
     changed = place.path.stat().st_mtime if place and place.path.exists() else 0.0
     facts, found = _read(target.model, changed) if target else (None, ())
-    for finding in found:
-        sink.add(finding)
+    sink.add(*found)
     if target and facts:
         size, settings = target.world_size, target.set
         program = program_of(judged.files, facts, Sink(), world_size=size, settings=settings)
@@ -93,8 +92,7 @@ def judge(path: Path, texts: Mapping[str, str]) -> Judged:
 def checked(judged: Judged) -> Judged:
     """With what the compiler finds, where the syntax is right: a second for the largest models."""
     sink, target = Sink(), judged.chosen.target
-    for finding in judged.findings:
-        sink.add(finding)
+    sink.add(*judged.findings)
     if target and judged.scope and not sink.failed:
         size, settings = target.world_size, target.set
         compile(judged.files, judged.scope.facts, sink, world_size=size, settings=settings)

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from planc.editor.cursor import every, nodes_at
+from planc.editor.cursor import nodes_at
 from planc.editor.judge import Judged
 from planc.editor.target import place_of
 from planc.source import Source, Span
@@ -40,12 +40,12 @@ def _name(node: ast.Node) -> str:
 
 def _definitions(judged: Judged) -> Iterator[Span]:
     """The names of options, lets, styles and axes, in the order of the files: bases come first."""
-    for node in (n for file in judged.files for n in every(file)):
+    for node in (n for file in judged.files for n in ast.every(file)):
         match node:
             case ast.Option() | ast.Let() | ast.Style():
                 yield node.name_origin
             case ast.Section(name="mesh"):
-                yield from (n.name_origin for n in every(node) if isinstance(n, ast.Setting))
+                yield from (n.name_origin for n in ast.every(node) if isinstance(n, ast.Setting))
 
 
 def outlined(node: ast.Statement | ast.Item) -> tuple[str, tuple[ast.Statement | ast.Item, ...]]:

@@ -18,6 +18,7 @@ from planc.diagnostic import Diagnostic, Sink
 from planc.editor import completion, hover, navigation
 from planc.editor.judge import Judged, checked, judge
 from planc.editor.target import place_of
+from planc.report.sorting import notes
 from planc.source import Span
 from planc.syntax.formatter.layout import formatted
 
@@ -121,13 +122,12 @@ class Server:
     def _diagnostic(self, finding: Diagnostic) -> Any:
         first, *others = finding.labels
         related = [la for la in others if not la.span.source.argument]
-        help = [f"help: {finding.help}"] if finding.help else []
         return lsp.Diagnostic(
             range=self.range(first.span),
             severity=lsp.DiagnosticSeverity(_SEVERITY[finding.severity]),
             code=finding.code,
             source="planc",
-            message="\n".join([finding.message, *(f"fact: {f}" for f in finding.facts), *help]),
+            message="\n".join((finding.message, *notes(finding))),
             related_information=[
                 lsp.DiagnosticRelatedInformation(self.location(la.span), la.text or finding.message)
                 for la in related

@@ -19,13 +19,9 @@ def lines(step: Step) -> Iterator[str]:
 
 def _row(one: Sent, step: Step) -> Sequence[str]:
     over = phrases.axes(one.axes, step.lowered)
-    times, size = f"{one.times:,} x", _size(one.size)
+    times, size = f"{one.times:,} x", "?" if one.size is None else phrases.size(one.size)
     total = "" if one.size is None else phrases.size(one.times * one.size)
     return one.word, one.where, f"{one.kind} over {over}", times, size, total
-
-
-def _size(size: int | None) -> str:
-    return "?" if size is None else phrases.size(size)
 
 
 def document(step: Step) -> dict[str, Any]:

@@ -116,23 +116,22 @@ def home() -> Path:
 
 def key_of(config: dict[str, Any]) -> Key:
     """The entry name of a configuration: a digest of its content and of the library versions."""
-    return entry_name(
-        f"facts {_FORMAT}", json.dumps(config, sort_keys=True), *extra_versions(config)
-    )
+    return entry_name(f"facts {_FORMAT}", config=config)
 
 
-def extra_versions(config: Mapping[str, Any]) -> list[str]:
-    """The versions, besides torch and transformers, that a configuration depends on."""
-    return [f"diffusers {version('diffusers')}"] if is_diffusers(config) else []
-
-
-def entry_name(kind: str, *parts: str, sources: str = "") -> Key:
+def entry_name(
+    kind: str, *parts: str, config: Mapping[str, Any] | None = None, sources: str = ""
+) -> Key:
     """The name of an entry that depends on these texts and on Python, torch and transformers.
 
     Args:
+        config: the configuration of the model that it is about, if there is one.
         sources: the digest of the sources of planc that decide it.
     """
     of = {name: version(name) for name in _VERSIONS[:3]}
+    if config is not None:
+        extra = [f"diffusers {version('diffusers')}"] if is_diffusers(config) else []
+        parts = (*parts, json.dumps(config, sort_keys=True), *extra)
     texts = [kind, *(f"{name} {version}" for name, version in of.items()), *parts, sources]
     key = Key(hashlib.sha256("\n".join(texts).encode()).hexdigest())
     key.about = {"kind": kind, **of, "sources": sources}
@@ -197,12 +196,16 @@ def keep(key: str, data: Any) -> None:
     """Stores plain data under a key; a no-op if the folder cannot be written, and where torch is
     missing: what follows from a pack was not found on this machine.
     """
-    if missing():
-        return
+    if not missing():
+        write_file(f"{key}.json", written(key, getattr(key, "about", {}), data))
+
+
+def write_file(name: str, text: str) -> None:
+    """Writes a file of the cache folder; a no-op if the folder cannot be written."""
     with contextlib.suppress(OSError, RuntimeError):
         own = cache_folder()
         own.mkdir(parents=True, exist_ok=True)
-        atomic_write.write(own / f"{key}.json", written(key, getattr(key, "about", {}), data))
+        atomic_write.write(own / name, text)
 
 
 def written(key: str, about: Mapping[str, str], data: Any) -> str:

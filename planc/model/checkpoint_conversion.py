@@ -8,7 +8,6 @@ without transformers, and the way back, for files as `save_pretrained` writes th
 Source: `transformers.conversion_mapping` and `transformers.core_model_loading`, version 5.
 """
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -114,7 +113,7 @@ def _step(operation: Any) -> Step:
 
 def _natural(name: str) -> list[tuple[int, str]]:
     """A sort key that orders numbers by value: `experts.10` comes after `experts.9`."""
-    return [(int(p), "") if p.isdecimal() else (-1, p) for p in re.split(r"[.]", name)]
+    return [(int(p), "") if p.isdecimal() else (-1, p) for p in name.split(".")]
 
 
 def _unwrapped(model: Any) -> Any:

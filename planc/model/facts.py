@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import product
 from math import prod
 from typing import Any
 
@@ -164,27 +165,13 @@ class Modules:
         return prod(len(s) for s in self.path if isinstance(s, Indices))
 
     def __str__(self) -> str:
-        text = ""
-        for segment in self.path:
-            if isinstance(segment, Indices):
-                text += str(segment)
-            else:
-                text += f".{segment}" if text else segment
-        return text or "root"
+        parts = (f".{s}" if isinstance(s, str) else str(s) for s in self.path)
+        return "".join(parts).removeprefix(".") or "root"
 
     def names(self) -> Iterator[str]:
         """Yields the torch names (`model.layers.0.mlp`) of all modules of the set, in order."""
-
-        def expand(prefix: str, rest: tuple[Segment, ...]) -> Iterator[str]:
-            if not rest:
-                yield prefix
-                return
-            head, *tail = rest
-            options = [head] if isinstance(head, str) else map(str, head)
-            for option in options:
-                yield from expand(f"{prefix}.{option}" if prefix else option, tuple(tail))
-
-        return expand("", self.path)
+        options = ([s] if isinstance(s, str) else map(str, s) for s in self.path)
+        return map(".".join, product(*options))
 
     def overlap(self, other: Modules) -> Modules | None:
         """The modules that are in both sets, or None."""
@@ -378,6 +365,11 @@ def _entry(part: str, indices: Indices) -> bool:
 def below(name: str, holder: str) -> bool:
     """Whether a torch name is inside `holder`, which is empty for the model itself."""
     return name.startswith(f"{holder}.") if holder else bool(name)
+
+
+def generic(name: str) -> str:
+    """A torch name with every list index as `*`."""
+    return ".".join("*" if part.isdecimal() else part for part in name.split("."))
 
 
 def parse_path(text: str) -> tuple[Segment, ...]:

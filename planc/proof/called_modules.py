@@ -6,11 +6,8 @@ cached by the configuration, the library versions and planc's sources, so a warm
 import torch.
 """
 
-import json
-
 from planc.model import cache
-from planc.model.facts import Facts
-from planc.proof.flow_findings import generic
+from planc.model.facts import Facts, generic
 from planc.proof.small_case import SmallModel, small_model
 from planc.trial.certificate import source_digest
 
@@ -22,9 +19,7 @@ def called_modules(facts: Facts) -> tuple[frozenset[str] | None, str]:
     model = small_model(facts)
     if isinstance(model, str):
         return None, model
-    config = json.dumps(model.values, sort_keys=True)
-    versions = cache.extra_versions(model.values)
-    key = cache.entry_name(f"calls {_FORMAT}", config, *versions, sources=source_digest())
+    key = cache.entry_name(f"calls {_FORMAT}", config=model.values, sources=source_digest())
     kept = None if model.of_the_user else cache.recall(key)
     if isinstance(kept, list):
         return frozenset(map(str, kept)), ""

@@ -40,14 +40,14 @@ def known_certificate(compiled: Compiled, sink: Sink) -> Certificate | None:
 
 
 def summary(
-    compiled: Compiled, checked: str, proof: Certificate | None, verdict: Verdict | None = None
+    compiled: Compiled, proof: Certificate | None, verdict: Verdict | None, estimated: str = ""
 ) -> tuple[str, ...]:
     """The lines below the findings: what the plan lowers to, what was checked, and what was not.
 
     Args:
-        checked: what was, after the structure.
         proof: the result of `planc verify`.
         verdict: of layout flow, if it ran.
+        estimated: what else was checked.
     """
     if compiled.lowered is None or compiled.plan is None:
         return ()
@@ -56,7 +56,8 @@ def summary(
     on = phrases.mesh(axes)
     head = f"{compiled.plan.name} for {compiled.lowered.model} on {on}: lowers to "
     structure = "structure of packed models" if cache.made_with() else "structure"
-    parts = [f"checked: {structure}{checked}"]
+    flow = f", {verdict.text}" if verdict else ""
+    parts = [f"checked: {structure}{flow}{estimated}"]
     sections = verdict.sections if verdict else ()
     lacking = [section.name for section in sections if section.verdict == "left out"]
     if proof:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Set
 from planc.checks.parameters import TiedStyles
 from planc.codes import TIES
 from planc.diagnostic import Diagnostic, Label, Severity, Sink, one_of
-from planc.model.facts import below
+from planc.model.facts import below, generic
 from planc.ops.base import AxisRole
 from planc.ops.phrases import together
 from planc.ops.styles import Sequence
@@ -96,7 +96,7 @@ def report_unstated(outcome: Outcome, small: Plan, sink: Sink) -> None:
         change = f"{before} -> {after} (for {mismatch.op})"
         where = f"`{subject or 'the model'}`"
         message = f"implicit redistribution in {where}, which no rule states: {change}"
-        labels = _with_before(list(rule_labels(mismatch.subject, small)), mismatch, small)
+        labels = _with_before(mismatch, small)
         advice = "state it with a style, `input(...)` or `output(...)`, or keep it implicit"
         facts = [*_source(mismatch), _SEEN]
         sink.warning("PL506", message, *labels, facts=facts, help=advice)
@@ -140,11 +140,6 @@ def _groups(outcome: Outcome, small: Plan) -> list[list[Discrepancy]]:
     return list(groups.values())
 
 
-def generic(name: str) -> str:
-    """A torch name with every list index as `*`."""
-    return ".".join("*" if part.isdecimal() else part for part in name.split("."))
-
-
 def _source(mismatch: Discrepancy) -> list[str]:
     return [f"the model's own code: {mismatch.line}"] if mismatch.line else []
 
@@ -173,21 +168,30 @@ def _tied(tie: TiedStyles, group: list[Discrepancy], sink: Sink) -> None:
     mismatch = group[0]
     measured = mismatch.detail or f"relative error {mismatch.error:.1e}"
     facts = [*tie.facts, measured, *_source(mismatch), _SEEN]
-    where, help = f"`{_module(group)}`", TiedStyles.HELP
+    message = f"{tie.message}: {what_is_wrong(mismatch.kind, f'`{_module(group)}`')}"
     match mismatch.kind:
         case "crash":
-            message = f"{tie.message}: the model raises in {where}"
-            sink.error("PL503", message, *tie.labels, facts=facts, help=help)
+            sink.error("PL503", message, *tie.labels, facts=facts, help=TiedStyles.HELP)
         case "output":
-            message = f"{tie.message}: the output of {where} is wrong"
-            sink.error("PL501", message, *tie.labels, facts=facts, help=help)
+            sink.error("PL501", message, *tie.labels, facts=facts, help=TiedStyles.HELP)
         case _:
-            message = f"{tie.message}: the gradient of {where} is wrong"
-            sink.error("PL502", message, *tie.labels, facts=facts, help=help)
+            sink.error("PL502", message, *tie.labels, facts=facts, help=TiedStyles.HELP)
 
 
-def _with_before(labels: list[Label], mismatch: Discrepancy, small: Plan) -> list[Label]:
-    """The labels, and those of the rules for the module that ended last, if any has."""
+def what_is_wrong(kind: str, where: str) -> str:
+    """What is wrong in a place, by the kind of a discrepancy."""
+    match kind:
+        case "crash":
+            return f"the model raises in {where}"
+        case "output":
+            return f"the output of {where} is wrong"
+        case _:
+            return f"the gradient of {where} is wrong"
+
+
+def _with_before(mismatch: Discrepancy, small: Plan) -> list[Label]:
+    """The labels of a module, and those of the rules for the one that ended last, if any has."""
+    labels = list(rule_labels(mismatch.subject, small))
     if not mismatch.before:
         return labels
     marked = {label.span for label in labels}
@@ -198,7 +202,7 @@ def _with_before(labels: list[Label], mismatch: Discrepancy, small: Plan) -> lis
 
 def _crash(group: list[Discrepancy], small: Plan, sink: Sink) -> None:
     mismatch, subject = group[0], generic(group[0].subject)
-    labels = _with_before(list(rule_labels(mismatch.subject, small)), mismatch, small)
+    labels = _with_before(mismatch, small)
     message = f"the model raises{f' in `{subject}`' if subject else ''} under this plan"
     facts = [mismatch.detail, *_source(mismatch), _SEEN]
     sink.error("PL503", message, *labels, facts=facts)
@@ -210,7 +214,7 @@ def _output(group: list[Discrepancy], small: Plan, sink: Sink) -> None:
     facts += [mismatch.detail] if mismatch.detail else []
     message = f"the output of `{subject or 'the model'}` is wrong under this plan"
     facts += [*_source(mismatch), _SEEN]
-    labels = _with_before(list(rule_labels(mismatch.subject, small)), mismatch, small)
+    labels = _with_before(mismatch, small)
     sink.error("PL501", message, *labels, facts=facts)
 
 

@@ -1,6 +1,5 @@
 """The outcome of a small case, what is to blame for it, and the verdict that is kept."""
 
-import json
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from math import prod
@@ -21,11 +20,9 @@ def judge(small: SmallCase, *, quick: bool = False, draws: bool = False) -> Outc
     """The outcome of a small lowered plan, cached or simulated; options as of `simulate`."""
     lowered, model = small.compiled.lowered, small.model
     assert lowered is not None
-    config = json.dumps(model.values, sort_keys=True)
     part = digest(replace(trial_part(lowered, tensor=quick, draws=draws), plan=""))
-    extra_versions = cache.extra_versions(model.values)
     kind = f"flow {_FORMAT} {quick} {draws}"
-    key = cache.entry_name(kind, part, config, *extra_versions, sources=source_digest())
+    key = cache.entry_name(kind, part, config=model.values, sources=source_digest())
     user_code = bool(model.of_the_user or lowered.code)  # can change while its name stays the same
     kept = None if user_code else outcome_of(cache.recall(key))
     if kept is not None:

@@ -7,10 +7,10 @@ its result holds for all of them.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from planc.compiler import Compiled
-from planc.model.facts import Facts, Modules, below
+from planc.model.facts import Facts, Module, Modules, below
 from planc.model.indices import Indices
 from planc.model.layer_kinds import block_lists, layer_columns, signature
 from planc.plan.ir import Plan
@@ -41,8 +41,7 @@ class LayerVerdict:
 _Key = tuple[Any, ...]
 
 
-@dataclass(slots=True)
-class _Group:
+class _Group(NamedTuple):
     modules: Modules
     label: str
 
@@ -127,23 +126,14 @@ def _groups(facts: Facts, named: Facts) -> Iterator[tuple[_Key, _Group]]:
     """
     for at in block_lists(facts.model):
         columns = layer_columns(at, facts, named)
-        merged: dict[_Key, _Group] = {}
+        merged: dict[_Key, tuple[Module, Indices]] = {}
         for child in at.module.children:
-            assert child.indices is not None
             made = signature(child.module)
-            parts: dict[tuple[str, ...], Indices] = {} if columns else {(): child.indices}
-            for index in child.indices if columns else ():
+            for index in child.indices or ():
                 values = tuple(str(column[index]) for _, column in columns if index < len(column))
-                parts[values] = parts.get(values, Indices(0)) | Indices.of([index])
-            for values, indices in parts.items():
-                key = (at.path, values, made)
-                one = Modules((*at.path, indices), child.module)
-                if key in merged:
-                    joined = merged[key].modules.union(one)
-                    assert joined is not None
-                    merged[key].modules = joined
-                else:
-                    both = zip(values, columns, strict=True)
-                    labels = [value for value, (_, c) in both if len(set(map(str, c))) > 1]
-                    merged[key] = _Group(one, ", ".join(labels))
-        yield from merged.items()
+                module, others = merged.get((at.path, values, made), (child.module, Indices(0)))
+                merged[at.path, values, made] = module, others | Indices.of([index])
+        for key, (module, indices) in merged.items():
+            both = zip(key[1], columns, strict=True)
+            labels = [value for value, (_, c) in both if len(set(map(str, c))) > 1]
+            yield key, _Group(Modules((*at.path, indices), module), ", ".join(labels))

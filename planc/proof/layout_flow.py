@@ -8,6 +8,7 @@ versions and planc's own sources, so a warm check does not import torch.
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 from planc.checks.parameters import split_apart
@@ -281,8 +282,7 @@ def _report(
         changes = remedy(real, case, outcome, draft) if draft else ()
         if changes:  # what is presumed is wrong, or has the same cause: with these all is proved
             sink.overrule(PRESUMED)
-        for finding in blamed_first(found, changes):
-            sink.add(finding)
+        sink.add(*blamed_first(found, changes))
     else:
         report_unstated(outcome, small, sink)
     report_means(outcome, plan.mesh, sink)
@@ -346,11 +346,11 @@ def _unknown(
 def _of_model_axes(
     lowered: Lowered, outcome: Outcome, small: SmallCase | Unrepresented
 ) -> Iterator[SectionVerdict]:
-    axes = {"context": [op.axis for op in lowered.ops if isinstance(op, ContextParallel)]}
-    axes["pipeline"] = [lowered.pipeline.axis] if lowered.pipeline else []
-    divides = lowered.has(DispatchExperts)
-    axes["expert"] = [lowered.experts.ranks.name] if divides and lowered.experts else []
-    for word, axis in ((word, axis) for word, some in axes.items() for axis in some):
+    axes = [("context", op.axis) for op in lowered.ops if isinstance(op, ContextParallel)]
+    axes += [("pipeline", lowered.pipeline.axis)] if lowered.pipeline else []
+    if lowered.experts and lowered.has(DispatchExperts):
+        axes.append(("expert", lowered.experts.ranks.name))
+    for word, axis in axes:
         verdict, reason = outcome.verdict, outcome.reason
         if not (isinstance(small, SmallCase) and _simulated(small, (axis,))):
             verdict, reason = "unknown", reason or f"no {axis} was simulated"
@@ -365,25 +365,24 @@ def _sections(
     """Yields the verdict on each section; one on an axis of one rank, real or small, is a no-op."""
     run = outcome.verdict if outcome.verdict != "nothing" else "proved"
     by = "simulation" if outcome.verdict != "nothing" else "structure"
-    every = dict.fromkeys(op.axes for op in lowered.ops if isinstance(op, Parallelize))
-    for axes in every:
-        name = f"tensor on {' * '.join(axes)}"
-        yield SectionVerdict(name=name, verdict=run, by=by, reason=outcome.reason)
+    made = partial(SectionVerdict, verdict=run, by=by, reason=outcome.reason)
+    for axes in dict.fromkeys(op.axes for op in lowered.ops if isinstance(op, Parallelize)):
+        yield made(name=f"tensor on {' * '.join(axes)}")
     if lowered.has(Checkpoint):
-        reason, verdict = outcome.reason, run
+        section = made(name="checkpoint")
         if run == "refuted":
-            verdict, reason = "unknown", "the plan is wrong, so this cannot be compared"
-        yield SectionVerdict(name="checkpoint", verdict=verdict, by=by, reason=reason)
+            wrong = "the plan is wrong, so this cannot be compared"
+            section = replace(section, verdict="unknown", reason=wrong)
+        yield section
     yield from _of_model_axes(lowered, outcome, small)
     for rule in ir.loss:
-        name = f"loss on {rule.axis}" if rule.axis else "loss"
-        yield SectionVerdict(name=name, verdict=run, by=by, reason=outcome.reason)
+        yield made(name=f"loss on {rule.axis}" if rule.axis else "loss")
     if ir.fsdp is not None and lowered.has(FullyShard):
         kind = "fsdp" if ir.fsdp.shard else "replicate"
         axes = ir.fsdp.shard or ir.fsdp.replicate
         name = f"{kind} on {' * '.join(axes)}"
         if isinstance(small, SmallCase) and _simulated(small, axes):
-            yield SectionVerdict(name=name, verdict=run, by=by, reason=outcome.reason, data=True)
+            yield made(name=name, data=True)
         else:
             yield SectionVerdict(name=name, verdict="proved", by="structure", data=True)
     if ir.fsdp is not None and lowered.has(MegatronShard):

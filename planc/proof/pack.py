@@ -39,15 +39,9 @@ KINDS = ("facts", "flow", "calls", "blocks")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pack:
-    """The content of a pack.
-
-    Args:
-        document: as in the file.
-        stale: how many of its entries another planc has made, so that this one never finds them.
-    """
+    """The content of a pack, as in the file."""
 
     document: dict[str, Any]
-    stale: int = 0
 
     def __str__(self) -> str:
         """Two lines: what it has, and what made it."""
@@ -144,7 +138,7 @@ def _current(pack: Pack, path: str, sink: Sink) -> Pack:
             f"({planc.__version__}), and are left out",
             help="pack again with the planc that reads the pack",
         )
-    return Pack(document=document | {"entries": kept, "certificates": certificates}, stale=stale)
+    return Pack(document=document | {"entries": kept, "certificates": certificates})
 
 
 def _problems(document: Any) -> Iterator[str]:

@@ -16,6 +16,7 @@ from planc.model.randomness import with_noise
 from planc.model.small.config_fields import DROPOUT
 from planc.plan.ir import Plan
 from planc.plan.random_numbers import drawing_fields
+from planc.proof.flow_findings import what_is_wrong
 from planc.proof.responsible_rules import rule_labels
 from planc.proof.small_case import SmallCase, small_case
 from planc.proof.stand_in import Unrepresented
@@ -86,12 +87,6 @@ def report_draws(outcome: Outcome, small: Plan, facts: Facts, sink: Sink, *, str
 
 def _what(first: Discrepancy) -> str:
     where = f"`{first.subject or 'the model'}`"
-    match first.kind:
-        case "draws":
-            return f"{first.detail}, in {where}"
-        case "crash":
-            return f"the model raises in {where}: {first.detail}"
-        case "output":
-            return f"the output of {where} is wrong"
-        case _:
-            return f"the gradient of {where} is wrong"
+    if first.kind == "draws":
+        return f"{first.detail}, in {where}"
+    return what_is_wrong(first.kind, where) + (f": {first.detail}" if first.kind == "crash" else "")

@@ -8,6 +8,7 @@ of the family or a draft, and the small model is run again with one difference m
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from planc.compiler import Compiled, Draft, compile
 from planc.diagnostic import Diagnostic, Sink
@@ -17,7 +18,6 @@ from planc.ops.base import AxisRole
 from planc.ops.styles import Style
 from planc.plan import elaborate
 from planc.plan.ir import Plan
-from planc.proof.inverted_conditions import inverted
 from planc.proof.judge import judge
 from planc.proof.rule_differences import At, RuleChange, Rules, differences, shared, tensor_rules
 from planc.proof.small_case import SmallCase, small_plan, with_plan
@@ -47,7 +47,9 @@ def remedy(
     plan = small.compiled.plan
     assert plan is not None
     axes = plan.mesh.of_role(AxisRole.TENSOR)
-    if len(axes) != 1 or axes[0].size == 1 or _elsewhere(outcome):
+    # whether another section than the tensor one is to blame
+    elsewhere = any(d.kind in ("context", "draws") for d in outcome.discrepancies[:1])
+    if len(axes) != 1 or axes[0].size == 1 or elsewhere:
         return ()
     assert compiled.plan is not None
     axis = axes[0].name
@@ -65,10 +67,14 @@ def remedy(
 
 
 def _inverted(compiled: Compiled, rights: Sequence[Plan]) -> Iterator[tuple[Span, int]]:
-    """The conditions that, inverted, give the tensor rules of a right plan, and which that is."""
+    """The conditions that, inverted, give the tensor rules of a right plan, and which that is: a
+    `when` the wrong way around is one mistake that changes many rules.
+    """
     assert isinstance(compiled.files, tuple) and compiled.facts is not None
     wanted = [_styles(right) for right in rights]
-    for when, files in inverted(compiled.files):
+    nodes = (node for file in compiled.files for node in ast.every(file))
+    for when in (node for node in nodes if isinstance(node, ast.When)):
+        files = tuple(_negated(file, when) for file in compiled.files)
         world = compiled.world_size
         plan = elaborate(
             files, compiled.facts, Sink(), world_size=world, settings=compiled.settings
@@ -76,6 +82,24 @@ def _inverted(compiled: Compiled, rights: Sequence[Plan]) -> Iterator[tuple[Span
         styles = plan and _styles(plan)
         if styles in wanted:
             yield when.condition.origin, wanted.index(styles)
+
+
+def _negated(node: Any, when: ast.When) -> Any:
+    """A file, or what is inside one, with the condition of a `when` negated."""
+    if node is when:
+        origin = when.condition.origin
+        return replace(when, condition=ast.Unary(op="not", operand=when.condition, origin=origin))
+    parts = {name: getattr(node, name, None) for name in _CONTAIN}
+    made = {
+        name: tuple(_negated(child, when) for child in part)
+        for name, part in parts.items()
+        if isinstance(part, tuple)
+    }
+    return replace(node, **made) if made else node
+
+
+_CONTAIN = ("statements", "items", "then", "otherwise")
+"""The fields in which a file, a section, a block or a `when` has others."""
 
 
 def _styles(plan: Plan) -> Mapping[At, Style]:
@@ -98,11 +122,6 @@ def blamed_first(
     also = (f"from the same cause: {other.message}" for other in others)
     facts = (*first.facts, *also)
     yield replace(first, labels=tuple(blamed) or first.labels, facts=facts, help=help)
-
-
-def _elsewhere(outcome: Outcome) -> bool:
-    """Whether another section than the tensor one is to blame."""
-    return any(d.kind in ("context", "draws") for d in outcome.discrepancies[:1])
 
 
 def _distance(outcome: Outcome, change: RuleChange) -> int:

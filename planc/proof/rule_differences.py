@@ -8,14 +8,13 @@ from operator import or_
 from os.path import commonprefix
 
 from planc.diagnostic import Label
-from planc.model.facts import Modules
+from planc.model.facts import Modules, generic
 from planc.model.indices import Indices
 from planc.ops.base import AxisRole
 from planc.ops.phrases import block, together
 from planc.ops.styles import style_name
 from planc.plan.ir import Plan, TensorRule
 from planc.plan.sections.tensor import aspect
-from planc.proof.flow_findings import generic
 from planc.source import Span
 from planc.syntax import plan_files
 

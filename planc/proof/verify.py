@@ -196,8 +196,7 @@ def _run(case: _Case, server: ForkServer, sink: Sink, timeout: float) -> Proof:
         verdict, reason = "unknown", doubt
         report_unknown(sink, doubt)
     else:
-        for diagnostic in findings:
-            sink.add(diagnostic)
+        sink.add(*findings)
     compared = None if isinstance(found, TrialFailure) else found
     certificate = _certificate(case, verdict, reason, compared, places)
     kept = not (case.facts.code or case.lowered.code or case.precision)  # code can change

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby
+from itertools import accumulate, groupby
 
 from planc.diagnostic import Label
 from planc.report.color import StyledText
@@ -123,17 +123,10 @@ def _window(
     high = left + room - 1 if cut else total
     canvas = _Canvas()
     canvas.put(0, 0, _ELLIPSIS if left else "", "gutter")
-    at = 0
-    first = low
-    kept: list[tuple[str, int]] = []
-    for char, size in shown:
-        if low <= at and at + size <= high:
-            if not kept:
-                first = at
-            kept.append((char, size))
-        at += size
+    starts = accumulate((size for _, size in shown), initial=0)
+    kept = [(at, c) for at, c in zip(starts, shown, strict=False) if low <= at <= high - c[1]]
     if kept:
-        canvas.put_cells(0, first - left, kept)
+        canvas.put_cells(0, kept[0][0] - left, (c for _, c in kept))
     if cut:
         canvas.put(0, room - 1, _ELLIPSIS, "gutter")
     bound = high if cut else total + 1  # a mark may point past the last character

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from planc.diagnostic import Diagnostic, Severity
 from planc.report.sorting import is_file, labels_with_source, notes, primary_span, sorted_findings
-from planc.report.terminal_width import visible
+from planc.report.terminal_width import visible_lines
 from planc.source import Span
 
 _LEVELS = {Severity.ERROR: "error", Severity.WARNING: "warning", Severity.INFO: "notice"}
@@ -66,5 +66,4 @@ def _message(diagnostic: Diagnostic) -> str:
 
 
 def _escaped(text: str, signs: dict[str, str]) -> str:
-    lines = (visible(line) for line in text.split("\n"))
-    return re.sub("|".join(signs), lambda m: signs[m[0]], "\n".join(lines))
+    return re.sub("|".join(signs), lambda m: signs[m[0]], visible_lines(text))

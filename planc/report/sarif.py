@@ -10,11 +10,12 @@ from pathlib import PurePath
 from typing import Any
 from urllib.parse import quote
 
+import planc
 from planc.codes import CODES
 from planc.diagnostic import Diagnostic, Label, Severity
 from planc.report.explain import explain
 from planc.report.sorting import is_file, labels_with_source, notes, sorted_findings
-from planc.report.terminal_width import visible
+from planc.report.terminal_width import visible_lines
 
 _SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 _LEVELS = {Severity.ERROR: "error", Severity.WARNING: "warning", Severity.INFO: "note"}
@@ -25,17 +26,11 @@ def render(diagnostics: Iterable[Diagnostic]) -> str:
     found = sorted_findings(diagnostics)
     codes = sorted({d.code for d in found})
     run = {
-        "tool": {"driver": {"name": "planc", "version": _version(), "rules": _rules(codes)}},
+        "tool": {"driver": {"name": "planc", "version": planc.__version__, "rules": _rules(codes)}},
         "columnKind": "unicodeCodePoints",  # 3.14.17
         "results": [_result(d, codes.index(d.code)) for d in found],
     }
     return json.dumps({"$schema": _SCHEMA, "version": "2.1.0", "runs": [run]}, indent=2) + "\n"
-
-
-def _version() -> str:
-    import planc
-
-    return planc.__version__
 
 
 def _rules(codes: Iterable[str]) -> list[dict[str, Any]]:
@@ -60,7 +55,7 @@ def _result(diagnostic: Diagnostic, rule: int) -> dict[str, Any]:
         "ruleId": diagnostic.code,
         "ruleIndex": rule,
         "level": _LEVELS[diagnostic.severity],
-        "message": {"text": _shown("\n".join((*lines, *notes(diagnostic))))},
+        "message": {"text": visible_lines("\n".join((*lines, *notes(diagnostic))))},
     }
     if files:
         result["locations"] = [_location(files[0])]
@@ -81,7 +76,7 @@ def _location(label: Label) -> dict[str, Any]:
         "physicalLocation": {"artifactLocation": {"uri": _uri(source.name)}, "region": region}
     }
     if label.text:
-        location["message"] = {"text": _shown(label.text)}
+        location["message"] = {"text": visible_lines(label.text)}
     return location
 
 
@@ -89,7 +84,3 @@ def _uri(name: str) -> str:
     """3.10: a colon in a relative reference, as in `HEAD:a.plan`, would make it a scheme."""
     path = quote(PurePath(name).as_posix(), errors="surrogatepass")
     return f"file://{path}" if path.startswith("/") else path
-
-
-def _shown(text: str) -> str:
-    return "\n".join(visible(line) for line in text.split("\n"))

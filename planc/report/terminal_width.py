@@ -43,6 +43,11 @@ def visible(text: str) -> str:
     return "".join(shown for shown, _ in cells(text))
 
 
+def visible_lines(text: str) -> str:
+    """`visible` for each line of a text."""
+    return "\n".join(map(visible, text.split("\n")))
+
+
 def width(text: str) -> int:
     """The width in cells of a text without newlines, after `visible`."""
     return sum(size for _, size in cells(text))

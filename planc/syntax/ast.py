@@ -236,26 +236,28 @@ class File(Node):
     @cached_property
     def mentioned(self) -> frozenset[str]:
         """Every name and every `$let` in it, in taken branches or not."""
-        return frozenset(mentioned(self.statements))
+        return frozenset(mentioned(self))
 
 
-def mentioned(node: object) -> Iterator[str]:
+def children(node: Node) -> Iterator[Node]:
+    """The nodes right inside a node."""
+    for name in node.__dataclass_fields__:
+        value = getattr(node, name)
+        found = value if isinstance(value, tuple) else (value,)
+        yield from (child for child in found if isinstance(child, Node))
+
+
+def every(node: Node) -> Iterator[Node]:
+    """A node and all that are inside it."""
+    yield node
+    for child in children(node):
+        yield from every(child)
+
+
+def mentioned(node: Node) -> Iterator[str]:
     """Every name and every `$let` that a part of the AST mentions, in taken branches or not."""
-    match node:
-        case Name():
-            yield node.path
-        case Selector():
-            if node.path.startswith("$"):
-                yield node.path[1:].partition(".")[0].partition("[")[0]
-            if node.has:
-                yield from mentioned(node.has)
-            return
-        case tuple():
-            for item in node:
-                yield from mentioned(item)
-            return
-    if isinstance(node, Node):
-        for name in node.__dataclass_fields__:
-            child = getattr(node, name)
-            if isinstance(child, Node | tuple):
-                yield from mentioned(child)
+    for each in every(node):
+        if isinstance(each, Name):
+            yield each.path
+        elif isinstance(each, Selector) and each.path.startswith("$"):
+            yield each.path[1:].partition(".")[0].partition("[")[0]

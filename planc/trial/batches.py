@@ -9,7 +9,6 @@ labels has as many in each row, all of them late, and so unlike numbers in parts
 
 from __future__ import annotations
 
-import inspect
 import math
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from planc.model.small.input_search import BatchShape, rank_slice
+from planc.model.small.input_search import BatchShape, forward_arguments, rank_slice
 from planc.model.small.sample_inputs import Inputs
 from planc.model.small.user_model import ModelBuilder
 from planc.ops.base import Op
@@ -134,7 +133,7 @@ def _padded(model: nn.Module, inputs: Inputs, ranks: int, *, uneven: bool) -> Tr
     if uneven and "labels" in made:
         labels = made["labels"] = made["labels"].clone()
         labels[: max(1, rows // max(ranks, 2)), :-1] = IGNORED  # one label of a row is left
-    if "attention_mask" not in made and "attention_mask" in _arguments(model):
+    if "attention_mask" not in made and "attention_mask" in forward_arguments(model):
         mask = torch.ones_like(made["input_ids"])
         mask[0, :PADS] = 0
         padded = {**made, "attention_mask": mask}
@@ -158,7 +157,7 @@ def _packed(model: nn.Module, inputs: Inputs, part: int) -> TrialPass:
     first = (length // 2 - 1) // part * part
     positions = torch.cat([torch.arange(first), torch.arange(length - first)])
     packed = {**inputs, "position_ids": positions.expand(rows, -1).contiguous()}
-    if "position_ids" in _arguments(model) and _runs(model, packed):
+    if "position_ids" in forward_arguments(model) and _runs(model, packed):
         return TrialPass(name="two packed documents", inputs=packed)
     return TrialPass(inputs=inputs)
 
@@ -167,10 +166,6 @@ def _text(inputs: Inputs) -> bool:
     """Whether a batch has ids, [rows, length], and labels of that shape or none."""
     ids, labels = inputs.get("input_ids"), inputs.get("labels")
     return ids is not None and ids.dim() == 2 and (labels is None or ids.shape == labels.shape)
-
-
-def _arguments(model: nn.Module) -> set[str]:
-    return set(inspect.signature(model.forward).parameters)
 
 
 def _runs(model: nn.Module, inputs: Inputs) -> bool:

@@ -5,7 +5,6 @@ of what it certifies: the lowered plan, the model's configuration, the library v
 own sources. `planc check` finds it by that name, and a new torch invalidates it.
 """
 
-import contextlib
 import functools
 import hashlib
 import json
@@ -14,10 +13,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from planc import atomic_write
 from planc.model import cache
 from planc.model.facts import Facts, Module
-from planc.resources import cache_folder
 
 PACKAGE = Path(__file__).parent.parent
 SOURCES = ("model", "ops", "plan/mesh_axes.py", "plan/unit_lists.py", "proof", "runtime", "trial")
@@ -103,10 +100,7 @@ def dumps(certificate: Certificate) -> str:
 
 def keep(certificate: Certificate, key: str) -> None:
     """Writes the certificate to the cache folder; a no-op if the folder cannot be written."""
-    with contextlib.suppress(OSError, RuntimeError):
-        home = cache_folder()  # verify, which writes them, needs torch
-        home.mkdir(parents=True, exist_ok=True)
-        atomic_write.write(home / f"verify-{key}.json", dumps(certificate))
+    cache.write_file(f"verify-{key}.json", dumps(certificate))  # verify, which does, needs torch
 
 
 def known(lowered: str, config: Mapping[str, Any]) -> Certificate | None:

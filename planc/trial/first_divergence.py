@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,19 +24,16 @@ def outputs_of(model: nn.Module, take: Take, **inputs: Any) -> Outputs:
     """The first output of each module, by name, as modules end; `take` picks a tensor, or None."""
     found: Outputs = {}
 
-    def hook(name: str) -> Callable[..., None]:
-        def keep(_module: nn.Module, _inputs: Any, output: Any) -> None:
-            value = main_tensor(output)
-            if value is not None and name not in found:
-                kept = take(name, value)
-                if kept is not None:
-                    found[name] = kept
-
-        return keep
+    def keep(name: str, _module: nn.Module, _inputs: Any, output: Any) -> None:
+        value = main_tensor(output)
+        if value is not None and name not in found:
+            kept = take(name, value)
+            if kept is not None:
+                found[name] = kept
 
     with ExitStack() as hooks:
         for name, module in named_modules(model).items():
-            hooks.callback(module.register_forward_hook(hook(name)).remove)
+            hooks.callback(module.register_forward_hook(partial(keep, name)).remove)
         model(**inputs)
     return found
 

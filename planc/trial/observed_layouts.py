@@ -155,8 +155,8 @@ def redistributions(
         seen = Implicit(
             module=running,
             line=caller(),
-            source=_layout(source),
-            target=_layout(target),
+            source=_text(source),
+            target=_text(target),
             before=trace.leaf,
             op=str(op.op if isinstance(op, OpSchema) else op),
         )
@@ -167,8 +167,5 @@ def redistributions(
         yield
 
 
-def _layout(spec: Any) -> str:
-    [placement, *_] = spec.placements
-    if placement.is_replicate():
-        return "replicate"
-    return f"shard({placement.dim})" if placement.is_shard() else "partial"
+def _text(spec: Any) -> str:
+    return str(_named(spec.placements[0]) or ir.Partial())

@@ -66,7 +66,9 @@ def prove(
     report("compare")
     if reference.draws:
         single = alone(builder.build(seed).to(device), lowered)
-        reference = program.train_single(single, data, lowered, _drawn_by_all(result))
+        found = of_all_ranks((result.data_rank, result.drawn))
+        ranks = [program.RankResult(data_rank=data, drawn=drawn) for data, drawn in found]
+        reference = program.train_single(single, data, lowered, ranks)
     if precision:
         return compare_rounded(result, reference, lowered, _operations(builder, data, seed))
     return compare(result, reference)
@@ -79,12 +81,6 @@ def _operations(builder: ModelBuilder, batches: Batches, seed: int) -> numerics.
     with torch.no_grad(), operations:
         model(**{name: value.cpu() for name, value in first.inputs.items()})
     return operations
-
-
-def _drawn_by_all(own: program.RankResult) -> list[program.RankResult]:
-    """The data rank and the random numbers of each rank."""
-    found = of_all_ranks((own.data_rank, own.drawn))
-    return [program.RankResult(data_rank=data, drawn=drawn) for data, drawn in found]
 
 
 def compare(result: program.RankResult, reference: program.Reference) -> Errors:

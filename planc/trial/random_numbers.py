@@ -15,18 +15,11 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
-class RankGenerators:
+class RankGenerators(threading.local):
     """The default generator of each rank: what `torch.manual_seed` and its like reach."""
 
     def __init__(self) -> None:
-        self._of_thread = threading.local()
-
-    @property
-    def mine(self) -> torch.Generator:
-        if not hasattr(self._of_thread, "generator"):
-            self._of_thread.generator = torch.Generator()
-        generator: torch.Generator = self._of_thread.generator
-        return generator
+        self.mine = torch.Generator()  # in each thread
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.mine, name)

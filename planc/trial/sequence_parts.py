@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor
 
 from planc.ops.context import ContextParallel
+from planc.runtime.gradients import mean_over
 from planc.runtime.run import Run
 from planc.trial.trace import ModuleCall, Seen, Trace
 
@@ -47,7 +48,7 @@ class BatchPart:
         for name, call in trace.calls.items():
             inputs = {k: Seen(self.of(v.tensor)) for k, v in call.inputs.items()}
             output = call.output and Seen(self.of(call.output.tensor))
-            calls[name] = ModuleCall(name=name, line=call.line, inputs=inputs, output=output)
+            calls[name] = ModuleCall(line=call.line, inputs=inputs, output=output)
         return Trace(calls=calls, finished=trace.finished)
 
 
@@ -68,9 +69,7 @@ def parts_of(run: Run, inputs: Mapping[str, Any]) -> Iterator[BatchPart]:
 def mean_of_parts(run: Run, loss: Tensor) -> Tensor:
     """The mean of the losses of all parts, each over a part of the labels' number."""
     for axis in context_axes(run):
-        mesh = run.submesh(axis)
-        distributed.all_reduce(loss, group=mesh.get_group())
-        loss /= mesh.size()
+        loss = mean_over(loss, run.submesh(axis))
     return loss
 
 

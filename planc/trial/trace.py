@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,13 +43,11 @@ class ModuleCall:
     """The first call of a module in a run.
 
     Args:
-        name: the torch name of the module.
         line: the line of the model's code that called it, as `modeling_llama.py:281: ...`.
         inputs: its input tensors by position (`0`) or by name, before any hook of a style.
         output: its first output tensor, after all hooks; None until it has ended.
     """
 
-    name: str
     line: str
     inputs: dict[str, Seen] = field(default_factory=dict)
     output: Seen | None = None
@@ -70,7 +69,7 @@ class Trace:
         """Watches modules while they run, under these names, outside of all hooks."""
         with ExitStack() as hooks:
             for name, module in modules.items():
-                before, after = self._hooks(name)
+                before, after = partial(self._before, name), partial(self._after, name)
                 first = module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
                 hooks.callback(first.remove)
                 hooks.callback(module.register_forward_hook(after).remove)
@@ -78,26 +77,23 @@ class Trace:
             hooks.callback(setattr, self, "watching", False)
             yield
 
-    def _hooks(self, name: str) -> tuple[Any, Any]:
-        def before(_module: nn.Module, args: Any, kwargs: Any) -> None:
-            self.running.append(name)
-            if name in self.calls:
-                return
-            given = [*((str(i), v) for i, v in enumerate(args)), *kwargs.items()]
-            call = ModuleCall(name=name, line=caller())
-            call.inputs = {k: Seen.of(v) for k, v in given if isinstance(v, torch.Tensor)}
-            self.calls[name] = call
+    def _before(self, name: str, _module: nn.Module, args: Any, kwargs: Any) -> None:
+        self.running.append(name)
+        if name in self.calls:
+            return
+        given = [*((str(i), v) for i, v in enumerate(args)), *kwargs.items()]
+        call = ModuleCall(line=caller())
+        call.inputs = {k: Seen.of(v) for k, v in given if isinstance(v, torch.Tensor)}
+        self.calls[name] = call
 
-        def after(_module: nn.Module, _args: Any, output: Any) -> None:
-            while self.running and self.running.pop() != name:
-                pass
-            call = self.calls[name]
-            if call.output is None:
-                value = main_tensor(output)
-                call.output = None if value is None else Seen.of(value)
-                self.finished.append(name)
-
-        return before, after
+    def _after(self, name: str, _module: nn.Module, _args: Any, output: Any) -> None:
+        while self.running and self.running.pop() != name:
+            pass
+        call = self.calls[name]
+        if call.output is None:
+            value = main_tensor(output)
+            call.output = None if value is None else Seen.of(value)
+            self.finished.append(name)
 
     @property
     def leaf(self) -> str:

@@ -220,13 +220,10 @@ def _styles(steps: Sequence[Each], depth: int, printer: Printer) -> Lines:
         return
     loop = printer.loop(Modules(first.path[:depth], first.module))
     mesh, _ = steps[0].calls[0].arguments
-    styles = ((_key(s.modules, depth), printer.source(s.calls[0].arguments[1])) for s in steps)
-    entries = (headed(f"{quoted(key)}: ", style) for key, style in styles)
+    # relative to the block, as `parallelize_module` takes them; empty for the block itself
+    names = (".".join(map(str, step.modules.path[depth:])) for step in steps)
+    styles = (printer.source(step.calls[0].arguments[1]) for step in steps)
+    entries = map(headed, (f"{quoted(name)}: " for name in names), styles)
     plan = Bracketed("{", tuple(entries), "}", tuple(remark(step.note) for step in steps))
     call = printer.call(FunctionCall(PARALLELIZE), loop.item, printer.source(mesh), plan)
     yield from looped(loop.head, [replace(call, notes=("", "", ""))], "")
-
-
-def _key(modules: Modules, depth: int) -> str:
-    """A module's name relative to a block, for `parallelize_module`; empty for the block itself."""
-    return ".".join(str(s) for s in modules.path[depth:])

@@ -8,15 +8,13 @@ cached by the configuration and the library versions.
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from planc.model import cache
-from planc.model.facts import Facts, below
+from planc.model.facts import Facts, below, generic
 from planc.model.small.shrink import small_values
 
 if TYPE_CHECKING:
@@ -47,11 +45,6 @@ class BlockOrder:
     problem: str = ""
 
 
-def generic(name: str) -> str:
-    """A module's name with `*` for indices."""
-    return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name)
-
-
 def block_order(facts: Facts, blocks: str) -> BlockOrder:
     """The order in which a model runs its modules around a list of blocks.
 
@@ -67,8 +60,7 @@ def block_order(facts: Facts, blocks: str) -> BlockOrder:
         if isinstance(made, str):
             return BlockOrder(problem=made)
         values = made.values
-    config = json.dumps(values, sort_keys=True)
-    key = cache.entry_name(f"blocks {_FORMAT} {blocks}", config, *cache.extra_versions(values))
+    key = cache.entry_name(f"blocks {_FORMAT} {blocks}", config=values)
     kept = None if user or code else cache.recall(key)
     if isinstance(kept, dict):
         fields: Any = {n: tuple(v) if isinstance(v, list) else v for n, v in kept.items()}

@@ -14,7 +14,7 @@ from planc.diagnostic import Sink, nearest, one_of
 from planc.model.config import CLASS, Config
 from planc.model.facts import Facts
 from planc.model.module_table import facts_of
-from planc.model.sources.huggingface import lacks, refusals, version_of
+from planc.model.sources.huggingface import complete, refusals, version_of
 from planc.model.sources.isolation import (
     import_bitsandbytes,
     import_models,
@@ -33,7 +33,15 @@ def from_config(config: Config, sink: Sink) -> Facts | None:
     if not config.valid(sink):
         return None
     kind = class_of(config, sink)
-    if kind is None or not _complete(kind, config, sink):
+    if kind is None:
+        return None
+    taken = inspect.signature(kind.__init__).parameters.items()
+    lacking = {
+        field: f"{parameter.default}  (default of {kind.__name__})"
+        for field, parameter in taken
+        if field in _ESSENTIAL and field not in config.values
+    }
+    if not complete(config, lacking, "diffusers", sink):
         return None
     import torch
 
@@ -96,14 +104,3 @@ def quiet() -> Iterator[None]:
         yield
     finally:
         logging.set_verbosity(before)
-
-
-def _complete(kind: Any, config: Config, sink: Sink) -> bool:
-    """Whether the file states the fields whose class defaults would mean another model."""
-    complete = True
-    for field, taken in inspect.signature(kind.__init__).parameters.items():
-        if field in _ESSENTIAL and field not in config.values:
-            complete = False
-            said = f"{taken.default}  (default of {kind.__name__})"
-            lacks(config, field, said, "diffusers", sink)
-    return complete

@@ -12,12 +12,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from planc.diagnostic import Sink, did_you_mean, one_of
 from planc.model.config import Config
 from planc.model.facts import Facts
 from planc.model.module_table import facts_of
-from planc.model.sources.isolation import import_models, isolated, replaced, without_kernels
+from planc.model.sources.isolation import import_models, isolated, without_kernels
 
 _ESSENTIAL = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 """Fields that a file must state: the family defaults would mean another model."""
@@ -60,7 +61,8 @@ def prepare(config: Config, sink: Sink) -> tuple[Any, Any] | None:
             facts = [f"{version_of('transformers')}  ({config.name})"]
             sink.error("PL605", message, facts=facts, help=advice)
             return None
-        return found if _complete(config, resolved, sink) else None
+        lacking = dict(_left_to_defaults(config, resolved))
+        return found if complete(config, lacking, "transformers", sink) else None
     return None
 
 
@@ -210,11 +212,15 @@ def version_of(library: str) -> str:
     return f"{library} {sys.modules[library].__version__}"
 
 
-def lacks(config: Config, field: str, default: str, library: str, sink: Sink) -> None:
-    """Reports that a file leaves a field to a default that means another model (PL603)."""
+def complete(config: Config, lacking: Mapping[str, str], library: str, sink: Sink) -> bool:
+    """Whether a file leaves no field to a default that means another model; PL603 for each of those
+    that are `lacking`, by name with the default.
+    """
     help = f"add it: {library} would use its default, which is another model's"
-    message = f"{config.name} lacks `{field}`"
-    sink.error("PL603", message, facts=[f"{field} = {default}"], help=help)
+    for field, default in lacking.items():
+        message = f"{config.name} lacks `{field}`"
+        sink.error("PL603", message, facts=[f"{field} = {default}"], help=help)
+    return not lacking
 
 
 def _known(config: Config, sink: Sink) -> bool:
@@ -275,22 +281,18 @@ def _inner_class(name: str, resolved: Any) -> Any:
     return getattr(importlib.import_module(home), name, None)
 
 
-def _complete(config: Config, resolved: Any, sink: Sink) -> bool:
-    """Whether the file states the fields whose family defaults would mean another model.
+def _left_to_defaults(config: Config, resolved: Any) -> Iterator[tuple[str, str]]:
+    """The fields whose family defaults would mean another model and that the file does not state.
 
     A composite configuration (`text_config`) is not checked: those on the hub rely on defaults.
     """
     names = getattr(type(resolved), "attribute_map", {})
     defaults = resolved.to_dict()
-    complete = True
     for field in _ESSENTIAL:
         name = names.get(field, field)  # gpt2's `n_embd` is hidden_size
         default = defaults.get(name)
         if isinstance(default, int) and not {field, name} & config.values.keys():
-            complete = False
-            said = f"{default}  (default of {config.values['model_type']})"
-            lacks(config, name, said, "transformers", sink)
-    return complete
+            yield name, f"{default}  (default of {config.values['model_type']})"
 
 
 def _on_meta(make: Any) -> Any:
@@ -308,10 +310,11 @@ def _on_meta(make: Any) -> Any:
     return module
 
 
-def one_sequence_a_row() -> contextlib.AbstractContextManager[None]:
+def one_sequence_a_row() -> contextlib.AbstractContextManager[Any]:
     """Each row of a batch counts as one sequence: to find several, transformers reads data, which
     fake tensors do not have.
     """
     from transformers import masking_utils
 
-    return replaced(masking_utils, "find_packed_sequence_indices", lambda *_args, **_kwargs: None)
+    name = "find_packed_sequence_indices"
+    return mock.patch.object(masking_utils, name, lambda *_args, **_kwargs: None)

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 MAX_PARTS = 250_000
 """Modules and parameters of one model; 60 layers of 384 experts each have fewer than 200,000."""
@@ -57,7 +58,7 @@ def import_bitsandbytes() -> None:
     """
     import torch
 
-    with contextlib.suppress(ImportError), replaced(torch, "compile", _not_compiled):
+    with contextlib.suppress(ImportError), mock.patch.object(torch, "compile", _not_compiled):
         import bitsandbytes  # noqa: F401
 
 
@@ -85,9 +86,9 @@ def isolated() -> Iterator[None]:
             raise TooLargeError(f"the model has more than {MAX_PARTS:,} modules and parameters")
 
     with contextlib.ExitStack() as stack:
-        stack.enter_context(replaced(constants, "HF_HUB_OFFLINE", True))
+        stack.enter_context(mock.patch.object(constants, "HF_HUB_OFFLINE", True))
         if hasattr(hub_kernels, "get_kernel_hub"):  # where the package `kernels` is installed
-            stack.enter_context(replaced(hub_kernels, "get_kernel_hub", _refused))
+            stack.enter_context(mock.patch.object(hub_kernels, "get_kernel_hub", _refused))
         for register in (
             hooks.register_module_module_registration_hook,
             hooks.register_module_parameter_registration_hook,
@@ -114,19 +115,8 @@ def import_models() -> None:
 
     with contextlib.ExitStack() as stack:
         if read is not None:
-            stack.enter_context(replaced(import_utils, name, remembered))
+            stack.enter_context(mock.patch.object(import_utils, name, remembered))
         import transformers.models
-
-
-@contextlib.contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Gives an attribute another value in a block."""
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
 
 
 def _refused(kernel: str, *_: Any, **__: Any) -> Any:

@@ -4,10 +4,10 @@ from collections.abc import Iterator
 from functools import partial
 
 from planc.diagnostic import did_you_mean, nearest, one_of
-from planc.model.facts import Facts, Modules
+from planc.model.facts import Facts, Modules, generic
 from planc.model.indices import Indices
 from planc.model.layer_kinds import length
-from planc.model.small.block_order import BlockOrder, block_order, generic
+from planc.model.small.block_order import BlockOrder, block_order
 from planc.ops.base import AxisRole
 from planc.ops.pipeline import SCHEDULES, Pipeline
 from planc.plan.call_arguments import Arguments, unknown, word, wrong_value
