@@ -7,15 +7,19 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 from planc.model.facts import DTYPE_BYTES, Modules
+from planc.ops.base import Op
 from planc.ops.context import ContextParallel
 from planc.ops.fsdp import FullyShard
 from planc.ops.lowered import Lowered
 
 GATHER, SCATTER, REDUCE = "all-gather", "reduce-scatter", "all-reduce"
 EXCHANGE, SEND = "all-to-all", "send"
+
+
+OpT = TypeVar("OpT", bound=Op)
 
 
 class During(StrEnum):
@@ -93,18 +97,18 @@ class Step:
         """How often gradients are reduced: those of FSDP units, or of any. Shards are in each
         pass of a plan without stages, what is replicated at the end of the step.
         """
-        some = units or [op for op in self.lowered.ops if isinstance(op, FullyShard)]
+        some = units or self.every(FullyShard)
         once = self.lowered.pipeline or not any(self.wide(op.shard) for op in some)
         return 1 if once else self.micro_batches
 
     @cached_property
     def parts(self) -> int:
         """The ranks that each sequence is split over."""
-        return self.lowered.axis_size(*(op.axis for op in self._contexts))
+        return self.lowered.axis_size(*(op.axis for op in self.every(ContextParallel)))
 
-    @property
-    def _contexts(self) -> list[ContextParallel]:
-        return [op for op in self.lowered.ops if isinstance(op, ContextParallel)]
+    def every(self, kind: type[OpT]) -> list[OpT]:
+        """The operations of a kind, in order."""
+        return [op for op in self.lowered.ops if isinstance(op, kind)]
 
     @cached_property
     def ranks(self) -> int:
@@ -114,7 +118,7 @@ class Step:
     @cached_property
     def runs(self) -> int:
         """The runs of tokens that a rank has of each sequence."""
-        return prod(op.runs for op in self._contexts)
+        return prod(op.runs for op in self.every(ContextParallel))
 
     @property
     def among(self) -> tuple[int, int]:
@@ -133,7 +137,7 @@ class Step:
         """Bytes of a number of an activation."""
         if self.computes:
             return DTYPE_BYTES[self.computes]
-        units = [op for op in self.lowered.ops if isinstance(op, FullyShard)]
+        units = self.every(FullyShard)
         given = next((op.param for op in units if op.param), None)
         stored = (p.dtype for op in units for m in op.members for p in parameters_of(m))
         return DTYPE_BYTES[given or next(stored, "float32")]
