@@ -58,7 +58,7 @@ def _heads(rule: ContextRule, plan: Plan, facts: Facts, sink: Sink) -> None:
     """PL542: each rank gets some heads of all tokens, after tensor parallelism has split them."""
     if rule.op is None or rule.op.attention != "ulysses":
         return
-    split = [a for a in plan.axes_of_heads if plan.mesh.size(a) > 1]
+    split = plan.mesh.wide(plan.axes_of_heads)
     ranks = plan.mesh.size(*split)
     kinds = {"num_key_value_heads": "key/value heads", "num_attention_heads": "attention heads"}
     for field, kind in kinds.items():

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import ClassVar
 
-from planc.checks.queries import active, axis_label, holds, split_dim, unit_of
+from planc.checks.queries import active, axis_label, holds, unit_of
 from planc.diagnostic import Label, Sink
 from planc.model.facts import Facts, Modules, Parameter
 from planc.ops.freeze import Freeze
@@ -76,7 +76,7 @@ def tied_parameters(plan: Plan, facts: Facts, sink: Sink) -> None:
 def _rule(half: Half, plan: Plan) -> TensorRule | None:
     _, modules, parameter = half
     own = (r for r in active(plan) if r.modules.overlap(modules))
-    return next((r for r in own if split_dim(r, parameter) is not None), None)
+    return next((r for r in own if r.split(parameter)), None)
 
 
 def split_apart(plan: Plan, facts: Facts) -> Iterator[TiedStyles]:
@@ -90,7 +90,7 @@ def split_apart(plan: Plan, facts: Facts) -> Iterator[TiedStyles]:
 def _styles(one: Half, two: Half, plan: Plan) -> Iterator[TiedStyles]:
     rules = _rule(one, plan), _rule(two, plan)
     dims = [
-        (r.axis, split_dim(r, half[2])) if r else None
+        (r.axis, split.dim) if r and (split := r.split(half[2])) else None
         for r, half in zip(rules, (one, two), strict=True)
     ]
     if dims[0] == dims[1]:

@@ -4,7 +4,7 @@ from planc.checks.queries import axis_label, ranks
 from planc.diagnostic import Label, Sink
 from planc.model.facts import Facts, Modules
 from planc.ops import phrases
-from planc.ops.styles import Colwise, Rowwise, part_sizes, style_text, weight_split
+from planc.ops.styles import Colwise, Rowwise, part_sizes, style_text
 from planc.plan.apply_adapters import FOUR_BIT, adapted_tensor_rules
 from planc.plan.ir import AdapterRule, Plan, Precision, TensorRule, Unit
 from planc.plan.parameter_owners import Owned, owned, stepped
@@ -217,7 +217,7 @@ def _unaligned(
     if rule.quantize.double:
         return "with `double`, scales depend on the full weight", "write `double = false`"
     weight = next(p for p in part.module.parameters if p.name == "weight")
-    split = weight_split(base.style, "linear", "weight", 2)
+    split = base.split(weight)
     if split is None:
         return None
     size = weight.shape[split.dim]

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator
 
-from planc.checks.queries import active, around, ranks, several, split_dim, splits_output
+from planc.checks.queries import active, around, ranks, several, splits_output
 from planc.diagnostic import Label, Sink, one_of
 from planc.model.facts import Facts, Modules
 from planc.ops.phrases import braced
@@ -143,7 +143,7 @@ def replicated_parameters(plan: Plan, facts: Facts) -> list[tuple[int, str]] | N
         for parameter in modules.module.parameters:
             left: list[Modules] = list(modules.outside(shared))
             for rule in every:
-                if split_dim(rule, parameter) is not None:
+                if rule.split(parameter):
                     left = [rest for part in left for rest in part.minus(rule.modules)]
             whole.extend((parameter.numel * len(part), f"{part}.{parameter.name}") for part in left)
     return whole

@@ -116,8 +116,7 @@ def _wide(
     FSDP keeps one axis even of one rank, because it still casts parameters and reduces gradients.
     """
     split, copied = section.axes(unit)
-    shard = tuple(a for a in split if plan.mesh.size(a) > 1)
-    replicate = tuple(a for a in copied if plan.mesh.size(a) > 1)
+    shard, replicate = plan.mesh.wide(split), plan.mesh.wide(copied)
     if not split:
         return (), replicate or copied[:1]
     return shard or split[:1], replicate

@@ -41,7 +41,7 @@ from planc.ops.lowered import Lowered, Stage
 from planc.ops.megatron_fsdp import MegatronShard
 from planc.ops.registry import AnyOp
 from planc.ops.rng import DrawByRank
-from planc.ops.styles import Input, Output, Replicated, Sequence, weight_shard
+from planc.ops.styles import Input, Output, Replicated, Sequence
 from planc.ops.tensor_parallel import Parallelize, Shape, Tie
 from planc.plan.apply_adapters import BASE_LAYER, PARAMETERLESS, styles
 from planc.plan.experts import dividing, expert_styles, splits_divided
@@ -266,7 +266,7 @@ def _parallelize(rules: list[TensorRule], plan: Plan) -> Iterator[Parallelize]:
                         local=local_shape(p, (*before, rule), plan),
                     )
                     for p in module.parameters
-                    if weight_shard(rule.style, module.kind, p.name, len(p.shape)) is not None
+                    if rule.split(p)
                 ),
                 origin=rule.origin,
             )

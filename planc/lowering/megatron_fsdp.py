@@ -18,8 +18,8 @@ def megatron(plan: Plan, op: MegatronShard, facts: Facts, holdings: Holdings) ->
     assert section is not None
     units = [u for u in section.units if not u.root]
     members = [m for u in units for m in u.members]
-    shard = _wide(section.shard, plan) or section.shard[:1]
-    replicate = _wide(section.replicate, plan)
+    shard = plan.mesh.wide(section.shard) or section.shard[:1]
+    replicate = plan.mesh.wide(section.replicate)
     reduce = section.precision.reduce if section.precision else None
     return replace(
         op,
@@ -41,10 +41,6 @@ def at_rest(units: Sequence[FullyShard] | Sequence[MegatronShard], holdings: Hol
     """Bytes of all parameters that one rank holds between steps."""
     one = next(iter(units), None)
     return one.nbytes if isinstance(one, MegatronShard) else holdings.at_rest()
-
-
-def _wide(axes: tuple[str, ...], plan: Plan) -> tuple[str, ...]:
-    return tuple(a for a in axes if plan.mesh.size(a) > 1)
 
 
 def _expert(modules: Modules) -> bool:

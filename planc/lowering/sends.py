@@ -135,7 +135,7 @@ def _before(op: Parallelize) -> bool:
     """
     style = op.style
     if isinstance(style, Output):
-        return all(one is None or one.source == Replicate() for one in style.positional)
+        return all(change.source == Replicate() for change in style.changes)
     return isinstance(style, Input)
 
 
@@ -206,14 +206,14 @@ def _redistributed(op: Parallelize, step: Step) -> _Found:
     style, whole = op.style, step.size(step.hidden)
     match style:
         case Input():
-            pairs = [p for p in (*style.positional, *(p for _, p in style.named)) if p]
-            for _ in [p for p in pairs if isinstance(p.source, Shard) and p.target == Replicate()]:
-                yield GATHER, During.FORWARD, whole
-                if not style.local:
-                    yield SCATTER, During.BACKWARD, whole
+            for change in style.changes:
+                if isinstance(change.source, Shard) and change.target == Replicate():
+                    yield GATHER, During.FORWARD, whole
+                    if not style.local:
+                        yield SCATTER, During.BACKWARD, whole
         case Output():
-            for pair in style.positional:
-                if pair and pair.source == Replicate() and isinstance(pair.target, Shard):
+            for change in style.changes:
+                if change.source == Replicate() and isinstance(change.target, Shard):
                     yield GATHER, During.BACKWARD, whole
         case Experts():
             if style.output == Replicate():

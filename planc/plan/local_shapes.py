@@ -6,7 +6,7 @@ from typing import TypeVar
 
 from planc.diagnostic import Sink
 from planc.model.facts import Facts, Modules, Parameter
-from planc.ops.styles import Split, part_sizes, weight_split
+from planc.ops.styles import Split, part_sizes
 from planc.plan.apply_adapters import PARAMETERLESS
 from planc.plan.experts import expert_styles
 from planc.plan.ir import Fsdp, Plan, SpreadRule, TensorRule, Unit
@@ -30,7 +30,7 @@ def local_shape(parameter: Parameter, rules: Iterable[TensorRule], plan: Plan) -
     dims: dict[int, list[Split]] = {}
     ranks: dict[int, list[int]] = {}
     for rule in rules if shape else ():
-        split = weight_split(rule.style, rule.modules.module.kind, parameter.name, len(shape))
+        split = rule.split(parameter)
         if split is not None:
             dims.setdefault(split.dim, []).append(split)
             ranks.setdefault(split.dim, []).append(plan.mesh.size(rule.axis))
