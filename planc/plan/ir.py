@@ -212,14 +212,10 @@ class Fsdp(Meaning):
         """
         if unit.shard is None:
             return self.shard, self.replicate
-        rest = (*self.replicate, *self.shard)
-        there = {a for name in unit.shard for a in self._made_of(name)}
+        rest, experts = (*self.replicate, *self.shard), self.experts
+        made = dict.fromkeys(experts.sizes, experts.axes) if experts else {}
+        there = {a for name in unit.shard for a in made.get(name, (name,))}
         return unit.shard, tuple(a for a in rest if a not in there)
-
-    def _made_of(self, name: str) -> tuple[str, ...]:
-        """The axes of the mesh whose ranks a name stands for."""
-        experts = self.experts
-        return experts.axes if experts and name in experts.sizes else (name,)
 
     def policy(self, unit: Unit | None) -> Precision | None:
         """The precision of a unit, its own or the section's; None for no unit."""

@@ -92,9 +92,6 @@ def _by_placement(
 
     A unit's own placement wins over a `spread` on the unit or on an ancestor.
     """
-    if not spreads:
-        yield from ((piece, unit, None) for piece, unit in _shared(modules, units))
-        return
     both: list[tuple[Modules, Unit | SpreadRule]] = [*units, *spreads]
     for piece, own in _shared(modules, _inner(both)):
         if not isinstance(own, SpreadRule):
