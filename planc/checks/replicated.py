@@ -152,16 +152,16 @@ def replicated_parameters(plan: Plan, facts: Facts) -> list[tuple[int, str]] | N
 def unsplit_parameters(plan: Plan, facts: Facts, sink: Sink) -> None:
     """An info: the share of parameters that every rank of the tensor axis holds in full."""
     whole, rules = replicated_parameters(plan, facts) or [], _splitting(plan)
-    total = facts.root.count
     kept = sum(count for count, _ in whole)
     if not kept:
         return
-    share = 100 * kept / total
+    share = 100 * kept / facts.root.count
+    percent = f"{share:.0f}%" if share >= 10 else f"{share:.2g}%"
     largest = sorted(whole, reverse=True)[:3]
     names = ", ".join(f"{name} {count:,}" for count, name in largest)
     sink.info(
         "PL204",
-        f"{_percent(share)} of the parameters are replicated over {rules[0].axis} = "
+        f"{percent} of the parameters are replicated over {rules[0].axis} = "
         f"{ranks(plan, rules[0])}",
         facts=[f"the largest: {names}"],
     )
@@ -173,7 +173,3 @@ def _shared(axis: str, plan: Plan, facts: Facts) -> list[Modules]:
         return []
     own = ((o.modules, o.spread or o.unit) for o in owned(plan, facts))
     return [m for m, part in own if part and axis in section.axes(part)[0]]
-
-
-def _percent(share: float) -> str:
-    return f"{share:.0f}%" if share >= 10 else f"{share:.2g}%"
