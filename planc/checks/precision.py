@@ -17,26 +17,24 @@ def mixed_dtypes(plan: Plan, facts: Facts, sink: Sink) -> None:
     """
     if plan.fsdp is None or plan.fsdp.megatron is not None:  # that has a buffer for each dtype
         return
-    found: dict[int, dict[str, tuple[str, bool]]] = {}
-    origins: dict[int, Unit] = {}
+    found: dict[Unit, dict[str, tuple[str, bool]]] = {}
     for own in owned(plan, facts):
         if own.unit is None:
             continue
-        origins[id(own.unit)] = own.unit
         for parameter in own.modules.module.parameters:
             if own.trains(parameter):
                 name = f"{own.modules}.{parameter.name}"
                 dtype = plan.dtype(parameter)
                 load = None if plan.adapted else plan.load
                 island = load is not None and load.dtype not in (None, dtype)
-                found.setdefault(id(own.unit), {}).setdefault(dtype, (name, island))
-    for key, by_type in found.items():
+                found.setdefault(own.unit, {}).setdefault(dtype, (name, island))
+    for unit, by_type in found.items():
         if len(by_type) > 1:
             islands = any(island for _, island in by_type.values())
             sink.error(
                 "PL415",
-                f"the unit `{origins[key].members[0]}` mixes {' and '.join(sorted(by_type))}",
-                origins[key].origin,
+                f"the unit `{unit.members[0]}` mixes {' and '.join(sorted(by_type))}",
+                unit.origin,
                 facts=[
                     f"{name} {'stays' if island else 'is'} "
                     f"{dtype}{', as the model requires' if island else ''}"

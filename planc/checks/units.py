@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from planc.checks.queries import active, axis_label, holds
 from planc.diagnostic import Label, Sink
 from planc.model.facts import Facts, Modules
+from planc.model.indices import Indices
 from planc.ops.fsdp import Prefetch
 from planc.plan.ir import Plan, Unit
 from planc.plan.parameter_owners import owned
@@ -235,27 +236,19 @@ def _deep(wanted: Prefetch, found: Iterable[tuple[Modules, ...]], sink: Sink) ->
 
 def _skipped(units: tuple[Modules, ...], plan: Plan, facts: Facts) -> Modules | None:
     """The frozen units at the start of a list that has a trainable entry later."""
-    members = list(owned(plan, facts))
     at = units[0].list_at
     assert at is not None
     first: int | None = None
-    reached = False
-    for own in members:
+    for own in owned(plan, facts):
         if not own.trained:
             continue
         segment = own.modules.path[at] if len(own.modules.path) > at else ""
         if own.modules.key[: at + 1] == units[0].key[: at + 1] and not isinstance(segment, str):
             first = segment.first if first is None else min(first, segment.first)
-            reached = True
-        elif not reached:
+        elif first is None:
             return None  # a trainable module before the list: the backward pass goes through it
-    if first is None:
-        return None
-    every = entries(units)
-    frozen = type(every).of(i for i in every if i < first)
-    if not frozen:
-        return None
-    return units[0].with_entries(frozen)
+    frozen = Indices.of(i for i in entries(units) if first is not None and i < first)
+    return units[0].with_entries(frozen) if frozen else None
 
 
 def _frozen(gap: Modules, plan: Plan) -> list[Label]:

@@ -115,18 +115,23 @@ def _children(module: Module, rule: AdapterRule) -> tuple[Child, ...]:
     weight = next(p for p in module.parameters if p.name == "weight")
     dtype = rule.adapt.dtype or weight.dtype
     one, two = in_out_features(module)
-    if module.kind == "embedding":
-        a = Parameter(name=NAME, shape=(rule.adapt.rank, one), dtype=dtype)
-        b = Parameter(name=NAME, shape=(two, rule.adapt.rank), dtype=dtype)
-        return tuple(
-            Child(module=Module(cls="ParameterDict", kind="dict", parameters=(p,)), name=name)
-            for name, p in (("lora_embedding_A", a), ("lora_embedding_B", b))
+    embeds = module.kind == "embedding"
+    shapes = {"A": (rule.adapt.rank, one), "B": (two, rule.adapt.rank)}
+    return tuple(
+        Child(
+            module=(_parameter_dict if embeds else _module_dict)(shape, dtype),
+            name=f"lora_embedding_{half}" if embeds else f"lora_{half}",
         )
-    shapes = (("lora_A", (rule.adapt.rank, one)), ("lora_B", (two, rule.adapt.rank)))
-    return tuple(Child(module=_dict(shape, dtype), name=name) for name, shape in shapes)
+        for half, shape in shapes.items()
+    )
 
 
-def _dict(shape: tuple[int, ...], dtype: str) -> Module:
+def _parameter_dict(shape: tuple[int, ...], dtype: str) -> Module:
+    parameter = Parameter(name=NAME, shape=shape, dtype=dtype)
+    return Module(cls="ParameterDict", kind="dict", parameters=(parameter,))
+
+
+def _module_dict(shape: tuple[int, ...], dtype: str) -> Module:
     weight = Parameter(name="weight", shape=shape, dtype=dtype)
     linear = Module(cls="Linear", kind="linear", parameters=(weight,))
     return Module(cls="ModuleDict", kind="dict", children=(Child(module=linear, name=NAME),))
