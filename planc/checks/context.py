@@ -34,9 +34,11 @@ def context(plan: Plan, facts: Facts, sink: Sink) -> None:
         elif plan.mesh.size(rule.axis) > 1:
             _averaged(rule, plan, sink)
             if rule.op is not None:
-                _heads(rule, plan, facts, sink)
-                _ring(rule, facts, sink)
-                _rotary(rule, plan, facts, sink)
+                if rule.op.attention == "ulysses":
+                    _heads(rule, plan, facts, sink)
+                if rule.op.attention == "ring":
+                    _ring(rule, facts, sink)
+                _rotary(rule, facts, sink)
 
 
 def _averaged(rule: ContextRule, plan: Plan, sink: Sink) -> None:
@@ -56,8 +58,6 @@ def _averaged(rule: ContextRule, plan: Plan, sink: Sink) -> None:
 
 def _heads(rule: ContextRule, plan: Plan, facts: Facts, sink: Sink) -> None:
     """PL542: each rank gets some heads of all tokens, after tensor parallelism has split them."""
-    if rule.op is None or rule.op.attention != "ulysses":
-        return
     split = plan.mesh.wide(plan.axes_of_heads)
     ranks = plan.mesh.size(*split)
     kinds = {"num_key_value_heads": "key/value heads", "num_attention_heads": "attention heads"}
@@ -76,8 +76,6 @@ def _heads(rule: ContextRule, plan: Plan, facts: Facts, sink: Sink) -> None:
 
 def _ring(rule: ContextRule, facts: Facts, sink: Sink) -> None:
     """PL010: what `ring_attention` in runtime/standalone/context_ring.py raises."""
-    if rule.op is None or rule.op.attention != "ring":
-        return
     for field, what in _NOT_IN_A_RING.items():
         if facts.config.get(field):
             sink.error(
@@ -90,7 +88,7 @@ def _ring(rule: ContextRule, facts: Facts, sink: Sink) -> None:
             return
 
 
-def _rotary(rule: ContextRule, plan: Plan, facts: Facts, sink: Sink) -> None:
+def _rotary(rule: ContextRule, facts: Facts, sink: Sink) -> None:
     for kind in _rotary_kinds(facts.config):
         if kind in _BY_LENGTH:
             sink.error(

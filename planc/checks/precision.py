@@ -168,12 +168,11 @@ def _tied(rule: AdapterRule, facts: Facts, sink: Sink) -> None:
 def _gathered(rule: AdapterRule, own: Owned, plan: Plan, sink: Sink) -> None:
     """FSDP casts gathered parameters to the unit's `param` dtype, packed bytes too."""
     quant = rule.quantize
-    if plan.fsdp is None or quant is None:
+    precision = plan.fsdp.policy(own.unit) if plan.fsdp else None
+    if quant is None or precision is None or precision.param is None:
         return
-    precision = plan.fsdp.policy(own.unit)
-    if precision is None or precision.param in (None, quant.storage):
+    if precision.param == quant.storage:
         return
-    assert precision.param is not None
     wanted = _SPELLED.get(precision.param, precision.param)
     sink.error(
         "PL680",

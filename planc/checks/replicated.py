@@ -40,7 +40,15 @@ def norm_gradients(plan: Plan, facts: Facts, sink: Sink) -> None:
             elif sequence and _residual_is_split(parent, rules):
                 on_sequence.setdefault(_spans(sequence), []).append(norm)
     for spans, norms in on_heads.items():
-        _on_heads(norms, spans, sink)
+        whose = _verb(norms, "its", "their")
+        sink.warning(
+            "PL161",
+            f"{several(norms)} {_verb(norms, 'sees', 'see')} only the heads of {whose} rank, and "
+            f"no rule sums {whose} gradient",
+            *(Label(span=s, text="split here") for s in spans),
+            facts=[_replicated_weights(norms)],
+            help=f"`{_last(norms)} : replicate(gradient = sum)`",
+        )
     for spans, norms in on_sequence.items():
         sink.warning(
             "PL162",
@@ -96,23 +104,8 @@ def _residual_is_split(parent: Modules, rules: tuple[TensorRule, ...]) -> bool:
     return any(r.modules.within(parent) for r in split)
 
 
-def _on_heads(norms: list[Modules], split: Spans, sink: Sink) -> None:
-    sink.warning(
-        "PL161",
-        f"{several(norms)} {_verb(norms, 'sees', 'see')} only the heads of {_own(norms)} rank, and "
-        f"no rule sums {_own(norms)} gradient",
-        *(Label(span=s, text="split here") for s in split),
-        facts=[_replicated_weights(norms)],
-        help=f"`{_last(norms)} : replicate(gradient = sum)`",
-    )
-
-
 def _verb(norms: list[Modules], one: str, more: str) -> str:
     return one if len({n.key for n in norms}) == 1 else more
-
-
-def _own(norms: list[Modules]) -> str:
-    return _verb(norms, "its", "their")
 
 
 def _replicated_weights(norms: list[Modules]) -> str:

@@ -314,18 +314,13 @@ def _ties(facts: Facts, tensor: list[TensorRule], plan: Plan) -> Iterator[Tie]:
         inside = any(r.modules.has(owner) for r in rules)
         return f"{owner}.{BASE_LAYER}.{name}" if inside else parameter
 
+    # styles create replicated parameters anew, too
+    making = [r.modules for r in tensor if not isinstance(r.style, PARAMETERLESS)]
     for group in facts.ties:
-        made = [name for name in group if any(_makes(rule, name) for rule in tensor)]
+        made = [n for n in group if any(m.has(n.rpartition(".")[0]) for m in making)]
         for other in group if made else ():
             if other != made[0]:
                 yield Tie(parameter=now(other), source=now(made[0]))
-
-
-def _makes(rule: TensorRule, parameter: str) -> bool:
-    """Whether a rule creates a parameter (a torch name), as styles do of replicated ones too."""
-    if isinstance(rule.style, PARAMETERLESS):
-        return False
-    return rule.modules.has(parameter.rpartition(".")[0])
 
 
 def _inside_out(rules: Iterable[Checkpoint]) -> list[Checkpoint]:
