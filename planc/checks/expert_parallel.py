@@ -91,8 +91,7 @@ def _style(rule: ExpertRule, plan: Plan) -> tuple[str, *tuple[Label, ...]] | Non
 
 def _halved(rule: ExpertRule, plan: Plan) -> tuple[str, Label] | None:
     """torch 2.13's FSDP divides gradients in fp16 twice where one rank has the whole shard."""
-    unit = unit_of(plan, rule.modules) if plan.fsdp else None
-    precision = plan.fsdp.policy(unit) if plan.fsdp else None
+    precision = plan.fsdp.policy(unit_of(plan, rule.modules)) if plan.fsdp else None
     experts = plan.mesh.experts
     if experts is None or experts.rest.size > 1 or precision is None:
         return None

@@ -16,26 +16,22 @@ def nested_units(plan: Plan, facts: Facts, sink: Sink) -> None:
     """A group is one set of parameters: no member is inside another, and every unit needs some."""
     if plan.fsdp is None:
         return
+    ignored = [i.modules for i in plan.fsdp.ignored]
     for unit in plan.fsdp.units:
         for member in unit.members:
             around = (o for o in unit.members if o.path != member.path and holds(o, member))
             if (outer := next(around, None)) is not None:
                 message = f"`{member}` is inside `{outer}`, a member of the same group"
                 sink.error("PL410", message, unit.origin, help=f"remove `{member}` from the group")
-        why = [f"`{unit.members[0]}` is a {unit.members[0].module.cls}"]
-        if sum(m.module.count for m in unit.members) and _left(unit, plan):
+        below = (part for member in unit.members for part in member.below())
+        left = any(part.module.parameters and part.outside(ignored) for part in below)
+        if sum(m.module.count for m in unit.members) and left:
             continue
-        if any(i.modules.within(m) for i in plan.fsdp.ignored for m in unit.members):
+        why = [f"`{unit.members[0]}` is a {unit.members[0].module.cls}"]
+        if any(i.within(m) for i in ignored for m in unit.members):
             why = ["all its parameters are ignored"]
         message = f"the unit `{unit.members[0]}` has no parameters to shard"
         sink.error("PL411", message, unit.origin, facts=why, help="remove the rule")
-
-
-def _left(unit: Unit, plan: Plan) -> bool:
-    assert plan.fsdp is not None
-    ignored = [i.modules for i in plan.fsdp.ignored]
-    below = (part for member in unit.members for part in member.below())
-    return any(part.module.parameters and part.outside(ignored) for part in below)
 
 
 def fsdp_root(plan: Plan, facts: Facts, sink: Sink) -> None:

@@ -77,9 +77,8 @@ def settings(plan: Plan, facts: Facts) -> Iterator[Divide | Prefetch]:
             same = plan.mesh.size(*section.extra_axes(unit)) * _alike(unit, plan, facts)
             if same > 1:
                 yield replace(divide, factor=divide.factor * same, units=unit.members)
-    for units in lists(plan, facts) if section.prefetch else ():
-        assert section.prefetch is not None
-        yield replace(section.prefetch, units=units)
+    if section.prefetch is not None:
+        yield from (replace(section.prefetch, units=units) for units in lists(plan, facts))
 
 
 def _mean(plan: Plan, section: Fsdp) -> Divide | None:

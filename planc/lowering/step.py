@@ -1,4 +1,6 @@
-"""A step of a lowered plan: its batch, and the sizes that what it sends is made of."""
+"""A step of a lowered plan: its batch, which its ranks split, and the sizes that what it sends is
+made of.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +11,13 @@ from functools import cached_property
 from math import prod
 from typing import Any, TypeVar
 
+from planc.diagnostic import Label, Sink
 from planc.model.facts import DTYPE_BYTES, Modules
-from planc.ops.base import Op
+from planc.ops.base import AxisRole, Op
 from planc.ops.context import ContextParallel
 from planc.ops.fsdp import FullyShard
 from planc.ops.lowered import Lowered
+from planc.plan.ir import Mesh
 
 GATHER, SCATTER, REDUCE = "all-gather", "reduce-scatter", "all-reduce"
 EXCHANGE, SEND = "all-to-all", "send"
@@ -166,6 +170,33 @@ class Step:
 
     def wide(self, axes: tuple[str, ...]) -> bool:
         return self.lowered.axis_size(*axes) > 1
+
+
+def require_divisible(step: Step, mesh: Mesh | None, sink: Sink) -> None:
+    """Reports unless each rank gets whole rows, and equal runs of the tokens of a row.
+
+    Args:
+        step: what it has no number of is not judged.
+        mesh: of the plan; None for a lowered plan, which has no lines to point at.
+        sink: receives PL702.
+    """
+    (rows, tokens), parts = step.among, step.passes
+    for size, what, among, role, more in (
+        (step.batch, "rows", rows, AxisRole.DATA, (parts, "micro-batches")),
+        (step.sequence, "tokens of a row", tokens, AxisRole.SEQUENCE, (step.runs, "runs of each")),
+    ):
+        if size is None or size % among == 0:
+            continue
+        axes = mesh.of_role(role) if mesh else ()
+        wide = [a for a in axes if a.size > 1] or axes[:1]
+        named = " * ".join(f"{a.name} {a.size}" for a in axes)
+        named += f" * {more[0]} {more[1]}" if axes and more[0] > 1 else ""
+        sink.error(
+            "PL702",
+            f"{size} {what} cannot be split among {among}" + (f" ({named})" if named else ""),
+            *(Label(span=a.origin, text=f"{a.name} is {a.size}") for a in wide),
+            help=f"use a multiple of {among}, or another mesh",
+        )
 
 
 def parameters_of(modules: Modules) -> Iterator[Any]:

@@ -34,7 +34,9 @@ def pipeline(program: Program) -> PipelineRule | None:
     axis = _axis(section, program)
     if axis is None:
         return None
-    settings = _settings(program)
+    settings, read = Settings(program.sink), partial(_value, program=program)
+    for each in program.named("pipeline"):
+        read_settings(each, _SETTINGS, settings, program, "schedule = 1f1b", read=read)
     ranks = program.mesh.size(axis) if program.mesh else 1
     if ranks == 1:
         return None
@@ -120,14 +122,6 @@ def _axis(section: ast.Section, program: Program) -> str | None:
         message = "a pipeline section works over the axis of the stages"
         program.sink.error("PL305", message, section.name_origin, help="write `pipeline on pp {`")
     return None
-
-
-def _settings(program: Program) -> Settings:
-    settings = Settings(program.sink)
-    for section in program.named("pipeline"):
-        read = partial(_value, program=program)
-        read_settings(section, _SETTINGS, settings, program, "schedule = 1f1b", read=read)
-    return settings
 
 
 def _value(item: ast.Setting, program: Program) -> object:
