@@ -37,6 +37,7 @@ class DispatchExperts(Op):
     batched: bool = field(default=False, metadata=OMIT)
     shapes: Some[Shape]
 
+    KIND: ClassVar[str] = "dispatch_experts"
     SCRIPT: ClassVar = ScriptFunction(
         "divide_experts", "Divides experts over ranks, which exchange tokens."
     )

@@ -33,6 +33,7 @@ class ChunkLoss(Op):
     label_smoothing: Fraction = field(default=0.0, metadata=OMIT)
     z_loss: Fraction = field(default=0.0, metadata=OMIT)
 
+    KIND: ClassVar[str] = "chunk_loss"
     SCRIPT: ClassVar = ScriptFunction("chunk_losses", "Computes the loss in chunks of tokens.")
 
     def _terms(self) -> Keywords:
