@@ -5,7 +5,7 @@ from planc.diagnostic import Label, Sink
 from planc.model.facts import Facts, Modules
 from planc.ops.styles import style_text
 from planc.plan.apply_adapters import KINDS, adapted_tensor_rules, in_out_features, of_layer
-from planc.plan.ir import AdapterRule, Plan, TensorRule
+from planc.plan.ir import AdapterRule, Adapters, Plan, TensorRule
 
 
 def adapters(plan: Plan, facts: Facts, sink: Sink) -> None:
@@ -33,8 +33,8 @@ def adapters(plan: Plan, facts: Facts, sink: Sink) -> None:
             )
             continue
         _rank(rule, sink)
-    _own(plan, sink)
-    _frozen(plan, sink)
+    _own(plan.adapters, plan, sink)
+    _frozen(plan.adapters, plan, sink)
     if "tensor" not in plan.broken:
         for rule, base, part in adapted_tensor_rules(plan):
             if ranks(plan, base) > 1 and rule.modules.module.kind in KINDS:
@@ -53,34 +53,32 @@ def _rank(rule: AdapterRule, sink: Sink) -> None:
         )
 
 
-def _own(plan: Plan, sink: Sink) -> None:
-    assert plan.adapters is not None
-    if not plan.adapters.own or plan.adapters.units_origin is None:
+def _own(section: Adapters, plan: Plan, sink: Sink) -> None:
+    if not section.own or section.units_origin is None:
         return
     if plan.fsdp is None:
         message = "adapters cannot be separate units: the plan has no fsdp section"
-        sink.error("PL186", message, plan.adapters.units_origin, help="remove `units = own`")
-    for rule in plan.adapters.rules:
+        sink.error("PL186", message, section.units_origin, help="remove `units = own`")
+    for rule in section.rules:
         if rule.modules.module.kind == "embedding":
             sink.error(
                 "PL186",
                 f"the adapter of `{rule.modules}` cannot be a separate unit",
                 rule.origin,
-                Label(span=plan.adapters.units_origin, text="requested here"),
+                Label(span=section.units_origin, text="requested here"),
                 facts=["peft keeps it in two parameters, which no module's forward gathers"],
                 help="write `units = with_layer`",
             )
 
 
-def _frozen(plan: Plan, sink: Sink) -> None:
-    assert plan.adapters is not None
+def _frozen(section: Adapters, plan: Plan, sink: Sink) -> None:
     for rule in plan.train:
         if not rule.trainable:
             sink.error(
                 "PL188",
                 f"`{rule.modules}` is already frozen by the adapters section",
                 rule.origin,
-                Label(span=plan.adapters.origin, text="adapters; all other parameters are frozen"),
+                Label(span=section.origin, text="adapters; all other parameters are frozen"),
                 facts=["the rule would freeze the adapters inside, too"],
                 help="remove the rule",
             )

@@ -6,7 +6,7 @@ from planc.checks import queries
 from planc.diagnostic import Label, Sink, one_of
 from planc.model.facts import Facts, Module, Modules, Segment
 from planc.model.indices import Indices
-from planc.ops.styles import Colwise, Input, Output, Redistribution, Rowwise, Sequence, Shard
+from planc.ops.styles import Colwise, Input, Output, Rowwise, Sequence, Shard
 from planc.plan.ir import Plan, TensorRule
 from planc.source import Span
 
@@ -222,17 +222,12 @@ def _beside_split(rule: TensorRule, peers: Iterable[TensorRule]) -> bool:
 
 def _splits(rule: TensorRule, dim: int) -> bool:
     """Whether a rule takes or returns an activation that is sharded along a dim."""
-    changes: tuple[Redistribution | None, ...]
     match rule.style:
         case Colwise() | Rowwise():
             return Shard(dim) in (rule.style.input, rule.style.output)
-        case Input():
-            changes = (*rule.style.positional, *(c for _, c in rule.style.named))
-        case Output():
-            changes = rule.style.positional
-        case _:
-            return False
-    return any(c is not None and Shard(dim) in (c.source, c.target) for c in changes)
+        case Input() | Output():
+            return any(Shard(dim) in (c.source, c.target) for c in rule.style.changes)
+    return False
 
 
 def _whole(rule: TensorRule, dim: int, plan: Plan, sink: Sink) -> None:

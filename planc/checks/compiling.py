@@ -158,9 +158,8 @@ def _along_sequence(style: Style) -> bool:
         case Colwise(input=layout) | Rowwise(output=layout):
             return isinstance(layout, Shard)
         case Input():
-            changes = (*style.positional, *(change for _, change in style.named))
             return any(
-                c and isinstance(c.source, Shard) and c.target == Replicate() for c in changes
+                isinstance(c.source, Shard) and c.target == Replicate() for c in style.changes
             )
     return False
 

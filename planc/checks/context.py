@@ -25,9 +25,11 @@ def context(plan: Plan, facts: Facts, sink: Sink) -> None:
         elif plan.mesh.size(rule.axis) > 1:
             _averaged(rule, plan, sink)
             if rule.op is not None:
-                _heads(rule, plan, facts, sink)
-                _ring(rule, facts, sink)
-                _rotary(rule, plan, facts, sink)
+                if rule.op.attention == "ulysses":
+                    _heads(rule, plan, facts, sink)
+                if rule.op.attention == "ring":
+                    _ring(rule, facts, sink)
+                _rotary(rule, facts, sink)
 
 
 def _averaged(rule: ContextRule, plan: Plan, sink: Sink) -> None:
@@ -47,9 +49,7 @@ def _averaged(rule: ContextRule, plan: Plan, sink: Sink) -> None:
 
 def _heads(rule: ContextRule, plan: Plan, facts: Facts, sink: Sink) -> None:
     """PL542: each rank gets some heads of all tokens, after tensor parallelism has split them."""
-    if rule.op is None or rule.op.attention != "ulysses":
-        return
-    split = [a for a in plan.axes_of_heads if plan.mesh.size(a) > 1]
+    split = plan.mesh.wide(plan.axes_of_heads)
     ranks = plan.mesh.size(*split)
     kinds = {"num_key_value_heads": "key/value heads", "num_attention_heads": "attention heads"}
     for field, kind in kinds.items():
@@ -68,7 +68,7 @@ def _heads(rule: ContextRule, plan: Plan, facts: Facts, sink: Sink) -> None:
 def _ring(rule: ContextRule, facts: Facts, sink: Sink) -> None:
     """PL010: what `ring_attention` in runtime/standalone/context_ring.py raises."""
     field = "index_topk"
-    if rule.op is not None and rule.op.attention == "ring" and facts.config.get(field):
+    if facts.config.get(field):
         sink.error(
             "PL010",
             "ring attention with an indexer that chooses keys is not supported yet",
@@ -78,7 +78,7 @@ def _ring(rule: ContextRule, facts: Facts, sink: Sink) -> None:
         )
 
 
-def _rotary(rule: ContextRule, plan: Plan, facts: Facts, sink: Sink) -> None:
+def _rotary(rule: ContextRule, facts: Facts, sink: Sink) -> None:
     for kind in _rotary_kinds(facts.config):
         if kind in _BY_LENGTH:
             sink.error(

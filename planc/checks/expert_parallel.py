@@ -2,13 +2,12 @@
 
 from planc.checks.queries import active, holds, legal, several, unit_of, weighted
 from planc.diagnostic import Label, Sink, one_of
-from planc.model.facts import Facts, Modules
+from planc.model.facts import Facts
 from planc.ops.base import AxisRole
 from planc.ops.expert_parallel import ALL_REDUCE
 from planc.ops.lowered import ExpertMesh
-from planc.ops.styles import weight_shard
 from planc.plan.experts import dividing, expert_count, splits_divided
-from planc.plan.ir import ExpertRule, Plan, TensorRule
+from planc.plan.ir import ExpertRule, Plan
 from planc.plan.mesh_axes import EXPERT_AXES, EXPERT_TENSOR
 from planc.plan.parameter_owners import Owned, owned
 
@@ -77,7 +76,8 @@ def _style(rule: ExpertRule, plan: Plan) -> tuple[str, *tuple[Label, ...]] | Non
                 f"split the inside of experts where `{EXPERT_TENSOR}` is the size of their axis",
                 label,
             )
-        if _first_dims(style):
+        splits = (style.split(p) for p in style.modules.module.parameters)
+        if any(split is not None and split.dim == 0 for split in splits):
             return f"{name} has its experts divided over ranks, and a style shards that dim", label
     if experts and experts.inside and [*rule.modules.outside(s.modules for s in styles)]:
         label = Label(span=experts.ranks.origin, text=f"with {EXPERT_TENSOR}")
@@ -89,18 +89,9 @@ def _style(rule: ExpertRule, plan: Plan) -> tuple[str, *tuple[Label, ...]] | Non
     return None
 
 
-def _first_dims(style: TensorRule) -> bool:
-    """Whether a style shards parameters [experts, ...] along their experts."""
-    module = style.modules.module
-    return any(
-        weight_shard(style.style, module.kind, p.name, len(p.shape)) == 0 for p in module.parameters
-    )
-
-
 def _halved(rule: ExpertRule, plan: Plan) -> tuple[str, Label] | None:
     """torch 2.13's FSDP divides gradients in fp16 twice where one rank has the whole shard."""
-    unit = unit_of(plan, rule.modules) if plan.fsdp else None
-    precision = plan.fsdp.policy(unit) if plan.fsdp else None
+    precision = plan.fsdp.policy(unit_of(plan, rule.modules)) if plan.fsdp else None
     experts = plan.mesh.experts
     if experts is None or experts.rest.size > 1 or precision is None:
         return None
@@ -154,14 +145,14 @@ def _units(experts: ExpertMesh, plan: Plan, facts: Facts, sink: Sink) -> None:
     """PL552: divided experts are sharded over `ep_shard`, and nothing else is."""
     rest = (experts.rest.name,)
     outer = _outer_axes(experts, plan)
-    equal = (_larger_than_1(rest, plan), outer)
-    every = plan.fsdp is not None and _larger_than_1(plan.fsdp.shard, plan) == outer
+    equal = (plan.mesh.wide(rest), outer)
+    every = plan.fsdp is not None and plan.mesh.wide(plan.fsdp.shard) == outer
     wrong: dict[object, list[Owned]] = {}
     for own in owned(plan, facts):
         part = own.spread or own.unit
-        divided = _divided(own.modules, plan)
+        divided = any(rule.modules.overlap(own.modules) for rule in dividing(plan))
         if divided and plan.fsdp and part:
-            fits = _larger_than_1(plan.fsdp.axes(part)[0], plan) in equal
+            fits = plan.mesh.wide(plan.fsdp.axes(part)[0]) in equal
         elif divided:
             # without FSDP, nothing sums the gradients of the ranks with the same experts
             fits = not own.trained or (plan.fsdp is None and experts.rest.size == 1)
@@ -191,15 +182,7 @@ def _outer_axes(experts: ExpertMesh, plan: Plan) -> tuple[str, ...] | None:
     """The axes of the mesh whose ranks have the same experts, where no axis is divided between
     these ranks and those that divide the experts; None otherwise.
     """
-    axes = [*_larger_than_1(experts.axes, plan)]
+    axes = [*plan.mesh.wide(experts.axes)]
     while plan.mesh.size(*axes) > experts.rest.size:
         axes.pop()
     return (*axes,) if plan.mesh.size(*axes) == experts.rest.size else None
-
-
-def _larger_than_1(axes: tuple[str, ...], plan: Plan) -> tuple[str, ...]:
-    return tuple(name for name in axes if plan.mesh.size(name) > 1)
-
-
-def _divided(modules: Modules, plan: Plan) -> bool:
-    return any(rule.modules.overlap(modules) for rule in dividing(plan))

@@ -7,35 +7,19 @@ dropped or would train another model.
 Source: `megatron_fsdp` 0.6.1, `fully_shard_model` and the functions that it calls.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-
 from planc.checks.queries import active
 from planc.diagnostic import Sink, one_of
 from planc.model.facts import Facts, Modules
+from planc.ops import phrases
 from planc.ops.megatron_fsdp import STRATEGIES, MegatronShard
 from planc.plan.ir import Fsdp, Plan, Unit
 from planc.plan.parameter_owners import owned
-from planc.plan.sections.fsdp_policies import DTYPES
-from planc.source import Span
 
 _WHOLE = STRATEGIES[-1]
-_SHORT = {name: word for word, name in reversed(DTYPES.items())}
-"""The short word of a plan for each of torch's dtypes."""
 _SPLIT = (
     "it computes the layout of a shard from the shape of the full tensor (Megatron-LM issue "
     "5786), and adds a gradient to it that may have another layout",
 )
-
-
-@dataclass(frozen=True, slots=True)
-class _Finding:
-    """A rule that cannot be honored, its place, and the fix."""
-
-    message: str
-    origin: Span
-    help: str
-    facts: tuple[str, ...] = ()
 
 
 def megatron_fsdp(plan: Plan, facts: Facts, sink: Sink) -> None:
@@ -44,39 +28,37 @@ def megatron_fsdp(plan: Plan, facts: Facts, sink: Sink) -> None:
     if section is None or section.megatron is None or "fsdp" in plan.broken:
         return
     own = section.megatron
-    for found in (
-        *_settings(section),
-        *_precision(plan, section, facts),
-        *_strategies(section, own, plan.mesh.size(*section.replicate)),
-        *(f for unit in section.units for f in _unit(unit, section, own, facts)),
-        *_together(section, own),
-        *_elsewhere(plan, section),
-    ):
-        sink.error("PL498", found.message, found.origin, facts=found.facts, help=found.help)
+    _settings(section, sink)
+    _precision(plan, section, facts, sink)
+    _strategies(section, own, plan.mesh.size(*section.replicate), sink)
+    for unit in section.units:
+        _unit(unit, section, own, facts, sink)
+    _together(section, own, sink)
+    _elsewhere(plan, section, sink)
 
 
-def _settings(section: Fsdp) -> Iterator[_Finding]:
+def _settings(section: Fsdp, sink: Sink) -> None:
     """Settings that only torch's FSDP has."""
     out = "remove it, or write `backend = torch`"
     if section.prefetch is not None:
         message = "Megatron-FSDP does its own prefetching"
-        yield _Finding(message, section.prefetch.origin, out)
+        sink.error("PL498", message, section.prefetch.origin, help=out)
     if section.offload is not None:
         message = "Megatron-FSDP keeps its shards on the device"
-        yield _Finding(message, section.offload.origin, out)
+        sink.error("PL498", message, section.offload.origin, help=out)
     if section.divide is not None and section.divide.factor != 1:
         message = f"Megatron-FSDP cannot divide gradients by {section.divide.factor}"
         told = "it averages them, or sums them with `divide = 1`"
-        yield _Finding(message, section.divide.origin, told)
+        sink.error("PL498", message, section.divide.origin, help=told)
     for spread in section.spreads:
         message = "Megatron-FSDP shards all parameters of a unit over the same ranks"
-        yield _Finding(message, spread.origin, out)
+        sink.error("PL498", message, spread.origin, help=out)
     for ignored in section.ignored:
         message = f"Megatron-FSDP shards all parameters: `{ignored.modules}` cannot be excluded"
-        yield _Finding(message, ignored.origin, out)
+        sink.error("PL498", message, ignored.origin, help=out)
 
 
-def _precision(plan: Plan, section: Fsdp, facts: Facts) -> Iterator[_Finding]:
+def _precision(plan: Plan, section: Fsdp, facts: Facts, sink: Sink) -> None:
     """Megatron-FSDP computes in the parameters' own dtypes and casts neither inputs nor outputs."""
     said, own = section.precision, section.megatron
     assert own is not None
@@ -85,10 +67,10 @@ def _precision(plan: Plan, section: Fsdp, facts: Facts) -> Iterator[_Finding]:
     if said.output is not None or not said.cast_inputs:
         name = "output" if said.output is not None else "cast_inputs"
         message = f"Megatron-FSDP casts neither inputs nor outputs: `{name}` has no effect"
-        yield _Finding(message, said.origin, f"remove `{name}`")
+        sink.error("PL498", message, said.origin, help=f"remove `{name}`")
     if said.reduce and own.grad_comm:
         message = "`reduce` and `grad_comm` both set the dtype in which gradients are communicated"
-        yield _Finding(message, said.origin, "keep one of the two")
+        sink.error("PL498", message, said.origin, help="keep one of the two")
     kept = {
         plan.dtype(parameter): f"{held.modules}.{parameter.name}"
         for held in owned(plan, facts)
@@ -97,47 +79,51 @@ def _precision(plan: Plan, section: Fsdp, facts: Facts) -> Iterator[_Finding]:
     wrong = [f"{name} is {dtype}" for dtype, name in kept.items() if dtype != said.param]
     if said.param and wrong:
         message = f"Megatron-FSDP computes in the dtype of the parameters, not in {said.param}"
-        cast = f"load {{ dtype = {_SHORT[said.param]} }}"
+        cast = f"load {{ dtype = {phrases.dtype(said.param)} }}"
         told = f"write `{cast}`; the optimizer keeps separate weights"
-        yield _Finding(message, said.origin, told, tuple(sorted(wrong)))
+        sink.error("PL498", message, said.origin, help=told, facts=tuple(sorted(wrong)))
 
 
-def _strategies(section: Fsdp, own: MegatronShard, copies: int) -> Iterator[_Finding]:
+def _strategies(section: Fsdp, own: MegatronShard, copies: int, sink: Sink) -> None:
     """Options that `fully_shard_model` refuses, gets wrong, or resets silently."""
     at = own.origin_of("outer") or own.origin
     if own.outer != "no_shard" and not section.replicate:
         told = "write `fsdp on dp_shard, replicate on dp_replicate {`, or remove it"
         message = "`outer_strategy` applies to replicate axes, and the plan has none"
-        yield _Finding(message, at, told)
+        sink.error("PL498", message, at, help=told)
     if own.outer != "no_shard" and own.strategy != _WHOLE:
         message = f"`outer_strategy = {own.outer}` needs `strategy = {_WHOLE}`"
-        yield _Finding(message, at, f"remove it, or write `strategy = {_WHOLE}`")
+        sink.error("PL498", message, at, help=f"remove it, or write `strategy = {_WHOLE}`")
     summed = section.divide is not None and section.divide.factor == 1
     if own.outer != "no_shard" and copies > 1 and not summed:
         outer = f"`outer_strategy = {own.outer}`"
         message = f"Megatron-FSDP 0.6 sums gradients instead of averaging them with {outer}"
         told = "write `divide = 1`, and divide the loss by the number of ranks, or remove it"
-        yield _Finding(message, at, told, ("it averages them with every other strategy",))
+        sink.error(
+            "PL498", message, at, help=told, facts=("it averages them with every other strategy",)
+        )
     at = own.origin_of("strategy") or own.origin
     if own.strategy == "no_shard" and copies > 1:
         message = "Megatron-FSDP 0.6 has no optimizer for `strategy = no_shard` on replicate axes"
         told = "shard over all data axes: `no_shard` replicates over them"
         facts = ("it states the layout of one of two mesh dimensions",)
-        yield _Finding(message, at, told, facts)
+        sink.error("PL498", message, at, help=told, facts=facts)
     at = own.origin_of("options") or own.origin
     forced = {"overlap_grad_reduce": STRATEGIES[2:], "overlap_param_gather": STRATEGIES[3:]}
     for name, strategies in forced.items():
         if (name, False) in own.options and own.strategy in strategies:
             message = f"`{name}` is always true with `strategy = {own.strategy}`"
-            yield _Finding(message, at, "remove it")
+            sink.error("PL498", message, at, help="remove it")
 
 
-def _unit(unit: Unit, section: Fsdp, own: MegatronShard, facts: Facts) -> Iterator[_Finding]:
+def _unit(unit: Unit, section: Fsdp, own: MegatronShard, facts: Facts, sink: Sink) -> None:
     out = "remove it, or write `backend = torch`"
     members = ", ".join(f"`{m}`" for m in unit.members)
     if unit.group:
         message = f"Megatron-FSDP has no groups: {members} cannot be one unit"
-        yield _Finding(message, unit.origin, "leave these to the root: it shards them too")
+        sink.error(
+            "PL498", message, unit.origin, help="leave these to the root: it shards them too"
+        )
         return
     for name, said in (
         ("precision", unit.precision is not None),
@@ -146,14 +132,13 @@ def _unit(unit: Unit, section: Fsdp, own: MegatronShard, facts: Facts) -> Iterat
     ):
         if said:
             message = f"Megatron-FSDP does not support `{name}` on a single unit"
-            yield _Finding(message, unit.origin, out)
-    yield from _resharding(unit, own)
-    if unit.root:
-        return
-    yield from _class(unit.members[0], unit, section, facts)
+            sink.error("PL498", message, unit.origin, help=out)
+    _resharding(unit, own, sink)
+    if not unit.root:
+        _class(unit.members[0], unit, section, facts, sink)
 
 
-def _resharding(unit: Unit, own: MegatronShard) -> Iterator[_Finding]:
+def _resharding(unit: Unit, own: MegatronShard, sink: Sink) -> None:
     """Megatron-FSDP reshards units after forward and keeps root parameters whole (ZeRO-3 only)."""
     if "reshard" not in unit.explicit:
         return
@@ -165,10 +150,10 @@ def _resharding(unit: Unit, own: MegatronShard) -> Iterator[_Finding]:
         what = "always reshards units after forward"
     if own.strategy != _WHOLE:
         what = f"keeps full parameters with `strategy = {own.strategy}`"
-    yield _Finding(f"Megatron-FSDP {what}", unit.origin, "remove `reshard`")
+    sink.error("PL498", f"Megatron-FSDP {what}", unit.origin, help="remove `reshard`")
 
 
-def _class(modules: Modules, unit: Unit, section: Fsdp, facts: Facts) -> Iterator[_Finding]:
+def _class(modules: Modules, unit: Unit, section: Fsdp, facts: Facts, sink: Sink) -> None:
     """A unit is every module of a class, and a module inside another unit is part of that unit."""
     cls = modules.module.cls
     alike = [m for m in facts.model.below() if m.module.cls == cls]
@@ -178,44 +163,48 @@ def _class(modules: Modules, unit: Unit, section: Fsdp, facts: Facts) -> Iterato
         shown = ", ".join(map(str, left[:3])) + (", ..." if len(left) > 3 else "")
         message = f"Megatron-FSDP makes units of whole classes, and `{modules}` is a {cls}"
         told = "make units of all of them, or leave these to the root, which shards them too"
-        yield _Finding(message, unit.origin, told, (f"{shown} are too",))
+        sink.error("PL498", message, unit.origin, help=told, facts=(f"{shown} are too",))
     others = [m for u in section.units if u is not unit and not u.root for m in u.members]
     around = [o for o in others if len(o.path) < len(modules.path) and modules.inside(o)]
     for outer in around[:1]:
         message = f"Megatron-FSDP does not support nested units: `{modules}` is inside `{outer}`"
-        yield _Finding(message, unit.origin, "remove one of the two")
+        sink.error("PL498", message, unit.origin, help="remove one of the two")
 
 
-def _together(section: Fsdp, own: MegatronShard) -> Iterator[_Finding]:
+def _together(section: Fsdp, own: MegatronShard, sink: Sink) -> None:
     """Megatron-FSDP's hooks need at least one unit; torch's FSDP also shards a root alone."""
     if own.strategy == _WHOLE and all(u.root for u in section.units):
         told = "write `model.layers.* : unit`"
-        yield _Finding("Megatron-FSDP needs a unit besides the root", section.origin, told)
+        sink.error(
+            "PL498", "Megatron-FSDP needs a unit besides the root", section.origin, help=told
+        )
     if not any(u.root for u in section.units):
         told = "write `root : unit`: it shards the parameters outside every other unit"
-        yield _Finding("Megatron-FSDP always shards the whole model", section.origin, told)
+        sink.error(
+            "PL498", "Megatron-FSDP always shards the whole model", section.origin, help=told
+        )
 
 
-def _elsewhere(plan: Plan, section: Fsdp) -> Iterator[_Finding]:
+def _elsewhere(plan: Plan, section: Fsdp, sink: Sink) -> None:
     """Rules of other sections that conflict with how it treats DTensors, meta and other axes."""
     if plan.load is not None and (plan.load.meta or plan.load.weights):
         name = "meta" if plan.load.meta else "weights"
         message = "Megatron-FSDP needs a model with allocated weights"
         told = f"remove `{name}`; `run.load` still fills the model"
-        yield _Finding(message, plan.load.origin, told)
+        sink.error("PL498", message, plan.load.origin, help=told)
     four = next((r for r in plan.adapters.rules if r.quantize), None) if plan.adapters else None
     if four is not None:
         message = "Megatron-FSDP with 4-bit weights is untested"
-        yield _Finding(message, four.origin, "remove `quant`, or write `backend = torch`")
+        sink.error("PL498", message, four.origin, help="remove `quant`, or write `backend = torch`")
     rule = next((r for r in active(plan) if r.modules.module.count), None)
     if rule is not None:
         message = "Megatron-FSDP 0.6 cannot shard weights that tensor parallelism has sharded"
         told = f"write `backend = torch`, or give `{rule.axis}` one rank"
-        yield _Finding(message, rule.origin, told, _SPLIT)
+        sink.error("PL498", message, rule.origin, help=told, facts=_SPLIT)
     used = {*section.shard, *section.replicate, *(r.axis for r in active(plan))}
     others = [a.name for a in plan.mesh.axes if a.size > 1 and a.name not in used]
     if others:
         named = one_of((f"`{n}`" for n in others), last="and")
         message = f"Megatron-FSDP gets only data axes, and not {named}"
         told = "shard or replicate over them, or set each to one rank"
-        yield _Finding(message, section.origin, told)
+        sink.error("PL498", message, section.origin, help=told)

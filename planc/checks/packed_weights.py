@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from planc.checks import queries
 from planc.diagnostic import Label, Sink, one_of
 from planc.model.facts import Facts, Parameter
-from planc.ops.styles import Colwise, Replicate, Rowwise, Shard, Split, style_name, weight_split
+from planc.ops.styles import Colwise, Replicate, Rowwise, Shard, Split, style_name
 from planc.plan.ir import Plan, TensorRule
 
 
@@ -33,9 +33,8 @@ def packed_parts(plan: Plan, facts: Facts, sink: Sink) -> None:
 def _splits(rule: TensorRule) -> Iterator[tuple[Parameter, Split]]:
     """The parameters that a rule shards, where it has parts or bare parameters."""
     plain = isinstance(rule.style, Colwise | Rowwise) and rule.style.parts == 1
-    module = rule.modules.module
-    for parameter in module.parameters:
-        split = weight_split(rule.style, module.kind, parameter.name, len(parameter.shape))
+    for parameter in rule.modules.module.parameters:
+        split = rule.split(parameter)
         if split is not None and not plain:
             yield parameter, split
 

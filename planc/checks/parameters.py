@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import ClassVar
 
-from planc.checks.queries import active, axis_label, holds, split_dim, unit_of
+from planc.checks.queries import active, axis_label, holds, unit_of
 from planc.diagnostic import Label, Sink
 from planc.model.facts import Facts, Modules, Parameter
 from planc.ops.freeze import Freeze
@@ -64,48 +64,43 @@ def tied_parameters(plan: Plan, facts: Facts, sink: Sink) -> None:
     for pair in split_apart(plan, facts) if "tensor" not in plan.broken else ():
         sink.warning("PL401", pair.message, *pair.labels, facts=pair.facts, help=TiedStyles.HELP)
     parted: list[_Parted] = []
-    for group in facts.ties:
-        tensors = [(name, *facts.find(name)) for name in group]
-        for other in tensors[1:]:
-            if plan.fsdp is not None and "fsdp" not in plan.broken:
-                units = _units(tensors[0], other, plan, sink)
-                parted += [_Parted(tensors[0], other, *units)] if units else []
+    for one, two in _pairs(facts) if plan.fsdp is not None and "fsdp" not in plan.broken else ():
+        units = _units(one, two, plan, sink)
+        parted += [_Parted(one, two, *units)] if units else []
     _told(parted, facts, sink)
 
 
-def _rule(half: Half, plan: Plan) -> TensorRule | None:
+def _pairs(facts: Facts) -> Iterator[tuple[Half, Half]]:
+    """The first name of each tied parameter with every other one."""
+    for group in facts.ties:
+        first, *others = ((name, *facts.find(name)) for name in group)
+        yield from ((first, other) for other in others)
+
+
+def _split(half: Half, plan: Plan) -> tuple[TensorRule, int] | None:
+    """The first rule that shards a tensor by one of its names, and the dim."""
     _, modules, parameter = half
     own = (r for r in active(plan) if r.modules.overlap(modules))
-    return next((r for r in own if split_dim(r, parameter) is not None), None)
+    return next(((r, split.dim) for r in own if (split := r.split(parameter))), None)
 
 
 def split_apart(plan: Plan, facts: Facts) -> Iterator[TiedStyles]:
     """Yields the pairs of tied parameters that the plan shards differently."""
-    for group in facts.ties:
-        tensors = [(name, *facts.find(name)) for name in group]
-        for other in tensors[1:]:
-            yield from _styles(tensors[0], other, plan)
-
-
-def _styles(one: Half, two: Half, plan: Plan) -> Iterator[TiedStyles]:
-    rules = _rule(one, plan), _rule(two, plan)
-    dims = [
-        (r.axis, split_dim(r, half[2])) if r else None
-        for r, half in zip(rules, (one, two), strict=True)
-    ]
-    if dims[0] == dims[1]:
-        return
-    labels = [
-        Label(span=r.origin, text=f"{half[0]} is sharded on dim {dim[1]}")
-        for r, half, dim in zip(rules, (one, two), dims, strict=True)
-        if r and dim
-    ]
-    some = next(r for r in rules if r)
-    yield TiedStyles(
-        names=(one[0], two[0]),
-        labels=(*labels, axis_label(plan, some)),
-        replicated=tuple(h[0] for r, h in zip(rules, (one, two), strict=True) if not r),
-    )
+    for pair in _pairs(facts):
+        splits = [_split(half, plan) for half in pair]
+        one, two = (each and (each[0].axis, each[1]) for each in splits)
+        if one == two:
+            continue
+        found = [(half[0], *each) for half, each in zip(pair, splits, strict=True) if each]
+        labels = [
+            Label(span=rule.origin, text=f"{name} is sharded on dim {dim}")
+            for name, rule, dim in found
+        ]
+        yield TiedStyles(
+            names=(pair[0][0], pair[1][0]),
+            labels=(*labels, axis_label(plan, found[0][1])),
+            replicated=tuple(h[0] for h, each in zip(pair, splits, strict=True) if not each),
+        )
 
 
 def _apart(one: Half, two: Half, plan: Plan, sink: Sink) -> bool:

@@ -6,7 +6,7 @@ PL569: checkpoints that save nothing.
 from collections.abc import Iterator
 
 from planc.diagnostic import Label, Sink, one_of
-from planc.model.facts import Facts, Modules
+from planc.model.facts import Facts
 from planc.ops.pipeline import TERMS, Pipeline
 from planc.plan.ir import PipelineRule, Plan
 from planc.source import Span
@@ -70,7 +70,12 @@ def _ties(facts: Facts, rule: PipelineRule, sink: Sink) -> None:
     """Parameters that modules of two stages share, unless these are the two ends."""
     op = rule.op
     for names in facts.ties:
-        stages = {stage for name in names for stage in _stages_of(facts.find(name)[0], op)}
+        owners = [facts.find(name)[0] for name in names]
+        stages = {
+            stage
+            for stage in range(op.stages)
+            if any(owner.within(part) for owner in owners for part in op.held(stage))
+        }
         if len(stages) > 1 and names[0] not in op.ties:
             where = one_of(map(str, sorted(stages)), last="and")
             sink.error(
@@ -80,12 +85,6 @@ def _ties(facts: Facts, rule: PipelineRule, sink: Sink) -> None:
                 op.origin_of("stages") or op.origin,
                 help="put the modules that share it on one stage",
             )
-
-
-def _stages_of(modules: Modules, op: Pipeline) -> Iterator[int]:
-    for stage in range(op.stages):
-        if any(modules.within(part) for part in op.held(stage)):
-            yield stage
 
 
 def _crossing(facts: Facts, rule: PipelineRule, sink: Sink) -> None:

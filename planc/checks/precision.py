@@ -4,7 +4,7 @@ from planc.checks.queries import axis_label, ranks
 from planc.diagnostic import Label, Sink
 from planc.model.facts import Facts, Modules
 from planc.ops import phrases
-from planc.ops.styles import Colwise, Rowwise, part_sizes, style_text, weight_split
+from planc.ops.styles import Colwise, Rowwise, part_sizes, style_text
 from planc.plan.apply_adapters import FOUR_BIT, adapted_tensor_rules
 from planc.plan.ir import AdapterRule, Plan, Precision, TensorRule, Unit
 from planc.plan.parameter_owners import Owned, owned, stepped
@@ -17,26 +17,24 @@ def mixed_dtypes(plan: Plan, facts: Facts, sink: Sink) -> None:
     """
     if plan.fsdp is None or plan.fsdp.megatron is not None:  # that has a buffer for each dtype
         return
-    found: dict[int, dict[str, tuple[str, bool]]] = {}
-    origins: dict[int, Unit] = {}
+    found: dict[Unit, dict[str, tuple[str, bool]]] = {}
     for own in owned(plan, facts):
         if own.unit is None:
             continue
-        origins[id(own.unit)] = own.unit
         for parameter in own.modules.module.parameters:
             if own.trains(parameter):
                 name = f"{own.modules}.{parameter.name}"
                 dtype = plan.dtype(parameter)
                 load = None if plan.adapted else plan.load
                 island = load is not None and load.dtype not in (None, dtype)
-                found.setdefault(id(own.unit), {}).setdefault(dtype, (name, island))
-    for key, by_type in found.items():
+                found.setdefault(own.unit, {}).setdefault(dtype, (name, island))
+    for unit, by_type in found.items():
         if len(by_type) > 1:
             islands = any(island for _, island in by_type.values())
             sink.error(
                 "PL415",
-                f"the unit `{origins[key].members[0]}` mixes {' and '.join(sorted(by_type))}",
-                origins[key].origin,
+                f"the unit `{unit.members[0]}` mixes {' and '.join(sorted(by_type))}",
+                unit.origin,
                 facts=[
                     f"{name} {'stays' if island else 'is'} "
                     f"{dtype}{', as the model requires' if island else ''}"
@@ -170,12 +168,11 @@ def _tied(rule: AdapterRule, facts: Facts, sink: Sink) -> None:
 def _gathered(rule: AdapterRule, own: Owned, plan: Plan, sink: Sink) -> None:
     """FSDP casts gathered parameters to the unit's `param` dtype, packed bytes too."""
     quant = rule.quantize
-    if plan.fsdp is None or quant is None:
+    precision = plan.fsdp.policy(own.unit) if plan.fsdp else None
+    if quant is None or precision is None or precision.param is None:
         return
-    precision = plan.fsdp.policy(own.unit)
-    if precision is None or precision.param in (None, quant.storage):
+    if precision.param == quant.storage:
         return
-    assert precision.param is not None
     wanted = _SPELLED.get(precision.param, precision.param)
     sink.error(
         "PL680",
@@ -217,7 +214,7 @@ def _unaligned(
     if rule.quantize.double:
         return "with `double`, scales depend on the full weight", "write `double = false`"
     weight = next(p for p in part.module.parameters if p.name == "weight")
-    split = weight_split(base.style, "linear", "weight", 2)
+    split = base.split(weight)
     if split is None:
         return None
     size = weight.shape[split.dim]

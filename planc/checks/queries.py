@@ -3,9 +3,9 @@
 from collections.abc import Iterable, Iterator, Sequence
 
 from planc.diagnostic import Label, one_of
-from planc.model.facts import Facts, Modules, Parameter, merged
+from planc.model.facts import Facts, Modules, merged
 from planc.ops.phrases import together
-from planc.ops.styles import Colwise, Replicated, Rowwise, Shard, weight_shard
+from planc.ops.styles import Colwise, Replicated, Rowwise, Shard
 from planc.plan.apply_adapters import PARAMETERLESS
 from planc.plan.ir import Plan, TensorRule, Unit
 
@@ -64,12 +64,6 @@ def takes_split(rule: TensorRule) -> bool:
 
 def _last(layout: object) -> bool:
     return isinstance(layout, Shard) and layout.dim in (-1, 2)
-
-
-def split_dim(rule: TensorRule, parameter: Parameter) -> int | None:
-    """The dim along which a rule shards a parameter of its modules."""
-    kind = rule.modules.module.kind
-    return weight_shard(rule.style, kind, parameter.name, len(parameter.shape))
 
 
 def weighted(rules: Iterable[TensorRule]) -> Iterator[TensorRule]:

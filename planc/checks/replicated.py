@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator
 
-from planc.checks.queries import active, around, ranks, several, split_dim, splits_output
+from planc.checks.queries import active, around, ranks, several, splits_output
 from planc.diagnostic import Label, Sink, one_of
 from planc.model.facts import Facts, Modules
 from planc.ops.phrases import braced
@@ -40,7 +40,15 @@ def norm_gradients(plan: Plan, facts: Facts, sink: Sink) -> None:
             elif sequence and _residual_is_split(parent, rules):
                 on_sequence.setdefault(_spans(sequence), []).append(norm)
     for spans, norms in on_heads.items():
-        _on_heads(norms, spans, sink)
+        whose = _verb(norms, "its", "their")
+        sink.warning(
+            "PL161",
+            f"{several(norms)} {_verb(norms, 'sees', 'see')} only the heads of {whose} rank, and "
+            f"no rule sums {whose} gradient",
+            *(Label(span=s, text="split here") for s in spans),
+            facts=[_replicated_weights(norms)],
+            help=f"`{_last(norms)} : replicate(gradient = sum)`",
+        )
     for spans, norms in on_sequence.items():
         sink.warning(
             "PL162",
@@ -96,23 +104,8 @@ def _residual_is_split(parent: Modules, rules: tuple[TensorRule, ...]) -> bool:
     return any(r.modules.within(parent) for r in split)
 
 
-def _on_heads(norms: list[Modules], split: Spans, sink: Sink) -> None:
-    sink.warning(
-        "PL161",
-        f"{several(norms)} {_verb(norms, 'sees', 'see')} only the heads of {_own(norms)} rank, and "
-        f"no rule sums {_own(norms)} gradient",
-        *(Label(span=s, text="split here") for s in split),
-        facts=[_replicated_weights(norms)],
-        help=f"`{_last(norms)} : replicate(gradient = sum)`",
-    )
-
-
 def _verb(norms: list[Modules], one: str, more: str) -> str:
     return one if len({n.key for n in norms}) == 1 else more
-
-
-def _own(norms: list[Modules]) -> str:
-    return _verb(norms, "its", "their")
 
 
 def _replicated_weights(norms: list[Modules]) -> str:
@@ -143,7 +136,7 @@ def replicated_parameters(plan: Plan, facts: Facts) -> list[tuple[int, str]] | N
         for parameter in modules.module.parameters:
             left: list[Modules] = list(modules.outside(shared))
             for rule in every:
-                if split_dim(rule, parameter) is not None:
+                if rule.split(parameter):
                     left = [rest for part in left for rest in part.minus(rule.modules)]
             whole.extend((parameter.numel * len(part), f"{part}.{parameter.name}") for part in left)
     return whole
@@ -152,16 +145,16 @@ def replicated_parameters(plan: Plan, facts: Facts) -> list[tuple[int, str]] | N
 def unsplit_parameters(plan: Plan, facts: Facts, sink: Sink) -> None:
     """An info: the share of parameters that every rank of the tensor axis holds in full."""
     whole, rules = replicated_parameters(plan, facts) or [], _splitting(plan)
-    total = facts.root.count
     kept = sum(count for count, _ in whole)
     if not kept:
         return
-    share = 100 * kept / total
+    share = 100 * kept / facts.root.count
+    percent = f"{share:.0f}%" if share >= 10 else f"{share:.2g}%"
     largest = sorted(whole, reverse=True)[:3]
     names = ", ".join(f"{name} {count:,}" for count, name in largest)
     sink.info(
         "PL204",
-        f"{_percent(share)} of the parameters are replicated over {rules[0].axis} = "
+        f"{percent} of the parameters are replicated over {rules[0].axis} = "
         f"{ranks(plan, rules[0])}",
         facts=[f"the largest: {names}"],
     )
@@ -173,7 +166,3 @@ def _shared(axis: str, plan: Plan, facts: Facts) -> list[Modules]:
         return []
     own = ((o.modules, o.spread or o.unit) for o in owned(plan, facts))
     return [m for m, part in own if part and axis in section.axes(part)[0]]
-
-
-def _percent(share: float) -> str:
-    return f"{share:.0f}%" if share >= 10 else f"{share:.2g}%"

@@ -14,7 +14,6 @@ from planc.checks.queries import (
     parents,
     ranks,
     several,
-    split_dim,
     splits_output,
     takes_split,
     weighted,
@@ -23,7 +22,7 @@ from planc.diagnostic import Label, Severity, Sink, one_of
 from planc.model.facts import DTYPE_BYTES, Facts, Modules, Parameter
 from planc.model.module_table import GROUPED
 from planc.ops import phrases
-from planc.ops.styles import Colwise, Rowwise, Split, part_sizes, style_name, weight_split
+from planc.ops.styles import Colwise, Rowwise, part_sizes, style_name
 from planc.plan.ir import Plan, Precision, TensorRule
 from planc.plan.local_shapes import local_shape, ruled
 from planc.plan.parameter_owners import owned
@@ -139,14 +138,10 @@ def divisibility(plan: Plan, facts: Facts, sink: Sink) -> None:
     for rule in weighted(active(plan)):
         if not isinstance(rule.style, Colwise | Rowwise) or rule.style.parts != 1:
             continue  # PL220 speaks of them
-        sizes = [
-            (p.name, p.shape[dim])
-            for p in rule.modules.module.parameters
-            if (dim := split_dim(rule, p)) is not None
-        ]
-        if not sizes or sizes[0][1] % ranks(plan, rule) == 0 or _by_head(rule, facts):
-            continue
-        _report(rule, sizes[0][1], plan, facts, sink)
+        every = rule.modules.module.parameters
+        size = next((p.shape[split.dim] for p in every if (split := rule.split(p))), None)
+        if size is not None and size % ranks(plan, rule) and not _by_head(rule, facts):
+            _report(rule, size, plan, facts, sink)
 
 
 def _by_head(rule: TensorRule, facts: Facts) -> bool:
@@ -274,9 +269,7 @@ def _unaligned(
         dtype = (precision and precision.param) or plan.dtype(parameter)
         step = max(1, _ALIGNMENT // DTYPE_BYTES.get(dtype, _ALIGNMENT))
         local = local_shape(parameter, rules, plan)
-        ranks = prod(
-            plan.mesh.size(rule.axis) for rule, _ in _weight_splits(modules, rules, parameter)
-        )
+        ranks = prod(plan.mesh.size(rule.axis) for rule in rules if rule.split(parameter))
         # in a graph, transformers multiplies expert by expert in every dtype but this one
         traced = dtype != "bfloat16" and any(holds(c.modules, modules) for c in plan.compile)
         if len(local) != 3 or traced or parameter.numel != prod(local) * ranks:
@@ -295,20 +288,12 @@ def _unaligned(
                 )
 
 
-def _weight_splits(
-    modules: Modules, rules: tuple[TensorRule, ...], parameter: Parameter
-) -> list[tuple[TensorRule, Split]]:
-    kind, ndim = modules.module.kind, len(parameter.shape)
-    found = ((r, weight_split(r.style, kind, parameter.name, ndim)) for r in rules)
-    return [(rule, split) for rule, split in found if split is not None]
-
-
 def _unreadable(same: list[_Rows], plan: Plan, sink: Sink) -> None:
     """One finding for all experts that the same rules split alike."""
     rows = same[0]
     short = phrases.value(rows.dtype)
-    every = _weight_splits(rows.modules, rows.rules, rows.parameter)
-    splits = [(r, s) for r, s in every if s.dim == rows.dim and plan.mesh.size(r.axis) > 1]
+    wide = [(r, r.split(rows.parameter)) for r in rows.rules if plan.mesh.size(r.axis) > 1]
+    splits = [(rule, split) for rule, split in wide if split and split.dim == rows.dim]
     labels = [Label(span=rule.origin, text="split here") for rule, _ in splits]
     if rows.precision and rows.precision.param:
         labels.append(Label(span=rows.precision.origin, text=f"computes in {short}"))

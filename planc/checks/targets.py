@@ -13,8 +13,8 @@ from planc.model.module_table import (
 )
 from planc.ops import styles as ir
 from planc.ops.base import AxisRole
-from planc.ops.styles import Attributes, Experts, MlaKv, Parameters, Replicated, Shard, style_name
-from planc.plan.apply_adapters import BASE_LAYER
+from planc.ops.styles import Attributes, Experts, Parameters, Replicated, Shard
+from planc.plan.apply_adapters import BASE_LAYER, PARAMETERLESS
 from planc.plan.ir import Plan, TensorRule
 from planc.source import Span
 
@@ -231,8 +231,7 @@ def _inside(rule: TensorRule, plan: Plan, sink: Sink) -> None:
     """A module with `replicate(gradient = sum)` around a module whose weights have a style."""
     for other in plan.tensor:
         deeper = len(other.modules.path) > len(rule.modules.path)
-        decides = not isinstance(other.style, MlaKv) and other.style != Replicated()
-        decides = decides and style_name(other.style) not in ("input", "output", "attributes")
+        decides = not isinstance(other.style, PARAMETERLESS) and other.style != Replicated()
         if deeper and decides and other.modules.within(rule.modules):
             sink.error(
                 "PL224",

@@ -131,7 +131,7 @@ def _styled(
     """PL381: styled parameters are DTensors on their axis' mesh, which FSDP puts beside its own:
     they cannot share an axis. Source: `_init_sharding_spec_tp` in torch's `_fsdp_param`.
     """
-    beyond = [a for a in section.extra_axes(part) if plan.mesh.size(a) > 1]
+    beyond = plan.mesh.wide(section.extra_axes(part))
     if not beyond or {"tensor", "expert"} & plan.broken:
         return
     own = [o for o in found if (o.spread or o.unit) is part]

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from planc.checks.queries import active, axis_label, holds
 from planc.diagnostic import Label, Sink
 from planc.model.facts import Facts, Modules
+from planc.model.indices import Indices
 from planc.ops.fsdp import Prefetch
 from planc.plan.ir import Plan, Unit
 from planc.plan.parameter_owners import owned
@@ -15,26 +16,22 @@ def nested_units(plan: Plan, facts: Facts, sink: Sink) -> None:
     """A group is one set of parameters: no member is inside another, and every unit needs some."""
     if plan.fsdp is None:
         return
+    ignored = [i.modules for i in plan.fsdp.ignored]
     for unit in plan.fsdp.units:
         for member in unit.members:
             around = (o for o in unit.members if o.path != member.path and holds(o, member))
             if (outer := next(around, None)) is not None:
                 message = f"`{member}` is inside `{outer}`, a member of the same group"
                 sink.error("PL410", message, unit.origin, help=f"remove `{member}` from the group")
-        why = [f"`{unit.members[0]}` is a {unit.members[0].module.cls}"]
-        if sum(m.module.count for m in unit.members) and _left(unit, plan):
+        below = (part for member in unit.members for part in member.below())
+        left = any(part.module.parameters and part.outside(ignored) for part in below)
+        if sum(m.module.count for m in unit.members) and left:
             continue
-        if any(i.modules.within(m) for i in plan.fsdp.ignored for m in unit.members):
+        why = [f"`{unit.members[0]}` is a {unit.members[0].module.cls}"]
+        if any(i.within(m) for i in ignored for m in unit.members):
             why = ["all its parameters are ignored"]
         message = f"the unit `{unit.members[0]}` has no parameters to shard"
         sink.error("PL411", message, unit.origin, facts=why, help="remove the rule")
-
-
-def _left(unit: Unit, plan: Plan) -> bool:
-    assert plan.fsdp is not None
-    ignored = [i.modules for i in plan.fsdp.ignored]
-    below = (part for member in unit.members for part in member.below())
-    return any(part.module.parameters and part.outside(ignored) for part in below)
 
 
 def fsdp_root(plan: Plan, facts: Facts, sink: Sink) -> None:
@@ -235,27 +232,19 @@ def _deep(wanted: Prefetch, found: Iterable[tuple[Modules, ...]], sink: Sink) ->
 
 def _skipped(units: tuple[Modules, ...], plan: Plan, facts: Facts) -> Modules | None:
     """The frozen units at the start of a list that has a trainable entry later."""
-    members = list(owned(plan, facts))
     at = units[0].list_at
     assert at is not None
     first: int | None = None
-    reached = False
-    for own in members:
+    for own in owned(plan, facts):
         if not own.trained:
             continue
         segment = own.modules.path[at] if len(own.modules.path) > at else ""
         if own.modules.key[: at + 1] == units[0].key[: at + 1] and not isinstance(segment, str):
             first = segment.first if first is None else min(first, segment.first)
-            reached = True
-        elif not reached:
+        elif first is None:
             return None  # a trainable module before the list: the backward pass goes through it
-    if first is None:
-        return None
-    every = entries(units)
-    frozen = type(every).of(i for i in every if i < first)
-    if not frozen:
-        return None
-    return units[0].with_entries(frozen)
+    frozen = Indices.of(i for i in entries(units) if first is not None and i < first)
+    return units[0].with_entries(frozen) if frozen else None
 
 
 def _frozen(gap: Modules, plan: Plan) -> list[Label]:

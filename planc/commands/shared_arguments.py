@@ -143,8 +143,7 @@ def whole_batch(options: argparse.Namespace, sink: Sink) -> None:
 
 def step_of(options: argparse.Namespace, compiled: Compiled, sink: Sink) -> Step | None:
     """The step with the batch that is asked for; None after PL702, one that cannot be split."""
-    from planc.lowering.divisible import require_divisible
-    from planc.lowering.step import Step
+    from planc.lowering.step import Step, require_divisible
 
     if compiled.lowered is None:
         return None

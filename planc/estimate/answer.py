@@ -14,7 +14,7 @@ from planc.estimate.from_plan import Batch, PlanWork
 from planc.estimate.moments import GIB
 from planc.estimate.step import Estimate, estimate
 from planc.estimate.workload import Recompute, Workload
-from planc.lowering.divisible import require_divisible
+from planc.lowering.step import require_divisible
 from planc.model.facts import Facts
 from planc.ops.base import AxisRole
 from planc.plan.ir import Plan

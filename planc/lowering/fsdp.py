@@ -77,9 +77,8 @@ def settings(plan: Plan, facts: Facts) -> Iterator[Divide | Prefetch]:
             same = plan.mesh.size(*section.extra_axes(unit)) * _alike(unit, plan, facts)
             if same > 1:
                 yield replace(divide, factor=divide.factor * same, units=unit.members)
-    for units in lists(plan, facts) if section.prefetch else ():
-        assert section.prefetch is not None
-        yield replace(section.prefetch, units=units)
+    if section.prefetch is not None:
+        yield from (replace(section.prefetch, units=units) for units in lists(plan, facts))
 
 
 def _mean(plan: Plan, section: Fsdp) -> Divide | None:
@@ -116,8 +115,7 @@ def _wide(
     FSDP keeps one axis even of one rank, because it still casts parameters and reduces gradients.
     """
     split, copied = section.axes(unit)
-    shard = tuple(a for a in split if plan.mesh.size(a) > 1)
-    replicate = tuple(a for a in copied if plan.mesh.size(a) > 1)
+    shard, replicate = plan.mesh.wide(split), plan.mesh.wide(copied)
     if not split:
         return (), replicate or copied[:1]
     return shard or split[:1], replicate

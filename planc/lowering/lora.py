@@ -15,10 +15,9 @@ from planc.plan.ir import AdapterRule, Plan
 
 def adapt(plan: Plan) -> Iterator[Adapt]:
     """One operation per rule, each with another seed, so that rules start with different values."""
-    rules = plan.adapters.rules if plan.adapters else ()
-    for number, op in enumerate(_by_line((r.adapt, r.modules) for r in rules)):
-        assert plan.adapters is not None
-        yield replace(op, seed=plan.adapters.seed + number)
+    if section := plan.adapters:
+        for number, op in enumerate(_by_line((r.adapt, r.modules) for r in section.rules)):
+            yield replace(op, seed=section.seed + number)
 
 
 def quantize(plan: Plan) -> list[Quantize]:

@@ -41,7 +41,7 @@ from planc.ops.lowered import Lowered, Stage
 from planc.ops.megatron_fsdp import MegatronShard
 from planc.ops.registry import AnyOp
 from planc.ops.rng import DrawByRank
-from planc.ops.styles import Input, Output, Replicated, Sequence, weight_shard
+from planc.ops.styles import Input, Output, Replicated, Sequence
 from planc.ops.tensor_parallel import Parallelize, Shape, Tie
 from planc.plan.apply_adapters import BASE_LAYER, PARAMETERLESS, styles
 from planc.plan.experts import dividing, expert_styles, splits_divided
@@ -266,7 +266,7 @@ def _parallelize(rules: list[TensorRule], plan: Plan) -> Iterator[Parallelize]:
                         local=local_shape(p, (*before, rule), plan),
                     )
                     for p in module.parameters
-                    if weight_shard(rule.style, module.kind, p.name, len(p.shape)) is not None
+                    if rule.split(p)
                 ),
                 origin=rule.origin,
             )
@@ -314,18 +314,13 @@ def _ties(facts: Facts, tensor: list[TensorRule], plan: Plan) -> Iterator[Tie]:
         inside = any(r.modules.has(owner) for r in rules)
         return f"{owner}.{BASE_LAYER}.{name}" if inside else parameter
 
+    # styles create replicated parameters anew, too
+    making = [r.modules for r in tensor if not isinstance(r.style, PARAMETERLESS)]
     for group in facts.ties:
-        made = [name for name in group if any(_makes(rule, name) for rule in tensor)]
+        made = [n for n in group if any(m.has(n.rpartition(".")[0]) for m in making)]
         for other in group if made else ():
             if other != made[0]:
                 yield Tie(parameter=now(other), source=now(made[0]))
-
-
-def _makes(rule: TensorRule, parameter: str) -> bool:
-    """Whether a rule creates a parameter (a torch name), as styles do of replicated ones too."""
-    if isinstance(rule.style, PARAMETERLESS):
-        return False
-    return rule.modules.has(parameter.rpartition(".")[0])
 
 
 def _inside_out(rules: Iterable[Checkpoint]) -> list[Checkpoint]:

@@ -9,8 +9,6 @@ from planc.ops.fsdp import FullyShard
 from planc.ops.megatron_fsdp import MegatronShard
 from planc.plan.ir import Fsdp, Plan
 
-_EXPERTS = "experts"
-
 
 def megatron(plan: Plan, op: MegatronShard, facts: Facts, holdings: Holdings) -> MegatronShard:
     """The operation of a section, with its units and axes."""
@@ -18,8 +16,8 @@ def megatron(plan: Plan, op: MegatronShard, facts: Facts, holdings: Holdings) ->
     assert section is not None
     units = [u for u in section.units if not u.root]
     members = [m for u in units for m in u.members]
-    shard = _wide(section.shard, plan) or section.shard[:1]
-    replicate = _wide(section.replicate, plan)
+    shard = plan.mesh.wide(section.shard) or section.shard[:1]
+    replicate = plan.mesh.wide(section.replicate)
     reduce = section.precision.reduce if section.precision else None
     return replace(
         op,
@@ -31,7 +29,8 @@ def megatron(plan: Plan, op: MegatronShard, facts: Facts, holdings: Holdings) ->
         main_grads=op.main_grads or reduce,
         grad_comm=op.grad_comm or (reduce if op.main_grads not in (None, reduce) else None),
         summed=section.divide is not None,
-        experts=any(_expert(m) for m in facts.model.below()),
+        # its parameters with `.experts.` in their names are experts' for megatron_fsdp
+        experts=any(m.module.parameters and "experts" in m.path[1:] for m in facts.model.below()),
         nbytes=sum(len(h.modules) * _at_rest(h, op, section, plan) for h in holdings.all),
         gathered=max((_gathered(m, holdings) for m in members), default=0),
     )
@@ -41,15 +40,6 @@ def at_rest(units: Sequence[FullyShard] | Sequence[MegatronShard], holdings: Hol
     """Bytes of all parameters that one rank holds between steps."""
     one = next(iter(units), None)
     return one.nbytes if isinstance(one, MegatronShard) else holdings.at_rest()
-
-
-def _wide(axes: tuple[str, ...], plan: Plan) -> tuple[str, ...]:
-    return tuple(a for a in axes if plan.mesh.size(a) > 1)
-
-
-def _expert(modules: Modules) -> bool:
-    """Whether megatron_fsdp treats the parameters as experts': `.experts.` is in their names."""
-    return bool(modules.module.parameters) and _EXPERTS in modules.path[1:]
 
 
 def _at_rest(holding: Holding, op: MegatronShard, section: Fsdp, plan: Plan) -> int:

@@ -11,7 +11,6 @@ from math import prod
 from planc.model.facts import DTYPE_BYTES, Facts, Modules, Parameter
 from planc.ops.fsdp import FullyShard, Spread
 from planc.ops.lowered import Lowered
-from planc.ops.styles import weight_split
 from planc.plan.apply_adapters import FOUR_BIT, PARAMETERLESS
 from planc.plan.ir import Plan, Precision, SpreadRule, TensorRule, Unit
 from planc.plan.local_shapes import local_shape, ruled, split_dim
@@ -106,7 +105,7 @@ def _local(
         return local_shape(parameter, rules, plan)
     left = parameter.shape[0]
     for rule in rules:
-        if weight_split(rule.style, rule.modules.module.kind, "weight", 2):
+        if rule.split(parameter):
             left = -(-left // plan.mesh.size(rule.axis))
     return (left, 1)
 

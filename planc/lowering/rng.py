@@ -75,10 +75,9 @@ def on_shards(style: ir.Style) -> tuple[bool | None, bool | None]:
         case ir.Sequence():
             return True, True
         case ir.Input():
-            changes = (*style.positional, *(change for _, change in style.named))
-            return _common([c.target for c in changes if c is not None]), None
+            return _common(style), None
         case ir.Output():
-            return None, _common([c.target for c in style.positional if c is not None])
+            return None, _common(style)
         case ir.Experts():  # `shard(-1)` leaves the partial sum
             return None, _shard(style.output) and style.output != ir.Shard(-1)
         case ir.Features():
@@ -93,6 +92,6 @@ def _shard(layout: ir.Layout) -> bool:
     return isinstance(layout, ir.Shard)
 
 
-def _common(layouts: list[ir.Layout]) -> bool | None:
-    found = {_shard(layout) for layout in layouts}
+def _common(style: ir.Input | ir.Output) -> bool | None:
+    found = {_shard(change.target) for change in style.changes}
     return found.pop() if len(found) == 1 else None

@@ -89,7 +89,7 @@ def _of(op: AnyOp, step: Step) -> Iterator[Sent]:
         case ContextParallel():
             yield from context_sends(op, step)
         case DispatchExperts():
-            yield from _experts(op, step)
+            yield from again(_exchanges(op, step), _repeats(op, step))
         case ChunkLoss():
             yield from _loss(op, step)
         case Pipeline():
@@ -101,8 +101,8 @@ def _repeats(op: Parallelize | DispatchExperts, step: Step) -> int:
 
     Early stopping ends before the last collective of a block, which nothing saves after.
     """
-    for one in step.lowered.ops:
-        if isinstance(one, Checkpoint) and not one.save and op.modules.within(one.modules):
+    for one in step.every(Checkpoint):
+        if not one.save and op.modules.within(one.modules):
             stops = one.early_stop and isinstance(op, Parallelize) and _sums(op)
             return 1 if stops and op.modules == _last(one.modules, step) else 2
     return 1
@@ -135,7 +135,7 @@ def _before(op: Parallelize) -> bool:
     """
     style = op.style
     if isinstance(style, Output):
-        return all(one is None or one.source == Replicate() for one in style.positional)
+        return all(change.source == Replicate() for change in style.changes)
     return isinstance(style, Input)
 
 
@@ -143,24 +143,36 @@ def _before(op: Parallelize) -> bool:
 
 
 def _tensor(op: Parallelize, step: Step) -> Iterator[Sent]:
-    losses = [one.modules for one in step.lowered.ops if isinstance(one, ChunkLoss)]
-    if any(op.modules.within(head) for head in losses):  # the loss runs in place of the head
+    # the loss runs in place of the head
+    if any(op.modules.within(head.modules) for head in step.every(ChunkLoss)):
         return
     some = _linear if isinstance(op.style, Colwise | Rowwise) else _redistributed
+    one, count = _sent(op, op.axes), len(op.modules)
     found = (
-        Sent(
-            word=op.WORD,
-            where=str(op.modules),
+        replace(
+            one,
             kind=kind,
-            axes=op.axes,
-            times=len(op.modules) * (step.reductions() if during is During.STEP else step.passes),
+            times=count * (step.reductions() if during is During.STEP else step.passes),
             size=size,
             during=during,
-            modules=op.modules,
         )
         for kind, during, size in some(op, step)
     )
     yield from again(found, _repeats(op, step))
+
+
+def _sent(op: Parallelize | DispatchExperts | ChunkLoss, axes: tuple[str, ...]) -> Sent:
+    """What the forward pass of modules gathers, but for its times and its size."""
+    return Sent(
+        word=op.WORD,
+        where=str(op.modules),
+        kind=GATHER,
+        axes=axes,
+        times=0,
+        size=None,
+        during=During.FORWARD,
+        modules=op.modules,
+    )
 
 
 _Found = Iterator[tuple[str, During, int | None]]
@@ -194,14 +206,14 @@ def _redistributed(op: Parallelize, step: Step) -> _Found:
     style, whole = op.style, step.size(step.hidden)
     match style:
         case Input():
-            pairs = [p for p in (*style.positional, *(p for _, p in style.named)) if p]
-            for _ in [p for p in pairs if isinstance(p.source, Shard) and p.target == Replicate()]:
-                yield GATHER, During.FORWARD, whole
-                if not style.local:
-                    yield SCATTER, During.BACKWARD, whole
+            for change in style.changes:
+                if isinstance(change.source, Shard) and change.target == Replicate():
+                    yield GATHER, During.FORWARD, whole
+                    if not style.local:
+                        yield SCATTER, During.BACKWARD, whole
         case Output():
-            for pair in style.positional:
-                if pair and pair.source == Replicate() and isinstance(pair.target, Shard):
+            for change in style.changes:
+                if change.source == Replicate() and isinstance(change.target, Shard):
                     yield GATHER, During.BACKWARD, whole
         case Experts():
             if style.output == Replicate():
@@ -212,7 +224,7 @@ def _redistributed(op: Parallelize, step: Step) -> _Found:
             if style.input == Replicate():  # of the hidden states, and of the router's weights
                 yield REDUCE, During.BACKWARD, whole
                 yield REDUCE, During.BACKWARD, step.size(step.chosen)
-        case Sequence() if any(isinstance(one, FullyShard) for one in step.lowered.ops):
+        case Sequence() if step.lowered.has(FullyShard):
             for parameter in op.modules.module.parameters:
                 yield REDUCE, During.STEP, parameter.numel * step.width
 
@@ -220,11 +232,8 @@ def _redistributed(op: Parallelize, step: Step) -> _Found:
 def _fed(op: Parallelize, step: Step) -> bool:
     """Whether a module above gives this one DTensors, whose gradients are summed there."""
     return any(
-        isinstance(one, Parallelize)
-        and isinstance(one.style, Input)
-        and not one.style.local
-        and op.modules.within(one.modules)
-        for one in step.lowered.ops
+        isinstance(one.style, Input) and not one.style.local and op.modules.within(one.modules)
+        for one in step.every(Parallelize)
     )
 
 
@@ -249,22 +258,9 @@ def _fsdp(op: FullyShard, step: Step) -> Iterator[Sent]:
         yield replace(one, kind=REDUCE, axes=op.replicate, size=reduced // ranks)
 
 
-def _experts(op: DispatchExperts, step: Step) -> Iterator[Sent]:
-    yield from again(_exchanges(op, step), _repeats(op, step))
-
-
 def _exchanges(op: DispatchExperts, step: Step) -> Iterator[Sent]:
     count, chosen = len(op.modules) * step.passes, step.chosen
-    forward = Sent(
-        word=op.WORD,
-        where=str(op.modules),
-        kind=EXCHANGE,
-        axes=(op.axis,),
-        times=count,
-        size=None,
-        during=During.FORWARD,
-        modules=op.modules,
-    )
+    forward = replace(_sent(op, (op.axis,)), kind=EXCHANGE, times=count)
     back = replace(forward, during=During.BACKWARD)
     states, weights = step.size(step.hidden), step.size(chosen)
     if op.batched:
@@ -291,21 +287,8 @@ def _exchanges(op: DispatchExperts, step: Step) -> Iterator[Sent]:
 def _loss(op: ChunkLoss, step: Step) -> Iterator[Sent]:
     if not op.axes:
         return
-    one = Sent(
-        word=op.WORD,
-        where=str(op.modules),
-        kind=GATHER,
-        axes=op.axes,
-        times=step.passes,
-        size=None,
-        during=During.FORWARD,
-        modules=op.modules,
-    )
-    heads = [
-        o.style
-        for o in step.lowered.ops
-        if isinstance(o, Parallelize) and op.modules.within(o.modules)
-    ]
+    one = replace(_sent(op, op.axes), times=step.passes)
+    heads = [o.style for o in step.every(Parallelize) if op.modules.within(o.modules)]
     states = step.size(step.hidden)
     if any(isinstance(s, Colwise) and isinstance(s.input, Shard) for s in heads):
         yield replace(one, size=states)
@@ -342,22 +325,17 @@ def _pipeline(op: Pipeline, step: Step) -> Iterator[Sent]:
 def _shard(name: str, op: Pipeline, step: Step) -> int | None:
     """Bytes of a rank's part of a shared parameter's gradient."""
     path, _, last = name.rpartition(".")
-    ops = step.lowered.ops
     owner = next((m for m in op.shared if str(m) == path), None)
     found = next((p for p in owner.module.parameters if p.name == last), None) if owner else None
     if found is None:
         return None
-    split = [o.shapes for o in ops if isinstance(o, Parallelize) and str(o.modules) == path]
-    local = next((prod(s.local) for shapes in split for s in shapes if s.name == last), found.numel)
-    ranks = next((step.lowered.axis_size(*o.shard) for o in ops if isinstance(o, FullyShard)), 1)
+    split = [s for o in step.every(Parallelize) if str(o.modules) == path for s in o.shapes]
+    local = next((prod(s.local) for s in split if s.name == last), found.numel)
+    ranks = next((step.lowered.axis_size(*o.shard) for o in step.every(FullyShard)), 1)
     return local // ranks * DTYPE_BYTES[found.dtype]
 
 
 def _scattered(step: Step) -> bool:
     """Whether the hidden states between blocks are parts of the sequence."""
-    return any(
-        isinstance(op, Parallelize)
-        and isinstance(op.style, Rowwise)
-        and isinstance(op.style.output, Shard)
-        for op in step.lowered.ops
-    )
+    styles = (op.style for op in step.every(Parallelize))
+    return any(isinstance(s, Rowwise) and isinstance(s.output, Shard) for s in styles)

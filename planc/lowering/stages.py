@@ -3,8 +3,9 @@
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from planc.model.facts import Child, Facts, Module, Modules
+from planc.model.facts import Facts, Module, Modules
 from planc.model.indices import Indices
+from planc.model.module_table import Path, divided
 from planc.ops.pipeline import Pipeline, stages_of_rank
 from planc.plan import ir
 from planc.plan.ir import Ruled
@@ -77,63 +78,19 @@ def _units(section: ir.Fsdp, gone: tuple[Modules, ...]) -> Iterator[ir.Unit]:
 
 
 def _facts_without(facts: Facts, gone: tuple[Modules, ...]) -> Facts:
-    ties = tuple(
-        group
-        for names in facts.ties
-        if len(group := tuple(n for n in names if not _inside(n, gone))) > 1
-    )
-    return replace(facts, root=_without(facts.root, (), gone), ties=ties)
+    left = (tuple(n for n in names if facts.find(n)[0].outside(gone)) for names in facts.ties)
+    root = _without(facts.root, [(m.path, m) for m in gone])
+    return replace(facts, root=root, ties=tuple(group for group in left if len(group) > 1))
 
 
-def _inside(parameter: str, gone: tuple[Modules, ...]) -> bool:
-    """Whether a parameter is in one of some modules."""
-    parts = parameter.split(".")[:-1]
-    return any(
-        modules.has(".".join(parts[: len(modules.path)]))
-        for modules in gone
-        if len(parts) >= len(modules.path)
-    )
-
-
-def _without(at: Module, path: tuple[str | Indices, ...], gone: tuple[Modules, ...]) -> Module:
+def _without(at: Module, gone: list[tuple[Path, Modules]]) -> Module:
     """A module in which those of other ranks have no parameters."""
-    here = [m for m in gone if _leads(path, m)]
-    if not here:
+    if not gone:
         return at
-    if any(len(m.path) == len(path) for m in here):
+    if any(not path for path, _ in gone):
         return _emptied(at)
-    return replace(
-        at, children=tuple(c for child in at.children for c in _child(child, path, here))
-    )
-
-
-def _child(child: Child, path: tuple[str | Indices, ...], gone: list[Modules]) -> Iterator[Child]:
-    """A child, cut where modules of other ranks are some of the entries of a list."""
-    if child.indices is None:
-        yield replace(child, module=_without(child.module, (*path, child.name), tuple(gone)))
-        return
-    rest = child.indices
-    for modules in gone:
-        part = modules.path[len(path)]
-        if isinstance(part, Indices) and (both := rest & part):
-            inner = _without(child.module, (*path, both), tuple(gone))
-            yield replace(child, indices=both, module=inner)
-            rest = rest - both
-    if rest:
-        yield replace(child, indices=rest)
-
-
-def _leads(path: tuple[str | Indices, ...], modules: Modules) -> bool:
-    """Whether modules are at a path or below it."""
-    if len(modules.path) < len(path):
-        return False
-    for part, other in zip(path, modules.path, strict=False):
-        if isinstance(part, Indices) and isinstance(other, Indices):
-            if not part & other:
-                return False
-        elif part != other:
-            return False
-    return True
+    parts = divided(at, gone)
+    return replace(at, children=tuple(replace(c, module=_without(c.module, g)) for c, g in parts))
 
 
 def _emptied(at: Module) -> Module:

@@ -1,4 +1,6 @@
-"""A step of a lowered plan: its batch, and the sizes that what it sends is made of."""
+"""A step of a lowered plan: its batch, which its ranks split, and the sizes that what it sends is
+made of.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +9,21 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
+from planc.diagnostic import Label, Sink
 from planc.model.facts import DTYPE_BYTES, Modules
+from planc.ops.base import AxisRole, Op
 from planc.ops.context import ContextParallel
 from planc.ops.fsdp import FullyShard
 from planc.ops.lowered import Lowered
+from planc.plan.ir import Mesh
 
 GATHER, SCATTER, REDUCE = "all-gather", "reduce-scatter", "all-reduce"
 EXCHANGE, SEND = "all-to-all", "send"
+
+
+OpT = TypeVar("OpT", bound=Op)
 
 
 class During(StrEnum):
@@ -93,18 +101,18 @@ class Step:
         """How often gradients are reduced: those of FSDP units, or of any. Shards are in each
         pass of a plan without stages, what is replicated at the end of the step.
         """
-        some = units or [op for op in self.lowered.ops if isinstance(op, FullyShard)]
+        some = units or self.every(FullyShard)
         once = self.lowered.pipeline or not any(self.wide(op.shard) for op in some)
         return 1 if once else self.micro_batches
 
     @cached_property
     def parts(self) -> int:
         """The ranks that each sequence is split over."""
-        return self.lowered.axis_size(*(op.axis for op in self._contexts))
+        return self.lowered.axis_size(*(op.axis for op in self.every(ContextParallel)))
 
-    @property
-    def _contexts(self) -> list[ContextParallel]:
-        return [op for op in self.lowered.ops if isinstance(op, ContextParallel)]
+    def every(self, kind: type[OpT]) -> list[OpT]:
+        """The operations of a kind, in order."""
+        return [op for op in self.lowered.ops if isinstance(op, kind)]
 
     @cached_property
     def ranks(self) -> int:
@@ -114,7 +122,7 @@ class Step:
     @cached_property
     def runs(self) -> int:
         """The runs of tokens that a rank has of each sequence."""
-        return prod(op.runs for op in self._contexts)
+        return prod(op.runs for op in self.every(ContextParallel))
 
     @property
     def among(self) -> tuple[int, int]:
@@ -133,7 +141,7 @@ class Step:
         """Bytes of a number of an activation."""
         if self.computes:
             return DTYPE_BYTES[self.computes]
-        units = [op for op in self.lowered.ops if isinstance(op, FullyShard)]
+        units = self.every(FullyShard)
         given = next((op.param for op in units if op.param), None)
         stored = (p.dtype for op in units for m in op.members for p in parameters_of(m))
         return DTYPE_BYTES[given or next(stored, "float32")]
@@ -162,6 +170,33 @@ class Step:
 
     def wide(self, axes: tuple[str, ...]) -> bool:
         return self.lowered.axis_size(*axes) > 1
+
+
+def require_divisible(step: Step, mesh: Mesh | None, sink: Sink) -> None:
+    """Reports unless each rank gets whole rows, and equal runs of the tokens of a row.
+
+    Args:
+        step: what it has no number of is not judged.
+        mesh: of the plan; None for a lowered plan, which has no lines to point at.
+        sink: receives PL702.
+    """
+    (rows, tokens), parts = step.among, step.passes
+    for size, what, among, role, more in (
+        (step.batch, "rows", rows, AxisRole.DATA, (parts, "micro-batches")),
+        (step.sequence, "tokens of a row", tokens, AxisRole.SEQUENCE, (step.runs, "runs of each")),
+    ):
+        if size is None or size % among == 0:
+            continue
+        axes = mesh.of_role(role) if mesh else ()
+        wide = [a for a in axes if a.size > 1] or axes[:1]
+        named = " * ".join(f"{a.name} {a.size}" for a in axes)
+        named += f" * {more[0]} {more[1]}" if axes and more[0] > 1 else ""
+        sink.error(
+            "PL702",
+            f"{size} {what} cannot be split among {among}" + (f" ({named})" if named else ""),
+            *(Label(span=a.origin, text=f"{a.name} is {a.size}") for a in wide),
+            help=f"use a multiple of {among}, or another mesh",
+        )
 
 
 def parameters_of(modules: Modules) -> Iterator[Any]:

@@ -1,13 +1,16 @@
-"""Builds the module table of an nn.Module. Reads no tensor data, so the model may be on meta."""
+"""Builds the module table of an nn.Module, and divides its lists.
+
+It reads no tensor data, so the model may be on meta.
+"""
 
 import dataclasses
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from inspect import signature
-from typing import Any
+from typing import Any, TypeVar
 
-from planc.model.facts import MODULE_DICT, Child, Facts, Module, Parameter
+from planc.model.facts import MODULE_DICT, Child, Facts, Module, Parameter, Segment
 from planc.model.indices import Indices
 
 INTEGER_ATTRIBUTES = (
@@ -34,6 +37,8 @@ _LIBRARIES = ("torch", "transformers", "diffusers", "peft")
 """Their modules are split by `INTEGER_ATTRIBUTES` alone."""
 
 _Integers = tuple[tuple[str, int], ...]
+T = TypeVar("T")
+Path = tuple[Segment, ...]
 
 GROUPED = "grouped_mm"
 """The fact of fused experts that transformers runs as one grouped matrix product."""
@@ -71,6 +76,36 @@ def facts_of(
         ties=_ties(module),
         stated_fields=stated_fields,
     )
+
+
+def divided(
+    module: Module, wanted: Sequence[tuple[Path, T]]
+) -> Iterator[tuple[Child, list[tuple[Path, T]]]]:
+    """The children of a module, each with the values whose paths lead to it or below.
+
+    The entries of a list are divided where paths lead to some of them only.
+
+    Args:
+        module: the parent.
+        wanted: values, with paths from the parent; those that come out begin at the child.
+    """
+    for child in module.children:
+        if child.indices is None:
+            yield child, [(path[1:], value) for path, value in wanted if path[:1] == (child.name,)]
+            continue
+        parts: list[tuple[Indices, list[tuple[Path, T]]]] = [(child.indices, [])]
+        for path, value in wanted:
+            if not path or isinstance(path[0], str):
+                continue
+            cut = []
+            for indices, found in parts:
+                both, left = indices & path[0], indices - path[0]
+                cut += [(both, [*found, (path[1:], value)])] if both else []
+                cut += [(left, found)] if left else []
+            parts = cut
+        yield from (
+            (dataclasses.replace(child, indices=indices), found) for indices, found in parts
+        )
 
 
 def already_parallel(module: Any) -> str | None:

@@ -6,15 +6,13 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from planc.model.facts import Modules
 from planc.ops import phrases
-from planc.ops.base import OMIT, Axes, Axis, AxisSizes, Form, Op, choice
+from planc.ops.base import OMIT, Axes, Axis, AxisSizes, Op, Some, choice
 from planc.ops.call import Context, Each, FunctionCall, MeshOf, ScriptFunction, Step, given
 from planc.ops.tensor_parallel import Shape
 
 ALL_TO_ALL: Literal["all_to_all"] = "all_to_all"
 ALL_REDUCE: Literal["all_reduce"] = "all_reduce"
 Dispatch = Annotated[str, choice(ALL_TO_ALL, ALL_REDUCE)]
-
-_SHAPES = Form({"minItems": 1})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +35,7 @@ class DispatchExperts(Op):
     dispatch: Dispatch = ALL_TO_ALL
     shared: Axes = field(default=(), metadata=OMIT)
     batched: bool = field(default=False, metadata=OMIT)
-    shapes: Annotated[tuple[Shape, ...], _SHAPES]
+    shapes: Some[Shape]
 
     KIND: ClassVar[str] = "dispatch_experts"
     SCRIPT: ClassVar = ScriptFunction(

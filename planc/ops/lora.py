@@ -64,6 +64,9 @@ HALVES = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B")
 """The adapter's submodules of a peft layer; those for other kinds of layers are empty."""
 
 
+INITS = ("default", "gaussian", "random")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adapt(Op):
     """peft's `inject_adapter_in_model` with one `LoraConfig`; all parameters but adapters are
@@ -82,7 +85,7 @@ class Adapt(Op):
     alpha: Positive
     dropout: Annotated[float, Form({"minimum": 0, "exclusiveMaximum": 1})] = 0.0
     dtype: Dtype | None = None
-    init: Annotated[str, choice("default", "gaussian", "random")] = "default"
+    init: Annotated[str, choice(*INITS)] = "default"
     seed: Count = 0
 
     @property

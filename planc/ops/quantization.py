@@ -8,6 +8,9 @@ from planc.model.facts import Modules
 from planc.ops import call, phrases
 from planc.ops.base import AxisSizes, Op, Some, choice
 
+KINDS = ("nf4", "fp4")
+BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
+"""The sizes that `bitsandbytes.functional.quantize_4bit` takes."""
 Float = Annotated[str, choice("float32", "bfloat16", "float16")]
 
 
@@ -25,11 +28,11 @@ class Quantize(Op):
     """
 
     members: Some[Modules]
-    kind: Annotated[str, choice("nf4", "fp4")]
+    kind: Annotated[str, choice(*KINDS)]
     storage: Float
     compute: Float | None = None
     double: bool = False
-    block: Annotated[int, choice(*(2**i for i in range(5, 13)))] = 64
+    block: Annotated[int, choice(*BLOCKS)] = 64
 
     SCRIPT: ClassVar = call.ScriptFunction(
         "quantize_weights", "Quantizes frozen weights to 4 bits."

@@ -104,7 +104,6 @@ class DrawApart(Op):
         yield call.Once(call=call.FunctionCall("standalone.rng:draw_apart", given))
 
     WORD: ClassVar = "apart"
-    ABOUT: ClassVar[tuple[str, ...]] = ()
 
     def headline(self, mesh: AxisSizes | None = None) -> str:
         return f"other random numbers at each place along {phrases.axes(self.axes, mesh)}"

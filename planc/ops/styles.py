@@ -89,6 +89,11 @@ class Input:
     named: Pairs[Redistribution] = ()
     local: bool = False
 
+    @property
+    def changes(self) -> list[Redistribution]:
+        """The changes of all arguments."""
+        return [c for c in (*self.positional, *(c for _, c in self.named)) if c is not None]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Output:
@@ -96,6 +101,11 @@ class Output:
 
     positional: tuple[Redistribution | None, ...]
     local: bool = True
+
+    @property
+    def changes(self) -> list[Redistribution]:
+        """The changes of all outputs."""
+        return [c for c in self.positional if c is not None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,11 +246,6 @@ def style_name(style: Style) -> str:
     return kind_of(type(style))
 
 
-def mesh_dims(style: Style) -> int:
-    """The number of mesh dimensions that a style takes: 1 for torch 2.13's `ParallelStyle`s."""
-    return 1
-
-
 def _parts(style: Colwise | Rowwise | ParameterLayout) -> list[str]:
     parts = style.parts if isinstance(style.parts, int) else list(style.parts)
     words = [f"parts = {parts}"] if parts != 1 else []
@@ -357,12 +362,6 @@ def weight_split(style: Style, kind: str, parameter: str, ndim: int) -> Split | 
     if dim is None or not isinstance(style, Colwise | Rowwise):
         return None
     return Split(dim, style.parts, style.interleaved)
-
-
-def weight_shard(style: Style, kind: str, parameter: str, ndim: int) -> int | None:
-    """The dim along which a style shards a parameter, or None; arguments as for `weight_split`."""
-    split = weight_split(style, kind, parameter, ndim)
-    return None if split is None else split.dim
 
 
 def part_sizes(split: Split, size: int) -> tuple[int, ...]:

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from math import prod
 
-from planc.model.facts import DTYPE_BYTES, Child, Facts, Module, Modules, Parameter, Segment
+from planc.model.facts import DTYPE_BYTES, Child, Facts, Module, Modules, Parameter
+from planc.model.module_table import Path, divided
 from planc.ops import styles as ir
 from planc.ops.quantization import Quantize
 from planc.plan.ir import AdapterRule, Plan, TensorRule, Unit
@@ -25,7 +26,6 @@ PARAMETERLESS = (ir.Input, ir.Output, ir.MlaKv, ir.Attributes)
 """Styles that change the inputs or outputs of a layer and its adapter, and no weights."""
 
 _Kept = Callable[[Parameter], str]
-_Rest = tuple[tuple[tuple[Segment, ...], AdapterRule], ...]
 
 
 def adapted(plan: Plan, facts: Facts) -> tuple[Plan, Facts]:
@@ -48,7 +48,7 @@ def adapted(plan: Plan, facts: Facts) -> tuple[Plan, Facts]:
 
 def with_adapters(facts: Facts, rules: Iterable[AdapterRule], kept: _Kept) -> Facts:
     """The model with adapters, all else frozen; `kept` is a parameter's dtype after `load`."""
-    paths = tuple((rule.modules.path, rule) for rule in rules)
+    paths = [(rule.modules.path, rule) for rule in rules]
     return replace(facts, root=_module(facts.root, paths, kept))
 
 
@@ -71,9 +71,10 @@ def in_out_features(module: Module) -> tuple[int, int]:
 # Modules -----------------------------------------------------------------------------------------
 
 
-def _module(module: Module, rules: _Rest, kept: _Kept) -> Module:
+def _module(module: Module, rules: list[tuple[Path, AdapterRule]], kept: _Kept) -> Module:
     own = [r for rest, r in rules if not rest]
-    children = [c for child in module.children for c in _split(child, rules, kept)]
+    parts = divided(module, rules)
+    children = [replace(c, module=_module(c.module, inner, kept)) for c, inner in parts]
     frozen = tuple(replace(p, trainable=False, dtype=kept(p)) for p in module.parameters)
     module = replace(module, parameters=frozen)
     children += [c for r in own for c in _children(module, r)]
@@ -108,44 +109,29 @@ def _stored(rule: AdapterRule, plan: Plan) -> Quantize | None:
     return replace(rule.quantize, storage=common or own)
 
 
-def _split(child: Child, rules: _Rest, kept: _Kept) -> Iterator[Child]:
-    """A child with adapters; a list's entries are split where only some of them are adapted."""
-    if child.indices is None:
-        inner = tuple((rest[1:], r) for rest, r in rules if rest and rest[0] == child.name)
-        yield replace(child, module=_module(child.module, inner, kept))
-        return
-    parts: list[tuple[object, _Rest]] = [(child.indices, ())]
-    for rest, rule in rules:
-        if not rest or isinstance(rest[0], str):
-            continue
-        cut: list[tuple[object, _Rest]] = []
-        for indices, found in parts:
-            both, left = indices & rest[0], indices - rest[0]  # type: ignore[operator]
-            cut += [(both, (*found, (rest[1:], rule)))] if both else []
-            cut += [(left, found)] if left else []
-        parts = cut
-    for indices, found in parts:
-        yield replace(child, module=_module(child.module, found, kept), indices=indices)  # type: ignore[arg-type]
-
-
 def _children(module: Module, rule: AdapterRule) -> tuple[Child, ...]:
     if module.kind not in KINDS:
         return ()  # a check reports it
     weight = next(p for p in module.parameters if p.name == "weight")
     dtype = rule.adapt.dtype or weight.dtype
     one, two = in_out_features(module)
-    if module.kind == "embedding":
-        a = Parameter(name=NAME, shape=(rule.adapt.rank, one), dtype=dtype)
-        b = Parameter(name=NAME, shape=(two, rule.adapt.rank), dtype=dtype)
-        return tuple(
-            Child(module=Module(cls="ParameterDict", kind="dict", parameters=(p,)), name=name)
-            for name, p in (("lora_embedding_A", a), ("lora_embedding_B", b))
+    embeds = module.kind == "embedding"
+    shapes = {"A": (rule.adapt.rank, one), "B": (two, rule.adapt.rank)}
+    return tuple(
+        Child(
+            module=(_parameter_dict if embeds else _module_dict)(shape, dtype),
+            name=f"lora_embedding_{half}" if embeds else f"lora_{half}",
         )
-    shapes = (("lora_A", (rule.adapt.rank, one)), ("lora_B", (two, rule.adapt.rank)))
-    return tuple(Child(module=_dict(shape, dtype), name=name) for name, shape in shapes)
+        for half, shape in shapes.items()
+    )
 
 
-def _dict(shape: tuple[int, ...], dtype: str) -> Module:
+def _parameter_dict(shape: tuple[int, ...], dtype: str) -> Module:
+    parameter = Parameter(name=NAME, shape=shape, dtype=dtype)
+    return Module(cls="ParameterDict", kind="dict", parameters=(parameter,))
+
+
+def _module_dict(shape: tuple[int, ...], dtype: str) -> Module:
     weight = Parameter(name="weight", shape=shape, dtype=dtype)
     linear = Module(cls="Linear", kind="linear", parameters=(weight,))
     return Module(cls="ModuleDict", kind="dict", children=(Child(module=linear, name=NAME),))

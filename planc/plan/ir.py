@@ -27,7 +27,7 @@ from planc.ops.lowered import ExpertMesh, MeshAxis
 from planc.ops.megatron_fsdp import MegatronShard
 from planc.ops.pipeline import Pipeline
 from planc.ops.quantization import Quantize
-from planc.ops.styles import Style
+from planc.ops.styles import Split, Style, weight_split
 from planc.plan.mesh_axes import EXPERT_TENSOR, expanded
 from planc.source import Span
 
@@ -73,6 +73,10 @@ class Mesh(Meaning):
             parts *= self.size(*self.experts.inside)
         return parts * prod(a.size for a in self.axes if a.name in names)
 
+    def wide(self, names: Iterable[str]) -> tuple[str, ...]:
+        """Those of some axes that have more than one rank."""
+        return tuple(name for name in names if self.size(name) > 1)
+
     def expanded(self, names: Iterable[str]) -> tuple[str, ...]:
         """Names with those of derived axes replaced by the axes that they consist of."""
         known = (*self.names, *(self.experts.sizes if self.experts else ()))
@@ -99,6 +103,11 @@ class TensorRule(Meaning):
     modules: Modules
     axis: str
     style: Style
+
+    def split(self, parameter: Parameter) -> Split | None:
+        """How the style shards a parameter of the modules; None where it is replicated."""
+        kind, ndim = self.modules.module.kind, len(parameter.shape)
+        return weight_split(self.style, kind, parameter.name, ndim)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,14 +212,10 @@ class Fsdp(Meaning):
         """
         if unit.shard is None:
             return self.shard, self.replicate
-        rest = (*self.replicate, *self.shard)
-        there = {a for name in unit.shard for a in self._made_of(name)}
+        rest, experts = (*self.replicate, *self.shard), self.experts
+        made = dict.fromkeys(experts.sizes, experts.axes) if experts else {}
+        there = {a for name in unit.shard for a in made.get(name, (name,))}
         return unit.shard, tuple(a for a in rest if a not in there)
-
-    def _made_of(self, name: str) -> tuple[str, ...]:
-        """The axes of the mesh whose ranks a name stands for."""
-        experts = self.experts
-        return experts.axes if experts and name in experts.sizes else (name,)
 
     def policy(self, unit: Unit | None) -> Precision | None:
         """The precision of a unit, its own or the section's; None for no unit."""

@@ -6,7 +6,7 @@ from typing import TypeVar
 
 from planc.diagnostic import Sink
 from planc.model.facts import Facts, Modules, Parameter
-from planc.ops.styles import Split, part_sizes, weight_split
+from planc.ops.styles import Split, part_sizes
 from planc.plan.apply_adapters import PARAMETERLESS
 from planc.plan.experts import expert_styles
 from planc.plan.ir import Fsdp, Plan, SpreadRule, TensorRule, Unit
@@ -27,18 +27,15 @@ def local_shape(parameter: Parameter, rules: Iterable[TensorRule], plan: Plan) -
     Each rule shards the result of those before it; in a packed dim, each part is sharded.
     """
     shape = parameter.shape
-    dims: dict[int, list[Split]] = {}
-    ranks: dict[int, list[int]] = {}
+    dims: dict[int, list[tuple[Split, int]]] = {}
     for rule in rules if shape else ():
-        split = weight_split(rule.style, rule.modules.module.kind, parameter.name, len(shape))
-        if split is not None:
-            dims.setdefault(split.dim, []).append(split)
-            ranks.setdefault(split.dim, []).append(plan.mesh.size(rule.axis))
+        if split := rule.split(parameter):
+            dims.setdefault(split.dim, []).append((split, plan.mesh.size(rule.axis)))
     local = list(shape)
     for dim, splits in dims.items():
-        packed = next((s for s in splits if s.packed), None)
+        packed = next((split for split, _ in splits if split.packed), None)
         sizes = part_sizes(packed, shape[dim]) if packed else (shape[dim],)
-        for count in ranks[dim]:
+        for _, count in splits:
             sizes = tuple(-(-size // count) for size in sizes)
         local[dim] = sum(sizes)
     return tuple(local)

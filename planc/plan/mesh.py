@@ -1,18 +1,17 @@
 """The mesh section -> a mesh whose axes all have sizes."""
 
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
 
 from planc.diagnostic import Label, did_you_mean, one_of
 from planc.ops.base import AxisRole
 from planc.ops.lowered import MeshAxis
-from planc.plan.evaluate import describe, evaluate, truth
+from planc.plan.evaluate import describe, evaluate, whole
 from planc.plan.experts import expert_mesh
 from planc.plan.ir import Mesh
 from planc.plan.mesh_axes import EXPERT_TENSOR, EXPERTS, SHARD
 from planc.plan.program import Program
-from planc.plan.rule_conflicts import nothing_to_override
+from planc.plan.rule_conflicts import decided, nothing_to_override
 from planc.plan.scope import Failed
 from planc.source import Span
 from planc.syntax import ast
@@ -23,10 +22,6 @@ class _Sizes:
     """The axes with their sizes in the plan, 0 for `auto`."""
 
     pairs: tuple[tuple[ast.Setting, int], ...]
-
-    @property
-    def by_name(self) -> dict[str, int]:
-        return {setting.name: size for setting, size in self.pairs}
 
     @property
     def product(self) -> int:
@@ -116,7 +111,7 @@ def _settings(program: Program) -> list[ast.Setting] | None:
         return None
     found: dict[str, ast.Setting] = {}
     for section in sections:
-        for item in _flat(section.items, program):
+        for item in decided(section.items, program.scope):
             if not isinstance(item, ast.Setting):
                 program.sink.error(
                     "PL011", "a mesh section contains axes: `tp = 8`, one a line", item.origin
@@ -154,16 +149,6 @@ def _axis(item: ast.Setting, found: dict[str, ast.Setting], program: Program) ->
     found[item.name] = item
 
 
-def _flat(items: Iterable[ast.Item | ast.Statement], program: Program) -> Iterator[ast.Node]:
-    for item in items:
-        if isinstance(item, ast.When):
-            condition = truth(item.condition, program.scope)
-            if condition is not None:
-                yield from _flat(item.then if condition else item.otherwise, program)
-        else:
-            yield item
-
-
 def _size(setting: ast.Setting, program: Program) -> int | None:
     """The size in the plan, 0 for `auto`, None after a finding."""
     value = program.settings.get(setting.name) or setting.value
@@ -177,7 +162,7 @@ def _size(setting: ast.Setting, program: Program) -> int | None:
         program.sink.error("PL300", message, value.origin, help=help)
         return None
     size = evaluate(value, program.scope)
-    if isinstance(size, int) and not isinstance(size, bool) and size > 0:
+    if whole(size) and size > 0:
         return size
     if not isinstance(size, Failed):
         message = f"axis `{setting.name}` cannot have the size {describe(size)}"
@@ -223,7 +208,7 @@ def _fixed(sizes: _Sizes, program: Program) -> int | None:
     if world is None or world == product:
         return 1
     help = "make one axis `auto`"
-    shard = sizes.by_name.get(SHARD, 0)
+    shard = next((size for setting, size in sizes.pairs if setting.name == SHARD), 0)
     if shard and world % (product // shard) == 0:
         help = f"{SHARD} = {world // (product // shard)} would fit, or `auto`"
     section = next(iter(program.named("mesh")))

@@ -52,6 +52,7 @@ def _owned(plan: Plan, facts: Facts) -> Iterator[Owned]:
     ignored = plan.fsdp.ignored if plan.fsdp else ()
     members = _inner([(m, u) for u in units for m in u.members])
     spreads = [(s.modules, s) for s in plan.fsdp.spreads] if plan.fsdp else []
+    placed: list[tuple[Modules, Unit | SpreadRule]] = _inner([*members, *spreads])
     kept = _inner([(i.modules, i) for i in ignored])
     trained = _inner([(t.modules, t) for t in plan.train])
     for modules in facts.model.below():
@@ -62,7 +63,7 @@ def _owned(plan: Plan, facts: Facts) -> Iterator[Owned]:
                 if ignore is not None:
                     yield Owned(modules=own, ignored=ignore, training=training)
                     continue
-                for piece, unit, spread in _by_placement(own, members, spreads):
+                for piece, unit, spread in _by_placement(own, members, placed):
                     yield Owned(modules=piece, unit=unit, spread=spread, training=training)
 
 
@@ -86,21 +87,17 @@ def stepped(plan: Plan, facts: Facts) -> dict[str, int]:
 def _by_placement(
     modules: Modules,
     units: Sequence[tuple[Modules, Unit]],
-    spreads: Sequence[tuple[Modules, SpreadRule]],
+    placed: Sequence[tuple[Modules, Unit | SpreadRule]],
 ) -> Iterator[tuple[Modules, Unit | None, SpreadRule | None]]:
     """The modules, divided by their unit and by the spread that applies to them.
 
     A unit's own placement wins over a `spread` on the unit or on an ancestor.
     """
-    if not spreads:
-        yield from ((piece, unit, None) for piece, unit in _shared(modules, units))
-        return
-    both: list[tuple[Modules, Unit | SpreadRule]] = [*units, *spreads]
-    for piece, own in _shared(modules, _inner(both)):
-        if not isinstance(own, SpreadRule):
+    for piece, own in _shared(modules, placed):
+        if isinstance(own, SpreadRule):
+            yield from ((part, unit, own) for part, unit in _shared(piece, units))
+        else:
             yield piece, own, None
-            continue
-        yield from ((part, unit, own) for part, unit in _shared(piece, units))
 
 
 def _inner(around: Sequence[tuple[Modules, T]]) -> list[tuple[Modules, T]]:

@@ -279,14 +279,11 @@ def require(program: Program) -> None:
         facts = []
         for path in dict.fromkeys(ast.mentioned(statement.condition)):
             value = scope.value(ast.Name(origin=statement.origin, path=path))
+            head, _, rest = path.partition(".")
+            source = f"  ({program.facts.source(rest)})" if head == "config" and rest else ""
             if not isinstance(value, Failed):
-                facts.append(f"{path} = {describe(value)}{_whence(path, program)}")
+                facts.append(f"{path} = {describe(value)}{source}")
         program.sink.error("PL110", statement.message, statement.condition.origin, facts=facts)
-
-
-def _whence(path: str, program: Program) -> str:
-    head, _, rest = path.partition(".")
-    return f"  ({program.facts.source(rest)})" if head == "config" and rest else ""
 
 
 def origin_of(program: Program) -> Span:

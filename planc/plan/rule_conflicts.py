@@ -18,6 +18,7 @@ from planc.source import Span
 from planc.syntax import ast
 
 SectionLine = ast.Setting | ast.Directive
+AnyItem = ast.Item | ast.Statement
 
 
 @dataclass(slots=True)
@@ -74,21 +75,25 @@ class Placed:
     nested: bool
 
 
+def decided(items: Iterable[AnyItem], scope: Scope) -> Iterator[AnyItem]:
+    """Items, with those of the taken branch in the place of a `when`."""
+    for item in items:
+        if not isinstance(item, ast.When):
+            yield item
+        elif (condition := truth(item.condition, scope)) is not None:
+            yield from decided(item.then if condition else item.otherwise, scope)
+
+
 def flatten(section: ast.Section, scope: Scope) -> Iterator[Placed]:
     """The items of a section, with `when`s decided and blocks opened."""
     yield from _flatten(section.items, (scope.facts.model,), False, scope)
 
 
 def _flatten(
-    items: Iterable[object], bases: tuple[Modules, ...], nested: bool, scope: Scope
+    items: Iterable[AnyItem], bases: tuple[Modules, ...], nested: bool, scope: Scope
 ) -> Iterator[Placed]:
-    for item in items:
+    for item in decided(items, scope):
         match item:
-            case ast.When():
-                condition = truth(item.condition, scope)
-                if condition is not None:
-                    taken = item.then if condition else item.otherwise
-                    yield from _flatten(taken, bases, nested, scope)
             case ast.Block():
                 inner = select(item.target, bases, scope, optional=item.optional)
                 if inner:

@@ -136,15 +136,12 @@ class Scope:
             condition = self.evaluate(value.condition, self.decides or self)
             if isinstance(condition, bool):
                 return self._module_path(value.then if condition else value.otherwise)
-        if not isinstance(value, ast.Name | ast.Selector):
-            return self.evaluate(value, self)
-        if isinstance(value, ast.Selector):
-            if value.path.startswith("config."):
-                return self.evaluate(value, self)
-            return value
-        if value.path.startswith("config.") or self.knows(value.path):
-            return self.evaluate(value, self)
-        return ast.Selector(origin=value.origin, path=value.path)
+        if isinstance(value, ast.Name | ast.Selector) and not value.path.startswith("config."):
+            if isinstance(value, ast.Selector):
+                return value
+            if not self.knows(value.path):
+                return ast.Selector(origin=value.origin, path=value.path)
+        return self.evaluate(value, self)
 
     def _axis(self, name: ast.Name) -> Value:
         if "mesh" in self._pending:

@@ -210,13 +210,9 @@ def _advance(at: Modules, step: SelectorStep, scope: Scope) -> Iterator[Modules]
         case Kept(cls, has):
             if cls is not None and at.module.cls != cls:
                 return
-            if has is None or _contains(at, has, scope):
+            inside = _every_alternative(has, scope) if has else ()
+            if has is None or any(not isinstance(_walk(at, s, scope), _Miss) for s in inside):
                 yield at
-
-
-def _contains(at: Modules, has: ast.Selector, scope: Scope) -> bool:
-    every = _every_alternative(has, scope)
-    return any(not isinstance(_walk(at, steps, scope), _Miss) for steps in every)
 
 
 def _length(at: Modules) -> int:

@@ -170,13 +170,14 @@ def _recovered(
     error: UnexpectedInput, source: Source, text: str, ends: tuple[int, ...], sink: Sink
 ) -> tuple[str, tuple[int, ...]]:
     """Reports an error; returns the text without it, and the `}` that still have to be inserted."""
-    if isinstance(error, UnexpectedToken) and error.token.type == "RBRACE" and not error.token:
+    token = _token(error)
+    if token.type == "RBRACE" and not token:
         # a guess that did not fit; its brace is already reported
         rest = list(ends)
-        at = error.token.start_pos or 0
+        at = token.start_pos or 0
         rest.remove(min((e for e in ends if e > at), default=max(ends)))
         return text, tuple(rest)
-    if isinstance(error, UnexpectedEOF) or syntax_errors.at_end(error):
+    if isinstance(error, UnexpectedEOF) or token.type == "$END":
         end = len(source.text.rstrip())
         span = source.span(max(0, end - 1), end)
         sink.error("PL001", "the file ends too early", span)
@@ -211,9 +212,10 @@ def _forgotten(
 
 def _orphaned(error: UnexpectedInput, source: Source, text: str) -> bool:
     """Whether this is the `else` of a `when` that was blanked, and so was reported already."""
-    if not isinstance(error, UnexpectedToken) or error.token.type != "ELSE":
+    token = _token(error)
+    if token.type != "ELSE":
         return False
-    head = error_recovery.partner(error_recovery.masked(text), error.token.start_pos or 0)
+    head = error_recovery.partner(error_recovery.masked(text), token.start_pos or 0)
     if head is None:
         return False
     line = source.span(head, head).line
@@ -233,13 +235,14 @@ def _too_deep(parsed: Parsed) -> int | None:
 
 
 def _place(error: UnexpectedInput, source: Source) -> Span:
-    start = error.pos_in_stream or 0
-    end = start + 1
-    if isinstance(error, UnexpectedToken) and error.token.end_pos is not None:
-        end = error.token.end_pos
-    if isinstance(error, UnexpectedToken) and error.token.type == "_NL":
-        end = start
+    start, token = error.pos_in_stream or 0, _token(error)
+    end = start if token.type == "_NL" else token.end_pos or start + 1
     return source.span(start, min(end, len(source.text)))
+
+
+def _token(error: UnexpectedInput) -> Token:
+    """The token that is unexpected; an empty one, of no type, where the text is no token."""
+    return error.token if isinstance(error, UnexpectedToken) else Token("", "")
 
 
 def _lacks_brace(error: UnexpectedInput) -> bool:
@@ -267,16 +270,11 @@ def _blank(text: str, position: int, lonely: Collection[int] = (), *, head: bool
         kept[-1] = "{"
     inner = "".join(kept)
     condition = _CONDITION.match(text, start, end)
-    if condition and "{" in kept:
-        whole = _condition(condition) + text[condition.end() : end]
+    if condition and "{" in kept:  # kept without what is wrong with it
+        whole = ("when 0 {" if condition[1] else "} else {").ljust(len(condition[0]))
+        whole += text[condition.end() : end]
         if len(whole) == end - start and whole != text[start:end]:
             inner = whole
     if inner == text[start:end]:  # misplaced braces; each round must blank something
         inner = " " * (end - start)
     return text[:start] + inner + text[end:]
-
-
-def _condition(head: re.Match[str]) -> str:
-    """The head of a conditional block, without what is wrong with it: `when 0 {` or `} else {`."""
-    kept = "when 0 {" if head[1] else "} else {"
-    return kept.ljust(len(head[0]))

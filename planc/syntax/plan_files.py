@@ -52,6 +52,10 @@ class _Chain:
     done: set[tuple[str, str | None]] = field(default_factory=set)
     open: list[tuple[str, str | None]] = field(default_factory=list)
 
+    def read(self, place: PlanFile) -> tuple[ast.File, ...]:
+        self.add(place, None)
+        return tuple(self.files)
+
     def add(self, place: PlanFile, origin: Span | None) -> None:
         key = (os.path.realpath(place.path) if place.path else "-", place.revision)
         if key in self.open:
@@ -108,7 +112,6 @@ def read(plan: str, sink: Sink) -> tuple[ast.File, ...]:
         sink: receives PL006 (can't be read), PL008 (extends itself), PL021 (the project's
             settings) and the parser's findings.
     """
-    chain = _Chain(sink)
     if not plan.strip():
         help = "is it a variable of the shell that is not set?"
         sink.error("PL006", "the name of the plan is empty", help=help)
@@ -123,8 +126,7 @@ def read(plan: str, sink: Sink) -> tuple[ast.File, ...]:
         message = f"there is no plan {plan!r}: no such file, and no shipped plan"
         sink.error("PL006", message, help=hint)
         return ()
-    chain.add(place, None)
-    return tuple(chain.files)
+    return _Chain(sink).read(place)
 
 
 def read_open(path: Path, texts: Mapping[str, str], sink: Sink) -> tuple[ast.File, ...]:
@@ -135,9 +137,7 @@ def read_open(path: Path, texts: Mapping[str, str], sink: Sink) -> tuple[ast.Fil
         texts: of the files that are open, saved or not, by their real paths.
         sink: as for `read`.
     """
-    chain = _Chain(sink, open_texts=texts)
-    chain.add(PlanFile(name=str(path), path=path), None)
-    return tuple(chain.files)
+    return _Chain(sink, open_texts=texts).read(PlanFile(name=str(path), path=path))
 
 
 def read_for(
@@ -161,9 +161,8 @@ def read_for(
             help="`planc init MODEL -o my.plan` drafts one and proves it; then name it as PLAN",
         )
         return None
-    chain = _Chain(sink)
-    chain.add(place, None)
-    return tuple(chain.files) if sink.errors == before else None
+    files = _Chain(sink).read(place)
+    return files if sink.errors == before else None
 
 
 def drafted(files: object) -> bool:

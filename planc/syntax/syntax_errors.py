@@ -66,11 +66,6 @@ _DASHED = re.compile(r"\.(\d+)-(\d{1,9})\b")
 _MAX_EXPECTED = 5
 
 
-def at_end(error: UnexpectedInput) -> bool:
-    """Whether the text ended where more was expected."""
-    return isinstance(error, UnexpectedToken) and error.token.type == "$END"
-
-
 def report(error: UnexpectedInput, span: Span, source: Source, sink: Sink, *, lonely: bool) -> None:
     """Reports an error at a token as PL001, PL003, PL004 or PL005; `lonely` ones close nothing."""
     found = span.text

@@ -1,8 +1,8 @@
 """The adapters section -> LoRA on sets of modules; all other parameters are frozen."""
 
 from planc.diagnostic import elsewhere
-from planc.ops.lora import Adapt
-from planc.ops.quantization import Quantize
+from planc.ops.lora import INITS, Adapt
+from planc.ops.quantization import BLOCKS, KINDS, Quantize
 from planc.plan.call_arguments import Arguments, unknown, word, wrong_value
 from planc.plan.evaluate import number, size
 from planc.plan.ir import AdapterRule, Adapters
@@ -13,11 +13,6 @@ from planc.plan.sections.fsdp_policies import DTYPES
 from planc.plan.selectors import select
 from planc.source import Span
 from planc.syntax import ast
-
-INITS = ("default", "gaussian", "random")
-KINDS = ("nf4", "fp4")
-BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
-"""The sizes that `bitsandbytes.functional.quantize_4bit` takes."""
 
 _ARGUMENTS = ("rank", "alpha", "dropout", "dtype", "init")
 _QUANT = ("quant", "storage", "compute", "double", "block")

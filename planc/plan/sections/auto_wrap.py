@@ -42,22 +42,16 @@ class _SizeSearch:
 
 
 def by_dtype(
-    facts: Facts, dtype: str, taken: Sequence[Modules], kept: Callable[[Parameter], str]
-) -> tuple[Modules, ...]:
+    modules: Modules, dtype: str, taken: Sequence[Modules], kept: Callable[[Parameter], str]
+) -> Iterator[Modules]:
     """The largest modules whose parameters all have a dtype and that the plan does not name.
 
     Args:
-        facts: the model.
+        modules: the model; else modules in which they are searched.
         dtype: a torch dtype name.
         taken: the units that the plan names; modules inside them are considered.
         kept: the dtype of a parameter after `load`.
     """
-    return tuple(_uniform(facts.model, dtype, taken, kept))
-
-
-def _uniform(
-    modules: Modules, dtype: str, taken: Sequence[Modules], kept: Callable[[Parameter], str]
-) -> Iterator[Modules]:
     found = {kept(p) for below in modules.below() for p in below.module.parameters}
     if dtype not in found:
         return
@@ -66,7 +60,7 @@ def _uniform(
             yield modules
         return
     for child in _children(modules, taken):
-        yield from _uniform(child, dtype, taken, kept)
+        yield from by_dtype(child, dtype, taken, kept)
 
 
 def _children(modules: Modules, taken: Iterable[Modules]) -> Iterator[Modules]:

@@ -1,15 +1,14 @@
 """The expert section -> fused experts that ranks divide among them."""
 
 from planc.ops.expert_parallel import ALL_REDUCE, ALL_TO_ALL
-from planc.plan.call_arguments import Arguments, unknown, word
+from planc.plan.call_arguments import Arguments, word
 from planc.plan.ir import ExpertRule
 from planc.plan.mesh_axes import EXPERTS
 from planc.plan.program import Program
-from planc.plan.rule_conflicts import Claims, flatten
-from planc.plan.sections.tensor import modules_of, rule_of
+from planc.plan.rule_conflicts import Claims
+from planc.plan.sections.tensor import modules_of, rules_of
 from planc.syntax import ast
 
-_ACTION = "dispatch"
 _WAYS = (ALL_TO_ALL, ALL_REDUCE)
 
 
@@ -21,13 +20,7 @@ def expert(program: Program) -> tuple[ExpertRule, ...]:
             message = "an expert section works over the ranks that divide experts"
             hint = f"write `expert on {EXPERTS} {{`"
             program.sink.error("PL305", message, section.name_origin, help=hint)
-        for placed in flatten(section, program.scope):
-            rule = rule_of(placed, "expert", program)
-            if rule is None:
-                continue
-            if rule.action.name != _ACTION:
-                unknown(rule.action, (_ACTION,), "expert action", program.scope)
-                continue
+        for rule, placed in rules_of(section, ("dispatch",), "expert action", program):
             found, way = modules_of(rule, placed, program.scope), _way(rule.action, program)
             if way is not None:
                 claims.add(found, "dispatch", way, rule.origin, override=rule.override)

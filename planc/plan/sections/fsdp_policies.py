@@ -1,6 +1,7 @@
 """Settings of an fsdp section that apply to all its units: precision, prefetch, offload, divide."""
 
 from planc.ops.fsdp import Divide, Prefetch
+from planc.ops.phrases import SHORT
 from planc.plan.call_arguments import Arguments
 from planc.plan.evaluate import size
 from planc.plan.ir import Offload, Precision
@@ -9,8 +10,7 @@ from planc.source import Span
 from planc.syntax import ast
 
 PRECISION = ("param", "reduce", "output", "cast_inputs")
-_SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
-DTYPES = {**_SHORT, **{name: name for name in _SHORT.values()}}
+DTYPES = {short: name for name, short in SHORT.items()} | {name: name for name in SHORT}
 
 
 def precision(arguments: Arguments, origin: Span) -> Precision | None:

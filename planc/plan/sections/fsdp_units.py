@@ -237,10 +237,10 @@ def _by_dtype(
         return None
     facts, kept = arguments.scope.facts, arguments.scope.kept
     found = {kept(p) for m in facts.model.below() for p in m.module.parameters}
-    message = f"no module has only {dtype} parameters"
     if found == {dtype}:
         return (), f"all parameters of the model are {dtype}"
-    return by_dtype(facts, dtype, (*taken, *ignored), kept), message
+    units = tuple(by_dtype(facts.model, dtype, (*taken, *ignored), kept))
+    return units, f"no module has only {dtype} parameters"
 
 
 def _dtype(arguments: Arguments) -> str | None:

@@ -22,7 +22,10 @@ _FIELDS = {"init": "meta", "islands": "fp32"}
 
 def load(program: Program) -> Load | None:
     """The settings of the load sections, or None where there are none."""
-    settings = _settings(program)
+    settings = Settings(program.sink)
+    for section in program.named("load"):
+        no_axes(section, program)
+        word_settings(section, WORDS, settings, program, "weights = slices")
     values, lines = settings.values, settings.lines
     if not any(values.values()):
         return None
@@ -44,14 +47,6 @@ def load(program: Program) -> Load | None:
     )
     program.scope.kept = found.kept
     return found
-
-
-def _settings(program: Program) -> Settings:
-    settings = Settings(program.sink)
-    for section in program.named("load"):
-        no_axes(section, program)
-        word_settings(section, WORDS, settings, program, "weights = slices")
-    return settings
 
 
 def _islands(dtype: str, facts: Facts) -> Iterator[Modules]:

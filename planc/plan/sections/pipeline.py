@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from functools import partial
 
-from planc.diagnostic import did_you_mean, nearest, one_of
+from planc.diagnostic import nearest
 from planc.model.facts import Facts, Modules, generic
 from planc.model.indices import Indices
 from planc.model.layer_kinds import length
@@ -11,13 +11,13 @@ from planc.model.small.block_order import BlockOrder, block_order
 from planc.ops.base import AxisRole
 from planc.ops.pipeline import SCHEDULES, Pipeline
 from planc.plan.call_arguments import Arguments, unknown, word, wrong_value
-from planc.plan.evaluate import evaluate
+from planc.plan.evaluate import evaluate, whole
 from planc.plan.ir import PipelineRule
 from planc.plan.program import Program
 from planc.plan.rule_conflicts import Settings
 from planc.plan.scope import Scope
 from planc.plan.sections.timetable import TimetableError, timetable
-from planc.plan.sections.word_settings import read_settings
+from planc.plan.sections.word_settings import one_word, read_settings
 from planc.plan.selectors import select
 from planc.syntax import ast
 
@@ -34,7 +34,9 @@ def pipeline(program: Program) -> PipelineRule | None:
     axis = _axis(section, program)
     if axis is None:
         return None
-    settings = _settings(program)
+    settings, read = Settings(program.sink), partial(_value, program=program)
+    for each in program.named("pipeline"):
+        read_settings(each, _SETTINGS, settings, program, "schedule = 1f1b", read=read)
     ranks = program.mesh.size(axis) if program.mesh else 1
     if ranks == 1:
         return None
@@ -122,32 +124,19 @@ def _axis(section: ast.Section, program: Program) -> str | None:
     return None
 
 
-def _settings(program: Program) -> Settings:
-    settings = Settings(program.sink)
-    for section in program.named("pipeline"):
-        read = partial(_value, program=program)
-        read_settings(section, _SETTINGS, settings, program, "schedule = 1f1b", read=read)
-    return settings
-
-
 def _value(item: ast.Setting, program: Program) -> object:
     if item.name == "stages":
         return True
     if item.name == "schedule" and isinstance(item.value, ast.Call) and item.value.name == "file":
         return item.value
-    value = word(item.value, program.scope)
     if item.name == "microbatches":
-        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        value = word(item.value, program.scope)
+        if whole(value) and value > 0:
             return value
-        hint: str | None = "write `microbatches = 8`"
-        wanted = "a positive number"
-    else:
-        if value in SCHEDULES:
-            return value
-        wanted = one_of(f"`{name}`" for name in SCHEDULES)
-        hint = did_you_mean(value, SCHEDULES) if isinstance(value, str) else None
-    wrong_value(item.value, item.name, wanted, value, program.scope, hint=hint)
-    return None
+        hint = "write `microbatches = 8`"
+        wrong_value(item.value, item.name, "a positive number", value, program.scope, hint=hint)
+        return None
+    return one_word(item, {name: name for name in SCHEDULES}, program)
 
 
 def _complete(settings: Settings, section: ast.Section, program: Program) -> bool:
@@ -301,7 +290,9 @@ def _rest(
     """The first and the last stage's modules besides blocks, or why a module is in neither."""
     inputs: list[Modules] = []
     outputs: list[Modules] = []
-    for modules in _holders(facts, blocks):
+    for modules in facts.model.below():
+        if not modules.module.parameters or modules.path[: len(blocks.path)] == blocks.path:
+            continue
         names = {generic(name) for name in modules.names()}
         if names <= {*order.after}:
             outputs.append(modules)
@@ -322,11 +313,3 @@ def _shared(
         last = [o for o in owners if any(o.overlap(m) for m in outputs)]
         if first and last:
             yield names[0], [*first, *last]
-
-
-def _holders(facts: Facts, blocks: Modules) -> Iterator[Modules]:
-    """Modules with parameters of their own, outside the list of blocks."""
-    for modules in facts.model.below():
-        inside = modules.path[: len(blocks.path)] == blocks.path
-        if modules.module.parameters and not inside:
-            yield modules

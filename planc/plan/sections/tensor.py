@@ -1,6 +1,6 @@
 """Tensor sections -> styles on modules."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from planc.model.facts import Modules
 from planc.ops.styles import Style
@@ -39,25 +39,11 @@ def tensor(program: Program) -> Iterator[TensorRule]:
     """The rules of the tensor sections, in the plan's order."""
     scope = program.scope
     claims: dict[str, Claims[Style]] = {}
-    used: set[str] = set()
+    known, used = (*STYLES, *program.styles), set[str]()
     for section in program.named("tensor"):
         axis = _axis(section, program)
-        for placed in flatten(section, scope):
-            rule = rule_of(placed, "tensor", program)
-            if rule is None:
-                continue
-            name = rule.action.name
-            if name not in STYLES and name not in program.styles:
-                styles = (*STYLES, *program.styles)
-                unknown(
-                    rule.action,
-                    styles,
-                    "style",
-                    scope,
-                    help=equivalent(name) or style_of_torch(rule.action),
-                )
-                continue
-            used.add(name)
+        for rule, placed in rules_of(section, known, "style", program, elsewhere=_elsewhere):
+            used.add(rule.action.name)
             found = modules_of(rule, placed, scope)
             if axis and found:
                 held = claims.setdefault(axis, Claims(program.sink))
@@ -70,6 +56,10 @@ def tensor(program: Program) -> Iterator[TensorRule]:
         for claim in held.claims:
             modules, style = claim.modules, claim.value
             yield TensorRule(modules=modules, axis=axis, style=style, origin=claim.origin)
+
+
+def _elsewhere(call: ast.Call) -> str | None:
+    return equivalent(call.name) or style_of_torch(call)
 
 
 def _claim(
@@ -93,27 +83,27 @@ def _claim(
         claims.add(group, aspect(rule.action.name), style, rule.origin, override=override)
 
 
-def rule_of(placed: Placed, section: str, program: Program) -> ast.Rule | None:
-    """The item as a rule with a selector; any other item is PL011."""
-    item = placed.item
-    if isinstance(item, ast.Rule) and isinstance(item.target, ast.Selector):
-        return item
-    message = f"this has no place in a `{section}` section"
-    help = f"it holds rules: `{_EXAMPLES[section]}`"
-    program.sink.error("PL011", message, item.origin, help=help)
-    return None
-
-
 def rules_of(
-    section: ast.Section, known: tuple[str, ...], what: str, program: Program
+    section: ast.Section,
+    known: tuple[str, ...],
+    what: str,
+    program: Program,
+    *,
+    elsewhere: Callable[[ast.Call], str | None] = lambda _: None,
 ) -> Iterator[tuple[ast.Rule, Placed]]:
-    """The rules of a section with one of its actions; anything else is PL011 or PL105."""
+    """The rules of a section with one of its actions; anything else is PL011 or PL105, with the
+    help for what other libraries have, if it is that.
+    """
     for placed in flatten(section, program.scope):
-        rule = rule_of(placed, section.name, program)
-        if rule is not None and rule.action.name in known:
+        rule = placed.item
+        if not isinstance(rule, ast.Rule) or not isinstance(rule.target, ast.Selector):
+            message = f"this has no place in a `{section.name}` section"
+            help = f"it holds rules: `{_EXAMPLES[section.name]}`"
+            program.sink.error("PL011", message, rule.origin, help=help)
+        elif rule.action.name in known:
             yield rule, placed
-        elif rule is not None:
-            unknown(rule.action, known, what, program.scope)
+        else:
+            unknown(rule.action, known, what, program.scope, help=elsewhere(rule.action))
 
 
 def modules_of(rule: ast.Rule, placed: Placed, scope: Scope) -> tuple[Modules, ...]:

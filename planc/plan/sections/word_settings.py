@@ -45,12 +45,13 @@ def word_settings(
     """Adds the settings (of `words`) of a section; reports PL011, PL012 and PL105."""
 
     def read(item: ast.Setting) -> str | None:
-        return _value(item, words[item.name], program)
+        return one_word(item, words[item.name], program)
 
     read_settings(section, words, settings, program, example, read=read)
 
 
-def _value(item: ast.Setting, words: Mapping[str, str], program: Program) -> str | None:
+def one_word(item: ast.Setting, words: Mapping[str, str], program: Program) -> str | None:
+    """The value of a setting, by one of a few words; None after PL012."""
     value = word(item.value, program.scope)
     if isinstance(value, str) and value in words:
         return words[value]

@@ -137,7 +137,7 @@ def _rendered(
     while True:
         rows = _rows(parts, indent, pad, broken)
         rows[-1] = replace(rows[-1], text=rows[-1].text + end)
-        whole = [g for g in groups if g.items and not _among(g, broken)]
+        whole = [g for g in groups if g.items and g not in broken]
         if not whole or all(_INDENT * r.indent + len(r.text) <= WIDTH for r in rows):
             return rows
         widest = max(whole, key=lambda g: len(_flat([g])))
@@ -159,17 +159,13 @@ def _rows(
             text += " " * pad[1]
         if isinstance(part, tokens.PlanToken):
             text += part.text
-        elif not _among(part, broken):
+        elif part not in broken:
             text += _flat([part])
         else:
             rows.append(_Row(indent=indent, text=text + part.open.text))
             rows += _inside(part, indent + 1)
             text = part.close.text
     return [*rows, _Row(indent=indent, text=text)]
-
-
-def _among(group: tokens.BracketGroup, groups: Sequence[tokens.BracketGroup]) -> bool:
-    return any(group is g for g in groups)
 
 
 def _inside(group: tokens.BracketGroup, indent: int) -> list[_Row]:

@@ -59,9 +59,9 @@ class BracketItem:
         self.parts.append(part)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class BracketGroup:
-    """Brackets and their content.
+    """Brackets and their content; two of the same text are not equal.
 
     Args:
         call: whether the content is the arguments of a name.
