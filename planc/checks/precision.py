@@ -113,9 +113,6 @@ def unused_precision(plan: Plan, facts: Facts, sink: Sink) -> None:
         sink.error("PL416", message, plan.fsdp.precision.origin, help="remove it, or add a unit")
 
 
-_SPELLED = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-
-
 def four_bits(plan: Plan, facts: Facts, sink: Sink) -> None:
     """Packed 4-bit bytes are not numbers, so nothing may cast, train or tie them.
 
@@ -173,11 +170,11 @@ def _gathered(rule: AdapterRule, own: Owned, plan: Plan, sink: Sink) -> None:
         return
     if precision.param == quant.storage:
         return
-    wanted = _SPELLED.get(precision.param, precision.param)
+    wanted = phrases.dtype(precision.param)
     sink.error(
         "PL680",
         f"the 4-bit weights of `{own.modules}` are stored as "
-        f"{_SPELLED.get(quant.storage, quant.storage)} and would be cast to {wanted}",
+        f"{phrases.dtype(quant.storage)} and would be cast to {wanted}",
         rule.origin,
         Label(span=precision.origin, text=f"gathers in {wanted}"),
         facts=["casting packed bytes changes the weights"],
