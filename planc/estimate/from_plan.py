@@ -131,9 +131,11 @@ class PlanWork:
     def compute_dtype(self) -> str:
         """Of most parameters while they compute."""
         section = self.plan.fsdp
-        stored = {h.parameter.dtype: h.count for h in self.holdings.all}
+        stored = Counter[str]()
+        for held in self.holdings.all:
+            stored[held.parameter.dtype] += held.count * held.parameter.numel
         given = section.precision.param if section and section.precision else None
-        return given or max(stored, key=lambda d: stored[d], default="float32")
+        return given or max(stored, key=stored.__getitem__, default="float32")
 
     @property
     def width(self) -> int:

@@ -297,6 +297,19 @@ def layers(*settings, world_size=8, rows=8, tokens=4096):
     return work.workload(counted).stages[0]
 
 
+def test_a_model_computes_in_the_dtype_of_most_elements(tmp_path):
+    """Few parameters of each layer of ERNIE 4.5 stay in float32."""
+    plan = tmp_path / "own.plan"
+    plan.write_text(
+        "plan own for ernie4_5_moe\nmesh {\n    dp_shard = auto\n}\nload {\n    dtype = bf16\n}\n"
+        "fsdp on dp_shard {\n    model.layers.* : unit\n    root : unit\n}\n"
+    )
+    compiled = compile_plan("ernie-4.5-21b-a3b", str(plan), Sink(), world_size=8)
+    work = PlanWork(*compiled.applied, Batch(global_batch=8, sequence=64), stack("torch"))
+    dtypes = {held.parameter.dtype for held in work.holdings.all}
+    assert (dtypes, work.compute_dtype) == ({"bfloat16", "float32"}, "bfloat16")
+
+
 def test_a_loss_in_chunks_has_no_whole_logits():
     whole, chunked = (layers("tp=8", f"loss_chunks={n}")[-1][0] for n in (0, 4))
     logits = 8 * 4096 * 128256
