@@ -7,12 +7,12 @@ import pytest
 from helpers import slow
 
 from planc import compiler
+from planc.checks.queries import divisors
 from planc.diagnostic import Sink
 from planc.estimate import second_process
 from planc.estimate import suggest as suggesting
 from planc.estimate.answer import Request, answer
 from planc.estimate.candidates import Candidates
-from planc.estimate.choice import divisors
 from planc.estimate.from_plan import Batch
 from planc.estimate.suggest import Asked, suggest
 from planc.estimate.suggestion_text import document

@@ -1,6 +1,6 @@
 """PL550 to PL552: experts that ranks cannot divide, and FSDP over ranks with other experts."""
 
-from planc.checks.queries import active, holds, legal, several, unit_of, weighted
+from planc.checks.queries import active, divisors, holds, several, unit_of, weighted
 from planc.diagnostic import Label, Sink, one_of
 from planc.model.facts import Facts
 from planc.ops.base import AxisRole
@@ -122,7 +122,7 @@ def _sizes(rule: ExpertRule, experts: ExpertMesh, plan: Plan, sink: Sink) -> Non
             help=f"name the tensor axis `{EXPERT_AXES[-1]}`",
         )
     elif count % ranks.size:
-        fits = one_of([str(n) for n in legal(count, most=64)])
+        fits = one_of([str(n) for n in divisors(count, 64)])
         message = f"{ranks.size:,} ranks cannot divide the {count:,} experts of `{rule.modules}`"
         hint = f"{ranks.name} can be {fits} here"
         sink.error("PL550", message, Label(span=rule.origin), label, help=hint)

@@ -59,7 +59,7 @@ def _uneven(rule: TensorRule, parameter: Parameter, split: Split, plan: Plan, si
         what = f"a part of {bad:,}" if split.packed else f"{bad:,} pairs" if parts != 1 else "dim"
         what = f"dim {split.dim}, of {bad:,}," if what == "dim" else what
         message = f"{what} of {name} cannot be split over {rule.axis} = {over}"
-        choices = [n for n in queries.legal(min(sizes), most=64) if not any(s % n for s in sizes)]
+        choices = [n for n in queries.divisors(min(sizes), 64) if not any(s % n for s in sizes)]
         advice = f"{rule.axis} can be {one_of(map(str, choices))} here"
     marks = (Label(span=rule.origin, text="split here"), queries.axis_label(plan, rule))
     sink.error(

@@ -95,6 +95,7 @@ def several(sets: Iterable[Modules]) -> str:
     return one_of((f"`{path}`" for path in together(map(str, merged(sets)))), last="and")
 
 
-def legal(count: int, *, most: int) -> list[int]:
-    """The numbers of ranks, up to `most`, that divide a count."""
-    return [n for n in range(1, min(count, most) + 1) if count % n == 0]
+def divisors(number: int, largest: int | None = None) -> tuple[int, ...]:
+    """The divisors of a number that are not above a limit, in order."""
+    found = {d for n in range(1, int(number**0.5) + 1) if number % n == 0 for d in (n, number // n)}
+    return tuple(sorted(d for d in found if d <= (largest or number)))

@@ -8,9 +8,9 @@ from planc.checks.queries import (
     active,
     around,
     axis_label,
+    divisors,
     holds,
     inside,
-    legal,
     parents,
     ranks,
     several,
@@ -103,7 +103,7 @@ def _attention(
         *labels.values(),
         axis_label(plan, fewest.rule),
         facts=_facts(parent, outer, facts),
-        help=f"{axis} can be {one_of(map(str, legal(common, most=common)))} for this model",
+        help=f"{axis} can be {one_of(map(str, divisors(common)))} for this model",
     )
 
 
@@ -205,7 +205,7 @@ def _partner(rule: TensorRule, plan: Plan, facts: Facts) -> TensorRule | None:
 
 
 def _choices(size: int) -> str:
-    return one_of(str(n) for n in legal(size, most=64))
+    return one_of(str(n) for n in divisors(size, 64))
 
 
 _ALIGNMENT = 16
@@ -302,7 +302,7 @@ def _unreadable(same: list[_Rows], plan: Plan, sink: Sink) -> None:
     if len(splits) == 1:
         ((rule, split),) = splits
         parts = part_sizes(split, rows.parameter.shape[rows.dim])
-        fit = (n for n in legal(min(parts), most=64) if not any(p % n for p in parts))
+        fit = (n for n in divisors(min(parts), 64) if not any(p % n for p in parts))
         choices = [str(n) for n in fit if sum(parts) // n % rows.step == 0]
         help = f"{rule.axis} can be {one_of(choices)} here; or {help}" if choices else help
     shape = ", ".join(f"{n:,}" for n in rows.local)

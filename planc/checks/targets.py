@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from planc.checks.queries import active, axis_label, legal, ranks, weighted
+from planc.checks.queries import active, axis_label, divisors, ranks, weighted
 from planc.diagnostic import Label, Sink, did_you_mean, one_of
 from planc.model.facts import Facts, Module, Modules
 from planc.model.module_table import (
@@ -269,7 +269,7 @@ def split_attributes(plan: Plan, facts: Facts, sink: Sink) -> None:
                     f"{rule.axis} = {over}",
                     Label(span=rule.origin, text="split here"),
                     axis_label(plan, rule),
-                    help=f"{rule.axis} can be {one_of(map(str, legal(value, most=64)))} here",
+                    help=f"{rule.axis} can be {one_of(map(str, divisors(value, 64)))} here",
                 )
 
 

@@ -10,9 +10,10 @@ from functools import cache
 from math import prod
 
 from planc import compiler
+from planc.checks.queries import divisors
 from planc.codes import CODES
 from planc.diagnostic import Sink
-from planc.estimate.choice import LEANEST, Choice, Sizes, Space, divisors
+from planc.estimate.choice import LEANEST, Choice, Sizes, Space
 from planc.estimate.derived_counts import DerivedCounts
 from planc.estimate.from_plan import Batch, PlanWork
 from planc.estimate.memory import usable

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
 
+from planc.checks.queries import divisors
 from planc.estimate.from_plan import Batch
 from planc.ops.activation_checkpoint import Checkpoint
 from planc.ops.base import AxisRole
@@ -303,9 +304,3 @@ def _block(header: str, lines: list[tuple[str, str]], between: str = " : ") -> s
     """`header { ... }`; empty without lines."""
     inside = "".join(f"    {left}{between}{right}\n" for left, right in lines)
     return f"{header} {{\n{inside}}}" if lines else ""
-
-
-def divisors(number: int, largest: int | None = None) -> tuple[int, ...]:
-    """The divisors of a number that are not above a limit, in order."""
-    found = {d for n in range(1, int(number**0.5) + 1) if number % n == 0 for d in (n, number // n)}
-    return tuple(sorted(d for d in found if d <= (largest or number)))
