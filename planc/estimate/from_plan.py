@@ -129,13 +129,10 @@ class PlanWork:
 
     @property
     def compute_dtype(self) -> str:
-        """Of most parameters while they compute."""
+        """Of most elements of parameters while they compute."""
         section = self.plan.fsdp
-        stored = Counter[str]()
-        for held in self.holdings.all:
-            stored[held.parameter.dtype] += held.count * held.parameter.numel
         given = section.precision.param if section and section.precision else None
-        return given or max(stored, key=stored.__getitem__, default="float32")
+        return given or self.holdings.main_dtype
 
     @property
     def width(self) -> int:

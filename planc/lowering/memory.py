@@ -4,6 +4,7 @@ They are counted on the compressed module table, so the cost does not grow with 
 belongs to the innermost unit that contains it; a tied parameter counts once, at its first name.
 """
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import prod
@@ -70,6 +71,14 @@ class Holdings:
             if (count := tied.own(part, parameter))
             for local in [_local(part, parameter, on, plan)]
         ]
+
+    @property
+    def main_dtype(self) -> str:
+        """The dtype of most elements."""
+        elements = Counter({"float32": 0})
+        for held in self.all:
+            elements[held.parameter.dtype] += held.count * held.parameter.numel
+        return elements.most_common(1)[0][0]
 
     def ranks(self, holding: Holding) -> int:
         """The number of ranks that a unit shards the parameter over."""
