@@ -10,6 +10,7 @@ from helpers import mutant, simulated
 from torch import distributed
 from torch.distributed import device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.testing._internal.distributed import multi_threaded_pg
 
 from planc.runtime import gradients, run
 from planc.trial import program, simulate, thread_ranks
@@ -232,6 +233,24 @@ def test_ranks_that_take_too_long_are_given_up():
     failure = thread_ranks.run_ranks(2, lambda _: event.wait(20), seconds=0.2)
     event.set()
     assert failure.late and "time limit" in failure.message
+
+
+def test_a_collective_that_begins_while_all_are_ended_is_no_error(monkeypatch):
+    """torch ends collectives without a lock, and a rank that is late may begin another one."""
+    groups = multi_threaded_pg.ProcessLocalGroup
+    end, calls = groups.exception_handle, []
+
+    def raced(error):
+        calls.append(error)
+        if len(calls) == 1:
+            raise RuntimeError("dictionary changed size during iteration")
+        end(error)
+
+    monkeypatch.setattr(groups, "exception_handle", raced)
+    event = threading.Event()
+    failure = thread_ranks.run_ranks(2, lambda _: event.wait(20), seconds=0.2)
+    event.set()
+    assert failure.late and calls == [None, None]
 
 
 def test_a_busy_machine_refutes_nothing(monkeypatch, tmp_path):

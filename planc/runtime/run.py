@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 import planc
-from planc.emit.text import render
 from planc.model import cache
 from planc.notebook import InNotebooks
 from planc.ops.lowered import Lowered
@@ -105,6 +104,8 @@ class Run(InNotebooks):
 
     def describe(self) -> str:
         """The lowered plan, as `planc lower` prints it."""
+        from planc.emit.text import render  # no proof depends on it
+
         return render(self.lowered, digest=self.digest)
 
     def summary(self) -> dict[str, Any]:

@@ -240,14 +240,14 @@ def _different(
     else:
         names = [f"`{name}`" for i, (name, _) in enumerate(leaves) if i % _ARGUMENTS in columns]
         what = f"{one_of(names, last='and')} differ{'s' if len(names) == 1 else ''}"
-    code, pass_, axis = "PL483", "forward pass", "tensor"
-    if first.splits == "sequences":
-        code, pass_, axis = "PL545", "batch", "context"
-    return stop(
-        code,
+    message = (
         f"the ranks {told} of {'_'.join(mesh.mesh_dim_names or ())} split the same {first.splits} "
-        f"and read different inputs in {pass_} {first.seen}: {what}",
-        *script_line("the inputs are passed here"),
-        help="a sampler takes num_replicas=run.data_size and rank=run.data_rank: the ranks of a "
-        f"{axis} axis read the same rows",
+        f"and read different inputs in {{}} {first.seen}: {what}"
     )
+    labels = script_line("the inputs are passed here")
+    help = "a sampler takes num_replicas=run.data_size and rank=run.data_rank: the ranks of a "
+    if first.splits == "sequences":
+        help += "context axis read the same rows"
+        return stop("PL545", message.format("batch"), *labels, help=help)
+    help += "tensor axis read the same rows"
+    return stop("PL483", message.format("forward pass"), *labels, help=help)
