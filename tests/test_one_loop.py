@@ -3,6 +3,7 @@
 tests/processes/test_loop_on_processes.py runs it under all plans.
 """
 
+import copy
 import sys
 
 import pytest
@@ -98,3 +99,28 @@ def test_ranks_of_a_context_axis_that_read_different_rows_stop(tmp_path, monkeyp
 
     assert run_ranks(2, rank, seconds=60) is None
     assert raised == {0: ["PL545"], 1: ["PL545"]}
+
+
+def test_a_rank_may_ask_alone_which_rows_it_reads(monkeypatch):
+    """No mesh is created for it, whose process group would wait for the other ranks."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    import planc
+
+    torch.manual_seed(0)
+    models = [LlamaForCausalLM(LlamaConfig(**SIZES)) for _ in range(4)]
+    models[1:] = [copy.deepcopy(models[0]) for _ in models[1:]]
+    overrides, found = ["dp_replicate=2", "tp=1"], {}
+
+    def created(*_):
+        raise AssertionError("a mesh was asked for")
+
+    def rank(number):
+        run = planc.apply(
+            models[number], "llama", overrides=overrides, device_type="cpu", compare=0
+        )
+        monkeypatch.setattr(run.meshes, "of", created)
+        found[number] = run.data_rank, run.data_size
+
+    assert run_ranks(4, rank, seconds=60) is None
+    assert found == {number: (number, 4) for number in range(4)}

@@ -100,7 +100,13 @@ class Run(InNotebooks):
     @property
     def data_rank(self) -> int:
         """The index of this rank's batch: `rank` of a sampler."""
-        return mesh.get_local_rank() if (mesh := self.data_mesh) is not None else 0
+        coordinate = self.mesh.get_coordinate()
+        assert coordinate is not None  # the mesh holds every rank
+        rank = 0  # `data_mesh` may create a process group, and a rank may ask for this alone
+        for axis, position in zip(self.lowered.axes, coordinate, strict=True):
+            if axis.name in self.lowered.data:
+                rank = rank * axis.size + position
+        return rank
 
     def describe(self) -> str:
         """The lowered plan, as `planc lower` prints it."""
