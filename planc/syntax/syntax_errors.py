@@ -37,6 +37,7 @@ _TOKENS = {
     r"!(?!=)": "write `not`",
     r"\?": "write `when CONDITION then VALUE else VALUE`",
     r"['\u2018-\u201f]": "a text is in double quotes",
+    r"->": "layouts are arguments of a style: `colwise(-> replicate)`",
     r"\[\*\]": "every entry of a list is `.*`, as in `model.layers.*`",
 }
 """What to write for what other languages have, by how it begins."""
