@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from planc.diagnostic import Sink
 from planc.importing.peer import table
 from planc.model.config import CLASS, locate_config, read, shipped_models
+from planc.model.facts import Modules
 from planc.resources import PLANS
 from planc.syntax import ast, plan_files
 
@@ -44,10 +45,30 @@ class Base:
         """The module that holds the list of blocks, to which paths of a `tp_plan` are relative."""
         return self._holds(r"let block *= *([\w.]+)\.\w+\.\*") or "model"
 
+    def lacks(self, path: str) -> bool:
+        """Whether a module of transformers' own plan is none of the model, whose family has it."""
+        from planc.model.load import load, load_values
+        from planc.model.sources.huggingface import defaults
+
+        own, values = defaults(self.family or "")
+        if not any(path in (key, f"{self.root}.{key}") for key in own):
+            return False
+        sink = Sink()
+        name = self.family or ""
+        facts = load(self.model, sink) if self.model else load_values(values, name, sink)
+        pattern = re.compile(re.escape(path).replace(r"\*", r"[^.]+"))
+        found = facts and any(pattern.fullmatch(_dotted(m)) for m in facts.model.below())
+        return facts is not None and not found
+
     def _holds(self, statement: str) -> str | None:
         """What a statement says that others of its kind may override."""
         found = re.findall(rf"(?m)^(override )?{statement}", self.text)
         return max(found, key=lambda each: bool(each[0]))[1] if found else None
+
+
+def _dotted(modules: Modules) -> str:
+    """The path of modules, each set of indices as one segment."""
+    return ".".join(s if isinstance(s, str) else "[]" for s in modules.path)
 
 
 def base_of(family: str | None, model: str | None, sink: Sink) -> Base:
