@@ -7,8 +7,7 @@ import sys
 from planc.commands import output, shared_arguments, terminal
 from planc.diagnostic import Sink
 from planc.estimate.advice import advise
-from planc.estimate.answer import answer_for, judge_fit
-from planc.estimate.render import document, text
+from planc.estimate.answer import answer_for, document, judge_fit, text
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,4 +29,5 @@ def run(options: argparse.Namespace) -> int:
         print(json.dumps(document(found), indent=2))
     elif found:
         terminal.show("".join(f"{line}\n" for line in text(found, explain=options.explain)))
-    return output.exit_code(sink)
+    unknown = found is not None and found.fits is None
+    return output.exit_code(sink) or (output.FAILED if unknown else output.CLEAN)

@@ -16,7 +16,7 @@ from planc.estimate.candidates import WAYS_OUT, Candidate, Candidates, Tally
 from planc.estimate.choice import CHECKPOINTING, Choice, Space
 from planc.estimate.counted import MicroBatch
 from planc.estimate.derived_counts import DerivedCounts, first_jobs
-from planc.estimate.from_plan import Batch, PlanWork
+from planc.estimate.from_plan import Batch, PlanWork, masters
 from planc.estimate.moments import GIB
 from planc.estimate.search import Found, search
 from planc.estimate.second_process import SecondProcess, can_help
@@ -61,6 +61,7 @@ class Suggestion:
     """
     Args:
         coarser: the best plan with gradients reduced in 16 bits, if its own are reduced in 32.
+        masters: whether it is assumed that the optimizer steps fp32.
     """
 
     asked: Asked
@@ -69,6 +70,7 @@ class Suggestion:
     stack: profiles.Stack
     found: Found
     coarser: Candidate | None = None
+    masters: bool = False
 
     @property
     def plan(self) -> str:
@@ -134,6 +136,7 @@ def suggest(
         stack=stack,
         found=found,
         coarser=coarser,
+        masters=masters(space.plan, facts) is not None,
     )
 
 
