@@ -15,7 +15,7 @@ from planc.project import ProjectError, Target, project
 from planc.resources import PLANS
 from planc.source import Source, Span
 from planc.syntax import ast
-from planc.syntax.plan_files import locate, plan_of_family, read_open
+from planc.syntax.plan_files import SeveralPlans, locate, plan_of_family, read_open
 
 _COMMENT = re.compile(r"(?:^|(?<=^\ufeff))#[ \t]*planc:(.*)$", re.M)
 
@@ -89,8 +89,12 @@ def _in_project(path: Path, texts: Mapping[str, str]) -> Chosen | None:
     """The first target whose plan is the open one, or extends it."""
     for target in project().targets:
         config = locate_config(target.model)
-        family = _values(config.path).get("model_type", "") if config else ""
-        plan = locate(target.plan) if target.plan else plan_of_family(str(family))
+        values = _values(config.path) if config else {}
+        names = (*(values.get("architectures") or ()), values.get("model_type", ""))
+        try:
+            plan = locate(target.plan) if target.plan else plan_of_family(*map(str, names))
+        except SeveralPlans:
+            continue
         root = plan.path.resolve() if plan and plan.path else None
         if root and path in (place_of(f.origin.source) for f in read_open(root, texts, Sink())):
             return Chosen(root, "a target in pyproject.toml names it", target)

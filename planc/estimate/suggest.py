@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -27,11 +28,12 @@ from planc.plan.evaluate import evaluate, truth
 from planc.plan.ir import Plan
 from planc.plan.mesh_axes import EXPERTS
 from planc.plan.scope import Definition, Scope
+from planc.project import ProjectError
 from planc.resources import PLANS
 from planc.source import Source
 from planc.syntax import ast
 from planc.syntax.parse import parse
-from planc.syntax.plan_files import locate
+from planc.syntax.plan_files import locate, plan_of_family
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +143,7 @@ def suggest(
 
 
 def _files(facts: Facts, asked: Asked, sink: Sink) -> tuple[ast.File, ...]:
-    name = asked.plan or facts.family
+    name = asked.plan or _of_model(facts)
     if asked.plan is None and not compiler.read(name, Sink()):
         sink.error(
             "PL710",
@@ -167,7 +169,7 @@ def _space(facts: Facts, asked: Asked, files: tuple[ast.File, ...], sink: Sink) 
     names = [setting.partition("=")[0].strip() for setting in asked.settings]
     fixed = {n: given.options.get(n, given.mesh.size(n)) for n in names}
     with_all = plan([f"{CHECKPOINTING}=true"], Sink()) if CHECKPOINTING in default.options else None
-    name = _extended(asked.plan or facts.family, asked.folder)
+    name = _extended(asked.plan or _of_model(facts), asked.folder)
     if name is None:
         sink.error("PL710", f"{asked.plan} is no file", help="a plan extends a file by its path")
         return None
@@ -217,6 +219,16 @@ def _extents(
             next((n for n, v in options.items() if op and v == op.schedule), ""),
         ),
     }
+
+
+def _of_model(facts: Facts) -> str:
+    """A name of the plan for a model: its family where several or none are for it, which `read`
+    reports.
+    """
+    with suppress(ProjectError):
+        if (place := plan_of_family(facts.name, facts.family)) and place.path:
+            return str(place.path)
+    return facts.family
 
 
 def _extended(plan: str, folder: str) -> str | None:

@@ -7,6 +7,7 @@ from planc.diagnostic import Sink
 from planc.importing.peer import table
 from planc.model.config import CLASS, locate_config, read, shipped_models
 from planc.model.facts import Modules
+from planc.project import ProjectError
 from planc.resources import PLANS
 from planc.syntax import ast, plan_files
 
@@ -73,7 +74,10 @@ def _dotted(modules: Modules) -> str:
 
 def base_of(family: str | None, model: str | None, sink: Sink) -> Base:
     """The plan of a family, read; a base without a plan if there is none."""
-    place = plan_files.plan_of_family(family) if family else None
+    try:
+        place = plan_files.plan_of_family(family) if family else None
+    except ProjectError:  # several of one's own
+        place = plan_files.plan_of_family(family or "", own=False)
     if place is None or place.path is None:
         return Base(family=family, model=model, options={})
     files = plan_files.read(str(place.path), sink)
