@@ -243,6 +243,7 @@ _ROWS: tuple[tuple[str, str, Phase, str], ...] = (
     ("PL609", "info error", "input", "the model brings its own code, which was not run"),
     ("PL610", "info", "input", "the quantization of the model is ignored"),
     ("PL611", "error", "input", "several plans of one's own are for the family"),
+    ("PL612", "info", "input", "inputs that a draft's proof did not have"),
     ("PL650", "error", "plan", "the plan is for another family"),
     ("PL660", "warning", "proof", "a drafted plan that is not proved"),
     ("PL661", "info", "plan", "a rule of transformers' plan matches nothing"),

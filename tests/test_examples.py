@@ -52,6 +52,7 @@ UNREACHED = {
     "PL721": "an estimate with offloading; tests/specs/estimate.md has one",
     "PL703": "needs a model of one's own; tests/estimate/test_estimates.py has one",
     "PL021": "settings in pyproject.toml; tests/specs/project.md has them",
+    "PL612": "needs a model that takes no images; tests/test_inputs.py has one",
     "PL611": "several plans in a folder; tests/test_library.py makes two",
     "PL022": "a model of a family without a plan; tests/specs/project.md has one",
     "PL543": "needs a configuration beside the plan; tests/test_context_parallel.py has one",

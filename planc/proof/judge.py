@@ -36,7 +36,8 @@ def judge(small: SmallCase, *, quick: bool = False, draws: bool = False) -> Outc
     except Exception as error:
         return Outcome(verdict="unknown", reason=f"the small model cannot be built: {error}")
     outcome = simulate(builder, lowered, quick=quick, draws=draws)
-    outcome = replace(outcome, missing_inputs=builder.choice.missing)
+    choice = builder.choice
+    outcome = replace(outcome, missing_inputs=choice.missing, lacks=choice.lacks)
     if outcome.verdict != "unknown" and not user_code:  # unknown may change with the environment
         cache.keep(key, outcome.document())
     return outcome

@@ -29,7 +29,7 @@ from planc.plan.ir import Plan
 from planc.proof.called_modules import called_modules
 from planc.proof.flow_findings import refuted, report_means, report_uncalled, report_unstated
 from planc.proof.judge import blamed, judge
-from planc.proof.layer_verdicts import LayerVerdict, layer_verdicts
+from planc.proof.layer_verdicts import NOT_SPLIT, LayerVerdict, layer_verdicts
 from planc.proof.random_draws import drawing_case, report_draws
 from planc.proof.remedy import blamed_first, remedy
 from planc.proof.small_case import SmallCase, small_case
@@ -137,6 +137,8 @@ class Verdict:
         match self.verdict:
             case "proved":
                 detail = f"proved{cache.provenance()}, {many}largest error {self.outcome.worst:.0e}"
+                if apart := [k.text for k in self.layers if k.reason == NOT_SPLIT]:
+                    detail += f"; not reached and not split: {', '.join(apart)}"
                 return f"layout flow ({detail})"
             case "nothing":
                 return "layout flow (no tensor parallelism)"

@@ -55,6 +55,7 @@ class Outcome:
             run did not reach it.
         recomputed: a module that the model's own code runs again in the backward pass, if any.
         missing_inputs: why a tower of the model got no input, empty if all did.
+        lacks: the inputs that it got none of, such as `images`.
         passes: what its batches were built to show, such as `padding`.
     """
 
@@ -69,6 +70,7 @@ class Outcome:
     modules: tuple[tuple[str, float | None], ...] = ()
     recomputed: str = ""
     missing_inputs: str = ""
+    lacks: tuple[str, ...] = ()
     passes: tuple[str, ...] = ()
 
     @property
