@@ -28,8 +28,9 @@ plan t for phi3
 extend "phi3.plan"
 optimizer {
     root                           : adamw
-    model.layers.*.self_attn.*proj : muon
-    model.layers.*.mlp.*proj       : muon(lr = 0.5)
+    model.layers.*.self_attn.qkv_proj : muon(parts = 3)
+    model.layers.*.self_attn.o_proj   : muon
+    model.layers.*.mlp.*proj          : muon(lr = 0.5)
 }
 """
 MOE = """

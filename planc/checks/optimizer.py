@@ -83,9 +83,10 @@ def _no_matrix(step: Stepped, facts: Facts) -> str | None:
     rows = step.parameter.shape[0]
     if step.modules.module.kind == "embedding":
         return "an embedding"
-    if step.modules.module.kind == "linear":
-        if rows == facts.config.get("vocab_size"):
-            return "the head"
-        if rows > 1 and rows in {facts.config.get(field) for field in EXPERTS}:
-            return "a router"
+    if len(step.parameter.shape) != 2:
+        return None
+    if rows == facts.config.get("vocab_size"):
+        return "the head"
+    if rows > 1 and rows in {facts.config.get(field) for field in EXPERTS}:
+        return "a router"
     return None

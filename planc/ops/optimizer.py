@@ -68,7 +68,7 @@ class Muon:
     compute: Dtype | None = field(default=None, metadata=OMIT)
 
 
-Algorithm = Annotated[AdamW | Sgd | Muon, Form(tag="name")]
+Algorithm = Annotated[AdamW | Sgd | Muon, Form(tag="algorithm")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,8 +23,8 @@ from planc.ops.call import Assign, Each, Members, MeshOf, Once, ParameterRef
 from planc.ops.configure import Configure
 from planc.ops.freeze import Freeze
 from planc.ops.lora import Adapt
-from planc.ops.optimizer import Optimize
 from planc.ops.lowered import Lowered
+from planc.ops.optimizer import Optimize
 from planc.runtime import input_embeddings, megatron_fsdp, other_libraries, preconditions
 from planc.runtime.calls import Values, function_of, resolve
 from planc.runtime.context import same_batches

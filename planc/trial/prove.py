@@ -111,8 +111,8 @@ def _updates(result: program.RankResult, reference: program.Reference) -> dict[s
         owner = name.partition(" ")[0]
         mine, right = result.states.get(name), reference.states.get(name)
         alike = mine is not None and right is not None and mine.dtype == right.dtype
-        error = error / _slack(owner, reference) if alike else math.inf
-        found[owner] = max(found.get(owner, 0.0), error)
+        counted = error / _slack(owner, reference) if alike else math.inf
+        found[owner] = max(found.get(owner, 0.0), counted)
     return found
 
 
