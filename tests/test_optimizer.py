@@ -7,8 +7,9 @@ import torch
 from helpers import codes, compiled_of, simulated, slow
 
 from planc.compiler import compile_plan
-from planc.diagnostic import Sink
+from planc.diagnostic import PlanError, Sink
 from planc.ops.optimizer import Optimize
+from planc.runtime.gradients import require_section
 from planc.runtime.standalone import optimizer as standalone
 from planc.runtime.standalone.optimizer import PlannedOptimizer, optimize, planned_optimizer
 
@@ -187,9 +188,10 @@ def test_a_router_is_no_matrix(tmp_path):
     text = 'plan t for qwen3_moe\nextend "qwen3_moe.plan"\noptimizer {\n root : adamw\n'
     path, sink = written(tmp_path, text + " model.layers.* : muon\n}\n"), Sink()
     compile_plan("qwen3-30b-a3b", str(path), sink, world_size=8)
-    found = [d for d in sink if d.code == "PL576"]
-    assert [d.message for d in found] == [
-        "`model.layers[0:48].mlp.gate.weight` is a router, which Muon is not made for"
+    found = [d.message for d in sink if d.code == "PL576"]
+    assert found == [
+        f"`model.layers[{layers}].mlp.gate.weight` is a router, which Muon is not made for"
+        for layers in ("0:47", "47")  # the last block is a unit of its own
     ]
 
 
@@ -283,3 +285,19 @@ def test_it_is_a_torch_optimizer():
     again = planned_optimizer(module, 0.02, 0.1)
     again.load_state_dict(made.state_dict())
     assert again.param_groups[0]["lr"] == 0.01
+
+
+@pytest.mark.parametrize(
+    ("given", "lr", "planned", "said"),
+    [
+        (True, None, True, "the script brings one of its own"),
+        (True, 0.1, True, "the script brings one of its own"),
+        (False, None, True, "no learning rate is given"),
+        (False, 0.1, False, "the plan has no optimizer section"),
+    ],
+)
+def test_the_plan_or_the_script_has_the_optimizer(given, lr, planned, said):
+    own = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1) if given else None
+    with pytest.raises(PlanError, match="PL580") as caught:
+        require_section(own, lr, planned)
+    assert said in str(caught.value)

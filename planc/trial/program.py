@@ -157,10 +157,7 @@ def train_single(
                 reference.whole = _whole(model, batches, scale)
         if batches.gradients_alone:
             break
-        trained = [p for p in model.parameters() if p.grad is not None]
-        reference.norms.append(nn.utils.clip_grad_norm_(trained, MAX_NORM))
-        optimizer.step()
-        optimizer.zero_grad()
+        reference.norms.append(_stepped(model, optimizer))
     if not batches.gradients_alone:
         reference.parameters = _parameters(model)
         reference.states = _states(model, optimizer)
@@ -168,6 +165,15 @@ def train_single(
     for result in reference.passes if heads else ():
         result.logits.clear()  # the ranks compute none
     return reference
+
+
+def _stepped(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensor:
+    """The norm of all gradients, with which the optimizer has stepped."""
+    trained = [p for p in model.parameters() if p.grad is not None]
+    norm: Tensor = nn.utils.clip_grad_norm_(trained, MAX_NORM)
+    optimizer.step()
+    optimizer.zero_grad()
+    return norm
 
 
 def _as_one_step(reference: Reference, batches: Batches) -> None:

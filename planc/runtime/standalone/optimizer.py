@@ -319,7 +319,7 @@ def process_groups(wanted: Sequence[Ranks]) -> list[Any]:
     ]
 
 
-class Unit:
+class Matrix:
     """A matrix that is orthogonalized: a weight, a part of one, a head or an expert.
 
     Attributes:
@@ -354,7 +354,7 @@ def units_of(
     name: str,
     where: Ranks,
     known: dict[Any, Any],
-) -> list[Unit]:
+) -> list[Matrix]:
     """The matrices of a parameter, with the pieces that each rank holds of them.
 
     Which rank holds what follows from placements, without a message.
@@ -380,7 +380,7 @@ def units_of(
             (matrix_shape(ranges), [blocks_in(own, ranges) for own in runs])
             for ranges in ranges_of_units(shape, cut)
         ]
-    return [Unit(size, held) for size, held in known[key]]
+    return [Matrix(size, held) for size, held in known[key]]
 
 
 def runs_on(
@@ -461,7 +461,7 @@ class Bucket:
     def __init__(
         self,
         parameters: list[Tensor],
-        units: list[list[Unit]],
+        units: list[list[Matrix]],
         group: Any,
         where: Ranks,
     ) -> None:
