@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from fractions import Fraction
 from math import ceil, prod
 
 from planc.lowering.context_sends import context_sends
@@ -29,9 +30,12 @@ from planc.ops.activation_checkpoint import Checkpoint
 from planc.ops.base import AxisRole
 from planc.ops.context import ContextParallel
 from planc.ops.expert_parallel import ALL_TO_ALL, DispatchExperts
+from planc.ops.freeze import Freeze
 from planc.ops.fsdp import FullyShard
 from planc.ops.layouts import Replicate, Shard
+from planc.ops.lora import Adapt
 from planc.ops.loss import ChunkLoss
+from planc.ops.megatron_fsdp import MegatronShard
 from planc.ops.pipeline import Pipeline, stages_of_rank
 from planc.ops.registry import AnyOp
 from planc.ops.styles import (
@@ -75,8 +79,12 @@ def left_out(step: Step) -> tuple[str, ...]:
             names[f"{style_name(op.style)} of {op.modules}"] = None
         elif isinstance(op, Checkpoint) and op.save:
             names[f"what backward repeats of {op.modules}"] = None
-        elif op.WORD in {"freeze", "lora", "quantize", "megatron_fsdp"}:
-            names[op.WORD] = None
+        elif isinstance(op, MegatronShard):
+            names["what Megatron-FSDP gathers and reduces"] = None
+        elif isinstance(op, Freeze | Adapt) and not step.owned:
+            names["what backward leaves out where parameters are frozen"] = None
+        elif isinstance(op, ContextParallel | Pipeline | DispatchExperts) and step.backward.skips:
+            names[f"what backward leaves out of {op.WORD} for frozen blocks"] = None
     return tuple(names)
 
 
@@ -96,20 +104,23 @@ def _of(op: AnyOp, step: Step) -> Iterator[Sent]:
             yield from _pipeline(op, step)
 
 
-def _repeats(op: Parallelize | DispatchExperts, step: Step) -> int:
-    """How often the forward pass of modules runs in a pass: twice where a checkpoint repeats it.
+def _repeats(op: Parallelize | DispatchExperts, step: Step) -> Fraction:
+    """The share of the forward passes of modules that backward repeats for a checkpoint.
 
     Early stopping ends before the last collective of a block, which nothing saves after.
     """
     for one in step.every(Checkpoint):
         if not one.save and op.modules.within(one.modules):
             stops = one.early_stop and isinstance(op, Parallelize) and _sums(op)
-            return 1 if stops and op.modules == _last(one.modules, step) else 2
-    return 1
+            stopped = stops and op.modules == _last(one.modules, step)
+            return Fraction(0 if stopped else step.backward.outputs(one.modules), len(one.modules))
+    return Fraction(0)
 
 
 def _last(block: Modules, step: Step) -> Modules | None:
-    """The last module of a block, where its output is a sum over the ranks."""
+    """The last module of a block, where its output is a sum over the ranks that nothing saves: the
+    second half of an adapter saves that of the first.
+    """
     depth, order = len(block.path), [child.name for child in block.module.children]
     inside: dict[int, list[Parallelize | DispatchExperts]] = {}
     for op in step.lowered.ops:
@@ -121,7 +132,10 @@ def _last(block: Modules, step: Step) -> Modules | None:
     last = inside[max(inside)] if inside else []
     sums = [o for o in last if isinstance(o, Parallelize) and _sums(o)]
     known = all(isinstance(o, Parallelize) and (_sums(o) or _before(o)) for o in last)
-    return sums[-1].modules if sums and known else None
+    adapted = (m for op in step.every(Adapt) for m in op.members)
+    if not sums or not known or any(sums[-1].modules.within(m) for m in adapted):
+        return None
+    return sums[-1].modules
 
 
 def _sums(op: Parallelize) -> bool:
@@ -147,18 +161,17 @@ def _tensor(op: Parallelize, step: Step) -> Iterator[Sent]:
     if any(op.modules.within(head.modules) for head in step.every(ChunkLoss)):
         return
     some = _linear if isinstance(op.style, Colwise | Rowwise) else _redistributed
-    one, count = _sent(op, op.axes), len(op.modules)
-    found = (
-        replace(
-            one,
-            kind=kind,
-            times=count * (step.reductions() if during is During.STEP else step.passes),
-            size=size,
-            during=during,
-        )
-        for kind, during, size in some(op, step)
-    )
-    yield from again(found, _repeats(op, step))
+    one = _sent(op, op.axes)
+    times = {
+        During.FORWARD: len(op.modules) * step.passes,
+        During.STEP: step.backward.trained(op.modules) * step.reductions(),
+    }
+    for kind, during, size in some(op, step):
+        if during is During.BACKWARD:  # of an output that was scattered, else of an input
+            behind = step.backward.outputs if kind == GATHER else step.backward.inputs
+            times[during] = behind(op.modules) * step.passes
+        found = replace(one, kind=kind, times=times[during], size=size, during=during)
+        yield from again(iter([found]), _repeats(op, step))
 
 
 def _sent(op: Parallelize | DispatchExperts | ChunkLoss, axes: tuple[str, ...]) -> Sent:
@@ -211,6 +224,8 @@ def _redistributed(op: Parallelize, step: Step) -> _Found:
                     yield GATHER, During.FORWARD, whole
                     if not style.local:
                         yield SCATTER, During.BACKWARD, whole
+                elif change.source == change.target == Replicate() and _feeds(op, step):
+                    yield REDUCE, During.BACKWARD, whole
         case Output():
             for change in style.changes:
                 if change.source == Replicate() and isinstance(change.target, Shard):
@@ -230,10 +245,28 @@ def _redistributed(op: Parallelize, step: Step) -> _Found:
 
 
 def _fed(op: Parallelize, step: Step) -> bool:
-    """Whether a module above gives this one DTensors, whose gradients are summed there."""
-    return any(
+    """Whether a module above gives this one DTensors, whose gradients are summed there; the second
+    half of an adapter has its input from the first.
+    """
+    return op.modules.path[-2:-1] != ("lora_B",) and any(
         isinstance(one.style, Input) and not one.style.local and op.modules.within(one.modules)
         for one in step.every(Parallelize)
+    )
+
+
+def _feeds(op: Parallelize, step: Step) -> bool:
+    """Whether the input that a module gives to those inside has a gradient to sum: it is a DTensor,
+    and one of them computes a part of its features.
+    """
+    return (
+        isinstance(op.style, Input)
+        and not op.style.local
+        and any(
+            isinstance(one.style, Colwise)
+            and one.style.input == Replicate()
+            and one.modules.within(op.modules)
+            for one in step.every(Parallelize)
+        )
     )
 
 
@@ -241,21 +274,34 @@ def _fsdp(op: FullyShard, step: Step) -> Iterator[Sent]:
     units = 1 if op.group else sum(len(m) for m in op.members)
     stored = next((p.dtype for m in op.members for p in parameters_of(m)), "float32")
     width = DTYPE_BYTES[op.param or stored]
-    reduced = op.gathered // width * DTYPE_BYTES[op.reduce or op.param or stored]
+    trained = min(units, sum(map(step.backward.trained, op.members)))
+    elements = (op.gathered * units - op.frozen) // max(trained, 1) // width
+    reduced = elements * DTYPE_BYTES[op.reduce or op.param or stored]
     one = Sent(
         word=op.WORD, where=op.name, kind=GATHER, axes=op.shard, times=units, size=op.gathered
     )
     if not op.gathered:
         return
-    kept = op.reshard is False
-    gathers = (1 if step.lowered.pipeline else step.micro_batches) if kept else 2 * step.passes
-    reductions = units * step.reductions(op)
+    if op.reshard is False:
+        gathers = units * (1 if step.lowered.pipeline else step.micro_batches)
+    else:
+        gathers = (units + _gathered_again(op, step)) * step.passes
+    reductions = trained * step.reductions(op) if reduced else 0
     if op.shard:
-        yield replace(one, times=units * gathers)
+        yield replace(one, times=gathers)
         yield replace(one, kind=SCATTER, times=reductions, size=reduced)
     if op.replicate:
         ranks, one = step.lowered.axis_size(*op.shard), replace(one, times=reductions)
         yield replace(one, kind=REDUCE, axes=op.replicate, size=reduced // ranks)
+
+
+def _gathered_again(op: FullyShard, step: Step) -> int:
+    """The units of an operation that a backward pass gathers: those it reaches, and the one before
+    the first of them, which FSDP prefetches.
+    """
+    reached = step.backward.outputs(op.members[-1])
+    found = step.backward.nearest(o.members[-1] for o in step.every(FullyShard) if o.shard)
+    return (min(reached, 1) if op.group else reached) + (found is op.members[-1])
 
 
 def _exchanges(op: DispatchExperts, step: Step) -> Iterator[Sent]:
