@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from math import inf
 
 from planc.model.facts import Modules
-from planc.plan.apply_adapters import BASE_LAYER
+from planc.ops.lora import BASE_LAYER
 from planc.plan.parameter_owners import Owned
 
 Place = tuple[float, float, float]

@@ -44,6 +44,12 @@ CASES = {
     "adapters, tp and checkpoints": ("Llama", "lora.plan", ["tp=2", "sequence_parallel=false"]),
     "adapters, sp and checkpoints": ("Llama", "lora.plan", ["tp=2"]),
     "inputs once for all projections": ("Llama", "input.plan", []),
+    "whole inputs of rowwise layers": (
+        "Bloom",
+        "bloom",
+        ["tp=2", "sequence_parallel=false", "checkpointing=false"],
+    ),
+    "packed projections": ("Phi3", "phi3", ["tp=2", "sequence_parallel=false"]),
 }
 CP = """plan cp for llama
 
@@ -109,7 +115,10 @@ fsdp on dp_shard {
     root           : unit
 }
 """
-EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+CHANGES = {
+    "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "Phi3": {"pad_token_id": 0},
+}
 
 
 @pytest.fixture
@@ -127,7 +136,7 @@ def run(four, tmp_path):
             plan=str(tmp_path / plan) if own else plan,
             settings=[*precise, *settings],
             rows=8,
-            changes=EXPERTS if kind == "Mixtral" else changes,
+            changes=CHANGES.get(kind, changes),
             passes=passes,
         )
 
