@@ -35,8 +35,6 @@ _log = logging.getLogger("planc")
 Overrides = str | Iterable[str] | Mapping[str, Any]
 """`name=value` for mesh axes and options: one, several, or as a mapping."""
 
-_LIBRARIES = ("torch.", "transformers.", "diffusers.")
-
 
 def check(
     model: str | os.PathLike[str] | nn.Module,
@@ -52,7 +50,7 @@ def check(
     """Every finding about a plan for a model; empty without findings. `print` shows what
     `planc check` does.
 
-    A verdict on a model that is not the user's own code is kept, and `apply` finds it.
+    The verdict is kept, and `apply` finds it for the same code of the model.
 
     Args:
         model: a folder with `config.json`, a JSON file, a cached hub name, a shipped model's name,
@@ -350,16 +348,18 @@ def model_of(model: Any) -> str | Facts:
 
 
 def _facts_of(module: nn.Module) -> Facts:
-    """Of a model that its configuration names, a small one can be built; one that has a module of
-    the user's own is run itself.
+    """Of a model that its configuration names, a small one can be built; one that runs functions of
+    the script's own is kept, to be run itself or to compare a small one with it.
     """
     from planc.model.config import buildable
     from planc.model.module_table import facts_of
+    from planc.model.own_code import own_code
 
     config = getattr(module, "config", None)
-    facts = replace(facts_of(module, config=config, config_name="model.config"), built=True)
-    known = all(type(m).__module__.startswith(_LIBRARIES) for m in module.modules())
-    if buildable(facts.config) and known and not hasattr(module, "planc_inputs"):
+    facts = facts_of(module, config=config, config_name="model.config")
+    known = buildable(facts.config)
+    facts = replace(facts, built=True, own_code=own_code(module, alone=not known))
+    if known and not facts.own_code and not hasattr(module, "planc_inputs"):
         return facts
     return replace(facts, user_model=module)
 

@@ -9,7 +9,7 @@ from planc.diagnostic import Sink
 from planc.draft.init import draft
 from planc.draft.parsed import parsed_text
 from planc.model.facts import Facts
-from planc.proof.in_subprocess import NoAnswerError, answer_of_subprocess
+from planc.proof.in_subprocess import NoAnswerError, answer_of_copy, answer_of_subprocess
 from planc.runtime.preconditions import of_rank_0
 from planc.syntax import ast
 
@@ -32,6 +32,8 @@ def _written(facts: Facts) -> str | None:
         facts.family,
     )
     try:
+        if facts.user_model is not None:
+            return str(answer_of_copy(lambda: draft(facts, Sink()).text))
         return str(answer_of_subprocess(__name__, facts))
     except NoAnswerError as error:
         _log.warning("the draft could not be written: %s", error)

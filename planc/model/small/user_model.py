@@ -76,6 +76,7 @@ def builder_of(
     *,
     dropout: bool = False,
     given: Given = (None, None),
+    attention: str = "",
 ) -> ModelBuilder:
     """The object that builds a model to be run.
 
@@ -86,6 +87,7 @@ def builder_of(
         module: a user's own model, of which copies are run.
         dropout: whether a user's own model keeps its dropout.
         given: what the user says of the inputs and the loss of such a model.
+        attention: the name of an attention function of the script's own.
 
     Raises:
         PlanError: transformers or diffusers cannot build the configuration.
@@ -96,7 +98,9 @@ def builder_of(
         return UserModelBuilder(copies_of(module), dropout=dropout, given=given)
     if code and not values:
         return UserModelBuilder(user_factory(code), dropout=dropout)
-    return DiffusersBuilder(values) if is_diffusers(values) else TransformersBuilder(values, code)
+    if is_diffusers(values):
+        return DiffusersBuilder(values)
+    return TransformersBuilder(values, code, attention)
 
 
 class UserModelBuilder:
