@@ -48,7 +48,8 @@ def known(model, plan="t.plan"):
 def proved(model, plan="t.plan"):
     """As `apply(prove=True)` proves it."""
     settings = api.settings_of(SETTINGS["overrides"])
-    compiled, _ = api.compiled_for(model, plan, SETTINGS["world_size"], settings, False)
+    compiled, sink = api.compiled_for(model, plan, SETTINGS["world_size"], settings, False)
+    assert not sink.errors and compiled.lowered is not None
     return prove_in_subprocess(compiled, allow_code=False)
 
 
@@ -289,6 +290,18 @@ tensor on tp {
 """
 
 
+LOCAL = """plan local for Net
+
+mesh {
+    dp = 2
+}
+
+replicate on dp {
+    root : unit
+}
+"""
+
+
 @pytest.fixture
 def own(folder, monkeypatch):
     (folder / "own.plan").write_text(OWN)
@@ -317,7 +330,7 @@ def test_a_model_that_cannot_be_imported_elsewhere_is_proved(own):
         def forward(self, ids):
             return self[1](self[0](ids))
 
-    (own / "local.plan").write_text("plan local for Net\nmesh {\n    dp = 2\n}\nreplicate on dp\n")
+    (own / "local.plan").write_text(LOCAL)
     found = proved(Net(nn.Embedding(64, 16), nn.Linear(16, 64)), "local.plan")
     assert found.level == "proved", found
 

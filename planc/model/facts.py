@@ -17,6 +17,7 @@ from math import prod
 from typing import Any
 
 from planc.model.indices import Indices
+from planc.model.run_code import OwnCode
 
 DTYPE_BYTES = {
     "float64": 8,
@@ -275,27 +276,6 @@ def merged(sets: Iterable[Modules], *, alike: bool = False) -> list[Modules]:
     return found
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OwnCode:
-    """The code of a model that its libraries did not ship, as `own_code` finds it.
-
-    Args:
-        code: a digest of the functions; empty where there are none. Equal for models of two sizes.
-        values: a digest of the numbers that the modules with such functions hold.
-        attention: the name of an attention function of the script's own, else empty.
-    """
-
-    code: str = ""
-    values: str = ""
-    attention: str = ""
-
-    def __bool__(self) -> bool:
-        return bool(self.code)
-
-    def __str__(self) -> str:
-        return f"{self.code} {self.values}" if self else ""
-
-
 @dataclass(frozen=True)
 class Facts:
     """The model facts that a plan is checked against.
@@ -325,7 +305,7 @@ class Facts:
     stated_fields: frozenset[str] = frozenset()
     code: str = ""
     user_model: Any = field(default=None, compare=False, repr=False)
-    own_code: OwnCode = OwnCode()
+    own_code: OwnCode = field(default_factory=OwnCode)
     inputs_and_loss: tuple[Any, Any] = field(default=(None, None), compare=False, repr=False)
     built: bool = field(default=False, compare=False)
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any
 
-from planc.model.facts import OwnCode
+from planc.model.run_code import OwnCode
 from planc.model.shipped import LIBRARIES, content, functions_in, imports, library_of, shipped
 
 _FOLLOWED = ("transformers", "diffusers")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -22,9 +23,8 @@ from planc.model.sources.huggingface import user_factory
 
 
 def copies_of(module: nn.Module) -> Callable[[], nn.Module]:
-    """A factory of copies of a module on the CPU; the module itself is not touched.
-
-    Parameters on meta get random values, about as large as torch's own first ones.
+    """A factory of copies of a module on the CPU, with weights of their own: a verdict is of code,
+    and not of the weights that a script has drawn or loaded. The module itself is not touched.
 
     Raises:
         ValueError: the module is parallel already, or has a buffer on meta, whose values only its
@@ -50,9 +50,31 @@ def copies_of(module: nn.Module) -> Callable[[], nn.Module]:
                     if id(parameter) not in known:
                         known[id(parameter)] = _filled(parameter)
                     inner._parameters[name] = known[id(parameter)]
-        return made.to("cpu")
+        made = made.to("cpu")
+        _draw(made)
+        return made
 
     return make
+
+
+def _draw(model: nn.Module) -> None:
+    """Gives all parameters new values: torch's layers their first ones; others numbers of the size
+    that they have, unless all are equal, as its code has set them.
+    """
+    for module in model.modules():
+        reset = getattr(module, "reset_parameters", None)
+        if reset is not None and type(module).__module__.startswith("torch.nn."):
+            reset()
+            continue
+        for parameter in module._parameters.values():
+            if parameter is None or not parameter.is_floating_point() or parameter.numel() < 2:
+                continue
+            values = parameter.detach().float()
+            width, mean = float(values.std()), float(values.mean())
+            if width > 0:
+                width = 2.0 ** round(math.log2(width))  # of another drawing the same
+                drawn = torch.randn(values.shape) * width + round(mean / width) * width
+                parameter.data.copy_(drawn)
 
 
 def _filled(parameter: Any) -> Any:
