@@ -143,7 +143,25 @@ def of_attention(patch, model, function=attention):
     model.config._attn_implementation = "mine"
 
 
+def of_attribute(patch, model):
+    model.model.rotary_emb.rope_init_fn = lambda *args, **more: None
+
+
+def of_a_callable(patch, model):
+    class Hook:
+        def __call__(self, module, args):
+            return args
+
+    model.model.layers[0].register_forward_pre_hook(Hook())
+
+
+def of_every_module(patch, model):
+    hooks = nn.modules.module._global_forward_hooks
+    patch.setitem(hooks, -1, lambda module, args, output: None)
+
+
 PATCHES = [
+    *(of_attribute, of_a_callable, of_every_module),
     *(of_class, of_wrapper, of_another_class, of_instance, of_partial, of_pre_hook, of_hook),
     *(of_module, of_torch, of_layer, of_loss, of_attention),
 ]
@@ -160,6 +178,13 @@ def test_what_a_script_changes_is_seen(change, monkeypatch):
         assert first.attention == ("mine" if change is of_attention else "")
     if change in (of_class, of_wrapper, of_another_class, of_module, of_torch, of_layer):
         assert not own_code(model)
+
+
+def test_hooks_of_transformers_are_no_code_of_a_script():
+    model = llama()
+    model.enable_input_require_grads()
+    model.gradient_checkpointing_enable()
+    assert model.get_input_embeddings()._forward_hooks and not own_code(model)
 
 
 def test_two_functions_in_one_place_are_two(monkeypatch):

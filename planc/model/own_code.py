@@ -14,7 +14,7 @@ import hashlib
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from planc.model.run_code import OwnCode
@@ -24,6 +24,7 @@ _FOLLOWED = ("transformers", "diffusers")
 """Libraries whose functions are walked through, for what a script has put into their modules."""
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _TOLD = ("planc_inputs", "planc_loss", "forward")
+_CALLED = (FunctionType, MethodType, functools.partial)
 _UNIMPLEMENTED = "_forward_unimplemented"  # of torch's lists
 _OF_A_COPY = ("training", "name_or_path")
 _MOST = 64  # values of one list that are read
@@ -47,8 +48,9 @@ def own_code(model: Any, *, alone: bool = False) -> OwnCode:
         patched = [text for text in walk.of_instance(module) if text]
         if patched or known[cls] or alone:
             values.append(f"{name} {patched} {walk.held(module)}")
-    for hooks in _global_hooks():
-        walk.found.update(filter(None, (walk.replaced("every module", hook) for hook in hooks)))
+    for hook in _global_hooks():
+        if not shipped(hook):
+            walk.replaced("every module", hook)
     walk.of_loss(model)
     walk.follow()
     if not walk.found and not alone:
@@ -74,10 +76,10 @@ def _implementations(model: Any) -> frozenset[str]:
     )
 
 
-def _global_hooks() -> Iterator[Iterable[Any]]:
+def _global_hooks() -> Iterator[Any]:
     shared = sys.modules.get("torch.nn.modules.module")
     for name in _HOOKS:
-        yield tuple(getattr(shared, f"_global{name}", {}).values())
+        yield from getattr(shared, f"_global{name}", {}).values()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -125,8 +127,20 @@ class _Walk:
         if own is not None and getattr(own, "__func__", own) is not type(module).forward:
             yield self.replaced(type(module).__name__, own)
         for name in _HOOKS:
-            for hook in inside.get(name, {}).values() if inside.get(name) else ():
-                yield self.replaced(f"{type(module).__name__}{name}", hook)
+            for hook in inside[name].values() if inside.get(name) else ():
+                if not shipped(hook):
+                    yield self.replaced(f"{type(module).__name__}{name}", hook)
+        for name, value in inside.items():
+            if isinstance(value, _CALLED) and name != "forward" and not self._kernel(module, value):
+                yield self.replaced(f"{type(module).__name__}.{name}", value)
+
+    def _kernel(self, module: Any, value: Any) -> bool:
+        """Whether a function that a module holds is of a library, or one that its file imports."""
+        if shipped(value):
+            return True
+        home = type(module).__module__
+        names = (name for name, at in vars(sys.modules[home]).items() if at is value)
+        return any(imports(home, name) for name in names)
 
     def of_loss(self, model: Any) -> None:
         """Notes the loss of a transformers model, which a property finds in a registry."""

@@ -55,18 +55,27 @@ def library_of(path: str) -> str:
 
 
 def shipped(value: Any) -> bool:
-    """Whether a value has no function that a library did not ship."""
+    """Whether a value has no function that a library did not ship, and is of no other class."""
+    while isinstance(value, functools.partial):
+        value = value.func
     if isinstance(value, type):
-        root = value.__module__.partition(".")[0]
-        return root in LIBRARIES or (root in sys.stdlib_module_names and root != "__main__")
-    return all(library_of(f.__code__.co_filename) or _generated(f) for f in functions_in(value))
+        return _of_library(value.__module__)
+    functions = functions_in(value)
+    if not functions:
+        return _of_library(type(value).__module__)
+    return all(library_of(f.__code__.co_filename) or _generated(f) for f in functions)
+
+
+@functools.cache
+def _of_library(module: str) -> bool:
+    """Whether a module is of a library or of Python, and no file of a script with such a name."""
+    file = getattr(sys.modules.get(module), "__file__", None)
+    return bool(library_of(file)) if file else module in sys.builtin_module_names
 
 
 def _generated(function: FunctionType) -> bool:
     """Whether a library made the code as a text, as dataclasses do."""
-    return function.__code__.co_filename == "<string>" and (
-        (function.__module__ or "").partition(".")[0] in (*LIBRARIES, *sys.stdlib_module_names)
-    )
+    return function.__code__.co_filename == "<string>" and _of_library(function.__module__ or "")
 
 
 def imports(module: str, name: str) -> bool:
