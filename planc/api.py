@@ -142,7 +142,8 @@ def apply(
     """Parallelizes a model over the ranks of this run, in place, according to a plan.
 
     What `planc check` and `planc verify` found of the plan on this machine is looked up by its
-    digest; rank 0 logs it, with every warning of the checks. Nothing is simulated unless asked.
+    digest and by the functions that the model runs; rank 0 logs it, with every warning of the
+    checks. Nothing is simulated unless asked.
 
     Args:
         model: a module with parameters on meta, CPU or CUDA that is not parallel yet.
@@ -157,7 +158,8 @@ def apply(
         require: `proved` or `verified`, the least that must be known of the plan; by default it
             must not be known to be refuted, and `nothing` applies even such a plan.
         prove: whether rank 0 proves a plan of which nothing is known, as `planc check` does, in a
-            process of its own; the other ranks wait for it, at most five minutes.
+            process of its own, where the script has code of its own in a copy of this one; the
+            other ranks wait for it, at most five minutes.
         compare: the number of first forward passes in which ranks compare their inputs, those of
             the tensor axes and those of the innermost data axis; 0 compares neither these nor the
             weights that the ranks have built.

@@ -20,6 +20,7 @@ from transformers.models.llama import modeling_llama
 import planc
 from planc import api
 from planc.model.own_code import own_code
+from planc.model.small.user_model import without_devices
 from planc.proof.in_subprocess import prove_in_subprocess
 from planc.trial import verdict_store
 
@@ -263,6 +264,43 @@ def test_an_instance_is_proved_on_copies_of_the_model(folder, monkeypatch):
         layer.mlp.forward = types.MethodType(over_features, layer.mlp)
     found = proved(model)
     assert found.level == "refuted" and known(model) == "refuted", found
+
+
+def closed_over(mlp):
+    return lambda x: over_features(mlp, x)
+
+
+def by_default(mlp):
+    def forward(x, own=mlp):
+        return over_features(own, x)
+
+    return forward
+
+
+def around(mlp):
+    mlp.act_fn.register_forward_hook(lambda module, args, output: output / mlp.up_proj.weight.std())
+    return decorated(mlp.forward)
+
+
+@pytest.mark.parametrize("made", [closed_over, by_default, around])
+def test_functions_that_hold_modules_hold_those_of_the_copies(folder, made):
+    model = llama()
+    for layer in model.model.layers:
+        layer.mlp.forward = made(layer.mlp)
+    found = proved(model)
+    assert found.level == "refuted", found
+
+
+def test_a_copy_without_devices_is_the_same_model():
+    model = llama(tie_word_embeddings=True)
+    mlp = model.model.layers[0].mlp
+    mlp.forward = closed_over(mlp)
+    copy = without_devices(model)
+    assert {p.device.type for p in copy.parameters()} == {"meta"}
+    assert copy.lm_head.weight is copy.model.embed_tokens.weight
+    assert all(torch.equal(b, model.get_buffer(n)) for n, b in copy.named_buffers())
+    assert own_code(copy) == own_code(model)
+    assert copy.model.layers[0].mlp.forward.__closure__[0].cell_contents is copy.model.layers[0].mlp
 
 
 def test_a_check_of_a_name_keeps_nothing_of_a_changed_class(folder, monkeypatch):

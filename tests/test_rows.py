@@ -8,6 +8,7 @@ import threading
 
 import pytest
 import torch
+from helpers import sampled
 from torch import nn
 from torch.nn import functional
 
@@ -159,7 +160,8 @@ def verdict(path, seed):
     return flow(compiled, Sink()).document()
 
 
-def test_a_verdict_is_of_the_code_and_not_of_the_weights(tmp_path):
+@pytest.mark.parametrize("times", sampled([3, 20], 2))
+def test_a_verdict_is_of_the_code_and_not_of_the_weights(tmp_path, times):
     """Checked again and again, while another thread keeps the processor busy."""
     path = plan(tmp_path, Net(16), "fsdp")
     ended = threading.Event()
@@ -172,7 +174,7 @@ def test_a_verdict_is_of_the_code_and_not_of_the_weights(tmp_path):
     for thread in threads:
         thread.start()
     try:
-        every = [verdict(path, seed) for seed in range(20)]
+        every = [verdict(path, seed) for seed in range(times)]
     finally:
         ended.set()
         for thread in threads:

@@ -12,10 +12,12 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NoReturn, get_args
 
 from planc.compiler import Compiled
 from planc.diagnostic import Sink
+from planc.model.facts import Facts
 from planc.proof.layout_flow import Verdict, flow
 from planc.runtime.known_verdict import KnownVerdict, Level
 from planc.trial import verdict_store
@@ -57,13 +59,25 @@ def prove_in_subprocess(compiled: Compiled, *, allow_code: bool) -> KnownVerdict
     own = compiled.facts is not None and compiled.facts.user_model is not None
     try:
         if own:
-            level, text = answer_of_copy(lambda: _answer(compiled, allow_code))
+            given = replace(compiled, facts=_readable(compiled.facts))
+            level, text = answer_of_copy(lambda: _answer(given, allow_code))
         else:
             level, text = answer_of_subprocess(__name__, (compiled, allow_code))
     except NoAnswerError as error:
         return _undecided(str(error))
     known = level in get_args(Level)
     return KnownVerdict(level=level, text=text) if known else _undecided(str(text))
+
+
+def _readable(facts: Facts | None) -> Facts | None:
+    """The facts, whose model has no tensors on a device: copies of the process cannot use one."""
+    from planc.model.small.user_model import without_devices
+
+    module = facts.user_model if facts else None
+    held = (*module.parameters(), *module.buffers()) if module is not None else ()
+    if facts is None or all(tensor.device.type in ("cpu", "meta") for tensor in held):
+        return facts
+    return replace(facts, user_model=without_devices(module))
 
 
 class NoAnswerError(Exception):
