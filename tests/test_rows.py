@@ -4,6 +4,7 @@ Parameters that the rows of some ranks alone use (PL512), modules that mix rows 
 that do (PL510); and the verdict does not depend on the weights that a model happens to have.
 """
 
+import inspect
 import threading
 
 import pytest
@@ -198,3 +199,14 @@ def test_copies_have_weights_of_their_own():
         same = torch.equal(parameter, before[name])
         assert same == (name in ("scale", "inner.weight", "inner.bias")), name
     assert 0.5 < first.width.std() / model.width.std() < 2
+
+
+def test_verify_says_it_too(tmp_path, monkeypatch):
+    source = inspect.getsource(Experts), inspect.getsource(Net)
+    head = "import torch\nfrom torch import nn\n\n\n"
+    (tmp_path / "skipping.py").write_text(head + "\n\n".join(source))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    path = plan(tmp_path, Net(), "fsdp")
+    proof = planc.verify("skipping:Net", path, processes=2, allow_code=True)
+    assert proof.verdict == "refuted" and "PL512" in str(proof)

@@ -6,7 +6,7 @@ and modules whose output for a row depends on the other rows of the batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import combinations
@@ -50,6 +50,21 @@ class UsedParameters:
                     hooks.callback(hook.remove)
             yield
         self.every[step, number, rank] = frozenset(used)
+
+    def of_rows(
+        self, model: nn.Module, one: TrialPass, forward: Callable[[Mapping[str, Any]], Tensor]
+    ) -> None:
+        """Notes what each row of a pass alone gives a gradient: rows of one repeated token use the
+        fewest experts. A model that takes no single rows is not asked.
+        """
+        rows = len(next(iter(one.inputs.values())))
+        for row in range(rows):
+            try:
+                with self.of(model, -1, row, 0):
+                    forward(one.of_rank(row, rows)).backward()
+            except Exception:
+                self.every.pop((-1, row, 0), None)
+                return
 
     def uneven(self) -> tuple[UnevenUse, ...]:
         """The parameters that ranks of one pass do not all use; or passes, where code looks."""

@@ -161,7 +161,7 @@ def train_single(
             reference.gradients = _gradients(model)
             if lowered.pipeline is not None:
                 _as_one_step(reference, batches)
-            _compare_whole(reference, model, batches, scale)
+            _other_batches(reference, used, model, batches, scale)
         if batches.gradients_alone:
             break
         trained = [p for p in model.parameters() if p.grad is not None]
@@ -190,30 +190,33 @@ def seed_rank(rank: int) -> None:
     torch.manual_seed(SEED + rank)
 
 
-def _compare_whole(reference: Reference, model: nn.Module, batches: Batches, scale: float) -> None:
-    """What a model without random numbers computes with all rows in one batch."""
-    if reference.draws:
+def _other_batches(
+    reference: Reference, used: UsedParameters, model: nn.Module, batches: Batches, scale: float
+) -> None:
+    """What a model without random numbers computes with all rows in one batch, and with each alone,
+    where its code can see numbers; its gradients are put back.
+    """
+    if reference.draws or batches.ranks == 1:
         return
+    first, extra = batches.steps[0][0], batches.extra(0)
+    before = {p: p.grad for p in model.parameters()}
+    model.zero_grad(set_to_none=True)
     reference.whole = _whole(model, batches, scale)
     if reference.of_whole_batches()[1] > LIMIT:
-        first = batches.steps[0][0]
-        reference.coupling = coupling_module(model, first, batches.extra(0), batches.ranks)
+        reference.coupling = coupling_module(model, first, extra, batches.ranks)
+    if used.looked:
+        used.of_rows(model, first, lambda inputs: _forward(model, {**inputs, **extra}, None))
+    for parameter, gradient in before.items():
+        parameter.grad = gradient
 
 
 def _whole(model: nn.Module, batches: Batches, scale: float) -> Tensors:
-    """The gradients with all rows of a pass in one batch; the model's own are put back."""
-    if batches.ranks == 1:
-        return {}
-    before = {p: p.grad for p in model.parameters()}
-    model.zero_grad(set_to_none=True)
+    """The gradients with all rows of a pass in one batch."""
     extra = {name: value * batches.ranks for name, value in batches.extra(0).items()}
     for one in batches.steps[0]:
         loss = _forward(model, {**one.inputs, **extra}, None)
         (loss * (scale * batches.weight(0))).backward()
-    found = _gradients(model)
-    for parameter, gradient in before.items():
-        parameter.grad = gradient
-    return found
+    return _gradients(model)
 
 
 def train_rank(

@@ -57,10 +57,10 @@ def prove(
         )
     if reference.draws and any(isinstance(op, ContextParallel) for op in lowered.ops):
         raise program.SingleError(program.DRAWS_PARTS)
+    report("apply")
     if reference.uneven and lowered.has(FullyShard):
         one = reference.uneven[0]
         raise RuntimeError(f"only some data ranks use `{one.name}`: {one.where} (PL512)")
-    report("apply")
     model = builder.build(seed).to(device)
     program.seed_rank(distributed.get_rank())
     run = apply_lowered(model, lowered, digest=digest, device_type=device, allow_code=True)
