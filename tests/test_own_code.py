@@ -21,6 +21,7 @@ import planc
 from planc import api
 from planc.model.own_code import own_code
 from planc.model.small.user_model import without_devices
+from planc.proof import small_case
 from planc.proof.in_subprocess import prove_in_subprocess
 from planc.trial import verdict_store
 
@@ -404,3 +405,11 @@ def test_the_verdict_of_the_command_is_found_by_a_script(own, monkeypatch):
     (own / "mine.py").write_text(f"{source}{inspect.getsource(Net)}")
     planc.check("mine:Net", "own.plan", allow_code=True, **SETTINGS)
     assert known(Net(), "own.plan") == "proved"
+
+
+def test_a_large_model_with_functions_of_instances_is_not_decided(folder, monkeypatch):
+    monkeypatch.setattr(small_case, "UNSHRUNK", 1000)
+    model = llama()
+    model.model.layers[0].mlp.forward = types.MethodType(right, model.model.layers[0].mlp)
+    found = proved(model)
+    assert found.level == "undecided" and "put yours into the classes" in found.text

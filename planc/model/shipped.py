@@ -10,7 +10,8 @@ from pathlib import Path
 from types import FunctionType, MethodType
 from typing import Any
 
-LIBRARIES = ("torch", "transformers", "diffusers", "planc")
+LIBRARIES = ("torch", "transformers", "diffusers", "planc", "kernels")
+"""Where `kernels` puts functions of the hub, they are none of its own files."""
 
 
 def functions_in(value: Any) -> list[FunctionType]:

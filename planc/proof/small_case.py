@@ -24,7 +24,7 @@ from planc.model.facts import Facts
 from planc.model.load import load_values
 from planc.model.randomness import with_noise
 from planc.model.run_code import OwnCode
-from planc.model.small.shrink import small_values
+from planc.model.small.shrink import UNSHRUNK, small_values
 from planc.ops.base import AxisRole
 from planc.plan import elaborate
 from planc.plan.apply_adapters import adapted
@@ -37,6 +37,12 @@ if TYPE_CHECKING:
     from torch import nn
 
     from planc.model.small.user_model import ModelBuilder
+
+
+_OF_INSTANCES = (
+    "this script's model is too large to be run itself, and one built small from its configuration "
+    "runs other functions: put yours into the classes, before the model is built"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +123,10 @@ def small_model(
     if facts.code and not Path(facts.code).is_absolute():
         return SmallModel(values={}, code=facts.code)
     if facts.user_model is not None:
-        return _of_the_script(facts, ranks, plan) or SmallModel(
+        small = _of_the_script(facts, ranks, plan)
+        if small is None and buildable(facts.config) and facts.count > UNSHRUNK:
+            return _OF_INSTANCES
+        return small or SmallModel(
             values={}, user_model=facts.user_model, inputs_and_loss=facts.inputs_and_loss
         )
     made = _shrunk(facts, ranks, plan)

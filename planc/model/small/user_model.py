@@ -20,6 +20,7 @@ from planc.model.small.diffusers_model import DiffusersBuilder
 from planc.model.small.given_inputs import given_inputs, seen_inputs
 from planc.model.small.input_search import BatchShape, InputChoice
 from planc.model.small.output_loss import causal_output
+from planc.model.small.shrink import UNSHRUNK
 from planc.model.small.transformers_model import TransformersBuilder, spread_weights
 from planc.model.sources.huggingface import user_factory
 
@@ -133,8 +134,6 @@ def _filled(parameter: Any) -> Any:
     return nn.Parameter(values, requires_grad=parameter.requires_grad)
 
 
-LARGEST = 200_000_000
-"""The most parameters of a user's model, which cannot be shrunk without a configuration."""
 Given = tuple[Any, Any]
 """Inputs and a loss, as `given_inputs` takes them; None for what is not said."""
 _LABELS = "_planc_labels"  # where a model keeps the labels of the pass that runs
@@ -199,7 +198,7 @@ class UserModelBuilder:
         with torch.device("meta"):
             made = self._make()
         count = sum(p.numel() for p in made.parameters())
-        if count > LARGEST:
+        if count > UNSHRUNK:
             raise ValueError(f"it has {count:,} parameters: give a small model of the same code")
         self._given = given_inputs(*given, made)
         names = list(inspect.signature(made.forward).parameters)
