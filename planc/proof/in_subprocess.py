@@ -56,10 +56,10 @@ _TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 def prove_in_subprocess(compiled: Compiled, *, allow_code: bool) -> KnownVerdict:
     """The verdict of layout flow on a compiled plan without errors, kept as that of a check."""
-    own = compiled.facts is not None and compiled.facts.user_model is not None
+    facts = compiled.facts
     try:
-        if own:
-            given = replace(compiled, facts=_readable(compiled.facts))
+        if facts is not None and facts.user_model is not None:
+            given = replace(compiled, facts=readable(facts))
             level, text = answer_of_copy(lambda: _answer(given, allow_code))
         else:
             level, text = answer_of_subprocess(__name__, (compiled, allow_code))
@@ -69,13 +69,13 @@ def prove_in_subprocess(compiled: Compiled, *, allow_code: bool) -> KnownVerdict
     return KnownVerdict(level=level, text=text) if known else _undecided(str(text))
 
 
-def _readable(facts: Facts | None) -> Facts | None:
+def readable(facts: Facts) -> Facts:
     """The facts, whose model has no tensors on a device: copies of the process cannot use one."""
     from planc.model.small.user_model import without_devices
 
-    module = facts.user_model if facts else None
-    held = (*module.parameters(), *module.buffers()) if module is not None else ()
-    if facts is None or all(tensor.device.type in ("cpu", "meta") for tensor in held):
+    module = facts.user_model
+    held = (*module.parameters(), *module.buffers())
+    if all(tensor.device.type in ("cpu", "meta") for tensor in held):
         return facts
     return replace(facts, user_model=without_devices(module))
 
