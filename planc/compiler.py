@@ -96,7 +96,5 @@ def compile_plan(
     files = None if plan is None else read(plan, sink)
     facts = load(model, sink, allow_code=allow_code) if isinstance(model, str) else model
     if plan is None and facts is not None:
-        files = plan_files.read_for(
-            (facts.name, facts.family), sink, draft and partial(draft, facts)
-        )
+        files = plan_files.read_for(facts.names, sink, draft and partial(draft, facts))
     return compile(files, facts, sink, world_size=world_size, settings=settings)

@@ -226,7 +226,7 @@ def _of_model(facts: Facts) -> str:
     reports.
     """
     with suppress(ProjectError):
-        if (place := plan_of_family(facts.name, facts.family)) and place.path:
+        if (place := plan_of_family(*facts.names)) and place.path:
             return str(place.path)
     return facts.family
 

@@ -315,6 +315,11 @@ class Facts:
         return Modules((), self.root)
 
     @property
+    def names(self) -> tuple[str, str]:
+        """What a plan's header may name: the class, and the family."""
+        return self.name, self.family
+
+    @property
     def count(self) -> int:
         """How many elements the parameters have, tied ones once (`root.count` has them twice)."""
         again = sum(self.find(name)[1].numel for group in self.ties for name in group[1:])

@@ -138,8 +138,8 @@ def _right_plans(
     """
     facts, plan, quiet = small.compiled.facts, small.compiled.plan, Sink()
     assert facts is not None and plan is not None and compiled.facts and compiled.plan
-    names = (compiled.facts.name, compiled.facts.family)
-    files = plan_files.read_for(names, quiet, partial(draft, compiled.facts), own=False)
+    written = partial(draft, compiled.facts)
+    files = plan_files.read_for(compiled.facts.names, quiet, written, own=False)
     if not files:
         return
     tensor = compiled.plan.mesh.of_role(AxisRole.TENSOR)[0]
