@@ -30,6 +30,7 @@ WORDS: base.Words = {
     "reduce": ("gradients", phrases.value),
     "cast_inputs": ("cast inputs", phrases.value),
     "nbytes": ("per rank", phrases.value),
+    "frozen": ("frozen", phrases.size),
     "group": ("unit", lambda group: group or "alone"),
     "shard_dim": ("dim", phrases.value),
     "pin": ("pinned", phrases.value),
