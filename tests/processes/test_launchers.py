@@ -1,7 +1,7 @@
 """A process that srun or mpirun started beside others, without torchrun's variables."""
 
 import pytest
-from processes.numerics import build
+from numerics import build
 from torch import distributed
 
 import planc
