@@ -180,7 +180,7 @@ def states(
 
         skeletons[name] = _mapped(each.state_dict(), keep)
     told = {place: int(value) for place, value in sums.items()}
-    everyone = of_all_ranks((data_rank, told, skeletons if staged else None))
+    everyone = of_all_ranks((data_rank, told, skeletons if staged else {}))
     mine = [(told, some) for rank, told, some in everyone if rank == data_rank]
     if not staged:
         refused += [
@@ -221,9 +221,7 @@ def _together(parts: list[Any], name: str, refused: list[tuple[str, Path_, str]]
         copy = first.copy()
         copy.update(joined)
         return copy
-    marks: list[tuple[Path_, str]] = []
-    for part in parts:
-        _mapped(part, lambda _, v, __: marks.append((v[1], v[2])) if _is_mark(v) else None)
+    marks = [leaf[1:3] for part in parts for _, leaf in _leaves(part) if _is_mark(leaf)]
     if len(parts) > 1 and any(m not in marks[:1] for m in marks):
         refused.append((name, marks[0][0], "in a list, of which each stage has another part"))
     return first
@@ -296,17 +294,10 @@ def empty(
     layouts, orders = _Layouts.of(model), rank_orders(model)
     out, findings = Filled({}, {}), []
     for name, state in found.items():
-        now: dict[Path_, Tensor] = {}
-        if any(_is_mark(v) for v in _leaves(state)):
-            _mapped(
-                extra[name].state_dict(),
-                lambda path, v, _, now=now: (
-                    now.__setitem__(path, v) if isinstance(v, Tensor) else None
-                ),
-            )
-        for mark in _leaves(state):
-            if not _is_mark(mark):
-                continue
+        marks = [leaf for _, leaf in _leaves(state) if _is_mark(leaf)]
+        live = _leaves(extra[name].state_dict()) if marks else ()
+        now = {path: leaf for path, leaf in live if isinstance(leaf, Tensor)}
+        for mark in marks:
             _, path, like, local = mark
             key, own, current = _key(name, path), layouts.tensors.get(like), now.get(path)
             if like in on_other_stages(model):
@@ -354,12 +345,12 @@ def _target(
     return value, made
 
 
-def _leaves(state: Any) -> Iterator[Any]:
+def _leaves(state: Any, path: Path_ = ()) -> Iterator[tuple[Path_, Any]]:
     if _is_mark(state) or not isinstance(state, dict | list | tuple):
-        yield state
+        yield path, state
         return
-    for value in state.values() if isinstance(state, dict) else state:
-        yield from _leaves(value)
+    for key, value in state.items() if isinstance(state, dict) else enumerate(state):
+        yield from _leaves(value, (*path, key))
 
 
 def load_states(extra: Extra, found: Mapping[str, Any], filled: Filled) -> None:
