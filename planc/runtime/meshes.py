@@ -91,8 +91,12 @@ def _require_torchruns_variables() -> None:
                 "start torchrun on each node, or set, in each process, "
                 f"{sets}, MASTER_ADDR and MASTER_PORT"
             )
-            found = Diagnostic(code="PL460", severity=Severity.ERROR, message=text, help=help)
-            raise PlanError([found])
+            raise refused("PL460", text, help)
+
+
+def refused(code: str, text: str, help: str) -> PlanError:
+    """The error of one finding: preconditions, which has `stop`, stand on this file."""
+    return PlanError([Diagnostic(code=code, severity=Severity.ERROR, message=text, help=help)])
 
 
 @dataclass(slots=True, weakref_slot=True)

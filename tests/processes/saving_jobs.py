@@ -151,17 +151,16 @@ class Average:
             (tensor.to_local() if self.parts(tensor) else tensor).copy_(value)
 
 
-def extras(folder, model, plan, old, new):
+def extras(folder, model, plan, old, new, kinds=("names", "parts", "list")):
     """What goes on after a save with two optimizers, averages of three kinds, and a schedule: the
     weights and averages after four steps, and of a run that did not stop.
     """
 
     def begin(run):
-        few = [p for n, p in run.model.named_parameters() if "embed" in n or n.endswith("bias")]
+        few = [p for n, p in run.model.named_parameters() if "norm" in n or n.endswith("bias")]
         rest = [p for p in run.model.parameters() if all(p is not other for other in few)]
         first, second = torch.optim.AdamW(rest, lr=3e-3), torch.optim.SGD(few, 0.5, momentum=0.9)
         second.add_param_group({"params": []})
-        kinds = ("names", "parts", "list")
         more = {kind: Average(run.model, kind) for kind in kinds}
         more |= {"second": second, "schedule": torch.optim.lr_scheduler.StepLR(second, 2)}
         return first, more
@@ -170,20 +169,20 @@ def extras(folder, model, plan, old, new):
         for seed in range(start, end):
             steps_of(run, seed, (first, more["second"]))
             more["schedule"].step()
-            for kind in ("names", "parts", "list"):
+            for kind in kinds:
                 more[kind].update(run.model)
 
     def seen(run, more):
         out = dict(run.full_state_dict(every_rank=True))
         orders = rank_orders(run.model)
-        for kind in ("names", "parts", "list"):
+        for kind in kinds:
             for path, value in more[kind].now.items():
                 name = plain_name(path)
-                out[f"{kind} {name}"] = whole_of(value, orders.get(name))
+                out[f"{kind} {name}"] = whole_of(value, orders.get(name)).clone()
         return {**out, "lr": torch.tensor(more["second"].param_groups[0]["lr"])}
 
     def furthest(some, other):
-        assert some.keys() == other.keys()
+        assert some.keys() <= other.keys()  # a stage has averages of its own weights alone
         return max((some[n] - other[n]).abs().max().item() for n in some)
 
     run = applied(model, plan, [*FP32, *old])
@@ -204,7 +203,7 @@ def extras(folder, model, plan, old, new):
 
 def steps_of(run, seed, optimizers):
     tokens, labels = batch(run, seed)
-    run.model(input_ids=tokens, labels=labels).loss.backward()
+    run.forward_backward([{"input_ids": tokens, "labels": labels}])
     for optimizer in optimizers:
         optimizer.step()
         optimizer.zero_grad()

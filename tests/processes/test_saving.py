@@ -82,6 +82,21 @@ def test_other_optimizers_and_averages_go_on(four, tmp_path, model, old, new, mo
         assert count == 4
 
 
+def test_averages_of_stages_go_on_without_stages(four, tmp_path):
+    results = four.run(
+        "saving_jobs.extras",
+        folder=str(tmp_path / "run"),
+        model="llama",
+        plan="llama",
+        old=["pipeline_stages=2", "microbatches=2"],
+        new=["tp=2"],
+        kinds=("names", "parts"),  # in a list each stage has a part of its own: PL459
+    )
+    for loaded, later, count in results:
+        assert (loaded, count) == (0.0, 4)
+        assert later <= 1e-6
+
+
 def test_a_part_of_a_tensor_without_its_name_is_refused(four, tmp_path):
     for found, there in four.run("saving_jobs.nameless", folder=str(tmp_path / "run")):
         [(code, message)] = found

@@ -143,10 +143,7 @@ def states(
     Raises:
         TypeError: an object has no `state_dict` or no `load_state_dict`.
     """
-    for name, each in extra.items():
-        if not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict")):
-            kind = type(each).__name__
-            raise TypeError(f"extra[{name!r}] is a {kind}, without a state_dict to save and load")
+    _require_states(extra)
     reshard(model)
     layouts, orders, staged = _Layouts.of(model), rank_orders(model), bool(stages_of(model))
     out: dict[str, Any] = {}
@@ -182,19 +179,27 @@ def states(
     told = {place: int(value) for place, value in sums.items()}
     everyone = of_all_ranks((data_rank, told, skeletons if staged else {}))
     mine = [(told, some) for rank, told, some in everyone if rank == data_rank]
-    if not staged:
-        refused += [
-            (*place, "that differs between ranks which read the same data")
-            for place, value in told.items()
-            if any(others.get(place) != value for others, _ in mine)
-        ]
-    for name in extra:
-        if staged:
-            skeletons[name] = _together([some[name] for _, some in mine], name, refused)
-        file = io.BytesIO()
-        torch.save(skeletons[name], file)
-        out[f"{_KEY}{name}.{data_rank}"] = file.getvalue()
+    if staged:
+        skeletons = {n: _together([some[n] for _, some in mine], n, refused) for n in extra}
+    else:
+        why = "that differs between ranks which read the same data"
+        different = (p for p, v in told.items() if any(t.get(p) != v for t, _ in mine))
+        refused += [(*place, why) for place in different]
+    out |= {f"{_KEY}{name}.{data_rank}": _pickled(each) for name, each in skeletons.items()}
     return out, [_refused(*one) for one in refused[:1]]
+
+
+def _require_states(extra: Extra) -> None:
+    for name, each in extra.items():
+        if not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict")):
+            kind = type(each).__name__
+            raise TypeError(f"extra[{name!r}] is a {kind}, without a state_dict to save and load")
+
+
+def _pickled(state: Any) -> bytes:
+    file = io.BytesIO()
+    torch.save(state, file)
+    return file.getvalue()
 
 
 def _refused(name: str, path: Path_, why: str) -> Diagnostic:

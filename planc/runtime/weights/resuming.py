@@ -123,12 +123,10 @@ def _load_checkpoint(
         every[_OPTIMIZER] = optimizer
     flat = {start: _flat(metadata, start, others) for start in every}
     for start, each in every.items():
-        if not flat[start]:
-            where = f" of extra[{start[len('extra_optimizers.') : -1]!r}]"
-            text = f"{folder} holds no optimizer state{'' if each is optimizer else where}"
-            findings += [] if findings else [problem("PL496", text)]
-        elif not findings:
-            # its state is as large as the model: nothing is allocated before every check has passed
+        where = "" if each is optimizer else f" of extra[{start[len('extra_optimizers.') : -1]!r}]"
+        if not findings and not flat[start]:
+            findings.append(problem("PL496", f"{folder} holds no optimizer state{where}"))
+        if not findings:  # nothing is allocated before every check has passed
             optimizers.check_state(model, each, flat[start], findings)
     rest = extras.others_in(model, extra)
     states, missing = extras.read_states(rest, folder, metadata, *data)
