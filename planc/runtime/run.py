@@ -28,9 +28,10 @@ from planc.runtime.sharded_tensors import megatron_of
 from planc.runtime.standalone.clipping import clip_grad_norm
 from planc.runtime.standalone.optimizer import planned_optimizer
 from planc.runtime.training_step import Batch, TrainingStep
-from planc.runtime.weights import extras, peft_files, resuming, saving
+from planc.runtime.weights import peft_files, resuming, saving
 from planc.runtime.weights.extras import Extra
 from planc.runtime.weights.loading import Weights
+from planc.runtime.weights.same_files import Compared
 from planc.version import VERSION
 
 
@@ -296,6 +297,7 @@ class Run(InNotebooks):
         weights: Weights | None = None,
         optimizer: Optimizer | None = None,
         extra: Extra | None = None,
+        compare: Compared = "samples",
     ) -> int | None:
         """Loads the model from a folder of safetensors, or from a checkpoint with an optimizer.
 
@@ -308,12 +310,15 @@ class Run(InNotebooks):
                 `slices`.
             optimizer: an optimizer of the model's parameters, to load the checkpoint's state into.
             extra: the objects that `save` was given, by name, to load their states into.
+            compare: how the ranks compare the files that they read: `samples`, by sizes, headers
+                and a block of each tensor, or `files`, by all bytes.
 
         Returns:
             The step that was passed to `save`, None without one.
 
         Raises:
-            PlanError: PL475, the plan has another setting; PL496, all missing names, unexpected
+            PlanError: PL461, the ranks have different files; PL475, the plan has another setting;
+                PL496, all missing names, unexpected
                 names and wrong shapes at once, before anything is loaded; PL497, missing or broken
                 files; PL567, `rank0` with a pipeline; PL687, 4-bit weights from a checkpoint.
         """
@@ -324,6 +329,7 @@ class Run(InNotebooks):
             weights=weights,
             optimizer=optimizer,
             extra=extra or {},
+            compare=compare,
             data=(self.data_size, self.data_rank),
             device=self.mesh.device_type,
         )
@@ -347,15 +353,23 @@ class Run(InNotebooks):
             path: a folder, created or replaced if it holds a checkpoint.
             optimizer: an optimizer of the model's parameters, whose state is saved too.
             step: a number that `load` returns.
-            extra: other objects with `state_dict` and `load_state_dict`, by name, such as a
-                learning rate scheduler and a stateful data loader. Each data rank's is saved.
+            extra: other objects with `state_dict` and `load_state_dict`, by name, such as a second
+                optimizer, an average of the weights, a learning rate scheduler and a stateful data
+                loader. Each data rank's is saved, and tensors of the model's layout as the model's.
 
         Raises:
-            PlanError: PL497, the folder holds something else, or it could not be written.
+            PlanError: PL459, one of the other objects has tensors that could not be loaded; PL497,
+                the folder holds something else, or it could not be written.
             TypeError: one of the other objects has no state.
         """
-        more = extras.states(extra or {}, self.data_rank)
-        saving.save(self.model, Path(path), optimizer=optimizer, step=step, extra=more)
+        saving.save(
+            self.model,
+            Path(path),
+            optimizer=optimizer,
+            step=step,
+            extra=extra or {},
+            data_rank=self.data_rank,
+        )
 
     def export(
         self,
