@@ -20,7 +20,7 @@ from planc.ops.styles import Colwise
 from planc.plan import elaborate
 from planc.plan.scope import Sizes
 from planc.proof import small_case, stand_in
-from planc.proof.stand_in import Unrepresented, variants
+from planc.plan.stand_in import Unrepresented, variants
 from planc.resources import PLANS
 from planc.source import Source
 from planc.syntax.parse import parse

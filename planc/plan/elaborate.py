@@ -9,6 +9,7 @@ from planc.model.facts import Facts
 from planc.ops.base import AxisRole
 from planc.ops.lowered import MeshAxis
 from planc.plan.evaluate import evaluate
+from planc.plan.infer_layouts import inferred
 from planc.plan.ir import Mesh, Plan
 from planc.plan.local_shapes import settled
 from planc.plan.mesh import solve
@@ -85,13 +86,15 @@ def elaborate(
     require(program)
     _settings(program, mesh)
     _axes(program, mesh)
+    rules, sequence = part("tensor", lambda: tensor(program))
     plan = Plan(
         name=program.header.name,
         families=tuple(f.path for f in program.header.families),
         options=_options(program),
         mesh=mesh,
         load=part("load", lambda: load(program)),
-        tensor=part("tensor", lambda: tuple(tensor(program))),
+        tensor=rules,
+        sequence=sequence,
         checkpoint=part("checkpoint", lambda: checkpoint(program)),
         compile=part("compile", lambda: compile_rules(program)),
         train=part("train", lambda: train(program)),
@@ -104,7 +107,7 @@ def elaborate(
         broken=frozenset(broken),
         origin=program.header.origin,
     )
-    return settled(plan, facts, sink)
+    return settled(inferred(plan, facts, sink), facts, sink)
 
 
 def _options(program: Program) -> dict[str, object]:

@@ -34,7 +34,7 @@ from planc.proof.random_draws import drawing_case, report_draws
 from planc.proof.remedy import blamed_first, remedy
 from planc.proof.small_case import SmallCase, small_case
 from planc.proof.small_mesh import for_timetable, simulated_sizes, with_experts
-from planc.proof.stand_in import Unrepresented
+from planc.plan.stand_in import Unrepresented
 from planc.source import Span
 from planc.trial.outcome import Outcome
 from planc.trial.trial_part import left_out

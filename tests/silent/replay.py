@@ -39,7 +39,7 @@ from planc.ops.document import dumps
 from planc.proof import judge, layout_flow
 from planc.proof.small_case import small_case
 from planc.proof.small_mesh import small_sizes
-from planc.proof.stand_in import Unrepresented
+from planc.plan.stand_in import Unrepresented
 from planc.proof.verify_report import report_difference
 from planc.trial.launcher import LIMITS, _comparison
 from planc.trial.trial_part import trial_part

@@ -1,0 +1,256 @@
+"""Layouts that follow from how a plan splits weights: IR -> IR, for tensor sections with the
+setting `sequence`.
+
+Inference runs on the data flow of a small model, whose blocks stand for the real ones: those of a
+list that have the same kind and the same rules, the first and the last one apart. What is inferred
+is structural (places and dims); the one number, `mla_kv`'s, is computed from the real modules. The
+proof does not know which rule was inferred.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from planc.diagnostic import Sink
+from planc.model.dataflow import Flow
+from planc.model.facts import Facts, Modules, generic, parse_path
+from planc.model.small.flow import SmallFlow, small_flow
+from planc.ops.styles import (
+    Attributes,
+    Colwise,
+    Experts,
+    Features,
+    Parameters,
+    Rowwise,
+    Style,
+)
+from planc.plan.flow_types import Clash, Found, Layouts, infer
+from planc.plan.ir import Inferred, Plan, SequenceSetting, TensorRule
+from planc.plan.stand_in import StandIn, Unrepresented, variants
+from planc.source import Span
+
+SPLITS = (Colwise, Rowwise, Experts, Parameters, Attributes, Features)
+"""The styles that say how weights are split."""
+
+
+def inferred(plan: Plan, facts: Facts, sink: Sink) -> Plan:
+    """The plan with the layouts of all sections that leave them open; reports PL524 to PL526."""
+    for setting in plan.sequence:
+        if plan.mesh.size(setting.axis) > 1 and "tensor" not in plan.broken:
+            plan = _Section(plan, facts, setting, sink).inferred()
+    return plan
+
+
+@dataclass(slots=True)
+class _Section:
+    """The rules over one axis, and how small modules stand for real ones."""
+
+    plan: Plan
+    facts: Facts
+    setting: SequenceSetting
+    sink: Sink
+
+    def inferred(self) -> Plan:
+        plan, setting = self.plan, self.setting
+        own = tuple(r for r in plan.tensor if r.axis == setting.axis)
+        if not own:
+            return plan
+        bare = _alone(plan, own)
+        found = small_flow(self.facts, variants(bare, self.facts, ends=True))
+        if isinstance(found, str):
+            return self._unknown(found)
+        state = StandIn(bare, self.facts, found.facts, found.kept, ends=True)
+        small = tuple(state.each(own))
+        if state.problems:
+            return self._unknown(state.problems[0])
+        layouts = self._layouts(found.flow, small)
+        if layouts is None:
+            return replace(plan, broken=plan.broken | {"tensor"})
+        made = _Carried(found, state, small, layouts, setting)
+        if made.uneven is not None:
+            return self._unknown(made.uneven)
+        rules = tuple(rule.sized(self.facts) for rule in made.rules(own))
+        others = tuple(r for r in plan.tensor if r.axis != setting.axis)
+        settled = replace(setting, parts=layouts.parts > 0, why=tuple(_reasons(found, layouts)))
+        sequence = tuple(settled if s is setting else s for s in plan.sequence)
+        return replace(plan, tensor=(*rules, *others), sequence=sequence)
+
+    def _unknown(self, why: Unrepresented | str) -> Plan:
+        reason, lines = (why, ()) if isinstance(why, str) else (why.reason, why.origins)
+        self.sink.error(
+            "PL524",
+            f"the layouts over {self.setting.axis} cannot be inferred: {reason}",
+            *(lines or (self.setting.origin,)),
+            help="state them in the rules, and remove `sequence`",
+        )
+        return replace(self.plan, broken=self.plan.broken | {"tensor"})
+
+    def _layouts(self, flow: Flow, small: tuple[TensorRule, ...]) -> Layouts | None:
+        """The layouts for the setting's value; None after PL525 or PL526."""
+        wanted = self.setting.wanted
+        splits: dict[str, list[Style]] = {}
+        for rule in small:
+            for name in rule.modules.names():
+                splits.setdefault(name, []).append(rule.style)
+        known = tuple((name, tuple(some)) for name, some in splits.items())
+        parts = None if wanted is False else _tried(flow, known, True)
+        if isinstance(parts, Layouts) and (parts.everywhere or (wanted and parts.parts)):
+            return parts
+        plain = None if wanted else _tried(flow, known, False)
+        if isinstance(plain, Layouts):
+            return plain if parts is None else replace(plain, why=_why(parts))
+        if isinstance(parts, Layouts) and parts.parts:
+            return parts  # `auto`, and in parts alone it is possible at all
+        self._impossible(flow, parts if wanted else plain)
+        return None
+
+    def _impossible(self, flow: Flow, why: Layouts | Clash | None) -> None:
+        setting = self.setting
+        if setting.wanted:
+            message = "no hidden states can be parts of the sequence"
+            help = "write `sequence = auto`, or `sequence = false`"
+            code = "PL526"
+        else:
+            message = f"no layouts over {setting.axis} go with these splits"
+            help = "leave the weights whole that the line reads, or write `sequence = true`"
+            code = "PL525"
+        reasons = [f"{text}  ({flow.lines[line]})" for _, text, line in _why(why)[-3:]]
+        self.sink.error(code, message, setting.origin, facts=reasons, help=help)
+
+
+def _why(found: Layouts | Clash | None) -> tuple[tuple[str, str, int], ...]:
+    if isinstance(found, Layouts):
+        return found.why
+    return (("", str(found), found.line),) if isinstance(found, Clash) else ()
+
+
+def _alone(plan: Plan, rules: tuple[TensorRule, ...]) -> Plan:
+    """The plan with some of its tensor rules alone."""
+    return replace(
+        plan,
+        tensor=rules,
+        load=None,
+        checkpoint=(),
+        compile=(),
+        train=(),
+        loss=(),
+        experts=(),
+        fsdp=None,
+        pipeline=None,
+        adapters=None,
+    )
+
+
+Known = tuple[tuple[str, tuple[Style, ...]], ...]
+
+
+def _tried(flow: Flow, splits: Known, sequence: bool) -> Layouts | Clash:
+    """The layouts, or why there are none; both are remembered with the flow."""
+    key = (splits, sequence)
+    if key not in flow.memo:
+        try:
+            flow.memo[key] = infer(flow, dict(splits), sequence=sequence)
+        except Clash as clash:
+            flow.memo[key] = clash
+    found: Layouts | Clash = flow.memo[key]
+    return found
+
+
+def _reasons(found: SmallFlow, layouts: Layouts) -> Iterator[str]:
+    if not layouts.everywhere:
+        for module, text, line in layouts.why:
+            yield f"{generic(module) or 'root'}: {text}  ({found.flow.lines[line]})"
+
+
+class _Carried:
+    """Small layouts on the real modules that the small ones stand for."""
+
+    def __init__(
+        self,
+        found: SmallFlow,
+        state: StandIn,
+        small: tuple[TensorRule, ...],
+        layouts: Layouts,
+        setting: SequenceSetting,
+    ) -> None:
+        self.flow, self.state, self.small = found.flow, state, small
+        self.layouts, self.setting = layouts, setting
+        self.stated = {
+            found.flow.alias.get(name, name): rule.origin
+            for rule in small
+            for name in rule.modules.names()
+        }
+
+    @property
+    def uneven(self) -> str | None:
+        """Where small blocks of one kind, between others, have different rules."""
+        for path, blocks in self.state.alike():
+            if len({self._inside(f"{path}.{i}") for i in blocks}) > 1:
+                return f"blocks of one kind of `{path}` get different layouts"
+        return None
+
+    def _inside(self, block: str) -> frozenset[tuple[str, Style]]:
+        return frozenset(
+            (f.module.removeprefix(block), f.style)
+            for f in self.layouts.rules
+            if f.module == block or f.module.startswith(f"{block}.")
+        )
+
+    def rules(self, own: Iterable[TensorRule]) -> list[TensorRule]:
+        """The plan's rules with their layouts, in order, then those that follow."""
+        completed = {
+            (f.module, type(f.style)): f
+            for f in reversed(self.layouts.rules)
+            if isinstance(f.style, SPLITS)
+        }
+        made: list[TensorRule] = []
+        used: set[Found] = set()
+        for rule in self.small:
+            for name in rule.modules.names():
+                first = self.flow.alias.get(name, name)
+                found = completed.get((first, type(rule.style)), Found(first, rule.style))
+                used.add(found)
+                self._add(made, found, rule.origin, self.state.real(name), rule.style)
+        for found in self.layouts.rules:
+            if found not in used:
+                self._add(made, found, self._origin(found), self.state.real(found.module))
+        return made
+
+    def _origin(self, found: Found) -> Span:
+        """The line of the first split that a rule follows from, or of the setting."""
+        lines = (self.stated[w] for w in found.weights if w in self.stated)
+        return next(lines, self.setting.origin)
+
+    def _add(
+        self,
+        made: list[TensorRule],
+        found: Found,
+        origin: Span,
+        places: Iterable[Modules],
+        stated: Style | None = None,
+    ) -> None:
+        parent = found.module.rpartition(".")[0]
+        inside = [b.removeprefix(f"{parent}.") for b in found.beside if b.startswith(f"{parent}.")]
+        why = Inferred(
+            reason=found.reason,
+            weights=tuple(dict.fromkeys(map(generic, found.weights))),
+            code=str(self.flow.lines[found.line]),
+            beside=tuple(parse_path(one) for one in inside),
+        )
+        for modules in places:
+            rule = TensorRule(
+                modules=modules,
+                axis=self.setting.axis,
+                style=found.style,
+                origin=origin,
+                inferred=None if found.style == stated else why,
+            )
+            for i, other in enumerate(made):
+                same = other.style == rule.style and other.origin == origin
+                both = other.modules.union(modules) if same else None
+                if both is not None:
+                    made[i] = replace(other, modules=both)
+                    break
+            else:
+                made.append(rule)
+
+
