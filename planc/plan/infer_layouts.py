@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from planc.diagnostic import Sink
 from planc.model.dataflow import Flow
 from planc.model.facts import Facts, Modules, generic, parse_path
-from planc.model.small.flow import SmallFlow, small_flow
+from planc.model.small.flow import FlowSource, flow_of, flow_source
 from planc.ops.styles import (
     Attributes,
     Colwise,
@@ -30,6 +30,9 @@ from planc.source import Span
 
 SPLITS = (Colwise, Rowwise, Experts, Parameters, Attributes, Features)
 """The styles that say how weights are split."""
+
+_DEPTHS = (2, 6, 10, 16)
+"""The least numbers of layers of the small models that are tried."""
 
 
 def inferred(plan: Plan, facts: Facts, sink: Sink) -> Plan:
@@ -54,25 +57,42 @@ class _Section:
         own = tuple(r for r in plan.tensor if r.axis == setting.axis)
         if not own:
             return plan
-        bare = _alone(plan, own)
-        found = small_flow(self.facts, variants(bare, self.facts, ends=True))
-        if isinstance(found, str):
+        found = self._stand_in(own)
+        if isinstance(found, Unrepresented | str):
             return self._unknown(found)
-        state = StandIn(bare, self.facts, found.facts, found.kept, ends=True)
-        small = tuple(state.each(own))
-        if state.problems:
-            return self._unknown(state.problems[0])
-        layouts = self._layouts(found.flow, small)
+        source, state, small = found
+        flow = flow_of(source, self.facts)
+        if isinstance(flow, str):
+            return self._unknown(flow)
+        layouts = self._layouts(flow, small)
         if layouts is None:
             return replace(plan, broken=plan.broken | {"tensor"})
-        made = _Carried(found, state, small, layouts, setting)
+        made = _Carried(flow, state, small, layouts, setting)
         if made.uneven is not None:
             return self._unknown(made.uneven)
         rules = tuple(rule.sized(self.facts) for rule in made.rules(own))
         others = tuple(r for r in plan.tensor if r.axis != setting.axis)
-        settled = replace(setting, parts=layouts.parts > 0, why=tuple(_reasons(found, layouts)))
+        settled = replace(setting, parts=layouts.parts > 0, why=tuple(_reasons(flow, layouts)))
         sequence = tuple(settled if s is setting else s for s in plan.sequence)
         return replace(plan, tensor=(*rules, *others), sequence=sequence)
+
+    def _stand_in(
+        self, own: tuple[TensorRule, ...]
+    ) -> tuple[FlowSource, StandIn, tuple[TensorRule, ...]] | Unrepresented | str:
+        """The shallowest small model whose blocks stand for all real ones, and the rules on it."""
+        bare = _alone(self.plan, own)
+        apart = variants(bare, self.facts, ends=True)
+        problem: Unrepresented | str = ""
+        for layers in _DEPTHS:
+            source = flow_source(self.facts, apart, layers)
+            if isinstance(source, str):
+                return source
+            state = StandIn(bare, self.facts, source.facts, source.kept, ends=True)
+            small = tuple(state.each(own))
+            if not state.problems:
+                return source, state, small
+            problem = problem or state.problems[0]
+        return problem
 
     def _unknown(self, why: Unrepresented | str) -> Plan:
         reason, lines = (why, ()) if isinstance(why, str) else (why.reason, why.origins)
@@ -155,10 +175,10 @@ def _tried(flow: Flow, splits: Known, sequence: bool) -> Layouts | Clash:
     return found
 
 
-def _reasons(found: SmallFlow, layouts: Layouts) -> Iterator[str]:
+def _reasons(flow: Flow, layouts: Layouts) -> Iterator[str]:
     if not layouts.everywhere:
         for module, text, line in layouts.why:
-            yield f"{generic(module) or 'root'}: {text}  ({found.flow.lines[line]})"
+            yield f"{generic(module) or 'root'}: {text}  ({flow.lines[line]})"
 
 
 class _Carried:
@@ -166,16 +186,16 @@ class _Carried:
 
     def __init__(
         self,
-        found: SmallFlow,
+        flow: Flow,
         state: StandIn,
         small: tuple[TensorRule, ...],
         layouts: Layouts,
         setting: SequenceSetting,
     ) -> None:
-        self.flow, self.state, self.small = found.flow, state, small
+        self.flow, self.state, self.small = flow, state, small
         self.layouts, self.setting = layouts, setting
         self.stated = {
-            found.flow.alias.get(name, name): rule.origin
+            flow.alias.get(name, name): rule.origin
             for rule in small
             for name in rule.modules.names()
         }

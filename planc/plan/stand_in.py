@@ -100,6 +100,7 @@ def _acting(plan: ir.Plan) -> Iterator[tuple[Span, Modules, str]]:
 
 
 _FIRST, _LAST = Span.at("first"), Span.at("last")
+_ENDS = frozenset[tuple[Span, tuple[Any, ...]]]({(_FIRST, ()), (_LAST, ())})
 
 
 def _classes(
@@ -187,7 +188,8 @@ class StandIn:
     ends: bool = False
     problems: list[Unrepresented] = field(default_factory=list)
     _layers: dict[tuple[Any, ...], tuple[int, ...]] = field(default_factory=dict)
-    _alike: dict[tuple[Any, ...], list[list[int]]] = field(default_factory=dict)
+    _standing: dict[tuple[Any, ...], list[list[int]]] = field(default_factory=dict)
+    _even: dict[tuple[Any, ...], list[tuple[int, ...]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         small = {at.path: at for at in block_lists(self.small.model)}
@@ -227,16 +229,40 @@ class StandIn:
         for i, end in ((0, 0), (-1, len(kinds) - 1)):  # an end stands for an end of its class
             if classes[found[i]] == classes[end] and end not in found:
                 found[i] = end
-        if any(_numbers(kinds, rules)):
+        if self.ends:
+            self._with_ends(at, [(k, r - _ENDS) for k, r in classes], found)
+        elif any(_numbers(kinds, rules)):
             self._neighbors(at, classes, found)
-        wanted = [classes[layer] for layer in found]
-        self._alike[at.path] = [[i for i, one in enumerate(wanted) if one == c] for c in classes]
         return tuple(found)
 
+    def _with_ends(self, at: Modules, classes: list[tuple[Kind, Rules]], found: list[int]) -> None:
+        """The small blocks that stand for each real one: ends for ends, and those between for those
+        between. An end that none stands for is as those between of its class, if all small ends
+        are as those between of theirs.
+        """
+        last, own = len(found) - 1, [classes[layer] for layer in found]
+        inner = {i: c for i, c in enumerate(own) if 0 < i < last}
+        standing = []
+        for layer, one in enumerate(classes):
+            end = 0 if layer == 0 else last if layer == len(classes) - 1 else None
+            known = end is not None and own[end] == one
+            standing.append([end] if known else [i for i, c in inner.items() if c == one])
+        self._standing[at.path] = standing
+        if standing[:1] != [[0]] or standing[-1] != [last]:
+            self._even[at.path] = [(i, *(n for n, c in inner.items() if c == own[i])) for i in (0, last)]
+        unseen = next((i for i, some in enumerate(standing) if not some), None)
+        if unseen is None and any(len(some) < 2 for some in self._even.get(at.path, ())):
+            unseen = 0
+        if unseen is not None:
+            text = f"no layer of the small model stands for `{at}[{unseen}]`"
+            self.lacks(text, *(origin for origin, _ in classes[unseen][1]))
+
     def alike(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Yields small blocks that stand for the same real ones: their list, and their indices."""
-        for path, of in self._alike.items():
-            for some in dict.fromkeys(tuple(some) for some in of):
+        """Yields small blocks that must have the same rules, since each stands for the same real
+        ones: their list, and their indices.
+        """
+        for path, standing in self._standing.items():
+            for some in dict.fromkeys((*map(tuple, standing), *self._even.get(path, ()))):
                 yield ".".join(map(str, path)), some
 
     def real(self, name: str) -> tuple[Modules, ...]:
@@ -248,18 +274,18 @@ class StandIn:
         for part in name.split(".") if name else ():
             entry = part.isdecimal() and any(c.indices for c in small.module.children)
             if entry:
-                at = tuple(m for one in at for m in self._standing(one, small, int(part)))
+                at = tuple(m for one in at for m in self._stood_for(one, small, int(part)))
             else:
                 inner = ((one, c) for one in at for c in one.module.children if c.name == part)
                 at = tuple(Modules((*one.path, part), c.module) for one, c in inner)
             small = _step(small, Indices.of([int(part)]) if entry else part)
         return at
 
-    def _standing(self, at: Modules, small: Modules, entry: int) -> Iterator[Modules]:
+    def _stood_for(self, at: Modules, small: Modules, entry: int) -> Iterator[Modules]:
         """The entries of a real list that an entry of a small one stands for."""
         if at.path in self._layers:
-            alike = self._alike.get(at.path, [])
-            wanted = Indices.of(i for i, some in enumerate(alike) if some[:1] == [entry])
+            standing = self._standing.get(at.path, [])
+            wanted = Indices.of(i for i, some in enumerate(standing) if some[:1] == [entry])
         elif length(at) == length(small):
             wanted = Indices.of([entry])
         else:

@@ -20,47 +20,51 @@ RANKS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SmallFlow:
-    """A flow, the facts of the small model that it was recorded with, and the layers of the real
-    model that its layers are (as of `Shrunk`).
+class FlowSource:
+    """The small model with which a flow is recorded.
+
+    Args:
+        facts, values: its facts and its configuration, empty for a user's own model.
+        kept: the layers of the real model that its layers are (as of `Shrunk`).
     """
 
-    flow: Flow
     facts: Facts
+    values: dict[str, Any]
     kept: Mapping[int, Sequence[tuple[int, ...]]]
 
 
-def small_flow(facts: Facts, variants: Mapping[int, list[str]]) -> SmallFlow | str:
-    """The flow of a model, or the reason why there is none.
-
-    A model of a library is cached; code of the user's, which can change while its name stays the
-    same, runs each time.
-
-    Args:
-        variants: what to keep apart among the blocks of a list, by its length, as of `shrink`.
-    """
+def flow_source(
+    facts: Facts, variants: Mapping[int, list[str]], layers: int
+) -> FlowSource | str:
+    """The small model of a model, or the reason why there is none; arguments as of `shrink`."""
     if facts.user_model is not None or (facts.code and not Path(facts.code).is_absolute()):
-        found = _recorded({}, facts)
-        return found if isinstance(found, str) else SmallFlow(flow=found, facts=facts, kept={})
-    made = small_values(facts, RANKS, variants=variants)
+        return FlowSource(facts=facts, values={}, kept={})
+    made = small_values(facts, RANKS, layers=layers, variants=variants)
     if isinstance(made, str):
         return made
-    key = cache.entry_name(f"dataflow {FORMAT}", config=made.values)
-    kept = None if facts.code else _decoded(cache.recall(key))
     small = load_values(made.values, "the small model", quiet := Sink(), folder=facts.code)
     if small is None or small.name != facts.name:
         lacks = cache.unproved() if cache.missing() else ""
         return lacks or next((d.message for d in quiet), f"the small model is no {facts.name}")
-    if kept is None:
-        if cache.missing():
-            return cache.unproved()
-        recorded = _recorded(made.values, facts)
-        if isinstance(recorded, str):
-            return recorded
-        kept = recorded
-        if not facts.code:
-            cache.keep(key, encode(kept))
-    return SmallFlow(flow=kept, facts=small, kept=made.kept)
+    return FlowSource(facts=small, values=made.values, kept=made.kept)
+
+
+def flow_of(source: FlowSource, facts: Facts) -> Flow | str:
+    """The flow of a small model, or why there is none. A library's model is cached; code of the
+    user's, which can change while its name stays the same, runs each time.
+    """
+    key = cache.entry_name(f"dataflow {FORMAT}", config=source.values)
+    of_library = source.values and not facts.code
+    kept = _decoded(cache.recall(key)) if of_library else None
+    if kept is not None:
+        return kept
+    if cache.missing():
+        return cache.unproved()
+    found = _recorded(source.values, facts)
+    if of_library and not isinstance(found, str):
+        cache.keep(key, text := encode(found))
+        return _decoded(text) or found
+    return found
 
 
 @lru_cache(maxsize=64)
