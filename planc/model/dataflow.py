@@ -15,7 +15,7 @@ from functools import cached_property
 from math import prod
 from typing import Any, NamedTuple
 
-FORMAT = 1
+FORMAT = 2
 """Raised when the recorded facts or their encoding change."""
 
 
@@ -258,25 +258,19 @@ def _read_call(data: list[Any]) -> Call:
         leaf=bool(flags & 2),
         linear=bool(flags & 4),
         weights=tuple((key, tensor) for key, tensor in weights),
-        body=tuple(_read_call(e) if isinstance(e[0], list) else _operation(*e) for e in body),
+        body=tuple(_read_call(e) if isinstance(e[0], list) else _operation(e) for e in body),
         line=line,
     )
 
 
-def _operation(
-    name: str,
-    inputs: list[int],
-    outputs: list[int],
-    flags: int,
-    line: int,
-    moves: list[list[int]] | None = None,
-) -> Operation:
+def _operation(data: list[Any]) -> Operation:
+    name, inputs, outputs, flags, line, *moves = data
     return Operation(
         name=name,
         inputs=tuple(inputs),
         outputs=tuple(outputs),
         tokenwise=bool(flags & 1),
         in_place=bool(flags & 2),
-        moves=None if moves is None else {a: b for a, b in moves},
+        moves=dict(moves[0]) if moves else None,
         line=line,
     )

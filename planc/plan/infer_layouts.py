@@ -7,10 +7,10 @@ is structural (places and dims); the one number, `mla_kv`'s, is computed from th
 proof does not know which rule was inferred.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from planc.diagnostic import Sink
+from planc.diagnostic import Label, Sink
 from planc.model.dataflow import Flow
 from planc.model.facts import Facts, Modules, generic, parse_path
 from planc.model.small.flow import FlowSource, flow_of, flow_source
@@ -20,13 +20,20 @@ from planc.ops.styles import (
     Experts,
     Features,
     Parameters,
+    Replicate,
     Rowwise,
+    Shard,
     Style,
 )
-from planc.plan.flow_types import Clash, Found, Layouts, infer
+from planc.plan.flow_types import Clash, Found, Layouts, Tried
 from planc.plan.ir import Inferred, Plan, SequenceSetting, TensorRule
+from planc.plan.propagate import infer
 from planc.plan.stand_in import StandIn, Unrepresented, variants
 from planc.source import Span
+
+Named = tuple[tuple[str, tuple[Style, ...]], ...]
+Known = tuple[Named, Named]
+"""Splits and complete styles, by the names of modules."""
 
 SPLITS = (Colwise, Rowwise, Experts, Parameters, Attributes, Features)
 """The styles that say how weights are split."""
@@ -105,25 +112,48 @@ class _Section:
         return replace(self.plan, broken=self.plan.broken | {"tensor"})
 
     def _layouts(self, flow: Flow, small: tuple[TensorRule, ...]) -> Layouts | None:
-        """The layouts for the setting's value; None after PL525 or PL526."""
-        wanted = self.setting.wanted
-        splits: dict[str, list[Style]] = {}
-        for rule in small:
-            for name in rule.modules.names():
-                splits.setdefault(name, []).append(rule.style)
-        known = tuple((name, tuple(some)) for name, some in splits.items())
+        """The layouts for the setting's value; None after PL505, PL525 or PL526."""
+        found = self._chosen(flow, small)
+        if isinstance(found, Layouts):
+            return found
+        if not self._contradicted(flow, small):
+            self._impossible(flow, found)
+        return None
+
+    def _chosen(self, flow: Flow, small: Sequence[TensorRule]) -> Layouts | tuple[Tried, ...]:
+        """The layouts for the setting's value, or why there are none."""
+        wanted, known = self.setting.wanted, _styles(small)
         parts = None if wanted is False else _tried(flow, known, True)
         if isinstance(parts, Layouts) and (parts.everywhere or (wanted and parts.parts)):
             return parts
         plain = None if wanted else _tried(flow, known, False)
         if isinstance(plain, Layouts):
             return plain if parts is None else replace(plain, why=_why(parts))
-        if isinstance(parts, Layouts) and parts.parts:
+        if isinstance(parts, Layouts) and parts.parts and not wanted:
             return parts  # `auto`, and in parts alone it is possible at all
-        self._impossible(flow, parts if wanted else plain)
-        return None
+        return _why(parts if wanted else plain)
 
-    def _impossible(self, flow: Flow, why: Layouts | Clash | None) -> None:
+    def _contradicted(self, flow: Flow, small: tuple[TensorRule, ...]) -> bool:
+        """Reports the stated layouts (PL505) without which there are layouts."""
+        stated = dict.fromkeys(rule.origin for rule in small if not rule.open)
+        for origin in stated:
+            found = self._chosen(flow, [_opened(r) if r.origin == origin else r for r in small])
+            if not isinstance(found, Layouts):
+                continue
+            why = self._chosen(flow, small)
+            reasons = "" if isinstance(why, Layouts) else _lines(flow, why[-1:])[0]
+            self.sink.error(
+                "PL505",
+                "this line states layouts that do not go with what flows there",
+                Label(span=origin, text="stated here"),
+                Label(span=self.setting.origin, text="all other layouts are inferred here"),
+                facts=[reasons] if reasons else [],
+                help="state how the weights are split, and leave the layouts to inference",
+            )
+            return True
+        return False
+
+    def _impossible(self, flow: Flow, why: tuple[Tried, ...]) -> None:
         setting = self.setting
         if setting.wanted:
             message = "no hidden states can be parts of the sequence"
@@ -133,14 +163,44 @@ class _Section:
             message = f"no layouts over {setting.axis} go with these splits"
             help = "leave the weights whole that the line reads, or write `sequence = true`"
             code = "PL525"
-        reasons = [f"{text}  ({flow.lines[line]})" for _, text, line in _why(why)[-3:]]
-        self.sink.error(code, message, setting.origin, facts=reasons, help=help)
+        self.sink.error(code, message, setting.origin, facts=_lines(flow, why[-3:]), help=help)
 
 
-def _why(found: Layouts | Clash | None) -> tuple[tuple[str, str, int], ...]:
+def _lines(flow: Flow, why: Iterable[Tried]) -> list[str]:
+    return [f"{one.text}  ({flow.lines[one.line]})" for one in why]
+
+
+def _styles(rules: Iterable[TensorRule]) -> Known:
+    """The splits and the complete styles of some rules, by the names of modules."""
+    found: tuple[dict[str, list[Style]], dict[str, list[Style]]] = ({}, {})
+    for rule in rules:
+        for name in rule.modules.names():
+            found[not rule.open].setdefault(name, []).append(rule.style)
+    splits, stated = (tuple((n, tuple(s)) for n, s in some.items()) for some in found)
+    return splits, stated
+
+
+def _opened(rule: TensorRule) -> TensorRule:
+    """A rule without its layouts; one that states nothing else says that parameters are whole."""
+    style: Style
+    match rule.style:
+        case Colwise():
+            style = replace(rule.style, input=Replicate(), output=Shard(-1), local=True)
+        case Rowwise():
+            looked_up = rule.modules.module.kind == "embedding"
+            source = Replicate() if looked_up else Shard(-1)
+            style = replace(rule.style, input=source, output=Replicate(), local=True)
+        case Experts():
+            style = Experts(layouts=rule.style.layouts)
+        case _:
+            style = Attributes(names=())
+    return replace(rule, style=style, open=True)
+
+
+def _why(found: Layouts | Clash | None) -> tuple[Tried, ...]:
     if isinstance(found, Layouts):
         return found.why
-    return (("", str(found), found.line),) if isinstance(found, Clash) else ()
+    return (Tried("", str(found), found.line),) if isinstance(found, Clash) else ()
 
 
 def _alone(plan: Plan, rules: tuple[TensorRule, ...]) -> Plan:
@@ -160,15 +220,12 @@ def _alone(plan: Plan, rules: tuple[TensorRule, ...]) -> Plan:
     )
 
 
-Known = tuple[tuple[str, tuple[Style, ...]], ...]
-
-
-def _tried(flow: Flow, splits: Known, sequence: bool) -> Layouts | Clash:
+def _tried(flow: Flow, known: Known, sequence: bool) -> Layouts | Clash:
     """The layouts, or why there are none; both are remembered with the flow."""
-    key = (splits, sequence)
+    key = (known, sequence)
     if key not in flow.memo:
         try:
-            flow.memo[key] = infer(flow, dict(splits), sequence=sequence)
+            flow.memo[key] = infer(flow, dict(known[0]), dict(known[1]), sequence=sequence)
         except Clash as clash:
             flow.memo[key] = clash
     found: Layouts | Clash = flow.memo[key]
@@ -217,7 +274,7 @@ class _Carried:
 
     def rules(self, own: Iterable[TensorRule]) -> list[TensorRule]:
         """The plan's rules with their layouts, in order, then those that follow."""
-        completed = {
+        completed: dict[tuple[str, type], Found] = {
             (f.module, type(f.style)): f
             for f in reversed(self.layouts.rules)
             if isinstance(f.style, SPLITS)
@@ -227,7 +284,9 @@ class _Carried:
         for rule in self.small:
             for name in rule.modules.names():
                 first = self.flow.alias.get(name, name)
-                found = completed.get((first, type(rule.style)), Found(first, rule.style))
+                found = Found(first, rule.style)
+                if rule.open:
+                    found = completed.get((first, type(rule.style)), found)
                 used.add(found)
                 self._add(made, found, rule.origin, self.state.real(name), rule.style)
         for found in self.layouts.rules:
@@ -266,11 +325,10 @@ class _Carried:
             )
             for i, other in enumerate(made):
                 same = other.style == rule.style and other.origin == origin
+                same = same and other.modules.module == modules.module
                 both = other.modules.union(modules) if same else None
                 if both is not None:
                     made[i] = replace(other, modules=both)
                     break
             else:
                 made.append(rule)
-
-

@@ -242,14 +242,16 @@ class StandIn:
         """
         last, own = len(found) - 1, [classes[layer] for layer in found]
         inner = {i: c for i, c in enumerate(own) if 0 < i < last}
-        standing = []
+        standing: list[list[int]] = []
         for layer, one in enumerate(classes):
-            end = 0 if layer == 0 else last if layer == len(classes) - 1 else None
-            known = end is not None and own[end] == one
+            end = {0: 0, len(classes) - 1: last}.get(layer, -1)
+            known = end >= 0 and own[end] == one
             standing.append([end] if known else [i for i, c in inner.items() if c == one])
         self._standing[at.path] = standing
         if standing[:1] != [[0]] or standing[-1] != [last]:
-            self._even[at.path] = [(i, *(n for n, c in inner.items() if c == own[i])) for i in (0, last)]
+            self._even[at.path] = [
+                (i, *(n for n, c in inner.items() if c == own[i])) for i in (0, last)
+            ]
         unseen = next((i for i, some in enumerate(standing) if not some), None)
         if unseen is None and any(len(some) < 2 for some in self._even.get(at.path, ())):
             unseen = 0

@@ -22,9 +22,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "processes"))
 
 import run as coverage
 
-from planc.compiler import Compiled, compile_plan
-from planc.diagnostic import Sink
 from planc.checks import check
+from planc.compiler import compile_plan
+from planc.diagnostic import Sink
 from planc.draft import init
 from planc.lowering import lower
 from planc.lowering.sends import sends
@@ -86,7 +86,9 @@ def styles(lowered):
     return found
 
 
-ONCE = re.compile(r"input\((\w+ = )?(null, )*replicate -> replicate(, (\w+ = )?replicate -> replicate)*\)")
+ONCE = re.compile(
+    r"input\((\w+ = )?(null, )*replicate -> replicate(, (\w+ = )?replicate -> replicate)*\)"
+)
 """One sum of an input's gradient, which the shipped plans did not have."""
 
 
@@ -173,7 +175,9 @@ def row(name, plan, prove):
             one["verdict"] = outcome.verdict
             if outcome.verdict != "proved":
                 one["reason"] = outcome.reason
-                one["first"] = [f"{d.kind} {d.subject} {d.detail}" for d in outcome.discrepancies][:3]
+                one["first"] = [f"{d.kind} {d.subject} {d.detail}" for d in outcome.discrepancies][
+                    :3
+                ]
     return found
 
 
@@ -218,8 +222,8 @@ def main():
         raise Late
 
     signal.signal(signal.SIGALRM, late)
-    for name in options.names or coverage.types():
-        name, _, plan = name.partition("=")
+    for text in options.names or coverage.types():
+        name, _, plan = text.partition("=")
         if name in done:
             continue
         signal.alarm(SECONDS)
@@ -239,13 +243,15 @@ def main():
 
 def show(found):
     """One row for a person."""
-    print(found["family"], found["plan"] if "plan" in found else "", found.get("error", ""))
+    print(found["family"], found.get("plan", ""), found.get("error", ""))
     for key, _ in WAYS:
         one = found.get(key)
         if one:
             diff = one.get("diff")
             same = "" if diff is None else "same" if not diff else f"{len(diff)} differ"
-            print(f"  {key:9} {same} {one.get('bytes', '')} {one.get('verdict', '')}", one["seconds"])
+            print(
+                f"  {key:9} {same} {one.get('bytes', '')} {one.get('verdict', '')}", one["seconds"]
+            )
             for text in one["errors"][:3]:
                 print("     !", text[:400])
             for text in one.get("first", [])[:2]:

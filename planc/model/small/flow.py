@@ -33,9 +33,7 @@ class FlowSource:
     kept: Mapping[int, Sequence[tuple[int, ...]]]
 
 
-def flow_source(
-    facts: Facts, variants: Mapping[int, list[str]], layers: int
-) -> FlowSource | str:
+def flow_source(facts: Facts, variants: Mapping[int, list[str]], layers: int) -> FlowSource | str:
     """The small model of a model, or the reason why there is none; arguments as of `shrink`."""
     if facts.user_model is not None or (facts.code and not Path(facts.code).is_absolute()):
         return FlowSource(facts=facts, values={}, kept={})

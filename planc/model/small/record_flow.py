@@ -9,7 +9,8 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -73,21 +74,27 @@ class _Open:
         self.body: list[Operation | Call] = []
 
 
-class _Recorder(TorchFunctionMode):
+class _Recorder(TorchFunctionMode):  # type: ignore[misc]
     """Numbers tensors by their identity, and keeps them alive while the model runs."""
 
     def __init__(self, model: nn.Module, inputs: dict[str, Any]) -> None:
         super().__init__()
         self.model, self.inputs = model, inputs
         self.names = {id(m): name for name, m in model.named_modules()}
+        every = model.named_modules(remove_duplicate=False)
+        self.alias = {n: self.names[id(m)] for n, m in every if n != self.names[id(m)]}
         self.alive: list[torch.Tensor] = []
         self.numbers: dict[int, int] = {}
         self.live: set[int] = set()
+        self.derived: set[int] = set()  # from weights or hidden states; indices and masks too
         self.lines: dict[Line, int] = {Line("", ""): 0}
         self.open: list[_Open] = []
         self.root: Call | None = None
         ids = inputs.get("input_ids")
-        self.rows, self.tokens = ids.shape[:2] if ids is not None else (None, None)
+        self.rows: int | None = None
+        self.tokens: int | None = None
+        if ids is not None:
+            self.rows, self.tokens = ids.shape[:2]
         named = model.named_parameters(remove_duplicate=False)
         self.weights: dict[int, str] = {}
         for name, parameter in named:
@@ -108,7 +115,6 @@ class _Recorder(TorchFunctionMode):
         assert self.root is not None
         modules = list(self.model.modules())
         held = Counter(id(p) for m in modules for p in m._parameters.values() if p is not None)
-        every = self.model.named_modules(remove_duplicate=False)
         return _compact(
             Flow(
                 root=self.root,
@@ -117,8 +123,10 @@ class _Recorder(TorchFunctionMode):
                 shapes=tuple(tuple(t.shape) for t in self.alive),
                 live=frozenset(self.live),
                 weights=self.weights,
-                tied=frozenset(self.numbers[p] for p, many in held.items() if many > 1),
-                alias={n: self.names[id(m)] for n, m in every if n != self.names[id(m)]},
+                tied=frozenset(
+                    self.numbers[p] for p, many in held.items() if many > 1 and p in self.numbers
+                ),
+                alias=self.alias,
                 lines=tuple(self.lines),
             )
         )
@@ -130,6 +138,7 @@ class _Recorder(TorchFunctionMode):
             found = self.numbers[id(tensor)] = len(self.numbers)
             if isinstance(tensor, nn.Parameter):
                 self.live.add(found)
+                self.derived.add(found)
         return found
 
     def line(self) -> int:
@@ -211,13 +220,16 @@ class _Recorder(TorchFunctionMode):
         taken = tuple(self.number(t) for t in inputs)
         given = tuple(self.number(t) for t in run.outputs)
         living = any(t in self.live for t in taken)
+        if any(t in self.derived for t in taken) or any(self._hidden(t) for t in inputs):
+            self.derived.update(given)
+        else:
+            self.derived.difference_update(given)
+            return
         for number, made in zip(given, run.outputs, strict=True):
             if living and (made.is_floating_point() or made.is_complex()):
                 self.live.add(number)
             else:
                 self.live.discard(number)
-        if not living and not any(self._hidden(t) for t in inputs):
-            return
         tokens = any(list(t.shape).count(self.tokens) == 1 for t in inputs)
         one = len(set(taken)) == 1 and run.held and not writes
         self.open[-1].body.append(
@@ -236,20 +248,15 @@ class _Recorder(TorchFunctionMode):
         return tensor.is_floating_point() and tuple(tensor.shape[:-1]) == (self.rows, self.tokens)
 
 
-class _Run:
+class _Run(NamedTuple):
     """One call of a torch function, which can be made again on other values."""
 
-    def __init__(
-        self,
-        func: Callable[..., Any],
-        args: Any,
-        kwargs: dict[str, Any],
-        name: str,
-        held: Mapping[int, torch.Tensor],
-        outputs: list[torch.Tensor],
-    ) -> None:
-        self.func, self.args, self.kwargs, self.name = func, args, kwargs, name
-        self.held, self.outputs = held, outputs
+    func: Callable[..., Any]
+    args: Any
+    kwargs: dict[str, Any]
+    name: str
+    held: Mapping[int, torch.Tensor]
+    outputs: list[torch.Tensor]
 
     def again(self, change: Callable[[Any], Any]) -> list[torch.Tensor]:
         """The outputs with other inputs. Raises what the function raises."""
@@ -301,8 +308,9 @@ class _Run:
             shape = [1] * source.dim()
             shape[dim] = -1
             index = torch.arange(source.shape[dim]).view(shape).expand(source.shape).contiguous()
+            swap = partial(_swapped, source, index)
             try:
-                got = self.again(lambda v, index=index: index if v is source else v)[0]
+                got = self.again(swap)[0]
             except Exception:
                 continue
             if got.shape == out.shape and (varying := [*_varying(got)]):
@@ -310,6 +318,10 @@ class _Run:
         kept = source.dim() == out.dim() and all(a == b for a, b in found.items())
         every = all(d in found for d in range(source.dim()) if source.shape[d] > 1)
         return None if kept and every else found
+
+
+def _swapped(one: torch.Tensor, other: torch.Tensor, value: Any) -> Any:
+    return other if value is one else value
 
 
 def _varying(tensor: torch.Tensor) -> Iterator[int]:
@@ -323,7 +335,7 @@ def _close(one: torch.Tensor, two: torch.Tensor) -> bool:
         return False
     wide = torch.complex128 if one.is_complex() or two.is_complex() else torch.float64
     pair = one.to(wide), two.to(wide)
-    return torch.allclose(*pair, rtol=1e-3, atol=1e-5, equal_nan=True)
+    return bool(torch.allclose(*pair, rtol=1e-3, atol=1e-5, equal_nan=True))
 
 
 def _is_tensor(value: Any) -> bool:

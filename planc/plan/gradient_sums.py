@@ -1,0 +1,67 @@
+"""Partial gradients: what each rank uses whole, with what it has of its own, gets a summand."""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from planc.model.dataflow import Call, Flow, Operation
+from planc.ops import styles as st
+from planc.ops.styles import Replicate, Style
+from planc.plan.flow_types import Found, State
+
+Makers = dict[int, list[Operation | Call]]
+"""The operations, split modules and leaves with weights that give each tensor."""
+
+_SLICES = frozenset({"split", "__getitem__", "chunk", "narrow", "split_with_sizes"})
+_REASON = "each rank uses it with what it has of its own, so its gradient is a summand"
+
+
+def gradient_sums(
+    flow: Flow,
+    state: State,
+    makers: Makers,
+    splits: Mapping[str, object],
+    stated: Mapping[str, Sequence[Style]],
+) -> Iterator[Found]:
+    """Yields the rules by which gradients are summed: those of what the whole tensors are made of
+    that met varying ones, back to a linear that is whole, where the sum is sent once.
+    """
+    slices, seen = dict[int, int](), set[int]()
+    waiting = [(met.tensor, met.line) for met in state.met if not met.own]
+    while waiting:
+        tensor, line = waiting.pop()
+        if tensor in seen or tensor not in flow.live:
+            continue
+        seen.add(tensor)
+        if tensor in flow.weights:
+            holder, _, name = flow.weights[tensor].rpartition(".")
+            layouts = ((name, st.ParameterLayout(layout=Replicate())),)
+            yield Found(holder, st.Parameters(layouts=layouts), _REASON, line=line)
+            continue
+        made = makers.get(tensor, [])
+        calls = [e for e in made if isinstance(e, Call)]
+        for event in calls[:1] or made[:1]:
+            if isinstance(event, Operation):
+                waiting += ((t, line) for t in event.inputs)
+                if len(event.inputs) == 1 and event.name in _SLICES:
+                    source = event.inputs[0]
+                    slices[source] = max(slices.get(source, 0), flow.shapes[tensor][-1])
+            elif event.name in stated:
+                if any(isinstance(s, st.Replicated) for s in stated[event.name]):
+                    waiting += ((t, line) for t in event.taken)
+            elif event.linear and event.name not in splits:
+                rope = slices.get(tensor, flow.shapes[tensor][-1])
+                beside = tuple(_beside(flow, tensor, rope))
+                yield Found(event.name, st.MlaKv(rope=rope), _REASON, line=line, beside=beside)
+            elif event.name not in splits:
+                yield Found(event.name, st.Replicated(summed=True), _REASON, line=line)
+                waiting += ((t, line) for t in event.taken)
+
+
+def _beside(flow: Flow, tensor: int, rope: int) -> Iterator[str]:
+    """The modules that take the rest of a linear's output, and whose widths it has."""
+    rest = flow.shapes[tensor][-1] - rope
+    for call in flow.calls:
+        for event in call.body:
+            if isinstance(event, Operation) and event.inputs == (tensor,):
+                for out in event.outputs:
+                    if flow.shapes[out][-1] == rest:
+                        yield from (c.name for c in flow.takers.get(out, ()) if c.weights)
