@@ -80,6 +80,7 @@ class Met(NamedTuple):
     """A whole tensor that meets a varying one in an operation; `own`: a weight of the module."""
 
     tensor: int
+    varying: int
     line: int
     own: bool
 

@@ -1,6 +1,6 @@
 """Partial gradients: what each rank uses whole, with what it has of its own, gets a summand."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from planc.model.dataflow import Call, Flow, Operation
 from planc.ops import styles as st
@@ -20,40 +20,47 @@ def gradient_sums(
     makers: Makers,
     splits: Mapping[str, object],
     stated: Mapping[str, Sequence[Style]],
+    sources: Callable[[int, State], Iterable[Call]],
 ) -> Iterator[Found]:
     """Yields the rules by which gradients are summed: those of what the whole tensors are made of
     that met varying ones, back to a linear that is whole, where the sum is sent once.
+
+    Args:
+        sources: the split modules that a varying tensor comes from.
     """
     slices, seen = dict[int, int](), set[int]()
-    waiting = [(met.tensor, met.line) for met in state.met if not met.own]
+    waiting = [(met.tensor, met) for met in state.met if not met.own]
     while waiting:
-        tensor, line = waiting.pop()
+        tensor, met = waiting.pop()
         if tensor in seen or tensor not in flow.live:
             continue
         seen.add(tensor)
+        weights = tuple(dict.fromkeys(call.name for call in sources(met.varying, state)))
+        found = Found("", st.Replicated(summed=True), _REASON, weights, met.line)
         if tensor in flow.weights:
             holder, _, name = flow.weights[tensor].rpartition(".")
             layouts = ((name, st.ParameterLayout(layout=Replicate())),)
-            yield Found(holder, st.Parameters(layouts=layouts), _REASON, line=line)
+            yield found._replace(module=holder, style=st.Parameters(layouts=layouts))
             continue
         made = makers.get(tensor, [])
         calls = [e for e in made if isinstance(e, Call)]
         for event in calls[:1] or made[:1]:
             if isinstance(event, Operation):
-                waiting += ((t, line) for t in event.inputs)
+                waiting += ((t, met) for t in event.inputs)
                 if len(event.inputs) == 1 and event.name in _SLICES:
                     source = event.inputs[0]
                     slices[source] = max(slices.get(source, 0), flow.shapes[tensor][-1])
             elif event.name in stated:
                 if any(isinstance(s, st.Replicated) for s in stated[event.name]):
-                    waiting += ((t, line) for t in event.taken)
+                    waiting += ((t, met) for t in event.taken)
             elif event.linear and event.name not in splits:
                 rope = slices.get(tensor, flow.shapes[tensor][-1])
                 beside = tuple(_beside(flow, tensor, rope))
-                yield Found(event.name, st.MlaKv(rope=rope), _REASON, line=line, beside=beside)
+                style = st.MlaKv(rope=rope)
+                yield found._replace(module=event.name, style=style, beside=beside)
             elif event.name not in splits:
-                yield Found(event.name, st.Replicated(summed=True), _REASON, line=line)
-                waiting += ((t, line) for t in event.taken)
+                yield found._replace(module=event.name)
+                waiting += ((t, met) for t in event.taken)
 
 
 def _beside(flow: Flow, tensor: int, rope: int) -> Iterator[str]:

@@ -19,6 +19,7 @@ from planc.ops.styles import (
     Colwise,
     Experts,
     Features,
+    MlaKv,
     Parameters,
     Replicate,
     Rowwise,
@@ -75,8 +76,8 @@ class _Section:
         if layouts is None:
             return replace(plan, broken=plan.broken | {"tensor"})
         made = _Carried(flow, state, small, layouts, setting)
-        if made.uneven is not None:
-            return self._unknown(made.uneven)
+        if problem := made.uneven or made.unsized(source.facts):
+            return self._unknown(problem)
         rules = tuple(rule.sized(self.facts) for rule in made.rules(own))
         others = tuple(r for r in plan.tensor if r.axis != setting.axis)
         settled = replace(setting, parts=layouts.parts > 0, why=tuple(_reasons(flow, layouts)))
@@ -251,6 +252,7 @@ class _Carried:
     ) -> None:
         self.flow, self.state, self.small = flow, state, small
         self.layouts, self.setting = layouts, setting
+        self.fixed = {n for rule in small if not rule.open for n in rule.modules.names()}
         self.stated = {
             flow.alias.get(name, name): rule.origin
             for rule in small
@@ -263,6 +265,16 @@ class _Carried:
         for path, blocks in self.state.alike():
             if len({self._inside(f"{path}.{i}") for i in blocks}) > 1:
                 return f"blocks of one kind of `{path}` get different layouts"
+        return None
+
+    def unsized(self, small: Facts) -> str | None:
+        """Where the widths of modules do not say how many features of a linear are rotary."""
+        for found in self.layouts.rules:
+            if isinstance(found.style, MlaKv) and found.module not in self.fixed:
+                width = small.at(found.module).module.parameters[0].shape[0]
+                rest = (small.at(b).module.parameters[0].shape[-1] for b in found.beside)
+                if width - sum(rest) != found.style.rope:
+                    return f"state `mla_kv(rope = ...)` of `{generic(found.module)}`"
         return None
 
     def _inside(self, block: str) -> frozenset[tuple[str, Style]]:

@@ -100,8 +100,9 @@ class Operations:
                 work += twice and self.flow.shapes[one.outputs[0]][-1] == self.flow.width
             elif result is Kind.VARYING:
                 pairs = zip(real, have, strict=True)
+                varying = real[have.index(Kind.VARYING)]
                 whole = (t for t, kind in pairs if kind is Kind.WHOLE)
-                met += (Met(t, one.line, t in own) for t in whole)
+                met += (Met(t, varying, one.line, t in own) for t in whole)
                 self.follow(one, real, have, dims)
             kinds.update(dict.fromkeys(one.outputs, result or Kind.WHOLE))
         return replace(state, kinds=kinds, dims=dims, met=tuple(met), work=work)

@@ -25,6 +25,7 @@ from planc.ops.lora import Adapt
 from planc.ops.loss import ChunkLoss
 from planc.ops.lowered import ExpertMesh, MeshAxis
 from planc.ops.megatron_fsdp import MegatronShard
+from planc.ops.phrases import together
 from planc.ops.pipeline import Pipeline
 from planc.ops.quantization import Quantize
 from planc.ops.styles import MlaKv, Split, Style, weight_split
@@ -110,6 +111,12 @@ class Inferred:
     weights: tuple[str, ...] = ()
     code: str = ""
     beside: tuple[tuple[Segment, ...], ...] = ()
+
+    @property
+    def text(self) -> str:
+        """The reason, the weights and the line, for a person."""
+        source = f"follows from {', '.join(together(self.weights))}" if self.weights else ""
+        return "; ".join(filter(None, (self.reason, source, self.code)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

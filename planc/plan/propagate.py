@@ -63,7 +63,9 @@ class _Inference(Operations):
             if heads - self.heads:
                 self.heads |= heads
                 continue
-            sums = tuple(gradient_sums(self.flow, state, self.makers, self.splits, self.stated))
+            sums = tuple(
+                gradient_sums(self.flow, state, self.makers, self.splits, self.stated, self.sources)
+            )
             summed = {found.module for found in sums}
             cut = {f.module for f in state.rules if _cut(f.style)} & summed
             uneven = self.uneven(state.rules)
