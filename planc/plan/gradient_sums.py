@@ -1,33 +1,22 @@
 """Partial gradients: what each rank uses whole, with what it has of its own, gets a summand."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 
 from planc.model.dataflow import Call, Flow, Operation
 from planc.ops import styles as st
-from planc.ops.styles import Replicate, Style
+from planc.ops.styles import Replicate
 from planc.plan.flow_types import Found, State
-
-Makers = dict[int, list[Operation | Call]]
-"""The operations, split modules and leaves with weights that give each tensor."""
+from planc.plan.interpret_operations import Operations
 
 _SLICES = frozenset({"split", "__getitem__", "chunk", "narrow", "split_with_sizes"})
 _REASON = "each rank uses it with what it has of its own, so its gradient is a summand"
 
 
-def gradient_sums(
-    flow: Flow,
-    state: State,
-    makers: Makers,
-    splits: Mapping[str, object],
-    stated: Mapping[str, Sequence[Style]],
-    sources: Callable[[int, State], Iterable[Call]],
-) -> Iterator[Found]:
+def gradient_sums(of: Operations, state: State) -> Iterator[Found]:
     """Yields the rules by which gradients are summed: those of what the whole tensors are made of
     that met varying ones, back to a linear that is whole, where the sum is sent once.
-
-    Args:
-        sources: the split modules that a varying tensor comes from.
     """
+    flow, stated, splits = of.flow, of.stated, of.splits
     slices, seen = dict[int, int](), set[int]()
     waiting = [(met.tensor, met) for met in state.met if not met.own]
     while waiting:
@@ -35,14 +24,14 @@ def gradient_sums(
         if tensor in seen or tensor not in flow.live:
             continue
         seen.add(tensor)
-        weights = tuple(dict.fromkeys(call.name for call in sources(met.varying, state)))
+        weights = tuple(dict.fromkeys(call.name for call in of.sources(met.varying, state)))
         found = Found("", st.Replicated(summed=True), _REASON, weights, met.line)
         if tensor in flow.weights:
             holder, _, name = flow.weights[tensor].rpartition(".")
             layouts = ((name, st.ParameterLayout(layout=Replicate())),)
             yield found._replace(module=holder, style=st.Parameters(layouts=layouts))
             continue
-        made = makers.get(tensor, [])
+        made = of.makers.get(tensor, [])
         calls = [e for e in made if isinstance(e, Call)]
         for event in calls[:1] or made[:1]:
             if isinstance(event, Operation):

@@ -12,7 +12,6 @@ from planc.model.dataflow import Call, Flow, Operation
 from planc.ops import styles as st
 from planc.ops.styles import Layout, Redistribution, Replicate, Shard, Style
 from planc.plan.flow_types import Around, Clash, Found, Kind, Met, State
-from planc.plan.gradient_sums import Makers
 
 VIEWS = frozenset(
     {"view", "reshape", "expand", "expand_as", "unflatten", "flatten", "contiguous", "view_as"}
@@ -20,6 +19,9 @@ VIEWS = frozenset(
 """Operations whose output shares memory with their input: autograd refuses writes into views of
 what a style returns."""
 _SUMS = frozenset({"add", "radd", "iadd"})
+
+Makers = dict[int, list[Operation | Call]]
+"""The operations, split modules and leaves with weights that give each tensor."""
 
 Styles = Mapping[str, Sequence[Style]]
 """Styles that a plan states, by the module's name."""

@@ -63,9 +63,7 @@ class _Inference(Operations):
             if heads - self.heads:
                 self.heads |= heads
                 continue
-            sums = tuple(
-                gradient_sums(self.flow, state, self.makers, self.splits, self.stated, self.sources)
-            )
+            sums = tuple(gradient_sums(self, state))
             summed = {found.module for found in sums}
             cut = {f.module for f in state.rules if _cut(f.style)} & summed
             uneven = self.uneven(state.rules)
