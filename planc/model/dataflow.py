@@ -53,7 +53,7 @@ class Operation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Call:
+class FlowCall:
     """One call of a module.
 
     Args:
@@ -81,14 +81,14 @@ class Call:
     weights: tuple[tuple[str, int], ...] = ()
     leaf: bool = False
     linear: bool = False
-    body: "tuple[Operation | Call, ...]" = ()
+    body: "tuple[Operation | FlowCall, ...]" = ()
     line: int = 0
 
-    def below(self) -> "Iterator[Call]":
+    def below(self) -> "Iterator[FlowCall]":
         """Yields this call and all calls inside it, in order."""
         yield self
         for event in self.body:
-            if isinstance(event, Call):
+            if isinstance(event, FlowCall):
                 yield from event.below()
 
     @property
@@ -117,7 +117,7 @@ class Flow:
         lines: of the model's code.
     """
 
-    root: Call
+    root: FlowCall
     rows: int | None
     tokens: int | None
     shapes: tuple[tuple[int, ...], ...]
@@ -134,7 +134,7 @@ class Flow:
         return self._memo
 
     @cached_property
-    def calls(self) -> tuple[Call, ...]:
+    def calls(self) -> tuple[FlowCall, ...]:
         return tuple(self.root.below())
 
     @cached_property
@@ -166,9 +166,9 @@ class Flow:
         return prod(self.shapes[tensor]) == 1
 
     @cached_property
-    def makers(self) -> Mapping[int, tuple[Operation | Call, ...]]:
+    def makers(self) -> Mapping[int, tuple[Operation | FlowCall, ...]]:
         """What gives each tensor, outermost first: operations, and every call that returns it."""
-        found: dict[int, list[Operation | Call]] = {}
+        found: dict[int, list[Operation | FlowCall]] = {}
         for call in self.calls:
             for tensor in call.given:
                 found.setdefault(tensor, []).append(call)
@@ -179,9 +179,9 @@ class Flow:
         return {tensor: tuple(some) for tensor, some in found.items()}
 
     @cached_property
-    def takers(self) -> Mapping[int, tuple[Call, ...]]:
+    def takers(self) -> Mapping[int, tuple[FlowCall, ...]]:
         """The calls that take each tensor."""
-        found: dict[int, list[Call]] = {}
+        found: dict[int, list[FlowCall]] = {}
         for call in self.calls:
             for tensor in call.taken:
                 found.setdefault(tensor, []).append(call)
@@ -226,10 +226,10 @@ def decode(text: Any) -> Flow | None:
         return None
 
 
-def _call(call: Call) -> list[Any]:
+def _call(call: FlowCall) -> list[Any]:
     body = [
         _call(e)
-        if isinstance(e, Call)
+        if isinstance(e, FlowCall)
         else [
             e.name,
             e.inputs,
@@ -245,9 +245,9 @@ def _call(call: Call) -> list[Any]:
     return [body, *made, flags, call.weights, call.line]
 
 
-def _read_call(data: list[Any]) -> Call:
+def _read_call(data: list[Any]) -> FlowCall:
     body, name, arguments, positional, outputs, length, nested, flags, weights, line = data
-    return Call(
+    return FlowCall(
         name=name,
         arguments=tuple((key, tensor) for key, tensor in arguments),
         positional=positional,

@@ -84,7 +84,6 @@ def elaborate(
         return result
 
     require(program)
-    _settings(program, mesh)
     _axes(program, mesh)
     rules, sequence = part("tensor", lambda: tensor(program))
     plan = Plan(
@@ -171,10 +170,11 @@ def _with_roles(mesh: Mesh | None, program: Program) -> Mesh | None:
 
 
 def _axes(program: Program, mesh: Mesh) -> None:
-    """Checks that every `on` names an axis, and that a section uses every axis with several
-    ranks. An axis may be unused because its name is misspelled or missing, so that is reported
-    alone.
+    """Checks sizes from `--set`, that every `on` names an axis, and that a section uses every axis
+    with several ranks. An axis may be unused because its name is misspelled or missing, so that is
+    reported alone.
     """
+    _settings(program, mesh)
     used: set[str] = set()
     misspelled = False
     for section in program.sections:

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import NamedTuple
 
-from planc.model.dataflow import Call
+from planc.model.dataflow import FlowCall
 from planc.ops.styles import Style
 
 
-class Kind(Enum):
+class Held(Enum):
     """What a rank has of a tensor."""
 
     WHOLE = "whole"
@@ -49,7 +49,7 @@ class Clash(Exception):
         self.cut, self.whole, self.mixed = tuple(cut), tuple(whole), tuple(mixed)
 
 
-class Found(NamedTuple):
+class FoundRule(NamedTuple):
     """A rule that follows.
 
     Args:
@@ -98,23 +98,23 @@ class State:
         work: norms and sums of residuals that run on parts of the sequence.
     """
 
-    kinds: Mapping[int, Kind] = field(default_factory=dict)
+    kinds: Mapping[int, Held] = field(default_factory=dict)
     dims: Mapping[int, int | None] = field(default_factory=dict)
     met: tuple[Met, ...] = ()
-    rules: tuple[Found, ...] = ()
+    rules: tuple[FoundRule, ...] = ()
     sent: float = 0
     work: int = 0
 
-    def kind(self, tensor: int) -> Kind:
-        return self.kinds.get(tensor, Kind.WHOLE)
+    def kind(self, tensor: int) -> Held:
+        return self.kinds.get(tensor, Held.WHOLE)
 
-    def typed(self, tensors: Iterable[int], kind: Kind) -> State:
+    def typed(self, tensors: Iterable[int], kind: Held) -> State:
         return replace(self, kinds={**self.kinds, **dict.fromkeys(tensors, kind)})
 
-    def ruled(self, *rules: Found, sent: float = 0) -> State:
+    def ruled(self, *rules: FoundRule, sent: float = 0) -> State:
         return replace(self, rules=(*self.rules, *rules), sent=self.sent + sent)
 
-    def some(self, call: Call, *kinds: Kind) -> list[tuple[str, int]]:
+    def some(self, call: FlowCall, *kinds: Held) -> list[tuple[str, int]]:
         """The arguments of a call that are of some kinds."""
         return [(key, t) for key, t in call.arguments if self.kind(t) in kinds]
 
@@ -127,7 +127,7 @@ class Around:
     """
 
     sequence: bool
-    forced: Mapping[str, Kind] = field(default_factory=dict)
+    forced: Mapping[str, Held] = field(default_factory=dict)
     may_enter: bool = True
     gathered: bool = False
     mends: bool = True
@@ -144,7 +144,7 @@ class Layouts:
         why: the clashes that were met.
     """
 
-    rules: tuple[Found, ...]
+    rules: tuple[FoundRule, ...]
     parts: int
     sums: int
     around: tuple[str, ...]

@@ -2,17 +2,17 @@
 
 from collections.abc import Iterator
 
-from planc.model.dataflow import Call, Flow, Operation
+from planc.model.dataflow import Flow, FlowCall, Operation
 from planc.ops import styles as st
 from planc.ops.styles import Replicate
-from planc.plan.flow_types import Found, State
-from planc.plan.interpret_operations import Operations
+from planc.plan.flow_types import FoundRule, State
+from planc.plan.interpret_operations import FlowOperations
 
 _SLICES = frozenset({"split", "__getitem__", "chunk", "narrow", "split_with_sizes"})
 _REASON = "each rank uses it with what it has of its own, so its gradient is a summand"
 
 
-def gradient_sums(of: Operations, state: State) -> Iterator[Found]:
+def gradient_sums(of: FlowOperations, state: State) -> Iterator[FoundRule]:
     """Yields the rules by which gradients are summed: those of what the whole tensors are made of
     that met varying ones, back to a linear that is whole, where the sum is sent once.
     """
@@ -25,14 +25,14 @@ def gradient_sums(of: Operations, state: State) -> Iterator[Found]:
             continue
         seen.add(tensor)
         weights = tuple(dict.fromkeys(call.name for call in of.sources(met.varying, state)))
-        found = Found("", st.Replicated(summed=True), _REASON, weights, met.line)
+        found = FoundRule("", st.Replicated(summed=True), _REASON, weights, met.line)
         if tensor in flow.weights:
             holder, _, name = flow.weights[tensor].rpartition(".")
             layouts = ((name, st.ParameterLayout(layout=Replicate())),)
             yield found._replace(module=holder, style=st.Parameters(layouts=layouts))
             continue
         made = of.makers.get(tensor, [])
-        calls = [e for e in made if isinstance(e, Call)]
+        calls = [e for e in made if isinstance(e, FlowCall)]
         for event in calls[:1] or made[:1]:
             if isinstance(event, Operation):
                 waiting += ((t, met) for t in event.inputs)

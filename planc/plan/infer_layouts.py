@@ -15,29 +15,25 @@ from planc.model.dataflow import Flow
 from planc.model.facts import Facts, Modules, generic, parse_path
 from planc.model.small.flow import FlowSource, flow_of, flow_source
 from planc.ops.styles import (
+    SPLITS,
     Attributes,
     Colwise,
     Experts,
-    Features,
     MlaKv,
-    Parameters,
     Replicate,
     Rowwise,
     Shard,
     Style,
 )
-from planc.plan.flow_types import Clash, Found, Layouts, Tried
+from planc.plan.flow_types import Clash, FoundRule, Layouts, Tried
 from planc.plan.ir import Inferred, Plan, SequenceSetting, TensorRule
 from planc.plan.propagate import infer
-from planc.plan.stand_in import StandIn, Unrepresented, variants
+from planc.plan.stand_in import StandInModel, Unrepresented, variants
 from planc.source import Span
 
 Named = tuple[tuple[str, tuple[Style, ...]], ...]
 Known = tuple[Named, Named]
 """Splits and complete styles, by the names of modules."""
-
-SPLITS = (Colwise, Rowwise, Experts, Parameters, Attributes, Features)
-"""The styles that say how weights are split."""
 
 _DEPTHS = (2, 6, 10, 16)
 """The least numbers of layers of the small models that are tried."""
@@ -86,7 +82,7 @@ class _Section:
 
     def _stand_in(
         self, own: tuple[TensorRule, ...]
-    ) -> tuple[FlowSource, StandIn, tuple[TensorRule, ...]] | Unrepresented | str:
+    ) -> tuple[FlowSource, StandInModel, tuple[TensorRule, ...]] | Unrepresented | str:
         """The shallowest small model whose blocks stand for all real ones, and the rules on it."""
         bare = _alone(self.plan, own)
         apart = variants(bare, self.facts, ends=True)
@@ -95,7 +91,7 @@ class _Section:
             source = flow_source(self.facts, apart, layers)
             if isinstance(source, str):
                 return source
-            state = StandIn(bare, self.facts, source.facts, source.kept, ends=True)
+            state = StandInModel(bare, self.facts, source.facts, source.kept, ends=True)
             small = tuple(state.each(own))
             if not state.problems:
                 return source, state, small
@@ -245,7 +241,7 @@ class _Carried:
     def __init__(
         self,
         flow: Flow,
-        state: StandIn,
+        state: StandInModel,
         small: tuple[TensorRule, ...],
         layouts: Layouts,
         setting: SequenceSetting,
@@ -286,17 +282,17 @@ class _Carried:
 
     def rules(self, own: Iterable[TensorRule]) -> list[TensorRule]:
         """The plan's rules with their layouts, in order, then those that follow."""
-        completed: dict[tuple[str, type], Found] = {
+        completed: dict[tuple[str, type], FoundRule] = {
             (f.module, type(f.style)): f
             for f in reversed(self.layouts.rules)
             if isinstance(f.style, SPLITS)
         }
         made: list[TensorRule] = []
-        used: set[Found] = set()
+        used: set[FoundRule] = set()
         for rule in self.small:
             for name in rule.modules.names():
                 first = self.flow.alias.get(name, name)
-                found = Found(first, rule.style)
+                found = FoundRule(first, rule.style)
                 if rule.open:
                     found = completed.get((first, type(rule.style)), found)
                 used.add(found)
@@ -306,7 +302,7 @@ class _Carried:
                 self._add(made, found, self._origin(found), self.state.real(found.module))
         return made
 
-    def _origin(self, found: Found) -> Span:
+    def _origin(self, found: FoundRule) -> Span:
         """The line of the first split that a rule follows from, or of the setting."""
         lines = (self.stated[w] for w in found.weights if w in self.stated)
         return next(lines, self.setting.origin)
@@ -314,7 +310,7 @@ class _Carried:
     def _add(
         self,
         made: list[TensorRule],
-        found: Found,
+        found: FoundRule,
         origin: Span,
         places: Iterable[Modules],
         stated: Style | None = None,

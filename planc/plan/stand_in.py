@@ -62,7 +62,7 @@ def stand_in(
     """A plan, with the numbers of a small model, on that model's modules and a small mesh's sizes;
     `kept` are the real layers that the small ones stand for (`Shrunk.kept`).
     """
-    state = StandIn(plan, facts, small, kept)
+    state = StandInModel(plan, facts, small, kept)
     made = replace(
         plan,
         mesh=plan.mesh.resized(sizes),
@@ -129,7 +129,7 @@ def _classes(
     return kinds, rules
 
 
-def _pipeline(plan: ir.Plan, state: StandIn) -> ir.PipelineRule | None:
+def _pipeline(plan: ir.Plan, state: StandInModel) -> ir.PipelineRule | None:
     """The stages of the small blocks: those of the blocks that they stand for."""
     if plan.pipeline is None:
         return None
@@ -159,7 +159,7 @@ def _numbers(kinds: list[Kind], rules: list[Rules]) -> list[int]:
     return [known[kind].index(own) for kind, own in zip(kinds, rules, strict=True)]
 
 
-def _fsdp(section: ir.Fsdp, state: StandIn) -> ir.Fsdp:
+def _fsdp(section: ir.Fsdp, state: StandInModel) -> ir.Fsdp:
     units: list[ir.Unit] = []
     for unit in section.units:
         members = tuple(state.all(unit.members, unit))
@@ -176,7 +176,7 @@ def _fsdp(section: ir.Fsdp, state: StandIn) -> ir.Fsdp:
 
 
 @dataclass(slots=True)
-class StandIn:
+class StandInModel:
     """Finds the small modules that stand for real ones, and the problem where none does; `ends` as
     of `variants`.
     """

@@ -17,7 +17,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from planc.model.dataflow import Call, Flow, Line, Operation
+from planc.model.dataflow import Flow, FlowCall, Line, Operation
 from planc.model.small.input_search import BatchShape
 from planc.model.small.transformers_model import without_cache
 from planc.model.small.user_model import ModelBuilder
@@ -69,9 +69,9 @@ def _pad(inputs: dict[str, Any], names: tuple[str, ...]) -> None:
 class _Open:
     """A call that runs: its facts so far."""
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: FlowCall) -> None:
         self.call = call
-        self.body: list[Operation | Call] = []
+        self.body: list[Operation | FlowCall] = []
 
 
 class _Recorder(TorchFunctionMode):  # type: ignore[misc]
@@ -89,7 +89,7 @@ class _Recorder(TorchFunctionMode):  # type: ignore[misc]
         self.derived: set[int] = set()  # from weights or hidden states; indices and masks too
         self.lines: dict[Line, int] = {Line("", ""): 0}
         self.open: list[_Open] = []
-        self.root: Call | None = None
+        self.root: FlowCall | None = None
         ids = inputs.get("input_ids")
         self.rows: int | None = None
         self.tokens: int | None = None
@@ -160,7 +160,7 @@ class _Recorder(TorchFunctionMode):  # type: ignore[misc]
     def _before(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         given = [*((str(i), v) for i, v in enumerate(args)), *kwargs.items()]
         parameters = module._parameters.items()
-        call = Call(
+        call = FlowCall(
             name=self.names[id(module)],
             arguments=tuple((k, self.number(v)) for k, v in given if _is_tensor(v)),
             positional=len(args),
@@ -357,14 +357,14 @@ def _compact(flow: Flow) -> Flow:
         inputs, outputs = (tuple(map(new, some)) for some in (one.inputs, one.outputs))
         return replace(one, inputs=inputs, outputs=outputs, line=line(one.line))
 
-    def call(one: Call) -> Call:
+    def call(one: FlowCall) -> FlowCall:
         return replace(
             one,
             arguments=tuple((key, new(t)) for key, t in one.arguments),
             outputs=tuple((place, new(t)) for place, t in one.outputs),
             nested=tuple(map(new, one.nested)),
             weights=tuple((key, new(t)) for key, t in one.weights),
-            body=tuple(call(e) if isinstance(e, Call) else operation(e) for e in one.body),
+            body=tuple(call(e) if isinstance(e, FlowCall) else operation(e) for e in one.body),
             line=line(one.line),
         )
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 
 from planc.model.facts import Modules
-from planc.ops.styles import Style
+from planc.ops.styles import SPLITS, Style
 from planc.plan.call_arguments import unknown, word, wrong_value
 from planc.plan.ir import SequenceSetting, TensorRule
 from planc.plan.program import Program
@@ -85,11 +85,11 @@ def _sequence(item: ast.Setting, axis: str, scope: Scope) -> SequenceSetting:
     return SequenceSetting(axis=axis, wanted=_SEQUENCE[value], origin=item.origin)
 
 
-def _open(call: ast.Call) -> bool:
+def _open(style: Style, call: ast.Call) -> bool:
     """Whether a line says how weights are split, and leaves layouts to inference: an arrow may say
     that the output is needed whole.
     """
-    if call.name not in ("colwise", "rowwise", "experts", "parameters", "attributes", "features"):
+    if not isinstance(style, SPLITS):
         return False
     arrows = [a.value for a in call.arguments if a.name is None]
     local = any(a.name == "local" for a in call.arguments)
@@ -127,7 +127,7 @@ def _claim(
         if style is None:
             return
         override = rule.override and i == 0
-        value = (style, _open(rule.action))
+        value = (style, _open(style, rule.action))
         claims.add(group, aspect(rule.action.name), value, rule.origin, override=override)
 
 
