@@ -11,7 +11,7 @@ from itertools import accumulate
 from planc.model.dataflow import Flow, FlowCall, Operation
 from planc.ops import styles as st
 from planc.ops.styles import Layout, Redistribution, Replicate, Shard, Style
-from planc.plan.flow_types import Around, Clash, FoundRule, Met, State, Held
+from planc.plan.flow_types import Around, Clash, FoundRule, Held, Met, State
 
 VIEWS = frozenset(
     {"view", "reshape", "expand", "expand_as", "unflatten", "flatten", "contiguous", "view_as"}

@@ -17,7 +17,7 @@ from itertools import product
 from planc.model.dataflow import Flow, FlowCall, Operation
 from planc.ops import styles as st
 from planc.ops.styles import Layout, Redistribution, Replicate, Shard, Style
-from planc.plan.flow_types import Around, Clash, FoundRule, Layouts, State, Held, Tried
+from planc.plan.flow_types import Around, Clash, FoundRule, Held, Layouts, State, Tried
 from planc.plan.gradient_sums import gradient_sums
 from planc.plan.interpret_operations import FlowOperations, Styles
 
@@ -456,7 +456,9 @@ class _Inference(FlowOperations):
         whole = isinstance(style.output, Replicate) or call.name in self.heads
         have = state.kind(source)
         if have is Held.VARYING:
-            raise Clash(f"`{call.name}` is split by rows of features that are split", call.line)
+            raise Clash(
+                f"`{call.name}` is split by its outputs, and its input is split already", call.line
+            )
         made = replace(
             style,
             input=self.part(source) if have is Held.PART else Replicate(),

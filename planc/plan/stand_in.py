@@ -221,6 +221,8 @@ class StandInModel:
         kinds, rules = _classes(at, self.plan, self.facts, self.ends)
         there = list(entry_kinds(small, self.small, self.facts).values())
         found = self._stated(kinds, rules, there) or self._by_kind(kinds, rules, there)
+        if not found and self.ends:
+            found = self._by_kind(kinds, [own - _ENDS for own in rules], there)
         if not found:
             text = f"which blocks of `{at}` the small model has is not known"
             self.lacks(text, *_differing(rules, rules))
@@ -243,6 +245,9 @@ class StandInModel:
         last, own = len(found) - 1, [classes[layer] for layer in found]
         inner = {i: c for i, c in enumerate(own) if 0 < i < last}
         standing: list[list[int]] = []
+        if len(own) < len(classes) and len(own) < 3 and len({*classes}) == 1:
+            self._standing[at.path] = [[*range(len(own))] for _ in classes]
+            return
         for layer, one in enumerate(classes):
             end = {0: 0, len(classes) - 1: last}.get(layer, -1)
             known = end >= 0 and own[end] == one

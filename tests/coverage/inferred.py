@@ -136,8 +136,11 @@ def compiled_for(facts, plan, sequence):
     for some in (settings, settings[:2]):
         done = compile_plan(facts, plan, Sink(), world_size=2, settings=some)
         if done.lowered is not None:
-            ours = any("shard(1)" in s for all in styles(done.lowered).values() for s in all)
-            return done, some is settings or ours == sequence
+            every = [s for some in styles(done.lowered).values() for s in some]
+            ours = any(
+                s == "sequence" or s.startswith("rowwise") and "-> shard" in s for s in every
+            )
+            return done, ours == sequence
     return None, False
 
 

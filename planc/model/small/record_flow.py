@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -43,20 +44,22 @@ _MOST_INPUTS = 40
 
 def record(builder: ModelBuilder) -> Flow:
     """The flow of a model; with padding where it takes a mask, since without it some show no
-    product with the mask. Raises what the model raises with the last batch that is tried.
+    product with the mask; without labels, unless the forward needs them. Raises what the model
+    raises with the last batch that is tried.
     """
     why: Exception = ValueError("no batch")
-    for shape in _SHAPES:
-        for padded in (True, False):
-            try:
-                model = builder.build(0)
-                without_cache(model)
-                inputs = {k: v for k, v in builder.sample(shape).items() if k != "labels"}
-                if padded:
-                    _pad(inputs, getattr(builder, "names", ()))
-                return _Recorder(model, inputs).run()
-            except Exception as error:
-                why = error
+    for shape, labeled, padded in product(_SHAPES, (False, True), (True, False)):
+        try:
+            model = builder.build(0)
+            without_cache(model)
+            inputs = builder.sample(shape)
+            if not labeled:
+                inputs.pop("labels", None)
+            if padded:
+                _pad(inputs, getattr(builder, "names", ()))
+            return _Recorder(model, inputs).run()
+        except Exception as error:
+            why = error
     raise why
 
 
