@@ -211,8 +211,6 @@ def _redistributed(op: Parallelize, step: Step) -> _Found:
                     yield GATHER, During.FORWARD, whole
                     if not style.local:
                         yield SCATTER, During.BACKWARD, whole
-                elif change.source == change.target == Replicate() and not style.local:
-                    yield REDUCE, During.BACKWARD, whole
         case Output():
             for change in style.changes:
                 if change.source == Replicate() and isinstance(change.target, Shard):

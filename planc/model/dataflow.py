@@ -207,11 +207,15 @@ def encode(flow: Flow) -> str:
     return base64.b64encode(zlib.compress(text.encode(), 9)).decode()
 
 
+_MOST_BYTES = 50_000_000
+
+
 def decode(text: Any) -> Flow | None:
     """The flow that `encode` wrote; None for any other text."""
     try:
-        data = json.loads(zlib.decompress(base64.b64decode(text)))
-        return Flow(
+        stream = zlib.decompressobj()
+        data = json.loads(stream.decompress(base64.b64decode(text), _MOST_BYTES))
+        flow = Flow(
             root=_read_call(data["root"]),
             rows=data["batch"][0],
             tokens=data["batch"][1],
@@ -222,8 +226,23 @@ def decode(text: Any) -> Flow | None:
             alias=dict(data["alias"]),
             lines=tuple(Line(*line) for line in data["lines"]),
         )
-    except (ValueError, TypeError, KeyError, IndexError, zlib.error):
+        return flow if _sound(flow) else None
+    except (ValueError, TypeError, KeyError, IndexError, RecursionError, zlib.error):
         return None
+
+
+def _sound(flow: Flow) -> bool:
+    """Whether all tensors and lines that a flow mentions are in it."""
+    tensors, lines = {*flow.live, *flow.weights, *flow.tied}, set[int]()
+    for call in flow.calls:
+        tensors.update(call.taken, call.given, call.nested, (t for _, t in call.weights))
+        lines.add(call.line)
+        for event in call.body:
+            lines.add(event.line)
+            if isinstance(event, Operation):
+                tensors.update(event.inputs, event.outputs)
+    known = range(len(flow.shapes)), range(len(flow.lines))
+    return all(t in known[0] for t in tensors) and all(n in known[1] for n in lines)
 
 
 def _call(call: FlowCall) -> list[Any]:

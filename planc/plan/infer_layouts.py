@@ -27,13 +27,9 @@ from planc.ops.styles import (
 )
 from planc.plan.flow_types import Clash, FoundRule, Layouts, Tried
 from planc.plan.ir import Inferred, Plan, SequenceSetting, TensorRule
-from planc.plan.propagate import infer
+from planc.plan.kept_layouts import Known, layouts_of
 from planc.plan.stand_in import StandInModel, Unrepresented, variants
 from planc.source import Span
-
-Named = tuple[tuple[str, tuple[Style, ...]], ...]
-Known = tuple[Named, Named]
-"""Splits and complete styles, by the names of modules."""
 
 _DEPTHS = (2, 6, 10, 16)
 """The least numbers of layers of the small models that are tried."""
@@ -120,10 +116,10 @@ class _Section:
     def _chosen(self, flow: Flow, small: Sequence[TensorRule]) -> Layouts | tuple[Tried, ...]:
         """The layouts for the setting's value, or why there are none."""
         wanted, known = self.setting.wanted, _styles(small)
-        parts = None if wanted is False else _tried(flow, known, True)
+        parts = None if wanted is False else layouts_of(flow, known, sequence=True)
         if isinstance(parts, Layouts) and (parts.everywhere or (wanted and parts.parts)):
             return parts
-        plain = None if wanted else _tried(flow, known, False)
+        plain = None if wanted else layouts_of(flow, known, sequence=False)
         if isinstance(plain, Layouts):
             return plain if parts is None else replace(plain, why=_why(parts))
         if isinstance(parts, Layouts) and parts.parts and not wanted:
@@ -215,18 +211,6 @@ def _alone(plan: Plan, rules: tuple[TensorRule, ...]) -> Plan:
         pipeline=None,
         adapters=None,
     )
-
-
-def _tried(flow: Flow, known: Known, sequence: bool) -> Layouts | Clash:
-    """The layouts, or why there are none; both are remembered with the flow."""
-    key = (known, sequence)
-    if key not in flow.memo:
-        try:
-            flow.memo[key] = infer(flow, dict(known[0]), dict(known[1]), sequence=sequence)
-        except Clash as clash:
-            flow.memo[key] = clash
-    found: Layouts | Clash = flow.memo[key]
-    return found
 
 
 def _reasons(flow: Flow, layouts: Layouts) -> Iterator[str]:

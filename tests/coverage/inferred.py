@@ -138,7 +138,7 @@ def compiled_for(facts, plan, sequence):
         if done.lowered is not None:
             every = [s for some in styles(done.lowered).values() for s in some]
             ours = any(
-                s == "sequence" or s.startswith("rowwise") and "-> shard" in s for s in every
+                s == "sequence" or (s.startswith("rowwise") and "-> shard" in s) for s in every
             )
             return done, ours == sequence
     return None, False
