@@ -44,6 +44,7 @@ UNREACHED = {
     "PL524": "needs a model of one's own; tests/test_infer_layouts.py has models that do not run",
     "PL172": "only apply imports; tests/test_python_styles.py does",
     "PL476": "inputs at run time; tests/processes/test_apply.py has them",
+    "PL580": "a call of run.optimizer; tests/test_optimizer.py makes one",
     "PL477": "a call of save_pretrained; tests/test_apply_on_meta.py makes one",
     "PL509": "a fault of planc or of a style; tests/test_trial.py seeds one",
     "PL479": "a run on ranks; tests/test_first_passes.py has one",

@@ -210,6 +210,7 @@ def _alone(plan: Plan, rules: tuple[TensorRule, ...]) -> Plan:
         fsdp=None,
         pipeline=None,
         adapters=None,
+        optimizer=(),
     )
 
 

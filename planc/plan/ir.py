@@ -25,10 +25,11 @@ from planc.ops.lora import Adapt
 from planc.ops.loss import ChunkLoss
 from planc.ops.lowered import ExpertMesh, MeshAxis
 from planc.ops.megatron_fsdp import MegatronShard
+from planc.ops.optimizer import Optimize
 from planc.ops.phrases import together
 from planc.ops.pipeline import Pipeline
 from planc.ops.quantization import Quantize
-from planc.ops.styles import MlaKv, Split, Style, weight_split
+from planc.ops.styles import MlaKv, Parts, Split, Style, weight_split
 from planc.plan.mesh_axes import EXPERT_TENSOR, expanded
 from planc.source import Span
 
@@ -341,6 +342,21 @@ class ExpertRule(Meaning):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerRule(Meaning):
+    """How the parameters inside modules are stepped, where no rule is on a module further in.
+
+    Args:
+        op: on the whole model; Muon's units are decided with the tensor rules.
+        per, parts: what Muon orthogonalizes; None and 1 follow the tensor rules.
+    """
+
+    modules: Modules
+    op: Optimize
+    per: str | None = None
+    parts: Parts = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ContextRule(Meaning):
     """An axis whose ranks have parts of each sequence; no `op` if the script slices them."""
 
@@ -359,6 +375,7 @@ Ruled = TypeVar(
     AdapterRule,
     Ignored,
     SpreadRule,
+    OptimizerRule,
 )
 """What one line decides for its `modules`."""
 
@@ -394,6 +411,7 @@ class Plan(Meaning):
     loss: tuple[LossRule, ...] = ()
     pipeline: PipelineRule | None = None
     experts: tuple[ExpertRule, ...] = ()
+    optimizer: tuple[OptimizerRule, ...] = ()
     adapted: bool = False
     broken: frozenset[str] = frozenset()
 

@@ -73,6 +73,7 @@ def stand_in(
         train=tuple(state.each(plan.train)),
         loss=tuple(state.each(plan.loss)),
         experts=tuple(state.each(plan.experts)),
+        optimizer=tuple(state.each(plan.optimizer)),
         fsdp=plan.fsdp and _fsdp(plan.fsdp, state),
         pipeline=_pipeline(plan, state),
         adapters=plan.adapters
@@ -90,7 +91,7 @@ def _acting(plan: ir.Plan) -> Iterator[tuple[Span, Modules, str]]:
     fsdp = (plan.fsdp.ignored, plan.fsdp.spreads) if plan.fsdp else ()
     rules = plan.adapters.rules if plan.adapters else ()
     whole = (plan.tensor, plan.checkpoint, plan.compile, plan.train, plan.loss, plan.experts)
-    for nodes in (*whole, rules, *fsdp):
+    for nodes in (*whole, plan.optimizer, rules, *fsdp):
         for node in nodes:
             own = style_text(node.style) if isinstance(node, ir.TensorRule) else ""
             yield node.origin, node.modules, own if getattr(node, "inferred", None) else ""

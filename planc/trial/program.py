@@ -18,8 +18,10 @@ from torch.nn.functional import cross_entropy, pad
 
 from planc.ops.loss import ChunkLoss
 from planc.ops.lowered import Lowered
+from planc.ops.optimizer import Optimize
 from planc.runtime.run import Run
 from planc.runtime.standalone.loss import IGNORED
+from planc.runtime.standalone.optimizer import PlannedOptimizer, planned_optimizer
 from planc.runtime.standalone.pipeline import stages_of
 from planc.runtime.standalone.shards import in_own_order, rank_orders
 from planc.trial.batches import COUNT, Batches
@@ -32,6 +34,7 @@ RATE = 1e-3
 EPSILON = 1e-6
 """AdamW's epsilon. With torch's 1e-8, a gradient that is zero up to rounding changes a weight as
 much as a real one, so the steps would compare noise."""
+DECAY = 1e-2
 MAX_NORM = 1.0
 SEED = 1000
 """The seed of what rank 0 draws in training; the next ranks have the next numbers."""
@@ -56,6 +59,7 @@ class RankResult:
         traces, logits, losses: of each pass of the first step; no logits where the head computes
             the loss.
         gradients, parameters: full tensors by name: of the first step, unclipped; after the last.
+        states: those of the plan's own optimizer, `NAME (STATE)`; of others, their gradients tell.
         norms: of the gradients of each step.
         drawn: the random numbers of each forward pass, of all steps.
     """
@@ -70,6 +74,7 @@ class RankResult:
     gradients: Tensors = field(default_factory=dict)
     norms: list[torch.Tensor] = field(default_factory=list)
     parameters: Tensors = field(default_factory=dict)
+    states: Tensors = field(default_factory=dict)
     drawn: list[list[torch.Tensor]] = field(default_factory=list)
 
     def of(self, logits: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -94,6 +99,7 @@ class Reference:
 
     Args:
         passes: what each data rank's rows gave, by data rank.
+        before: the parameters that the plan's Muon steps, before the first step.
         whole: the gradients of the first step with all rows of a pass in one batch, which differ
             from the sum over the data ranks' rows where a loss is no mean over tokens.
         recomputed: a module that the model's own code runs again in the backward pass.
@@ -105,6 +111,8 @@ class Reference:
     gradients: Tensors = field(default_factory=dict)
     norms: list[torch.Tensor] = field(default_factory=list)
     parameters: Tensors = field(default_factory=dict)
+    states: Tensors = field(default_factory=dict)
+    before: Tensors = field(default_factory=dict)
     whole: Tensors = field(default_factory=dict)
     recomputed: str = ""
     draws: bool = False
@@ -120,7 +128,8 @@ def train_single(
     Raises SingleError: the model has no loss, no gradient, or a value that is not finite.
     """
     reference = Reference(passes=[RankResult(data_rank=d) for d in range(batches.ranks)])
-    optimizer, scale = _optimizer(model), gradient_scale(lowered)
+    optimizer, scale = _single_optimizer(model, lowered), gradient_scale(lowered)
+    reference.before = _of_muon(model, optimizer)
     share = scale / batches.ranks
     heads = [op for op in lowered.ops if isinstance(op, ChunkLoss)]
     for op in heads:
@@ -148,16 +157,23 @@ def train_single(
                 reference.whole = _whole(model, batches, scale)
         if batches.gradients_alone:
             break
-        trained = [p for p in model.parameters() if p.grad is not None]
-        reference.norms.append(nn.utils.clip_grad_norm_(trained, MAX_NORM))
-        optimizer.step()
-        optimizer.zero_grad()
+        reference.norms.append(_stepped(model, optimizer))
     if not batches.gradients_alone:
         reference.parameters = _parameters(model)
+        reference.states = _states(model, optimizer)
     _require_finite(reference)
     for result in reference.passes if heads else ():
         result.logits.clear()  # the ranks compute none
     return reference
+
+
+def _stepped(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensor:
+    """The norm of all gradients, with which the optimizer has stepped."""
+    trained = [p for p in model.parameters() if p.grad is not None]
+    norm: Tensor = nn.utils.clip_grad_norm_(trained, MAX_NORM)
+    optimizer.step()
+    optimizer.zero_grad()
+    return norm
 
 
 def _as_one_step(reference: Reference, batches: Batches) -> None:
@@ -210,7 +226,7 @@ def train_rank(
     """
     result.phase, result.data_rank = "parallel", run.data_rank
     result.part_rank = part_rank(run)
-    optimizer = run.optimizer(_optimizer(model))
+    optimizer = _rank_optimizer(model, run)
     for number, step in enumerate(batches.steps):
         if stages_of(model) is not None:
             loss = run.forward_backward([one.of_rank(run.data_rank, run.data_size) for one in step])
@@ -226,6 +242,7 @@ def train_rank(
         optimizer.zero_grad()
     if not batches.gradients_alone:
         result.parameters = _of_all_stages(_parameters(model), model)
+        result.states = _of_all_stages(_states(model, optimizer), model)
     result.phase = "done"
 
 
@@ -275,6 +292,46 @@ def _of_all_stages(own: Tensors, model: nn.Module) -> Tensors:
             if name not in found or not torch.equal(found[name], tensor):
                 found[name] = tensor
     return found
+
+
+def _single_optimizer(model: nn.Module, lowered: Lowered) -> torch.optim.Optimizer:
+    """The plan's own optimizer, on whole parameters; AdamW where it has none."""
+    if not lowered.has(Optimize):
+        return _optimizer(model)
+    return _without_noise(planned_optimizer(model, RATE, DECAY))
+
+
+def _rank_optimizer(model: nn.Module, run: Run) -> torch.optim.Optimizer:
+    if not run.lowered.has(Optimize):
+        return run.optimizer(_optimizer(model))
+    return _without_noise(run.optimizer(lr=RATE, weight_decay=DECAY))
+
+
+def _without_noise(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    for group in optimizer.param_groups:
+        if "eps" in group:
+            group["eps"] = max(group["eps"], EPSILON)
+    return optimizer
+
+
+def _of_muon(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
+    """Copies of the parameters that Muon steps."""
+    groups = (g for g in optimizer.param_groups if g.get("algorithm") == "muon")
+    stepped = {id(p) for group in groups for p in group["params"]}
+    return {n: p.detach().clone() for n, p in parameters_by_name(model) if id(p) in stepped}
+
+
+def _states(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
+    """The full states of the plan's own optimizer, but for numbers of steps."""
+    if not isinstance(optimizer, PlannedOptimizer):
+        return {}
+    orders = rank_orders(model)
+    return {
+        f"{name} ({key})": in_own_order(full_copy(state), orders.get(name))
+        for name, parameter in parameters_by_name(model)
+        for key, state in sorted(optimizer.state.get(parameter, {}).items())
+        if state.dim()
+    }
 
 
 def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
