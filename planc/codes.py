@@ -206,6 +206,8 @@ _ROWS: tuple[tuple[str, str, Phase, str], ...] = (
     ("PL509", "error", "proof", "the gradients are right and the step is wrong"),
     ("PL510", "warning", "proof", "the loss of a batch is not the mean over the data ranks"),
     ("PL511", "warning error", "proof", "random numbers are not those of the plain model"),
+    ("PL512", "error", "proof", "parameters that only some data ranks use"),
+    ("PL513", "warning", "proof", "a module mixes the rows of a batch"),
     ("PL520", "error", "proof", "the plan trains another model"),
     ("PL521", "error", "proof", "a rank failed"),
     ("PL522", "error", "proof", "no answer in time"),

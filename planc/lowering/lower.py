@@ -36,7 +36,7 @@ from planc.ops.context import ContextParallel
 from planc.ops.expert_parallel import ALL_TO_ALL, DispatchExperts
 from planc.ops.freeze import Freeze
 from planc.ops.fsdp import FullyShard
-from planc.ops.lora import Adapt
+from planc.ops.lora import BASE_LAYER, Adapt
 from planc.ops.loss import ChunkLoss
 from planc.ops.lowered import Lowered, Stage
 from planc.ops.megatron_fsdp import MegatronShard
@@ -45,7 +45,7 @@ from planc.ops.registry import AnyOp
 from planc.ops.rng import DrawByRank
 from planc.ops.styles import Input, Output, Replicated, Sequence
 from planc.ops.tensor_parallel import Parallelize, Shape, Tie
-from planc.plan.apply_adapters import BASE_LAYER, PARAMETERLESS, styles
+from planc.plan.apply_adapters import PARAMETERLESS, styles
 from planc.plan.experts import dividing, expert_styles, splits_divided
 from planc.plan.ir import Plan, TensorRule
 from planc.plan.local_shapes import local_shape, ruled

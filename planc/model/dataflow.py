@@ -103,7 +103,7 @@ class FlowCall:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Flow:
+class DataFlow:
     """The data flow of one model.
 
     Args:
@@ -191,7 +191,7 @@ class Flow:
 # As plain data ------------------------------------------------------------------------------------
 
 
-def encode(flow: Flow) -> str:
+def encode(flow: DataFlow) -> str:
     """The flow as a short text: JSON, compressed, in base 64."""
     data = {
         "root": _call(flow.root),
@@ -210,12 +210,12 @@ def encode(flow: Flow) -> str:
 _MOST_BYTES = 50_000_000
 
 
-def decode(text: Any) -> Flow | None:
+def decode(text: Any) -> DataFlow | None:
     """The flow that `encode` wrote; None for any other text."""
     try:
         stream = zlib.decompressobj()
         data = json.loads(stream.decompress(base64.b64decode(text), _MOST_BYTES))
-        flow = Flow(
+        flow = DataFlow(
             root=_read_call(data["root"]),
             rows=data["batch"][0],
             tokens=data["batch"][1],
@@ -231,7 +231,7 @@ def decode(text: Any) -> Flow | None:
         return None
 
 
-def _sound(flow: Flow) -> bool:
+def _sound(flow: DataFlow) -> bool:
     """Whether all tensors and lines that a flow mentions are in it."""
     tensors, lines = {*flow.live, *flow.weights, *flow.tied}, set[int]()
     for call in flow.calls:

@@ -20,8 +20,7 @@ from planc.ops.base import (
     Where,
     text,
 )
-from planc.ops.style_calls import style_call
-from planc.ops.styles import Input, Output, Style, style_arguments, style_name
+from planc.ops.styles import Input, Output, Style, style_arguments, style_call, style_name
 
 INFERRED = "~"
 """What `lower` writes before a style that planc inferred, or whose layouts it completed."""

@@ -76,13 +76,12 @@ def elaborate(
         return None
     if sizes is not None:
         program.scope.sized = program.scope.sized_by(sizes, mesh)
-    broken = program.broken
 
     def part(name: str, read: Callable[[], T]) -> T:
         before = sink.errors
         result = read()
         if sink.errors > before:
-            broken.add(name)
+            program.broken.add(name)
         return result
 
     require(program)
@@ -106,7 +105,7 @@ def elaborate(
         pipeline=part("pipeline", lambda: pipeline(program)),
         experts=part("expert", lambda: expert(program)),
         optimizer=part("optimizer", lambda: optimizer(program)),
-        broken=frozenset(broken),
+        broken=frozenset(program.broken),
         origin=program.header.origin,
     )
     return settled(inferred(plan, facts, sink), facts, sink)

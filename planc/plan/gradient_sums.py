@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from planc.model.dataflow import Flow, FlowCall, Operation
+from planc.model.dataflow import DataFlow, FlowCall, Operation
 from planc.ops import styles as st
 from planc.ops.styles import Replicate
 from planc.plan.flow_types import FoundRule, State
@@ -52,7 +52,7 @@ def gradient_sums(of: FlowOperations, state: State) -> Iterator[FoundRule]:
                 waiting += ((t, met) for t in event.taken)
 
 
-def _beside(flow: Flow, tensor: int, rope: int) -> Iterator[str]:
+def _beside(flow: DataFlow, tensor: int, rope: int) -> Iterator[str]:
     """The modules that take the rest of a linear's output, and whose widths it has."""
     rest = flow.shapes[tensor][-1] - rope
     for call in flow.calls:

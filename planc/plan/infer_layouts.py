@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from planc.diagnostic import Label, Sink
-from planc.model.dataflow import Flow
+from planc.model.dataflow import DataFlow
 from planc.model.facts import Facts, Modules, generic, parse_path
 from planc.model.small.flow import FlowSource, flow_of, flow_source
 from planc.ops.styles import (
@@ -104,7 +104,7 @@ class _Section:
         )
         return replace(self.plan, broken=self.plan.broken | {"tensor"})
 
-    def _layouts(self, flow: Flow, small: tuple[TensorRule, ...]) -> Layouts | None:
+    def _layouts(self, flow: DataFlow, small: tuple[TensorRule, ...]) -> Layouts | None:
         """The layouts for the setting's value; None after PL505, PL525 or PL526."""
         found = self._chosen(flow, small)
         if isinstance(found, Layouts):
@@ -113,7 +113,7 @@ class _Section:
             self._impossible(flow, found)
         return None
 
-    def _chosen(self, flow: Flow, small: Sequence[TensorRule]) -> Layouts | tuple[Tried, ...]:
+    def _chosen(self, flow: DataFlow, small: Sequence[TensorRule]) -> Layouts | tuple[Tried, ...]:
         """The layouts for the setting's value, or why there are none."""
         wanted, known = self.setting.wanted, _styles(small)
         parts = None if wanted is False else layouts_of(flow, known, sequence=True)
@@ -126,7 +126,7 @@ class _Section:
             return parts  # `auto`, and in parts alone it is possible at all
         return _why(parts if wanted else plain)
 
-    def _contradicted(self, flow: Flow, small: tuple[TensorRule, ...]) -> bool:
+    def _contradicted(self, flow: DataFlow, small: tuple[TensorRule, ...]) -> bool:
         """Reports the stated layouts (PL505) without which there are layouts."""
         stated = dict.fromkeys(rule.origin for rule in small if not rule.open)
         for origin in stated:
@@ -146,7 +146,7 @@ class _Section:
             return True
         return False
 
-    def _impossible(self, flow: Flow, why: tuple[Tried, ...]) -> None:
+    def _impossible(self, flow: DataFlow, why: tuple[Tried, ...]) -> None:
         setting = self.setting
         if setting.wanted:
             message = "no hidden states can be parts of the sequence"
@@ -159,7 +159,7 @@ class _Section:
         self.sink.error(code, message, setting.origin, facts=_lines(flow, why[-3:]), help=help)
 
 
-def _lines(flow: Flow, why: Iterable[Tried]) -> list[str]:
+def _lines(flow: DataFlow, why: Iterable[Tried]) -> list[str]:
     return [f"{one.text}  ({flow.lines[one.line]})" for one in why]
 
 
@@ -214,7 +214,7 @@ def _alone(plan: Plan, rules: tuple[TensorRule, ...]) -> Plan:
     )
 
 
-def _reasons(flow: Flow, layouts: Layouts) -> Iterator[str]:
+def _reasons(flow: DataFlow, layouts: Layouts) -> Iterator[str]:
     if not layouts.everywhere:
         for module, text, line in layouts.why:
             yield f"{generic(module) or 'root'}: {text}  ({flow.lines[line]})"
@@ -225,7 +225,7 @@ class _Carried:
 
     def __init__(
         self,
-        flow: Flow,
+        flow: DataFlow,
         state: StandInModel,
         small: tuple[TensorRule, ...],
         layouts: Layouts,

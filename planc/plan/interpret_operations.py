@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
-from planc.model.dataflow import Flow, FlowCall, Operation
+from planc.model.dataflow import DataFlow, FlowCall, Operation
 from planc.ops import styles as st
 from planc.ops.styles import Layout, Redistribution, Replicate, Shard, Style
 from planc.plan.flow_types import Around, Clash, FoundRule, Held, Met, State
@@ -36,7 +36,7 @@ class FlowOperations:
         makers: what gives each tensor.
     """
 
-    def __init__(self, flow: Flow, splits: Styles, stated: Styles) -> None:
+    def __init__(self, flow: DataFlow, splits: Styles, stated: Styles) -> None:
         self.flow = flow
         self.splits = {flow.alias.get(name, name): some for name, some in splits.items()}
         self.stated = {flow.alias.get(name, name): some for name, some in stated.items()}

@@ -17,6 +17,7 @@ from planc.ops.activation_checkpoint import Checkpoint
 from planc.ops.base import AxisRole
 from planc.ops.compile import Compile
 from planc.ops.context import ContextParallel
+from planc.ops.contract import Split, weight_split
 from planc.ops.expert_parallel import Dispatch
 from planc.ops.freeze import Freeze
 from planc.ops.fsdp import Divide, Prefetch
@@ -29,7 +30,7 @@ from planc.ops.optimizer import Optimize
 from planc.ops.phrases import together
 from planc.ops.pipeline import Pipeline
 from planc.ops.quantization import Quantize
-from planc.ops.styles import MlaKv, Parts, Split, Style, weight_split
+from planc.ops.styles import MlaKv, Parts, Style
 from planc.plan.mesh_axes import EXPERT_TENSOR, expanded
 from planc.source import Span
 

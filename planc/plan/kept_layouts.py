@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from planc.model import cache
-from planc.model.dataflow import Flow, encode
+from planc.model.dataflow import DataFlow, encode
 from planc.ops.codec import Reader, dump, shape_of
 from planc.ops.styles import Style
 from planc.plan.flow_types import Clash, FoundRule, Layouts, Tried
@@ -28,7 +28,7 @@ def _sources() -> str:
     return hashlib.sha256(b"".join((here / f"{n}.py").read_bytes() for n in _SOURCES)).hexdigest()
 
 
-def layouts_of(flow: Flow, known: Known, *, sequence: bool) -> Layouts | Clash:
+def layouts_of(flow: DataFlow, known: Known, *, sequence: bool) -> Layouts | Clash:
     """The layouts that follow, or why there are none; remembered with the flow and in the cache."""
     memo = (known, sequence)
     if memo not in flow.memo:

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from planc.model.facts import Facts, Modules, Parameter
+from planc.ops.contract import Split, part_sizes
 from planc.ops.optimizer import Cut, Muon
-from planc.ops.styles import Split, part_sizes
 from planc.plan.experts import expert_count
 from planc.plan.ir import OptimizerRule, Plan
 from planc.plan.parameter_owners import divided_by, inner_first, owned

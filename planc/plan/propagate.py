@@ -14,8 +14,9 @@ from dataclasses import replace
 from functools import partial
 from itertools import product
 
-from planc.model.dataflow import Flow, FlowCall, Operation
+from planc.model.dataflow import DataFlow, FlowCall, Operation
 from planc.ops import styles as st
+from planc.ops.contract import contract
 from planc.ops.styles import Layout, Redistribution, Replicate, Shard, Style
 from planc.plan.flow_types import Around, Clash, FoundRule, Held, Layouts, State, Tried
 from planc.plan.gradient_sums import gradient_sums
@@ -26,7 +27,7 @@ _RETRIES = 2000
 """The most mends in one model, and in one module: the search ends for every model."""
 
 
-def infer(flow: Flow, splits: Styles, stated: Styles, *, sequence: bool) -> Layouts:
+def infer(flow: DataFlow, splits: Styles, stated: Styles, *, sequence: bool) -> Layouts:
     """The layouts that follow from splits, with or without parts of the sequence.
 
     Args:
@@ -44,7 +45,7 @@ class _Inference(FlowOperations):
     the next: linears whose output leaves the model, and modules that no part may enter.
     """
 
-    def __init__(self, flow: Flow, splits: Styles, stated: Styles) -> None:
+    def __init__(self, flow: DataFlow, splits: Styles, stated: Styles) -> None:
         super().__init__(flow, splits, stated)
         self.heads: frozenset[str] = frozenset()
         self.whole: frozenset[str] = frozenset()
@@ -190,14 +191,14 @@ class _Inference(FlowOperations):
                     return self.rowwise(call, style, state, around)
                 case st.Experts():
                     return self.experts(call, style, state, around)
-                case st.Features():
-                    return state.typed(call.given, Held.VARYING).ruled(FoundRule(call.name, style))
                 case st.Parameters():
                     split = {name for name, _ in style.layouts}
                     own = (t for name, t in call.weights if name in split)
                     state = state.typed(own, Held.VARYING).ruled(FoundRule(call.name, style))
                 case _:
                     state = state.ruled(FoundRule(call.name, style))
+                    if contract(style).gives:
+                        return state.typed(call.given, Held.VARYING)
         if state.some(call, Held.PART):
             return self.ends(call, self.with_parts(call, state, around), around)
         return self.ends(call, self.without_parts(call, state, around), around)

@@ -25,7 +25,9 @@ from planc.runtime.standalone.optimizer import PlannedOptimizer, planned_optimiz
 from planc.runtime.standalone.pipeline import stages_of
 from planc.runtime.standalone.shards import in_own_order, rank_orders
 from planc.trial.batches import COUNT, Batches
-from planc.trial.numerics import full_copy, gradient_scale, parameters_by_name
+from planc.trial.coupled_rows import UnevenUse, UsedParameters, coupling_module
+from planc.trial.numerics import FLOOR, full_copy, gradient_scale, parameters_by_name, relative
+from planc.trial.outcome import LIMIT
 from planc.trial.random_numbers import DifferentDraw, Recorded, Replayed
 from planc.trial.sequence_parts import BatchPart, mean_of_parts, part_rank, parts_of
 from planc.trial.trace import Trace, caller, named_modules
@@ -103,6 +105,8 @@ class Reference:
         whole: the gradients of the first step with all rows of a pass in one batch, which differ
             from the sum over the data ranks' rows where a loss is no mean over tokens.
         recomputed: a module that the model's own code runs again in the backward pass.
+        uneven: the parameters that the rows of some data ranks use, and those of others do not.
+        coupling: the first module that mixes rows, where `whole` differs; None if the loss does.
         draws: whether the model draws random numbers.
         different_draws: what the ranks drew otherwise than the plain model does.
     """
@@ -114,9 +118,21 @@ class Reference:
     states: Tensors = field(default_factory=dict)
     before: Tensors = field(default_factory=dict)
     whole: Tensors = field(default_factory=dict)
+    uneven: tuple[UnevenUse, ...] = ()
+    coupling: str | None = None
     recomputed: str = ""
     draws: bool = False
     different_draws: list[DifferentDraw] = field(default_factory=list)
+
+    def of_whole_batches(self) -> tuple[str, float]:
+        """The gradient that differs most where a pass has the rows of all data ranks, and by how
+        much.
+        """
+        right, whole = self.gradients, self.whole
+        top = max((float(g.abs().max()) for g in right.values()), default=0.0)
+        errors = {n: relative(whole[n], right[n], top * FLOOR) for n in right if n in whole}
+        name = max(errors, key=errors.__getitem__, default="")
+        return name, errors.get(name, 0.0)
 
 
 def train_single(
@@ -129,13 +145,13 @@ def train_single(
     """
     reference = Reference(passes=[RankResult(data_rank=d) for d in range(batches.ranks)])
     optimizer, scale = _single_optimizer(model, lowered), gradient_scale(lowered)
-    reference.before = _of_muon(model, optimizer)
+    reference.before, used = _of_muon(model, optimizer), UsedParameters()
     share = scale / batches.ranks
     heads = [op for op in lowered.ops if isinstance(op, ChunkLoss)]
     for op in heads:
         with_terms(model, op)
     for number, step in enumerate(batches.steps):
-        for one in step:
+        for at, one in enumerate(step):
             for rank, result in enumerate(reference.passes):
                 inputs = {**one.of_rank(rank, batches.ranks), **batches.extra(number)}
                 drawn = [r.drawn[len(result.drawn)] for r in ranks if r.data_rank == rank]
@@ -143,8 +159,9 @@ def train_single(
                 result.drawn.append(getattr(draws, "drawn", []))
                 with draws:
                     loss = _forward(model, inputs, result if number == 0 else None)
-                backward = Trace()
-                with backward.of(named_modules(model)):
+                backward, noted = Trace(), used.of(model, number, at, rank)
+                used.looked |= getattr(draws, "looked", False)
+                with backward.of(named_modules(model)), noted:
                     (loss * (share * batches.weight(number))).backward()
                 reference.draws = reference.draws or bool(drawn or result.drawn[-1])
                 reference.different_draws += getattr(draws, "different_draws", [])
@@ -153,14 +170,14 @@ def train_single(
             reference.gradients = _gradients(model)
             if lowered.pipeline is not None:
                 _as_one_step(reference, batches)
-            if not reference.draws:
-                reference.whole = _whole(model, batches, scale)
+            _other_batches(reference, used, model, batches, scale)
         if batches.gradients_alone:
             break
         reference.norms.append(_stepped(model, optimizer))
     if not batches.gradients_alone:
         reference.parameters = _parameters(model)
         reference.states = _states(model, optimizer)
+    reference.uneven = used.uneven()
     _require_finite(reference)
     for result in reference.passes if heads else ():
         result.logits.clear()  # the ranks compute none
@@ -189,20 +206,33 @@ def seed_rank(rank: int) -> None:
     torch.manual_seed(SEED + rank)
 
 
-def _whole(model: nn.Module, batches: Batches, scale: float) -> Tensors:
-    """The gradients with all rows of a pass in one batch; the model's own are put back."""
-    if batches.ranks == 1:
-        return {}
+def _other_batches(
+    reference: Reference, used: UsedParameters, model: nn.Module, batches: Batches, scale: float
+) -> None:
+    """What a model without random numbers computes with all rows in one batch, and with each alone,
+    where its code can see numbers; its gradients are put back.
+    """
+    if reference.draws or batches.ranks == 1:
+        return
+    first, extra = batches.steps[0][0], batches.extra(0)
     before = {p: p.grad for p in model.parameters()}
     model.zero_grad(set_to_none=True)
+    reference.whole = _whole(model, batches, scale)
+    if reference.of_whole_batches()[1] > LIMIT:
+        reference.coupling = coupling_module(model, first, extra, batches.ranks)
+    if used.looked:
+        used.of_rows(model, first, lambda inputs: _forward(model, {**inputs, **extra}, None))
+    for parameter, gradient in before.items():
+        parameter.grad = gradient
+
+
+def _whole(model: nn.Module, batches: Batches, scale: float) -> Tensors:
+    """The gradients with all rows of a pass in one batch."""
     extra = {name: value * batches.ranks for name, value in batches.extra(0).items()}
     for one in batches.steps[0]:
         loss = _forward(model, {**one.inputs, **extra}, None)
         (loss * (scale * batches.weight(0))).backward()
-    found = _gradients(model)
-    for parameter, gradient in before.items():
-        parameter.grad = gradient
-    return found
+    return _gradients(model)
 
 
 def train_rank(

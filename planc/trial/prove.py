@@ -10,6 +10,7 @@ from torch import distributed
 from planc.model.small.user_model import ModelBuilder
 from planc.model.sources.huggingface import quiet
 from planc.ops.context import ContextParallel
+from planc.ops.fsdp import FullyShard
 from planc.ops.lowered import Lowered
 from planc.runtime.executor import alone, apply_lowered
 from planc.runtime.preconditions import of_all_ranks
@@ -58,6 +59,9 @@ def prove(
     if reference.draws and any(isinstance(op, ContextParallel) for op in lowered.ops):
         raise program.SingleError(program.DRAWS_PARTS)
     report("apply")
+    if reference.uneven and lowered.has(FullyShard):
+        one = reference.uneven[0]
+        raise RuntimeError(f"only some data ranks use `{one.name}`: {one.where} (PL512)")
     model = builder.build(seed).to(device)
     program.seed_rank(distributed.get_rank())
     run = apply_lowered(model, lowered, digest=digest, device_type=device, allow_code=True)

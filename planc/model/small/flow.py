@@ -10,7 +10,7 @@ from typing import Any
 
 from planc.diagnostic import Sink
 from planc.model import cache
-from planc.model.dataflow import FORMAT, Flow, decode, encode
+from planc.model.dataflow import FORMAT, DataFlow, decode, encode
 from planc.model.facts import Facts
 from planc.model.load import load_values
 from planc.model.small.shrink import small_values
@@ -47,7 +47,7 @@ def flow_source(facts: Facts, variants: Mapping[int, list[str]], layers: int) ->
     return FlowSource(facts=small, values=made.values, kept=made.kept)
 
 
-def flow_of(source: FlowSource, facts: Facts) -> Flow | str:
+def flow_of(source: FlowSource, facts: Facts) -> DataFlow | str:
     """The flow of a small model, or why there is none. A library's model is cached; code of the
     user's, which can change while its name stays the same, runs each time.
     """
@@ -66,12 +66,12 @@ def flow_of(source: FlowSource, facts: Facts) -> Flow | str:
 
 
 @lru_cache(maxsize=64)
-def _decoded(text: Any) -> Flow | None:
+def _decoded(text: Any) -> DataFlow | None:
     """One object for a text, which remembers what was inferred from it."""
     return decode(text)
 
 
-def _recorded(values: dict[str, Any], facts: Facts) -> Flow | str:
+def _recorded(values: dict[str, Any], facts: Facts) -> DataFlow | str:
     from planc.model.small.record_flow import record
     from planc.model.small.user_model import builder_of
 

@@ -18,7 +18,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from planc.model.dataflow import Flow, FlowCall, Line, Operation
+from planc.model.dataflow import DataFlow, FlowCall, Line, Operation
 from planc.model.small.input_search import BatchShape
 from planc.model.small.transformers_model import without_cache
 from planc.model.small.user_model import ModelBuilder
@@ -42,7 +42,7 @@ _LONGEST = 100
 _MOST_INPUTS = 40
 
 
-def record(builder: ModelBuilder) -> Flow:
+def record(builder: ModelBuilder) -> DataFlow:
     """The flow of a model; with padding where it takes a mask, since without it some show no
     product with the mask; without labels, unless the forward needs them. Raises what the model
     raises with the last batch that is tried.
@@ -103,7 +103,7 @@ class _Recorder(TorchFunctionMode):  # type: ignore[misc]
         for name, parameter in named:
             self.weights.setdefault(self.number(parameter), name)
 
-    def run(self) -> Flow:
+    def run(self) -> DataFlow:
         hooks = []
         for module in self.model.modules():
             before = module.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True)
@@ -119,7 +119,7 @@ class _Recorder(TorchFunctionMode):  # type: ignore[misc]
         modules = list(self.model.modules())
         held = Counter(id(p) for m in modules for p in m._parameters.values() if p is not None)
         return _compact(
-            Flow(
+            DataFlow(
                 root=self.root,
                 rows=self.rows,
                 tokens=self.tokens,
@@ -345,7 +345,7 @@ def _is_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor)
 
 
-def _compact(flow: Flow) -> Flow:
+def _compact(flow: DataFlow) -> DataFlow:
     """The flow with numbers for the tensors and lines that it mentions alone."""
     numbers: dict[int, int] = {}
     lines: dict[int, int] = {0: 0}
