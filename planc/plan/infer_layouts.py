@@ -7,10 +7,10 @@ is structural (places and dims); the one number, `mla_kv`'s, is computed from th
 proof does not know which rule was inferred.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from planc.diagnostic import Label, Sink
+from planc.diagnostic import Label, Severity, Sink
 from planc.model.dataflow import DataFlow
 from planc.model.facts import Facts, Modules, generic, parse_path
 from planc.model.small.flow import FlowSource, flow_of, flow_source
@@ -72,7 +72,9 @@ class _Section:
             return self._unknown(problem)
         rules = tuple(rule.sized(self.facts) for rule in made.rules(own))
         others = tuple(r for r in plan.tensor if r.axis != setting.axis)
-        settled = replace(setting, parts=layouts.parts > 0, why=tuple(_reasons(flow, layouts)))
+        settled = replace(setting, parts=layouts.parts > 0)
+        if setting.wanted is not False and not layouts.everywhere:
+            self._in_part(flow, layouts)
         sequence = tuple(settled if s is setting else s for s in plan.sequence)
         return replace(plan, tensor=(*rules, *others), sequence=sequence)
 
@@ -146,6 +148,18 @@ class _Section:
             return True
         return False
 
+    def _in_part(self, flow: DataFlow, layouts: Layouts) -> None:
+        """Says where hidden states are not parts of the sequence, and why."""
+        some = f"parts of the sequence in {layouts.parts} of {layouts.sums} sums of the small model"
+        reasons = dict.fromkeys(_lines(flow, layouts.why))
+        self.sink.report(
+            Severity.INFO,
+            "PL527",
+            f"hidden states are {some if layouts.parts else 'whole on each rank'}",
+            self.setting.origin,
+            facts=list(reasons)[:3],
+        )
+
     def _impossible(self, flow: DataFlow, why: tuple[Tried, ...]) -> None:
         setting = self.setting
         if setting.wanted:
@@ -212,12 +226,6 @@ def _alone(plan: Plan, rules: tuple[TensorRule, ...]) -> Plan:
         adapters=None,
         optimizer=(),
     )
-
-
-def _reasons(flow: DataFlow, layouts: Layouts) -> Iterator[str]:
-    if not layouts.everywhere:
-        for module, text, line in layouts.why:
-            yield f"{generic(module) or 'root'}: {text}  ({flow.lines[line]})"
 
 
 class _Carried:

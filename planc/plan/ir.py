@@ -128,13 +128,11 @@ class SequenceSetting(Meaning):
     Args:
         wanted: whether with parts of the sequence; None for `auto`.
         parts: whether hidden states are parts of the sequence, after inference.
-        why: the reasons why they are not, or not everywhere.
     """
 
     axis: str
     wanted: bool | None
     parts: bool = False
-    why: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

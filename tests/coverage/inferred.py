@@ -168,7 +168,6 @@ def row(name, plan, prove):
         one = found[key] = {"seconds": round(time.time() - start, 2), "errors": errors}
         if made is None:
             continue
-        one["why"] = [s.why[:4] for s in made.plan.sequence]
         one["parts"] = [s.parts for s in made.plan.sequence]
         if same_way:
             one["diff"] = different(styles(made.lowered), styles(base.lowered))
