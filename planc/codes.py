@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Phase = Literal["input", "plan", "proof", "runtime", "internal"]
-"""What a finding is about.
+"""The subject of a finding.
 
 `input`: planc could not read, build or write what the command names, or lacks a library for it, so
     nothing was judged.

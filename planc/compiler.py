@@ -23,7 +23,7 @@ Draft = Callable[[Facts], tuple[ast.File, ...] | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compiled:
-    """What one run of the compiler was given, and how far it came.
+    """The inputs of one run of the compiler, and how far it came.
 
     Args:
         files: the parsed plan, bases first, or a lowered one; None where it could not be read.

@@ -112,7 +112,7 @@ def _print(
 def _steps(
     sides: list[compiler.Compiled], options: argparse.Namespace, sink: Sink
 ) -> dict[str, Step]:
-    """What a step sends, before and after; empty where a batch cannot be split."""
+    """The bytes that a step sends, before and after; empty where a batch cannot be split."""
     found: dict[str, Step] = {}
     for side, compiled in zip(("old", "new"), sides, strict=True):
         step = shared_arguments.step_of(options, compiled, sink)
@@ -123,8 +123,8 @@ def _steps(
 def _estimates(
     sides: list[compiler.Compiled], options: argparse.Namespace, sink: Sink
 ) -> dict[str, dict[str, float]]:
-    """What a rank holds at most, seconds of a step, and bytes that a rank sends in it, before and
-    after; empty where a side has no estimate.
+    """The most that a rank holds, seconds of a step, and bytes that a rank sends in it, on both
+    sides; empty where one has no estimate.
     """
     from planc.estimate.answer import answer_for
     from planc.estimate.timeline import bytes_sent

@@ -1,4 +1,4 @@
-"""What `planc COMMAND --help` says beside the arguments: defaults, examples, where to read on."""
+"""The text of `planc COMMAND --help` beside the arguments: defaults, examples, where to read on."""
 
 import argparse
 from importlib import import_module
@@ -35,7 +35,7 @@ _HELP = {
     "world_size": "the number of ranks",
     "set": "a mesh axis or an option",
 }
-"""Of arguments that say no more themselves."""
+"""The help of arguments that say no more themselves."""
 
 
 class _Format(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):

@@ -22,7 +22,7 @@ _COMMENT = re.compile(r"(?:^|(?<=^\ufeff))#[ \t]*planc:(.*)$", re.M)
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """What a plan is judged for.
+    """The model and the settings that a plan is judged for.
 
     Args:
         root: the plan to judge, which is the open one or extends it.
@@ -38,7 +38,7 @@ class Chosen:
 
 
 def chosen(own: ast.File, texts: Mapping[str, str], sink: Sink) -> Chosen:
-    """What a plan is judged for: by its comment, by a target of the project, or by its family.
+    """The target of a plan: by its comment, by a target of the project, or by its family.
 
     Args:
         own: the open plan; the name of its source is its path.

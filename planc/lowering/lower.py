@@ -96,7 +96,7 @@ def _wide(plan: Plan) -> list[TensorRule]:
 
 
 def _derived(plan: Plan) -> list[TensorRule]:
-    """Those of adapters' layers."""
+    """The tensor rules of adapters' layers."""
     return [r for r in styles(plan) if plan.mesh.size(r.axis) > 1]
 
 

@@ -191,7 +191,7 @@ class ScriptFunction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
-    """What the calls of an operation depend on besides its fields.
+    """The mesh and the settings that the calls of an operation depend on.
 
     Args:
         axes: the sizes of the mesh's axes by name, outermost first.

@@ -21,11 +21,11 @@ class Side(StrEnum):
     OUT = "output"
     IN = "input"
     INSIDE = "inside"
-    """Those between the products of a module that has several, as of each expert."""
+    """The features between several products of one module, as of each expert."""
 
 
 class Grad(StrEnum):
-    """What a rank has of a gradient."""
+    """The part of a gradient that a rank has."""
 
     INVARIANT = "invariant"
     """All of it; or a shard, where the activation is one."""

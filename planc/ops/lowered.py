@@ -133,7 +133,7 @@ class Lowered(InNotebooks):
 
     @property
     def pipeline(self) -> Pipeline | None:
-        """What the first ranks of a pipeline hold, and its schedule; None without a pipeline."""
+        """The pipeline of the first ranks; None without one."""
         return next((op for op in self.stages[0].ops if isinstance(op, Pipeline)), None)
 
     @property
@@ -160,7 +160,7 @@ class Lowered(InNotebooks):
         return only
 
     def map_ops(self, change: Callable[[tuple[AnyOp, ...]], Iterable[AnyOp]]) -> Lowered:
-        """The same plan with other operations: `change` maps those of each stage."""
+        """This plan with other operations: `change` maps those of each stage."""
         stages = (replace(stage, ops=tuple(change(stage.ops))) for stage in self.stages)
         return replace(self, stages=tuple(stages))
 
@@ -189,7 +189,7 @@ class Lowered(InNotebooks):
         return tuple(a.name for a in self.axes if a.name in names)
 
     def context(self, *, fills: bool = False) -> Context:
-        """What the calls of operations depend on besides their fields; `fills` as for `Context`."""
+        """The mesh as the calls of operations need it; `fills` as for `Context`."""
         experts = self.experts
         return Context(
             axes={axis.name: axis.size for axis in self.axes},

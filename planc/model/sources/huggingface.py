@@ -159,7 +159,7 @@ def from_factory(module: str, factory: str, sink: Sink) -> Facts | None:
 
 
 def user_factory(code: str) -> Callable[[], Any]:
-    """What `package.module:factory` names, which the user allows planc to run.
+    """The object that `package.module:factory` names, which the user allows planc to run.
 
     Raises:
         Exception: whatever importing the module raises; the current folder is searched first.
