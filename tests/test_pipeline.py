@@ -17,8 +17,8 @@ from planc.diagnostic import PlanError, Sink
 from planc.model.load import load
 from planc.model.small.block_order import block_order
 from planc.ops.pipeline import SCHEDULES
+from planc.plan.stand_in import Unrepresented
 from planc.proof import layout_flow
-from planc.proof.stand_in import Unrepresented
 from planc.runtime import training_step
 from planc.runtime.standalone import pipeline_schedule as schedule
 from planc.runtime.standalone import pipeline_step

@@ -279,6 +279,7 @@ def _parallelize(rules: list[TensorRule], plan: Plan) -> Iterator[Parallelize]:
                     for p in module.parameters
                     if rule.split(p)
                 ),
+                inferred=rule.inferred.text if rule.inferred else "",
                 origin=rule.origin,
             )
 

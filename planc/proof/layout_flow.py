@@ -26,6 +26,7 @@ from planc.ops.megatron_fsdp import MegatronShard
 from planc.ops.pipeline import Pipeline
 from planc.ops.tensor_parallel import Parallelize
 from planc.plan.ir import Plan
+from planc.plan.stand_in import Unrepresented
 from planc.proof.called_modules import called_modules
 from planc.proof.flow_findings import refuted, report_means, report_uncalled, report_unstated
 from planc.proof.judge import blamed, judge
@@ -34,7 +35,6 @@ from planc.proof.random_draws import drawing_case, report_draws
 from planc.proof.remedy import blamed_first, remedy
 from planc.proof.small_case import SmallCase, small_case
 from planc.proof.small_mesh import for_timetable, simulated_sizes, with_experts
-from planc.proof.stand_in import Unrepresented
 from planc.source import Span
 from planc.trial.outcome import Outcome
 from planc.trial.trial_part import left_out

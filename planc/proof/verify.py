@@ -15,10 +15,10 @@ from planc.ops.document import digest
 from planc.ops.lowered import Lowered
 from planc.ops.megatron_fsdp import MegatronShard
 from planc.plan.ir import Plan
+from planc.plan.stand_in import Unrepresented
 from planc.proof.layout_flow import UNSEEN
 from planc.proof.small_case import SmallCase, small_case
 from planc.proof.small_mesh import not_reached, small_sizes, with_experts
-from planc.proof.stand_in import Unrepresented
 from planc.proof.verify_report import report_difference, report_failure, report_unknown, table
 from planc.report import render
 from planc.runtime.known_verdict import Level
