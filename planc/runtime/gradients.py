@@ -1,7 +1,7 @@
 """Methods of `Run` for a training loop: accumulation, inference, full weights."""
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -65,14 +65,15 @@ def no_sync(model: nn.Module, *, whole: bool = False) -> Iterator[None]:
             unit.set_requires_gradient_sync(True, recurse=False)
 
 
-def num_items_in_batch(labels: Sequence[Tensor], mesh: DeviceMesh | None) -> Tensor:
-    """The valid labels of all data ranks, over the number of data ranks: [] in float32."""
-    return mean_over(torch.stack([valid_labels(some) for some in labels]).sum().float(), mesh)
+def valid_labels(labels: Tensor, *, shifted: bool = True, ignored: int = IGNORED) -> Tensor:
+    """The labels that count: [rows, length], or one for each row.
 
-
-def valid_labels(labels: Tensor) -> Tensor:
-    """The labels that count: [rows, length], without the first of a row, or one for each row."""
-    return ((labels[..., 1:] if labels.dim() > 1 else labels) != IGNORED).sum()
+    Args:
+        labels: of tokens or rows.
+        shifted: whether the first of a row is left out, which a causal model does not predict.
+        ignored: the label that does not count.
+    """
+    return ((labels[..., 1:] if shifted and labels.dim() > 1 else labels) != ignored).sum()
 
 
 def mean_over(value: Tensor, mesh: DeviceMesh | None) -> Tensor:
@@ -83,6 +84,14 @@ def mean_over(value: Tensor, mesh: DeviceMesh | None) -> Tensor:
     if mesh.size() > 1:
         distributed.all_reduce(value, group=mesh.get_group())
     return value / mesh.size()
+
+
+def most(values: Tensor, mesh: DeviceMesh | None) -> Tensor:
+    """The largest of each number over the ranks of a mesh."""
+    if mesh is not None and mesh.size() > 1:
+        values = values.to(mesh.device_type)
+        distributed.all_reduce(values, distributed.ReduceOp.MAX, group=mesh.get_group())
+    return values
 
 
 @contextmanager

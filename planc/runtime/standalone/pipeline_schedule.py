@@ -22,7 +22,11 @@ from planc.runtime.standalone.pipeline import Stages, local_of
 
 HEADER = 256
 """Bytes of the message that describes a tensor."""
-OF_THE_LOSS = ("labels", "shift_labels", "num_items_in_batch")
+OF_THE_LOSS = (
+    *("labels", "targets", "target", "y", "label", "tgt"),
+    *("shift_labels", "num_items_in_batch"),
+)
+"""Arguments of the last stage alone: without them a model computes no loss."""
 
 
 class TimetableSchedule(schedules._PipelineScheduleRuntime):  # type: ignore[misc]
