@@ -70,6 +70,7 @@ def form_of(tensor: Tensor) -> Form:
         assert names is not None
         form["mesh"] = names[0]
         form["dim"] = placement.dim if isinstance(placement, Shard) else None
+        form["whole"] = [*tensor.shape]  # the shards of a length may be uneven
     return form
 
 
@@ -93,7 +94,11 @@ class StageModule(nn.Module):  # type: ignore[misc]
         if received is not None and "mesh" in self.taken:
             mesh, dim = self.mesh[self.taken["mesh"]], self.taken["dim"]
             placement = Replicate() if dim is None else Shard(dim)
-            received = DTensor.from_local(received, mesh, [placement], run_check=False)
+            whole = torch.Size(self.taken["whole"])
+            stride = torch.empty(whole, device="meta").stride()
+            received = DTensor.from_local(
+                received, mesh, [placement], run_check=False, shape=whole, stride=stride
+            )
         step = kwargs.pop("step")
         if self.number < self.stages.count - 1:  # the loss is the last stage's
             kwargs = {
