@@ -207,6 +207,7 @@ _ROWS: tuple[tuple[str, str, Phase, str], ...] = (
     ("PL510", "warning", "proof", "the loss of a batch is not the mean over the data ranks"),
     ("PL511", "warning error", "proof", "random numbers are not those of the plain model"),
     ("PL515", "warning", "runtime", "a loss whose labels planc cannot count"),
+    ("PL516", "warning error", "proof", "lengths that the tensor axis does not divide"),
     ("PL520", "error", "proof", "the plan trains another model"),
     ("PL521", "error", "proof", "a rank failed"),
     ("PL522", "error", "proof", "no answer in time"),

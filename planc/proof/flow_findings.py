@@ -61,7 +61,13 @@ def refuted(
     return reported.diagnostics
 
 
-def report_means(outcome: Outcome, mesh: Mesh, sink: Sink) -> None:
+def report_limits(outcome: Outcome, mesh: Mesh, sink: Sink) -> None:
+    """Reports for which losses and lengths the numbers are others than the single process's."""
+    _means(outcome, mesh, sink)
+    _uneven(outcome, mesh, sink)
+
+
+def _means(outcome: Outcome, mesh: Mesh, sink: Sink) -> None:
     """Reports a loss whose mean over the data ranks is not that of the whole batch (PL510), at the
     axes whose ranks read rows of their own: the configuration that adds the loss is no line.
     """
@@ -80,6 +86,23 @@ def report_means(outcome: Outcome, mesh: Mesh, sink: Sink) -> None:
                 ],
                 help="gradient accumulation in one process computes the same as the data ranks "
                 "do; an auxiliary loss, such as a router's, is the usual cause",
+            )
+
+
+def _uneven(outcome: Outcome, mesh: Mesh, sink: Sink) -> None:
+    """Reports that the plan is right for lengths alone that the tensor axes divide (PL516)."""
+    axes = [axis for axis in mesh.of_role(AxisRole.TENSOR) if axis.size > 1]
+    for mismatch in outcome.discrepancies:
+        if mismatch.kind == "uneven":
+            where = f"`{generic(mismatch.subject)}`" if mismatch.subject else "the model"
+            sink.warning(
+                "PL516",
+                f"sequences of a length that the tensor axis does not divide fail or are wrong in "
+                f"{where}; those of other lengths are right",
+                *(Label(span=a.origin, text=f"{a.name} is {a.size}") for a in axes),
+                facts=[*([mismatch.detail] if mismatch.detail else []), *_source(mismatch), _SEEN],
+                help="pad rows on the right to a length that it divides; or keep shards of a "
+                "sequence DTensors (`local = false`): a local shard does not say the whole length",
             )
 
 

@@ -7,6 +7,7 @@ in a process of its own; this needs no GPU.
 import json
 import os
 import sys
+from dataclasses import asdict
 from typing import Any, get_args
 
 from planc.compiler import Compiled
@@ -22,9 +23,11 @@ def record(compiled: Compiled, verdict: Verdict, sink: Sink) -> KnownVerdict:
     """
     facts, lowered = compiled.facts, compiled.lowered
     level, text = _judged(verdict, sink)
+    even = any(one.kind == "uneven" for one in verdict.outcome.discrepancies)
+    known = KnownVerdict(level=level, text=text, even=even)
     if facts and lowered and not (facts.code or facts.user_model is not None or lowered.code):
-        verdict_store.remember(lowered, facts, level, text)
-    return KnownVerdict(level=level, text=text)
+        verdict_store.remember(lowered, facts, known)
+    return known
 
 
 def _judged(verdict: Verdict, sink: Sink) -> tuple[Level, str]:
@@ -48,11 +51,11 @@ def prove_in_subprocess(compiled: Compiled, *, allow_code: bool) -> KnownVerdict
     model of the user's own must have a class that can be imported elsewhere.
     """
     try:
-        level, text = answer_of_subprocess(__name__, (compiled, allow_code))
+        answer = answer_of_subprocess(__name__, (compiled, allow_code))
     except NoAnswerError as error:
         return _undecided(str(error))
-    known = level in get_args(Level)
-    return KnownVerdict(level=level, text=text) if known else _undecided(str(text))
+    known = answer["level"] in get_args(Level)
+    return KnownVerdict(**answer) if known else _undecided(str(answer["text"]))
 
 
 class NoAnswerError(Exception):
@@ -103,7 +106,7 @@ def _main() -> None:
     sink = Sink()
     verdict = flow(compiled, sink, allow_code=allow_code)
     known = record(compiled, verdict, sink)
-    print(json.dumps([known.level, known.text]))
+    print(json.dumps(asdict(known)))
 
 
 if __name__ == "__main__":

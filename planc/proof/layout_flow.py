@@ -27,7 +27,7 @@ from planc.ops.pipeline import Pipeline
 from planc.ops.tensor_parallel import Parallelize
 from planc.plan.ir import Plan
 from planc.proof.called_modules import called_modules
-from planc.proof.flow_findings import refuted, report_means, report_uncalled, report_unstated
+from planc.proof.flow_findings import refuted, report_limits, report_uncalled, report_unstated
 from planc.proof.judge import blamed, judge
 from planc.proof.layer_verdicts import LayerVerdict, layer_verdicts
 from planc.proof.random_draws import drawing_case, report_draws
@@ -285,7 +285,7 @@ def _report(
         sink.add(*blamed_first(found, changes))
     else:
         report_unstated(outcome, small, sink)
-    report_means(outcome, plan.mesh, sink)
+    report_limits(outcome, plan.mesh, sink)
     return True
 
 

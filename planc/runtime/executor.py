@@ -24,7 +24,13 @@ from planc.ops.configure import Configure
 from planc.ops.freeze import Freeze
 from planc.ops.lora import Adapt
 from planc.ops.lowered import Lowered
-from planc.runtime import input_embeddings, megatron_fsdp, other_libraries, preconditions
+from planc.runtime import (
+    even_lengths,
+    input_embeddings,
+    megatron_fsdp,
+    other_libraries,
+    preconditions,
+)
 from planc.runtime.calls import Values, function_of, resolve
 from planc.runtime.context import same_batches
 from planc.runtime.known_verdict import KnownVerdict, Required, accept, strongest
@@ -89,6 +95,7 @@ def apply_lowered(
                 what = f"torch refused {op_name(op)} of {worker.at or 'the model'}"
                 raise stop("PL492", f"{what}: {first_line(error)}") from error
         watch(model, first)
+        even_lengths.guard(model, lowered, known)
         other_libraries.guard(model, modules, lowered)
     kept = {id(parameter) for parameter in model.parameters()}
     # only of those: `run.load` swaps tensors, which torch refuses where a weak reference is

@@ -1,7 +1,7 @@
 """Methods of `Run` for a training loop: accumulation, inference, full weights."""
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -63,6 +63,14 @@ def no_sync(model: nn.Module, *, whole: bool = False) -> Iterator[None]:
     finally:
         for unit in every:
             unit.set_requires_gradient_sync(True, recurse=False)
+
+
+def num_items_in_batch(
+    labels: Sequence[Tensor], mesh: DeviceMesh | None, *, shifted: bool = True
+) -> Tensor:
+    """The valid labels of all data ranks, over the number of data ranks: [] in float32."""
+    own = torch.stack([valid_labels(some, shifted=shifted) for some in labels])
+    return mean_over(own.sum().float(), mesh)
 
 
 def valid_labels(labels: Tensor, *, shifted: bool = True, ignored: int = IGNORED) -> Tensor:

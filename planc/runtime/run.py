@@ -204,9 +204,9 @@ class Run(InNotebooks):
                 [tokens].
         """
         self.first.labels_counted()
-        rule = rule_of(self.model)
-        own = torch.stack([rule.count({"labels": some}) for some in labels]).sum().float()
-        return gradients.mean_over(own, self.data_mesh) / sequence_parts(self.lowered)
+        shifted = rule_of(self.model).shifted
+        count = gradients.num_items_in_batch(labels, self.data_mesh, shifted=shifted)
+        return count / sequence_parts(self.lowered)
 
     def forward_backward(self, batches: Sequence[Batch]) -> Tensor:
         """The forward and backward passes of a step, under any plan; every rank calls it.

@@ -145,16 +145,16 @@ class TrainingStep:
         """The data ranks share what a pass has shown of the loss; where it shows nothing to any of
         them, the next one may. What was counted by another rule is counted again.
         """
-        shown, ignored = self.labels.shown(batch)
+        whole = sequence_parts(run.lowered) == 1
+        shown, ignored = self.labels.shown(batch if whole else {})
         if self.called and self.seen_counts is None:  # the loss was 0
             shown = UNCLEAR
         counted = [self.seen_counts is True, self.seen_counts is False]
         found = torch.tensor([shown, ignored if shown else -(2**62), *counted])
         shown, ignored, counts, ignores = gradients.most(found, run.data_mesh).tolist()
         self.counts = bool(counts) if counts or ignores else None
-        parts = sequence_parts(run.lowered)
-        self.settled = bool(counts) or shown != UNCLEAR or parts > 1
-        if self.counts or parts > 1:
+        self.settled = bool(counts) or shown != UNCLEAR
+        if self.counts or not whole:
             return
         if shown == UNSEEN and labels_of(batch) is not None:
             warning(

@@ -19,6 +19,7 @@ class Discrepancy:
             gradients), `parameter` (after two steps), `crash`, `size` (positions or ids of another
             length), `mean` (a loss that is another one over the rows of each data rank),
             `context` (any of these, where the ranks have parts of sequences, and right without),
+            `uneven` (any of these, where ranks have unlike numbers of tokens, and right otherwise),
             `draws` (random numbers that the ranks draw otherwise than the plain model; the error is
             0 if only their distribution is another one), `boundary` (the layout that arrives is
             not the stated one), or `unstated` (a redistribution that no rule states).

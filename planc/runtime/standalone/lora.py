@@ -7,7 +7,7 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 
 from planc.runtime.standalone.lora_init import initialize_adapters, unset_adapters
-from planc.runtime.standalone.tensor_styles import contiguous_input
+from planc.runtime.standalone.tensor_styles import contiguous_gradient, contiguous_input
 
 
 def inject_lora(model: nn.Module, seed: int, **config: Any) -> None:
@@ -21,8 +21,9 @@ def inject_lora(model: nn.Module, seed: int, **config: Any) -> None:
     with torch.random.fork_rng(devices=[]):
         inject_adapter_in_model(LoraConfig(**config), model)
     for name, module in model.named_modules():
-        if ".lora_B." in name and module not in known:
+        if {"lora_A", "lora_B"} & {*name.split(".")} and module not in known:
             module.register_forward_pre_hook(contiguous_input)
+            module.register_forward_hook(contiguous_gradient)
     initialize_adapters(
         model,
         unset_adapters(model, meta=False) - before,

@@ -146,10 +146,20 @@ def contiguous_input(_module: nn.Module, inputs: Any) -> Any:
     """The inputs of a linear layer: torch gives uneven shards as views without their
     padding, which its product of a DTensor and a weight cannot flatten.
     """
-    value = inputs[0]
+    return (contiguous(inputs[0]), *inputs[1:])
+
+
+def contiguous_gradient(_module: nn.Module, _inputs: Any, output: Any) -> None:
+    """The same for the gradient of the output of a linear layer."""
+    if isinstance(output, DTensor) and output.requires_grad:
+        output.register_hook(contiguous)
+
+
+def contiguous(value: Any) -> Any:
+    """A DTensor whose shard is contiguous; other values are unchanged."""
     if isinstance(value, DTensor) and not value.to_local().is_contiguous():
-        value = value.clone(memory_format=torch.contiguous_format)
-    return (value, *inputs[1:])
+        return value.clone(memory_format=torch.contiguous_format)
+    return value
 
 
 class PackedParallel(ParallelStyle):
