@@ -208,6 +208,8 @@ _ROWS: tuple[tuple[str, str, Phase, str], ...] = (
     ("PL511", "warning error", "proof", "random numbers are not those of the plain model"),
     ("PL515", "warning", "runtime", "a loss whose labels planc cannot count"),
     ("PL516", "warning error", "proof", "lengths that the tensor axis does not divide"),
+    ("PL517", "info error", "proof", "packed documents that see each other"),
+    ("PL518", "info error", "proof", "padding that other tokens see"),
     ("PL520", "error", "proof", "the plan trains another model"),
     ("PL521", "error", "proof", "a rank failed"),
     ("PL522", "error", "proof", "no answer in time"),

@@ -50,6 +50,8 @@ UNREACHED = {
     "PL510": "needs a configuration beside the plan; tests/test_trial.py has one",
     "PL515": "a step of a run; tests/test_counted_labels.py makes some",
     "PL516": "needs a model of one's own; tests/test_uneven_lengths.py has one",
+    "PL517": "a model that leaks, or a batch; tests/test_leaks.py has some",
+    "PL518": "a model that leaks, or a batch; tests/test_leaks.py has some",
     "PL720": "a model of 405 billion parameters; tests/specs/estimate.md has one",
     "PL721": "an estimate with offloading; tests/specs/estimate.md has one",
     "PL703": "needs a model of one's own; tests/estimate/test_estimates.py has one",

@@ -26,7 +26,7 @@ from planc.ops.megatron_fsdp import MegatronShard
 from planc.ops.pipeline import Pipeline
 from planc.ops.tensor_parallel import Parallelize
 from planc.plan.ir import Plan
-from planc.proof.called_modules import called_modules
+from planc.proof.called_modules import called_modules, report_leaks
 from planc.proof.flow_findings import refuted, report_limits, report_uncalled, report_unstated
 from planc.proof.judge import blamed, judge
 from planc.proof.layer_verdicts import LayerVerdict, layer_verdicts
@@ -188,6 +188,7 @@ def flow(
     facts, ir, lowered = compiled.facts, compiled.plan, compiled.lowered
     if facts is None or ir is None or lowered is None:
         return Verdict(outcome=Outcome(verdict="nothing"))
+    report_leaks(facts, sink)
     axes = {axis for op in lowered.ops if isinstance(op, Parallelize) for axis in op.axes}
     parts = {op.axis for op in lowered.ops if isinstance(op, ContextParallel)}
     divided = lowered.has(DispatchExperts, Pipeline)

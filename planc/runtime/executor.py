@@ -29,10 +29,11 @@ from planc.runtime import (
     input_embeddings,
     megatron_fsdp,
     other_libraries,
+    packed_documents,
     preconditions,
 )
 from planc.runtime.calls import Values, function_of, resolve
-from planc.runtime.context import same_batches
+from planc.runtime.context import same_batches, sequence_parts
 from planc.runtime.known_verdict import KnownVerdict, Required, accept, strongest
 from planc.runtime.lora import remember, require_packages
 from planc.runtime.meshes import Meshes, device_of, mesh_in_use, no_group_after_an_error, start
@@ -96,6 +97,8 @@ def apply_lowered(
                 raise stop("PL492", f"{what}: {first_line(error)}") from error
         watch(model, first)
         even_lengths.guard(model, lowered, known)
+        if compare > 0 and not sequence_parts(lowered) > 1:  # else `run.batch` looks
+            packed_documents.guard(model)
         other_libraries.guard(model, modules, lowered)
     kept = {id(parameter) for parameter in model.parameters()}
     # only of those: `run.load` swaps tensors, which torch refuses where a weak reference is
