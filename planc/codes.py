@@ -235,6 +235,7 @@ _ROWS: tuple[tuple[str, str, Phase, str], ...] = (
     ("PL567", "error", "plan", "not supported in a pipeline"),
     ("PL568", "error", "plan", "a timetable that cannot be run"),
     ("PL569", "warning", "plan", "checkpoints under a schedule that splits backward passes"),
+    ("PL570", "warning error", "plan", "gradients in fp16 without a loss scale"),
     ("PL600", "error", "input", "unknown model"),
     ("PL601", "error", "input", "the configuration cannot be read"),
     ("PL602", "error", "input", "the configuration is not a JSON object"),

@@ -82,6 +82,10 @@ def imported(name: str, sink: Sink, *, peer: str | None, model: str | None) -> I
     return Imported(peer=whose, text="\n".join([body, "", *rest, ""]), fate=tuple(fate))
 
 
+OFF = (None, False, "", "none", "None", 0, "no", [], {}, "auto")
+"""Values by which a file leaves out what a plan does not have."""
+
+
 def _recognized(
     path: str, found: tuple[ConfigKey, ...], named: str | None, sink: Sink
 ) -> Peer | None:
@@ -106,6 +110,7 @@ def _settings(
     """The settings of the file with the leaves that decide them; all other leaves go to `fate`."""
     result: dict[str, tuple[Any, list[ConfigKey]]] = {}
     of_model = any(matches(p, leaf.path) for p in peer.model_file.split() for leaf in found)
+    scaled = any(peer.meaning(leaf.path) == "fp16" and leaf.value not in OFF for leaf in found)
     for leaf in found:
         word = peer.meaning(leaf.path)
         if word is None and of_model and not leaf.path.startswith("distributed_config."):
@@ -116,7 +121,7 @@ def _settings(
         elif word in LEFT:
             fate.append((leaf, "left", LEFT[word]))
         elif word in LOST:
-            off = leaf.value in (None, False, "", "none", "None", 0, "no", [], {}, "auto")
+            off = leaf.value in OFF and not (word == "loss_scale" and scaled)  # 0 is a dynamic one
             fate.append((leaf, "same", "off") if off else (leaf, "lost", LOST[word]))
         elif word is None and str(leaf.value).endswith("()"):
             fate.append((leaf, "left", LEFT["tool"]))

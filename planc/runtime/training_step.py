@@ -15,6 +15,7 @@ from torch import Tensor, distributed, nn
 from torch.distributed.tensor import DTensor
 
 from planc.ops.compile import Compile
+from planc.ops.fsdp import FullyShard
 from planc.runtime import gradients
 from planc.runtime.context import sequence_parts
 from planc.runtime.counted_labels import (
@@ -56,6 +57,7 @@ class TrainingStep:
         self.counts: bool | None = None
         self.rule: LabelRule | None = None
         self.settled = False
+        self.ranged = False
         self.seen_counts: bool | None = None  # on this rank
         self.called = False  # the model's own `loss_function`
         self.labels = SeenLabels()
@@ -72,6 +74,7 @@ class TrainingStep:
         _require_as_many(batches, run.mesh.device_type)
         if trains:
             run.first.labels_counted()
+            self._require_range(run)
         parts = sequence_parts(run.lowered)
         self.items = _items(run, batches, self._rule(run.model))
         stages = stages_of(run.model)
@@ -84,6 +87,29 @@ class TrainingStep:
         if stages is not None:
             distributed.all_reduce(total, group=stages.mesh.get_group())
         return gradients.mean_over(total, run.data_mesh if parts == 1 else run.loss_mesh)
+
+    def _require_range(self, run: Run) -> None:
+        """Refuses gradients in float16: below 6e-8 they are zero, and no loss is scaled here.
+
+        Raises:
+            PlanError: PL570.
+        """
+        if self.ranged:
+            return
+        self.ranged = True
+        units = [op for op in run.lowered.ops if isinstance(op, FullyShard)]
+        own = (p.dtype for p in run.model.parameters() if p.requires_grad)
+        stated = any("float16" in (op.param, op.reduce) for op in units)
+        casts = any(op.param not in (None, "float16") for op in units)
+        if stated or (not casts and torch.float16 in own):
+            raise stop(
+                "PL570",
+                "gradients are computed or reduced in fp16, and planc scales no loss, so that "
+                "small ones become zero",
+                *script_line("the step is here"),
+                help="bf16 has the range of fp32: `precision(param = bf16)`; or scale the loss, "
+                "over all ranks, in a loop of your own",
+            )
 
     def _plain(self, run: Run, batches: Sequence[Batch], trains: bool) -> Tensor:
         losses = []
