@@ -13,6 +13,7 @@ from torch import distributed
 
 import planc
 from planc.model.module_table import facts_of
+from planc.runtime.known_verdict import KnownVerdict
 from planc.trial import verdict_store
 
 FP32 = ["param_dtype=fp32", "reduce_dtype=fp32"]
@@ -301,7 +302,8 @@ def known(levels, require=None, overrides=()):
     try:
         if levels[rank()]:
             text = f"{levels[rank()]}, says rank {rank()}"
-            verdict_store.remember(lowered, facts, levels[rank()], text)
+            known = KnownVerdict(level=levels[rank()], text=text)
+            verdict_store.remember(lowered, facts, known)
         with logged() as lines:
             raised = said(
                 lambda: planc.apply(
