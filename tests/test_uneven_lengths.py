@@ -45,7 +45,7 @@ def test_the_last_ranks_have_fewer_tokens(model, plan, world, settings, tmp_path
     assert verdict.verdict == "proved", [d.message for d in found]
     assert lengths and lengths[0] % int(settings[0].removeprefix("tp="))
     kinds = {d.kind for d in verdict.outcome.discrepancies}
-    assert "uneven" not in kinds and "PL516" not in [d.code for d in found]
+    assert "lengths" not in kinds and "PL516" not in [d.code for d in found]
 
 
 LOCAL = """plan own for Net

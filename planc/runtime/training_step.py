@@ -7,15 +7,17 @@ accumulated batches and all data ranks, however unevenly ignored labels are spre
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, distributed, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from planc.ops.compile import Compile
 from planc.ops.fsdp import FullyShard
+from planc.ops.lowered import Lowered
 from planc.runtime import gradients
 from planc.runtime.context import sequence_parts
 from planc.runtime.counted_labels import (
@@ -28,6 +30,7 @@ from planc.runtime.counted_labels import (
     rule_of,
 )
 from planc.runtime.preconditions import stop, warning
+from planc.runtime.same_inputs import FirstPasses
 from planc.runtime.script_line import script_line
 from planc.runtime.standalone.pipeline import Stages, stages_of
 from planc.runtime.standalone.pipeline_step import (
@@ -37,12 +40,35 @@ from planc.runtime.standalone.pipeline_step import (
     microbatches,
 )
 
-if TYPE_CHECKING:
-    from planc.runtime.run import Run
-
 Batch = Mapping[str, Any]
 """The arguments of the model's forward, rows outermost."""
 _COUNT = "num_items_in_batch"
+
+
+class RunParts(Protocol):
+    """The parts of a `planc.runtime.run.Run` that a step uses."""
+
+    @property
+    def model(self) -> nn.Module: ...
+
+    @property
+    def lowered(self) -> Lowered: ...
+
+    @property
+    def first(self) -> FirstPasses: ...
+
+    @property
+    def mesh(self) -> DeviceMesh: ...
+
+    @property
+    def data_mesh(self) -> DeviceMesh | None: ...
+
+    @property
+    def loss_mesh(self) -> DeviceMesh | None: ...
+
+    def no_sync(self) -> AbstractContextManager[None]: ...
+
+    def batch(self, batch: Batch) -> dict[str, Any]: ...
 
 
 class TrainingStep:
@@ -63,7 +89,7 @@ class TrainingStep:
         self.labels = SeenLabels()
         self.items = torch.zeros(())
 
-    def run(self, run: Run, batches: Sequence[Batch], *, trains: bool) -> Tensor:
+    def run(self, run: RunParts, batches: Sequence[Batch], *, trains: bool) -> Tensor:
         """The passes of a step; returns the mean loss over all ranks, a scalar on every rank.
 
         Args:
@@ -88,7 +114,7 @@ class TrainingStep:
             distributed.all_reduce(total, group=stages.mesh.get_group())
         return gradients.mean_over(total, run.data_mesh if parts == 1 else run.loss_mesh)
 
-    def _require_range(self, run: Run) -> None:
+    def _require_range(self, run: RunParts) -> None:
         """Refuses gradients in float16: below 6e-8 they are zero, and no loss is scaled here.
 
         Raises:
@@ -111,7 +137,7 @@ class TrainingStep:
                 "over all ranks, in a loop of your own",
             )
 
-    def _plain(self, run: Run, batches: Sequence[Batch], trains: bool) -> Tensor:
+    def _plain(self, run: RunParts, batches: Sequence[Batch], trains: bool) -> Tensor:
         losses = []
         for at, batch in enumerate(batches):
             last = at == len(batches) - 1
@@ -124,7 +150,7 @@ class TrainingStep:
         return torch.stack(losses).sum()
 
     def _pipelined(
-        self, run: Run, stages: Stages, batches: Sequence[Batch], trains: bool
+        self, run: RunParts, stages: Stages, batches: Sequence[Batch], trains: bool
     ) -> Tensor:
         given = [{**run.batch(batch), **self._given(run)} for batch in batches]
 
@@ -145,11 +171,11 @@ class TrainingStep:
             return torch.zeros((), device=run.mesh.device_type)
         return torch.stack([loss.detach() for loss in losses]).sum()
 
-    def _given(self, run: Run) -> dict[str, Any]:
+    def _given(self, run: RunParts) -> dict[str, Any]:
         takes = hasattr(run.model, "loss_function") and self.counts is not False
         return {_COUNT: self.items} if takes else {}
 
-    def _part(self, run: Run, loss: Tensor, batch: Batch, batches: Sequence[Batch]) -> Tensor:
+    def _part(self, run: RunParts, loss: Tensor, batch: Batch, batches: Sequence[Batch]) -> Tensor:
         """The part of the step's loss that a pass has: the sum of its tokens over all; the batches
         are those of all ranks which share their sequences.
         """
@@ -167,7 +193,7 @@ class TrainingStep:
             return LabelRule(shifted=False)
         return self.rule or rule_of(model)
 
-    def _settle(self, run: Run, batch: Batch, batches: Sequence[Batch]) -> None:
+    def _settle(self, run: RunParts, batch: Batch, batches: Sequence[Batch]) -> None:
         """The data ranks share what a pass has shown of the loss; where it shows nothing to any of
         them, the next one may. What was counted by another rule is counted again.
         """
@@ -266,7 +292,7 @@ def _require_as_many(batches: Sequence[Batch], device_type: str) -> None:
         raise ValueError("a step has at least one batch")
 
 
-def _items(run: Run, batches: Sequence[Batch], rule: LabelRule) -> Tensor:
+def _items(run: RunParts, batches: Sequence[Batch], rule: LabelRule) -> Tensor:
     """The valid labels of all data ranks over the number of ranks that gradients are averaged over,
     as `run.num_items_in_batch`.
     """

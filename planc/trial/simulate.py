@@ -18,6 +18,7 @@ from planc.model.sources.huggingface import quiet
 from planc.ops import styles as ir
 from planc.ops.context import ContextParallel
 from planc.ops.document import digest
+from planc.ops.fsdp import FullyShard
 from planc.ops.lora import Adapt
 from planc.ops.lowered import Lowered
 from planc.ops.tensor_parallel import Parallelize
@@ -25,7 +26,7 @@ from planc.runtime.executor import adapted, alone, apply_lowered
 from planc.runtime.lora import missing_peft
 from planc.trial import program
 from planc.trial.batches import batches
-from planc.trial.discrepancies import Runs, compare_runs, failed_run
+from planc.trial.discrepancies import Runs, compare_runs, failed_run, uneven_use
 from planc.trial.observed_layouts import redistributions
 from planc.trial.outcome import Outcome
 from planc.trial.random_numbers import RankRandom
@@ -56,7 +57,7 @@ def simulate(
     other, _ = _outcome(builder, lowered, quick=quick, uneven=False)
     if other.verdict != "proved":
         return other
-    uneven = replace(first.discrepancies[0], kind="uneven")
+    uneven = replace(first.discrepancies[0], kind="lengths")
     return replace(other, discrepancies=(*other.discrepancies, uneven))
 
 
@@ -74,7 +75,7 @@ def _outcome(
         runs.reference = program.train_single(plain, runs.batches, lowered, runs.results)
     outcome = failed_run(failure, runs) if failure else compare_runs(runs)
     later = outcome.verdict == "refuted" and all(result.norms for result in runs.results)
-    wrong = [d.kind for d in outcome.discrepancies if d.kind not in ("mean", "unstated")]
+    wrong = [d.kind for d in outcome.discrepancies if d.kind not in ("mean", "rows", "unstated")]
     at_last = later and (failure is not None or {*wrong} <= {"norm", "parameter"})
     return outcome, uneven and at_last and bool(outcome.discrepancies)
 
@@ -99,6 +100,8 @@ def _prepared(
     if reference.draws and lowered.pipeline is not None:
         reason = "the random numbers of a pipeline's microbatches are not compared"
         return Outcome(verdict="unknown", reason=reason)
+    if reference.uneven and lowered.has(FullyShard):
+        return uneven_use(reference)
     results = [program.RankResult() for _ in models]
     runs = Runs(lowered=lowered, batches=data, reference=reference, results=results)
     return runs, models
