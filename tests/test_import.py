@@ -553,3 +553,15 @@ def test_a_family_that_is_no_name_is_quoted(tmp_path, family):
     assert header == f"plan deepspeed for {json.dumps(family)}"
     parsed = parse(Source("imported.plan", result.text), sink)
     assert not sink.failed and [n.path for n in parsed.statements[0].families] == [family]
+
+
+@pytest.mark.parametrize(("enabled", "lost"), [(True, True), (False, False)])
+def test_a_dynamic_scale_is_not_off(enabled, lost, tmp_path):
+    """DeepSpeed's 0 is a scale that changes."""
+    half = {"enabled": enabled, "loss_scale": 0, "hysteresis": 2}
+    text = json.dumps({"zero_optimization": {"stage": 3}, "fp16": half})
+    (tmp_path / "ds.json").write_text(text)
+    result, sink = run(str(tmp_path / "ds.json"), model="llama-3.1-8b")
+    named = [d.message for d in sink if d.code == "PL736" and "loss_scale" in d.message]
+    assert bool(named) is lost
+    assert ("PL570" in result.text) is lost

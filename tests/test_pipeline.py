@@ -117,7 +117,7 @@ def test_gradients_that_are_scaled_by_microbatches_too(uncached, monkeypatch):
 
 
 def test_a_mean_of_means(uncached, monkeypatch):
-    monkeypatch.setattr(training_step, "_items", lambda run, batches: torch.tensor(100.0))
+    monkeypatch.setattr(training_step, "_items", lambda *_: torch.tensor(100.0))
     assert simulated(*LLAMA, TWO, world=2)[0].verdict == "refuted"
 
 

@@ -133,6 +133,7 @@ def _settings(
     """The settings of the file with the leaves that decide them; all other leaves go to `fate`."""
     result: dict[str, tuple[Any, list[ConfigKey]]] = {}
     of_model = any(matches(p, leaf.path) for p in peer.model_file.split() for leaf in found)
+    scaled = any(peer.meaning(leaf.path) == "fp16" and leaf.value not in _OFF for leaf in found)
     for leaf in found:
         word = peer.meaning(leaf.path)
         if word is None and of_model and not leaf.path.startswith("distributed_config."):
@@ -143,7 +144,7 @@ def _settings(
         elif word in LEFT:
             fate.append((leaf, "left", LEFT[word]))
         elif word in REASONS:
-            off = leaf.value in _OFF and not (word == "scaler" and leaf.value == 0)
+            off = leaf.value in _OFF and not (word == "scaler" and scaled)
             kind = "lost" if word in LOST else "cost"
             fate.append((leaf, "same", "off") if off else (leaf, kind, REASONS[word]))
         elif word is None and str(leaf.value).endswith("()"):

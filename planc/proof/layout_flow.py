@@ -27,8 +27,8 @@ from planc.ops.pipeline import Pipeline
 from planc.ops.tensor_parallel import Parallelize
 from planc.plan.ir import Plan
 from planc.plan.stand_in import Unrepresented
-from planc.proof.called_modules import called_modules
-from planc.proof.flow_findings import refuted, report_means, report_uncalled, report_unstated
+from planc.proof.called_modules import called_modules, report_leaks
+from planc.proof.flow_findings import refuted, report_limits, report_uncalled, report_unstated
 from planc.proof.judge import blamed, judge
 from planc.proof.layer_verdicts import NOT_SPLIT, LayerVerdict, layer_verdicts
 from planc.proof.random_draws import drawing_case, report_draws
@@ -190,6 +190,7 @@ def flow(
     facts, ir, lowered = compiled.facts, compiled.plan, compiled.lowered
     if facts is None or ir is None or lowered is None:
         return Verdict(outcome=Outcome(verdict="nothing"))
+    report_leaks(facts, sink)
     axes = {axis for op in lowered.ops if isinstance(op, Parallelize) for axis in op.axes}
     parts = {op.axis for op in lowered.ops if isinstance(op, ContextParallel)}
     divided = lowered.has(DispatchExperts, Pipeline)
@@ -288,7 +289,7 @@ def _report(
         sink.add(*blamed_first(found, changes))
     else:
         report_unstated(outcome, small, sink)
-    report_means(outcome, plan.mesh, sink)
+    report_limits(outcome, plan.mesh, sink)
     return True
 
 

@@ -84,14 +84,23 @@ def no_sync(model: nn.Module, *, whole: bool = False) -> Iterator[None]:
             unit.set_requires_gradient_sync(True, recurse=False)
 
 
-def num_items_in_batch(labels: Sequence[Tensor], mesh: DeviceMesh | None) -> Tensor:
+def num_items_in_batch(
+    labels: Sequence[Tensor], mesh: DeviceMesh | None, *, shifted: bool = True
+) -> Tensor:
     """The valid labels of all data ranks, over the number of data ranks: [] in float32."""
-    return mean_over(torch.stack([valid_labels(some) for some in labels]).sum().float(), mesh)
+    own = torch.stack([valid_labels(some, shifted=shifted) for some in labels])
+    return mean_over(own.sum().float(), mesh)
 
 
-def valid_labels(labels: Tensor) -> Tensor:
-    """The labels that count: [rows, length], without the first of a row, or one for each row."""
-    return ((labels[..., 1:] if labels.dim() > 1 else labels) != IGNORED).sum()
+def valid_labels(labels: Tensor, *, shifted: bool = True, ignored: int = IGNORED) -> Tensor:
+    """The labels that count: [rows, length], or one for each row.
+
+    Args:
+        labels: of tokens or rows.
+        shifted: whether the first of a row is left out, which a causal model does not predict.
+        ignored: the label that does not count.
+    """
+    return ((labels[..., 1:] if shifted and labels.dim() > 1 else labels) != ignored).sum()
 
 
 def mean_over(value: Tensor, mesh: DeviceMesh | None) -> Tensor:
@@ -102,6 +111,14 @@ def mean_over(value: Tensor, mesh: DeviceMesh | None) -> Tensor:
     if mesh.size() > 1:
         distributed.all_reduce(value, group=mesh.get_group())
     return value / mesh.size()
+
+
+def most(values: Tensor, mesh: DeviceMesh | None) -> Tensor:
+    """The largest of each number over the ranks of a mesh."""
+    if mesh is not None and mesh.size() > 1:
+        values = values.to(mesh.device_type)
+        distributed.all_reduce(values, distributed.ReduceOp.MAX, group=mesh.get_group())
+    return values
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from planc.ops.megatron_fsdp import MegatronShard
 from planc.ops.optimizer import Optimize
 from planc.runtime import gradients, megatron_fsdp
 from planc.runtime.context import rank_part, sequence_parts
+from planc.runtime.counted_labels import rule_of
 from planc.runtime.known_verdict import KnownVerdict
 from planc.runtime.meshes import Meshes
 from planc.runtime.preconditions import stop
@@ -217,11 +218,13 @@ class Run(InNotebooks):
         Args:
             labels: of each accumulated pass of this rank as they were read, before `run.batch`,
                 [rows, length]; -100 is ignored, and so is the first of a row, which a causal model
-                does not predict.
+                does not predict. A model of your own that predicts all of them passes them flat,
+                [tokens].
         """
         self.first.labels_counted()
-        parts = sequence_parts(self.lowered)
-        return gradients.num_items_in_batch(labels, self.data_mesh) / parts
+        shifted = rule_of(self.model).shifted
+        count = gradients.num_items_in_batch(labels, self.data_mesh, shifted=shifted)
+        return count / sequence_parts(self.lowered)
 
     def forward_backward(self, batches: Sequence[Batch]) -> Tensor:
         """The forward and backward passes of a step, under any plan; every rank calls it.

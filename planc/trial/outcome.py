@@ -21,6 +21,7 @@ class Discrepancy:
             module whose output for a row depends on the others), `uneven` (a parameter that only
             some data ranks use),
             `context` (any of these, where the ranks have parts of sequences, and right without),
+            `lengths` (any of these, where ranks have unlike numbers of tokens, else right),
             `draws` (random numbers that the ranks draw otherwise than the plain model; the error is
             0 if only their distribution is another one), `boundary` (the layout that arrives is
             not the stated one), or `unstated` (a redistribution that no rule states).

@@ -70,12 +70,17 @@ def forward_backward(
 
 
 def loss_of(output: Any) -> Tensor:
-    """The loss that a model returns.
+    """The loss that a model returns: by its name, or as the scalar of a tuple.
 
     Raises:
         ValueError: it returns none.
     """
-    loss = output[0] if isinstance(output, tuple) else output.loss
+    loss = getattr(output, "loss", None)
+    if isinstance(output, dict):
+        loss = output.get("loss")
+    elif isinstance(output, tuple):
+        scalars = (v for v in output if isinstance(v, Tensor) and not v.dim())
+        loss = next(scalars, None)
     if loss is None:
         raise ValueError("the model returns no loss: pass it labels")
     return loss.full_tensor() if isinstance(loss, DTensor) else loss
