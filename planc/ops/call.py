@@ -201,16 +201,18 @@ class Context:
         axes: the sizes of the mesh's axes by name, outermost first.
         experts: the ranks that divide experts; None where none do.
         fills: whether weights are loaded into the model afterwards.
+        rooted: whether the model itself is a unit of FSDP.
     """
 
     axes: Mapping[str, int]
     experts: ExpertMesh | None = None
     fills: bool = False
+    rooted: bool = True
 
     @classmethod
     def of(cls, lowered: Lowered, *, fills: bool = False) -> Self:
         axes = {axis.name: axis.size for axis in lowered.axes}
-        return cls(axes=axes, experts=lowered.experts, fills=fills)
+        return cls(axes=axes, experts=lowered.experts, fills=fills, rooted=lowered.rooted)
 
     def size(self, axes: Iterable[str]) -> int:
         """The number of ranks along some axes."""

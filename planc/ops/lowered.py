@@ -168,6 +168,12 @@ class Lowered(InNotebooks):
         return any(isinstance(op, kinds) for op in self.ops)
 
     @property
+    def rooted(self) -> bool:
+        """Whether the model itself is a unit of FSDP, with all other units inside."""
+        units = (op for op in self.ops if isinstance(op, FullyShard))
+        return any(not modules.path for op in units for modules in op.members)
+
+    @property
     def code(self) -> tuple[str, ...]:
         """`package.module:Class` of each user-defined style, which `apply` imports."""
         styles = (op.style for op in self.ops if isinstance(op, Parallelize))

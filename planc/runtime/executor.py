@@ -24,7 +24,7 @@ from planc.ops.configure import Configure
 from planc.ops.freeze import Freeze
 from planc.ops.lora import Adapt
 from planc.ops.lowered import Lowered
-from planc.runtime import input_embeddings, megatron_fsdp, other_libraries, preconditions
+from planc.runtime import gradients, input_embeddings, megatron_fsdp, other_libraries, preconditions
 from planc.runtime.calls import Values, function_of, resolve
 from planc.runtime.context import same_batches
 from planc.runtime.known_verdict import KnownVerdict, Required, accept, strongest
@@ -90,6 +90,7 @@ def apply_lowered(
                 raise stop("PL492", f"{what}: {first_line(error)}") from error
         watch(model, first)
         other_libraries.guard(model, modules, lowered)
+        gradients.clear_unreduced(model, model)
     kept = {id(parameter) for parameter in model.parameters()}
     # only of those: `run.load` swaps tensors, which torch refuses where a weak reference is
     before = tuple(r for r in before if (p := r()) is not None and id(p) not in kept)

@@ -137,16 +137,18 @@ class Run(InNotebooks):
     def optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Checks an optimizer of the model's parameters, prepares it for the plan, and returns it.
 
-        torch's FSDP needs no preparation: the optimizer is returned unchanged. Megatron-FSDP keeps
-        separate parameters for the optimizer and copies them to the model after each step, so an
-        optimizer that was not prepared raises at its first step.
+        With torch's FSDP, its `zero_grad` then also clears what `no_sync` has not reduced yet.
+        Megatron-FSDP keeps separate parameters for the optimizer and copies them to the model after
+        each step, so an optimizer that was not prepared raises at its first step.
 
         Raises:
             PlanError: PL486, the optimizer was created before the plan was applied.
         """
         gradients.require_current(self.model, optimizer, self.replaced)
-        prepared = self.lowered.has(MegatronShard)
-        return megatron_fsdp.optimizer(optimizer) if prepared else optimizer
+        if self.lowered.has(MegatronShard):
+            return megatron_fsdp.optimizer(optimizer)
+        gradients.clear_unreduced(optimizer, self.model)
+        return optimizer
 
     def no_sync(self, *, whole: bool = False) -> AbstractContextManager[None]:
         """Backward passes inside accumulate gradients; the next one after reduces the rest.

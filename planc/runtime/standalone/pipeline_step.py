@@ -12,6 +12,7 @@ from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from planc.runtime.standalone.passes import joined_passes
 from planc.runtime.standalone.pipeline import Stages, stages_of
 from planc.runtime.standalone.pipeline_schedule import Schedule
 from planc.runtime.standalone.shards import fsdp_units, groups_of, part_of
@@ -55,7 +56,7 @@ def forward_backward(
     if stages.runner is None:
         stages.runner = Schedule(model, stages, mesh)
     losses: list[Tensor] = []
-    with reduced_once(model) if trains else nullcontext():
+    with joined_passes(model), reduced_once(model) if trains else nullcontext():
         for at, batch in enumerate(batches):
             parts = microbatches(batch, stages.microbatches)
 
