@@ -69,7 +69,7 @@ ANY = (  # operations of every plan
 )
 CALLS = (  # those that call the model by itself
     *("forward", "no_grad", "inference", "logged", "logged_eval", "between", "pair", "interrupted"),
-    *("accumulate", "abandoned", "unshard", "generate", "scale_head"),
+    *("accumulate", "abandoned", "unshard", "generate", "scale_head", "inner"),
 )
 FROZEN = ("lm_head", "model.embed_tokens", "layers.0.mlp", "layers.1", "norm")
 
@@ -78,8 +78,8 @@ def operations(name):
     """The operations of a plan of `PLANS`."""
     if name.startswith("pp"):
         return ANY
-    calls = tuple(c for c in CALLS if "cp" not in name or c != "generate")
-    return ANY + calls
+    out = {"cp": ("generate", "inner"), "tp-cp": ("generate", "inner"), "lora": ("generate",)}
+    return ANY + tuple(c for c in CALLS if c not in out.get(name, ()))
 
 
 def texts(vocabulary, number):
@@ -296,6 +296,15 @@ class Script:
         made = self.model.generate(tokens, max_new_tokens=3, do_sample=False, pad_token_id=0)
         self.model.train()
         return {"tokens": made}
+
+    def inner(self, number):
+        """A head of the script's own, on the model without its head."""
+        tokens = self.rows(number)["input_ids"]
+        states = whole_loss(self.model.base_model(tokens, use_cache=False).last_hidden_state)
+        loss = states.float().square().mean()
+        if number % 2:
+            loss.backward()
+        return {"loss": self.on.mean(loss)}
 
     # between passes
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from planc.runtime.standalone.shards import fsdp_units, groups_of, reshard_units
 
@@ -35,6 +36,40 @@ def shards_at_rest(model: nn.Module) -> None:
         group.pre_backward = listed_again(group)
     model.register_forward_pre_hook(before_pass, prepend=True)
     model.register_forward_hook(after_pass)
+    for part in model.children():
+        inner = InnerPass(model)
+        part.register_forward_pre_hook(inner.before, prepend=True, with_kwargs=True)
+        part.register_forward_hook(inner.after)
+
+
+class InnerPass:
+    """Runs the hooks of the outermost unit where a script calls a part of the model by
+    itself, as reward and value heads do: torch finds all units by the first call of it.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.runs = False
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def before(self, _part: nn.Module, args: Any, kwargs: Any) -> Any:
+        state: Any = self.model._get_fsdp_state()
+        in_backward = torch._C._current_graph_task_id() != -1
+        if in_backward or state._training_state != TrainingState.IDLE:
+            return None
+        self.runs = True
+        before_pass(self.model, args)
+        return state._pre_forward(self.model, args, kwargs)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def after(self, _part: nn.Module, args: Any, output: Any) -> Any:
+        if not self.runs:
+            return None
+        self.runs = False
+        state: Any = self.model._get_fsdp_state()
+        output = state._post_forward(self.model, args, output)
+        after_pass(self.model, args, output)
+        return output
 
 
 @contextmanager
@@ -78,6 +113,11 @@ def listed_again(group: Any) -> Any:
     plain = group.pre_backward
 
     def pre_backward(*args: Any) -> None:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "backward(create_graph=True): FSDP gathers weights and reduces gradients "
+                "outside of autograd, so second derivatives would leave parameters out"
+            )
         for each in group.fsdp_params if group.is_unsharded else ():
             each._setattr_on_modules(each._unsharded_param)
         plain(*args)

@@ -1,6 +1,6 @@
 """Plays random sequences of what training scripts do, on every kind of plan, against one process.
 
-    python -W ignore tests/scripts/run.py --scripts 300 [--seed 7] [--plans fsdp,cp] [--processes]
+    python -W ignore tests/scripts/playing.py --scripts 300 --seed 7 --plans fsdp,cp --processes
 
 Ranks are threads of this process, or four gloo processes. Where they show something else than one
 process does, the shortest sequence that still fails is printed.
@@ -70,15 +70,16 @@ def difference(plan, script, ranks):
             found = ranks(plan, script, folder)
     except Exception as error:
         return f"{type(error).__name__}: {str(error).strip().splitlines()[-1][:300]}"
-    return unlike(right, found, LIMIT.get(plan, WITHIN), whole=not plan.startswith("pp"))
+    return unlike(plan, right, found)
 
 
-def unlike(right, found, limit, *, whole):
+def unlike(plan, right, found):
     """The first value that differs on a rank. A pipeline's ranks have a part of the gradients, and
     rank 0 alone reads what is exported.
     """
     import numerics
 
+    limit, whole = LIMIT.get(plan, WITHIN), not plan.startswith("pp")
     for key, value in right.items():
         at, name = key
         gradient = name.startswith("gradient of")
@@ -127,6 +128,12 @@ def told(script):
     return " ".join(f"{name}:{number}" for name, number in script)
 
 
+def read(text):
+    """A script as it is printed."""
+    pairs = (word.split(":") for word in text.split())
+    return [(name, int(number)) for name, number in pairs]
+
+
 def main():
     import script_jobs
 
@@ -143,8 +150,7 @@ def main():
         plan = plans[number % len(plans)]
         script = drawn(plan, random.Random(f"{options.seed} {number}"))
         if options.script:
-            pairs = (word.split(":") for word in options.script.split())
-            script = [(name, int(value)) for name, value in pairs]
+            script = read(options.script)
         if not (wrong := difference(plan, script, ranks)):
             continue
         failed += 1
