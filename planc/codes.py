@@ -172,6 +172,8 @@ _ROWS: tuple[tuple[str, str, Phase, str], ...] = (
     ("PL474", "error", "runtime", "the plan starts on the meta device, but the model is allocated"),
     ("PL475", "error", "runtime", "run.load contradicts the plan"),
     ("PL476", "error", "runtime", "inputs_embeds in place of a sharded embedding"),
+    ("PL454", "error", "runtime", "a script undoes what the plan relies on"),
+    ("PL455", "error", "runtime", "hooks on parameters that the plan replaces"),
     ("PL477", "error", "runtime", "a library would save the shards of one rank"),
     ("PL478", "warning", "runtime", "data ranks take the means of different numbers of labels"),
     ("PL479", "error", "runtime", "data ranks pass images or sound, and others none"),

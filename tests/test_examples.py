@@ -43,6 +43,8 @@ UNREACHED = {
     "PL508": "needs a model of one's own; tests/test_flow.py makes one",
     "PL172": "only apply imports; tests/test_python_styles.py does",
     "PL476": "inputs at run time; tests/processes/test_apply.py has them",
+    "PL454": "a call of a model's method; tests/test_undone.py makes some",
+    "PL455": "a hook on a parameter; tests/test_undone.py has one",
     "PL477": "a call of save_pretrained; tests/test_apply_on_meta.py makes one",
     "PL509": "a fault of planc or of a style; tests/test_trial.py seeds one",
     "PL479": "a run on ranks; tests/test_first_passes.py has one",

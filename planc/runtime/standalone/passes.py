@@ -115,8 +115,8 @@ def listed_again(group: Any) -> Any:
     def pre_backward(*args: Any) -> None:
         if torch.is_grad_enabled():
             raise RuntimeError(
-                "backward(create_graph=True): FSDP gathers weights and reduces gradients "
-                "outside of autograd, so second derivatives would leave parameters out"
+                "backward(create_graph=True): FSDP gathers weights and sums gradients "
+                "outside of autograd, so second derivatives would be incomplete"
             )
         for each in group.fsdp_params if group.is_unsharded else ():
             each._setattr_on_modules(each._unsharded_param)

@@ -106,8 +106,9 @@ def load_flat_state(model: nn.Module, optimizer: Optimizer, loaded: Mapping[str,
     groups = []
     for group in optimizer.param_groups:
         params = [numbers[id(p)] for p in group["params"]]
-        name = by_id[id(group["params"][0])] if params else ""
-        groups.append({**values.get(name, {}), "params": params})
+        # a checkpoint knows a group by its parameters: one without any keeps its own settings
+        found = values.get(by_id[id(group["params"][0])], {}) if params else group
+        groups.append({**found, "params": params})
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
