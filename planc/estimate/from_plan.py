@@ -31,6 +31,7 @@ from planc.ops.styles import Replicated
 from planc.plan.apply_adapters import styles
 from planc.plan.experts import expert_styles
 from planc.plan.ir import Plan, TensorRule, Unit
+from planc.plan.parameter_owners import owned
 
 OPTIMIZERS = {"adamw": 2, "adam": 2, "sgd": 0, "momentum": 1}
 """The number of states that an optimizer keeps for a parameter, in the parameter's dtype."""
@@ -158,6 +159,7 @@ class PlanWork:
         return Step(
             lowered=self.sending,
             config=self.facts.config,
+            owned=owned(self.plan, self.facts),
             batch=self.batch.global_batch,
             sequence=self.batch.sequence,
             micro_batches=self.batch.micro_batches,
@@ -343,7 +345,7 @@ class PlanWork:
             **self._elements(inside, len(part.like)),
             matmuls=matmuls,
             attention=tuple(split.attention()),
-            moved=split.moved() + (loss.chunk_passes(self) if last else 0.0),
+            moved=split.moved() + (loss.chunk_passes(self.plan) if last else 0.0),
             kernels=len(part.moved) + len(part.products) + len(part.attended),
             kept=split.kept(),
             kept_selective=split.selective(rule),
@@ -352,7 +354,9 @@ class PlanWork:
             again=again,
             left=left,
             boundary=boundary,
-            transient=loss.copies(self, counted.logits) if counted and last else split.routed(),
+            transient=loss.copies(self.plan, counted.logits, self.width, self.stack.loss_transient)
+            if counted and last
+            else split.routed(),
             forward=sent[During.FORWARD],
             backward=sent[During.BACKWARD],
             repeated=None if rule and rule.save else sent[During.REPEATED],

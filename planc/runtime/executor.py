@@ -19,11 +19,12 @@ from planc.diagnostic import PlanError, first_line
 from planc.model.sources.isolation import quiet_bitsandbytes
 from planc.ops import phrases
 from planc.ops.base import Op
-from planc.ops.call import Assign, Context, Each, Members, MeshOf, Once, ParameterRef
+from planc.ops.call import Assign, Each, Members, MeshOf, Once, ParameterRef
 from planc.ops.configure import Configure
 from planc.ops.freeze import Freeze
 from planc.ops.lora import Adapt
 from planc.ops.lowered import Lowered
+from planc.ops.optimizer import Optimize
 from planc.runtime import gradients, input_embeddings, megatron_fsdp, other_libraries, preconditions
 from planc.runtime.calls import Values, function_of, resolve
 from planc.runtime.context import same_batches
@@ -207,7 +208,7 @@ class Worker:
         if meshes is not None:
             variables["mesh"] = meshes.root
         self._values = Values(variables, modules, meshes.of if meshes else _no_mesh)
-        self._context = Context.of(lowered, fills=True)
+        self._context = lowered.context(fills=True)
 
     def run(self, op: Op) -> None:
         self.at = ""
@@ -280,7 +281,7 @@ def alone(model: nn.Module, lowered: Lowered) -> nn.Module:
     """The model for training in one process: with a plan's adapters and frozen parameters."""
     worker = Worker(model, dict(model.named_modules()), None, lowered)
     for op in lowered.ops:
-        if isinstance(op, Configure | Adapt | Freeze):
+        if isinstance(op, Configure | Adapt | Freeze | Optimize):
             worker.run(op)
     return model
 

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-import planc
 from planc.model import cache
 from planc.notebook import InNotebooks
 from planc.ops.lowered import Lowered
 from planc.ops.megatron_fsdp import MegatronShard
+from planc.ops.optimizer import Optimize
 from planc.runtime import gradients, megatron_fsdp
 from planc.runtime.context import rank_part, sequence_parts
 from planc.runtime.known_verdict import KnownVerdict
@@ -26,10 +26,12 @@ from planc.runtime.preconditions import stop
 from planc.runtime.same_inputs import FirstPasses
 from planc.runtime.sharded_tensors import megatron_of
 from planc.runtime.standalone.clipping import clip_grad_norm
+from planc.runtime.standalone.optimizer import planned_optimizer
 from planc.runtime.training_step import Batch, TrainingStep
 from planc.runtime.weights import extras, peft_files, resuming, saving
 from planc.runtime.weights.extras import Extra
 from planc.runtime.weights.loading import Weights
+from planc.version import VERSION
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,21 +131,38 @@ class Run(InNotebooks):
             "mesh": {axis.name: axis.size for axis in self.lowered.axes},
             "sets": dict(text.partition("=")[::2] for text in self.sets),
             "verdict": self.known.level if self.known else "unproved",
-            "versions": {"planc": planc.__version__, **cache.versions({})},
+            "versions": {"planc": VERSION, **cache.versions({})},
         }
 
     # training: planc/runtime/gradients.py
 
-    def optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Checks an optimizer of the model's parameters, prepares it for the plan, and returns it.
+    def optimizer(
+        self,
+        optimizer: Optimizer | None = None,
+        *,
+        lr: float | None = None,
+        weight_decay: float = 0.0,
+    ) -> Optimizer:
+        """The optimizer that the plan describes, or one of the script's, prepared for the plan.
 
-        With torch's FSDP, its `zero_grad` then also clears what `no_sync` has not reduced yet.
-        Megatron-FSDP keeps separate parameters for the optimizer and copies them to the model after
-        each step, so an optimizer that was not prepared raises at its first step.
+        Every rank calls it. With torch's FSDP, the optimizer's `zero_grad` then also clears what
+        `no_sync` has not reduced yet. Megatron-FSDP keeps separate parameters for the
+        optimizer and copies them to the model after each step, so an optimizer that was not
+        prepared raises at its first step.
+
+        Args:
+            optimizer: of the model's parameters, where the plan has no optimizer section.
+            lr, weight_decay: where it has one: what the factors of its rules multiply.
 
         Raises:
-            PlanError: PL486, the optimizer was created before the plan was applied.
+            PlanError: PL486, the optimizer was created before the plan was applied; PL580, the plan
+                has an optimizer section and an optimizer is given, or it has none and none is.
         """
+        if optimizer is None or self.lowered.has(Optimize):
+            gradients.require_section(optimizer, lr, self.lowered.has(Optimize))
+            optimizer = planned_optimizer(self.model, lr or 0.0, weight_decay)
+            gradients.clear_unreduced(optimizer, self.model)
+            return optimizer
         gradients.require_current(self.model, optimizer, self.replaced)
         if self.lowered.has(MegatronShard):
             return megatron_fsdp.optimizer(optimizer)
@@ -303,7 +322,14 @@ class Run(InNotebooks):
                 files; PL567, `rank0` with a pipeline; PL687, 4-bit weights from a checkpoint.
         """
         step = resuming.load(
-            self, Path(path), weights=weights, optimizer=optimizer, extra=extra or {}
+            self.model,
+            self.lowered,
+            Path(path),
+            weights=weights,
+            optimizer=optimizer,
+            extra=extra or {},
+            data=(self.data_size, self.data_rank),
+            device=self.mesh.device_type,
         )
         self.first.weights_loaded()
         if self.lowered.has(MegatronShard):
