@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(abspath $(VENV))/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo test quick processes lint bench estimate peaks mutants silent fuzz coverage axes docs pages clean
+.PHONY: help demo test quick processes lint bench estimate peaks mutants scripts silent fuzz coverage axes docs pages clean
 
 help:  ## this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## */  make \1	/'
@@ -47,6 +47,12 @@ MUTANTS  ?= 56
 FAMILIES ?=
 mutants: $(VENV)/.ready  ## what check says of broken plans, beside four real processes (half an hour; MUTANTS=0 for all, FAMILIES=wan,jamba)
 	$(BIN)/python -W ignore tests/mutants/run.py --most $(MUTANTS) $(if $(FAMILIES),--families $(FAMILIES))
+
+SCRIPTS ?= 300
+SEED    ?= 0
+scripts: $(VENV)/.ready  ## random sequences of what training scripts do, on every kind of plan, against one process (ten minutes; SCRIPTS=50 SEED=7)
+	$(BIN)/python -W ignore tests/scripts/playing.py --scripts $(SCRIPTS) --seed $(SEED)
+	$(BIN)/python -W ignore tests/scripts/playing.py --scripts $(shell expr $(SCRIPTS) / 10) --seed $(SEED) --processes
 
 silent: $(VENV)/.ready  ## silent errors that others have reported, replayed: what finds each, and the truth (ten minutes)
 	$(BIN)/python -W ignore tests/silent/replay.py

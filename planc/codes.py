@@ -164,6 +164,8 @@ _ROWS: tuple[tuple[str, str, Phase, str], ...] = (
     ("PL451", "error", "plan", "a train rule without effect"),
     ("PL452", "error", "plan", "nothing trains"),
     ("PL453", "error", "plan", "tied parameters of which only one is frozen"),
+    ("PL454", "error", "runtime", "a script undoes what the plan relies on"),
+    ("PL455", "error", "runtime", "hooks on parameters that the plan replaces"),
     ("PL459", "error", "runtime", "a state that no other rank could load"),
     ("PL460", "error", "runtime", "several processes without torchrun's variables"),
     ("PL461", "error", "runtime", "the ranks load different files"),

@@ -199,12 +199,14 @@ class Context:
             name; empty where none do.
         expert_axes: of which both are made, outermost first.
         fills: whether weights are loaded into the model afterwards.
+        rooted: whether the model itself is a unit of FSDP.
     """
 
     axes: Mapping[str, int]
     experts: Mapping[str, int] = field(default_factory=dict)
     expert_axes: tuple[str, ...] = ()
     fills: bool = False
+    rooted: bool = True
 
     def size(self, axes: Iterable[str]) -> int:
         """The number of ranks along some axes."""

@@ -128,6 +128,9 @@ class FullyShard(base.Op):
         for modules in self.members:
             made = call.FunctionCall(function, (), keywords)
             yield call.Each(modules=modules, calls=(made,), note=self.place)
+            if context.rooted != bool(modules.path):  # the root, or each unit where there is none
+                resting = call.FunctionCall("standalone.passes:shards_at_rest")
+                yield call.Each(modules=modules, calls=(resting,))
 
     WORD: ClassVar = "fsdp"
     ABOUT: ClassVar[tuple[str, ...]] = ("members", "group", "spreads")

@@ -169,6 +169,12 @@ class Lowered(InNotebooks):
         return any(isinstance(op, kinds) for op in self.ops)
 
     @property
+    def rooted(self) -> bool:
+        """Whether the model itself is a unit of FSDP, with all other units inside."""
+        units = (op for op in self.ops if isinstance(op, FullyShard))
+        return any(not modules.path for op in units for modules in op.members)
+
+    @property
     def code(self) -> tuple[str, ...]:
         """`package.module:Class` of each user-defined style, which `apply` imports."""
         styles = (op.style for op in self.ops if isinstance(op, Parallelize))
@@ -196,6 +202,7 @@ class Lowered(InNotebooks):
             experts=experts.sizes if experts else {},
             expert_axes=experts.axes if experts else (),
             fills=fills,
+            rooted=self.rooted,
         )
 
     def axis_size(self, *names: str) -> int:

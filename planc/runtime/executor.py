@@ -27,6 +27,7 @@ from planc.ops.lowered import Lowered
 from planc.ops.optimizer import Optimize
 from planc.runtime import (
     even_lengths,
+    gradients,
     input_embeddings,
     megatron_fsdp,
     other_libraries,
@@ -101,6 +102,7 @@ def apply_lowered(
         if compare > 0 and not sequence_parts(lowered) > 1:  # else `run.batch` looks
             packed_documents.guard(model)
         other_libraries.guard(model, modules, lowered)
+        gradients.clear_unreduced(model, model)
     kept = {id(parameter) for parameter in model.parameters()}
     # only of those: `run.load` swaps tensors, which torch refuses where a weak reference is
     before = tuple(r for r in before if (p := r()) is not None and id(p) not in kept)

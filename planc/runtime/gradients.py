@@ -1,5 +1,6 @@
 """Methods of `Run` for a training loop: accumulation, inference, full weights."""
 
+import functools
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from planc.runtime.script_line import script_line
 from planc.runtime.sharded_tensors import reshard
 from planc.runtime.standalone import shards
 from planc.runtime.standalone.loss import IGNORED
+from planc.runtime.standalone.passes import joined_passes
 from planc.runtime.standalone.pipeline import Stages, stages_of
 from planc.runtime.standalone.shards import fsdp_units, groups_of
 
@@ -84,6 +86,27 @@ def no_sync(model: nn.Module, *, whole: bool = False) -> Iterator[None]:
             unit.set_requires_gradient_sync(True, recurse=False)
 
 
+def clear_unreduced(owner: nn.Module | Optimizer, model: nn.Module) -> None:
+    """Makes `owner.zero_grad` clear what `no_sync` keeps too: gradients that are not reduced yet
+    are no gradient of a parameter that the owner knows, and the next step would add them.
+    """
+    plain = owner.zero_grad
+
+    @functools.wraps(plain)
+    def zero_grad(*args: Any, **kwargs: Any) -> None:
+        plain(*args, **kwargs)
+        groups = owner.param_groups if isinstance(owner, Optimizer) else []
+        owned = {id(p) for group in groups for p in group["params"]}
+        for unit in fsdp_units(model):
+            for each in (p for group in groups_of(unit) for p in group.fsdp_params):
+                if owner is model or id(each.sharded_param) in owned:
+                    each.unsharded_accumulated_grad = None
+                    if hasattr(each, "_unsharded_param"):
+                        each._unsharded_param.grad = None
+
+    owner.zero_grad = zero_grad
+
+
 def num_items_in_batch(
     labels: Sequence[Tensor], mesh: DeviceMesh | None, *, shifted: bool = True
 ) -> Tensor:
@@ -131,17 +154,17 @@ def unshard(model: nn.Module) -> Iterator[None]:
     before = [(g, g.post_forward_mesh_info) for unit in sharded for g in groups_of(unit)]
     states = [unit._get_fsdp_state() for unit in sharded]
     automatic = [(state, state._auto_reshard_after_forward) for state in states]
-    try:
-        for unit in sharded:
-            unit.set_reshard_after_forward(False, recurse=False)
-            unit.unshard()
-        yield
-    finally:
-        for group, mesh in before:
-            group.post_forward_mesh_info = mesh
-        for state, value in automatic:
-            state._auto_reshard_after_forward = value
-        reshard(model)
+    with joined_passes(model):
+        try:
+            for unit in sharded:
+                unit.set_reshard_after_forward(False, recurse=False)
+                unit.unshard()
+            yield
+        finally:
+            for group, mesh in before:
+                group.post_forward_mesh_info = mesh
+            for state, value in automatic:
+                state._auto_reshard_after_forward = value
 
 
 def _shards(group: Any) -> int:

@@ -147,10 +147,10 @@ class Run(InNotebooks):
     ) -> Optimizer:
         """The optimizer that the plan describes, or one of the script's, prepared for the plan.
 
-        Every rank calls it. torch's FSDP needs no preparation: an optimizer of the script is
-        returned unchanged. Megatron-FSDP keeps separate parameters for the optimizer and copies
-        them to the model after each step, so an optimizer that was not prepared raises at its first
-        step.
+        Every rank calls it. With torch's FSDP, the optimizer's `zero_grad` then also clears what
+        `no_sync` has not reduced yet. Megatron-FSDP keeps separate parameters for the
+        optimizer and copies them to the model after each step, so an optimizer that was not
+        prepared raises at its first step.
 
         Args:
             optimizer: of the model's parameters, where the plan has no optimizer section.
@@ -162,10 +162,14 @@ class Run(InNotebooks):
         """
         if optimizer is None or self.lowered.has(Optimize):
             gradients.require_section(optimizer, lr, self.lowered.has(Optimize))
-            return planned_optimizer(self.model, lr or 0.0, weight_decay)
+            optimizer = planned_optimizer(self.model, lr or 0.0, weight_decay)
+            gradients.clear_unreduced(optimizer, self.model)
+            return optimizer
         gradients.require_current(self.model, optimizer, self.replaced)
-        prepared = self.lowered.has(MegatronShard)
-        return megatron_fsdp.optimizer(optimizer) if prepared else optimizer
+        if self.lowered.has(MegatronShard):
+            return megatron_fsdp.optimizer(optimizer)
+        gradients.clear_unreduced(optimizer, self.model)
+        return optimizer
 
     def no_sync(self, *, whole: bool = False) -> AbstractContextManager[None]:
         """Backward passes inside accumulate gradients; the next one after reduces the rest.
