@@ -182,14 +182,19 @@ def _kind(before: Layout, after: Layout) -> str | None:
 
 
 def _sums_here(op: Parallelize, flow: Flow, step: Step) -> bool:
-    """Whether a module redistributes the gradient of its whole input itself: not where one above
-    gave it a DTensor, and sums for all inside. One that gives some does where one inside asks.
+    """Whether a module redistributes the gradient of an activation itself: not a summand of a whole
+    input that one above gave as a DTensor, and sums for all inside; that one does where one asks.
     """
     if flow.source != Replicate():
         return True
-    if flow.gradient is Grad.VARYING:
-        return any(one.modules.within(op.modules) and _asks(one) for one in step.every(Parallelize))
-    return not _fed(op, step)
+    match flow.gradient:
+        case Grad.INVARIANT:
+            return True
+        case Grad.PARTIAL:
+            return not _fed(op, step)
+        case Grad.VARYING:
+            every = step.every(Parallelize)
+            return any(one.modules.within(op.modules) and _asks(one) for one in every)
 
 
 def _asks(op: Parallelize) -> bool:
