@@ -362,11 +362,13 @@ def _weighted(style: Colwise | Rowwise) -> FunctionCall:
     )
     made = FunctionCall(f"{_TORCH}{type(style).__name__}Parallel", (), keywords)
     parts = 1 if style.interleaved else style.parts  # interleaved parts are not reordered
-    if not style.transposed and parts == 1:
-        return made
-    name = "TransposedParallel" if style.transposed else "PackedParallel"
-    sizes = given(parts=_sizes(parts) if parts != 1 else None)
-    return FunctionCall(f"{_OTHER}{name}", (made,), sizes)
+    if style.transposed or parts != 1:
+        name = "TransposedParallel" if style.transposed else "PackedParallel"
+        sizes = given(parts=_sizes(parts) if parts != 1 else None)
+        made = FunctionCall(f"{_OTHER}{name}", (made,), sizes)
+    if isinstance(style, Rowwise) and style.input in (Shard(0), Shard(1)):
+        return FunctionCall(f"{_OTHER}ContiguousInput", (made,))
+    return made
 
 
 def _sizes(parts: Parts) -> Value:
