@@ -257,3 +257,21 @@ def test_a_users_model_is_recorded_as_it_is(tmp_path):
     found = check(Model(), str(plan), world_size=2)
     assert [d.code for d in found if d.severity == "error"] == ["PL524"]
     assert isinstance(facts(), Facts)
+
+
+@pytest.mark.parametrize("sequence", ["auto", "false"])
+def test_what_is_written_out_lowers_to_the_same(tmp_path, sequence):
+    """`planc fmt --explicit`, of a plan whose blocks differ."""
+    from planc.emit.explicit import explicit
+
+    text = SHORT.replace("llama", "deepseek_v3").replace(
+        "auto\n    model", f"{sequence}\n    model"
+    )
+    text = text.replace("{q,k,v}_proj", "{q,kv}_b_proj").replace("mlp.", "optional mlp.")
+    done, sink = short(tmp_path, text, model="deepseek-v3")
+    assert not sink.errors and any(r.inferred for r in done.plan.tensor), [d.message for d in sink]
+    written = explicit(done.files, done.plan, done.facts)
+    assert "sequence =" not in written and "mla_kv(rope = 64)" in written
+    again, sink = short(tmp_path, written, model="deepseek-v3")
+    assert not again.plan.sequence and not any(r.inferred for r in again.plan.tensor)
+    assert styles(again.lowered) == styles(done.lowered)
