@@ -1,6 +1,6 @@
 """AST + model facts -> IR."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -25,7 +25,7 @@ from planc.plan.sections.loss import loss
 from planc.plan.sections.pipeline import pipeline
 from planc.plan.sections.tensor import tensor
 from planc.plan.sections.train import train
-from planc.syntax import ast
+from planc.syntax import ast, plan_files
 
 T = TypeVar("T")
 
@@ -74,6 +74,7 @@ def elaborate(
     if sizes is not None:
         program.scope.sized = program.scope.sized_by(sizes, mesh)
     broken = program.broken
+    program.sections = [*_over_axes(program)]
 
     def part(name: str, read: Callable[[], T]) -> T:
         before = sink.errors
@@ -138,7 +139,7 @@ def _family(program: Program) -> None:
         program.sink.error("PL009", "the plan has no header", origin_of(program), help=hint)
         return
     names = [f.path for f in header.families]
-    if facts.family in names or facts.name in names:
+    if facts.family in names or facts.name in names or plan_files.ANY in names:
         return
     program.sink.error(
         "PL650",
@@ -165,6 +166,18 @@ def _with_roles(mesh: Mesh | None, program: Program) -> Mesh | None:
     )
     program.mesh = replace(mesh, axes=tuple(axes))
     return program.mesh
+
+
+def _over_axes(program: Program) -> Iterator[ast.Section]:
+    """The sections without the optional axes that are left out, and without those over them alone."""
+
+    def there(axes: tuple[ast.Name, ...]) -> tuple[ast.Name, ...]:
+        return tuple(axis for axis in axes if axis.path not in program.left_out)
+
+    for section in program.sections:
+        made = replace(section, axes=there(section.axes), replicate=there(section.replicate))
+        if bool(made.axes or made.replicate) is bool(section.axes or section.replicate):
+            yield made
 
 
 def _axes(program: Program, mesh: Mesh) -> None:
@@ -212,7 +225,7 @@ def _settings(program: Program, mesh: Mesh) -> None:
     """Reports sizes from `--set` of axes that the mesh lacks under these options."""
     for name, literal in program.settings.items():
         there = name in (EXPERTS, EXPERT_TENSOR) and name in program.scope.axis_names
-        if name not in mesh.names and not there:
+        if name not in (*mesh.names, *program.left_out) and not there:
             program.sink.error(
                 "PL106",
                 f"`--set {name}` sizes an axis that the mesh does not have here",
