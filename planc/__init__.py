@@ -11,12 +11,13 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from planc.version import VERSION as __version__
+
 if TYPE_CHECKING:
     from planc.api import apply, check, diff, lower
     from planc.diagnostic import PlanError
     from planc.questions import estimate, init, verify, why
 
-__version__ = "0.1.0"
 __all__ = [
     "PlanError",
     "__version__",

@@ -9,7 +9,7 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
-import planc
+from planc.version import VERSION
 
 COMMANDS = {
     "init": "write a first plan for a model, and prove it",
@@ -153,7 +153,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog="`planc COMMAND --help` has examples, and says where to read on.",
     )
     result.set_defaults(commands=COMMANDS)
-    result.add_argument("--version", action="version", version=f"planc {planc.__version__}")
+    result.add_argument("--version", action="version", version=f"planc {VERSION}")
     commands = result.add_subparsers(
         title="commands", dest="command", required=True, metavar="COMMAND", parser_class=_Command
     )

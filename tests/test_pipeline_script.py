@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor
 
 import planc
 from planc.emit.python.script import render
-from planc.ops.call import Context
 from planc.ops.document import digest
 from planc.ops.uneven_groups import uneven_groups
 from planc.runtime.executor import apply_lowered
@@ -198,7 +197,7 @@ def test_groups_of_some_stages_are_created_by_all_ranks():
         world_size=8,
         overrides=["param_dtype=fp32", "pipeline_stages=2", "microbatches=2", "ep=2"],
     )
-    (made,) = uneven_groups(plan, Context.of(plan))
+    (made,) = uneven_groups(plan, plan.context())
     assert made.name == "expert_mesh"
     assert "    make_groups(mesh)\n    place = " in render(plan, digest=digest(plan))
     mine = trained(plan, "Qwen3Moe", changes)

@@ -21,7 +21,7 @@ from planc.ops.fsdp import FullyShard
 from planc.ops.styles import Split
 from planc.ops.tensor_parallel import Parallelize
 from planc.plan.apply_adapters import adapted
-from planc.provenance import render
+from planc.provenance import answer as render
 from planc.provenance.query import _spread, why
 from planc.resources import GRAMMARS
 

@@ -7,8 +7,7 @@ import sys
 from planc.commands import output, shared_arguments, terminal
 from planc.diagnostic import Sink
 from planc.estimate.advice import advise
-from planc.estimate.answer import answer_for, judge_fit
-from planc.estimate.render import document, text
+from planc.estimate.answer import answer_for, document, judge_fit, text
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

@@ -53,7 +53,7 @@ def run(options: argparse.Namespace) -> int:
             precision=options.precision,
         )
     if options.format == "json":
-        print(document(found, sink), end="")
+        print(document(found.verdict, found.certificate, sink), end="")
     else:
         output.show(sink, "full", sys.stdout, quiet=True)
         if found.certificate:

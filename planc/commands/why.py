@@ -6,7 +6,7 @@ import sys
 
 from planc.commands import output, shared_arguments, terminal
 from planc.diagnostic import Sink
-from planc.provenance import render
+from planc.provenance.answer import document, text
 from planc.provenance.query import why
 
 
@@ -26,7 +26,7 @@ def run(options: argparse.Namespace) -> int:
     if answer is None or compiled.lowered is None:
         return output.exit_code(sink)
     if options.format == "json":
-        print(json.dumps(render.document(answer, compiled.lowered), indent=2))
+        print(json.dumps(document(answer, compiled.lowered), indent=2))
     else:
-        terminal.show(render.text(answer), titled=True)
+        terminal.show(text(answer), titled=True)
     return output.CLEAN

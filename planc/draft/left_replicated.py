@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from planc import compiler
 from planc.checks.replicated import replicated_parameters
 from planc.diagnostic import Sink
-from planc.draft.parsed import parsed_text
+from planc.draft.plan_text import parsed_text
 from planc.draft.search import Search
 from planc.model.facts import Facts, generic
 from planc.proof.small_mesh import RANKS

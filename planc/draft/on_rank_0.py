@@ -7,7 +7,7 @@ import sys
 
 from planc.diagnostic import Sink
 from planc.draft.init import draft
-from planc.draft.parsed import parsed_text
+from planc.draft.plan_text import parsed_text
 from planc.model.facts import Facts
 from planc.proof.in_subprocess import NoAnswerError, answer_of_subprocess
 from planc.runtime.preconditions import of_rank_0

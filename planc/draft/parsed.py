@@ -1,10 +1,10 @@
 """A draft as the compiler takes it, for a family without a plan."""
 
 from planc.diagnostic import Sink
+from planc.draft.plan_text import parsed_text
 from planc.model import cache
 from planc.model.facts import Facts
-from planc.source import Source
-from planc.syntax import ast, plan_files
+from planc.syntax import ast
 
 
 def parsed(facts: Facts) -> tuple[ast.File, ...] | None:
@@ -14,10 +14,3 @@ def parsed(facts: Facts) -> tuple[ast.File, ...] | None:
     if cache.missing():
         return None
     return (parsed_text(draft(facts, Sink()).text),)
-
-
-def parsed_text(text: str) -> ast.File:
-    """The text of a draft, parsed."""
-    from planc.syntax.parse import parse  # which imports lark
-
-    return parse(Source(plan_files.DRAFT, text), Sink())

@@ -5,10 +5,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from textwrap import wrap
 
+from planc.diagnostic import Sink
 from planc.draft import axes
 from planc.draft.roles import TOWER
 from planc.plan.mesh_axes import CONTEXT, EXPERTS, SHARD
-from planc.syntax.plan_files import written_family
+from planc.source import Source
+from planc.syntax import ast
+from planc.syntax.plan_files import DRAFT, written_family
 
 
 @dataclass(slots=True, kw_only=True)
@@ -202,3 +205,10 @@ def _fsdp(draft: Draft) -> Iterable[str]:
         yield from (f"    {line}" for line in apart)
     yield "    root : unit(reshard = never)"
     yield "}"
+
+
+def parsed_text(text: str) -> ast.File:
+    """The text of a draft, parsed."""
+    from planc.syntax.parse import parse  # which imports lark
+
+    return parse(Source(DRAFT, text), Sink())

@@ -13,7 +13,6 @@ from urllib.parse import unquote, urlparse
 from lsprotocol import types as lsp
 from pygls.lsp.server import LanguageServer
 
-import planc
 from planc.diagnostic import Diagnostic, Sink
 from planc.editor import completion, hover, navigation
 from planc.editor.judge import Judged, checked, judge
@@ -21,6 +20,7 @@ from planc.editor.target import place_of
 from planc.report.sorting import notes
 from planc.source import Span
 from planc.syntax.formatter.layout import formatted
+from planc.version import VERSION
 
 _PAUSE = 0.08  # seconds without a key before a plan is judged
 # The protocol's numbers.
@@ -219,7 +219,7 @@ def _path(uri: str) -> Path:
 
 def serve() -> None:
     """Answers an editor over standard input and output, until it ends."""
-    ls = LanguageServer("planc", planc.__version__)
+    ls = LanguageServer("planc", VERSION)
     server = Server(ls)
     triggers = lsp.CompletionOptions(trigger_characters=[".", "$", "<", "{", ",", '"'])
     ls.feature(lsp.TEXT_DOCUMENT_COMPLETION, triggers)(partial(server.completion))

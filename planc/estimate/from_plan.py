@@ -343,7 +343,7 @@ class PlanWork:
             **self._elements(inside, len(part.like)),
             matmuls=matmuls,
             attention=tuple(split.attention()),
-            moved=split.moved() + (loss.chunk_passes(self) if last else 0.0),
+            moved=split.moved() + (loss.chunk_passes(self.plan) if last else 0.0),
             kernels=len(part.moved) + len(part.products) + len(part.attended),
             kept=split.kept(),
             kept_selective=split.selective(rule),
@@ -352,7 +352,9 @@ class PlanWork:
             again=again,
             left=left,
             boundary=boundary,
-            transient=loss.copies(self, counted.logits) if counted and last else split.routed(),
+            transient=loss.copies(self.plan, counted.logits, self.width, self.stack.loss_transient)
+            if counted and last
+            else split.routed(),
             forward=sent[During.FORWARD],
             backward=sent[During.BACKWARD],
             repeated=None if rule and rule.save else sent[During.REPEATED],

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import lru_cache
 from math import prod
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from planc.estimate.counted import Part
-from planc.estimate.workload import Attention, Collective, Kind, Matmul, Recompute
+from planc.estimate.workload import Attention, Collective, Group, Kind, Matmul, Recompute
 from planc.lowering.context_sends import attending
 from planc.lowering.memory import Holding
-from planc.lowering.step import During, Sent
+from planc.lowering.step import During, Sent, Step
 from planc.model.facts import Modules
 from planc.model.indices import Indices
 from planc.ops.activation_checkpoint import Checkpoint
@@ -20,9 +20,7 @@ from planc.ops.expert_parallel import ALL_REDUCE
 from planc.ops.layouts import Replicate, Shard
 from planc.ops.styles import Colwise, Experts, Parameters, Rowwise, Sequence
 from planc.plan.experts import dividing
-
-if TYPE_CHECKING:
-    from planc.estimate.from_plan import PlanWork
+from planc.plan.ir import Plan, TensorRule
 
 _SPLITS = (Colwise, Rowwise, Experts, Parameters)
 
@@ -49,10 +47,29 @@ def _below(modules: Modules, name: str) -> str | None:
     return ".".join(s if isinstance(s, str) else str(s.first) for s in rest)
 
 
+class Work(Protocol):
+    """What is known of the whole step; `planc.estimate.from_plan.PlanWork` says what each is."""
+
+    plan: Plan
+    rules: tuple[TensorRule, ...]
+    step: Step
+    sent: tuple[tuple[Sent, Group], ...]
+
+    @property
+    def exchange(self) -> tuple[str, int]: ...
+
+    @property
+    def width(self) -> int: ...
+
+    def size(self, role: AxisRole) -> int: ...
+
+    def stage_of(self, name: str) -> int: ...
+
+
 class PartSplit:
     """How the plan's tensor-parallel rules split what one part computes and keeps."""
 
-    def __init__(self, work: PlanWork, part: Part) -> None:
+    def __init__(self, work: Work, part: Part) -> None:
         self.work, self.part = work, part
         self.factors: dict[str, int] = {}
         self.name = part.like[0]

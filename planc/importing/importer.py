@@ -11,8 +11,7 @@ from typing import Any
 from planc.diagnostic import Sink, one_of
 from planc.importing import reading
 from planc.importing.family import Base, base_of, families_named, family_of, named_by
-from planc.importing.peer import LEFT, LOST, Peer, matches, peers
-from planc.importing.reading import ConfigKey
+from planc.importing.peer import LEFT, LOST, ConfigKey, Peer, matches, peers
 from planc.importing.settings import Unknown, value_of
 from planc.importing.writing import Writer
 from planc.syntax.formatter.layout import laid_out

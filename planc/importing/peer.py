@@ -36,6 +36,21 @@ LOST: dict[str, str] = table("reasons")["lost"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ConfigKey:
+    """One key of a file that has no keys below it.
+
+    Args:
+        path: the keys from the root, joined by dots; `[]` stands for the entries of a list.
+        value: what the file gives it: a scalar, a list of scalars, or an empty mapping.
+        line: counted from 1, or None where it is unknown.
+    """
+
+    path: str
+    value: Any
+    line: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Peer:
     """One library whose configuration planc reads.
 

@@ -4,7 +4,7 @@ import ast
 from collections.abc import Iterator
 
 from planc.diagnostic import Sink, did_you_mean, one_of
-from planc.importing.reading import ConfigKey
+from planc.importing.peer import ConfigKey
 
 _MAX_BASES = 20
 

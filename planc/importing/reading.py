@@ -9,28 +9,14 @@ import json
 import re
 import stat
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from planc.diagnostic import Sink, first_line, one_of
+from planc.importing.peer import ConfigKey
+from planc.importing.python_config import python_leaves
 
 _MAX_BYTES, _MAX_KEYS, _MAX_DEPTH = 512 * 1024, 20_000, 40
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConfigKey:
-    """One key of a file that has no keys below it.
-
-    Args:
-        path: the keys from the root, joined by dots; `[]` stands for the entries of a list.
-        value: what the file gives it: a scalar, a list of scalars, or an empty mapping.
-        line: counted from 1, or None where it is unknown.
-    """
-
-    path: str
-    value: Any
-    line: int | None = None
 
 
 def text_of(name: str, sink: Sink) -> str | None:
@@ -69,8 +55,6 @@ def leaves(name: str, text: str, function: str | None, sink: Sink) -> tuple[Conf
             raise ValueError("it is empty")
         match kind:
             case ".py":
-                from planc.importing.python_config import python_leaves
-
                 return python_leaves(name, text, function, sink)
             case ".json":
                 values = json.loads(text, object_pairs_hook=_once)

@@ -8,14 +8,10 @@ inline.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from math import prod
-from typing import TYPE_CHECKING, Self
 
 from planc.model.facts import Modules
-
-if TYPE_CHECKING:
-    from planc.ops.lowered import ExpertMesh, Lowered
 
 Keywords = tuple[tuple[str, "Value"], ...]
 
@@ -199,23 +195,21 @@ class Context:
 
     Args:
         axes: the sizes of the mesh's axes by name, outermost first.
-        experts: the ranks that divide experts; None where none do.
+        experts: the sizes of the ranks with equal experts, and of those that divide experts, by
+            name; empty where none do.
+        expert_axes: of which both are made, outermost first.
         fills: whether weights are loaded into the model afterwards.
     """
 
     axes: Mapping[str, int]
-    experts: ExpertMesh | None = None
+    experts: Mapping[str, int] = field(default_factory=dict)
+    expert_axes: tuple[str, ...] = ()
     fills: bool = False
-
-    @classmethod
-    def of(cls, lowered: Lowered, *, fills: bool = False) -> Self:
-        axes = {axis.name: axis.size for axis in lowered.axes}
-        return cls(axes=axes, experts=lowered.experts, fills=fills)
 
     def size(self, axes: Iterable[str]) -> int:
         """The number of ranks along some axes."""
-        experts = self.experts.sizes if self.experts else {}
-        return prod(experts[axis] if axis in experts else self.axes[axis] for axis in axes)
+        sizes = {**self.axes, **self.experts}
+        return prod(sizes[axis] for axis in axes)
 
 
 # Looking into them -------------------------------------------------------------------------------
@@ -291,9 +285,8 @@ def mesh_source(mesh: MeshOf, context: Context) -> Value:
 
 
 def _dimension(some: tuple[str, ...], context: Context) -> Value:
-    experts = context.experts
-    if experts is not None and set(some) & experts.sizes.keys():
-        return _of_experts(some, experts, context)
+    if set(some) & context.experts.keys():
+        return _of_experts(some, context)
     # an axis of one rank would only add a process group
     wide = tuple(a for a, size in context.axes.items() if a in some and size > 1)
     if len(wide) < 2:
@@ -302,19 +295,19 @@ def _dimension(some: tuple[str, ...], context: Context) -> Value:
     return Shared(f"{name}_mesh", FunctionCall("._flatten", (Index(MESH, wide), name)))
 
 
-def _of_experts(some: tuple[str, ...], experts: ExpertMesh, context: Context) -> Value:
+def _of_experts(some: tuple[str, ...], context: Context) -> Value:
     """A dimension of the ranks that divide experts, or of those with equal ones.
 
     Where whole axes divide them, their process groups serve; else an axis is cut in two.
     """
+    (rest, _), (ranks, size) = context.experts.items()
     inner, count = list[str](), 1
-    wide = [a for a in experts.axes if context.axes[a] > 1]
-    while count < experts.ranks.size:
+    wide = [a for a in context.expert_axes if context.axes[a] > 1]
+    while count < size:
         inner.insert(0, wide.pop())
         count *= context.axes[inner[0]]
-    if count == experts.ranks.size and wide:
-        return _dimension(tuple(inner if experts.ranks.name in some else wide), context)
-    names = (experts.rest.name, experts.ranks.name)
-    arguments = (MESH, experts.axes, names, experts.ranks.size)
+    if count == size and wide:
+        return _dimension(tuple(inner if ranks in some else wide), context)
+    arguments = (MESH, context.expert_axes, (rest, ranks), size)
     function = "standalone.expert_parallel:mesh_of_experts"
     return Index(Shared("expert_mesh", FunctionCall(function, arguments)), some)

@@ -14,6 +14,7 @@ from typing import Annotated
 from planc.diagnostic import Diagnostic
 from planc.notebook import InNotebooks
 from planc.ops import base
+from planc.ops.call import Context
 from planc.ops.fsdp import FullyShard
 from planc.ops.megatron_fsdp import MegatronShard
 from planc.ops.pipeline import Pipeline
@@ -186,6 +187,16 @@ class Lowered(InNotebooks):
         context = (a.name for a in self.axes if a.role is base.AxisRole.SEQUENCE)
         names &= {*self.data, *context}
         return tuple(a.name for a in self.axes if a.name in names)
+
+    def context(self, *, fills: bool = False) -> Context:
+        """What the calls of operations depend on besides their fields; `fills` as for `Context`."""
+        experts = self.experts
+        return Context(
+            axes={axis.name: axis.size for axis in self.axes},
+            experts=experts.sizes if experts else {},
+            expert_axes=experts.axes if experts else (),
+            fills=fills,
+        )
 
     def axis_size(self, *names: str) -> int:
         experts = (self.experts.rest, self.experts.ranks) if self.experts else ()

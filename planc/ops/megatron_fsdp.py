@@ -6,8 +6,7 @@ from typing import Annotated, ClassVar, Self
 
 from planc.model.facts import Modules
 from planc.ops import base, call, phrases
-from planc.ops.fsdp import FullyShard
-from planc.ops.fsdp_text import WORDS
+from planc.ops.fsdp import WORDS, FullyShard
 
 OPTIONS = {
     "overlap_grad_reduce": True,

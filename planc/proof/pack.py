@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import planc
 from planc.diagnostic import Sink
 from planc.model import cache
 from planc.model.config import too_deep
@@ -29,6 +28,7 @@ from planc.resources import GRAMMARS, cache_folder
 from planc.trial import certificate
 from planc.trial.certificate import source_digest
 from planc.trial.outcome import LIMIT, outcome_of
+from planc.version import VERSION
 
 FORMAT_VERSION = 1
 MOST_BYTES = 64 * 2**20
@@ -75,7 +75,7 @@ def gathered() -> Pack:
     return Pack(
         document={
             "format_version": FORMAT_VERSION,
-            "planc": planc.__version__,
+            "planc": VERSION,
             "sources": sources,
             "made_with": of,
             "entries": entries,
@@ -135,7 +135,7 @@ def _current(pack: Pack, path: str, sink: Sink) -> Pack:
         sink.warning(
             "PL762",
             f"{stale} verdicts in {path} are of another planc ({document['planc']}) than this one "
-            f"({planc.__version__}), and are left out",
+            f"({VERSION}), and are left out",
             help="pack again with the planc that reads the pack",
         )
     return Pack(document=document | {"entries": kept, "certificates": certificates})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from planc.diagnostic import Sink
 from planc.ops.lowered import Lowered
@@ -16,10 +16,6 @@ from planc.report.json_document import document as findings
 from planc.source import Span
 from planc.trial.certificate import Certificate, number, summary
 from planc.trial.launcher import Comparison, TrialFailure
-
-if TYPE_CHECKING:
-    from planc.proof.verify import Proof
-
 
 _KINDS = {
     "logits": "logits",
@@ -54,9 +50,9 @@ def table(certificate: Certificate) -> str:
     return "\n".join(lines).replace("\n\n\n", "\n\n") + "\n"
 
 
-def document(proof: Proof, sink: Sink) -> str:
+def document(verdict: str, certificate: Certificate | None, sink: Sink) -> str:
     """The certificate (null if the plan did not compile) and the findings, as JSON."""
-    out: dict[str, Any] = {"verdict": proof.verdict, "certificate": proof.certificate}
+    out: dict[str, Any] = {"verdict": verdict, "certificate": certificate}
     return f"{json.dumps({**out, **findings(sink)}, indent=2)}\n"
 
 

@@ -17,8 +17,7 @@ from planc.ops.activation_checkpoint import Checkpoint
 from planc.ops.compile import Compile
 from planc.ops.expert_parallel import DispatchExperts
 from planc.ops.freeze import Freeze
-from planc.ops.fsdp import Divide, FullyShard, Prefetch, Spread
-from planc.ops.fsdp_text import along, offloading, where
+from planc.ops.fsdp import Divide, FullyShard, Prefetch, Spread, along, offloading, where
 from planc.ops.load import Load
 from planc.ops.lora import Adapt
 from planc.ops.loss import ChunkLoss

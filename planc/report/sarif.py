@@ -10,12 +10,12 @@ from pathlib import PurePath
 from typing import Any
 from urllib.parse import quote
 
-import planc
 from planc.codes import CODES
 from planc.diagnostic import Diagnostic, Label, Severity
 from planc.report.explain import explain
 from planc.report.sorting import is_file, labels_with_source, notes, sorted_findings
 from planc.report.terminal_width import visible_lines
+from planc.version import VERSION
 
 _SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 _LEVELS = {Severity.ERROR: "error", Severity.WARNING: "warning", Severity.INFO: "note"}
@@ -26,7 +26,7 @@ def render(diagnostics: Iterable[Diagnostic]) -> str:
     found = sorted_findings(diagnostics)
     codes = sorted({d.code for d in found})
     run = {
-        "tool": {"driver": {"name": "planc", "version": planc.__version__, "rules": _rules(codes)}},
+        "tool": {"driver": {"name": "planc", "version": VERSION, "rules": _rules(codes)}},
         "columnKind": "unicodeCodePoints",  # 3.14.17
         "results": [_result(d, codes.index(d.code)) for d in found],
     }

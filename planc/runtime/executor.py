@@ -19,7 +19,7 @@ from planc.diagnostic import PlanError, first_line
 from planc.model.sources.isolation import quiet_bitsandbytes
 from planc.ops import phrases
 from planc.ops.base import Op
-from planc.ops.call import Assign, Context, Each, Members, MeshOf, Once, ParameterRef
+from planc.ops.call import Assign, Each, Members, MeshOf, Once, ParameterRef
 from planc.ops.configure import Configure
 from planc.ops.freeze import Freeze
 from planc.ops.lora import Adapt
@@ -206,7 +206,7 @@ class Worker:
         if meshes is not None:
             variables["mesh"] = meshes.root
         self._values = Values(variables, modules, meshes.of if meshes else _no_mesh)
-        self._context = Context.of(lowered, fills=True)
+        self._context = lowered.context(fills=True)
 
     def run(self, op: Op) -> None:
         self.at = ""

@@ -12,7 +12,7 @@ from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from planc.diagnostic import one_of
-from planc.ops.call import Context, MeshOf, Shared, mesh_source
+from planc.ops.call import MeshOf, Shared, mesh_source
 from planc.ops.lowered import Lowered, Stage
 from planc.ops.uneven_groups import uneven_groups
 from planc.plan.mesh_axes import DATA, axes_of
@@ -123,7 +123,7 @@ class Meshes:
         self.root = made.root
         self._values = Values({"mesh": made.root}, {}, self.of, made.parts)
         self._data, self._averaged = lowered.data, lowered.averaged
-        self._context = Context.of(lowered)
+        self._context = lowered.context()
         if lowered.data:
             self.part(*lowered.data)
         for value in uneven_groups(lowered, self._context):
@@ -143,7 +143,7 @@ class Meshes:
         """
         if name in self._sizes:
             return self.root[name]
-        if self._context.experts and name in self._context.experts.sizes:
+        if name in self._context.experts:
             return self.of(MeshOf((name,)))
         if name == DATA and self._data:
             return self.part(*self._data)

@@ -164,7 +164,7 @@ def _fits(
             yield problem("PL474", message, help=help)
             return
     modules = {**modules, **dict(_inside_adapters(lowered, modules))}
-    context = Context.of(lowered)
+    context = lowered.context()
     for op in lowered.ops:
         # a set has modules of one structure, so all of them have the same mismatch
         text = next(_misfits(op, context, model, modules), None)

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-import planc
 from planc.model import cache
 from planc.notebook import InNotebooks
 from planc.ops.lowered import Lowered
@@ -30,6 +29,7 @@ from planc.runtime.training_step import Batch, TrainingStep
 from planc.runtime.weights import extras, peft_files, resuming, saving
 from planc.runtime.weights.extras import Extra
 from planc.runtime.weights.loading import Weights
+from planc.version import VERSION
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +129,7 @@ class Run(InNotebooks):
             "mesh": {axis.name: axis.size for axis in self.lowered.axes},
             "sets": dict(text.partition("=")[::2] for text in self.sets),
             "verdict": self.known.level if self.known else "unproved",
-            "versions": {"planc": planc.__version__, **cache.versions({})},
+            "versions": {"planc": VERSION, **cache.versions({})},
         }
 
     # training: planc/runtime/gradients.py
@@ -301,7 +301,14 @@ class Run(InNotebooks):
                 files; PL567, `rank0` with a pipeline; PL687, 4-bit weights from a checkpoint.
         """
         step = resuming.load(
-            self, Path(path), weights=weights, optimizer=optimizer, extra=extra or {}
+            self.model,
+            self.lowered,
+            Path(path),
+            weights=weights,
+            optimizer=optimizer,
+            extra=extra or {},
+            data=(self.data_size, self.data_rank),
+            device=self.mesh.device_type,
         )
         self.first.weights_loaded()
         if self.lowered.has(MegatronShard):

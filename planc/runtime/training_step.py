@@ -7,16 +7,19 @@ accumulated batches and all data ranks, however unevenly ignored labels are spre
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, distributed, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from planc.ops.lowered import Lowered
 from planc.runtime import gradients
 from planc.runtime.context import sequence_parts
 from planc.runtime.preconditions import stop
+from planc.runtime.same_inputs import FirstPasses
 from planc.runtime.script_line import script_line
 from planc.runtime.standalone.pipeline import Stages, stages_of
 from planc.runtime.standalone.pipeline_step import (
@@ -26,12 +29,35 @@ from planc.runtime.standalone.pipeline_step import (
     microbatches,
 )
 
-if TYPE_CHECKING:
-    from planc.runtime.run import Run
-
 Batch = Mapping[str, Any]
 """The arguments of the model's forward, rows outermost."""
 _COUNT = "num_items_in_batch"
+
+
+class RunParts(Protocol):
+    """The parts of a `planc.runtime.run.Run` that a step uses."""
+
+    @property
+    def model(self) -> nn.Module: ...
+
+    @property
+    def lowered(self) -> Lowered: ...
+
+    @property
+    def first(self) -> FirstPasses: ...
+
+    @property
+    def mesh(self) -> DeviceMesh: ...
+
+    @property
+    def data_mesh(self) -> DeviceMesh | None: ...
+
+    @property
+    def loss_mesh(self) -> DeviceMesh | None: ...
+
+    def no_sync(self) -> AbstractContextManager[None]: ...
+
+    def batch(self, batch: Batch) -> dict[str, Any]: ...
 
 
 class TrainingStep:
@@ -44,7 +70,7 @@ class TrainingStep:
     def __init__(self) -> None:
         self.counts: bool | None = None
 
-    def run(self, run: Run, batches: Sequence[Batch], *, trains: bool) -> Tensor:
+    def run(self, run: RunParts, batches: Sequence[Batch], *, trains: bool) -> Tensor:
         """The passes of a step; returns the mean loss over all ranks, a scalar on every rank.
 
         Args:
@@ -68,7 +94,9 @@ class TrainingStep:
             distributed.all_reduce(total, group=stages.mesh.get_group())
         return gradients.mean_over(total, run.data_mesh if parts == 1 else run.loss_mesh)
 
-    def _plain(self, run: Run, batches: Sequence[Batch], count: Tensor, trains: bool) -> Tensor:
+    def _plain(
+        self, run: RunParts, batches: Sequence[Batch], count: Tensor, trains: bool
+    ) -> Tensor:
         losses = []
         for at, batch in enumerate(batches):
             last = at == len(batches) - 1
@@ -81,7 +109,7 @@ class TrainingStep:
         return torch.stack(losses).sum()
 
     def _pipelined(
-        self, run: Run, stages: Stages, batches: Sequence[Batch], count: Tensor, trains: bool
+        self, run: RunParts, stages: Stages, batches: Sequence[Batch], count: Tensor, trains: bool
     ) -> Tensor:
         given = [{**run.batch(batch), **self._given(run, count)} for batch in batches]
 
@@ -102,11 +130,11 @@ class TrainingStep:
             return torch.zeros((), device=run.mesh.device_type)
         return torch.stack([loss.detach() for loss in losses]).sum()
 
-    def _given(self, run: Run, count: Tensor) -> dict[str, Any]:
+    def _given(self, run: RunParts, count: Tensor) -> dict[str, Any]:
         takes = hasattr(run.model, "loss_function") and self.counts is not False
         return {_COUNT: count} if takes else {}
 
-    def _part(self, run: Run, loss: Tensor, batch: Batch, count: Tensor) -> Tensor:
+    def _part(self, run: RunParts, loss: Tensor, batch: Batch, count: Tensor) -> Tensor:
         """The part of the step's loss that a pass has: the sum of its tokens over all; the batch is
         that of all ranks which share its sequences.
         """
@@ -174,7 +202,7 @@ def _require_as_many(batches: Sequence[Batch], device_type: str) -> None:
         raise ValueError("a step has at least one batch")
 
 
-def _items(run: Run, batches: Sequence[Batch]) -> Tensor:
+def _items(run: RunParts, batches: Sequence[Batch]) -> Tensor:
     """The valid labels of all data ranks over the number of data ranks, as
     `run.num_items_in_batch`.
     """

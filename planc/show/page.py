@@ -11,7 +11,7 @@ from planc.ops import phrases
 from planc.ops.freeze import Freeze
 from planc.ops.lora import Adapt
 from planc.ops.lowered import Lowered
-from planc.provenance.render import lines
+from planc.provenance.answer import lines
 from planc.show import mesh
 from planc.show.charts import Bars, chart
 from planc.show.html import Html, page, tag

@@ -15,6 +15,7 @@ from typing import Any
 
 from planc.model import cache
 from planc.model.facts import Facts, Module
+from planc.version import VERSION
 
 PACKAGE = Path(__file__).parent.parent
 SOURCES = ("model", "ops", "plan/mesh_axes.py", "plan/unit_lists.py", "proof", "runtime", "trial")
@@ -148,7 +149,5 @@ def versions(config: Mapping[str, Any]) -> dict[str, str]:
     """The versions that a proof of a model with this configuration depends on."""
     import platform
 
-    import planc
-
-    found = {"planc": planc.__version__, "python": platform.python_version()}
+    found = {"planc": VERSION, "python": platform.python_version()}
     return {**found, **cache.versions(config)}

@@ -48,7 +48,7 @@ def render(lowered: Lowered, *, digest: str) -> str:
     It is laid out as `ruff format` would.
     """
     fills = any(isinstance(op, Load) and op.weights for op in lowered.ops)
-    context = Context.of(lowered, fills=fills)
+    context = lowered.context(fills=fills)
     lists = Lists(lowered.layers, lowered.module_dicts)
     printer = Printer(context, lists, {**_FRAME, **imported()})
     places = [tuple(_written(stage, context, printer)) for stage in lowered.stages]

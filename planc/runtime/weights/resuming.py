@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 import torch
 from torch import distributed, nn
@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from planc.diagnostic import Diagnostic, one_of
 from planc.ops.load import Load
+from planc.ops.lowered import Lowered
 from planc.runtime.preconditions import problem, stop
 from planc.runtime.sharded_tensors import reshard
 from planc.runtime.standalone.load_weights import (
@@ -28,27 +29,32 @@ from planc.runtime.weights import loading, optimizers
 from planc.runtime.weights.extras import Extra, load_states, stored_keys
 from planc.runtime.weights.saving import METADATA, attempt, saved
 
-if TYPE_CHECKING:
-    from planc.runtime.run import Run
-
 _OPTIMIZER, _STEP = "optimizer.", "step"
 
 
 def load(
-    run: Run,
+    model: nn.Module,
+    lowered: Lowered,
     folder: Path,
     *,
     weights: loading.Weights | None,
     optimizer: Optimizer | None,
     extra: Extra,
+    data: tuple[int, int],
+    device: str,
 ) -> int | None:
-    """Loads a model from a folder of safetensors or a checkpoint; arguments and errors as of
-    `Run.load`. Every rank calls it.
+    """Loads a model from a folder of safetensors or a checkpoint; every rank calls it.
+
+    Args:
+        model: the model, as `lowered` has changed it.
+        folder, weights, optimizer, extra: as for `Run.load`, which has the errors.
+        data: the number of data ranks, and the one that this rank is.
+        device: the type of the mesh's devices.
     """
     if weights not in (None, *get_args(loading.Weights)):
         known = one_of(map(repr, get_args(loading.Weights)))
         raise ValueError(f"weights is {weights!r}, it can be {known}")
-    planned = next((op.weights for op in run.lowered.ops if isinstance(op, Load)), None)
+    planned = next((op.weights for op in lowered.ops if isinstance(op, Load)), None)
     problems: list[Diagnostic] = []
     if weights and planned and weights != planned:
         text = f"this call has weights = {weights}, the plan's load section {planned}"
@@ -63,7 +69,9 @@ def load(
         if weights == "rank0":
             problems.append(problem("PL497", f"{folder} is a checkpoint: every rank reads its own"))
         loading.raise_on_all_ranks(problems)
-        return _load_checkpoint(run, folder, optimizer, extra)
+        return _load_checkpoint(
+            model, folder, optimizer=optimizer, extra=extra, data=data, device=device
+        )
     if optimizer is not None or extra:
         problems.append(problem("PL497", f"{folder} is not a checkpoint with the state of a run"))
     elif planned == "checkpoint":
@@ -71,21 +79,26 @@ def load(
         problems.append(problem("PL497", text))
     loading.raise_on_all_ranks(problems)
     how: loading.Weights = "rank0" if "rank0" in (weights, planned) else "slices"
-    if how == "rank0" and stages_of(run.model):
+    if how == "rank0" and stages_of(model):
         text = "rank 0 sends a tensor to ranks that all have it, and stages have different ones"
         raise stop("PL567", text, help="write `weights = slices`")
-    loading.load_files(run.model, folder, weights=how, device=run.mesh.device_type)
+    loading.load_files(model, folder, weights=how, device=device)
     return None
 
 
 def _load_checkpoint(
-    run: Run, folder: Path, optimizer: Optimizer | None, extra: Extra
+    model: nn.Module,
+    folder: Path,
+    *,
+    optimizer: Optimizer | None,
+    extra: Extra,
+    data: tuple[int, int],
+    device: str,
 ) -> int | None:
     """Loads a checkpoint of `save` or torch, whose keys are the model's tensor names, or `model.`
     before them; it need not be one of this plan.
     """
     findings: list[Diagnostic] = []
-    model = run.model
     reshard(model)
     metadata = _metadata(folder, findings)
     found: dict[str, StoredTensor] = {}
@@ -102,8 +115,8 @@ def _load_checkpoint(
     if optimizer is not None and not findings:
         # its state is as large as the model: nothing is allocated before every check has passed
         optimizers.check_state(model, optimizer, flat, findings)
-    keys, missing = stored_keys(extra, metadata.keys(), run.data_size, run.data_rank)
-    loading.allocate(model, [*findings, *missing], run.mesh.device_type)
+    keys, missing = stored_keys(extra, metadata.keys(), *data)
+    loading.allocate(model, [*findings, *missing], device)
     target: dict[str, Any] = dict(checkpoint_targets(model, found))
     if optimizer is not None:
         own_state = optimizers.empty_flat_state(model, optimizer, flat)

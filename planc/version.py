@@ -1,0 +1,3 @@
+"""The version of planc."""
+
+VERSION = "0.1.0"
