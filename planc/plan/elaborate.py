@@ -74,7 +74,7 @@ def elaborate(
     if sizes is not None:
         program.scope.sized = program.scope.sized_by(sizes, mesh)
     broken = program.broken
-    program.sections = [*_over_axes(program)]
+    program.sections = [*_over_axes(program, mesh)]
 
     def part(name: str, read: Callable[[], T]) -> T:
         before = sink.errors
@@ -168,11 +168,11 @@ def _with_roles(mesh: Mesh | None, program: Program) -> Mesh | None:
     return program.mesh
 
 
-def _over_axes(program: Program) -> Iterator[ast.Section]:
-    """The sections without the optional axes that are left out, and without those over them alone."""
+def _over_axes(program: Program, mesh: Mesh) -> Iterator[ast.Section]:
+    """The sections without the axes that are left out, and without those over them alone."""
 
     def there(axes: tuple[ast.Name, ...]) -> tuple[ast.Name, ...]:
-        return tuple(axis for axis in axes if axis.path not in program.left_out)
+        return tuple(axis for axis in axes if axis.path not in mesh.left_out)
 
     for section in program.sections:
         made = replace(section, axes=there(section.axes), replicate=there(section.replicate))
@@ -225,7 +225,7 @@ def _settings(program: Program, mesh: Mesh) -> None:
     """Reports sizes from `--set` of axes that the mesh lacks under these options."""
     for name, literal in program.settings.items():
         there = name in (EXPERTS, EXPERT_TENSOR) and name in program.scope.axis_names
-        if name not in (*mesh.names, *program.left_out) and not there:
+        if name not in (*mesh.names, *mesh.left_out) and not there:
             program.sink.error(
                 "PL106",
                 f"`--set {name}` sizes an axis that the mesh does not have here",

@@ -1,10 +1,10 @@
 """Names that settings and roles had before: they still work, and a warning names the new word."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from planc.model.roles import LACKS
 from planc.plan.scope import Scope
-from planc.plan.settings import FORMER, SETTINGS
+from planc.plan.settings import FORMER, SETTINGS, Setting
 from planc.source import Span
 from planc.syntax import ast
 
@@ -49,6 +49,17 @@ def apply(files: Sequence[ast.File], scope: Scope, given: dict[str, ast.Literal]
             scope.sink.warning("PL113", message, origin, help=f"write `{word}`")
 
 
+def current(name: str, files: Sequence[ast.File]) -> str:
+    """Today's name of what `--set` names in a plan."""
+    return FORMER[name].word if name in FORMER and name not in declared(files) else name
+
+
+def uses(setting: Setting, files: Sequence[ast.File]) -> bool:
+    """Whether a plan refers to a setting, by either name, or declares it."""
+    names = {setting.word, setting.former} - {""}
+    return any(names & file.mentioned.keys() for file in files)
+
+
 def _first(name: str, files: Sequence[ast.File]) -> Span | None:
     """Where a plan first writes a name: it refers to it, or replaces an option or a let."""
     for file in files:
@@ -60,7 +71,7 @@ def _first(name: str, files: Sequence[ast.File]) -> Span | None:
     return None
 
 
-def roles_used(files: Sequence[ast.File]) -> Mapping[str, Span]:
+def roles_used(files: Sequence[ast.File]) -> dict[str, Span]:
     """The first use of each role in a file before the one with a let of that name."""
     own, found = declared(files), dict[str, Span]()
     for i, file in enumerate(files):

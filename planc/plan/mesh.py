@@ -66,8 +66,7 @@ def _solve(program: Program) -> Mesh | None:
         return None
     ones = {s.name for s, size in sizes.pairs if s.optional and size == 1}
     ones |= {s.name for s in made.values() if s.optional and ranks is None}
-    gone = (name for name in program.scope.replaced_axes if name not in {s.name for s in settings})
-    program.left_out = (*ones, *gone)
+    gone = set(program.scope.replaced_axes).difference(s.name for s in settings)
     sizes = _Sizes(tuple(pair for pair in sizes.pairs if pair[0].name not in ones))
     autos = [s for s, size in sizes.pairs if size == 0]
     if len(autos) > 1:
@@ -85,6 +84,7 @@ def _solve(program: Program) -> Mesh | None:
     mesh = Mesh(
         axes=axes,
         assumed=bool(autos) and program.world_size is None,
+        left_out=tuple(sorted(ones | gone)),
         origin=next(iter(program.named("mesh"))).origin,
     )
     return expert_mesh(mesh, ranks, inside, program) if ranks or inside else mesh

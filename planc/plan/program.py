@@ -27,7 +27,6 @@ class Program:
         settings, styles: axes given by `--set`, and the plan's own styles, by name.
         mesh: sized the first time an axis is looked up.
         roles_used: where an extended plan first uses a role that no let defines, by its name.
-        left_out: the optional axes of one rank, which the mesh lacks, once it is sized.
         timetables: the texts of timetables, by the place of the call that names each.
         broken: sections with errors.
     """
@@ -44,7 +43,6 @@ class Program:
     mesh: Mesh | None = None
     sized: bool = False
     roles_used: dict[str, Span] = field(default_factory=dict)
-    left_out: tuple[str, ...] = ()
     timetables: dict[Span, str] = field(default_factory=dict)
     broken: set[str] = field(default_factory=set)
 
@@ -232,9 +230,7 @@ def _size_axis(statement: ast.Option | ast.Let, name: str, program: Program) -> 
     )
 
 
-def _same_type(
-    name: str, default: ast.Expr, program: Program, given: ast.Literal | None
-) -> None:
+def _same_type(name: str, default: ast.Expr, program: Program, given: ast.Literal | None) -> None:
     """An option keeps the type of its default: `--set sequence=1` is a mistake."""
     if given is None or not isinstance(default, ast.Literal) or default.value is None:
         return

@@ -1,4 +1,4 @@
-"""The settings that all families have, with what each decides. No other file knows their names as texts."""
+"""The settings that all families have. No other file knows their names as texts."""
 
 from dataclasses import dataclass
 

@@ -16,8 +16,9 @@ from planc.model.facts import Modules
 from planc.model.indices import Indices
 from planc.ops.base import AxisRole
 from planc.ops.styles import Style
-from planc.plan import elaborate
+from planc.plan import elaborate, former
 from planc.plan.ir import Plan
+from planc.plan.settings import SEQUENCE
 from planc.proof.judge import judge
 from planc.proof.rule_differences import At, RuleChange, Rules, differences, shared, tensor_rules
 from planc.proof.small_case import SmallCase, small_plan, with_plan
@@ -25,8 +26,6 @@ from planc.source import Span
 from planc.syntax import ast, plan_files
 from planc.trial.outcome import Outcome
 
-SEQUENCE = "sequence_parallel"
-"""The option of shipped plans and of drafts that decides about sequence parallelism."""
 _MOST = 12
 """The most differences that are tried one by one."""
 _FEW = 3
@@ -159,9 +158,9 @@ def _right_plans(
             yield (made, made.mesh.of_role(AxisRole.TENSOR)[0].name), right.plan
 
 
-def _settings(files: Iterable[ast.File]) -> tuple[tuple[str, ...], ...]:
-    options = {s.name for f in files for s in f.statements if isinstance(s, ast.Option)}
-    return ((f"{SEQUENCE}=true",), (f"{SEQUENCE}=false",)) if SEQUENCE in options else ((),)
+def _settings(files: Sequence[ast.File]) -> tuple[tuple[str, ...], ...]:
+    word = SEQUENCE.word
+    return ((f"{word}=true",), (f"{word}=false",)) if former.uses(SEQUENCE, files) else ((),)
 
 
 def _parts(changes: Iterable[RuleChange]) -> list[list[RuleChange]]:
