@@ -130,7 +130,7 @@ def test_a_drafted_plan_is_laid_out_checked_and_proved(model, tmp_path):
     path = tmp_path / "draft.plan"
     path.write_text(made.text)
     for way in ("true", "false"):
-        sink, settings = Sink(), ["tp=2", f"sequence_parallel={way}"]
+        sink, settings = Sink(), ["tp=2", f"sequence={way}"]
         compiled = compile_plan(facts, str(path), sink, world_size=16, settings=settings)
         assert compiled.lowered is not None, [d.message for d in sink]
         assert flow(compiled, sink).verdict == "proved"

@@ -101,7 +101,8 @@ class Scope:
     def modules(self, name: ast.Name, *, optional: bool) -> Value:
         """The modules of `$name`: those of a let, else of a role, which this model may lack."""
         word = self.aliases.get(name.path, name.path)
-        if word in self.definitions or word not in LACKS:
+        known = self.definitions.get(word)
+        if word not in LACKS or (known and known.kind == "let"):
             return self.value(name)
         self._roles = self._roles or roles(self.facts)
         found = getattr(self._roles, word)

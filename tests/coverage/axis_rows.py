@@ -168,7 +168,7 @@ def plan_together(case: Case, plans: dict[str, str], proved: list[str], folder: 
         files = (parse(Source("init.plan", text), Sink()),)
         settings = ["tp=2"] if "tp = " in text else []
     axes = [*(["tp"] if "tp=2" in settings else []), *axes]
-    ways = [[f"sequence_parallel={word}"] for word in ("true", "false")]
+    ways = [[f"sequence={word}"] for word in ("true", "false")]
     return Together(
         files,
         axes,
@@ -185,7 +185,7 @@ def together(case: Case, plans: dict[str, str], proved: list[str], folder: Path)
         found |= {
             "axes": plan.axes,
             "without": [axis for axis in proved if axis not in plan.axes],
-            "sequence": way == ["sequence_parallel=true"],
+            "sequence": way == ["sequence=true"],
             "plan": plans.get(case.name, "init"),
         }
         if found["verdict"] == "proved":

@@ -156,10 +156,10 @@ def row(name, pool, folder, plans):
     tp = ["tp=2"] if re.search(r"^ +(override )?tp +=", text, re.M) else []
     sequence = "option sequence_parallel" in text
     always = "\nrequire sequence_parallel" in text
-    plain = ["sequence_parallel=false"] if sequence and not always else []
+    plain = ["sequence=false"] if sequence and not always else []
     reason = judged(found, case, [*tp, *plain], pool)
     if not reason and sequence and not always:
-        reason = judged(found, case, [*tp, "sequence_parallel=true"], pool, "sp")
+        reason = judged(found, case, [*tp, "sequence=true"], pool, "sp")
         if "PL110" in reason:  # the plan itself says that there is none
             reason = ""
     if not reason:

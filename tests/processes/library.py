@@ -71,7 +71,7 @@ def ways(model, always):
             continue
         for sequence in (True, False):
             if model not in {m for m, _ in ALSO} or sequence == checkpointing:
-                yield settings(**common, sequence_parallel=sequence)
+                yield settings(**common, sequence=sequence)
 
 
 def row(pool, model, plan, always):

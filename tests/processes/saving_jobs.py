@@ -14,7 +14,7 @@ from training_jobs import applied
 import planc
 from planc.runtime.standalone.safetensors_files import tensors_in_folder
 
-FP32 = ["param_dtype=fp32", "checkpointing=false"]
+FP32 = ["param_dtype=fp32", "recompute=false"]
 
 
 def batch(run, seed):

@@ -96,7 +96,7 @@ def test_a_wrong_style_of_an_adapter_is_seen(four, end, style, sequence_parallel
 
 TP = settings(tp=2, sequence_parallel=True, param_dtype="fp32")
 WHOLE = settings(tp=1, param_dtype="fp32")
-STAGES = settings(pipeline_stages=2, microbatches=2, param_dtype="fp32")
+STAGES = settings(pp=2, microbatches=2, param_dtype="fp32")
 
 
 @pytest.mark.parametrize("overrides", [TP, WHOLE, STAGES])

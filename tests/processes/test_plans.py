@@ -139,7 +139,7 @@ def test_tensor_parallel(four, model, plan, sequence_parallel, checkpointing):
 @pytest.mark.parametrize("on", [True, False])
 @pytest.mark.parametrize(("model", "plan"), ALSO)
 def test_tensor_parallel_of_relatives(four, model, plan, on):
-    test_tensor_parallel(four, model, plan, sequence_parallel=on, checkpointing=on)
+    test_tensor_parallel(four, model, plan, sequence_parallel=on, recompute=on)
 
 
 @pytest.mark.parametrize("checkpointing", [True, False])
@@ -212,7 +212,7 @@ def test_ranks_of_a_tensor_axis_draw_alike(four, model, changes):
 def test_ranks_draw_numbers_of_their_own_for_shards(four, model, changes, sequence_parallel):
     """One process computes the same with what the ranks have drawn, put together."""
     overrides = settings(tp=4, checkpointing=True, param_dtype="fp32")
-    overrides += settings(sequence_parallel=sequence_parallel)
+    overrides += settings(sequence=sequence_parallel)
     run = {"model": model, "plan": model, "overrides": overrides, "changes": changes, "seed": 5}
     run["changes"] = changes if model == "gpt2" else {**changes, "num_key_value_heads": 4}
     applied = four.run("numerics.compare", **run)
@@ -230,7 +230,7 @@ def test_ranks_draw_numbers_of_their_own_for_shards(four, model, changes, sequen
 def test_the_emitted_script_is_the_same(four, model, plan, sequence_parallel):
     overrides = settings(param_dtype="fp32")
     if plan != "gpt2":
-        overrides += settings(tp=2, sequence_parallel=sequence_parallel)
+        overrides += settings(tp=2, sequence=sequence_parallel)
     arguments = {"model": model, "plan": plan, "overrides": overrides}
     applied = four.run("numerics.compare", **arguments)
     written = four.run("numerics.compare", script=True, **arguments)

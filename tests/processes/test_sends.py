@@ -5,8 +5,8 @@ from collections import Counter
 import pytest
 
 CASES = {
-    "tp": ("Llama", "llama", ["tp=4", "sequence_parallel=false", "checkpointing=false"]),
-    "tp and checkpoints": ("Llama", "llama", ["tp=2", "sequence_parallel=false"]),
+    "tp": ("Llama", "llama", ["tp=4", "sequence=false", "recompute=false"]),
+    "tp and checkpoints": ("Llama", "llama", ["tp=2", "sequence=false"]),
     "sp": ("Llama", "llama", ["tp=2"]),
     "sp and a chunked loss": ("Llama", "llama", ["tp=2", "loss_chunks=2"]),
     "fsdp": ("Llama", "llama", []),
@@ -18,11 +18,11 @@ CASES = {
     "experts and tp": (
         "Mixtral",
         "mixtral",
-        ["tp=2", "sequence_parallel=false", "checkpointing=false"],
+        ["tp=2", "sequence=false", "recompute=false"],
     ),
     "experts, sp and checkpoints": ("Mixtral", "mixtral", ["tp=2"]),
-    "ep": ("Mixtral", "mixtral", ["ep=4", "checkpointing=false"]),
-    "ep and tp": ("Mixtral", "mixtral", ["ep=4", "tp=2", "checkpointing=false"]),
+    "ep": ("Mixtral", "mixtral", ["ep=4", "recompute=false"]),
+    "ep and tp": ("Mixtral", "mixtral", ["ep=4", "tp=2", "recompute=false"]),
     "ep, sp and checkpoints": ("Mixtral", "mixtral", ["ep=2", "tp=2"]),
     "ep and checkpoints": ("Mixtral", "mixtral", ["ep=2"]),
 }
@@ -99,10 +99,10 @@ def test_accumulated_passes(run, settings):
 
 
 @pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True}], ids=["", "ties"])
-@pytest.mark.parametrize("more", [[], ["tp=2"], ["pipeline_schedule=interleaved_1f1b"]], ids=str)
+@pytest.mark.parametrize("more", [[], ["tp=2"], ["schedule=interleaved_1f1b"]], ids=str)
 def test_messages_between_stages(run, more, changes):
     """Those of all ranks, point to point."""
-    results = run("Llama", "llama", ["pipeline_stages=2", "microbatches=2", *more], changes)
+    results = run("Llama", "llama", ["pp=2", "microbatches=2", *more], changes)
     every = [Counter(), Counter()]
     for counted, told, _ in results:
         for found, total in zip((counted, told), every, strict=True):
