@@ -35,8 +35,6 @@ _log = logging.getLogger("planc")
 Overrides = str | Iterable[str] | Mapping[str, Any]
 """`name=value` for mesh axes and options: one, several, or as a mapping."""
 
-_LIBRARIES = ("torch.", "transformers.", "diffusers.")
-
 
 def check(
     model: str | os.PathLike[str] | nn.Module,
@@ -52,7 +50,7 @@ def check(
     """Every finding about a plan for a model; empty without findings. `print` shows what
     `planc check` does.
 
-    A verdict on a model that is not the user's own code is kept, and `apply` finds it.
+    The verdict is kept, and `apply` finds it for the same code of the model.
 
     Args:
         model: a folder with `config.json`, a JSON file, a cached hub name, a shipped model's name,
@@ -144,7 +142,8 @@ def apply(
     """Parallelizes a model over the ranks of this run, in place, according to a plan.
 
     What `planc check` and `planc verify` found of the plan on this machine is looked up by its
-    digest; rank 0 logs it, with every warning of the checks. Nothing is simulated unless asked.
+    digest and by the functions that the model runs; rank 0 logs it, with every warning of the
+    checks. Nothing is simulated unless asked.
 
     Args:
         model: a module with parameters on meta, CPU or CUDA that is not parallel yet.
@@ -159,7 +158,8 @@ def apply(
         require: `proved` or `verified`, the least that must be known of the plan; by default it
             must not be known to be refuted, and `nothing` applies even such a plan.
         prove: whether rank 0 proves a plan of which nothing is known, as `planc check` does, in a
-            process of its own; the other ranks wait for it, at most five minutes.
+            process of its own, where the script has code of its own in a copy of this one; the
+            other ranks wait for it, at most five minutes.
         compare: the number of first forward passes in which ranks compare their inputs, those of
             the tensor axes and those of the innermost data axis; 0 compares neither these nor the
             weights that the ranks have built.
@@ -350,16 +350,18 @@ def model_of(model: Any) -> str | Facts:
 
 
 def _facts_of(module: nn.Module) -> Facts:
-    """Of a model that its configuration names, a small one can be built; one that has a module of
-    the user's own is run itself.
+    """Of a model that its configuration names, a small one can be built; one that runs functions of
+    the script's own is kept, to be run itself or to compare a small one with it.
     """
     from planc.model.config import buildable
     from planc.model.module_table import facts_of
+    from planc.model.own_code import own_code
 
     config = getattr(module, "config", None)
-    facts = replace(facts_of(module, config=config, config_name="model.config"), built=True)
-    known = all(type(m).__module__.startswith(_LIBRARIES) for m in module.modules())
-    if buildable(facts.config) and known and not hasattr(module, "planc_inputs"):
+    facts = facts_of(module, config=config, config_name="model.config")
+    known = buildable(facts.config)
+    facts = replace(facts, built=True, own_code=own_code(module, alone=not known))
+    if known and not facts.own_code and not hasattr(module, "planc_inputs"):
         return facts
     return replace(facts, user_model=module)
 

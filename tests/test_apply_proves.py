@@ -1,7 +1,9 @@
 """`apply(prove=True)` proves a plan of which nothing is known, apart from the run."""
 
 import logging
+import os
 import sys
+import time
 
 import pytest
 import torch
@@ -63,6 +65,19 @@ def test_what_fails_is_not_decided(home, monkeypatch):
     monkeypatch.setattr(sys, "executable", "/bin/false")
     found = in_subprocess.prove_in_subprocess(case, allow_code=False)
     assert found.level == "undecided" and "exit status" in found.text
+
+
+def test_a_copy_of_the_process_that_gives_no_answer(monkeypatch):
+    def answer(function):
+        with pytest.raises(in_subprocess.NoAnswerError) as caught:
+            in_subprocess.answer_of_copy(function)
+        return str(caught.value)
+
+    assert in_subprocess.answer_of_copy(lambda: [os.environ.get("RANK"), 2]) == [None, 2]
+    assert answer(lambda: 1 / 0) == "ZeroDivisionError: division by zero"
+    assert answer(lambda: os._exit(3)) == "exit status 3"
+    monkeypatch.setattr(in_subprocess, "SECONDS", 0.2)
+    assert answer(lambda: time.sleep(60)) == "no answer in 0.2 s"
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -17,8 +17,8 @@ from planc.cli import main
 from planc.diagnostic import Sink
 from planc.ops import phrases as words
 from planc.ops.activation_checkpoint import Checkpoint
+from planc.ops.contract import Split
 from planc.ops.fsdp import FullyShard
-from planc.ops.styles import Split
 from planc.ops.tensor_parallel import Parallelize
 from planc.plan.apply_adapters import adapted
 from planc.provenance import answer as render

@@ -14,6 +14,7 @@ from planc.checks import (
     expert_parallel,
     loss_head,
     megatron_fsdp,
+    optimizer,
     packed_weights,
     parameters,
     pipeline,
@@ -77,6 +78,7 @@ RULES: tuple[Check, ...] = (
     precision.four_bits,
     pipeline.pipeline,
     replicated.unsplit_parameters,
+    optimizer.optimizer,
 )
 
 

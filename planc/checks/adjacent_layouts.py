@@ -6,7 +6,8 @@ from planc.checks import queries
 from planc.diagnostic import Label, Sink, one_of
 from planc.model.facts import Facts, Module, Modules, Segment
 from planc.model.indices import Indices
-from planc.ops.styles import Colwise, Input, Output, Rowwise, Sequence, Shard
+from planc.ops.contract import contract
+from planc.ops.styles import Colwise, Output, Rowwise, Sequence, Shard
 from planc.plan.ir import Plan, TensorRule
 from planc.source import Span
 
@@ -222,12 +223,9 @@ def _beside_split(rule: TensorRule, peers: Iterable[TensorRule]) -> bool:
 
 def _splits(rule: TensorRule, dim: int) -> bool:
     """Whether a rule takes or returns an activation that is sharded along a dim."""
-    match rule.style:
-        case Colwise() | Rowwise():
-            return Shard(dim) in (rule.style.input, rule.style.output)
-        case Input() | Output():
-            return any(Shard(dim) in (c.source, c.target) for c in rule.style.changes)
-    return False
+    made = contract(rule.style)
+    flows = () if made.sums else (*made.takes, *made.gives)
+    return any(Shard(dim) in flow.forward for flow in flows)
 
 
 def _whole(rule: TensorRule, dim: int, plan: Plan, sink: Sink) -> None:

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 from planc.checks import queries
 from planc.diagnostic import Label, Sink, one_of
 from planc.model.facts import Facts, Parameter
-from planc.ops.styles import Colwise, Replicate, Rowwise, Shard, Split, style_name
+from planc.ops.contract import Split
+from planc.ops.styles import Colwise, Replicate, Rowwise, Shard, style_name
 from planc.plan.ir import Plan, TensorRule
 
 

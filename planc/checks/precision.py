@@ -4,7 +4,8 @@ from planc.checks.queries import axis_label, ranks
 from planc.diagnostic import Label, Sink
 from planc.model.facts import Facts, Modules
 from planc.ops import phrases
-from planc.ops.styles import Colwise, Rowwise, part_sizes, style_text
+from planc.ops.contract import part_sizes
+from planc.ops.styles import Colwise, Rowwise, style_text
 from planc.plan.apply_adapters import FOUR_BIT, adapted_tensor_rules
 from planc.plan.ir import AdapterRule, Plan, Precision, TensorRule, Unit
 from planc.plan.parameter_owners import Owned, owned, stepped

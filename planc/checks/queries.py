@@ -4,8 +4,9 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from planc.diagnostic import Label, one_of
 from planc.model.facts import Facts, Modules, merged
+from planc.ops.contract import Side, contract
 from planc.ops.phrases import together
-from planc.ops.styles import Colwise, Replicated, Rowwise, Shard
+from planc.ops.styles import Replicated, Shard
 from planc.plan.apply_adapters import PARAMETERLESS
 from planc.plan.ir import Plan, TensorRule, Unit
 
@@ -52,14 +53,14 @@ def around(
 
 def splits_output(rule: TensorRule) -> bool:
     """Whether a rule shards its module's output by features."""
-    style = rule.style
-    return isinstance(style, Colwise) and _last(style.output)
+    made = contract(rule.style)
+    return made.splits is Side.OUT and _last(made.gives[0].target)
 
 
 def takes_split(rule: TensorRule) -> bool:
     """Whether a rule takes an input that is sharded by features."""
-    style = rule.style
-    return isinstance(style, Rowwise) and _last(style.input)
+    made = contract(rule.style)
+    return made.splits is Side.IN and _last(made.takes[0].source)
 
 
 def _last(layout: object) -> bool:

@@ -22,7 +22,8 @@ from planc.diagnostic import Label, Severity, Sink, one_of
 from planc.model.facts import DTYPE_BYTES, Facts, Modules, Parameter
 from planc.model.module_table import GROUPED
 from planc.ops import phrases
-from planc.ops.styles import Colwise, Rowwise, part_sizes, style_name
+from planc.ops.contract import part_sizes
+from planc.ops.styles import Colwise, Rowwise, style_name
 from planc.plan.ir import Plan, Precision, TensorRule
 from planc.plan.local_shapes import local_shape, ruled
 from planc.plan.parameter_owners import owned

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from planc.checks.queries import active, axis_label, divisors, ranks, weighted
 from planc.diagnostic import Label, Sink, did_you_mean, one_of
-from planc.model.facts import Facts, Module, Modules
+from planc.model.facts import Facts, Modules
 from planc.model.module_table import (
     BATCHED_EXPERTS,
     FUSED_EXPERTS,
@@ -13,8 +13,9 @@ from planc.model.module_table import (
 )
 from planc.ops import styles as ir
 from planc.ops.base import AxisRole
+from planc.ops.contract import unfit
 from planc.ops.styles import Attributes, Experts, Parameters, Replicated, Shard
-from planc.plan.apply_adapters import BASE_LAYER, PARAMETERLESS
+from planc.plan.apply_adapters import PARAMETERLESS
 from planc.plan.ir import Plan, TensorRule
 from planc.source import Span
 
@@ -112,7 +113,7 @@ def style_targets(plan: Plan, facts: Facts, sink: Sink) -> None:
     a linear with a transposed weight, has planc's own style.
     """
     for rule in plan.tensor:
-        found = _wrong(rule)
+        found = unfit(rule.style, rule.modules.module)
         if found is None:
             continue
         reason, advice = found
@@ -125,60 +126,6 @@ def style_targets(plan: Plan, facts: Facts, sink: Sink) -> None:
             facts=[f"`{rule.modules}` is a {module.cls}"],
             help=advice,
         )
-
-
-def _latent(style: ir.MlaKv, module: Module) -> tuple[str, str] | None:
-    """MLA's keys and values come out of one linear, with the rotary features last."""
-    wide = next((p.shape[0] for p in module.parameters if p.name == "weight"), 0)
-    if module.kind != "linear":
-        return ("it is not a linear layer", "put it on `kv_a_proj_with_mqa`")
-    if wide <= style.rope:
-        advice = "write `mla_kv(rope = config.qk_rope_head_dim)`"
-        return (f"it has {wide:,} output features, and `rope` is {style.rope:,} of them", advice)
-    return None
-
-
-def _over_features(module: Module) -> tuple[str, str] | None:
-    """A factor corrects an RMS norm over sharded features; one that subtracts the mean has none."""
-    weights = [p.name for p in module.parameters]
-    if module.kind != "norm" or weights != ["weight"] or "RMS" not in module.cls:
-        return ("it is not an RMS norm with one weight", "gather its input, and replicate the norm")
-    return None
-
-
-def _wrong(rule: TensorRule) -> tuple[str, str] | None:
-    """Why the module cannot take the style, and the fix; None where it can."""
-    module = rule.modules.module
-    match rule.style:
-        case ir.Colwise() | ir.Rowwise():
-            if module.kind not in ("linear", "embedding", "conv1d"):
-                return (
-                    "it is neither a linear layer nor an embedding",
-                    "name the projections inside it" if module.children else "leave it replicated",
-                )
-            inner = [c.name for c in module.children if c.module.count]
-            if inner and BASE_LAYER not in inner and module.kind != "conv1d":
-                # torch's styles register the parameters inside as the module's own
-                return (f"it has `{inner[0]}` inside, with parameters", "leave it replicated")
-            if module.kind == "embedding" and not isinstance(rule.style.input, ir.Replicate):
-                return (
-                    "an embedding needs replicated token ids",
-                    f"write `{ir.style_name(rule.style)}(replicate -> ...)`",
-                )
-            if module.kind == "embedding" and rule.style.parts != 1:
-                return ("an embedding holds no projections", "remove `parts`")
-        case ir.Features():
-            return _over_features(module)
-        case ir.MlaKv():
-            return _latent(rule.style, module)
-        case ir.Replicated() if rule.style.summed and not module.count:
-            return ("it has no parameters", "remove the rule")
-        case ir.Sequence():
-            if module.children:
-                return ("it has submodules", "put `sequence` on the norms themselves")
-            if module.kind == "embedding":
-                return ("it takes token ids", "put `sequence` on norms and dropouts")
-    return None
 
 
 def module_parameters(plan: Plan, facts: Facts, sink: Sink) -> None:

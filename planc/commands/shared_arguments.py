@@ -144,6 +144,7 @@ def whole_batch(options: argparse.Namespace, sink: Sink) -> None:
 def step_of(options: argparse.Namespace, compiled: Compiled, sink: Sink) -> Step | None:
     """The step with the batch that is asked for; None after PL702, one that cannot be split."""
     from planc.lowering.step import Step, require_divisible
+    from planc.plan.parameter_owners import owned
 
     if compiled.lowered is None:
         return None
@@ -151,6 +152,7 @@ def step_of(options: argparse.Namespace, compiled: Compiled, sink: Sink) -> Step
     step = Step(
         lowered=compiled.lowered,
         config=facts.config if facts else {},
+        owned=owned(*compiled.applied) if compiled.applied else (),
         batch=options.batch,
         sequence=options.seq,
         micro_batches=options.micro_batches or 1,

@@ -9,7 +9,12 @@ from planc.diagnostic import Sink
 from planc.draft.init import draft
 from planc.draft.plan_text import parsed_text
 from planc.model.facts import Facts
-from planc.proof.in_subprocess import NoAnswerError, answer_of_subprocess
+from planc.proof.in_subprocess import (
+    NoAnswerError,
+    answer_of_copy,
+    answer_of_subprocess,
+    readable,
+)
 from planc.runtime.preconditions import of_rank_0
 from planc.syntax import ast
 
@@ -32,6 +37,9 @@ def _written(facts: Facts) -> str | None:
         facts.family,
     )
     try:
+        if facts.user_model is not None:
+            own = readable(facts)
+            return str(answer_of_copy(lambda: draft(own, Sink()).text))
         return str(answer_of_subprocess(__name__, facts))
     except NoAnswerError as error:
         _log.warning("the draft could not be written: %s", error)

@@ -31,6 +31,7 @@ from planc.ops.styles import Replicated
 from planc.plan.apply_adapters import styles
 from planc.plan.experts import expert_styles
 from planc.plan.ir import Plan, TensorRule, Unit
+from planc.plan.parameter_owners import owned
 
 OPTIMIZERS = {"adamw": 2, "adam": 2, "sgd": 0, "momentum": 1}
 """The number of states that an optimizer keeps for a parameter, in the parameter's dtype."""
@@ -158,6 +159,7 @@ class PlanWork:
         return Step(
             lowered=self.sending,
             config=self.facts.config,
+            owned=owned(self.plan, self.facts),
             batch=self.batch.global_batch,
             sequence=self.batch.sequence,
             micro_batches=self.batch.micro_batches,

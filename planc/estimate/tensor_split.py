@@ -16,24 +16,30 @@ from planc.model.facts import Modules
 from planc.model.indices import Indices
 from planc.ops.activation_checkpoint import Checkpoint
 from planc.ops.base import AxisRole
+from planc.ops.contract import Contract, Side, contract
 from planc.ops.expert_parallel import ALL_REDUCE
 from planc.ops.layouts import Replicate, Shard
-from planc.ops.styles import Colwise, Experts, Parameters, Rowwise, Sequence
 from planc.plan.experts import dividing
 from planc.plan.ir import Plan, TensorRule
 
-_SPLITS = (Colwise, Rowwise, Experts, Parameters)
 
-
-def _splits_inside(style: object) -> bool:
+def _splits_between(made: Contract) -> bool:
     """Whether what is computed between modules of such styles is split: not where each takes and
     gives whole activations.
     """
-    if isinstance(style, Colwise):
-        return style.output != Replicate()
-    if isinstance(style, Rowwise):
-        return isinstance(style.input, Shard) and style.input.dim != 1
-    return isinstance(style, Parameters)
+    match made.splits:
+        case Side.OUT:
+            return made.gives[0].target != Replicate()
+        case Side.IN:
+            return made.takes[0].source not in (Replicate(), Shard(1))
+        case Side.INSIDE:
+            return not made.gives
+    return False
+
+
+def _whole_module(made: Contract) -> bool:
+    """Whether a style splits all that its module computes, and sums at the end."""
+    return made.splits is Side.INSIDE and bool(made.gives)
 
 
 @lru_cache(maxsize=4096)  # a search asks the same for many plans
@@ -83,14 +89,14 @@ class PartSplit:
         found = ((_below(r.modules, self.name), r.dispatch) for r in dividing(work.plan))
         self.divided = {name: way for name, way in found if name is not None}
         """How tokens come to the experts of modules that ranks divide."""
-        styles = (r.style for r in self.ruled.values())
-        norms = any(isinstance(style, Sequence) and style.dim == 1 for style in styles)
+        made = (contract(r.style) for r in self.ruled.values())
+        norms = any(c.sums and c.takes[0].target == Shard(1) for c in made)
         self.stream = self.ranks if norms else 1
         """Over how many ranks the residual stream is split."""
 
-    def _style(self, module: str) -> object:
+    def _contract(self, module: str) -> Contract:
         rule = self.ruled.get(module)
-        return rule.style if rule else None
+        return contract(rule.style) if rule else Contract()
 
     def factor(self, module: str) -> int:
         """Over how many ranks what the module itself works on is split."""
@@ -99,23 +105,23 @@ class PartSplit:
         return self.factors[module]
 
     def _factor(self, module: str) -> int:
-        style = self._style(module)
+        made = self._contract(module)
         if not module and not self.name:  # the loss: its logits are whole
             return 1
         if way := self._dispatch(module):  # ranks with equal tokens send a part each
             return self.experts if way == ALL_REDUCE else self.ranks
-        if isinstance(style, Sequence | Rowwise | Experts):
+        if made.splits is Side.IN or made.sums or _whole_module(made):
             return self.ranks
-        if isinstance(style, Colwise):
+        if made.splits is Side.OUT:
             return 1
         holder = module
         while holder:
-            if isinstance(self._style(holder), Experts):
+            if _whole_module(self._contract(holder)):
                 return self.ranks
-            every = (r.style for n, r in self.ruled.items() if n.rpartition(".")[0] == holder)
-            children = [style for style in every if isinstance(style, _SPLITS)]
+            every = (self._contract(n) for n in self.ruled if n.rpartition(".")[0] == holder)
+            children = [found for found in every if found.splits]
             if children:
-                return self.ranks if any(map(_splits_inside, children)) else 1
+                return self.ranks if any(map(_splits_between, children)) else 1
             holder = holder.rpartition(".")[0]
         return self.stream
 
@@ -126,18 +132,18 @@ class PartSplit:
 
     def matmuls(self) -> Iterable[Matmul]:
         for p in self.part.products:
-            style = self._style(p.module)
+            splits = self._contract(p.module).splits
             m, n, k, count = p.rows, p.n, p.k, p.count
             if way := self._dispatch(p.module):
                 count = -(-count // self.experts)
                 m = m if way == ALL_REDUCE else -(-m * self.experts // self.senders)
                 if self.senders < self.ranks:
                     n, k = (-(-n // self.ranks), k) if n >= k else (n, -(-k // self.ranks))
-            elif isinstance(style, Colwise):
+            elif splits is Side.OUT:
                 n = -(-n // self.ranks)
-            elif isinstance(style, Rowwise):
+            elif splits is Side.IN:
                 k = -(-k // self.ranks)
-            elif isinstance(style, Experts | Parameters):
+            elif splits is Side.INSIDE:
                 n, k = (-(-n // self.ranks), k) if n >= k else (n, -(-k // self.ranks))
             elif count > 1:
                 count = -(-count // self.factor(p.module))

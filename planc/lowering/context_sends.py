@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from fractions import Fraction
 
 from planc.lowering.step import EXCHANGE, GATHER, SCATTER, SEND, During, Sent, Step, again
 from planc.ops.activation_checkpoint import Checkpoint
@@ -21,7 +22,7 @@ def context_sends(op: ContextParallel, step: Step) -> Iterator[Sent]:
         dim = None
         widths = [step.number(f"{n}_head_dim") for n in ("qk_nope", "qk_rope", "v")]
         both = heads // split * sum(n or 0 for n in widths) if heads else None
-    repeats = 2 if any(not o.save for o in step.every(Checkpoint)) else 1
+    repeats = Fraction(any(not o.save for o in step.every(Checkpoint)))
     one = Sent(word=op.WORD, where="positions", kind=GATHER, axes=(op.axis,), times=0, size=None)
     stages, blocks = attending(step)
     facts = step.tokens and 8 * step.tokens * step.parts

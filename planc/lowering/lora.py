@@ -6,10 +6,10 @@ from math import prod
 from typing import TypeVar
 
 from planc.model.facts import Modules, merged
-from planc.ops.lora import Adapt
+from planc.ops.lora import BASE_LAYER, Adapt
 from planc.ops.quantization import Quantize
 from planc.ops.styles import Colwise, Rowwise
-from planc.plan.apply_adapters import BASE_LAYER, adapted_tensor_rules
+from planc.plan.apply_adapters import adapted_tensor_rules
 from planc.plan.ir import AdapterRule, Plan
 
 

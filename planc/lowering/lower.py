@@ -23,6 +23,7 @@ from planc.lowering.fsdp import settings, units_of
 from planc.lowering.lora import adapt, quantize, scales
 from planc.lowering.megatron_fsdp import at_rest, megatron
 from planc.lowering.memory import Holdings
+from planc.lowering.optimizer import optimize
 from planc.lowering.rng import draw_apart, draw_by_rank, sync_rng
 from planc.lowering.stages import of_ranks
 from planc.model.facts import MODULE_DICT, Facts, Module, Modules
@@ -35,15 +36,16 @@ from planc.ops.context import ContextParallel
 from planc.ops.expert_parallel import ALL_TO_ALL, DispatchExperts
 from planc.ops.freeze import Freeze
 from planc.ops.fsdp import FullyShard
-from planc.ops.lora import Adapt
+from planc.ops.lora import BASE_LAYER, Adapt
 from planc.ops.loss import ChunkLoss
 from planc.ops.lowered import Lowered, Stage
 from planc.ops.megatron_fsdp import MegatronShard
+from planc.ops.optimizer import Optimize
 from planc.ops.registry import AnyOp
 from planc.ops.rng import DrawByRank
 from planc.ops.styles import Input, Output, Replicated, Sequence
 from planc.ops.tensor_parallel import Parallelize, Shape, Tie
-from planc.plan.apply_adapters import BASE_LAYER, PARAMETERLESS, styles
+from planc.plan.apply_adapters import PARAMETERLESS, styles
 from planc.plan.experts import dividing, expert_styles, splits_divided
 from planc.plan.ir import Plan, TensorRule
 from planc.plan.local_shapes import local_shape, ruled
@@ -131,6 +133,7 @@ def _stage(plan: Plan, facts: Facts, adapters: list[Adapt]) -> Stage:
         *sync_rng(plan, facts),
         *_joined(draw_by_rank(plan, facts)),
         *draw_apart(plan, facts),
+        *_joined(optimize(plan, facts)),
     ]
     return Stage(
         parameters=at_rest(units, holdings) + scales(plan),
@@ -165,7 +168,15 @@ def _sharding(
 
 
 Wrap = TypeVar(
-    "Wrap", Parallelize, Freeze, Checkpoint, Compile, FullyShard, DrawByRank, DispatchExperts
+    "Wrap",
+    Parallelize,
+    Freeze,
+    Checkpoint,
+    Compile,
+    FullyShard,
+    DrawByRank,
+    DispatchExperts,
+    Optimize,
 )
 
 

@@ -26,6 +26,7 @@ class Holding:
     Args:
         local: the shape after tensor parallelism, on the rank with the largest shard.
         count: the number of modules that own the parameter; the others share it by a tie.
+        trains: whether it takes a gradient.
     """
 
     modules: Modules
@@ -34,6 +35,7 @@ class Holding:
     parameter: Parameter
     local: tuple[int, ...]
     count: int
+    trains: bool = True
 
     def sharded(self, ranks: int) -> int:
         """Bytes at rest when FSDP shards a dim over `ranks` (dim 0 padded, as torch.chunk does)."""
@@ -64,6 +66,7 @@ class Holdings:
                 parameter=_stored(parameter, plan),
                 local=local,
                 count=count,
+                trains=owner.trains(parameter),
             )
             for owner in owned(plan, facts)
             for part, on in ruled(owner.modules, rules)
@@ -87,13 +90,17 @@ class Holdings:
             return 1
         return self.plan.mesh.size(*self.plan.fsdp.axes(placement)[0])
 
-    def of_unit(self, unit: Unit, precision: Precision | None) -> tuple[int, int]:
-        """Bytes of the parameters of one call: at rest on one rank, and all-gathered."""
+    def of_unit(self, unit: Unit, precision: Precision | None) -> tuple[int, int, int]:
+        """Bytes of the parameters of one call: at rest on one rank, and all-gathered; and what all
+        calls gather that takes no gradient.
+        """
         param = precision.param if precision else None
         inside = [h for h in self.all if h.unit is unit]
         calls = 1 if unit.group else len(unit.members[0])
         rest = sum(h.count * h.sharded(self.ranks(h)) for h in inside)
-        return rest // calls, sum(h.count * h.whole(param) for h in inside) // calls
+        gathered = [(h.count * h.whole(param), h.trains) for h in inside]
+        frozen = sum(size for size, trains in gathered if not trains)
+        return rest // calls, sum(size for size, _ in gathered) // calls, frozen
 
     def at_rest(self) -> int:
         """Bytes of all parameters that one rank holds between steps."""

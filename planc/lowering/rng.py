@@ -2,10 +2,11 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import assert_never
 
 from planc.model.facts import Facts, Modules
 from planc.ops import styles as ir
+from planc.ops.contract import contract
+from planc.ops.layouts import Shard
 from planc.ops.rng import DrawApart, DrawByRank, SyncRng
 from planc.plan.ir import Plan
 from planc.plan.random_numbers import apart_axes, drawing_fields, split_axes
@@ -69,29 +70,12 @@ def on_shards(style: ir.Style) -> tuple[bool | None, bool | None]:
     Returns:
         None for what the style does not change, or for arguments with different layouts.
     """
-    match style:
-        case ir.Colwise() | ir.Rowwise():
-            return _shard(style.input), _shard(style.output)
-        case ir.Sequence():
-            return True, True
-        case ir.Input():
-            return _common(style), None
-        case ir.Output():
-            return None, _common(style)
-        case ir.Experts():  # `shard(-1)` leaves the partial sum
-            return None, _shard(style.output) and style.output != ir.Shard(-1)
-        case ir.Features():
-            return None, True
-        case ir.Replicated() | ir.MlaKv() | ir.Parameters() | ir.Attributes() | ir.Custom():
-            return None, None
-        case _:
-            assert_never(style)
+    found = contract(style)
+    given = isinstance(style, ir.Input)  # it changes what the module's own code works on
+    inside = {isinstance(flow.target if given else flow.source, Shard) for flow in found.takes}
+    after = {isinstance(flow.target, Shard) for flow in found.gives}
+    return _common(inside), _common(after)
 
 
-def _shard(layout: ir.Layout) -> bool:
-    return isinstance(layout, ir.Shard)
-
-
-def _common(style: ir.Input | ir.Output) -> bool | None:
-    found = {_shard(change.target) for change in style.changes}
-    return found.pop() if len(found) == 1 else None
+def _common(found: set[bool]) -> bool | None:
+    return next(iter(found)) if len(found) == 1 else None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from fractions import Fraction
 from math import ceil, prod
 
 from planc.lowering.context_sends import context_sends
@@ -28,22 +29,17 @@ from planc.model.facts import DTYPE_BYTES, Modules
 from planc.ops.activation_checkpoint import Checkpoint
 from planc.ops.base import AxisRole
 from planc.ops.context import ContextParallel
+from planc.ops.contract import Flow, Grad, Side, contract
 from planc.ops.expert_parallel import ALL_TO_ALL, DispatchExperts
+from planc.ops.freeze import Freeze
 from planc.ops.fsdp import FullyShard
-from planc.ops.layouts import Replicate, Shard
+from planc.ops.layouts import Layout, Partial, Replicate, Shard
+from planc.ops.lora import Adapt
 from planc.ops.loss import ChunkLoss
+from planc.ops.megatron_fsdp import MegatronShard
 from planc.ops.pipeline import Pipeline, stages_of_rank
 from planc.ops.registry import AnyOp
-from planc.ops.styles import (
-    Attributes,
-    Colwise,
-    Experts,
-    Input,
-    Output,
-    Rowwise,
-    Sequence,
-    style_name,
-)
+from planc.ops.styles import Colwise, Input, Sequence, style_name
 from planc.ops.tensor_parallel import Parallelize, Tie
 
 _SILENT = (Tie, Checkpoint)
@@ -68,15 +64,18 @@ def by_pass(step: Step) -> Iterator[Sent]:
 
 def left_out(step: Step) -> tuple[str, ...]:
     """What may send, and is not counted."""
-    known = (Colwise, Rowwise, Sequence, Input, Output, Attributes, Experts)
     names: dict[str, None] = {}
     for op in step.lowered.ops:
-        if isinstance(op, Parallelize) and step.wide(op.axes) and not isinstance(op.style, known):
+        if isinstance(op, Parallelize) and step.wide(op.axes) and not contract(op.style).counted:
             names[f"{style_name(op.style)} of {op.modules}"] = None
         elif isinstance(op, Checkpoint) and op.save:
             names[f"what backward repeats of {op.modules}"] = None
-        elif op.WORD in {"freeze", "lora", "quantize", "megatron_fsdp"}:
-            names[op.WORD] = None
+        elif isinstance(op, MegatronShard):
+            names["what Megatron-FSDP gathers and reduces"] = None
+        elif isinstance(op, Freeze | Adapt) and not step.owned:
+            names["what backward leaves out where parameters are frozen"] = None
+        elif isinstance(op, ContextParallel | Pipeline | DispatchExperts) and step.backward.skips:
+            names[f"what backward leaves out of {op.WORD} for frozen blocks"] = None
     return tuple(names)
 
 
@@ -96,20 +95,23 @@ def _of(op: AnyOp, step: Step) -> Iterator[Sent]:
             yield from _pipeline(op, step)
 
 
-def _repeats(op: Parallelize | DispatchExperts, step: Step) -> int:
-    """How often the forward pass of modules runs in a pass: twice where a checkpoint repeats it.
+def _repeats(op: Parallelize | DispatchExperts, step: Step) -> Fraction:
+    """The share of the forward passes of modules that backward repeats for a checkpoint.
 
     Early stopping ends before the last collective of a block, which nothing saves after.
     """
     for one in step.every(Checkpoint):
         if not one.save and op.modules.within(one.modules):
             stops = one.early_stop and isinstance(op, Parallelize) and _sums(op)
-            return 1 if stops and op.modules == _last(one.modules, step) else 2
-    return 1
+            stopped = stops and op.modules == _last(one.modules, step)
+            return Fraction(0 if stopped else step.backward.outputs(one.modules), len(one.modules))
+    return Fraction(0)
 
 
 def _last(block: Modules, step: Step) -> Modules | None:
-    """The last module of a block, where its output is a sum over the ranks."""
+    """The last module of a block, where its output is a sum over the ranks that nothing saves: the
+    second half of an adapter saves that of the first.
+    """
     depth, order = len(block.path), [child.name for child in block.module.children]
     inside: dict[int, list[Parallelize | DispatchExperts]] = {}
     for op in step.lowered.ops:
@@ -121,22 +123,21 @@ def _last(block: Modules, step: Step) -> Modules | None:
     last = inside[max(inside)] if inside else []
     sums = [o for o in last if isinstance(o, Parallelize) and _sums(o)]
     known = all(isinstance(o, Parallelize) and (_sums(o) or _before(o)) for o in last)
-    return sums[-1].modules if sums and known else None
+    adapted = (m for op in step.every(Adapt) for m in op.members)
+    if not sums or not known or any(sums[-1].modules.within(m) for m in adapted):
+        return None
+    return sums[-1].modules
 
 
 def _sums(op: Parallelize) -> bool:
     """Whether the output of the modules is a sum over the ranks."""
-    return isinstance(op.style, Rowwise | Experts)
+    return any(isinstance(flow.source, Partial) for flow in contract(op.style).gives)
 
 
 def _before(op: Parallelize) -> bool:
-    """Whether all that a style sends in a forward pass comes before its module runs: what is
-    replicated already is split without a collective.
-    """
-    style = op.style
-    if isinstance(style, Output):
-        return all(change.source == Replicate() for change in style.changes)
-    return isinstance(style, Input)
+    """Whether all that a style sends in a forward pass comes before its module runs."""
+    made = contract(op.style)
+    return made.counted and not any(_kind(*flow.forward) for flow in made.gives)
 
 
 # Operations --------------------------------------------------------------------------------------
@@ -146,19 +147,63 @@ def _tensor(op: Parallelize, step: Step) -> Iterator[Sent]:
     # the loss runs in place of the head
     if any(op.modules.within(head.modules) for head in step.every(ChunkLoss)):
         return
-    some = _linear if isinstance(op.style, Colwise | Rowwise) else _redistributed
-    one, count = _sent(op, op.axes), len(op.modules)
-    found = (
-        replace(
-            one,
-            kind=kind,
-            times=count * (step.reductions() if during is During.STEP else step.passes),
-            size=size,
-            during=during,
-        )
-        for kind, during, size in some(op, step)
-    )
-    yield from again(found, _repeats(op, step))
+    made, one = contract(op.style, op.modules.module.kind), _sent(op, op.axes)
+    back, back_again = step.backward.inputs(op.modules), step.backward.outputs(op.modules)
+    for flows, size, behind in zip(
+        (made.takes, made.gives), _sizes(op, step), (back, back_again), strict=True
+    ):
+        for flow in flows:
+            one = replace(one, size=step.size(step.chosen) if flow.routed else size)
+            if kind := _kind(*flow.forward):
+                sent = replace(one, kind=kind, times=len(op.modules) * step.passes)
+                yield from again(iter([sent]), _repeats(op, step))
+            if (kind := _kind(*flow.backward)) and _sums_here(op, flow, step):
+                times = behind * step.passes
+                yield replace(one, kind=kind, times=times, during=During.BACKWARD)
+    if made.sums and step.lowered.has(FullyShard):
+        times = step.backward.trained(op.modules) * step.reductions()
+        for parameter in op.modules.module.parameters:
+            size = parameter.numel * step.width
+            yield replace(one, kind=REDUCE, times=times, size=size, during=During.STEP)
+
+
+def _kind(before: Layout, after: Layout) -> str | None:
+    """The collective that brings a layout into another; None where each rank has what it needs."""
+    match before, after:
+        case Partial(), Replicate():
+            return REDUCE
+        case Partial(), Shard():
+            return SCATTER
+        case Shard(), Replicate():
+            return GATHER
+        case Shard(one), Shard(two) if one != two and {one, two} != {-1, 2}:
+            return EXCHANGE
+    return None
+
+
+def _sums_here(op: Parallelize, flow: Flow, step: Step) -> bool:
+    """Whether a module redistributes the gradient of its whole input itself: not where one above
+    gave it a DTensor, and sums for all inside. One that gives some does where one inside asks.
+    """
+    if flow.source != Replicate():
+        return True
+    if flow.gradient is Grad.VARYING:
+        return any(one.modules.within(op.modules) and _asks(one) for one in step.every(Parallelize))
+    return not _fed(op, step)
+
+
+def _asks(op: Parallelize) -> bool:
+    made = contract(op.style, op.modules.module.kind)
+    return any(f.gradient is Grad.PARTIAL and f.source == Replicate() for f in made.takes)
+
+
+def _sizes(op: Parallelize, step: Step) -> tuple[int | None, int | None]:
+    """Bytes of an input and of an output of a module."""
+    if contract(op.style).splits not in (Side.OUT, Side.IN):
+        return step.size(step.hidden), step.size(step.hidden)
+    shape = next((s.shape for s in op.shapes if s.name == "weight"), (None, None))
+    out, into = shape[::-1] if op.modules.module.kind in ("embedding", "conv1d") else shape
+    return step.size(into), step.size(out)
 
 
 def _sent(op: Parallelize | DispatchExperts | ChunkLoss, axes: tuple[str, ...]) -> Sent:
@@ -175,63 +220,11 @@ def _sent(op: Parallelize | DispatchExperts | ChunkLoss, axes: tuple[str, ...]) 
     )
 
 
-_Found = Iterator[tuple[str, During, int | None]]
-"""(kind, during, bytes)"""
-
-
-def _linear(op: Parallelize, step: Step) -> _Found:
-    style, shape = op.style, next((s.shape for s in op.shapes if s.name == "weight"), None)
-    looked_up = op.modules.module.kind == "embedding"
-    turned = looked_up or op.modules.module.kind == "conv1d"
-    out, into = (shape[::-1] if turned else shape) if shape else (None, None)
-    whole, made = step.size(into), step.size(out)
-    match style:
-        case Colwise():
-            if isinstance(style.input, Shard) and not looked_up:
-                yield GATHER, During.FORWARD, whole
-                yield SCATTER, During.BACKWARD, whole
-            elif not looked_up and not _fed(op, step):
-                yield REDUCE, During.BACKWARD, whole
-            if isinstance(style.output, Replicate):
-                yield GATHER, During.FORWARD, made
-        case Rowwise(output=Replicate()):
-            yield REDUCE, During.FORWARD, made
-        case Rowwise(output=Shard()):
-            yield SCATTER, During.FORWARD, made
-            yield GATHER, During.BACKWARD, made
-
-
-def _redistributed(op: Parallelize, step: Step) -> _Found:
-    """Inputs and outputs of modules, norms of parts of a sequence, and shards of experts."""
-    style, whole = op.style, step.size(step.hidden)
-    match style:
-        case Input():
-            for change in style.changes:
-                if isinstance(change.source, Shard) and change.target == Replicate():
-                    yield GATHER, During.FORWARD, whole
-                    if not style.local:
-                        yield SCATTER, During.BACKWARD, whole
-        case Output():
-            for change in style.changes:
-                if change.source == Replicate() and isinstance(change.target, Shard):
-                    yield GATHER, During.BACKWARD, whole
-        case Experts():
-            if style.output == Replicate():
-                yield REDUCE, During.FORWARD, whole
-            elif isinstance(style.output, Shard) and style.output.dim >= 0:
-                yield SCATTER, During.FORWARD, whole
-                yield GATHER, During.BACKWARD, whole
-            if style.input == Replicate():  # of the hidden states, and of the router's weights
-                yield REDUCE, During.BACKWARD, whole
-                yield REDUCE, During.BACKWARD, step.size(step.chosen)
-        case Sequence() if step.lowered.has(FullyShard):
-            for parameter in op.modules.module.parameters:
-                yield REDUCE, During.STEP, parameter.numel * step.width
-
-
 def _fed(op: Parallelize, step: Step) -> bool:
-    """Whether a module above gives this one DTensors, whose gradients are summed there."""
-    return any(
+    """Whether a module above gives this one DTensors, whose gradients are summed there; the second
+    half of an adapter has its input from the first.
+    """
+    return op.modules.path[-2:-1] != ("lora_B",) and any(
         isinstance(one.style, Input) and not one.style.local and op.modules.within(one.modules)
         for one in step.every(Parallelize)
     )
@@ -241,21 +234,34 @@ def _fsdp(op: FullyShard, step: Step) -> Iterator[Sent]:
     units = 1 if op.group else sum(len(m) for m in op.members)
     stored = next((p.dtype for m in op.members for p in parameters_of(m)), "float32")
     width = DTYPE_BYTES[op.param or stored]
-    reduced = op.gathered // width * DTYPE_BYTES[op.reduce or op.param or stored]
+    trained = min(units, sum(map(step.backward.trained, op.members)))
+    elements = (op.gathered * units - op.frozen) // max(trained, 1) // width
+    reduced = elements * DTYPE_BYTES[op.reduce or op.param or stored]
     one = Sent(
         word=op.WORD, where=op.name, kind=GATHER, axes=op.shard, times=units, size=op.gathered
     )
     if not op.gathered:
         return
-    kept = op.reshard is False
-    gathers = (1 if step.lowered.pipeline else step.micro_batches) if kept else 2 * step.passes
-    reductions = units * step.reductions(op)
+    if op.reshard is False:
+        gathers = units * (1 if step.lowered.pipeline else step.micro_batches)
+    else:
+        gathers = (units + _gathered_again(op, step)) * step.passes
+    reductions = trained * step.reductions(op) if reduced else 0
     if op.shard:
-        yield replace(one, times=units * gathers)
+        yield replace(one, times=gathers)
         yield replace(one, kind=SCATTER, times=reductions, size=reduced)
     if op.replicate:
         ranks, one = step.lowered.axis_size(*op.shard), replace(one, times=reductions)
         yield replace(one, kind=REDUCE, axes=op.replicate, size=reduced // ranks)
+
+
+def _gathered_again(op: FullyShard, step: Step) -> int:
+    """The units of an operation that a backward pass gathers: those it reaches, and the one before
+    the first of them, which FSDP prefetches.
+    """
+    reached = step.backward.outputs(op.members[-1])
+    found = step.backward.nearest(o.members[-1] for o in step.every(FullyShard) if o.shard)
+    return (min(reached, 1) if op.group else reached) + (found is op.members[-1])
 
 
 def _exchanges(op: DispatchExperts, step: Step) -> Iterator[Sent]:
@@ -288,9 +294,9 @@ def _loss(op: ChunkLoss, step: Step) -> Iterator[Sent]:
     if not op.axes:
         return
     one = replace(_sent(op, op.axes), times=step.passes)
-    heads = [o.style for o in step.every(Parallelize) if op.modules.within(o.modules)]
+    heads = [contract(o.style) for o in step.every(Parallelize) if op.modules.within(o.modules)]
     states = step.size(step.hidden)
-    if any(isinstance(s, Colwise) and isinstance(s.input, Shard) for s in heads):
+    if any(_kind(*flow.forward) for head in heads for flow in head.takes):
         yield replace(one, size=states)
     yield replace(one, kind=REDUCE, size=states, during=During.BACKWARD)
     # of each token three numbers in float32
@@ -337,5 +343,5 @@ def _shard(name: str, op: Pipeline, step: Step) -> int | None:
 
 def _scattered(step: Step) -> bool:
     """Whether the hidden states between blocks are parts of the sequence."""
-    styles = (op.style for op in step.every(Parallelize))
-    return any(isinstance(s, Rowwise) and isinstance(s.output, Shard) for s in styles)
+    flows = (flow for op in step.every(Parallelize) for flow in contract(op.style).gives)
+    return any(_kind(*flow.forward) == SCATTER for flow in flows)

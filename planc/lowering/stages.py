@@ -63,6 +63,7 @@ def _plan_without(plan: ir.Plan, gone: tuple[Modules, ...], rule: ir.PipelineRul
         train=left(plan.train),
         loss=left(plan.loss),
         experts=left(plan.experts),
+        optimizer=left(plan.optimizer),
         adapters=adapters,
         fsdp=fsdp,
     )

@@ -7,17 +7,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from fractions import Fraction
 from functools import cached_property
 from math import prod
 from typing import Any, TypeVar
 
 from planc.diagnostic import Label, Sink
+from planc.lowering.backward import Backward
 from planc.model.facts import DTYPE_BYTES, Modules
 from planc.ops.base import AxisRole, Op
 from planc.ops.context import ContextParallel
 from planc.ops.fsdp import FullyShard
 from planc.ops.lowered import Lowered
 from planc.plan.ir import Mesh
+from planc.plan.parameter_owners import Owned
 
 GATHER, SCATTER, REDUCE = "all-gather", "reduce-scatter", "all-reduce"
 EXCHANGE, SEND = "all-to-all", "send"
@@ -64,12 +67,12 @@ class Sent:
     modules: Modules | None = None
 
 
-def again(found: Iterator[Sent], times: int) -> Iterator[Sent]:
-    """Collectives, and those of forward passes once more where backward repeats them."""
+def again(found: Iterator[Sent], share: Fraction) -> Iterator[Sent]:
+    """Collectives, and the share of those of forward passes that backward repeats."""
     for one in found:
         yield one
         if one.during is During.FORWARD:
-            yield replace(one, times=one.times * (times - 1), during=During.REPEATED)
+            yield replace(one, times=int(one.times * share), during=During.REPEATED)
 
 
 @dataclass(frozen=True)
@@ -82,6 +85,8 @@ class Step:
         batch, sequence: rows of all ranks, and tokens of a row; None where they are not given.
         micro_batches: passes of a rank that accumulate gradients.
         computes: the dtype of activations; None for that of FSDP's units.
+        owned: the modules with parameters, which say what takes gradients; none where they are not
+            known: everything is taken to.
     """
 
     lowered: Lowered
@@ -90,6 +95,12 @@ class Step:
     sequence: int | None = None
     micro_batches: int = 1
     computes: str | None = None
+    owned: tuple[Owned, ...] = ()
+
+    @cached_property
+    def backward(self) -> Backward:
+        """How far backward passes reach."""
+        return Backward(self.owned)
 
     @cached_property
     def passes(self) -> int:

@@ -17,6 +17,7 @@ from math import prod
 from typing import Any
 
 from planc.model.indices import Indices
+from planc.model.run_code import OwnCode
 
 DTYPE_BYTES = {
     "float64": 8,
@@ -289,6 +290,7 @@ class Facts:
             allowed planc to run.
         user_model: the nn.Module itself, where a script passed it and planc cannot build it
             otherwise.
+        own_code: the functions that will run and that no library shipped.
         inputs_and_loss: what the script says of its inputs and its loss.
         built: whether a script built the model, so that its dtypes are those that train; otherwise
             they are what the configuration says of the stored weights.
@@ -303,6 +305,7 @@ class Facts:
     stated_fields: frozenset[str] = frozenset()
     code: str = ""
     user_model: Any = field(default=None, compare=False, repr=False)
+    own_code: OwnCode = field(default_factory=OwnCode)
     inputs_and_loss: tuple[Any, Any] = field(default=(None, None), compare=False, repr=False)
     built: bool = field(default=False, compare=False)
 

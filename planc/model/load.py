@@ -68,7 +68,9 @@ def _from_config(config: Config, sink: Sink, *, cache: bool) -> Facts | None:
     return facts
 
 
-def load_values(values: dict[str, Any], name: str, sink: Sink, *, folder: str = "") -> Facts | None:
+def load_values(
+    values: dict[str, Any], name: str, sink: Sink, *, folder: str = "", cache: bool = True
+) -> Facts | None:
     """The facts of a configuration given as a dict, from the cache or built.
 
     Args:
@@ -76,12 +78,13 @@ def load_values(values: dict[str, Any], name: str, sink: Sink, *, folder: str = 
         name: its name in messages.
         sink: receives the findings.
         folder: of a model whose own code the user allowed, else empty.
+        cache: as of `load`.
     """
     if folder:
         from planc.model.sources.huggingface import own_facts
 
         return own_facts(folder, values, name, sink)
-    return _from_config(config_of(values, name), sink, cache=True)
+    return _from_config(config_of(values, name), sink, cache=cache)
 
 
 def _lacks_libraries(name: str, sink: Sink) -> bool:

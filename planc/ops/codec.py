@@ -267,6 +267,10 @@ def _flat(name: str, value: Any, shape: Shape) -> Iterator[tuple[str, Any]]:
                     yield from _flat(f"{name}.{f.key}", getattr(value, f.name), f.shape)
         case Record():
             yield name, str(value)
+        case Tagged():
+            yield name, kind_of(type(value))
+            for f in shape.kinds[kind_of(type(value))].fields:
+                yield from _flat(f.key, getattr(value, f.name), f.shape)
         case Many() if _one_text(shape.item):
             yield name, tuple(map(str, value))
         case Many() if not isinstance(shape.item, Leaf):

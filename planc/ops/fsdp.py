@@ -70,6 +70,7 @@ class FullyShard(base.Op):
         cast_inputs: the policy's `cast_forward_inputs`.
         nbytes: bytes of one unit's parameters that one rank holds at rest.
         gathered: bytes of one unit while it is all-gathered (in `param` precision).
+        frozen: bytes that all units gather of parameters that take no gradient.
         ignored: submodules whose parameters are replicated and belong to no unit.
         shard_dim: the dim that FSDP shards, where a parameter has it and it is divisible; else 0.
         offload: whether shards are kept in CPU memory.
@@ -95,6 +96,7 @@ class FullyShard(base.Op):
     pin: bool = field(default=False, metadata=base.OMIT)
     scalars: bool = field(default=False, metadata=base.OMIT)
     spreads: tuple[Spread, ...] = field(default=(), metadata=base.OMIT)
+    frozen: base.Count = field(default=0, metadata=base.OMIT)
 
     def problems(self) -> Iterator[tuple[base.Where, str]]:
         if not self.shard and not self.replicate:

@@ -60,6 +60,9 @@ def pattern_of(every: Iterable[Modules]) -> str:
     )
 
 
+BASE_LAYER = "base_layer"
+"""The layer that peft wraps."""
+
 HALVES = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B")
 """The adapter's submodules of a peft layer; those for other kinds of layers are empty."""
 

@@ -14,6 +14,7 @@ from planc.ops.load import Load
 from planc.ops.lora import Adapt
 from planc.ops.loss import ChunkLoss
 from planc.ops.megatron_fsdp import MegatronShard
+from planc.ops.optimizer import Optimize
 from planc.ops.pipeline import Pipeline
 from planc.ops.quantization import Quantize
 from planc.ops.rng import DrawApart, DrawByRank, SyncRng
@@ -39,7 +40,8 @@ AnyOp = Annotated[
     | ChunkLoss
     | SyncRng
     | DrawByRank
-    | DrawApart,
+    | DrawApart
+    | Optimize,
     Form(tag="op"),
 ]
 

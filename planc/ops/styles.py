@@ -1,10 +1,11 @@
-"""Tensor-parallel styles and layouts, with torch's names."""
+"""Tensor-parallel styles and layouts, with torch's names, and the call that creates each style."""
 
 from dataclasses import dataclass, field, fields
 from typing import Annotated, ClassVar, assert_never
 
 from planc.ops.base import OMIT, Form, Name, Pairs, Plain, Size, Some, key, kind_of, text
 from planc.ops.base import Literal as Literal  # noqa: PLC0414 - for users of this module
+from planc.ops.call import FunctionCall, Items, Keywords, Table, Value, given
 from planc.ops.layouts import Layout as Layout  # noqa: PLC0414 - for users of this module
 from planc.ops.layouts import Partial as Partial  # noqa: PLC0414
 from planc.ops.layouts import Replicate as Replicate  # noqa: PLC0414
@@ -297,75 +298,119 @@ def local_default(style: Style) -> bool:
     return not isinstance(style, Sequence | Input)
 
 
-def output_layout(style: Style) -> Layout | None:
-    """The layout that a style states of a module's first output; None where it states none."""
-    match style:
-        case Colwise() | Rowwise():
-            return style.output
-        case Sequence():
-            return Shard(style.dim)
-        case Output(positional=(change, *_)) if change:
-            return change.target
-    return None
-
-
 def style_text(style: Style) -> str:
     """The style as a plan writes it."""
     arguments = style_arguments(style)
     return style_name(style) + (f"({arguments})" if arguments else "")
 
 
-@dataclass(frozen=True, slots=True)
-class Split:
-    """The dim along which a style shards a parameter, and the projections packed in that dim."""
+# Calls -------------------------------------------------------------------------------------------
 
-    dim: int
-    parts: Parts = 1
-    interleaved: bool = False
-
-    @property
-    def packed(self) -> bool:
-        """Whether a rank's shard consists of several slices."""
-        return self.parts != 1 and not self.interleaved
+_TORCH = "torch.distributed.tensor.parallel:"
+_OTHER = "standalone.tensor_styles:"
 
 
-def weight_split(style: Style, kind: str, parameter: str, ndim: int) -> Split | None:
-    """How a style shards a parameter, or None where it is replicated.
-
-    Source: `ColwiseParallel` and `RowwiseParallel` in torch.distributed.tensor.parallel.style. A
-    linear's weight is [out, in], a Conv1D's [in, out], an embedding's [vocabulary, hidden].
-
-    Args:
-        style: of the module.
-        kind: the module's kind, `linear`, `conv1d` or `embedding`.
-        parameter: the parameter's name in the module.
-        ndim: the number of the parameter's dims.
-    """
-    dim: int | None = None
+def style_call(style: Style) -> FunctionCall:
+    """A `ParallelStyle`; it holds no state, so modules can share it."""
     match style:
+        case Colwise() | Rowwise():
+            return _weighted(style)
+        case Sequence():
+            keywords = given(sequence_dim=style.dim if style.dim != 1 else None, **_local(style))
+            return FunctionCall(f"{_TORCH}SequenceParallel", (), keywords)
+        case Input():
+            return _input(style)
+        case Output():
+            arrives, wanted = _sides(style.positional)
+            keywords = given(output_layouts=arrives, desired_output_layouts=wanted, **_local(style))
+            return FunctionCall(f"{_TORCH}PrepareModuleOutput", (), keywords)
+        case Replicated():  # `replicate` alone is a no-op and is not lowered
+            return FunctionCall(f"{_OTHER}SummedGradient")
+        case MlaKv():
+            return FunctionCall(f"{_OTHER}RotaryGradient", (style.rope,))
         case Features():
-            return Split(0)
-        case Colwise():
-            turned = kind == "embedding" or (kind == "conv1d" and ndim == 2)
-            dim = 1 if turned else 0
-        case Rowwise():
-            if kind == "embedding":
-                dim = 0
-            elif parameter == "weight" and ndim == 2:
-                dim = 0 if kind == "conv1d" else 1
+            return FunctionCall(f"{_OTHER}FeaturesParallel")
+        case Attributes():
+            return FunctionCall(f"{_OTHER}DividedAttributes", style.names)
+        case Custom():
+            return FunctionCall(style.path, (), tuple((n, _literal(v)) for n, v in style.arguments))
         case Parameters() | Experts():
-            stated = dict(style.layouts).get(parameter)
-            if stated is None or not isinstance(stated.layout, Shard):
-                return None
-            dim = stated.layout.dim % ndim if -ndim <= stated.layout.dim < ndim else None
-            return None if dim is None else Split(dim, stated.parts, stated.interleaved)
-    if dim is None or not isinstance(style, Colwise | Rowwise):
-        return None
-    return Split(dim, style.parts, style.interleaved)
+            return _bare(style)
+        case _:
+            assert_never(style)
 
 
-def part_sizes(split: Split, size: int) -> tuple[int, ...]:
-    """The size of each part of a dim."""
-    if isinstance(split.parts, tuple):
-        return split.parts
-    return (size // split.parts,) * split.parts
+def layout_call(layout: Layout) -> FunctionCall:
+    """A DTensor placement."""
+    arguments = (layout.dim,) if isinstance(layout, Shard) else ()
+    return FunctionCall(f"torch.distributed.tensor:{type(layout).__name__}", arguments)
+
+
+def _local(style: Colwise | Rowwise | Sequence | Input | Output) -> dict[str, Value]:
+    return {"use_local_output": style.local if style.local != local_default(style) else None}
+
+
+def _weighted(style: Colwise | Rowwise) -> FunctionCall:
+    default = type(style)()
+    keywords = given(
+        input_layouts=layout_call(style.input) if style.input != default.input else None,
+        output_layouts=layout_call(style.output) if style.output != default.output else None,
+        **_local(style),
+    )
+    made = FunctionCall(f"{_TORCH}{type(style).__name__}Parallel", (), keywords)
+    parts = 1 if style.interleaved else style.parts  # interleaved parts are not reordered
+    if not style.transposed and parts == 1:
+        return made
+    name = "TransposedParallel" if style.transposed else "PackedParallel"
+    sizes = given(parts=_sizes(parts) if parts != 1 else None)
+    return FunctionCall(f"{_OTHER}{name}", (made,), sizes)
+
+
+def _sizes(parts: Parts) -> Value:
+    return parts if isinstance(parts, int) else Items(parts)
+
+
+def _bare(style: Bare) -> FunctionCall:
+    layouts = Table(tuple((name, layout_call(p.layout)) for name, p in style.layouts))
+    packed = tuple(
+        (name, _sizes(p.parts)) for name, p in style.layouts if p.parts != 1 and not p.interleaved
+    )
+    parts = (("parts", Table(packed)),) if packed else ()
+    if isinstance(style, Parameters):
+        return FunctionCall(f"{_OTHER}BareParallel", (layouts,), parts)
+    left = style.output in (Partial(), Shard(-1))
+    keywords: Keywords = (
+        ("input_layout", layout_call(style.input)),
+        ("output_layout", None if left else layout_call(style.output)),
+        *given(use_local_output=None if style.local else False),
+        *parts,
+    )
+    return FunctionCall(f"{_OTHER}ExpertsParallel", (layouts,), keywords)
+
+
+def _input(style: Input) -> FunctionCall:
+    arrives, wanted = _sides(style.positional)
+    sources = tuple((name, layout_call(change.source)) for name, change in style.named)
+    targets = tuple((name, layout_call(change.target)) for name, change in style.named)
+    keywords = given(
+        input_layouts=arrives,
+        desired_input_layouts=wanted,
+        input_kwarg_layouts=Table(sources) if sources else None,
+        desired_input_kwarg_layouts=Table(targets) if targets else None,
+        **_local(style),
+    )
+    return FunctionCall(f"{_TORCH}PrepareModuleInput", (), keywords)
+
+
+def _sides(changes: tuple[Redistribution | None, ...]) -> tuple[Value, Value]:
+    """The source layouts and the target layouts; None where there are none."""
+    if not changes:
+        return None, None
+    return (
+        tuple(layout_call(c.source) if c else None for c in changes),
+        tuple(layout_call(c.target) if c else None for c in changes),
+    )
+
+
+def _literal(value: Literal) -> Value:
+    return Items(tuple(map(_literal, value))) if isinstance(value, tuple) else value

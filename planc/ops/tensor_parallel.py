@@ -8,8 +8,7 @@ from typing import ClassVar, Self
 from planc.model.facts import Modules
 from planc.ops import call, phrases
 from planc.ops.base import Axis, AxisSizes, Dims, Entry, Group, Name, Op, Some, Where
-from planc.ops.style_calls import style_call
-from planc.ops.styles import Input, Output, Style, style_arguments, style_name
+from planc.ops.styles import Input, Output, Style, style_arguments, style_call, style_name
 
 _SCRIPT = call.ScriptFunction(
     "tensor_parallel", "Shards weights and activations over the tensor axes."

@@ -16,7 +16,6 @@ from planc.ops.quantization import Quantize
 from planc.plan.ir import AdapterRule, Plan, TensorRule, Unit
 
 NAME = "default"  # peft's default name of an adapter
-BASE_LAYER = "base_layer"  # the layer that peft wraps
 FOUR_BIT = "FourBit"  # the class of a quantized layer
 
 KINDS = ("linear", "conv1d", "embedding")

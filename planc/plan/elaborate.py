@@ -22,6 +22,7 @@ from planc.plan.sections.expert import expert
 from planc.plan.sections.fsdp import fsdp
 from planc.plan.sections.load import load
 from planc.plan.sections.loss import loss
+from planc.plan.sections.optimizer import optimizer
 from planc.plan.sections.pipeline import pipeline
 from planc.plan.sections.tensor import tensor
 from planc.plan.sections.train import train
@@ -43,6 +44,7 @@ SECTIONS = (
     "loss",
     "pipeline",
     "expert",
+    "optimizer",
 )
 
 
@@ -102,6 +104,7 @@ def elaborate(
         loss=part("loss", lambda: loss(program)),
         pipeline=part("pipeline", lambda: pipeline(program)),
         experts=part("expert", lambda: expert(program)),
+        optimizer=part("optimizer", lambda: optimizer(program)),
         broken=frozenset(broken),
         origin=program.header.origin,
     )

@@ -17,6 +17,7 @@ from planc.ops.activation_checkpoint import Checkpoint
 from planc.ops.base import AxisRole
 from planc.ops.compile import Compile
 from planc.ops.context import ContextParallel
+from planc.ops.contract import Split, weight_split
 from planc.ops.expert_parallel import Dispatch
 from planc.ops.freeze import Freeze
 from planc.ops.fsdp import Divide, Prefetch
@@ -25,9 +26,10 @@ from planc.ops.lora import Adapt
 from planc.ops.loss import ChunkLoss
 from planc.ops.lowered import ExpertMesh, MeshAxis
 from planc.ops.megatron_fsdp import MegatronShard
+from planc.ops.optimizer import Optimize
 from planc.ops.pipeline import Pipeline
 from planc.ops.quantization import Quantize
-from planc.ops.styles import Split, Style, weight_split
+from planc.ops.styles import Parts, Style
 from planc.plan.mesh_axes import EXPERT_TENSOR, expanded
 from planc.source import Span
 
@@ -282,6 +284,21 @@ class ExpertRule(Meaning):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerRule(Meaning):
+    """How the parameters inside modules are stepped, where no rule is on a module further in.
+
+    Args:
+        op: on the whole model; Muon's units are decided with the tensor rules.
+        per, parts: what Muon orthogonalizes; None and 1 follow the tensor rules.
+    """
+
+    modules: Modules
+    op: Optimize
+    per: str | None = None
+    parts: Parts = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ContextRule(Meaning):
     """An axis whose ranks have parts of each sequence; no `op` if the script slices them."""
 
@@ -300,6 +317,7 @@ Ruled = TypeVar(
     AdapterRule,
     Ignored,
     SpreadRule,
+    OptimizerRule,
 )
 """What one line decides for its `modules`."""
 
@@ -333,6 +351,7 @@ class Plan(Meaning):
     loss: tuple[LossRule, ...] = ()
     pipeline: PipelineRule | None = None
     experts: tuple[ExpertRule, ...] = ()
+    optimizer: tuple[OptimizerRule, ...] = ()
     adapted: bool = False
     broken: frozenset[str] = frozenset()
 

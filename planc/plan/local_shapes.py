@@ -6,7 +6,7 @@ from typing import TypeVar
 
 from planc.diagnostic import Sink
 from planc.model.facts import Facts, Modules, Parameter
-from planc.ops.styles import Split, part_sizes
+from planc.ops.contract import Split, part_sizes
 from planc.plan.apply_adapters import PARAMETERLESS
 from planc.plan.experts import expert_styles
 from planc.plan.ir import Fsdp, Plan, SpreadRule, TensorRule, Unit

@@ -50,16 +50,16 @@ def owned(plan: Plan, facts: Facts) -> tuple[Owned, ...]:
 def _owned(plan: Plan, facts: Facts) -> Iterator[Owned]:
     units = plan.fsdp.units if plan.fsdp else ()
     ignored = plan.fsdp.ignored if plan.fsdp else ()
-    members = _inner([(m, u) for u in units for m in u.members])
+    members = inner_first([(m, u) for u in units for m in u.members])
     spreads = [(s.modules, s) for s in plan.fsdp.spreads] if plan.fsdp else []
-    placed: list[tuple[Modules, Unit | SpreadRule]] = _inner([*members, *spreads])
-    kept = _inner([(i.modules, i) for i in ignored])
-    trained = _inner([(t.modules, t) for t in plan.train])
+    placed: list[tuple[Modules, Unit | SpreadRule]] = inner_first([*members, *spreads])
+    kept = inner_first([(i.modules, i) for i in ignored])
+    trained = inner_first([(t.modules, t) for t in plan.train])
     for modules in facts.model.below():
         if not modules.module.parameters:
             continue
-        for part, training in _shared(modules, trained):
-            for own, ignore in _shared(part, kept):
+        for part, training in divided_by(modules, trained):
+            for own, ignore in divided_by(part, kept):
                 if ignore is not None:
                     yield Owned(modules=own, ignored=ignore, training=training)
                     continue
@@ -93,18 +93,19 @@ def _by_placement(
 
     A unit's own placement wins over a `spread` on the unit or on an ancestor.
     """
-    for piece, own in _shared(modules, placed):
+    for piece, own in divided_by(modules, placed):
         if isinstance(own, SpreadRule):
-            yield from ((part, unit, own) for part, unit in _shared(piece, units))
+            yield from ((part, unit, own) for part, unit in divided_by(piece, units))
         else:
             yield piece, own, None
 
 
-def _inner(around: Sequence[tuple[Modules, T]]) -> list[tuple[Modules, T]]:
+def inner_first(around: Sequence[tuple[Modules, T]]) -> list[tuple[Modules, T]]:
+    """Sets of modules, those of the longest paths first."""
     return sorted(around, key=lambda pair: -len(pair[0].path))
 
 
-def _shared(
+def divided_by(
     modules: Modules, around: Sequence[tuple[Modules, T]]
 ) -> Iterator[tuple[Modules, T | None]]:
     """The modules, divided by the first set that contains them."""

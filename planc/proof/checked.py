@@ -31,8 +31,10 @@ class Findings(tuple[Diagnostic, ...]):
 
 def known_certificate(compiled: Compiled, sink: Sink) -> Certificate | None:
     """The result of `planc verify` for a plan, if it was run; PL520 if it refuted the plan."""
-    if compiled.facts is None or compiled.lowered is None or compiled.facts.code:
-        return None  # a certificate holds for the class of the library, and code can change
+    if compiled.facts is None or compiled.lowered is None:
+        return None
+    if not certificate.keepable(compiled.facts, compiled.lowered):
+        return None
     found = certificate.known(compiled.digest, certificate.identity(compiled.facts))
     if found and found["verdict"] == "refuted":
         sink.error("PL520", found["reason"], help="`planc verify` found this; run it again")

@@ -11,7 +11,7 @@ from planc.ops.base import AxisRole
 from planc.ops.phrases import together
 from planc.ops.styles import Sequence
 from planc.plan.ir import Mesh, Plan
-from planc.proof.responsible_rules import rule_labels
+from planc.proof.responsible_rules import rule_labels, unit_labels
 from planc.trial.outcome import Discrepancy, Outcome
 
 _SEEN = "seen on a small model, with all ranks simulated"
@@ -24,8 +24,8 @@ def refuted(
     outcome: Outcome, small: Plan, ties: Iterable[TiedStyles], sink: Sink
 ) -> tuple[Diagnostic, ...]:
     """The findings of what differs: outputs (PL501), crashes (PL503), gradients (PL502), sizes
-    (PL507), parts of sequences (PL541), the norm or the parameters after two steps (PL509), and
-    random numbers (PL511).
+    (PL507), parts of sequences (PL541), the norm or the parameters after two steps (PL509), random
+    numbers (PL511), and parameters that only some data ranks use (PL512).
 
     Only the first wrong output is reported, because the outputs after it differ as a consequence,
     as all of them do of random numbers that differ, and of one cause only one finding: an input
@@ -34,6 +34,9 @@ def refuted(
     """
     reported = Sink()
     groups = _groups(outcome, small)
+    uneven = [d for d in outcome.discrepancies if d.kind == "uneven"]
+    if uneven:
+        _uneven(uneven, small, reported)
     first = [g for g in groups if g[0].kind in ("output", "crash", "context")][:1]
     sizes = [g for g in groups if g[0].kind == "size"][:1]
     gradients = [g for g in groups if g[0].kind in _OF_PARAMETERS]
@@ -62,24 +65,37 @@ def refuted(
 
 
 def report_means(outcome: Outcome, mesh: Mesh, sink: Sink) -> None:
-    """Reports a loss whose mean over the data ranks is not that of the whole batch (PL510), at the
-    axes whose ranks read rows of their own: the configuration that adds the loss is no line.
+    """Reports a module that mixes the rows of a batch (PL513), or a loss whose mean over the data
+    ranks is not that of the whole batch (PL510), at the axes whose ranks read rows of their own.
     """
     axes = [axis for axis in mesh.of_role(AxisRole.DATA) if axis.size > 1]
+    labels = [Label(span=a.origin, text=f"{a.name} is {a.size}") for a in axes]
     for mismatch in outcome.discrepancies:
+        gradient = (
+            f"the gradient of `{generic(mismatch.detail)}` differs by {mismatch.error:.1e} from "
+            "that of the whole batch in one process"
+        )
+        if mismatch.kind == "rows":
+            where = f"`{generic(mismatch.subject)}`" if mismatch.subject else "the model"
+            sink.warning(
+                "PL513",
+                f"the output of {where} for a row depends on the other rows "
+                "of the batch: each data rank computes it from its own rows alone",
+                *labels,
+                facts=[gradient, _SEEN],
+                help="every data-parallel trainer computes this; `nn.SyncBatchNorm` takes the "
+                'statistics of all rows; if it is meant, say `ignore = ["PL513"]` in '
+                "`[tool.planc]` of pyproject.toml",
+            )
         if mismatch.kind == "mean":
             sink.warning(
                 "PL510",
                 "the loss of the whole batch is not the mean over the data ranks: each rank's part "
                 "of it is computed on its own rows",
-                *(Label(span=a.origin, text=f"{a.name} is {a.size}") for a in axes),
-                facts=[
-                    f"the gradient of `{generic(mismatch.subject)}` differs by "
-                    f"{mismatch.error:.1e} from that of the whole batch in one process",
-                    _SEEN,
-                ],
+                *labels,
+                facts=[gradient, _SEEN],
                 help="gradient accumulation in one process computes the same as the data ranks "
-                "do; an auxiliary loss, such as a router's, is the usual cause",
+                "do; the usual causes are a router's auxiliary loss, and one over pairs of rows",
             )
 
 
@@ -270,6 +286,26 @@ def _later(group: list[Discrepancy], small: Plan, sink: Sink) -> None:
     facts = [f"relative error {mismatch.error:.1e}, while every gradient is right", _SEEN]
     labels = rule_labels(mismatch.subject.rpartition(".")[0], small)
     sink.error("PL509", message, *labels, facts=facts)
+
+
+def _uneven(found: list[Discrepancy], small: Plan, sink: Sink) -> None:
+    names = list(dict.fromkeys(generic(one.subject) for one in found))
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    holders = dict.fromkeys(one.subject.rpartition(".")[0] for one in found)
+    labels = {label.span: label for name in holders for label in unit_labels(name, small)}
+    sink.error(
+        "PL512",
+        f"only some data ranks use `{names[0]}`{more}: which parameters a pass uses depends on its "
+        "rows",
+        *list(labels.values())[:_MOST],
+        facts=[
+            found[0].detail,
+            "torch reduces the gradients that a rank has in one buffer, whose size then differs",
+            _SEEN,
+        ],
+        help="run each of them in every pass, with no rows where there are none: "
+        "`expert(x[:0])`; its gradient is zero then",
+    )
 
 
 def _size(group: list[Discrepancy], small: Plan, sink: Sink) -> None:

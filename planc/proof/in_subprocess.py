@@ -1,29 +1,40 @@
 """Layout flow for a process that is a rank of a run, and the verdict that is kept of it.
 
 A rank can spare neither a process group of threads nor random numbers, so what simulates ranks runs
-in a process of its own; this needs no GPU.
+in a process of its own, which needs no GPU: a new one, or for code of the script a copy of this.
 """
 
 import json
 import os
+import signal
 import sys
-from typing import Any, get_args
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NoReturn, get_args
 
 from planc.compiler import Compiled
 from planc.diagnostic import Sink
+from planc.model.facts import Facts
 from planc.proof.layout_flow import Verdict, flow
 from planc.runtime.known_verdict import KnownVerdict, Level
 from planc.trial import verdict_store
+from planc.trial.certificate import keepable
 
 
 def record(compiled: Compiled, verdict: Verdict, sink: Sink) -> KnownVerdict:
-    """Returns the verdict of layout flow, and keeps it unless code of the user's own, which can
-    change, decides it; the first error of the proof is the reason for `refuted`.
+    """Returns the verdict of layout flow, and keeps it unless it is of code that no key names; the
+    first error of the proof is the reason for `refuted`. Of a model whose inputs the user can say,
+    one that nothing decides replaces none.
     """
     facts, lowered = compiled.facts, compiled.lowered
     level, text = _judged(verdict, sink)
-    if facts and lowered and not (facts.code or facts.user_model is not None or lowered.code):
-        verdict_store.remember(lowered, facts, level, text)
+    if facts and lowered and keepable(facts, lowered):
+        known = verdict_store.recall(lowered, facts).level if facts.own_code else "unproved"
+        if level != "undecided" or known == "unproved":
+            verdict_store.remember(lowered, facts, level, text)
     return KnownVerdict(level=level, text=text)
 
 
@@ -44,15 +55,29 @@ _TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def prove_in_subprocess(compiled: Compiled, *, allow_code: bool) -> KnownVerdict:
-    """The verdict of layout flow on a compiled plan without errors, kept as that of a check; a
-    model of the user's own must have a class that can be imported elsewhere.
-    """
+    """The verdict of layout flow on a compiled plan without errors, kept as that of a check."""
+    facts = compiled.facts
     try:
-        level, text = answer_of_subprocess(__name__, (compiled, allow_code))
+        if facts is not None and facts.user_model is not None:
+            given = replace(compiled, facts=readable(facts))
+            level, text = answer_of_copy(lambda: _answer(given, allow_code))
+        else:
+            level, text = answer_of_subprocess(__name__, (compiled, allow_code))
     except NoAnswerError as error:
         return _undecided(str(error))
     known = level in get_args(Level)
     return KnownVerdict(level=level, text=text) if known else _undecided(str(text))
+
+
+def readable(facts: Facts) -> Facts:
+    """The facts, whose model has no tensors on a device: copies of the process cannot use one."""
+    from planc.model.small.user_model import without_devices
+
+    module = facts.user_model
+    held = (*module.parameters(), *module.buffers())
+    if all(tensor.device.type in ("cpu", "meta") for tensor in held):
+        return facts
+    return replace(facts, user_model=without_devices(module))
 
 
 class NoAnswerError(Exception):
@@ -92,18 +117,78 @@ def answer_of_subprocess(module: str, given: object) -> Any:
         raise NoAnswerError(lines[-1] if lines else f"exit status {done.returncode}") from None
 
 
+def answer_of_copy(answer: Callable[[], object]) -> Any:
+    """What a function returns, as JSON, in a copy of this process: with all that a script has
+    defined, and has put into its libraries.
+
+    Raises:
+        NoAnswerError: it raises, it takes longer than `SECONDS`, or the system has no such copies.
+    """
+    if not hasattr(os, "fork"):
+        raise NoAnswerError("this system cannot copy a process that runs the script's own code")
+    with tempfile.TemporaryFile() as found, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Python's, that threads are not copied: none is used
+        process = os.fork()
+        if process == 0:
+            _answer_and_end(answer, found.fileno())
+        code = _ended(process, time.monotonic() + SECONDS)
+        found.seek(0)
+        lines = found.read().decode(errors="replace").strip().splitlines()
+    try:
+        kind, value = json.loads(lines[-1])
+    except (IndexError, ValueError):
+        raise NoAnswerError(lines[-1] if lines else f"exit status {code}") from None
+    if kind == "error":
+        raise NoAnswerError(value)
+    return value
+
+
+def _answer_and_end(answer: Callable[[], object], file: int) -> NoReturn:
+    """Writes an answer to a file, and ends the process without what its original would do then."""
+    try:
+        import torch
+        from torch import distributed
+
+        os.dup2(file, 1)
+        os.dup2(file, 2)
+        for name in _TORCHRUN:
+            os.environ.pop(name, None)
+        torch.set_num_threads(1)  # those of the original are not copied
+        distributed.GroupMember.WORLD = None  # its process group is the original's
+        found = ["answer", answer()]
+    except BaseException as error:
+        found = ["error", f"{type(error).__name__}: {error}"]
+    os.write(file, f"\n{json.dumps(found)}\n".encode())
+    os._exit(0)
+
+
+def _ended(process: int, end: float) -> int:
+    """The exit status of a process, which is ended when its time is up."""
+    while True:
+        ended, status = os.waitpid(process, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        if time.monotonic() > end:
+            os.kill(process, signal.SIGKILL)
+            os.waitpid(process, 0)
+            raise NoAnswerError(f"no answer in {SECONDS} s")
+        time.sleep(0.05)
+
+
 def _undecided(reason: str) -> KnownVerdict:
     return KnownVerdict(level="undecided", text=f"not decided by layout flow: {reason}")
+
+
+def _answer(compiled: Compiled, allow_code: bool) -> list[str]:
+    sink = Sink()
+    known = record(compiled, flow(compiled, sink, allow_code=allow_code), sink)
+    return [known.level, known.text]
 
 
 def _main() -> None:
     import pickle
 
-    compiled, allow_code = pickle.load(sys.stdin.buffer)
-    sink = Sink()
-    verdict = flow(compiled, sink, allow_code=allow_code)
-    known = record(compiled, verdict, sink)
-    print(json.dumps([known.level, known.text]))
+    print(json.dumps(_answer(*pickle.load(sys.stdin.buffer))))
 
 
 if __name__ == "__main__":

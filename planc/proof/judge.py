@@ -13,7 +13,7 @@ from planc.trial.certificate import source_digest
 from planc.trial.outcome import Outcome, outcome_of
 from planc.trial.trial_part import trial_part
 
-_FORMAT = 8
+_FORMAT = 9
 
 
 def judge(small: SmallCase, *, quick: bool = False, draws: bool = False) -> Outcome:
@@ -38,7 +38,10 @@ def judge(small: SmallCase, *, quick: bool = False, draws: bool = False) -> Outc
     outcome = simulate(builder, lowered, quick=quick, draws=draws)
     outcome = replace(outcome, missing_inputs=builder.choice.missing)
     if outcome.verdict != "unknown" and not user_code:  # unknown may change with the environment
-        cache.keep(key, outcome.document())
+        from planc.model.own_code import own_code
+
+        if not own_code(builder.build(0)):  # else a script has changed a class of the library
+            cache.keep(key, outcome.document())
     return outcome
 
 

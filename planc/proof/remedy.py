@@ -47,7 +47,7 @@ def remedy(
     assert plan is not None
     axes = plan.mesh.of_role(AxisRole.TENSOR)
     # whether another section than the tensor one is to blame
-    elsewhere = any(d.kind in ("context", "draws") for d in outcome.discrepancies[:1])
+    elsewhere = any(d.kind in ("context", "draws", "uneven") for d in outcome.discrepancies[:1])
     if len(axes) != 1 or axes[0].size == 1 or elsewhere:
         return ()
     assert compiled.plan is not None

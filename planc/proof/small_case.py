@@ -19,10 +19,12 @@ from planc.compiler import Compiled
 from planc.diagnostic import Diagnostic, Sink
 from planc.lowering import lower
 from planc.model import cache
+from planc.model.config import buildable
 from planc.model.facts import Facts
 from planc.model.load import load_values
 from planc.model.randomness import with_noise
-from planc.model.small.shrink import small_values
+from planc.model.run_code import OwnCode
+from planc.model.small.shrink import UNSHRUNK, small_values
 from planc.ops.base import AxisRole
 from planc.plan import elaborate
 from planc.plan.apply_adapters import adapted
@@ -37,6 +39,12 @@ if TYPE_CHECKING:
     from planc.model.small.user_model import ModelBuilder
 
 
+_OF_INSTANCES = (
+    "this script's model is too large to be run itself, and one built small from its configuration "
+    "runs other functions: put yours into the classes, before the model is built"
+)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SmallModel:
     """The model that is built and run instead of the original one.
@@ -47,6 +55,7 @@ class SmallModel:
         kept: the layers that the small ones stand for, as of `Shrunk`.
         dropout: whether a user's own model keeps its dropout; a configuration says it itself.
         inputs_and_loss: the inputs and the loss of a user's own model, where the user says them.
+        own_code: the functions of the script that it runs, where the configuration builds it.
     """
 
     values: dict[str, Any]
@@ -55,11 +64,12 @@ class SmallModel:
     user_model: nn.Module | None = None
     dropout: bool = False
     inputs_and_loss: tuple[Any, Any] = (None, None)
+    own_code: OwnCode = field(default_factory=OwnCode)
 
     @property
     def of_the_user(self) -> bool:
         """Whether its code can change while its name stays the same."""
-        return bool(self.code) or self.user_model is not None
+        return bool(self.code or self.own_code) or self.user_model is not None
 
     def builder(self) -> ModelBuilder:
         """The builder of the model and its inputs; imports torch. Raises as `builder_of`."""
@@ -71,6 +81,7 @@ class SmallModel:
             self.user_model,
             dropout=self.dropout,
             given=self.inputs_and_loss,
+            attention=self.own_code.attention,
         )
 
     def facts(self, model: Facts, sink: Sink) -> Facts | None:
@@ -85,7 +96,8 @@ class SmallModel:
         """
         if self.user_model is not None or (self.code and not self.values):
             return model
-        found = load_values(self.values, "the small model", sink, folder=self.code)
+        name, library = "the small model", not self.own_code
+        found = load_values(self.values, name, sink, folder=self.code, cache=library)
         return found and replace(found, config=with_noise(found.config, model.config))
 
 
@@ -111,14 +123,40 @@ def small_model(
     if facts.code and not Path(facts.code).is_absolute():
         return SmallModel(values={}, code=facts.code)
     if facts.user_model is not None:
-        return SmallModel(
+        small = _of_the_script(facts, ranks, plan)
+        if small is None and buildable(facts.config) and facts.count > UNSHRUNK:
+            return _OF_INSTANCES
+        return small or SmallModel(
             values={}, user_model=facts.user_model, inputs_and_loss=facts.inputs_and_loss
         )
+    made = _shrunk(facts, ranks, plan)
+    return made if isinstance(made, str) else replace(made, code=facts.code)
+
+
+def _shrunk(facts: Facts, ranks: Mapping[str, int], plan: Plan | None) -> SmallModel | str:
     real = plan.mesh.size(*plan.axes_of_heads) if plan else None
     made = small_values(facts, ranks, real=real, variants=variants(plan, facts) if plan else {})
-    if isinstance(made, str):
-        return made
-    return SmallModel(values=made.values, code=facts.code, kept=made.kept)
+    return made if isinstance(made, str) else SmallModel(values=made.values, kept=made.kept)
+
+
+def _of_the_script(facts: Facts, ranks: Mapping[str, int], plan: Plan | None) -> SmallModel | None:
+    """The small model of a configuration, as this process builds it: it runs what the script has
+    put into classes and modules of libraries. None where it would not run the same functions.
+    """
+    said = any(given is not None for given in facts.inputs_and_loss)
+    if not (facts.own_code and buildable(facts.config)) or said or facts.user_model is None:
+        return None
+    made = None if hasattr(facts.user_model, "planc_inputs") else _shrunk(facts, ranks, plan)
+    if made is None or isinstance(made, str):
+        return None
+    from planc.model.own_code import own_code
+
+    made = replace(made, own_code=facts.own_code)
+    try:
+        found = own_code(made.builder().build(0))
+    except Exception:  # of the script's code, which its own model then raises too
+        return None
+    return made if found.code == facts.own_code.code else None
 
 
 def small_case(

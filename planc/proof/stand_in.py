@@ -69,6 +69,7 @@ def stand_in(
         train=tuple(state.each(plan.train)),
         loss=tuple(state.each(plan.loss)),
         experts=tuple(state.each(plan.experts)),
+        optimizer=tuple(state.each(plan.optimizer)),
         fsdp=plan.fsdp and _fsdp(plan.fsdp, state),
         pipeline=_pipeline(plan, state),
         adapters=plan.adapters
@@ -85,7 +86,7 @@ def _acting(plan: ir.Plan) -> Iterator[tuple[Span, Modules]]:
     fsdp = (plan.fsdp.ignored, plan.fsdp.spreads) if plan.fsdp else ()
     rules = plan.adapters.rules if plan.adapters else ()
     whole = (plan.tensor, plan.checkpoint, plan.compile, plan.train, plan.loss, plan.experts)
-    for nodes in (*whole, rules, *fsdp):
+    for nodes in (*whole, plan.optimizer, rules, *fsdp):
         for node in nodes:
             yield node.origin, node.modules
     for unit in plan.fsdp.units if plan.fsdp else ():

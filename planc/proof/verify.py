@@ -199,7 +199,7 @@ def _run(case: _Case, server: ForkServer, sink: Sink, timeout: float) -> Proof:
         sink.add(*findings)
     compared = None if isinstance(found, TrialFailure) else found
     certificate = _certificate(case, verdict, reason, compared, places)
-    kept = not (case.facts.code or case.lowered.code or case.precision)  # code can change
+    kept = store.keepable(case.facts, case.lowered) and not case.precision
     if verdict != "unknown" and kept:
         key = store.key_of(certificate["lowered"], store.identity(case.facts))
         store.keep(certificate, key)

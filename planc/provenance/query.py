@@ -15,6 +15,7 @@ from planc.model.facts import DTYPE_BYTES, Facts, Modules, Parameter
 from planc.ops import phrases
 from planc.ops.activation_checkpoint import Checkpoint
 from planc.ops.compile import Compile
+from planc.ops.contract import Split, part_sizes, weight_split
 from planc.ops.expert_parallel import DispatchExperts
 from planc.ops.freeze import Freeze
 from planc.ops.fsdp import Divide, FullyShard, Prefetch, Spread, along, offloading, where
@@ -26,7 +27,7 @@ from planc.ops.megatron_fsdp import MegatronShard
 from planc.ops.quantization import Quantize
 from planc.ops.registry import AnyOp, units_of
 from planc.ops.rng import DrawByRank
-from planc.ops.styles import Custom, Split, part_sizes, style_name, weight_split
+from planc.ops.styles import Custom, style_name
 from planc.ops.tensor_parallel import Parallelize, Tie
 from planc.plan.apply_adapters import FOUR_BIT, with_adapters
 from planc.plan.ir import AdapterRule, Plan

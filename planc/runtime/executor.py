@@ -24,6 +24,7 @@ from planc.ops.configure import Configure
 from planc.ops.freeze import Freeze
 from planc.ops.lora import Adapt
 from planc.ops.lowered import Lowered
+from planc.ops.optimizer import Optimize
 from planc.runtime import input_embeddings, megatron_fsdp, other_libraries, preconditions
 from planc.runtime.calls import Values, function_of, resolve
 from planc.runtime.context import same_batches
@@ -279,7 +280,7 @@ def alone(model: nn.Module, lowered: Lowered) -> nn.Module:
     """The model for training in one process: with a plan's adapters and frozen parameters."""
     worker = Worker(model, dict(model.named_modules()), None, lowered)
     for op in lowered.ops:
-        if isinstance(op, Configure | Adapt | Freeze):
+        if isinstance(op, Configure | Adapt | Freeze | Optimize):
             worker.run(op)
     return model
 

@@ -46,6 +46,25 @@ def require_current(
         )
 
 
+def require_section(optimizer: Optimizer | None, lr: float | None, planned: bool) -> None:
+    """Refuses an optimizer of the script beside that of the plan, and neither of the two.
+
+    Raises:
+        PlanError: PL580.
+    """
+    if optimizer is None and lr is not None and planned:
+        return
+    message = "the plan has no optimizer section, and no optimizer is given"
+    help = "pass one of `model.parameters()`, or add an optimizer section to the plan"
+    if planned:
+        given = optimizer is not None
+        message = "the plan has an optimizer section, and "
+        message += "the script brings one of its own" if given else "no learning rate is given"
+        help = "call `run.optimizer(lr=..., weight_decay=...)`"
+        help += "; or remove the section" if given else ""
+    raise stop("PL580", message, *script_line("the optimizer is asked for here"), help=help)
+
+
 @contextmanager
 def no_sync(model: nn.Module, *, whole: bool = False) -> Iterator[None]:
     """Backward passes inside accumulate gradients; the first one after it reduces the rest.

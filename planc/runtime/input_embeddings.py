@@ -7,10 +7,11 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from planc.ops.contract import output_layout
+from planc.ops.lora import BASE_LAYER
 from planc.ops.lowered import Lowered
-from planc.ops.styles import Shard, Style, output_layout
+from planc.ops.styles import Shard, Style
 from planc.ops.tensor_parallel import Parallelize
-from planc.plan.apply_adapters import BASE_LAYER
 from planc.runtime.preconditions import stop
 
 

@@ -17,6 +17,7 @@ from planc.model import cache
 from planc.notebook import InNotebooks
 from planc.ops.lowered import Lowered
 from planc.ops.megatron_fsdp import MegatronShard
+from planc.ops.optimizer import Optimize
 from planc.runtime import gradients, megatron_fsdp
 from planc.runtime.context import rank_part, sequence_parts
 from planc.runtime.known_verdict import KnownVerdict
@@ -25,6 +26,7 @@ from planc.runtime.preconditions import stop
 from planc.runtime.same_inputs import FirstPasses
 from planc.runtime.sharded_tensors import megatron_of
 from planc.runtime.standalone.clipping import clip_grad_norm
+from planc.runtime.standalone.optimizer import planned_optimizer
 from planc.runtime.training_step import Batch, TrainingStep
 from planc.runtime.weights import extras, peft_files, resuming, saving
 from planc.runtime.weights.extras import Extra
@@ -134,16 +136,31 @@ class Run(InNotebooks):
 
     # training: planc/runtime/gradients.py
 
-    def optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Checks an optimizer of the model's parameters, prepares it for the plan, and returns it.
+    def optimizer(
+        self,
+        optimizer: Optimizer | None = None,
+        *,
+        lr: float | None = None,
+        weight_decay: float = 0.0,
+    ) -> Optimizer:
+        """The optimizer that the plan describes, or one of the script's, prepared for the plan.
 
-        torch's FSDP needs no preparation: the optimizer is returned unchanged. Megatron-FSDP keeps
-        separate parameters for the optimizer and copies them to the model after each step, so an
-        optimizer that was not prepared raises at its first step.
+        Every rank calls it. torch's FSDP needs no preparation: an optimizer of the script is
+        returned unchanged. Megatron-FSDP keeps separate parameters for the optimizer and copies
+        them to the model after each step, so an optimizer that was not prepared raises at its first
+        step.
+
+        Args:
+            optimizer: of the model's parameters, where the plan has no optimizer section.
+            lr, weight_decay: where it has one: what the factors of its rules multiply.
 
         Raises:
-            PlanError: PL486, the optimizer was created before the plan was applied.
+            PlanError: PL486, the optimizer was created before the plan was applied; PL580, the plan
+                has an optimizer section and an optimizer is given, or it has none and none is.
         """
+        if optimizer is None or self.lowered.has(Optimize):
+            gradients.require_section(optimizer, lr, self.lowered.has(Optimize))
+            return planned_optimizer(self.model, lr or 0.0, weight_decay)
         gradients.require_current(self.model, optimizer, self.replaced)
         prepared = self.lowered.has(MegatronShard)
         return megatron_fsdp.optimizer(optimizer) if prepared else optimizer

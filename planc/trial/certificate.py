@@ -15,6 +15,7 @@ from typing import Any
 
 from planc.model import cache
 from planc.model.facts import Facts, Module
+from planc.ops.lowered import Lowered
 from planc.version import VERSION
 
 PACKAGE = Path(__file__).parent.parent
@@ -61,12 +62,20 @@ def key_of(lowered: str, config: Mapping[str, Any]) -> str:
 
 
 def identity(facts: Facts) -> dict[str, Any]:
-    """What a verdict depends on of a model: its configuration, its modules' classes and shapes.
+    """What a verdict depends on of a model: its configuration, its modules' classes and shapes, and
+    the functions that it runs, where its libraries did not ship them.
 
     The same for a model that is read from `config.json` and for one that a script built from it.
     """
     config = {k: v for k, v in facts.config.items() if k not in _OF_THE_COPY}
-    return {**config, "planc.modules": structure(facts.root)}
+    own = {"planc.code": str(facts.own_code)} if facts.own_code else {}
+    return {**config, "planc.modules": structure(facts.root), **own}
+
+
+def keepable(facts: Facts, lowered: Lowered) -> bool:
+    """Whether the key of a verdict says which code is run."""
+    named = facts.own_code or not (facts.code or facts.user_model is not None)
+    return bool(named) and not lowered.code
 
 
 def structure(root: Module) -> str:

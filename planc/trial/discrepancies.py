@@ -166,12 +166,21 @@ def _later(errors: list[Errors], norm: float) -> Iterator[Discrepancy]:
 
 def _means(runs: Runs) -> Iterator[Discrepancy]:
     """A loss that is no mean over tokens: over the rows of each data rank it is another one."""
-    right, whole = runs.reference.gradients, runs.reference.whole
-    top = max((float(g.abs().max()) for g in right.values()), default=0.0)
-    errors = {n: relative(whole[n], right[n], top * FLOOR) for n in right if n in whole}
-    name = max(errors, key=errors.__getitem__, default="")
-    if name and errors[name] > LIMIT:
-        yield Discrepancy(kind="mean", subject=name, error=errors[name])
+    (name, error), module = runs.reference.of_whole_batches(), runs.reference.coupling
+    if error > LIMIT:
+        kind, subject = ("mean", name) if module is None else ("rows", module)
+        yield Discrepancy(kind=kind, subject=subject, error=error, detail=name)
+
+
+def uneven_use(reference: Reference) -> Outcome:
+    """The outcome of parameters that some data ranks use and others do not: torch reduces what each
+    rank has in one buffer, so that nothing can be compared.
+    """
+    found = [Discrepancy(kind="uneven", subject=u.name, detail=u.where) for u in reference.uneven]
+    traces = (trace for result in reference.passes for trace in result.traces)
+    errors: dict[str, float | None] = dict.fromkeys(n for trace in traces for n in trace.calls)
+    errors |= {u.name.rpartition(".")[0]: 1.0 for u in reference.uneven}
+    return Outcome(verdict="refuted", discrepancies=tuple(found), modules=tuple(errors.items()))
 
 
 def _first_wrong_output(runs: Runs) -> Discrepancy | None:

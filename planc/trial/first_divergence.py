@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from planc.ops import styles as ir
+from planc.ops.contract import output_layout
 from planc.ops.lowered import Lowered
 from planc.ops.tensor_parallel import Parallelize
 from planc.runtime.run import Run
@@ -88,6 +89,6 @@ def _stated(lowered: Lowered) -> Iterator[tuple[str, tuple[str, ir.Layout]]]:
             style = op.style
             if isinstance(style, ir.Colwise) and style.parts != 1 and not style.interleaved:
                 continue  # each rank has a slice of each part; no layout describes it
-            if (layout := ir.output_layout(style)) is not None:
+            if (layout := output_layout(style)) is not None:
                 for name in op.modules.names():
                     yield name, (axis, layout)

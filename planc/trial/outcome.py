@@ -17,7 +17,9 @@ class Discrepancy:
         kind: `output`, `gradient`, `partial` (a gradient that is right when summed over the
             ranks, and that nothing all-reduces), `missing` (no gradient), `norm` (of all
             gradients), `parameter` (after two steps), `crash`, `size` (positions or ids of another
-            length), `mean` (a loss that is another one over the rows of each data rank),
+            length), `mean` (a loss that is another one over the rows of each data rank), `rows` (a
+            module whose output for a row depends on the others), `uneven` (a parameter that only
+            some data ranks use),
             `context` (any of these, where the ranks have parts of sequences, and right without),
             `draws` (random numbers that the ranks draw otherwise than the plain model; the error is
             0 if only their distribution is another one), `boundary` (the layout that arrives is
@@ -80,6 +82,10 @@ class Outcome:
     def first(self) -> Discrepancy | None:
         """The first wrong output or the crash."""
         return next((p for p in self.discrepancies if p.kind in ("crash", "output")), None)
+
+    def of_kind(self, kind: str) -> list[Discrepancy]:
+        """The discrepancies of one kind."""
+        return [one for one in self.discrepancies if one.kind == kind]
 
     def document(self) -> dict[str, Any]:
         """The outcome as JSON data."""

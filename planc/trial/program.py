@@ -18,12 +18,16 @@ from torch.nn.functional import cross_entropy, pad
 
 from planc.ops.loss import ChunkLoss
 from planc.ops.lowered import Lowered
+from planc.ops.optimizer import Optimize
 from planc.runtime.run import Run
 from planc.runtime.standalone.loss import IGNORED
+from planc.runtime.standalone.optimizer import PlannedOptimizer, planned_optimizer
 from planc.runtime.standalone.pipeline import stages_of
 from planc.runtime.standalone.shards import in_own_order, rank_orders
 from planc.trial.batches import COUNT, Batches
-from planc.trial.numerics import full_copy, gradient_scale, parameters_by_name
+from planc.trial.coupled_rows import UnevenUse, UsedParameters, coupling_module
+from planc.trial.numerics import FLOOR, full_copy, gradient_scale, parameters_by_name, relative
+from planc.trial.outcome import LIMIT
 from planc.trial.random_numbers import DifferentDraw, Recorded, Replayed
 from planc.trial.sequence_parts import BatchPart, mean_of_parts, part_rank, parts_of
 from planc.trial.trace import Trace, caller, named_modules
@@ -32,6 +36,7 @@ RATE = 1e-3
 EPSILON = 1e-6
 """AdamW's epsilon. With torch's 1e-8, a gradient that is zero up to rounding changes a weight as
 much as a real one, so the steps would compare noise."""
+DECAY = 1e-2
 MAX_NORM = 1.0
 SEED = 1000
 """The seed of what rank 0 draws in training; the next ranks have the next numbers."""
@@ -56,6 +61,7 @@ class RankResult:
         traces, logits, losses: of each pass of the first step; no logits where the head computes
             the loss.
         gradients, parameters: full tensors by name: of the first step, unclipped; after the last.
+        states: those of the plan's own optimizer, `NAME (STATE)`; of others, their gradients tell.
         norms: of the gradients of each step.
         drawn: the random numbers of each forward pass, of all steps.
     """
@@ -70,6 +76,7 @@ class RankResult:
     gradients: Tensors = field(default_factory=dict)
     norms: list[torch.Tensor] = field(default_factory=list)
     parameters: Tensors = field(default_factory=dict)
+    states: Tensors = field(default_factory=dict)
     drawn: list[list[torch.Tensor]] = field(default_factory=list)
 
     def of(self, logits: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -94,9 +101,12 @@ class Reference:
 
     Args:
         passes: what each data rank's rows gave, by data rank.
+        before: the parameters that the plan's Muon steps, before the first step.
         whole: the gradients of the first step with all rows of a pass in one batch, which differ
             from the sum over the data ranks' rows where a loss is no mean over tokens.
         recomputed: a module that the model's own code runs again in the backward pass.
+        uneven: the parameters that the rows of some data ranks use, and those of others do not.
+        coupling: the first module that mixes rows, where `whole` differs; None if the loss does.
         draws: whether the model draws random numbers.
         different_draws: what the ranks drew otherwise than the plain model does.
     """
@@ -105,10 +115,24 @@ class Reference:
     gradients: Tensors = field(default_factory=dict)
     norms: list[torch.Tensor] = field(default_factory=list)
     parameters: Tensors = field(default_factory=dict)
+    states: Tensors = field(default_factory=dict)
+    before: Tensors = field(default_factory=dict)
     whole: Tensors = field(default_factory=dict)
+    uneven: tuple[UnevenUse, ...] = ()
+    coupling: str | None = None
     recomputed: str = ""
     draws: bool = False
     different_draws: list[DifferentDraw] = field(default_factory=list)
+
+    def of_whole_batches(self) -> tuple[str, float]:
+        """The gradient that differs most where a pass has the rows of all data ranks, and by how
+        much.
+        """
+        right, whole = self.gradients, self.whole
+        top = max((float(g.abs().max()) for g in right.values()), default=0.0)
+        errors = {n: relative(whole[n], right[n], top * FLOOR) for n in right if n in whole}
+        name = max(errors, key=errors.__getitem__, default="")
+        return name, errors.get(name, 0.0)
 
 
 def train_single(
@@ -120,13 +144,14 @@ def train_single(
     Raises SingleError: the model has no loss, no gradient, or a value that is not finite.
     """
     reference = Reference(passes=[RankResult(data_rank=d) for d in range(batches.ranks)])
-    optimizer, scale = _optimizer(model), gradient_scale(lowered)
+    optimizer, scale = _single_optimizer(model, lowered), gradient_scale(lowered)
+    reference.before, used = _of_muon(model, optimizer), UsedParameters()
     share = scale / batches.ranks
     heads = [op for op in lowered.ops if isinstance(op, ChunkLoss)]
     for op in heads:
         with_terms(model, op)
     for number, step in enumerate(batches.steps):
-        for one in step:
+        for at, one in enumerate(step):
             for rank, result in enumerate(reference.passes):
                 inputs = {**one.of_rank(rank, batches.ranks), **batches.extra(number)}
                 drawn = [r.drawn[len(result.drawn)] for r in ranks if r.data_rank == rank]
@@ -134,8 +159,9 @@ def train_single(
                 result.drawn.append(getattr(draws, "drawn", []))
                 with draws:
                     loss = _forward(model, inputs, result if number == 0 else None)
-                backward = Trace()
-                with backward.of(named_modules(model)):
+                backward, noted = Trace(), used.of(model, number, at, rank)
+                used.looked |= getattr(draws, "looked", False)
+                with backward.of(named_modules(model)), noted:
                     (loss * (share * batches.weight(number))).backward()
                 reference.draws = reference.draws or bool(drawn or result.drawn[-1])
                 reference.different_draws += getattr(draws, "different_draws", [])
@@ -144,20 +170,27 @@ def train_single(
             reference.gradients = _gradients(model)
             if lowered.pipeline is not None:
                 _as_one_step(reference, batches)
-            if not reference.draws:
-                reference.whole = _whole(model, batches, scale)
+            _other_batches(reference, used, model, batches, scale)
         if batches.gradients_alone:
             break
-        trained = [p for p in model.parameters() if p.grad is not None]
-        reference.norms.append(nn.utils.clip_grad_norm_(trained, MAX_NORM))
-        optimizer.step()
-        optimizer.zero_grad()
+        reference.norms.append(_stepped(model, optimizer))
     if not batches.gradients_alone:
         reference.parameters = _parameters(model)
+        reference.states = _states(model, optimizer)
+    reference.uneven = used.uneven()
     _require_finite(reference)
     for result in reference.passes if heads else ():
         result.logits.clear()  # the ranks compute none
     return reference
+
+
+def _stepped(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensor:
+    """The norm of all gradients, with which the optimizer has stepped."""
+    trained = [p for p in model.parameters() if p.grad is not None]
+    norm: Tensor = nn.utils.clip_grad_norm_(trained, MAX_NORM)
+    optimizer.step()
+    optimizer.zero_grad()
+    return norm
 
 
 def _as_one_step(reference: Reference, batches: Batches) -> None:
@@ -173,20 +206,33 @@ def seed_rank(rank: int) -> None:
     torch.manual_seed(SEED + rank)
 
 
-def _whole(model: nn.Module, batches: Batches, scale: float) -> Tensors:
-    """The gradients with all rows of a pass in one batch; the model's own are put back."""
-    if batches.ranks == 1:
-        return {}
+def _other_batches(
+    reference: Reference, used: UsedParameters, model: nn.Module, batches: Batches, scale: float
+) -> None:
+    """What a model without random numbers computes with all rows in one batch, and with each alone,
+    where its code can see numbers; its gradients are put back.
+    """
+    if reference.draws or batches.ranks == 1:
+        return
+    first, extra = batches.steps[0][0], batches.extra(0)
     before = {p: p.grad for p in model.parameters()}
     model.zero_grad(set_to_none=True)
+    reference.whole = _whole(model, batches, scale)
+    if reference.of_whole_batches()[1] > LIMIT:
+        reference.coupling = coupling_module(model, first, extra, batches.ranks)
+    if used.looked:
+        used.of_rows(model, first, lambda inputs: _forward(model, {**inputs, **extra}, None))
+    for parameter, gradient in before.items():
+        parameter.grad = gradient
+
+
+def _whole(model: nn.Module, batches: Batches, scale: float) -> Tensors:
+    """The gradients with all rows of a pass in one batch."""
     extra = {name: value * batches.ranks for name, value in batches.extra(0).items()}
     for one in batches.steps[0]:
         loss = _forward(model, {**one.inputs, **extra}, None)
         (loss * (scale * batches.weight(0))).backward()
-    found = _gradients(model)
-    for parameter, gradient in before.items():
-        parameter.grad = gradient
-    return found
+    return _gradients(model)
 
 
 def train_rank(
@@ -210,7 +256,7 @@ def train_rank(
     """
     result.phase, result.data_rank = "parallel", run.data_rank
     result.part_rank = part_rank(run)
-    optimizer = run.optimizer(_optimizer(model))
+    optimizer = _rank_optimizer(model, run)
     for number, step in enumerate(batches.steps):
         if stages_of(model) is not None:
             loss = run.forward_backward([one.of_rank(run.data_rank, run.data_size) for one in step])
@@ -226,6 +272,7 @@ def train_rank(
         optimizer.zero_grad()
     if not batches.gradients_alone:
         result.parameters = _of_all_stages(_parameters(model), model)
+        result.states = _of_all_stages(_states(model, optimizer), model)
     result.phase = "done"
 
 
@@ -275,6 +322,46 @@ def _of_all_stages(own: Tensors, model: nn.Module) -> Tensors:
             if name not in found or not torch.equal(found[name], tensor):
                 found[name] = tensor
     return found
+
+
+def _single_optimizer(model: nn.Module, lowered: Lowered) -> torch.optim.Optimizer:
+    """The plan's own optimizer, on whole parameters; AdamW where it has none."""
+    if not lowered.has(Optimize):
+        return _optimizer(model)
+    return _without_noise(planned_optimizer(model, RATE, DECAY))
+
+
+def _rank_optimizer(model: nn.Module, run: Run) -> torch.optim.Optimizer:
+    if not run.lowered.has(Optimize):
+        return run.optimizer(_optimizer(model))
+    return _without_noise(run.optimizer(lr=RATE, weight_decay=DECAY))
+
+
+def _without_noise(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    for group in optimizer.param_groups:
+        if "eps" in group:
+            group["eps"] = max(group["eps"], EPSILON)
+    return optimizer
+
+
+def _of_muon(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
+    """Copies of the parameters that Muon steps."""
+    groups = (g for g in optimizer.param_groups if g.get("algorithm") == "muon")
+    stepped = {id(p) for group in groups for p in group["params"]}
+    return {n: p.detach().clone() for n, p in parameters_by_name(model) if id(p) in stepped}
+
+
+def _states(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
+    """The full states of the plan's own optimizer, but for numbers of steps."""
+    if not isinstance(optimizer, PlannedOptimizer):
+        return {}
+    orders = rank_orders(model)
+    return {
+        f"{name} ({key})": in_own_order(full_copy(state), orders.get(name))
+        for name, parameter in parameters_by_name(model)
+        for key, state in sorted(optimizer.state.get(parameter, {}).items())
+        if state.dim()
+    }
 
 
 def _optimizer(model: nn.Module) -> torch.optim.Optimizer:

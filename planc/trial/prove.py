@@ -1,5 +1,6 @@
 """One rank of a proof on processes: the trial program, and its distance from a single process."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -9,6 +10,7 @@ from torch import distributed
 from planc.model.small.user_model import ModelBuilder
 from planc.model.sources.huggingface import quiet
 from planc.ops.context import ContextParallel
+from planc.ops.fsdp import FullyShard
 from planc.ops.lowered import Lowered
 from planc.runtime.executor import alone, apply_lowered
 from planc.runtime.preconditions import of_all_ranks
@@ -57,6 +59,9 @@ def prove(
     if reference.draws and any(isinstance(op, ContextParallel) for op in lowered.ops):
         raise program.SingleError(program.DRAWS_PARTS)
     report("apply")
+    if reference.uneven and lowered.has(FullyShard):
+        one = reference.uneven[0]
+        raise RuntimeError(f"only some data ranks use `{one.name}`: {one.where} (PL512)")
     model = builder.build(seed).to(device)
     program.seed_rank(distributed.get_rank())
     run = apply_lowered(model, lowered, digest=digest, device_type=device, allow_code=True)
@@ -93,8 +98,33 @@ def compare(result: program.RankResult, reference: program.Reference) -> Errors:
         loss=max(map(numerics.relative, result.losses, right.losses)),
         gradients=numerics.errors_by_name(result.gradients, reference.gradients),
         norm=_norm(list(map(numerics.relative, result.norms, reference.norms))),
-        parameters=numerics.errors_by_name(result.parameters, reference.parameters),
+        parameters=_updates(result, reference),
     )
+
+
+def _updates(result: program.RankResult, reference: program.Reference) -> dict[str, float]:
+    """The error of each parameter after the last step: of its value, of its change where Muon made
+    it (a few hundredths of the value), and of its optimizer state.
+    """
+    found = numerics.errors_by_name(result.parameters, reference.parameters)
+    for name, before in reference.before.items():
+        if found.get(name, math.inf) < math.inf:
+            mine, right = (r.parameters[name] - before for r in (result, reference))
+            found[name] = max(found[name], numerics.relative(mine, right) / _slack(name, reference))
+    for name, error in numerics.errors_by_name(result.states, reference.states).items():
+        owner = name.partition(" ")[0]
+        mine, right = result.states.get(name), reference.states.get(name)
+        alike = mine is not None and right is not None and mine.dtype == right.dtype
+        counted = error / _slack(owner, reference) if alike else math.inf
+        found[owner] = max(found.get(owner, 0.0), counted)
+    return found
+
+
+def _slack(name: str, reference: program.Reference) -> float:
+    """How much more a parameter may be off because its state is rounded to bfloat16."""
+    states = (s for key, s in reference.states.items() if key.partition(" ")[0] == name)
+    rounded = any(state.dtype == torch.bfloat16 for state in states)
+    return 4 * numerics.UNIT_ROUNDOFF["bfloat16"] / PARAMETER_LIMIT if rounded else 1.0
 
 
 def _norm(errors: Sequence[float]) -> float:

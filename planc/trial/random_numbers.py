@@ -52,6 +52,7 @@ _IN_PLACE = ("bernoulli_", "uniform_", "normal_", "exponential_", "random_")
 _MADE = ("bernoulli", "rand", "rand_like", "randn", "randn_like", "randint", "randint_like")
 _NOISE = frozenset((*_IN_PLACE, *_MADE, "randperm", "multinomial", "native_dropout"))
 """The operations that return what they draw; `native_dropout` returns its mask too."""
+_LOOKS = ("_local_scalar_dense", "nonzero")
 
 
 def _noise(func: Any, out: Any) -> torch.Tensor | None:
@@ -63,14 +64,18 @@ def _noise(func: Any, out: Any) -> torch.Tensor | None:
 
 
 class Recorded(TorchDispatchMode):  # type: ignore[misc]
-    """Keeps what the operations of a forward pass draw, in order."""
+    """Keeps what the operations of a forward pass draw, in order, and whether code can see numbers,
+    as Python or as the size of a tensor.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.drawn: list[torch.Tensor] = []
+        self.looked = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
+        self.looked = self.looked or getattr(func, "overloadpacket", func).__name__ in _LOOKS
         if (drawn := _noise(func, out)) is not None:
             self.drawn.append(drawn.detach().clone())
         return out

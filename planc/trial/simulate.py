@@ -17,6 +17,7 @@ from planc.model.sources.huggingface import quiet
 from planc.ops import styles as ir
 from planc.ops.context import ContextParallel
 from planc.ops.document import digest
+from planc.ops.fsdp import FullyShard
 from planc.ops.lora import Adapt
 from planc.ops.lowered import Lowered
 from planc.ops.tensor_parallel import Parallelize
@@ -24,7 +25,7 @@ from planc.runtime.executor import adapted, alone, apply_lowered
 from planc.runtime.lora import missing_peft
 from planc.trial import program
 from planc.trial.batches import batches
-from planc.trial.discrepancies import Runs, compare_runs, failed_run
+from planc.trial.discrepancies import Runs, compare_runs, failed_run, uneven_use
 from planc.trial.observed_layouts import redistributions
 from planc.trial.outcome import Outcome
 from planc.trial.random_numbers import RankRandom
@@ -65,6 +66,8 @@ def simulate(
     if reference.draws and lowered.pipeline is not None:
         reason = "the random numbers of a pipeline's microbatches are not compared"
         return Outcome(verdict="unknown", reason=reason)
+    if reference.uneven and lowered.has(FullyShard):
+        return uneven_use(reference)
     results = [program.RankResult() for _ in models]
     runs = Runs(lowered=lowered, batches=data, reference=reference, results=results)
     failure = _run(models, runs)

@@ -28,6 +28,11 @@ _NEVER = KnownVerdict(
     level="unproved",
     text="never proved: run `planc check` with the same model, world size and settings",
 )
+_NEVER_OF_THE_SCRIPT = KnownVerdict(
+    level="unproved",
+    text="never proved with the code that this script runs: call `planc.check` in the script, or "
+    "`planc.apply` with `prove=True`",
+)
 
 Proof = Literal["layout flow", "processes"]
 _SAID: dict[Proof, tuple[Level, ...]] = {
@@ -51,7 +56,8 @@ def recall(lowered: Lowered, facts: Facts) -> KnownVerdict:
     layout flow shows, except that a plan that one of them refutes is refuted.
     """
     proofs: tuple[Proof, ...] = get_args(Proof)
-    return strongest(_verdict(lowered, facts, by) for by in proofs) or _NEVER
+    never = _NEVER if facts.user_model is None else _NEVER_OF_THE_SCRIPT
+    return strongest(_verdict(lowered, facts, by) for by in proofs) or never
 
 
 def _key(lowered: Lowered, facts: Facts, by: Proof) -> str:

@@ -252,23 +252,23 @@ def by_planc(model, lowered):
     return run.data_rank, run.data_size
 
 
-def by_script(model, lowered):
-    """The emitted Python instead; gives the data rank and size."""
+def by_script(model, lowered, space=False):
+    """The emitted Python instead; gives the data rank and size, and its names if asked."""
     from planc.emit.python.script import render
 
-    space = {}
-    exec(compile(render(lowered, digest="0" * 64), "emitted.py", "exec"), space)
-    homes = {getattr(value, "__module__", None) or "" for value in space.values()}
+    names = {}
+    exec(compile(render(lowered, digest="0" * 64), "emitted.py", "exec"), names)
+    homes = {getattr(value, "__module__", None) or "" for value in names.values()}
     assert not [home for home in homes if home.startswith("planc")], "the script needs planc"
-    mesh = space["build_mesh"]("cpu")
+    mesh = names["build_mesh"]("cpu")
     with quick_compile():
-        assert space["parallelize"](model, mesh) is model
+        assert names["parallelize"](model, mesh) is model
     rank, size = 0, 1
     for axis in lowered.axes:
         if axis.name in lowered.data:
             rank = rank * axis.size + mesh[axis.name].get_local_rank()
             size *= axis.size
-    return rank, size
+    return (rank, size, names) if space else (rank, size)
 
 
 BACKEND = "aot_eager"

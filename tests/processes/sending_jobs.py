@@ -9,8 +9,12 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import planc
+from planc.compiler import compile_plan
+from planc.diagnostic import Sink
 from planc.lowering.sends import sends
 from planc.lowering.step import EXCHANGE, GATHER, REDUCE, SCATTER, SEND, Step
+from planc.model.module_table import facts_of
+from planc.plan.parameter_owners import owned
 
 KINDS = {
     "all_gather_into_tensor": GATHER,
@@ -90,13 +94,18 @@ def _along(run, axes):
     return tuple(run.mesh.mesh[tuple(at)].flatten().tolist())
 
 
+def untouched(kind, changes):
+    config = getattr(transformers, f"{kind}Config")(**{**SIZES, **(changes or {})})
+    return getattr(transformers, f"{kind}ForCausalLM")(config)
+
+
 def counted(kind, plan, settings, rows, changes=None, passes=1):
     """What a step sent and what was told, each {(kind, ranks, bytes): times}, and the number of
     collectives that `CommDebugMode` counts beside that of those that were seen here.
     """
     torch.manual_seed(0)
-    config = getattr(transformers, f"{kind}Config")(**{**SIZES, **(changes or {})})
-    model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    model = untouched(kind, changes)
+    config = model.config
     run = planc.apply(model, plan, overrides=settings, device_type="cpu", compare=0)
     ids = torch.randint(1, 96, (rows // run.data_size, LENGTH))
     batch = {"input_ids": ids, "labels": ids}
@@ -113,7 +122,11 @@ def counted(kind, plan, settings, rows, changes=None, passes=1):
         with debug:
             run.forward_backward([batch] * passes)
     given = {"batch": rows * passes, "sequence": LENGTH, "micro_batches": passes}
-    step = Step(lowered=run.lowered, config=config.to_dict(), **given)
+    other = untouched(kind, changes)
+    facts = facts_of(other, config=other.config, config_name="config")
+    done = compile_plan(facts, plan, Sink(), world_size=4, settings=settings)
+    assert done.lowered.ops == run.lowered.ops
+    step = Step(lowered=run.lowered, config=config.to_dict(), owned=owned(*done.applied), **given)
     told = Counter()
     for one in sends(step):
         ranks = _along(run, one.axes)

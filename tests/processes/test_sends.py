@@ -25,6 +25,31 @@ CASES = {
     "ep and tp": ("Mixtral", "mixtral", ["ep=4", "tp=2", "recompute=false"]),
     "ep, sp and checkpoints": ("Mixtral", "mixtral", ["ep=2", "tp=2"]),
     "ep and checkpoints": ("Mixtral", "mixtral", ["ep=2"]),
+    "frozen blocks": ("Llama", "early.plan", ["checkpointing=false"]),
+    "frozen blocks and sp": ("Llama", "early.plan", ["tp=2", "checkpointing=false"]),
+    "frozen blocks, tp and checkpoints": (
+        "Llama",
+        "early.plan",
+        ["tp=2", "sequence_parallel=false"],
+    ),
+    "frozen last blocks": ("Llama", "late.plan", ["tp=2"]),
+    "frozen norms": ("Llama", "norms.plan", ["tp=2"]),
+    "adapters": ("Llama", "lora.plan", ["checkpointing=false"]),
+    "adapters and tp": (
+        "Llama",
+        "lora.plan",
+        ["tp=2", "sequence_parallel=false", "checkpointing=false"],
+    ),
+    "adapters and sp": ("Llama", "lora.plan", ["tp=2", "checkpointing=false"]),
+    "adapters, tp and checkpoints": ("Llama", "lora.plan", ["tp=2", "sequence_parallel=false"]),
+    "adapters, sp and checkpoints": ("Llama", "lora.plan", ["tp=2"]),
+    "inputs once for all projections": ("Llama", "input.plan", []),
+    "whole inputs of rowwise layers": (
+        "Bloom",
+        "bloom",
+        ["tp=2", "sequence_parallel=false", "checkpointing=false"],
+    ),
+    "packed projections": ("Phi3", "phi3", ["tp=2", "sequence_parallel=false"]),
 }
 CP = """plan cp for llama
 
@@ -52,23 +77,66 @@ fsdp on dp_shard * cp {
     root           : unit
 }
 """
-EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+PLANS = {
+    "early": "train {\n    model.embed_tokens : frozen\n    model.layers[0:2]  : frozen\n}",
+    "late": "train {\n    model.layers[2:4] : frozen\n}",
+    "norms": """train {
+    model.layers.*.input_layernorm : frozen
+    model.norm                     : frozen
+}""",
+    "lora": """adapters {
+    $block.self_attn.{q,k,v,o}_proj : lora(rank = 4, alpha = 8, init = random)
+    $block.mlp.{gate,up,down}_proj  : lora(rank = 4, init = random)
+}""",
+}
+INPUT = """plan input for llama
+
+mesh {
+    dp_shard = auto
+    tp       = 2
+}
+
+tensor on tp {
+    model.layers.* {
+        self_attn              : input(hidden_states = replicate -> replicate)
+        mlp                    : input(replicate -> replicate)
+        self_attn.{q,k,v}_proj : colwise
+        mlp.{gate,up}_proj     : colwise
+        self_attn.o_proj       : rowwise
+        mlp.down_proj          : rowwise
+    }
+    model.embed_tokens : rowwise
+    lm_head            : colwise(-> replicate)
+}
+
+fsdp on dp_shard {
+    precision(param = fp32, reduce = fp32)
+    model.layers.* : unit
+    root           : unit
+}
+"""
+CHANGES = {
+    "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "Phi3": {"pad_token_id": 0},
+}
 
 
 @pytest.fixture
 def run(four, tmp_path):
-    (tmp_path / "cp.plan").write_text(CP)
+    plans = {n: f'plan {n} for llama\n\nextend "llama.plan"\n\n{p}\n' for n, p in PLANS.items()}
+    for name, text in {**plans, "cp": CP, "input": INPUT}.items():
+        (tmp_path / f"{name}.plan").write_text(text)
 
     def counted(kind, plan, settings, changes=None, passes=1):
         own = plan.endswith(".plan")
-        precise = [] if own else ["param_dtype=fp32"]
+        precise = [] if plan in ("cp.plan", "input.plan") else ["param_dtype=fp32"]
         return four.run(
             "sending_jobs.counted",
             kind=kind,
             plan=str(tmp_path / plan) if own else plan,
             settings=[*precise, *settings],
             rows=8,
-            changes=EXPERTS if kind == "Mixtral" else changes,
+            changes=CHANGES.get(kind, changes),
             passes=passes,
         )
 

@@ -42,6 +42,7 @@ _FILES = (
     "pipeline_step.py",
     "clipping.py",
     "async_tensor_parallel.py",
+    "optimizer.py",
 )
 
 

@@ -24,6 +24,7 @@ from planc.ops.load import Load
 from planc.ops.lora import Adapt
 from planc.ops.lowered import Lowered, Stage
 from planc.ops.megatron_fsdp import MegatronShard
+from planc.ops.optimizer import Optimize
 from planc.ops.quantization import Quantize
 from planc.ops.uneven_groups import uneven_groups
 
@@ -36,6 +37,7 @@ _PIPELINED = """    mesh = build_mesh("cuda")
     losses = forward_backward(model, mesh, batches)  # of the last stage's microbatches
     norm = clip_grad_norm(model, 1.0)  # of all stages
 """
+_OPTIMIZER = "    optimizer = planned_optimizer(model, lr=1e-4, weight_decay=0.1)\n"
 _PACKED = """
 Packed weights of several projections are stored in the order of ranks:
 `full_state_dict(model)` returns them in the model's order.
@@ -63,6 +65,7 @@ def render(lowered: Lowered, *, digest: str) -> str:
             calls.setdefault(place, []).append(f"{name}{part.arguments}")
     functions += load_function(lowered)
     steps = _STEP if lowered.pipeline else ""
+    steps += "\nplanned_optimizer" * lowered.has(Optimize)
     definitions = inlined("\n\n".join([*functions, steps]))
     packed = any(source.startswith("def repack(") for source in definitions)
     if packed:  # its state dict must be reordered
@@ -131,7 +134,8 @@ def _docstring(lowered: Lowered, digest: str, packed: bool) -> str:
     return (
         f'"""{lowered.plan} for {lowered.model} on {lowered.world_size:,} ranks.\n\n'
         f"{fill(note, WIDTH)}\n\n"
-        f'{_PIPELINED if lowered.pipeline else _PLAIN}{_PACKED if packed else ""}"""\n'
+        f"{_PIPELINED if lowered.pipeline else _PLAIN}{_OPTIMIZER * lowered.has(Optimize)}"
+        f'{_PACKED if packed else ""}"""\n'
     )
 
 

@@ -20,6 +20,8 @@ from planc.model.small.depth import Depth, number
 from planc.model.small.multimodal import shrink_multimodal
 
 Fields = Mapping[str, Any]
+UNSHRUNK = 200_000_000
+"""The most parameters of a model that is run as it is: a user's own, without a configuration."""
 HEAD = 16  # head width, even also if only a quarter of it is rotated
 MOST = 16  # query heads, if at least two share a kv head; more show no further errors
 

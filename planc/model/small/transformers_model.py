@@ -37,12 +37,12 @@ def spread_weights(model: nn.Module, seed: int) -> None:
 
 class TransformersBuilder:
     """Builds the same small model several times, of a class in `folder` if the user allowed its
-    code.
+    code, with the `attention` function that a script has registered, if any.
 
     Raises PlanError (PL60x) if transformers cannot build it, and whatever the folder's code raises.
     """
 
-    def __init__(self, values: dict[str, Any], folder: str = "") -> None:
+    def __init__(self, values: dict[str, Any], folder: str = "", attention: str = "") -> None:
         sink = Sink()
         prepared: tuple[Any, Any] | None
         if folder:
@@ -52,6 +52,7 @@ class TransformersBuilder:
         if prepared is None:
             raise PlanError(sink)
         self._cls, self._part = prepared
+        self._attention = attention or "eager"
         self._choice: InputChoice | None = None
         self._codebooks: int | None = None
 
@@ -68,12 +69,14 @@ class TransformersBuilder:
         return int(size or 64)
 
     def build(self, seed: int) -> nn.Module:
-        """The model on the CPU in float32, training, with eager attention, by the seed alone."""
+        """The model on the CPU in float32, training, with eager attention or the script's own, by
+        the seed alone.
+        """
         torch.manual_seed(seed)
         with quiet(), isolated():
             # a copy: a plan changes the configuration of its model
             config = copy.deepcopy(self._part)
-            made = self._cls._from_config(config, attn_implementation="eager")
+            made = self._cls._from_config(config, attn_implementation=self._attention)
         spread_weights(made, seed + 1)
         model: nn.Module = made.float().train()
         if self._without_text or not {"labels", "decoder_input_ids"} & {*self.names}:

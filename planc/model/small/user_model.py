@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 from collections.abc import Callable
+from types import CellType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -13,18 +15,19 @@ from torch.nn import functional
 
 from planc.model.config import is_diffusers
 from planc.model.module_table import already_parallel
+from planc.model.shipped import content
 from planc.model.small.diffusers_model import DiffusersBuilder
 from planc.model.small.given_inputs import given_inputs, seen_inputs
 from planc.model.small.input_search import BatchShape, InputChoice
 from planc.model.small.output_loss import causal_output
+from planc.model.small.shrink import UNSHRUNK
 from planc.model.small.transformers_model import TransformersBuilder, spread_weights
 from planc.model.sources.huggingface import user_factory
 
 
 def copies_of(module: nn.Module) -> Callable[[], nn.Module]:
-    """A factory of copies of a module on the CPU; the module itself is not touched.
-
-    Parameters on meta get random values, about as large as torch's own first ones.
+    """A factory of copies of a module on the CPU, with weights of their own: a verdict is of code,
+    and not of the weights that a script has drawn or loaded. The module itself is not touched.
 
     Raises:
         ValueError: the module is parallel already, or has a buffer on meta, whose values only its
@@ -40,7 +43,7 @@ def copies_of(module: nn.Module) -> Callable[[], nn.Module]:
         )
 
     def make() -> nn.Module:
-        made = copy.deepcopy(module)
+        made = copied(module, {})
         if torch.get_default_device().type == "meta":  # to be looked at, and not to be run
             return made
         known: dict[int, Any] = {}
@@ -50,9 +53,79 @@ def copies_of(module: nn.Module) -> Callable[[], nn.Module]:
                     if id(parameter) not in known:
                         known[id(parameter)] = _filled(parameter)
                     inner._parameters[name] = known[id(parameter)]
-        return made.to("cpu")
+        made = made.to("cpu")
+        _draw(made)
+        return made
 
     return make
+
+
+def copied(module: nn.Module, known: dict[int, Any]) -> nn.Module:
+    """A copy of a module: its own functions, such as a replaced forward, call modules of the copy.
+
+    Args:
+        known: what takes the place of objects, by their ids, as of `copy.deepcopy`.
+    """
+    made = copy.deepcopy(module, known)
+    for inner in module.modules():
+        there = known[id(inner)].__dict__
+        for name, value in inner.__dict__.items():
+            if isinstance(value, FunctionType | MethodType):
+                there[name] = _rebound(value, known)
+            elif name.endswith("_hooks") and value:
+                there[name].update({key: _rebound(hook, known) for key, hook in value.items()})
+    return made
+
+
+def without_devices(module: nn.Module) -> nn.Module:
+    """A copy that a process without devices can read: parameters on meta, buffers on the CPU."""
+    known: dict[int, Any] = {id(b): b.detach().cpu() for b in module.buffers()}
+    for p in module.parameters():
+        known[id(p)] = nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad)
+    return copied(module, known)
+
+
+def _rebound(value: Any, known: dict[int, Any]) -> Any:
+    """A function with the copies of the modules that it holds, in its closure or its defaults."""
+    match value:
+        case FunctionType():
+            cells = (CellType(_rebound(content(cell), known)) for cell in value.__closure__ or ())
+            given = _rebound(value.__defaults__, known)
+            made = FunctionType(
+                value.__code__, value.__globals__, value.__name__, given, tuple(cells)
+            )
+            made.__kwdefaults__ = _rebound(value.__kwdefaults__, known)
+            made.__dict__.update(value.__dict__)
+            return made
+        case MethodType():
+            return MethodType(_rebound(value.__func__, known), _rebound(value.__self__, known))
+        case tuple() if type(value) is tuple:
+            return tuple(_rebound(one, known) for one in value)
+        case dict() if type(value) is dict:
+            return {name: _rebound(one, known) for name, one in value.items()}
+        case nn.Module() | nn.Parameter():
+            return known.get(id(value), value)
+    return value
+
+
+def _draw(model: nn.Module) -> None:
+    """Gives all parameters new values: torch's layers their first ones; others numbers of the size
+    that they have, unless all are equal, as its code has set them.
+    """
+    for module in model.modules():
+        reset = getattr(module, "reset_parameters", None)
+        if reset is not None and type(module).__module__.startswith("torch.nn."):
+            reset()
+            continue
+        for parameter in module._parameters.values():
+            if parameter is None or not parameter.is_floating_point() or parameter.numel() < 2:
+                continue
+            values = parameter.detach().float()
+            width, mean = float(values.std()), float(values.mean())
+            if width > 0:
+                width = 2.0 ** round(math.log2(width))  # of another drawing the same
+                drawn = torch.randn(values.shape) * width + round(mean / width) * width
+                parameter.data.copy_(drawn)
 
 
 def _filled(parameter: Any) -> Any:
@@ -61,8 +134,6 @@ def _filled(parameter: Any) -> Any:
     return nn.Parameter(values, requires_grad=parameter.requires_grad)
 
 
-LARGEST = 200_000_000
-"""The most parameters of a user's model, which cannot be shrunk without a configuration."""
 Given = tuple[Any, Any]
 """Inputs and a loss, as `given_inputs` takes them; None for what is not said."""
 _LABELS = "_planc_labels"  # where a model keeps the labels of the pass that runs
@@ -76,6 +147,7 @@ def builder_of(
     *,
     dropout: bool = False,
     given: Given = (None, None),
+    attention: str = "",
 ) -> ModelBuilder:
     """The object that builds a model to be run.
 
@@ -86,6 +158,7 @@ def builder_of(
         module: a user's own model, of which copies are run.
         dropout: whether a user's own model keeps its dropout.
         given: what the user says of the inputs and the loss of such a model.
+        attention: the name of an attention function of the script's own.
 
     Raises:
         PlanError: transformers or diffusers cannot build the configuration.
@@ -96,7 +169,9 @@ def builder_of(
         return UserModelBuilder(copies_of(module), dropout=dropout, given=given)
     if code and not values:
         return UserModelBuilder(user_factory(code), dropout=dropout)
-    return DiffusersBuilder(values) if is_diffusers(values) else TransformersBuilder(values, code)
+    if is_diffusers(values):
+        return DiffusersBuilder(values)
+    return TransformersBuilder(values, code, attention)
 
 
 class UserModelBuilder:
@@ -123,7 +198,7 @@ class UserModelBuilder:
         with torch.device("meta"):
             made = self._make()
         count = sum(p.numel() for p in made.parameters())
-        if count > LARGEST:
+        if count > UNSHRUNK:
             raise ValueError(f"it has {count:,} parameters: give a small model of the same code")
         self._given = given_inputs(*given, made)
         names = list(inspect.signature(made.forward).parameters)

@@ -15,9 +15,10 @@ from typing import Any
 from unittest import mock
 
 from planc.diagnostic import Sink, did_you_mean, one_of
-from planc.model.config import Config
+from planc.model.config import Config, buildable
 from planc.model.facts import Facts
 from planc.model.module_table import facts_of
+from planc.model.own_code import own_code
 from planc.model.sources.isolation import import_models, isolated, without_kernels
 
 _ESSENTIAL = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
@@ -107,7 +108,9 @@ def own_facts(folder: str, values: Mapping[str, Any] | None, name: str, sink: Si
     with quiet():
         try:
             cls, part = prepare_own(folder, values)
-            return facts_of(_on_meta(lambda: cls._from_config(part)), config=part, config_name=name)
+            made = _on_meta(lambda: cls._from_config(part))
+            found = facts_of(made, config=part, config_name=name)
+            return replace(found, own_code=own_code(made))
         except (Exception, SystemExit) as error:
             message = f"the code that {name} names failed: {reason(error)}"
             sink.error("PL608", message, help="planc runs it as `trust_remote_code` would")
@@ -147,7 +150,8 @@ def from_factory(module: str, factory: str, sink: Sink) -> Facts | None:
             kind = type(made).__name__
             raise TypeError(f"it returned an object of type {kind}, not an nn.Module")
         found = facts_of(made, config=getattr(made, "config", None), config_name=name)
-        return replace(found, code=name)
+        alone = not buildable(found.config)
+        return replace(found, code=name, own_code=own_code(made, alone=alone))
     except (Exception, SystemExit) as error:
         advice = "it is called without arguments, on the meta device, and returns an nn.Module"
         sink.error("PL608", f"{name} failed: {reason(error)}", help=advice)

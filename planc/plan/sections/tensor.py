@@ -26,6 +26,7 @@ _EXAMPLES = {
     "train": "model.layers.* : frozen",
     "expert": "model.layers.*.mlp.experts : dispatch(all_to_all)",
     "loss": "lm_head : cross_entropy(chunks = 8)",
+    "optimizer": "model.layers.*.mlp.*_proj : muon",
 }
 _ASPECTS = ("input", "output", "attributes")
 

@@ -118,7 +118,7 @@ def style_of(call: ast.Call, scope: Scope, *, kind: str = "other") -> ir.Style |
 def _weighted(call: ast.Call, scope: Scope, kind: str) -> ir.Colwise | ir.Rowwise | None:
     arguments = Arguments(call, scope, ("local", "parts", "interleaved"))
     local = arguments.truth("local", True)
-    parts, interleaved = _parts(arguments)
+    parts, interleaved = parts_of(arguments)
     default = ir.Colwise() if call.name == "colwise" else ir.Rowwise()
     source, target = default.input, default.output
     if isinstance(default, ir.Rowwise) and kind == "embedding":
@@ -153,7 +153,7 @@ def _arrow(arguments: Arguments, at: int, source: ir.Layout, hint: str) -> ir.Re
     return None if one is None or two is None else ir.Redistribution(one, two)
 
 
-def _parts(arguments: Arguments) -> tuple[ir.Parts, bool]:
+def parts_of(arguments: Arguments) -> tuple[ir.Parts, bool]:
     """`parts = 2` or `parts = [a, b]`, and `interleaved = true`."""
     interleaved = arguments.truth("interleaved", False)
     expression = arguments.take("parts")
@@ -306,7 +306,7 @@ def _held(expression: ast.Expr, arguments: Arguments) -> ir.ParameterLayout | No
         layout = _layout(expression, arguments)
         return None if layout is None else ir.ParameterLayout(layout=layout)
     inner = Arguments(expression, arguments.scope, ("parts", "interleaved"))
-    parts, interleaved = _parts(inner)
+    parts, interleaved = parts_of(inner)
     dim = evaluate(inner.positional[0].value, inner.scope) if inner.positional else None
     if not isinstance(dim, int) or isinstance(dim, bool):
         inner.wrong(expression, "`shard` names the dim that it splits", "write `shard(1)`")

@@ -111,7 +111,10 @@ def power_over(
 ) -> Tensor:
     """The sum of powers (or the maximum) over the shards of all ranks."""
     total = torch.zeros((), device=device)
-    norms = torch._foreach_norm(parts, norm_type, dtype=torch.float32) if parts else ()
+    wide = (
+        torch.float64 if any(p.dtype == torch.float64 for p in parts) else torch.float32
+    )
+    norms = torch._foreach_norm(parts, norm_type, dtype=wide) if parts else ()
     for norm in norms:
         power = norm if math.isinf(norm_type) else norm**norm_type
         total = added_power(total, power.to(device), norm_type)

@@ -196,6 +196,16 @@ def positions_of(
     coordinate: tuple[int, ...],
     placements: Sequence[Placement],
 ) -> list[list[int]]:
+    """`places_of` as lists."""
+    return [p.tolist() for p in places_of(shape, sizes, coordinate, placements)]
+
+
+def places_of(
+    shape: tuple[int, ...],
+    sizes: tuple[int, ...],
+    coordinate: tuple[int, ...],
+    placements: Sequence[Placement],
+) -> list[Tensor]:
     """The positions in the full tensor that one rank holds, by dim.
 
     FSDP shards the local tensors of tensor parallelism, though its mesh dim comes
@@ -219,7 +229,7 @@ def positions_of(
     for axis, last in reversed(late):
         own = (len(shape), sizes[axis], coordinate[axis])
         found[last.dim] = chunk_of(last, found[last.dim], *own)
-    return [p.tolist() for p in found]
+    return found
 
 
 def chunk_of(

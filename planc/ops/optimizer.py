@@ -1,0 +1,129 @@
+"""How the optimizer steps parameters: algorithms, and what they treat as one matrix."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
+from typing import Annotated, Any, ClassVar
+
+from planc.model.facts import Modules
+from planc.ops import phrases
+from planc.ops.base import OMIT, AxisSizes, Dtype, Form, Op, Pairs, Size, choice, kind_of
+from planc.ops.call import Context, Each, FunctionCall, ScriptFunction, Step, Table, Value, dtype
+
+Factor = Annotated[int | float, Form({"type": "number", "minimum": 0})]
+Fraction = Annotated[
+    int | float, Form({"type": "number", "minimum": 0, "exclusiveMaximum": 1}, name="below_one")
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdamW:
+    """torch's `AdamW`."""
+
+    KIND: ClassVar[str] = "adamw"
+
+    beta1: Fraction = field(default=0.9, metadata=OMIT)
+    beta2: Fraction = field(default=0.999, metadata=OMIT)
+    eps: Factor = field(default=1e-8, metadata=OMIT)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sgd:
+    """torch's `SGD`; its weight decay is a part of the gradient."""
+
+    KIND: ClassVar[str] = "sgd"
+
+    momentum: Fraction = field(default=0.0, metadata=OMIT)
+    nesterov: bool = field(default=False, metadata=OMIT)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """The matrices of a parameter: `sizes` along `dim`; none for the whole parameter, or for each
+    entry of a stack.
+    """
+
+    dim: Annotated[int, Form({"minimum": 0, "maximum": 2})] = field(default=0, metadata=OMIT)
+    sizes: tuple[Size, ...] = field(default=(), metadata=OMIT)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Muon:
+    """torch's `Muon`, on matrices that are gathered by one owner each.
+
+    Args:
+        units: of the parameters that it takes.
+        compute: the dtype of the Newton-Schulz iteration; None for float32, or that of the
+            parameter if it is wider.
+    """
+
+    KIND: ClassVar[str] = "muon"
+
+    units: Annotated[Pairs[Cut], Form({"minProperties": 1})]
+    momentum: Fraction = field(default=0.95, metadata=OMIT)
+    nesterov: bool = field(default=True, metadata=OMIT)
+    ns_steps: Size = field(default=5, metadata=OMIT)
+    adjust_lr: Annotated[str, choice("original", "match_rms_adamw")] = field(
+        default="original", metadata=OMIT
+    )
+    compute: Dtype | None = field(default=None, metadata=OMIT)
+
+
+Algorithm = Annotated[AdamW | Sgd | Muon, Form(tag="algorithm")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Optimize(Op):
+    """How the parameters inside modules are stepped; a later operation may be on a submodule.
+
+    Args:
+        lr, weight_decay: factors of what the script gives `run.optimizer`.
+        state: the dtype of the optimizer's state; None for that of the parameter.
+    """
+
+    modules: Modules
+    algorithm: Algorithm
+    lr: Factor = field(default=1.0, metadata=OMIT)
+    weight_decay: Factor = field(default=1.0, metadata=OMIT)
+    state: Dtype | None = field(default=None, metadata=OMIT)
+
+    KIND: ClassVar[str] = "optimize"
+    SCRIPT: ClassVar = ScriptFunction("optimize_parameters", "Records how parameters are stepped.")
+
+    def calls(self, _context: Context) -> Iterator[Step]:
+        terms: list[tuple[str, Value]] = [("lr", self.lr), ("weight_decay", self.weight_decay)]
+        terms += [("state", dtype(self.state))]
+        match self.algorithm:
+            case AdamW(beta1=one, beta2=two, eps=eps):
+                terms += [("betas", (one, two)), ("eps", eps)]
+            case Sgd():
+                terms += [(f.name, getattr(self.algorithm, f.name)) for f in fields(Sgd)]
+            case Muon(units=units, compute=compute):
+                some = ("momentum", "nesterov", "ns_steps", "adjust_lr")
+                terms += [(name, getattr(self.algorithm, name)) for name in some]
+                cuts = ((n, (c.dim, c.sizes) if c.sizes else ()) for n, c in units)
+                terms += [("compute", dtype(compute)), ("units", Table(tuple(cuts)))]
+        name = kind_of(type(self.algorithm))
+        call = FunctionCall("standalone.optimizer:optimize", (name,), tuple(terms))
+        yield Each(modules=self.modules, calls=(call,), note=self.place)
+
+    WORD: ClassVar = "optimizer"
+    ABOUT: ClassVar[tuple[str, ...]] = ("modules",)
+
+    def headline(self, _mesh: AxisSizes | None = None) -> str:
+        """`muon of 3 parts, lr x 0.5`."""
+        usual = {f.name: f.default for f in fields(self.algorithm) if f.name != "units"}
+        given = ((name, getattr(self.algorithm, name)) for name in usual)
+        words = [f"{n} = {_shown(v)}" for n, v in given if v != usual[n]]
+        words += [f"lr x {self.lr:g}"] * (self.lr != 1)
+        words += [f"weight decay x {self.weight_decay:g}"] * (self.weight_decay != 1)
+        words += [f"states in {phrases.value(self.state)}"] * (self.state is not None)
+        return ", ".join([f"{kind_of(type(self.algorithm))}{self._matrices()}", *words])
+
+    def _matrices(self) -> str:
+        cuts = dict(self.algorithm.units) if isinstance(self.algorithm, Muon) else {}
+        found = {f"{name} in {len(c.sizes)} of dim {c.dim}" for name, c in cuts.items() if c.sizes}
+        return f" ({', '.join(sorted(found))})" if found else ""
+
+
+def _shown(value: Any) -> str:
+    return phrases.value(value) if isinstance(value, str) else f"{value}".lower()

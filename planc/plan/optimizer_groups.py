@@ -1,0 +1,102 @@
+"""Which optimizer rule steps a parameter, and what Muon orthogonalizes of it."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from planc.model.facts import Facts, Modules, Parameter
+from planc.ops.contract import Split, part_sizes
+from planc.ops.optimizer import Cut, Muon
+from planc.plan.experts import expert_count
+from planc.plan.ir import OptimizerRule, Plan
+from planc.plan.parameter_owners import divided_by, inner_first, owned
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stepped:
+    """A trainable parameter of some modules, and the rule that steps it; None for none."""
+
+    modules: Modules
+    parameter: Parameter
+    rule: OptimizerRule | None
+
+    @property
+    def matrix(self) -> bool:
+        """Whether Muon takes it: the weight of a layer, or the weights of fused experts."""
+        return is_matrix(self.modules, self.parameter)
+
+
+def is_matrix(modules: Modules, parameter: Parameter) -> bool:
+    """Whether a parameter is a matrix, or a stack of experts' matrices."""
+    experts = expert_count(modules.module)
+    return len(parameter.shape) == (2 if experts is None else 3)
+
+
+def steps_of(plan: Plan, facts: Facts) -> Iterator[Stepped]:
+    """Every trainable parameter with its rule: the innermost one around it that takes it."""
+    every = inner_first([(rule.modules, rule) for rule in plan.optimizer])
+    others = [(m, rule) for m, rule in every if not isinstance(rule.op.algorithm, Muon)]
+    for own in owned(plan, facts):
+        for part, rule in divided_by(own.modules, every):
+            for piece, other in divided_by(part, others):
+                for p in piece.module.parameters:
+                    if own.trains(p):
+                        chosen = rule if is_matrix(piece, p) else other
+                        yield Stepped(modules=piece, parameter=p, rule=chosen)
+
+
+def cut_of(step: Stepped, plan: Plan, facts: Facts) -> Cut | str:
+    """The matrices that Muon orthogonalizes of a parameter, or why there are none such."""
+    rule, shape = step.rule, step.parameter.shape
+    assert rule is not None
+    fused = fused_parts(step, plan)
+    if rule.parts != 1:
+        dim = fused.dim if fused else _outputs(step)
+        fused = Split(dim, rule.parts)
+    match rule.per:
+        case "head":
+            size = _head_dim(step, facts)
+            if size is None:
+                return "its module has no `head_dim`"
+            if shape[0] % size:
+                return f"its {shape[0]:,} rows are not whole heads of {size:,}"
+            return Cut(sizes=(size,) * (shape[0] // size))
+        case "part" if fused is None:
+            return "no tensor rule says its parts"
+        case "expert" if len(shape) != 3:
+            return "it is no stack of experts"
+        case "matrix":
+            fused = None
+    if fused is None:
+        return Cut()
+    if fused.interleaved:
+        return "its parts alternate"
+    sizes = part_sizes(fused, shape[fused.dim])
+    if sum(sizes) != shape[fused.dim]:
+        return f"its dim {fused.dim} is {shape[fused.dim]:,}, the parts are {sum(sizes):,}"
+    return Cut(dim=fused.dim, sizes=sizes)
+
+
+def fused_parts(step: Stepped, plan: Plan) -> Split | None:
+    """How a tensor rule says that a parameter packs several projections; None where none does."""
+    rules = (r for r in plan.tensor if r.modules.overlap(step.modules))
+    splits = (split for r in rules if (split := r.split(step.parameter)) is not None)
+    return next((split for split in splits if split.parts != 1), None)
+
+
+def _outputs(step: Stepped) -> int:
+    """The dim of a weight's output features."""
+    if len(step.parameter.shape) == 3:
+        return 1
+    return 1 if step.modules.module.kind == "conv1d" else 0
+
+
+def _head_dim(step: Stepped, facts: Facts) -> int | None:
+    """The features of a head, as the attention around a projection has them."""
+    path = step.modules.path
+    for depth in range(len(path) - 1, 0, -1):
+        around = Modules(path[:depth], step.modules.module)
+        for at in facts.model.below():
+            size = at.module.fact("head_dim")
+            if size is not None and at.key == around.key and at.overlap(around):
+                return size
+    return None

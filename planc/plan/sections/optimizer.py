@@ -1,0 +1,83 @@
+"""The optimizer section -> how the parameters inside modules are stepped."""
+
+from dataclasses import fields, replace
+from typing import Any
+
+from planc.ops.optimizer import AdamW, Muon, Optimize, Sgd
+from planc.plan.call_arguments import Arguments
+from planc.plan.ir import OptimizerRule
+from planc.plan.program import Program
+from planc.plan.rule_conflicts import Claims
+from planc.plan.sections.fsdp_policies import DTYPES
+from planc.plan.sections.tensor import modules_of, no_axes, rules_of
+from planc.plan.sections.tensor_styles import parts_of
+from planc.syntax import ast
+
+_ALGORITHMS = {"adamw": AdamW, "sgd": Sgd, "muon": Muon}
+_PER = {word: word for word in ("matrix", "part", "head", "expert")}
+_STATES = {word: name for word, name in DTYPES.items() if name in ("float32", "bfloat16")}
+_FACTOR = ("a number from 0", lambda value: value >= 0)
+_BELOW_ONE = ("a number from 0 to below 1", lambda value: 0 <= value < 1)
+
+
+def optimizer(program: Program) -> tuple[OptimizerRule, ...]:
+    """The rules of the optimizer sections, outer modules before those inside them.
+
+    A rule applies to all parameters inside its modules without a rule of their own; `muon` to the
+    matrices among them.
+    """
+    claims: Claims[OptimizerRule] = Claims(program.sink)
+    for section in program.named("optimizer"):
+        no_axes(section, program)
+        for rule, placed in rules_of(section, tuple(_ALGORITHMS), "algorithm", program):
+            assert isinstance(rule.target, ast.Selector)
+            whole = rule.target.path == "root" and not placed.nested
+            facts = program.facts
+            found = (facts.model,) if whole else modules_of(rule, placed, program.scope)
+            read = _rule(rule.action, program)
+            if read is not None:
+                claims.add(found, "optimizer", read, rule.origin, override=rule.override)
+    made = (replace(c.value, modules=c.modules, origin=c.origin) for c in claims.claims)
+    return tuple(sorted(made, key=lambda rule: len(rule.modules.path)))
+
+
+def _rule(call: ast.Call, program: Program) -> OptimizerRule | None:
+    """An algorithm with its arguments, on the whole model; None after a finding."""
+    kind = _ALGORITHMS[call.name]
+    own = [f.name for f in fields(kind) if f.name != "units"]
+    more = ("per", "parts") if kind is Muon else ()
+    arguments = Arguments(call, program.scope, ("lr", "weight_decay", "state", *more, *own))
+    values: dict[str, object] = {}
+    for f in fields(kind):
+        match f.name:
+            case "units":
+                values["units"] = ()
+            case "eps":
+                values[f.name] = arguments.number(f.name, 1e-8, *_FACTOR)
+            case "nesterov":
+                values[f.name] = arguments.truth(f.name, bool(f.default))
+            case "ns_steps":
+                values[f.name] = arguments.integer(f.name, 5)
+            case "adjust_lr":
+                ways = {word: word for word in ("original", "match_rms_adamw")}
+                values[f.name] = arguments.word(f.name, ways, "original")
+            case "compute":
+                values[f.name] = arguments.word(f.name, _STATES, None)
+            case _:
+                default: Any = f.default
+                values[f.name] = arguments.number(f.name, float(default), *_BELOW_ONE)
+    per = arguments.word("per", _PER, None) if more else None
+    parts, alternate = parts_of(arguments) if more else (1, False)
+    if alternate:
+        hint = "orthogonalize heads, `per = head`, or the whole weight, `per = matrix`"
+        arguments.wrong(call, "parts that alternate have no rows of their own", hint)
+    op = Optimize(
+        modules=program.facts.model,
+        algorithm=kind(**values),
+        lr=arguments.number("lr", 1.0, *_FACTOR),
+        weight_decay=arguments.number("weight_decay", 1.0, *_FACTOR),
+        state=arguments.word("state", _STATES, None),
+    )
+    if not arguments.done():
+        return None
+    return OptimizerRule(modules=op.modules, op=op, per=per, parts=parts, origin=call.origin)

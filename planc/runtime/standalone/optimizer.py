@@ -1,0 +1,581 @@
+"""The optimizer that a plan describes: AdamW, SGD, and Muon computed by owners.
+
+Muon orthogonalizes whole matrices, and ranks hold shards of them. Each matrix has an
+owner, one of the ranks that hold a piece of it: one all-to-all brings the pieces of
+all matrices to their owners, another one brings the orthogonalized updates back.
+Momentum, weight decay and parameters stay sharded.
+
+Emitted scripts inline these definitions without their types.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.optim.adamw import adamw
+from torch.optim.sgd import sgd
+
+from planc.runtime.standalone.shards import (
+    Order,
+    Runs,
+    part_of,
+    places_of,
+    plain_name,
+    rank_orders,
+    splits,
+)
+
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
+"""The coefficients of Muon's iteration. Source: `torch.optim.Muon`."""
+BUCKET = 2**28
+"""The most elements a rank exchanges at once: 1 GiB of float32."""
+
+Blocks = list[tuple[tuple[slice, ...], tuple[slice, ...]]]
+"""(slices of a shard, slices of a unit) of the pieces of a unit that a rank holds."""
+
+# Groups -------------------------------------------------------------------------------
+
+
+def optimize(module: nn.Module, algorithm: str, **terms: Any) -> None:
+    """Records how the parameters inside a module are stepped, for `planned_optimizer`.
+
+    Args:
+        module: with the parameters; a record on a module inside it wins.
+        algorithm: `adamw`, `sgd` or `muon`.
+        terms: `lr` and `weight_decay`, factors of the script's; `state`, the dtype of
+            the state; those of the algorithm. `units` of Muon has the names of the
+            module's own parameters that it takes, each with the dim along which the
+            parameter is cut into matrices and their sizes; () for a whole matrix.
+    """
+    module.optimizer_terms = {"algorithm": algorithm, **terms}
+
+
+def planned_optimizer(
+    model: nn.Module, lr: float, weight_decay: float = 0.0
+) -> PlannedOptimizer:
+    """The optimizer of all trainable parameters, in the groups that the plan decides.
+
+    Every rank calls it after the plan is applied: it may create process groups.
+
+    Args:
+        model: with the plan applied.
+        lr, weight_decay: what the plan's factors multiply.
+
+    Raises:
+        ValueError: a trainable parameter is in no group.
+    """
+    groups: dict[str, dict[str, Any]] = {}
+    seen: set[int] = set()
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad or id(parameter) in seen:
+            continue
+        seen.add(id(parameter))
+        terms = dict(terms_of(model, name))
+        terms.pop("units", None)
+        group = groups.setdefault(repr(terms), {**terms, "params": []})
+        group["params"].append(parameter)
+    for group in groups.values():
+        group["lr"] = lr * group["lr"]
+        group["weight_decay"] = weight_decay * group["weight_decay"]
+    return PlannedOptimizer(model, list(groups.values()))
+
+
+def terms_of(model: nn.Module, name: str) -> dict[str, Any]:
+    """What the innermost module around a parameter records that takes it."""
+    path, _, own = name.rpartition(".")
+    inner = True
+    while True:
+        terms = getattr(model.get_submodule(path), "optimizer_terms", None)
+        units = None if terms is None else terms.get("units")
+        if terms is not None and (units is None or (inner and own in units)):
+            return dict(terms)
+        if not path:
+            raise ValueError(f"the plan's optimizer does not step {name}")
+        path, _, last = path.rpartition(".")
+        # a wrapper stands for its module
+        inner = inner and last in ("_checkpoint_wrapped_module", "_orig_mod")
+
+
+class PlannedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
+    """AdamW, SGD and Muon, by the `algorithm` of each group.
+
+    States have the names that torch's optimizers use, and the layout of parameters.
+    """
+
+    def __init__(self, model: nn.Module, groups: list[dict[str, Any]]) -> None:
+        super().__init__(groups, {})
+        self.buckets: dict[int, list[Bucket]] = {}
+        muon = [i for i, g in enumerate(self.param_groups) if g["algorithm"] == "muon"]
+        orders = {**rank_orders(model)}
+        known = {
+            id(p): (orders.get(plain_name(n)), terms_of(model, n).get("units", {}))
+            for n, p in model.named_parameters()
+        }
+        names = {id(p): n.rpartition(".")[2] for n, p in model.named_parameters()}
+        alike: list[tuple[int, Any, list[Tensor]]] = []
+        shared: dict[Any, Any] = {}
+        for number in muon:
+            some = self.param_groups[number]["params"]
+            alike += [(number, *each) for each in bucketed(some)]
+        made = process_groups([where for _, where, _ in alike])
+        for (number, where, parameters), group in zip(alike, made, strict=True):
+            units = [
+                units_of(p, *known[id(p)], name=names[id(p)], where=where, known=shared)
+                for p in parameters
+            ]
+            self.buckets.setdefault(number, []).append(
+                Bucket(parameters, units, group, where)
+            )
+
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step of all groups; every rank calls it."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for number, group in enumerate(self.param_groups):
+            if group["algorithm"] == "muon":
+                for bucket in self.buckets.get(number, ()):
+                    bucket.step(group, self.state)
+            else:
+                some = [p for p in group["params"] if p.grad is not None]
+                kind = step_adamw if group["algorithm"] == "adamw" else step_sgd
+                kind(some, group, self.state)
+        return loss
+
+
+def state_like(parameter: Tensor, state: Any, name: str, group: Any) -> Tensor:
+    """A state of the layout of a parameter, zero before the first step."""
+    if name not in state:
+        dtype = group["state"] or parameter.dtype
+        state[name] = torch.zeros_like(parameter, dtype=dtype)
+    return part_of(state[name])
+
+
+def gradient_of(parameter: Tensor) -> Tensor:
+    """This rank's shard of a gradient, which is summed if it is partial."""
+    gradient: Any = parameter.grad
+    placements = parameter.placements if isinstance(parameter, DTensor) else None
+    if isinstance(gradient, DTensor) and gradient.placements != placements:
+        gradient = gradient.redistribute(placements=placements)
+    return part_of(gradient)
+
+
+def in_dtype(states: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """States in the dtype of a step; the same tensors if they have it."""
+    return [state.to(dtype) for state in states]
+
+
+def written_back(states: Sequence[Tensor], computed: Sequence[Tensor]) -> None:
+    """Rounds what a step computed into states of another dtype."""
+    for state, value in zip(states, computed, strict=True):
+        if state is not value:
+            state.copy_(value)
+
+
+def step_adamw(parameters: Sequence[Tensor], group: Any, state: Any) -> None:
+    """AdamW on local shards: all that it computes is elementwise."""
+    for some in same_dtype(parameters):
+        for p in some:
+            state[p].setdefault("step", torch.tensor(0.0))
+        first = [state_like(p, state[p], "exp_avg", group) for p in some]
+        second = [state_like(p, state[p], "exp_avg_sq", group) for p in some]
+        one, two = (in_dtype(s, some[0].dtype) for s in (first, second))
+        adamw(
+            [part_of(p) for p in some],
+            [gradient_of(p) for p in some],
+            one,
+            two,
+            [],
+            [state[p]["step"] for p in some],
+            foreach=True,
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+        written_back([*first, *second], [*one, *two])
+
+
+def step_sgd(parameters: Sequence[Tensor], group: Any, state: Any) -> None:
+    """SGD on local shards; its weight decay is that of torch's SGD, a part of the
+    gradient.
+    """
+    for some in same_dtype(parameters):
+        kept: list[Tensor] = []
+        if group["momentum"]:
+            fresh = ["momentum_buffer" not in state[p] for p in some]
+            kept = [state_like(p, state[p], "momentum_buffer", group) for p in some]
+        buffers: list[Any] = in_dtype(kept, some[0].dtype)
+        given = [None if kept and fresh[i] else b for i, b in enumerate(buffers)]
+        sgd(
+            [part_of(p) for p in some],
+            [gradient_of(p) for p in some],
+            given if kept else [None] * len(some),
+            foreach=True,
+            weight_decay=group["weight_decay"],
+            momentum=group["momentum"],
+            lr=group["lr"],
+            dampening=0.0,
+            nesterov=group["nesterov"],
+            maximize=False,
+        )
+        for buffer, value in zip(kept, given, strict=False):
+            if value is not buffer:
+                buffer.copy_(value)
+
+
+def same_dtype(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Parameters in lists of one dtype and device."""
+    found: dict[Any, list[Tensor]] = {}
+    for p in parameters:
+        found.setdefault((p.dtype, p.device), []).append(p)
+    return list(found.values())
+
+
+# Who holds which piece ----------------------------------------------------------------
+
+
+class Ranks:
+    """The ranks along the dims of a mesh that shard a parameter.
+
+    Attributes:
+        mesh, dims: of the parameter; no mesh for a plain tensor.
+        ranks: their numbers in the world, in the order of the process group.
+        coordinates: of each in the mesh.
+        me: the index of this rank.
+    """
+
+    def __init__(self, mesh: DeviceMesh | None, dims: tuple[int, ...]) -> None:
+        self.mesh, self.dims = mesh, dims
+        self.ranks: list[int] = [0]
+        self.coordinates: list[tuple[int, ...]] = [()]
+        self.me = 0
+        if mesh is None:
+            return
+        here: Any = mesh.get_coordinate()
+        chosen = [slice(None) if i in dims else at for i, at in enumerate(here)]
+        self.ranks = sorted(mesh.mesh[tuple(chosen)].reshape(-1).tolist())
+        self.coordinates = [
+            tuple((mesh.mesh == rank).nonzero()[0].tolist()) for rank in self.ranks
+        ]
+        self.me = self.coordinates.index(tuple(here))
+
+
+def bucketed(parameters: Iterable[Tensor]) -> Iterator[tuple[Ranks, list[Tensor]]]:
+    """Parameters that one exchange serves: sharded over the same ranks, and not too
+    many.
+    """
+    found: dict[Any, list[Tensor]] = {}
+    for p in parameters:
+        mesh: Any = p.device_mesh if isinstance(p, DTensor) else None
+        placements = p.placements if isinstance(p, DTensor) else ()
+        wide = (i for i, q in enumerate(placements) if splits(q) and mesh.size(i) > 1)
+        found.setdefault((mesh, tuple(wide), p.dtype, p.device), []).append(p)
+    for (mesh, dims, _, _), some in found.items():
+        where = Ranks(mesh, dims)
+        part, count = list[Tensor](), 0
+        for p in some:
+            if part and count + p.numel() > BUCKET * len(where.ranks):
+                yield where, part
+                part, count = [], 0
+            part.append(p)
+            count += p.numel()
+        yield where, part
+
+
+def process_groups(wanted: Sequence[Ranks]) -> list[Any]:
+    """The process group of each, None for a single rank.
+
+    Groups over several dims are created by all ranks in one order.
+    """
+    every: list[list[tuple[int, ...]]] = [[]]
+    if distributed.is_initialized() and distributed.get_world_size() > 1:
+        mine = sorted({tuple(w.ranks) for w in wanted if len(w.dims) > 1})
+        every = [[]] * distributed.get_world_size()
+        distributed.all_gather_object(every, mine)
+    made = {
+        ranks: distributed.new_group(list(ranks))
+        for ranks in sorted({ranks for some in every for ranks in some})
+    }
+    return [
+        None
+        if w.mesh is None or not w.dims
+        else w.mesh.get_group(w.dims[0])
+        if len(w.dims) == 1
+        else made[tuple(w.ranks)]
+        for w in wanted
+    ]
+
+
+class Matrix:
+    """A matrix that is orthogonalized: a weight, a part of one, a head or an expert.
+
+    Attributes:
+        number: of its parameter in the bucket.
+        shape: of the matrix.
+        held: per rank, the blocks of it in that rank's shard.
+        sizes: per rank, their number of elements.
+        owner: the index of the rank that orthogonalizes it.
+    """
+
+    def __init__(self, shape: tuple[int, ...], held: list[Blocks]) -> None:
+        self.number, self.owner = -1, -1
+        self.shape, self.held = shape, held
+        self.sizes = [sum(map(block_size, blocks)) for blocks in held]
+
+    @property
+    def work(self) -> int:
+        """What orthogonalizing costs, up to a factor."""
+        return min(self.shape) ** 2 * max(self.shape)
+
+
+def block_size(block: tuple[tuple[slice, ...], tuple[slice, ...]]) -> int:
+    """The elements of a block."""
+    return math.prod(s.stop - s.start for s in block[0])
+
+
+def units_of(
+    parameter: Tensor,
+    order: Order | None,
+    units: dict[str, Any],
+    *,
+    name: str,
+    where: Ranks,
+    known: dict[Any, Any],
+) -> list[Matrix]:
+    """The matrices of a parameter, with the pieces that each rank holds of them.
+
+    Which rank holds what follows from placements, without a message.
+
+    Args:
+        parameter: of two dims, or of three: a stack of matrices.
+        order: the order in which the parameter is stored, if not the model's.
+        units: (dim, sizes) by the name of the parameter; () for a whole matrix.
+        name: of the parameter in its module.
+        where: the ranks that hold it.
+        known: what parameters of one shape and layout share, filled here.
+    """
+    shape = tuple(parameter.shape)
+    cut = units.get(name, ())
+    placements = parameter.placements if isinstance(parameter, DTensor) else ()
+    mesh = None if where.mesh is None else tuple(where.mesh.shape)
+    layout = (mesh, *where.coordinates, *map(str, placements))
+    key = (shape, layout, str(order), cut)
+    if key not in known:
+        every = where.coordinates
+        runs = [runs_on(shape, at, placements, order, where) for at in every]
+        known[key] = [
+            (matrix_shape(ranges), [blocks_in(own, ranges) for own in runs])
+            for ranges in ranges_of_units(shape, cut)
+        ]
+    return [Matrix(size, held) for size, held in known[key]]
+
+
+def runs_on(
+    shape: tuple[int, ...],
+    at: tuple[int, ...],
+    placements: Any,
+    order: Order | None,
+    where: Ranks,
+) -> list[Runs]:
+    """For each dim, the ranges that one rank holds, in the model's order."""
+    if where.mesh is None:
+        found = [torch.arange(size) for size in shape]
+    else:
+        found = places_of(shape, tuple(where.mesh.shape), at, placements)
+    if order is not None:
+        dim, ranges = order
+        own = torch.cat([torch.arange(start, stop) for start, stop in ranges])
+        found[dim] = own[found[dim]]
+    return [runs_of(positions) for positions in found]
+
+
+def runs_of(positions: Tensor) -> Runs:
+    """Positions as ranges [start, stop)."""
+    if not len(positions):
+        return ()
+    ends = ((positions.diff() != 1).nonzero().flatten() + 1).tolist()
+    pairs = zip([0, *ends], [*ends, len(positions)], strict=True)
+    return tuple((int(positions[a]), int(positions[b - 1]) + 1) for a, b in pairs)
+
+
+def ranges_of_units(shape: tuple[int, ...], cut: Any) -> Iterator[tuple[Any, ...]]:
+    """For each matrix of a parameter, its range in each dim."""
+    whole = [(0, size) for size in shape]
+    stack = [[(i, i + 1)] for i in range(shape[0])] if len(shape) == 3 else [[]]
+    for first in stack:
+        if not cut:
+            yield (*first, *whole[-2:])
+            continue
+        dim, sizes = cut
+        start = 0
+        for size in sizes:
+            ranges = [*first, *whole[-2:]]
+            ranges[dim] = (start, start + size)
+            yield tuple(ranges)
+            start += size
+
+
+def matrix_shape(ranges: tuple[Any, ...]) -> tuple[int, ...]:
+    """The shape of a matrix by its ranges."""
+    return tuple(stop - start for start, stop in ranges[-2:])
+
+
+def blocks_in(runs: Sequence[Runs], ranges: tuple[Any, ...]) -> Blocks:
+    """The blocks of a matrix that a rank with these ranges holds."""
+    placed: list[list[tuple[slice, slice]]] = []
+    for some, (first, last) in zip(runs, ranges, strict=True):
+        at = 0
+        along: list[tuple[slice, slice]] = []
+        for start, stop in some:
+            a, b = max(start, first), min(stop, last)
+            if a < b:
+                inner = slice(at + a - start, at + b - start)
+                along.append((inner, slice(a - first, b - first)))
+            at += stop - start
+        placed.append(along)
+    return [
+        (tuple(i for i, _ in block), tuple(o for _, o in block)[-2:])
+        for block in product(*placed)
+    ]
+
+
+# Muon ---------------------------------------------------------------------------------
+
+
+class Bucket:
+    """Matrices that two all-to-alls a step bring to their owners and back."""
+
+    def __init__(
+        self,
+        parameters: list[Tensor],
+        units: list[list[Matrix]],
+        group: Any,
+        where: Ranks,
+    ) -> None:
+        self.parameters, self.group, self.me = parameters, group, where.me
+        self.device = where.mesh.device_type if where.mesh is not None else None
+        for number, some in enumerate(units):
+            for unit in some:
+                unit.number = number
+        self.units = [unit for some in units for unit in some]
+        load = [0] * len(where.ranks)
+        # the longest work first, each on the least loaded rank that holds a piece
+        for unit in sorted(self.units, key=lambda unit: -unit.work):
+            held = [rank for rank, size in enumerate(unit.sizes) if size]
+            unit.owner = min(held, key=lambda r: (load[r], -unit.sizes[r], r))
+            load[unit.owner] += unit.work
+        self.mine = [unit for unit in self.units if unit.owner == self.me]
+        every = range(len(where.ranks))
+        self.to = [[u for u in self.units if u.owner == rank] for rank in every]
+        self.sent = [sum(u.sizes[self.me] for u in some) for some in self.to]
+        self.received = [sum(u.sizes[rank] for u in self.mine) for rank in every]
+
+    def step(self, group: Any, state: Any) -> None:
+        """Momentum, orthogonalization, weight decay and step of the parameters."""
+        updates: list[Tensor] = []
+        for p in self.parameters:
+            buffer = state_like(p, state[p], "momentum_buffer", group)
+            if p.grad is None:  # other ranks may have one, and exchange it
+                updates.append(torch.zeros_like(part_of(p)))
+                continue
+            gradient = gradient_of(p)
+            moved = buffer.to(gradient.dtype).lerp(gradient, 1 - group["momentum"])
+            buffer.copy_(moved)
+            ahead = gradient.lerp(moved, group["momentum"])
+            updates.append(ahead if group["nesterov"] else moved)
+        dtype = group["compute"] or torch.promote_types(updates[0].dtype, torch.float32)
+        done = self.orthogonalized(updates, group, dtype)
+        for p, update in zip(self.parameters, done, strict=True):
+            if p.grad is not None:
+                own = part_of(p)
+                own.mul_(1 - group["lr"] * group["weight_decay"])
+                own.add_(update, alpha=-group["lr"])
+
+    def orthogonalized(
+        self, updates: list[Tensor], group: Any, dtype: torch.dtype
+    ) -> list[Tensor]:
+        """Shards of updates -> shards of orthogonalized and scaled updates."""
+        pieces = [
+            updates[unit.number][inner].reshape(-1)
+            for some in self.to
+            for unit in some
+            for inner, _ in unit.held[self.me]
+        ]
+        flat = torch.cat(pieces) if pieces else updates[0].new_empty(0)
+        flat = self.exchanged(flat, self.received, self.sent)
+        whole = [flat.new_empty(unit.shape) for unit in self.mine]
+        places = [
+            (matrix, outer)
+            for rank in range(len(self.sent))
+            for unit, matrix in zip(self.mine, whole, strict=True)
+            for _, outer in unit.held[rank]
+        ]
+        parts = flat.split([matrix[outer].numel() for matrix, outer in places])
+        for (matrix, outer), part in zip(places, parts, strict=True):
+            matrix[outer] = part.view_as(matrix[outer])
+        self.turn(whole, group, dtype)
+        pieces = [matrix[outer].reshape(-1) for matrix, outer in places]
+        flat = torch.cat(pieces) if pieces else flat.new_empty(0)
+        flat = self.exchanged(flat, self.sent, self.received)
+        blocks = [
+            (unit.number, inner)
+            for some in self.to
+            for unit in some
+            for inner, _ in unit.held[self.me]
+        ]
+        out = [torch.empty_like(update) for update in updates]
+        parts = flat.split([out[number][inner].numel() for number, inner in blocks])
+        for (number, inner), part in zip(blocks, parts, strict=True):
+            out[number][inner] = part.view_as(out[number][inner])
+        return out
+
+    def exchanged(self, flat: Tensor, received: list[int], sent: list[int]) -> Tensor:
+        """What the ranks send each other, by rank; on the device of the mesh."""
+        if self.group is None:
+            return flat
+        flat = flat.to(self.device)  # an offloaded shard
+        out = flat.new_empty(sum(received))
+        distributed.all_to_all_single(out, flat, received, sent, group=self.group)
+        return out
+
+    def turn(self, whole: list[Tensor], group: Any, dtype: torch.dtype) -> None:
+        """Orthogonalizes this rank's matrices in place, those of one shape together."""
+        alike: dict[tuple[int, ...], list[Tensor]] = {}
+        for matrix in whole:
+            alike.setdefault(tuple(matrix.shape), []).append(matrix)
+        for (rows, columns), some in alike.items():
+            if group["adjust_lr"] == "match_rms_adamw":
+                factor = 0.2 * math.sqrt(max(rows, columns))
+            else:
+                factor = math.sqrt(max(1.0, rows / columns))
+            turned = orthogonal(torch.stack(some).to(dtype), group["ns_steps"])
+            for matrix, value in zip(some, turned, strict=True):
+                matrix.copy_(value * factor)
+
+
+def orthogonal(matrices: Tensor, steps: int, eps: float = 1e-7) -> Tensor:
+    """Newton-Schulz iterations of a batch of matrices [n, rows, columns].
+
+    Source: Jordan et al., Muon; `torch.optim.Muon`.
+    """
+    a, b, c = NEWTON_SCHULZ
+    tall = matrices.shape[-2] > matrices.shape[-1]
+    x = matrices.mT if tall else matrices
+    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=eps)
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * (gram @ gram)) @ x
+    return x.mT if tall else x

@@ -1,0 +1,110 @@
+"""The optimizer of a plan on four processes: updates equal the single process."""
+
+import pytest
+
+FP32 = ["param_dtype=fp32", "checkpointing=false"]
+FP64 = ["param_dtype=fp64", "reduce_dtype=fp64", "checkpointing=false"]
+# With 1e-8, a gradient that is zero up to rounding moves a weight as much as a real one.
+RULES = {
+    "llama": """
+    root                                  : adamw(eps = 1e-6)
+    model.layers.*.*layernorm             : adamw(weight_decay = 0)
+    model.layers.*.self_attn.{q,k,v}_proj : muon(per = head)
+    model.layers.*.self_attn.o_proj       : muon
+    model.layers.*.mlp.*_proj             : muon(adjust_lr = match_rms_adamw)
+""",
+    "phi3": """
+    root                            : adamw(eps = 1e-6)
+    model.layers.*.self_attn.o_proj : muon
+    model.layers.*.mlp.*proj        : muon
+""",
+    "qwen3_moe": """
+    root                            : adamw(eps = 1e-6)
+    model.layers.*.self_attn.*_proj : muon
+    model.layers.* has mlp.experts {
+        mlp.experts                 : muon
+    }
+""",
+}
+
+
+@pytest.fixture
+def plan(tmp_path):
+    def write(family):
+        path = tmp_path / f"{family}.plan"
+        head = f'plan t for {family}\nextend "{family}.plan"\n'
+        path.write_text(f"{head}optimizer {{{RULES[family]}}}\n")
+        return str(path)
+
+    return write
+
+
+def _named(value):
+    return value if isinstance(value, str) else "-".join(value)
+
+
+CASES = [
+    ("llama", "llama", ["tp=2"]),
+    ("llama", "llama", ["tp=1"]),
+    ("llama", "llama", ["dp_replicate=2"]),
+    ("llama-tied", "llama", ["tp=2"]),
+    ("llama", "llama", ["pipeline_stages=2", "tp=2", "microbatches=2"]),
+    ("phi3", "phi3", ["tp=2"]),
+    ("qwen3_moe", "qwen3_moe", ["ep=2"]),
+    ("qwen3_moe", "qwen3_moe", ["ep=2", "tp=2", "etp=2"]),
+]
+
+
+@pytest.mark.parametrize(("model", "family", "sets"), CASES, ids=_named)
+def test_three_steps_are_those_of_one_process(four, plan, model, family, sets):
+    for result in four.run(
+        "optimizer_jobs.train", model=model, plan=plan(family), overrides=[*FP32, *sets]
+    ):
+        assert result["muon"][0] < 1e-4, result["muon"]
+        assert result["others"][0] < 1e-3, result["others"]
+
+
+@pytest.mark.parametrize("sets", [["tp=2"], ["dp_replicate=2"]], ids="-".join)
+def test_float64_leaves_nothing_but_rounding(four, plan, sets):
+    """Some modules compute in float32 by themselves, so the gradients have its rounding."""
+    for result in four.run(
+        "optimizer_jobs.train",
+        model="llama",
+        plan=plan("llama"),
+        overrides=[*FP64, *sets],
+        double=True,
+    ):
+        assert result["muon"][0] < 1e-6, result["muon"]
+        assert result["others"][0] < 1e-6, result["others"]
+
+
+@pytest.mark.parametrize("family", ["llama", "phi3"])
+def test_the_emitted_script_steps_alike(four, plan, family):
+    for one, other in four.run(
+        "optimizer_jobs.script", model=family, plan=plan(family), overrides=[*FP32, "tp=2"]
+    ):
+        assert one == other
+
+
+@pytest.mark.parametrize(
+    ("family", "old", "new"),
+    [
+        ("llama", ["tp=2"], ["tp=1"]),
+        ("phi3", ["tp=2"], ["tp=1"]),
+        ("qwen3_moe", ["ep=2"], ["tp=2"]),
+    ],
+    ids=_named,
+)
+def test_a_run_goes_on_on_another_mesh(four, plan, tmp_path, family, old, new):
+    for result in four.run(
+        "optimizer_jobs.resume",
+        model=family,
+        plan=plan(family),
+        old=[*FP32, *old],
+        new=[*FP32, *new],
+        folder=str(tmp_path / "run"),
+    ):
+        assert result["equal"]
+        assert any(name.endswith("momentum_buffer") for name in result["states"])
+        # the other mesh rounds otherwise, and the iteration enlarges that
+        assert result["losses"] == pytest.approx(result["right"], rel=1e-4)

@@ -1,0 +1,303 @@
+"""The optimizer section: which rule steps what, Muon by owners, and faults that the proof sees."""
+
+import math
+
+import pytest
+import torch
+from helpers import codes, compiled_of, simulated, slow
+
+from planc.compiler import compile_plan
+from planc.diagnostic import PlanError, Sink
+from planc.ops.optimizer import Optimize
+from planc.runtime.gradients import require_section
+from planc.runtime.standalone import optimizer as standalone
+from planc.runtime.standalone.optimizer import PlannedOptimizer, optimize, planned_optimizer
+
+LLAMA = """
+plan t for llama
+extend "llama.plan"
+optimizer {
+    root                      : adamw
+    model.layers.*.*layernorm : adamw(weight_decay = 0)
+    model.layers.*.self_attn.{q,k,v}_proj : muon(per = head)
+    model.layers.*.self_attn.o_proj       : muon
+    model.layers.*.mlp.*_proj             : muon(adjust_lr = match_rms_adamw)
+}
+"""
+PHI3 = """
+plan t for phi3
+extend "phi3.plan"
+optimizer {
+    root                           : adamw
+    model.layers.*.self_attn.qkv_proj : muon(parts = 3)
+    model.layers.*.self_attn.o_proj   : muon
+    model.layers.*.mlp.*proj          : muon(lr = 0.5)
+}
+"""
+MOE = """
+plan t for qwen3_moe
+extend "qwen3_moe.plan"
+optimizer {
+    root                             : sgd(momentum = 0.9)
+    model.layers.*.self_attn.*_proj  : muon(nesterov = false)
+    model.layers.*.mlp.experts       : muon
+}
+"""
+
+
+def written(tmp_path, text):
+    path = tmp_path / "t.plan"
+    path.write_text(text.lstrip())
+    return path
+
+
+@pytest.mark.parametrize(
+    ("model", "text", "settings"),
+    [
+        ("llama-3.1-8b", LLAMA, ["tp=2"]),
+        slow("llama-3.1-8b", LLAMA, ["dp_replicate=2"]),
+        slow("llama-3.2-1b", LLAMA, ["tp=2"]),  # tied
+        slow("llama-3.1-8b", LLAMA, ["pipeline_stages=2", "tp=2", "microbatches=2"]),
+        ("phi-4", PHI3, ["tp=2"]),
+        ("qwen3-30b-a3b", MOE, ["ep=2", "tp=2", "etp=2"]),
+        slow("qwen3-30b-a3b", MOE, ["ep=4"]),
+    ],
+)
+def test_right_plans_are_proved(model, text, settings, tmp_path, uncached):
+    verdict, findings = simulated(model, written(tmp_path, text), settings)
+    assert (verdict.verdict, [f for f in findings if f.severity == "error"]) == ("proved", [])
+    assert 0 < verdict.outcome.parameters < 1e-3
+
+
+def _own_shard(bucket, updates, group, dtype):
+    """Every rank orthogonalizes what it holds."""
+    return [standalone.orthogonal(u[None].to(dtype), group["ns_steps"])[0] for u in updates]
+
+
+def _whole_of(real):
+    return lambda *a, name, **k: real(a[0], a[1], {}, name=name, **k)
+
+
+def _stored_order(real):
+    return lambda p, order, units, **k: real(p, None, units, **k)
+
+
+def _local_factor(bucket, whole, group, dtype):
+    for matrix in whole:
+        turned = standalone.orthogonal(matrix[None].to(dtype), group["ns_steps"])[0]
+        matrix.copy_(turned * math.sqrt(max(1.0, 0.25 * matrix.shape[0] / matrix.shape[1])))
+
+
+def _averaged(real):
+    """Pieces come back in halves."""
+    return lambda *a, **k: [x / 2 for x in real(*a, **k)]
+
+
+FAULTS = {
+    "shard": (LLAMA, "llama-3.1-8b", "Bucket.orthogonalized", lambda _: _own_shard),
+    "halves": (LLAMA, "llama-3.1-8b", "Bucket.orthogonalized", _averaged),
+    "order": (PHI3, "phi-4", "units_of", _stored_order),
+    "fused": (PHI3, "phi-4", "units_of", _whole_of),
+    "factor": (LLAMA, "llama-3.1-8b", "Bucket.turn", lambda _: _local_factor),
+}
+
+
+@pytest.mark.parametrize("fault", [name if name != "halves" else slow(name) for name in FAULTS])
+def test_faults_of_the_update_are_seen(fault, tmp_path, monkeypatch, uncached):
+    """Gradients are right in all of them: only parameters after the steps tell. The ranks alone
+    are wrong; the single process, which has no process group, computes as it should.
+    """
+    text, model, name, wrong = FAULTS[fault]
+    owner, _, attribute = f"{standalone.__name__}.{name}".rpartition(".")
+    where = standalone.Bucket if name.startswith("Bucket") else standalone
+    real = getattr(where, attribute)
+    broken = wrong(real)
+
+    def on_ranks(*args, **keywords):
+        first = args[0]
+        bucket = isinstance(first, standalone.Bucket)
+        alone = first.group is None if bucket else not hasattr(first, "placements")
+        return (real if alone else broken)(*args, **keywords)
+
+    assert owner
+    monkeypatch.setattr(where, attribute, on_ranks)
+    verdict, findings = simulated(model, written(tmp_path, text), ["tp=2"])
+    assert verdict.verdict == "refuted"
+    assert codes(findings) == ["PL509"]
+
+
+def test_a_state_of_another_dtype_is_seen(tmp_path, monkeypatch, uncached):
+    real = standalone.state_like
+
+    def other(parameter, state, name, group):
+        sharded = hasattr(parameter, "placements")
+        return real(parameter, state, name, {**group, "state": torch.bfloat16 if sharded else None})
+
+    monkeypatch.setattr(standalone, "state_like", other)
+    verdict, _ = simulated("llama-3.1-8b", written(tmp_path, LLAMA), ["tp=2"])
+    assert verdict.verdict == "refuted"
+
+
+def test_the_innermost_rule_steps_a_parameter(tmp_path):
+    """A bias inside a `muon` rule goes to the next rule around it that takes vectors."""
+    text = """
+plan t for qwen2
+extend "llama.plan"
+optimizer {
+    root                     : adamw(lr = 0.5)
+    model.layers.*.self_attn : muon
+    model.layers.*.mlp       : sgd
+}
+"""
+    ops = compiled_of("qwen2.5-7b", written(tmp_path, text)).lowered.ops
+    ops = [op for op in ops if isinstance(op, Optimize)]
+    assert [(str(op.modules), op.headline()) for op in ops] == [
+        ("root", "adamw, lr x 0.5"),
+        ("model.layers[0:28].mlp", "sgd"),
+        ("model.layers[0:28].self_attn.q_proj", "muon"),
+        ("model.layers[0:28].self_attn.k_proj", "muon"),
+        ("model.layers[0:28].self_attn.v_proj", "muon"),
+        ("model.layers[0:28].self_attn.o_proj", "muon"),
+    ]
+    assert {name for op in ops[2:] for name, _ in op.algorithm.units} == {"weight"}
+
+
+@pytest.mark.parametrize(
+    ("rules", "code"),
+    [
+        ("model.layers.* : adamw", "PL575"),
+        ("root : adamw\n model.embed_tokens : muon", "PL576"),
+        ("root : adamw\n lm_head : muon", "PL576"),
+        ("root : adamw\n model.layers.*.mlp.up_proj : muon(per = part)", "PL577"),
+        ("root : adamw\n model.layers.*.mlp.up_proj : muon(parts = [1, 2])", "PL577"),
+        ("root : adamw\n model.norm : muon", "PL579"),
+        ("root : adamw\n * : adamw(lr = 0.5)\n model.norm : sgd\n model.norm : adamw", "PL102"),
+        ("root : adam", "PL105"),
+        ("root : adamw(lr = -1)", "PL012"),
+        ("root : adamw(state = fp16)", "PL012"),
+    ],
+)
+def test_findings(rules, code, tmp_path):
+    text = f'plan t for llama\nextend "llama.plan"\noptimizer {{\n {rules}\n}}\n'
+    sink = Sink()
+    compile_plan("llama-3.1-8b", str(written(tmp_path, text)), sink, world_size=8)
+    assert code in codes(sink)
+
+
+def test_a_router_is_no_matrix(tmp_path):
+    text = 'plan t for qwen3_moe\nextend "qwen3_moe.plan"\noptimizer {\n root : adamw\n'
+    path, sink = written(tmp_path, text + " model.layers.* : muon\n}\n"), Sink()
+    compile_plan("qwen3-30b-a3b", str(path), sink, world_size=8)
+    found = [d.message for d in sink if d.code == "PL576"]
+    assert found == [
+        f"`model.layers[{layers}].mlp.gate.weight` is a router, which Muon is not made for"
+        for layers in ("0:47", "47")  # the last block is a unit of its own
+    ]
+
+
+def _planned(module, **terms):
+    usual = {"lr": 1.0, "weight_decay": 1.0, "state": None}
+    optimize(module, **{**usual, **terms})
+    return planned_optimizer(module, 0.02, 0.1)
+
+
+def _trained(make, module):
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for p in module.parameters():
+            p.copy_(torch.randn_like(p))
+    optimizer = make(module)
+    for _ in range(4):
+        module(torch.randn(8, 12)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [p.detach().clone() for p in module.parameters()]
+
+
+@pytest.mark.parametrize("state", [None, torch.bfloat16])
+def test_adamw_is_torchs(state):
+    module = torch.nn.Linear(12, 5)
+    terms = {"algorithm": "adamw", "betas": (0.8, 0.99), "eps": 1e-7, "state": state}
+    mine = _trained(lambda m: _planned(m, **terms), module)
+    right = _trained(
+        lambda m: torch.optim.AdamW(
+            m.parameters(), lr=0.02, weight_decay=0.1, betas=(0.8, 0.99), eps=1e-7
+        ),
+        module,
+    )
+    for one, other in zip(mine, right, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=2e-3 if state else 0)
+
+
+def test_sgd_is_torchs():
+    module = torch.nn.Linear(12, 5)
+    terms = {"algorithm": "sgd", "momentum": 0.9, "nesterov": True}
+    mine = _trained(lambda m: _planned(m, **terms), module)
+    right = _trained(
+        lambda m: torch.optim.SGD(
+            m.parameters(), lr=0.02, weight_decay=0.1, momentum=0.9, nesterov=True
+        ),
+        module,
+    )
+    assert all(torch.equal(a, b) for a, b in zip(mine, right, strict=True))
+
+
+@pytest.mark.parametrize("adjust", ["original", "match_rms_adamw"])
+def test_muon_is_torchs(adjust, monkeypatch):
+    """torch computes the iteration in bfloat16; here both do."""
+    module = torch.nn.Linear(12, 5, bias=False)
+    terms = {
+        "algorithm": "muon",
+        "momentum": 0.95,
+        "nesterov": True,
+        "ns_steps": 5,
+        "adjust_lr": adjust,
+        "compute": torch.bfloat16,
+        "units": {"weight": ()},
+    }
+    mine = _trained(lambda m: _planned(m, **terms), module)
+    right = _trained(
+        lambda m: torch.optim.Muon(
+            m.parameters(), lr=0.02, weight_decay=0.1, momentum=0.95, adjust_lr_fn=adjust
+        ),
+        module,
+    )
+    torch.testing.assert_close(mine[0], right[0], rtol=0, atol=1e-3)
+
+
+def test_a_parameter_in_no_group_raises():
+    module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    optimize(module[0], "sgd", lr=1.0, weight_decay=1.0, state=None, momentum=0.0, nesterov=False)
+    with pytest.raises(ValueError, match=r"does not step 1\.weight"):
+        planned_optimizer(module, 0.1)
+
+
+def test_it_is_a_torch_optimizer():
+    module = torch.nn.Linear(12, 5)
+    made = _planned(module, algorithm="sgd", momentum=0.9, nesterov=False)
+    assert isinstance(made, torch.optim.Optimizer)
+    schedule = torch.optim.lr_scheduler.LambdaLR(made, lambda step: 0.5**step)
+    module(torch.randn(3, 12)).sum().backward()
+    made.step()
+    schedule.step()
+    assert isinstance(made, PlannedOptimizer)
+    assert made.param_groups[0]["lr"] == 0.01
+    again = planned_optimizer(module, 0.02, 0.1)
+    again.load_state_dict(made.state_dict())
+    assert again.param_groups[0]["lr"] == 0.01
+
+
+@pytest.mark.parametrize(
+    ("given", "lr", "planned", "said"),
+    [
+        (True, None, True, "the script brings one of its own"),
+        (True, 0.1, True, "the script brings one of its own"),
+        (False, None, True, "no learning rate is given"),
+        (False, 0.1, False, "the plan has no optimizer section"),
+    ],
+)
+def test_the_plan_or_the_script_has_the_optimizer(given, lr, planned, said):
+    own = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1) if given else None
+    with pytest.raises(PlanError, match="PL580") as caught:
+        require_section(own, lr, planned)
+    assert said in str(caught.value)

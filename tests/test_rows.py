@@ -1,0 +1,212 @@
+"""Data ranks have rows of their own: what one process computes otherwise is found.
+
+Parameters that the rows of some ranks alone use (PL512), modules that mix rows (PL513), and losses
+that do (PL510); and the verdict does not depend on the weights that a model happens to have.
+"""
+
+import inspect
+import threading
+
+import pytest
+import torch
+from helpers import sampled
+from torch import nn
+from torch.nn import functional
+
+import planc
+from planc import api
+from planc.diagnostic import Sink
+from planc.model.small.user_model import copies_of
+from planc.proof.layout_flow import flow
+
+
+class Experts(nn.Module):
+    """A mixture whose experts are in a list, one expert for a token."""
+
+    def __init__(self, count, skips):
+        super().__init__()
+        self.skips = skips
+        self.router = nn.Linear(16, count, bias=False)
+        self.experts = nn.ModuleList(nn.Linear(16, 16) for _ in range(count))
+
+    def forward(self, x):
+        flat = x.flatten(0, 1)
+        weights, chosen = self.router(flat).softmax(-1).max(-1)
+        out = flat
+        for number, expert in enumerate(self.experts):
+            at = (chosen == number).nonzero()[:, 0]
+            if len(at) or not self.skips:
+                out = out.index_add(0, at, expert(flat[at]) * weights[at, None])
+        return out.view_as(x)
+
+
+class Net(nn.Module):
+    def __init__(self, count=4, skips=True):
+        super().__init__()
+        self.table, self.head = nn.Embedding(64, 16), nn.Linear(16, 64)
+        self.blocks = nn.ModuleList(Experts(count, skips) for _ in range(2))
+
+    def forward(self, ids):
+        x = self.table(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Vectors(nn.Module):
+    """A model of vectors; `inner` is in its middle."""
+
+    def __init__(self, inner=None, loss=None):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 4)
+        self.inner = inner or nn.Identity()
+        self._loss = loss or (lambda output: output.square().mean())
+
+    def forward(self, x):
+        return self.down(torch.relu(self.inner(self.up(x))))
+
+    def planc_inputs(self, rows, seed):
+        return {"x": torch.randn(rows, 8, generator=torch.Generator().manual_seed(seed))}
+
+    def planc_loss(self, output, inputs):
+        return self._loss(output)
+
+
+class Branch(Vectors):
+    """One of two layers, by the data."""
+
+    def __init__(self):
+        super().__init__()
+        self.other = nn.Linear(8, 16)
+
+    def forward(self, x):
+        return self.down(self.up(x) if x.sum() > 0 else self.other(x))
+
+
+UNITS = {
+    "replicate": "replicate on dp {\n    root : unit\n}\n",
+    "fsdp": "fsdp on dp {\n    root : unit\n}\n",
+    "experts": "fsdp on dp {\n    blocks.*.experts.* : unit\n    root : unit\n}\n",
+}
+
+
+def plan(folder, model, units):
+    path = folder / "p.plan"
+    name = type(model).__name__
+    path.write_text(f"plan p for {name}\n\nmesh {{\n    dp = 2\n}}\n\n{UNITS[units]}")
+    return str(path)
+
+
+def found(folder, model, units="fsdp"):
+    findings = planc.check(model, plan(folder, model, units), world_size=2)
+    return {d.code: d for d in findings if d.severity != "info"}, findings.lines[-1]
+
+
+@pytest.mark.parametrize("units", UNITS)
+@pytest.mark.parametrize("count", [4, 16])
+def test_experts_that_only_some_ranks_use(tmp_path, units, count):
+    for seed in range(3):
+        torch.manual_seed(seed)
+        codes, line = found(tmp_path, Net(count), units)
+        assert [*codes] == ["PL512"] and "refuted" in line
+        assert "blocks.*.experts.*" in codes["PL512"].message
+        assert {label.span.source.name for label in codes["PL512"].labels}
+    codes, line = found(tmp_path, Net(count, skips=False), units)
+    assert not codes and "proved" in line
+
+
+def test_a_branch_on_the_data(tmp_path):
+    codes, _ = found(tmp_path, Branch(), "replicate")
+    assert [*codes] == ["PL512"]
+
+
+def test_a_module_that_mixes_rows(tmp_path):
+    codes, line = found(tmp_path, Vectors(nn.BatchNorm1d(16)))
+    assert [*codes] == ["PL513"] and "`inner`" in codes["PL513"].message and "proved" in line
+    assert not found(tmp_path, Vectors(nn.LayerNorm(16)))[0]
+
+
+class Centered(nn.Module):
+    def forward(self, x):
+        return x - x.mean(0, keepdim=True)
+
+
+def test_rows_that_a_module_without_weights_mixes(tmp_path):
+    codes, _ = found(tmp_path, Vectors(Centered()))
+    assert [*codes] == ["PL513"] and "`inner`" in codes["PL513"].message
+
+
+def pairs(output):
+    return functional.softplus(output[:, None] - output[None]).mean() + output.square().mean()
+
+
+def contrastive(output):
+    one, two = functional.normalize(output).chunk(2, -1)
+    return functional.cross_entropy(one @ two.t() * 3, torch.arange(len(output)))
+
+
+@pytest.mark.parametrize("loss", [pairs, contrastive])
+def test_a_loss_over_pairs_of_rows(tmp_path, loss):
+    codes, line = found(tmp_path, Vectors(loss=loss))
+    assert [*codes] == ["PL510"] and "pairs" in codes["PL510"].help and "proved" in line
+
+
+# One code, one verdict ----------------------------------------------------------------------------
+
+
+def verdict(path, seed):
+    torch.manual_seed(seed)
+    compiled, sink = api.compiled_for(Net(16, skips=False), path, 2, (), False)
+    assert not sink.errors
+    return flow(compiled, Sink()).document()
+
+
+@pytest.mark.parametrize("times", sampled([3, 20], 2))
+def test_a_verdict_is_of_the_code_and_not_of_the_weights(tmp_path, times):
+    """Checked again and again, while another thread keeps the processor busy."""
+    path = plan(tmp_path, Net(16), "fsdp")
+    ended = threading.Event()
+
+    def busy():
+        while not ended.is_set():
+            sum(range(10_000))
+
+    threads = [threading.Thread(target=busy) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        every = [verdict(path, seed) for seed in range(times)]
+    finally:
+        ended.set()
+        for thread in threads:
+            thread.join()
+    assert every[0]["verdict"] == "proved"
+    assert all(one == every[0] for one in every)
+
+
+def test_copies_have_weights_of_their_own():
+    torch.manual_seed(0)
+    model = Vectors(nn.LayerNorm(16))
+    model.scale, model.width = nn.Parameter(torch.ones(4)), nn.Parameter(torch.randn(64, 64) / 8)
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    torch.manual_seed(1)
+    first = copies_of(model)()
+    torch.manual_seed(1)
+    second = copies_of(model)()
+    for name, parameter in first.named_parameters():
+        assert torch.equal(parameter, second.get_parameter(name))
+        assert torch.equal(model.get_parameter(name), before[name])
+        same = torch.equal(parameter, before[name])
+        assert same == (name in ("scale", "inner.weight", "inner.bias")), name
+    assert 0.5 < first.width.std() / model.width.std() < 2
+
+
+def test_verify_says_it_too(tmp_path, monkeypatch):
+    source = inspect.getsource(Experts), inspect.getsource(Net)
+    head = "import torch\nfrom torch import nn\n\n\n"
+    (tmp_path / "skipping.py").write_text(head + "\n\n".join(source))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    path = plan(tmp_path, Net(), "fsdp")
+    proof = planc.verify("skipping:Net", path, processes=2, allow_code=True)
+    assert proof.verdict == "refuted" and "PL512" in str(proof)
