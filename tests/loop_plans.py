@@ -15,13 +15,8 @@ LONG = """plan long for llama
 
 extend "llama"
 
-override mesh {
-    when pipeline_stages > 1 {
-        pp = pipeline_stages
-    }
-    dp_shard = auto
-    cp       = 2
-    tp       = 1
+mesh {
+    cp = 2
 }
 
 context on cp {

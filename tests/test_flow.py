@@ -5,7 +5,6 @@ The simulation itself is held against real processes in `make mutants` (docs/pro
 
 import ast
 import json
-import re
 import shutil
 import subprocess
 import sys
@@ -13,7 +12,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from helpers import compiled_of, mutant, sampled, simulated, slow
+from helpers import compiled_of, flat, mutant, sampled, simulated, slow
 from torch._C._distributed_c10d import _get_work_registry_size
 
 from planc.compiler import compile_plan
@@ -22,7 +21,7 @@ from planc.model import cache
 from planc.model.load import load
 from planc.model.small.shrink import shrink
 from planc.proof.layout_flow import flow
-from planc.resources import GRAMMARS, PLANS
+from planc.resources import GRAMMARS
 
 SHIPPED = [
     ("llama-3.1-8b", "llama", 8),
@@ -101,8 +100,7 @@ MUTANTS = [
 
 
 def llama():
-    """The shipped plan, in which columns decide nothing about what the tests look for."""
-    return re.sub(" +:", " :", (PLANS / "llama.plan").read_text())
+    return flat("llama")
 
 
 @pytest.mark.parametrize(("old", "new", "code", "line"), MUTANTS)
@@ -301,7 +299,7 @@ def test_a_verdict_is_remembered_by_what_the_simulation_runs(tmp_path, simulatio
         ("reshard = except_last", "reshard = except_last, precision(param = fp32)", 2),
         ("reduce = reduce_dtype", "reduce = bf16", 2),
         ("mlp.down_proj : rowwise\n", "mlp.down_proj : rowwise(-> replicate)\n", 2),  # the default
-        ("when checkpointing {", "when not checkpointing {", 3),
+        ("when recompute {", "when not recompute {", 3),
     ):
         assert old in text, old
         for content in (text, text.replace(old, new)):

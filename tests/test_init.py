@@ -248,7 +248,7 @@ def test_a_model_of_ones_own(tmp_path, monkeypatch, capsys):
     text = (tmp_path / "my.plan").read_text()
     assert "mlp.c_fc:colwise" in rules(text)
     assert "attn.c_attn:colwise(->replicate)" in rules(text)  # it splits at the whole width
-    assert "option sequence_parallel" in text
+    assert "when sequence" in text
     words = ["--allow-code", "--world-size", "4", "--set", "tp=2", "--format", "json"]
     capsys.readouterr()
     assert main(["check", "own_nano:GPT", "my.plan", *words]) == 0

@@ -26,7 +26,7 @@ def errors(plan, *settings, model="llama-3.1-8b", world=4):
             *PARTIAL,
             WHOLE,
             ["self_attn.o_proj : rowwise(-> partial)"],
-            r"give `model.layers.\*.self_attn.o_proj` the style `rowwise`, as \S+llama.plan:48",
+            r"give `model.layers.\*.self_attn.o_proj` the style `rowwise`, as \S+llama.plan:16",
             id="a sum that nothing adds up, seen in the norm after it",
         ),
         pytest.param(
@@ -42,15 +42,15 @@ def errors(plan, *settings, model="llama-3.1-8b", world=4):
             "mlp.gate_proj : colwise",
             ("tp=2",),
             ["mlp.gate_proj : colwise"],
-            r"add `model.layers.\*.mlp.up_proj : colwise`, as \S+llama.plan:40",
+            r"add `model.layers.\*.mlp.up_proj : colwise`, as \S+llama.plan:8",
             id="a missing rule, which has no line of its own",
         ),
         pytest.param(
-            "lm_head : colwise(shard(1) -> replicate)\n",
+            "$head : colwise(shard(1) -> replicate)\n",
             "",
             ("tp=2",),
-            ["model.norm : sequence"],
-            r"add `lm_head : colwise\(shard\(1\) -> replicate\)`, as \S+llama.plan:55",
+            ["$final_norm : sequence"],
+            r"add `lm_head : colwise\(shard\(1\) -> replicate\)`, as \S+decoder.plan:12",
             id="a missing rule, whose name is like no other",
         ),
         pytest.param(
@@ -115,9 +115,9 @@ def test_a_missing_rule_is_for_the_layers_that_lack_it(tmp_path):
         (
             "llama-3.1-8b",
             "llama",
-            "        when sequence_parallel {",
-            "        when not sequence_parallel {",
-            "not sequence_parallel",
+            "mlp.{gate,up}_proj : colwise\n        when sequence {",
+            "mlp.{gate,up}_proj : colwise\n        when not sequence {",
+            "not sequence",
         ),
         (
             "qwen3-8b",

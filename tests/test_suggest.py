@@ -269,7 +269,7 @@ def test_a_pipeline_is_searched_with_its_microbatches_and_schedules():
         rows = 128 // (sizes["dp_shard"] * sizes["dp_replicate"])
         assert sizes["pp"] == 4
         assert rows % dict(candidate.choice.options)["microbatches"] == 0
-    schedules = {dict(c.choice.options).get("pipeline_schedule") for c in made.found.best}
+    schedules = {dict(c.choice.options).get("schedule") for c in made.found.best}
     assert "interleaved_1f1b" in schedules
     free = suggested("llama-3.1-8b", 16, 128, 8192)[1].found.best[0]
     assert free.seconds <= made.found.best[0].seconds
@@ -277,8 +277,7 @@ def test_a_pipeline_is_searched_with_its_microbatches_and_schedules():
 
 def test_a_plan_without_other_axes_is_searched_as_it_is():
     space, _ = everything("llama-3.1-8b", 8, 16, 8192)
-    assert space.sizing == {"pp": "pipeline_stages", "cp": "context_parallel"}
-    assert space.pipeline == ("microbatches", "pipeline_schedule")
+    assert space.optional == ("cp", "pp") and not space.sizing
     assert space.experts is None
     assert all(dict(sizes)["pp"] == 1 for sizes in space.meshes())
     [first, *_] = space.meshes()

@@ -13,7 +13,7 @@ from planc.plan.ir import Mesh, Plan
 from planc.plan.local_shapes import settled
 from planc.plan.mesh import solve
 from planc.plan.mesh_axes import DERIVED, EXPERT_TENSOR, EXPERTS, expanded, role_of, valid_axes
-from planc.plan.program import Program, gather, origin_of, require
+from planc.plan.program import Program, axis_names, gather, origin_of, require
 from planc.plan.scope import Failed, Scope, Sizes
 from planc.plan.sections.adapters import adapters
 from planc.plan.sections.checkpoint import checkpoint, compile_rules
@@ -172,12 +172,32 @@ def _with_roles(mesh: Mesh | None, program: Program) -> Mesh | None:
 
 
 def _over_axes(program: Program, mesh: Mesh) -> Iterator[ast.Section]:
-    """The sections without the axes that are left out, and without those over them alone."""
+    """The sections without the axes that are left out, and without those over them alone.
+
+    A section over an optional axis is an offer, whose place one of an extending plan takes.
+    """
+    offered = {*axis_names(program, optional=True), *program.scope.replaced_axes}
+
+    def taken(section: ast.Section, by: Iterable[ast.Section]) -> bool:
+        axes = [axis.path for axis in section.axes]
+        return (
+            bool(axes)
+            and offered.issuperset(axes)
+            and any(
+                other.name == section.name
+                and [axis.path for axis in other.axes] == axes
+                and other.origin.source is not section.origin.source
+                and not any(getattr(item, "override", False) for item in other.items)
+                for other in by
+            )
+        )
 
     def there(axes: tuple[ast.Name, ...]) -> tuple[ast.Name, ...]:
         return tuple(axis for axis in axes if axis.path not in mesh.left_out)
 
-    for section in program.sections:
+    for i, section in enumerate(program.sections):
+        if taken(section, program.sections[i + 1 :]):
+            continue
         made = replace(section, axes=there(section.axes), replicate=there(section.replicate))
         if bool(made.axes or made.replicate) is bool(section.axes or section.replicate):
             yield made

@@ -65,7 +65,7 @@ def gather(
     for statement in statements:
         if not _ordered(statement):
             _add(statement, program, given)
-    program.scope.axis_names = _axis_names(program)
+    program.scope.axis_names = axis_names(program)
     program.settings = {n: v for n, v in given.items() if n in program.scope.axis_names}
     for statement in statements:
         if _ordered(statement):
@@ -260,7 +260,7 @@ def _section(section: ast.Section, program: Program) -> None:
             what = f"`{section.name}` section"
             nothing_to_override(program.sink, what, section.name_origin)
         if section.name == "mesh":
-            optional = _axis_names(program, optional=True)
+            optional = axis_names(program, optional=True)
             program.scope.replaced_axes = (*program.scope.replaced_axes, *optional)
         program.sections = [s for s in program.sections if not replaced(s)]
     if section.name == "mesh" and program.sized:
@@ -281,10 +281,11 @@ def _branch(when: ast.When, program: Program, given: dict[str, ast.Literal]) -> 
         else:
             message = "this stands at the top of a file, not inside a `when`"
             program.sink.error("PL011", message, statement.origin)
-    program.scope.axis_names = _axis_names(program)
+    program.scope.axis_names = axis_names(program)
 
 
-def _axis_names(program: Program, *, optional: bool = False) -> tuple[str, ...]:
+def axis_names(program: Program, *, optional: bool = False) -> tuple[str, ...]:
+    """The axes that the mesh sections name, in taken branches or not; or the optional ones."""
     names: dict[str, None] = {}
 
     def collect(items: Iterable[object]) -> None:

@@ -57,7 +57,8 @@ def remedy(
     found = [(differences(mine, right, compiled.plan, real), right) for right, real in rights]
     changes, right = min(found, key=lambda one: len(one[0]), default=([], {}))
     if len(changes) > 1 or any(change.old is None for change in changes):
-        for condition, wanted in _inverted(compiled, [real for _, real in rights]):
+        right_plans = [real for _, real in rights]
+        for condition, wanted in sorted(_inverted(compiled, right_plans), key=lambda at: at[1]):
             other, rules = found[wanted]
             if _proves(small, plan, axis, rules, other):
                 return (replace(other[0], condition=condition),)
@@ -142,7 +143,7 @@ def _right_plans(
         return
     tensor = compiled.plan.mesh.of_role(AxisRole.TENSOR)[0]
     ranks = plan.mesh.size(tensor.name)
-    for settings in _settings(files):
+    for settings in _settings(files, compiled.plan):
         right = compile(
             files,
             compiled.facts,
@@ -158,9 +159,14 @@ def _right_plans(
             yield (made, made.mesh.of_role(AxisRole.TENSOR)[0].name), right.plan
 
 
-def _settings(files: Sequence[ast.File]) -> tuple[tuple[str, ...], ...]:
-    word = SEQUENCE.word
-    return ((f"{word}=true",), (f"{word}=false",)) if former.uses(SEQUENCE, files) else ((),)
+def _settings(files: Sequence[ast.File], plan: Plan) -> Iterator[tuple[str, ...]]:
+    """With and without sequence parallelism, as the refuted plan has it first."""
+    if not former.uses(SEQUENCE, files):
+        yield ()
+        return
+    own = plan.options.get(SEQUENCE.word, SEQUENCE.default)
+    for value in (own, not own):
+        yield (f"{SEQUENCE.word}={str(value).lower()}",)
 
 
 def _parts(changes: Iterable[RuleChange]) -> list[list[RuleChange]]:

@@ -86,8 +86,8 @@ def ways(name):
     values = wan(2) if name == "wan" else dict(MODELS[name])
     text = "\n".join(chain(SUBJECTS[name]).values())
     options = [""]
-    if "option sequence_parallel" in text:
-        none = "require not sequence_parallel" in text
+    if "when sequence" in text:
+        none = "require not sequence" in text
         options = ["false"] if none else ["true", "false"]
     for option in options:
         way = (f"sequence={option}",) if option else ()
