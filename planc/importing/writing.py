@@ -19,7 +19,7 @@ from planc.plan.settings import (
     REDUCE_DTYPE,
     SCHEDULE,
     SEQUENCE,
-    Setting,
+    PlanSetting,
 )
 
 BLOCKS = "$blocks"
@@ -106,7 +106,7 @@ class Writer:
         self.fate.update((word, (kind, why)) for word in words)
         return []
 
-    def _option(self, word: str, setting: Setting, value: Any) -> list[str]:
+    def _option(self, word: str, setting: PlanSetting, value: Any) -> list[str]:
         """A setting of the family's plan, where its default is another."""
         name = setting.word
         if self.base.plan is None and setting in (PARAM_DTYPE, REDUCE_DTYPE):

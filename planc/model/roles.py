@@ -15,7 +15,7 @@ _BETWEEN = re.compile(f"{TOWER.pattern}|projector|merger|connector|adapter", re.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Roles:
+class RoleModules:
     """The modules of each role, by the name that a plan has for it; empty where a model has none.
 
     Args:
@@ -41,7 +41,7 @@ LACKS = {
     "experts": "no module with the weights of all experts of a block",
 }
 """What a model without a role lacks."""
-assert tuple(LACKS) == tuple(f.name for f in fields(Roles))
+assert tuple(LACKS) == tuple(f.name for f in fields(RoleModules))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,13 +96,13 @@ def same_tensor(facts: Facts, one: Modules) -> tuple[Modules, ...]:
     return tuple(m for m in tables if m != one and any({str(one), str(m)} <= g for g in groups))
 
 
-def roles(facts: Facts) -> Roles:
+def roles(facts: Facts) -> RoleModules:
     """The roles of a model's modules."""
     found = [m for m in lists(facts) if not TOWER.search(str(m))]
     around = ends(facts)
     inside = (m for m in facts.model.below() if any(m.within(at) for at in found))
     embedding = around.embeddings[:1]
-    return Roles(
+    return RoleModules(
         blocks=tuple(entry for at in found for entry in _children(at)),
         embedding=(*embedding, *(other for one in embedding for other in same_tensor(facts, one))),
         final_norm=tuple(norm for norm in [_after(found[-1], facts)] if norm) if found else (),

@@ -76,7 +76,6 @@ def elaborate(
     if sizes is not None:
         program.scope.sized = program.scope.sized_by(sizes, mesh)
     broken = program.broken
-    program.sections = [*_over_axes(program, mesh)]
 
     def part(name: str, read: Callable[[], T]) -> T:
         before = sink.errors
@@ -154,7 +153,7 @@ def _family(program: Program) -> None:
 
 
 def _with_roles(mesh: Mesh | None, program: Program) -> Mesh | None:
-    """The mesh with the role of each axis. Its sizes are needed before sections are known."""
+    """The mesh with the role of each axis, by the sections; leaves those that have no axis."""
     if mesh is None:
         return None
 
@@ -168,6 +167,7 @@ def _with_roles(mesh: Mesh | None, program: Program) -> Mesh | None:
         for a in mesh.axes
     )
     program.mesh = replace(mesh, axes=tuple(axes))
+    program.sections = [*_over_axes(program, mesh)]
     return program.mesh
 
 

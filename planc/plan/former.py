@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from planc.model.roles import LACKS
 from planc.plan.scope import Scope
-from planc.plan.settings import FORMER, SETTINGS, Setting
+from planc.plan.settings import FORMER, SETTINGS, PlanSetting
 from planc.source import Span
 from planc.syntax import ast
 
@@ -54,7 +54,7 @@ def current(name: str, files: Sequence[ast.File]) -> str:
     return FORMER[name].word if name in FORMER and name not in declared(files) else name
 
 
-def uses(setting: Setting, files: Sequence[ast.File]) -> bool:
+def uses(setting: PlanSetting, files: Sequence[ast.File]) -> bool:
     """Whether a plan refers to a setting, by either name, or declares it."""
     names = {setting.word, setting.former} - {""}
     return any(names & file.mentioned.keys() for file in files)

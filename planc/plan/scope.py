@@ -10,7 +10,7 @@ from typing import Any, Final
 from planc.diagnostic import Label, Sink, did_you_mean, one_of
 from planc.model.facts import Facts, Modules, Parameter
 from planc.model.indices import Indices
-from planc.model.roles import LACKS, Roles, roles
+from planc.model.roles import LACKS, RoleModules, roles
 from planc.plan.ir import Mesh
 from planc.plan.mesh_axes import EXPERT_TENSOR, EXPERTS, axes_of, valid_axes
 from planc.source import Span
@@ -74,7 +74,7 @@ class Scope:
     decides: Scope | None = None
     aliases: dict[str, str] = field(default_factory=dict)
     replaced_axes: tuple[str, ...] = ()
-    _roles: Roles | None = None
+    _roles: RoleModules | None = None
     _values: dict[str, Value] = field(default_factory=dict)
     _pending: list[str] = field(default_factory=list)
 

@@ -2,9 +2,11 @@
 
 from dataclasses import dataclass
 
+from planc.plan.mesh_axes import CONTEXT, COPIES, EXPERT_TENSOR, EXPERTS, STAGES, TENSOR
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
+class PlanSetting:
     """A value that `--set` changes in every plan that uses it.
 
     Args:
@@ -24,83 +26,83 @@ class Setting:
     former: str = ""
 
 
-TP = Setting(
-    word="tp", default=1, axis=True, section="tensor", meaning="ranks that split each weight"
+TP = PlanSetting(
+    word=TENSOR, default=1, axis=True, section="tensor", meaning="ranks that split each weight"
 )
-PP = Setting(
-    word="pp",
+PP = PlanSetting(
+    word=STAGES,
     default=1,
     axis=True,
     section="pipeline",
     former="pipeline_stages",
     meaning="ranks that hold different blocks; a rank's batch is cut into microbatches",
 )
-CP = Setting(
-    word="cp",
+CP = PlanSetting(
+    word=CONTEXT,
     default=1,
     axis=True,
     section="context",
     former="context_parallel",
     meaning="ranks that have a part of every sequence each, for long ones",
 )
-EP = Setting(
-    word="ep",
+EP = PlanSetting(
+    word=EXPERTS,
     default=1,
     axis=True,
     section="expert",
     meaning="ranks that divide the experts, of those along dp_shard, cp and tp",
 )
-ETP = Setting(
-    word="etp",
+ETP = PlanSetting(
+    word=EXPERT_TENSOR,
     default=1,
     axis=True,
     section="expert",
     meaning="1, or the size of tp: its ranks split each divided expert",
 )
-DP_REPLICATE = Setting(
-    word="dp_replicate",
+DP_REPLICATE = PlanSetting(
+    word=COPIES,
     default=1,
     axis=True,
     section="fsdp",
     meaning="copies of the sharded model",
 )
-SEQUENCE = Setting(
+SEQUENCE = PlanSetting(
     word="sequence",
     default=True,
     section="tensor",
     former="sequence_parallel",
     meaning="norms and residuals are sharded on the sequence dim between blocks",
 )
-RECOMPUTE = Setting(
+RECOMPUTE = PlanSetting(
     word="recompute",
     default=True,
     section="checkpoint",
     former="checkpointing",
     meaning="the activations of each block are computed again in the backward pass",
 )
-LOSS_CHUNKS = Setting(
+LOSS_CHUNKS = PlanSetting(
     word="loss_chunks",
     default=0,
     section="loss",
     meaning="parts of the tokens in which the loss is computed; 0: whole logits",
 )
-MICROBATCHES = Setting(
+MICROBATCHES = PlanSetting(
     word="microbatches", default=8, section="pipeline", meaning="of a pipeline, in a batch"
 )
-SCHEDULE = Setting(
+SCHEDULE = PlanSetting(
     word="schedule",
     default="1f1b",
     section="pipeline",
     former="pipeline_schedule",
     meaning="gpipe, 1f1b; interleaved_1f1b, zero_bubble, zbv, dualpipe_v: two stages a rank",
 )
-PARAM_DTYPE = Setting(
+PARAM_DTYPE = PlanSetting(
     word="param_dtype",
     default="bf16",
     section="fsdp",
     meaning="the dtype in which FSDP all-gathers and computes",
 )
-REDUCE_DTYPE = Setting(
+REDUCE_DTYPE = PlanSetting(
     word="reduce_dtype",
     default="fp32",
     section="fsdp",
