@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(abspath $(VENV))/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo test processes lint bench estimate peaks mutants silent fuzz coverage axes docs pages clean
+.PHONY: help demo test quick processes lint bench estimate peaks mutants scripts silent fuzz coverage axes docs pages clean
 
 help:  ## this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## */  make \1	/'
@@ -20,6 +20,10 @@ demo: $(VENV)/.ready  ## a tour: check, lower, diff, diagnose, and train on four
 
 test: $(VENV)/.ready  ## the test suite, with a sample of the numerics on four gloo processes
 	$(BIN)/python -m pytest --numprocesses auto --dist worksteal
+
+quick: $(VENV)/.ready  ## what a change of syntax, plan, checks or lowering needs; imports no torch (under a minute)
+	$(BIN)/python -W ignore tests/quick.py
+	$(BIN)/python -m pytest --quick --numprocesses auto
 
 processes: $(VENV)/.ready  ## numerics of all plans and options on four gloo processes, and the cases that `make test` leaves out (over an hour)
 	$(BIN)/python -m pytest tests/processes
@@ -43,6 +47,12 @@ MUTANTS  ?= 56
 FAMILIES ?=
 mutants: $(VENV)/.ready  ## what check says of broken plans, beside four real processes (half an hour; MUTANTS=0 for all, FAMILIES=wan,jamba)
 	$(BIN)/python -W ignore tests/mutants/run.py --most $(MUTANTS) $(if $(FAMILIES),--families $(FAMILIES))
+
+SCRIPTS ?= 300
+SEED    ?= 0
+scripts: $(VENV)/.ready  ## random sequences of what training scripts do, on every kind of plan, against one process (ten minutes; SCRIPTS=50 SEED=7)
+	$(BIN)/python -W ignore tests/scripts/playing.py --scripts $(SCRIPTS) --seed $(SEED)
+	$(BIN)/python -W ignore tests/scripts/playing.py --scripts $(shell expr $(SCRIPTS) / 10) --seed $(SEED) --processes
 
 silent: $(VENV)/.ready  ## silent errors that others have reported, replayed: what finds each, and the truth (ten minutes)
 	$(BIN)/python -W ignore tests/silent/replay.py

@@ -113,7 +113,7 @@ def lower(
 
 
 def diff(old: Lowered, new: Lowered) -> Delta:
-    """What changes from one lowered plan to another; `.same` says whether anything does.
+    """The changes from one lowered plan to another; `.same` says whether anything does.
 
     Raises:
         TypeError: a side is no lowered plan, such as the name of a plan.
@@ -350,8 +350,8 @@ def model_of(model: Any) -> str | Facts:
 
 
 def _facts_of(module: nn.Module) -> Facts:
-    """Of a model that its configuration names, a small one can be built; one that runs functions of
-    the script's own is kept, to be run itself or to compare a small one with it.
+    """Library models are proved on a small copy; models that run functions of the script's own are
+    kept, to be run themselves or to compare a small one with them.
     """
     from planc.model.config import buildable
     from planc.model.module_table import facts_of

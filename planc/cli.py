@@ -77,8 +77,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = _alone(name)
     options, unknown = parser.parse_known_args(words)
     if unknown and not any(map(_option, words[:1] + unknown)):
-        # Python gives all positional arguments their words at the first one: those after options
-        # stand beside them, and are read again
+        # argparse consumes positionals greedily: words after options are parsed again
         rest = [word for at, word in enumerate(words) if word not in unknown or at == 0]
         at = next((i for i, word in enumerate(rest) if _option(word)), len(rest))
         parser = _alone(name)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Phase = Literal["input", "plan", "proof", "runtime", "internal"]
-"""What a finding is about.
+"""The subject of a finding.
 
 `input`: planc could not read, build or write what the command names, or lacks a library for it, so
     nothing was judged.
@@ -166,6 +166,11 @@ _ROWS: tuple[tuple[str, str, Phase, str], ...] = (
     ("PL451", "error", "plan", "a train rule without effect"),
     ("PL452", "error", "plan", "nothing trains"),
     ("PL453", "error", "plan", "tied parameters of which only one is frozen"),
+    ("PL454", "error", "runtime", "a script undoes what the plan relies on"),
+    ("PL455", "error", "runtime", "hooks on parameters that the plan replaces"),
+    ("PL459", "error", "runtime", "a state that no other rank could load"),
+    ("PL460", "error", "runtime", "several processes without torchrun's variables"),
+    ("PL461", "error", "runtime", "the ranks load different files"),
     ("PL469", "error", "runtime", "the ranks pass different numbers of batches"),
     ("PL470", "error", "plan", "unknown operators in a save list"),
     ("PL471", "error", "plan", "an operator that is never dispatched"),
@@ -210,10 +215,18 @@ _ROWS: tuple[tuple[str, str, Phase, str], ...] = (
     ("PL511", "warning error", "proof", "random numbers are not those of the plain model"),
     ("PL512", "error", "proof", "parameters that only some data ranks use"),
     ("PL513", "warning", "proof", "a module mixes the rows of a batch"),
+    ("PL515", "warning", "runtime", "a loss whose labels planc cannot count"),
+    ("PL516", "warning error", "proof", "lengths that the tensor axis does not divide"),
+    ("PL517", "info error", "proof", "packed documents that see each other"),
+    ("PL518", "info error", "proof", "padding that other tokens see"),
     ("PL520", "error", "proof", "the plan trains another model"),
     ("PL521", "error", "proof", "a rank failed"),
     ("PL522", "error", "proof", "no answer in time"),
     ("PL523", "error", "proof", "the plan cannot be proved"),
+    ("PL524", "error", "plan", "layouts cannot be inferred"),
+    ("PL525", "error", "plan", "no layouts go with these splits"),
+    ("PL526", "error", "plan", "hidden states cannot be parts of the sequence"),
+    ("PL527", "info", "plan", "hidden states are whole in some blocks"),
     ("PL530", "error", "plan", "the loss cannot be computed in this module"),
     ("PL531", "error", "plan", "a head whose style is not that of its loss"),
     ("PL540", "error", "plan", "context-parallel ranks whose gradients nothing averages"),
@@ -235,6 +248,7 @@ _ROWS: tuple[tuple[str, str, Phase, str], ...] = (
     ("PL567", "error", "plan", "not supported in a pipeline"),
     ("PL568", "error", "plan", "a timetable that cannot be run"),
     ("PL569", "warning", "plan", "checkpoints under a schedule that splits backward passes"),
+    ("PL570", "warning error", "plan", "gradients in fp16 without a loss scale"),
     ("PL575", "error", "plan", "a trainable parameter that no rule of the optimizer section steps"),
     ("PL576", "warning", "plan", "a matrix optimizer on an embedding, a head or a router"),
     ("PL577", "error", "plan", "the units of a matrix optimizer do not fit the weight"),
@@ -252,6 +266,8 @@ _ROWS: tuple[tuple[str, str, Phase, str], ...] = (
     ("PL608", "error", "input", "the model's own code failed"),
     ("PL609", "info error", "input", "the model brings its own code, which was not run"),
     ("PL610", "info", "input", "the quantization of the model is ignored"),
+    ("PL611", "error", "input", "several plans of one's own are for the family"),
+    ("PL612", "info", "input", "inputs that a draft's proof did not have"),
     ("PL650", "error", "plan", "the plan is for another family"),
     ("PL660", "warning", "proof", "a drafted plan that is not proved"),
     ("PL661", "info", "plan", "a rule of transformers' plan matches nothing"),

@@ -23,7 +23,7 @@ Draft = Callable[[Facts], tuple[ast.File, ...] | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compiled:
-    """What one run of the compiler was given, and how far it came.
+    """The inputs of one run of the compiler, and how far it came.
 
     Args:
         files: the parsed plan, bases first, or a lowered one; None where it could not be read.
@@ -96,5 +96,5 @@ def compile_plan(
     files = None if plan is None else read(plan, sink)
     facts = load(model, sink, allow_code=allow_code) if isinstance(model, str) else model
     if plan is None and facts is not None:
-        files = plan_files.read_for(facts.family, sink, draft and partial(draft, facts))
+        files = plan_files.read_for(facts.names, sink, draft and partial(draft, facts))
     return compile(files, facts, sink, world_size=world_size, settings=settings)

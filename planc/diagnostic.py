@@ -1,4 +1,4 @@
-"""What planc says about a user's mistake, as data.
+"""Findings about a user's mistakes, as data.
 
 A stage appends diagnostics to a `Sink` and goes on; how they look is the
 business of `planc.report`. The text behind each code is a page of `docs/diagnostics`, the same
@@ -62,7 +62,7 @@ class Diagnostic:
 
     @property
     def edit(self) -> tuple[Span, str] | None:
-        """What to replace by what, where the help corrects a name that the first label shows."""
+        """The name that the first label shows and its replacement, where the help corrects it."""
         if not isinstance(self.help, DidYouMean) or not self.labels:
             return None
         span = self.labels[0].span
@@ -74,7 +74,7 @@ class Diagnostic:
 
 
 class _More(TypedDict, total=False):
-    """What a finding may say besides its message and its places."""
+    """The optional parts of a finding, besides its message and its places."""
 
     facts: Iterable[str]
     help: str | None
@@ -263,7 +263,7 @@ _ELSEWHERE = {
     "mesh { dp_shard = auto }": _sizes("dp_shard data_parallel_shard data_parallel dp fsdp"),
     "mesh { dp_replicate = 2 }": _sizes("dp_replicate data_parallel_replicate"),
 }
-"""What a plan writes in the place of words of torch, transformers, peft and trainers."""
+"""The words of a plan, by those of torch, transformers, peft and trainers."""
 
 
 def elsewhere(name: str) -> str | None:

@@ -4,9 +4,9 @@ from collections.abc import Callable
 from typing import Any
 
 DRAW: list[Callable[[Any], str]] = []
-"""What draws a result; `planc.api` adds it, so that no result depends on pictures."""
+"""The function that draws a result; `planc.api` adds it, so that no result depends on pictures."""
 TEXT: list[Callable[[Any], str]] = []
-"""What writes a result as the terminal shows it, added in the same way."""
+"""The function that writes a result as the terminal shows it, added in the same way."""
 
 
 class InNotebooks:

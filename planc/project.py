@@ -1,4 +1,4 @@
-"""What a user's repository says to planc: `[tool.planc]` in pyproject.toml, and `PLANC_PATH`."""
+"""The settings of a user's repository: `[tool.planc]` in pyproject.toml, and `PLANC_PATH`."""
 
 import os
 import re
@@ -16,7 +16,7 @@ class ProjectError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """What `planc check` judges when no model is named.
+    """A model and a plan that `planc check` judges when no model is named.
 
     Args:
         model, plan: as on the command line; None for the plan of the model's family.
@@ -31,7 +31,7 @@ class Target:
 
     @property
     def file_name(self) -> str:
-        """Of its lowered plan."""
+        """The file name of the target's lowered plan."""
         path = Path(self.model)
         path = path.parent.absolute() if path.name == "config.json" else path
         model = path.name.removesuffix(".json")
@@ -66,7 +66,7 @@ class Project:
 
 
 def project() -> Project:
-    """Of the nearest pyproject.toml with `[tool.planc]`, at the current folder or above it.
+    """Reads the nearest pyproject.toml with `[tool.planc]`, at the current folder or above it.
 
     Raises:
         ProjectError: it has a mistake.

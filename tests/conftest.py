@@ -1,10 +1,12 @@
 import difflib
 import json
 import os
+import sys
 from pathlib import Path
 
 import hypothesis
 import pytest
+import quick
 
 GOLDENS = Path(__file__).parent / "goldens"
 PROCESSES = Path(__file__).parent / "processes"
@@ -19,18 +21,36 @@ def pytest_addoption(parser):
     parser.addoption(
         "--update", action="store_true", help="write what is printed into goldens and docs"
     )
+    parser.addoption("--quick", action="store_true", help="run what needs no torch: `make quick`")
 
 
 def pytest_configure(config):
     """Tests that are named run whole: `slow` is left out of runs of the suite alone."""
+    if config.getoption("--quick"):
+        sys.meta_path.insert(0, quick.NoTorch())
     here = config.invocation_params.dir
     named = [(here / arg.partition("::")[0]).resolve() for arg in config.args]
     if config.option.markexpr == "not slow" and any(p.is_relative_to(PROCESSES) for p in named):
         config.option.markexpr = ""
 
 
+def pytest_collection_modifyitems(config, items):
+    if config.getoption("--quick"):
+        config.hook.pytest_deselected(items=[item for item in items if not quick.quick(item)])
+        items[:] = [item for item in items if quick.quick(item)]
+
+
+def pytest_ignore_collect(collection_path, config):
+    """Files that import torch cannot even be read under `--quick`."""
+    test = collection_path.name.startswith("test_")
+    known = (*quick.FILES, "test_specs")
+    return (
+        True if config.getoption("--quick") and test and collection_path.stem not in known else None
+    )
+
+
 @pytest.fixture(scope="session", autouse=True)
-def own_cache(tmp_path_factory):
+def own_cache(tmp_path_factory, request):
     """A cache of facts for the session, so that no test depends on what lay around.
 
     The workers of `pytest -n` share it: what one has read from a model, the others find.
@@ -39,6 +59,8 @@ def own_cache(tmp_path_factory):
     folder = tmp_path_factory.getbasetemp()
     shared = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
     os.environ["PLANC_CACHE_DIR"] = str(shared / "cache")
+    if request.config.getoption("--quick"):
+        _copy_models(quick.CACHE, shared / "cache")
     os.environ.pop("FORCE_COLOR", None)
     yield
     if before is None:
@@ -61,7 +83,7 @@ def no_verdicts(own_cache, tmp_path, monkeypatch):
 
 def _copy_models(source, target):
     """Copies entries of a cache, each in one step, for another worker may read it."""
-    target.mkdir(exist_ok=True)
+    target.mkdir(parents=True, exist_ok=True)
     for path in source.glob("*.json"):
         if path.name.startswith("verify-") or (target / path.name).exists():
             continue

@@ -181,8 +181,8 @@ DERIVED = [
     (Colwise(input=S1, output=R), (Sequence(), Colwise(input=S1, output=R))),
     (Rowwise(), (Rowwise(), None)),
     (Rowwise(local=False), (Rowwise(), Output)),
-    (Rowwise(output=S1, local=False), (Rowwise(output=S1), Sequence())),
-    (Rowwise(output=S1), (Rowwise(output=S1), Sequence(local=True))),
+    (Rowwise(output=S1, local=False), (Rowwise(output=S1, local=False), Sequence())),
+    (Rowwise(output=S1), (Rowwise(output=S1, local=False), Sequence(local=True))),
     (Rowwise(output=Shard(-1)), (Rowwise(), Colwise())),
     (Sequence(dim=0), (Sequence(dim=0), Sequence(dim=0))),
 ]

@@ -351,7 +351,7 @@ def test_what_runs_in_a_proof_is_among_the_sources():
     names = {name.removeprefix("planc.") for name in ast.literal_eval(done.stdout)}
     paths = [Path(p).relative_to(module.PACKAGE).with_suffix("") for p in module.files()]
     known = {p.as_posix().removesuffix("/__init__").replace("/", ".") for p in paths}
-    beside = {"atomic_write", "diagnostic", "notebook", "resources", "source"}
+    beside = {"atomic_write", "diagnostic", "notebook", "resources", "source", "version"}
     packages = {"lowering", "plan", "syntax"}
     assert {n for n in names - known - beside if n.split(".")[0] not in packages} == set()
     assert {"trial.simulate", "runtime.executor", "model.small.user_model"} <= names & known

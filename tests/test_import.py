@@ -13,7 +13,7 @@ from planc.compiler import compile_plan
 from planc.diagnostic import Sink
 from planc.importing.family import family_of, named_by
 from planc.importing.importer import imported
-from planc.importing.peer import LEFT, LOST, NAMES, peers
+from planc.importing.peer import NAMES, REASONS, peers
 from planc.importing.reading import leaves, text_of
 from planc.importing.settings import Unknown, value_of
 from planc.source import Source
@@ -33,6 +33,11 @@ FILES = {  # file: (library, model, ranks)
     "transformers.json": ("transformers", "qwen3-8b", 8),
     "deepspeed.json": ("deepspeed", "llama-3.1-8b", 8),
     "megatron.sh": ("megatron", "llama-3.1-70b", 32),
+    "bridge.yaml": ("bridge", "llama-3.1-70b", 32),
+    "prime_rl.toml": ("prime-rl", "qwen3-8b", 8),
+    "trainer.json": ("trainer", "llama-3.1-8b", 8),
+    "llamafactory.yaml": ("llamafactory", "llama-3.1-8b", 8),
+    "swift.sh": ("swift", "qwen3-8b", 4),
 }
 
 
@@ -72,7 +77,7 @@ def test_real_keys_have_a_meaning(library):
 def test_words_of_the_tables(library):
     """A word is a reason, or a setting that reads a value and that the writer has."""
     text = (Path(__file__).parent.parent / "planc" / "importing" / "writing.py").read_text()
-    for word in {*peers()[library].keys, *peers()[library].absent} - LEFT.keys() - LOST.keys():
+    for word in {*peers()[library].keys, *peers()[library].absent} - REASONS.keys():
         assert f'"{word}"' in text, word
         try:
             value_of(word, 2)
@@ -137,6 +142,180 @@ def test_settings(library, key, value, line, tmp_path):
     path.write_text(json.dumps(values))
     result = imported(str(path), Sink(), peer=library, model="llama-3.1-8b")
     assert line in re.sub(" +", " ", result.text)
+
+
+@pytest.mark.parametrize(
+    ("library", "values", "expected", "absent"),
+    [
+        (  # five stages a rank are five, not the plan's two
+            "megatron",
+            "--pipeline-model-parallel-size 2 --num-layers 80 --micro-batch-size 1 "
+            "--num-layers-per-virtual-pipeline-stage 8",
+            'pipeline_schedule = "interleaved_1f1b" # | even($block, each = 5) # num-layers-per',
+            "to decide",
+        ),
+        (  # which the number of layers does not give
+            "megatron",
+            "--pipeline-model-parallel-size 2 --num-layers 81 --micro-batch-size 1 "
+            "--num-layers-per-virtual-pipeline-stage 8",
+            "even($block, each = N)`: num-layers-per-virtual-pipeline-stage = 8",
+            "interleaved",
+        ),
+        (
+            "megatron",
+            "--pipeline_model_parallel_size 2 --virtual_pipeline_model_parallel_size 3 "
+            "--num_layers 36",
+            "even($block, each = 3)",
+            "unknown to planc",
+        ),
+        (  # microbatches of a data rank: 64 rows of 4 ranks by 2
+            "megatron",
+            "torchrun --nproc-per-node 8 --tensor-model-parallel-size 2 "
+            "--pipeline-model-parallel-size 2 --micro-batch-size 2 --global-batch-size 64",
+            "microbatches = 16 # micro-batch-size, global-batch-size",
+            "to decide",
+        ),
+        (
+            "megatron",
+            "--pipeline-model-parallel-size 2 --micro-batch-size 2 --global-batch-size 32",
+            "their number is not in the file: global-batch-size = 32",
+            "option microbatches",
+        ),
+        (  # planc steps what is loaded, and reduces in reduce_dtype: neither says these
+            "megatron",
+            "--num-layers 2 --micro-batch-size 1 --use-precision-aware-optimizer "
+            "--main-grads-dtype bf16 --exp-avg-dtype bf16",
+            "training script: use-precision-aware-optimizer = True, main-grads-dtype = bf16, "
+            "exp-avg-dtype = bf16",
+            "planc do so by themselves: use",
+        ),
+        ("megatron", "--num-layers 2 --main-grads-dtype fp32", "off: main-grads-dtype", "decide"),
+        (
+            "deepspeed",
+            {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8}},
+            "override $block : unit(reshard = 8) # zero_optimization.zero_hpz",
+            "decide",
+        ),
+        (
+            "deepspeed",
+            {"zero_optimization": {"stage": 3, "mics_shard_size": 8}},
+            "override dp_replicate = auto # zero_optimization.mics_shard_size | "
+            "override dp_shard = 8 # zero_optimization.mics_shard_size",
+            "decide",
+        ),
+        (  # dynamic loss scaling is not "off"
+            "deepspeed",
+            {"fp16": {"enabled": True, "loss_scale": 0}, "steps_per_print": 1},
+            "fp16 without a gradient scaler",
+            "off: fp16",
+        ),
+        (  # alpha / sqrt(rank), and a plan has alpha / rank
+            "axolotl",
+            {"base_model": "x", "adapter": "lora", "lora_r": 16, "lora_alpha": 32,
+             "peft_use_rslora": True},
+            "lora(rank = 16, alpha = 128) #",
+            "decide",
+        ),
+        (
+            "llamafactory",
+            {"stage": "sft", "finetuning_type": "lora", "lora_rank": 16, "lora_target": "all",
+             "quantization_bit": 4, "double_quantization": True},
+            "$block.**<Linear> : qlora(rank = 16, alpha = 32, double = true)",
+            "decide",
+        ),
+        (
+            "automodel",
+            {"recipe": "x", "freeze_config": {"freeze_embeddings": True}},
+            "**<Embedding> : frozen # freeze_config.freeze_embeddings",
+            "decide",
+        ),
+        (  # counted as in the plan, and in no line of it
+            "axolotl",
+            {"base_model": "x", "adapter": "lora", "lora_r": 8,
+             "bnb_config_kwargs": {"bnb_4bit_use_double_quant": True}},
+            "without effect: no 4-bit weights: bnb_config_kwargs",
+            "double =",
+        ),
+        (
+            "trainer",
+            {"num_train_epochs": 1, "fsdp": "full_shard auto_wrap offload",
+             "gradient_checkpointing": False, "bf16": True},
+            "override option recompute = false # gradient_checkpointing | offload(cpu) # fsdp",
+            "decide",
+        ),
+    ],
+)  # fmt: skip
+def test_nothing_is_dropped_and_nothing_invented(library, values, expected, absent, tmp_path):
+    text = values if isinstance(values, str) else json.dumps(values)
+    path = tmp_path / ("a.sh" if isinstance(values, str) else "a.json")
+    path.write_text(text)
+    result = imported(str(path), Sink(), peer=library, model="llama-3.1-8b")
+    flat = re.sub("[ \n]+#?[ \n]*", " ", re.sub("    #", " #", result.text).replace("\n#  ", "\n"))
+    for part in expected.split(" | "):
+        assert re.sub(" +#? *", " ", part) in flat, (part, flat)
+    assert absent not in flat
+
+
+@pytest.mark.parametrize(
+    ("name", "file", "code"),
+    [
+        ("a.yaml", "base_model: x\nlearning_rate: 1e-4\n", 0),
+        ("a.yaml", "base_model: x\nload_in_8bit: true\n", 1),
+        ("a.yaml", "base_model: x\nload_in_8bitt: true\n", 1),
+        ("a.json", '{"zero_optimization": {"stage": 3, "reduce_bucket_size": 5e8}}', 0),
+    ],
+)
+def test_exit_code_tells_what_changes_numbers(name, file, code, tmp_path):
+    """Buckets change no number; what trains another model does, or may."""
+    (tmp_path / name).write_text(file)
+    assert call("import", tmp_path / name, "--model", "llama-3.1-8b")[0] == code
+
+
+def test_wrapped_classes_are_the_units_of_a_family_without_a_plan(tmp_path):
+    text = (
+        "distributed_type: FSDP\nfsdp_config:\n  fsdp_transformer_layer_cls_to_wrap: OwnBlock,Two"
+    )
+    (tmp_path / "a.yaml").write_text(text)
+    result = imported(str(tmp_path / "a.yaml"), Sink(), peer=None, model=None)
+    assert re.findall(r"\*\*<(\w+)> +: unit ", result.text) == ["OwnBlock", "Two"]
+    assert "auto(" not in result.text
+
+
+@pytest.mark.parametrize(
+    ("family", "rule", "optional"),
+    [
+        ("qwen3", "layers.*.mlp.gate_porj", False),  # PL101, and not an MLP that is not split
+        ("qwen3", "layers.*.mlp.gate_proj", False),
+        ("qwen3_moe", "layers.*.mlp.gate_proj", True),  # a model whose blocks all have experts
+        ("qwen3_moe", "layers.*.self_attn.q_proj", False),
+    ],
+)
+def test_optional_is_what_a_configuration_lacks(family, rule, optional, tmp_path):
+    rules = {rule: "colwise", "layers.*.mlp.down_proj": "rowwise"}
+    values = {"model_type": family, "tp_size": 2, "base_model_tp_plan": rules}
+    (tmp_path / "a.json").write_text(json.dumps(values))
+    result = imported(str(tmp_path / "a.json"), Sink(), peer=None, model=None)
+    assert (f"optional model.{rule} " in result.text) is optional
+    assert f"model.{rule} " in result.text
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "title"),
+    [
+        ("a.sh", "python3 -m verl.trainer.main_ppo actor_rollout_ref.model.path=x", "verl"),
+        ("a.yaml", "actor_rollout_ref:\n  actor:\n    strategy: fsdp", "verl"),
+        ("a.yaml", "policy:\n  dtensor_cfg:\n    tensor_parallel_size: 2", "NeMo-RL"),
+        ("a.py", "from olmo_core.train import TrainerConfig", "OLMo-core"),
+        ("a.yml", "base_emb_dim: 4096\nici_tensor_parallelism: 4", "MaxText"),
+        ("a.py", "from megatron.bridge.recipes import x", "Megatron-Bridge"),
+    ],
+)
+def test_libraries_that_are_known_by_name(name, text, title, tmp_path):
+    (tmp_path / name).write_text(text)
+    code, plan, errors = call("import", tmp_path / name)
+    flat = " ".join(errors.split())
+    assert (code, plan) == (2, "") and "[PL732]" in flat
+    assert title in flat and "not a library planc reads" in flat
 
 
 @pytest.mark.parametrize(
@@ -259,7 +438,7 @@ def test_one_rule_of_a_configuration_does_not_stand_for_the_plan(tmp_path):
 @pytest.mark.parametrize(
     ("model_type", "rule", "written"),
     [
-        ("gpt_neox", "layers.*.attention.dense", "optional $blocks.attention.dense :"),
+        ("gpt_neox", "layers.*.attention.dense", "$blocks.attention.dense :"),
         ("ministral", "layers.*.self_attn.o_proj", "plan a for ministral"),
         ("minimax_m2", "layers.*.self_attn.o_proj", "plan a for minimax_m2"),
     ],
@@ -329,7 +508,7 @@ def test_broken_files_end_without_a_traceback(tmp_path):
                 )
             (tmp_path / name).write_text("".join(text))
             code, _, errors = call("import", tmp_path / name, "--model", "llama-3.1-8b")
-            assert code in (0, 2) and "PL900" not in errors, ("".join(text), errors)
+            assert code in (0, 1, 2) and "PL900" not in errors, ("".join(text), errors)
 
 
 @pytest.mark.parametrize(
@@ -374,3 +553,15 @@ def test_a_family_that_is_no_name_is_quoted(tmp_path, family):
     assert header == f"plan deepspeed for {json.dumps(family)}"
     parsed = parse(Source("imported.plan", result.text), sink)
     assert not sink.failed and [n.path for n in parsed.statements[0].families] == [family]
+
+
+@pytest.mark.parametrize(("enabled", "lost"), [(True, True), (False, False)])
+def test_a_dynamic_scale_is_not_off(enabled, lost, tmp_path):
+    """DeepSpeed's 0 is a scale that changes."""
+    half = {"enabled": enabled, "loss_scale": 0, "hysteresis": 2}
+    text = json.dumps({"zero_optimization": {"stage": 3}, "fp16": half})
+    (tmp_path / "ds.json").write_text(text)
+    result, sink = run(str(tmp_path / "ds.json"), model="llama-3.1-8b")
+    named = [d.message for d in sink if d.code == "PL736" and "loss_scale" in d.message]
+    assert bool(named) is lost
+    assert ("PL570" in result.text) is lost

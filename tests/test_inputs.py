@@ -172,7 +172,7 @@ def test_a_tower_without_input_is_unknown_and_says_what_was_tried(tmp_path, monk
     assert [d.code for d in findings] == ["PL504"]
 
 
-def test_init_says_what_was_tried_for_a_tower(monkeypatch):
+def test_init_says_what_was_tried_for_a_tower(tmp_path, monkeypatch):
     from planc.draft.init import draft
     from planc.model.small import input_search as inputs
     from planc.proof import judge as module
@@ -181,12 +181,20 @@ def test_init_says_what_was_tried_for_a_tower(monkeypatch):
         inputs, "INPUT_KINDS", [k for k in INPUT_KINDS if k.name == "lists of images"]
     )
     monkeypatch.setattr(module, "_FORMAT", "test")
-    made = draft(load("gemma-3-4b", Sink()), Sink())
+    sink = Sink()
+    made = draft(load("gemma-3-4b", Sink()), sink)
     told = " ".join(line.removeprefix("#").strip() for line in made.text.splitlines())
     assert "it cannot be proved: model.vision_tower.encoder.layers." in told
-    assert "No input was found for its images: tried lists of images (" in told
+    assert "The run had no images, as no such input was found" in told
+    assert "Error" not in told  # what the model raised is no comment of a plan
+    [said] = [d.message for d in sink if d.code == "PL612"]
+    assert "images: tried lists of images (" in said
     assert "$tower {" not in made.text.partition("mesh {")[2].partition("checkpoint")[0]
     assert made.outcome.verdict == "proved"
+    (tmp_path / "draft.plan").write_text(made.text)
+    flow, _ = simulated("gemma-3-4b", str(tmp_path / "draft.plan"))
+    assert flow.verdict == "proved"
+    assert "not reached and not split: model.vision_tower.encoder.layers[0:27]" in flow.text
 
 
 def test_blocks_that_drop_paths_are_of_one_kind():

@@ -13,9 +13,10 @@ import pytest
 from console import call
 from helpers import sampled
 
+import planc
 from planc.diagnostic import Sink
 from planc.ops.document import digest, loads
-from planc.syntax.plan_files import families, locate
+from planc.syntax.plan_files import families, locate, plan_of_family
 
 HERE = Path(__file__).parent
 PLANS = HERE.parent / "plans"
@@ -174,7 +175,9 @@ def test_every_plan_has_a_golden():
 def test_every_family_of_every_header_has_a_case():
     others = {param.values[1] for param in diffused.CASES} | BASES
     named = {n for p in PLANS.glob("*.plan") if p.stem not in others for n in families(p)}
-    assert named == {family(model) for model, _, _ in CASES}
+    classes = {n for n in named if n.endswith("ForSequenceClassification")}
+    assert classes and all(plan_of_family(n).path.stem == "classifier" for n in classes)
+    assert named - classes == {family(model) for model, _, _ in CASES}
 
 
 @pytest.mark.parametrize("name", NAMED.split())
@@ -207,3 +210,55 @@ def test_a_family_has_one_plan():
     assert len(names) == len(set(names))
     assert locate("llama4_text").path.stem == "llama4"
     assert locate("nothere") is None
+
+
+def own_plans(folder, monkeypatch, **headers):
+    """A folder of the user's own plans, each with the families of its header."""
+    for name, header in headers.items():
+        (folder / f"{name}.plan").write_text(f'plan {name} for {header}\n\nextend "qwen3.plan"\n')
+    monkeypatch.setenv("PLANC_PATH", str(folder))
+
+
+def test_two_plans_of_ones_own_are_not_taken_by_their_alphabet(tmp_path, monkeypatch):
+    own_plans(tmp_path, monkeypatch, fast="qwen3", small="qwen3")
+    code, text, _ = call("check", "qwen3-8b", "--world-size", 8, "--level", "structure")
+    assert code == 2 and "[PL611]" in text
+    assert "fast.plan" in text and "small.plan" in text
+    with pytest.raises(planc.PlanError, match="PL611"):
+        planc.lower("qwen3-8b", None, world_size=8)
+    words = ("--world-size", 8, "--level", "structure")
+    assert call("check", "qwen3-8b", "small", *words)[0] == 0
+    own_plans(tmp_path, monkeypatch, qwen3="qwen3")  # its name says which is meant
+    code, text, errors = call("check", "qwen3-8b", *words)
+    assert code == 0 and "qwen3.plan" in text + errors
+
+
+def test_the_class_of_a_model_comes_before_its_family():
+    """A classifier has no `lm_head`; the plan whose header names its class is taken."""
+    place = plan_of_family("LlamaForSequenceClassification", "llama")
+    assert place.path.name == "classifier.plan"
+    assert plan_of_family("LlamaForCausalLM", "llama").path.name == "llama.plan"
+    assert plan_of_family("mistral").path.name == "llama.plan"
+    code, text, errors = call("lower", "llama-3.2-1b-classes", "--world-size", 8, "--set", "tp=2")
+    assert code == 0 and text.startswith("classifier for Llama"), errors
+
+
+def test_remedies_do_not_depend_on_other_plans_of_ones_own(tmp_path, monkeypatch):
+    """What is right comes from the plan that ships, whatever other plans a user has."""
+    monkeypatch.chdir(tmp_path)
+    shipped = (PLANS / "llama.plan").read_text()
+    wrong = shipped.replace(
+        "self_attn.o_proj : rowwise\n", "self_attn.o_proj : rowwise(-> partial)\n"
+    )
+    assert wrong != shipped
+    (tmp_path / "wrong.plan").write_text(wrong)
+    words = ("llama-3.1-8b", "wrong.plan", "--world-size", 4, "--set", "tp=2")
+    words = ("check", *words, "--set", "sequence=false")
+    before = call(*words)
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "llama.plan").write_text(wrong)
+    monkeypatch.setenv("PLANC_PATH", "own")
+    assert call(*words) == before
+    assert "give `model.layers.*.self_attn.o_proj` the style `rowwise`" in " ".join(
+        before[1].split()
+    )

@@ -160,7 +160,7 @@ def test_all_that_is_wrong_is_said_with_its_place():
         '"features", "attributes" or "python"',
         'x.json, at stages[0].ops[3].modules: "model layers" is not a set of modules',
         'x.json, at stages[0].ops[4]: "color" is not known here; known are op, modules, axes, '
-        "style, shapes, place and origins",
+        "style, shapes, inferred, place and origins",
         "x.json, at stages[0].ops[5]: axes is missing",
         "x.json, at stages[0].ops[20].reshard: null is not of type boolean or integer",
         'x.json, at stages[0].ops[21].op: "explode" is not "pipeline", "configure", "load", '

@@ -149,7 +149,7 @@ def test_what_cannot_be_run_is_unknown_with_the_reason(tmp_path, monkeypatch):
     assert "`planc verify`" in found.help
     found = checked(TwoInputs(), PLAN, tmp_path)["PL504"]
     assert "missing 1 required" in found.message and "`planc_inputs`" in found.help
-    monkeypatch.setattr(user_model, "LARGEST", 1000)
+    monkeypatch.setattr(user_model, "UNSHRUNK", 1000)
     found = checked(Net(), PLAN, tmp_path)["PL504"]
     assert "parameters: give a small model of the same code" in found.message
 

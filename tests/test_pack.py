@@ -154,6 +154,12 @@ def test_what_needs_another_library_says_so(folder):
     assert code == 2 and "`planc import` needs yaml, which is not installed" in errors
 
 
+def test_an_estimate_without_activations_does_not_say_that_it_fits(folder):
+    without(folder, "cache", "unpack", "planc-pack.json")
+    code, text, errors = without(folder, "estimate", *RUN, "--batch", 8, "--seq", 64)
+    assert code == 2 and "unknown whether it fits" in text and "PL703" in errors
+
+
 @pytest.mark.parametrize("missing", ["torch", "transformers"])
 def test_one_of_the_two_is_not_enough(folder, missing):
     code, text, _ = without(folder, "check", *RUN, missing=missing)

@@ -17,8 +17,8 @@ from planc.diagnostic import PlanError, Sink
 from planc.model.load import load
 from planc.model.small.block_order import block_order
 from planc.ops.pipeline import SCHEDULES
+from planc.plan.stand_in import Unrepresented
 from planc.proof import layout_flow
-from planc.proof.stand_in import Unrepresented
 from planc.runtime import training_step
 from planc.runtime.standalone import pipeline_schedule as schedule
 from planc.runtime.standalone import pipeline_step
@@ -117,7 +117,7 @@ def test_gradients_that_are_scaled_by_microbatches_too(uncached, monkeypatch):
 
 
 def test_a_mean_of_means(uncached, monkeypatch):
-    monkeypatch.setattr(training_step, "_items", lambda run, batches: torch.tensor(100.0))
+    monkeypatch.setattr(training_step, "_items", lambda *_: torch.tensor(100.0))
     assert simulated(*LLAMA, TWO, world=2)[0].verdict == "refuted"
 
 

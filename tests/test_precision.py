@@ -5,7 +5,9 @@ import math
 import pytest
 import torch
 from helpers import sampled, simulated_case, slow
+from transformers import LlamaConfig, LlamaForCausalLM
 
+import planc
 from planc.model.small.user_model import builder_of
 from planc.ops.document import digest
 from planc.ops.fsdp import Divide
@@ -145,3 +147,49 @@ def test_the_error_is_of_the_norm():
     assert norm_error(right, torch.zeros(2), floor=10.0) == pytest.approx(0.5)
     assert norm_error(torch.ones(3), right) == math.inf
     assert norm_error(right * math.nan, right) == math.inf
+
+
+HALF = """plan own for llama
+
+mesh {
+    dp_shard = 2
+}
+
+fsdp on dp_shard {
+    precision(param = PARAM, reduce = REDUCE)
+    root : unit
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("param", "reduce", "refused"),
+    [("fp16", "fp32", True), ("bf16", "fp16", True), ("bf16", "fp32", False)],
+)
+def test_training_in_fp16_is_told_and_refused(param, reduce, refused, tmp_path):
+    """planc scales no loss; without gradients nothing is wrong with it."""
+    text = HALF.replace("PARAM", param).replace("REDUCE", reduce)
+    (tmp_path / "own.plan").write_text(text)
+    sizes = dict(vocab_size=64, hidden_size=32, num_hidden_layers=1, intermediate_size=32)
+    config = LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2)
+    models, raised = [LlamaForCausalLM(config) for _ in range(2)], []
+    models[1].load_state_dict(models[0].state_dict())
+    found = planc.lower(models[0], tmp_path / "own.plan", world_size=2).findings
+    lines = [d.labels[0].span.place for d in found if d.code == "PL570"]
+    assert len(lines) == refused and all(place.endswith("own.plan:8") for place in lines)
+    tokens = torch.arange(16).view(2, 8)
+    batch = {"input_ids": tokens, "labels": tokens}
+
+    def rank(number):
+        run = planc.apply(
+            models[number], tmp_path / "own.plan", device_type="cpu", require="nothing", compare=0
+        )
+        assert torch.isfinite(run.evaluate([batch]))
+        try:
+            run.forward_backward([batch])
+        except planc.PlanError as error:
+            raised.extend(d.code for d in error.diagnostics)
+
+    failure = thread_ranks.run_ranks(2, rank, seconds=60)
+    assert failure is None, failure.message
+    assert raised == ["PL570"] * 2 * refused

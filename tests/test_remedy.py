@@ -139,7 +139,7 @@ def test_a_condition_to_blame(tmp_path, model, plan, old, new, condition):
 
 def test_a_draft_where_no_plan_is_for_the_family(tmp_path, monkeypatch):
     path = mutant(tmp_path, "llama", *PARTIAL)
-    monkeypatch.setattr(plan_files, "plan_of_family", lambda family: None)
+    monkeypatch.setattr(plan_files, "plan_of_family", lambda *_names, **_own: None)
     (error,) = errors(path, *WHOLE)
     assert "`rowwise`, as `planc init` drafts it: then" in error.help
 

@@ -17,10 +17,10 @@ from planc.model.layer_kinds import block_lists, entry_kinds
 from planc.model.small import depth
 from planc.model.small.depth import edges, neighbors
 from planc.ops.styles import Colwise
-from planc.plan import elaborate
+from planc.plan import elaborate, stand_in
 from planc.plan.scope import Sizes
-from planc.proof import small_case, stand_in
-from planc.proof.stand_in import Unrepresented, variants
+from planc.plan.stand_in import Unrepresented, variants
+from planc.proof import small_case
 from planc.resources import PLANS
 from planc.source import Source
 from planc.syntax.parse import parse

@@ -260,6 +260,7 @@ def test_help_has_examples_that_parse(command):
     page, *examples = help_text.EXAMPLES[command]
     assert code == 0 and f"read on: docs/{page}" in out
     assert (ROOT / "docs" / page).is_file() and examples
+    assert f"exit code: {help_text.EXITS.get(command, '0 done, 1')}" in out
     parser = argparse.ArgumentParser(exit_on_error=False)
     help_text.fill(parser, command)
     for example in examples:

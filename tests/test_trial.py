@@ -74,7 +74,7 @@ def test_ignored_labels_that_are_uneven_need_the_count_of_all_ranks(tmp_path, mo
     """The mean of each rank's mean, which a loop without the helper trains."""
     monkeypatch.setenv("PLANC_CACHE_DIR", str(tmp_path))
 
-    def of_this_rank(labels, mesh):
+    def of_this_rank(labels, mesh, **_):
         return torch.stack([(some[..., 1:] != -100).sum() for some in labels]).sum().float()
 
     monkeypatch.setattr(gradients, "num_items_in_batch", of_this_rank)
@@ -185,7 +185,7 @@ def test_a_gradient_off_by_a_factor_says_so(monkeypatch, tmp_path):
     real = gradients.num_items_in_batch
     monkeypatch.setattr(program, "MAX_NORM", float("inf"))
     monkeypatch.setenv("PLANC_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(gradients, "num_items_in_batch", lambda *a: real(*a) * 2)
+    monkeypatch.setattr(gradients, "num_items_in_batch", lambda *a, **b: real(*a, **b) * 2)
     verdict, findings = simulated("llama-3.2-1b", "llama", [], world=2)
     assert verdict.verdict == "refuted"
     assert verdict.outcome.gradient == pytest.approx(0.5, abs=0.01)

@@ -17,6 +17,7 @@ import planc
 from planc.model import cache
 from planc.model.module_table import facts_of
 from planc.ops.document import digest, dumps
+from planc.runtime.known_verdict import KnownVerdict
 from planc.trial import certificate, verdict_store
 
 SETTINGS = {"world_size": 4, "overrides": ["tp=2"]}
@@ -220,10 +221,10 @@ def test_both_proofs_count(folder, flow, processes, level, text):
     lowered = planc.lower(built(), "qwen3", **SETTINGS)
     facts = facts_of(built(), config=built().config)
     if flow:
-        verdict_store.remember(lowered, facts, flow, f"flow says {flow}")
+        verdict_store.remember(lowered, facts, KnownVerdict(level=flow, text=f"flow says {flow}"))
     if processes:
-        said = f"processes say {processes}"
-        verdict_store.remember(lowered, facts, processes, said, by="processes")
+        said = KnownVerdict(level=processes, text=f"processes say {processes}")
+        verdict_store.remember(lowered, facts, said, by="processes")
     found = known(built())
     assert (found.level, found.text) == (level, text)
 
@@ -271,7 +272,8 @@ def test_apply_logs_each_warning_once(folder, four_ranks, caplog):
     caplog.clear()
     lowered = planc.lower(built(), "warned.plan", **SETTINGS)
     facts = facts_of(built(), config=built().config)
-    verdict_store.remember(lowered, facts, "proved", "proved")  # which overrules it
+    verdict = KnownVerdict(level="proved", text="proved")  # which overrules it
+    verdict_store.remember(lowered, facts, verdict)
     _, lines = applied(caplog, "warned.plan")
     assert not [text for _, text in lines if "PL161" in text]
 

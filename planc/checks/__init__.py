@@ -59,6 +59,7 @@ RULES: tuple[Check, ...] = (
     parameters.freezing,
     precision.mixed_dtypes,
     precision.optimizer_precision,
+    precision.unscaled_gradients,
     precision.kept_in_float32,
     precision.unused_precision,
     unit_options.partial_reshard,

@@ -104,7 +104,7 @@ def colwise_rowwise_pairs(plan: Plan, facts: Facts, sink: Sink) -> None:
     """
     if "tensor" in plan.broken:
         return
-    sets = [(parent, *_sides(own)) for parent, own in queries.around(facts, queries.active(plan))]
+    sets = [(parent, *_sides(own)) for parent, own in queries.around(facts, queries.stated(plan))]
     for parent, given, taken in sets:
         if bool(given) == bool(taken) or _next_door(parent, given, taken, sets):
             continue
@@ -189,7 +189,7 @@ def sequence_layout(plan: Plan, facts: Facts, sink: Sink) -> None:
     """
     if "tensor" in plan.broken:
         return
-    rules = queries.active(plan)
+    rules = queries.stated(plan)
     ends: set[Modules] = set()
     for rule in rules:
         style, module = rule.style, rule.modules.module

@@ -13,9 +13,8 @@ from planc.plan.parameter_owners import Owned, owned
 
 
 def expert_parallel(plan: Plan, facts: Facts, sink: Sink) -> None:
-    """What a dispatch does with experts, it can do with parameters that are [experts, ...] and with
-    a forward that takes the experts of each token; FSDP shards them over the ranks that have equal
-    experts, or their gradients are not those of all tokens.
+    """Dispatch needs fused experts, [experts, ...], whose forward takes the experts of each token;
+    FSDP must shard them over the ranks that have equal experts, or gradients miss tokens.
     """
     experts = plan.mesh.experts
     reasons = {rule: _not_experts(rule, plan) for rule in plan.experts}
@@ -52,7 +51,10 @@ def _not_experts(rule: ExpertRule, plan: Plan) -> tuple[str, *tuple[Label, ...]]
     for compiled in plan.compile:
         if compiled.fullgraph and plan.mesh.experts and holds(compiled.modules, rule.modules):
             label = Label(span=compiled.origin, text="fullgraph")
-            return f"{name} is in one graph, and how many tokens a rank gets is data", label
+            return (
+                f"{name} is compiled with fullgraph, but tokens per rank are known only in a run",
+                label,
+            )
     if reason := _halved(rule, plan):
         return reason
     if plan.fsdp is not None and plan.fsdp.megatron is not None and plan.mesh.experts:

@@ -128,7 +128,7 @@ def packed_by_name(plan: Plan, facts: Facts, sink: Sink) -> None:
 
 
 _ATTENTION = ("head_dim", "num_heads", "num_attention_heads", "num_key_value_groups")
-"""What an attention has: DeepSeek's kv_b_proj is twice its o_proj, and is cut head by head."""
+"""Attributes of an attention: DeepSeek's kv_b_proj is twice its o_proj, and is cut head by head."""
 
 
 def packed_by_width(plan: Plan, facts: Facts, sink: Sink) -> None:

@@ -67,7 +67,7 @@ def tied_parameters(plan: Plan, facts: Facts, sink: Sink) -> None:
     for one, two in _pairs(facts) if plan.fsdp is not None and "fsdp" not in plan.broken else ():
         units = _units(one, two, plan, sink)
         parted += [_Parted(one, two, *units)] if units else []
-    _told(parted, facts, sink)
+    _report_tied(parted, facts, sink)
 
 
 def _pairs(facts: Facts) -> Iterator[tuple[Half, Half]]:
@@ -129,7 +129,7 @@ def _units(one: Half, two: Half, plan: Plan, sink: Sink) -> tuple[Unit | None, U
     return None if alike else (first, second)
 
 
-def _told(parted: list[_Parted], facts: Facts, sink: Sink) -> None:
+def _report_tied(parted: list[_Parted], facts: Facts, sink: Sink) -> None:
     """PL402 once for each pair of modules that share parameters, not for each parameter."""
     groups: dict[tuple[str, str, int, int], list[_Parted]] = {}
     for each in parted:

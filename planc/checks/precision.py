@@ -1,4 +1,4 @@
-"""PL415, PL416, PL420, PL421, PL680 to PL684: mixed dtypes, lost updates and 4-bit weights."""
+"""PL415, PL416, PL420, PL421, PL570, PL680 to PL684: dtypes, lost updates and 4-bit weights."""
 
 from planc.checks.queries import axis_label, ranks
 from planc.diagnostic import Label, Sink
@@ -74,6 +74,32 @@ def optimizer_precision(plan: Plan, facts: Facts, sink: Sink) -> None:
             facts=[f"their dtype is from {source}"],
             help="`load { dtype = fp32 }` keeps them in fp32; the fsdp section's "
             f"`precision(param = {short})` still computes in {short}",
+        )
+
+
+def unscaled_gradients(plan: Plan, facts: Facts, sink: Sink) -> None:
+    """A gradient below 6e-8 is zero in float16, and after a mean over many tokens most are small:
+    where one trains in it, the loss is scaled, which planc does not do.
+    """
+    if not any(stepped(plan, facts).values()):
+        return
+    fsdp = plan.fsdp
+    policies = {p for u in fsdp.units if (p := fsdp.policy(u)) is not None} if fsdp else set()
+    found = {
+        policy.origin: f"`{name} = fp16`"
+        for policy in policies
+        for name, dtype in (("reduce", policy.reduce), ("param", policy.param))
+        if dtype == "float16"
+    }
+    if plan.load and plan.load.dtype == "float16" and not any(p.param for p in policies):
+        found[plan.load.origin] = "`dtype = fp16`"
+    for origin, text in found.items():
+        sink.warning(
+            "PL570",
+            f"{text} without a loss scale: small gradients become zero, and planc scales no loss",
+            origin,
+            help="bf16 has the range of fp32; `run.forward_backward` refuses to train in fp16, and "
+            "a loop of your own needs a loss scale that all ranks share",
         )
 
 

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator
 
-from planc.checks.queries import active, around, ranks, several, splits_output
+from planc.checks.queries import active, around, ranks, several, splits_output, stated
 from planc.diagnostic import Label, Sink, one_of
 from planc.model.facts import Facts, Modules
 from planc.ops.phrases import braced
@@ -27,7 +27,7 @@ def norm_gradients(plan: Plan, facts: Facts, sink: Sink) -> None:
     """
     if "tensor" in plan.broken:
         return
-    rules = active(plan)
+    rules = stated(plan)
     on_heads: dict[Spans, list[Modules]] = {}
     on_sequence: dict[Spans, list[Modules]] = {}
     for parent, own in around(facts, rules):

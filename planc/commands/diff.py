@@ -112,7 +112,7 @@ def _print(
 def _steps(
     sides: list[compiler.Compiled], options: argparse.Namespace, sink: Sink
 ) -> dict[str, Step]:
-    """What a step sends, before and after; empty where a batch cannot be split."""
+    """The bytes that a step sends, before and after; empty where a batch cannot be split."""
     found: dict[str, Step] = {}
     for side, compiled in zip(("old", "new"), sides, strict=True):
         step = shared_arguments.step_of(options, compiled, sink)
@@ -123,13 +123,13 @@ def _steps(
 def _estimates(
     sides: list[compiler.Compiled], options: argparse.Namespace, sink: Sink
 ) -> dict[str, dict[str, float]]:
-    """What a rank holds at most, seconds of a step, and bytes that a rank sends in it, before and
-    after; empty where a side has no estimate.
+    """The most that a rank holds, the rows of its passes, seconds of a step, and bytes that a rank
+    sends in it, on both sides; empty where one has no estimate.
     """
     from planc.estimate.answer import answer_for
     from planc.estimate.timeline import bytes_sent
 
-    found: dict[str, dict[str, float]] = {"memory": {}, "time": {}, "sent": {}}
+    found: dict[str, dict[str, float]] = {"memory": {}, "rows": {}, "time": {}, "sent": {}}
     for side, compiled in zip(("old", "new"), sides, strict=True):
         asked = shared_arguments.request(options)
         made = answer_for(compiled, asked, sink)
@@ -137,6 +137,7 @@ def _estimates(
             return {}
         step = shared_arguments.step_of(options, compiled, sink)
         found["memory"][side] = made.estimate.fullest.peak
+        found["rows"][side] = made.passes[1]
         found["time"][side] = made.estimate.time.seconds
         found["sent"][side] = sum(bytes_sent(step).values()) if step else 0.0
     return found

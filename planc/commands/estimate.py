@@ -29,4 +29,5 @@ def run(options: argparse.Namespace) -> int:
         print(json.dumps(document(found), indent=2))
     elif found:
         terminal.show("".join(f"{line}\n" for line in text(found, explain=options.explain)))
-    return output.exit_code(sink)
+    unknown = found is not None and found.fits is None
+    return output.exit_code(sink) or (output.FAILED if unknown else output.CLEAN)

@@ -1,4 +1,4 @@
-"""What `planc COMMAND --help` says beside the arguments: defaults, examples, where to read on."""
+"""The text of `planc COMMAND --help` beside the arguments: defaults, examples, where to read on."""
 
 import argparse
 from importlib import import_module
@@ -26,6 +26,16 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
 }
 """The page about each command, and the arguments of one or more calls."""
 
+EXITS = {
+    "diff": "0 no changes, 1 changes",
+    "estimate": "0 the step fits, 1 it does not",
+    "fmt": "0 done, 1 a file would change (--check, --diff)",
+    "import": "0 done, 1 something that a number may depend on is left to decide",
+    "lower": "0 done, 1 errors in the plan, or a file that would change (--check)",
+    "verify": "0 verified, 1 refuted",
+}
+"""The exit codes of commands for which 1 is not errors in the plan; all have 2 for no answer."""
+
 
 _HELP = {
     "format": "the form of what is printed",
@@ -35,7 +45,7 @@ _HELP = {
     "world_size": "the number of ranks",
     "set": "a mesh axis or an option",
 }
-"""Of arguments that say no more themselves."""
+"""The help of arguments that say no more themselves."""
 
 
 class _Format(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
@@ -57,4 +67,5 @@ def fill(parser: argparse.ArgumentParser, command: str) -> None:
     page, *calls = EXAMPLES[command]
     lines = "".join(f"  planc {command} {call}".rstrip() + "\n" for call in calls)
     parser.formatter_class = _Format
-    parser.epilog = f"examples:\n{lines}\nread on: docs/{page}"
+    exits = f"exit code: {EXITS.get(command, '0 done, 1 errors in the plan')}, 2 no answer"
+    parser.epilog = f"examples:\n{lines}\n{exits}\nread on: docs/{page}"

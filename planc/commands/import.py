@@ -30,12 +30,15 @@ def run(options: argparse.Namespace) -> int:
     output.show(sink, "full", sys.stderr, quiet=True)
     if result is None:
         return output.exit_code(sink)
-    kinds = [kind for _, kind, _ in result.fate]
-    taken = kinds.count("plan")
+    open_ = result.count("lost", "unknown")
+    cost = result.count("cost")
     print(
-        f"{len(kinds)} keys of {options.file} ({result.peer.title}): {taken} in the plan, "
-        f"{kinds.count('same')} as without them, {kinds.count('left')} not for a plan, "
-        f"{kinds.count('lost') + kinds.count('unknown')} to decide by hand",
+        f"{len(result.fate)} keys of {options.file} ({result.peer.title}): "
+        f"{result.count('plan')} in the plan, {result.count('same')} as without them, "
+        f"{result.count('left')} not for a plan, {open_} to decide by hand"
+        + f", {cost} left out that change no number"
+        * bool(cost),
         file=sys.stderr,
     )
-    return output.write(result.text, options.output)
+    written = output.write(result.text, options.output)
+    return written or (output.FINDINGS if open_ else output.CLEAN)

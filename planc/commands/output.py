@@ -1,4 +1,4 @@
-"""What commands share: the plan that they name, how findings are shown, and exit codes."""
+"""The common parts of commands: the plan that they name, how findings are shown, and exit codes."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _command(options: argparse.Namespace, micro_batches: int) -> str:
-    """What estimates the suggested plan."""
+    """The request that estimates the suggested plan."""
     model, plan = shlex.quote(options.model), shlex.quote(options.output or "-")
     return (
         f"planc estimate {model} {plan} --world-size {options.world_size} --batch {options.batch} "

@@ -217,7 +217,7 @@ class _Reasons:
         return ", ".join(f"{n} {a} -> {b}" for n, a, b in sizes if a != b)
 
     def to_one(self, names: Iterable[str]) -> str:
-        """The same for axes of one rank on a side, where lowering leaves operations out."""
+        """The changed sizes of axes of one rank on a side, where lowering leaves operations out."""
         return self.changed_sizes(n for n in names if 1 in self.sizes.get(n, (1, 1)))
 
     def absent(self, entry: Entry) -> str:

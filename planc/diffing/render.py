@@ -55,9 +55,15 @@ def _place(sign: str, change: Change) -> str:
 
 
 def estimates(sides: Mapping[str, Mapping[str, float]]) -> Iterator[str]:
-    """The lines of memory, time and bytes sent in a step, from `old` and `new` of each quantity."""
+    """The lines of memory, time and bytes sent in a step, from `old` and `new` of each quantity;
+    and of the rows of a rank's pass where they differ, from which activations follow.
+    """
     for name, values in sides.items():
         old, new = values["old"], values["new"]
+        if name == "rows":
+            if old != new:
+                yield f"rows: {old:g} -> {new:g} in a pass of a rank, of the same batch"
+            continue
         scale, unit = _UNITS[name]
         change = f"  {new / old - 1:+.1%}" if old else ""
         if old == new:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from planc.diagnostic import Diagnostic, Sink
+from planc.diagnostic import Diagnostic, Sink, one_of
 from planc.draft.axes import proved, wanted
 from planc.draft.left_replicated import comments
 from planc.draft.observe import run
@@ -215,9 +215,13 @@ def _comments(draft_plan: Draft, search: Search, outcome: Outcome, sink: Sink) -
             "Replicated, because the run of the small model does not reach it and it cannot be "
             f"proved: {', '.join(search.unreached)}."
         )
-    if outcome.missing_inputs:
-        missing = outcome.missing_inputs
-        draft_plan.comment.append(f"{missing[0].upper()}{missing[1:]}.")
+    if outcome.lacks:
+        lacks = one_of(outcome.lacks, last="and")
+        draft_plan.comment.append(
+            f"The run had no {lacks}, as no such input was found that the model takes: what they "
+            "feed is not proved."
+        )
+        sink.info("PL612", f"the proof had no {lacks}: {outcome.missing_inputs}")
     if whole:
         why = "no way to shard it was right"
         draft_plan.comment.append(f"Replicated, because {why}: {', '.join(whole)}.")

@@ -62,9 +62,9 @@ def comments(text: str, facts: Facts, search: Search, sink: Sink) -> Iterator[st
 
 
 def _shipped(facts: Facts) -> tuple[str, float] | None:
-    """The plan that `planc check` takes for the family, and the share that it leaves whole."""
+    """The plan that ships for the family, and the share that it leaves whole."""
     quiet = Sink()
-    files = plan_files.read_for(facts.family, quiet)
+    files = plan_files.read_for(facts.names, quiet, own=False)
     if not files:
         return None
     found = whole(files, facts)

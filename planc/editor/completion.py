@@ -1,4 +1,4 @@
-"""What can be written at a place of a plan."""
+"""Lists what can be written at a place of a plan."""
 
 import re
 from collections.abc import Iterable, Iterator

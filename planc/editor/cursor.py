@@ -1,4 +1,4 @@
-"""What is at a place of a plan: in its AST, and in a text that may not parse yet."""
+"""Finds what is at a place of a plan: in its AST, and in a text that may not parse yet."""
 
 import re
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What an editor shows of the place under the pointer, as Markdown."""
+"""The text that an editor shows of the place under the pointer, as Markdown."""
 
 import tomllib
 from functools import cache
@@ -19,7 +19,7 @@ _MOST = 12  # sets of modules that are listed
 
 
 def hover(judged: Judged, offset: int) -> tuple[str, Span] | None:
-    """What a place of a plan means and what is found there, and the place; None for neither."""
+    """The meaning of a place of a plan, and the place; None where nothing is known of it."""
     about = _about(judged, offset)
     text, place = about or ("", None)
     for finding in judged.findings:
@@ -75,7 +75,7 @@ def described(modules: Modules) -> str:
 
 
 def _name(name: ast.Name, judged: Judged) -> str:
-    """What an option, a let, an axis or a field is and why; else the modules of that path."""
+    """The value of an option, a let, an axis or a field, and why; else the modules of that path."""
     scope, path = judged.scope, name.path
     if scope is None:
         return ""

@@ -21,7 +21,7 @@ from planc.syntax.plan_files import read_open
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judged:
-    """What is known of an open plan.
+    """An open plan, and what is known of it.
 
     Args:
         own: the plan itself, without statements that don't parse.

@@ -15,14 +15,14 @@ from planc.project import ProjectError, Target, project
 from planc.resources import PLANS
 from planc.source import Source, Span
 from planc.syntax import ast
-from planc.syntax.plan_files import locate, plan_of_family, read_open
+from planc.syntax.plan_files import SeveralPlans, locate, plan_of_family, read_open
 
 _COMMENT = re.compile(r"(?:^|(?<=^\ufeff))#[ \t]*planc:(.*)$", re.M)
 
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """What a plan is judged for.
+    """The model and the settings that a plan is judged for.
 
     Args:
         root: the plan to judge, which is the open one or extends it.
@@ -38,7 +38,7 @@ class Chosen:
 
 
 def chosen(own: ast.File, texts: Mapping[str, str], sink: Sink) -> Chosen:
-    """What a plan is judged for: by its comment, by a target of the project, or by its family.
+    """The target of a plan: by its comment, by a target of the project, or by its family.
 
     Args:
         own: the open plan; the name of its source is its path.
@@ -89,8 +89,12 @@ def _in_project(path: Path, texts: Mapping[str, str]) -> Chosen | None:
     """The first target whose plan is the open one, or extends it."""
     for target in project().targets:
         config = locate_config(target.model)
-        family = _values(config.path).get("model_type", "") if config else ""
-        plan = locate(target.plan) if target.plan else plan_of_family(str(family))
+        values = _values(config.path) if config else {}
+        names = (*(values.get("architectures") or ()), values.get("model_type", ""))
+        try:
+            plan = locate(target.plan) if target.plan else plan_of_family(*map(str, names))
+        except SeveralPlans:
+            continue
         root = plan.path.resolve() if plan and plan.path else None
         if root and path in (place_of(f.origin.source) for f in read_open(root, texts, Sink())):
             return Chosen(root, "a target in pyproject.toml names it", target)

@@ -1,4 +1,4 @@
-"""What a step sends, as text and as JSON."""
+"""Writes what a step sends, as text and as JSON."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -48,7 +48,7 @@ def changes(sides: Mapping[str, Step]) -> Iterator[str]:
     """
     old, new = (_sums(sides[side]) for side in ("old", "new"))
     for key in dict.fromkeys((*old, *new)):
-        before, after = (_told(side.get(key)) for side in (old, new))
+        before, after = (_totals(side.get(key)) for side in (old, new))
         if before != after:
             word, kind, axes = key
             yield f"sends: {word} {kind} over {phrases.axes(axes)}: {before} -> {after}"
@@ -64,7 +64,7 @@ def _sums(step: Step) -> dict[tuple[str, str, tuple[str, ...]], tuple[int, int |
     return found
 
 
-def _told(sums: tuple[int, int | None] | None) -> str:
+def _totals(sums: tuple[int, int | None] | None) -> str:
     if sums is None:
         return "none"
     times, size = sums

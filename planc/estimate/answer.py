@@ -13,7 +13,7 @@ from typing import Any
 from planc.compiler import Compiled
 from planc.diagnostic import Diagnostic, Label, Sink
 from planc.estimate import profiles
-from planc.estimate.from_plan import Batch, PlanWork
+from planc.estimate.from_plan import Batch, PlanWork, masters
 from planc.estimate.moments import GIB, Item
 from planc.estimate.step import Estimate, estimate
 from planc.estimate.workload import Recompute, Workload
@@ -66,6 +66,27 @@ class Answer:
     estimate: Estimate
     counted: bool
     findings: tuple[Diagnostic, ...] = ()
+
+    @property
+    def masters(self) -> bool:
+        """Whether the dtype that the optimizer steps is assumed."""
+        return masters(self.plan, self.facts) is not None
+
+    @property
+    def passes(self) -> tuple[int, int]:
+        """The passes of a rank in a step, and the rows of each."""
+        batch, ranks = (
+            self.request.batch,
+            prod(axis.size for axis in self.plan.mesh.of_role(AxisRole.DATA)),
+        )
+        count = self.work.micro_batches * self.work.runs
+        return count, batch.global_batch // (ranks * count) if batch else 0
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether a rank's memory suffices; None where it does without what is not counted."""
+        known = self.counted or not self.request.batch
+        return self.estimate.fits if known or not self.estimate.fits else None
 
     def __str__(self) -> str:
         return "\n".join(text(self))
@@ -232,6 +253,7 @@ def text(found: Answer, *, explain: bool = False) -> Iterator[str]:
     size = f", {batch.global_batch} x {batch.sequence} tokens a step" if batch else ""
     on = phrases.mesh(found.plan.mesh.axes)
     yield f"{found.plan.name} on {on}{size}; {found.hardware.name}, {found.stack.name}"
+    yield f"counted with {'; '.join(_assumed(found))}"
     yield ""
     yield from _memory(found, explain)
     if found.counted:
@@ -242,14 +264,39 @@ def text(found: Answer, *, explain: bool = False) -> Iterator[str]:
         yield from _sources(found)
 
 
+def _assumed(found: Answer) -> Iterator[str]:
+    """What the numbers rest on and no line of the plan says."""
+    if found.request.batch:
+        passes, rows = found.passes
+        yield f"{passes} micro-batch{'es' * (passes > 1)} of {rows} row{'s' * (rows != 1)} a rank"
+    dtype = {4: "fp32", 2: "16 bits", 8: "fp64"}.get(found.work.precision.rest, "8 bits")
+    said = "" if found.masters else ", as "
+    if found.facts.built:
+        said += "the model has them"
+    elif found.plan.adapters is not None:
+        said += "its adapters have them"
+    elif not found.masters:
+        said += "the plan or the configuration has them"
+    if any(a.linear for part in found.work.stages for x, _ in part for a in x.attention):
+        yield "linear attention in fused kernels (fla, mamba_ssm)"
+    name = found.request.optimizer
+    assumed = " (assumed, as docs/training.md has it; `load { dtype = ... }` says another)"
+    yield f"{name} on parameters in {dtype}{said}{assumed * found.masters}"
+
+
 def _memory(found: Answer, explain: bool) -> Iterator[str]:
     step = found.estimate
     peak, room = step.fullest.peak / GIB, step.usable / GIB
     moment = step.fullest.largest
-    verdict = "fits" if step.fits else "DOES NOT FIT"
     place = f", place {step.fullest.rank} of the pipeline" * (len(step.ranks) > 1)
     at = f"{moment.name}{place}"
-    yield f"memory of a rank: {peak:.2f} GiB at most ({at}); {room:.1f} usable: {verdict}"
+    if found.counted or not found.request.batch:
+        verdict = "fits" if step.fits else "DOES NOT FIT"
+        yield f"memory of a rank: {peak:.2f} GiB at most ({at}); {room:.1f} usable: {verdict}"
+    else:
+        verdict = "unknown whether it fits" if step.fits else "DOES NOT FIT"
+        least = f"at least {peak:.2f} GiB, its activations are not counted ({at})"
+        yield f"memory of a rank: {least}; {room:.1f} usable: {verdict}"
     for item in sorted(moment.items, key=lambda i: -i.size):
         yield from _item(item, explain)
     for other in step.fullest.moments:
@@ -298,7 +345,13 @@ def document(found: Answer) -> dict[str, Any]:
         "hardware": found.hardware.name,
         "stack": found.stack.name,
         "batch": batch and {"rows": batch.global_batch, "tokens": batch.sequence},
-        "fits": step.fits,
+        "passes": found.passes if batch else None,
+        "optimizer": {
+            "name": found.request.optimizer,
+            "bytes": found.work.precision.rest,
+            "assumed": found.masters,
+        },
+        "fits": found.fits,
         "usable": step.usable,
         "ranks": [
             {

@@ -62,7 +62,9 @@ class Product:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attended:
-    """A flash kernel in a module."""
+    """A flash kernel in a module, or one of linear attention: as many `keys` for each query as have
+    its FLOPs.
+    """
 
     module: str
     batch: int
@@ -70,6 +72,7 @@ class Attended:
     queries: int
     keys: int
     head_dim: int
+    linear: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

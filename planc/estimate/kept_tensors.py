@@ -11,17 +11,19 @@ import json
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from math import prod
 from typing import Any
 
 from planc.diagnostic import Sink
 from planc.estimate.counted import Attended, Counted, MicroBatch, Moved, Part, Product, Saved
+from planc.estimate.fused_kernels import Kernel, fused
 from planc.model.cache import entry_name, keep, recall
 from planc.model.config import config_of
 from planc.model.facts import Facts
 from planc.model.layer_kinds import block_kinds, block_lists, entry_kinds
 from planc.model.small.depth import Depth
 
-_FORMAT = "counted 5"
+_FORMAT = "counted 6"
 """Raised when what is counted changes."""
 _KNOWN: dict[str, Counted] = {}
 """What this process has counted or read: a search asks for few shapes many times."""
@@ -135,7 +137,8 @@ def _run(
     recorder = _Recorder(model, named, train_as(facts, model, named))
     tokens = torch.zeros((job.rows, job.tokens), dtype=torch.long)
     parts = exchanging(model, job.exchange)
-    with quiet(), recorder.running(), one_sequence_a_row(), parts:
+    kernels = fused(model, recorder.fused)
+    with quiet(), recorder.running(), one_sequence_a_row(), parts, kernels:
         output = model(input_ids=tokens, labels=tokens)
     return Counted(parts=tuple(recorder.parts()), logits=output.logits.numel())
 
@@ -164,6 +167,7 @@ class _Recorder:
     ) -> None:
         self.model, self.named = model, named
         self.stack: list[str] = [""]
+        self.inside_kernel = False
         self.noted = defaultdict[str, list[Saved | Product | Attended | Moved]](list)
         """By layer, in the order in which they ran."""
         self.boundary: dict[str, int] = {}
@@ -233,7 +237,25 @@ class _Recorder:
             self.noted[at].append(Saved(module=module, size=storage.nbytes()))
         return tensor
 
+    @contextmanager
+    def fused(self, kernel: Kernel, read: int) -> Iterator[None]:
+        """Notes one kernel; its stand-in's own operators do not count."""
+        at, module = self.layer()
+        rows = prod(kernel.shape) // (kernel.heads * kernel.tokens * kernel.head_dim)
+        keys = round(kernel.flops / 4 / kernel.head_dim)
+        sizes = (rows, kernel.heads, kernel.tokens, keys, kernel.head_dim)
+        names = ("batch", "heads", "queries", "keys", "head_dim")
+        if keys:
+            one = Attended(module=module, linear=True, **dict(zip(names, sizes, strict=True)))
+            self.noted[at].append(one)
+        self.noted[at].append(Moved(module=module, size=read + 2 * prod(kernel.shape)))
+        self.inside_kernel = True
+        yield
+        self.inside_kernel = False
+
     def ran(self, func: Any, args: Any, out: Any) -> None:
+        if self.inside_kernel:
+            return
         name = func._schema.name.partition("::")[2]
         at, module = self.layer()
         note = self.noted[at].append

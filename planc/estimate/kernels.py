@@ -61,7 +61,9 @@ def attention(part: Attention, hardware: Hardware, pace: float = 1.0) -> float:
         return matmul(scores, hardware) + matmul(values, hardware)
     short = sqrt(min(1.0, part.head_dim / 128))
     reached = hardware.matmul_tflops * hardware.attention_fraction * pace * short * 1e12
-    return part.flops / (1 if part.masked else 2) / reached + hardware.kernel_us * 1e-6
+    return (
+        part.flops / (1 if part.masked or part.linear else 2) / reached + hardware.kernel_us * 1e-6
+    )
 
 
 def moved(size: float, kernels: float, hardware: Hardware) -> float:

@@ -49,7 +49,7 @@ class StepTime:
         tokens_per_second: of one rank.
         mfu: model FLOPs over the data sheet's; attention counts as a whole square, nothing
             recomputed counts.
-        bottleneck: the largest part that is not a matmul or attention, in words.
+        bottleneck: the largest part, in words, and the largest that is no matmul or attention.
     """
 
     seconds: float
@@ -289,18 +289,19 @@ def _hop(work: Workload, hardware: Hardware) -> float:
 
 
 def _bottleneck(spent: Spent, work: Workload, hardware: Hardware) -> str:
-    computed = ("matmul", "attention")
-    parts = {n: seconds for n, seconds in spent._asdict().items() if n not in computed}
-    name = max(parts, key=lambda n: parts[n])
-    percent = 100 * parts[name] / spent.total
-    where = ""
+    parts = spent._asdict()
     groups = {
         "tensor_collectives": work.tensor,
         "context_collectives": work.context,
         "expert_collectives": work.experts,
         "data_collectives": work.data,
     }
-    if name in groups:
-        crosses = groups[name].crosses(hardware.ranks_per_node)
-        where = " across nodes" if crosses else " in a node"
-    return f"{name.replace('_', ' ')}{where} {percent:.0f} %"
+
+    def said(name: str) -> str:
+        crosses = name in groups and groups[name].crosses(hardware.ranks_per_node)
+        where = (" across nodes" if crosses else " in a node") * (name in groups)
+        return f"{name.replace('_', ' ')}{where} {100 * parts[name] / spent.total:.0f} %"
+
+    others = [name for name in parts if name not in ("matmul", "attention")]
+    most, other = max(parts, key=parts.__getitem__), max(others, key=parts.__getitem__)
+    return said(most) if most == other else f"{said(most)}, then {said(other)}"

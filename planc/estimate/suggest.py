@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -16,7 +17,7 @@ from planc.estimate.candidates import WAYS_OUT, Candidate, Candidates, Tally
 from planc.estimate.choice import Choice, Space
 from planc.estimate.counted import MicroBatch
 from planc.estimate.derived_counts import DerivedCounts, first_jobs
-from planc.estimate.from_plan import Batch, PlanWork
+from planc.estimate.from_plan import Batch, PlanWork, masters
 from planc.estimate.moments import GIB
 from planc.estimate.search import Found, search
 from planc.estimate.second_process import SecondProcess, can_help
@@ -28,11 +29,12 @@ from planc.plan.ir import Plan
 from planc.plan.mesh_axes import EXPERTS
 from planc.plan.scope import Definition, Scope
 from planc.plan.settings import EP, ETP, RECOMPUTE, REDUCE_DTYPE
+from planc.project import ProjectError
 from planc.resources import PLANS
 from planc.source import Source
 from planc.syntax import ast
 from planc.syntax.parse import parse
-from planc.syntax.plan_files import locate
+from planc.syntax.plan_files import locate, plan_of_family
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +64,7 @@ class Suggestion:
     """
     Args:
         coarser: the best plan with gradients reduced in 16 bits, if its own are reduced in 32.
+        masters: whether it is assumed that the optimizer steps fp32.
     """
 
     asked: Asked
@@ -70,6 +73,7 @@ class Suggestion:
     stack: profiles.Stack
     found: Found
     coarser: Candidate | None = None
+    masters: bool = False
 
     @property
     def plan(self) -> str:
@@ -135,11 +139,12 @@ def suggest(
         stack=stack,
         found=found,
         coarser=coarser,
+        masters=masters(space.plan, facts) is not None,
     )
 
 
 def _files(facts: Facts, asked: Asked, sink: Sink) -> tuple[ast.File, ...]:
-    name = asked.plan or facts.family
+    name = asked.plan or _of_model(facts)
     if asked.plan is None and not compiler.read(name, Sink()):
         sink.error(
             "PL710",
@@ -166,7 +171,7 @@ def _space(facts: Facts, asked: Asked, files: tuple[ast.File, ...], sink: Sink) 
     fixed = {n: given.options.get(n, given.mesh.size(n)) for n in names}
     on = [f"{RECOMPUTE.word}=true"] if RECOMPUTE.word in default.options else None
     with_all = plan(on, Sink()) if on else None
-    name = _extended(asked.plan or facts.family, asked.folder)
+    name = _extended(asked.plan or _of_model(facts), asked.folder)
     if name is None:
         sink.error("PL710", f"{asked.plan} is no file", help="a plan extends a file by its path")
         return None
@@ -213,6 +218,16 @@ def _extents(
         "exchange": next((r.op.attention for r in wide.context if r.op), "") if wide else "",
         "experts": divided.mesh.experts if divided and divided.experts else None,
     }
+
+
+def _of_model(facts: Facts) -> str:
+    """A name of the plan for a model: its family where several or none are for it, which `read`
+    reports.
+    """
+    with suppress(ProjectError):
+        if (place := plan_of_family(*facts.names)) and place.path:
+            return str(place.path)
+    return facts.family
 
 
 def _extended(plan: str, folder: str) -> str | None:

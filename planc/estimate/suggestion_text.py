@@ -22,6 +22,8 @@ def text(made: Suggestion, *, command: str) -> Iterator[str]:
     assert batch is not None
     tokens = f"{batch.global_batch} x {batch.sequence} tokens a step"
     yield f"{made.asked.world_size:,} ranks of {made.hardware.name}, {made.stack.name}; {tokens}"
+    if made.masters:
+        yield "the optimizer is assumed to step fp32; `load { dtype = ... }` in a plan says another"
     yield f"{tally.tried:,} plans were estimated that extend {made.base}"
     yield ""
     yield from _table(found.best)

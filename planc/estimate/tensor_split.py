@@ -156,9 +156,10 @@ class PartSplit:
                 batch=a.batch,
                 heads=-(-a.heads // self.factor(a.module)),
                 queries=a.queries,
-                keys=a.keys * (1 if parts > 1 else self.work.size(AxisRole.SEQUENCE)),
+                keys=a.keys * (1 if parts > 1 or a.linear else self.work.size(AxisRole.SEQUENCE)),
                 head_dim=a.head_dim,
                 masked=parts > 1,
+                linear=a.linear,
             )
 
     def moved(self) -> float:

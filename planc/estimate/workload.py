@@ -82,7 +82,7 @@ class Matmul:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attention:
-    """Causal attention of `heads` query heads over whole sequences.
+    """Causal attention of `heads` query heads over whole sequences, or a kernel of as many FLOPs.
 
     Args:
         batch: sequences.
@@ -91,6 +91,7 @@ class Attention:
         head_dim: of a head.
         fused: whether a flash kernel computes it, or matmuls and a softmax in fp32.
         masked: whether it reads a mask, and so computes the whole square.
+        linear: whether it is a kernel of linear attention, all of whose FLOPs are computed.
     """
 
     batch: int
@@ -100,6 +101,7 @@ class Attention:
     head_dim: int
     fused: bool = True
     masked: bool = False
+    linear: bool = False
 
     @property
     def flops(self) -> float:

@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from planc.diagnostic import Sink
 from planc.importing.peer import table
 from planc.model.config import CLASS, locate_config, read, shipped_models
+from planc.model.facts import Modules
 from planc.plan import former
 from planc.plan.settings import SETTINGS
+from planc.project import ProjectError
 from planc.resources import PLANS
 from planc.syntax import ast, plan_files
 
@@ -24,6 +26,7 @@ class Base:
         axes: the axes of its mesh.
         sections: the names of its sections.
         units: what its FSDP units are, as written: `$blocks`.
+        names: the names of modules in its selectors.
     """
 
     family: str | None = None
@@ -33,11 +36,35 @@ class Base:
     axes: frozenset[str] = frozenset()
     sections: frozenset[str] = frozenset()
     units: frozenset[str] = frozenset()
+    names: frozenset[str] = frozenset()
+
+    def lacks(self, key: str) -> bool:
+        """Whether a module of transformers' own plan is none of the model, whose family has it."""
+        from planc.model.load import load, load_values
+        from planc.model.sources.huggingface import defaults
+
+        own, values = defaults(self.family or "")
+        if key not in own:
+            return False
+        sink = Sink()
+        name = self.family or ""
+        facts = load(self.model, sink) if self.model else load_values(values, name, sink)
+        pattern = re.compile(rf"(.+\.)?{re.escape(key)}".replace(r"\*", r"[^.]+"))
+        found = facts and any(pattern.fullmatch(_dotted(m)) for m in facts.model.below())
+        return facts is not None and not found
+
+
+def _dotted(modules: Modules) -> str:
+    """The path of modules, each set of indices as one segment."""
+    return ".".join(s if isinstance(s, str) else "[]" for s in modules.path)
 
 
 def base_of(family: str | None, model: str | None, sink: Sink) -> Base:
     """The plan of a family, read; a base without a plan if there is none."""
-    place = plan_files.plan_of_family(family) if family else None
+    try:
+        place = plan_files.plan_of_family(family) if family else None
+    except ProjectError:  # several of one's own
+        place = plan_files.plan_of_family(family or "", own=False)
     if place is None or place.path is None:
         return Base(family=family, model=model, options={})
     files = plan_files.read(str(place.path), sink)
@@ -60,6 +87,12 @@ def base_of(family: str | None, model: str | None, sink: Sink) -> Base:
         axes=frozenset(item.name for item in meshes if isinstance(item, ast.Setting)),
         sections=frozenset(section.name for section in sections),
         units=frozenset(t.path for t in targets if isinstance(t, ast.Selector)),
+        names=frozenset(
+            word
+            for node in nodes
+            if isinstance(node, ast.Selector)
+            for word in re.findall(r"\w+", node.path)
+        ),
     )
 
 

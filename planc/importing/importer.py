@@ -11,7 +11,17 @@ from typing import Any
 from planc.diagnostic import Sink, one_of
 from planc.importing import reading
 from planc.importing.family import Base, base_of, families_named, family_of, named_by
-from planc.importing.peer import LEFT, LOST, ConfigKey, Peer, matches, peers
+from planc.importing.peer import (
+    COST,
+    LEFT,
+    LOST,
+    REASONS,
+    ConfigKey,
+    Peer,
+    matches,
+    peers,
+    table,
+)
 from planc.importing.settings import Unknown, value_of
 from planc.importing.writing import Writer
 from planc.syntax.formatter.layout import laid_out
@@ -25,13 +35,18 @@ class Imported:
     Args:
         peer: whose file it was.
         text: the plan.
-        fate: for each leaf of the file, `plan`, `same` (as without the key), `left`, `lost` or
-            `unknown`; and the line of the plan that it became, or the reason.
+        fate: for each leaf of the file, `plan`, `same` (as without the key), `left`, `lost`, `cost`
+            (lost, and no number depends on it) or `unknown`; and the line of the plan that it
+            became, or the reason.
     """
 
     peer: Peer
     text: str
     fate: tuple[tuple[ConfigKey, str, str], ...]
+
+    def count(self, *kinds: str) -> int:
+        """The number of leaves of these kinds."""
+        return sum(kind in kinds for _, kind, _ in self.fate)
 
 
 def imported(name: str, sink: Sink, *, peer: str | None, model: str | None) -> Imported | None:
@@ -47,7 +62,9 @@ def imported(name: str, sink: Sink, *, peer: str | None, model: str | None) -> I
     if not (colon and path.endswith(".py")):
         path, function = name, ""
     text = reading.text_of(path, sink)
-    found = None if text is None else reading.leaves(path, text, function or None, sink)
+    if text is None or (peer is None and _refused(path, text, sink)):
+        return None
+    found = reading.leaves(path, text, function or None, sink)
     whose = None if found is None else _recognized(path, found, peer, sink)
     if found is None or whose is None:
         return None
@@ -66,7 +83,7 @@ def imported(name: str, sink: Sink, *, peer: str | None, model: str | None) -> I
         fate += [(leaf, *writer.fate.get(leaf.path, writer.fate_of(word))) for leaf in by]
     if (given.get("pp_size") or 1) == 1:
         one = ("same", "without effect: one pipeline stage")
-        fate = [(at, *(one if why == LOST["pipeline"] else (kind, why))) for at, kind, why in fate]
+        fate = [(at, *(one if why == COST["pipeline"] else (kind, why))) for at, kind, why in fate]
     _warn(fate, path, sink)
     file = Path(path)
     stem = re.sub(r"\W", "_", function or file.stem) or "imported"
@@ -79,6 +96,17 @@ def imported(name: str, sink: Sink, *, peer: str | None, model: str | None) -> I
     body = laid_out("\n".join([*header, "", *sections])).rstrip("\n")
     rest = [line for kind in _TITLES for line in _listed(fate, kind)]
     return Imported(peer=whose, text="\n".join([body, "", *rest, ""]), fate=tuple(fate))
+
+
+def _refused(path: str, text: str, sink: Sink) -> bool:
+    """Reports PL732 where the file is of a library that planc knows by name alone."""
+    for title, pattern in table("others")["refused"].items():
+        if re.search(pattern, text):
+            message = f"{path} is a file of {title}, which is not a library planc reads"
+            help = f"planc reads {one_of((p.title for p in peers().values()), last='and')}"
+            sink.error("PL732", message, help=help)
+            return True
+    return False
 
 
 def _recognized(
@@ -105,18 +133,20 @@ def _settings(
     """The settings of the file with the leaves that decide them; all other leaves go to `fate`."""
     result: dict[str, tuple[Any, list[ConfigKey]]] = {}
     of_model = any(matches(p, leaf.path) for p in peer.model_file.split() for leaf in found)
+    scaled = any(peer.meaning(leaf.path) == "fp16" and leaf.value not in _OFF for leaf in found)
     for leaf in found:
         word = peer.meaning(leaf.path)
         if word is None and of_model and not leaf.path.startswith("distributed_config."):
             word = "model_left"
-        meant = peer.misspelled(leaf.path) if word in LEFT or word in LOST else None
+        meant = peer.misspelled(leaf.path) if word in REASONS else None
         if meant:
             fate.append((leaf, "unknown", f"did you mean {meant}?"))
         elif word in LEFT:
             fate.append((leaf, "left", LEFT[word]))
-        elif word in LOST:
-            off = leaf.value in (None, False, "", "none", "None", 0, "no", [], {}, "auto")
-            fate.append((leaf, "same", "off") if off else (leaf, "lost", LOST[word]))
+        elif word in REASONS:
+            off = leaf.value in _OFF and not (word == "scaler" and scaled)
+            kind = "lost" if word in LOST else "cost"
+            fate.append((leaf, "same", "off") if off else (leaf, kind, REASONS[word]))
         elif word is None and str(leaf.value).endswith("()"):
             fate.append((leaf, "left", LEFT["tool"]))
         elif word is None and leaf.value in (None, {}, []):
@@ -125,7 +155,7 @@ def _settings(
             fate.append((leaf, "unknown", "not a key that planc knows"))
         else:
             try:
-                value = value_of(word, leaf.value)
+                value = value_of(word, _stated(leaf, word, peer))
             except Unknown as error:
                 where = f" in line {leaf.line}" if leaf.line else ""
                 message = f"`{_safe(leaf.path)}`{where} has the unknown value {_shown(leaf.value)}"
@@ -142,6 +172,13 @@ def _settings(
     for word, value in peer.absent.items():
         result.setdefault(word, (value, []))
     return result
+
+
+def _stated(leaf: ConfigKey, word: str, peer: Peer) -> Any:
+    """The value of a leaf: True in a table that switches on what it is named after."""
+    below = peer.spelled(leaf.path) not in peer.keys[word].split()
+    table = leaf.value == {} or below
+    return True if peer.tables_on and table and word in _SWITCHES else leaf.value
 
 
 def _add(
@@ -198,9 +235,25 @@ def _some(fate: list[tuple[ConfigKey, str, str]], kind: str) -> str:
     return _keys(paths[:6]) + (f" and {len(paths) - 6} more keys" if len(paths) > 6 else "")
 
 
+_SWITCHES = ("checkpoint", "compile", "activation_offload")
+_OFF: tuple[Any, ...] = (
+    None,
+    False,
+    "",
+    "none",
+    "None",
+    0,
+    "no",
+    [],
+    {},
+    "auto",
+    "fp32",
+    "no_shard",
+)
 _TITLES = {
     "same": "what planc does without the key",
     "lost": "not in this plan, for you to decide",
+    "cost": "not in this plan, and no number depends on it",
     "unknown": "unknown to planc",
     "left": "not for a plan",
 }
@@ -211,13 +264,13 @@ def _listed(fate: list[tuple[ConfigKey, str, str]], kind: str) -> Iterator[str]:
     by: dict[str, list[str]] = defaultdict(list)
     for leaf, of, why in fate:
         if of == kind:
-            shown = f" = {_shown(leaf.value)}" if kind == "lost" else ""
+            shown = f" = {_shown(leaf.value)}" if kind in ("lost", "cost") else ""
             by[why].append(f"{leaf.path}{shown}")
     if by:
         total = sum(map(len, by.values()))
         yield f"# {_TITLES[kind]}, {total} key{'s' * (total != 1)}:"
     for why, keys in by.items():
-        text = f"{why}: {', '.join(map(_safe, keys)) if kind == 'lost' else _keys(keys)}"
+        text = f"{why}: {', '.join(map(_safe, keys)) if kind in ('lost', 'cost') else _keys(keys)}"
         lines = wrap(text, 92, break_long_words=False, break_on_hyphens=False)
         yield from (f"#   {'  ' * bool(i)}{line}" for i, line in enumerate(lines))
 

@@ -18,9 +18,14 @@ NAMES = (
     "axolotl",
     "automodel",
     "torchtitan",
+    "prime-rl",
     "transformers",
+    "trainer",
+    "llamafactory",
+    "swift",
     "deepspeed",
     "megatron",
+    "bridge",
 )
 
 
@@ -32,7 +37,10 @@ def table(name: str) -> dict[str, Any]:
 LEFT: dict[str, str] = table("reasons")["left"]
 """Why a key is no part of a plan, by the word that the tables use."""
 LOST: dict[str, str] = table("reasons")["lost"]
-"""Why a plan cannot say what a key does, likewise."""
+"""Why no line of a plan says what a key does, where a number may depend on it, likewise."""
+COST: dict[str, str] = table("reasons")["cost"]
+"""Likewise where time or memory alone depends on it."""
+REASONS = LEFT | LOST | COST
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,8 +67,11 @@ class Peer:
         suffixes: of its files; an empty one stands for any text of arguments.
         signs: keys by which its files are recognized, as patterns.
         keys: patterns of keys, by what becomes of them: a setting of `planc.importing.settings`, or
-            a word of LEFT or LOST. `*` stands for any text, and a pattern covers what is below its
+            a word of REASONS. `*` stands for any text, and a pattern covers what is below its
             keys. Of several that match, the longest decides.
+        same_words: whether `_` and `-` are one letter in its keys.
+        tables_on: whether a table that is there switches on what it is named after.
+        note: for the header of each plan.
         absent: settings that the library assumes where the file does not have them.
         rename: a regular expression and its replacement, applied to each key first.
         exact: whether its word for the model is a `model_type`.
@@ -77,35 +88,59 @@ class Peer:
     rename: tuple[str, str] = ("$^", "")
     exact: bool = False
     model_file: str = ""
+    same_words: bool = False
+    tables_on: bool = False
+    note: str = ""
 
     def meaning(self, path: str) -> str | None:
         """What becomes of a key: the word of the key itself, or of the longest pattern."""
-        path = re.sub(*self.rename, path)
+        paths = self._spellings(path)
         table = ((p, word) for word, patterns in self.keys.items() for p in patterns.split())
-        found = [(p == path, len(p), word) for p, word in table if matches(p, path)]
+        found = [
+            (p in paths, len(p), word) for p, word in table if any(matches(p, at) for at in paths)
+        ]
         return max(found)[2] if found else None
+
+    def spelled(self, path: str) -> str:
+        """The key as the table has it."""
+        return re.sub(self.rename[0], self.rename[1], path)
+
+    def _spellings(self, path: str) -> tuple[str, ...]:
+        """The key as the table may have it."""
+        path = self.spelled(path)
+        return (path, path.replace("_", "-")) if self.same_words else (path,)
 
     def misspelled(self, path: str) -> str | None:
         """The key of a setting that a key seems to mean, which only a pattern with `*` covers."""
-        path = re.sub(*self.rename, path)
+        paths = self._spellings(path)
         covered = {p for patterns in self.keys.values() for p in patterns.split()}
-        if any("*" not in p and matches(p, path) for p in covered):
+        if any("*" not in p and matches(p, at) for p in covered for at in paths):
             return None
-        last = path.rpartition(".")[2]
-        settings = [w for w in self.keys if w not in LEFT and w not in LOST]
+        last = paths[-1].rpartition(".")[2]
+        settings = [w for w in self.keys if w not in REASONS]
         known = {p.rpartition(".")[2]: p for w in settings for p in self.keys[w].split()}
         close = get_close_matches(last, [k for k in known if "*" not in k], n=1, cutoff=0.9)
         return close[0] if close and close[0] != last else None
 
     def marks(self, paths: tuple[str, ...]) -> int:
         """The number of patterns among the signs that one of the keys matches."""
-        return sum(any(matches(p, path) for path in paths) for p in self.signs.split())
+        known = {at for path in paths for at in (path, *self._spellings(path))}
+        return sum(any(matches(p, path) for path in known) for p in self.signs.split())
 
 
 @cache
 def peers() -> dict[str, Peer]:
-    """All libraries by name."""
-    return {name: Peer(name=name, **table(name)) for name in NAMES}
+    """All libraries by name. A table with `like` adds to that of another library."""
+    return {name: _peer(name) for name in NAMES}
+
+
+def _peer(name: str) -> Peer:
+    own = table(name)
+    if like := own.pop("like", ""):
+        base = table(like)
+        keys = {w: f"{base['keys'].get(w, '')} {p}" for w, p in own["keys"].items()}
+        own = base | own | {"keys": base["keys"] | keys}
+    return Peer(name=name, **own)
 
 
 def matches(pattern: str, path: str) -> bool:

@@ -5,15 +5,17 @@ from typing import Any
 
 _UNSET: tuple[Any, ...] = (None, "", "none", "null", "auto", "default", -1, {})
 _SETTINGS = {
-    "size": "tp_size cp_size pp_size ep_size data_size shard_size replicate_size world nodes gpus "
-    "rows microbatch_rows microbatches virtual prefetch_forward prefetch_backward lora_rank",
-    "truth": "sequence_parallel compile bf16 fp16 offload from_rank0 lora_all four_bits "
+    "size": "tp_size cp_size pp_size ep_size etp_size data_size shard_size replicate_size world "
+    "nodes gpus rows all_rows layers microbatch_rows microbatches virtual virtual_layers "
+    "inner_size mics_size prefetch_forward prefetch_backward lora_rank",
+    "truth": "sequence_parallel compile bf16 fp16 offload from_rank0 lora_all "
     "double_quantized distributed_optimizer full_sharding chunked_loss loss_over_tp "
-    "activation_offload frozen_embeddings no_loss_over_tp no_compile reduce_as_param reduce_bf16 "
-    "casts",
+    "activation_offload frozen_embeddings frozen_vision frozen_projector frozen_language "
+    "rank_stabilized no_loss_over_tp no_compile reduce_as_param reduce_bf16 "
+    "casts adapter_on checkpoint_off reduce_fp32",
     "strategy": "sharding_strategy",
     "dtype": "param_dtype reduce_dtype output_dtype load_dtype",
-    "number": "lora_alpha lora_dropout",
+    "number": "lora_alpha lora_dropout alpha_of_rank",
     "names": "lora_targets trained_too",
     "text": "model flavor block_class rule",
 }
@@ -21,16 +23,20 @@ _SETTINGS = {
 
 _WORDS = {
     "truth": "True: true yes on 1 legacy hiddenstates cpuoffloadpolicy; False: false no off 0",
-    "dtype": "bf16: bf16 bfloat16; fp16: fp16 float16 half; fp32: fp32 float32 no false",
+    "dtype": "bf16: bf16 bfloat16 bf16mixed; fp16: fp16 float16 half fp16mixed; "
+    "fp32: fp32 float32 no false",
     "offload_device": "True: cpu; False: none no",
     "reshard": "True: always true fullshard; False: never false shardgradop",
-    "checkpoint": "full: true full fullac config uniform block; none: false none no off; "
+    "four_bits": "True: true 4; False: false 0 no",
+    "finetuning": "lora: lora; full: full none",
+    "checkpoint": "full: true 1 full fullac config uniform block; none: false none no off; "
     "ops: selective selectiveac op; offload: offload disk legacy",
     "schedule": "gpipe: gpipe; 1f1b: 1f1b; interleaved_1f1b: interleaved1f1b; zbv: zbvzerobubble; "
     "zero_bubble: interleavedzerobubble; dualpipe_v: dualpipev",
-    "strategy": "shard: fullshard fsdp fsdp2 true 1 3 deepspeed megatronfsdp optimgradsparams; "
-    "grad: shardgradop 2 optim optimgrads; hybrid: hybridshard 4 hybridshardzero2 5; "
-    "copy: noshard ddp 0 multigpu multixpu multicpu multinpu multimlu no false",
+    "strategy": "shard: fullshard fsdp fsdp2 true 1 3 zero3 deepspeed megatronfsdp "
+    "optimgradsparams; grad: shardgradop 2 zero1 zero2 optim optimgrads; "
+    "hybrid: hybridshard 4 hybridshardzero2 5; "
+    "copy: noshard ddp 0 zero0 multigpu multixpu multicpu multinpu multimlu no false",
     "zero_stage": "shard: 3; grad: 1 2; copy: 0",
     "attention": "all_gather: allgather varlenllama3; ulysses: a2a ulysses deepspeed; "
     "ring: p2p ring alltoall batchring batchzigzag batchstripe",
@@ -70,6 +76,8 @@ def value_of(setting: str, value: Any) -> Any:
         case "loss":
             name = str(value).removesuffix("()").removesuffix(".Config")
             return next((n for ending, n in _LOSSES.items() if name.endswith(ending)), 0)
+        case "chunk_tokens":
+            return isinstance(value, int) or str(value) == "auto"
         case "truth" if unset:
             return (setting == "bf16" or None) if value in ("auto", -1) else False
         case _ if kind in _WORDS:
@@ -80,6 +88,7 @@ def value_of(setting: str, value: Any) -> Any:
             return _number(kind, value)
         case "names":
             found = value if isinstance(value, list) else str(value).split(",")
+            found = ["*" if str(v).lower() in ("all", "all-linear") else v for v in found]
             names = tuple(re.sub(r"^\*?\.", "", str(v)).strip() for v in found)
             if not names or not all(re.fullmatch(r"[\w.*]+", name) for name in names):
                 reason = "names of modules; a plan has selectors in place of regular expressions"
@@ -91,8 +100,17 @@ def value_of(setting: str, value: Any) -> Any:
 
 
 def _word(kind: str, value: Any, unset: bool) -> Any:
-    if isinstance(value, list):  # such as Axolotl's `fsdp: [full_shard, auto_wrap]`
-        value = next((v for v in value if v != "auto_wrap"), None)
+    if kind == "strategy":  # such as `fsdp: [full_shard, auto_wrap]`, `zero3_offload`
+        text = " ".join(map(str, value)) if isinstance(value, list) else str(value)
+        named = text.replace("_offload", " offload").replace(",", " ").split()
+        if str(value).endswith(".json"):
+            raise Unknown("names; it is another file: import that one too")
+        if "offload" in named:
+            return f"{_word(kind, [w for w in named if w != 'offload'], unset)} offload"
+        value = next((v for v in named if v != "auto_wrap"), None)
+        unset = unset or value is None
+    elif isinstance(value, list):
+        value = next(iter(value), None)
     word = re.sub(r"[^a-z0-9]", "", str(value).lower().rpartition(".")[2])
     known: dict[str, Any] = {}
     for each in _WORDS[kind].split("; "):

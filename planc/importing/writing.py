@@ -2,11 +2,11 @@
 
 import re
 from collections.abc import Mapping
-from math import prod
+from math import prod, sqrt
 from typing import Any
 
 from planc.importing.family import Base
-from planc.importing.peer import LEFT, Peer
+from planc.importing.peer import COST, LEFT, LOST, Peer
 from planc.ops.phrases import literal
 from planc.plan.sections.tensor_styles import style_of_transformers
 from planc.plan.settings import (
@@ -36,11 +36,24 @@ _MESH = (
     ("cp_size", "cp = 1"),
     ("tp_size", "tp = 1"),
     ("ep_size", "ep = 1"),
+    ("etp_size", "etp = 1"),
 )
 """The settings of the mesh, outermost axis first, and the axes without them."""
 
 _HEADER = ("model", "flavor", "block_class", "world", "nodes", "gpus")
 _SIZES = ("shard_size", "replicate_size", "cp_size", "tp_size", "pp_size")
+_VIRTUAL = ("virtual", "virtual_layers")
+_FROZEN: dict[str, tuple[tuple[str, ...], tuple[str, str]]] = {
+    "frozen_embeddings": ((), ("same", "")),
+    "frozen_vision": (
+        ("vision_tower", "visual", "vision_model"), ("same", "without effect: no vision tower")
+    ),
+    "frozen_projector": (
+        ("multi_modal_projector", "merger"), ("lost", LOST["frozen"])
+    ),
+    "frozen_language": (("language_model",), ("lost", LOST["frozen"])),
+}  # fmt: skip
+"""Settings that freeze a part of the model: its names in families' plans, and where none has it."""
 _LORA = {"rank": "lora_rank", "alpha": "lora_alpha", "dropout": "lora_dropout"}
 
 
@@ -63,11 +76,13 @@ class Writer:
     def written(self) -> list[str]:
         """The lines of the plan after its header."""
         self.fate.update((word, ("plan", "the header")) for word in _HEADER)
+        if self.base.plan and "," in self.given.get("block_class", ""):
+            self._not("cost", COST["units"], "block_class")
         self._strategy()
         lines = [f'extend "{self.base.plan}.plan"', ""] if self.base.plan else []
         for part in (
-            self._options, self._mesh, self._context, self._load, self._adapters, self._train,
-            self._rules, self._checkpoint, self._compile, self._fsdp,
+            self._options, self._mesh, self._stages, self._context, self._load, self._adapters,
+            self._train, self._rules, self._checkpoint, self._compile, self._fsdp,
         ):  # fmt: skip
             lines += part()
         return lines
@@ -82,7 +97,9 @@ class Writer:
         guess = "# The family is a guess from a name in the file; --model MODEL says it for sure"
         guessed = bool(self.base.family and not self.base.model and not self.peer.exact)
         ranks = f"# The model and the ranks: {keys}"
-        return [f"# Prove it: {check}", *[ranks] * bool(keys), *[guess] * guessed]
+        note = f"# {self.peer.note}"
+        noted = bool(self.peer.note)
+        return [f"# Prove it: {check}", *[ranks] * bool(keys), *[guess] * guessed, *[note] * noted]
 
     @property
     def world(self) -> int:
@@ -141,14 +158,20 @@ class Writer:
                  "strategy")  # fmt: skip
         self._not("same", "parameters, gradients and optimizer state are sharded", *words)
         word = next((w for w in words if given.get(w)), "")
-        kind = given.get(word)
+        kind, _, offload = (given.get(word) or "").partition(" ")
+        if offload:
+            self._alias("offload", True, word)
         if kind == "copy" and not given.get("shard_size"):
             self._alias("shard_size", 1, word)
             self._alias("replicate_size", "auto", word)
         elif kind == "grad":
             self._alias("reshard", False, word)
         elif kind == "hybrid" and not given.get("replicate_size"):
-            self._not("lost", "set the axis dp_replicate to the number of nodes", word)
+            self._not("cost", "set the axis dp_replicate to the number of nodes", word)
+        if (mics := given.get("mics_size")) and not given.get("shard_size"):
+            self._alias("shard_size", mics, "mics_size")
+            given["replicate_size"] = given.get("replicate_size") or "auto"
+            self.keys.setdefault("replicate_size", self.keys["mics_size"])
 
     def _options(self) -> list[str]:
         given, lines = self.given, list[str]()
@@ -172,10 +195,16 @@ class Writer:
         self._not("same", "gradients are reduced in fp32", "reduce_bf16")
         if given.get("reduce_bf16"):
             self._alias("reduce_dtype", "bf16", "reduce_bf16")
+        if "reduce_fp32" in given:
+            dtype = "fp32" if given["reduce_fp32"] else given.get("param_dtype", "bf16")
+            self._alias("reduce_dtype", dtype, "reduce_fp32")
         if given.get("reduce_as_param") and given.get("replicate_size") != "auto":
             given.setdefault("reduce_dtype", given.get("param_dtype"))
         if given.get("reduce_dtype"):
             lines += self._option("reduce_dtype", REDUCE_DTYPE, given["reduce_dtype"])
+        if given.get("checkpoint_off"):
+            self._alias("checkpoint", "none", "checkpoint_off")
+        self._not("same", "off", "checkpoint_off")
         if given.get("checkpoint") in ("none", "full"):
             lines += self._option("checkpoint", RECOMPUTE, given["checkpoint"] == "full")
         first = {line.partition("    #")[0]: line for line in reversed(lines)}
@@ -183,7 +212,7 @@ class Writer:
 
     def _loss(self, many: bool) -> list[str]:
         given, lines = self.given, list[str]()
-        for word, chunks in (("chunked_loss", 8), ("loss", given.get("loss")),
+        for word, chunks in (("chunked_loss", 8), ("chunk_tokens", 8), ("loss", given.get("loss")),
                              ("loss_over_tp", int(many)), ("no_loss_over_tp", 0)):  # fmt: skip
             if given.get(word) and chunks and not lines:
                 lines = self._option(word, LOSS_CHUNKS, chunks)
@@ -193,17 +222,26 @@ class Writer:
 
     def _pipeline(self) -> list[str]:
         given = self.given
-        words = ("pp_size", "schedule", "microbatches", "microbatch_rows", "virtual")
-        self.fate["rows"] = ("left", LEFT["batch"])
+        words = ("pp_size", "schedule", "microbatches", "microbatch_rows", *_VIRTUAL)
+        self.fate |= dict.fromkeys(("rows", "all_rows"), ("left", LEFT["batch"]))
+        self.fate["layers"] = ("left", LEFT["model_left"])
         if (given.get("pp_size") or 1) == 1:
             return self._not("same", "without effect: one pipeline stage", *words)
         if PP.word not in self.base.axes:
             return self._not("lost", f"{self.name} has no pipeline", *words)
-        if given.get("virtual"):
-            self._alias("schedule", given.get("schedule", "interleaved_1f1b"), "virtual")
+        if self._stages_of_a_rank() > 1 and "schedule" not in given:
+            word = "virtual" if given.get("virtual") else "virtual_layers"
+            self._alias("schedule", "interleaved_1f1b", word)
         size, rows = given.get("microbatch_rows"), given.get("rows")
+        ranks = self.world // prod(given.get(w) or 1 for w in ("pp_size", "tp_size", "cp_size"))
         if size and rows and rows >= size:
             self._alias("microbatches", rows // size, "microbatch_rows", "rows")
+        elif rows and given.get("all_rows") and "microbatches" not in given:
+            if ranks and (count := given["all_rows"] // (rows * ranks)):
+                self._alias("microbatches", count, "rows", "all_rows")
+            else:
+                why = "a plan has `microbatches`, of one data rank; their number is not in the file"
+                self._not("lost", why, "all_rows")
         else:
             self._not("lost", "a plan has the number of microbatches", "microbatch_rows")
         lines = list[str]()
@@ -211,6 +249,35 @@ class Writer:
             if word in given:
                 lines += self._option(word, setting, given[word])
         return lines
+
+    def _stages_of_a_rank(self) -> int:
+        """How many stages each rank of the pipeline holds; 0 where the file does not tell."""
+        given = self.given
+        if count := given.get("virtual"):
+            return int(count)
+        if not (each := given.get("virtual_layers")):
+            return 1
+        layers, of_all = given.get("layers") or 0, given["pp_size"] * each
+        if not layers or layers % of_all:
+            why = f"a plan has the stages of a rank: `stages = even({BLOCKS}, each = N)`"
+            self._not("lost", why, "virtual_layers")
+            return 0
+        return int(layers // of_all)
+
+    def _stages(self) -> list[str]:
+        """The section of a pipeline whose ranks hold more stages than the family's plan says."""
+        if self.fate.get("pp_size", ("",))[0] != "plan":
+            return []
+        count, word = self._stages_of_a_rank(), "virtual"
+        usual = 1 if self.given.get("schedule", "1f1b") in ("gpipe", "1f1b") else 2
+        if count == 0:
+            return []
+        if count == usual:
+            return self._not("same", f"{usual} stages a rank in {self.name}", *_VIRTUAL)
+        if "virtual" not in self.given:
+            word = "virtual_layers"
+        stages = self._line(f"    override stages = even({BLOCKS}, each = {count})", word)
+        return [f"pipeline on {PP.word} {{", *stages, "}", ""]
 
     def _mesh(self) -> list[str]:
         """The axes whose sizes differ, or the whole mesh of a plan without a family's."""
@@ -257,34 +324,55 @@ class Writer:
 
     def _adapters(self) -> list[str]:
         given = self.given
-        words = ["adapter", *_LORA.values(), "lora_targets", "lora_all", "four_bits",
-                 "double_quantized"]  # fmt: skip
-        if not given.get("adapter", "lora_rank" in given):
+        words = ["adapter", *_LORA.values(), "lora_targets", "lora_all", "rank_stabilized",
+                 "four_bits", "double_quantized"]  # fmt: skip
+        for word in ("finetuning", "adapter_on"):
+            if given.get(word) in ("lora", True):
+                self._alias("adapter", "lora", word)
+            else:
+                self._not("same", "all parameters are trained", word)
+        if not given.get("adapter", bool(self.keys.get("lora_rank")) and "adapter_on" not in given):
+            given.pop("adapter", None)
             self._not("same", "no adapter", *words)
             if given.get("four_bits"):
                 self._not("lost", "4-bit weights are those of adapters: `qlora`", "four_bits")
             return []
         kind = "qlora" if given.get("four_bits") or given.get("adapter") == "qlora" else "lora"
         arguments = {k: given.get(word) for k, word in _LORA.items()}
-        arguments["rank"] = arguments["rank"] or 8
+        rank = arguments["rank"] = arguments["rank"] or 8
+        if given.get("alpha_of_rank"):  # the library's default is a multiple of the rank
+            arguments["alpha"] = arguments["alpha"] or rank * given["alpha_of_rank"]
+        if given.get("rank_stabilized"):  # alpha / sqrt(rank), and a plan has alpha / rank
+            alpha = (arguments["alpha"] or 8) * sqrt(rank)
+            arguments["alpha"] = int(alpha) if alpha == int(alpha) else round(alpha, 6)
         arguments["double"] = "true" if kind == "qlora" and given.get("double_quantized") else None
         shown = ", ".join(f"{k} = {v}" for k, v in arguments.items() if v)
         names = given.get("lora_targets") or ("*",)
         target = _named(names)
         if given.get("lora_all") or "*" in names:
             target = f"{BLOCKS}.**<Linear>" if self.base.plan else "**<Linear>"
+        if kind == "lora":
+            words.remove("double_quantized")
+            self._not("same", "without effect: no 4-bit weights", "double_quantized")
         used = [word for word in words if word in given]
         return ["adapters {", *self._line(f"    {target} : {kind}({shown})", *used), "}", ""]
 
     def _train(self) -> list[str]:
-        self._not("same", "nothing is frozen", "frozen_embeddings")
-        if self.given.get("frozen_embeddings"):
-            why = "`train { model.embed_tokens : frozen }` says it"
-            self._not("lost", why, "frozen_embeddings")
-        if not (names := self.given.get("trained_too")):
-            return []
-        rule = self._line(f"    {_named(names)} : trainable", "trained_too")
-        return ["train {", *rule, "}", ""]
+        given, rules = self.given, list[str]()
+        for word, (names, none) in _FROZEN.items():
+            if not given.get(word):
+                self._not("same", "nothing is frozen", word)
+            elif "adapter" in given:
+                self._not("same", "with adapters all else is frozen", word)
+            elif word == "frozen_embeddings":
+                rules += self._line("    **<Embedding> : frozen", word)
+            elif found := [name for name in names if re.search(rf"\b{name}\b", self.base.text)]:
+                rules += self._line(f"    **.{found[0]} : frozen", word)
+            elif self.keys.get(word):
+                self._not(*none, word)
+        if too := given.get("trained_too"):
+            rules += self._line(f"    {_named(too)} : trainable", "trained_too")
+        return ["train {", *rules, "}", ""] if rules else []
 
     def _rules(self) -> list[str]:
         """The tensor rules of a `tp_plan`, whose keys are relative to the base model or whole."""
@@ -293,7 +381,7 @@ class Writer:
         single = "tensor" in self.base.sections and not any("rowwise" in s for s in rules.values())
         for key, style in rules.items():
             written = style_of_transformers(style)
-            path = re.sub(r"^(.*\.)?(base_model_)?tp_plan\.", "", key)
+            path = relative = re.sub(r"^(.*\.)?(base_model_)?tp_plan\.", "", key)
             if not path.startswith(("lm_head", "model.")):
                 path = self._path(path)
             if path.rpartition(".")[0].endswith(".experts"):
@@ -303,9 +391,10 @@ class Writer:
             elif single:
                 why = f"in place of the rule of {self.name}, write `override {path} : {written}`"
                 self._not("lost", why, key)
-            else:  # transformers has rules for modules that some models of the family lack
-                self.fate[key] = ("plan", f"optional {path} : {written}")
-                lines.append(f"    optional {path} : {written}")
+            else:
+                optional = "optional " * self.base.lacks(relative)
+                self.fate[key] = ("plan", f"{optional}{path} : {written}")
+                lines.append(f"    {optional}{path} : {written}")
         override = "override " if "tensor" in self.base.sections else ""
         return [f"{override}tensor on tp {{    # tp_plan", *lines, "}", ""] if lines else []
 
@@ -350,6 +439,18 @@ class Writer:
         elif output := given.get("output_dtype"):
             casts = f"param = {PARAM_DTYPE.word}, reduce = {REDUCE_DTYPE.word}, output = {output}"
             lines += self._line(f"    override precision({casts})", "output_dtype")
+        inner = given.get("inner_size")
+        if inner and given.get("reshard") is not False:
+            if BLOCKS in self.base.units:
+                lines += self._line(
+                    f"    override {BLOCKS} : unit(reshard = {inner})", "inner_size"
+                )
+            elif self.base.plan:
+                self._not(
+                    "cost", f"override the family's units with `reshard = {inner}`", "inner_size"
+                )
+        else:
+            self._not("same", "without effect: units are not sharded again", "inner_size")
         if given.get("reshard") is not False:
             self._not("same", "units reshard after forward, but for the last", "reshard")
         elif BLOCKS in self.base.units:
@@ -369,17 +470,27 @@ class Writer:
                 self._not("same", "nothing is offloaded", word)
         own = "fsdp on dp_shard_cp" if CP.word in self.base.axes else "fsdp on dp_shard"
         if self.base.plan is None:
-            param = given.get("param_dtype") or "bf16"
-            reduce = given.get("reduce_dtype") or "fp32"
-            lines = [line.replace("override precision", "# precision") for line in lines]
-            words = [w for w in ("bf16", "fp16", "param_dtype", "reduce_dtype") if self.keys.get(w)]
-            precision = f"    precision(param = {param}, reduce = {reduce})"
-            lines = [*(self._line(precision, *words) if words else [precision]), *lines]
-            kept = given.get("reshard") is False
-            lines.append(f"    auto(min_params = 50M) : unit{'(reshard = never)' * kept}")
-            root = "    root : unit(reshard = never)"
-            lines += self._line(root, "reshard") if kept else [root]
+            lines = self._own_units(lines)
         return [f"{own}, replicate on dp_replicate {{", *lines, "}", ""] if lines else []
+
+    def _own_units(self, lines: list[str]) -> list[str]:
+        """The FSDP section of a plan that extends none: the wrapped classes, else units by size."""
+        given, inner = self.given, self.given.get("inner_size")
+        param = given.get("param_dtype") or "bf16"
+        reduce = given.get("reduce_dtype") or "fp32"
+        lines = [line.replace("override precision", "# precision") for line in lines]
+        words = [w for w in ("bf16", "fp16", "param_dtype", "reduce_dtype") if self.keys.get(w)]
+        precision = f"    precision(param = {param}, reduce = {reduce})"
+        lines = [*(self._line(precision, *words) if words else [precision]), *lines]
+        kept = given.get("reshard") is False
+        how = "(reshard = never)" if kept else f"(reshard = {inner})" if inner else ""
+        classes = re.findall(r"\w+", given.get("block_class") or "")
+        words = ["block_class"] * bool(classes) + ["inner_size"] * bool(inner and not kept)
+        for unit in [f"**<{name}>" for name in classes] or ["auto(min_params = 50M)"]:
+            line = f"    {unit} : unit{how}"
+            lines += self._line(line, *words) if words else [line]
+        root = "    root : unit(reshard = never)"
+        return [*lines, *(self._line(root, "reshard") if kept else [root])]
 
 
 def _named(names: tuple[str, ...]) -> str:

@@ -1,4 +1,4 @@
-"""What the loops of other libraries have in common."""
+"""The common parts of the loops of other libraries."""
 
 from typing import Any
 

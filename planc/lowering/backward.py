@@ -49,6 +49,8 @@ class Backward:
         """How many of these modules have an input with a gradient. Those in a part of a block, such
         as the projections of an attention, have the input of the part.
         """
+        if self.whole:
+            return len(modules)
         at = modules.list_at
         depth = len(modules.path) - (modules.path[-1:] == (BASE_LAYER,)) - 1
         around = modules if at is None or depth <= at + 1 else _upto(modules, depth)
@@ -57,6 +59,8 @@ class Backward:
 
     def outputs(self, modules: Modules) -> int:
         """How many of these modules have an output with a gradient."""
+        if self.whole:
+            return len(modules)
         inside = self._inside(modules)
         return self._count(modules, inside[-1]) if inside else len(modules)
 
@@ -71,7 +75,7 @@ class Backward:
     def nearest(self, every: Iterable[Modules]) -> Modules | None:
         """The set with the last of some modules that have no gradient; None where all have."""
         found: list[tuple[Place, Modules]] = []
-        for modules in every:
+        for modules in () if self.whole else every:
             if inside := self._inside(modules):
                 places = (self._place(modules, e, inside[-1]) for e in modules.entries or [0])
                 found += [(place, modules) for place in places if place < self.first]
@@ -84,8 +88,6 @@ class Backward:
         return [at for at, own in enumerate(self.every) if own.modules.inside(modules)]
 
     def _count(self, modules: Modules, at: float) -> int:
-        if self.whole:
-            return len(modules)
         entries = modules.entries or [0]
         behind = sum(self._place(modules, entry, at) >= self.first for entry in entries)
         return len(modules) * behind // len(entries)

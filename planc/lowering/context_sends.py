@@ -11,7 +11,7 @@ from planc.ops.context import ContextParallel
 
 
 def context_sends(op: ContextParallel, step: Step) -> Iterator[Sent]:
-    """What attention exchanges, and what masks need to know of the tokens of all ranks."""
+    """Yields what attention exchanges, and what masks need to know of the tokens of all ranks."""
     tensor = (a.name for a in step.lowered.axes if a.role is AxisRole.TENSOR)
     split = step.lowered.axis_size(*tensor)
     heads = step.number("num_attention_heads", "n_head")

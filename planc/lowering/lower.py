@@ -96,7 +96,7 @@ def _wide(plan: Plan) -> list[TensorRule]:
 
 
 def _derived(plan: Plan) -> list[TensorRule]:
-    """Those of adapters' layers."""
+    """The tensor rules of adapters' layers."""
     return [r for r in styles(plan) if plan.mesh.size(r.axis) > 1]
 
 
@@ -279,6 +279,7 @@ def _parallelize(rules: list[TensorRule], plan: Plan) -> Iterator[Parallelize]:
                     for p in module.parameters
                     if rule.split(p)
                 ),
+                inferred=rule.inferred.text if rule.inferred else "",
                 origin=rule.origin,
             )
 

@@ -55,7 +55,7 @@ def sends(step: Step) -> tuple[Sent, ...]:
 
 
 def by_pass(step: Step) -> Iterator[Sent]:
-    """The same, those of each pass and of each set of modules apart."""
+    """Yields every collective, unmerged: each pass and each set of modules apart."""
     for op in step.lowered.ops:
         for sent in _of(op, step):
             if sent.times and step.wide(sent.axes):
@@ -63,7 +63,7 @@ def by_pass(step: Step) -> Iterator[Sent]:
 
 
 def left_out(step: Step) -> tuple[str, ...]:
-    """What may send, and is not counted."""
+    """Names what may send, and is not counted."""
     names: dict[str, None] = {}
     for op in step.lowered.ops:
         if isinstance(op, Parallelize) and step.wide(op.axes) and not contract(op.style).counted:
@@ -182,14 +182,19 @@ def _kind(before: Layout, after: Layout) -> str | None:
 
 
 def _sums_here(op: Parallelize, flow: Flow, step: Step) -> bool:
-    """Whether a module redistributes the gradient of its whole input itself: not where one above
-    gave it a DTensor, and sums for all inside. One that gives some does where one inside asks.
+    """Whether a module redistributes the gradient of an activation itself: not a summand of a whole
+    input that one above gave as a DTensor, and sums for all inside; that one does where one asks.
     """
     if flow.source != Replicate():
         return True
-    if flow.gradient is Grad.VARYING:
-        return any(one.modules.within(op.modules) and _asks(one) for one in step.every(Parallelize))
-    return not _fed(op, step)
+    match flow.gradient:
+        case Grad.INVARIANT:
+            return True
+        case Grad.PARTIAL:
+            return not _fed(op, step)
+        case Grad.VARYING:
+            every = step.every(Parallelize)
+            return any(one.modules.within(op.modules) and _asks(one) for one in every)
 
 
 def _asks(op: Parallelize) -> bool:
@@ -207,7 +212,7 @@ def _sizes(op: Parallelize, step: Step) -> tuple[int | None, int | None]:
 
 
 def _sent(op: Parallelize | DispatchExperts | ChunkLoss, axes: tuple[str, ...]) -> Sent:
-    """What the forward pass of modules gathers, but for its times and its size."""
+    """A gather in the forward pass of modules, without its times and its size."""
     return Sent(
         word=op.WORD,
         where=str(op.modules),

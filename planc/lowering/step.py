@@ -136,8 +136,8 @@ class Step:
         return prod(op.runs for op in self.every(ContextParallel))
 
     @property
-    def among(self) -> tuple[int, int]:
-        """What the rows of a step and the tokens of a row are divided by."""
+    def divisors(self) -> tuple[int, int]:
+        """The divisors of the rows of a step and of the tokens of a row."""
         return self.ranks * self.passes, self.parts * self.runs
 
     @cached_property
@@ -145,7 +145,7 @@ class Step:
         """The tokens of a pass on one rank."""
         if self.batch is None or self.sequence is None:
             return None
-        return self.batch // self.among[0] * (self.sequence // self.parts)
+        return self.batch // self.divisors[0] * (self.sequence // self.parts)
 
     @cached_property
     def width(self) -> int:
@@ -191,7 +191,7 @@ def require_divisible(step: Step, mesh: Mesh | None, sink: Sink) -> None:
         mesh: of the plan; None for a lowered plan, which has no lines to point at.
         sink: receives PL702.
     """
-    (rows, tokens), parts = step.among, step.passes
+    (rows, tokens), parts = step.divisors, step.passes
     for size, what, among, role, more in (
         (step.batch, "rows", rows, AxisRole.DATA, (parts, "micro-batches")),
         (step.sequence, "tokens of a row", tokens, AxisRole.SEQUENCE, (step.runs, "runs of each")),

@@ -41,9 +41,7 @@ UNPACK = f"{INSTALL}; or `planc cache unpack` a pack of an install that has chec
 
 @once
 def missing() -> tuple[str, ...]:
-    """Those of torch and transformers that are not installed: without them a model can neither be
-    built nor run.
-    """
+    """Which of torch and transformers are not installed: without them no model can be built."""
     found = {name: find_spec(name) for name in ("torch", "transformers")}
     return tuple(n for n, spec in found.items() if spec is None or spec.origin is None)  # a folder
 
@@ -216,7 +214,7 @@ def written(key: str, about: Mapping[str, str], data: Any) -> str:
 
 
 def _sound(key: str, text: str) -> tuple[dict[str, str], Any]:
-    """What an entry is, and its data. Raises ValueError if it is damaged or of another key."""
+    """The kind of an entry, and its data. Raises ValueError if it is damaged or of another key."""
     head, _, body = text.partition("\n")
     digest, _, about_text = head.partition(" ")
     if hashlib.sha256(f"{key}{about_text}{body}".encode()).hexdigest() != digest:

@@ -104,7 +104,7 @@ def _shown(value: Any) -> str:
 
 
 def _words(schema: dict[str, Any]) -> Iterator[str]:
-    """What a part of the schema allows, each in words."""
+    """Yields each kind of value that a part of the schema allows, in words."""
     names = {
         "integer": "an integer",
         "number": "a number",

@@ -153,7 +153,7 @@ class Modules:
         return next((s for s in self.path if isinstance(s, Indices)), Indices(0))
 
     def with_entries(self, entries: Indices) -> Modules:
-        """The same modules in other entries of the outermost list."""
+        """These modules in other entries of the outermost list."""
         at = self.list_at
         assert at is not None
         return Modules((*self.path[:at], entries, *self.path[at + 1 :]), self.module)
@@ -313,6 +313,11 @@ class Facts:
     def model(self) -> Modules:
         """The root module, as a set of one module."""
         return Modules((), self.root)
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """What a plan's header may name: the class, and the family."""
+        return self.name, self.family
 
     @property
     def count(self) -> int:

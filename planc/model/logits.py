@@ -1,4 +1,4 @@
-"""What a causal language model does with its logits, as stated by its configuration."""
+"""Reads from a configuration how a causal language model scales and caps its logits."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,7 +10,7 @@ FACTORS = {"logit_scale": 1, "lm_head_multiplier": 1, "logits_scaling": -1}
 
 
 def scale_of(config: Mapping[str, Any]) -> float:
-    """What the model multiplies its logits by."""
+    """The factor of the model's logits."""
     scale = 1.0
     for name, exponent in FACTORS.items():
         value = _field(config, name)

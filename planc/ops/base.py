@@ -32,7 +32,7 @@ class Fact(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """What a plan states about a set of modules.
+    """A statement of a plan about a set of modules.
 
     Args:
         kind: one of `planc.diffing.matching.KINDS`.
@@ -76,7 +76,7 @@ class Entry:
 
 
 class AxisRole(StrEnum):
-    """What the ranks along a mesh axis split among them.
+    """The part of the work that the ranks along a mesh axis split among them.
 
     `planc.plan.mesh_axes` decides it; no other module looks at the name of an axis.
     """
@@ -228,7 +228,7 @@ class Op:
         return dict(self.origins).get(field)
 
     def problems(self) -> Iterator[tuple[Where, str]]:
-        """What is invalid beyond the types of the fields: (where in the operation, a message)."""
+        """Yields (where in the operation, a message) for what the types of the fields allow."""
         yield from ()
 
     @property

@@ -191,7 +191,7 @@ class ScriptFunction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
-    """What the calls of an operation depend on besides its fields.
+    """The mesh and the settings that the calls of an operation depend on.
 
     Args:
         axes: the sizes of the mesh's axes by name, outermost first.
@@ -199,12 +199,14 @@ class Context:
             name; empty where none do.
         expert_axes: of which both are made, outermost first.
         fills: whether weights are loaded into the model afterwards.
+        rooted: whether the model itself is a unit of FSDP.
     """
 
     axes: Mapping[str, int]
     experts: Mapping[str, int] = field(default_factory=dict)
     expert_axes: tuple[str, ...] = ()
     fills: bool = False
+    rooted: bool = True
 
     def size(self, axes: Iterable[str]) -> int:
         """The number of ranks along some axes."""

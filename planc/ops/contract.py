@@ -21,11 +21,11 @@ class Side(StrEnum):
     OUT = "output"
     IN = "input"
     INSIDE = "inside"
-    """Those between the products of a module that has several, as of each expert."""
+    """The features between several products of one module, as of each expert."""
 
 
 class Grad(StrEnum):
-    """What a rank has of a gradient."""
+    """The part of a gradient that a rank has."""
 
     INVARIANT = "invariant"
     """All of it; or a shard, where the activation is one."""
@@ -132,7 +132,7 @@ def _latent(style: ir.MlaKv, module: Module) -> tuple[str, str] | None:
     wide = next((p.shape[0] for p in module.parameters if p.name == "weight"), 0)
     if module.kind != "linear":
         return ("it is not a linear layer", "put it on `kv_a_proj_with_mqa`")
-    if wide <= style.rope:
+    if wide < style.rope:
         advice = "write `mla_kv(rope = config.qk_rope_head_dim)`"
         return (f"it has {wide:,} output features, and `rope` is {style.rope:,} of them", advice)
     return None
@@ -173,8 +173,8 @@ def unfit(style: ir.Style, module: Module) -> tuple[str, str] | None:
         case ir.Replicated() if style.summed and not module.count:
             return ("it has no parameters", "remove the rule")
         case ir.Sequence():
-            if module.children:
-                return ("it has submodules", "put `sequence` on the norms themselves")
+            if any(child.module.count for child in module.children):
+                return ("it has submodules with weights", "put `sequence` on the norms themselves")
             if module.kind == "embedding":
                 return ("it takes token ids", "put `sequence` on norms and dropouts")
     return None

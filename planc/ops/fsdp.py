@@ -16,7 +16,7 @@ def _copied(axes: tuple[str, ...]) -> str:
 
 
 def resharded(value: bool | int) -> str:
-    """What a unit does with its gathered parameters after the forward pass."""
+    """Says what a unit does with its gathered parameters after the forward pass."""
     if value is True:
         return "reshard after forward"
     return "keep" if value is False else f"reshard to {value} after forward"
@@ -30,6 +30,7 @@ WORDS: base.Words = {
     "reduce": ("gradients", phrases.value),
     "cast_inputs": ("cast inputs", phrases.value),
     "nbytes": ("per rank", phrases.value),
+    "frozen": ("frozen", phrases.size),
     "group": ("unit", lambda group: group or "alone"),
     "shard_dim": ("dim", phrases.value),
     "pin": ("pinned", phrases.value),
@@ -127,6 +128,9 @@ class FullyShard(base.Op):
         for modules in self.members:
             made = call.FunctionCall(function, (), keywords)
             yield call.Each(modules=modules, calls=(made,), note=self.place)
+            if context.rooted != bool(modules.path):  # the root, or each unit where there is none
+                resting = call.FunctionCall("standalone.passes:shards_at_rest")
+                yield call.Each(modules=modules, calls=(resting,))
 
     WORD: ClassVar = "fsdp"
     ABOUT: ClassVar[tuple[str, ...]] = ("members", "group", "spreads")
@@ -141,7 +145,7 @@ class FullyShard(base.Op):
         return f"group({names})" if self.group else names
 
     def headline(self, mesh: base.AxisSizes | None = None) -> str:
-        """What units share: axes, precision and where shards are kept."""
+        """Axes, precision and where shards are kept, which units share."""
         return f"{where(self, mesh)}, {self.precision}{offloading(self)}"
 
     @property

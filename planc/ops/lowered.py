@@ -133,7 +133,7 @@ class Lowered(InNotebooks):
 
     @property
     def pipeline(self) -> Pipeline | None:
-        """What the first ranks of a pipeline hold, and its schedule; None without a pipeline."""
+        """The pipeline of the first ranks; None without one."""
         return next((op for op in self.stages[0].ops if isinstance(op, Pipeline)), None)
 
     @property
@@ -160,13 +160,19 @@ class Lowered(InNotebooks):
         return only
 
     def map_ops(self, change: Callable[[tuple[AnyOp, ...]], Iterable[AnyOp]]) -> Lowered:
-        """The same plan with other operations: `change` maps those of each stage."""
+        """This plan with other operations: `change` maps those of each stage."""
         stages = (replace(stage, ops=tuple(change(stage.ops))) for stage in self.stages)
         return replace(self, stages=tuple(stages))
 
     def has(self, *kinds: type[base.Op]) -> bool:
         """Whether there is an operation of one of these kinds."""
         return any(isinstance(op, kinds) for op in self.ops)
+
+    @property
+    def rooted(self) -> bool:
+        """Whether the model itself is a unit of FSDP, with all other units inside."""
+        units = (op for op in self.ops if isinstance(op, FullyShard))
+        return any(not modules.path for op in units for modules in op.members)
 
     @property
     def code(self) -> tuple[str, ...]:
@@ -189,13 +195,14 @@ class Lowered(InNotebooks):
         return tuple(a.name for a in self.axes if a.name in names)
 
     def context(self, *, fills: bool = False) -> Context:
-        """What the calls of operations depend on besides their fields; `fills` as for `Context`."""
+        """The mesh as the calls of operations need it; `fills` as for `Context`."""
         experts = self.experts
         return Context(
             axes={axis.name: axis.size for axis in self.axes},
             experts=experts.sizes if experts else {},
             expert_axes=experts.axes if experts else (),
             fills=fills,
+            rooted=self.rooted,
         )
 
     def axis_size(self, *names: str) -> int:

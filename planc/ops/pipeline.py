@@ -35,7 +35,7 @@ Row = Annotated[
 
 
 class Terms(NamedTuple):
-    """What a schedule asks for.
+    """The demands of a schedule.
 
     Args:
         each: the stages of each rank; 0 for any number above one.
@@ -167,7 +167,7 @@ class Pipeline(Op):
         return (*first, *blocks, *(self.outputs if stage == self.stages - 1 else ()))
 
     def _text(self, stage: int) -> str:
-        """What a stage holds: `model.embed_tokens, model.layers[0:8]`."""
+        """The modules of a stage: `model.embed_tokens, model.layers[0:8]`."""
         wanted = Indices.of(range(*self.bounds[stage : stage + 2]))
         names = [f"{self.blocks}{wanted}"]
         if stage == 0:

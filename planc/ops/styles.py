@@ -239,6 +239,9 @@ Style = Annotated[
     Form(tag="name"),
 ]
 
+SPLITS = (Colwise, Rowwise, Experts, Parameters, Attributes, Features)
+"""The styles that say how weights are split."""
+
 
 def style_name(style: Style) -> str:
     """The style's name in a plan."""

@@ -1,14 +1,29 @@
 """`parallelize_module`, and the weight ties that it breaks."""
 
 from collections.abc import Iterable, Iterator, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
-from typing import ClassVar, Self
+from typing import Annotated, ClassVar, Self
 
 from planc.model.facts import Modules
 from planc.ops import call, phrases
-from planc.ops.base import Axis, AxisSizes, Dims, Entry, Group, Name, Op, Some, Where
+from planc.ops.base import (
+    OMIT,
+    Axis,
+    AxisSizes,
+    Dims,
+    Entry,
+    Group,
+    Name,
+    Op,
+    Some,
+    Where,
+    text,
+)
 from planc.ops.styles import Input, Output, Style, style_arguments, style_call, style_name
+
+INFERRED = "~"
+"""What `lower` writes before a style that planc inferred, or whose layouts it completed."""
 
 _SCRIPT = call.ScriptFunction(
     "tensor_parallel", "Shards weights and activations over the tensor axes."
@@ -35,12 +50,16 @@ class Parallelize(Op):
     Args:
         axes: the mesh dimensions that the style takes, outermost first.
         shapes: of the parameters that it shards; several operations on a module shard in turn.
+        inferred: why planc added it, or completed its layouts; empty for what a line states.
     """
 
     modules: Modules
     axes: Some[Axis]
     style: Style
     shapes: tuple[Shape, ...] = ()
+    inferred: Annotated[str, text("", "why planc inferred it", ".*", most=1000)] = field(
+        default="", compare=False, repr=False, metadata=OMIT
+    )
 
     SCRIPT: ClassVar = _SCRIPT
 
@@ -74,13 +93,15 @@ class Parallelize(Op):
     def sizes(self) -> str:
         """The shapes of all sharded parameters; a weight's comes without its name."""
         texts = ((s.name, f"{list(s.shape)} -> {list(s.local)}") for s in self.shapes)
-        return ", ".join(text if name == "weight" else f"{name} {text}" for name, text in texts)
+        return ", ".join(one if name == "weight" else f"{name} {one}" for name, one in texts)
 
     @classmethod
     def section(cls, ops: Sequence[Self], mesh: AxisSizes) -> Iterator[str]:
         """Rules inside one list of blocks are listed together."""
         for axes in dict.fromkeys(op.axes for op in ops):
-            yield phrases.head(cls.WORD, f"on {phrases.axes(axes, mesh)}")
+            some = any(op.inferred for op in ops if op.axes == axes)
+            mark = f"; {INFERRED} is inferred" if some else ""
+            yield phrases.head(cls.WORD, f"on {phrases.axes(axes, mesh)}{mark}")
             blocks: dict[str, list[Self]] = {}
             for op in ops:
                 if op.axes == axes:
@@ -94,7 +115,7 @@ class Parallelize(Op):
     def entries(self, common: Set[Group]) -> Iterator[Entry]:
         local = (f"local {list(s.local)}" for s in self.shapes)
         named = zip(self.shapes, local, strict=True)
-        brief = ", ".join(text if s.name == "weight" else f"{s.name} {text}" for s, text in named)
+        brief = ", ".join(one if s.name == "weight" else f"{s.name} {one}" for s, one in named)
         change = f" {style_name(self.style)}" if isinstance(self.style, Input | Output) else ""
         kind = f"{self.WORD}{change}"
         for entry in super(Parallelize, self).entries(common):
@@ -106,7 +127,8 @@ def _rules(ops: Iterable[Parallelize]) -> Iterator[tuple[str, str, str, str]]:
     alike: dict[tuple[str, str, tuple[str, str, str], Style], list[str]] = {}
     for op in ops:
         path, half = phrases.adapter(phrases.inside(op.modules))
-        words = (style_name(op.style), op.layouts, op.sizes)
+        mark = INFERRED if op.inferred else ""
+        words = (f"{mark}{style_name(op.style)}", op.layouts, op.sizes)
         alike.setdefault((phrases.parent(path), half, words, op.style), []).append(path)
     for (_, half, words, _), paths in alike.items():
         for path in phrases.together(paths):

@@ -199,7 +199,7 @@ def of_layer(style: ir.Style, kind: str) -> tuple[ir.Style | None, ir.Style | No
             a = replace(style, output=ir.Replicate(), local=True, transposed=False)
             return a, ir.Colwise(output=shard, local=style.local)
         case ir.Rowwise(output=ir.Shard() as shard):
-            a = replace(style, local=True, transposed=False)
+            a = replace(style, local=False, transposed=False)  # its shards may be uneven
             return a, ir.Sequence(dim=shard.dim, local=style.local)
         case ir.Sequence():
             return ir.Sequence(dim=style.dim), ir.Sequence(dim=style.dim, local=style.local)

@@ -9,6 +9,7 @@ from planc.model.facts import Facts
 from planc.ops.base import AxisRole
 from planc.ops.lowered import MeshAxis
 from planc.plan.evaluate import evaluate
+from planc.plan.infer_layouts import inferred
 from planc.plan.ir import Mesh, Plan
 from planc.plan.local_shapes import settled
 from planc.plan.mesh import solve
@@ -75,25 +76,25 @@ def elaborate(
         return None
     if sizes is not None:
         program.scope.sized = program.scope.sized_by(sizes, mesh)
-    broken = program.broken
 
     def part(name: str, read: Callable[[], T]) -> T:
         before = sink.errors
         result = read()
         if sink.errors > before:
-            broken.add(name)
+            program.broken.add(name)
         return result
 
     require(program)
-    _settings(program, mesh)
     _axes(program, mesh)
+    rules, sequence = part("tensor", lambda: tensor(program))
     plan = Plan(
         name=program.header.name,
         families=tuple(f.path for f in program.header.families),
         options=_options(program),
         mesh=mesh,
         load=part("load", lambda: load(program)),
-        tensor=part("tensor", lambda: tuple(tensor(program))),
+        tensor=rules,
+        sequence=sequence,
         checkpoint=part("checkpoint", lambda: checkpoint(program)),
         compile=part("compile", lambda: compile_rules(program)),
         train=part("train", lambda: train(program)),
@@ -104,10 +105,10 @@ def elaborate(
         pipeline=part("pipeline", lambda: pipeline(program)),
         experts=part("expert", lambda: expert(program)),
         optimizer=part("optimizer", lambda: optimizer(program)),
-        broken=frozenset(broken),
+        broken=frozenset(program.broken),
         origin=program.header.origin,
     )
-    return settled(plan, facts, sink)
+    return settled(inferred(plan, facts, sink), facts, sink)
 
 
 def _options(program: Program) -> dict[str, object]:
@@ -204,10 +205,11 @@ def _over_axes(program: Program, mesh: Mesh) -> Iterator[ast.Section]:
 
 
 def _axes(program: Program, mesh: Mesh) -> None:
-    """Checks that every `on` names an axis, and that a section uses every axis with several
-    ranks. An axis may be unused because its name is misspelled or missing, so that is reported
-    alone.
+    """Checks sizes from `--set`, that every `on` names an axis, and that a section uses every axis
+    with several ranks. An axis may be unused because its name is misspelled or missing, so that is
+    reported alone.
     """
+    _settings(program, mesh)
     used: set[str] = set()
     misspelled = False
     for section in program.sections:

@@ -7,12 +7,12 @@ operation already, which lowering only orders, merges and completes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import TypeVar
 
-from planc.model.facts import Modules, Parameter
+from planc.model.facts import Facts, Modules, Parameter, Segment
 from planc.ops.activation_checkpoint import Checkpoint
 from planc.ops.base import AxisRole
 from planc.ops.compile import Compile
@@ -27,9 +27,10 @@ from planc.ops.loss import ChunkLoss
 from planc.ops.lowered import ExpertMesh, MeshAxis
 from planc.ops.megatron_fsdp import MegatronShard
 from planc.ops.optimizer import Optimize
+from planc.ops.phrases import together
 from planc.ops.pipeline import Pipeline
 from planc.ops.quantization import Quantize
-from planc.ops.styles import Parts, Style
+from planc.ops.styles import MlaKv, Parts, Style
 from planc.plan.mesh_axes import EXPERT_TENSOR, expanded
 from planc.source import Span
 
@@ -99,14 +100,72 @@ class Mesh(Meaning):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Inferred:
+    """Why planc adds a rule, or completes the layouts of one.
+
+    Args:
+        reason: a sentence after "because".
+        weights: the modules whose splits it follows from.
+        code: the line of the model's code.
+        beside: the modules whose widths are the rest of a linear's output: `mla_kv(rope)` is
+            what they leave of it.
+    """
+
+    reason: str
+    weights: tuple[str, ...] = ()
+    code: str = ""
+    beside: tuple[tuple[Segment, ...], ...] = ()
+
+    @property
+    def text(self) -> str:
+        """The reason, the weights and the line, for a person."""
+        source = f"follows from {', '.join(together(self.weights))}" if self.weights else ""
+        return "; ".join(filter(None, (self.reason, source, self.code)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceSetting(Meaning):
+    """The setting `sequence` of a tensor section: layouts over its axis are inferred.
+
+    Args:
+        wanted: whether with parts of the sequence; None for `auto`.
+        parts: whether hidden states are parts of the sequence, after inference.
+    """
+
+    axis: str
+    wanted: bool | None
+    parts: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TensorRule(Meaning):
     """A style on a set of modules, over the axis of its section; the same modules may have rules
     over other axes.
+
+    Args:
+        open: whether its line leaves the layouts to inference.
+        inferred: why it is there, or has these layouts; None where its line says all of it.
     """
 
     modules: Modules
     axis: str
     style: Style
+    open: bool = field(default=False, compare=False)
+    inferred: Inferred | None = field(default=None, compare=False)
+
+    def sized(self, facts: Facts) -> TensorRule:
+        """The rule with the numbers of another model, on whose modules it is."""
+        if not isinstance(self.style, MlaKv) or self.inferred is None:
+            return self
+        width = self.modules.module.parameters[0].shape[0]
+        rest = (facts.at(next(Modules(p, self.modules.module).names())).module for p in self.beside)
+        return replace(self, style=MlaKv(rope=width - sum(m.parameters[0].shape[-1] for m in rest)))
+
+    @property
+    def beside(self) -> Iterator[tuple[Segment, ...]]:
+        """The paths of the modules beside it, of one of its modules."""
+        for inner in self.inferred.beside if self.inferred else ():
+            yield (*self.modules.path[: len(self.modules.path) - 1], *inner)
 
     def split(self, parameter: Parameter) -> Split | None:
         """How the style shards a parameter of the modules; None where it is replicated."""
@@ -330,6 +389,7 @@ class Plan(Meaning):
         families: the `model_type`s that it is written for.
         options: the value of every option, after `--set`.
         tensor, experts: the rules of sections; kept over one rank too, where lowering drops them.
+        sequence: the axes over which layouts are inferred.
         context: the axes whose ranks have parts of each sequence.
         train: what the train sections freeze or unfreeze, outer modules first.
         adapted: whether the model's facts already have the adapters and the dtypes of `load`.
@@ -342,6 +402,7 @@ class Plan(Meaning):
     mesh: Mesh
     load: Load | None = None
     tensor: tuple[TensorRule, ...] = ()
+    sequence: tuple[SequenceSetting, ...] = ()
     checkpoint: tuple[Checkpoint, ...] = ()
     compile: tuple[Compile, ...] = ()
     train: tuple[Freeze, ...] = ()

@@ -1,17 +1,47 @@
-"""Which modules the model's code calls, for plans without tensor parallelism: FSDP gathers a
-unit when its module is called.
+"""What the small model shows by itself: tokens that see others, and which modules are called, for
+plans without tensor parallelism: FSDP gathers a unit when its module is called.
 
 A plain run of the small model answers it, once per configuration and for any plan. The answer is
 cached by the configuration, the library versions and planc's sources, so a warm check does not
 import torch.
 """
 
+from planc.diagnostic import Sink
 from planc.model import cache
 from planc.model.facts import Facts, generic
+from planc.model.small.leaks import DOCUMENTS, PADDING, leaks
 from planc.proof.small_case import SmallModel, small_model
 from planc.trial.certificate import source_digest
 
 _FORMAT = 2
+
+
+def report_leaks(facts: Facts, sink: Sink) -> None:
+    """Reports what the model's tokens see that they must not (PL517, PL518), whatever the plan."""
+    own = facts.code or facts.user_model is not None or not facts.config.get("model_type")
+    found = {} if own else leaks(facts.config, facts.name)
+    if DOCUMENTS in found:
+        sink.info(
+            "PL517",
+            f"{facts.name} does not keep packed documents apart: `planc.apply` refuses rows whose "
+            "positions begin again",
+            facts=[
+                f"with other tokens in a first document the next one moves by "
+                f"{found[DOCUMENTS]:.1g} of the output, in one process"
+            ],
+            help="give each document a row of its own, padded on the right",
+        )
+    if PADDING in found:
+        sink.info(
+            "PL518",
+            f"{facts.name} sees padding on the left of a row, though a mask says it: `planc.apply` "
+            "refuses such rows",
+            facts=[
+                f"with other tokens in the padding the rest moves by {found[PADDING]:.1g} of "
+                "the output, in one process"
+            ],
+            help="pad rows on the right, with labels of -100",
+        )
 
 
 def called_modules(facts: Facts) -> tuple[frozenset[str] | None, str]:

@@ -64,7 +64,13 @@ def refuted(
     return reported.diagnostics
 
 
-def report_means(outcome: Outcome, mesh: Mesh, sink: Sink) -> None:
+def report_limits(outcome: Outcome, mesh: Mesh, sink: Sink) -> None:
+    """Reports for which losses and lengths the numbers are others than the single process's."""
+    _means(outcome, mesh, sink)
+    _lengths(outcome, mesh, sink)
+
+
+def _means(outcome: Outcome, mesh: Mesh, sink: Sink) -> None:
     """Reports a module that mixes the rows of a batch (PL513), or a loss whose mean over the data
     ranks is not that of the whole batch (PL510), at the axes whose ranks read rows of their own.
     """
@@ -96,6 +102,23 @@ def report_means(outcome: Outcome, mesh: Mesh, sink: Sink) -> None:
                 facts=[gradient, _SEEN],
                 help="gradient accumulation in one process computes the same as the data ranks "
                 "do; the usual causes are a router's auxiliary loss, and one over pairs of rows",
+            )
+
+
+def _lengths(outcome: Outcome, mesh: Mesh, sink: Sink) -> None:
+    """Reports that the plan is right for lengths alone that the tensor axes divide (PL516)."""
+    axes = [axis for axis in mesh.of_role(AxisRole.TENSOR) if axis.size > 1]
+    for mismatch in outcome.discrepancies:
+        if mismatch.kind == "lengths":
+            where = f"`{generic(mismatch.subject)}`" if mismatch.subject else "the model"
+            sink.warning(
+                "PL516",
+                f"sequences of a length that the tensor axis does not divide fail or are wrong in "
+                f"{where}; those of other lengths are right",
+                *(Label(span=a.origin, text=f"{a.name} is {a.size}") for a in axes),
+                facts=[*([mismatch.detail] if mismatch.detail else []), *_source(mismatch), _SEEN],
+                help="pad rows on the right to a length that it divides; or keep shards of a "
+                "sequence DTensors (`local = false`): a local shard does not say the whole length",
             )
 
 

@@ -12,7 +12,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any, NoReturn, get_args
 
 from planc.compiler import Compiled
@@ -31,11 +31,13 @@ def record(compiled: Compiled, verdict: Verdict, sink: Sink) -> KnownVerdict:
     """
     facts, lowered = compiled.facts, compiled.lowered
     level, text = _judged(verdict, sink)
+    even = any(one.kind == "lengths" for one in verdict.outcome.discrepancies)
+    found = KnownVerdict(level=level, text=text, even=even)
     if facts and lowered and keepable(facts, lowered):
         known = verdict_store.recall(lowered, facts).level if facts.own_code else "unproved"
         if level != "undecided" or known == "unproved":
-            verdict_store.remember(lowered, facts, level, text)
-    return KnownVerdict(level=level, text=text)
+            verdict_store.remember(lowered, facts, found)
+    return found
 
 
 def _judged(verdict: Verdict, sink: Sink) -> tuple[Level, str]:
@@ -60,13 +62,13 @@ def prove_in_subprocess(compiled: Compiled, *, allow_code: bool) -> KnownVerdict
     try:
         if facts is not None and facts.user_model is not None:
             given = replace(compiled, facts=readable(facts))
-            level, text = answer_of_copy(lambda: _answer(given, allow_code))
+            answer = answer_of_copy(lambda: _answer(given, allow_code))
         else:
-            level, text = answer_of_subprocess(__name__, (compiled, allow_code))
+            answer = answer_of_subprocess(__name__, (compiled, allow_code))
     except NoAnswerError as error:
         return _undecided(str(error))
-    known = level in get_args(Level)
-    return KnownVerdict(level=level, text=text) if known else _undecided(str(text))
+    known = answer["level"] in get_args(Level)
+    return KnownVerdict(**answer) if known else _undecided(str(answer["text"]))
 
 
 def readable(facts: Facts) -> Facts:
@@ -179,10 +181,9 @@ def _undecided(reason: str) -> KnownVerdict:
     return KnownVerdict(level="undecided", text=f"not decided by layout flow: {reason}")
 
 
-def _answer(compiled: Compiled, allow_code: bool) -> list[str]:
+def _answer(compiled: Compiled, allow_code: bool) -> dict[str, Any]:
     sink = Sink()
-    known = record(compiled, flow(compiled, sink, allow_code=allow_code), sink)
-    return [known.level, known.text]
+    return asdict(record(compiled, flow(compiled, sink, allow_code=allow_code), sink))
 
 
 def _main() -> None:

@@ -13,7 +13,7 @@ from planc.trial.certificate import source_digest
 from planc.trial.outcome import Outcome, outcome_of
 from planc.trial.trial_part import trial_part
 
-_FORMAT = 9
+_FORMAT = 10
 
 
 def judge(small: SmallCase, *, quick: bool = False, draws: bool = False) -> Outcome:
@@ -36,7 +36,8 @@ def judge(small: SmallCase, *, quick: bool = False, draws: bool = False) -> Outc
     except Exception as error:
         return Outcome(verdict="unknown", reason=f"the small model cannot be built: {error}")
     outcome = simulate(builder, lowered, quick=quick, draws=draws)
-    outcome = replace(outcome, missing_inputs=builder.choice.missing)
+    choice = builder.choice
+    outcome = replace(outcome, missing_inputs=choice.missing, lacks=choice.lacks)
     if outcome.verdict != "unknown" and not user_code:  # unknown may change with the environment
         from planc.model.own_code import own_code
 

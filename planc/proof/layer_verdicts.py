@@ -38,6 +38,8 @@ class LayerVerdict:
         return f"{self.modules} ({self.label})" if self.label else self.modules
 
 
+NOT_SPLIT = "it is not split, and the run of the small model does not reach it"
+
 _Key = tuple[Any, ...]
 
 
@@ -85,7 +87,7 @@ def _not_run(group: _Group, modules: Modules, plan: Plan, missing_inputs: str) -
         modules=str(group.modules),
         label=group.label,
         verdict="unknown" if split else "proved",
-        reason=_unreached(missing_inputs) if split else "",
+        reason=_unreached(missing_inputs) if split else NOT_SPLIT,
     )
 
 

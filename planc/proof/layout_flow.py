@@ -26,15 +26,15 @@ from planc.ops.megatron_fsdp import MegatronShard
 from planc.ops.pipeline import Pipeline
 from planc.ops.tensor_parallel import Parallelize
 from planc.plan.ir import Plan
-from planc.proof.called_modules import called_modules
-from planc.proof.flow_findings import refuted, report_means, report_uncalled, report_unstated
+from planc.plan.stand_in import Unrepresented
+from planc.proof.called_modules import called_modules, report_leaks
+from planc.proof.flow_findings import refuted, report_limits, report_uncalled, report_unstated
 from planc.proof.judge import blamed, judge
-from planc.proof.layer_verdicts import LayerVerdict, layer_verdicts
+from planc.proof.layer_verdicts import NOT_SPLIT, LayerVerdict, layer_verdicts
 from planc.proof.random_draws import drawing_case, report_draws
 from planc.proof.remedy import blamed_first, remedy
 from planc.proof.small_case import SmallCase, small_case
 from planc.proof.small_mesh import for_timetable, simulated_sizes, with_experts
-from planc.proof.stand_in import Unrepresented
 from planc.source import Span
 from planc.trial.outcome import Outcome
 from planc.trial.trial_part import left_out
@@ -137,6 +137,8 @@ class Verdict:
         match self.verdict:
             case "proved":
                 detail = f"proved{cache.provenance()}, {many}largest error {self.outcome.worst:.0e}"
+                if apart := [k.text for k in self.layers if k.reason == NOT_SPLIT]:
+                    detail += f"; not reached and not split: {', '.join(apart)}"
                 return f"layout flow ({detail})"
             case "nothing":
                 return "layout flow (no tensor parallelism)"
@@ -188,6 +190,7 @@ def flow(
     facts, ir, lowered = compiled.facts, compiled.plan, compiled.lowered
     if facts is None or ir is None or lowered is None:
         return Verdict(outcome=Outcome(verdict="nothing"))
+    report_leaks(facts, sink)
     axes = {axis for op in lowered.ops if isinstance(op, Parallelize) for axis in op.axes}
     parts = {op.axis for op in lowered.ops if isinstance(op, ContextParallel)}
     divided = lowered.has(DispatchExperts, Pipeline)
@@ -286,7 +289,7 @@ def _report(
         sink.add(*blamed_first(found, changes))
     else:
         report_unstated(outcome, small, sink)
-    report_means(outcome, plan.mesh, sink)
+    report_limits(outcome, plan.mesh, sink)
     return True
 
 

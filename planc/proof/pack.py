@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from planc.diagnostic import Sink
-from planc.model import cache
+from planc.model import cache, dataflow
 from planc.model.config import too_deep
 from planc.model.facts import Module
 from planc.resources import GRAMMARS, cache_folder
@@ -33,7 +33,7 @@ from planc.version import VERSION
 FORMAT_VERSION = 1
 MOST_BYTES = 64 * 2**20
 _MOST_MODULES = 200_000
-KINDS = ("facts", "flow", "calls", "blocks")
+KINDS = ("facts", "flow", "calls", "blocks", "dataflow")
 """The kinds of entries that `planc check` reads; what `planc apply` and estimates read stays."""
 
 
@@ -169,6 +169,8 @@ def _readable(kind: str, data: Any) -> bool:
     if kind == "flow":
         outcome = outcome_of(data)
         return outcome is not None and (outcome.verdict != "proved" or outcome.worst <= LIMIT)
+    if kind == "dataflow":
+        return dataflow.decode(data) is not None
     if kind != "facts":
         return True
     try:

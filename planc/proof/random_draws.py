@@ -16,10 +16,10 @@ from planc.model.randomness import with_noise
 from planc.model.small.config_fields import DROPOUT
 from planc.plan.ir import Plan
 from planc.plan.random_numbers import drawing_fields
+from planc.plan.stand_in import Unrepresented
 from planc.proof.flow_findings import what_is_wrong
 from planc.proof.responsible_rules import rule_labels
 from planc.proof.small_case import SmallCase, small_case
-from planc.proof.stand_in import Unrepresented
 from planc.trial.outcome import Discrepancy, Outcome
 
 _LEAST = 0.1

@@ -133,12 +133,13 @@ def _distance(outcome: Outcome, change: RuleChange) -> int:
 def _right_plans(
     compiled: Compiled, small: SmallCase, draft: Draft
 ) -> Iterator[tuple[tuple[Plan, str], Plan]]:
-    """The plans of the family, or its draft, on the small model, with their tensor axis, and on the
-    real one: with and without sequence parallelism, which needs other rules.
+    """The plans that ship for the family, or its draft, on the small model, with their tensor axis,
+    and on the real one: with and without sequence parallelism, which needs other rules.
     """
     facts, plan, quiet = small.compiled.facts, small.compiled.plan, Sink()
     assert facts is not None and plan is not None and compiled.facts and compiled.plan
-    files = plan_files.read_for(compiled.facts.family, quiet, partial(draft, compiled.facts))
+    written = partial(draft, compiled.facts)
+    files = plan_files.read_for(compiled.facts.names, quiet, written, own=False)
     if not files:
         return
     tensor = compiled.plan.mesh.of_role(AxisRole.TENSOR)[0]

@@ -30,8 +30,8 @@ from planc.plan import elaborate
 from planc.plan.apply_adapters import adapted
 from planc.plan.ir import Plan
 from planc.plan.scope import Sizes
+from planc.plan.stand_in import Unrepresented, stand_in, variants
 from planc.proof.small_mesh import RANKS, with_stages
-from planc.proof.stand_in import Unrepresented, stand_in, variants
 
 if TYPE_CHECKING:
     from torch import nn

@@ -15,13 +15,13 @@ from planc.ops.document import digest
 from planc.ops.lowered import Lowered
 from planc.ops.megatron_fsdp import MegatronShard
 from planc.plan.ir import Plan
+from planc.plan.stand_in import Unrepresented
 from planc.proof.layout_flow import UNSEEN
 from planc.proof.small_case import SmallCase, small_case
 from planc.proof.small_mesh import not_reached, small_sizes, with_experts
-from planc.proof.stand_in import Unrepresented
 from planc.proof.verify_report import report_difference, report_failure, report_unknown, table
 from planc.report import render
-from planc.runtime.known_verdict import Level
+from planc.runtime.known_verdict import KnownVerdict, Level
 from planc.syntax import plan_files
 from planc.trial import certificate as store
 from planc.trial import verdict_store
@@ -215,7 +215,8 @@ def _remember(case: _Case, certificate: store.Certificate) -> None:
     if not verified:
         text = certificate["reason"] or store.summary(certificate).lower()
     level: Level = "verified" if verified else "refuted"
-    verdict_store.remember(case.lowered, case.facts, level, text, by="processes")
+    known = KnownVerdict(level=level, text=text)
+    verdict_store.remember(case.lowered, case.facts, known, by="processes")
 
 
 def _doubt(case: _Case, verdict: str) -> str | None:

@@ -42,6 +42,7 @@ class Reason:
         place, text: `name:line`, empty for what planc adds, and the line, where the plan is
             available.
         op: the index of the operation in the lowered plan.
+        inferred: why planc inferred it; empty for what the line states.
     """
 
     what: str
@@ -49,6 +50,7 @@ class Reason:
     place: str
     text: str = ""
     op: int
+    inferred: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,6 +235,8 @@ def _reason(title: str, what: str, reason: Reason) -> Iterator[list[Segment]]:
     if reason.place:
         text = f"  {reason.text}" if reason.text else ""
         yield [("", ""), ("  ", ""), (reason.place, "secondary"), (text, "")]
+    if reason.inferred:
+        yield [("", ""), ("  ", ""), ("inferred: ", "secondary"), (reason.inferred, "")]
 
 
 def _head(title: str, text: str) -> list[Segment]:

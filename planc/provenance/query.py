@@ -133,6 +133,7 @@ class _Question:
             place=origin.place,
             text=f"{text[:_LONGEST]}..." if len(text) > _LONGEST else text,
             op=next(i for i, o in enumerate(self.lowered.ops) if o is self.owner.get(id(op), op)),
+            inferred=op.inferred if isinstance(op, Parallelize) else "",
         )
 
     def _tensor(self, op: Parallelize) -> Reason:

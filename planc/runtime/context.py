@@ -8,6 +8,7 @@ from torch import nn
 from planc.ops.context import ContextParallel
 from planc.ops.lowered import Lowered
 from planc.runtime.meshes import Meshes
+from planc.runtime.packed_documents import refuse
 from planc.runtime.preconditions import stop
 from planc.runtime.same_inputs import FirstPasses
 from planc.runtime.script_line import script_line
@@ -34,6 +35,8 @@ def rank_part(model: nn.Module, batch: Mapping[str, Any], first: FirstPasses) ->
         return dict(batch)
     if not first.done:
         first.before((), dict(batch))
+    if first.passes:
+        refuse(model, batch)
     try:
         part: dict[str, Any] = context.batch(batch)
     except ContextError as error:

@@ -25,9 +25,17 @@ from planc.ops.freeze import Freeze
 from planc.ops.lora import Adapt
 from planc.ops.lowered import Lowered
 from planc.ops.optimizer import Optimize
-from planc.runtime import input_embeddings, megatron_fsdp, other_libraries, preconditions
+from planc.runtime import (
+    even_lengths,
+    gradients,
+    input_embeddings,
+    megatron_fsdp,
+    other_libraries,
+    packed_documents,
+    preconditions,
+)
 from planc.runtime.calls import Values, function_of, resolve
-from planc.runtime.context import same_batches
+from planc.runtime.context import same_batches, sequence_parts
 from planc.runtime.known_verdict import KnownVerdict, Required, accept, strongest
 from planc.runtime.lora import remember, require_packages
 from planc.runtime.meshes import Meshes, device_of, mesh_in_use, no_group_after_an_error, start
@@ -90,7 +98,11 @@ def apply_lowered(
                 what = f"torch refused {op_name(op)} of {worker.at or 'the model'}"
                 raise stop("PL492", f"{what}: {first_line(error)}") from error
         watch(model, first)
+        even_lengths.guard(model, lowered, known)
+        if compare > 0 and not sequence_parts(lowered) > 1:  # else `run.batch` looks
+            packed_documents.guard(model)
         other_libraries.guard(model, modules, lowered)
+        gradients.clear_unreduced(model, model)
     kept = {id(parameter) for parameter in model.parameters()}
     # only of those: `run.load` swaps tensors, which torch refuses where a weak reference is
     before = tuple(r for r in before if (p := r()) is not None and id(p) not in kept)

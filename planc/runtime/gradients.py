@@ -1,5 +1,6 @@
 """Methods of `Run` for a training loop: accumulation, inference, full weights."""
 
+import functools
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from planc.runtime.script_line import script_line
 from planc.runtime.sharded_tensors import reshard
 from planc.runtime.standalone import shards
 from planc.runtime.standalone.loss import IGNORED
+from planc.runtime.standalone.passes import joined_passes
 from planc.runtime.standalone.pipeline import Stages, stages_of
 from planc.runtime.standalone.shards import fsdp_units, groups_of
 
@@ -84,14 +86,44 @@ def no_sync(model: nn.Module, *, whole: bool = False) -> Iterator[None]:
             unit.set_requires_gradient_sync(True, recurse=False)
 
 
-def num_items_in_batch(labels: Sequence[Tensor], mesh: DeviceMesh | None) -> Tensor:
+def clear_unreduced(owner: nn.Module | Optimizer, model: nn.Module) -> None:
+    """Makes `owner.zero_grad` clear what `no_sync` keeps too: gradients that are not reduced yet
+    are no gradient of a parameter that the owner knows, and the next step would add them.
+    """
+    plain = owner.zero_grad
+
+    @functools.wraps(plain)
+    def zero_grad(*args: Any, **kwargs: Any) -> None:
+        plain(*args, **kwargs)
+        groups = owner.param_groups if isinstance(owner, Optimizer) else []
+        owned = {id(p) for group in groups for p in group["params"]}
+        for unit in fsdp_units(model):
+            for each in (p for group in groups_of(unit) for p in group.fsdp_params):
+                if owner is model or id(each.sharded_param) in owned:
+                    each.unsharded_accumulated_grad = None
+                    if hasattr(each, "_unsharded_param"):
+                        each._unsharded_param.grad = None
+
+    owner.zero_grad = zero_grad
+
+
+def num_items_in_batch(
+    labels: Sequence[Tensor], mesh: DeviceMesh | None, *, shifted: bool = True
+) -> Tensor:
     """The valid labels of all data ranks, over the number of data ranks: [] in float32."""
-    return mean_over(torch.stack([valid_labels(some) for some in labels]).sum().float(), mesh)
+    own = torch.stack([valid_labels(some, shifted=shifted) for some in labels])
+    return mean_over(own.sum().float(), mesh)
 
 
-def valid_labels(labels: Tensor) -> Tensor:
-    """The labels that count: [rows, length], without the first of a row, or one for each row."""
-    return ((labels[..., 1:] if labels.dim() > 1 else labels) != IGNORED).sum()
+def valid_labels(labels: Tensor, *, shifted: bool = True, ignored: int = IGNORED) -> Tensor:
+    """The labels that count: [rows, length], or one for each row.
+
+    Args:
+        labels: of tokens or rows.
+        shifted: whether the first of a row is left out, which a causal model does not predict.
+        ignored: the label that does not count.
+    """
+    return ((labels[..., 1:] if shifted and labels.dim() > 1 else labels) != ignored).sum()
 
 
 def mean_over(value: Tensor, mesh: DeviceMesh | None) -> Tensor:
@@ -104,6 +136,14 @@ def mean_over(value: Tensor, mesh: DeviceMesh | None) -> Tensor:
     return value / mesh.size()
 
 
+def most(values: Tensor, mesh: DeviceMesh | None) -> Tensor:
+    """The largest of each number over the ranks of a mesh."""
+    if mesh is not None and mesh.size() > 1:
+        values = values.to(mesh.device_type)
+        distributed.all_reduce(values, distributed.ReduceOp.MAX, group=mesh.get_group())
+    return values
+
+
 @contextmanager
 def unshard(model: nn.Module) -> Iterator[None]:
     """All-gathers the parameters of every unit once, for any number of forward passes inside.
@@ -114,17 +154,17 @@ def unshard(model: nn.Module) -> Iterator[None]:
     before = [(g, g.post_forward_mesh_info) for unit in sharded for g in groups_of(unit)]
     states = [unit._get_fsdp_state() for unit in sharded]
     automatic = [(state, state._auto_reshard_after_forward) for state in states]
-    try:
-        for unit in sharded:
-            unit.set_reshard_after_forward(False, recurse=False)
-            unit.unshard()
-        yield
-    finally:
-        for group, mesh in before:
-            group.post_forward_mesh_info = mesh
-        for state, value in automatic:
-            state._auto_reshard_after_forward = value
-        reshard(model)
+    with joined_passes(model):
+        try:
+            for unit in sharded:
+                unit.set_reshard_after_forward(False, recurse=False)
+                unit.unshard()
+            yield
+        finally:
+            for group, mesh in before:
+                group.post_forward_mesh_info = mesh
+            for state, value in automatic:
+                state._auto_reshard_after_forward = value
 
 
 def _shards(group: Any) -> int:

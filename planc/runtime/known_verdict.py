@@ -1,7 +1,7 @@
 """What earlier proofs say of the plan that is about to run; imports no torch."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from planc.diagnostic import PlanError, Sink, one_of
@@ -19,10 +19,14 @@ _LEVELS = get_args(Level)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownVerdict:
-    """What a rank knows of a lowered plan: `unproved` is not asked, `undecided` not answered."""
+    """What a rank knows of a lowered plan: `unproved` is not asked, `undecided` not answered.
+
+    `even`: it is wrong for lengths that the tensor axes do not divide.
+    """
 
     level: Level
     text: str
+    even: bool = False
 
 
 def strongest(found: Iterable[KnownVerdict | None]) -> KnownVerdict | None:
@@ -30,7 +34,8 @@ def strongest(found: Iterable[KnownVerdict | None]) -> KnownVerdict | None:
     one holds on all. A plan that one cache knows as refuted is refuted.
     """
     known = [verdict for verdict in found if verdict is not None]
-    return max(known, key=lambda v: _LEVELS.index(v.level), default=None)
+    best = max(known, key=lambda v: _LEVELS.index(v.level), default=None)
+    return best and replace(best, even=any(verdict.even for verdict in known))
 
 
 def known_requirement(require: str | None) -> None:

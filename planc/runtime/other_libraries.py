@@ -9,10 +9,13 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from planc.ops.activation_checkpoint import Checkpoint
+from planc.ops.context import ContextParallel
 from planc.ops.lowered import Lowered
 from planc.ops.styles import Rowwise
 from planc.ops.tensor_parallel import Parallelize
 from planc.runtime.preconditions import stop
+from planc.runtime.script_line import script_line
 
 _ADAPTERS = (
     "give `apply` the base model; the plan's `adapters` section adds LoRA, and "
@@ -35,6 +38,19 @@ def require_unwrapped(model: nn.Module) -> None:
             "this model is compiled already, and a plan cannot change what is compiled",
             help=_COMPILED,
         )
+    hooked = [n for n, p in model.named_parameters() if p._backward_hooks or _after_grad(p)]
+    if hooked:
+        raise stop(
+            "PL455",
+            f"{len(hooked)} parameters have hooks, `{hooked[0]}` is the first: the plan replaces "
+            "parameters, and the hooks would be gone",
+            *script_line("the plan is applied here"),
+            help="register them after `planc.apply`, on the parameters that the model has then",
+        )
+
+
+def _after_grad(parameter: nn.Parameter) -> Any:
+    return getattr(parameter, "_post_accumulate_grad_hooks", None)
 
 
 def guard(model: nn.Module, modules: Mapping[str, nn.Module], lowered: Lowered) -> None:
@@ -42,6 +58,26 @@ def guard(model: nn.Module, modules: Mapping[str, nn.Module], lowered: Lowered) 
     _guard_saving(model)
     _guard_compiling(modules, lowered)
     _guard_adapters(model)
+    if lowered.has(ContextParallel):
+        _refuse(model, "set_attn_implementation", "the attention that knows parts of sequences")
+    if lowered.has(Checkpoint):
+        _refuse(model, "gradient_checkpointing_enable", "the plan's checkpoints")
+    _refuse(model, "resize_token_embeddings", "the shapes that the plan has split")
+
+
+def _refuse(model: nn.Module, method: str, relied: str) -> None:
+    """Refuses a method of transformers that changes what the plan was proved with."""
+    if hasattr(model, method):
+
+        def refused(*_args: Any, **_more: Any) -> None:
+            raise stop(
+                "PL454",
+                f"`{method}` after `planc.apply` would undo {relied}",
+                *script_line("it is called here"),
+                help=f"call `{method}` before `planc.apply`, or change the plan",
+            )
+
+        setattr(model, method, refused)
 
 
 def _guard_adapters(model: nn.Module) -> None:

@@ -24,6 +24,7 @@ from planc.ops.lowered import Lowered
 from planc.ops.megatron_fsdp import MegatronShard
 from planc.ops.tensor_parallel import Parallelize, Tie
 from planc.runtime.meshes import start
+from planc.runtime.standalone.pipeline import Stages
 
 _log = logging.getLogger("planc")
 
@@ -43,9 +44,13 @@ def stop(code: str, message: str, *labels: Label, help: str | None = None) -> Pl
     return PlanError([problem(code, message, *labels, help=help)])
 
 
-def warning(code: str, message: str, *labels: Label, help: str | None = None) -> None:
-    """Logs a finding on rank 0."""
-    if distributed.get_rank() == 0:
+def warning(
+    code: str, message: str, *labels: Label, help: str | None = None, stages: Stages | None = None
+) -> None:
+    """Logs a finding on rank 0; of a last stage, which rank 0 may not have, on its counterpart."""
+    group = None if stages is None else stages.mesh.get_group()
+    here = [distributed.get_rank()] if group is None else distributed.get_process_group_ranks(group)
+    if 0 in here:
         found = problem(code, message, *labels, help=help)
         _log.warning("%s", replace(found, severity=Severity.WARNING).one_line)
 

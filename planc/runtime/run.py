@@ -20,6 +20,7 @@ from planc.ops.megatron_fsdp import MegatronShard
 from planc.ops.optimizer import Optimize
 from planc.runtime import gradients, megatron_fsdp
 from planc.runtime.context import rank_part, sequence_parts
+from planc.runtime.counted_labels import rule_of
 from planc.runtime.known_verdict import KnownVerdict
 from planc.runtime.meshes import Meshes
 from planc.runtime.preconditions import stop
@@ -28,9 +29,10 @@ from planc.runtime.sharded_tensors import megatron_of
 from planc.runtime.standalone.clipping import clip_grad_norm
 from planc.runtime.standalone.optimizer import planned_optimizer
 from planc.runtime.training_step import Batch, TrainingStep
-from planc.runtime.weights import extras, peft_files, resuming, saving
+from planc.runtime.weights import peft_files, resuming, saving
 from planc.runtime.weights.extras import Extra
 from planc.runtime.weights.loading import Weights
+from planc.runtime.weights.same_files import Compared
 from planc.version import VERSION
 
 
@@ -145,10 +147,10 @@ class Run(InNotebooks):
     ) -> Optimizer:
         """The optimizer that the plan describes, or one of the script's, prepared for the plan.
 
-        Every rank calls it. torch's FSDP needs no preparation: an optimizer of the script is
-        returned unchanged. Megatron-FSDP keeps separate parameters for the optimizer and copies
-        them to the model after each step, so an optimizer that was not prepared raises at its first
-        step.
+        Every rank calls it. With torch's FSDP, the optimizer's `zero_grad` then also clears what
+        `no_sync` has not reduced yet. Megatron-FSDP keeps separate parameters for the
+        optimizer and copies them to the model after each step, so an optimizer that was not
+        prepared raises at its first step.
 
         Args:
             optimizer: of the model's parameters, where the plan has no optimizer section.
@@ -160,10 +162,14 @@ class Run(InNotebooks):
         """
         if optimizer is None or self.lowered.has(Optimize):
             gradients.require_section(optimizer, lr, self.lowered.has(Optimize))
-            return planned_optimizer(self.model, lr or 0.0, weight_decay)
+            optimizer = planned_optimizer(self.model, lr or 0.0, weight_decay)
+            gradients.clear_unreduced(optimizer, self.model)
+            return optimizer
         gradients.require_current(self.model, optimizer, self.replaced)
-        prepared = self.lowered.has(MegatronShard)
-        return megatron_fsdp.optimizer(optimizer) if prepared else optimizer
+        if self.lowered.has(MegatronShard):
+            return megatron_fsdp.optimizer(optimizer)
+        gradients.clear_unreduced(optimizer, self.model)
+        return optimizer
 
     def no_sync(self, *, whole: bool = False) -> AbstractContextManager[None]:
         """Backward passes inside accumulate gradients; the next one after reduces the rest.
@@ -216,11 +222,13 @@ class Run(InNotebooks):
         Args:
             labels: of each accumulated pass of this rank as they were read, before `run.batch`,
                 [rows, length]; -100 is ignored, and so is the first of a row, which a causal model
-                does not predict.
+                does not predict. A model of your own that predicts all of them passes them flat,
+                [tokens].
         """
         self.first.labels_counted()
-        parts = sequence_parts(self.lowered)
-        return gradients.num_items_in_batch(labels, self.data_mesh) / parts
+        shifted = rule_of(self.model).shifted
+        count = gradients.num_items_in_batch(labels, self.data_mesh, shifted=shifted)
+        return count / sequence_parts(self.lowered)
 
     def forward_backward(self, batches: Sequence[Batch]) -> Tensor:
         """The forward and backward passes of a step, under any plan; every rank calls it.
@@ -296,6 +304,7 @@ class Run(InNotebooks):
         weights: Weights | None = None,
         optimizer: Optimizer | None = None,
         extra: Extra | None = None,
+        compare: Compared = "samples",
     ) -> int | None:
         """Loads the model from a folder of safetensors, or from a checkpoint with an optimizer.
 
@@ -308,12 +317,15 @@ class Run(InNotebooks):
                 `slices`.
             optimizer: an optimizer of the model's parameters, to load the checkpoint's state into.
             extra: the objects that `save` was given, by name, to load their states into.
+            compare: how the ranks compare the files that they read: `samples`, by sizes, headers
+                and a block of each tensor, or `files`, by all bytes.
 
         Returns:
             The step that was passed to `save`, None without one.
 
         Raises:
-            PlanError: PL475, the plan has another setting; PL496, all missing names, unexpected
+            PlanError: PL461, the ranks have different files; PL475, the plan has another setting;
+                PL496, all missing names, unexpected
                 names and wrong shapes at once, before anything is loaded; PL497, missing or broken
                 files; PL567, `rank0` with a pipeline; PL687, 4-bit weights from a checkpoint.
         """
@@ -324,6 +336,7 @@ class Run(InNotebooks):
             weights=weights,
             optimizer=optimizer,
             extra=extra or {},
+            compare=compare,
             data=(self.data_size, self.data_rank),
             device=self.mesh.device_type,
         )
@@ -347,15 +360,23 @@ class Run(InNotebooks):
             path: a folder, created or replaced if it holds a checkpoint.
             optimizer: an optimizer of the model's parameters, whose state is saved too.
             step: a number that `load` returns.
-            extra: other objects with `state_dict` and `load_state_dict`, by name, such as a
-                learning rate scheduler and a stateful data loader. Each data rank's is saved.
+            extra: other objects with `state_dict` and `load_state_dict`, by name, such as a second
+                optimizer, an average of the weights, a learning rate scheduler and a stateful data
+                loader. Each data rank's is saved, and tensors of the model's layout as the model's.
 
         Raises:
-            PlanError: PL497, the folder holds something else, or it could not be written.
+            PlanError: PL459, one of the other objects has tensors that could not be loaded; PL497,
+                the folder holds something else, or it could not be written.
             TypeError: one of the other objects has no state.
         """
-        more = extras.states(extra or {}, self.data_rank)
-        saving.save(self.model, Path(path), optimizer=optimizer, step=step, extra=more)
+        saving.save(
+            self.model,
+            Path(path),
+            optimizer=optimizer,
+            step=step,
+            extra=extra or {},
+            data_rank=self.data_rank,
+        )
 
     def export(
         self,

@@ -25,6 +25,7 @@ from planc.runtime.preconditions import stop, warning
 from planc.runtime.same_kinds import Hook, kinds_hook
 from planc.runtime.same_weights import plain, tensor_sum, text_sum
 from planc.runtime.script_line import script_line
+from planc.runtime.standalone.context import CONTEXT
 
 _ARGUMENTS = 32
 """The arguments that are told apart in a message; the same for all ranks, whatever they read."""
@@ -192,14 +193,20 @@ _MEANS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "ForMaskedLM
 
 def _averaged(model: nn.Module | None, kwargs: Any) -> Tensor | int:
     """The number of labels that the loss of a training pass is the mean of; -1 for a pass of
-    another kind. Parts of sequences (`shift_labels`) are averaged over their ranks.
+    another kind. Of parts of sequences (`shift_labels`) the labels of all are counted, as planc
+    averages over them all.
     """
-    labels = kwargs.get("labels")
+    context = None if model is None else model.__dict__.get(CONTEXT)
+    labels = kwargs.get("labels" if context is None else "shift_labels")
     trained = model is not None and model.training and torch.is_grad_enabled()
     counts = trained and type(model).__name__.endswith(_MEANS) and plain(labels)
-    if not counts or any(kwargs.get(n) is not None for n in ("num_items_in_batch", "shift_labels")):
+    if not counts or kwargs.get("num_items_in_batch") is not None:
         return -1
-    return valid_labels(labels)
+    if context is None:
+        return -1 if kwargs.get("shift_labels") is not None else valid_labels(labels)
+    count = valid_labels(labels, shifted=False)
+    distributed.all_reduce(count, group=context.group)
+    return count
 
 
 def _rows(leaves: Leaves, mesh: DeviceMesh, labels: Tensor | int = -1) -> list[list[int]]:

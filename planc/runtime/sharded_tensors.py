@@ -5,13 +5,12 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from planc.runtime.standalone.shards import CHUNK_LIST, fsdp_units, splits
+from planc.runtime.standalone.shards import CHUNK_LIST, reshard_units, splits
 
 
 def reshard(model: nn.Module) -> None:
     """Reshards all units: a unit that stays unsharded after forward has no shards in place."""
-    for unit in fsdp_units(model):
-        unit.reshard()
+    reshard_units(model)
     owner = megatron_of(model)
     if owner is not None:
         owner._replace_param_with_distributed_if_needed()

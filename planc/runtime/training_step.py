@@ -15,10 +15,21 @@ from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from planc.ops.compile import Compile
+from planc.ops.fsdp import FullyShard
 from planc.ops.lowered import Lowered
 from planc.runtime import gradients
 from planc.runtime.context import sequence_parts
-from planc.runtime.preconditions import stop
+from planc.runtime.counted_labels import (
+    SHIFTED,
+    UNCLEAR,
+    UNSEEN,
+    LabelRule,
+    SeenLabels,
+    labels_of,
+    rule_of,
+)
+from planc.runtime.preconditions import stop, warning
 from planc.runtime.same_inputs import FirstPasses
 from planc.runtime.script_line import script_line
 from planc.runtime.standalone.pipeline import Stages, stages_of
@@ -63,12 +74,20 @@ class RunParts(Protocol):
 class TrainingStep:
     """The steps of one run.
 
-    Args:
-        counts: whether the model's loss divides by a given number of tokens; None until it ran.
+    The first passes show how the model's loss counts: whether it divides by a given number of
+    tokens (`counts`), else which labels it is the mean of (`rule`). The data ranks share what they
+    have seen; until then they assume what the model's class states.
     """
 
     def __init__(self) -> None:
         self.counts: bool | None = None
+        self.rule: LabelRule | None = None
+        self.settled = False
+        self.ranged = False
+        self.seen_counts: bool | None = None  # on this rank
+        self.called = False  # the model's own `loss_function`
+        self.labels = SeenLabels()
+        self.items = torch.zeros(())
 
     def run(self, run: RunParts, batches: Sequence[Batch], *, trains: bool) -> Tensor:
         """The passes of a step; returns the mean loss over all ranks, a scalar on every rank.
@@ -81,40 +100,62 @@ class TrainingStep:
         _require_as_many(batches, run.mesh.device_type)
         if trains:
             run.first.labels_counted()
+            self._require_range(run)
         parts = sequence_parts(run.lowered)
-        count = _items(run, batches) / parts
+        self.items = _items(run, batches, self._rule(run.model))
         stages = stages_of(run.model)
-        with _counting(run.model, self):
+        with _observed(run.model, self, compiled=run.lowered.has(Compile)):
             if stages is None:
-                total = self._plain(run, batches, count, trains)
+                total = self._plain(run, batches, trains)
             else:
-                total = self._pipelined(run, stages, batches, count, trains)
+                total = self._pipelined(run, stages, batches, trains)
         total = total.detach().float()
         if stages is not None:
             distributed.all_reduce(total, group=stages.mesh.get_group())
         return gradients.mean_over(total, run.data_mesh if parts == 1 else run.loss_mesh)
 
-    def _plain(
-        self, run: RunParts, batches: Sequence[Batch], count: Tensor, trains: bool
-    ) -> Tensor:
+    def _require_range(self, run: RunParts) -> None:
+        """Refuses gradients in float16: below 6e-8 they are zero, and no loss is scaled here.
+
+        Raises:
+            PlanError: PL570.
+        """
+        if self.ranged:
+            return
+        self.ranged = True
+        units = [op for op in run.lowered.ops if isinstance(op, FullyShard)]
+        own = (p.dtype for p in run.model.parameters() if p.requires_grad)
+        stated = any("float16" in (op.param, op.reduce) for op in units)
+        casts = any(op.param not in (None, "float16") for op in units)
+        if stated or (not casts and torch.float16 in own):
+            raise stop(
+                "PL570",
+                "gradients are computed or reduced in fp16, and planc scales no loss, so that "
+                "small ones become zero",
+                *script_line("the step is here"),
+                help="bf16 has the range of fp32: `precision(param = bf16)`; or scale the loss, "
+                "over all ranks, in a loop of your own",
+            )
+
+    def _plain(self, run: RunParts, batches: Sequence[Batch], trains: bool) -> Tensor:
         losses = []
         for at, batch in enumerate(batches):
             last = at == len(batches) - 1
             with nullcontext() if last or not trains else run.no_sync():
-                loss = loss_of(run.model(**run.batch(batch), **self._given(run, count)))
-                loss = self._part(run, loss, batch, count)
+                loss = loss_of(run.model(**run.batch(batch), **self._given(run)))
+                loss = self._part(run, loss, batch, batches)
                 if trains:
                     loss.backward()
             losses.append(loss.detach())
         return torch.stack(losses).sum()
 
     def _pipelined(
-        self, run: RunParts, stages: Stages, batches: Sequence[Batch], count: Tensor, trains: bool
+        self, run: RunParts, stages: Stages, batches: Sequence[Batch], trains: bool
     ) -> Tensor:
-        given = [{**run.batch(batch), **self._given(run, count)} for batch in batches]
+        given = [{**run.batch(batch), **self._given(run)} for batch in batches]
 
         def part(loss: Tensor, at: int, number: int) -> Tensor:
-            return self._part(run, loss, whole[at][number], count)
+            return self._part(run, loss, whole[at][number], batches)
 
         try:
             whole = [microbatches(batch, stages.microbatches) for batch in batches]
@@ -130,44 +171,93 @@ class TrainingStep:
             return torch.zeros((), device=run.mesh.device_type)
         return torch.stack([loss.detach() for loss in losses]).sum()
 
-    def _given(self, run: RunParts, count: Tensor) -> dict[str, Any]:
+    def _given(self, run: RunParts) -> dict[str, Any]:
         takes = hasattr(run.model, "loss_function") and self.counts is not False
-        return {_COUNT: count} if takes else {}
+        return {_COUNT: self.items} if takes else {}
 
-    def _part(self, run: RunParts, loss: Tensor, batch: Batch, count: Tensor) -> Tensor:
-        """The part of the step's loss that a pass has: the sum of its tokens over all; the batch is
-        that of all ranks which share its sequences.
+    def _part(self, run: RunParts, loss: Tensor, batch: Batch, batches: Sequence[Batch]) -> Tensor:
+        """The part of the step's loss that a pass has: the sum of its tokens over all; the batches
+        are those of all ranks which share their sequences.
         """
+        if not self.settled:
+            self._settle(run, batch, batches)
         if self.counts:
             return loss
-        valid = _valid(batch).to(count.device) / sequence_parts(run.lowered)
-        return loss * (valid / count)
+        valid = self._rule(run.model).count(batch).to(self.items.device)
+        share = valid / sequence_parts(run.lowered) / self.items
+        return torch.where(valid > 0, loss * share, 0.0)  # the mean over no label is no number
+
+    def _rule(self, model: nn.Module) -> LabelRule:
+        """What is known, else assumed: a model of one's own predicts each of its labels."""
+        if self.rule is None and not hasattr(model, "loss_function"):
+            return LabelRule(shifted=False)
+        return self.rule or rule_of(model)
+
+    def _settle(self, run: RunParts, batch: Batch, batches: Sequence[Batch]) -> None:
+        """The data ranks share what a pass has shown of the loss; where it shows nothing to any of
+        them, the next one may. What was counted by another rule is counted again.
+        """
+        whole = sequence_parts(run.lowered) == 1
+        shown, ignored = self.labels.shown(batch if whole else {})
+        if self.called and self.seen_counts is None:  # the loss was 0
+            shown = UNCLEAR
+        counted = [self.seen_counts is True, self.seen_counts is False]
+        found = torch.tensor([shown, ignored if shown else -(2**62), *counted])
+        shown, ignored, counts, ignores = gradients.most(found, run.data_mesh).tolist()
+        self.counts = bool(counts) if counts or ignores else None
+        self.settled = bool(counts) or shown != UNCLEAR
+        if self.counts or not whole:
+            return
+        if shown == UNSEEN and labels_of(batch) is not None:
+            warning(
+                "PL515",
+                f"the loss of {type(run.model).__name__} calls no `cross_entropy` that is the mean "
+                "over the labels of the batch, so each pass is weighed by its labels that are not "
+                f"{self._rule(run.model).ignored}",
+                *script_line("the batches arrive here"),
+                help="where it is the mean over other labels, write the passes out and divide the "
+                "sum of its loss by `run.num_items_in_batch(*labels)`",
+                stages=stages_of(run.model),
+            )
+        if shown:
+            shifted = shown == SHIFTED if self.settled else self._rule(run.model).shifted
+            self.rule = LabelRule(shifted=shifted, ignored=ignored)
+            self.items = _items(run, batches, self._rule(run.model))
 
 
 @contextmanager
-def _counting(model: nn.Module, step: TrainingStep) -> Iterator[None]:
+def _observed(model: nn.Module, step: TrainingStep, *, compiled: bool) -> Iterator[None]:
     """Finds out whether the model's loss divides by the number of items that it is given: twice the
     number gives another loss. A pass without valid labels, whose loss is 0, decides nothing.
+    Otherwise notes the labels that it is the mean of; compiled blocks would be compiled for that
+    once more, so there only the loss is watched, unless the model has it inside.
     """
     plain = getattr(model, "loss_function", None)
-    if plain is None or step.counts is not None:
-        step.counts = bool(step.counts)
+    if step.settled:
         yield
+        return
+    if plain is None:
+        with step.labels:
+            yield
         return
 
     def noted(*args: Any, **kwargs: Any) -> Any:
+        step.called = True
         if kwargs.get(_COUNT) is None:
-            return plain(*args, **kwargs)
+            with step.labels:
+                return plain(*args, **kwargs)
         with torch.no_grad():  # first, while nothing is kept for backward: logits are large
             other = plain(*args, **{**kwargs, _COUNT: 2 * kwargs[_COUNT]})
-        loss = plain(*args, **kwargs)
+        with step.labels:
+            loss = plain(*args, **kwargs)
         if _whole(loss).any():
-            step.counts = not torch.equal(_whole(loss), _whole(other))
+            step.seen_counts = not torch.equal(_whole(loss), _whole(other))
         return loss
 
     model.loss_function = noted
     try:
-        yield
+        with nullcontext() if compiled else step.labels:
+            yield
     finally:
         model.loss_function = plain
 
@@ -202,18 +292,9 @@ def _require_as_many(batches: Sequence[Batch], device_type: str) -> None:
         raise ValueError("a step has at least one batch")
 
 
-def _items(run: RunParts, batches: Sequence[Batch]) -> Tensor:
-    """The valid labels of all data ranks over the number of data ranks, as
-    `run.num_items_in_batch`.
+def _items(run: RunParts, batches: Sequence[Batch], rule: LabelRule) -> Tensor:
+    """The valid labels of all data ranks over the number of ranks that gradients are averaged over,
+    as `run.num_items_in_batch`.
     """
-    count = torch.stack([_valid(batch) for batch in batches]).sum().float()
-    return gradients.mean_over(count, run.data_mesh)
-
-
-def _valid(batch: Batch) -> Tensor:
-    """The labels that count; rows, where there are no labels of tokens."""
-    labels = batch.get("labels")
-    if isinstance(labels, Tensor) and not labels.is_floating_point():
-        return gradients.valid_labels(labels)
-    first = next(value for value in batch.values() if isinstance(value, Tensor))
-    return torch.tensor(float(len(first)))
+    count = torch.stack([rule.count(batch) for batch in batches]).sum().float()
+    return gradients.mean_over(count, run.data_mesh) / sequence_parts(run.lowered)

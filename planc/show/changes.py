@@ -40,7 +40,7 @@ def render(old: Lowered, new: Lowered, estimates: Sequence[str] = ()) -> str:
 
 
 def _lines(delta: Delta) -> Html:
-    """What `planc diff` prints, in color; without a style sheet too."""
+    """The text that `planc diff` prints, in color; without a style sheet too."""
     rows = []
     for line in differences(delta).splitlines():
         kind, color = _SIGNS.get(line.strip()[:1], ("", "inherit"))
@@ -60,7 +60,7 @@ def _sides(old: Lowered, new: Lowered) -> Iterator[Html]:
 
 
 def notebook(of: Any) -> str:
-    """What a notebook shows of a lowered plan, a run, or a diff; no style leaves it."""
+    """The page that a notebook shows of a lowered plan, a run, or a diff; no style leaves it."""
     if isinstance(of, Delta):
         return _lines(of)
     lowered = getattr(of, "lowered", of)

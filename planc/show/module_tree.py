@@ -20,7 +20,7 @@ from planc.provenance.query import why
 
 
 class ModuleMark(NamedTuple):
-    """What an operation does to a module, in a word and as a whole, and the line that says so."""
+    """Says what an operation does to a module, in a word and as a whole, and the line of it."""
 
     kind: str
     text: str
@@ -51,7 +51,7 @@ class Row:
 
     @property
     def content(self) -> tuple[object, ...]:
-        """What is inside; equal for layers that are equal."""
+        """The modules inside; equal for layers that are equal."""
         said = (tuple((m.kind, m.text, m.place) for m in row.marks) for row in self.inside)
         each = zip(self.inside, said, strict=True)
         return tuple((r.name, m, r.size // len(r.modules), r.content) for r, m in each)

@@ -20,7 +20,7 @@ from planc.show.module_tree import Row, tree
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Known:
-    """What is known beyond the plan.
+    """The knowledge beyond the plan.
 
     Args:
         numbers: (what, value, remark) of a proof or an estimate.
@@ -71,7 +71,7 @@ def render(compiled: Compiled, known: Known) -> str:
 
 
 def _kept(lowered: Lowered) -> Bars:
-    """What is sure without an estimate; where some do not train, parameters alone."""
+    """The numbers that are sure without an estimate; where some do not train, parameters alone."""
     whole = not any(isinstance(op, Freeze | Adapt) for op in lowered.ops)
     parts = [("parameters", 1, ""), ("gradients", 1, ""), ("optimizer state", 2, "of AdamW")]
     return {

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from planc.diagnostic import Sink, did_you_mean
+from planc.diagnostic import Sink, did_you_mean, one_of
 from planc.project import ProjectError, plan_folders
 from planc.resources import PLANS
 from planc.source import MAX_CHARACTERS, Source, Span
@@ -121,7 +121,7 @@ def read(plan: str, sink: Sink) -> tuple[ast.File, ...]:
     try:
         place = locate(plan)
     except ProjectError as error:
-        sink.error("PL021", str(error))
+        _unusable(error, sink)
         return ()
     if place is None:
         hint = did_you_mean(plan, shipped(), "`planc list plans` has the names")
@@ -143,28 +143,51 @@ def read_open(path: Path, texts: Mapping[str, str], sink: Sink) -> tuple[ast.Fil
 
 
 def read_for(
-    family: str, sink: Sink, draft: Callable[[], tuple[ast.File, ...] | None] | None = None
+    names: tuple[str, str],
+    sink: Sink,
+    draft: Callable[[], tuple[ast.File, ...] | None] | None = None,
+    *,
+    own: bool = True,
 ) -> tuple[ast.File, ...] | None:
-    """The files of the plan for a family, or of its `draft` where there is no plan; None after
-    PL022 (neither) and as `read` does.
+    """The files of the plan for a model, or of its `draft` where there is no plan; None after PL022
+    (neither), PL611 (several) and as `read` does.
+
+    Args:
+        names: the model's class and its family.
+        own: whether plans of the user's folders count; what ships is the same for every user.
     """
     before = sink.errors
     try:
-        place = plan_of_family(family)
+        place = plan_of_family(*names, own=own)
     except ProjectError as error:
-        sink.error("PL021", str(error))
+        _unusable(error, sink)
         return None
     if place is None:
         if draft and (files := draft()):
             return files
         sink.error(
             "PL022",
-            f"no plan is for {family}",
+            f"no plan is for {names[1]}",
             help="`planc init MODEL -o my.plan` drafts one and proves it; then name it as PLAN",
         )
         return None
     files = _Chain(sink).read(place)
     return files if sink.errors == before else None
+
+
+def _unusable(error: ProjectError, sink: Sink) -> None:
+    if isinstance(error, SeveralPlans):
+        sink.error("PL611", str(error), help=f"name one: {one_of(error.plans)}")
+    else:
+        sink.error("PL021", str(error))
+
+
+class SeveralPlans(ProjectError):
+    """Several plans of the user's own folder name a family, and none has its name."""
+
+    def __init__(self, family: str, plans: tuple[str, ...]) -> None:
+        super().__init__(f"{one_of(plans, last='and')} are for {family}, and no plan was named")
+        self.plans = plans
 
 
 def drafted(files: object) -> bool:
@@ -201,24 +224,28 @@ def written_family(name: str) -> str:
     return name if re.fullmatch(r"[A-Za-z_][\w.]*", name) else json.dumps(name)
 
 
-def plan_of_family(name: str) -> PlanFile | None:
-    """The plan for a family, such as llama's for mistral: one of the user's own folders, else a
+def plan_of_family(*names: str, own: bool = True) -> PlanFile | None:
+    """The plan for a model, such as llama's for mistral: one of the user's own folders, else a
     shipped one.
 
     A plan whose name is among its families takes precedence: other plans are for a part of a
-    family, such as its classifiers.
+    family, such as its classifiers, whose classes their headers name.
 
     Args:
-        name: a `model_type`, or the name of a class without any.
+        names: the model's class and its `model_type`, or one of both; the first with a plan counts.
+        own: as for `read_for`.
 
     Raises:
-        ProjectError: the project's settings cannot be used.
+        ProjectError: the project's settings cannot be used, or `SeveralPlans`.
     """
-    for folder in (*plan_folders(), PLANS):
-        those = [p for p in plans_in(folder) if name in families(p)]
-        if those:
-            path = next((p for p in those if p.stem in families(p)), those[0])
-            return PlanFile(name=shown(path), path=path)
+    for name in names:
+        for folder in (*(plan_folders() if own else ()), PLANS):
+            those = [p for p in plans_in(folder) if name in families(p)]
+            named = [p for p in those if p.stem in families(p)]
+            if len(those) > 1 and not named and folder != PLANS:
+                raise SeveralPlans(name, tuple(map(shown, those)))
+            for path in (*named, *those):
+                return PlanFile(name=shown(path), path=path)
     return None
 
 

@@ -40,7 +40,7 @@ _TOKENS = {
     r"->": "layouts are arguments of a style: `colwise(-> replicate)`",
     r"\[\*\]": "every entry of a list is `.*`, as in `model.layers.*`",
 }
-"""What to write for what other languages have, by how it begins."""
+"""The words of a plan for constructs of other languages, by how these begin."""
 _HEADS = {
     r"\}?\s*(?:elif|else\s+(?:if|when))\b": "write `else {`, and in it another `when`",
     r"if\b": "a condition is `when CONDITION {`",
@@ -121,7 +121,7 @@ def _in_place_of_yaml(line: str) -> str | None:
 
 
 def _likely(found: str, expected: str, line: str, rest: str) -> str | None:
-    """What to write for a mistake that is known; `rest` begins with what was found."""
+    """The help for a known mistake; `rest` begins with what was found."""
     if found and (advice := _in_place_of_yaml(line)):
         return f"this is YAML; a plan writes {advice}"
     for patterns, text in ((_TOKENS, rest), (_HEADS, line.lstrip())):
@@ -166,7 +166,7 @@ def unclosed_string(source: Source, start: int, sink: Sink) -> None:
 
 
 def _expected(error: UnexpectedInput) -> str:
-    """What was expected, in words; empty where that would be a long list."""
+    """The expected tokens, in words; empty where that would be a long list."""
     if isinstance(error, UnexpectedCharacters):
         names = set(error.allowed or ())
     elif isinstance(error, UnexpectedToken):

@@ -2,7 +2,8 @@
 
 The first step has two passes, accumulated: one with padding on the left of a row, rows that repeat
 one token (so that some experts get none), and labels that are ignored unevenly over the data
-ranks; one with two packed documents in each row. The second step has one plain pass. A model that
+ranks; one with two packed documents in each row. The second step has one plain pass, if asked of a
+length that the tensor axes don't divide. A model that
 does not take such an input in a single process gets the pass without it. A loss that is a mean over
 labels has as many in each row, all of them late, and so unlike numbers in parts of a sequence.
 """
@@ -19,7 +20,7 @@ from torch import nn
 from planc.model.small.input_search import BatchShape, forward_arguments, rank_slice
 from planc.model.small.sample_inputs import Inputs
 from planc.model.small.user_model import ModelBuilder
-from planc.ops.base import Op
+from planc.ops.base import AxisRole, Op
 from planc.ops.context import ContextParallel
 from planc.ops.lowered import Lowered
 from planc.runtime.standalone.loss import IGNORED
@@ -85,14 +86,18 @@ def valid_labels(labels: torch.Tensor) -> int:
     return int((labels[..., 1:] != IGNORED).sum())
 
 
-def batches(builder: ModelBuilder, lowered: Lowered, seed: int, *, quick: bool = False) -> Batches:
-    """The batches for one seed of weights and tokens; `quick` is one padded pass."""
+def batches(
+    builder: ModelBuilder, lowered: Lowered, seed: int, *, quick: bool = False, uneven: bool = False
+) -> Batches:
+    """The batches for one seed of weights and tokens; `quick` is one padded pass, `uneven` gives
+    the last pass another length, if there is one.
+    """
     ranks = lowered.axis_size(*lowered.data)
     parts = lowered.pipeline.microbatches if lowered.pipeline else 1
     rows = ranks * math.lcm(max(1, 4 // ranks), parts)
     length = math.lcm(LENGTH, lowered.world_size)
 
-    def plain(number: int) -> Inputs:
+    def plain(number: int, length: int = length) -> Inputs:
         # ids at the ends of the vocabulary are often special tokens
         return builder.sample(
             BatchShape(rows=rows, length=length, seed=1000 * (number + 1) + seed, ends=8)
@@ -101,15 +106,30 @@ def batches(builder: ModelBuilder, lowered: Lowered, seed: int, *, quick: bool =
     model = builder.build(seed)
     counted = _counts(model, plain(0))
 
-    def labeled(number: int) -> Inputs:
-        return plain(number) if counted else _late(plain(number))
+    def labeled(number: int, length: int = length) -> Inputs:
+        return plain(number, length) if counted else _late(plain(number, length))
 
     padded = _padded(model, labeled(0), ranks, uneven=counted)
     if quick:
         return Batches(steps=((padded,),), counted=counted, ranks=ranks, gradients_alone=True)
     document = math.lcm(*(_document_part(op, lowered) for op in lowered.ops))
-    steps = ((padded, _packed(model, labeled(1), document)), (TrialPass(inputs=labeled(2)),))
+    last = labeled(2)
+    if uneven and (other := _uneven_length(lowered, length)) and _text(last):
+        last = shorter if _runs(model, shorter := labeled(2, other)) else last
+    steps = ((padded, _packed(model, labeled(1), document)), (TrialPass(inputs=last),))
     return Batches(steps=steps, counted=counted, ranks=ranks)
+
+
+def _uneven_length(lowered: Lowered, length: int) -> int | None:
+    """The greatest length below one that gives the ranks of a tensor axis unlike numbers of tokens,
+    and those of a context axis as many as they take; None without such axes.
+    """
+    sizes = [a.size for a in lowered.axes if a.role is AxisRole.TENSOR and a.size > 1]
+    context = [op for op in lowered.ops if isinstance(op, ContextParallel)]
+    parts = math.prod(lowered.axis_size(op.axis) for op in context)
+    runs = parts * (2 if any(op.balance != "none" for op in context) else 1)
+    found = (n for n in range(length - runs, 0, -runs) if any(n // parts % s for s in sizes))
+    return next(found, None)
 
 
 def _late(inputs: Inputs) -> Inputs:

@@ -312,8 +312,9 @@ def failed_run(failure: RankFailure, runs: Runs) -> Outcome:
     lines = [code_line(f.filename, f.lineno or 0, f.line) for f in own_frames[-1:]]
     part = _first_wrong_output(runs)
     subject = part.subject if part else _next_module(runs)
-    at = runs.results[failure.rank].traces
-    name = runs.batches.steps[0][len(at) - 1].name if at else ""
+    at = runs.results[failure.rank]
+    first = at.traces and not at.norms  # the first step
+    name = runs.batches.steps[0][len(at.traces) - 1].name if first else ""
     cause = error.__cause__ if isinstance(error, PlanError) and error.__cause__ else error
     assert isinstance(cause, Exception)
     crash = Discrepancy(

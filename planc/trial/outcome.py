@@ -21,6 +21,7 @@ class Discrepancy:
             module whose output for a row depends on the others), `uneven` (a parameter that only
             some data ranks use),
             `context` (any of these, where the ranks have parts of sequences, and right without),
+            `lengths` (any of these, where ranks have unlike numbers of tokens, else right),
             `draws` (random numbers that the ranks draw otherwise than the plain model; the error is
             0 if only their distribution is another one), `boundary` (the layout that arrives is
             not the stated one), or `unstated` (a redistribution that no rule states).
@@ -57,6 +58,7 @@ class Outcome:
             run did not reach it.
         recomputed: a module that the model's own code runs again in the backward pass, if any.
         missing_inputs: why a tower of the model got no input, empty if all did.
+        lacks: the inputs that it got none of, such as `images`.
         passes: what its batches were built to show, such as `padding`.
     """
 
@@ -71,6 +73,7 @@ class Outcome:
     modules: tuple[tuple[str, float | None], ...] = ()
     recomputed: str = ""
     missing_inputs: str = ""
+    lacks: tuple[str, ...] = ()
     passes: tuple[str, ...] = ()
 
     @property

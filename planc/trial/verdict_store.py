@@ -8,7 +8,7 @@ the digest of its content: a damaged one counts as missing, and one that is olde
 sources is never found. Imports no torch.
 """
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cache as once
 from typing import Literal, get_args
 
@@ -23,7 +23,7 @@ from planc.runtime.known_verdict import KnownVerdict, Level, strongest
 from planc.trial import certificate
 from planc.trial.certificate import digest_of, files
 
-_FORMAT = 1
+_FORMAT = 2
 _NEVER = KnownVerdict(
     level="unproved",
     text="never proved: run `planc check` with the same model, world size and settings",
@@ -43,10 +43,10 @@ _SAID: dict[Proof, tuple[Level, ...]] = {
 
 
 def remember(
-    lowered: Lowered, facts: Facts, level: Level, text: str, *, by: Proof = "layout flow"
+    lowered: Lowered, facts: Facts, verdict: KnownVerdict, *, by: Proof = "layout flow"
 ) -> None:
     """Writes the verdict of a proof; a no-op if the cache folder cannot be written."""
-    key, found = _key(lowered, facts, by), {"level": level, "text": text}
+    key, found = _key(lowered, facts, by), asdict(verdict)
     if cache.recall(key) != found:  # to write takes longer than to read
         cache.keep(key, found)
 
@@ -74,11 +74,10 @@ def _without_bytes(op: AnyOp) -> AnyOp:
 
 def _verdict(lowered: Lowered, facts: Facts, by: Proof) -> KnownVerdict | None:
     kept = cache.recall(_key(lowered, facts, by))
-    if not isinstance(kept, dict) or set(kept) != {"level", "text"}:
+    if not isinstance(kept, dict) or set(kept) != {"level", "text", "even"}:
         return None
-    level, text = kept["level"], kept["text"]
-    known = level in _SAID[by] and isinstance(text, str)
-    return KnownVerdict(level=level, text=text) if known else None
+    known = kept["level"] in _SAID[by] and isinstance(kept["text"], str)
+    return KnownVerdict(**kept) if known and isinstance(kept["even"], bool) else None
 
 
 @once

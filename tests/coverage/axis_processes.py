@@ -21,9 +21,9 @@ from rich.progress import track
 from planc import compiler
 from planc.diagnostic import Sink
 from planc.ops.document import dumps
+from planc.plan.stand_in import Unrepresented
 from planc.proof.small_case import small_case
 from planc.proof.small_mesh import small_sizes, with_experts
-from planc.proof.stand_in import Unrepresented
 from planc.trial.outcome import LIMIT, PARAMETER_LIMIT
 from planc.trial.trial_part import trial_part
 

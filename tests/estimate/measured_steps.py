@@ -110,8 +110,10 @@ def estimated(row, machine, software, world_size=1):
     with tempfile.TemporaryDirectory() as folder:
         compiled = compile_plan(*written(row, Path(folder)), sink, world_size=world_size)
         assert compiled.applied, sink.diagnostics
+        plan, facts = compiled.applied
         work = PlanWork(
-            *compiled.applied,
+            plan,
+            replace(facts, built=True),  # the measured script steps what `from_config` gives
             Batch(global_batch=row["batch"] * world_size, sequence=row["seq"]),
             software,
         )

@@ -14,6 +14,7 @@ from measured_tables import accelerator, hardware, playbook, playbook_model, sta
 from planc.compiler import compile_plan
 from planc.diagnostic import Sink
 from planc.estimate import collectives, profiles
+from planc.estimate.answer import Request, answer_for, document, text
 from planc.estimate.counted import MicroBatch
 from planc.estimate.from_plan import Batch, PlanWork
 from planc.estimate.kept_tensors import count
@@ -375,6 +376,62 @@ def test_shapes_of_the_playbook():
     """The names are numbers of parameters, so the shapes must have as many."""
     for name in ("1.34B", "3.57B", "8.86B", "80.0B"):
         assert f"{playbook_model(name).parameters / 1e9:.3g}" == f"{float(name[:-1]):.3g}"
+
+
+@pytest.mark.parametrize(
+    ("more", "rest", "states"), [("", 4, 8), ("load {\n    dtype = bf16\n}\n", 2, 4)]
+)
+def test_the_optimizer_steps_fp32_where_nothing_says_otherwise(more, rest, states, tmp_path):
+    """The configuration says bf16 of the stored weights; docs/training.md's script loads fp32."""
+    (tmp_path / "a.plan").write_text(f'plan a for llama\n\nextend "llama.plan"\n\n{more}')
+    sink, path = Sink(), str(tmp_path / "a.plan")
+    compiled = compile_plan("llama-3.1-8b", path, sink, world_size=8, settings=())
+    made = answer_for(compiled, Request(batch=Batch(global_batch=64, sequence=1024)), sink)
+    sizes = {i.name: i.size for i in made.estimate.fullest.moments[0].items}
+    each = 8_030_261_248 / 8
+    assert sizes["parameters"] == rest * each and sizes["optimizer state"] == states * each
+    said = list(text(made))[1]
+    assert ("(assumed" in said) is (rest == 4) and "1 micro-batch of 8 rows a rank" in said
+    assert document(made)["optimizer"] == {"name": "adamw", "bytes": rest, "assumed": rest == 4}
+
+
+def test_what_is_not_counted_does_not_fit_for_sure():
+    """Without torch, or for a model that planc cannot build, activations are unknown."""
+    compiled = compile_plan("llama-3.1-8b", "llama", Sink(), world_size=8, settings=())
+    made = answer_for(compiled, Request(batch=Batch(global_batch=8, sequence=1024)), Sink())
+    assert made.fits is True
+    bare = replace(made, counted=False)
+    assert bare.fits is None and document(bare)["fits"] is None
+    assert "unknown whether it fits" in str(bare) and "at least" in str(bare)
+
+
+def test_linear_attention_is_counted_as_its_kernel():
+    """fla's, not the loop over chunks that transformers has without it."""
+    facts = load("qwen3-next-80b-a3b", Sink())
+    counted = count(facts, Sink(), MicroBatch(1, 4096, "bfloat16"))
+    [linear] = [a for part in counted.parts for a in part.attended if a.linear]
+    config = facts.config
+    heads, wide = config["linear_num_value_heads"], config["linear_value_head_dim"]
+    narrow = config["linear_key_head_dim"]
+    assert (linear.heads, linear.queries, linear.head_dim) == (heads, 4096, wide)
+    flops = 6 * 64 * narrow + 4 * 64 * wide + 6 * narrow * wide
+    assert linear.keys * 4 * wide == pytest.approx(flops, rel=0.01)
+    assert not [p for part in counted.parts for p in part.products if p.count > 1 and not p.divided]
+    name = "qwen3-next-80b-a3b"
+    compiled = compile_plan(name, "qwen3_next", Sink(), world_size=64, settings=())
+    made = answer_for(compiled, Request(batch=Batch(global_batch=64, sequence=4096)), Sink())
+    spent = made.estimate.time.spent
+    assert spent.matmul < 0.6 * made.estimate.time.seconds
+    assert "linear attention in fused kernels" in str(made)
+
+
+def test_the_bottleneck_is_the_largest_part():
+    compiled = compile_plan("llama-3.1-8b", "llama", Sink(), world_size=8, settings=())
+    made = answer_for(compiled, Request(batch=Batch(global_batch=8, sequence=4096)), Sink())
+    spent = made.estimate.time.spent._asdict()
+    most = max(spent, key=spent.get)
+    assert made.estimate.time.bottleneck.startswith(most.replace("_", " "))
+    assert most != "matmul" or ", then " in made.estimate.time.bottleneck
 
 
 def test_layers_that_cannot_be_counted():

@@ -1,11 +1,13 @@
 """What tests/processes/test_loading.py runs on every rank."""
 
 import gc
+import shutil
 from pathlib import Path
 
 import torch
 import transformers
 from numerics import MODELS, build, data, error, gradients_of, whole
+from safetensors.torch import load_file, save_file
 from torch import distributed
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
@@ -75,6 +77,38 @@ def load(
     stepped = run.full_state_dict(every_rank=True)
     worst = max(worst, *(error(stepped[n], reference[n]) for n in gradients))
     return different, worst, len(list(Path(folder).glob("*.safetensors")))
+
+
+def stale(folder, kind, place=0.5, **more):
+    """The codes and messages where rank 2 has a copy in which one value of a tensor differs; in a
+    folder as transformers writes it, or a checkpoint.
+    """
+    rank = distributed.get_rank()
+    own = Path(folder, "stale" if rank == 2 else "right")
+    run = fresh("llama", "llama", ["tp=2"], changes := {"hidden_size": 256, "vocab_size": 4096})
+    written("llama", Path(folder, "right"), changes, "5GB")
+    if kind == "checkpoint":
+        run.load(Path(folder, "right"))
+        run.save(Path(folder, "right", "run"))
+    if rank == 0:
+        shutil.copytree(Path(folder, "right"), Path(folder, "stale"))
+        pattern = "__0_0.distcp" if kind == "checkpoint" else "*.safetensors"
+        file = next(Path(folder, "stale").rglob(pattern))
+        if kind == "checkpoint":
+            data = bytearray(file.read_bytes())
+            data[len(data) // 3 :] = bytes(len(data) - len(data) // 3)
+            file.write_bytes(data)
+        else:
+            tensors = load_file(file)
+            flat = tensors["model.layers.1.mlp.up_proj.weight"].view(-1)
+            flat[int(flat.numel() * place)] += 1
+            save_file(tensors, file, metadata={"format": "pt"})
+    distributed.barrier()
+    try:
+        run.load(own / "run" if kind == "checkpoint" else own, **more)
+    except planc.PlanError as error:
+        return [(d.code, d.message) for d in error.diagnostics]
+    return []
 
 
 def refused(model, plan, folder, *, weights="slices", meta=True, optimizer=False):

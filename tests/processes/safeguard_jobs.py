@@ -13,6 +13,7 @@ from torch import distributed
 
 import planc
 from planc.model.module_table import facts_of
+from planc.runtime.known_verdict import KnownVerdict
 from planc.trial import verdict_store
 
 FP32 = ["param_dtype=fp32", "reduce_dtype=fp32"]
@@ -203,14 +204,14 @@ def evaluated_alone(overrides):
     return lines, before, run.first.trained, len(model._forward_pre_hooks)
 
 
-def uneven(overrides, how):
+def uneven(overrides, how, plan="llama"):
     """The lines that are logged in two passes whose labels are `how`, and the number of
     collectives of a pass beyond those of a model that compares nothing.
     """
     made = []
     for compare in (0, 2):
         model = numerics.build("llama")
-        run = planc.apply(model, "llama", overrides=overrides, device_type="cpu", compare=compare)
+        run = planc.apply(model, plan, overrides=overrides, device_type="cpu", compare=compare)
         with (
             logged() as lines,
             mock.patch.object(
@@ -252,7 +253,7 @@ def _pass(run, number, how):
             return
     run.model.train(how != "frozen")
     with torch.set_grad_enabled(how != "no gradients"):
-        run.model(**given, **others)
+        run.model(**run.batch(given), **others)
 
 
 def accumulated(overrides):
@@ -301,7 +302,8 @@ def known(levels, require=None, overrides=()):
     try:
         if levels[rank()]:
             text = f"{levels[rank()]}, says rank {rank()}"
-            verdict_store.remember(lowered, facts, levels[rank()], text)
+            known = KnownVerdict(level=levels[rank()], text=text)
+            verdict_store.remember(lowered, facts, known)
         with logged() as lines:
             raised = said(
                 lambda: planc.apply(

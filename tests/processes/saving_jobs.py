@@ -9,10 +9,12 @@ import torch
 from loading_jobs import fresh, same
 from numerics import BATCH, build, data, error
 from torch import distributed
+from torch.distributed.tensor import DTensor
 from training_jobs import applied
 
 import planc
 from planc.runtime.standalone.safetensors_files import tensors_in_folder
+from planc.runtime.standalone.shards import plain_name, rank_orders, whole_of
 
 FP32 = ["param_dtype=fp32", "recompute=false"]
 
@@ -120,6 +122,115 @@ def more(folder):
         "loader": loaded(["tp=1"], "schedule", "loader"),
         "unknown": loaded(["tp=2"], "unknown"),
     }
+
+
+class Average:
+    """An average of the weights: named, as this rank's parts, or in a list as of torch_ema."""
+
+    def __init__(self, model, kind):
+        self.kind, self.count = kind, 0
+        self.now = {n: p.detach().clone() for n, p in model.named_parameters()}
+
+    @torch.no_grad()
+    def update(self, model):
+        self.count += 1
+        for name, parameter in model.named_parameters():
+            self.now[name].lerp_(parameter.detach(), 0.3)
+
+    def state_dict(self):
+        now = {n: t.to_local() if self.parts(t) else t for n, t in self.now.items()}
+        return {"count": self.count, "now": [*now.values()] if self.kind == "list" else now}
+
+    def parts(self, tensor):
+        return self.kind == "parts" and isinstance(tensor, DTensor)
+
+    def load_state_dict(self, state):
+        self.count, new = state["count"], state["now"]
+        values = new if self.kind == "list" else [new[n] for n in self.now]
+        for tensor, value in zip(self.now.values(), values, strict=True):
+            (tensor.to_local() if self.parts(tensor) else tensor).copy_(value)
+
+
+def extras(folder, model, plan, old, new, kinds=("names", "parts", "list")):
+    """What goes on after a save with two optimizers, averages of three kinds, and a schedule: the
+    weights and averages after four steps, and of a run that did not stop.
+    """
+
+    def begin(run):
+        few = [p for n, p in run.model.named_parameters() if "norm" in n or n.endswith("bias")]
+        rest = [p for p in run.model.parameters() if all(p is not other for other in few)]
+        first, second = torch.optim.AdamW(rest, lr=3e-3), torch.optim.SGD(few, 0.5, momentum=0.9)
+        second.add_param_group({"params": []})
+        more = {kind: Average(run.model, kind) for kind in kinds}
+        more |= {"second": second, "schedule": torch.optim.lr_scheduler.StepLR(second, 2)}
+        return first, more
+
+    def go_on(run, first, more, start, end):
+        for seed in range(start, end):
+            steps_of(run, seed, (first, more["second"]))
+            more["schedule"].step()
+            for kind in kinds:
+                more[kind].update(run.model)
+
+    def seen(run, more):
+        out = dict(run.full_state_dict(every_rank=True))
+        orders = rank_orders(run.model)
+        for kind in kinds:
+            for path, value in more[kind].now.items():
+                name = plain_name(path)
+                out[f"{kind} {name}"] = whole_of(value, orders.get(name)).clone()
+        return {**out, "lr": torch.tensor(more["second"].param_groups[0]["lr"])}
+
+    def furthest(some, other):
+        assert some.keys() <= other.keys()  # a stage has averages of its own weights alone
+        return max((some[n] - other[n]).abs().max().item() for n in some)
+
+    run = applied(model, plan, [*FP32, *old])
+    first, more = begin(run)
+    go_on(run, first, more, 0, 2)
+    run.save(folder, optimizer=first, step=2, extra=more)
+    before = seen(run, more)
+    go_on(run, first, more, 2, 4)
+    right = seen(run, more)
+    run = fresh(model, plan, [*FP32, *new])
+    run.load(folder)  # averages begin from weights
+    first, more = begin(run)
+    run.load(folder, optimizer=first, extra=more)
+    loaded = furthest(before, seen(run, more))
+    go_on(run, first, more, 2, 4)
+    return loaded, furthest(right, seen(run, more)), more["names"].count
+
+
+def steps_of(run, seed, optimizers):
+    tokens, labels = batch(run, seed)
+    run.forward_backward([{"input_ids": tokens, "labels": labels}])
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+class Nameless:
+    """Has a state that tells nobody whose layout its tensors have."""
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+    def state_dict(self):
+        return {"mine": self.tensor}
+
+    def load_state_dict(self, state):
+        self.tensor = state["mine"]
+
+
+def nameless(folder):
+    """The codes and messages for a part of a tensor under a name of its own."""
+    run = applied("llama", "llama", [*FP32, "tp=2", "dp_replicate=2", "dp_shard=1"])
+    part = run.model.model.layers[0].mlp.gate_proj.weight.to_local()
+    try:
+        run.save(folder, extra={"odd": Nameless(part.detach())})
+    except planc.PlanError as error:
+        return [(d.code, d.message) for d in error.diagnostics], Path(folder).exists()
+    return [], True
 
 
 def names(folder):

@@ -242,3 +242,20 @@ def test_the_peak_of_a_rank_is_its_shard_and_one_tensor(four, tmp_path, mesh, we
         assert result["peak"] < result["whole"]
         if weights == "slices":  # no tensor at all: the slices come out of the mapped file
             assert result["peak"] <= result["shard"] + 2**16, result
+
+
+@pytest.mark.parametrize("kind", ["files", "checkpoint"])
+def test_a_stale_copy_on_one_rank_stops_all(four, tmp_path, kind):
+    name = "__0_0.distcp" if kind == "checkpoint" else "model.safetensors"
+    for found in four.run("loading_jobs.stale", folder=str(tmp_path), kind=kind):
+        [(code, message)] = found
+        assert code == "PL461" and message.endswith(f"{name} is another file on rank 2")
+
+
+def test_samples_and_whole_files(four, tmp_path):
+    """A value outside the samples differs: nothing says so until all bytes are compared."""
+    samples = {"folder": str(tmp_path / "samples"), "kind": "files", "place": 0.1}
+    assert four.run("loading_jobs.stale", **samples) == [[]] * 4
+    whole = {**samples, "folder": str(tmp_path / "whole"), "compare": "files"}
+    for found in four.run("loading_jobs.stale", **whole):
+        assert [code for code, _ in found] == ["PL461"]

@@ -139,7 +139,7 @@ def test_tensor_parallel(four, model, plan, sequence_parallel, checkpointing):
 @pytest.mark.parametrize("on", [True, False])
 @pytest.mark.parametrize(("model", "plan"), ALSO)
 def test_tensor_parallel_of_relatives(four, model, plan, on):
-    test_tensor_parallel(four, model, plan, sequence_parallel=on, checkpointing=on)
+    test_tensor_parallel(four, model, plan, sequence_parallel=on, recompute=on)
 
 
 @pytest.mark.parametrize("checkpointing", [True, False])

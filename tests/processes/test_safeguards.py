@@ -162,6 +162,35 @@ def test_means_over_different_numbers_of_labels_are_told(four, overrides, how, t
     assert {count for _, count in results} == {2 if overrides == FP32 else 4}
 
 
+PARTS = """plan parts for llama
+
+mesh {
+    dp_shard = 2
+    cp       = 2
+}
+
+context on cp {
+    balance = head_tail
+}
+
+fsdp on dp_shard * cp {
+    root : unit
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "told"), [("means", "24 to 26 labels"), ("even", ""), ("loop", "")]
+)
+def test_means_over_parts_of_sequences(four, tmp_path, how, told):
+    """Each rank has a part of its row's labels; all parts of a row count."""
+    (tmp_path / "parts.plan").write_text(PARTS)
+    arguments = {"plan": str(tmp_path / "parts.plan"), "overrides": [], "how": how}
+    for rank, (lines, _) in enumerate(four.run("safeguard_jobs.uneven", **arguments)):
+        assert len(lines) == (rank == 0 and how == "means")
+        assert all("warning[PL478]: " in text and told in text for _, text in lines)
+
+
 @pytest.mark.parametrize(
     "how",
     [

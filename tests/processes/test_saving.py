@@ -56,6 +56,54 @@ def test_schedules_and_loaders_are_saved_beside_the_model(four, tmp_path):
         assert result["unknown"] == [("PL496", unknown)]
 
 
+EXTRAS = [
+    ("llama", ["tp=2"], ["tp=2"], 0.0),
+    ("llama", ["tp=2", "dp_replicate=2", "dp_shard=1"], ["tp=1"], 1e-6),
+    ("llama", ["tp=1"], ["tp=2"], 1e-6),
+    ("phi3", ["tp=2"], ["tp=2"], 0.0),  # packed projections, in rank order
+    ("phi3", ["tp=2"], ["tp=1"], 1e-6),
+    ("gpt2", ["dp_replicate=4"], ["dp_replicate=1"], 1e-6),
+]
+
+
+@pytest.mark.parametrize(("model", "old", "new", "most"), EXTRAS)
+def test_other_optimizers_and_averages_go_on(four, tmp_path, model, old, new, most):
+    results = four.run(
+        "saving_jobs.extras",
+        folder=str(tmp_path / "run"),
+        model=model,
+        plan=model,
+        old=old,
+        new=new,
+    )
+    for loaded, later, count in results:
+        assert loaded == 0.0
+        assert later <= most
+        assert count == 4
+
+
+def test_averages_of_stages_go_on_without_stages(four, tmp_path):
+    results = four.run(
+        "saving_jobs.extras",
+        folder=str(tmp_path / "run"),
+        model="llama",
+        plan="llama",
+        old=["pp=2", "microbatches=2"],
+        new=["tp=2"],
+        kinds=("names", "parts"),  # in a list each stage has a part of its own: PL459
+    )
+    for loaded, later, count in results:
+        assert (loaded, count) == (0.0, 4)
+        assert later <= 1e-6
+
+
+def test_a_part_of_a_tensor_without_its_name_is_refused(four, tmp_path):
+    for found, there in four.run("saving_jobs.nameless", folder=str(tmp_path / "run")):
+        [(code, message)] = found
+        assert code == "PL459" and "state_dict()['mine']" in message
+        assert not there
+
+
 def test_names_are_those_of_the_plain_model(four, tmp_path):
     from numerics import build
 
@@ -199,8 +247,8 @@ def test_the_script_of_the_page(tmp_path):
     build("llama", vocab_size=256).save_pretrained(tmp_path / "weights")
     overrides = ["--set", "param_dtype=fp32"]
     whole = script(tmp_path, "one", "--steps", "12", *overrides)
-    begun = script(tmp_path, "two", "--steps", "10", *overrides, "--set", "tp=2")
-    ended = script(tmp_path, "two", "--steps", "12", *overrides, moved=True)
+    begun = script(tmp_path, "two", "--steps", "7", *overrides, "--set", "tp=2")
+    ended = script(tmp_path, "two", "--steps", "12", *overrides)  # exports over the first export
     assert [step for step, *_ in whole] == list(range(12))
     assert [step for step, *_ in begun + ended] == list(range(12))
     for column in (1, 2):
@@ -208,10 +256,8 @@ def test_the_script_of_the_page(tmp_path):
         assert found == pytest.approx([line[column] for line in whole], rel=1e-3)
 
 
-def script(folder, run, *options, moved=False):
+def script(folder, run, *options):
     """(step, loss, norm) of each line that the script of the page printed, on two processes."""
-    if moved:
-        (folder / run / "export").rename(folder / run / "before")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     command = [
         "--standalone",

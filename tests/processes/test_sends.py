@@ -49,6 +49,7 @@ CASES = {
         "bloom",
         ["tp=2", "sequence=false", "recompute=false"],
     ),
+    "whole inputs of rowwise layers and sp": ("GPTJ", "gptj", ["tp=2", "recompute=false"]),
     "packed projections": ("Phi3", "phi3", ["tp=2", "sequence=false"]),
 }
 CP = """plan cp for llama
@@ -118,6 +119,12 @@ fsdp on dp_shard {
 CHANGES = {
     "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "Phi3": {"pad_token_id": 0},
+    "GPTJ": {
+        "rotary_dim": 8,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        **dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), 0.0),
+    },
 }
 
 

@@ -36,10 +36,10 @@ from planc.codes import CODES
 from planc.diagnostic import Sink
 from planc.model.load import load_values
 from planc.ops.document import dumps
+from planc.plan.stand_in import Unrepresented
 from planc.proof import judge, layout_flow
 from planc.proof.small_case import small_case
 from planc.proof.small_mesh import small_sizes
-from planc.proof.stand_in import Unrepresented
 from planc.proof.verify_report import report_difference
 from planc.trial.launcher import LIMITS, _comparison
 from planc.trial.trial_part import trial_part

@@ -63,8 +63,8 @@ def gradients_times_tokens():
     """Each rank divides its loss by its own number of tokens, and multiplies by those of all."""
     real = training_step._items
 
-    def own(handle, batches):
-        return real(handle, batches) / handle.data_size
+    def own(handle, *others):
+        return real(handle, *others) / handle.data_size
 
     return mock.patch.object(training_step, "_items", own)
 

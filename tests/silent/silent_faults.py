@@ -163,7 +163,7 @@ def softmax_of_own_entries():
 
 
 def tokens_of_one_rank():
-    def own(labels, mesh):
+    def own(labels, mesh, **_):
         return torch.stack([(x[..., 1:] != gradients.IGNORED).sum() for x in labels]).sum().float()
 
     return mock.patch.object(gradients, "num_items_in_batch", own)
@@ -172,7 +172,7 @@ def tokens_of_one_rank():
 def tokens_of_all_processes():
     """Counts over the global group, so tensor ranks' copies of a row count too."""
 
-    def everywhere(labels, mesh):
+    def everywhere(labels, mesh, **_):
         count = torch.stack([(x[..., 1:] != gradients.IGNORED).sum() for x in labels]).sum()
         count = count.float()
         distributed.all_reduce(count)

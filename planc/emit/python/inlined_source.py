@@ -17,6 +17,7 @@ _STANDALONE = Path(__file__).resolve().parents[2] / "runtime" / "standalone"
 _FILES = (
     "tensor_styles.py",
     "fsdp.py",
+    "passes.py",
     "activation_checkpoint.py",
     "shards.py",
     "lora.py",

@@ -23,7 +23,7 @@ Lines = Iterator[str]
 
 @dataclass(frozen=True, slots=True)
 class Lists:
-    """What loops need to know of a model's lists of modules.
+    """The lists of modules that loops go over.
 
     Args:
         longest: the length of the longest list; a loop over all of it has no indices.

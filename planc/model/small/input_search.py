@@ -55,9 +55,12 @@ class ChosenInput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputChoice:
-    """The kinds of input found, in the order of their placeholders, and why others were not."""
+    """The kinds of input found, in the order of their placeholders; what was not found, such as
+    `images`, and why.
+    """
 
     chosen: tuple[ChosenInput, ...] = ()
+    lacks: tuple[str, ...] = ()
     missing: str = ""
 
     @property
@@ -94,7 +97,7 @@ def takes_more_than_text(model_class: Any) -> bool:
 def choose(model: nn.Module, config: Any, text: Callable[[InputChoice], Inputs]) -> InputChoice:
     """The kinds of input with which most parameters get a gradient; `text` makes a batch."""
     names = forward_arguments(type(model))
-    choice, missing = InputChoice(), []
+    choice, lacks, missing = InputChoice(), [], []
     best, _ = _reached(model, text, choice)
     for what in dict.fromkeys(kind.what for kind in INPUT_KINDS):
         some = [k for k in INPUT_KINDS if k.what == what and set(k.needs) <= set(names)]
@@ -115,8 +118,9 @@ def choose(model: nn.Module, config: Any, text: Callable[[InputChoice], Inputs])
             tried.append(f"{kind.name} ({why or 'nothing more gets a gradient'})")
         else:
             if some:
+                lacks.append(what)
                 missing.append(f"no input was found for its {what}: tried {', '.join(tried)}")
-    return InputChoice(chosen=choice.chosen, missing="; ".join(missing))
+    return InputChoice(chosen=choice.chosen, lacks=tuple(lacks), missing="; ".join(missing))
 
 
 def _reached(

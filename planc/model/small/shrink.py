@@ -45,6 +45,7 @@ def small_values(
     ranks: Mapping[str, int] | int,
     *,
     real: int | None = None,
+    layers: int = 2,
     variants: Mapping[int, list[str]] | None = None,
 ) -> Shrunk | str:
     """The small configuration of a model as JSON, with the name of its class, or the reason why
@@ -54,7 +55,9 @@ def small_values(
         return f"{facts.name} has no configuration that planc can make small"
     try:
         blocks = block_kinds(facts)
-        made = shrink(facts.config, ranks=ranks, real=real, blocks=blocks, variants=variants)
+        made = shrink(
+            facts.config, ranks=ranks, real=real, layers=layers, blocks=blocks, variants=variants
+        )
     except Exception as error:
         return f"the model cannot be shrunk: {error}"
     values = json.loads(json.dumps(made.values, default=str))

@@ -137,7 +137,8 @@ def _filled(parameter: Any) -> Any:
 Given = tuple[Any, Any]
 """Inputs and a loss, as `given_inputs` takes them; None for what is not said."""
 _LABELS = "_planc_labels"  # where a model keeps the labels of the pass that runs
-_TARGETS = ("labels", "targets", "target", "y", "label", "tgt")
+TARGETS = ("labels", "targets", "target", "y", "label", "tgt")
+"""The names of labels that planc knows, the likeliest first."""
 
 
 def builder_of(
@@ -206,7 +207,7 @@ class UserModelBuilder:
             raise ValueError("its forward takes no argument")
         self._given = self._given or seen_inputs(made, names[0])
         self._ids = names[0]
-        self._target = next((n for n in _TARGETS if n in names[1:]), None)
+        self._target = next((n for n in TARGETS if n in names[1:]), None)
         tables = [m.num_embeddings for m in made.modules() if isinstance(m, nn.Embedding)]
         self.vocabulary = int(max(tables, default=64))
 

@@ -43,6 +43,16 @@ def from_config(config: Config, sink: Sink) -> Facts | None:
     return None
 
 
+def defaults(family: str) -> tuple[Mapping[str, str], dict[str, Any]]:
+    """transformers' own tp_plan of a family, and the values of its configuration; else empty."""
+    with contextlib.suppress(ImportError, KeyError):
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+        cls = CONFIG_MAPPING[family]
+        return getattr(cls, "base_model_tp_plan", None) or {}, cls().to_dict()
+    return {}, {}
+
+
 def prepare(config: Config, sink: Sink) -> tuple[Any, Any] | None:
     """The class to build and its configuration object, or None after a finding."""
     with quiet(), refusals("transformers", config, sink), isolated():
@@ -159,7 +169,7 @@ def from_factory(module: str, factory: str, sink: Sink) -> Facts | None:
 
 
 def user_factory(code: str) -> Callable[[], Any]:
-    """What `package.module:factory` names, which the user allows planc to run.
+    """The object that `package.module:factory` names, which the user allows planc to run.
 
     Raises:
         Exception: whatever importing the module raises; the current folder is searched first.

@@ -1,4 +1,4 @@
-"""What a configuration may cause while a model is built from it: no code, no network, no flood.
+"""Keeps configurations from doing harm while a model is built: no code, no network, no flood.
 
 A config.json can name kernels and backbones of the hub, which transformers would fetch and run as
 it builds the model, and sizes for which building would take hours.

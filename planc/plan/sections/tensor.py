@@ -3,11 +3,11 @@
 from collections.abc import Callable, Iterator
 
 from planc.model.facts import Modules
-from planc.ops.styles import Style
-from planc.plan.call_arguments import unknown
-from planc.plan.ir import TensorRule
+from planc.ops.styles import SPLITS, Style
+from planc.plan.call_arguments import unknown, word, wrong_value
+from planc.plan.ir import SequenceSetting, TensorRule
 from planc.plan.program import Program
-from planc.plan.rule_conflicts import Claims, Placed, flatten
+from planc.plan.rule_conflicts import Claims, Placed, Settings, flatten
 from planc.plan.scope import Scope
 from planc.plan.sections.tensor_styles import (
     STYLES,
@@ -36,14 +36,28 @@ def aspect(style: str) -> str:
     return style if style in _ASPECTS else "style"
 
 
-def tensor(program: Program) -> Iterator[TensorRule]:
-    """The rules of the tensor sections, in the plan's order."""
+_SEQUENCE = {"auto": None, "true": True, "false": False}
+
+
+def tensor(program: Program) -> tuple[tuple[TensorRule, ...], tuple[SequenceSetting, ...]]:
+    """The rules of the tensor sections, in the plan's order, and their settings."""
     scope = program.scope
-    claims: dict[str, Claims[Style]] = {}
+    claims: dict[str, Claims[tuple[Style, bool]]] = {}
+    settings: dict[str, Settings] = {}
     known, used = (*STYLES, *program.styles), set[str]()
     for section in program.named("tensor"):
         axis = _axis(section, program)
-        for rule, placed in rules_of(section, known, "style", program, elsewhere=_elsewhere):
+
+        def setting(item: ast.Setting, axis: str | None = axis) -> bool:
+            if item.name == "sequence":
+                held = settings.setdefault(axis or "", Settings(program.sink))
+                held.add(item, lambda item: _sequence(item, axis or "", scope))
+            return item.name == "sequence"
+
+        found_rules = rules_of(
+            section, known, "style", program, elsewhere=_elsewhere, setting=setting
+        )
+        for rule, placed in found_rules:
             used.add(rule.action.name)
             found = modules_of(rule, placed, scope)
             if axis and found:
@@ -53,10 +67,40 @@ def tensor(program: Program) -> Iterator[TensorRule]:
         origin = program.styles[unused].name_origin
         hint = "use it or remove it"
         program.sink.warning("PL104", f"style `{unused}` is never used", origin, help=hint)
-    for axis, held in claims.items():
-        for claim in held.claims:
-            modules, style = claim.modules, claim.value
-            yield TensorRule(modules=modules, axis=axis, style=style, origin=claim.origin)
+    rules = (
+        TensorRule(modules=c.modules, axis=axis, style=c.value[0], open=c.value[1], origin=c.origin)
+        for axis, held in claims.items()
+        for c in held.claims
+    )
+    return tuple(rules), tuple(s.values["sequence"] for s in settings.values())
+
+
+def _sequence(item: ast.Setting, axis: str, scope: Scope) -> SequenceSetting:
+    """`sequence = auto`, `true` or `false`."""
+    value = word(item.value, scope)
+    if isinstance(value, bool):
+        value = str(value).lower()
+    if not isinstance(value, str) or value not in _SEQUENCE:
+        wrong_value(item.value, "sequence", "`auto`, `true` or `false`", value, scope)
+        value = "false"
+    return SequenceSetting(axis=axis, wanted=_SEQUENCE[value], origin=item.origin)
+
+
+def _open(style: Style, call: ast.Call) -> bool:
+    """Whether a line says how weights are split, and leaves layouts to inference: an arrow may say
+    that the output is needed whole.
+    """
+    if not isinstance(style, SPLITS):
+        return False
+    arrows = [a.value for a in call.arguments if a.name is None]
+    local = any(a.name == "local" for a in call.arguments)
+    return not local and all(
+        isinstance(a, ast.Arrow)
+        and a.source is None
+        and isinstance(a.target, ast.Name)
+        and a.target.path == "replicate"
+        for a in arrows
+    )
 
 
 def _elsewhere(call: ast.Call) -> str | None:
@@ -64,7 +108,10 @@ def _elsewhere(call: ast.Call) -> str | None:
 
 
 def _claim(
-    rule: ast.Rule, found: tuple[Modules, ...], claims: Claims[Style], program: Program
+    rule: ast.Rule,
+    found: tuple[Modules, ...],
+    claims: Claims[tuple[Style, bool]],
+    program: Program,
 ) -> None:
     """Claims modules by kind: a bare rowwise on an embedding takes replicated token ids."""
     by_kind: dict[str, list[Modules]] = {}
@@ -81,7 +128,8 @@ def _claim(
         if style is None:
             return
         override = rule.override and i == 0
-        claims.add(group, aspect(rule.action.name), style, rule.origin, override=override)
+        value = (style, _open(style, rule.action))
+        claims.add(group, aspect(rule.action.name), value, rule.origin, override=override)
 
 
 def rules_of(
@@ -91,12 +139,15 @@ def rules_of(
     program: Program,
     *,
     elsewhere: Callable[[ast.Call], str | None] = lambda _: None,
+    setting: Callable[[ast.Setting], bool] = lambda _: False,
 ) -> Iterator[tuple[ast.Rule, Placed]]:
     """The rules of a section with one of its actions; anything else is PL011 or PL105, with the
-    help for what other libraries have, if it is that.
+    help for what other libraries have, if it is that. `setting` takes a setting of the section.
     """
     for placed in flatten(section, program.scope):
         rule = placed.item
+        if isinstance(rule, ast.Setting) and not placed.nested and setting(rule):
+            continue
         if not isinstance(rule, ast.Rule) or not isinstance(rule.target, ast.Selector):
             message = f"this has no place in a `{section.name}` section"
             help = f"it holds rules: `{_EXAMPLES[section.name]}`"

@@ -44,7 +44,10 @@ def clip_grad_norm(
 
     Raises:
         RuntimeError: the norm is not finite and `error_if_nonfinite` is set.
+        ValueError: `norm_type` is not positive.
     """
+    if norm_type <= 0:
+        raise ValueError(f"norm_type is {norm_type}; it is a positive number or inf")
     with torch.no_grad():
         norm = norm_of_gradients(model, norm_type)
         if error_if_nonfinite and not torch.isfinite(norm):

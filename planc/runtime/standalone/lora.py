@@ -7,6 +7,7 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 
 from planc.runtime.standalone.lora_init import initialize_adapters, unset_adapters
+from planc.runtime.standalone.tensor_styles import contiguous_gradient, contiguous_input
 
 
 def inject_lora(model: nn.Module, seed: int, **config: Any) -> None:
@@ -16,8 +17,13 @@ def inject_lora(model: nn.Module, seed: int, **config: Any) -> None:
     of the layers have those of the whole model. The random state is restored.
     """
     before = unset_adapters(model, meta=False)
+    known = set(model.modules())
     with torch.random.fork_rng(devices=[]):
         inject_adapter_in_model(LoraConfig(**config), model)
+    for name, module in model.named_modules():
+        if {"lora_A", "lora_B"} & {*name.split(".")} and module not in known:
+            module.register_forward_pre_hook(contiguous_input)
+            module.register_forward_hook(contiguous_gradient)
     initialize_adapters(
         model,
         unset_adapters(model, meta=False) - before,

@@ -22,7 +22,11 @@ from planc.runtime.standalone.pipeline import Stages, local_of
 
 HEADER = 256
 """Bytes of the message that describes a tensor."""
-OF_THE_LOSS = ("labels", "shift_labels", "num_items_in_batch")
+OF_THE_LOSS = (
+    *("labels", "targets", "target", "y", "label", "tgt"),
+    *("shift_labels", "num_items_in_batch"),
+)
+"""Arguments of the last stage alone: without them a model computes no loss."""
 
 
 class TimetableSchedule(schedules._PipelineScheduleRuntime):  # type: ignore[misc]
@@ -66,6 +70,7 @@ def form_of(tensor: Tensor) -> Form:
         assert names is not None
         form["mesh"] = names[0]
         form["dim"] = placement.dim if isinstance(placement, Shard) else None
+        form["whole"] = [*tensor.shape]  # the shards of a length may be uneven
     return form
 
 
@@ -89,7 +94,11 @@ class StageModule(nn.Module):  # type: ignore[misc]
         if received is not None and "mesh" in self.taken:
             mesh, dim = self.mesh[self.taken["mesh"]], self.taken["dim"]
             placement = Replicate() if dim is None else Shard(dim)
-            received = DTensor.from_local(received, mesh, [placement], run_check=False)
+            whole = torch.Size(self.taken["whole"])
+            stride = torch.empty(whole, device="meta").stride()
+            received = DTensor.from_local(
+                received, mesh, [placement], run_check=False, shape=whole, stride=stride
+            )
         step = kwargs.pop("step")
         if self.number < self.stages.count - 1:  # the loss is the last stage's
             kwargs = {

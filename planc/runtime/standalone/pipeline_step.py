@@ -12,6 +12,7 @@ from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from planc.runtime.standalone.passes import joined_passes
 from planc.runtime.standalone.pipeline import Stages, stages_of
 from planc.runtime.standalone.pipeline_schedule import Schedule
 from planc.runtime.standalone.shards import fsdp_units, groups_of, part_of
@@ -55,7 +56,8 @@ def forward_backward(
     if stages.runner is None:
         stages.runner = Schedule(model, stages, mesh)
     losses: list[Tensor] = []
-    with reduced_once(model) if trains else nullcontext():
+    trained = training_passes(stages, model) if trains else nullcontext()
+    with joined_passes(model), trained:
         for at, batch in enumerate(batches):
             parts = microbatches(batch, stages.microbatches)
 
@@ -64,18 +66,21 @@ def forward_backward(
                 return found if loss is None else loss(found, at, number)
 
             losses += stages.runner.step(parts, own, trains=trains)
-    if trains:
-        sum_ties(stages, model)
     return losses
 
 
 def loss_of(output: Any) -> Tensor:
-    """The loss that a model returns.
+    """The loss that a model returns: by its name, or as the scalar of a tuple.
 
     Raises:
         ValueError: it returns none.
     """
-    loss = output[0] if isinstance(output, tuple) else output.loss
+    loss = getattr(output, "loss", None)
+    if isinstance(output, dict):
+        loss = output.get("loss")
+    elif isinstance(output, tuple):
+        scalars = (v for v in output if isinstance(v, Tensor) and not v.dim())
+        loss = next(scalars, None)
     if loss is None:
         raise ValueError("the model returns no loss: pass it labels")
     return loss.full_tensor() if isinstance(loss, DTensor) else loss
@@ -114,28 +119,48 @@ def microbatches(batch: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
     return parts
 
 
-def sum_ties(stages: Stages, model: nn.Module) -> None:
-    """The gradients of parameters that both ends share become their sum."""
-    for parameter in stages.copies(model).values():
-        if parameter.grad is None:
-            continue
-        own = part_of(parameter.grad)
-        other = torch.empty_like(own)
-        group = stages.mesh.get_group()
-        peer = stages.mesh.size() - 1 - stages.mesh.get_local_rank()
-        works = distributed.batch_isend_irecv(
-            [
-                distributed.P2POp(distributed.isend, own, group=group, group_peer=peer),
-                distributed.P2POp(
-                    distributed.irecv, other, group=group, group_peer=peer
-                ),
-            ]
-        )
-        for work in works:
-            work.wait()
-        # in one order on both ranks, so that their sums are equal to the bit
-        first, second = (own, other) if peer else (other, own)
-        own.copy_(first + second)
+@contextmanager
+def ties_summed(stages: Stages, model: nn.Module) -> Iterator[None]:
+    """Sums over both ends what passes inside add to the gradients of parameters that
+    they share; what earlier passes have added is summed already.
+    """
+    copies = [*stages.copies(model).values()]
+    before = [parameter.grad for parameter in copies]
+    for parameter in copies:
+        parameter.grad = None
+    yield
+    for parameter, summed in zip(copies, before, strict=True):
+        if parameter.grad is not None:
+            exchange(stages, part_of(parameter.grad))
+        if summed is not None:
+            if parameter.grad is not None:
+                summed.add_(parameter.grad)
+            parameter.grad = summed
+
+
+def exchange(stages: Stages, own: Tensor) -> None:
+    """Adds the other end's tensor to a tensor of this end."""
+    other = torch.empty_like(own)
+    group = stages.mesh.get_group()
+    peer = stages.mesh.size() - 1 - stages.mesh.get_local_rank()
+    works = distributed.batch_isend_irecv(
+        [
+            distributed.P2POp(distributed.isend, own, group=group, group_peer=peer),
+            distributed.P2POp(distributed.irecv, other, group=group, group_peer=peer),
+        ]
+    )
+    for work in works:
+        work.wait()
+    # in one order on both ranks, so that their sums are equal to the bit
+    first, second = (own, other) if peer else (other, own)
+    own.copy_(first + second)
+
+
+@contextmanager
+def training_passes(stages: Stages, model: nn.Module) -> Iterator[None]:
+    """Reduces the gradients of the passes inside once, and sums those of both ends."""
+    with ties_summed(stages, model), reduced_once(model):
+        yield
 
 
 @contextmanager

@@ -91,6 +91,12 @@ def fsdp_units(model: nn.Module) -> list[FSDPModule]:
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
+def reshard_units(model: nn.Module) -> None:
+    """Reshards all units: modules list shards, and nothing stays unsharded."""
+    for unit in fsdp_units(model):
+        unit.reshard()
+
+
 def groups_of(unit: Any) -> list[Any]:
     """The parameter groups of an FSDP unit, which torch has no public name for."""
     state = unit._get_fsdp_state()
@@ -366,9 +372,7 @@ def full_state_dict(model: nn.Module, *, every_rank: bool = False) -> dict[str, 
         Tensors by plain names; a tied tensor has each of its names. 4-bit weights are
         left out, because their bytes have no meaning without their scales.
     """
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+    reshard_units(model)
     orders, four = rank_orders(model), four_bit_layers(model)
     scalars = scalars_of(model)
     keep = every_rank or distributed.get_rank() == 0

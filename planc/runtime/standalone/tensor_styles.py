@@ -142,6 +142,26 @@ def gathered(value: Any, mesh: DeviceMesh) -> Any:
     return value.to_local(grad_placements=[Partial()])
 
 
+def contiguous_input(_module: nn.Module, inputs: Any) -> Any:
+    """The inputs of a linear layer: torch gives uneven shards as views without their
+    padding, which its product of a DTensor and a weight cannot flatten.
+    """
+    return (contiguous(inputs[0]), *inputs[1:])
+
+
+def contiguous_gradient(_module: nn.Module, _inputs: Any, output: Any) -> None:
+    """The same for the gradient of the output of a linear layer."""
+    if isinstance(output, DTensor) and output.requires_grad:
+        output.register_hook(contiguous)
+
+
+def contiguous(value: Any) -> Any:
+    """A DTensor whose shard is contiguous; other values are unchanged."""
+    if isinstance(value, DTensor) and not value.to_local().is_contiguous():
+        return value.clone(memory_format=torch.contiguous_format)
+    return value
+
+
 class PackedParallel(ParallelStyle):
     """ColwiseParallel or RowwiseParallel of a linear layer with several projections.
 
@@ -189,6 +209,18 @@ class TransposedParallel(ParallelStyle):
             style._prepare_output_fn, style.output_layouts, style.use_local_output
         )
         return distribute_module(module, device_mesh, None, enter, leave)
+
+
+class ContiguousInput(ParallelStyle):
+    """A style that shards the features of a sequence's shards, by an all-to-all."""
+
+    def __init__(self, style: Any) -> None:
+        self.style = style
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module = self.style._apply(module, device_mesh)
+        module.register_forward_pre_hook(contiguous_input)
+        return module
 
 
 class SummedGradient(ParallelStyle):

@@ -26,13 +26,21 @@ from planc.runtime.standalone.load_weights import (
 from planc.runtime.standalone.lora_init import unset_adapters
 from planc.runtime.standalone.safetensors_files import StoredTensor, tensors_in_folder
 from planc.runtime.standalone.shards import is_adapter, named_tensors, plain_name
+from planc.runtime.weights.same_files import Compared, different_files
 from planc.runtime.weights.stored_tensors import ConvertedTensor, made
 
 Weights = Literal["slices", "rank0"]
 _NOTHING_LOADED = "nothing was loaded: build the model from the configuration beside the weights"
 
 
-def load_files(model: nn.Module, folder: Path, *, weights: Weights, device: str) -> None:
+def load_files(
+    model: nn.Module,
+    folder: Path,
+    *,
+    weights: Weights,
+    device: str,
+    compare: Compared = "samples",
+) -> None:
     """Loads a model from a folder of safetensors. Every rank calls it.
 
     Names, shapes and files are checked on every rank before a value is written.
@@ -42,9 +50,11 @@ def load_files(model: nn.Module, folder: Path, *, weights: Weights, device: str)
         folder: as for `tensors_in_folder`; for `rank0` only rank 0 needs to see it.
         weights: `slices`, each rank reads its own slices; `rank0`, rank 0 reads all and sends them.
         device: the type of device for a model on meta.
+        compare: how the ranks compare the files that they read.
 
     Raises:
-        PlanError: PL496, all names and shapes that do not fit; PL497, missing or broken files. On
+        PlanError: PL461, the ranks have different files; PL496, all names and shapes that do not
+            fit; PL497, missing or broken files. On
             every rank.
     """
     findings: list[Diagnostic] = []
@@ -59,6 +69,8 @@ def load_files(model: nn.Module, folder: Path, *, weights: Weights, device: str)
         if adapters := [name for name in found if is_adapter(name)]:
             text = f"{folder} holds adapters, {listed_names(adapters)}"
             findings.append(problem("PL496", text, help="load them with `run.load_adapters`"))
+    if weights == "slices":
+        findings += different_files(folder, compare, findings)
     allocate(model, findings, device)
     try:
         if weights == "slices":

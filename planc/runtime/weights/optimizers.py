@@ -107,7 +107,7 @@ def load_flat_state(model: nn.Module, optimizer: Optimizer, loaded: Mapping[str,
     for group in optimizer.param_groups:
         params = [numbers[id(p)] for p in group["params"]]
         name = by_id[id(group["params"][0])] if params else ""
-        groups.append({**values.get(name, {}), "params": params})
+        groups.append({**group, **values.get(name, {}), "params": params})  # one may be empty
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
@@ -25,8 +25,9 @@ from planc.runtime.standalone.load_weights import (
 from planc.runtime.standalone.pipeline import stages_of
 from planc.runtime.standalone.safetensors_files import StoredTensor
 from planc.runtime.standalone.shards import four_bit_layers, named_tensors
-from planc.runtime.weights import loading, optimizers
-from planc.runtime.weights.extras import Extra, load_states, stored_keys
+from planc.runtime.weights import extras, loading, optimizers
+from planc.runtime.weights.extras import Extra
+from planc.runtime.weights.same_files import Compared, different_files
 from planc.runtime.weights.saving import METADATA, attempt, saved
 
 _OPTIMIZER, _STEP = "optimizer.", "step"
@@ -40,6 +41,7 @@ def load(
     weights: loading.Weights | None,
     optimizer: Optimizer | None,
     extra: Extra,
+    compare: Compared,
     data: tuple[int, int],
     device: str,
 ) -> int | None:
@@ -47,7 +49,7 @@ def load(
 
     Args:
         model: the model, as `lowered` has changed it.
-        folder, weights, optimizer, extra: as for `Run.load`, which has the errors.
+        folder, weights, optimizer, extra, compare: as for `Run.load`, which has the errors.
         data: the number of data ranks, and the one that this rank is.
         device: the type of the mesh's devices.
     """
@@ -70,7 +72,13 @@ def load(
             problems.append(problem("PL497", f"{folder} is a checkpoint: every rank reads its own"))
         loading.raise_on_all_ranks(problems)
         return _load_checkpoint(
-            model, folder, optimizer=optimizer, extra=extra, data=data, device=device
+            model,
+            folder,
+            optimizer=optimizer,
+            extra=extra,
+            data=data,
+            device=device,
+            compare=compare,
         )
     if optimizer is not None or extra:
         problems.append(problem("PL497", f"{folder} is not a checkpoint with the state of a run"))
@@ -82,7 +90,7 @@ def load(
     if how == "rank0" and stages_of(model):
         text = "rank 0 sends a tensor to ranks that all have it, and stages have different ones"
         raise stop("PL567", text, help="write `weights = slices`")
-    loading.load_files(model, folder, weights=how, device=device)
+    loading.load_files(model, folder, weights=how, device=device, compare=compare)
     return None
 
 
@@ -94,6 +102,7 @@ def _load_checkpoint(
     extra: Extra,
     data: tuple[int, int],
     device: str,
+    compare: Compared,
 ) -> int | None:
     """Loads a checkpoint of `save` or torch, whose keys are the model's tensor names, or `model.`
     before them; it need not be one of this plan.
@@ -101,6 +110,7 @@ def _load_checkpoint(
     findings: list[Diagnostic] = []
     reshard(model)
     metadata = _metadata(folder, findings)
+    findings += different_files(folder, compare, findings)
     found: dict[str, StoredTensor] = {}
     others = on_other_stages(model)
     if not findings:
@@ -108,32 +118,44 @@ def _load_checkpoint(
         stored = {name: tensor for name, tensor in stored.items() if name not in others}
         found = loading.checked(model, stored, folder, findings, without=four_bit_layers(model))
         findings += _four_bits(model, found, folder)
-    flat = {k[len(_OPTIMIZER) :]: m for k, m in metadata.items() if k.startswith(_OPTIMIZER)}
-    flat = {k: m for k, m in flat.items() if optimizers.owner(k) not in others}
-    if optimizer is not None and not flat and not findings:
-        findings.append(problem("PL496", f"{folder} holds no optimizer state"))
-    if optimizer is not None and not findings:
-        # its state is as large as the model: nothing is allocated before every check has passed
-        optimizers.check_state(model, optimizer, flat, findings)
-    keys, missing = stored_keys(extra, metadata.keys(), *data)
-    loading.allocate(model, [*findings, *missing], device)
-    target: dict[str, Any] = dict(checkpoint_targets(model, found))
+    every: dict[str, Optimizer] = extras.optimizers_in(model, extra)
     if optimizer is not None:
-        own_state = optimizers.empty_flat_state(model, optimizer, flat)
-        target |= {_OPTIMIZER + key: value for key, value in own_state.items()}
+        every[_OPTIMIZER] = optimizer
+    flat = {start: _flat(metadata, start, others) for start in every}
+    for start, each in every.items():
+        where = "" if each is optimizer else f" of extra[{start[len('extra_optimizers.') : -1]!r}]"
+        if not findings and not flat[start]:
+            findings.append(problem("PL496", f"{folder} holds no optimizer state{where}"))
+        if not findings:  # nothing is allocated before every check has passed
+            optimizers.check_state(model, each, flat[start], findings)
+    rest = extras.others_in(model, extra)
+    states, missing = extras.read_states(rest, folder, metadata, *data)
+    loading.allocate(model, [*findings, *missing], device)
+    filled, missing = extras.empty(model, rest, states, metadata)
+    loading.raise_on_all_ranks(missing)
+    target: dict[str, Any] = dict(checkpoint_targets(model, found)) | filled.targets
+    for start, each in every.items():
+        own = optimizers.empty_flat_state(model, each, flat[start])
+        flat[start] = own
+        target |= {start + key: value for key, value in own.items()}
     if _STEP in metadata:
         target[_STEP] = None
-    target |= dict.fromkeys(key for some in keys.values() for key in some)
     with torch.no_grad():
         attempt(
             partial(checkpoint.load, target, checkpoint_id=folder), f"{folder} could not be read"
         )
-    loading.raise_on_all_ranks(list(load_states(extra, keys, target)))
-    if optimizer is not None:
-        loaded = {k: target[_OPTIMIZER + k] for k in own_state}
-        optimizers.load_flat_state(model, optimizer, loaded)
+    extras.load_states(rest, states, filled)
+    for start, each in every.items():
+        loaded = {key: target[start + key] for key in flat[start]}
+        optimizers.load_flat_state(model, each, loaded)
     step = target.get(_STEP)
     return int(step) if step is not None else None
+
+
+def _flat(metadata: Mapping[str, Any], start: str, others: Collection[str]) -> dict[str, Any]:
+    """The keys of an optimizer's flattened state on this stage, without the prefix."""
+    flat = {k[len(start) :]: m for k, m in metadata.items() if k.startswith(start)}
+    return {k: m for k, m in flat.items() if optimizers.owner(k) not in others}
 
 
 def _four_bits(

@@ -24,6 +24,8 @@ from planc.runtime.standalone.dcp_chunks import storable
 from planc.runtime.standalone.lora_init import adapter_layers
 from planc.runtime.standalone.pipeline import stages_of
 from planc.runtime.standalone.safetensors_files import INDEX, SINGLE
+from planc.runtime.weights import extras
+from planc.runtime.weights.extras import Extra
 from planc.runtime.weights.loading import raise_on_all_ranks
 from planc.runtime.weights.optimizers import flat_state
 from planc.runtime.weights.peft_files import Tuned, change, merge_findings, write_tensors
@@ -37,7 +39,8 @@ def save(
     *,
     optimizer: Optimizer | None,
     step: int | None,
-    extra: Mapping[str, bytes],
+    extra: Extra,
+    data_rank: int,
 ) -> None:
     """Writes a torch.distributed.checkpoint that another plan or world size can resume from.
 
@@ -45,10 +48,11 @@ def save(
     can be loaded after a crash at any time. Every rank calls this, and all ranks see the folder.
     4-bit weights are left out: they never change, and their files hold them unquantized.
 
-    Arguments and errors are those of `Run.save`, but `extra` is what `extras.states` made of it.
+    Arguments and errors are those of `Run.save`.
     """
     new, old = _beside(folder)
-    raise_on_all_ranks(_on_rank0(lambda: _clear(folder, new)))
+    more, findings = extras.states(model, extras.others_in(model, extra), data_rank)
+    raise_on_all_ranks(findings or _on_rank0(lambda: _clear(folder, new)))
     reshard(model)
     tensors, own = dict(shards.named_tensors(model)), shards.rank_orders(model)
     four = shards.four_bit_layers(model)
@@ -58,7 +62,9 @@ def save(
         state["optimizer"] = flat_state(model, optimizer)
     if step is not None:
         state["step"] = step
-    state |= extra
+    for start, each in extras.optimizers_in(model, extra).items():
+        state |= {start + key: value for key, value in flat_state(model, each).items()}
+    state |= more
     attempt(partial(checkpoint.save, state, checkpoint_id=new), f"{folder} could not be written")
     raise_on_all_ranks(_on_rank0(lambda: _publish(folder, new, old)))
 

@@ -16,6 +16,7 @@ from planc.model.facts import Facts, Modules
 from planc.model.indices import Indices
 from planc.model.layer_kinds import Kind, block_lists, entry_kinds, length, signature
 from planc.model.small.depth import edges
+from planc.ops.styles import style_text
 from planc.plan import ir
 from planc.plan.ir import Ruled
 from planc.source import Span
@@ -32,14 +33,17 @@ class Unrepresented:
     origins: tuple[Span, ...] = ()
 
 
-def variants(plan: ir.Plan, facts: Facts) -> dict[int, list[str]]:
+def variants(plan: ir.Plan, facts: Facts, *, ends: bool = False) -> dict[int, list[str]]:
     """Which rules act on each block, by the length of its list, as an argument of `shrink`.
 
     Lists in which the kind of a block alone decides which rules act on it are left out.
+
+    Args:
+        ends: whether the first and the last block are apart from those between them.
     """
     found: dict[int, list[str]] = {}
     for at in block_lists(facts.model):
-        kinds, rules = _classes(at, plan, facts)
+        kinds, rules = _classes(at, plan, facts, ends)
         numbers = _numbers(kinds, rules)
         if any(numbers):
             row = found.get(len(numbers), [""] * len(numbers))
@@ -58,12 +62,12 @@ def stand_in(
     """A plan, with the numbers of a small model, on that model's modules and a small mesh's sizes;
     `kept` are the real layers that the small ones stand for (`Shrunk.kept`).
     """
-    state = _StandIn(plan, facts, small, kept)
+    state = StandInModel(plan, facts, small, kept)
     made = replace(
         plan,
         mesh=plan.mesh.resized(sizes),
         load=plan.load and replace(plan.load, fp32=tuple(state.all(plan.load.fp32, plan.load))),
-        tensor=tuple(state.each(plan.tensor)),
+        tensor=tuple(rule.sized(small) for rule in state.each(plan.tensor)),
         checkpoint=tuple(state.each(plan.checkpoint)),
         compile=tuple(state.each(plan.compile)),
         train=tuple(state.each(plan.train)),
@@ -75,33 +79,42 @@ def stand_in(
         adapters=plan.adapters
         and replace(plan.adapters, rules=tuple(state.each(plan.adapters.rules))),
     )
-    acting = {origin for origin, _ in _acting(made)}
-    for origin, modules in _acting(plan):
+    acting = {origin for origin, _, _ in _acting(made)}
+    for origin, modules, _ in _acting(plan):
         if origin not in acting:
             state.lacks(f"the small model has nothing that stands for `{modules}`", origin)
     return state.problems[0] if state.problems else made
 
 
-def _acting(plan: ir.Plan) -> Iterator[tuple[Span, Modules]]:
+def _acting(plan: ir.Plan) -> Iterator[tuple[Span, Modules, str]]:
+    """Yields the lines, what they act on, and what planc inferred from them for it."""
     fsdp = (plan.fsdp.ignored, plan.fsdp.spreads) if plan.fsdp else ()
     rules = plan.adapters.rules if plan.adapters else ()
     whole = (plan.tensor, plan.checkpoint, plan.compile, plan.train, plan.loss, plan.experts)
     for nodes in (*whole, plan.optimizer, rules, *fsdp):
         for node in nodes:
-            yield node.origin, node.modules
+            own = style_text(node.style) if isinstance(node, ir.TensorRule) else ""
+            yield node.origin, node.modules, own if getattr(node, "inferred", None) else ""
     for unit in plan.fsdp.units if plan.fsdp else ():
         for modules in unit.members:
-            yield unit.origin, modules
+            yield unit.origin, modules, ""
 
 
-def _classes(at: Modules, plan: ir.Plan, facts: Facts) -> tuple[list[Kind], list[Rules]]:
+_FIRST, _LAST = Span.at("first"), Span.at("last")
+_ENDS = frozenset[tuple[Span, tuple[Any, ...]]]({(_FIRST, ()), (_LAST, ())})
+
+
+def _classes(
+    at: Modules, plan: ir.Plan, facts: Facts, ends: bool
+) -> tuple[list[Kind], list[Rules]]:
+    """The kind of each block of a list and the rules on it; `ends` as of `variants`."""
     kinds = list(entry_kinds(at, facts, facts).values())
     n = len(at.path)
     bits: dict[tuple[Span, tuple[Any, ...]], int] = {}
-    for origin, modules in _acting(plan):
+    for origin, modules, inferred in _acting(plan):
         picked = modules.path[n] if modules.path[:n] == at.path and modules.path[n:] else ""
         if isinstance(picked, Indices):
-            key = (origin, modules.path[n + 1 :])
+            key = (origin, (*modules.path[n + 1 :], inferred))
             bits[key] = bits.get(key, 0) | picked.bits
     alike: list[tuple[Indices, Rules]] = [(Indices.all(len(kinds)), frozenset())]
     for key, on in bits.items():
@@ -112,10 +125,12 @@ def _classes(at: Modules, plan: ir.Plan, facts: Facts) -> tuple[list[Kind], list
     if plan.pipeline is not None and plan.pipeline.op.blocks.path == at.path:
         op, origin = plan.pipeline.op, plan.pipeline.origin
         rules = [own | {(origin, (op.stage_of(i),))} for i, own in enumerate(rules)]
+    for i, end in ((0, _FIRST), (-1, _LAST)) if ends and rules else ():
+        rules[i] = rules[i] | {(end, ())}
     return kinds, rules
 
 
-def _pipeline(plan: ir.Plan, state: _StandIn) -> ir.PipelineRule | None:
+def _pipeline(plan: ir.Plan, state: StandInModel) -> ir.PipelineRule | None:
     """The stages of the small blocks: those of the blocks that they stand for."""
     if plan.pipeline is None:
         return None
@@ -145,7 +160,7 @@ def _numbers(kinds: list[Kind], rules: list[Rules]) -> list[int]:
     return [known[kind].index(own) for kind, own in zip(kinds, rules, strict=True)]
 
 
-def _fsdp(section: ir.Fsdp, state: _StandIn) -> ir.Fsdp:
+def _fsdp(section: ir.Fsdp, state: StandInModel) -> ir.Fsdp:
     units: list[ir.Unit] = []
     for unit in section.units:
         members = tuple(state.all(unit.members, unit))
@@ -162,15 +177,20 @@ def _fsdp(section: ir.Fsdp, state: _StandIn) -> ir.Fsdp:
 
 
 @dataclass(slots=True)
-class _StandIn:
-    """Finds the small modules that stand for real ones, and the problem where none does."""
+class StandInModel:
+    """Finds the small modules that stand for real ones, and the problem where none does; `ends` as
+    of `variants`.
+    """
 
     plan: ir.Plan
     facts: Facts
     small: Facts
     kept: Mapping[int, Sequence[tuple[int, ...]]]
+    ends: bool = False
     problems: list[Unrepresented] = field(default_factory=list)
     _layers: dict[tuple[Any, ...], tuple[int, ...]] = field(default_factory=dict)
+    _standing: dict[tuple[Any, ...], list[list[int]]] = field(default_factory=dict)
+    _even: dict[tuple[Any, ...], list[tuple[int, ...]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         small = {at.path: at for at in block_lists(self.small.model)}
@@ -199,9 +219,11 @@ class _StandIn:
 
     def _of_list(self, at: Modules, small: Modules) -> tuple[int, ...]:
         """The real block that each block of a small list stands for; empty for none."""
-        kinds, rules = _classes(at, self.plan, self.facts)
+        kinds, rules = _classes(at, self.plan, self.facts, self.ends)
         there = list(entry_kinds(small, self.small, self.facts).values())
         found = self._stated(kinds, rules, there) or self._by_kind(kinds, rules, there)
+        if not found and self.ends:
+            found = self._by_kind(kinds, [own - _ENDS for own in rules], there)
         if not found:
             text = f"which blocks of `{at}` the small model has is not known"
             self.lacks(text, *_differing(rules, rules))
@@ -210,9 +232,77 @@ class _StandIn:
         for i, end in ((0, 0), (-1, len(kinds) - 1)):  # an end stands for an end of its class
             if classes[found[i]] == classes[end] and end not in found:
                 found[i] = end
-        if any(_numbers(kinds, rules)):
+        if self.ends:
+            self._with_ends(at, [(k, r - _ENDS) for k, r in classes], found)
+        elif any(_numbers(kinds, rules)):
             self._neighbors(at, classes, found)
         return tuple(found)
+
+    def _with_ends(self, at: Modules, classes: list[tuple[Kind, Rules]], found: list[int]) -> None:
+        """The small blocks that stand for each real one: ends for ends, and those between for those
+        between. An end that none stands for is as those between of its class, if all small ends
+        are as those between of theirs.
+        """
+        last, own = len(found) - 1, [classes[layer] for layer in found]
+        inner = {i: c for i, c in enumerate(own) if 0 < i < last}
+        standing: list[list[int]] = []
+        if len(own) < len(classes) and len(own) < 3 and len({*classes}) == 1:
+            self._standing[at.path] = [[*range(len(own))] for _ in classes]
+            return
+        for layer, one in enumerate(classes):
+            end = {0: 0, len(classes) - 1: last}.get(layer, -1)
+            known = end >= 0 and own[end] == one
+            standing.append([end] if known else [i for i, c in inner.items() if c == one])
+        self._standing[at.path] = standing
+        if standing[:1] != [[0]] or standing[-1] != [last]:
+            self._even[at.path] = [
+                (i, *(n for n, c in inner.items() if c == own[i])) for i in (0, last)
+            ]
+        unseen = next((i for i, some in enumerate(standing) if not some), None)
+        if unseen is None and any(len(some) < 2 for some in self._even.get(at.path, ())):
+            unseen = 0
+        if unseen is not None:
+            text = f"no layer of the small model stands for `{at}[{unseen}]`"
+            self.lacks(text, *(origin for origin, _ in classes[unseen][1]))
+
+    def alike(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Yields small blocks that must have the same rules, since each stands for the same real
+        ones: their list, and their indices.
+        """
+        for path, standing in self._standing.items():
+            for some in dict.fromkeys((*map(tuple, standing), *self._even.get(path, ()))):
+                yield ".".join(map(str, path)), some
+
+    def real(self, name: str) -> tuple[Modules, ...]:
+        """The real modules that a small module, by its torch name, stands for; those that several
+        small ones stand for are the first one's.
+        """
+        at: tuple[Modules, ...] = (self.facts.model,)
+        small = self.small.model
+        for part in name.split(".") if name else ():
+            entry = part.isdecimal() and any(c.indices for c in small.module.children)
+            if entry:
+                at = tuple(m for one in at for m in self._stood_for(one, small, int(part)))
+            else:
+                inner = ((one, c) for one in at for c in one.module.children if c.name == part)
+                at = tuple(Modules((*one.path, part), c.module) for one, c in inner)
+            small = _step(small, Indices.of([int(part)]) if entry else part)
+        return at
+
+    def _stood_for(self, at: Modules, small: Modules, entry: int) -> Iterator[Modules]:
+        """The entries of a real list that an entry of a small one stands for."""
+        if at.path in self._layers:
+            standing = self._standing.get(at.path, [])
+            wanted = Indices.of(i for i, some in enumerate(standing) if some[:1] == [entry])
+        elif length(at) == length(small):
+            wanted = Indices.of([entry])
+        else:
+            of = next((made for made, all in _by_structure(small).items() if entry in all), None)
+            first = of is not None and _by_structure(small)[of].first == entry
+            wanted = _by_structure(at).get(of, Indices(0)) if first else Indices(0)
+        for child in at.module.children:
+            if child.indices is not None and child.indices & wanted:
+                yield Modules((*at.path, child.indices & wanted), child.module)
 
     def _stated(self, kinds: list[Kind], rules: list[Rules], there: list[Kind]) -> list[int]:
         """The blocks that were kept where the configuration was made small."""

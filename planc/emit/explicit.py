@@ -1,0 +1,90 @@
+"""A plan with its inferred layouts written out, for one model: `planc fmt --explicit`."""
+
+from collections.abc import Iterator, Sequence
+
+from planc.model.facts import Facts, Modules, merged
+from planc.model.indices import Indices
+from planc.ops import phrases
+from planc.ops.styles import style_text
+from planc.plan.ir import Plan, TensorRule
+from planc.syntax import ast
+
+
+def explicit(files: Sequence[ast.File], plan: Plan, facts: Facts) -> str:
+    """The text of the last file, in which sections with all layouts take the place of those that
+    leave layouts open; not yet in the canonical layout.
+    """
+    own = files[-1]
+    text, source = own.origin.source.text, own.origin.source
+    for setting in plan.sequence:
+        replaced = [s for s in own.statements if _over(s, setting.axis)]
+        others = any(_over(s, setting.axis) for file in files[:-1] for s in _all(file.statements))
+        inner = any(_over(s, setting.axis) and s not in replaced for s in _all(own.statements))
+        word = "override tensor" if others or inner else "tensor"
+        rules = [rule for rule in plan.tensor if rule.axis == setting.axis]
+        body = "\n".join(_body(rules, facts))
+        section = f"{word} on {setting.axis} {{\n{body}\n}}"
+        first = min((s.origin.start for s in replaced), default=len(source.text))
+        for statement in sorted(replaced, key=lambda s: -s.origin.start):
+            start, end = statement.origin.start, statement.origin.end
+            text = text[:start] + (section if start == first else "") + text[end:]
+        if not replaced:
+            text = f"{text.rstrip()}\n\n{section}\n"
+    return text
+
+
+def _over(statement: ast.Statement | ast.Item, axis: str) -> bool:
+    if not isinstance(statement, ast.Section) or statement.name != "tensor":
+        return False
+    return [a.path for a in statement.axes] == [axis]
+
+
+def _all(statements: Sequence[ast.Statement | ast.Item]) -> Iterator[ast.Statement | ast.Item]:
+    """Yields statements, and those in both branches of conditions."""
+    for statement in statements:
+        if isinstance(statement, ast.When):
+            yield from _all((*statement.then, *statement.otherwise))
+        else:
+            yield statement
+
+
+def _body(rules: Sequence[TensorRule], facts: Facts) -> Iterator[str]:
+    """The lines of a section: a block for the rules inside the same entries of a list."""
+    blocks: dict[str, dict[str, list[str]]] = {}
+    for rule in rules:
+        at = rule.modules.list_at
+        cut = 0 if at is None or at + 1 == len(rule.modules.path) else at + 1
+        parts = _selector(rule.modules, facts)
+        block, path = ("".join(some).removeprefix(".") for some in (parts[:cut], parts[cut:]))
+        blocks.setdefault(block, {}).setdefault(style_text(rule.style), []).append(path or "root")
+    for block, styles in blocks.items():
+        if block:
+            yield f"{block} {{"
+        for style, paths in styles.items():
+            groups: dict[str, list[str]] = {}
+            for path in paths:
+                groups.setdefault(phrases.parent(path), []).append(path)
+            for some in groups.values():
+                yield from (f"{path} : {style}" for path in phrases.together(some))
+        if block:
+            yield "}"
+
+
+def _selector(modules: Modules, facts: Facts) -> list[str]:
+    """A text for each segment of a path; all entries of a list are `.*`."""
+    found: list[str] = []
+    at = [facts.model]
+    for segment in modules.path:
+        inner = [
+            Modules((*one.path, c.segment), c.module) for one in at for c in one.module.children
+        ]
+        if isinstance(segment, Indices):
+            listed = [m for m in inner if isinstance(m.path[-1], Indices)]
+            every = merged(Modules((m.path[-1],), m.module) for m in listed)
+            whole = len(every) == 1 and every[0].path == (segment,)
+            found.append(".*" if whole else str(segment))
+            at = [m for m in listed if isinstance(m.path[-1], Indices) and m.path[-1] & segment]
+        else:
+            found.append(f".{segment}")
+            at = [m for m in inner if m.path[-1] == segment]
+    return found

@@ -1,0 +1,156 @@
+"""What a rank has of a tensor, and what is known of all tensors while layouts are inferred.
+
+A tensor is whole on every rank, a part of the sequence, something of the rank's own, or whole as a
+DTensor whose gradient is a sum; spmd_types has the same four types. A state is never changed, so
+each way that is tried begins with the same one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import NamedTuple
+
+from planc.model.dataflow import FlowCall
+from planc.ops.styles import Style
+
+
+class Held(Enum):
+    """What a rank has of a tensor."""
+
+    WHOLE = "whole"
+    PART = "a part of the sequence"
+    VARYING = "its own features"
+    GATHERED = "whole, as a DTensor"
+
+
+class Clash(Exception):
+    """Tensors that do not go together.
+
+    Args:
+        why: the reason, at a line of the model's code.
+        cut: those that would have to be parts of the sequence.
+        whole: those that would have to be whole.
+        mixed: those that would have to be DTensors.
+    """
+
+    def __init__(
+        self,
+        why: str,
+        line: int = 0,
+        *,
+        cut: Iterable[int] = (),
+        whole: Iterable[int] = (),
+        mixed: Iterable[int] = (),
+    ) -> None:
+        super().__init__(why)
+        self.line = line
+        self.cut, self.whole, self.mixed = tuple(cut), tuple(whole), tuple(mixed)
+
+
+class FoundRule(NamedTuple):
+    """A rule that follows.
+
+    Args:
+        module, style: as in a plan.
+        reason: why, as a sentence after "because".
+        weights: the modules with split weights that it follows from.
+        line: of the model's code.
+        beside: the modules whose widths are the rest of a linear's output (`mla_kv`).
+    """
+
+    module: str
+    style: Style
+    reason: str = ""
+    weights: tuple[str, ...] = ()
+    line: int = 0
+    beside: tuple[str, ...] = ()
+
+
+class Tried(NamedTuple):
+    """A clash that was met: the module in which, the reason, and the line of the model's code."""
+
+    module: str
+    text: str
+    line: int
+
+
+class Met(NamedTuple):
+    """A whole tensor that meets a varying one in an operation; `own`: a weight of the module."""
+
+    tensor: int
+    varying: int
+    line: int
+    own: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class State:
+    """What is known after some calls.
+
+    Args:
+        kinds: of tensors; whole where it has none.
+        dims: the dim along which a varying tensor is split, where that is known.
+        met: whole tensors that met varying ones.
+        rules: that follow.
+        sent: what is sent forward and backward, in hidden states.
+        work: norms and sums of residuals that run on parts of the sequence.
+    """
+
+    kinds: Mapping[int, Held] = field(default_factory=dict)
+    dims: Mapping[int, int | None] = field(default_factory=dict)
+    met: tuple[Met, ...] = ()
+    rules: tuple[FoundRule, ...] = ()
+    sent: float = 0
+    work: int = 0
+
+    def kind(self, tensor: int) -> Held:
+        return self.kinds.get(tensor, Held.WHOLE)
+
+    def typed(self, tensors: Iterable[int], kind: Held) -> State:
+        return replace(self, kinds={**self.kinds, **dict.fromkeys(tensors, kind)})
+
+    def ruled(self, *rules: FoundRule, sent: float = 0) -> State:
+        return replace(self, rules=(*self.rules, *rules), sent=self.sent + sent)
+
+    def some(self, call: FlowCall, *kinds: Held) -> list[tuple[str, int]]:
+        """The arguments of a call that are of some kinds."""
+        return [(key, t) for key, t in call.arguments if self.kind(t) in kinds]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Around:
+    """What holds inside a module: whether outputs may be parts of the sequence, the outputs that
+    were changed to mend clashes, whether a module may enter parts of the sequence, whether inputs
+    are DTensors, and whether clashes are mended.
+    """
+
+    sequence: bool
+    forced: Mapping[str, Held] = field(default_factory=dict)
+    may_enter: bool = True
+    gathered: bool = False
+    mends: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layouts:
+    """All rules of a model.
+
+    Args:
+        rules: those that follow, and the split weights as completed.
+        parts, sums: the sums of two hidden states that run on parts of the sequence, and all.
+        around: the blocks that are gathered as one.
+        why: the clashes that were met.
+    """
+
+    rules: tuple[FoundRule, ...]
+    parts: int
+    sums: int
+    around: tuple[str, ...]
+    why: tuple[Tried, ...]
+
+    @property
+    def everywhere(self) -> bool:
+        """Whether all sums of hidden states run on parts of the sequence."""
+        return 0 < self.parts == self.sums and not self.around

@@ -1,0 +1,335 @@
+"""Layouts that follow from how a plan splits weights: IR -> IR, for tensor sections with the
+setting `sequence`.
+
+Inference runs on the data flow of a small model, whose blocks stand for the real ones: those of a
+list that have the same kind and the same rules, the first and the last one apart. What is inferred
+is structural (places and dims); the one number, `mla_kv`'s, is computed from the real modules. The
+proof does not know which rule was inferred.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from planc.diagnostic import Label, Severity, Sink
+from planc.model.dataflow import DataFlow
+from planc.model.facts import Facts, Modules, generic, parse_path
+from planc.model.small.flow import FlowSource, flow_of, flow_source
+from planc.ops.styles import (
+    SPLITS,
+    Attributes,
+    Colwise,
+    Experts,
+    MlaKv,
+    Replicate,
+    Rowwise,
+    Shard,
+    Style,
+)
+from planc.plan.flow_types import Clash, FoundRule, Layouts, Tried
+from planc.plan.ir import Inferred, Plan, SequenceSetting, TensorRule
+from planc.plan.kept_layouts import Known, layouts_of
+from planc.plan.stand_in import StandInModel, Unrepresented, variants
+from planc.source import Span
+
+_DEPTHS = (2, 6, 10, 16)
+"""The least numbers of layers of the small models that are tried."""
+
+
+def inferred(plan: Plan, facts: Facts, sink: Sink) -> Plan:
+    """The plan with the layouts of all sections that leave them open; reports PL524 to PL526."""
+    for setting in plan.sequence:
+        if plan.mesh.size(setting.axis) > 1 and "tensor" not in plan.broken:
+            plan = _Section(plan, facts, setting, sink).inferred()
+    return plan
+
+
+@dataclass(slots=True)
+class _Section:
+    """The rules over one axis, and how small modules stand for real ones."""
+
+    plan: Plan
+    facts: Facts
+    setting: SequenceSetting
+    sink: Sink
+
+    def inferred(self) -> Plan:
+        plan, setting = self.plan, self.setting
+        own = tuple(r for r in plan.tensor if r.axis == setting.axis)
+        if not own:
+            return plan
+        found = self._stand_in(own)
+        if isinstance(found, Unrepresented | str):
+            return self._unknown(found)
+        source, state, small = found
+        flow = flow_of(source, self.facts)
+        if isinstance(flow, str):
+            return self._unknown(flow)
+        layouts = self._layouts(flow, small)
+        if layouts is None:
+            return replace(plan, broken=plan.broken | {"tensor"})
+        made = _Carried(flow, state, small, layouts, setting)
+        if problem := made.uneven or made.unsized(source.facts):
+            return self._unknown(problem)
+        rules = tuple(rule.sized(self.facts) for rule in made.rules(own))
+        others = tuple(r for r in plan.tensor if r.axis != setting.axis)
+        settled = replace(setting, parts=layouts.parts > 0)
+        if setting.wanted is not False and not layouts.everywhere:
+            self._in_part(flow, layouts)
+        sequence = tuple(settled if s is setting else s for s in plan.sequence)
+        return replace(plan, tensor=(*rules, *others), sequence=sequence)
+
+    def _stand_in(
+        self, own: tuple[TensorRule, ...]
+    ) -> tuple[FlowSource, StandInModel, tuple[TensorRule, ...]] | Unrepresented | str:
+        """The shallowest small model whose blocks stand for all real ones, and the rules on it."""
+        bare = _alone(self.plan, own)
+        apart = variants(bare, self.facts, ends=True)
+        problem: Unrepresented | str = ""
+        for layers in _DEPTHS:
+            source = flow_source(self.facts, apart, layers)
+            if isinstance(source, str):
+                return source
+            state = StandInModel(bare, self.facts, source.facts, source.kept, ends=True)
+            small = tuple(state.each(own))
+            if not state.problems:
+                return source, state, small
+            problem = problem or state.problems[0]
+        return problem
+
+    def _unknown(self, why: Unrepresented | str) -> Plan:
+        reason, lines = (why, ()) if isinstance(why, str) else (why.reason, why.origins)
+        self.sink.error(
+            "PL524",
+            f"the layouts over {self.setting.axis} cannot be inferred: {reason}",
+            *(lines or (self.setting.origin,)),
+            help="state them in the rules, and remove `sequence`",
+        )
+        return replace(self.plan, broken=self.plan.broken | {"tensor"})
+
+    def _layouts(self, flow: DataFlow, small: tuple[TensorRule, ...]) -> Layouts | None:
+        """The layouts for the setting's value; None after PL505, PL525 or PL526."""
+        found = self._chosen(flow, small)
+        if isinstance(found, Layouts):
+            return found
+        if not self._contradicted(flow, small):
+            self._impossible(flow, found)
+        return None
+
+    def _chosen(self, flow: DataFlow, small: Sequence[TensorRule]) -> Layouts | tuple[Tried, ...]:
+        """The layouts for the setting's value, or why there are none."""
+        wanted, known = self.setting.wanted, _styles(small)
+        parts = None if wanted is False else layouts_of(flow, known, sequence=True)
+        if isinstance(parts, Layouts) and (parts.everywhere or (wanted and parts.parts)):
+            return parts
+        plain = None if wanted else layouts_of(flow, known, sequence=False)
+        if isinstance(plain, Layouts):
+            return plain if parts is None else replace(plain, why=_why(parts))
+        if isinstance(parts, Layouts) and parts.parts and not wanted:
+            return parts  # `auto`, and in parts alone it is possible at all
+        return _why(parts if wanted else plain)
+
+    def _contradicted(self, flow: DataFlow, small: tuple[TensorRule, ...]) -> bool:
+        """Reports the stated layouts (PL505) without which there are layouts."""
+        stated = dict.fromkeys(rule.origin for rule in small if not rule.open)
+        for origin in stated:
+            found = self._chosen(flow, [_opened(r) if r.origin == origin else r for r in small])
+            if not isinstance(found, Layouts):
+                continue
+            why = self._chosen(flow, small)
+            reasons = "" if isinstance(why, Layouts) else _lines(flow, why[-1:])[0]
+            self.sink.error(
+                "PL505",
+                "this line states layouts that do not go with what flows there",
+                Label(span=origin, text="stated here"),
+                Label(span=self.setting.origin, text="all other layouts are inferred here"),
+                facts=[reasons] if reasons else [],
+                help="state how the weights are split, and leave the layouts to inference",
+            )
+            return True
+        return False
+
+    def _in_part(self, flow: DataFlow, layouts: Layouts) -> None:
+        """Says where hidden states are not parts of the sequence, and why."""
+        some = f"parts of the sequence in {layouts.parts} of {layouts.sums} sums of the small model"
+        reasons = dict.fromkeys(_lines(flow, layouts.why))
+        self.sink.report(
+            Severity.INFO,
+            "PL527",
+            f"hidden states are {some if layouts.parts else 'whole on each rank'}",
+            self.setting.origin,
+            facts=list(reasons)[:3],
+        )
+
+    def _impossible(self, flow: DataFlow, why: tuple[Tried, ...]) -> None:
+        setting = self.setting
+        if setting.wanted:
+            message = "no hidden states can be parts of the sequence"
+            help = "write `sequence = auto`, or `sequence = false`"
+            code = "PL526"
+        else:
+            message = f"no layouts over {setting.axis} go with these splits"
+            help = "leave the weights whole that the line reads, or write `sequence = true`"
+            code = "PL525"
+        self.sink.error(code, message, setting.origin, facts=_lines(flow, why[-3:]), help=help)
+
+
+def _lines(flow: DataFlow, why: Iterable[Tried]) -> list[str]:
+    return [f"{one.text}  ({flow.lines[one.line]})" for one in why]
+
+
+def _styles(rules: Iterable[TensorRule]) -> Known:
+    """The splits and the complete styles of some rules, by the names of modules."""
+    found: tuple[dict[str, list[Style]], dict[str, list[Style]]] = ({}, {})
+    for rule in rules:
+        for name in rule.modules.names():
+            found[not rule.open].setdefault(name, []).append(rule.style)
+    splits, stated = (tuple((n, tuple(s)) for n, s in some.items()) for some in found)
+    return splits, stated
+
+
+def _opened(rule: TensorRule) -> TensorRule:
+    """A rule without its layouts; one that states nothing else says that parameters are whole."""
+    style: Style
+    match rule.style:
+        case Colwise():
+            style = replace(rule.style, input=Replicate(), output=Shard(-1), local=True)
+        case Rowwise():
+            looked_up = rule.modules.module.kind == "embedding"
+            source = Replicate() if looked_up else Shard(-1)
+            style = replace(rule.style, input=source, output=Replicate(), local=True)
+        case Experts():
+            style = Experts(layouts=rule.style.layouts)
+        case _:
+            style = Attributes(names=())
+    return replace(rule, style=style, open=True)
+
+
+def _why(found: Layouts | Clash | None) -> tuple[Tried, ...]:
+    if isinstance(found, Layouts):
+        return found.why
+    return (Tried("", str(found), found.line),) if isinstance(found, Clash) else ()
+
+
+def _alone(plan: Plan, rules: tuple[TensorRule, ...]) -> Plan:
+    """The plan with some of its tensor rules alone."""
+    return replace(
+        plan,
+        tensor=rules,
+        load=None,
+        checkpoint=(),
+        compile=(),
+        train=(),
+        loss=(),
+        experts=(),
+        fsdp=None,
+        pipeline=None,
+        adapters=None,
+        optimizer=(),
+    )
+
+
+class _Carried:
+    """Small layouts on the real modules that the small ones stand for."""
+
+    def __init__(
+        self,
+        flow: DataFlow,
+        state: StandInModel,
+        small: tuple[TensorRule, ...],
+        layouts: Layouts,
+        setting: SequenceSetting,
+    ) -> None:
+        self.flow, self.state, self.small = flow, state, small
+        self.layouts, self.setting = layouts, setting
+        self.fixed = {n for rule in small if not rule.open for n in rule.modules.names()}
+        self.stated = {
+            flow.alias.get(name, name): rule.origin
+            for rule in small
+            for name in rule.modules.names()
+        }
+
+    @property
+    def uneven(self) -> str | None:
+        """Where small blocks of one kind, between others, have different rules."""
+        for path, blocks in self.state.alike():
+            if len({self._inside(f"{path}.{i}") for i in blocks}) > 1:
+                return f"blocks of one kind of `{path}` get different layouts"
+        return None
+
+    def unsized(self, small: Facts) -> str | None:
+        """Where the widths of modules do not say how many features of a linear are rotary."""
+        for found in self.layouts.rules:
+            if isinstance(found.style, MlaKv) and found.module not in self.fixed:
+                width = small.at(found.module).module.parameters[0].shape[0]
+                rest = (small.at(b).module.parameters[0].shape[-1] for b in found.beside)
+                if width - sum(rest) != found.style.rope:
+                    return f"state `mla_kv(rope = ...)` of `{generic(found.module)}`"
+        return None
+
+    def _inside(self, block: str) -> frozenset[tuple[str, Style]]:
+        return frozenset(
+            (f.module.removeprefix(block), f.style)
+            for f in self.layouts.rules
+            if f.module == block or f.module.startswith(f"{block}.")
+        )
+
+    def rules(self, own: Iterable[TensorRule]) -> list[TensorRule]:
+        """The plan's rules with their layouts, in order, then those that follow."""
+        completed: dict[tuple[str, type], FoundRule] = {
+            (f.module, type(f.style)): f
+            for f in reversed(self.layouts.rules)
+            if isinstance(f.style, SPLITS)
+        }
+        made: list[TensorRule] = []
+        used: set[FoundRule] = set()
+        for rule in self.small:
+            for name in rule.modules.names():
+                first = self.flow.alias.get(name, name)
+                found = FoundRule(first, rule.style)
+                if rule.open:
+                    found = completed.get((first, type(rule.style)), found)
+                used.add(found)
+                self._add(made, found, rule.origin, self.state.real(name), rule.style)
+        for found in self.layouts.rules:
+            if found not in used:
+                self._add(made, found, self._origin(found), self.state.real(found.module))
+        return made
+
+    def _origin(self, found: FoundRule) -> Span:
+        """The line of the first split that a rule follows from, or of the setting."""
+        lines = (self.stated[w] for w in found.weights if w in self.stated)
+        return next(lines, self.setting.origin)
+
+    def _add(
+        self,
+        made: list[TensorRule],
+        found: FoundRule,
+        origin: Span,
+        places: Iterable[Modules],
+        stated: Style | None = None,
+    ) -> None:
+        parent = found.module.rpartition(".")[0]
+        inside = [b.removeprefix(f"{parent}.") for b in found.beside if b.startswith(f"{parent}.")]
+        why = Inferred(
+            reason=found.reason,
+            weights=tuple(dict.fromkeys(map(generic, found.weights))),
+            code=str(self.flow.lines[found.line]),
+            beside=tuple(parse_path(one) for one in inside),
+        )
+        for modules in places:
+            rule = TensorRule(
+                modules=modules,
+                axis=self.setting.axis,
+                style=found.style,
+                origin=origin,
+                inferred=None if found.style == stated else why,
+            )
+            for i, other in enumerate(made):
+                same = other.style == rule.style and other.origin == origin
+                same = same and other.modules.module == modules.module
+                both = other.modules.union(modules) if same else None
+                if both is not None:
+                    made[i] = replace(other, modules=both)
+                    break
+            else:
+                made.append(rule)

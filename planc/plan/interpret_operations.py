@@ -1,0 +1,227 @@
+"""What operations make of tensors, and what rules send: the part of the interpretation that enters
+no module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate
+
+from planc.model.dataflow import DataFlow, FlowCall, Operation
+from planc.ops import styles as st
+from planc.ops.styles import Layout, Redistribution, Replicate, Shard, Style
+from planc.plan.flow_types import Around, Clash, FoundRule, Held, Met, State
+
+VIEWS = frozenset(
+    {"view", "reshape", "expand", "expand_as", "unflatten", "flatten", "contiguous", "view_as"}
+)
+"""FlowOperations whose output shares memory with their input: autograd refuses writes into views of
+what a style returns."""
+_SUMS = frozenset({"add", "radd", "iadd"})
+
+Makers = dict[int, list[Operation | FlowCall]]
+"""The operations, split modules and leaves with weights that give each tensor."""
+
+Styles = Mapping[str, Sequence[Style]]
+"""Styles that a plan states, by the module's name."""
+
+
+class FlowOperations:
+    """A flow and the styles of its modules.
+
+    Attributes:
+        splits, stated: styles by the first name of a module.
+        ruled: the modules with styles; `above`, those that contain one.
+        makers: what gives each tensor.
+    """
+
+    def __init__(self, flow: DataFlow, splits: Styles, stated: Styles) -> None:
+        self.flow = flow
+        self.splits = {flow.alias.get(name, name): some for name, some in splits.items()}
+        self.stated = {flow.alias.get(name, name): some for name, some in stated.items()}
+        self.ruled = {*self.splits, *self.stated}
+        self.above = {""}
+        for name in self.ruled:
+            self.above.update(accumulate(name.split(".")[:-1], "{}.{}".format))
+        self.makers: Makers = {}
+        for call in flow.calls:
+            for event in call.body:
+                if isinstance(event, Operation):
+                    given = event.outputs
+                elif event.name in self.ruled or (event.leaf and event.weights):
+                    given = event.given
+                else:
+                    continue
+                for tensor in given:
+                    self.makers.setdefault(tensor, []).append(event)
+
+    def sources(self, tensor: int, state: State) -> Iterator[FlowCall]:
+        """The calls of split linears whose varying output reaches a tensor by operations."""
+        seen, waiting = set[int](), [tensor]
+        while waiting:
+            tensor = waiting.pop()
+            if tensor in seen or state.kind(tensor) is not Held.VARYING:
+                continue
+            seen.add(tensor)
+            for event in self.makers.get(tensor, ()):
+                if isinstance(event, FlowCall):
+                    yield event
+                else:
+                    waiting += event.inputs
+
+    def residual(self, event: Operation) -> bool:
+        """Whether an operation adds two hidden states."""
+        if event.name.strip("_") not in _SUMS:
+            return False
+        return sum(self.flow.wide(t) and t in self.flow.live for t in event.inputs) > 1
+
+    def operations(
+        self, some: Sequence[Operation], state: State, own: set[int], around: Around
+    ) -> State:
+        """Some operations; what is made of the module's own weights alone counts as one (`own`)."""
+        if not some:
+            return state
+        kinds, dims, met, work = dict(state.kinds), dict(state.dims), [*state.met], state.work
+        for one in some:
+            real = [t for t in one.inputs if not self.flow.scalar(t) or t in own]
+            if own and real and all(t in own for t in real):
+                own.update(one.outputs)
+                continue
+            have = [kinds.get(t, Held.WHOLE) for t in real]
+            first = have[0] if have and one.inputs[0] == real[0] else Held.WHOLE
+            writes = one.in_place and first in (Held.WHOLE, Held.VARYING)
+            if writes and self.fresh(one.inputs[0], around):
+                why = f"`{one.name.strip('_')}` writes into the local output of a style"
+                raise Clash(why, one.line, mixed=real)
+            self.check(one, real, have, own)
+            result = next(
+                (k for k in (Held.PART, Held.VARYING, Held.GATHERED) if k in have),
+                None,
+            )
+            if result is Held.PART:
+                # a sum of residuals
+                twice = have.count(Held.PART) > 1
+                work += twice and self.flow.shapes[one.outputs[0]][-1] == self.flow.width
+            elif result is Held.VARYING:
+                pairs = zip(real, have, strict=True)
+                varying = real[have.index(Held.VARYING)]
+                whole = (t for t, kind in pairs if kind is Held.WHOLE)
+                met += (Met(t, varying, one.line, t in own) for t in whole)
+                self.follow(one, real, have, dims)
+            kinds.update(dict.fromkeys(one.outputs, result or Held.WHOLE))
+        return replace(state, kinds=kinds, dims=dims, met=tuple(met), work=work)
+
+    def check(
+        self,
+        one: Operation,
+        real: Sequence[int],
+        have: Sequence[Held],
+        own: set[int],
+    ) -> None:
+        """Raises a clash where the inputs of an operation do not go together."""
+        name = one.name.strip("_")
+        if Held.PART in have:
+            pairs = list(zip(real, have, strict=True))
+            parts = [t for t, kind in pairs if kind is Held.PART]
+            others = [t for t, kind in pairs if kind is not Held.PART and t not in own]
+            if others:
+                shape = list(self.flow.shapes[others[0]])
+                why = f"`{name}` takes a part of the sequence and a plain tensor {shape}"
+                raise Clash(why, one.line, cut=others, whole=parts)
+            if not one.tokenwise:
+                raise Clash(f"`{name}` mixes tokens", one.line, whole=parts)
+        elif Held.GATHERED in have and {Held.VARYING, Held.WHOLE} & {*have}:
+            raise Clash(f"`{name}` takes a DTensor and a plain tensor", one.line)
+
+    def follow(
+        self,
+        one: Operation,
+        real: Sequence[int],
+        have: Sequence[Held],
+        dims: dict[int, int | None],
+    ) -> None:
+        """Where the split dim of a varying input is in the outputs."""
+        pairs = zip(real, have, strict=True)
+        varying = (t for t, kind in pairs if kind is Held.VARYING)
+        source = next((t for t in varying if dims.get(t) is not None), None)
+        for out in one.outputs:
+            at = dims[source] if source is not None else None
+            length = len(self.flow.shapes[out])
+            if at is not None and source is not None:
+                back = at + length - len(self.flow.shapes[source])
+                at = back if one.moves is None else one.moves.get(at)
+            dims[out] = at if at is not None and 0 <= at < length else None
+
+    def fresh(self, tensor: int, around: Around) -> bool:
+        """Whether a tensor is the output of split weights, or a view of it."""
+        while True:
+            made = self.makers.get(tensor, ())
+            calls = [e for e in made if isinstance(e, FlowCall)]
+            if any(e.name in self.ruled or around.forced.get(e.name) is Held.WHOLE for e in calls):
+                return True
+            rest = [e for e in made if not (isinstance(e, Operation) and e.in_place)]
+            if not rest or not isinstance(rest[0], Operation) or rest[0].name not in VIEWS:
+                return False
+            tensor = rest[0].inputs[0]
+
+    def part(self, tensor: int) -> Shard:
+        """The layout of a part of the sequence."""
+        dim = self.flow.token_dim(tensor)
+        return Shard(1 if dim is None else dim)
+
+    def wide(self, tensors: Iterable[int]) -> float:
+        """How much is sent of tensors, in hidden states."""
+        return sum(self.flow.shapes[t][-1] for t in tensors) / (self.flow.width or 1)
+
+    def output(
+        self,
+        call: FlowCall,
+        changes: Mapping[int | None, Redistribution],
+        reason: str,
+        *,
+        local: bool = True,
+    ) -> FoundRule:
+        places = [None] if None in changes else range(call.length)
+        style = st.Output(positional=tuple(changes.get(p) for p in places), local=local)
+        return FoundRule(call.name, style, reason, line=call.line)
+
+    def input(
+        self,
+        call: FlowCall,
+        some: Sequence[tuple[str, int]],
+        change: Callable[[int], Redistribution],
+        reason: str,
+        *,
+        local: bool = False,
+    ) -> FoundRule:
+        given = {key: change(tensor) for key, tensor in some}
+        last = max((int(key) for key in given if key.isdecimal()), default=-1)
+        length = max(last + 1, call.positional) if last >= 0 else 0
+        style = st.Input(
+            positional=tuple(given.get(str(i)) for i in range(length)),
+            named=tuple((key, one) for key, one in given.items() if not key.isdecimal()),
+            local=local,
+        )
+        return FoundRule(call.name, style, reason, self.split_in(call), call.line)
+
+    def split_in(self, call: FlowCall) -> tuple[str, ...]:
+        """The modules with split weights inside a module."""
+        inside = (c.name for c in call.below() if c.name in self.ruled)
+        return tuple(dict.fromkeys(inside))
+
+    def kind_of(self, tensor: int, layout: Layout, local: bool) -> Held:
+        """What a rank has of a tensor in a layout."""
+        if isinstance(layout, Replicate):
+            return Held.WHOLE if local else Held.GATHERED
+        part = isinstance(layout, Shard) and layout.dim == self.flow.token_dim(tensor)
+        return Held.PART if part and not local else Held.VARYING
+
+    def meets(self, call: FlowCall, tensor: int, layout: Layout, state: State) -> None:
+        """Raises a clash where a tensor has another layout than a style states."""
+        have, wanted = state.kind(tensor), self.kind_of(tensor, layout, False)
+        if have is not wanted and {have, wanted} != {Held.WHOLE, Held.GATHERED}:
+            why = f"the style of `{call.name}` states {layout}, and a rank has {have.value}"
+            cut = (tensor,) if wanted is Held.PART and have is Held.WHOLE else ()
+            whole = (tensor,) if have is Held.PART else ()
+            raise Clash(why, call.line, cut=cut, whole=whole)

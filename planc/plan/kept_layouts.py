@@ -1,0 +1,81 @@
+"""Inferred layouts in the cache: under the flow, the splits, and the sources that infer."""
+
+from __future__ import annotations
+
+import hashlib
+from functools import cache as once
+from pathlib import Path
+from typing import Any
+
+from planc.model import cache
+from planc.model.dataflow import DataFlow, encode
+from planc.ops.codec import Reader, dump, shape_of
+from planc.ops.styles import Style
+from planc.plan.flow_types import Clash, FoundRule, Layouts, Tried
+from planc.plan.propagate import infer
+
+Named = tuple[tuple[str, tuple[Style, ...]], ...]
+Known = tuple[Named, Named]
+"""Splits and complete styles, by the names of modules."""
+
+_SOURCES = ("flow_types", "gradient_sums", "interpret_operations", "propagate")
+_STYLE = shape_of(Style)
+
+
+@once
+def _sources() -> str:
+    here = Path(__file__).parent
+    return hashlib.sha256(b"".join((here / f"{n}.py").read_bytes() for n in _SOURCES)).hexdigest()
+
+
+def layouts_of(flow: DataFlow, known: Known, *, sequence: bool) -> Layouts | Clash:
+    """The layouts that follow, or why there are none; remembered with the flow and in the cache."""
+    memo = (known, sequence)
+    if memo not in flow.memo:
+        if "text" not in flow.memo:
+            flow.memo["text"] = encode(flow)
+        parts = (flow.memo["text"], repr(known), str(sequence))
+        key = cache.entry_name("layouts", *parts, sources=_sources())
+        found = _decoded(cache.recall(key))
+        if found is None:
+            try:
+                found = infer(flow, dict(known[0]), dict(known[1]), sequence=sequence)
+            except Clash as clash:
+                found = clash
+            cache.keep(key, _encoded(found))
+        flow.memo[memo] = found
+    kept: Layouts | Clash = flow.memo[memo]
+    return kept
+
+
+def _encoded(found: Layouts | Clash) -> dict[str, Any]:
+    if isinstance(found, Clash):
+        return {"clash": [str(found), found.line]}
+    styles = list(dict.fromkeys(rule.style for rule in found.rules))
+    return {
+        "styles": [dump(style, _STYLE) for style in styles],
+        "rules": [rule._replace(style=styles.index(rule.style)) for rule in found.rules],  # type: ignore[arg-type]
+        "parts": [found.parts, found.sums],
+        "around": found.around,
+        "why": found.why,
+    }
+
+
+def _decoded(data: Any) -> Layouts | Clash | None:
+    try:
+        if "clash" in data:
+            return Clash(*data["clash"])
+        reader = Reader()
+        styles = [reader.load(one, _STYLE) for one in data["styles"]]
+        return Layouts(
+            rules=tuple(
+                FoundRule(module, styles[at], reason, tuple(weights), line, tuple(beside))
+                for module, at, reason, weights, line, beside in data["rules"]
+            ),
+            parts=data["parts"][0],
+            sums=data["parts"][1],
+            around=tuple(data["around"]),
+            why=tuple(Tried(*one) for one in data["why"]),
+        )
+    except (ValueError, TypeError, KeyError, IndexError):
+        return None

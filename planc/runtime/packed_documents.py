@@ -1,0 +1,80 @@
+"""Refuses batches whose tokens would see what they must not: other documents, and padding."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from planc.model.small.leaks import DOCUMENTS, PADDING, leaks
+from planc.runtime.preconditions import stop
+from planc.runtime.script_line import script_line
+
+_STATED = ("seq_idx", "cu_seqlens", "cu_seq_lens_q")
+"""Arguments that say where documents begin; torch's functions refuse them, kernels read them."""
+_KEPT = "_planc_leaks"
+
+
+def guard(model: nn.Module) -> None:
+    """Watches the calls of a model of transformers; after the first only if something leaks."""
+    if class_of(model) is None:
+        return
+    handle: RemovableHandle
+
+    def hook(model: nn.Module, _args: Any, kwargs: Mapping[str, Any]) -> None:
+        if not refuse(model, kwargs):
+            handle.remove()
+
+    handle = model.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def class_of(model: nn.Module) -> type | None:
+    """The model's class in transformers; None for a class of another library."""
+    kinds = (k for k in type(model).__mro__ if k.__module__.startswith("transformers.models."))
+    return next(kinds, None) if hasattr(model, "config") else None
+
+
+def refuse(model: nn.Module, batch: Mapping[str, Any]) -> bool:
+    """Stops where a batch has packed documents, or padding on the left, that the model's other
+    tokens would see; returns whether a later batch may have.
+
+    Raises:
+        PlanError: PL517, documents; PL518, padding.
+    """
+    positions, mask = batch.get("position_ids"), batch.get("attention_mask")
+    kind = class_of(model)
+    found = model.__dict__.get(_KEPT)
+    if found is None:
+        found = model.__dict__[_KEPT] = leaks(model.config.to_dict(), kind.__name__) if kind else {}
+    stated = any(batch.get(name) is not None for name in _STATED)
+    name = kind.__name__ if kind else ""
+    if DOCUMENTS in found and mask is None and not stated and _holds(positions, _begins_again):
+        raise stop(
+            "PL517",
+            f"rows with several documents: positions begin again, and in {name} the tokens of one "
+            f"document see those before it (they move by {found[DOCUMENTS]:.1g} of the output)",
+            *script_line("the batch arrives here"),
+            help="give each document a row of its own, padded on the right; or leave out "
+            "`position_ids`, if documents may see each other",
+        )
+    if PADDING in found and _holds(mask, _padded_before):
+        raise stop(
+            "PL518",
+            f"rows with padding on the left, which the tokens of {name} see (they move by "
+            f"{found[PADDING]:.1g} of the output)",
+            *script_line("the batch arrives here"),
+            help="pad rows on the right, with labels of -100",
+        )
+    return bool(found)
+
+
+def _holds(value: Any, condition: Callable[[Tensor], Tensor]) -> bool:
+    return isinstance(value, Tensor) and value.dim() == 2 and bool(condition(value).any())
+
+
+def _begins_again(positions: Tensor) -> Tensor:
+    return positions.diff(dim=-1) != 1
+
+
+def _padded_before(mask: Tensor) -> Tensor:
+    return mask[:, 0] == 0

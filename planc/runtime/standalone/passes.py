@@ -1,0 +1,137 @@
+"""Between passes a model lists the shards that its optimizer steps.
+
+FSDP leaves units with `reshard_after_forward=False` unsharded until a backward pass. If
+none follows, the parameters that modules list are copies: what a script does to them is
+lost, and gradients of the shards are not among theirs. Emitted scripts inline these
+definitions without their types.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+from planc.runtime.standalone.shards import fsdp_units, groups_of, reshard_units
+
+JOINED = "_planc_joined"
+"""The attribute of a model whose passes are joined."""
+
+
+def shards_at_rest(model: nn.Module) -> None:
+    """Makes modules list shards between passes.
+
+    After a pass without gradients all units are resharded. After one with gradients,
+    units that stay unsharded keep what they have gathered for the backward pass, and
+    modules list their shards until then. Each pass gathers anew, on all ranks, whatever
+    a rank did since the last one.
+
+    Args:
+        model: the outermost unit, with all units inside.
+    """
+    units = fsdp_units(model)
+    for group in [group for unit in units for group in groups_of(unit)]:
+        group.pre_backward = listed_again(group)
+    model.register_forward_pre_hook(before_pass, prepend=True)
+    model.register_forward_hook(after_pass)
+    for part in model.children():
+        inner = InnerPass(model)
+        part.register_forward_pre_hook(inner.before, prepend=True, with_kwargs=True)
+        part.register_forward_hook(inner.after)
+
+
+class InnerPass:
+    """Runs the hooks of the outermost unit where a script calls a part of the model by
+    itself, as reward and value heads do: torch finds all units by the first call of it.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.runs = False
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def before(self, _part: nn.Module, args: Any, kwargs: Any) -> Any:
+        state: Any = self.model._get_fsdp_state()
+        in_backward = torch._C._current_graph_task_id() != -1
+        if in_backward or state._training_state != TrainingState.IDLE:
+            return None
+        self.runs = True
+        before_pass(self.model, args)
+        return state._pre_forward(self.model, args, kwargs)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def after(self, _part: nn.Module, args: Any, output: Any) -> Any:
+        if not self.runs:
+            return None
+        self.runs = False
+        state: Any = self.model._get_fsdp_state()
+        output = state._post_forward(self.model, args, output)
+        after_pass(self.model, args, output)
+        return output
+
+
+@contextmanager
+def joined_passes(model: nn.Module) -> Iterator[None]:
+    """Passes inside gather what stays unsharded once; after them all is resharded."""
+    reshard_units(model)
+    setattr(model, JOINED, True)
+    try:
+        yield
+    finally:
+        setattr(model, JOINED, False)
+        reshard_units(model)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def before_pass(model: nn.Module, _args: Any) -> None:
+    if getattr(model, JOINED, False):
+        return
+    reshard_units(model)
+    if torch.is_inference_mode_enabled():
+        gathered_once(model)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def after_pass(model: nn.Module, _args: Any, _output: Any) -> None:
+    if getattr(model, JOINED, False):
+        return
+    if not torch.is_grad_enabled():
+        reshard_units(model)
+        return
+    for unit in fsdp_units(model):
+        for group in groups_of(unit):
+            for each in group.fsdp_params if not group.is_sharded else ():
+                each._setattr_on_modules(each.sharded_param)
+
+
+def listed_again(group: Any) -> Any:
+    """A group's `pre_backward` that first lists what stayed unsharded: blocks that are
+    recomputed read it.
+    """
+    plain = group.pre_backward
+
+    def pre_backward(*args: Any) -> None:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "backward(create_graph=True): FSDP gathers weights and sums gradients "
+                "outside of autograd, so second derivatives would be incomplete"
+            )
+        for each in group.fsdp_params if group.is_unsharded else ():
+            each._setattr_on_modules(each._unsharded_param)
+        plain(*args)
+
+    return pre_backward
+
+
+def gathered_once(model: nn.Module) -> None:
+    """Gathers units for the first time outside inference mode: torch keeps the tensors
+    that it gathers into, and those made in inference mode can never be trained.
+    """
+    with torch.inference_mode(False):
+        for unit in fsdp_units(model):
+            every = [each for group in groups_of(unit) for each in group.fsdp_params]
+            if not all(hasattr(each, "_unsharded_param") for each in every):
+                unit.unshard()
+                unit.reshard()

@@ -1,0 +1,207 @@
+"""A step is that of the mean over all labels, however a model of one's own names and counts."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    BertConfig,
+    BertForMaskedLM,
+)
+
+import planc
+from planc.model.small.user_model import TARGETS
+from planc.runtime import training_step
+from planc.runtime.standalone.pipeline_schedule import OF_THE_LOSS
+from planc.trial.thread_ranks import run_ranks
+
+PLAN = """plan own for Own
+
+mesh {
+    dp_shard = 2
+}
+
+fsdp on dp_shard {
+    precision(param = fp32, reduce = fp32)
+    root : unit(reshard = never)
+}
+"""
+
+
+STAGES = """
+pipeline on pp {
+    microbatches = 2
+    stages       = even(blocks.*)
+}
+"""
+
+
+class Own(nn.Module):
+    """Predicts labels that are as many as its tokens, of which it ignores -1, as nanoGPT."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(20, 8)
+        self.blocks = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+        self.head = nn.Linear(8, 20)
+
+    def logits(self, tokens):
+        x = self.table(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x.tanh())
+
+    def forward(self, tokens, targets=None):
+        logits = self.logits(tokens)
+        if targets is None:
+            return logits, None
+        loss = functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
+        return logits, loss
+
+
+class Next(Own):
+    """Predicts the next token, under another name."""
+
+    def forward(self, tokens, y):
+        loss = nn.CrossEntropyLoss()(self.logits(tokens)[:, :-1].flatten(0, 1), y[:, 1:].flatten())
+        return {"loss": loss}
+
+
+class Custom(Own):
+    """Computes its mean by itself."""
+
+    def forward(self, tokens, labels):
+        found = self.logits(tokens).log_softmax(-1)
+        chosen = found.gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+        return -(chosen * (labels >= 0)).sum() / (labels >= 0).sum(), found
+
+
+class Encoder(Own):
+    """A mean over rows of numbers: there are no labels of tokens."""
+
+    def forward(self, tokens, targets):
+        return (((self.logits(tokens)[..., 0] - targets) ** 2).mean(),)
+
+
+CASES = {
+    Own: ("targets", -1),
+    Next: ("y", -100),
+    Custom: ("labels", -100),
+    Encoder: ("targets", None),
+}
+
+
+def bart():
+    """A decoder, whose labels transformers shifts in its input."""
+    sizes = dict.fromkeys(("encoder_layers", "decoder_layers", "encoder_attention_heads"), 1)
+    sizes |= dict(decoder_attention_heads=1, encoder_ffn_dim=8, decoder_ffn_dim=8, d_model=8)
+    config = BartConfig(vocab_size=20, max_position_embeddings=16, dropout=0.0, **sizes)
+    return BartForConditionalGeneration(config)
+
+
+def bert():
+    """Predicts the tokens that are masked, the first of a row too."""
+    sizes = dict(hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8)
+    nothing = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    return BertForMaskedLM(BertConfig(vocab_size=20, **sizes, **nothing))
+
+
+CASES |= {bart: ("labels", -100), bert: ("labels", -100)}
+
+
+def batches(kind, rank, *, first=True):
+    """Two passes of a rank, with 2 to 12 of 12 labels; without labels in the first, if asked."""
+    name, ignored = CASES[kind]
+    tokens_name = "input_ids" if kind in (bart, bert) else "tokens"
+    found = []
+    for number in range(2):
+        generator = torch.Generator().manual_seed(10 * rank + number)
+        tokens = torch.randint(0, 20, (2, 6), generator=generator)
+        labels = torch.randint(0, 20, (2, 6), generator=generator)
+        if ignored is None:
+            labels = labels.float()
+        else:
+            labels[:, : [0, 3, 1, 5][2 * rank + number]] = ignored
+            if not first and number == 0:
+                labels[:] = ignored
+        found.append({tokens_name: tokens, name: labels})
+    return found
+
+
+def alone(model, kind, **how):
+    """One pass of all rows."""
+    every = [batch for rank in range(2) for batch in batches(kind, rank, **how)]
+    whole = {n: torch.cat([batch[n] for batch in every]) for n in every[0]}
+    output = model(**whole)
+    output = output.values() if isinstance(output, dict) else output
+    loss = next(value for value in output if isinstance(value, torch.Tensor) and not value.dim())
+    loss.backward()
+    return loss.detach(), {n: p.grad for n, p in model.named_parameters()}
+
+
+def trained(kind, steps, tmp_path, *, stages=1):
+    """Loss and gradients of the last of several steps on two data ranks, and of one process."""
+    text = PLAN.replace("Own", kind.__name__)
+    if stages > 1:
+        text = text.replace("mesh {", f"mesh {{\n    pp       = {stages}") + STAGES
+    (tmp_path / "own.plan").write_text(text)
+    torch.manual_seed(0)
+    single = kind()
+    models, found = [copy.deepcopy(single) for _ in range(2 * stages)], {}
+
+    def rank(number):
+        run = planc.apply(
+            models[number], tmp_path / "own.plan", device_type="cpu", require="nothing", compare=0
+        )
+        for how in steps:
+            run.model.zero_grad()
+            loss = run.forward_backward(batches(kind, run.data_rank, **how))
+        own = {n: p.grad for n, p in run.model.named_parameters() if p.grad is not None}
+        grads = {n: grad.full_tensor() for n, grad in own.items()}
+        found[number] = loss, grads
+
+    failure = run_ranks(2 * stages, rank, seconds=60)
+    assert failure is None, failure and failure.message
+    return found, alone(single, kind, **steps[-1])
+
+
+@pytest.fixture
+def told(monkeypatch):
+    """The codes of what is logged; ranks that are threads log nothing."""
+    codes = []
+    monkeypatch.setattr(training_step, "warning", lambda code, *_, **__: codes.append(code))
+    return codes
+
+
+NONE_FIRST = [{"first": False}, {}]
+
+
+@pytest.mark.parametrize("steps", [[{}], [{"first": False}], NONE_FIRST], ids=str)
+@pytest.mark.parametrize("kind", CASES)
+def test_a_model_of_ones_own_is_weighed_by_what_its_loss_counts(kind, steps, tmp_path, told):
+    if kind is Custom and not steps[0].get("first", True):
+        pytest.skip("its mean over no label is no number")
+    same(*trained(kind, steps, tmp_path))
+    assert told == ["PL515"] * 2 * (kind is Custom)
+
+
+def test_stages_before_the_last_get_no_labels(tmp_path):
+    """Their hidden states are no logits; a pass has the weight of its microbatch's labels."""
+    same(*trained(Own, NONE_FIRST, tmp_path, stages=2))
+
+
+def same(found, right):
+    loss, grads = right
+    for own, own_grads in found.values():
+        torch.testing.assert_close(own, loss.float(), rtol=1e-5, atol=1e-6)
+        for name, grad in own_grads.items():
+            torch.testing.assert_close(grad, grads[name], rtol=1e-5, atol=1e-6)
+    assert {name for _, own in found.values() for name in own} == grads.keys()
+
+
+def test_the_names_of_labels_are_the_same_everywhere():
+    assert set(TARGETS) < set(OF_THE_LOSS)

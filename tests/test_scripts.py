@@ -1,0 +1,36 @@
+"""A sample of `make scripts`: what scripts do between passes, with threads as ranks."""
+
+import random
+import sys
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+sys.path += [str(TESTS / "scripts"), str(TESTS / "processes")]
+import playing  # noqa: E402
+import script_jobs  # noqa: E402
+
+from planc.runtime.standalone import passes  # noqa: E402
+
+
+@pytest.mark.parametrize("plan", script_jobs.PLANS)
+def test_a_random_script(plan):
+    script = playing.drawn(plan, random.Random(plan))
+    assert not playing.difference(plan, script, playing.on_threads), playing.told(script)
+
+
+@pytest.mark.parametrize(
+    ("plan", "script"),
+    [
+        ("fsdp", "train:0 no_grad:0"),
+        ("hsdp", "logged:0 scale_head:0"),
+        ("tp-fsdp", "no_grad:0 scale:0"),
+    ],
+)
+def test_a_model_that_lists_copies_is_found(plan, script, monkeypatch):
+    """Without the hooks, scripts as simple as these fail, and the shortest of them is found."""
+    monkeypatch.setattr(passes, "shards_at_rest", lambda _model: None)
+    longer = playing.read(f"rate:1 {script} rate:2")
+    assert playing.difference(plan, longer, playing.on_threads)
+    assert playing.shortest(plan, longer, playing.on_threads) == playing.read(script)
