@@ -28,7 +28,7 @@ from planc.plan.evaluate import evaluate, truth
 from planc.plan.ir import Plan
 from planc.plan.mesh_axes import EXPERTS
 from planc.plan.scope import Definition, Scope
-from planc.plan.settings import EP, ETP, RECOMPUTE, REDUCE_DTYPE
+from planc.plan.settings import EP, ETP, FORMER, RECOMPUTE, REDUCE_DTYPE
 from planc.project import ProjectError
 from planc.resources import PLANS
 from planc.source import Source
@@ -276,6 +276,7 @@ def _scope(choice: Choice, space: Space, facts: Facts, sink: Sink) -> Scope:
     """The names that a plan's `require` can use, with the values of a choice."""
     mesh = space.mesh(choice.sizes)
     scope = Scope(facts=facts, sink=sink, evaluate=evaluate, solve=lambda: mesh)
+    scope.aliases = {n: s.word for n, s in FORMER.items() if n not in space.defaults}
     divided = (space.experts.ranks.name,) if space.experts else ()
     scope.axis_names = (*(a.name for a in space.axes), *divided)
     origin = space.plan.origin

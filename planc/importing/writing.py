@@ -366,7 +366,7 @@ class Writer:
                 self._not("same", "with adapters all else is frozen", word)
             elif word == "frozen_embeddings":
                 rules += self._line("    **<Embedding> : frozen", word)
-            elif found := [name for name in names if re.search(rf"\b{name}\b", self.base.text)]:
+            elif found := [name for name in names if name in self.base.names]:
                 rules += self._line(f"    **.{found[0]} : frozen", word)
             elif self.keys.get(word):
                 self._not(*none, word)

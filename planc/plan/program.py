@@ -232,6 +232,9 @@ def _size_axis(statement: ast.Option | ast.Let, name: str, program: Program) -> 
 
 def _same_type(name: str, default: ast.Expr, program: Program, given: ast.Literal | None) -> None:
     """An option keeps the type of its default: `--set sequence=1` is a mistake."""
+    setting = SETTINGS.get(name)
+    if given and setting and given.value in setting.words:
+        return
     if given is None or not isinstance(default, ast.Literal) or default.value is None:
         return
     kinds = (bool, int | float, str)

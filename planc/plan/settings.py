@@ -15,7 +15,8 @@ class PlanSetting:
         meaning: what it decides.
         section: the section of a plan that it makes or fills.
         axis: whether it is the size of an axis of the mesh, or of the ranks that divide experts.
-        former: names that it had in plans.
+        former: the name that it had in plans.
+        words: values besides those of the default's type.
     """
 
     word: str
@@ -24,6 +25,7 @@ class PlanSetting:
     section: str
     axis: bool = False
     former: str = ""
+    words: tuple[str, ...] = ()
 
 
 TP = PlanSetting(
@@ -71,6 +73,7 @@ SEQUENCE = PlanSetting(
     default=True,
     section="tensor",
     former="sequence_parallel",
+    words=("auto",),
     meaning="norms and residuals are sharded on the sequence dim between blocks",
 )
 RECOMPUTE = PlanSetting(
