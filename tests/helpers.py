@@ -101,10 +101,19 @@ def checked(model, text, folder, **given):
     return {d.code: d for d in found if d.severity != "info"}
 
 
+def flat(plan):
+    """A shipped plan and those that it extends as the text of one file, with columns closed up."""
+    text = (PLANS / f"{plan}.plan").read_text()
+    header, _, rest = text.partition("\n")
+    while found := re.search(r'^extend "(\w+)\.plan"\n', rest, re.M):
+        base = (PLANS / f"{found[1]}.plan").read_text().partition("\n")[2]
+        rest = rest[: found.start()] + base + rest[found.end() :]
+    return re.sub(" +:", " :", f"{header}\n{rest}")
+
+
 def mutant(folder, plan, old, new, after=""):
-    """A shipped plan with one change, in a file; columns are closed up, and paths made whole."""
-    text = re.sub(" +:", " :", (PLANS / f"{plan}.plan").read_text())
-    text = re.sub(r'extend "(\w)', rf'extend "{PLANS}/\1', text)
+    """A shipped plan with one change, in a file."""
+    text = flat(plan)
     head, found, rest = text.partition(after) if after else ("", "", text)
     assert old in rest, f"{plan}.plan has no {old!r}"
     path = folder / "mutant.plan"

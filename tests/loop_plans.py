@@ -15,13 +15,8 @@ LONG = """plan long for llama
 
 extend "llama"
 
-override mesh {
-    when pipeline_stages > 1 {
-        pp = pipeline_stages
-    }
-    dp_shard = auto
-    cp       = 2
-    tp       = 1
+mesh {
+    cp = 2
 }
 
 context on cp {
@@ -38,20 +33,20 @@ PLANS = {
     "fsdp": (2, "llama", []),
     "hsdp": (4, "llama", ["dp_replicate=2"]),
     "tp": (4, "llama", ["tp=2"]),
-    "pp": (2, "llama", ["pipeline_stages=2", "microbatches=4"]),
-    "pp and fsdp": (4, "llama", ["pipeline_stages=2", "microbatches=2"]),
-    "pp and tp": (4, "llama", ["pipeline_stages=2", "tp=2", "microbatches=8"]),
-    "zbv": (2, "llama", ["pipeline_stages=2", "microbatches=4", "pipeline_schedule=zbv"]),
-    "loss on tp": (4, "llama", ["pipeline_stages=2", "tp=2", "microbatches=2", "loss_chunks=2"]),
-    "pp, tp and fsdp": (8, "llama", ["pipeline_stages=2", "tp=2", "microbatches=2"]),
+    "pp": (2, "llama", ["pp=2", "microbatches=4"]),
+    "pp and fsdp": (4, "llama", ["pp=2", "microbatches=2"]),
+    "pp and tp": (4, "llama", ["pp=2", "tp=2", "microbatches=8"]),
+    "zbv": (2, "llama", ["pp=2", "microbatches=4", "schedule=zbv"]),
+    "loss on tp": (4, "llama", ["pp=2", "tp=2", "microbatches=2", "loss_chunks=2"]),
+    "pp, tp and fsdp": (8, "llama", ["pp=2", "tp=2", "microbatches=2"]),
     "cp": (2, "long.plan", []),
     "cp, tp and fsdp": (8, "long.plan", ["tp=2"]),
-    "pp and cp": (4, "long.plan", ["pipeline_stages=2", "microbatches=2"]),
+    "pp and cp": (4, "long.plan", ["pp=2", "microbatches=2"]),
 }
 MIXTURES = {
     "ep": (2, "mixtral", ["ep=2"]),
     "ep and tp": (4, "mixtral", ["ep=4", "tp=2"]),
-    "ep and pp": (4, "mixtral", ["ep=2", "pipeline_stages=2", "microbatches=2"]),
+    "ep and pp": (4, "mixtral", ["ep=2", "pp=2", "microbatches=2"]),
 }
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 SIZES = {

@@ -38,7 +38,7 @@ def compiled(folder, text):
     (folder / "t.plan").write_text(text)
     facts, sink = api._facts_of(model()), Sink()
     assert isinstance(facts, Facts)
-    settings = ["tp=2", "sequence_parallel=false"]
+    settings = ["tp=2", "sequence=false"]
     return compile_plan(facts, str(folder / "t.plan"), sink, world_size=2, settings=settings)
 
 

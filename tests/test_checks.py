@@ -74,7 +74,7 @@ def split(model, rules, tp=2):
 def test_shipped_plans_are_clean(model, plan, tp, sequence_parallel):
     sink = Sink()
     known = load(model, sink)
-    settings = [f"tp={tp}", f"sequence_parallel={sequence_parallel}"]
+    settings = [f"tp={tp}", f"sequence={sequence_parallel}"]
     ir = elaborate(read(plan, sink), known, sink, world_size=16, settings=settings)
     check(ir, known, sink)
     assert [d.message for d in sink if d.severity != "info"] == []
@@ -89,7 +89,7 @@ def test_shipped_plans_are_clean(model, plan, tp, sequence_parallel):
 def test_shipped_plans_fail_in_none_of_these_ways(model, name, tp, sequence_parallel):
     sink = Sink()
     known = load(model, sink)
-    settings = [f"tp={tp}", f"sequence_parallel={sequence_parallel}"]
+    settings = [f"tp={tp}", f"sequence={sequence_parallel}"]
     ir = elaborate(read(name, sink), known, sink, world_size=16, settings=settings)
     check(ir, known, sink)
     assert not set(codes(sink)) & NEVER

@@ -78,7 +78,7 @@ def test_diff_of_git_revisions(tmp_path, monkeypatch):
         "# moved by a comment\n" + (PLANS / "llama.plan").read_text()
     )
     assert call("diff", "llama-3.1-8b", "HEAD:p.plan", "p.plan")[:2] == (0, "No changes.\n")
-    plan.write_text('plan p for llama\nextend "base.plan"\noverride option checkpointing = false\n')
+    plan.write_text('plan p for llama\nextend "base.plan"\noverride option recompute = false\n')
     code, out, _ = call("diff", "llama-3.1-8b", "HEAD:p.plan", "p.plan")
     assert code == 1 and "checkpoint" in out and "1 to remove" in out
 
@@ -273,9 +273,9 @@ def test_what_python_passes_is_what_the_command_line_takes(tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     plan = tmp_path / "own.plan"
     plan.write_text((PLANS / "llama.plan").read_text())
-    words = ["tp=4", "sequence_parallel=false"]
+    words = ["tp=4", "sequence=false"]
     want = planc.lower("llama-3.1-8b", "llama", world_size=8, overrides=words)
-    as_mapping = {"tp": 4, "sequence_parallel": False}
+    as_mapping = {"tp": 4, "sequence": False}
     model = PLANS / "models" / "llama-3.1-8b.json"
     for given in (words, tuple(words), as_mapping):
         found = planc.lower(model, plan, world_size=8, overrides=given)

@@ -182,7 +182,7 @@ def test_of_another_class_the_inputs_are_not_known():
     ("name", "plan"), sampled([(n, diffused.plan_of(n)) for n in diffused.TOTALS], 2)
 )
 def test_shipped_plans_are_proved(name, plan, checkpointing):
-    settings = ["tp=4", f"checkpointing={checkpointing}"]
+    settings = ["tp=4", f"recompute={checkpointing}"]
     verdict, findings = simulated(name, plan, settings)
     said = Sink()
     compile_plan(name, plan, said, world_size=64, settings=settings)
@@ -279,7 +279,7 @@ def test_each_plan_has_the_verdict_of_its_own_units(bypassed):
     text = (PLANS / "wan.plan").read_text()
     assert "    root " in text
     path = bypassed / "wan.plan"
-    path.write_text(text.replace("    root ", "    $block.ffn : unit\n    root "))
+    path.write_text(text.replace("    root ", "    $blocks.ffn : unit\n    root "))
     verdict, findings = simulated("wan2.1-t2v-1.3b", path, ["tp=2"])
     assert [d.code for d in findings] == ["PL508"]
     assert verdict.verdict == "refuted"

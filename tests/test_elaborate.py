@@ -113,7 +113,7 @@ def test_a_folder_of_weights_does_not_hide_the_shipped_plan_of_its_name(home):
     sink = Sink()
     files = read("mine.plan", sink)
     assert codes(sink) == []
-    assert [file.statements[0].name for file in files] == ["llama", "mine"]
+    assert [file.statements[0].name for file in files] == ["blocks", "decoder", "llama", "mine"]
 
 
 def test_a_plan_with_the_name_of_a_shipped_one_extends_that(home):
@@ -121,4 +121,4 @@ def test_a_plan_with_the_name_of_a_shipped_one_extends_that(home):
     sink = Sink()
     files = read("llama.plan", sink)
     assert codes(sink) == []
-    assert [file.statements[0].name for file in files] == ["llama", "mine"]
+    assert [file.statements[0].name for file in files] == ["blocks", "decoder", "llama", "mine"]

@@ -54,7 +54,7 @@ def test_an_encoder_gets_tensor_parallelism_and_is_proved(tmp_path, family, cls,
     assert not list(sink) and made.outcome.verdict == "proved" and made.sequence is sequence
     text = "".join(made.text.split())
     assert all(rule in text for rule in rules), made.text
-    settings = ["tp=2", *(["sequence_parallel=false"] if sequence else [])]
+    settings = ["tp=2", *(["sequence=false"] if sequence else [])]
     path = tmp_path / "made.plan"
     for content, verdict in ((made.text, "proved"), (broken(made.text), "refuted")):
         path.write_text(content)

@@ -130,7 +130,7 @@ def test_the_grouped_product_of_transformers():
 # The proof ---------------------------------------------------------------------------------------
 
 MIXTRAL = "mixtral-8x7b", "mixtral"
-SETTINGS = ("tp=2", "ep=4", "sequence_parallel=false", "checkpointing=false")
+SETTINGS = ("tp=2", "ep=4", "sequence=false", "recompute=false")
 
 
 def test_mixtures_are_proved(uncached):

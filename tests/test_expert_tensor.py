@@ -81,7 +81,7 @@ def test_any_routing(family, route):
 # The proof ---------------------------------------------------------------------------------------
 
 SPLIT = ("tp=2", "ep=2", "etp=2")
-PLAIN = (*SPLIT, "sequence_parallel=false", "checkpointing=false")
+PLAIN = (*SPLIT, "sequence=false", "recompute=false")
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ The simulation itself is held against real processes in `make mutants` (docs/pro
 
 import ast
 import json
-import re
 import shutil
 import subprocess
 import sys
@@ -13,7 +12,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from helpers import compiled_of, mutant, sampled, simulated, slow
+from helpers import compiled_of, flat, mutant, sampled, simulated, slow
 from torch._C._distributed_c10d import _get_work_registry_size
 
 from planc.compiler import compile_plan
@@ -22,7 +21,7 @@ from planc.model import cache
 from planc.model.load import load
 from planc.model.small.shrink import shrink
 from planc.proof.layout_flow import flow
-from planc.resources import GRAMMARS, PLANS
+from planc.resources import GRAMMARS
 
 SHIPPED = [
     ("llama-3.1-8b", "llama", 8),
@@ -38,7 +37,7 @@ SHIPPED = [
 @pytest.mark.parametrize("sequence_parallel", ["true", slow("false")])
 @pytest.mark.parametrize(("model", "plan", "tp"), sampled(SHIPPED, 2))
 def test_shipped_plans_are_proved(model, plan, tp, sequence_parallel):
-    settings = [f"tp={tp}", f"sequence_parallel={sequence_parallel}"]
+    settings = [f"tp={tp}", f"sequence={sequence_parallel}"]
     verdict, findings = simulated(model, plan, settings)
     assert (verdict.verdict, findings) == ("proved", [])
     assert 0 < verdict.outcome.worst < 1e-5
@@ -48,7 +47,7 @@ def test_no_collective_of_a_simulation_is_left_open(tmp_path, monkeypatch):
     """torch warns of them when the process ends; a block that runs again stops before it waits."""
     monkeypatch.setenv("PLANC_CACHE_DIR", str(tmp_path))
     open_before = _get_work_registry_size()
-    verdict, _ = simulated("command-r7b", "cohere2", ["tp=2", "sequence_parallel=false"])
+    verdict, _ = simulated("command-r7b", "cohere2", ["tp=2", "sequence=false"])
     assert verdict.verdict == "proved"
     assert _get_work_registry_size() == open_before
 
@@ -101,8 +100,7 @@ MUTANTS = [
 
 
 def llama():
-    """The shipped plan, in which columns decide nothing about what the tests look for."""
-    return re.sub(" +:", " :", (PLANS / "llama.plan").read_text())
+    return flat("llama")
 
 
 @pytest.mark.parametrize(("old", "new", "code", "line"), MUTANTS)
@@ -121,7 +119,7 @@ def test_what_arrives_is_told_from_the_numbers(tmp_path):
     """A rowwise layer that is handed whole activations: the boundary is the cause."""
     old = "mlp.{gate,up}_proj : colwise"
     path = mutant(tmp_path, "llama", old, f"{old}(-> replicate)")
-    _, findings = simulated("llama-3.1-8b", path, ["tp=8", "sequence_parallel=false"])
+    _, findings = simulated("llama-3.1-8b", path, ["tp=8", "sequence=false"])
     by_code = {d.code: d for d in findings}
     found = by_code["PL505"]
     assert found.severity == "error"
@@ -206,9 +204,9 @@ def test_json_has_the_verdicts(capsys):
 def test_the_api_checks_as_the_command_does(tmp_path):
     import planc
 
-    rule = "$block.self_attn.{q,k}_norm : sequence(dim = 2, local = true)"
+    rule = "$blocks.self_attn.{q,k}_norm : sequence(dim = 2, local = true)"
     path = mutant(tmp_path, "qwen3", rule, "model.norm : output(replicate -> replicate)")
-    arguments = {"world_size": 8, "overrides": ["tp=2", "sequence_parallel=false"]}
+    arguments = {"world_size": 8, "overrides": ["tp=2", "sequence=false"]}
     assert "PL502" in {d.code for d in planc.check("qwen3-8b", str(path), **arguments)}
     assert "PL502" not in {
         d.code for d in planc.check("qwen3-8b", str(path), level="structure", **arguments)
@@ -220,7 +218,7 @@ def test_the_api_checks_as_the_command_does(tmp_path):
 def test_a_gradient_that_nothing_sums(tmp_path):
     """qwen3 without its rule for q_norm, past the structural check that would catch it first."""
     sink = Sink()
-    settings = ["tp=2", "sequence_parallel=false"]
+    settings = ["tp=2", "sequence=false"]
     compiled = compile_plan("qwen3-8b", "qwen3", sink, world_size=8, settings=settings)
 
     from planc.model.small.transformers_model import TransformersBuilder
@@ -295,13 +293,13 @@ def simulations(tmp_path, monkeypatch):
 def test_a_verdict_is_remembered_by_what_the_simulation_runs(tmp_path, simulations):
     path = tmp_path / "own.plan"
     text = llama()
-    settings = ["tp=2", "sequence_parallel=false"]
+    settings = ["tp=2", "sequence=false"]
     for old, new, runs in (
         ("reshard = except_last", "reshard = never", 2),
         ("reshard = except_last", "reshard = except_last, precision(param = fp32)", 2),
         ("reduce = reduce_dtype", "reduce = bf16", 2),
         ("mlp.down_proj : rowwise\n", "mlp.down_proj : rowwise(-> replicate)\n", 2),  # the default
-        ("when checkpointing {", "when not checkpointing {", 3),
+        ("when recompute {", "when not recompute {", 3),
     ):
         assert old in text, old
         for content in (text, text.replace(old, new)):
@@ -313,7 +311,7 @@ def test_a_verdict_is_remembered_by_what_the_simulation_runs(tmp_path, simulatio
 def test_a_bug_fixed_in_planc_leaves_no_verdict_standing(simulations, monkeypatch):
     from planc.proof import called_modules, judge
 
-    settings = ["tp=2", "sequence_parallel=false"]
+    settings = ["tp=2", "sequence=false"]
     simulated("llama-3.2-1b", "llama", settings)
     simulated("llama-3.2-1b", "llama", settings)
     assert len(simulations) == 1
@@ -366,7 +364,7 @@ def test_a_plan_is_proved_as_it_was_checked(tmp_path, simulations, monkeypatch):
     base, path = tmp_path / "base.plan", tmp_path / "own.plan"
     base.write_text(llama())
     path.write_text('plan own for llama\nextend "base.plan"\n')
-    settings = ["tp=2", "sequence_parallel=false"]
+    settings = ["tp=2", "sequence=false"]
     compiled = compiled_of("llama-3.2-1b", path, settings)
     base.write_text(
         llama().replace("mlp.down_proj : rowwise\n", "mlp.down_proj : rowwise(-> partial)\n")

@@ -130,7 +130,7 @@ def test_a_drafted_plan_is_laid_out_checked_and_proved(model, tmp_path):
     path = tmp_path / "draft.plan"
     path.write_text(made.text)
     for way in ("true", "false"):
-        sink, settings = Sink(), ["tp=2", f"sequence_parallel={way}"]
+        sink, settings = Sink(), ["tp=2", f"sequence={way}"]
         compiled = compile_plan(facts, str(path), sink, world_size=16, settings=settings)
         assert compiled.lowered is not None, [d.message for d in sink]
         assert flow(compiled, sink).verdict == "proved"
@@ -248,7 +248,7 @@ def test_a_model_of_ones_own(tmp_path, monkeypatch, capsys):
     text = (tmp_path / "my.plan").read_text()
     assert "mlp.c_fc:colwise" in rules(text)
     assert "attn.c_attn:colwise(->replicate)" in rules(text)  # it splits at the whole width
-    assert "option sequence_parallel" in text
+    assert "when sequence" in text
     words = ["--allow-code", "--world-size", "4", "--set", "tp=2", "--format", "json"]
     capsys.readouterr()
     assert main(["check", "own_nano:GPT", "my.plan", *words]) == 0

@@ -29,8 +29,8 @@ plan p for llama
 
 extend "llama.plan"
 
-option blocks = 4    # that stay whole
-let first = model.layers[0:blocks_]
+option layers = 4    # that stay whole
+let first = model.layers[0:layers_]
 override option param_dtype = "fp32"
 
 style own = python "here:Own"
@@ -41,13 +41,13 @@ override checkpoint {
 
 tensor on tp {
     model.layers.* {
-        when sequence_parallel and blocks > 1 {
+        when sequence and layers > 1 {
             override self_attn.{q,k}_proj : colwise(parts = config.num_key_value_heads)
         }
         override mlp.gate_proj<Linear> : own
     }
 }
-""".replace("[0:blocks_]", "[0:4]")
+""".replace("[0:layers_]", "[0:4]")
 
 
 class Editor:
@@ -171,14 +171,14 @@ def test_findings_as_you_type(editor):
 
 
 def test_a_finding_in_another_plan_is_shown_where_it_is_extended(editor):
-    text = (PLANS / "llama.plan").read_text().replace("lm_head", "lm_hed", 1)
+    text = (PLANS / "llama.plan").read_text().replace("q,k,v", "q,k,w", 1)
     (editor.folder / "base.plan").write_text(text)
     found = editor.found('plan q for llama\n\nextend "base.plan"\n', "q.plan")
     [missing, *_] = [d for d in found if d.code == "PL101"]
     assert missing.range.start.line == 2
     [place] = [r.location for r in missing.related_information]
     assert place.uri == (editor.folder / "base.plan").as_uri() and place.range.start.line > 2
-    editor.write(text.replace("lm_hed", "lm_head"), "base.plan")  # open, and not saved
+    editor.write(text.replace("q,k,w", "q,k,v"), "base.plan")  # open, and not saved
     found = editor.found('plan q for llama\n\nextend "base.plan"\n# changed\n', "q.plan")
     assert "PL101" not in {d.code for d in found}
     closed = lsp.DidCloseTextDocumentParams(lsp.TextDocumentIdentifier(editor.uri))
@@ -322,9 +322,9 @@ def test_a_target_of_the_project(editor):
         ("mlp.gate_proj", 0, "weight [14336, 4096]"),
         ("config.num", 3, "= 8, plans/models/llama-3.1-8b.json"),
         ("tp {", 0, "`tp` = 8 ranks"),
-        ("sequence_parallel", 2, "= true"),
-        ("sequence_parallel", 2, "norms and residuals are sharded"),  # the comment in the base
-        ("blocks =", 1, "`blocks` = 4\n\nthat stay whole"),
+        ("sequence", 2, "= true"),
+        ("sequence", 2, "norms and residuals are sharded"),  # the table of settings
+        ("layers =", 1, "`layers` = 4\n\nthat stay whole"),
         ("first", 1, "4 modules"),
         ("colwise", 1, "sharded on the output features"),
         ("full", 1, "saves only the inputs"),
@@ -357,13 +357,13 @@ def test_hover_on_a_finding_has_its_page(editor):
         ("tensor on tp {\n model.layers.* {\n  mlp.{gate,up}_proj : own\n  @", {"mlp"}, {"model"}),
         ("tensor on tp {\n  when tp > 1 {\n  } else {\n    model.@", {"layers"}, set()),
         ("tensor on tp {\n    lm_head : @", {"colwise", "rowwise", "own"}, {"unit", "full"}),
-        ("checkpoint {\n    $@\n}", {"block", "first"}, {"blocks", "tp"}),
-        ("checkpoint {\n    $block.@\n}", {"mlp", "self_attn"}, set()),
+        ("checkpoint {\n    $@\n}", {"blocks", "first"}, {"layers", "tp"}),
+        ("checkpoint {\n    $blocks.@\n}", {"mlp", "self_attn"}, set()),
         ("checkpoint {\n    model.layers.* : @\n}", {"full", "ops", "none"}, {"colwise"}),
         ("fsdp on @", {"dp_shard", "dp_replicate", "tp", "dp"}, {"model"}),
         ("fsdp on dp_shard {\n    @", {"root", "precision", "ignore"}, set()),
         ("fsdp on dp_shard {\n    group(model.@", {"norm"}, set()),
-        ("mesh {\n    tp = @", {"auto", "blocks", "config"}, {"model"}),
+        ("mesh {\n    tp = @", {"auto", "layers", "config"}, {"model"}),
         ("mesh {\n    tp = config.@", {"hidden_size", "num_key_value_heads"}, {"tp"}),
         ("checkpoint {\n    model.layers.*<@", {"LlamaDecoderLayer"}, {"Linear"}),
         ("load {\n    weights = @", {"slices", "rank0"}, {"colwise"}),
@@ -414,14 +414,12 @@ def test_definitions(editor):
         "llama.plan",
         (PLANS / "llama.plan").read_text().splitlines()[0],
     )
-    assert editor.defined("blocks > 1") == ("p.plan", "option blocks = 4    # that stay whole")
-    file, line = editor.defined("sequence_parallel")
-    assert file == "llama.plan" and line.startswith("option sequence_parallel")
-    assert editor.defined("tp {") == ("llama.plan", "tp = 1")
+    assert editor.defined("layers > 1") == ("p.plan", "option layers = 4    # that stay whole")
+    assert editor.defined("sequence") is None  # in no plan, but in the table of settings
+    file, line = editor.defined("tp {")
+    assert file == "blocks.plan" and line.startswith("tp ")
     assert editor.defined(": own", 3) == ("p.plan", 'style own = python "here:Own"')
-    file, line = editor.defined("param_dtype")  # an override leads to what it overrides
-    assert file == "llama.plan" and line.startswith("option param_dtype")
-    assert editor.defined("blocks = 4") is None
+    assert editor.defined("layers = 4") is None
     editor.write(TEXT + "\ncheckpoint {\n    $first.mlp : none\n}\n")
     assert editor.defined("$first", 2) == ("p.plan", "let first = model.layers[0:4]")
 
@@ -435,7 +433,7 @@ def test_outline(editor):
     assert [s.name for s in found] == [head.partition("  #")[0].rstrip() for head in heads]
     [block] = found[-1].children
     assert [s.name for s in block.children] == [
-        "when sequence_parallel and blocks > 1",
+        "when sequence and layers > 1",
         "override mlp.gate_proj<Linear> : own",
     ]
     assert found[-1].range.start.line == 15 and found[-1].range.end.line == 22

@@ -79,7 +79,7 @@ def test_init_finds_the_blocks(tmp_path, capsys):
     assert "layout flow proved it" in text and "let block = layers.*" in text
     assert "attention.{wq,wk,wv} : colwise" in text and "feed_forward.{w1,w3} : colwise" in text
     assert "$block : full" in text and "$block : unit(reshard = except_last)" in text
-    assert "option sequence_parallel = true" in text
+    assert "when sequence {" in text
 
 
 def test_selectors_stages_and_units_are_those_of_a_list(tmp_path):

@@ -57,7 +57,7 @@ def written(tmp_path, text):
         ("llama-3.1-8b", LLAMA, ["tp=2"]),
         slow("llama-3.1-8b", LLAMA, ["dp_replicate=2"]),
         slow("llama-3.2-1b", LLAMA, ["tp=2"]),  # tied
-        slow("llama-3.1-8b", LLAMA, ["pipeline_stages=2", "tp=2", "microbatches=2"]),
+        slow("llama-3.1-8b", LLAMA, ["pp=2", "tp=2", "microbatches=2"]),
         ("phi-4", PHI3, ["tp=2"]),
         ("qwen3-30b-a3b", MOE, ["ep=2", "tp=2", "etp=2"]),
         slow("qwen3-30b-a3b", MOE, ["ep=4"]),

@@ -26,7 +26,7 @@ from planc.proof.in_subprocess import prove_in_subprocess
 from planc.trial import verdict_store
 
 PLAN = 'plan t for llama\nextend "llama"\n'
-SETTINGS = {"world_size": 2, "overrides": ["tp=2", "sequence_parallel=false"]}
+SETTINGS = {"world_size": 2, "overrides": ["tp=2", "sequence=false"]}
 
 
 @pytest.fixture

@@ -169,7 +169,7 @@ def test_a_changed_model_of_a_library_is_run_itself(tmp_path):
             return super().forward(x) * weight.square().mean()
 
     plain = LlamaForCausalLM(config)
-    options = {"world_size": 4, "overrides": ["tp=2", "sequence_parallel=false"]}
+    options = {"world_size": 4, "overrides": ["tp=2", "sequence=false"]}
     assert not [d for d in planc.check(plain, "llama", **options) if d.severity == "error"]
     for layer in plain.model.layers:
         layer.mlp.down_proj = Own(64, 32, bias=False)

@@ -66,7 +66,7 @@ def packed(tmp_path_factory):
         (folder / "a.plan").write_text("plan a for qwen3\n\nextend   'qwen3'\n".replace("'", '"'))
         assert call("check", *RUN)[0] == 0
         assert call("check", "model", "broken.plan", *RUN[2:])[0] == 1
-        for name, more in (("a", ()), ("b", ("--set", "checkpointing=false"))):
+        for name, more in (("a", ()), ("b", ("--set", "recompute=false"))):
             lowering = ("lower", *RUN, *more, "--format", "json", "-o", f"{name}.json")
             assert call(*lowering)[0] == 0
         code, text, _ = call("cache", "pack")
@@ -223,10 +223,10 @@ def test_what_runs_a_model_still_needs_torch(unpacked, words):
 
 def test_another_plan_is_unknown_and_another_model_unread(unpacked):
     """A verdict is found by what the machine itself computes, never by a name."""
-    code, text, _ = without(unpacked, "check", *RUN, "--set", "sequence_parallel=false")
+    code, text, _ = without(unpacked, "check", *RUN, "--set", "sequence=false")
     assert code == 0 and "[PL504]" in text and "layout flow (unknown)" in text
     assert "the unpacked pack has no verdict on it" in " ".join(text.split())
-    strict = ("--set", "sequence_parallel=false", "--strict")
+    strict = ("--set", "sequence=false", "--strict")
     assert without(unpacked, "check", *RUN, *strict)[0] == 1
     (unpacked / "wide").mkdir()
     (unpacked / "wide" / "config.json").write_text(json.dumps({**QWEN3, "hidden_size": 128}))

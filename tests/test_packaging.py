@@ -111,7 +111,7 @@ def test_planc_without_torch(environment, tmp_path):
     checked = planc("check", "llama-3.1-8b", "a.plan", "--world-size", "8", "--set", "tp=2")
     assert checked.returncode == 0, checked.stdout
     assert "(proved with torch" in checked.stdout and "machine that packed" in checked.stdout
-    for name, more in (("a", ()), ("b", ("--set", "checkpointing=false"))):
+    for name, more in (("a", ()), ("b", ("--set", "recompute=false"))):
         words = ("lower", "llama-3.1-8b", "a.plan", "--world-size", "8", *more, "--format", "json")
         assert planc(*words, "-o", f"{name}.json").returncode == 0
     assert planc("diff", "llama-3.1-8b", "a.json", "b.json").returncode == 1

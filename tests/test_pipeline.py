@@ -27,12 +27,12 @@ from planc.runtime.standalone.pipeline_step import MicrobatchError, microbatches
 from planc.trial import simulate
 from planc.trial.thread_ranks import run_ranks
 
-LLAMA, TWO = ("llama-3.1-8b", "llama"), ["pipeline_stages=2"]
+LLAMA, TWO = ("llama-3.1-8b", "llama"), ["pp=2"]
 
 
 @pytest.mark.parametrize("name", sampled(SCHEDULES, 2))
 def test_schedules(name):
-    settings = [*TWO, f"pipeline_schedule={name}", "dp_shard=2"]
+    settings = [*TWO, f"schedule={name}", "dp_shard=2"]
     verdict, findings = simulated(*LLAMA, settings, world=4)
     assert (verdict.verdict, findings) == ("proved", [])
     assert verdict.outcome.worst < 2e-5
@@ -44,10 +44,10 @@ def test_schedules(name):
     ("settings", "world"),
     [
         (["tp=2"], 8),
-        slow(["tp=2", "sequence_parallel=false"], 8),
+        slow(["tp=2", "sequence=false"], 8),
         slow(["tp=2", "loss_chunks=3"], 8),
         slow(["dp_replicate=2"], 8),
-        (["pipeline_stages=3"], 6),
+        (["pp=3"], 6),
     ],
     ids=str,
 )
@@ -76,9 +76,9 @@ adapters {{
     ("how", "settings"),
     [
         ("lora", ["tp=2"]),
-        slow("lora", ["pipeline_schedule=zero_bubble"]),
-        slow("lora", ["pipeline_schedule=zbv", "microbatches=4"]),
-        slow("qlora", ["pipeline_schedule=interleaved_1f1b"]),
+        slow("lora", ["schedule=zero_bubble"]),
+        slow("lora", ["schedule=zbv", "microbatches=4"]),
+        slow("qlora", ["schedule=interleaved_1f1b"]),
     ],
 )
 def test_adapters(tmp_path, how, settings):
@@ -215,9 +215,7 @@ def test_a_step_whose_batch_cannot_be_cut():
         torch.manual_seed(0)
         config = AutoConfig.for_model("llama", **SIZES)
         model = AutoModelForCausalLM.from_config(config)
-        run = planc.apply(
-            model, "llama", overrides=["pipeline_stages=2"], device_type="cpu", compare=0
-        )
+        run = planc.apply(model, "llama", overrides=["pp=2"], device_type="cpu", compare=0)
         ids = torch.ones(5, 8).long()
         try:
             run.forward_backward([{"input_ids": ids, "labels": ids}])
@@ -237,7 +235,7 @@ def test_ranks_with_different_numbers_of_batches_stop_together(stages, few):
     def rank(number):
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **SIZES))
-        overrides = [f"pipeline_stages={stages}", "microbatches=2"]
+        overrides = [f"pp={stages}", "microbatches=2"]
         run = planc.apply(model, "llama", overrides=overrides, device_type="cpu", compare=0)
         ids = torch.ones(2, 8).long()
         batches = [{"input_ids": ids, "labels": ids}] * (2 if number else few)
@@ -263,9 +261,7 @@ def test_full_weights_have_the_order_of_the_model():
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config)
         names = [*model.state_dict()]
-        run = planc.apply(
-            model, "llama", overrides=["pipeline_stages=2"], device_type="cpu", compare=0
-        )
+        run = planc.apply(model, "llama", overrides=["pp=2"], device_type="cpu", compare=0)
         found[number] = names, [*run.full_state_dict(every_rank=True)]
 
     assert run_ranks(2, rank, seconds=60) is None
@@ -292,9 +288,7 @@ def test_a_pipeline_is_a_lowered_plan(tmp_path):
     """Its JSON is read back, with a list of operations for each rank of the pipeline's axis."""
     from planc.ops.document import digest, dumps, loads
 
-    done = compile_plan(
-        "llama-3.1-8b", "llama", Sink(), world_size=8, settings=["pipeline_stages=4"]
-    )
+    done = compile_plan("llama-3.1-8b", "llama", Sink(), world_size=8, settings=["pp=4"])
     text = dumps(done.lowered)
     again = loads(text, "it", sink := Sink())
     assert again is not None, list(sink)

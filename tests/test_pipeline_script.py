@@ -41,18 +41,18 @@ adapters {
 QWEN = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 TIED = {"tie_word_embeddings": True}
-TWO = ("pipeline_stages=2", "microbatches=2")
+TWO = ("pp=2", "microbatches=2")
 LIMIT = 0.01
 """A norm that all gradients together exceed."""
 CASES = {
     "llama": (2, "Llama", {}, "llama", TWO),
     "ties, tp and fsdp": (8, "Llama", TIED, "llama", (*TWO, "tp=2")),
-    "zbv": (2, "Llama", TIED, "llama", (*TWO, "pipeline_schedule=zbv")),
+    "zbv": (2, "Llama", TIED, "llama", (*TWO, "schedule=zbv")),
     "parts of the loss": (4, "Llama", {}, "llama", (*TWO, "tp=2", "loss_chunks=2")),
     "cp": (4, "Llama", {}, "long.plan", TWO),
     "adapters": (4, "Llama", {}, "adapted.plan", (*TWO, "param_dtype=fp32")),
     "ep": (4, "Mixtral", EXPERTS, "mixtral", (*TWO, "ep=2")),
-    "three stages": (3, "Llama", {}, "llama", ("pipeline_stages=3", "microbatches=4")),
+    "three stages": (3, "Llama", {}, "llama", ("pp=3", "microbatches=4")),
 }
 
 
@@ -195,7 +195,7 @@ def test_groups_of_some_stages_are_created_by_all_ranks():
         small("Qwen3Moe", changes),
         "qwen3_moe",
         world_size=8,
-        overrides=["param_dtype=fp32", "pipeline_stages=2", "microbatches=2", "ep=2"],
+        overrides=["param_dtype=fp32", "pp=2", "microbatches=2", "ep=2"],
     )
     (made,) = uneven_groups(plan, plan.context())
     assert made.name == "expert_mesh"
@@ -213,9 +213,7 @@ def test_the_script_reads_the_weights_of_its_stages(tmp_path, lowered):
     weights = small("Llama", {})
     weights.save_pretrained(tmp_path / "weights")
     (tmp_path / "reading.plan").write_text(READING)
-    plan = planc.lower(
-        weights, "reading.plan", world_size=2, overrides=["pipeline_stages=2", "microbatches=2"]
-    )
+    plan = planc.lower(weights, "reading.plan", world_size=2, overrides=["pp=2", "microbatches=2"])
     space, right, found = executed(plan), dict(weights.named_parameters()), {}
     with torch.device("meta"):
         models = [transformers.LlamaForCausalLM(weights.config) for _ in range(2)]

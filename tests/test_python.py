@@ -61,8 +61,8 @@ def test_findings_print_as_check_does(folder):
 def test_lowered_plans_and_diffs_print_as_the_commands_do(folder):
     plain = planc.lower("model", "qwen3", **SETTINGS)
     assert str(plain) == terminal("lower", *RUN)
-    other = planc.lower("model", "qwen3", world_size=4, overrides=["tp=2", "checkpointing=false"])
-    new = ("--new-set", "checkpointing=false")
+    other = planc.lower("model", "qwen3", world_size=4, overrides=["tp=2", "recompute=false"])
+    new = ("--new-set", "recompute=false")
     assert str(planc.diff(plain, other)) == terminal("diff", *RUN, *new)
     assert str(planc.diff(plain, plain)) == "No changes."
 
@@ -174,8 +174,8 @@ def test_overrides_are_texts_or_a_mapping(folder, overrides):
 
 
 def test_a_truth_value_is_written_as_a_plan_writes_it(folder):
-    one = planc.lower("model", "qwen3", world_size=4, overrides={"checkpointing": False})
-    assert one == planc.lower("model", "qwen3", world_size=4, overrides="checkpointing=false")
+    one = planc.lower("model", "qwen3", world_size=4, overrides={"recompute": False})
+    assert one == planc.lower("model", "qwen3", world_size=4, overrides="recompute=false")
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from planc.proof import remedy
 from planc.syntax import plan_files
 
 PARTIAL = ("self_attn.o_proj : rowwise\n", "self_attn.o_proj : rowwise(-> partial)\n")
-WHOLE = ("tp=2", "sequence_parallel=false")
+WHOLE = ("tp=2", "sequence=false")
 
 
 def errors(plan, *settings, model="llama-3.1-8b", world=4):
@@ -26,7 +26,7 @@ def errors(plan, *settings, model="llama-3.1-8b", world=4):
             *PARTIAL,
             WHOLE,
             ["self_attn.o_proj : rowwise(-> partial)"],
-            r"give `model.layers.\*.self_attn.o_proj` the style `rowwise`, as \S+llama.plan:48",
+            r"give `model.layers.\*.self_attn.o_proj` the style `rowwise`, as \S+llama.plan:16",
             id="a sum that nothing adds up, seen in the norm after it",
         ),
         pytest.param(
@@ -42,15 +42,15 @@ def errors(plan, *settings, model="llama-3.1-8b", world=4):
             "mlp.gate_proj : colwise",
             ("tp=2",),
             ["mlp.gate_proj : colwise"],
-            r"add `model.layers.\*.mlp.up_proj : colwise`, as \S+llama.plan:40",
+            r"add `model.layers.\*.mlp.up_proj : colwise`, as \S+llama.plan:8",
             id="a missing rule, which has no line of its own",
         ),
         pytest.param(
-            "lm_head : colwise(shard(1) -> replicate)\n",
+            "$head : colwise(shard(1) -> replicate)\n",
             "",
             ("tp=2",),
-            ["model.norm : sequence"],
-            r"add `lm_head : colwise\(shard\(1\) -> replicate\)`, as \S+llama.plan:55",
+            ["$final_norm : sequence"],
+            r"add `lm_head : colwise\(shard\(1\) -> replicate\)`, as \S+decoder.plan:12",
             id="a missing rule, whose name is like no other",
         ),
         pytest.param(
@@ -89,8 +89,8 @@ def test_two_lines_are_to_blame_where_neither_alone_is_enough(tmp_path):
 
 
 def test_rules_that_reach_too_few_layers(tmp_path):
-    old = "    $block {\n        self_attn.{q,k,v}_proj"
-    path = mutant(tmp_path, "llama", old, old.replace("$block", "model.layers[0:2]"))
+    old = "    $blocks {\n        self_attn.{q,k,v}_proj"
+    path = mutant(tmp_path, "llama", old, old.replace("$blocks", "model.layers[0:2]"))
     (error,) = errors(path, "tp=2")
     alone = "for `model.layers[0:2]` alone"
     assert {label.text for label in error.labels} == {f"to blame: {alone}"}
@@ -103,7 +103,7 @@ def test_rules_that_reach_too_few_layers(tmp_path):
 
 def test_a_missing_rule_is_for_the_layers_that_lack_it(tmp_path):
     norms = "self_attn.{q,k}_norm : sequence(dim = 2, local = true)"
-    path = mutant(tmp_path, "qwen3", f"$block.{norms}", f"model.layers[0:2].{norms}")
+    path = mutant(tmp_path, "qwen3", f"$blocks.{norms}", f"model.layers[0:2].{norms}")
     (error,) = errors(path, "tp=2", model="qwen3-8b")
     assert error.labels[0].text == "to blame: for `model.layers[0:2]` alone"
     assert "reach `model.layers[2:36]` too" in error.help
@@ -115,16 +115,16 @@ def test_a_missing_rule_is_for_the_layers_that_lack_it(tmp_path):
         (
             "llama-3.1-8b",
             "llama",
-            "        when sequence_parallel {",
-            "        when not sequence_parallel {",
-            "not sequence_parallel",
+            "mlp.{gate,up}_proj : colwise\n        when sequence {",
+            "mlp.{gate,up}_proj : colwise\n        when not sequence {",
+            "not sequence",
         ),
         (
             "qwen3-8b",
             "qwen3",
-            "    $block.self_attn.{q,k}_norm : sequence(dim = 2, local = true)\n",
+            "    $blocks.self_attn.{q,k}_norm : sequence(dim = 2, local = true)\n",
             "    when tp > 4 {\n"
-            "        $block.self_attn.{q,k}_norm : sequence(dim = 2, local = true)\n    }\n",
+            "        $blocks.self_attn.{q,k}_norm : sequence(dim = 2, local = true)\n    }\n",
             "tp > 4",
         ),
     ],

@@ -63,7 +63,7 @@ fsdp on dp_shard * cp, replicate on dp_replicate {
 
 CASES = [
     ("llama-3.1-8b", "llama", 64, ["tp=8"]),
-    ("llama-3.1-8b", "llama", 64, ["tp=8", "sequence_parallel=false", "checkpointing=false"]),
+    ("llama-3.1-8b", "llama", 64, ["tp=8", "sequence=false", "recompute=false"]),
     ("llama-3.2-1b", "llama", 8, ["tp=2", "dp_replicate=2"]),
     ("gemma-3-1b", "gemma3", 8, []),
     ("phi-4", "phi3", 4, ["tp=2"]),

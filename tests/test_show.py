@@ -144,7 +144,7 @@ def test_rows_say_what_the_operations_do():
 
 
 def test_stages_are_marked_once():
-    compiled = compiled_of("llama-3.1-8b", "llama", ["tp=4", "pipeline_stages=4"], 64)
+    compiled = compiled_of("llama-3.1-8b", "llama", ["tp=4", "pp=4"], 64)
     read = Page(render(compiled, Known()))
     chips = [c for c in read.with_attribute("class") if re.search(r"chip s\d", c)]
     assert Counter(c.split()[1] for c in chips) == {"s0": 2, "s1": 1, "s2": 1, "s3": 3}
@@ -162,7 +162,7 @@ def test_lines_of_the_plan_are_the_places_that_rows_name(page):
 
 
 MESHES = [
-    ("llama-3.1-8b", "llama", ["tp=4", "dp_replicate=2", "pipeline_stages=2"], 64),
+    ("llama-3.1-8b", "llama", ["tp=4", "dp_replicate=2", "pp=2"], 64),
     ("deepseek-v3", "deepseek_v3", ["tp=2", "ep=8"], 64),
     ("mixtral-8x7b", "mixtral", ["tp=1", "ep=4"], 64),
 ]
@@ -331,7 +331,7 @@ def test_a_lowered_plan_is_shown_without_its_text(tmp_path):
 
 def test_a_diff_is_a_page(tmp_path):
     file = tmp_path / "diff.html"
-    words = ("--new-set", "sequence_parallel=false", *STEP)
+    words = ("--new-set", "sequence=false", *STEP)
     assert call("diff", *LLAMA, *words, "--html", file) == (1, "", "")
     read = Page(file.read_text())
     cells = [a.get("class") for name, a in read.elements if name == "td"]
@@ -449,7 +449,7 @@ def test_blocks_fold(window, page, tmp_path):
 @pytest.mark.parametrize("width", [400, 1400])
 def test_no_page_is_wider_than_its_window(window, page, tmp_path, width):
     compiled, _ = evil(tmp_path)
-    stages = compiled_of("llama-3.1-8b", "llama", ["tp=4", "pipeline_stages=4"], 64)
+    stages = compiled_of("llama-3.1-8b", "llama", ["tp=4", "pp=4"], 64)
     pages = {"page": page, "evil": render(compiled, Known()), "stages": render(stages, Known())}
     pages["diff"] = changes.render(compiled.lowered, stages.lowered)
     for name, text in pages.items():

@@ -150,7 +150,7 @@ tensor on tp {{
 def stood(tmp_path, picked, model="qwen3-8b"):
     path = tmp_path / "t.plan"
     path.write_text(SOME.format(plans=PLANS, picked=picked))
-    settings = ["tp=8", "sequence_parallel=false"]
+    settings = ["tp=8", "sequence=false"]
     compiled = compile_plan(model, str(path), Sink(), world_size=64, settings=settings)
     found = small_case.small_case(compiled, {"dp_replicate": 1, "dp_shard": 1, "tp": 2})
     return compiled, found
@@ -181,7 +181,7 @@ def test_a_small_model_that_lost_a_set_of_rules_is_no_proof(tmp_path, monkeypatc
     assert isinstance(found, Unrepresented)
     assert found.reason == "no layer of the small model stands for `model.layers[2]`"
     path = tmp_path / "t.plan"
-    _, [finding] = simulated("qwen3-8b", path, ["tp=8", "sequence_parallel=false"])
+    _, [finding] = simulated("qwen3-8b", path, ["tp=8", "sequence=false"])
     assert finding.code == "PL504" and "model.layers[2]" in finding.message
     assert [label.span.line for label in finding.labels] == [5]
     _, found = stood(tmp_path, "[2:]")
@@ -297,7 +297,7 @@ def test_a_class_of_the_folder_is_proved_and_not_the_one_of_its_name(tmp_path, m
     verdicts = {}
     for allowed in (False, True):
         sink, found = Sink(), Sink()
-        settings = ["tp=2", "sequence_parallel=false"]
+        settings = ["tp=2", "sequence=false"]
         compiled = compile_plan(
             str(folder), "llama", sink, world_size=4, settings=settings, allow_code=allowed
         )

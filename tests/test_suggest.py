@@ -128,7 +128,7 @@ def test_what_is_computed_without_replicas_is_what_the_plan_says():
 def test_more_micro_batches_only_where_fewer_do_not_fit():
     _, candidates = everything("llama-3.2-1b", 8, 64, 8192)
     space = candidates.space
-    choice = space.probe((("dp_replicate", 1), ("tp", 1)), {"checkpointing": False})
+    choice = space.probe((("dp_replicate", 1), ("tp", 1)), {"recompute": False})
     found = candidates.candidate(choice)
     assert found.micro_batches > 1
     candidates.micro_batches = found.micro_batches // 2
@@ -262,14 +262,14 @@ def test_no_number_of_ranks_for_experts_is_better_than_the_best():
 @pytest.mark.slow
 def test_a_pipeline_is_searched_with_its_microbatches_and_schedules():
     """As many microbatches as rows, and both schedules; blocks stay gathered in a pipeline."""
-    stages = ("pipeline_stages=4",)
+    stages = ("pp=4",)
     _, made, _ = suggested("llama-3.1-8b", 16, 128, 8192, settings=stages)
     for candidate in made.found.best:
         sizes = dict(candidate.mesh)
         rows = 128 // (sizes["dp_shard"] * sizes["dp_replicate"])
         assert sizes["pp"] == 4
         assert rows % dict(candidate.choice.options)["microbatches"] == 0
-    schedules = {dict(c.choice.options).get("pipeline_schedule") for c in made.found.best}
+    schedules = {dict(c.choice.options).get("schedule") for c in made.found.best}
     assert "interleaved_1f1b" in schedules
     free = suggested("llama-3.1-8b", 16, 128, 8192)[1].found.best[0]
     assert free.seconds <= made.found.best[0].seconds
@@ -277,8 +277,7 @@ def test_a_pipeline_is_searched_with_its_microbatches_and_schedules():
 
 def test_a_plan_without_other_axes_is_searched_as_it_is():
     space, _ = everything("llama-3.1-8b", 8, 16, 8192)
-    assert space.sizing == {"pp": "pipeline_stages", "cp": "context_parallel"}
-    assert space.pipeline == ("microbatches", "pipeline_schedule")
+    assert space.optional == ("cp", "pp") and not space.sizing
     assert space.experts is None
     assert all(dict(sizes)["pp"] == 1 for sizes in space.meshes())
     [first, *_] = space.meshes()

@@ -88,9 +88,9 @@ def after_progress(shown):
 def test_a_diff_is_colored_as_terraform_does():
     shown = after_progress(on_terminal(*DIFF, columns=120))
     assert "\x1b[33m  ~ lm_head\x1b[0m" in shown
-    shown = after_progress(on_terminal("diff", *RUN, "--new-set", "checkpointing=false"))
+    shown = after_progress(on_terminal("diff", *RUN, "--new-set", "recompute=false"))
     assert "\x1b[31m  - checkpoint model.layers[0:32]\x1b[0m" in shown
-    shown = after_progress(on_terminal("diff", *RUN, "--old-set", "checkpointing=false"))
+    shown = after_progress(on_terminal("diff", *RUN, "--old-set", "recompute=false"))
     assert "\x1b[32m  + checkpoint model.layers[0:32]\x1b[0m" in shown
 
 

@@ -35,7 +35,7 @@ class Halved(ParallelStyle):
         module.register_forward_hook(sum_of_two)
         return module
 """
-TP = ("tp=2", "sequence_parallel=false")
+TP = ("tp=2", "sequence=false")
 
 
 def codes(findings):

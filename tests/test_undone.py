@@ -31,7 +31,7 @@ def raised(script, *settings, before=None):
 @pytest.mark.parametrize(
     ("script", "settings"),
     [
-        (lambda model: model.set_attn_implementation("sdpa"), ["context_parallel=2"]),
+        (lambda model: model.set_attn_implementation("sdpa"), ["cp=2"]),
         (lambda model: model.gradient_checkpointing_enable(), []),
         (lambda model: model.resize_token_embeddings(256), ["tp=2"]),
     ],
@@ -44,7 +44,7 @@ def test_what_the_plan_relies_on_is_not_undone(script, settings):
 
 def test_what_a_plan_leaves_to_the_script_is_allowed():
     assert raised(lambda model: model.tie_weights()) is None
-    off = "checkpointing=false"
+    off = "recompute=false"
     assert raised(lambda model: model.gradient_checkpointing_enable(), off) is None
 
 

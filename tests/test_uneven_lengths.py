@@ -16,7 +16,7 @@ from planc.trial.thread_ranks import run_ranks
 CASES = [
     ("llama-3.1-8b", "llama", 2, ("tp=2",)),
     ("phi-4", "phi3", 2, ("tp=2",)),
-    ("llama-3.1-8b", "llama", 4, ("tp=2", "pipeline_stages=2")),
+    ("llama-3.1-8b", "llama", 4, ("tp=2", "pp=2")),
     ("llama-3.1-8b", "adapted", 2, ("tp=2",)),
     ("mixtral-8x7b", "mixtral", 4, ("tp=4",)),
     ("gpt2", "gpt2", 4, ("tp=4",)),

@@ -111,7 +111,7 @@ def test_a_plan_that_was_proved_is_applied(folder, caplog):
     planc.check(str(folder), "qwen3", **SETTINGS)
     found = known(built())
     assert (found.level, found.text) == ("proved", "proved")
-    assert known(built(), overrides=["tp=2", "checkpointing=false"]).level == "unproved"
+    assert known(built(), overrides=["tp=2", "recompute=false"]).level == "unproved"
     assert known(built(), world_size=8).level == "unproved"
     distributed.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
     try:

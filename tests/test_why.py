@@ -369,7 +369,7 @@ def test_a_lowered_file(tmp_path, capsys):
     assert main(["lower", *run, "--format", "json", "-o", str(file)]) == 0
     assert main(["why", "llama-3.1-8b", str(file), "model.layers.0.mlp.up_proj"]) == 0
     out = capsys.readouterr().out
-    assert "colwise, on tp = 8\n              plans/llama.plan:40\n" in out
+    assert "colwise, on tp = 8\n              plans/llama.plan:8\n" in out
     assert words.size(1792 // 8 * 4096 * 2) in out
 
 

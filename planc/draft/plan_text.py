@@ -7,8 +7,9 @@ from textwrap import wrap
 
 from planc.diagnostic import Sink
 from planc.draft import axes
-from planc.draft.roles import TOWER
+from planc.model.roles import TOWER
 from planc.plan.mesh_axes import CONTEXT, EXPERTS, SHARD
+from planc.plan.settings import PARAM_DTYPE, RECOMPUTE, REDUCE_DTYPE, SEQUENCE
 from planc.source import Source
 from planc.syntax import ast
 from planc.syntax.plan_files import DRAFT, written_family
@@ -71,7 +72,6 @@ def render(draft: Draft) -> str:
     tensor, units, names = list(_tensor(draft)), list(_fsdp(draft)), block_names(draft.blocks)
     wrapped = [i for i, path in enumerate(draft.blocks) if path in draft.called]
     again = [f"        ${names[i]} : full" for i in wrapped] if draft.checkpoint else []
-    lines += _options(draft, bool(again))
     for i, path in enumerate(draft.blocks):
         if any(f"${names[i]} " in line for line in (*tensor, *units, *again)):
             lines.append(f"let {names[i]} = {path}.*")
@@ -80,19 +80,9 @@ def render(draft: Draft) -> str:
     if tensor:
         lines += ["tensor on tp {", *(f"    {line}" for line in tensor), "}", ""]
     if again:
-        lines += ["when checkpointing {", "    checkpoint {", *again, "    }", "}", ""]
+        lines += [f"when {RECOMPUTE.word} {{", "    checkpoint {", *again, "    }", "}", ""]
     lines += units
     return "\n".join(lines) + "\n"
-
-
-def _options(draft: Draft, again: bool) -> Iterable[str]:
-    if draft.sequence is not None:
-        why = "norms and residuals are sharded on the sequence dim between blocks"
-        yield f"option sequence_parallel = true  # {why}"
-    if again:
-        yield "option checkpointing = true  # recompute each block's activations in backward"
-    yield 'option param_dtype = "bf16"  # the dtype in which FSDP all-gathers and computes'
-    yield 'option reduce_dtype = "fp32"  # the dtype in which gradients are reduced'
 
 
 def block_names(blocks: Iterable[str]) -> list[str]:
@@ -125,11 +115,11 @@ def _both_variants(draft: Draft, path: str) -> Iterable[str]:
     two = {n: s for n, s in sequence.items() if n not in both}
     yield from _rules(both, notes)
     if two:
-        yield from ["when sequence_parallel {", *(f"    {r}" for r in _rules(two, {}))]
+        yield from [f"when {SEQUENCE.word} {{", *(f"    {r}" for r in _rules(two, {}))]
         yield from ["} else {", *(f"    {r}" for r in _rules(one, {}))] if one else []
         yield "}"
     elif one:
-        yield from ["when not sequence_parallel {", *(f"    {r}" for r in _rules(one, {})), "}"]
+        yield from [f"when not {SEQUENCE.word} {{", *(f"    {r}" for r in _rules(one, {})), "}"]
 
 
 def _rules(rules: dict[str, str], notes: dict[str, str]) -> Iterable[str]:
@@ -178,7 +168,7 @@ def _joined(words: list[str]) -> list[str]:
 def _fsdp(draft: Draft) -> Iterable[str]:
     shards = f"{SHARD}_{CONTEXT}" if CONTEXT in draft.sizes else SHARD
     yield f"fsdp on {shards}, replicate on dp_replicate {{"
-    yield "    precision(param = param_dtype, reduce = reduce_dtype)"
+    yield f"    precision(param = {PARAM_DTYPE.word}, reduce = {REDUCE_DTYPE.word})"
     for name, path in zip(block_names(draft.blocks), draft.blocks, strict=True):
         classes = draft.units.get(path)
         if path in draft.called and classes is None:

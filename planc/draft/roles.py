@@ -12,10 +12,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 from planc.model.facts import Facts, Module, Modules
-from planc.model.layer_kinds import block_lists
+from planc.model.roles import ends, lists, same_tensor
 
 ROWWISE_NAMES = re.compile(
     r"(^|\.)(o_proj|out_proj|o|wo|c_proj|down_proj|fc2|fc_out|fc_o|w2|w3_out|dense_4h_to_h"
@@ -28,10 +27,6 @@ ATTENTION = re.compile(r"att|self_attention", re.I)
 ROUTER = re.compile(
     r"(^|\.)(gate|router|classifier|wg|shared_expert_gate|gate_weight|router\.\w+)$"
 )
-TOWER = re.compile(r"vis|image|audio|speech|sound", re.I)
-"""Paths of block lists that belong to a tower."""
-_BETWEEN = re.compile(f"{TOWER.pattern}|projector|merger|connector|adapter", re.I)
-"""Modules of a tower, and those between a tower and the language model."""
 _LINEAR = ("linear", "conv1d")
 
 
@@ -104,36 +99,19 @@ class Roles:
 
 def roles(facts: Facts, ran: RunRecord | None) -> Roles:
     """The roles of a model's modules, by a run of it, else by the module table's order."""
-    lists = [m for m in block_lists(facts.model) if m.module.count]
-    blocks = sorted((_blocks(at, ran) for at in lists), key=lambda b: bool(TOWER.search(b.path)))
-    # a selector cannot name an entry of a model that is a list itself
-    every = (m for m in facts.model.below() if not str(m).startswith("["))
-    outside = [m for m in every if not any(m.within(at) for at in lists)]
-    tables = [m for m in outside if m.module.kind == "embedding"]
-    vocabulary = facts.config.get("vocab_size") or _text(facts).get("vocab_size")
-    rows = [m.module.parameters[0].shape[0] for m in tables]
-    if vocabulary not in rows:
-        gives = {m.module.parameters[0].shape[0] for m in outside if m.module.kind == "linear"}
-        vocabulary = next((n for n in rows if n in gives), max(rows, default=None))
-    named = [m for m in tables if m.module.parameters[0].shape[0] == vocabulary]
-    tied = {name.rpartition(".")[0] for group in facts.ties for name in group}
-    named.sort(key=lambda m: (ran is not None and str(m) not in ran.order, str(m) not in tied))
-    embedding = str((named or tables)[0]) if tables else None
-    last = (m for m in outside if m.module.kind == "linear" and not _BETWEEN.search(str(m)))
-    heads = [str(m) for m in last if m.module.parameters[0].shape[0] == vocabulary]
-    norms = [str(m) for m in outside if m.module.kind == "norm"]
-    others = [str(m) for m in tables if str(m) != embedding]
-    groups = [{n.rpartition(".")[0] for n in group} for group in facts.ties]
-    same = [m for m in others if any({embedding, m} <= group for group in groups)]
-    others = [m for m in others if m not in same]
+    around = ends(facts)
+    named = [str(m) for m in around.embeddings]
+    reached = [name for name in named if ran is None or name in ran.order]
+    embedding = next(iter(reached or named), None)
+    same = [str(m) for m in same_tensor(facts, facts.at(embedding))] if embedding else []
     return Roles(
-        blocks=blocks, embedding=embedding, same=same, tables=others, heads=heads, norms=norms
+        blocks=[_blocks(at, ran) for at in lists(facts)],
+        embedding=embedding,
+        same=same,
+        tables=[str(m) for m in around.tables if str(m) not in (embedding, *same)],
+        heads=[str(m) for m in around.heads],
+        norms=[str(m) for m in around.norms],
     )
-
-
-def _text(facts: Facts) -> Any:
-    inner = facts.config.get("text_config")
-    return inner if isinstance(inner, dict) else {}
 
 
 @dataclass(slots=True, kw_only=True)

@@ -16,6 +16,7 @@ from planc.draft.recipes import SplitChoice, SplitRecipe, split_choices
 from planc.draft.roles import Roles, RunRecord
 from planc.model.facts import Facts, Module, generic
 from planc.ops.tensor_parallel import Parallelize
+from planc.plan.settings import SEQUENCE
 from planc.proof.judge import judge
 from planc.proof.small_case import SmallCase, SmallModel
 from planc.proof.small_mesh import RANKS
@@ -133,7 +134,7 @@ class Search:
             return Outcome(verdict="nothing", reason=why)
         settings = [f"tp={RANKS}", "dp_shard=1"]
         if self.draft.sequence is not None:
-            settings.append(f"sequence_parallel={str(sequence).lower()}")
+            settings.append(f"{SEQUENCE.word}={str(sequence).lower()}")
         sink = Sink()
         file = parse(Source("draft.plan", render(self.draft)), sink)
         compiled = compiler.compile((file,), self.facts, sink, world_size=RANKS, settings=settings)

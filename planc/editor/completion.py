@@ -9,10 +9,12 @@ from planc.editor.hover import described, meanings
 from planc.editor.judge import Judged
 from planc.model.config import shipped_models
 from planc.model.facts import Modules
+from planc.model.roles import LACKS
 from planc.plan.elaborate import SECTIONS
 from planc.plan.evaluate import describe, evaluate
 from planc.plan.mesh_axes import valid_axes
 from planc.plan.scope import Failed
+from planc.plan.settings import SETTINGS
 from planc.resources import PLANS
 from planc.source import Span
 from planc.syntax import ast
@@ -110,7 +112,7 @@ def _axes(judged: Judged) -> Iterator[Item]:
 
 
 def _names(at: Cursor, judged: Judged) -> Iterator[Item]:
-    """Options, lets, axes and `config`; after `$` the lets alone."""
+    """Options, lets, settings, axes and `config`; after `$` lets and roles alone."""
     lets, scope = at.typed.startswith("$"), judged.scope
     if scope is None:
         return
@@ -119,6 +121,10 @@ def _names(at: Cursor, judged: Judged) -> Iterator[Item]:
         if known.kind == "let" or not lets:
             shown = "" if isinstance(value, Failed) else f" = {describe(value)}"
             yield name, "value", f"{known.kind}{shown}"
-    if not lets:
+    if lets:
+        yield from ((name, "value", "role") for name in LACKS if name not in scope.definitions)
+    else:
+        others = (s for s in SETTINGS.values() if not scope.knows(s.word))
+        yield from ((s.word, "value", s.meaning) for s in others if not s.axis)
         yield from _axes(judged)
         yield "config", "value", "the fields of config.json"

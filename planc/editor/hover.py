@@ -9,6 +9,7 @@ from planc.model.facts import Modules
 from planc.ops import phrases
 from planc.plan.evaluate import describe, evaluate
 from planc.plan.scope import Failed
+from planc.plan.settings import SETTINGS
 from planc.report.explain import explain
 from planc.resources import GRAMMARS
 from planc.source import Span
@@ -80,18 +81,20 @@ def _name(name: ast.Name, judged: Judged) -> str:
         return ""
     if not path.startswith("config.") and not scope.knows(path):
         return _modules(judged.selected(ast.Selector(origin=name.origin, path=path)))
-    value, definition = evaluate(name, scope), scope.definitions.get(path)
+    value, path = evaluate(name, scope), scope.aliases.get(path, path)
+    definition, setting = scope.definitions.get(path), SETTINGS.get(path)
     if isinstance(value, Failed):
         return ""
     text = f"`{path}` = {describe(value)}"
     if definition is None:
         field = path.partition(".")[2]
-        return text + (f", {scope.facts.source(field)}" if field else " ranks")
+        text += f", {scope.facts.source(field)}" if field else " ranks"
+        return f"{text}\n\n{setting.meaning}" if setting else text
     if isinstance(value, ast.Selector):
         text += f"\n\n{_modules(judged.selected(value))}"
     text += f", {definition.given.origin.source.name}" if definition.given else ""
     comment = definition.origin.source.line(definition.origin.line).partition("#")[2].strip()
-    return "\n\n".join(filter(None, (text, comment)))
+    return "\n\n".join(filter(None, (text, comment or (setting.meaning if setting else ""))))
 
 
 def _word(word: str, section: str) -> str:

@@ -12,6 +12,7 @@ from planc.model.facts import Modules
 from planc.ops import styles as ir
 from planc.ops.lowered import Lowered
 from planc.ops.tensor_parallel import Parallelize
+from planc.plan.settings import SEQUENCE
 
 _FUSED = {"gate_up_proj": "packed_colwise", "down_proj": "rowwise"}
 _BESIDE = ("tensor", "tie", "load", "configure", "random", "draws")
@@ -40,7 +41,7 @@ def render(lowered: Lowered, sink: Sink) -> str | None:
             layouts = f"({op.layouts})" if op.layouts else ""
             help = "`planc lower --format python` writes any plan"
             if _sequence(op.style):
-                help = "turn sequence parallelism off: --set sequence_parallel=false"
+                help = f"turn sequence parallelism off: --set {SEQUENCE.word}=false"
             message = f"no style of transformers is `{ir.style_name(op.style)}{layouts}`"
             sink.error("PL739", message, op.origin, help=help)
             continue

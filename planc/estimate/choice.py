@@ -15,6 +15,7 @@ from planc.ops.base import AxisRole
 from planc.ops.lowered import ExpertMesh, MeshAxis
 from planc.ops.phrases import literal
 from planc.plan.ir import Mesh, Plan, Unit
+from planc.plan.settings import LOSS_CHUNKS, MICROBATCHES, RECOMPUTE, SCHEDULE, SEQUENCE
 
 LARGEST = {
     AxisRole.TENSOR: 64,
@@ -30,20 +31,18 @@ EXTENDED = (AxisRole.STAGE, AxisRole.SEQUENCE, AxisRole.EXPERT)
 TOKENS = 8192
 """The most tokens of a pipeline's microbatch, where a row has no more."""
 
-LOSS_CHUNKS = "loss_chunks", (0, 2, 8)
-SEQUENCE_PARALLEL = "sequence_parallel"
-"""The options that are searched, where the plan has them, with checkpointing. Precision is not: it
-changes what the model learns, and a profile knows the rates of 16 bits only."""
+CHUNKS = (0, 2, 8)
+"""The values of `loss_chunks` that are tried. Precision is not searched: it changes what the model
+learns, and a profile knows the rates of 16 bits only."""
 
-CHECKPOINTING = "checkpointing"
 SAVES = ("attention", "attention, matmul(every = 2)", "attention, matmul")
 """What selective checkpointing saves, from the least memory to the least time."""
 
 SCHEDULES = ("1f1b", "interleaved_1f1b")
 """What is tried of a pipeline's schedules; the others need their units gathered."""
 
-LEANEST = {CHECKPOINTING: True, SEQUENCE_PARALLEL: True, LOSS_CHUNKS[0]: LOSS_CHUNKS[1][-1]}
-FASTEST = {CHECKPOINTING: False, SEQUENCE_PARALLEL: True, LOSS_CHUNKS[0]: 0}
+LEANEST = {RECOMPUTE.word: True, SEQUENCE.word: True, LOSS_CHUNKS.word: CHUNKS[-1]}
+FASTEST = {RECOMPUTE.word: False, SEQUENCE.word: True, LOSS_CHUNKS.word: 0}
 
 
 Sizes = tuple[tuple[str, int], ...]
@@ -75,9 +74,9 @@ class Space:
         defaults: the values of the plan's options without settings.
         axes: of the mesh, also those that an option makes.
         sizing: the options that make an axis and set its size, by the axis.
+        optional: the axes that the mesh has where they have more than one rank.
         exchange: what attention exchanges between ranks with parts of sequences.
         experts: the name and the axes of ranks that can divide experts, None without any.
-        pipeline: the options that set its number of microbatches and its schedule.
         batch: of a step.
         name: of the plan in `extend`.
         family: of the model.
@@ -89,9 +88,9 @@ class Space:
     defaults: Mapping[str, object]
     axes: tuple[MeshAxis, ...]
     sizing: Mapping[str, str]
+    optional: tuple[str, ...]
     exchange: str
     experts: ExpertMesh | None
-    pipeline: tuple[str, str]
     batch: Batch
     name: str
     family: str
@@ -168,15 +167,16 @@ class Space:
         rest, given = self.rest.name, dict.fromkeys((a.name for a in self.axes), 1) | dict(sizes)
         ranks = (given[a.name] for a in self.axes if a.name != rest)
         given[rest] = self.world_size // prod(ranks)
-        axes = (a for a in self.axes if given[a.name] > 1 or a.name not in self.sizing)
+        made = (*self.sizing, *self.optional)
+        axes = (a for a in self.axes if given[a.name] > 1 or a.name not in made)
         some = self.experts is not None and given.get(self.experts.ranks.name, 1) > 1
         divided = self.experts if some else None
         return replace(self.plan.mesh, axes=tuple(axes), experts=divided).resized(given)
 
     def choices(self, sizes: Sizes) -> Iterator[Choice]:
         """The ways to checkpoint and to compute the loss on one mesh."""
-        name, values = LOSS_CHUNKS
-        for chunks in values if self._open(name) else (None,):
+        name = LOSS_CHUNKS.word
+        for chunks in CHUNKS if self._open(name) else (None,):
             loss = {} if chunks is None else {name: chunks}
             for way, save in self._ways():
                 probe = self.probe(sizes, FASTEST | loss | way)
@@ -186,15 +186,15 @@ class Space:
         """A choice with another rule for resharding, and with sequence parallelism or without."""
         if any(self._lists()):
             yield replace(choice, resident=not choice.resident)
-        options, (microbatches, schedule) = dict(choice.options), self.pipeline
+        options, microbatches, schedule = dict(choice.options), MICROBATCHES.word, SCHEDULE.word
         changes: dict[str, Iterable[object]] = {}
         if microbatches in options:
             count = int(str(options[microbatches]))
             changes[microbatches] = {max(1, count // 2), count * 2}
             changes[schedule] = SCHEDULES if self._open(schedule) else ()
         split = self.mesh(choice.sizes).size(*self._named(AxisRole.TENSOR)) > 1
-        if split and self._open(SEQUENCE_PARALLEL):
-            changes[SEQUENCE_PARALLEL] = (True, False)
+        if split and self._open(SEQUENCE.word):
+            changes[SEQUENCE.word] = (True, False)
         for name, values in changes.items():
             yield from (
                 replace(choice, options=tuple({**options, name: value}.items()))
@@ -205,7 +205,7 @@ class Space:
     def probe(self, sizes: Sizes, wanted: Mapping[str, object]) -> Choice:
         """The choice with some options, where the plan has them; the others stay."""
         options = {name: value for name, value in wanted.items() if self._open(name)}
-        mesh, microbatches = self.mesh(sizes), self.pipeline[0]
+        mesh, microbatches = self.mesh(sizes), MICROBATCHES.word
         if mesh.size(*self._named(AxisRole.STAGE)) > 1 and self._open(microbatches):
             rows = self.batch.global_batch // mesh.size(*self._named(AxisRole.DATA))
             largest = max(1, TOKENS // self.batch.sequence)
@@ -221,11 +221,11 @@ class Space:
     def _ways(self) -> Iterator[tuple[dict[str, object], str]]:
         """Options and saved operators of each way to checkpoint."""
         on: dict[str, object] = {}
-        if self._open(CHECKPOINTING):
-            yield {CHECKPOINTING: False}, ""
-            on = {CHECKPOINTING: True}
+        if self._open(RECOMPUTE.word):
+            yield {RECOMPUTE.word: False}, ""
+            on = {RECOMPUTE.word: True}
         yield on, ""
-        if self.fixed.get(CHECKPOINTING, True) and self._rules():
+        if self.fixed.get(RECOMPUTE.word, True) and self._rules():
             yield from ((on, save) for save in SAVES)
 
     def _rules(self) -> tuple[Checkpoint, ...]:
@@ -241,8 +241,8 @@ class Space:
         """What a choice does besides the mesh; options at their defaults are left out."""
         options = dict(choice.options)
         way = f"save {choice.save}" if choice.save else "full"
-        known = CHECKPOINTING in self.plan.options or self.plan.checkpoint
-        on = options.pop(CHECKPOINTING, self.fixed.get(CHECKPOINTING, True))
+        known = RECOMPUTE.word in self.plan.options or self.plan.checkpoint
+        on = options.pop(RECOMPUTE.word, self.fixed.get(RECOMPUTE.word, True))
         words = [f"checkpoint {way if on else 'none'}"] if known else []
         changed = {n: v for n, v in options.items() if v != self.defaults[n]}
         name = self.experts.ranks.name if self.experts else ""

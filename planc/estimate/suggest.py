@@ -14,7 +14,7 @@ from planc.diagnostic import Sink
 from planc.estimate import profiles
 from planc.estimate.answer import Request
 from planc.estimate.candidates import WAYS_OUT, Candidate, Candidates, Tally
-from planc.estimate.choice import CHECKPOINTING, Choice, Space
+from planc.estimate.choice import Choice, Space
 from planc.estimate.counted import MicroBatch
 from planc.estimate.derived_counts import DerivedCounts, first_jobs
 from planc.estimate.from_plan import Batch, PlanWork, masters
@@ -22,12 +22,13 @@ from planc.estimate.moments import GIB
 from planc.estimate.search import Found, search
 from planc.estimate.second_process import SecondProcess, can_help
 from planc.model.facts import Facts
-from planc.plan import elaborate
+from planc.plan import elaborate, former
 from planc.plan.apply_adapters import adapted
 from planc.plan.evaluate import evaluate, truth
 from planc.plan.ir import Plan
 from planc.plan.mesh_axes import EXPERTS
 from planc.plan.scope import Definition, Scope
+from planc.plan.settings import EP, ETP, FORMER, RECOMPUTE, REDUCE_DTYPE
 from planc.project import ProjectError
 from planc.resources import PLANS
 from planc.source import Source
@@ -166,9 +167,10 @@ def _space(facts: Facts, asked: Asked, files: tuple[ast.File, ...], sink: Sink) 
     default, given = plan((), sink), plan(asked.settings, sink)
     if default is None or given is None or sink.errors > before:
         return None
-    names = [setting.partition("=")[0].strip() for setting in asked.settings]
+    names = [former.current(s.partition("=")[0].strip(), files) for s in asked.settings]
     fixed = {n: given.options.get(n, given.mesh.size(n)) for n in names}
-    with_all = plan([f"{CHECKPOINTING}=true"], Sink()) if CHECKPOINTING in default.options else None
+    on = [f"{RECOMPUTE.word}=true"] if RECOMPUTE.word in default.options else None
+    with_all = plan(on, Sink()) if on else None
     name = _extended(asked.plan or _of_model(facts), asked.folder)
     if name is None:
         sink.error("PL710", f"{asked.plan} is no file", help="a plan extends a file by its path")
@@ -200,24 +202,21 @@ def _extents(
         n for n, v in default.options.items() if isinstance(v, int) and v == 1 and v is not True
     ]
     made = [(name, plan({name: 2})) for name in ones]
+    optional = tuple(n for n in default.mesh.left_out if n not in (EP.word, ETP.word))
     sizing = {
         axis.name: name
         for name, other in made
         for axis in (other.mesh.axes if other else ())
         if default.mesh.axis(axis.name) is None
     }
-    wide, divided = plan(dict.fromkeys(sizing.values(), 2)), plan({EXPERTS: 2})
+    wide, divided = plan(dict.fromkeys((*sizing.values(), *optional), 2)), plan({EXPERTS: 2})
     axes = wide.mesh.axes if wide else default.mesh.axes
-    options, op = default.options, wide.pipeline.op if wide and wide.pipeline else None
     return {
-        "axes": tuple(replace(a, size=1) if a.name in sizing else a for a in axes),
+        "axes": tuple(replace(a, size=1) if a.name in (*sizing, *optional) else a for a in axes),
         "sizing": sizing,
+        "optional": optional,
         "exchange": next((r.op.attention for r in wide.context if r.op), "") if wide else "",
         "experts": divided.mesh.experts if divided and divided.experts else None,
-        "pipeline": (
-            next((n for n, v in options.items() if op and v == op.microbatches), ""),
-            next((n for n, v in options.items() if op and v == op.schedule), ""),
-        ),
     }
 
 
@@ -277,6 +276,7 @@ def _scope(choice: Choice, space: Space, facts: Facts, sink: Sink) -> Scope:
     """The names that a plan's `require` can use, with the values of a choice."""
     mesh = space.mesh(choice.sizes)
     scope = Scope(facts=facts, sink=sink, evaluate=evaluate, solve=lambda: mesh)
+    scope.aliases = {n: s.word for n, s in FORMER.items() if n not in space.defaults}
     divided = (space.experts.ranks.name,) if space.experts else ()
     scope.axis_names = (*(a.name for a in space.axes), *divided)
     origin = space.plan.origin
@@ -309,7 +309,7 @@ def _counts(
 
 def _coarser(candidates: Candidates, best: Candidate) -> Candidate | None:
     """The best plan with gradients reduced in bf16."""
-    space, name = candidates.space, "reduce_dtype"
+    space, name = candidates.space, REDUCE_DTYPE.word
     if space.defaults.get(name) != "fp32" or name in space.fixed:
         return None
     choice = replace(best.choice, options=(*best.choice.options, (name, "bf16")))

@@ -7,6 +7,8 @@ from planc.diagnostic import Sink
 from planc.importing.peer import table
 from planc.model.config import CLASS, locate_config, read, shipped_models
 from planc.model.facts import Modules
+from planc.plan import former
+from planc.plan.settings import SETTINGS
 from planc.project import ProjectError
 from planc.resources import PLANS
 from planc.syntax import ast, plan_files
@@ -20,9 +22,11 @@ class Base:
         family: a `model_type`, or None where the file does not tell.
         model: a name that `planc check` takes, or None.
         plan: the name of the plan for `extend`, or None where the library has none.
-        options: the options of that plan and their defaults.
+        options: the settings and options of that plan and their defaults.
         axes: the axes of its mesh.
-        text: its text with those that it extends, for rules that can be overridden.
+        sections: the names of its sections.
+        units: what its FSDP units are, as written: `$blocks`.
+        names: the names of modules in its selectors.
     """
 
     family: str | None = None
@@ -30,41 +34,24 @@ class Base:
     plan: str | None = None
     options: dict[str, object]
     axes: frozenset[str] = frozenset()
-    text: str = ""
+    sections: frozenset[str] = frozenset()
+    units: frozenset[str] = frozenset()
+    names: frozenset[str] = frozenset()
 
-    def has(self, rule: str) -> bool:
-        """Whether the plan has a rule or a header with this text."""
-        return rule in re.sub(r" +", " ", self.text)
-
-    @property
-    def over_cp(self) -> bool:
-        """Whether units are sharded over `cp` too, by the section that overrides others."""
-        return self._holds(r"fsdp on (\w+)") == "dp_shard_cp"
-
-    @property
-    def root(self) -> str:
-        """The module that holds the list of blocks, to which paths of a `tp_plan` are relative."""
-        return self._holds(r"let block *= *([\w.]+)\.\w+\.\*") or "model"
-
-    def lacks(self, path: str) -> bool:
+    def lacks(self, key: str) -> bool:
         """Whether a module of transformers' own plan is none of the model, whose family has it."""
         from planc.model.load import load, load_values
         from planc.model.sources.huggingface import defaults
 
         own, values = defaults(self.family or "")
-        if not any(path in (key, f"{self.root}.{key}") for key in own):
+        if key not in own:
             return False
         sink = Sink()
         name = self.family or ""
         facts = load(self.model, sink) if self.model else load_values(values, name, sink)
-        pattern = re.compile(re.escape(path).replace(r"\*", r"[^.]+"))
+        pattern = re.compile(rf"(.+\.)?{re.escape(key)}".replace(r"\*", r"[^.]+"))
         found = facts and any(pattern.fullmatch(_dotted(m)) for m in facts.model.below())
         return facts is not None and not found
-
-    def _holds(self, statement: str) -> str | None:
-        """What a statement says that others of its kind may override."""
-        found = re.findall(rf"(?m)^(override )?{statement}", self.text)
-        return max(found, key=lambda each: bool(each[0]))[1] if found else None
 
 
 def _dotted(modules: Modules) -> str:
@@ -81,22 +68,31 @@ def base_of(family: str | None, model: str | None, sink: Sink) -> Base:
     if place is None or place.path is None:
         return Base(family=family, model=model, options={})
     files = plan_files.read(str(place.path), sink)
-    options: dict[str, object] = {}
-    axes: set[str] = set()
-    for file in files:
-        for statement in file.statements:
-            if isinstance(statement, ast.Option) and isinstance(statement.value, ast.Literal):
-                options[statement.name] = statement.value.value
-            if isinstance(statement, ast.Section) and statement.name == "mesh":
-                axes |= {i.name for i in statement.items if isinstance(i, ast.Setting)}
+    nodes = [node for file in files for node in ast.every(file)]
+    sections = [node for node in nodes if isinstance(node, ast.Section)]
+    used = (setting for setting in SETTINGS.values() if not setting.axis)
+    options: dict[str, object] = {s.word: s.default for s in used if former.uses(s, files)}
+    for node in nodes:
+        if isinstance(node, ast.Option) and isinstance(node.value, ast.Literal):
+            options[node.name] = node.value.value
+    meshes = (item for section in sections if section.name == "mesh" for item in section.items)
+    targets = (rule.target for s in sections if s.name == "fsdp" for rule in ast.every(s)
+               if isinstance(rule, ast.Rule))  # fmt: skip
     name = place.path.stem if place.path.parent == PLANS else place.name
     return Base(
         family=family,
         model=model,
         plan=name,
         options=options,
-        axes=frozenset(axes),
-        text="\n".join(file.origin.source.text for file in files),
+        axes=frozenset(item.name for item in meshes if isinstance(item, ast.Setting)),
+        sections=frozenset(section.name for section in sections),
+        units=frozenset(t.path for t in targets if isinstance(t, ast.Selector)),
+        names=frozenset(
+            word
+            for node in nodes
+            if isinstance(node, ast.Selector)
+            for word in re.findall(r"\w+", node.path)
+        ),
     )
 
 

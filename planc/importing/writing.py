@@ -9,12 +9,28 @@ from planc.importing.family import Base
 from planc.importing.peer import COST, LEFT, LOST, Peer
 from planc.ops.phrases import literal
 from planc.plan.sections.tensor_styles import style_of_transformers
+from planc.plan.settings import (
+    CP,
+    LOSS_CHUNKS,
+    MICROBATCHES,
+    PARAM_DTYPE,
+    PP,
+    RECOMPUTE,
+    REDUCE_DTYPE,
+    SCHEDULE,
+    SEQUENCE,
+    PlanSetting,
+)
+
+BLOCKS = "$blocks"
+"""The list of blocks of a plan that extends a family's."""
 
 _ACTIONS = {
     "ops": "ops(save = [attention, matmul(every = 2), reduce, exchange])",
     "offload": "full(offload = cpu)",
 }
 _MESH = (
+    ("pp_size", "pp = 1"),
     ("replicate_size", "dp_replicate = 1"),
     ("shard_size", "dp_shard = auto"),
     ("cp_size", "cp = 1"),
@@ -107,12 +123,13 @@ class Writer:
         self.fate.update((word, (kind, why)) for word in words)
         return []
 
-    def _option(self, word: str, name: str, value: Any) -> list[str]:
-        """An option of the family's plan, where its default is another."""
-        if self.base.plan is None and name.endswith("_dtype"):
+    def _option(self, word: str, setting: PlanSetting, value: Any) -> list[str]:
+        """A setting of the family's plan, where its default is another."""
+        name = setting.word
+        if self.base.plan is None and setting in (PARAM_DTYPE, REDUCE_DTYPE):
             return self._not("plan", "precision(...)", word)
         if name not in self.base.options:
-            return self._not("lost", f"{self.name} has no option {name}", word)
+            return self._not("lost", f"{self.name} has no setting {name}", word)
         shown = literal(value)
         if self.base.options[name] == value:
             return self._not("same", f"{name} = {shown} in {self.name}", word)
@@ -163,7 +180,7 @@ class Writer:
             self._not("same", "without effect: tp = 1", "sequence_parallel")
         elif "sequence_parallel" in given:
             value = given["sequence_parallel"]
-            lines += self._option("sequence_parallel", "sequence_parallel", value)
+            lines += self._option("sequence_parallel", SEQUENCE, value)
         self._not("same", "the family's plan says which dtypes", "casts")
         if given.get("casts"):
             self._alias("bf16", True, "casts")
@@ -174,7 +191,7 @@ class Writer:
             self._not("same", "off", "fp16")
         for word in ("bf16", "fp16", "param_dtype"):
             if word in given and "param_dtype" in given:
-                lines += self._option(word, "param_dtype", given["param_dtype"])
+                lines += self._option(word, PARAM_DTYPE, given["param_dtype"])
         self._not("same", "gradients are reduced in fp32", "reduce_bf16")
         if given.get("reduce_bf16"):
             self._alias("reduce_dtype", "bf16", "reduce_bf16")
@@ -184,12 +201,12 @@ class Writer:
         if given.get("reduce_as_param") and given.get("replicate_size") != "auto":
             given.setdefault("reduce_dtype", given.get("param_dtype"))
         if given.get("reduce_dtype"):
-            lines += self._option("reduce_dtype", "reduce_dtype", given["reduce_dtype"])
+            lines += self._option("reduce_dtype", REDUCE_DTYPE, given["reduce_dtype"])
         if given.get("checkpoint_off"):
             self._alias("checkpoint", "none", "checkpoint_off")
         self._not("same", "off", "checkpoint_off")
         if given.get("checkpoint") in ("none", "full"):
-            lines += self._option("checkpoint", "checkpointing", given["checkpoint"] == "full")
+            lines += self._option("checkpoint", RECOMPUTE, given["checkpoint"] == "full")
         first = {line.partition("    #")[0]: line for line in reversed(lines)}
         return [*reversed(first.values()), *self._pipeline(), *self._loss(many), ""]
 
@@ -198,7 +215,7 @@ class Writer:
         for word, chunks in (("chunked_loss", 8), ("chunk_tokens", 8), ("loss", given.get("loss")),
                              ("loss_over_tp", int(many)), ("no_loss_over_tp", 0)):  # fmt: skip
             if given.get(word) and chunks and not lines:
-                lines = self._option(word, "loss_chunks", chunks)
+                lines = self._option(word, LOSS_CHUNKS, chunks)
             else:
                 self._not("same", "the loss is computed from whole logits", word)
         return lines
@@ -210,7 +227,7 @@ class Writer:
         self.fate["layers"] = ("left", LEFT["model_left"])
         if (given.get("pp_size") or 1) == 1:
             return self._not("same", "without effect: one pipeline stage", *words)
-        if "pipeline_stages" not in self.base.options:
+        if PP.word not in self.base.axes:
             return self._not("lost", f"{self.name} has no pipeline", *words)
         if self._stages_of_a_rank() > 1 and "schedule" not in given:
             word = "virtual" if given.get("virtual") else "virtual_layers"
@@ -227,10 +244,10 @@ class Writer:
                 self._not("lost", why, "all_rows")
         else:
             self._not("lost", "a plan has the number of microbatches", "microbatch_rows")
-        lines = self._option("pp_size", "pipeline_stages", given["pp_size"])
-        for word, option in (("schedule", "pipeline_schedule"), ("microbatches", "microbatches")):
+        lines = list[str]()
+        for word, setting in (("schedule", SCHEDULE), ("microbatches", MICROBATCHES)):
             if word in given:
-                lines += self._option(word, option, given[word])
+                lines += self._option(word, setting, given[word])
         return lines
 
     def _stages_of_a_rank(self) -> int:
@@ -242,7 +259,7 @@ class Writer:
             return 1
         layers, of_all = given.get("layers") or 0, given["pp_size"] * each
         if not layers or layers % of_all:
-            why = "a plan has the stages of a rank: `stages = even($block, each = N)`"
+            why = f"a plan has the stages of a rank: `stages = even({BLOCKS}, each = N)`"
             self._not("lost", why, "virtual_layers")
             return 0
         return int(layers // of_all)
@@ -259,48 +276,43 @@ class Writer:
             return self._not("same", f"{usual} stages a rank in {self.name}", *_VIRTUAL)
         if "virtual" not in self.given:
             word = "virtual_layers"
-        stages = self._line(f"    stages = even($block, each = {count})", word)
-        options = ["    schedule = pipeline_schedule", "    microbatches = microbatches"]
-        return ["override pipeline on pp {", *options, *stages, "}", ""]
+        stages = self._line(f"    override stages = even({BLOCKS}, each = {count})", word)
+        return [f"pipeline on {PP.word} {{", *stages, "}", ""]
 
     def _mesh(self) -> list[str]:
-        """The axes whose sizes differ; the whole mesh if `cp` joins it, so that `tp` stays last."""
+        """The axes whose sizes differ, or the whole mesh of a plan without a family's."""
         given, base = self.given, self.base
         total, copies = given.get("data_size"), given.get("replicate_size") or 1
         self._not("same", "the ranks that tp, cp and pp leave", "data_size")
         if total and not given.get("shard_size") and copies != "auto" and total % copies == 0:
             self._alias("shard_size", total // copies, "data_size")
-        whole = base.plan is None or (given.get("cp_size") or 1) > 1
-        if base.plan and whole and not base.over_cp:
-            why = f"{self.name} shards over dp_shard alone; `override fsdp on dp_shard * cp`"
-            whole = bool(self._not("lost", why, "cp_size"))
-        stages = self.fate.get("pp_size", ("",))[0] == "plan"
-        lines = ["    pp = pipeline_stages"] if whole and stages else []
+        lines = list[str]()
         for word, without in _MESH:
             size, axis = given.get(word), without.partition(" ")[0]
             if base.plan is None:
-                known = word in ("replicate_size", "shard_size", "cp_size")
+                known = word in ("replicate_size", "shard_size")
                 known = known or (word == "tp_size" and "rule" in given)
             else:
-                known = axis in base.axes or word == "cp_size"
+                known = axis in base.axes
             if not known and size not in (None, 1):
                 self._not("lost", f"{self.name} has no axis {axis}", word)
             elif size and f"{axis} = {size}" != without and word not in self.fate:
-                override = "" if whole else "override "
+                override = "override " if base.plan else ""
                 lines += self._line(f"    {override}{axis} = {size}", word)
             else:
                 self.fate.setdefault(word, ("same", without))
-                if whole and known and word != "cp_size":
+                if base.plan is None and known:
                     lines.append(f"    {without}")
-        override = "override " if whole and base.plan else ""
-        return [f"{override}mesh {{", *lines, "}", ""] if lines else []
+        return ["mesh {", *lines, "}", ""] if lines else []
 
     def _context(self) -> list[str]:
         if self.fate["cp_size"][0] != "plan":
             return self._not("same", "without effect: cp = 1", "attention")
-        word = "attention" if self.given.get("attention") else "cp_size"
         how = self.given.get("attention") or "all_gather"
-        return ["context on cp {", *self._line(f"    attention = {how}", word), "}", ""]
+        if how == "all_gather":
+            return self._not("same", "keys and values are all-gathered", "attention")
+        line = self._line(f"    override attention = {how}", "attention")
+        return ["context on cp {", *line, "}", ""]
 
     def _load(self) -> list[str]:
         lines = self._not("same", "`run.load` decides how weights are read", "from_rank0")
@@ -338,7 +350,7 @@ class Writer:
         names = given.get("lora_targets") or ("*",)
         target = _named(names)
         if given.get("lora_all") or "*" in names:
-            target = "$block.**<Linear>" if self.base.has("let block =") else "**<Linear>"
+            target = f"{BLOCKS}.**<Linear>" if self.base.plan else "**<Linear>"
         if kind == "lora":
             words.remove("double_quantized")
             self._not("same", "without effect: no 4-bit weights", "double_quantized")
@@ -354,7 +366,7 @@ class Writer:
                 self._not("same", "with adapters all else is frozen", word)
             elif word == "frozen_embeddings":
                 rules += self._line("    **<Embedding> : frozen", word)
-            elif found := [name for name in names if re.search(rf"\b{name}\b", self.base.text)]:
+            elif found := [name for name in names if name in self.base.names]:
                 rules += self._line(f"    **.{found[0]} : frozen", word)
             elif self.keys.get(word):
                 self._not(*none, word)
@@ -366,25 +378,32 @@ class Writer:
         """The tensor rules of a `tp_plan`, whose keys are relative to the base model or whole."""
         lines, rules = [], self.given.get("rule") or {}
         # a DistributedConfig changes single rules of the model's own plan; alone they shard little
-        single = self.base.has("tensor on tp") and not any("rowwise" in s for s in rules.values())
+        single = "tensor" in self.base.sections and not any("rowwise" in s for s in rules.values())
         for key, style in rules.items():
             written = style_of_transformers(style)
-            path = re.sub(r"^(.*\.)?(base_model_)?tp_plan\.", "", key)
-            if not path.startswith(("lm_head", f"{self.base.root}.")):
-                path = f"{self.base.root}.{path}"
+            path = relative = re.sub(r"^(.*\.)?(base_model_)?tp_plan\.", "", key)
+            if not path.startswith(("lm_head", "model.")):
+                path = self._path(path)
             if path.rpartition(".")[0].endswith(".experts"):
                 self._not("same", "the rule of the experts has their parameters", key)
-            elif written is None or not re.fullmatch(r"[\w.*]+", path):
+            elif written is None or not re.fullmatch(r"[$\w.*]+", path):
                 self._not("lost", f"{style} needs a rule of your own", key)
             elif single:
                 why = f"in place of the rule of {self.name}, write `override {path} : {written}`"
                 self._not("lost", why, key)
             else:
-                optional = "optional " * self.base.lacks(path)
+                optional = "optional " * self.base.lacks(relative)
                 self.fate[key] = ("plan", f"{optional}{path} : {written}")
                 lines.append(f"    {optional}{path} : {written}")
-        override = "override " if self.base.has("tensor on tp") else ""
+        override = "override " if "tensor" in self.base.sections else ""
         return [f"{override}tensor on tp {{    # tp_plan", *lines, "}", ""] if lines else []
+
+    def _path(self, key: str) -> str:
+        """The modules of a key that is relative to the base model, a child of the whole model."""
+        if self.base.plan is None:
+            return f"model.{key}"
+        inside = re.fullmatch(r"\w+\.\*\.(.+)", key)
+        return f"{BLOCKS}.{inside[1]}" if inside else f"*.{key}"
 
     def _checkpoint(self) -> list[str]:
         kind = self.given.get("checkpoint")
@@ -396,11 +415,11 @@ class Writer:
             return self._not("lost", why, "checkpoint", "activation_offload")
         if kind not in _ACTIONS:
             return []
-        if not self.base.has("let block ="):
+        if self.base.plan is None:
             return self._not("lost", f"{self.name} has no list of blocks", "checkpoint")
-        override = "override " if self.base.has("checkpoint {") else ""
+        override = "override " if "checkpoint" in self.base.sections else ""
         words = ["checkpoint", *["activation_offload"] * (kind != self.given["checkpoint"])]
-        rule = self._line(f"    $block : {_ACTIONS[kind]}", *words)
+        rule = self._line(f"    {BLOCKS} : {_ACTIONS[kind]}", *words)
         return [f"{override}checkpoint {{", *rule, "}", ""]
 
     def _compile(self) -> list[str]:
@@ -408,21 +427,24 @@ class Writer:
         word = "compile" if "compile" in self.given else "no_compile"
         if self.given.get(word) is not (word == "compile"):
             return []
-        if not self.base.has("let block ="):
+        if self.base.plan is None:
             return self._not("lost", f"{self.name} has no list of blocks", word)
-        return ["compile {", *self._line("    $block : block", word), "}", ""]
+        return ["compile {", *self._line(f"    {BLOCKS} : block", word), "}", ""]
 
     def _fsdp(self) -> list[str]:
         given, lines = self.given, list[str]()
-        if self.given.get("loss") and "override option loss_chunks" in self.fate_of("loss")[1]:
+        chunked = f"override option {LOSS_CHUNKS.word}" in self.fate_of("loss")[1]
+        if self.given.get("loss") and chunked:
             self._not("lost", "a loss in parts makes no logits to cast", "output_dtype")
         elif output := given.get("output_dtype"):
-            casts = f"param = param_dtype, reduce = reduce_dtype, output = {output}"
+            casts = f"param = {PARAM_DTYPE.word}, reduce = {REDUCE_DTYPE.word}, output = {output}"
             lines += self._line(f"    override precision({casts})", "output_dtype")
         inner = given.get("inner_size")
         if inner and given.get("reshard") is not False:
-            if self.base.has("$block : unit("):
-                lines += self._line(f"    override $block : unit(reshard = {inner})", "inner_size")
+            if BLOCKS in self.base.units:
+                lines += self._line(
+                    f"    override {BLOCKS} : unit(reshard = {inner})", "inner_size"
+                )
             elif self.base.plan:
                 self._not(
                     "cost", f"override the family's units with `reshard = {inner}`", "inner_size"
@@ -431,8 +453,8 @@ class Writer:
             self._not("same", "without effect: units are not sharded again", "inner_size")
         if given.get("reshard") is not False:
             self._not("same", "units reshard after forward, but for the last", "reshard")
-        elif self.base.has("$block : unit("):
-            lines += self._line("    override $block : unit(reshard = never)", "reshard")
+        elif BLOCKS in self.base.units:
+            lines += self._line(f"    override {BLOCKS} : unit(reshard = never)", "reshard")
         else:  # a plan without a family's has it below
             self._not("lost", "override the family's units with `reshard = never`", "reshard")
         ahead = [word for word in ("prefetch_forward", "prefetch_backward") if given.get(word)]
@@ -446,7 +468,7 @@ class Writer:
                 lines += self._line("    offload(cpu)", word)
             else:
                 self._not("same", "nothing is offloaded", word)
-        own = "fsdp on dp_shard_cp" if self.base.over_cp else "fsdp on dp_shard"
+        own = "fsdp on dp_shard_cp" if CP.word in self.base.axes else "fsdp on dp_shard"
         if self.base.plan is None:
             lines = self._own_units(lines)
         return [f"{own}, replicate on dp_replicate {{", *lines, "}", ""] if lines else []

@@ -1,6 +1,6 @@
 """AST + model facts -> IR."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -14,7 +14,7 @@ from planc.plan.ir import Mesh, Plan
 from planc.plan.local_shapes import settled
 from planc.plan.mesh import solve
 from planc.plan.mesh_axes import DERIVED, EXPERT_TENSOR, EXPERTS, expanded, role_of, valid_axes
-from planc.plan.program import Program, gather, origin_of, require
+from planc.plan.program import Program, axis_names, gather, origin_of, require
 from planc.plan.scope import Failed, Scope, Sizes
 from planc.plan.sections.adapters import adapters
 from planc.plan.sections.checkpoint import checkpoint, compile_rules
@@ -27,7 +27,7 @@ from planc.plan.sections.optimizer import optimizer
 from planc.plan.sections.pipeline import pipeline
 from planc.plan.sections.tensor import tensor
 from planc.plan.sections.train import train
-from planc.syntax import ast
+from planc.syntax import ast, plan_files
 
 T = TypeVar("T")
 
@@ -142,7 +142,7 @@ def _family(program: Program) -> None:
         program.sink.error("PL009", "the plan has no header", origin_of(program), help=hint)
         return
     names = [f.path for f in header.families]
-    if facts.family in names or facts.name in names:
+    if facts.family in names or facts.name in names or plan_files.ANY in names:
         return
     program.sink.error(
         "PL650",
@@ -154,7 +154,7 @@ def _family(program: Program) -> None:
 
 
 def _with_roles(mesh: Mesh | None, program: Program) -> Mesh | None:
-    """The mesh with the role of each axis. Its sizes are needed before sections are known."""
+    """The mesh with the role of each axis, by the sections; leaves those that have no axis."""
     if mesh is None:
         return None
 
@@ -168,7 +168,40 @@ def _with_roles(mesh: Mesh | None, program: Program) -> Mesh | None:
         for a in mesh.axes
     )
     program.mesh = replace(mesh, axes=tuple(axes))
+    program.sections = [*_over_axes(program, mesh)]
     return program.mesh
+
+
+def _over_axes(program: Program, mesh: Mesh) -> Iterator[ast.Section]:
+    """The sections without the axes that are left out, and without those over them alone.
+
+    A section over an optional axis is an offer, whose place one of an extending plan takes.
+    """
+    offered = {*axis_names(program, optional=True), *program.scope.replaced_axes}
+
+    def taken(section: ast.Section, by: Iterable[ast.Section]) -> bool:
+        axes = [axis.path for axis in section.axes]
+        return (
+            bool(axes)
+            and offered.issuperset(axes)
+            and any(
+                other.name == section.name
+                and [axis.path for axis in other.axes] == axes
+                and other.origin.source is not section.origin.source
+                and not any(getattr(item, "override", False) for item in other.items)
+                for other in by
+            )
+        )
+
+    def there(axes: tuple[ast.Name, ...]) -> tuple[ast.Name, ...]:
+        return tuple(axis for axis in axes if axis.path not in mesh.left_out)
+
+    for i, section in enumerate(program.sections):
+        if taken(section, program.sections[i + 1 :]):
+            continue
+        made = replace(section, axes=there(section.axes), replicate=there(section.replicate))
+        if bool(made.axes or made.replicate) is bool(section.axes or section.replicate):
+            yield made
 
 
 def _axes(program: Program, mesh: Mesh) -> None:
@@ -217,7 +250,7 @@ def _settings(program: Program, mesh: Mesh) -> None:
     """Reports sizes from `--set` of axes that the mesh lacks under these options."""
     for name, literal in program.settings.items():
         there = name in (EXPERTS, EXPERT_TENSOR) and name in program.scope.axis_names
-        if name not in mesh.names and not there:
+        if name not in (*mesh.names, *mesh.left_out) and not there:
             program.sink.error(
                 "PL106",
                 f"`--set {name}` sizes an axis that the mesh does not have here",

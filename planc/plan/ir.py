@@ -48,11 +48,13 @@ class Mesh(Meaning):
         experts: the ranks that divide experts, which are some of those along the axes; None where
             every rank has all experts.
         assumed: whether `auto` counts as 1 because no world size is given.
+        left_out: optional axes of one rank; they are no axes here.
     """
 
     axes: tuple[MeshAxis, ...]
     experts: ExpertMesh | None = None
     assumed: bool = False
+    left_out: tuple[str, ...] = ()
 
     @property
     def world_size(self) -> int:

@@ -1,6 +1,6 @@
 """The mesh section -> a mesh whose axes all have sizes."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from planc.diagnostic import Label, did_you_mean, one_of
@@ -43,6 +43,7 @@ def solve(program: Program) -> Mesh | None:
     """The mesh of a program, computed once; None after a finding.
 
     The size of an axis is a positive integer or `auto`, the world size divided by all other sizes.
+    An optional axis of one rank is left out.
     Without a world size `auto` counts as 1.
     """
     if not program.sized:
@@ -63,6 +64,10 @@ def _solve(program: Program) -> Mesh | None:
     sizes = _Sizes(tuple((s, size) for s, size in written if size is not None))
     if len(sizes.pairs) < len(written):
         return None
+    ones = {s.name for s, size in sizes.pairs if s.optional and size == 1}
+    ones |= {s.name for s in made.values() if s.optional and ranks is None}
+    gone = set(program.scope.replaced_axes).difference(s.name for s in settings)
+    sizes = _Sizes(tuple(pair for pair in sizes.pairs if pair[0].name not in ones))
     autos = [s for s, size in sizes.pairs if size == 0]
     if len(autos) > 1:
         message = f"{one_of((f'`{s.name}`' for s in autos), last='and')} are both `auto`"
@@ -79,6 +84,7 @@ def _solve(program: Program) -> Mesh | None:
     mesh = Mesh(
         axes=axes,
         assumed=bool(autos) and program.world_size is None,
+        left_out=tuple(sorted(ones | gone)),
         origin=next(iter(program.named("mesh"))).origin,
     )
     return expert_mesh(mesh, ranks, inside, program) if ranks or inside else mesh
@@ -126,7 +132,7 @@ def _settings(program: Program) -> list[ast.Setting] | None:
 
 def _axis(item: ast.Setting, found: dict[str, ast.Setting], program: Program) -> None:
     earlier = found.get(item.name)
-    if earlier and not item.override:
+    if earlier and not (item.override or earlier.optional):
         program.sink.error(
             "PL304",
             f"axis `{item.name}` is named twice",
@@ -146,7 +152,7 @@ def _axis(item: ast.Setting, found: dict[str, ast.Setting], program: Program) ->
             program.scope.definitions[item.name].origin,
             help="give one of them another name",
         )
-    found[item.name] = item
+    found[item.name] = replace(item, optional=item.optional or bool(earlier and earlier.optional))
 
 
 def _size(setting: ast.Setting, program: Program) -> int | None:

@@ -19,6 +19,8 @@ DERIVED = {
     "ep_shard": ("dp_shard", "cp", "tp"),
 }
 STAGES = "pp"
+TENSOR = "tp"
+COPIES = "dp_replicate"
 CONTEXT = "cp"
 EXPERTS = "ep"
 """No axis of the product: the ranks that divide experts are some of those along `EXPERT_AXES`."""

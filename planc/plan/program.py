@@ -1,16 +1,18 @@
 """Combines the files of a plan: extended files first, overrides applied, `when`s decided."""
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from planc.diagnostic import Label, Sink, did_you_mean, one_of
 from planc.model.facts import Facts
+from planc.plan import former
 from planc.plan.evaluate import describe, truth
 from planc.plan.ir import Mesh
 from planc.plan.rule_conflicts import nothing_to_override
 from planc.plan.scope import Definition, Failed, Scope
 from planc.plan.sections.tensor_styles import STYLES
+from planc.plan.settings import SETTINGS
 from planc.source import Source, Span
 from planc.syntax import ast
 
@@ -24,6 +26,7 @@ class Program:
         sections: in order, without overridden ones and branches that are not taken.
         settings, styles: axes given by `--set`, and the plan's own styles, by name.
         mesh: sized the first time an axis is looked up.
+        roles_used: where an extended plan first uses a role that no let defines, by its name.
         timetables: the texts of timetables, by the place of the call that names each.
         broken: sections with errors.
     """
@@ -39,6 +42,7 @@ class Program:
     styles: dict[str, ast.Style] = field(default_factory=dict)
     mesh: Mesh | None = None
     sized: bool = False
+    roles_used: dict[str, Span] = field(default_factory=dict)
     timetables: dict[Span, str] = field(default_factory=dict)
     broken: set[str] = field(default_factory=set)
 
@@ -52,13 +56,16 @@ def gather(
     """Fills a program from its files, extended first, and `--set`; `known` has all sections."""
     given = dict(_setting(text, program.sink) for text in settings)
     given.pop("", None)
+    former.apply(files, program.scope, given)
     statements = [s for file in files for s in file.statements]
     program.timetables.update(pair for file in files for pair in file.timetables)
+    _define_settings(files, program, given)
+    program.roles_used = former.roles_used(files)
     # names first, so that a condition may use what stands below it or in a plan that extends
     for statement in statements:
         if not _ordered(statement):
             _add(statement, program, given)
-    program.scope.axis_names = _axis_names(program)
+    program.scope.axis_names = axis_names(program)
     program.settings = {n: v for n, v in given.items() if n in program.scope.axis_names}
     for statement in statements:
         if _ordered(statement):
@@ -134,11 +141,50 @@ def _style(statement: ast.Style, program: Program) -> None:
         program.styles[name] = statement
 
 
+def _define_settings(
+    files: Sequence[ast.File], program: Program, given: Mapping[str, ast.Literal]
+) -> None:
+    """Defines the settings that a file uses before one declares an option of that name."""
+    declared = former.declared(files)
+    for setting in SETTINGS.values():
+        for i, file in enumerate(files):
+            if setting.axis or declared.get(setting.word, i + 1) <= i:
+                break
+            origin = file.mentioned.get(setting.word) or file.mentioned.get(setting.former)
+            if origin is None or setting.former in declared:
+                continue
+            default = ast.Literal(origin=origin, value=setting.default)
+            value = given.get(setting.word)
+            program.scope.define(
+                Definition(
+                    name=setting.word, kind="option", value=default, origin=origin, given=value
+                )
+            )
+            _same_type(setting.word, default, program, value)
+            break
+
+
 def _define(
     statement: ast.Option | ast.Let, program: Program, given: dict[str, ast.Literal]
 ) -> None:
     kind = "option" if isinstance(statement, ast.Option) else "let"
-    earlier = program.scope.definitions.get(statement.name)
+    name = program.scope.aliases.get(statement.name, statement.name)
+    setting = SETTINGS.get(name)
+    if kind == "option" and statement.override and setting and setting.axis:
+        _size_axis(statement, name, program)
+        return
+    statement = replace(statement, name=name)
+    earlier = program.scope.definitions.get(name)
+    used = program.roles_used.get(name) if kind == "let" else None
+    if used and not earlier and not statement.override:
+        program.sink.error(
+            "PL107",
+            f"`{name}` is a role that an extended plan uses",
+            Label(span=statement.name_origin, text="defined here"),
+            Label(span=used, text="used here"),
+            help=f"write `override let {name} = ...` to replace it there too, or another name",
+        )
+        return
     if earlier and not (statement.override and earlier.kind == kind):
         program.sink.error(
             "PL107",
@@ -148,7 +194,7 @@ def _define(
             help=f"write `override {kind} {statement.name} = ...` to replace the earlier one",
         )
         return
-    if statement.override and not earlier:
+    if statement.override and not (earlier or used):
         what = f"{kind} `{statement.name}`"
         nothing_to_override(program.sink, what, statement.name_origin)
     own = given.get(statement.name) if kind == "option" else None
@@ -160,14 +206,35 @@ def _define(
         given=own,
     )
     program.scope.define(definition)
-    _same_type(statement, program, own)
+    _same_type(name, statement.value, program, own)
 
 
-def _same_type(
-    statement: ast.Option | ast.Let, program: Program, given: ast.Literal | None
-) -> None:
-    """An option keeps the type of its default: `--set sequence_parallel=1` is a mistake."""
-    default = statement.value
+def _size_axis(statement: ast.Option | ast.Let, name: str, program: Program) -> None:
+    """`override option pp = 4` sizes the axis, as `mesh { override pp = 4 }` does."""
+    axis = ast.Setting(
+        origin=statement.origin,
+        name=name,
+        name_origin=statement.name_origin,
+        value=statement.value,
+        override=True,
+    )
+    program.sections.append(
+        ast.Section(
+            origin=statement.origin,
+            name="mesh",
+            name_origin=statement.name_origin,
+            axes=(),
+            replicate=(),
+            items=(axis,),
+        )
+    )
+
+
+def _same_type(name: str, default: ast.Expr, program: Program, given: ast.Literal | None) -> None:
+    """An option keeps the type of its default: `--set sequence=1` is a mistake."""
+    setting = SETTINGS.get(name)
+    if given and setting and given.value in setting.words:
+        return
     if given is None or not isinstance(default, ast.Literal) or default.value is None:
         return
     kinds = (bool, int | float, str)
@@ -176,7 +243,7 @@ def _same_type(
     if bad or (wanted is not bool and isinstance(given.value, bool)):
         program.sink.error(
             "PL106",
-            f"option `{statement.name}` cannot be {describe(given.value)}",
+            f"option `{name}` cannot be {describe(given.value)}",
             given.origin,
             Label(span=default.origin, text=f"its default is {describe(default.value)}"),
             help="give a value of the same type",
@@ -195,6 +262,9 @@ def _section(section: ast.Section, program: Program) -> None:
         if not any(replaced(s) for s in program.sections):
             what = f"`{section.name}` section"
             nothing_to_override(program.sink, what, section.name_origin)
+        if section.name == "mesh":
+            optional = axis_names(program, optional=True)
+            program.scope.replaced_axes = (*program.scope.replaced_axes, *optional)
         program.sections = [s for s in program.sections if not replaced(s)]
     if section.name == "mesh" and program.sized:
         message = "the mesh cannot depend on the size of one of its own axes"
@@ -214,15 +284,16 @@ def _branch(when: ast.When, program: Program, given: dict[str, ast.Literal]) -> 
         else:
             message = "this stands at the top of a file, not inside a `when`"
             program.sink.error("PL011", message, statement.origin)
-    program.scope.axis_names = _axis_names(program)
+    program.scope.axis_names = axis_names(program)
 
 
-def _axis_names(program: Program) -> tuple[str, ...]:
+def axis_names(program: Program, *, optional: bool = False) -> tuple[str, ...]:
+    """The axes that the mesh sections name, in taken branches or not; or the optional ones."""
     names: dict[str, None] = {}
 
     def collect(items: Iterable[object]) -> None:
         for item in items:
-            if isinstance(item, ast.Setting):
+            if isinstance(item, ast.Setting) and item.optional >= optional:
                 names[item.name] = None
             elif isinstance(item, ast.When):
                 collect(item.then)

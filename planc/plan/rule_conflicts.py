@@ -35,6 +35,9 @@ class Settings:
         """Adds a line and the value that `read` returns for it; an earlier one may be in force."""
         name = item.name if isinstance(item, ast.Setting) else item.call.name
         earlier = self.lines.get(name)
+        if isinstance(item, ast.Setting) and item.optional:
+            message = "an axis of the mesh can be optional, no setting of a section"
+            self.sink.error("PL011", message, item.origin, help="remove `optional`")
         if earlier is not None and not item.override:
             conflict(self.sink, "line", f"`{name}`", item.origin, earlier.origin)
             return

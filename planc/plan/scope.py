@@ -8,7 +8,9 @@ from operator import attrgetter
 from typing import Any, Final
 
 from planc.diagnostic import Label, Sink, did_you_mean, one_of
-from planc.model.facts import Facts, Parameter
+from planc.model.facts import Facts, Modules, Parameter
+from planc.model.indices import Indices
+from planc.model.roles import LACKS, RoleModules, roles
 from planc.plan.ir import Mesh
 from planc.plan.mesh_axes import EXPERT_TENSOR, EXPERTS, axes_of, valid_axes
 from planc.source import Span
@@ -57,6 +59,8 @@ class Scope:
         kept: the dtype of a parameter after `load`, once the load section was read.
         sized: where a small model stands for this one, the scope of the numbers in arguments.
         decides: in a `sized` scope, the scope of the real model, which decides every condition.
+        replaced_axes: optional axes of a mesh that another one replaces; each counts as 1.
+        aliases: the names that stand for others in this plan: those that settings had before.
     """
 
     facts: Facts
@@ -68,6 +72,9 @@ class Scope:
     kept: Callable[[Parameter], str] = attrgetter("dtype")
     sized: Scope | None = None
     decides: Scope | None = None
+    aliases: dict[str, str] = field(default_factory=dict)
+    replaced_axes: tuple[str, ...] = ()
+    _roles: RoleModules | None = None
     _values: dict[str, Value] = field(default_factory=dict)
     _pending: list[str] = field(default_factory=list)
 
@@ -88,12 +95,31 @@ class Scope:
         self._values.pop(definition.name, None)
 
     def knows(self, name: str) -> bool:
+        name = self.aliases.get(name, name)
         return name in self.definitions or self._is_axis(name)
+
+    def modules(self, name: ast.Name, *, optional: bool) -> Value:
+        """The modules of `$name`: those of a let, else of a role, which this model may lack."""
+        word = self.aliases.get(name.path, name.path)
+        known = self.definitions.get(word)
+        if word not in LACKS or (known and known.kind == "let"):
+            return self.value(name)
+        self._roles = self._roles or roles(self.facts)
+        found = getattr(self._roles, word)
+        if not found and not optional:
+            self.sink.error(
+                "PL114",
+                f"{self.facts.name} has no role `{word}`: {LACKS[word]}",
+                name.origin,
+                help=f"name the modules by `let {word} = PATH`, or write `optional` before the rule"
+                " or `override` a section that has no use for them",
+            )
+        return _selector(found, name.origin) if found else FAILED
 
     def _is_axis(self, name: str) -> bool:
         """Whether a name is an axis; `etp` is 1 where a mesh with experts leaves it out."""
         implied = name == EXPERT_TENSOR and EXPERTS in self.axis_names
-        return implied or bool(axes_of(name, self.axis_names))
+        return implied or bool(axes_of(name, (*self.axis_names, *self.replaced_axes)))
 
     def value(self, name: ast.Name) -> Value:
         """The value of a dotted name; an unknown name is reported."""
@@ -102,6 +128,8 @@ class Scope:
             return self._config(name, rest)
         if rest:
             return self._unknown(name)
+        if name.path in self.aliases:
+            name = replace(name, path=self.aliases[name.path])
         if name.path in self.definitions:
             return self._defined(name)
         if self._is_axis(name.path):
@@ -192,6 +220,15 @@ class Scope:
         hint = did_you_mean(name.path, [*known, "true", "false"], hint) or hint
         self.sink.error("PL100", f"`{name.path}` names nothing", name.origin, help=hint)
         return FAILED
+
+
+def _selector(found: tuple[Modules, ...], origin: Span) -> ast.Selector:
+    """A selector of modules, with all entries of the lists that they are in."""
+    paths = dict.fromkeys(
+        ".".join("*" if isinstance(s, Indices) else s for s in m.path) for m in found
+    )
+    first, *more = (ast.Selector(origin=origin, path=path) for path in paths)
+    return replace(first, more=tuple(more))
 
 
 def _plain(value: Any) -> Value:

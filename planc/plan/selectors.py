@@ -75,37 +75,42 @@ def select(
     """
     bases = tuple(bases)
     found: list[Modules] = []
-    for steps in _every_alternative(selector, scope):
-        matched = _matched(bases, steps, scope)
-        for each in () if optional else (matched, *_by_entry(bases, steps, scope)):
-            if isinstance(each, _Miss):
-                _report(selector, each, scope)
-                return ()
-        found.extend(() if isinstance(matched, _Miss) else matched)
+    for one in (selector, *selector.more):
+        for steps in _every_alternative(one, scope, optional=optional):
+            matched = _matched(bases, steps, scope)
+            for each in () if optional else (matched, *_by_entry(bases, steps, scope)):
+                if isinstance(each, _Miss):
+                    _report(one, each, scope)
+                    return ()
+            found.extend(() if isinstance(matched, _Miss) else matched)
     return tuple(merged(found, alike=True))
 
 
 def _every_alternative(
-    selector: ast.Selector, scope: Scope
+    selector: ast.Selector, scope: Scope, *, optional: bool = False
 ) -> tuple[tuple[SelectorStep, ...], ...]:
     try:
-        return tuple(_alternatives(selector, scope))
+        return tuple(_alternatives(selector, scope, optional=optional))
     except RecursionError:
         message = f"`{selector.path}` goes through too many `let`s, or through itself"
         scope.sink.error("PL108", message, selector.origin, help="a `let` can't use its own name")
         return ()
 
 
-def _alternatives(selector: ast.Selector, scope: Scope) -> Iterator[tuple[SelectorStep, ...]]:
+def _alternatives(
+    selector: ast.Selector, scope: Scope, *, optional: bool
+) -> Iterator[tuple[SelectorStep, ...]]:
     """The patterns that braces expand to, each as steps."""
     prefixes: list[tuple[SelectorStep, ...]] = [()]
     path = selector.path
     if path.startswith("$"):
         match = re.match(r"\$(\w+)\.?", path)
         if match is None:
-            scope.sink.error("PL100", "`$` needs the name of a let", selector.origin)
+            message = "`$` needs the name of a let or of a role"
+            scope.sink.error("PL100", message, selector.origin)
             return
-        value = scope.value(ast.Name(origin=selector.origin, path=match[1]))
+        name = ast.Name(origin=selector.origin, path=match[1])
+        value = scope.modules(name, optional=optional)
         if isinstance(value, Failed):
             return
         if not isinstance(value, ast.Selector):
@@ -113,7 +118,11 @@ def _alternatives(selector: ast.Selector, scope: Scope) -> Iterator[tuple[Select
             help = f"write `let {match[1]} = model.layers.*`, or the like"
             scope.sink.error("PL109", message, selector.origin, help=help)
             return
-        prefixes = list(_alternatives(value, scope))
+        prefixes = [
+            steps
+            for one in (value, *value.more)
+            for steps in _alternatives(one, scope, optional=optional)
+        ]
         path = path[match.end() :]
     texts = list(itertools.islice(_braces(path), _MAX_ALTERNATIVES + 1))
     if len(texts) * len(prefixes) > _MAX_ALTERNATIVES:

@@ -16,8 +16,9 @@ from planc.model.facts import Modules
 from planc.model.indices import Indices
 from planc.ops.base import AxisRole
 from planc.ops.styles import Style
-from planc.plan import elaborate
+from planc.plan import elaborate, former
 from planc.plan.ir import Plan
+from planc.plan.settings import SEQUENCE
 from planc.proof.judge import judge
 from planc.proof.rule_differences import At, RuleChange, Rules, differences, shared, tensor_rules
 from planc.proof.small_case import SmallCase, small_plan, with_plan
@@ -25,8 +26,6 @@ from planc.source import Span
 from planc.syntax import ast, plan_files
 from planc.trial.outcome import Outcome
 
-SEQUENCE = "sequence_parallel"
-"""The option of shipped plans and of drafts that decides about sequence parallelism."""
 _MOST = 12
 """The most differences that are tried one by one."""
 _FEW = 3
@@ -58,7 +57,8 @@ def remedy(
     found = [(differences(mine, right, compiled.plan, real), right) for right, real in rights]
     changes, right = min(found, key=lambda one: len(one[0]), default=([], {}))
     if len(changes) > 1 or any(change.old is None for change in changes):
-        for condition, wanted in _inverted(compiled, [real for _, real in rights]):
+        right_plans = [real for _, real in rights]
+        for condition, wanted in sorted(_inverted(compiled, right_plans), key=lambda at: at[1]):
             other, rules = found[wanted]
             if _proves(small, plan, axis, rules, other):
                 return (replace(other[0], condition=condition),)
@@ -144,7 +144,7 @@ def _right_plans(
         return
     tensor = compiled.plan.mesh.of_role(AxisRole.TENSOR)[0]
     ranks = plan.mesh.size(tensor.name)
-    for settings in _settings(files):
+    for settings in _settings(files, compiled.plan):
         right = compile(
             files,
             compiled.facts,
@@ -160,9 +160,14 @@ def _right_plans(
             yield (made, made.mesh.of_role(AxisRole.TENSOR)[0].name), right.plan
 
 
-def _settings(files: Iterable[ast.File]) -> tuple[tuple[str, ...], ...]:
-    options = {s.name for f in files for s in f.statements if isinstance(s, ast.Option)}
-    return ((f"{SEQUENCE}=true",), (f"{SEQUENCE}=false",)) if SEQUENCE in options else ((),)
+def _settings(files: Sequence[ast.File], plan: Plan) -> Iterator[tuple[str, ...]]:
+    """With and without sequence parallelism, as the refuted plan has it first."""
+    if not former.uses(SEQUENCE, files):
+        yield ()
+        return
+    own = plan.options.get(SEQUENCE.word, SEQUENCE.default)
+    for value in (own, not own):
+        yield (f"{SEQUENCE.word}={str(value).lower()}",)
 
 
 def _parts(changes: Iterable[RuleChange]) -> list[list[RuleChange]]:

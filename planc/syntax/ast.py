@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -33,11 +33,16 @@ class Name(Node):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selector(Node):
-    """A set of modules: a path pattern, a class, and what it must contain."""
+    """A set of modules: a path pattern, a class, and what it must contain.
+
+    Args:
+        more: the selectors after a comma, whose modules are in the set too.
+    """
 
     path: str
     cls: str | None = None
     has: Selector | None = None
+    more: tuple[Selector, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,11 +130,14 @@ class When(Node):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting(Node):
-    """`name = value`: a mesh axis, or a setting of a section."""
+    """`name = value`: a mesh axis, or a setting of a section; an `optional` axis of one rank is
+    left out.
+    """
 
     name: str
     name_origin: Span = field(compare=False, repr=False)
     value: Expr
+    optional: bool = False
     override: bool = False
 
 
@@ -234,9 +242,25 @@ class File(Node):
     timetables: tuple[tuple[Span, str], ...] = field(default=(), compare=False)
 
     @cached_property
-    def mentioned(self) -> frozenset[str]:
-        """Every name and every `$let` in it, in taken branches or not."""
-        return frozenset(mentioned(self))
+    def mentioned(self) -> Mapping[str, Span]:
+        """The first place of every name and every `$let` in it, in taken branches or not."""
+        found: dict[str, Span] = {}
+        for name, origin in _mentions(self):
+            found.setdefault(name, origin)
+        return found
+
+    @cached_property
+    def declared(self) -> frozenset[str]:
+        """The names of its options and lets that replace no other, in taken branches or not."""
+        waiting: list[object] = [*self.statements]
+        found: set[str] = set()
+        while waiting:
+            match waiting.pop():
+                case Option(name=name, override=False) | Let(name=name, override=False):
+                    found.add(name)
+                case When(then=then, otherwise=otherwise):
+                    waiting += (*then, *otherwise)
+        return frozenset(found)
 
 
 def children(node: Node) -> Iterator[Node]:
@@ -256,8 +280,13 @@ def every(node: Node) -> Iterator[Node]:
 
 def mentioned(node: Node) -> Iterator[str]:
     """Every name and every `$let` that a part of the AST mentions, in taken branches or not."""
+    for name, _ in _mentions(node):
+        yield name
+
+
+def _mentions(node: Node) -> Iterator[tuple[str, Span]]:
     for each in every(node):
         if isinstance(each, Name):
-            yield each.path
+            yield each.path, each.origin
         elif isinstance(each, Selector) and each.path.startswith("$"):
-            yield each.path[1:].partition(".")[0].partition("[")[0]
+            yield each.path[1:].partition(".")[0].partition("[")[0], each.origin

@@ -22,6 +22,8 @@ from planc.syntax.parsed_files import parse_file
 
 DRAFT = "<draft>"
 """The name of a plan that is drafted for a family without one."""
+ANY = "any"
+"""The family of a plan that others extend, or that fits a model by its roles."""
 _MAX_FILES = 64
 _HEADER = re.compile(r"^plan \w+ for (.*)$", re.M)
 _PLAN = re.compile(r"\ufeff?(?:\s|#[^\n]*\n)*plan[ \t]+\w+[ \t]+for[ \t]")

@@ -38,7 +38,7 @@ SHAPE = {
     "attn_implementation": "sdpa",
 }
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
-PLAIN = ["param_dtype=fp32", "checkpointing=false"]
+PLAIN = ["param_dtype=fp32", "recompute=false"]
 POLICY = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
 
 
@@ -137,7 +137,7 @@ def pipeline():
         schedule.step(target=labels_of(ids), losses=losses)
         return float(sum(losses)) / MICROBATCHES
 
-    settings = (f"pipeline_stages={STAGES}", f"microbatches={MICROBATCHES}")
+    settings = (f"pp={STAGES}", f"microbatches={MICROBATCHES}")
     return {
         "hand": stepped(part, one_pass),
         "planc": by_planc(mine, "llama", ids, *settings),
@@ -181,7 +181,7 @@ def context():
 
     return {
         "hand": stepped(theirs, one_pass),
-        "planc": by_planc(mine, "llama", ids, "context_parallel=2"),
+        "planc": by_planc(mine, "llama", ids, "cp=2"),
     }
 
 

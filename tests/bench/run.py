@@ -26,7 +26,7 @@ HERE = Path(__file__).parent
 REFERENCE = [sys.executable, "-c", "from transformers import AutoModelForCausalLM"]
 
 
-FIVE = ("dp_replicate=2", "pipeline_stages=2", "context_parallel=2")
+FIVE = ("dp_replicate=2", "pp=2", "cp=2")
 PLAN = PLANS / "llama.plan"
 
 

@@ -47,8 +47,8 @@ ATTENTION = {"cp": "all_gather", "ring": "ring"}
 """How ranks with parts of a sequence exchange keys and values; `all` has the first one."""
 
 OPTIONS = {
-    "pp": ("pipeline_stages", 2),
-    "cp": ("context_parallel", 2),
+    "pp": ("pp", 2),
+    "cp": ("cp", 2),
     "loss": ("loss_chunks", 2),
 }
 """The option of a shipped plan for each axis that is one, and what it is set to."""
@@ -147,8 +147,9 @@ def plan_together(case: Case, plans: dict[str, str], proved: list[str], folder: 
         sink = Sink()
         files = plan_files.read(plans[case.name], sink)
         text = "".join(file.origin.source.text for file in files)
-        has = [axis for axis, (option, _) in OPTIONS.items() if f"option {option} " in text]
-        has += ["ep"] if "expert on ep" in text else []
+        own = {"pp": "pipeline on pp", "cp": "context on cp", "loss": "loss on tp"}
+        has = [axis for axis, section in own.items() if section in text]
+        has += ["ep"] if "ep == 1" in text else []
         axes = [axis for axis in proved if axis in has]
         asked = [f"{OPTIONS[a][0]}={OPTIONS[a][1]}" for a in axes if a in OPTIONS]
         asked += ["microbatches=2"] if "pp" in axes else []
@@ -168,12 +169,12 @@ def plan_together(case: Case, plans: dict[str, str], proved: list[str], folder: 
         files = (parse(Source("init.plan", text), Sink()),)
         settings = ["tp=2"] if "tp = " in text else []
     axes = [*(["tp"] if "tp=2" in settings else []), *axes]
-    ways = [[f"sequence_parallel={word}"] for word in ("true", "false")]
+    ways = [[f"sequence={word}"] for word in ("true", "false")]
     return Together(
         files,
         axes,
         [*settings, "param_dtype=fp32"],
-        ways if "option sequence_parallel" in text else [[]],
+        ways if "when sequence" in text else [[]],
     )
 
 
@@ -185,7 +186,7 @@ def together(case: Case, plans: dict[str, str], proved: list[str], folder: Path)
         found |= {
             "axes": plan.axes,
             "without": [axis for axis in proved if axis not in plan.axes],
-            "sequence": way == ["sequence_parallel=true"],
+            "sequence": way == ["sequence=true"],
             "plan": plans.get(case.name, "init"),
         }
         if found["verdict"] == "proved":

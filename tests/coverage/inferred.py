@@ -132,7 +132,7 @@ WAYS = (("plain", False), ("sequence", True))
 
 def compiled_for(facts, plan, sequence):
     """The shipped plan with or without sequence parallelism; None where it has none."""
-    settings = ["tp=2", "dp_shard=1", f"sequence_parallel={str(sequence).lower()}"]
+    settings = ["tp=2", "dp_shard=1", f"sequence={str(sequence).lower()}"]
     for some in (settings, settings[:2]):
         done = compile_plan(facts, plan, Sink(), world_size=2, settings=some)
         if done.lowered is not None:

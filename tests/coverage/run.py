@@ -152,14 +152,14 @@ def row(name, pool, folder, plans):
         found["runs"] = made.runs
         path.write_text(made.text)
     case = Case(facts, small, values, str(path))
-    text = path.read_text() + (PLANS / "llama.plan").read_text() * ("extend " in path.read_text())
+    text = path.read_text() + (PLANS / "decoder.plan").read_text() * ("extend " in path.read_text())
     tp = ["tp=2"] if re.search(r"^ +(override )?tp +=", text, re.M) else []
-    sequence = "option sequence_parallel" in text
-    always = "\nrequire sequence_parallel" in text
-    plain = ["sequence_parallel=false"] if sequence and not always else []
+    sequence = "when sequence" in text
+    always = "\nrequire sequence" in text
+    plain = ["sequence=false"] if sequence and not always else []
     reason = judged(found, case, [*tp, *plain], pool)
     if not reason and sequence and not always:
-        reason = judged(found, case, [*tp, "sequence_parallel=true"], pool, "sp")
+        reason = judged(found, case, [*tp, "sequence=true"], pool, "sp")
         if "PL110" in reason:  # the plan itself says that there is none
             reason = ""
     if not reason:

@@ -83,7 +83,7 @@ override checkpoint {{
 """
 PLANS = {"lora": LORA, "selective": SELECTIVE}
 """What a plan adds to that of a family."""
-WHOLE = "checkpointing=false"
+WHOLE = "recompute=false"
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ def _combinations():
         "": {},
         "no checkpoints": {"settings": (WHOLE,)},
         "tp 2": {"settings": ("tp=2",)},
-        "tp 2, no sp, no checkpoints": {"settings": ("tp=2", "sequence_parallel=false", WHOLE)},
+        "tp 2, no sp, no checkpoints": {"settings": ("tp=2", "sequence=false", WHOLE)},
         "hsdp 2": {"settings": ("dp_replicate=2", WHOLE)},
     }
     for model in [*MODELS][:-1]:
@@ -158,15 +158,13 @@ def _combinations():
         "64 x 64": {"rows": 64, "tokens": 64},
         "2 batches": {"batches": 2},
         "4 batches, no checkpoints": {"batches": 4, "settings": (WHOLE,)},
-        "pp 2": {"settings": ("pipeline_stages=2", "microbatches=4")},
-        "pp 4, no checkpoints": {"settings": ("pipeline_stages=4", "microbatches=8", WHOLE)},
-        "pp 2, tp 2": {"settings": ("pipeline_stages=2", "microbatches=4", "tp=2")},
-        "pp 2, gpipe": {
-            "settings": ("pipeline_stages=2", "microbatches=4", "pipeline_schedule=gpipe")
-        },
-        "cp 2": {"settings": ("context_parallel=2",)},
-        "cp 2, no checkpoints": {"settings": ("context_parallel=2", WHOLE)},
-        "cp 4": {"settings": ("context_parallel=4", WHOLE)},
+        "pp 2": {"settings": ("pp=2", "microbatches=4")},
+        "pp 4, no checkpoints": {"settings": ("pp=4", "microbatches=8", WHOLE)},
+        "pp 2, tp 2": {"settings": ("pp=2", "microbatches=4", "tp=2")},
+        "pp 2, gpipe": {"settings": ("pp=2", "microbatches=4", "schedule=gpipe")},
+        "cp 2": {"settings": ("cp=2",)},
+        "cp 2, no checkpoints": {"settings": ("cp=2", WHOLE)},
+        "cp 4": {"settings": ("cp=4", WHOLE)},
     }
     for name, more in llama.items():
         yield f"llama, {name}", Combination("llama", **more)
@@ -174,7 +172,7 @@ def _combinations():
     for model in ("llama", "tied llama"):
         yield f"{model}, replicas, tp 2, 2 batches", Combination(model, replicas, batches=2)
     for schedule in ("interleaved_1f1b", "zero_bubble", "zbv", "dualpipe_v"):
-        split = ("pipeline_stages=2", "microbatches=4", f"pipeline_schedule={schedule}")
+        split = ("pp=2", "microbatches=4", f"schedule={schedule}")
         for name, settings in ((schedule, split), (f"{schedule}, no checkpoints", (*split, WHOLE))):
             yield f"llama, pp 2, {name}", Combination("llama", settings)
     for model, schedule in (
@@ -184,9 +182,9 @@ def _combinations():
         ("phi3", "zero_bubble"),
         ("mixtral", "zero_bubble"),
     ):
-        split = ("pipeline_stages=2", "microbatches=4", f"pipeline_schedule={schedule}")
+        split = ("pp=2", "microbatches=4", f"schedule={schedule}")
         yield f"{model}, pp 2, {schedule}", Combination(model, split)
-    stages = ("pipeline_stages=2", "microbatches=4", "tp=2")
+    stages = ("pp=2", "microbatches=4", "tp=2")
     yield "tied llama, pp 2, tp 2", Combination("tied llama", stages)
     for model in ("mixtral", "qwen3_moe"):
         for name, settings in (

@@ -96,23 +96,23 @@ fsdp on dp_shard * cp {
     root   : unit(reshard = never)
 }
 """
-WHOLE, CHECKPOINTS = ("checkpointing=false",), ("checkpointing=true",)
+WHOLE, CHECKPOINTS = ("recompute=false",), ("recompute=true",)
 RUNS = {
     "fsdp": (LLAMA, PLAN, ()),
-    "pp 2": (LLAMA, PLAN, ("pipeline_stages=2",)),
-    "pp 4": (LLAMA, PLAN, ("pipeline_stages=4",)),
-    "pp 2, zbv": (LLAMA, PLAN, ("pipeline_stages=2", "pipeline_schedule=zbv")),
+    "pp 2": (LLAMA, PLAN, ("pp=2",)),
+    "pp 4": (LLAMA, PLAN, ("pp=4",)),
+    "pp 2, zbv": (LLAMA, PLAN, ("pp=2", "schedule=zbv")),
     **{
-        f"pp 2, {name}, checkpoints": (LLAMA, PLAN, ("pipeline_stages=2", *CHECKPOINTS, schedule))
+        f"pp 2, {name}, checkpoints": (LLAMA, PLAN, ("pp=2", *CHECKPOINTS, schedule))
         for name, schedule in (
-            ("zbv", "pipeline_schedule=zbv"),
-            ("zero_bubble", "pipeline_schedule=zero_bubble"),
+            ("zbv", "schedule=zbv"),
+            ("zero_bubble", "schedule=zero_bubble"),
         )
     },
     "cp 2": (LLAMA, PLAN, ("cp=2",)),
     "cp 4, ulysses": (LLAMA, PLAN, ("cp=4", "attention=ulysses")),
     "cp 4, ring": (LLAMA, PLAN, ("cp=4", "attention=ring")),
-    "pp 2, cp 2": (LLAMA, PLAN, ("pipeline_stages=2", "cp=2")),
+    "pp 2, cp 2": (LLAMA, PLAN, ("pp=2", "cp=2")),
     "ep 2": (MIXTRAL, "mixtral", ("ep=2", *WHOLE)),
     "ep 4": (MIXTRAL, "mixtral", ("ep=4", *WHOLE)),
 }

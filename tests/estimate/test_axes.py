@@ -84,7 +84,7 @@ def test_a_message_within_a_rank_takes_no_time():
 
 def test_stages_hold_the_model_once():
     whole = found("llama-3.1-8b", "llama", 8, 64, 1024).work
-    staged = found("llama-3.1-8b", "llama", 8, 64, 1024, "pipeline_stages=4").work
+    staged = found("llama-3.1-8b", "llama", 8, 64, 1024, "pp=4").work
     assert [sum(n for x, n in stage if x.matmuls and not x.loss) for stage in staged.stages] == [
         8
     ] * 4
@@ -99,7 +99,7 @@ def test_stages_hold_the_model_once():
 
 
 def test_tied_parameters_are_on_both_ends():
-    staged = found("llama-3.2-1b", "llama", 8, 64, 1024, "pipeline_stages=2").work
+    staged = found("llama-3.2-1b", "llama", 8, 64, 1024, "pp=2").work
     first, last = (sum(x.parameters * n for x, n in stage) for stage in staged.stages)
     assert last - first == 2048  # the last norm; both have 8 blocks and the embedding
 
@@ -110,7 +110,7 @@ def items(made, rank, moment="loss"):
 
 
 def test_microbatches_in_flight_and_whole_gradients():
-    made = found("llama-3.1-8b", "llama", 8, 64, 1024, "pipeline_stages=4")
+    made = found("llama-3.1-8b", "llama", 8, 64, 1024, "pp=4")
     blocks = [items(made, rank)["activations of model.layers.*"] for rank in range(4)]
     assert blocks == [pytest.approx(blocks[3] * (4 - rank)) for rank in range(4)]
     sent = [items(made, rank).get("outputs sent to the next stage", 0) for rank in range(4)]
@@ -190,7 +190,7 @@ def test_keys_and_values_go_around(tmp_path):
 
 
 def test_what_a_pipeline_sends_is_reduced_once():
-    made = found("llama-3.1-8b", "llama", 8, 64, 1024, "pipeline_stages=2")
+    made = found("llama-3.1-8b", "llama", 8, 64, 1024, "pp=2")
     two = estimate(replace(made.work, runs=2), hardware("h100-8x"), stack("torch"))
     assert two.time.spent.matmul == pytest.approx(2 * made.estimate.time.spent.matmul)
     assert two.time.seconds < 2 * made.estimate.time.seconds
@@ -200,9 +200,9 @@ def test_what_a_pipeline_sends_is_reduced_once():
     ("model", "settings"),
     [
         ("llama-3.1-8b", ["tp=2"]),
-        ("llama-3.1-8b", ["tp=2", "sequence_parallel=false"]),
-        ("llama-3.1-8b", ["tp=2", "loss_chunks=4", "pipeline_stages=2"]),
-        ("llama-3.1-8b", ["context_parallel=4"]),
+        ("llama-3.1-8b", ["tp=2", "sequence=false"]),
+        ("llama-3.1-8b", ["tp=2", "loss_chunks=4", "pp=2"]),
+        ("llama-3.1-8b", ["cp=4"]),
         ("qwen3-30b-a3b", ["ep=4", "tp=2"]),
         ("mixtral-8x7b", ["tp=4"]),
         ("deepseek-v3", ["tp=4", "ep=8"]),

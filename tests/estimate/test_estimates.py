@@ -366,7 +366,7 @@ def test_what_a_plans_tensor_parallelism_splits():
     assert eight.kept == pytest.approx((one.kept - gathered) / 8 + gathered, rel=0.01)
     kinds = [c.kind for c in eight.forward]
     assert kinds == [Kind.ALL_GATHER, Kind.REDUCE_SCATTER] * 2
-    plain, _ = layers("tp=8", "sequence_parallel=false")[0]
+    plain, _ = layers("tp=8", "sequence=false")[0]
     assert [c.kind for c in plain.forward] == [Kind.ALL_REDUCE] * 2
     assert plain.boundary == stream
     assert one.forward == ()

@@ -113,7 +113,7 @@ SETTINGS = [
     "tp=8",
     "cp=2",
     "dp_replicate=2",
-    "sequence_parallel=false",
+    "sequence=false",
     "tp=0",
     "tp=auto",
 ]
@@ -122,7 +122,7 @@ SETTINGS += [
     "tp",
     "=",
     "tp=1.5",
-    "checkpointing=false",
+    "recompute=false",
     "pp=2",
     f"tp={DIGITS[1]}",
     "tp=10000000",

@@ -91,15 +91,15 @@ SETTINGS = {
     "schedule": ['"gpipe"', '"zbv"', '"interleaved_1f1b"'],
     "microbatches": ["1", "2"],
     "stages": [
-        "even($block, first = -1)",
-        "weighted($block, blocks = [1, 1])",
+        "even($blocks, first = -1)",
+        "weighted($blocks, blocks = [1, 1])",
         "[model.layers[0], model.layers[1]]",
         "[model.layers[0], model.layers[0:2]]",
         "[model.layers[1], model.layers[0]]",
         "[model.layers[0:1], model.layers[2:4]]",
         "[model.layers[0:3], model.layers[3:4]]",
         "even(model.layers[1:])",
-        "even($block.mlp)",
+        "even($blocks.mlp)",
     ],
     "attention": ["ulysses", "ring", "all_gather"],
     "balance": ["none", "head_tail", "per_document"],
@@ -250,8 +250,8 @@ def targets(target):
             rest = names[:i] + names[i + 1 :]
             inner = f"{{{','.join(rest)}}}" if len(rest) > 1 else rest[0]
             yield target[: braces.start()] + inner + target[braces.end() :]
-    if target.startswith("$block"):
-        yield target.replace("$block", "model.layers[0]", 1)
+    if target.startswith("$blocks"):
+        yield target.replace("$blocks", "model.layers[0]", 1)
     if "o_proj" in target:
         yield target.replace("o_proj", "v_proj")
 

@@ -47,9 +47,9 @@ SUBJECTS = {
 second word are used along another axis."""
 
 AXES = {
-    "stages": ("pipeline_stages=2", "microbatches=2"),
-    "context": ("context_parallel=2",),
-    "ring": ("context_parallel=2",),
+    "stages": ("pp=2", "microbatches=2"),
+    "context": ("cp=2",),
+    "ring": ("cp=2",),
     "experts": ("ep=2",),
 }
 
@@ -86,13 +86,13 @@ def ways(name):
     values = wan(2) if name == "wan" else dict(MODELS[name])
     text = "\n".join(chain(SUBJECTS[name]).values())
     options = [""]
-    if "option sequence_parallel" in text:
-        none = "require not sequence_parallel" in text
+    if "when sequence" in text:
+        none = "require not sequence" in text
         options = ["false"] if none else ["true", "false"]
     for option in options:
-        way = (f"sequence_parallel={option}",) if option else ()
+        way = (f"sequence={option}",) if option else ()
         yield Way(way[0] if way else "as shipped", values, (*TWO, *way), 0.7 / len(options))
-    way = (f"sequence_parallel={options[0]}",) if options[0] else ()
+    way = (f"sequence={options[0]}",) if options[0] else ()
     more = deep(values)
     depth = next((f"config.{field} > 3" for field in DEPTHS if field in more), "tp > 1")
     yield Way("deep", more, (*TWO, *way), 0.15, ("tp == 2", "tp * dp_shard == 4", depth))

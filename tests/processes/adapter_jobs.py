@@ -23,8 +23,8 @@ adapters {{
 }}
 """
 LLAMA = """
-    $block.self_attn.{q,k,v,o}_proj : lora(rank = 4, alpha = 8, init = random)
-    $block.mlp.{gate,up,down}_proj  : lora(rank = 6, init = random)
+    $blocks.self_attn.{q,k,v,o}_proj : lora(rank = 4, alpha = 8, init = random)
+    $blocks.mlp.{gate,up,down}_proj  : lora(rank = 6, init = random)
     lm_head                         : lora(rank = 3, init = random)
 """
 TARGETS = (  # by hand: what the rules above say, in peft's words, one call each
@@ -344,10 +344,10 @@ def both(folder, overrides):
 
 def dropped(overrides):
     """(what dropout changes, whether checkpointing changes nothing, eval's distance from peft)."""
-    rule = "$block.{self_attn.o_proj,mlp.down_proj} : lora(rank = 4, init = random, dropout = 0.5)"
+    rule = "$blocks.{self_attn.o_proj,mlp.down_proj} : lora(rank = 4, init = random, dropout = 0.5)"
     found = []
     for checkpointing in ("true", "false"):
-        run = applied([*overrides, f"checkpointing={checkpointing}"], body=rule)
+        run = applied([*overrides, f"recompute={checkpointing}"], body=rule)
         rows = slice(run.data_rank, run.data_rank + 1)
         tokens, labels = numerics.data(run.model.config.vocab_size)
         torch.manual_seed(7 + distributed.get_rank())
@@ -371,7 +371,7 @@ CASES = {
     "some layers": (
         "llama",
         """
-    $block.**<Linear>                          : lora(rank = 5, alpha = 3, init = random)
+    $blocks.**<Linear>                          : lora(rank = 5, alpha = 3, init = random)
     override model.layers[0].mlp.{gate,up}_proj : none
     seed = 11
 """,
@@ -394,8 +394,8 @@ CASES = {
     "packed": (
         "phi3",
         """
-    $block.self_attn.{qkv,o}_proj   : lora(rank = 4, alpha = 8, init = random)
-    $block.mlp.{gate_up,down}_proj  : lora(rank = 6, init = random)
+    $blocks.self_attn.{qkv,o}_proj   : lora(rank = 4, alpha = 8, init = random)
+    $blocks.mlp.{gate_up,down}_proj  : lora(rank = 6, init = random)
     lm_head                         : lora(rank = 3, init = random)
 """,
         (

@@ -65,13 +65,13 @@ def ways(model, always):
     from test_plans import ALSO, settings
 
     for checkpointing in (True, False):
-        common = {"tp": 2, "checkpointing": checkpointing, "param_dtype": "fp32"}
+        common = {"tp": 2, "recompute": checkpointing, "param_dtype": "fp32"}
         if always:
             yield settings(**common)
             continue
         for sequence in (True, False):
             if model not in {m for m, _ in ALSO} or sequence == checkpointing:
-                yield settings(**common, sequence_parallel=sequence)
+                yield settings(**common, sequence=sequence)
 
 
 def row(pool, model, plan, always):
@@ -83,7 +83,7 @@ def row(pool, model, plan, always):
         for result in pool.run("numerics.compare", model=model, plan=plan, overrides=overrides):
             worst = max(worst, result["logits"], result["loss"], result["gradient"])
     low = lowered(model, plan, runs[0])
-    none = "require not sequence_parallel" in (PLANS / f"{plan}.plan").read_text()
+    none = "require not sequence" in (PLANS / f"{plan}.plan").read_text()
     sequence = "option" if not always else ("none" if none else "always")
     family = numerics.MODELS[model]["model_type"]
     kind = model.partition("-")[2]

@@ -18,8 +18,8 @@ from planc.ops.quantization import Quantize
 from planc.runtime.standalone.shards import four_bit_layers, fsdp_units
 
 BODY = """
-    $block.self_attn.{q,k,v,o}_proj : qlora(rank = 4, alpha = 8, block = 32, init = random)
-    $block.mlp.{gate,up,down}_proj  : qlora(rank = 6, quant = fp4, init = random)
+    $blocks.self_attn.{q,k,v,o}_proj : qlora(rank = 4, alpha = 8, block = 32, init = random)
+    $blocks.mlp.{gate,up,down}_proj  : qlora(rank = 6, quant = fp4, init = random)
     lm_head                         : lora(rank = 3, init = random)
 """
 TARGETS = (  # by hand: (layers, rank, alpha, quant, block) of the rules above

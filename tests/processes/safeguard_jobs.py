@@ -278,7 +278,7 @@ def compiled(folder, text):
     Dynamo alone runs: a backend would take minutes.
     """
     torch._dynamo.reset()
-    overrides = [*FP32, "tp=2", "checkpointing=false"]
+    overrides = [*FP32, "tp=2", "recompute=false"]
     with mock.patch("torch.compile", partial(torch.compile, backend="eager")):
         model = numerics.build("llama")
         run = planc.apply(model, with_plan(folder, text), overrides=overrides, device_type="cpu")

@@ -16,7 +16,7 @@ import planc
 from planc.runtime.standalone.safetensors_files import tensors_in_folder
 from planc.runtime.standalone.shards import plain_name, rank_orders, whole_of
 
-FP32 = ["param_dtype=fp32", "checkpointing=false"]
+FP32 = ["param_dtype=fp32", "recompute=false"]
 
 
 def batch(run, seed):

@@ -27,7 +27,7 @@ LORA = """plan tuned for llama
 extend "llama.plan"
 
 adapters {
-    $block.self_attn.{q,k,v,o}_proj : lora(rank = 4, alpha = 8, init = random)
+    $blocks.self_attn.{q,k,v,o}_proj : lora(rank = 4, alpha = 8, init = random)
     lm_head                         : lora(rank = 3, init = random)
 }
 """
@@ -37,7 +37,7 @@ extend "llama.plan"
 
 override fsdp on dp_shard, replicate on dp_replicate {
     precision(param = param_dtype, reduce = reduce_dtype)
-    $block : unit(reshard = 2)
+    $blocks : unit(reshard = 2)
     model.embed_tokens         : unit(reshard = never)
     group(model.norm, lm_head) : unit(reshard = 2)
     root : unit(reshard = never)
@@ -45,18 +45,18 @@ override fsdp on dp_shard, replicate on dp_replicate {
 """
 PLANS = {
     "tp": ("gpt2", "gpt2", ["tp=4"]),
-    "fsdp": ("llama", "llama", ["checkpointing=false"]),
-    "tp-fsdp": ("llama", "llama", ["tp=2", "sequence_parallel=false"]),
+    "fsdp": ("llama", "llama", ["recompute=false"]),
+    "tp-fsdp": ("llama", "llama", ["tp=2", "sequence=false"]),
     "sequence": ("llama", "llama", ["tp=2"]),
     "hsdp": ("llama", "llama", ["dp_replicate=2"]),
     "replicate": ("llama-tied", "llama", ["dp_replicate=4"]),
-    "cp": ("llama", "llama", ["context_parallel=2"]),
-    "tp-cp": ("llama", "llama", ["tp=2", "context_parallel=2"]),
-    "pp": ("llama", "llama", ["pipeline_stages=2", "microbatches=2"]),
-    "pp-tied": ("llama-tied", "llama", ["pipeline_stages=2", "microbatches=2"]),
+    "cp": ("llama", "llama", ["cp=2"]),
+    "tp-cp": ("llama", "llama", ["tp=2", "cp=2"]),
+    "pp": ("llama", "llama", ["pp=2", "microbatches=2"]),
+    "pp-tied": ("llama-tied", "llama", ["pp=2", "microbatches=2"]),
     "ep": ("mixtral", "mixtral", ["ep=2"]),
     "lora": ("llama", LORA, ["tp=2"]),
-    "reshard": ("llama", SEVERAL, ["checkpointing=false"]),
+    "reshard": ("llama", SEVERAL, ["recompute=false"]),
     "bf16": ("llama", "llama", ["dp_replicate=2", "param_dtype=bf16"]),
 }
 COMMON = ["param_dtype=fp32"]

@@ -112,7 +112,7 @@ def test_other_libraries_that_wrap_a_model_under_a_plan(four):
 
 
 def test_embeddings_without_sequence_parallelism(four):
-    plain = [*OVERRIDES, "sequence_parallel=false"]
+    plain = [*OVERRIDES, "sequence=false"]
     for told, error in four.run("apply_jobs.embeddings_alone", overrides=plain):
         assert told == "" and error < 1e-5
 
@@ -136,7 +136,7 @@ def test_a_plan_with_errors_raises_all_of_them(four):
 )
 def test_a_broken_plan_is_seen(four, model, plan, without, sequence_parallel):
     """The comparison that proves the plans can fail: an operation is left out, on purpose."""
-    overrides = [*OVERRIDES, f"sequence_parallel={str(sequence_parallel).lower()}"]
+    overrides = [*OVERRIDES, f"sequence={str(sequence_parallel).lower()}"]
     arguments = {"model": model, "plan": plan, "overrides": overrides}
     try:
         results = four.run("numerics.compare", without=without, **arguments)

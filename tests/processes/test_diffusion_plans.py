@@ -24,9 +24,9 @@ CASES = [
     ("sd3-medium", "sd3"),
 ]
 WAYS = [
-    ["tp=2", "checkpointing=true"],
-    ["tp=2", "dp_replicate=2", "checkpointing=false"],
-    ["tp=4", "checkpointing=true"],
+    ["tp=2", "recompute=true"],
+    ["tp=2", "dp_replicate=2", "recompute=false"],
+    ["tp=4", "recompute=true"],
 ]
 
 

@@ -46,7 +46,7 @@ fsdp on dp_shard_cp, replicate on dp_replicate {
 APART = PLAN.replace("unit(on = ep_shard)", "unit")
 WAYS = {
     "tp": [],
-    "sequence": ["sequence_parallel=true"],
+    "sequence": ["sequence=true"],
     "copies": ["dp_replicate=2", "dp_shard=1"],
     "tensor alone": ["tp=4"],
     "data alone": ["tp=1"],
@@ -85,7 +85,7 @@ def test_experts_train_as_in_one_process(four, written, model, way):
 
 @pytest.mark.parametrize("sequence", [True, False])
 def test_the_tensor_ranks_share_the_experts(four, written, sequence):
-    overrides = [f"sequence_parallel={str(sequence).lower()}"]
+    overrides = [f"sequence={str(sequence).lower()}"]
     for text, part in ((PLAN, 4), (APART, 2)):
         for share in four.run(
             "expert_jobs.shares", model="mixtral", path=written(text), overrides=overrides
@@ -148,7 +148,7 @@ OWN_TOKENS = OWN_TOKENS.replace("output(replicate -> shard(1)", "output(shard(1)
 def test_gradients_that_tensor_ranks_do_not_share(four, written):
     """Where each has tokens of its own the loss is right, and the mean over them is no gradient."""
     path = written(OWN_TOKENS)
-    overrides = ["sequence_parallel=true"]
+    overrides = ["sequence=true"]
     for result in four.run("numerics.compare", model="mixtral", plan=path, overrides=overrides):
         assert result["logits"] < LIMIT and result["loss"] < LIMIT
         assert result["gradient"] > 0.1

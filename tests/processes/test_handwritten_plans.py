@@ -149,7 +149,7 @@ def test_a_sum_that_nobody_takes_is_found(four):
 def test_a_gradient_that_nobody_adds_up_is_found(four):
     """The norms of heads without a style: all is right but their gradient, which drifts."""
     model = build("qwen3")
-    overrides = ["tp=2", "param_dtype=fp32", "sequence_parallel=false"]
+    overrides = ["tp=2", "param_dtype=fp32", "sequence=false"]
     lowered = planc.lower(model, "qwen3", world_size=4, overrides=overrides)
     broken = restyled(lowered, f"{BLOCKS}.self_attn.q_norm", None)
     right(four.run("numerics.compare", model="qwen3", plan=lowered))

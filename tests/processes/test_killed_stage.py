@@ -15,7 +15,7 @@ from planc.runtime.standalone.pipeline import Stages
 
 sizes = dict(vocab_size=96, hidden_size=64, intermediate_size=96, num_hidden_layers=3)
 model = LlamaForCausalLM(LlamaConfig(num_attention_heads=4, num_key_value_heads=2, **sizes))
-settings = ["pipeline_stages=3", "microbatches=4"]
+settings = ["pp=3", "microbatches=4"]
 run = planc.apply(model, "llama", overrides=settings, device_type="cpu", compare=0)
 ids = torch.randint(1, 96, (4, 16), generator=torch.Generator().manual_seed(0))
 batch = {"input_ids": ids, "labels": ids}

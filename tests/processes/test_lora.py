@@ -28,8 +28,8 @@ def right(results, count):
 def test_adapters_train_as_in_one_process(four, sequence_parallel, checkpointing):
     overrides = settings(
         tp=2,
-        sequence_parallel=sequence_parallel,
-        checkpointing=checkpointing,
+        sequence=sequence_parallel,
+        recompute=checkpointing,
         param_dtype="fp32",
     )
     right(four.run("adapter_jobs.compare", overrides=overrides), count=2 * (7 * 2 + 1))
@@ -47,7 +47,7 @@ def test_adapters_train_as_in_one_process(four, sequence_parallel, checkpointing
     ],
 )
 def test_other_adapters(four, case, count, sequence_parallel):
-    overrides = settings(tp=2, sequence_parallel=sequence_parallel, param_dtype="fp32")
+    overrides = settings(tp=2, sequence=sequence_parallel, param_dtype="fp32")
     right(four.run("adapter_jobs.case", name=case, overrides=overrides), count=count)
 
 
@@ -55,7 +55,7 @@ def test_other_adapters(four, case, count, sequence_parallel):
     ("case", "count", "overrides"),
     [
         ("conv1d", 16, settings(param_dtype="fp32")),
-        ("embedding", 2, settings(tp=2, sequence_parallel=False, param_dtype="fp32")),
+        ("embedding", 2, settings(tp=2, sequence=False, param_dtype="fp32")),
         ("own units", 30, settings(tp=1, dp_replicate=2, param_dtype="fp32")),
     ],
 )
@@ -65,7 +65,7 @@ def test_adapters_elsewhere(four, case, count, overrides):
 
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 def test_the_emitted_script_is_the_same(four, sequence_parallel):
-    overrides = settings(tp=2, sequence_parallel=sequence_parallel, param_dtype="fp32")
+    overrides = settings(tp=2, sequence=sequence_parallel, param_dtype="fp32")
     applied = four.run("adapter_jobs.compare", overrides=overrides)
     written = four.run("adapter_jobs.compare", overrides=overrides, script=True)
     assert written == applied  # bit for bit
@@ -84,7 +84,7 @@ def test_the_emitted_script_is_the_same(four, sequence_parallel):
     ],
 )
 def test_a_wrong_style_of_an_adapter_is_seen(four, end, style, sequence_parallel):
-    overrides = settings(tp=2, sequence_parallel=sequence_parallel, param_dtype="fp32")
+    overrides = settings(tp=2, sequence=sequence_parallel, param_dtype="fp32")
     try:
         results = four.run("adapter_jobs.compare", overrides=overrides, restyle=(end, style))
     except RankError:
@@ -94,9 +94,9 @@ def test_a_wrong_style_of_an_adapter_is_seen(four, end, style, sequence_parallel
 
 # Files -------------------------------------------------------------------------------------------
 
-TP = settings(tp=2, sequence_parallel=True, param_dtype="fp32")
+TP = settings(tp=2, sequence=True, param_dtype="fp32")
 WHOLE = settings(tp=1, param_dtype="fp32")
-STAGES = settings(pipeline_stages=2, microbatches=2, param_dtype="fp32")
+STAGES = settings(pp=2, microbatches=2, param_dtype="fp32")
 
 
 @pytest.mark.parametrize("overrides", [TP, WHOLE, STAGES])
@@ -147,7 +147,7 @@ def test_adapters_of_packed_weights_as_peft_reads_them(four, tmp_path):
 
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 def test_adapters_in_another_dtype_than_their_layers(four, sequence_parallel):
-    overrides = settings(tp=2, sequence_parallel=sequence_parallel, param_dtype="bf16")
+    overrides = settings(tp=2, sequence=sequence_parallel, param_dtype="bf16")
     for error in four.run("adapter_jobs.two_dtypes", overrides=overrides):
         assert error < 0.05  # of bfloat16, whose sums have another order
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-FP32 = ["param_dtype=fp32", "checkpointing=false"]
-FP64 = ["param_dtype=fp64", "reduce_dtype=fp64", "checkpointing=false"]
+FP32 = ["param_dtype=fp32", "recompute=false"]
+FP64 = ["param_dtype=fp64", "reduce_dtype=fp64", "recompute=false"]
 # With 1e-8, a gradient that is zero up to rounding moves a weight as much as a real one.
 RULES = {
     "llama": """
@@ -48,7 +48,7 @@ CASES = [
     ("llama", "llama", ["tp=1"]),
     ("llama", "llama", ["dp_replicate=2"]),
     ("llama-tied", "llama", ["tp=2"]),
-    ("llama", "llama", ["pipeline_stages=2", "tp=2", "microbatches=2"]),
+    ("llama", "llama", ["pp=2", "tp=2", "microbatches=2"]),
     ("phi3", "phi3", ["tp=2"]),
     ("qwen3_moe", "qwen3_moe", ["ep=2"]),
     ("qwen3_moe", "qwen3_moe", ["ep=2", "tp=2", "etp=2"]),

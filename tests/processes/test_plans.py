@@ -126,8 +126,8 @@ def test_tensor_parallel(four, model, plan, sequence_parallel, checkpointing):
     draws = model == "phimoe"  # its router: ranks with other rows would draw for these
     overrides = settings(
         tp=4 if draws else 2,
-        sequence_parallel=sequence_parallel,
-        checkpointing=checkpointing,
+        sequence=sequence_parallel,
+        recompute=checkpointing,
         param_dtype="fp32",
     )
     changes = {"num_key_value_heads": 4} if draws else {}
@@ -139,13 +139,13 @@ def test_tensor_parallel(four, model, plan, sequence_parallel, checkpointing):
 @pytest.mark.parametrize("on", [True, False])
 @pytest.mark.parametrize(("model", "plan"), ALSO)
 def test_tensor_parallel_of_relatives(four, model, plan, on):
-    test_tensor_parallel(four, model, plan, sequence_parallel=on, checkpointing=on)
+    test_tensor_parallel(four, model, plan, sequence_parallel=on, recompute=on)
 
 
 @pytest.mark.parametrize("checkpointing", [True, False])
 @pytest.mark.parametrize(("model", "plan"), ALWAYS)
 def test_tensor_parallel_without_a_choice(four, model, plan, checkpointing):
-    overrides = settings(tp=2, checkpointing=checkpointing, param_dtype="fp32")
+    overrides = settings(tp=2, recompute=checkpointing, param_dtype="fp32")
     right(four.run("numerics.compare", model=model, plan=plan, overrides=overrides))
 
 
@@ -159,7 +159,7 @@ def test_every_shipped_plan_is_proved():
 @pytest.mark.parametrize("checkpointing", [True, False])
 @pytest.mark.parametrize("replicate", [1, 2])
 def test_gpt2_without_tensor_parallelism(four, checkpointing, replicate):
-    overrides = settings(dp_replicate=replicate, checkpointing=checkpointing, param_dtype="fp32")
+    overrides = settings(dp_replicate=replicate, recompute=checkpointing, param_dtype="fp32")
     right(four.run("numerics.compare", model="gpt2", plan="gpt2", overrides=overrides))
 
 
@@ -195,7 +195,7 @@ SHARDED = [
 @pytest.mark.parametrize(("model", "changes"), RANDOM)
 def test_ranks_of_a_tensor_axis_draw_alike(four, model, changes):
     """The ranks' own seeds differ, and still all four compute what one process computes."""
-    overrides = settings(tp=4, sequence_parallel=False, checkpointing=True, param_dtype="fp32")
+    overrides = settings(tp=4, sequence=False, recompute=True, param_dtype="fp32")
     changes = {**changes, "num_key_value_heads": 4} if model != "gpt2" else changes
     run = {"model": model, "plan": model, "overrides": overrides, "changes": changes, "seed": 5}
     applied = four.run("numerics.compare", **run)
@@ -211,8 +211,8 @@ def test_ranks_of_a_tensor_axis_draw_alike(four, model, changes):
 @pytest.mark.parametrize(("model", "changes", "sequence_parallel"), SHARDED)
 def test_ranks_draw_numbers_of_their_own_for_shards(four, model, changes, sequence_parallel):
     """One process computes the same with what the ranks have drawn, put together."""
-    overrides = settings(tp=4, checkpointing=True, param_dtype="fp32")
-    overrides += settings(sequence_parallel=sequence_parallel)
+    overrides = settings(tp=4, recompute=True, param_dtype="fp32")
+    overrides += settings(sequence=sequence_parallel)
     run = {"model": model, "plan": model, "overrides": overrides, "changes": changes, "seed": 5}
     run["changes"] = changes if model == "gpt2" else {**changes, "num_key_value_heads": 4}
     applied = four.run("numerics.compare", **run)
@@ -230,7 +230,7 @@ def test_ranks_draw_numbers_of_their_own_for_shards(four, model, changes, sequen
 def test_the_emitted_script_is_the_same(four, model, plan, sequence_parallel):
     overrides = settings(param_dtype="fp32")
     if plan != "gpt2":
-        overrides += settings(tp=2, sequence_parallel=sequence_parallel)
+        overrides += settings(tp=2, sequence=sequence_parallel)
     arguments = {"model": model, "plan": plan, "overrides": overrides}
     applied = four.run("numerics.compare", **arguments)
     written = four.run("numerics.compare", script=True, **arguments)

@@ -25,7 +25,7 @@ def right(results, limit=LIMIT):
 @pytest.mark.parametrize("checkpointing", [True, False])
 @pytest.mark.parametrize("tp", [1, 2])
 def test_four_bits_train_as_in_one_process(four, tp, checkpointing):
-    overrides = settings(tp=tp, checkpointing=checkpointing, param_dtype="fp32")
+    overrides = settings(tp=tp, recompute=checkpointing, param_dtype="fp32")
     right(four.run("quantization_jobs.compare", overrides=overrides))
 
 
@@ -38,7 +38,7 @@ def test_four_bits_train_as_in_one_process(four, tp, checkpointing):
     ],
 )
 def test_biases(four, family, changes, sequence_parallel):
-    overrides = settings(tp=2, sequence_parallel=sequence_parallel, param_dtype="fp32")
+    overrides = settings(tp=2, sequence=sequence_parallel, param_dtype="fp32")
     arguments = {"family": family, "changes": {"intermediate_size": 128, **changes}}
     right(four.run("quantization_jobs.compare", overrides=overrides, **arguments))
 

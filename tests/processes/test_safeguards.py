@@ -221,9 +221,7 @@ def test_a_pass_of_one_data_rank_alone_waits_for_no_other(four, overrides):
 
 
 def test_accumulation_and_checkpoints_compute_the_same(four):
-    assert (
-        four.run("safeguard_jobs.accumulated", overrides=[*TP2, "checkpointing=true"]) == [True] * 4
-    )
+    assert four.run("safeguard_jobs.accumulated", overrides=[*TP2, "recompute=true"]) == [True] * 4
 
 
 @pytest.mark.parametrize("overrides", [FP32, TP2])

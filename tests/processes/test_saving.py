@@ -88,7 +88,7 @@ def test_averages_of_stages_go_on_without_stages(four, tmp_path):
         folder=str(tmp_path / "run"),
         model="llama",
         plan="llama",
-        old=["pipeline_stages=2", "microbatches=2"],
+        old=["pp=2", "microbatches=2"],
         new=["tp=2"],
         kinds=("names", "parts"),  # in a list each stage has a part of its own: PL459
     )

@@ -5,8 +5,8 @@ from collections import Counter
 import pytest
 
 CASES = {
-    "tp": ("Llama", "llama", ["tp=4", "sequence_parallel=false", "checkpointing=false"]),
-    "tp and checkpoints": ("Llama", "llama", ["tp=2", "sequence_parallel=false"]),
+    "tp": ("Llama", "llama", ["tp=4", "sequence=false", "recompute=false"]),
+    "tp and checkpoints": ("Llama", "llama", ["tp=2", "sequence=false"]),
     "sp": ("Llama", "llama", ["tp=2"]),
     "sp and a chunked loss": ("Llama", "llama", ["tp=2", "loss_chunks=2"]),
     "fsdp": ("Llama", "llama", []),
@@ -18,39 +18,39 @@ CASES = {
     "experts and tp": (
         "Mixtral",
         "mixtral",
-        ["tp=2", "sequence_parallel=false", "checkpointing=false"],
+        ["tp=2", "sequence=false", "recompute=false"],
     ),
     "experts, sp and checkpoints": ("Mixtral", "mixtral", ["tp=2"]),
-    "ep": ("Mixtral", "mixtral", ["ep=4", "checkpointing=false"]),
-    "ep and tp": ("Mixtral", "mixtral", ["ep=4", "tp=2", "checkpointing=false"]),
+    "ep": ("Mixtral", "mixtral", ["ep=4", "recompute=false"]),
+    "ep and tp": ("Mixtral", "mixtral", ["ep=4", "tp=2", "recompute=false"]),
     "ep, sp and checkpoints": ("Mixtral", "mixtral", ["ep=2", "tp=2"]),
     "ep and checkpoints": ("Mixtral", "mixtral", ["ep=2"]),
-    "frozen blocks": ("Llama", "early.plan", ["checkpointing=false"]),
-    "frozen blocks and sp": ("Llama", "early.plan", ["tp=2", "checkpointing=false"]),
+    "frozen blocks": ("Llama", "early.plan", ["recompute=false"]),
+    "frozen blocks and sp": ("Llama", "early.plan", ["tp=2", "recompute=false"]),
     "frozen blocks, tp and checkpoints": (
         "Llama",
         "early.plan",
-        ["tp=2", "sequence_parallel=false"],
+        ["tp=2", "sequence=false"],
     ),
     "frozen last blocks": ("Llama", "late.plan", ["tp=2"]),
     "frozen norms": ("Llama", "norms.plan", ["tp=2"]),
-    "adapters": ("Llama", "lora.plan", ["checkpointing=false"]),
+    "adapters": ("Llama", "lora.plan", ["recompute=false"]),
     "adapters and tp": (
         "Llama",
         "lora.plan",
-        ["tp=2", "sequence_parallel=false", "checkpointing=false"],
+        ["tp=2", "sequence=false", "recompute=false"],
     ),
-    "adapters and sp": ("Llama", "lora.plan", ["tp=2", "checkpointing=false"]),
-    "adapters, tp and checkpoints": ("Llama", "lora.plan", ["tp=2", "sequence_parallel=false"]),
+    "adapters and sp": ("Llama", "lora.plan", ["tp=2", "recompute=false"]),
+    "adapters, tp and checkpoints": ("Llama", "lora.plan", ["tp=2", "sequence=false"]),
     "adapters, sp and checkpoints": ("Llama", "lora.plan", ["tp=2"]),
     "inputs once for all projections": ("Llama", "input.plan", []),
     "whole inputs of rowwise layers": (
         "Bloom",
         "bloom",
-        ["tp=2", "sequence_parallel=false", "checkpointing=false"],
+        ["tp=2", "sequence=false", "recompute=false"],
     ),
-    "whole inputs of rowwise layers and sp": ("GPTJ", "gptj", ["tp=2", "checkpointing=false"]),
-    "packed projections": ("Phi3", "phi3", ["tp=2", "sequence_parallel=false"]),
+    "whole inputs of rowwise layers and sp": ("GPTJ", "gptj", ["tp=2", "recompute=false"]),
+    "packed projections": ("Phi3", "phi3", ["tp=2", "sequence=false"]),
 }
 CP = """plan cp for llama
 
@@ -174,10 +174,10 @@ def test_accumulated_passes(run, settings):
 
 
 @pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True}], ids=["", "ties"])
-@pytest.mark.parametrize("more", [[], ["tp=2"], ["pipeline_schedule=interleaved_1f1b"]], ids=str)
+@pytest.mark.parametrize("more", [[], ["tp=2"], ["schedule=interleaved_1f1b"]], ids=str)
 def test_messages_between_stages(run, more, changes):
     """Those of all ranks, point to point."""
-    results = run("Llama", "llama", ["pipeline_stages=2", "microbatches=2", *more], changes)
+    results = run("Llama", "llama", ["pp=2", "microbatches=2", *more], changes)
     every = [Counter(), Counter()]
     for counted, told, _ in results:
         for found, total in zip((counted, told), every, strict=True):

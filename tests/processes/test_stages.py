@@ -7,7 +7,7 @@ from test_timetable import TEXT, of_torch
 
 from planc.cli import main
 
-STAGES = ["--set", "pipeline_stages=2", "--set", "microbatches=4"]
+STAGES = ["--set", "pp=2", "--set", "microbatches=4"]
 
 
 @pytest.mark.parametrize(("first", "then"), [(STAGES, []), ([], STAGES)], ids=["from", "to"])
@@ -34,10 +34,10 @@ def test_a_run_goes_on_with_other_stages(tmp_path, first, then):
 @pytest.mark.parametrize(
     "settings",
     [
-        ["pipeline_stages=2"],
-        ["pipeline_stages=2", "tp=2"],
-        ["pipeline_stages=2", "pipeline_schedule=zbv"],
-        ["pipeline_stages=2", "pipeline_schedule=interleaved_1f1b", "tp=2", "loss_chunks=2"],
+        ["pp=2"],
+        ["pp=2", "tp=2"],
+        ["pp=2", "schedule=zbv"],
+        ["pp=2", "schedule=interleaved_1f1b", "tp=2", "loss_chunks=2"],
     ],
     ids=str,
 )
@@ -63,8 +63,8 @@ def test_a_timetable_from_a_file(tmp_path, capsys, name):
 @pytest.mark.parametrize(
     "settings",
     [
-        ["pipeline_stages=2", "microbatches=2"],
-        ["pipeline_stages=2", "microbatches=2", "tp=2", "pipeline_schedule=zbv"],
+        ["pp=2", "microbatches=2"],
+        ["pp=2", "microbatches=2", "tp=2", "schedule=zbv"],
     ],
     ids=str,
 )

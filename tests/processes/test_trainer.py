@@ -118,7 +118,7 @@ def test_a_run_that_stopped_goes_on_as_if_it_had_not(alone, weights, tmp_path):
 
 
 def test_a_plan_that_the_loop_cannot_serve_is_refused(weights, tmp_path):
-    words = ["--set", "pipeline_stages=2", "--set", "microbatches=2"]
+    words = ["--set", "pp=2", "--set", "microbatches=2"]
     with pytest.raises(AssertionError, match=r"use run\.forward_backward"):
         trained(tmp_path, weights, *words)
 

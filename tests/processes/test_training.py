@@ -2,7 +2,7 @@
 
 import pytest
 
-FP32 = ["param_dtype=fp32", "checkpointing=false"]
+FP32 = ["param_dtype=fp32", "recompute=false"]
 LIMIT = 1e-4
 
 
@@ -72,7 +72,7 @@ def test_without_units_there_is_nothing_to_hold_back(four, tmp_path):
 @pytest.mark.parametrize("mesh", ["tp=1", "tp=2"])
 def test_unshard_gathers_once(four, mesh):
     arguments = {"model": "llama", "plan": "llama"}
-    overrides = [*FP32, mesh, "sequence_parallel=false"]
+    overrides = [*FP32, mesh, "sequence=false"]
     for result in four.run("training_jobs.infer", overrides=overrides, **arguments):
         first, wrong = result["first"]
         assert first > 0
@@ -103,7 +103,7 @@ CLIPS = [
     ("llama", ["dp_replicate=2"], "dp_replicate dp_shard"),
     ("llama", ["tp=2", "dp_replicate=2", "dp_shard=1"], "tp"),
     ("llama-tied", ["tp=2"], "dp_shard tp"),
-    ("gemma3", ["tp=2", "sequence_parallel=false"], "dp_shard tp"),
+    ("gemma3", ["tp=2", "sequence=false"], "dp_shard tp"),
 ]
 
 

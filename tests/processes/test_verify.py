@@ -262,7 +262,7 @@ def test_axes_that_the_processes_do_not_reach_are_told_and_every_line_is_reached
 
 extend "llama.plan"
 
-override option checkpointing = false
+override option recompute = false
 
 when config.num_hidden_layers > 8 {
     checkpoint {

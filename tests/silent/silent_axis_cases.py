@@ -17,7 +17,7 @@ LAYERS = "layers are dropped at a split"
 LOST_PASSES = "gradients of a pass are lost"
 PIPELINE = {
     **whole("llama"),
-    "settings": ("pipeline_stages=2", "microbatches=2", "dp_shard=2", *FP32),
+    "settings": ("pp=2", "microbatches=2", "dp_shard=2", *FP32),
 }
 SEQUENCE = {
     **own(

@@ -24,7 +24,7 @@ from silent_cases import (
 from silent_plan_cases import NO_SEQUENCE, OWN
 
 REPLICAS = ("dp_replicate=2", "dp_shard=2", *FP32)
-LORA = OWN + "\nadapters {\n    $block.self_attn.{q,k,v,o}_proj : lora(rank = 4)\n}\n"
+LORA = OWN + "\nadapters {\n    $blocks.self_attn.{q,k,v,o}_proj : lora(rank = 4)\n}\n"
 TUNED = own(LORA)
 MOE = {"model": "mixtral", **whole("mixtral", "llama")}
 LLAMA = whole("llama")

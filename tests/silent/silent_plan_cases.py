@@ -21,14 +21,14 @@ from silent_cases import (
     whole,
 )
 
-NO_SEQUENCE = (*TP2, "sequence_parallel=false")
+NO_SEQUENCE = (*TP2, "sequence=false")
 OWN = 'plan own for llama\n\nextend "llama.plan"\n'
-QK = "$block.self_attn.{q,k}_norm : sequence(dim = 2, local = true)"
+QK = "$blocks.self_attn.{q,k}_norm : sequence(dim = 2, local = true)"
 MLA = "mla_kv(rope = config.qk_rope_head_dim)"
 
 ATTENTION = """
 override tensor on tp {
-    $block {
+    $blocks {
         mlp.{gate,up}_proj : colwise
         mlp.down_proj      : rowwise
     }
@@ -42,7 +42,7 @@ ALL_HEADS = """        mlp.down_proj      : rowwise
 """
 WHOLE_MLP = """
 override tensor on tp {
-    $block {
+    $blocks {
         self_attn.{q,k,v}_proj : colwise
         self_attn.o_proj       : rowwise
     }
@@ -127,7 +127,7 @@ PLAN_CASES = (
         public=("NVIDIA/Megatron-LM#1446",),
         how="the rule of both norms reaches the first layer, and not the others",
         model="qwen3",
-        **changed("qwen3", (QK, QK.replace("$block", "model.layers[0]")), base=("llama",)),
+        **changed("qwen3", (QK, QK.replace("$blocks", "model.layers[0]")), base=("llama",)),
     ),
     Case(
         name="shared rotary key",
@@ -221,7 +221,7 @@ PLAN_CASES = (
         kind=OUTPUTS,
         public=("sgl-project/sglang#20967",),
         how="from tp = 4 on nothing sums the MLP's output",
-        settings=("tp=4", *FP32, "sequence_parallel=false"),
+        settings=("tp=4", *FP32, "sequence=false"),
         changes={"num_key_value_heads": 4},
         **changed(
             "llama",

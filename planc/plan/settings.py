@@ -1,0 +1,125 @@
+"""The settings that all families have. No other file knows their names as texts."""
+
+from dataclasses import dataclass
+
+from planc.plan.mesh_axes import CONTEXT, COPIES, EXPERT_TENSOR, EXPERTS, STAGES, TENSOR
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanSetting:
+    """A value that `--set` changes in every plan that uses it.
+
+    Args:
+        word: its name in plans and on the command line.
+        default: its value without `--set`; a value has its type.
+        meaning: what it decides.
+        section: the section of a plan that it makes or fills.
+        axis: whether it is the size of an axis of the mesh, or of the ranks that divide experts.
+        former: the name that it had in plans.
+        words: values besides those of the default's type.
+    """
+
+    word: str
+    default: bool | int | str
+    meaning: str
+    section: str
+    axis: bool = False
+    former: str = ""
+    words: tuple[str, ...] = ()
+
+
+TP = PlanSetting(
+    word=TENSOR, default=1, axis=True, section="tensor", meaning="ranks that split each weight"
+)
+PP = PlanSetting(
+    word=STAGES,
+    default=1,
+    axis=True,
+    section="pipeline",
+    former="pipeline_stages",
+    meaning="ranks that hold different blocks; a rank's batch is cut into microbatches",
+)
+CP = PlanSetting(
+    word=CONTEXT,
+    default=1,
+    axis=True,
+    section="context",
+    former="context_parallel",
+    meaning="ranks that have a part of every sequence each, for long ones",
+)
+EP = PlanSetting(
+    word=EXPERTS,
+    default=1,
+    axis=True,
+    section="expert",
+    meaning="ranks that divide the experts, of those along dp_shard, cp and tp",
+)
+ETP = PlanSetting(
+    word=EXPERT_TENSOR,
+    default=1,
+    axis=True,
+    section="expert",
+    meaning="1, or the size of tp: its ranks split each divided expert",
+)
+DP_REPLICATE = PlanSetting(
+    word=COPIES,
+    default=1,
+    axis=True,
+    section="fsdp",
+    meaning="copies of the sharded model",
+)
+SEQUENCE = PlanSetting(
+    word="sequence",
+    default=True,
+    section="tensor",
+    former="sequence_parallel",
+    words=("auto",),
+    meaning="norms and residuals are sharded on the sequence dim between blocks",
+)
+RECOMPUTE = PlanSetting(
+    word="recompute",
+    default=True,
+    section="checkpoint",
+    former="checkpointing",
+    meaning="the activations of each block are computed again in the backward pass",
+)
+LOSS_CHUNKS = PlanSetting(
+    word="loss_chunks",
+    default=0,
+    section="loss",
+    meaning="parts of the tokens in which the loss is computed; 0: whole logits",
+)
+MICROBATCHES = PlanSetting(
+    word="microbatches", default=8, section="pipeline", meaning="of a pipeline, in a batch"
+)
+SCHEDULE = PlanSetting(
+    word="schedule",
+    default="1f1b",
+    section="pipeline",
+    former="pipeline_schedule",
+    meaning="gpipe, 1f1b; interleaved_1f1b, zero_bubble, zbv, dualpipe_v: two stages a rank",
+)
+PARAM_DTYPE = PlanSetting(
+    word="param_dtype",
+    default="bf16",
+    section="fsdp",
+    meaning="the dtype in which FSDP all-gathers and computes",
+)
+REDUCE_DTYPE = PlanSetting(
+    word="reduce_dtype",
+    default="fp32",
+    section="fsdp",
+    meaning="the dtype in which gradients are reduced",
+)
+
+SETTINGS = {
+    each.word: each
+    for each in (
+        TP, PP, CP, EP, ETP, DP_REPLICATE, SEQUENCE, RECOMPUTE, LOSS_CHUNKS, MICROBATCHES, SCHEDULE,
+        PARAM_DTYPE, REDUCE_DTYPE,
+    )
+}  # fmt: skip
+"""All settings, by their words."""
+
+FORMER = {each.former: each for each in SETTINGS.values() if each.former}
+"""The settings by names that they had in plans."""
