@@ -169,9 +169,7 @@ def _settings(
                 result[word][1].append(leaf)
             else:
                 _add(result, word, value, leaf, sink)
-    for word, value in peer.absent.items():
-        result.setdefault(word, (value, []))
-    return result
+    return {word: (value, []) for word, value in peer.absent.items()} | result
 
 
 def _stated(leaf: ConfigKey, word: str, peer: Peer) -> Any:

@@ -204,9 +204,8 @@ def flow(
         outcome, small = _judge_all(compiled, axes, parts)
     if not (axes | parts or divided) and outcome.verdict in ("nothing", "unknown"):
         return _unsplit(facts, ir, lowered, sink, strict)
-    layers: tuple[LayerVerdict, ...] = ()
-    if isinstance(small, SmallCase):
-        layers = layer_verdicts(facts, small.compiled, outcome)
+    case = small.compiled if isinstance(small, SmallCase) else None
+    layers = layer_verdicts(facts, case, outcome) if case else ()
     released_early = bool(outcome.recomputed) and _released(lowered, ir, outcome, small)
     verdict = Verdict(
         outcome=outcome,

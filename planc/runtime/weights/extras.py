@@ -134,6 +134,9 @@ def _key(name: str, path: Path_) -> str:
 # Saving ------------------------------------------------------------------------------------------
 
 
+_DIFFERS = "that differs between ranks which read the same data"
+
+
 def states(
     model: nn.Module, extra: Extra, data_rank: int
 ) -> tuple[dict[str, Any], list[Diagnostic]]:
@@ -144,7 +147,8 @@ def states(
         TypeError: an object has no `state_dict` or no `load_state_dict`.
     """
     _require_states(extra)
-    reshard(model)
+    for each in (model, *(e for e in extra.values() if isinstance(e, nn.Module))):
+        reshard(each)
     layouts, orders, staged = _Layouts.of(model), rank_orders(model), bool(stages_of(model))
     out: dict[str, Any] = {}
     sums: dict[tuple[str, Path_], Tensor] = {}
@@ -152,41 +156,52 @@ def states(
     refused: list[tuple[str, Path_, str]] = []
     skeletons = {}
     for name, each in extra.items():
-        if isinstance(each, nn.Module):
-            reshard(each)
 
         def keep(path: Path_, value: Any, length: int, name: str = name) -> Any:
             if not isinstance(value, Tensor):
                 return value
             like = layouts.name(path, value, length) if path else ""
+            own = layouts.tensors.get(like)
             if not like and not isinstance(value, DTensor):
                 sums[name, path] = tensor_sum(value)
-                return value
-            own = layouts.tensors.get(like)
-            if own is None and (staged or tuple(value.shape) in ordered):
+            elif own is None and (staged or tuple(value.shape) in ordered):
                 refused.append((name, path, "whose parameter its name does not tell"))
+            if (name, path) in sums or refused:
                 return value
-            local = isinstance(own, DTensor) and not isinstance(value, DTensor)
-            local = local and value.shape == part_of(own).shape
+            plain = isinstance(own, DTensor) and not isinstance(value, DTensor)
+            local = plain and value.shape == part_of(own).shape
             if own is not None:
                 value = assembled_like(value, own) if local else value
                 value = with_chunk_of(value, own)
-            whole = isinstance(own, DTensor) and not isinstance(value, DTensor)
-            out[_key(name, path)] = storable(value, None if whole else orders.get(like))
+            out[_key(name, path)] = storable(
+                value, orders.get(like) if not plain or local else None
+            )
             return (_STORED, path, like, local)
 
         skeletons[name] = _mapped(each.state_dict(), keep)
     told = {place: int(value) for place, value in sums.items()}
-    everyone = of_all_ranks((data_rank, told, skeletons if staged else {}))
-    mine = [(told, some) for rank, told, some in everyone if rank == data_rank]
-    if staged:
-        skeletons = {n: _together([some[n] for _, some in mine], n, refused) for n in extra}
-    else:
-        why = "that differs between ranks which read the same data"
-        different = (p for p, v in told.items() if any(t.get(p) != v for t, _ in mine))
-        refused += [(*place, why) for place in different]
+    skeletons = _of_data_rank(data_rank, told, skeletons, staged, refused)
     out |= {f"{_KEY}{name}.{data_rank}": _pickled(each) for name, each in skeletons.items()}
     return out, [_refused(*one) for one in refused[:1]]
+
+
+def _of_data_rank(
+    data_rank: int,
+    sums: Mapping[tuple[str, Path_], int],
+    skeletons: dict[str, Any],
+    staged: bool,
+    refused: list[tuple[str, Path_, str]],
+) -> dict[str, Any]:
+    """The states of the ranks that read the same data, those of all stages together; refuses what
+    is no shard and differs between these ranks.
+    """
+    everyone = of_all_ranks((data_rank, sums, skeletons if staged else {}))
+    mine = [each[1:] for each in everyone if each[0] == data_rank]
+    if staged:
+        return {n: _together([some[n] for _, some in mine], n, refused) for n in skeletons}
+    different = (p for p, v in sums.items() if any(t.get(p) != v for t, _ in mine))
+    refused += [(*place, _DIFFERS) for place in different]
+    return skeletons
 
 
 def _require_states(extra: Extra) -> None:

@@ -122,12 +122,8 @@ def _load_checkpoint(
     if optimizer is not None:
         every[_OPTIMIZER] = optimizer
     flat = {start: _flat(metadata, start, others) for start in every}
-    for start, each in every.items():
-        where = "" if each is optimizer else f" of extra[{start[len('extra_optimizers.') : -1]!r}]"
-        if not findings and not flat[start]:
-            findings.append(problem("PL496", f"{folder} holds no optimizer state{where}"))
-        if not findings:  # nothing is allocated before every check has passed
-            optimizers.check_state(model, each, flat[start], findings)
+    for start, each in every.items():  # nothing is allocated before every check has passed
+        _check_optimizer(model, each, findings, start=start, flat=flat[start], folder=folder)
     rest = extras.others_in(model, extra)
     states, missing = extras.read_states(rest, folder, metadata, *data)
     loading.allocate(model, [*findings, *missing], device)
@@ -150,6 +146,25 @@ def _load_checkpoint(
         optimizers.load_flat_state(model, each, loaded)
     step = target.get(_STEP)
     return int(step) if step is not None else None
+
+
+def _check_optimizer(
+    model: nn.Module,
+    optimizer: Optimizer,
+    findings: list[Diagnostic],
+    *,
+    start: str,
+    flat: Mapping[str, Any],
+    folder: Path,
+) -> None:
+    """Adds PL496 for a checkpoint without the state of an optimizer, or with one that does not fit;
+    nothing where there is a finding already.
+    """
+    of = "" if start == _OPTIMIZER else f" of extra[{start[len('extra_optimizers.') : -1]!r}]"
+    if not findings and not flat:
+        findings.append(problem("PL496", f"{folder} holds no optimizer state{of}"))
+    if not findings:
+        optimizers.check_state(model, optimizer, flat, findings)
 
 
 def _flat(metadata: Mapping[str, Any], start: str, others: Collection[str]) -> dict[str, Any]:
