@@ -151,21 +151,21 @@ def test_settings(library, key, value, line, tmp_path):
             "megatron",
             "--pipeline-model-parallel-size 2 --num-layers 80 --micro-batch-size 1 "
             "--num-layers-per-virtual-pipeline-stage 8",
-            'pipeline_schedule = "interleaved_1f1b" # | even($block, each = 5) # num-layers-per',
+            'schedule = "interleaved_1f1b" # | override stages = even($blocks, each = 5) # num-layers-per',
             "to decide",
         ),
         (  # which the number of layers does not give
             "megatron",
             "--pipeline-model-parallel-size 2 --num-layers 81 --micro-batch-size 1 "
             "--num-layers-per-virtual-pipeline-stage 8",
-            "even($block, each = N)`: num-layers-per-virtual-pipeline-stage = 8",
+            "even($blocks, each = N)`: num-layers-per-virtual-pipeline-stage = 8",
             "interleaved",
         ),
         (
             "megatron",
             "--pipeline_model_parallel_size 2 --virtual_pipeline_model_parallel_size 3 "
             "--num_layers 36",
-            "even($block, each = 3)",
+            "even($blocks, each = 3)",
             "unknown to planc",
         ),
         (  # microbatches of a data rank: 64 rows of 4 ranks by 2
@@ -193,7 +193,7 @@ def test_settings(library, key, value, line, tmp_path):
         (
             "deepspeed",
             {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8}},
-            "override $block : unit(reshard = 8) # zero_optimization.zero_hpz",
+            "override $blocks : unit(reshard = 8) # zero_optimization.zero_hpz",
             "decide",
         ),
         (
@@ -220,7 +220,7 @@ def test_settings(library, key, value, line, tmp_path):
             "llamafactory",
             {"stage": "sft", "finetuning_type": "lora", "lora_rank": 16, "lora_target": "all",
              "quantization_bit": 4, "double_quantization": True},
-            "$block.**<Linear> : qlora(rank = 16, alpha = 32, double = true)",
+            "$blocks.**<Linear> : qlora(rank = 16, alpha = 32, double = true)",
             "decide",
         ),
         (
@@ -295,8 +295,9 @@ def test_optional_is_what_a_configuration_lacks(family, rule, optional, tmp_path
     values = {"model_type": family, "tp_size": 2, "base_model_tp_plan": rules}
     (tmp_path / "a.json").write_text(json.dumps(values))
     result = imported(str(tmp_path / "a.json"), Sink(), peer=None, model=None)
-    assert (f"optional model.{rule} " in result.text) is optional
-    assert f"model.{rule} " in result.text
+    path = rule.replace("layers.*", "$blocks")
+    assert (f"optional {path} " in result.text) is optional
+    assert f"{path} " in result.text
 
 
 @pytest.mark.parametrize(

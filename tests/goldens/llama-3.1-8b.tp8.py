@@ -1,6 +1,6 @@
 """llama for LlamaForCausalLM on 64 ranks.
 
-Written by planc from the lowered plan 5a041b22a2bf; it needs torch alone.
+Written by planc from the lowered plan 61dc8343fd12; it needs torch alone.
 
     model = parallelize(model, build_mesh("cuda"))
 """
@@ -11,7 +11,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     checkpoint_wrapper,
 )
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -22,8 +23,8 @@ from torch.distributed.tensor.parallel import (
 )
 
 MESH = {
-    "dp_replicate": 1,  # plans/llama.plan:18
-    "dp_shard": 8,  # plans/llama.plan:19
+    "dp_replicate": 1,  # plans/blocks.plan:9
+    "dp_shard": 8,  # plans/blocks.plan:10
     "tp": 8,  # --set tp=8
 }
 
@@ -32,6 +33,133 @@ def build_mesh(device_type="cuda"):
     """The device mesh, axes outermost first."""
     sizes, names = tuple(MESH.values()), tuple(MESH)
     return init_device_mesh(device_type, sizes, mesh_dim_names=names)
+
+
+JOINED = "_planc_joined"
+
+
+def shards_at_rest(model):
+    """Makes modules list shards between passes.
+
+    After a pass without gradients all units are resharded. After one with gradients,
+    units that stay unsharded keep what they have gathered for the backward pass, and
+    modules list their shards until then. Each pass gathers anew, on all ranks, whatever
+    a rank did since the last one.
+
+    Args:
+        model: the outermost unit, with all units inside.
+    """
+    units = fsdp_units(model)
+    for group in [group for unit in units for group in groups_of(unit)]:
+        group.pre_backward = listed_again(group)
+    model.register_forward_pre_hook(before_pass, prepend=True)
+    model.register_forward_hook(after_pass)
+    for part in model.children():
+        inner = InnerPass(model)
+        part.register_forward_pre_hook(inner.before, prepend=True, with_kwargs=True)
+        part.register_forward_hook(inner.after)
+
+
+class InnerPass:
+    """Runs the hooks of the outermost unit where a script calls a part of the model by
+    itself, as reward and value heads do: torch finds all units by the first call of it.
+    """
+
+    def __init__(self, model):
+        self.model = model
+        self.runs = False
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def before(self, _part, args, kwargs):
+        state = self.model._get_fsdp_state()
+        in_backward = torch._C._current_graph_task_id() != -1
+        if in_backward or state._training_state != TrainingState.IDLE:
+            return None
+        self.runs = True
+        before_pass(self.model, args)
+        return state._pre_forward(self.model, args, kwargs)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def after(self, _part, args, output):
+        if not self.runs:
+            return None
+        self.runs = False
+        state = self.model._get_fsdp_state()
+        output = state._post_forward(self.model, args, output)
+        after_pass(self.model, args, output)
+        return output
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def before_pass(model, _args):
+    if getattr(model, JOINED, False):
+        return
+    reshard_units(model)
+    if torch.is_inference_mode_enabled():
+        gathered_once(model)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def after_pass(model, _args, _output):
+    if getattr(model, JOINED, False):
+        return
+    if not torch.is_grad_enabled():
+        reshard_units(model)
+        return
+    for unit in fsdp_units(model):
+        for group in groups_of(unit):
+            for each in group.fsdp_params if not group.is_sharded else ():
+                each._setattr_on_modules(each.sharded_param)
+
+
+def listed_again(group):
+    """A group's `pre_backward` that first lists what stayed unsharded: blocks that are
+    recomputed read it.
+    """
+    plain = group.pre_backward
+
+    def pre_backward(*args):
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "backward(create_graph=True): FSDP gathers weights and sums gradients "
+                "outside of autograd, so second derivatives would be incomplete"
+            )
+        for each in group.fsdp_params if group.is_unsharded else ():
+            each._setattr_on_modules(each._unsharded_param)
+        plain(*args)
+
+    return pre_backward
+
+
+def gathered_once(model):
+    """Gathers units for the first time outside inference mode: torch keeps the tensors
+    that it gathers into, and those made in inference mode can never be trained.
+    """
+    with torch.inference_mode(False):
+        for unit in fsdp_units(model):
+            every = [each for group in groups_of(unit) for each in group.fsdp_params]
+            if not all(hasattr(each, "_unsharded_param") for each in every):
+                unit.unshard()
+                unit.reshard()
+
+
+def fsdp_units(model):
+    """Every FSDP unit, outer before inner."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def reshard_units(model):
+    """Reshards all units: modules list shards, and nothing stays unsharded."""
+    for unit in fsdp_units(model):
+        unit.reshard()
+
+
+def groups_of(unit):
+    """The parameter groups of an FSDP unit, which torch has no public name for."""
+    state = unit._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):  # torch 2.12 and later
+        return list(state._fsdp_param_groups)
+    return [g for g in (state._fsdp_param_group,) if g is not None]
 
 
 def set_config(model, path, value):
@@ -62,63 +190,63 @@ def configure(model):
 def tensor_parallel(model, mesh):
     """Shards weights and activations over the tensor axes."""
     tp_mesh = mesh["tp"]
-    for block in model.model.layers:
-        parallelize_module(
-            block,
-            tp_mesh,
-            {
-                "self_attn.q_proj": ColwiseParallel(),  # plans/llama.plan:39
-                "self_attn.k_proj": ColwiseParallel(),  # plans/llama.plan:39
-                "self_attn.v_proj": ColwiseParallel(),  # plans/llama.plan:39
-                "mlp.gate_proj": ColwiseParallel(),  # plans/llama.plan:40
-                "mlp.up_proj": ColwiseParallel(),  # plans/llama.plan:40
-                "input_layernorm": SequenceParallel(),  # plans/llama.plan:42
-                "post_attention_layernorm": SequenceParallel(),  # plans/llama.plan:42
-                # plans/llama.plan:43
-                "self_attn": PrepareModuleInput(
-                    input_kwarg_layouts={"hidden_states": Shard(1)},
-                    desired_input_kwarg_layouts={"hidden_states": Replicate()},
-                ),
-                # plans/llama.plan:44
-                "self_attn.o_proj": RowwiseParallel(
-                    output_layouts=Shard(1),
-                    use_local_output=False,
-                ),
-                # plans/llama.plan:45
-                "mlp": PrepareModuleInput(
-                    input_layouts=(Shard(1),),
-                    desired_input_layouts=(Replicate(),),
-                ),
-                # plans/llama.plan:46
-                "mlp.down_proj": RowwiseParallel(
-                    output_layouts=Shard(1),
-                    use_local_output=False,
-                ),
-            },
-        )
     parallelize_module(
         model,
         tp_mesh,
         {
-            # plans/llama.plan:53
+            # plans/decoder.plan:10
             "model.embed_tokens": RowwiseParallel(
                 input_layouts=Replicate(),
                 output_layouts=Shard(1),
                 use_local_output=False,
             ),
-            "model.norm": SequenceParallel(),  # plans/llama.plan:54
-            # plans/llama.plan:55
+            "model.norm": SequenceParallel(),  # plans/decoder.plan:11
+            # plans/decoder.plan:12
             "lm_head": ColwiseParallel(
                 input_layouts=Shard(1),
                 output_layouts=Replicate(),
             ),
         },
     )
+    for block in model.model.layers:
+        parallelize_module(
+            block,
+            tp_mesh,
+            {
+                "self_attn.q_proj": ColwiseParallel(),  # plans/llama.plan:7
+                "self_attn.k_proj": ColwiseParallel(),  # plans/llama.plan:7
+                "self_attn.v_proj": ColwiseParallel(),  # plans/llama.plan:7
+                "mlp.gate_proj": ColwiseParallel(),  # plans/llama.plan:8
+                "mlp.up_proj": ColwiseParallel(),  # plans/llama.plan:8
+                "input_layernorm": SequenceParallel(),  # plans/llama.plan:10
+                "post_attention_layernorm": SequenceParallel(),  # plans/llama.plan:10
+                # plans/llama.plan:11
+                "self_attn": PrepareModuleInput(
+                    input_kwarg_layouts={"hidden_states": Shard(1)},
+                    desired_input_kwarg_layouts={"hidden_states": Replicate()},
+                ),
+                # plans/llama.plan:12
+                "self_attn.o_proj": RowwiseParallel(
+                    output_layouts=Shard(1),
+                    use_local_output=False,
+                ),
+                # plans/llama.plan:13
+                "mlp": PrepareModuleInput(
+                    input_layouts=(Shard(1),),
+                    desired_input_layouts=(Replicate(),),
+                ),
+                # plans/llama.plan:14
+                "mlp.down_proj": RowwiseParallel(
+                    output_layouts=Shard(1),
+                    use_local_output=False,
+                ),
+            },
+        )
 
 
 def checkpoint(model):
     """Recomputes activations in the backward pass, to save memory."""
-    for i, block in enumerate(model.model.layers):  # plans/llama.plan:70
+    for i, block in enumerate(model.model.layers):  # plans/blocks.plan:34
         model.model.layers[i] = checkpoint_wrapper(
             block,
             checkpoint_impl=CheckpointImpl.NO_REENTRANT,
@@ -132,15 +260,16 @@ def shard(model, mesh):
         reduce_dtype=torch.float32,
     )
     fsdp = {"mesh": mesh["dp_shard"], "mp_policy": policy}
-    for i in range(0, 31):  # plans/llama.plan:76
+    for i in range(0, 31):  # plans/blocks.plan:43
         fully_shard(model.model.layers[i], **fsdp, reshard_after_forward=True)
-    # plans/llama.plan:76
+    # plans/blocks.plan:43
     fully_shard(model.model.layers[31], **fsdp, reshard_after_forward=False)
-    # plans/llama.plan:80
+    # plans/decoder.plan:29
     fully_shard(model.model.embed_tokens, **fsdp, reshard_after_forward=True)
-    # plans/llama.plan:81
+    # plans/decoder.plan:30
     fully_shard([model.model.norm, model.lm_head], **fsdp, reshard_after_forward=False)
-    fully_shard(model, **fsdp, reshard_after_forward=False)  # plans/llama.plan:83
+    fully_shard(model, **fsdp, reshard_after_forward=False)  # plans/blocks.plan:44
+    shards_at_rest(model)
 
 
 def parallelize(model, mesh=None):
