@@ -151,7 +151,7 @@ def test_settings(library, key, value, line, tmp_path):
             "megatron",
             "--pipeline-model-parallel-size 2 --num-layers 80 --micro-batch-size 1 "
             "--num-layers-per-virtual-pipeline-stage 8",
-            'schedule = "interleaved_1f1b" # | override stages = even($blocks, each = 5) # num-layers-per',
+            'schedule = "interleaved_1f1b" # | stages = even($blocks, each = 5) # num-layers-per',
             "to decide",
         ),
         (  # which the number of layers does not give

@@ -28,6 +28,10 @@ _INSIDE = ("optional", "override", "when", "ignore")
 _TOP = ("plan", "extend", "option", "let", "require", "style", "override", "when")
 
 
+_TARGET = re.compile(r"(?:(?:override|optional|ignore)\s+)*(?:[^\s:=]+,\s+)*\S*")
+"""The selectors in front of a rule, as far as they are typed."""
+
+
 def complete(judged: Judged, offset: int) -> tuple[str, tuple[Item, ...]]:
     """The part of a word that is typed already at an offset, and what it can become."""
     text = judged.source.text
@@ -59,7 +63,7 @@ def _items(at: Cursor, judged: Judged) -> Iterator[Item]:
     elif not section and re.fullmatch(r"(?:override\s+)?\w*", at.before):
         yield from _words("keywords", "", _TOP)
         yield from ((name, "word", meanings(name)["about"]) for name in SECTIONS)
-    elif section and re.fullmatch(r"(?:(?:override|optional|ignore)\s+)*\S*", at.before):
+    elif section and _TARGET.fullmatch(at.before):
         if meanings(section, "actions"):  # its lines are rules for modules
             yield from _modules(at, judged)
         if not re.search(r"[.$]", at.typed):

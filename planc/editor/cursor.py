@@ -49,7 +49,9 @@ def cursor(text: str, offset: int) -> Cursor:
     typed = _TYPED.search(before)
     return Cursor(
         section=words[0][1] if words else "",
-        blocks=tuple(ast.Selector(origin=Span.at(""), path=w[1], cls=w[2]) for w in words[1:]),
+        blocks=tuple(
+            ast.Selector(origin=Span.at(""), path=w[1].rstrip(","), cls=w[2]) for w in words[1:]
+        ),
         before=before,
         typed=typed[0] if typed else "",
     )

@@ -34,6 +34,8 @@ def hover(judged: Judged, offset: int) -> tuple[str, Span] | None:
 def _about(judged: Judged, offset: int) -> tuple[str, Span] | None:
     *around, node = nodes_at(judged.own, offset)
     while around and isinstance(around[-1], ast.Selector | ast.Header):
+        if isinstance(around[-1], ast.Selector) and around[-1].parts:
+            break
         node = around.pop()  # of what the modules must contain, and of families
     section = next((n.name for n in around if isinstance(n, ast.Section)), "")
     text, place = "", node.origin

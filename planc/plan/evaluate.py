@@ -84,7 +84,8 @@ def describe(value: Value) -> str:
             inner = ", ".join(describe(v) for v in value[:8])
             return f"[{inner}{', ...' if len(value) > 8 else ''}]"
         case ast.Selector():
-            return f"the modules `{value.path}`"
+            paths = (one.path for one in value.parts or (value,))
+            return f"the modules {', '.join(f'`{path}`' for path in paths)}"
         case _:
             return str(value)
 

@@ -75,6 +75,7 @@ class Scope:
     aliases: dict[str, str] = field(default_factory=dict)
     replaced_axes: tuple[str, ...] = ()
     _roles: RoleModules | None = None
+    _lacking: list[str] = field(default_factory=list)
     _values: dict[str, Value] = field(default_factory=dict)
     _pending: list[str] = field(default_factory=list)
 
@@ -106,7 +107,8 @@ class Scope:
             return self.value(name)
         self._roles = self._roles or roles(self.facts)
         found = getattr(self._roles, word)
-        if not found and not optional:
+        if not found and not optional and word not in self._lacking:
+            self._lacking.append(word)
             self.sink.error(
                 "PL114",
                 f"{self.facts.name} has no role `{word}`: {LACKS[word]}",
@@ -227,8 +229,8 @@ def _selector(found: tuple[Modules, ...], origin: Span) -> ast.Selector:
     paths = dict.fromkeys(
         ".".join("*" if isinstance(s, Indices) else s for s in m.path) for m in found
     )
-    first, *more = (ast.Selector(origin=origin, path=path) for path in paths)
-    return replace(first, more=tuple(more))
+    one, *others = (ast.Selector(origin=origin, path=path) for path in paths)
+    return ast.Selector(origin=origin, path="", parts=(one, *others)) if others else one
 
 
 def _plain(value: Any) -> Value:

@@ -75,7 +75,7 @@ def select(
     """
     bases = tuple(bases)
     found: list[Modules] = []
-    for one in (selector, *selector.more):
+    for one in selector.parts or (selector,):
         for steps in _every_alternative(one, scope, optional=optional):
             matched = _matched(bases, steps, scope)
             for each in () if optional else (matched, *_by_entry(bases, steps, scope)):
@@ -120,7 +120,7 @@ def _alternatives(
             return
         prefixes = [
             steps
-            for one in (value, *value.more)
+            for one in value.parts or (value,)
             for steps in _alternatives(one, scope, optional=optional)
         ]
         path = path[match.end() :]

@@ -36,13 +36,13 @@ class Selector(Node):
     """A set of modules: a path pattern, a class, and what it must contain.
 
     Args:
-        more: the selectors after a comma, whose modules are in the set too.
+        parts: of selectors joined by commas, each of them; the path is then empty.
     """
 
     path: str
     cls: str | None = None
     has: Selector | None = None
-    more: tuple[Selector, ...] = ()
+    parts: tuple[Selector, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

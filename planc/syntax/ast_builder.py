@@ -151,6 +151,9 @@ class Builder(Transformer[Token, ast.File]):
         kind = None if cls is None else str(cls)[1:-1]
         return ast.Selector(origin=self.span(meta), path=str(path), cls=kind, has=has)
 
+    def selectors(self, meta: Meta, children: list[Any]) -> ast.Selector:
+        return ast.Selector(origin=self.span(meta), path="", parts=tuple(children))
+
     picked = selector
     has = selector
 
