@@ -7,12 +7,12 @@ from planc import compiler
 from planc.diagnostic import Sink
 from planc.model.facts import Facts
 from planc.plan.mesh_axes import CONTEXT, EXPERTS, STAGES
+from planc.plan.settings import MICROBATCHES
 from planc.proof.layout_flow import flow
 from planc.source import Source
 from planc.syntax.parse import parse
 
 AXES = (STAGES, CONTEXT, EXPERTS)
-MICROBATCHES = 8
 Rules = dict[str, dict[str, str]]
 
 
@@ -65,7 +65,8 @@ def sections(sizes: Mapping[str, int], blocks: str, divided: Iterable[str]) -> I
     """
     if STAGES in sizes:
         yield "pipeline on pp {"
-        yield from (f"    microbatches = {MICROBATCHES}", f"    stages = even({blocks}.*)", "}", "")
+        yield f"    {MICROBATCHES.word} = {MICROBATCHES.default}"
+        yield from (f"    stages = even({blocks}.*)", "}", "")
     if CONTEXT in sizes:
         yield from ("context on cp {", "    attention = all_gather", "}", "")
     if EXPERTS in sizes:

@@ -210,7 +210,7 @@ def _axes(program: Program, mesh: Mesh) -> None:
     reported alone.
     """
     _settings(program, mesh)
-    used: set[str] = set()
+    used, reported = set[str](), set[str]()
     misspelled = False
     for section in program.sections:
         # only sections over data axes can work over a derived axis
@@ -220,9 +220,11 @@ def _axes(program: Program, mesh: Mesh) -> None:
         misspelled = misspelled or (data and not section.axes)
         for axis in (*section.axes, *section.replicate):
             used.update(mesh.expanded([axis.path]))
-            if axis.path in names:
+            known = axis.path in names or axis.path in reported
+            misspelled = misspelled or axis.path not in names
+            if known:
                 continue
-            misspelled = True
+            reported.add(axis.path)
             has = f"it has {one_of(names, last='and')}"
             made_of = DERIVED.get(axis.path) if data else None
             if made_of:

@@ -1,7 +1,7 @@
 """Combines the files of a plan: extended files first, overrides applied, `when`s decided."""
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from planc.diagnostic import Label, Sink, did_you_mean, one_of
@@ -142,7 +142,7 @@ def _style(statement: ast.Style, program: Program) -> None:
 
 
 def _define_settings(
-    files: Sequence[ast.File], program: Program, given: Mapping[str, ast.Literal]
+    files: Sequence[ast.File], program: Program, given: dict[str, ast.Literal]
 ) -> None:
     """Defines the settings that a file uses before one declares an option of that name."""
     declared = former.declared(files)
@@ -154,13 +154,12 @@ def _define_settings(
             if origin is None or setting.former in declared:
                 continue
             default = ast.Literal(origin=origin, value=setting.default)
-            value = given.get(setting.word)
+            value = _given(setting.word, default, program, given)
             program.scope.define(
                 Definition(
                     name=setting.word, kind="option", value=default, origin=origin, given=value
                 )
             )
-            _same_type(setting.word, default, program, value)
             break
 
 
@@ -197,7 +196,7 @@ def _define(
     if statement.override and not (earlier or used):
         what = f"{kind} `{statement.name}`"
         nothing_to_override(program.sink, what, statement.name_origin)
-    own = given.get(statement.name) if kind == "option" else None
+    own = _given(name, statement.value, program, given) if kind == "option" else None
     definition = Definition(
         name=statement.name,
         kind=kind,
@@ -206,7 +205,6 @@ def _define(
         given=own,
     )
     program.scope.define(definition)
-    _same_type(name, statement.value, program, own)
 
 
 def _size_axis(statement: ast.Option | ast.Let, name: str, program: Program) -> None:
@@ -230,24 +228,29 @@ def _size_axis(statement: ast.Option | ast.Let, name: str, program: Program) -> 
     )
 
 
-def _same_type(name: str, default: ast.Expr, program: Program, given: ast.Literal | None) -> None:
-    """An option keeps the type of its default: `--set sequence=1` is a mistake."""
-    setting = SETTINGS.get(name)
-    if given and setting and given.value in setting.words:
-        return
-    if given is None or not isinstance(default, ast.Literal) or default.value is None:
-        return
+def _given(
+    name: str, default: ast.Expr, program: Program, given: dict[str, ast.Literal]
+) -> ast.Literal | None:
+    """What `--set` gives an option, if it has the type of its default: not `sequence=1`."""
+    value, setting = given.get(name), SETTINGS.get(name)
+    if value and setting and value.value in setting.words:
+        return value
+    if value is None or not isinstance(default, ast.Literal) or default.value is None:
+        return value
     kinds = (bool, int | float, str)
     wanted = next(k for k in kinds if isinstance(default.value, k))
-    bad = not isinstance(given.value, wanted)
-    if bad or (wanted is not bool and isinstance(given.value, bool)):
-        program.sink.error(
-            "PL106",
-            f"option `{name}` cannot be {describe(given.value)}",
-            given.origin,
-            Label(span=default.origin, text=f"its default is {describe(default.value)}"),
-            help="give a value of the same type",
-        )
+    bad = not isinstance(value.value, wanted)
+    if not bad and (wanted is bool or not isinstance(value.value, bool)):
+        return value
+    program.sink.error(
+        "PL106",
+        f"option `{name}` cannot be {describe(value.value)}",
+        value.origin,
+        Label(span=default.origin, text=f"its default is {describe(default.value)}"),
+        help="give a value of the same type",
+    )
+    del given[name]
+    return None
 
 
 def _section(section: ast.Section, program: Program) -> None:

@@ -153,7 +153,7 @@ def _likely(found: str, expected: str, line: str, rest: str) -> str | None:
         return _AFTER_NUMBER.get(found, f"a number has no unit: remove `{found}`")
     if found == "," and _BLOCK.match(line):
         return "each statement is a line of its own"
-    if expected == "`:` or `=`" and not found.strip():
+    if expected.endswith("`:` or `=`") and not found.strip():
         return elsewhere(line.strip()) or "a rule is `SELECTOR : ACTION`, a setting `name = value`"
     return None
 
