@@ -139,7 +139,7 @@ def test_rows_say_what_the_operations_do():
     assert "keep" in layers["[31]"].marks[1].about
     query = layers["[0:31]"].inside[0].inside[0]
     assert [(m.text, m.axes, m.place) for m in query.marks] == [
-        ("colwise", ("tp",), "plans/llama.plan:39")
+        ("colwise", ("tp",), "plans/llama.plan:7")
     ]
 
 
@@ -325,7 +325,7 @@ def test_a_lowered_plan_is_shown_without_its_text(tmp_path):
     assert call("lower", *LLAMA, "--format", "json", "-o", file)[0] == 0
     read = Page(shown("llama-3.1-8b", str(file)))
     assert read.with_attribute("data-place") == []
-    assert "plans/llama.plan:39" in read.texts["template"]
+    assert "plans/llama.plan:7" in read.texts["template"]
     assert "PL705" in call("show", "llama-3.1-8b", file, *STEP, "-o", "-")[2]
 
 
@@ -406,7 +406,7 @@ def test_a_click_lights_both_sides(window, page, tmp_path):
     window.open(file, 1400)
     window.click('[data-module="model.layers[0:31].self_attn.q_proj"]')
     lit = on(window)
-    assert "model.layers[0:31].self_attn.q_proj" in lit and "plans/llama.plan:39" in lit
+    assert "model.layers[0:31].self_attn.q_proj" in lit and "plans/llama.plan:7" in lit
     assert "plans/llama.plan:70" in lit, "the line of a block's checkpoint decides its modules too"
     told = window.run("return document.getElementById('why').innerText")
     script = """

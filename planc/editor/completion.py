@@ -18,7 +18,7 @@ from planc.plan.settings import SETTINGS
 from planc.resources import PLANS
 from planc.source import Span
 from planc.syntax import ast
-from planc.syntax.plan_files import families, plans_in, shipped
+from planc.syntax.plan_files import families, plans_in
 
 Item = tuple[str, str, str]
 """A word, its kind (`module`, `word`, `value`, `class` or `file`), and what it is or means."""
@@ -40,8 +40,9 @@ def complete(judged: Judged, offset: int) -> tuple[str, tuple[Item, ...]]:
         return comment[1], tuple((model, "file", "") for model in shipped_models())
     if extend := re.match(r'extend "([^"]*)$', line):
         path = Path(judged.source.name)
+        ships = [p.stem for p in plans_in(PLANS)]
         beside = sorted(p.name for p in path.parent.glob("*.plan") if p.name != path.name)
-        return extend[1], tuple((name, "file", "") for name in (*beside, *shipped()))
+        return extend[1], tuple((name, "file", "") for name in (*beside, *ships))
     if family := re.match(r"plan [^#\"]* for (?:[^#\"]*,)?[ \t]*([\w-]*)$", line):
         known = {name for path in plans_in(PLANS) for name in families(path)}
         return family[1], tuple((name, "value", "family") for name in sorted(known))

@@ -204,8 +204,8 @@ def digest(files: Iterable[ast.File]) -> str:
 
 
 def shipped() -> tuple[str, ...]:
-    """The names of the plans that ship with planc."""
-    return tuple(sorted(p.stem for p in PLANS.glob("*.plan")))
+    """The names of the plans that ship with planc, without those that others extend."""
+    return tuple(p.stem for p in plans_in(PLANS) if families(p) != (ANY,))
 
 
 def plans_in(folder: Path) -> list[Path]:
