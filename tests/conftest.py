@@ -49,6 +49,19 @@ def pytest_ignore_collect(collection_path, config):
     )
 
 
+@pytest.fixture
+def script_alone(monkeypatch):
+    """What a script puts into transformers is there for one test; a later one that finds it would
+    take it for code of the user's own, whose verdicts are not kept by a model's name.
+    """
+    from transformers import AttentionInterface, masking_utils
+
+    for name in ("find_packed_sequence_indices", "chunked_causal_mask_function"):
+        monkeypatch.setattr(masking_utils, name, getattr(masking_utils, name))
+    for registry in (AttentionInterface, masking_utils.AttentionMaskInterface):
+        monkeypatch.setattr(registry, "_global_mapping", {**registry._global_mapping})
+
+
 @pytest.fixture(scope="session", autouse=True)
 def own_cache(tmp_path_factory, request):
     """A cache of facts for the session, so that no test depends on what lay around.

@@ -828,6 +828,7 @@ def test_one_rank_has_whole_sequences(plan):
     assert on_ranks(plan, program, "cp=1") is None
 
 
+@pytest.mark.usefixtures("script_alone")
 @pytest.mark.parametrize(
     ("family", "attention"),
     [

@@ -276,10 +276,8 @@ def test_units_of_a_shipped_model_that_are_called(home, name, block, inner):
 def test_each_plan_has_the_verdict_of_its_own_units(bypassed):
     verdict, findings = simulated("wan2.1-t2v-1.3b", "wan", ["tp=2"])
     assert (verdict.verdict, findings) == ("proved", [])
-    text = (PLANS / "wan.plan").read_text()
-    assert "    root " in text
-    path = bypassed / "wan.plan"
-    path.write_text(text.replace("    root ", "    $blocks.ffn : unit\n    root "))
+    root = "    root : unit"
+    path = mutant(bypassed, "wan", root, f"    $blocks.ffn : unit\n{root}")
     verdict, findings = simulated("wan2.1-t2v-1.3b", path, ["tp=2"])
     assert [d.code for d in findings] == ["PL508"]
     assert verdict.verdict == "refuted"

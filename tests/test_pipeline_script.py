@@ -20,6 +20,7 @@ from planc.runtime.executor import apply_lowered
 from planc.runtime.standalone.shards import plain_name
 from planc.trial.thread_ranks import run_ranks
 
+pytestmark = pytest.mark.usefixtures("script_alone")
 STANDALONE = Path(planc.__file__).parent / "runtime" / "standalone"
 READING = """plan reading for llama
 

@@ -19,7 +19,8 @@ from planc.ops.lowered import Lowered
 from planc.version import VERSION
 
 PACKAGE = Path(__file__).parent.parent
-SOURCES = ("model", "ops", "plan/mesh_axes.py", "plan/unit_lists.py", "proof", "runtime", "trial")
+_OF_PLANS = ("plan/mesh_axes.py", "plan/stand_in.py", "plan/unit_lists.py")
+SOURCES = ("model", "ops", *_OF_PLANS, "proof", "runtime", "trial")
 """Folders and files of the package that build and run small models and judge the runs."""
 
 

@@ -104,9 +104,8 @@ def outcome_of(kept: Any) -> Outcome | None:
             Discrepancy(**{**d, "layouts": tuple(d["layouts"])}) for d in kept["discrepancies"]
         )
         modules = tuple((str(n), None if e is None else float(e)) for n, e in kept["modules"])
-        passes = tuple(str(name) for name in kept["passes"])
-        values = {"discrepancies": found, "modules": modules, "passes": passes}
-        outcome = Outcome(**{**kept, **values})
+        named = {field: tuple(map(str, kept[field])) for field in ("lacks", "passes")}
+        outcome = Outcome(**{**kept, "discrepancies": found, "modules": modules, **named})
     except (KeyError, TypeError, ValueError, OverflowError):
         return None
     known = outcome.verdict in ("proved", "refuted", "unknown", "nothing")

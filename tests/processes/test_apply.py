@@ -96,7 +96,7 @@ def test_what_torch_refuses_names_the_line(four):
 
 def test_embeddings_that_skip_the_rule_of_the_embedding(four):
     for told, error in four.run("apply_jobs.embeddings_given", overrides=OVERRIDES):
-        assert "PL476" in told and "`model.embed_tokens`" in told and "llama.plan:" in told
+        assert "PL476" in told and "`model.embed_tokens`" in told and "plans/decoder.plan:" in told
         assert error < 1e-5
 
 
