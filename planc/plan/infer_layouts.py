@@ -10,7 +10,7 @@ proof does not know which rule was inferred.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from planc.diagnostic import Label, Severity, Sink
+from planc.diagnostic import Label, Sink
 from planc.model.dataflow import DataFlow
 from planc.model.facts import Facts, Modules, generic, parse_path
 from planc.model.small.flow import FlowSource, flow_of, flow_source
@@ -152,8 +152,7 @@ class _Section:
         """Says where hidden states are not parts of the sequence, and why."""
         some = f"parts of the sequence in {layouts.parts} of {layouts.sums} sums of the small model"
         reasons = dict.fromkeys(_lines(flow, layouts.why))
-        self.sink.report(
-            Severity.INFO,
+        self.sink.info(
             "PL527",
             f"hidden states are {some if layouts.parts else 'whole on each rank'}",
             self.setting.origin,
