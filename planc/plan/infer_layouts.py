@@ -160,16 +160,15 @@ class _Section:
         )
 
     def _impossible(self, flow: DataFlow, why: tuple[Tried, ...]) -> None:
-        setting = self.setting
+        setting, facts = self.setting, _lines(flow, why[-3:])
         if setting.wanted:
             message = "no hidden states can be parts of the sequence"
             help = "write `sequence = auto`, or `sequence = false`"
-            code = "PL526"
+            self.sink.error("PL526", message, setting.origin, facts=facts, help=help)
         else:
             message = f"no layouts over {setting.axis} go with these splits"
             help = "leave the weights whole that the line reads, or write `sequence = true`"
-            code = "PL525"
-        self.sink.error(code, message, setting.origin, facts=_lines(flow, why[-3:]), help=help)
+            self.sink.error("PL525", message, setting.origin, facts=facts, help=help)
 
 
 def _lines(flow: DataFlow, why: Iterable[Tried]) -> list[str]:
