@@ -237,8 +237,8 @@ def test_the_arguments_of_qlora():
     )
     (op,) = ops(lowered(f"{Q} : qlora(rank = 4)"), Quantize)
     assert op.storage == "bfloat16"  # the model's own: its configuration says so
-    (op,) = ops(lowered(f"{Q} : qlora(rank = 4)\n}}\nload {{\n dtype = fp16"), Quantize)
-    assert op.storage == "float16"  # what it is cast to before
+    (op,) = ops(lowered(f"{Q} : qlora(rank = 4)\n}}\nload {{\n dtype = fp32"), Quantize)
+    assert op.storage == "float32"  # what it is cast to before
 
 
 def test_weights_are_packed_between_freezing_and_units():

@@ -237,7 +237,7 @@ def test_help_imports_no_command():
     printed, modules = modules_after("--help")
     assert printed[0].startswith("usage: planc")
     ours = {m for m in modules if m.startswith("planc")}
-    assert ours == {"planc", "planc.cli"}
+    assert ours == {"planc", "planc.cli", "planc.version"}
     assert not modules & {"dataclasses", "asyncio", "lark", "jsonschema", "torch", "transformers"}
 
 
@@ -255,6 +255,7 @@ def test_fmt_imports_no_stage_behind_the_syntax(tmp_path):
         "source",
         "resources",
         "syntax",
+        "version",
     } | {"atomic_write"}
 
 

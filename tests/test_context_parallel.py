@@ -746,7 +746,7 @@ def test_a_pipeline_of_a_model_that_takes_no_positions(schedule, tmp_path):
     path = tmp_path / "t.plan"
     path.write_text(PLAN.replace("dp_shard = auto", "pp = 2\n    dp_shard = auto") + pipeline)
     verdict, findings = simulated(default_model("bart", tmp_path), path, ("cp=2",), world=4)
-    assert (verdict.verdict, findings) == ("proved", [])
+    assert (verdict.verdict, {d.code for d in findings} - {"PL517"}) == ("proved", set())
 
 
 # On the ranks of a run ----------------------------------------------------------------------------

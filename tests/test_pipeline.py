@@ -2,6 +2,7 @@
 
 import json
 import re
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -122,7 +123,7 @@ def test_a_mean_of_means(uncached, monkeypatch):
 
 
 def test_an_untied_pair(uncached, monkeypatch):
-    monkeypatch.setattr(pipeline_step, "sum_ties", lambda stages, model: None)
+    monkeypatch.setattr(pipeline_step, "ties_summed", lambda stages, model: nullcontext())
     verdict, findings = simulated("llama-3.2-1b", "llama", TWO, world=2)
     assert (verdict.verdict, findings[0].code) == ("refuted", "PL502")
 

@@ -1,16 +1,10 @@
 """Further axes of a drafted plan: stages of a pipeline, parts of sequences, divided experts."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from math import prod
 
-from planc import compiler
 from planc.diagnostic import Sink
-from planc.model.facts import Facts
 from planc.plan.mesh_axes import CONTEXT, EXPERTS, STAGES
 from planc.plan.settings import MICROBATCHES
-from planc.proof.layout_flow import flow
-from planc.source import Source
-from planc.syntax.parse import parse
 
 AXES = (STAGES, CONTEXT, EXPERTS)
 Rules = dict[str, dict[str, str]]
@@ -72,18 +66,3 @@ def sections(sizes: Mapping[str, int], blocks: str, divided: Iterable[str]) -> I
     if EXPERTS in sizes:
         yield "expert on ep {"
         yield from (*(f"    {name} : dispatch(all_to_all)" for name in divided), "}", "")
-
-
-def proved(text: str, facts: Facts, sizes: Mapping[str, int]) -> str:
-    """Why layout flow does not prove a drafted plan on the ranks of its axes; empty if it does."""
-    sink = Sink()
-    files = (parse(Source("init.plan", text), sink),)
-    ranks = prod(sizes.values())
-    done = compiler.compile(files, facts, sink, world_size=ranks)
-    if done.lowered is not None:
-        verdict = flow(done, sink)
-        if verdict.verdict == "proved":
-            return ""
-        if verdict.verdict == "unknown":
-            return verdict.reason
-    return next((f"{d.code}, {d.message}" for d in sink if d.severity == "error"), "refuted")

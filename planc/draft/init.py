@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING, Any
 
+from planc import compiler
 from planc.diagnostic import Diagnostic, Sink, one_of
-from planc.draft.axes import proved, wanted
+from planc.draft.axes import wanted
 from planc.draft.left_replicated import comments
 from planc.draft.observe import run
-from planc.draft.plan_text import Draft, render
+from planc.draft.plan_text import Draft, parsed_text, render
 from planc.draft.roles import Roles, RunRecord, roles
 from planc.draft.search import Search, named_below
 from planc.model import cache
@@ -19,7 +21,7 @@ from planc.model.facts import Facts, generic
 from planc.model.layer_kinds import block_lists
 from planc.model.load import load
 from planc.plan.mesh_axes import EXPERTS
-from planc.proof.layout_flow import advice
+from planc.proof.layout_flow import advice, flow
 from planc.proof.small_case import SmallModel, small_model
 from planc.syntax.formatter.layout import laid_out
 from planc.trial.outcome import Outcome
@@ -106,7 +108,7 @@ def _divided(draft_plan: Draft, facts: Facts, sizes: dict[str, int], sink: Sink)
     draft_plan.divide(sizes)
     shown = ", ".join(f"{name} {size}" for name, size in sizes.items())
     why = "no module with experts is known" if EXPERTS in sizes and not draft_plan.experts else ""
-    why = why or proved(laid_out(render(draft_plan)), facts, draft_plan.sizes)
+    why = why or _proved(laid_out(render(draft_plan)), facts, draft_plan.sizes)
     if why:
         sink.warning("PL660", f"this plan could not be proved with {shown}: {why}")
     comment = (
@@ -246,3 +248,18 @@ def _names(facts: Facts) -> Iterator[str]:
     for name, module in named_below("", facts.root):
         yield name
         yield from (f"{name}.{p.name}".removeprefix(".") for p in module.parameters)
+
+
+def _proved(text: str, facts: Facts, sizes: Mapping[str, int]) -> str:
+    """Why layout flow does not prove a drafted plan on the ranks of its axes; empty if it does."""
+    sink = Sink()
+    files = (parsed_text(text),)
+    ranks = prod(sizes.values())
+    done = compiler.compile(files, facts, sink, world_size=ranks)
+    if done.lowered is not None:
+        verdict = flow(done, sink)
+        if verdict.verdict == "proved":
+            return ""
+        if verdict.verdict == "unknown":
+            return verdict.reason
+    return next((f"{d.code}, {d.message}" for d in sink if d.severity == "error"), "refuted")

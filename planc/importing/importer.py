@@ -144,7 +144,7 @@ def _settings(
         elif word in LEFT:
             fate.append((leaf, "left", LEFT[word]))
         elif word in REASONS:
-            off = leaf.value in _OFF and not (word == "scaler" and scaled)
+            off = not scaled if word == "scaler" else leaf.value in _OFF
             kind = "lost" if word in LOST else "cost"
             fate.append((leaf, "same", "off") if off else (leaf, kind, REASONS[word]))
         elif word is None and str(leaf.value).endswith("()"):

@@ -10,7 +10,7 @@ proof does not know which rule was inferred.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from planc.diagnostic import Label, Severity, Sink
+from planc.diagnostic import Label, Sink
 from planc.model.dataflow import DataFlow
 from planc.model.facts import Facts, Modules, generic, parse_path
 from planc.model.small.flow import FlowSource, flow_of, flow_source
@@ -152,8 +152,7 @@ class _Section:
         """Says where hidden states are not parts of the sequence, and why."""
         some = f"parts of the sequence in {layouts.parts} of {layouts.sums} sums of the small model"
         reasons = dict.fromkeys(_lines(flow, layouts.why))
-        self.sink.report(
-            Severity.INFO,
+        self.sink.info(
             "PL527",
             f"hidden states are {some if layouts.parts else 'whole on each rank'}",
             self.setting.origin,
@@ -161,16 +160,15 @@ class _Section:
         )
 
     def _impossible(self, flow: DataFlow, why: tuple[Tried, ...]) -> None:
-        setting = self.setting
+        setting, facts = self.setting, _lines(flow, why[-3:])
         if setting.wanted:
             message = "no hidden states can be parts of the sequence"
             help = "write `sequence = auto`, or `sequence = false`"
-            code = "PL526"
+            self.sink.error("PL526", message, setting.origin, facts=facts, help=help)
         else:
             message = f"no layouts over {setting.axis} go with these splits"
             help = "leave the weights whole that the line reads, or write `sequence = true`"
-            code = "PL525"
-        self.sink.error(code, message, setting.origin, facts=_lines(flow, why[-3:]), help=help)
+            self.sink.error("PL525", message, setting.origin, facts=facts, help=help)
 
 
 def _lines(flow: DataFlow, why: Iterable[Tried]) -> list[str]:

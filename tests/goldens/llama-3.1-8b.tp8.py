@@ -35,7 +35,7 @@ def build_mesh(device_type="cuda"):
     return init_device_mesh(device_type, sizes, mesh_dim_names=names)
 
 
-JOINED = "_planc_joined"
+JOINED = "_joined_passes"
 
 
 def shards_at_rest(model):

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from unittest import mock
 
+sys.path.insert(0, str(Path(__file__).parent.parent))
 sys.path.insert(0, str(Path(__file__).parent.parent / "processes"))
 sys.path.insert(0, str(Path(__file__).parent))
 

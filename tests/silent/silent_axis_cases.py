@@ -41,7 +41,7 @@ fsdp on dp_shard * cp {
     ),
     "settings": (),
 }
-EXPERTS = {"model": "mixtral", **whole("mixtral", "llama"), "settings": ("ep=2", *FP32)}
+EXPERTS = {"model": "mixtral", **whole("mixtral"), "settings": ("ep=2", *FP32)}
 
 
 def rows(arguments, *cases):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from planc.resources import PLANS
+from helpers import flat
 
 FP32 = ("param_dtype=fp32", "reduce_dtype=fp32")
 TP2 = ("tp=2", *FP32)
@@ -85,8 +85,8 @@ class Waiting:
 
 
 def shipped(*names: str) -> FILES:
-    """The texts of shipped plans, by file name."""
-    return {f"{name}.plan": (PLANS / f"{name}.plan").read_text() for name in names}
+    """The texts of shipped plans with those that they extend, by file name."""
+    return {f"{name}.plan": flat(name) for name in names}
 
 
 def edited(files: FILES, name: str, *edits: tuple[str, str]) -> FILES:
@@ -98,22 +98,16 @@ def edited(files: FILES, name: str, *edits: tuple[str, str]) -> FILES:
     return {**files, name: text}
 
 
-def changed(plan: str, *edits: tuple[str, str], base: tuple[str, ...] = ()) -> dict[str, Any]:
-    """The arguments of a case: a shipped plan, and a file of it with an edit.
-
-    Args:
-        plan: a shipped plan, whose text is edited.
-        edits: what is replaced by what.
-        base: the plans that it extends; the first plan given to `plan` is compiled.
-    """
-    right = shipped(plan, *base)
+def changed(plan: str, *edits: tuple[str, str]) -> dict[str, Any]:
+    """The arguments of a case: a shipped plan, and its text with some replaced by another."""
+    right = shipped(plan)
     wrong = edited(right, f"{plan}.plan", *edits)
     return {"plan": f"{plan}.plan", "right": right, "wrong": wrong}
 
 
-def whole(plan: str, *base: str) -> dict[str, Any]:
+def whole(plan: str) -> dict[str, Any]:
     """The arguments of a case whose plan is right: a shipped one."""
-    right = shipped(plan, *base)
+    right = shipped(plan)
     return {"plan": f"{plan}.plan", "right": right, "wrong": right}
 
 

@@ -26,7 +26,7 @@ from silent_plan_cases import NO_SEQUENCE, OWN
 REPLICAS = ("dp_replicate=2", "dp_shard=2", *FP32)
 LORA = OWN + "\nadapters {\n    $blocks.self_attn.{q,k,v,o}_proj : lora(rank = 4)\n}\n"
 TUNED = own(LORA)
-MOE = {"model": "mixtral", **whole("mixtral", "llama")}
+MOE = {"model": "mixtral", **whole("mixtral")}
 LLAMA = whole("llama")
 SPLIT_LOSS = own(
     OWN + "\nloss on tp {\n    lm_head : cross_entropy(chunks = 2, label_smoothing = 0.1)\n}\n"
@@ -137,7 +137,7 @@ FAULT_CASES = (
             "bias_gradient_divided",
             ("pytorch/torchtitan#4332",),
             "the share of a bias that each rank adds divides its gradient too",
-            {"model": "gpt_oss", **whole("gpt_oss", "llama")},
+            {"model": "gpt_oss", **whole("gpt_oss")},
         ),
     ),
     *faults(

@@ -82,8 +82,8 @@ PLAN_CASES = (
         **changed(
             "llama",
             (
-                "model.norm         : sequence",
-                "model.norm         : input(shard(1) -> shard(1), local = true)",
+                "$final_norm : sequence",
+                "$final_norm : input(shard(1) -> shard(1), local = true)",
             ),
         ),
     ),
@@ -110,7 +110,7 @@ PLAN_CASES = (
         public=("NVIDIA-NeMo/RL#3716",),
         how="the norm of the keys, which each rank applies to its own heads, has no rule",
         model="qwen3",
-        **changed("qwen3", (QK, QK.replace("{q,k}_norm", "q_norm")), base=("llama",)),
+        **changed("qwen3", (QK, QK.replace("{q,k}_norm", "q_norm"))),
     ),
     Case(
         name="query and key norms",
@@ -119,7 +119,7 @@ PLAN_CASES = (
         how="both norms have no rule, without sequence parallelism",
         model="qwen3",
         settings=NO_SEQUENCE,
-        **changed("qwen3", (f"    {QK}\n", ""), base=("llama",)),
+        **changed("qwen3", (f"    {QK}\n", "")),
     ),
     Case(
         name="norms of one layer",
@@ -127,7 +127,7 @@ PLAN_CASES = (
         public=("NVIDIA/Megatron-LM#1446",),
         how="the rule of both norms reaches the first layer, and not the others",
         model="qwen3",
-        **changed("qwen3", (QK, QK.replace("$blocks", "model.layers[0]")), base=("llama",)),
+        **changed("qwen3", (QK, QK.replace("$blocks", "model.layers[0]"))),
     ),
     Case(
         name="shared rotary key",
@@ -136,7 +136,7 @@ PLAN_CASES = (
         how="the rotary part of a latent (MLA), which the heads of all ranks read, is replicated",
         model="deepseek_v3",
         settings=NO_SEQUENCE,
-        **changed("deepseek_v3", (MLA, "replicate"), base=("llama", "mixtral")),
+        **changed("deepseek_v3", (MLA, "replicate")),
     ),
     Case(
         name="keys and values of one head",
@@ -155,7 +155,7 @@ PLAN_CASES = (
         **changed(
             "llama",
             ("    root : unit(reshard = never)\n", ""),
-            ("        group(model.norm, lm_head) : unit", "        lm_head : unit"),
+            ("group($final_norm, $head) : unit", "$head : unit"),
         ),
     ),
     Case(
@@ -178,7 +178,7 @@ PLAN_CASES = (
         "rotary part is whole already",
         model="deepseek_v3",
         settings=NO_SEQUENCE,
-        **changed("deepseek_v3", (MLA, "replicate(gradient = sum)"), base=("llama", "mixtral")),
+        **changed("deepseek_v3", (MLA, "replicate(gradient = sum)")),
     ),
     Case(
         name="norm of whole activations",
@@ -226,7 +226,7 @@ PLAN_CASES = (
         **changed(
             "llama",
             (
-                "            mlp.down_proj    : rowwise\n",
+                "            mlp.down_proj : rowwise\n",
                 "            when tp >= 4 {\n"
                 "                mlp.down_proj : rowwise(-> partial)\n"
                 "            } else {\n"
@@ -241,9 +241,7 @@ PLAN_CASES = (
         public=("huggingface/text-generation-inference#1036", "Wenyueh/MinivLLM#80"),
         how="every rank adds the bias of the last projection of experts to its part of a sum",
         model="gpt_oss",
-        **changed(
-            "gpt_oss", ("down_proj_bias = partial", "down_proj_bias = replicate"), base=("llama",)
-        ),
+        **changed("gpt_oss", ("down_proj_bias = partial", "down_proj_bias = replicate")),
     ),
     Case(
         name="norm over all heads",
@@ -254,10 +252,9 @@ PLAN_CASES = (
         **changed(
             "olmo2",
             (
-                "self_attn.{q,k}_norm   : sequence(dim = 2, local = true)",
-                "self_attn.{q,k}_norm   : parameters(weight = shard(0))",
+                "self_attn.{q,k}_norm : sequence(dim = 2, local = true)",
+                "self_attn.{q,k}_norm : parameters(weight = shard(0))",
             ),
-            base=("llama",),
         ),
     ),
     Case(
@@ -266,7 +263,7 @@ PLAN_CASES = (
         public=("NVIDIA-NeMo/Automodel#1324",),
         how="the weight of gate and up of all experts is split as one",
         model="mixtral",
-        **changed("mixtral", ("shard(1, parts = 2)", "shard(1)"), base=("llama",)),
+        **changed("mixtral", ("shard(1, parts = 2)", "shard(1)")),
     ),
     Case(
         name="gate and up",
@@ -288,7 +285,6 @@ PLAN_CASES = (
                 "gate_up_proj = shard(2, parts = 2, interleaved = true)",
                 "gate_up_proj = shard(2, parts = 2)",
             ),
-            base=("llama",),
         ),
     ),
     Case(
@@ -299,7 +295,7 @@ PLAN_CASES = (
         model="mixtral",
         changes={"output_router_logits": True},
         right_changes={},
-        **whole("mixtral", "llama"),
+        **whole("mixtral"),
     ),
     Case(
         name="positions of a shard",
@@ -309,8 +305,8 @@ PLAN_CASES = (
         **changed(
             "llama",
             (
-                "model.embed_tokens : rowwise(-> shard(1), local = false)",
-                "model.embed_tokens : rowwise(-> shard(1))",
+                "$embedding : rowwise(-> shard(1), local = false)",
+                "$embedding : rowwise(-> shard(1))",
             ),
         ),
     ),
@@ -323,9 +319,8 @@ PLAN_CASES = (
         **changed(
             "llama",
             (
-                "group(model.embed_tokens, model.norm, lm_head) : unit(reshard = never)",
-                "model.embed_tokens         : unit\n"
-                "        group(model.norm, lm_head) : unit(reshard = never)",
+                "group($embedding, $final_norm, $head) : unit(reshard = never)",
+                "$embedding : unit\n        group($final_norm, $head) : unit(reshard = never)",
             ),
         ),
     ),
@@ -383,7 +378,7 @@ PLAN_CASES = (
             NO_REPLICAS["wrong"],
             "llama.plan",
             ("    dp_replicate = 1\n", ""),
-            ("let block", "option dp_replicate = 1\nlet block"),
+            ("mesh {", "option dp_replicate = 1\n\nmesh {"),
         ),
         **NO_REPLICAS,
     ),

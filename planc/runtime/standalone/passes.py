@@ -16,7 +16,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from planc.runtime.standalone.shards import fsdp_units, groups_of, reshard_units
 
-JOINED = "_planc_joined"
+JOINED = "_joined_passes"
 """The attribute of a model whose passes are joined."""
 
 
