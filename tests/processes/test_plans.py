@@ -120,14 +120,14 @@ def settings(**values):
     return [f"{name}={str(value).lower()}" for name, value in values.items()]
 
 
-@pytest.mark.parametrize(("sequence_parallel", "checkpointing"), WAYS)
+@pytest.mark.parametrize(("sequence", "recompute"), WAYS)
 @pytest.mark.parametrize(("model", "plan"), CASES)
-def test_tensor_parallel(four, model, plan, sequence_parallel, checkpointing):
+def test_tensor_parallel(four, model, plan, sequence, recompute):
     draws = model == "phimoe"  # its router: ranks with other rows would draw for these
     overrides = settings(
         tp=4 if draws else 2,
-        sequence=sequence_parallel,
-        recompute=checkpointing,
+        sequence=sequence,
+        recompute=recompute,
         param_dtype="fp32",
     )
     changes = {"num_key_value_heads": 4} if draws else {}
@@ -139,7 +139,7 @@ def test_tensor_parallel(four, model, plan, sequence_parallel, checkpointing):
 @pytest.mark.parametrize("on", [True, False])
 @pytest.mark.parametrize(("model", "plan"), ALSO)
 def test_tensor_parallel_of_relatives(four, model, plan, on):
-    test_tensor_parallel(four, model, plan, sequence_parallel=on, recompute=on)
+    test_tensor_parallel(four, model, plan, sequence=on, recompute=on)
 
 
 @pytest.mark.parametrize("checkpointing", [True, False])
