@@ -342,7 +342,7 @@ def test_bash_completes(tmp_path):
     assert completed(script, "diff", "--new-model", "") == set(shipped_models())
     assert completed(script, "explain", "PL60") >= {"PL600", "PL601"}
     assert completed(script, "check", "--world-size", "") == set()  # then bash offers files
-    assert completed(script, "list", "") == {"plans", "models"}
+    assert completed(script, "list", "") == {"plans", "models", "settings"}
 
 
 def test_zsh_and_fish(tmp_path):
