@@ -9,7 +9,7 @@ from helpers import codes, compiled_of, simulated, slow
 from planc.compiler import compile_plan
 from planc.diagnostic import PlanError, Sink
 from planc.ops.optimizer import Optimize
-from planc.runtime.gradients import require_section
+from planc.runtime.gradients import required_rate
 from planc.runtime.standalone import optimizer as standalone
 from planc.runtime.standalone.optimizer import PlannedOptimizer, optimize, planned_optimizer
 
@@ -75,11 +75,11 @@ def _own_shard(bucket, updates, group, dtype):
 
 
 def _whole_of(real):
-    return lambda *a, name, **k: real(a[0], a[1], {}, name=name, **k)
+    return lambda p, order, cut, **k: real(p, order, (), **k)
 
 
 def _stored_order(real):
-    return lambda p, order, units, **k: real(p, None, units, **k)
+    return lambda p, order, cut, **k: real(p, None, cut, **k)
 
 
 def _local_factor(bucket, whole, group, dtype):
@@ -272,6 +272,14 @@ def test_a_parameter_in_no_group_raises():
         planned_optimizer(module, 0.1)
 
 
+def test_a_frozen_parameter_needs_no_group():
+    module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    module[1].requires_grad_(False)
+    optimize(module[0], "sgd", lr=1.0, weight_decay=1.0, state=None, momentum=0.0, nesterov=False)
+    [group] = planned_optimizer(module, 0.1).param_groups
+    assert group["params"] == [*module[0].parameters()]
+
+
 def test_it_is_a_torch_optimizer():
     module = torch.nn.Linear(12, 5)
     made = _planned(module, algorithm="sgd", momentum=0.9, nesterov=False)
@@ -299,5 +307,5 @@ def test_it_is_a_torch_optimizer():
 def test_the_plan_or_the_script_has_the_optimizer(given, lr, planned, said):
     own = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1) if given else None
     with pytest.raises(PlanError, match="PL580") as caught:
-        require_section(own, lr, planned)
+        required_rate(own, lr, planned=planned)
     assert said in str(caught.value)

@@ -48,14 +48,15 @@ def require_current(
         )
 
 
-def require_section(optimizer: Optimizer | None, lr: float | None, planned: bool) -> None:
-    """Refuses an optimizer of the script beside that of the plan, and neither of the two.
+def required_rate(optimizer: Optimizer | None, lr: float | None, *, planned: bool) -> float:
+    """The learning rate of the plan's optimizer; refuses an optimizer of the script beside it, and
+    neither of the two.
 
     Raises:
         PlanError: PL580.
     """
     if optimizer is None and lr is not None and planned:
-        return
+        return lr
     message = "the plan has no optimizer section, and no optimizer is given"
     help = "pass one of `model.parameters()`, or add an optimizer section to the plan"
     if planned:

@@ -160,14 +160,14 @@ class Run(InNotebooks):
             PlanError: PL486, the optimizer was created before the plan was applied; PL580, the plan
                 has an optimizer section and an optimizer is given, or it has none and none is.
         """
-        if optimizer is None or self.lowered.has(Optimize):
-            gradients.require_section(optimizer, lr, self.lowered.has(Optimize))
-            optimizer = planned_optimizer(self.model, lr or 0.0, weight_decay)
-            gradients.clear_unreduced(optimizer, self.model)
-            return optimizer
-        gradients.require_current(self.model, optimizer, self.replaced)
-        if self.lowered.has(MegatronShard):
-            return megatron_fsdp.optimizer(optimizer)
+        planned = self.lowered.has(Optimize)
+        if optimizer is None or planned:
+            rate = gradients.required_rate(optimizer, lr, planned=planned)
+            optimizer = planned_optimizer(self.model, rate, weight_decay)
+        else:
+            gradients.require_current(self.model, optimizer, self.replaced)
+            if self.lowered.has(MegatronShard):
+                return megatron_fsdp.optimizer(optimizer)
         gradients.clear_unreduced(optimizer, self.model)
         return optimizer
 

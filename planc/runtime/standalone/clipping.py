@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from planc.runtime.standalone.pipeline import stages_of
-from planc.runtime.standalone.shards import part_of, splits, whole_of
+from planc.runtime.standalone.shards import gradient_part, part_of, splits, whole_of
 
 Dims = tuple[tuple[DeviceMesh, int], ...]
 """Dims of meshes."""
@@ -92,10 +92,7 @@ def share_of_gradient(parameter: Tensor) -> tuple[Dims, Tensor | None]:
     mesh, placements = parameter.device_mesh, parameter.placements
     wide = (i for i, p in enumerate(placements) if splits(p) and mesh.size(i) > 1)
     dims = tuple((mesh, i) for i in wide)
-    if isinstance(gradient, DTensor) and gradient.placements != placements:
-        # a norm's gradient is partial
-        gradient = gradient.redistribute(placements=placements)
-    return dims, None if gradient is None else part_of(gradient)
+    return dims, None if gradient is None else gradient_part(parameter)
 
 
 def device_of_norm(parameter: Tensor) -> Any:

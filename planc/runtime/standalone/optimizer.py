@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import product
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -23,11 +23,15 @@ from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
 from planc.runtime.standalone.shards import (
+    Block,
     Order,
-    Runs,
+    block_in,
+    blocks_of,
+    gradient_part,
+    model_ranges,
     part_of,
-    places_of,
     plain_name,
+    positions_of,
     rank_orders,
     splits,
 )
@@ -37,8 +41,8 @@ NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 BUCKET = 2**28
 """The most elements a rank exchanges at once: 1 GiB of float32."""
 
-Blocks = list[tuple[tuple[slice, ...], tuple[slice, ...]]]
-"""(slices of a shard, slices of a unit) of the pieces of a unit that a rank holds."""
+Cut = tuple[Any, ...]
+"""(dim, sizes) of the matrices in a parameter; () for a whole one, or a stack."""
 
 # Groups -------------------------------------------------------------------------------
 
@@ -72,19 +76,20 @@ def planned_optimizer(
         ValueError: a trainable parameter is in no group.
     """
     groups: dict[str, dict[str, Any]] = {}
-    seen: set[int] = set()
+    cuts: dict[int, tuple[Order | None, Cut]] = {}
+    orders = rank_orders(model)
     for name, parameter in model.named_parameters():
-        if not parameter.requires_grad or id(parameter) in seen:
-            continue
-        seen.add(id(parameter))
-        terms = dict(terms_of(model, name))
-        terms.pop("units", None)
-        group = groups.setdefault(repr(terms), {**terms, "params": []})
-        group["params"].append(parameter)
+        if parameter.requires_grad:
+            terms = terms_of(model, name)
+            units = terms.pop("units", {})
+            own = units.get(name.rpartition(".")[2], ())
+            cuts[id(parameter)] = orders.get(plain_name(name)), own
+            group = groups.setdefault(repr(terms), {**terms, "params": []})
+            group["params"].append(parameter)
     for group in groups.values():
         group["lr"] = lr * group["lr"]
         group["weight_decay"] = weight_decay * group["weight_decay"]
-    return PlannedOptimizer(model, list(groups.values()))
+    return PlannedOptimizer(list(groups.values()), cuts)
 
 
 def terms_of(model: nn.Module, name: str) -> dict[str, Any]:
@@ -109,30 +114,25 @@ class PlannedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
     States have the names that torch's optimizers use, and the layout of parameters.
     """
 
-    def __init__(self, model: nn.Module, groups: list[dict[str, Any]]) -> None:
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        cuts: dict[int, tuple[Order | None, Cut]],
+    ) -> None:
         super().__init__(groups, {})
         self.buckets: dict[int, list[Bucket]] = {}
-        muon = [i for i, g in enumerate(self.param_groups) if g["algorithm"] == "muon"]
-        orders = {**rank_orders(model)}
-        known = {
-            id(p): (orders.get(plain_name(n)), terms_of(model, n).get("units", {}))
-            for n, p in model.named_parameters()
-        }
-        names = {id(p): n.rpartition(".")[2] for n, p in model.named_parameters()}
-        alike: list[tuple[int, Any, list[Tensor]]] = []
-        shared: dict[Any, Any] = {}
-        for number in muon:
-            some = self.param_groups[number]["params"]
-            alike += [(number, *each) for each in bucketed(some)]
+        alike = [
+            (number, where, some)
+            for number, group in enumerate(self.param_groups)
+            if group["algorithm"] == "muon"
+            for where, some in bucketed(group["params"])
+        ]
         made = process_groups([where for _, where, _ in alike])
-        for (number, where, parameters), group in zip(alike, made, strict=True):
-            units = [
-                units_of(p, *known[id(p)], name=names[id(p)], where=where, known=shared)
-                for p in parameters
-            ]
-            self.buckets.setdefault(number, []).append(
-                Bucket(parameters, units, group, where)
-            )
+        shared: dict[Any, Any] = {}
+        for (number, where, some), group in zip(alike, made, strict=True):
+            units = [units_of(p, *cuts[id(p)], where=where, known=shared) for p in some]
+            bucket = Bucket(some, units, group, where)
+            self.buckets.setdefault(number, []).append(bucket)
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -142,13 +142,13 @@ class PlannedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             with torch.enable_grad():
                 loss = closure()
         for number, group in enumerate(self.param_groups):
-            if group["algorithm"] == "muon":
-                for bucket in self.buckets.get(number, ()):
-                    bucket.step(group, self.state)
-            else:
-                some = [p for p in group["params"] if p.grad is not None]
-                kind = step_adamw if group["algorithm"] == "adamw" else step_sgd
-                kind(some, group, self.state)
+            for bucket in self.buckets.get(number, ()):
+                bucket.step(group, self.state)
+            some = [p for p in group["params"] if p.grad is not None]
+            if group["algorithm"] == "adamw":
+                step_adamw(some, group, self.state)
+            elif group["algorithm"] == "sgd":
+                step_sgd(some, group, self.state)
         return loss
 
 
@@ -158,15 +158,6 @@ def state_like(parameter: Tensor, state: Any, name: str, group: Any) -> Tensor:
         dtype = group["state"] or parameter.dtype
         state[name] = torch.zeros_like(parameter, dtype=dtype)
     return part_of(state[name])
-
-
-def gradient_of(parameter: Tensor) -> Tensor:
-    """This rank's shard of a gradient, which is summed if it is partial."""
-    gradient: Any = parameter.grad
-    placements = parameter.placements if isinstance(parameter, DTensor) else None
-    if isinstance(gradient, DTensor) and gradient.placements != placements:
-        gradient = gradient.redistribute(placements=placements)
-    return part_of(gradient)
 
 
 def in_dtype(states: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
@@ -191,7 +182,7 @@ def step_adamw(parameters: Sequence[Tensor], group: Any, state: Any) -> None:
         one, two = (in_dtype(s, some[0].dtype) for s in (first, second))
         adamw(
             [part_of(p) for p in some],
-            [gradient_of(p) for p in some],
+            [gradient_part(p) for p in some],
             one,
             two,
             [],
@@ -213,16 +204,14 @@ def step_sgd(parameters: Sequence[Tensor], group: Any, state: Any) -> None:
     gradient.
     """
     for some in same_dtype(parameters):
-        kept: list[Tensor] = []
-        if group["momentum"]:
-            fresh = ["momentum_buffer" not in state[p] for p in some]
-            kept = [state_like(p, state[p], "momentum_buffer", group) for p in some]
-        buffers: list[Any] = in_dtype(kept, some[0].dtype)
-        given = [None if kept and fresh[i] else b for i, b in enumerate(buffers)]
+        # without dampening a buffer of zeros becomes the gradient, as torch's first one
+        key, moves = "momentum_buffer", group["momentum"] > 0
+        kept = [state_like(p, state[p], key, group) for p in some if moves]
+        buffers = in_dtype(kept, some[0].dtype)
         sgd(
             [part_of(p) for p in some],
-            [gradient_of(p) for p in some],
-            given if kept else [None] * len(some),
+            [gradient_part(p) for p in some],
+            buffers if moves else [None] * len(some),
             foreach=True,
             weight_decay=group["weight_decay"],
             momentum=group["momentum"],
@@ -231,9 +220,7 @@ def step_sgd(parameters: Sequence[Tensor], group: Any, state: Any) -> None:
             nesterov=group["nesterov"],
             maximize=False,
         )
-        for buffer, value in zip(kept, given, strict=False):
-            if value is not buffer:
-                buffer.copy_(value)
+        written_back(kept, buffers)
 
 
 def same_dtype(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
@@ -330,7 +317,7 @@ class Matrix:
         owner: the index of the rank that orthogonalizes it.
     """
 
-    def __init__(self, shape: tuple[int, ...], held: list[Blocks]) -> None:
+    def __init__(self, shape: tuple[int, ...], held: list[list[Block]]) -> None:
         self.number, self.owner = -1, -1
         self.shape, self.held = shape, held
         self.sizes = [sum(map(block_size, blocks)) for blocks in held]
@@ -341,7 +328,7 @@ class Matrix:
         return min(self.shape) ** 2 * max(self.shape)
 
 
-def block_size(block: tuple[tuple[slice, ...], tuple[slice, ...]]) -> int:
+def block_size(block: Block) -> int:
     """The elements of a block."""
     return math.prod(s.stop - s.start for s in block[0])
 
@@ -349,9 +336,8 @@ def block_size(block: tuple[tuple[slice, ...], tuple[slice, ...]]) -> int:
 def units_of(
     parameter: Tensor,
     order: Order | None,
-    units: dict[str, Any],
+    cut: Cut,
     *,
-    name: str,
     where: Ranks,
     known: dict[Any, Any],
 ) -> list[Matrix]:
@@ -362,94 +348,45 @@ def units_of(
     Args:
         parameter: of two dims, or of three: a stack of matrices.
         order: the order in which the parameter is stored, if not the model's.
-        units: (dim, sizes) by the name of the parameter; () for a whole matrix.
-        name: of the parameter in its module.
+        cut: (dim, sizes) of the matrices in it; () for a whole matrix.
         where: the ranks that hold it.
         known: what parameters of one shape and layout share, filled here.
     """
     shape = tuple(parameter.shape)
-    cut = units.get(name, ())
     placements = parameter.placements if isinstance(parameter, DTensor) else ()
-    mesh = None if where.mesh is None else tuple(where.mesh.shape)
+    mesh = () if where.mesh is None else tuple(where.mesh.shape)
     layout = (mesh, *where.coordinates, *map(str, placements))
     key = (shape, layout, str(order), cut)
     if key not in known:
-        every = where.coordinates
-        runs = [runs_on(shape, at, placements, order, where) for at in every]
+        held = [
+            [*blocks_of(model_ranges(positions_of(shape, mesh, at, placements), order))]
+            for at in where.coordinates
+        ]
         known[key] = [
-            (matrix_shape(ranges), [blocks_in(own, ranges) for own in runs])
-            for ranges in ranges_of_units(shape, cut)
+            (
+                tuple(stop - start for start, stop in window[-2:]),
+                [blocks_in(blocks, window) for blocks in held],
+            )
+            for window in windows_of(shape, cut)
         ]
     return [Matrix(size, held) for size, held in known[key]]
 
 
-def runs_on(
-    shape: tuple[int, ...],
-    at: tuple[int, ...],
-    placements: Any,
-    order: Order | None,
-    where: Ranks,
-) -> list[Runs]:
-    """For each dim, the ranges that one rank holds, in the model's order."""
-    if where.mesh is None:
-        found = [torch.arange(size) for size in shape]
-    else:
-        found = places_of(shape, tuple(where.mesh.shape), at, placements)
-    if order is not None:
-        dim, ranges = order
-        own = torch.cat([torch.arange(start, stop) for start, stop in ranges])
-        found[dim] = own[found[dim]]
-    return [runs_of(positions) for positions in found]
-
-
-def runs_of(positions: Tensor) -> Runs:
-    """Positions as ranges [start, stop)."""
-    if not len(positions):
-        return ()
-    ends = ((positions.diff() != 1).nonzero().flatten() + 1).tolist()
-    pairs = zip([0, *ends], [*ends, len(positions)], strict=True)
-    return tuple((int(positions[a]), int(positions[b - 1]) + 1) for a, b in pairs)
-
-
-def ranges_of_units(shape: tuple[int, ...], cut: Any) -> Iterator[tuple[Any, ...]]:
-    """For each matrix of a parameter, its range in each dim."""
+def windows_of(shape: tuple[int, ...], cut: Cut) -> Iterator[list[tuple[int, int]]]:
+    """For each matrix of a parameter, its range [start, stop) in each dim."""
     whole = [(0, size) for size in shape]
-    stack = [[(i, i + 1)] for i in range(shape[0])] if len(shape) == 3 else [[]]
-    for first in stack:
-        if not cut:
-            yield (*first, *whole[-2:])
-            continue
-        dim, sizes = cut
-        start = 0
-        for size in sizes:
-            ranges = [*first, *whole[-2:]]
-            ranges[dim] = (start, start + size)
-            yield tuple(ranges)
-            start += size
+    dim, sizes = cut or (len(shape) - 2, (shape[-2],))
+    ends = [*accumulate(sizes)]
+    for entry in range(shape[0]) if len(shape) == 3 else (None,):
+        for start, stop in zip([0, *ends], ends, strict=False):
+            window = whole if entry is None else [(entry, entry + 1), *whole[1:]]
+            yield [*window[:dim], (start, stop), *window[dim + 1 :]]
 
 
-def matrix_shape(ranges: tuple[Any, ...]) -> tuple[int, ...]:
-    """The shape of a matrix by its ranges."""
-    return tuple(stop - start for start, stop in ranges[-2:])
-
-
-def blocks_in(runs: Sequence[Runs], ranges: tuple[Any, ...]) -> Blocks:
-    """The blocks of a matrix that a rank with these ranges holds."""
-    placed: list[list[tuple[slice, slice]]] = []
-    for some, (first, last) in zip(runs, ranges, strict=True):
-        at = 0
-        along: list[tuple[slice, slice]] = []
-        for start, stop in some:
-            a, b = max(start, first), min(stop, last)
-            if a < b:
-                inner = slice(at + a - start, at + b - start)
-                along.append((inner, slice(a - first, b - first)))
-            at += stop - start
-        placed.append(along)
-    return [
-        (tuple(i for i, _ in block), tuple(o for _, o in block)[-2:])
-        for block in product(*placed)
-    ]
+def blocks_in(blocks: Iterable[Block], window: list[tuple[int, int]]) -> list[Block]:
+    """The blocks of a rank in a matrix: (slices of the shard, slices of the matrix)."""
+    found = (block_in(block, window) for block in blocks)
+    return [(inner, outer[-2:]) for inner, outer in filter(None, found)]
 
 
 # Muon ---------------------------------------------------------------------------------
@@ -491,7 +428,7 @@ class Bucket:
             if p.grad is None:  # other ranks may have one, and exchange it
                 updates.append(torch.zeros_like(part_of(p)))
                 continue
-            gradient = gradient_of(p)
+            gradient = gradient_part(p)
             moved = buffer.to(gradient.dtype).lerp(gradient, 1 - group["momentum"])
             buffer.copy_(moved)
             ahead = gradient.lerp(moved, group["momentum"])

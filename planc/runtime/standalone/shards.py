@@ -5,7 +5,7 @@ and the standard library, and code lines are laid out so that every formatter le
 them as they are.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
 from math import prod
 from typing import Any
@@ -18,6 +18,8 @@ from torch.distributed.tensor.placement_types import Placement
 
 Runs = tuple[tuple[int, int], ...]
 """The ranges [start, stop) of a dim of the full tensor that a rank holds."""
+Block = tuple[tuple[slice, ...], tuple[slice, ...]]
+"""(slices of a shard, slices of the full tensor)"""
 Order = tuple[int, list[tuple[int, int]]]
 """(dim, ranges): a parameter's ranges of that dim, in the order that it has them."""
 CHUNK_LIST = "__create_chunk_list__"
@@ -148,6 +150,17 @@ def part_of(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def gradient_part(parameter: Tensor) -> Tensor:
+    """The local shard of a parameter's gradient; a partial one, as that of a norm, is
+    summed over the ranks first.
+    """
+    gradient: Any = parameter.grad
+    placements = parameter.placements if isinstance(parameter, DTensor) else None
+    if isinstance(gradient, DTensor) and gradient.placements != placements:
+        gradient = gradient.redistribute(placements=placements)
+    return part_of(gradient)
+
+
 def splits(placement: Placement) -> bool:
     """Whether a placement shards the tensor: `Shard`, or FSDP's `_StridedShard`."""
     return not placement.is_replicate() and not placement.is_partial()
@@ -175,14 +188,10 @@ def slices_of(tensor: Tensor, order: Order | None = None) -> tuple[Runs, ...]:
         if counts != here and 0 not in (prod(counts), prod(here)):
             what = f"a shard of {tensor.placements} is {here}"
             raise RuntimeError(f"{what}, its ranges give {counts}")
-    if order is not None:
-        dim, ranges = order
-        own = [position for start, stop in ranges for position in range(start, stop)]
-        found[dim] = [own[position] for position in found[dim]]
-    return tuple(ranges_of(p) for p in found)
+    return model_ranges(found, order)
 
 
-def chunk_positions(tensor: Tensor) -> list[list[int]] | None:
+def chunk_positions(tensor: Tensor) -> list[Tensor] | None:
     """The positions of a Megatron-FSDP shard in the full tensor; None for others.
 
     It packs parameters into buffers that it splits evenly, so shards of a parameter are
@@ -193,20 +202,10 @@ def chunk_positions(tensor: Tensor) -> list[list[int]] | None:
         return None
     [chunk] = known()
     ends = zip(chunk.offsets, chunk.sizes, strict=True)
-    return [list(range(start, start + size)) for start, size in ends]
+    return [torch.arange(start, start + size) for start, size in ends]
 
 
 def positions_of(
-    shape: tuple[int, ...],
-    sizes: tuple[int, ...],
-    coordinate: tuple[int, ...],
-    placements: Sequence[Placement],
-) -> list[list[int]]:
-    """`places_of` as lists."""
-    return [p.tolist() for p in places_of(shape, sizes, coordinate, placements)]
-
-
-def places_of(
     shape: tuple[int, ...],
     sizes: tuple[int, ...],
     coordinate: tuple[int, ...],
@@ -248,15 +247,24 @@ def chunk_of(
     return pieces[index].flatten() if index < len(pieces) else positions[:0]
 
 
-def ranges_of(positions: Sequence[int]) -> Runs:
+def model_ranges(positions: list[Tensor], order: Order | None) -> tuple[Runs, ...]:
+    """Positions by dim, in the order in which ranks store a tensor, as ranges [start,
+    stop) in the model's order.
+    """
+    if order is not None:
+        dim, ranges = order
+        own = torch.cat([torch.arange(start, stop) for start, stop in ranges])
+        positions[dim] = own[positions[dim]]
+    return tuple(ranges_of(p) for p in positions)
+
+
+def ranges_of(positions: Tensor) -> Runs:
     """Positions as ranges [start, stop)."""
-    out: list[list[int]] = []
-    for position in positions:
-        if out and out[-1][1] == position:
-            out[-1][1] = position + 1
-        else:
-            out.append([position, position + 1])
-    return tuple((start, stop) for start, stop in out)
+    if not len(positions):
+        return ()
+    ends = ((positions.diff() != 1).nonzero().flatten() + 1).tolist()
+    pairs = zip([0, *ends], [*ends, len(positions)], strict=True)
+    return tuple((int(positions[a]), int(positions[b - 1]) + 1) for a, b in pairs)
 
 
 def taken(full: Tensor, ranges: Sequence[Runs]) -> Tensor:
@@ -269,10 +277,8 @@ def taken(full: Tensor, ranges: Sequence[Runs]) -> Tensor:
     return full
 
 
-def blocks_of(
-    ranges: Sequence[Runs],
-) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
-    """(slices of the shard, slices of the full tensor) of each block of a rank."""
+def blocks_of(ranges: Sequence[Runs]) -> Iterator[Block]:
+    """The blocks of a rank with these ranges."""
     placed: list[list[tuple[slice, slice]]] = []
     for some in ranges:
         at = 0
@@ -283,6 +289,22 @@ def blocks_of(
         placed.append(along)
     for block in product(*placed):
         yield tuple(inner for inner, _ in block), tuple(outer for _, outer in block)
+
+
+def block_in(block: Block, window: Iterable[tuple[int, int]]) -> Block | None:
+    """The part of a block in a window of the full tensor, a range [start, stop) by dim;
+    positions in the full tensor are then those in the window. None if there is none.
+    """
+    inner: list[slice] = []
+    outer: list[slice] = []
+    for own, full, (first, last) in zip(*block, window, strict=True):
+        start, stop = max(full.start, first), min(full.stop, last)
+        if start >= stop:
+            return None
+        at = own.start - full.start
+        inner.append(slice(at + start, at + stop))
+        outer.append(slice(start - first, stop - first))
+    return tuple(inner), tuple(outer)
 
 
 # Full tensors -------------------------------------------------------------------------

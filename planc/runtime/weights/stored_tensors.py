@@ -14,7 +14,7 @@ from torch import Tensor
 
 from planc.model.checkpoint_conversion import Recipe
 from planc.runtime.standalone.safetensors_files import StoredTensor
-from planc.runtime.standalone.shards import Runs, blocks_of
+from planc.runtime.standalone.shards import Runs, block_in, blocks_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,28 +53,15 @@ class ConvertedTensor(StoredTensor):
 
 
 def _copy(target: Tensor, source: Any, piece: Piece, ranges: Sequence[Runs]) -> None:
-    for inner, outer in blocks_of(ranges):
-        both = [_both(piece, dim, part) for dim, part in enumerate(outer)]
-        if any(start >= stop for start, stop in both):
-            continue
-        into = tuple(
-            slice(i.start + start - o.start, i.start + stop - o.start)
-            for i, o, (start, stop) in zip(inner, outer, both, strict=True)
-        )
-        target[into].copy_(_read(source, piece, both))
+    window = [(at, at + size) for at, size in zip(piece.start, piece.size, strict=True)]
+    for block in blocks_of(ranges):
+        if (part := block_in(block, window)) is not None:
+            into, of_piece = part
+            target[into].copy_(_read(source, piece, of_piece))
 
 
-def _both(piece: Piece, dim: int, part: slice) -> tuple[int, int]:
-    """The overlap of a range and a piece along a dim, as positions in the full tensor."""
-    first = piece.start[dim]
-    return max(part.start, first), min(part.stop, first + piece.size[dim])
-
-
-def _read(source: Any, piece: Piece, both: Sequence[tuple[int, int]]) -> Tensor:
-    own: dict[int, slice] = {}
-    for dim, at, (start, stop) in zip(piece.dims, piece.start, both, strict=True):
-        if dim is not None:
-            own[dim] = slice(start - at, stop - at)
+def _read(source: Any, piece: Piece, of_piece: Sequence[slice]) -> Tensor:
+    own = {dim: part for dim, part in zip(piece.dims, of_piece, strict=True) if dim is not None}
     values: Tensor = source[tuple(own[dim] for dim in sorted(own))]
     values = values.permute([dim for dim in piece.dims if dim is not None])
     for position, dim in enumerate(piece.dims):
