@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from planc.diagnostic import Diagnostic, PlanError, Severity, one_of
+from planc.diagnostic import PlanError, Sink, one_of
 from planc.ops.call import MeshOf, Shared, mesh_source
 from planc.ops.lowered import Lowered, Stage
 from planc.ops.uneven_groups import uneven_groups
@@ -91,12 +91,9 @@ def _require_torchruns_variables() -> None:
                 "start torchrun on each node, or set, in each process, "
                 f"{sets}, MASTER_ADDR and MASTER_PORT"
             )
-            raise refused("PL460", text, help)
-
-
-def refused(code: str, text: str, help: str) -> PlanError:
-    """The error of one finding: preconditions, which has `stop`, stand on this file."""
-    return PlanError([Diagnostic(code=code, severity=Severity.ERROR, message=text, help=help)])
+            sink = Sink()
+            sink.error("PL460", text, help=help)
+            raise PlanError(sink)
 
 
 @dataclass(slots=True, weakref_slot=True)

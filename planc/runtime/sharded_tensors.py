@@ -17,6 +17,18 @@ def reshard(model: nn.Module) -> None:
         _measure(model)
 
 
+def sharded_like(part: Tensor, like: DTensor) -> DTensor:
+    """A tensor of the layout of another one, whose shard on this rank is `part`."""
+    return DTensor.from_local(
+        part.detach(),
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
+    )
+
+
 # Megatron-FSDP -----------------------------------------------------------------------------------
 
 

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from planc.diagnostic import Diagnostic
 from planc.runtime.preconditions import of_all_ranks, problem
 from planc.runtime.same_weights import tensor_sum
-from planc.runtime.sharded_tensors import reshard, with_chunk_of
+from planc.runtime.sharded_tensors import reshard, sharded_like, with_chunk_of
 from planc.runtime.standalone.dcp_chunks import storable
 from planc.runtime.standalone.load_weights import on_other_stages
 from planc.runtime.standalone.pipeline import stages_of
@@ -111,16 +111,21 @@ def _mapped(
     new = [(k, _mapped(v, change, (*path, k), len(state))) for k, v in items]
     new = [(k, v) for k, v in new if v is not _mapped]
     if isinstance(state, dict):
-        if type(state) is dict:
-            return dict(new)
-        copy = state.copy()  # an OrderedDict, with its attributes
-        copy.clear()
-        copy.update(new)
-        return copy
+        return _dict_of(state, dict(new))
     values = [v for _, v in new]
     if isinstance(state, list):
         return values
     return type(state)(*values) if hasattr(state, "_fields") else tuple(values)
+
+
+def _dict_of(kind: Any, items: dict[Any, Any]) -> Any:
+    """Other items in a dictionary of the kind of another one: an OrderedDict has attributes."""
+    if type(kind) is dict:
+        return items
+    copy = kind.copy()
+    copy.clear()
+    copy.update(items)
+    return copy
 
 
 def _is_mark(value: Any) -> bool:
@@ -171,7 +176,7 @@ def states(
             plain = isinstance(own, DTensor) and not isinstance(value, DTensor)
             local = plain and value.shape == part_of(own).shape
             if own is not None:
-                value = assembled_like(value, own) if local else value
+                value = sharded_like(value, own) if local else value
                 value = with_chunk_of(value, own)
             out[_key(name, path)] = storable(
                 value, orders.get(like) if not plain or local else None
@@ -236,27 +241,11 @@ def _together(parts: list[Any], name: str, refused: list[tuple[str, Path_, str]]
             key: _together([part[key] for part in parts if key in part], name, refused)
             for key in keys
         }
-        if type(first) is dict:
-            return joined
-        copy = first.copy()
-        copy.update(joined)
-        return copy
+        return _dict_of(first, joined)
     marks = [leaf[1:3] for part in parts for _, leaf in _leaves(part) if _is_mark(leaf)]
     if len(parts) > 1 and any(m not in marks[:1] for m in marks):
         refused.append((name, marks[0][0], "in a list, of which each stage has another part"))
     return first
-
-
-def assembled_like(part: Tensor, like: DTensor) -> DTensor:
-    """A DTensor whose shard on this rank is `part`."""
-    return DTensor.from_local(
-        part.detach(),
-        like.device_mesh,
-        like.placements,
-        run_check=False,
-        shape=like.shape,
-        stride=like.stride(),
-    )
 
 
 # Loading -----------------------------------------------------------------------------------------

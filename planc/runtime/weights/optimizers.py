@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from planc.diagnostic import Diagnostic
 from planc.runtime.preconditions import problem
-from planc.runtime.sharded_tensors import with_chunk_of
+from planc.runtime.sharded_tensors import sharded_like, with_chunk_of
 from planc.runtime.standalone.dcp_chunks import Pieces, storable
 from planc.runtime.standalone.load_weights import listed_names
 from planc.runtime.standalone.shards import Order, irregular, named_tensors, rank_orders, tied_names
@@ -122,14 +122,7 @@ def assembled(value: Tensor, like: Tensor) -> Tensor:
     """The result of `empty_shard`; blocks become a DTensor with the placements of `like`."""
     if not isinstance(like, DTensor) or not isinstance(value, Pieces):
         return value
-    return DTensor.from_local(
-        value.part,
-        like.device_mesh,
-        like.placements,
-        run_check=False,
-        shape=like.shape,
-        stride=like.stride(),
-    )
+    return sharded_like(value.part, like)
 
 
 def _parameters(model: nn.Module, optimizer: Optimizer) -> list[tuple[str, Tensor, dict[str, Any]]]:
