@@ -172,7 +172,8 @@ class _Section:
 
 
 def _lines(flow: DataFlow, why: Iterable[Tried]) -> list[str]:
-    return [f"{one.text}  ({flow.lines[one.line]})" for one in why]
+    places = ((one.text, flow.lines[one.line]) for one in why)
+    return [f"{text}  ({line})" if str(line) else text for text, line in places]
 
 
 def _styles(rules: Iterable[TensorRule]) -> Known:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import lru_cache, partial
 
-from planc.diagnostic import did_you_mean, one_of
+from planc.diagnostic import Label, did_you_mean, one_of
 from planc.model.facts import Modules, merged
 from planc.model.indices import Indices
 from planc.plan.scope import Failed, Scope
@@ -275,7 +275,10 @@ def _report(selector: ast.Selector, miss: _Miss, scope: Scope) -> None:
         case _:
             reason = f"{where} has no modules inside"
     message = f"`{written}` matches nothing: {reason}"
-    scope.sink.error("PL101", message, selector.origin, facts=facts, help=hint)
+    named = re.match(r"\$(\w+)", selector.path)
+    defined = scope.definitions.get(named[1]) if named else None
+    labels = [Label(span=defined.origin, text=f"`${defined.name}` is this")] if defined else []
+    scope.sink.error("PL101", message, selector.origin, *labels, facts=facts, help=hint)
 
 
 def _holds(at: Modules, parameter: str) -> bool:
