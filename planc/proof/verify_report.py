@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from planc.diagnostic import Sink
+from planc.model.small.stack_frames import of_torch_or_planc
 from planc.ops.lowered import Lowered
 from planc.ops.tensor_parallel import Parallelize
 from planc.plan.ir import Plan
@@ -140,6 +141,6 @@ def report_failure(failure: TrialFailure, sink: Sink) -> tuple[str, str]:
 
 def _frames(failure: TrialFailure) -> Iterator[str]:
     """Yields the last frame in the model's code and the last of all."""
-    outside = [f for f in failure.frames if "/torch/" not in f[0] and "/planc/" not in f[0]]
+    outside = [f for f in failure.frames if not of_torch_or_planc(f[0])]
     for path, line, function, code in dict.fromkeys((*outside[-1:], *failure.frames[-1:])):
         yield f"{Path(path).name}:{line}, in {function}: {code}".rstrip(": ")

@@ -17,10 +17,11 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from planc.model.facts import below
+from planc.model.small.stack_frames import of_torch_or_planc
 from planc.runtime.standalone.shards import WRAPPERS, plain_name
 
-_MACHINERY = ("/torch/", "/planc/", "/transformers/utils/", "/transformers/modeling_layers")
-"""The paths of libraries that run a model, whose lines are not its own."""
+_MACHINERY = ("/transformers/utils/", "/transformers/modeling_layers")
+"""The paths of transformers, beside torch and planc, whose lines are not a model's own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +148,8 @@ def caller() -> str:
     frame = sys._getframe(1)
     while frame is not None:
         path = frame.f_code.co_filename
-        if not any(part in path.replace("\\", "/") for part in _MACHINERY):
+        known = any(part in path.replace("\\", "/") for part in _MACHINERY)
+        if not known and not of_torch_or_planc(path):
             return code_line(path, frame.f_lineno) if "/modeling_" in path else ""
         frame = frame.f_back  # type: ignore[assignment]
     return ""
