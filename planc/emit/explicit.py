@@ -68,9 +68,7 @@ def _selector(modules: Modules, facts: Facts) -> list[str]:
     found: list[str] = []
     at = [facts.model]
     for segment in modules.path:
-        inner = [
-            Modules((*one.path, c.segment), c.module) for one in at for c in one.module.children
-        ]
+        inner = [child for one in at for child in one.children]
         if isinstance(segment, Indices):
             listed = [m for m in inner if isinstance(m.path[-1], Indices)]
             every = merged(Modules((m.path[-1],), m.module) for m in listed)

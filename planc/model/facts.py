@@ -248,6 +248,12 @@ class Modules:
             for part, mine in zip(parts, self.path, strict=True)
         )
 
+    @property
+    def children(self) -> tuple[Modules, ...]:
+        """The children of these modules, in order; all entries of a list that are alike as one."""
+        inner = self.module.children
+        return tuple(Modules((*self.path, child.segment), child.module) for child in inner)
+
     def below(self) -> Iterator[Modules]:
         """Yields these modules and all their descendants, parents first."""
         return iter(self._below)
@@ -257,8 +263,7 @@ class Modules:
         found, waiting = list[Modules](), [self]
         while waiting:
             found.append(at := waiting.pop())
-            inner = reversed(at.module.children)
-            waiting += [Modules((*at.path, c.segment), c.module) for c in inner]
+            waiting += reversed(at.children)
         return tuple(found)
 
 
