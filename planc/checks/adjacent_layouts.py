@@ -257,8 +257,7 @@ def _bare_ends(rule: TensorRule, peers: list[TensorRule], facts: Facts) -> Itera
     for holder in facts.model.below():
         if holder.key != block.key[:-2]:
             continue
-        for child in holder.module.children:
-            norm = Modules((*holder.path, child.segment), child.module)
-            plain = child.module.kind == "norm" and child.module.parameters
+        for norm in holder.children:
+            plain = norm.module.kind == "norm" and norm.module.parameters
             if plain and not any(r.modules.overlap(norm) for r in peers):
                 yield norm

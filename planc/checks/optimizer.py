@@ -1,9 +1,9 @@
-"""PL575 to PL578: what the optimizer section steps, and what it takes for matrices."""
+"""PL575 to PL579: what the optimizer section steps, and what it takes for matrices."""
 
 from planc.checks.packed_weights import FUSED
 from planc.checks.queries import several
 from planc.diagnostic import Sink
-from planc.model.facts import Facts, Modules
+from planc.model.facts import Facts
 from planc.model.small.config_fields import EXPERTS
 from planc.ops.optimizer import Muon
 from planc.plan.ir import OptimizerRule, Plan
@@ -31,7 +31,7 @@ def _undecided(steps: list[Stepped], plan: Plan, sink: Sink) -> None:
     left = [s for s in steps if s.rule is None]
     if not left:
         return
-    names = several(dict.fromkeys(Modules(s.modules.path, s.modules.module) for s in left))
+    names = several(dict.fromkeys(s.modules for s in left))
     sink.error(
         "PL575",
         f"no rule of the optimizer section steps {names}",

@@ -65,10 +65,9 @@ def _spans(rules: list[TensorRule]) -> Spans:
 
 
 def _without_rule(parent: Modules, own: tuple[TensorRule, ...]) -> Iterator[Modules]:
-    for child in parent.module.children:
-        if child.module.kind != "norm" or not child.module.parameters:
+    for at in parent.children:
+        if at.module.kind != "norm" or not at.module.parameters:
             continue
-        at = Modules((*parent.path, child.segment), child.module)
         if not any(r.modules.overlap(at) for r in own):
             yield at
 

@@ -18,8 +18,10 @@ def explicit(files: Sequence[ast.File], plan: Plan, facts: Facts) -> str:
     text, source = own.origin.source.text, own.origin.source
     for setting in plan.sequence:
         replaced = [s for s in own.statements if _over(s, setting.axis)]
-        others = any(_over(s, setting.axis) for file in files[:-1] for s in _all(file.statements))
-        inner = any(_over(s, setting.axis) and s not in replaced for s in _all(own.statements))
+        based = (s for f in files[:-1] for s in ast.branches(f.statements))
+        others = any(_over(s, setting.axis) for s in based)
+        every = ast.branches(own.statements)
+        inner = any(_over(s, setting.axis) and s not in replaced for s in every)
         word = "override tensor" if others or inner else "tensor"
         rules = [rule for rule in plan.tensor if rule.axis == setting.axis]
         body = "\n".join(_body(rules, facts))
@@ -37,15 +39,6 @@ def _over(statement: ast.Statement | ast.Item, axis: str) -> bool:
     if not isinstance(statement, ast.Section) or statement.name != "tensor":
         return False
     return [a.path for a in statement.axes] == [axis]
-
-
-def _all(statements: Sequence[ast.Statement | ast.Item]) -> Iterator[ast.Statement | ast.Item]:
-    """Yields statements, and those in both branches of conditions."""
-    for statement in statements:
-        if isinstance(statement, ast.When):
-            yield from _all((*statement.then, *statement.otherwise))
-        else:
-            yield statement
 
 
 def _body(rules: Sequence[TensorRule], facts: Facts) -> Iterator[str]:
@@ -75,9 +68,7 @@ def _selector(modules: Modules, facts: Facts) -> list[str]:
     found: list[str] = []
     at = [facts.model]
     for segment in modules.path:
-        inner = [
-            Modules((*one.path, c.segment), c.module) for one in at for c in one.module.children
-        ]
+        inner = [child for one in at for child in one.children]
         if isinstance(segment, Indices):
             listed = [m for m in inner if isinstance(m.path[-1], Indices)]
             every = merged(Modules((m.path[-1],), m.module) for m in listed)

@@ -18,6 +18,12 @@ from typing import Any, NamedTuple
 FORMAT = 2
 """Raised when the recorded facts or their encoding change."""
 
+VIEWS = frozenset(
+    {"view", "reshape", "expand", "expand_as", "unflatten", "flatten", "contiguous", "view_as"}
+)
+"""Operations that give the elements of their input in another shape. They may state sizes in
+numbers, which a part of the tokens does not fit, and may share memory with their input."""
+
 
 class Line(NamedTuple):
     """A line of the model's code, as `transformers/models/llama/modeling_llama.py:291`."""
@@ -115,6 +121,7 @@ class DataFlow:
         tied: the parameters that several modules hold.
         alias: the first name of modules that have several.
         lines: of the model's code.
+        memo: what was inferred from this flow in this process.
     """
 
     root: FlowCall
@@ -126,12 +133,7 @@ class DataFlow:
     tied: frozenset[int]
     alias: Mapping[str, str]
     lines: tuple[Line, ...]
-    _memo: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
-
-    @property
-    def memo(self) -> dict[Any, Any]:
-        """What was inferred from this flow in this process."""
-        return self._memo
+    memo: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @cached_property
     def calls(self) -> tuple[FlowCall, ...]:
@@ -164,19 +166,6 @@ class DataFlow:
     def scalar(self, tensor: int) -> bool:
         """Whether a tensor has one element, which goes with a DTensor (an empty one does not)."""
         return prod(self.shapes[tensor]) == 1
-
-    @cached_property
-    def makers(self) -> Mapping[int, tuple[Operation | FlowCall, ...]]:
-        """What gives each tensor, outermost first: operations, and every call that returns it."""
-        found: dict[int, list[Operation | FlowCall]] = {}
-        for call in self.calls:
-            for tensor in call.given:
-                found.setdefault(tensor, []).append(call)
-            for event in call.body:
-                if isinstance(event, Operation):
-                    for tensor in event.outputs:
-                        found.setdefault(tensor, []).append(event)
-        return {tensor: tuple(some) for tensor, some in found.items()}
 
     @cached_property
     def takers(self) -> Mapping[int, tuple[FlowCall, ...]]:

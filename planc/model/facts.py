@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
 from math import prod
+from pathlib import Path
 from typing import Any
 
 from planc.model.indices import Indices
-from planc.model.run_code import OwnCode
 
 DTYPE_BYTES = {
     "float64": 8,
@@ -248,6 +248,12 @@ class Modules:
             for part, mine in zip(parts, self.path, strict=True)
         )
 
+    @property
+    def children(self) -> tuple[Modules, ...]:
+        """The children of these modules, in order; all entries of a list that are alike as one."""
+        inner = self.module.children
+        return tuple(Modules((*self.path, child.segment), child.module) for child in inner)
+
     def below(self) -> Iterator[Modules]:
         """Yields these modules and all their descendants, parents first."""
         return iter(self._below)
@@ -257,8 +263,7 @@ class Modules:
         found, waiting = list[Modules](), [self]
         while waiting:
             found.append(at := waiting.pop())
-            inner = reversed(at.module.children)
-            waiting += [Modules((*at.path, c.segment), c.module) for c in inner]
+            waiting += reversed(at.children)
         return tuple(found)
 
 
@@ -274,6 +279,27 @@ def merged(sets: Iterable[Modules], *, alike: bool = False) -> list[Modules]:
         else:
             found.append(modules)
     return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnCode:
+    """The code of a model that its libraries did not ship, as `own_code` finds it.
+
+    Args:
+        code: a digest of the functions; empty where there are none. Equal for models of two sizes.
+        values: a digest of the numbers that the modules with such functions hold.
+        attention: the name of an attention function of the script's own, else empty.
+    """
+
+    code: str = ""
+    values: str = ""
+    attention: str = ""
+
+    def __bool__(self) -> bool:
+        return bool(self.code)
+
+    def __str__(self) -> str:
+        return f"{self.code} {self.values}" if self else ""
 
 
 @dataclass(frozen=True)
@@ -313,6 +339,12 @@ class Facts:
     def model(self) -> Modules:
         """The root module, as a set of one module."""
         return Modules((), self.root)
+
+    @property
+    def unconfigured(self) -> bool:
+        """Whether no configuration builds it: a user's own module, or what a factory returns."""
+        factory = bool(self.code) and not Path(self.code).is_absolute()
+        return factory or self.user_model is not None
 
     @property
     def names(self) -> tuple[str, str]:

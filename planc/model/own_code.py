@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
-from planc.model.run_code import OwnCode
+from planc.model.facts import OwnCode
 from planc.model.shipped import LIBRARIES, content, functions_in, imports, library_of, shipped
 
 _FOLLOWED = ("transformers", "diffusers")
@@ -175,7 +175,7 @@ class _Walk:
             reached = sorted(found, key=lambda pair: pair[0])
             if of_library:
                 for name, value in reached:
-                    self._inlibrary_of(function, name, value, cls)
+                    self._in_library(function, name, value, cls)
                 continue
             inner = [(name, self.value(value, cls)) for name, value in reached]
             cells = [self.value(content(cell), cls) for cell in function.__closure__ or ()]
@@ -204,9 +204,7 @@ class _Walk:
             if holder is not None and name not in _TOLD:
                 yield f"self.{name}", holder.__dict__[name]
 
-    def _inlibrary_of(
-        self, function: FunctionType, name: str, value: Any, cls: type | None
-    ) -> None:
+    def _in_library(self, function: FunctionType, name: str, value: Any, cls: type | None) -> None:
         """Notes what a script has put into a library's module, class or registry."""
         if isinstance(getattr(value, "_global_mapping", None), Mapping):
             for key in sorted(self.implementations & {*value}):

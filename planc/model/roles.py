@@ -103,7 +103,7 @@ def roles(facts: Facts) -> RoleModules:
     inside = (m for m in facts.model.below() if any(m.within(at) for at in found))
     embedding = around.embeddings[:1]
     return RoleModules(
-        blocks=tuple(entry for at in found for entry in _children(at)),
+        blocks=tuple(entry for at in found for entry in at.children),
         embedding=(*embedding, *(other for one in embedding for other in same_tensor(facts, one))),
         final_norm=tuple(norm for norm in [_after(found[-1], facts)] if norm) if found else (),
         head=around.heads[-1:],
@@ -111,14 +111,10 @@ def roles(facts: Facts) -> RoleModules:
     )
 
 
-def _children(at: Modules) -> list[Modules]:
-    return [Modules((*at.path, c.segment), c.module) for c in at.module.children]
-
-
 def _after(blocks: Modules, facts: Facts) -> Modules | None:
     """The norm after a list of blocks: the first that stands behind it, else the last before."""
     parent = next(m for m in facts.model.below() if m.path == blocks.path[:-1])
-    children = _children(parent)
+    children = parent.children
     at = children.index(blocks)
     norms = (m for m in (*children[at:], *reversed(children[:at])) if m.module.kind == "norm")
     return next((m for m in norms if "embed" not in str(m.path[-1])), None)

@@ -142,7 +142,7 @@ def _family(program: Program) -> None:
         program.sink.error("PL009", "the plan has no header", origin_of(program), help=hint)
         return
     names = [f.path for f in header.families]
-    if facts.family in names or facts.name in names or plan_files.ANY in names:
+    if {*facts.names, plan_files.ANY} & {*names}:
         return
     program.sink.error(
         "PL650",

@@ -8,16 +8,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
-from planc.model.dataflow import DataFlow, FlowCall, Operation
+from planc.model.dataflow import VIEWS, DataFlow, FlowCall, Operation
 from planc.ops import styles as st
 from planc.ops.styles import Layout, Redistribution, Replicate, Shard, Style
 from planc.plan.flow_types import Around, Clash, FoundRule, Held, Met, State
 
-VIEWS = frozenset(
-    {"view", "reshape", "expand", "expand_as", "unflatten", "flatten", "contiguous", "view_as"}
-)
-"""FlowOperations whose output shares memory with their input: autograd refuses writes into views of
-what a style returns."""
 _SUMS = frozenset({"add", "radd", "iadd"})
 
 Makers = dict[int, list[Operation | FlowCall]]
@@ -154,7 +149,9 @@ class FlowOperations:
             dims[out] = at if at is not None and 0 <= at < length else None
 
     def fresh(self, tensor: int, around: Around) -> bool:
-        """Whether a tensor is the output of split weights, or a view of it."""
+        """Whether a tensor is the output of split weights, or a view of it: autograd refuses writes
+        into what a style returns.
+        """
         while True:
             made = self.makers.get(tensor, ())
             calls = [e for e in made if isinstance(e, FlowCall)]

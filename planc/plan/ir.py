@@ -165,7 +165,7 @@ class TensorRule(Meaning):
     def beside(self) -> Iterator[tuple[Segment, ...]]:
         """The paths of the modules beside it, of one of its modules."""
         for inner in self.inferred.beside if self.inferred else ():
-            yield (*self.modules.path[: len(self.modules.path) - 1], *inner)
+            yield (*self.modules.path[:-1], *inner)
 
     def split(self, parameter: Parameter) -> Split | None:
         """How the style shards a parameter of the modules; None where it is replicated."""

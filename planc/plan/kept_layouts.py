@@ -18,14 +18,21 @@ Named = tuple[tuple[str, tuple[Style, ...]], ...]
 Known = tuple[Named, Named]
 """Splits and complete styles, by the names of modules."""
 
-_SOURCES = ("flow_types", "gradient_sums", "interpret_operations", "propagate")
+_SOURCES = (
+    "model/dataflow",
+    "ops/contract",
+    "plan/flow_types",
+    "plan/gradient_sums",
+    "plan/interpret_operations",
+    "plan/propagate",
+)
 _STYLE = shape_of(Style)
 
 
 @once
 def _sources() -> str:
-    here = Path(__file__).parent
-    return hashlib.sha256(b"".join((here / f"{n}.py").read_bytes() for n in _SOURCES)).hexdigest()
+    root = Path(__file__).parents[1]
+    return hashlib.sha256(b"".join((root / f"{n}.py").read_bytes() for n in _SOURCES)).hexdigest()
 
 
 def layouts_of(flow: DataFlow, known: Known, *, sequence: bool) -> Layouts | Clash:

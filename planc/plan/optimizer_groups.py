@@ -92,11 +92,7 @@ def _outputs(step: Stepped) -> int:
 
 def _head_dim(step: Stepped, facts: Facts) -> int | None:
     """The features of a head, as the attention around a projection has them."""
-    path = step.modules.path
-    for depth in range(len(path) - 1, 0, -1):
-        around = Modules(path[:depth], step.modules.module)
-        for at in facts.model.below():
-            size = at.module.fact("head_dim")
-            if size is not None and at.key == around.key and at.overlap(around):
-                return size
-    return None
+    parts = next(step.modules.names()).split(".")
+    around = (facts.at(".".join(parts[:depth])) for depth in range(len(parts) - 1, 0, -1))
+    sizes = (at.module.fact("head_dim") for at in around)
+    return next((size for size in sizes if size is not None), None)

@@ -292,19 +292,9 @@ def _branch(when: ast.When, program: Program, given: dict[str, ast.Literal]) -> 
 
 def axis_names(program: Program, *, optional: bool = False) -> tuple[str, ...]:
     """The axes that the mesh sections name, in taken branches or not; or the optional ones."""
-    names: dict[str, None] = {}
-
-    def collect(items: Iterable[object]) -> None:
-        for item in items:
-            if isinstance(item, ast.Setting) and item.optional >= optional:
-                names[item.name] = None
-            elif isinstance(item, ast.When):
-                collect(item.then)
-                collect(item.otherwise)
-
-    for section in program.named("mesh"):
-        collect(section.items)
-    return tuple(names)
+    items = (item for s in program.named("mesh") for item in ast.branches(s.items))
+    axes = (i.name for i in items if isinstance(i, ast.Setting) and i.optional >= optional)
+    return tuple(dict.fromkeys(axes))
 
 
 def _unknown_settings(given: dict[str, ast.Literal], program: Program) -> None:

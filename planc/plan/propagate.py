@@ -24,7 +24,7 @@ from planc.plan.interpret_operations import FlowOperations, Styles
 
 _MENDS = 8
 _RETRIES = 2000
-"""The most mends in one model, and in one module: the search ends for every model."""
+"""The most mends in one module, and in one model: the search ends for every model."""
 
 
 def infer(flow: DataFlow, splits: Styles, stated: Styles, *, sequence: bool) -> Layouts:

@@ -203,8 +203,7 @@ def _advance(at: Modules, step: SelectorStep, scope: Scope) -> Iterator[Modules]
         case Deep():
             yield from at.below()
         case Level():
-            for child in at.module.children:
-                yield Modules((*at.path, child.segment), child.module)
+            yield from at.children
         case NamedChild(pattern):
             plain = pattern.isidentifier()  # most are
             matches = pattern.__eq__ if plain else partial(fnmatchcase, pat=pattern)

@@ -20,10 +20,9 @@ from planc.diagnostic import Diagnostic, Sink
 from planc.lowering import lower
 from planc.model import cache
 from planc.model.config import buildable
-from planc.model.facts import Facts
+from planc.model.facts import Facts, OwnCode
 from planc.model.load import load_values
 from planc.model.randomness import with_noise
-from planc.model.run_code import OwnCode
 from planc.model.small.shrink import UNSHRUNK, small_values
 from planc.ops.base import AxisRole
 from planc.plan import elaborate

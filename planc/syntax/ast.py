@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -252,15 +252,8 @@ class File(Node):
     @cached_property
     def declared(self) -> frozenset[str]:
         """The names of its options and lets that replace no other, in taken branches or not."""
-        waiting: list[object] = [*self.statements]
-        found: set[str] = set()
-        while waiting:
-            match waiting.pop():
-                case Option(name=name, override=False) | Let(name=name, override=False):
-                    found.add(name)
-                case When(then=then, otherwise=otherwise):
-                    waiting += (*then, *otherwise)
-        return frozenset(found)
+        found = (s for s in branches(self.statements) if isinstance(s, Option | Let))
+        return frozenset(s.name for s in found if not s.override)
 
 
 def children(node: Node) -> Iterator[Node]:
@@ -269,6 +262,15 @@ def children(node: Node) -> Iterator[Node]:
         value = getattr(node, name)
         found = value if isinstance(value, tuple) else (value,)
         yield from (child for child in found if isinstance(child, Node))
+
+
+def branches(items: Iterable[Item | Statement]) -> Iterator[Item | Statement]:
+    """Yields items or statements in order, and in place of a `when` those in both its branches."""
+    for item in items:
+        if isinstance(item, When):
+            yield from branches((*item.then, *item.otherwise))
+        else:
+            yield item
 
 
 def every(node: Node) -> Iterator[Node]:

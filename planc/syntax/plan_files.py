@@ -238,10 +238,12 @@ def plan_of_family(*names: str, own: bool = True) -> PlanFile | None:
     Raises:
         ProjectError: the project's settings cannot be used, or `SeveralPlans`.
     """
+    folders = (*(plan_folders() if own else ()), PLANS)
+    headers = {folder: {p: families(p) for p in plans_in(folder)} for folder in folders}
     for name in names:
-        for folder in (*(plan_folders() if own else ()), PLANS):
-            those = [p for p in plans_in(folder) if name in families(p)]
-            named = [p for p in those if p.stem in families(p)]
+        for folder, plans in headers.items():
+            those = [p for p in plans if name in plans[p]]
+            named = [p for p in those if p.stem in plans[p]]
             if len(those) > 1 and not named and folder != PLANS:
                 raise SeveralPlans(name, tuple(map(shown, those)))
             for path in (*named, *those):

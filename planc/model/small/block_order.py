@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from planc.model import cache
@@ -54,14 +53,14 @@ def block_order(facts: Facts, blocks: str) -> BlockOrder:
     """
     values: dict[str, Any] = {}
     code = facts.code
-    user = facts.user_model is not None or bool(code and not Path(code).is_absolute())
-    if not user:
+    if not facts.unconfigured:
         made = small_values(facts, ranks=2)
         if isinstance(made, str):
             return BlockOrder(problem=made)
         values = made.values
+    of_library = values and not code  # other code can change while its name stays the same
     key = cache.entry_name(f"blocks {_FORMAT} {blocks}", config=values)
-    kept = None if user or code else cache.recall(key)
+    kept = cache.recall(key) if of_library else None
     if isinstance(kept, dict):
         fields: Any = {n: tuple(v) if isinstance(v, list) else v for n, v in kept.items()}
         return BlockOrder(**fields)
@@ -73,7 +72,7 @@ def block_order(facts: Facts, blocks: str) -> BlockOrder:
         )
     except Exception as error:
         return BlockOrder(problem=f"the small model does not run: {error}")
-    if not (user or code):  # code can change while its name stays the same
+    if of_library:
         cache.keep(key, asdict(found))
     return found
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 from planc.diagnostic import Sink
@@ -16,7 +15,7 @@ from planc.model.load import load_values
 from planc.model.small.shrink import small_values
 
 RANKS = 2
-"""By what the small model's heads and widths divide."""
+"""The number that divides the small model's heads and widths."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +34,7 @@ class FlowSource:
 
 def flow_source(facts: Facts, variants: Mapping[int, list[str]], layers: int) -> FlowSource | str:
     """The small model of a model, or the reason why there is none; arguments as of `shrink`."""
-    if facts.user_model is not None or (facts.code and not Path(facts.code).is_absolute()):
+    if facts.unconfigured:
         return FlowSource(facts=facts, values={}, kept={})
     made = small_values(facts, RANKS, layers=layers, variants=variants)
     if isinstance(made, str):

@@ -14,7 +14,7 @@ from typing import Any
 from planc.model import cache
 from planc.model.small.shrink import shrink
 
-LIMIT = 1e-4
+_LIMIT = 1e-4
 """The least change, of the largest entry of the output, that counts."""
 DOCUMENTS, PADDING = "documents", "padding"
 _FORMAT = 1
@@ -72,7 +72,7 @@ def _measured(values: dict[str, Any]) -> dict[str, float]:
             }
     except Exception:  # there is no such model, or it takes other inputs
         return {}
-    return {kind: found for kind, found in kinds.items() if found > LIMIT}
+    return {kind: found for kind, found in kinds.items() if found > _LIMIT}
 
 
 def _moved(model: Any, ids: Any, other: Any, first: int, given: dict[str, Any]) -> float:

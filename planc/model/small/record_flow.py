@@ -18,14 +18,11 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from planc.model.dataflow import DataFlow, FlowCall, Line, Operation
+from planc.model.dataflow import VIEWS, DataFlow, FlowCall, Line, Operation
 from planc.model.small.input_search import BatchShape
 from planc.model.small.stack_frames import of_torch_or_planc
 from planc.model.small.transformers_model import without_cache
 from planc.model.small.user_model import ModelBuilder
-
-VIEWS = frozenset({"view", "reshape", "expand", "expand_as", "unflatten", "flatten", "view_as"})
-"""Operations that may state sizes in numbers, so that a part of the tokens does not fit them."""
 
 _SHAPES = (
     BatchShape(rows=3, length=13),
@@ -386,5 +383,4 @@ def _compact(flow: DataFlow) -> DataFlow:
         weights={numbers[t]: name for t, name in flow.weights.items() if t in numbers},
         tied=frozenset(numbers[t] for t in flow.tied if t in numbers),
         lines=tuple(flow.lines[old] for old in lines),
-        _memo={},
     )

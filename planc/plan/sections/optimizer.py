@@ -49,23 +49,23 @@ def _rule(call: ast.Call, program: Program) -> OptimizerRule | None:
     arguments = Arguments(call, program.scope, ("lr", "weight_decay", "state", *more, *own))
     values: dict[str, object] = {}
     for f in fields(kind):
+        default: Any = f.default
         match f.name:
             case "units":
-                values["units"] = ()
+                values[f.name] = ()
             case "eps":
-                values[f.name] = arguments.number(f.name, 1e-8, *_FACTOR)
+                values[f.name] = arguments.number(f.name, default, *_FACTOR)
             case "nesterov":
-                values[f.name] = arguments.truth(f.name, bool(f.default))
+                values[f.name] = arguments.truth(f.name, default)
             case "ns_steps":
-                values[f.name] = arguments.integer(f.name, 5)
+                values[f.name] = arguments.integer(f.name, default)
             case "adjust_lr":
                 ways = {word: word for word in ("original", "match_rms_adamw")}
-                values[f.name] = arguments.word(f.name, ways, "original")
+                values[f.name] = arguments.word(f.name, ways, default)
             case "compute":
-                values[f.name] = arguments.word(f.name, _STATES, None)
+                values[f.name] = arguments.word(f.name, _STATES, default)
             case _:
-                default: Any = f.default
-                values[f.name] = arguments.number(f.name, float(default), *_BELOW_ONE)
+                values[f.name] = arguments.number(f.name, default, *_BELOW_ONE)
     per = arguments.word("per", _PER, None) if more else None
     parts, alternate = parts_of(arguments) if more else (1, False)
     if alternate:
