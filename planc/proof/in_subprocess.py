@@ -31,7 +31,7 @@ def record(compiled: Compiled, verdict: Verdict, sink: Sink) -> KnownVerdict:
     """
     facts, lowered = compiled.facts, compiled.lowered
     level, text = _judged(verdict, sink)
-    even = any(one.kind == "lengths" for one in verdict.outcome.discrepancies)
+    even = bool(verdict.outcome.of_kind("lengths"))
     found = KnownVerdict(level=level, text=text, even=even)
     if facts and lowered and keepable(facts, lowered):
         known = verdict_store.recall(lowered, facts).level if facts.own_code else "unproved"
