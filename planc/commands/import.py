@@ -30,14 +30,12 @@ def run(options: argparse.Namespace) -> int:
     output.show(sink, "full", sys.stderr, quiet=True)
     if result is None:
         return output.exit_code(sink)
-    open_ = result.count("lost", "unknown")
-    cost = result.count("cost")
+    open_, cost = result.count("lost", "unknown"), result.count("cost")
+    left_out = f", {cost} left out that change no number" * bool(cost)
     print(
         f"{len(result.fate)} keys of {options.file} ({result.peer.title}): "
         f"{result.count('plan')} in the plan, {result.count('same')} as without them, "
-        f"{result.count('left')} not for a plan, {open_} to decide by hand"
-        + f", {cost} left out that change no number"
-        * bool(cost),
+        f"{result.count('left')} not for a plan, {open_} to decide by hand{left_out}",
         file=sys.stderr,
     )
     written = output.write(result.text, options.output)

@@ -1,20 +1,12 @@
 """The draft of a plan that all ranks of a run take: rank 0 writes it, in a process of its own."""
 
-import json
 import logging
-import pickle
-import sys
 
 from planc.diagnostic import Sink
 from planc.draft.init import draft
 from planc.draft.plan_text import parsed_text
 from planc.model.facts import Facts
-from planc.proof.in_subprocess import (
-    NoAnswerError,
-    answer_of_copy,
-    answer_of_subprocess,
-    readable,
-)
+from planc.proof.in_subprocess import NoAnswerError, answer_elsewhere, readable
 from planc.runtime.preconditions import of_rank_0
 from planc.syntax import ast
 
@@ -37,18 +29,11 @@ def _written(facts: Facts) -> str | None:
         facts.family,
     )
     try:
-        if facts.user_model is not None:
-            own = readable(facts)
-            return str(answer_of_copy(lambda: draft(own, Sink()).text))
-        return str(answer_of_subprocess(__name__, facts))
+        return str(answer_elsewhere(_text, readable(facts), of=facts))
     except NoAnswerError as error:
         _log.warning("the draft could not be written: %s", error)
         return None
 
 
-def _main() -> None:
-    print(json.dumps(draft(pickle.load(sys.stdin.buffer), Sink()).text))
-
-
-if __name__ == "__main__":
-    _main()
+def _text(facts: Facts) -> str:
+    return draft(facts, Sink()).text

@@ -75,18 +75,19 @@ class Answer:
     @property
     def passes(self) -> tuple[int, int]:
         """The passes of a rank in a step, and the rows of each."""
-        batch, ranks = (
-            self.request.batch,
-            prod(axis.size for axis in self.plan.mesh.of_role(AxisRole.DATA)),
-        )
-        count = self.work.micro_batches * self.work.runs
+        batch, count = self.request.batch, self.work.micro_batches * self.work.runs
+        ranks = prod(axis.size for axis in self.plan.mesh.of_role(AxisRole.DATA))
         return count, batch.global_batch // (ranks * count) if batch else 0
+
+    @property
+    def complete(self) -> bool:
+        """Whether all that a step keeps is counted."""
+        return self.counted or not self.request.batch
 
     @property
     def fits(self) -> bool | None:
         """Whether a rank's memory suffices; None where it does without what is not counted."""
-        known = self.counted or not self.request.batch
-        return self.estimate.fits if known or not self.estimate.fits else None
+        return self.estimate.fits if self.complete or not self.estimate.fits else None
 
     def __str__(self) -> str:
         return "\n".join(text(self))
@@ -242,6 +243,8 @@ def _checkpointed(work: Workload) -> Workload:
 
 # Text --------------------------------------------------------------------------------------------
 
+_VERDICTS = {True: "fits", False: "DOES NOT FIT", None: "unknown whether it fits"}
+
 
 def text(found: Answer, *, explain: bool = False) -> Iterator[str]:
     """The lines of an estimate.
@@ -290,13 +293,10 @@ def _memory(found: Answer, explain: bool) -> Iterator[str]:
     moment = step.fullest.largest
     place = f", place {step.fullest.rank} of the pipeline" * (len(step.ranks) > 1)
     at = f"{moment.name}{place}"
-    if found.counted or not found.request.batch:
-        verdict = "fits" if step.fits else "DOES NOT FIT"
-        yield f"memory of a rank: {peak:.2f} GiB at most ({at}); {room:.1f} usable: {verdict}"
-    else:
-        verdict = "unknown whether it fits" if step.fits else "DOES NOT FIT"
-        least = f"at least {peak:.2f} GiB, its activations are not counted ({at})"
-        yield f"memory of a rank: {least}; {room:.1f} usable: {verdict}"
+    most = f"{peak:.2f} GiB at most ({at})"
+    if not found.complete:
+        most = f"at least {peak:.2f} GiB, its activations are not counted ({at})"
+    yield f"memory of a rank: {most}; {room:.1f} usable: {_VERDICTS[found.fits]}"
     for item in sorted(moment.items, key=lambda i: -i.size):
         yield from _item(item, explain)
     for other in step.fullest.moments:

@@ -16,7 +16,7 @@ from typing import Any
 
 from planc.diagnostic import Sink
 from planc.estimate.counted import Attended, Counted, MicroBatch, Moved, Part, Product, Saved
-from planc.estimate.fused_kernels import Kernel, fused
+from planc.estimate.kernel_stand_in import Kernel, fused
 from planc.model.cache import entry_name, keep, recall
 from planc.model.config import config_of
 from planc.model.facts import Facts
@@ -241,13 +241,19 @@ class _Recorder:
     def fused(self, kernel: Kernel, read: int) -> Iterator[None]:
         """Notes one kernel; its stand-in's own operators do not count."""
         at, module = self.layer()
-        rows = prod(kernel.shape) // (kernel.heads * kernel.tokens * kernel.head_dim)
         keys = round(kernel.flops / 4 / kernel.head_dim)
-        sizes = (rows, kernel.heads, kernel.tokens, keys, kernel.head_dim)
-        names = ("batch", "heads", "queries", "keys", "head_dim")
         if keys:
-            one = Attended(module=module, linear=True, **dict(zip(names, sizes, strict=True)))
-            self.noted[at].append(one)
+            self.noted[at].append(
+                Attended(
+                    module=module,
+                    batch=prod(kernel.shape) // (kernel.heads * kernel.tokens * kernel.head_dim),
+                    heads=kernel.heads,
+                    queries=kernel.tokens,
+                    keys=keys,
+                    head_dim=kernel.head_dim,
+                    linear=True,
+                )
+            )
         self.noted[at].append(Moved(module=module, size=read + 2 * prod(kernel.shape)))
         self.inside_kernel = True
         yield

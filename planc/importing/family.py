@@ -1,6 +1,7 @@
 """The family of the model that a peer's file names, and the plan to extend."""
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from planc.diagnostic import Sink
@@ -38,20 +39,27 @@ class Base:
     units: frozenset[str] = frozenset()
     names: frozenset[str] = frozenset()
 
-    def lacks(self, key: str) -> bool:
-        """Whether a module of transformers' own plan is none of the model, whose family has it."""
+    def lacking(self, keys: Iterable[str]) -> frozenset[str]:
+        """The modules of transformers' own plan that are none of the model, whose family has
+        them.
+        """
         from planc.model.load import load, load_values
         from planc.model.sources.huggingface import defaults
 
-        own, values = defaults(self.family or "")
-        if key not in own:
-            return False
-        sink = Sink()
-        name = self.family or ""
+        name, sink = self.family or "", Sink()
+        own, values = defaults(name)
+        if not (known := [key for key in keys if key in own]):
+            return frozenset()
         facts = load(self.model, sink) if self.model else load_values(values, name, sink)
-        pattern = re.compile(rf"(.+\.)?{re.escape(key)}".replace(r"\*", r"[^.]+"))
-        found = facts and any(pattern.fullmatch(_dotted(m)) for m in facts.model.below())
-        return facts is not None and not found
+        if facts is None:
+            return frozenset()
+        paths = [_dotted(modules) for modules in facts.model.below()]
+
+        def there(key: str) -> bool:
+            pattern = re.compile(rf"(.+\.)?{re.escape(key)}".replace(r"\*", r"[^.]+"))
+            return any(map(pattern.fullmatch, paths))
+
+        return frozenset(key for key in known if not there(key))
 
 
 def _dotted(modules: Modules) -> str:

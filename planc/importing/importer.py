@@ -11,17 +11,7 @@ from typing import Any
 from planc.diagnostic import Sink, one_of
 from planc.importing import reading
 from planc.importing.family import Base, base_of, families_named, family_of, named_by
-from planc.importing.peer import (
-    COST,
-    LEFT,
-    LOST,
-    REASONS,
-    ConfigKey,
-    Peer,
-    matches,
-    peers,
-    table,
-)
+from planc.importing.peer import COST, LEFT, LOST, REASONS, ConfigKey, Peer, matches, peers, table
 from planc.importing.settings import Unknown, value_of
 from planc.importing.writing import Writer
 from planc.syntax.formatter.layout import laid_out
@@ -133,9 +123,10 @@ def _settings(
     """The settings of the file with the leaves that decide them; all other leaves go to `fate`."""
     result: dict[str, tuple[Any, list[ConfigKey]]] = {}
     of_model = any(matches(p, leaf.path) for p in peer.model_file.split() for leaf in found)
-    scaled = any(peer.meaning(leaf.path) == "fp16" and leaf.value not in _OFF for leaf in found)
+    words = {leaf.path: peer.meaning(leaf.path) for leaf in found}
+    scaled = any(words[leaf.path] == "fp16" and leaf.value not in _OFF for leaf in found)
     for leaf in found:
-        word = peer.meaning(leaf.path)
+        word = words[leaf.path]
         if word is None and of_model and not leaf.path.startswith("distributed_config."):
             word = "model_left"
         meant = peer.misspelled(leaf.path) if word in REASONS else None

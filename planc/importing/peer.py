@@ -29,6 +29,7 @@ NAMES = (
 )
 
 
+@cache
 def table(name: str) -> dict[str, Any]:
     """One file of tables."""
     return tomllib.loads((GRAMMARS / "import" / f"{name}.toml").read_text(encoding="utf-8"))
@@ -135,7 +136,7 @@ def peers() -> dict[str, Peer]:
 
 
 def _peer(name: str) -> Peer:
-    own = table(name)
+    own = dict(table(name))
     if like := own.pop("like", ""):
         base = table(like)
         keys = {w: f"{base['keys'].get(w, '')} {p}" for w, p in own["keys"].items()}

@@ -376,12 +376,15 @@ class Writer:
 
     def _rules(self) -> list[str]:
         """The tensor rules of a `tp_plan`, whose keys are relative to the base model or whole."""
-        lines, rules = [], self.given.get("rule") or {}
+        if not (rules := self.given.get("rule")):
+            return []
+        lines = list[str]()
         # a DistributedConfig changes single rules of the model's own plan; alone they shard little
         single = "tensor" in self.base.sections and not any("rowwise" in s for s in rules.values())
+        relative = {key: re.sub(r"^(.*\.)?(base_model_)?tp_plan\.", "", key) for key in rules}
+        lacking = frozenset[str]() if single else self.base.lacking(relative.values())
         for key, style in rules.items():
-            written = style_of_transformers(style)
-            path = relative = re.sub(r"^(.*\.)?(base_model_)?tp_plan\.", "", key)
+            written, path = style_of_transformers(style), relative[key]
             if not path.startswith(("lm_head", "model.")):
                 path = self._path(path)
             if path.rpartition(".")[0].endswith(".experts"):
@@ -392,7 +395,7 @@ class Writer:
                 why = f"in place of the rule of {self.name}, write `override {path} : {written}`"
                 self._not("lost", why, key)
             else:
-                optional = "optional " * self.base.lacks(relative)
+                optional = "optional " * (relative[key] in lacking)
                 self.fate[key] = ("plan", f"{optional}{path} : {written}")
                 lines.append(f"    {optional}{path} : {written}")
         override = "override " if "tensor" in self.base.sections else ""
@@ -442,13 +445,11 @@ class Writer:
         inner = given.get("inner_size")
         if inner and given.get("reshard") is not False:
             if BLOCKS in self.base.units:
-                lines += self._line(
-                    f"    override {BLOCKS} : unit(reshard = {inner})", "inner_size"
-                )
+                unit = f"    override {BLOCKS} : unit(reshard = {inner})"
+                lines += self._line(unit, "inner_size")
             elif self.base.plan:
-                self._not(
-                    "cost", f"override the family's units with `reshard = {inner}`", "inner_size"
-                )
+                why = f"override the family's units with `reshard = {inner}`"
+                self._not("cost", why, "inner_size")
         else:
             self._not("same", "without effect: units are not sharded again", "inner_size")
         if given.get("reshard") is not False:

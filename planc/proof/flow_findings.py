@@ -34,8 +34,7 @@ def refuted(
     """
     reported = Sink()
     groups = _groups(outcome, small)
-    uneven = [d for d in outcome.discrepancies if d.kind == "uneven"]
-    if uneven:
+    if uneven := outcome.of_kind("uneven"):
         _uneven(uneven, small, reported)
     first = [g for g in groups if g[0].kind in ("output", "crash", "context")][:1]
     sizes = [g for g in groups if g[0].kind == "size"][:1]
@@ -76,50 +75,53 @@ def _means(outcome: Outcome, mesh: Mesh, sink: Sink) -> None:
     """
     axes = [axis for axis in mesh.of_role(AxisRole.DATA) if axis.size > 1]
     labels = [Label(span=a.origin, text=f"{a.name} is {a.size}") for a in axes]
-    for mismatch in outcome.discrepancies:
-        gradient = (
-            f"the gradient of `{generic(mismatch.detail)}` differs by {mismatch.error:.1e} from "
-            "that of the whole batch in one process"
+    for mismatch in outcome.of_kind("rows"):
+        sink.warning(
+            "PL513",
+            f"the output of {_where(mismatch)} for a row depends on the other rows "
+            "of the batch: each data rank computes it from its own rows alone",
+            *labels,
+            facts=[_of_the_whole_batch(mismatch), _SEEN],
+            help="every data-parallel trainer computes this; `nn.SyncBatchNorm` takes the "
+            'statistics of all rows; if it is meant, say `ignore = ["PL513"]` in '
+            "`[tool.planc]` of pyproject.toml",
         )
-        if mismatch.kind == "rows":
-            where = f"`{generic(mismatch.subject)}`" if mismatch.subject else "the model"
-            sink.warning(
-                "PL513",
-                f"the output of {where} for a row depends on the other rows "
-                "of the batch: each data rank computes it from its own rows alone",
-                *labels,
-                facts=[gradient, _SEEN],
-                help="every data-parallel trainer computes this; `nn.SyncBatchNorm` takes the "
-                'statistics of all rows; if it is meant, say `ignore = ["PL513"]` in '
-                "`[tool.planc]` of pyproject.toml",
-            )
-        if mismatch.kind == "mean":
-            sink.warning(
-                "PL510",
-                "the loss of the whole batch is not the mean over the data ranks: each rank's part "
-                "of it is computed on its own rows",
-                *labels,
-                facts=[gradient, _SEEN],
-                help="gradient accumulation in one process computes the same as the data ranks "
-                "do; the usual causes are a router's auxiliary loss, and one over pairs of rows",
-            )
+    for mismatch in outcome.of_kind("mean"):
+        sink.warning(
+            "PL510",
+            "the loss of the whole batch is not the mean over the data ranks: each rank's part "
+            "of it is computed on its own rows",
+            *labels,
+            facts=[_of_the_whole_batch(mismatch), _SEEN],
+            help="gradient accumulation in one process computes the same as the data ranks "
+            "do; the usual causes are a router's auxiliary loss, and one over pairs of rows",
+        )
+
+
+def _of_the_whole_batch(mismatch: Discrepancy) -> str:
+    return (
+        f"the gradient of `{generic(mismatch.detail)}` differs by {mismatch.error:.1e} from "
+        "that of the whole batch in one process"
+    )
 
 
 def _lengths(outcome: Outcome, mesh: Mesh, sink: Sink) -> None:
     """Reports that the plan is right for lengths alone that the tensor axes divide (PL516)."""
     axes = [axis for axis in mesh.of_role(AxisRole.TENSOR) if axis.size > 1]
-    for mismatch in outcome.discrepancies:
-        if mismatch.kind == "lengths":
-            where = f"`{generic(mismatch.subject)}`" if mismatch.subject else "the model"
-            sink.warning(
-                "PL516",
-                f"sequences of a length that the tensor axis does not divide fail or are wrong in "
-                f"{where}; those of other lengths are right",
-                *(Label(span=a.origin, text=f"{a.name} is {a.size}") for a in axes),
-                facts=[*([mismatch.detail] if mismatch.detail else []), *_source(mismatch), _SEEN],
-                help="pad rows on the right to a length that it divides; or keep shards of a "
-                "sequence DTensors (`local = false`): a local shard does not say the whole length",
-            )
+    for mismatch in outcome.of_kind("lengths"):
+        sink.warning(
+            "PL516",
+            f"sequences of a length that the tensor axis does not divide fail or are wrong in "
+            f"{_where(mismatch)}; those of other lengths are right",
+            *(Label(span=a.origin, text=f"{a.name} is {a.size}") for a in axes),
+            facts=[*([mismatch.detail] if mismatch.detail else []), *_source(mismatch), _SEEN],
+            help="pad rows on the right to a length that it divides; or keep shards of a "
+            "sequence DTensors (`local = false`): a local shard does not say the whole length",
+        )
+
+
+def _where(mismatch: Discrepancy) -> str:
+    return f"`{generic(mismatch.subject)}`" if mismatch.subject else "the model"
 
 
 def report_unstated(outcome: Outcome, small: Plan, sink: Sink) -> None:

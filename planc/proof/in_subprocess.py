@@ -31,7 +31,7 @@ def record(compiled: Compiled, verdict: Verdict, sink: Sink) -> KnownVerdict:
     """
     facts, lowered = compiled.facts, compiled.lowered
     level, text = _judged(verdict, sink)
-    even = any(one.kind == "lengths" for one in verdict.outcome.discrepancies)
+    even = bool(verdict.outcome.of_kind("lengths"))
     found = KnownVerdict(level=level, text=text, even=even)
     if facts and lowered and keepable(facts, lowered):
         known = verdict_store.recall(lowered, facts).level if facts.own_code else "unproved"
@@ -59,12 +59,9 @@ _TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 def prove_in_subprocess(compiled: Compiled, *, allow_code: bool) -> KnownVerdict:
     """The verdict of layout flow on a compiled plan without errors, kept as that of a check."""
     facts = compiled.facts
+    given = replace(compiled, facts=facts and readable(facts))
     try:
-        if facts is not None and facts.user_model is not None:
-            given = replace(compiled, facts=readable(facts))
-            answer = answer_of_copy(lambda: _answer(given, allow_code))
-        else:
-            answer = answer_of_subprocess(__name__, (compiled, allow_code))
+        answer = answer_elsewhere(_answer, given, allow_code, of=facts)
     except NoAnswerError as error:
         return _undecided(str(error))
     known = answer["level"] in get_args(Level)
@@ -76,6 +73,8 @@ def readable(facts: Facts) -> Facts:
     from planc.model.small.user_model import without_devices
 
     module = facts.user_model
+    if module is None:
+        return facts
     held = (*module.parameters(), *module.buffers())
     if all(tensor.device.type in ("cpu", "meta") for tensor in held):
         return facts
@@ -86,14 +85,26 @@ class NoAnswerError(Exception):
     """Why a process of its own gave no answer."""
 
 
-def answer_of_subprocess(module: str, given: object) -> Any:
-    """What a module of planc, run in a process of its own, prints as JSON in its last line.
+def answer_elsewhere(answer: Callable[..., object], *given: object, of: Facts | None) -> Any:
+    """The result of a function, as JSON, in a process of its own: in a copy of this one where the
+    model that it is about is the script's own.
 
     Args:
-        module: its name; it reads `given` from standard input, with pickle.
+        answer: a function of a module of planc.
 
     Raises:
-        NoAnswerError: it failed, takes longer than `SECONDS`, or `given` cannot be pickled.
+        NoAnswerError: see `answer_of_subprocess` and `answer_of_copy`.
+    """
+    if of is not None and of.user_model is not None:
+        return answer_of_copy(lambda: answer(*given))
+    return answer_of_subprocess(answer, *given)
+
+
+def answer_of_subprocess(answer: Callable[..., object], *given: object) -> Any:
+    """The result of a function of a module, as JSON, in a new process.
+
+    Raises:
+        NoAnswerError: it raises, it takes longer than `SECONDS`, or `given` cannot be pickled.
     """
     import pickle
     import subprocess
@@ -101,8 +112,8 @@ def answer_of_subprocess(module: str, given: object) -> Any:
     environment = {k: v for k, v in os.environ.items() if k not in _TORCHRUN}
     try:
         done = subprocess.run(
-            [sys.executable, "-P", "-m", module],
-            input=pickle.dumps(given),
+            [sys.executable, "-P", "-m", __name__],
+            input=pickle.dumps((answer, given)),
             capture_output=True,
             check=False,
             timeout=SECONDS,
@@ -115,12 +126,17 @@ def answer_of_subprocess(module: str, given: object) -> Any:
     try:
         return json.loads(done.stdout.splitlines()[-1])
     except (IndexError, ValueError):
-        lines = done.stderr.decode(errors="replace").strip().splitlines()
-        raise NoAnswerError(lines[-1] if lines else f"exit status {done.returncode}") from None
+        raise _failed(done.stderr, done.returncode) from None
+
+
+def _failed(said: bytes, code: int) -> NoAnswerError:
+    """The error of a process that ended without an answer: its last line says why."""
+    lines = said.decode(errors="replace").strip().splitlines()
+    return NoAnswerError(lines[-1] if lines else f"exit status {code}")
 
 
 def answer_of_copy(answer: Callable[[], object]) -> Any:
-    """What a function returns, as JSON, in a copy of this process: with all that a script has
+    """The result of a function, as JSON, in a copy of this process: with all that a script has
     defined, and has put into its libraries.
 
     Raises:
@@ -135,11 +151,11 @@ def answer_of_copy(answer: Callable[[], object]) -> Any:
             _answer_and_end(answer, found.fileno())
         code = _ended(process, time.monotonic() + SECONDS)
         found.seek(0)
-        lines = found.read().decode(errors="replace").strip().splitlines()
+        said = found.read()
     try:
-        kind, value = json.loads(lines[-1])
+        kind, value = json.loads(said.splitlines()[-1])
     except (IndexError, ValueError):
-        raise NoAnswerError(lines[-1] if lines else f"exit status {code}") from None
+        raise _failed(said, code) from None
     if kind == "error":
         raise NoAnswerError(value)
     return value
@@ -189,7 +205,8 @@ def _answer(compiled: Compiled, allow_code: bool) -> dict[str, Any]:
 def _main() -> None:
     import pickle
 
-    print(json.dumps(_answer(*pickle.load(sys.stdin.buffer))))
+    answer, given = pickle.load(sys.stdin.buffer)
+    print(json.dumps(answer(*given)))
 
 
 if __name__ == "__main__":

@@ -63,7 +63,7 @@ def report_draws(outcome: Outcome, small: Plan, facts: Facts, sink: Sink, *, str
         )
     if outcome.verdict != "refuted":
         return False
-    draws = [d for d in outcome.discrepancies if d.kind == "draws"]
+    draws = outcome.of_kind("draws")
     first = next((d for d in draws if d.error), (*draws, *outcome.discrepancies)[0])
     wrong = first.kind != "draws" or first.error > 0
     labels, help = list(rule_labels(first.subject, small)), _STATE

@@ -107,24 +107,29 @@ def _updates(result: program.RankResult, reference: program.Reference) -> dict[s
     it (a few hundredths of the value), and of its optimizer state.
     """
     found = numerics.errors_by_name(result.parameters, reference.parameters)
+    mine, right = result.states, reference.states
+    rounded = {_owner(key) for key, state in right.items() if state.dtype == torch.bfloat16}
+
+    def count(name: str, error: float) -> None:
+        found[name] = max(found.get(name, 0.0), error / (_ROUNDED if name in rounded else 1.0))
+
     for name, before in reference.before.items():
         if found.get(name, math.inf) < math.inf:
-            mine, right = (r.parameters[name] - before for r in (result, reference))
-            found[name] = max(found[name], numerics.relative(mine, right) / _slack(name, reference))
-    for name, error in numerics.errors_by_name(result.states, reference.states).items():
-        owner = name.partition(" ")[0]
-        mine, right = result.states.get(name), reference.states.get(name)
-        alike = mine is not None and right is not None and mine.dtype == right.dtype
-        counted = error / _slack(owner, reference) if alike else math.inf
-        found[owner] = max(found.get(owner, 0.0), counted)
+            changes = (r.parameters[name] - before for r in (result, reference))
+            count(name, numerics.relative(*changes))
+    for key, error in numerics.errors_by_name(mine, right).items():
+        alike = key in mine and key in right and mine[key].dtype == right[key].dtype
+        count(_owner(key), error if alike else math.inf)
     return found
 
 
-def _slack(name: str, reference: program.Reference) -> float:
-    """How much more a parameter may be off because its state is rounded to bfloat16."""
-    states = (s for key, s in reference.states.items() if key.partition(" ")[0] == name)
-    rounded = any(state.dtype == torch.bfloat16 for state in states)
-    return 4 * numerics.UNIT_ROUNDOFF["bfloat16"] / PARAMETER_LIMIT if rounded else 1.0
+_ROUNDED = 4 * numerics.UNIT_ROUNDOFF["bfloat16"] / PARAMETER_LIMIT
+"""How much more a parameter may be off whose optimizer state is rounded to bfloat16."""
+
+
+def _owner(key: str) -> str:
+    """The parameter of an optimizer state, `NAME (STATE)`."""
+    return key.partition(" ")[0]
 
 
 def _norm(errors: Sequence[float]) -> float:
