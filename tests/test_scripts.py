@@ -6,12 +6,11 @@ from pathlib import Path
 
 import pytest
 
-TESTS = Path(__file__).parent
-sys.path += [str(TESTS / "scripts"), str(TESTS / "processes")]
-import playing  # noqa: E402
-import script_jobs  # noqa: E402
+sys.path.insert(0, str(Path(__file__).parent / "scripts"))
+import playing
+import script_jobs
 
-from planc.runtime.standalone import passes  # noqa: E402
+from planc.runtime.standalone import passes
 
 
 @pytest.mark.parametrize("plan", script_jobs.PLANS)

@@ -407,15 +407,15 @@ def test_a_click_lights_both_sides(window, page, tmp_path):
     window.click('[data-module="model.layers[0:31].self_attn.q_proj"]')
     lit = on(window)
     assert "model.layers[0:31].self_attn.q_proj" in lit and "plans/llama.plan:7" in lit
-    assert "plans/llama.plan:70" in lit, "the line of a block's checkpoint decides its modules too"
+    assert "plans/blocks.plan:34" in lit, "the line of a block's checkpoint decides its modules too"
     told = window.run("return document.getElementById('why').innerText")
     script = """
         const parts = [...arguments].map((name) => document.querySelector(name));
         const [plan, line] = parts.map((part) => part.getBoundingClientRect());
         return plan.top < line.top && line.bottom < plan.bottom"""
-    assert window.run(script, "#plan", "[data-place$=':35']"), "the line is not in view"
+    assert window.run(script, "#plan", "[data-place$='llama.plan:7']"), "the line is not in view"
     assert "colwise, on tp = 8" in told and "[4096, 4096] -> [512, 4096]" in told
-    window.click('[data-place="plans/llama.plan:40"]')
+    window.click('[data-place="plans/llama.plan:8"]')
     lit = on(window)
     assert "model.layers[0:31].mlp.up_proj" in lit and "model.layers[0:31].mlp.gate_proj" in lit
     assert "model.layers[0:31].self_attn.q_proj" not in lit

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import transformers.modeling_utils  # noqa: F401  (once, before the processes are forked)
 from rich.progress import track
-from run import ROOT, configuration, first, shipped, types
+from run import ROOT, configuration, first, shipped, text_of, types
 
 from planc import compiler
 from planc.diagnostic import Sink
@@ -146,7 +146,7 @@ def plan_together(case: Case, plans: dict[str, str], proved: list[str], folder: 
     if case.name in plans:
         sink = Sink()
         files = plan_files.read(plans[case.name], sink)
-        text = "".join(file.origin.source.text for file in files)
+        text = text_of(files)
         own = {"pp": "pipeline on pp", "cp": "context on cp", "loss": "loss on tp"}
         has = [axis for axis, section in own.items() if section in text]
         has += ["ep"] if "ep == 1" in text else []

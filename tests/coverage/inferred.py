@@ -5,7 +5,9 @@ without anything that travels, the layouts that `planc.plan.infer_layouts` adds,
 sequence parallelism, what differs from the shipped plan's operations, bytes sent, and the verdict
 of layout flow. Rows are kept as they come, so a run that was stopped goes on where it was.
 
-    python tests/coverage/inferred.py OUT.jsonl [--prove] [NAME ...]
+    python tests/coverage/inferred.py OUT.jsonl [NAME[=PLAN] ...] [--prove] [--trace]
+
+A name is a model type, or `family:` and a small model of tests/processes/families.py.
 """
 
 import argparse
@@ -20,12 +22,17 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parent.parent / "processes"))
 
+import families
 import run as coverage
 
+from planc import compiler
 from planc.checks import check
 from planc.compiler import compile_plan
 from planc.diagnostic import Sink
-from planc.draft import init
+from planc.draft import init, observe
+from planc.draft.plan_text import render
+from planc.draft.roles import roles
+from planc.draft.search import Search
 from planc.lowering import lower
 from planc.lowering.sends import sends
 from planc.lowering.step import Step
@@ -38,9 +45,10 @@ from planc.plan.infer_layouts import inferred
 from planc.plan.ir import SequenceSetting
 from planc.proof.judge import judge
 from planc.proof.small_case import SmallCase, small_model
-from planc.source import NOWHERE
+from planc.source import NOWHERE, Source
+from planc.syntax.parse import parse
 
-SECONDS = 300
+WAYS = (("plain", False), ("sequence", True))
 
 
 def split(rule):
@@ -105,7 +113,7 @@ def different(mine, theirs):
 
 
 def sent(lowered, facts):
-    """The bytes of a step over tensor axes; what sums one input's gradient once is added."""
+    """The bytes of a step over tensor axes; an all-reduce sends its own twice."""
     step = Step(lowered=lowered, config=facts.config, batch=4, sequence=16, computes="float32")
     return sum(
         one.times * one.size * (2 if one.kind == "all-reduce" else 1)
@@ -127,11 +135,10 @@ def plan_of(compiled, facts, sequence):
     return replace(compiled, plan=made, applied=applied, lowered=lowered), errors
 
 
-WAYS = (("plain", False), ("sequence", True))
-
-
 def compiled_for(facts, plan, sequence):
-    """The shipped plan with or without sequence parallelism; None where it has none."""
+    """The shipped plan, with sequence parallelism or without, and whether it is so; the plan is
+    None where nothing is lowered.
+    """
     settings = ["tp=2", "dp_shard=1", f"sequence={str(sequence).lower()}"]
     for some in (settings, settings[:2]):
         done = compile_plan(facts, plan, Sink(), world_size=2, settings=some)
@@ -145,11 +152,10 @@ def compiled_for(facts, plan, sequence):
 
 
 def row(name, plan, prove):
+    """What is found of one model type: a plan's operations beside inferred ones, in each way."""
     found = {"family": name, "plan": plan or "init"}
     sink = Sink()
     if name.startswith("family:"):
-        import families
-
         facts = load_values(families.FAMILIES[name.partition(":")[2]], name, sink)
         small = facts
     else:
@@ -185,27 +191,16 @@ def row(name, plan, prove):
 
 def drafted(facts, small):
     """The plain rules of `planc init` for a family without a shipped plan."""
-    from planc.compiler import compile as compiled
-    from planc.draft.observe import run as observe
-    from planc.draft.plan_text import render
-    from planc.draft.roles import roles
-    from planc.draft.search import Search
-    from planc.source import Source
-    from planc.syntax.parse import parse
-
     known, model, builder, _ = init._small(facts)
-    ran = observe(builder)
+    ran = observe.run(builder)
     found = roles(known, ran)
     search = Search(known, model, found, ran, init._draft_plan(facts, known, found, ran))
     search.draft.checkpoint = False
     search._settle()
     file = parse(Source("init.plan", render(search.draft)), Sink())
-    done = compiled((file,), small, Sink(), world_size=2, settings=["tp=2", "dp_shard=1"])
+    settings = ["tp=2", "dp_shard=1"]
+    done = compiler.compile((file,), small, Sink(), world_size=2, settings=settings)
     return done if done.lowered is not None else None
-
-
-class Late(Exception):
-    pass
 
 
 def main():
@@ -221,17 +216,17 @@ def main():
     plans = coverage.shipped()
 
     def late(*_):
-        raise Late
+        raise coverage.Late
 
     signal.signal(signal.SIGALRM, late)
     for text in options.names or coverage.types():
         name, _, plan = text.partition("=")
         if name in done:
             continue
-        signal.alarm(SECONDS)
+        signal.alarm(coverage.SECONDS)
         try:
             found = row(name, plan or plans.get(name), options.prove)
-        except Late:
+        except coverage.Late:
             found = {"family": name, "error": "late"}
         except Exception as error:
             if options.trace:

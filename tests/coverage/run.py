@@ -38,6 +38,7 @@ from planc.ops.tensor_parallel import Parallelize
 from planc.proof.layout_flow import flow
 from planc.proof.small_case import small_model
 from planc.resources import PLANS
+from planc.syntax import plan_files
 
 ROOT = Path(__file__).parent.parent.parent
 LIMIT = 1e-4
@@ -152,7 +153,7 @@ def row(name, pool, folder, plans):
         found["runs"] = made.runs
         path.write_text(made.text)
     case = Case(facts, small, values, str(path))
-    text = path.read_text() + (PLANS / "decoder.plan").read_text() * ("extend " in path.read_text())
+    text = text_of(plan_files.read(case.plan, sink))
     tp = ["tp=2"] if re.search(r"^ +(override )?tp +=", text, re.M) else []
     sequence = "when sequence" in text
     always = "\nrequire sequence" in text
@@ -165,6 +166,11 @@ def row(name, pool, folder, plans):
     if not reason:
         reason = trained(found, case, [*tp, *plain], pool)
     return {**found, "reason": reason, **({"verdict": ""} if reason else {})}
+
+
+def text_of(files):
+    """The text of a plan and of those that it extends."""
+    return "".join(file.origin.source.text for file in files)
 
 
 def models(name, sink):

@@ -252,8 +252,13 @@ def by_planc(model, lowered):
     return run.data_rank, run.data_size
 
 
-def by_script(model, lowered, space=False):
-    """The emitted Python instead; gives the data rank and size, and its names if asked."""
+def by_script(model, lowered):
+    """The emitted Python instead; gives the data rank and size."""
+    return emitted(model, lowered)[:2]
+
+
+def emitted(model, lowered):
+    """The emitted Python; gives the data rank and size, and its names."""
     from planc.emit.python.script import render
 
     names = {}
@@ -268,7 +273,7 @@ def by_script(model, lowered, space=False):
         if axis.name in lowered.data:
             rank = rank * axis.size + mesh[axis.name].get_local_rank()
             size *= axis.size
-    return (rank, size, names) if space else (rank, size)
+    return rank, size, names
 
 
 BACKEND = "aot_eager"

@@ -2,7 +2,7 @@
 
 import torch
 from loading_jobs import fresh
-from numerics import bits, build, by_script, data, error, plain
+from numerics import bits, build, data, emitted, error, plain
 from saving_jobs import batch
 from torch import distributed, nn
 from training_jobs import applied
@@ -72,13 +72,13 @@ def train(model, plan, overrides, double=False):
 def script(model, plan, overrides):
     """Whether the emitted script's optimizer steps as planc's, bit for bit."""
     found = []
-    for emitted in (False, True):
+    for written in (False, True):
         made = build(model)
         world = distributed.get_world_size()
         lowered = planc.lower(made, plan, world_size=world, overrides=overrides)
-        if emitted:
-            rank, size, space = by_script(made, lowered, space=True)
-            optimizer = space["planned_optimizer"](made, **TERMS)
+        if written:
+            rank, size, names = emitted(made, lowered)
+            optimizer = names["planned_optimizer"](made, **TERMS)
         else:
             run = planc.apply(made, lowered, device_type="cpu")
             rank, size, optimizer = run.data_rank, run.data_size, run.optimizer(**TERMS)

@@ -77,17 +77,19 @@ def resume(model, old, new, folder, *, changes=None, kind="adamw", meta=True):
     return {"losses": losses, "right": right, "equal": equal, "step": step, "rates": rates}
 
 
-class Loader:
-    """Has a place in its data, as a stateful data loader does."""
+class Stateful:
+    """Has a value under a name of its own: a place in its data, as a data loader, or a tensor of
+    which nobody can tell whose layout it has.
+    """
 
-    def __init__(self, place):
-        self.place = place
+    def __init__(self, mine):
+        self.mine = mine
 
     def state_dict(self):
-        return {"place": self.place}
+        return {"mine": self.mine}
 
     def load_state_dict(self, state):
-        self.place = state["place"]
+        self.mine = state["mine"]
 
 
 def more(folder):
@@ -98,17 +100,17 @@ def more(folder):
     def others(run, place):
         optimizer = torch.optim.SGD(run.model.parameters(), lr=0.1)
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
-        return schedule, Loader(place)
+        return schedule, Stateful(place)
 
     def loaded(settings, *names):
         again = fresh("llama", "llama", [*FP32, *settings])
         schedule, loader = others(again, None)
-        extra = {"schedule": schedule, "loader": loader, "unknown": Loader(None)}
+        extra = {"schedule": schedule, "loader": loader, "unknown": Stateful(None)}
         try:
             again.load(folder, extra={name: extra[name] for name in names})
         except planc.PlanError as error:
             return [(d.code, d.message) for d in error.diagnostics]
-        return schedule.last_epoch, loader.place
+        return schedule.last_epoch, loader.mine
 
     run = applied("llama", "llama", [*FP32, "tp=2"])
     schedule, loader = others(run, 100 + run.data_rank)
@@ -209,25 +211,12 @@ def steps_of(run, seed, optimizers):
         optimizer.zero_grad()
 
 
-class Nameless:
-    """Has a state that tells nobody whose layout its tensors have."""
-
-    def __init__(self, tensor):
-        self.tensor = tensor
-
-    def state_dict(self):
-        return {"mine": self.tensor}
-
-    def load_state_dict(self, state):
-        self.tensor = state["mine"]
-
-
 def nameless(folder):
     """The codes and messages for a part of a tensor under a name of its own."""
     run = applied("llama", "llama", [*FP32, "tp=2", "dp_replicate=2", "dp_shard=1"])
     part = run.model.model.layers[0].mlp.gate_proj.weight.to_local()
     try:
-        run.save(folder, extra={"odd": Nameless(part.detach())})
+        run.save(folder, extra={"odd": Stateful(part.detach())})
     except planc.PlanError as error:
         return [(d.code, d.message) for d in error.diagnostics], Path(folder).exists()
     return [], True

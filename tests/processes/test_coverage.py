@@ -48,6 +48,13 @@ def test_what_once_had_no_plan_has_one(family, four, tmp_path):
 
 
 @pytest.mark.slow
+def test_a_shipped_plan_is_run_with_what_it_splits(four, tmp_path):
+    found = row("llama", four, tmp_path, plans={"llama": "llama"})
+    assert (found["verdict"], found["flow"], found["flowsp"]) == ("proved", "proved", "proved")
+    assert found["share"] > 0.99
+
+
+@pytest.mark.slow
 def test_experts_are_counted_by_themselves(four, tmp_path):
     found = row("mixtral", four, tmp_path, plans={})
     assert found["experts"] == {"share": 1.0, "styles": ["experts"]} and not found["kept"]

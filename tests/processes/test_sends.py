@@ -86,8 +86,8 @@ PLANS = {
     model.norm                     : frozen
 }""",
     "lora": """adapters {
-    $block.self_attn.{q,k,v,o}_proj : lora(rank = 4, alpha = 8, init = random)
-    $block.mlp.{gate,up,down}_proj  : lora(rank = 4, init = random)
+    $blocks.self_attn.{q,k,v,o}_proj : lora(rank = 4, alpha = 8, init = random)
+    $blocks.mlp.{gate,up,down}_proj  : lora(rank = 4, init = random)
 }""",
 }
 INPUT = """plan input for llama

@@ -7,14 +7,20 @@ process does, the shortest sequence that still fails is printed.
 """
 
 import argparse
+import copy
 import random
 import sys
 import tempfile
 import time
 from pathlib import Path
 
-PROCESSES = Path(__file__).parent.parent / "processes"
-sys.path.insert(0, str(PROCESSES))
+sys.path.insert(0, str(Path(__file__).parent.parent / "processes"))
+
+import numerics
+import script_jobs
+from pool import Pool, RankError
+
+from planc.trial.thread_ranks import run_ranks
 
 LIMIT = {"bf16": 5e-2}
 WITHIN = 2e-4
@@ -24,13 +30,6 @@ LENGTHS = range(3, 13)
 
 def on_threads(plan, script, folder):
     """What each rank shows, with ranks as threads; raises what the first one raised."""
-    import copy
-
-    import numerics
-    import script_jobs
-
-    from planc.trial.thread_ranks import run_ranks
-
     shown, built = {}, numerics.build(script_jobs.PLANS[plan][0])
     made = [copy.deepcopy(built) for _ in range(4)]
 
@@ -50,8 +49,6 @@ class OnProcesses:
         self.pool = None
 
     def __call__(self, plan, script, folder):
-        from pool import Pool, RankError
-
         self.pool = self.pool or Pool()
         try:
             return self.pool.run("script_jobs.on_rank", plan=plan, script=script, folder=folder)
@@ -62,8 +59,6 @@ class OnProcesses:
 
 def difference(plan, script, ranks):
     """What is wrong with a script: the first place where a rank shows something else; or ''."""
-    import script_jobs
-
     right = script_jobs.by_itself(plan, script)
     try:
         with tempfile.TemporaryDirectory() as folder:
@@ -77,8 +72,6 @@ def unlike(plan, right, found):
     """The first value that differs on a rank. A pipeline's ranks have a part of the gradients, and
     rank 0 alone reads what is exported.
     """
-    import numerics
-
     limit, whole = LIMIT.get(plan, WITHIN), not plan.startswith("pp")
     for key, value in right.items():
         at, name = key
@@ -118,8 +111,6 @@ def shortest(plan, script, ranks):
 
 def drawn(plan, numbers):
     """A random script."""
-    import script_jobs
-
     every = script_jobs.operations(plan)
     return [(numbers.choice(every), numbers.randrange(6)) for _ in range(numbers.choice(LENGTHS))]
 
@@ -135,8 +126,6 @@ def read(text):
 
 
 def main():
-    import script_jobs
-
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--scripts", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
