@@ -178,8 +178,8 @@ def apply(
     _can_be_asked(model, require, prove, plan)
     from planc.runtime.executor import apply_lowered
     from planc.runtime.meshes import device_of, no_group_after_an_error
-    from planc.runtime.other_libraries import require_unwrapped
     from planc.runtime.preconditions import announce, require_not_parallel
+    from planc.runtime.safeguards.guards import require_unwrapped
     from planc.trial.verdict_store import recall
 
     with no_group_after_an_error():

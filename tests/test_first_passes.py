@@ -12,8 +12,9 @@ from torch import nn
 
 import planc
 from planc.runtime.preconditions import stop
-from planc.runtime.same_inputs import FirstPasses, _leaves, watch
-from planc.runtime.same_weights import model_sums, plain, tensor_sum
+from planc.runtime.safeguards.checksums import model_sums, plain, tensor_sum
+from planc.runtime.safeguards.inputs import PassComparison, leaves_of, watch
+from planc.runtime.safeguards.weights import SameWeights
 from planc.runtime.script_line import script_line
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.uint8, torch.bool]
@@ -119,7 +120,8 @@ class Model(nn.Module):
 
 
 def refusing():
-    return FirstPasses(different_weights=stop("PL484", "the ranks have built different weights"))
+    built = stop("PL484", "the ranks have built different weights")
+    return PassComparison(weights=SameWeights(built=built))
 
 
 def test_weights_that_are_loaded_clear_the_error():
@@ -139,7 +141,7 @@ def test_weights_that_are_loaded_clear_the_error():
 
 def test_nothing_is_hooked_where_nothing_is_compared():
     model = Model()
-    watch(model, FirstPasses(passes=2))
+    watch(model, PassComparison(passes=2))
     assert not model._forward_pre_hooks
 
 
@@ -161,7 +163,7 @@ def test_a_watched_model_can_be_copied():
 
 
 def test_arguments_have_names():
-    leaves = _leaves((1, [2, 3]), {"ids": 4, "nested": {"mask": 5}})
+    leaves = leaves_of((1, [2, 3]), {"ids": 4, "nested": {"mask": 5}})
     assert dict(leaves) == {
         "argument 0": 1,
         "argument 1[0]": 2,

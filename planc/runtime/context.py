@@ -7,10 +7,9 @@ from torch import nn
 
 from planc.ops.context import ContextParallel
 from planc.ops.lowered import Lowered
-from planc.runtime.meshes import Meshes
-from planc.runtime.packed_documents import refuse
 from planc.runtime.preconditions import stop
-from planc.runtime.same_inputs import FirstPasses
+from planc.runtime.safeguards.inputs import SameRows, leaves_of
+from planc.runtime.safeguards.leaking_rows import refuse
 from planc.runtime.script_line import script_line
 from planc.runtime.standalone.context import CONTEXT
 from planc.runtime.standalone.context_tokens import ContextError
@@ -22,20 +21,14 @@ def sequence_parts(lowered: Lowered) -> int:
     return lowered.axis_size(*(op.axis for op in ops))
 
 
-def same_batches(lowered: Lowered, meshes: Meshes, passes: int) -> FirstPasses:
-    """Compares the first batches over the ranks that share sequences."""
-    axes = [op.axis for op in lowered.ops if isinstance(op, ContextParallel)]
-    return FirstPasses(passes, meshes.part(*axes) if axes and passes else None, splits="sequences")
-
-
-def rank_part(model: nn.Module, batch: Mapping[str, Any], first: FirstPasses) -> dict[str, Any]:
+def rank_part(model: nn.Module, batch: Mapping[str, Any], same: SameRows | None) -> dict[str, Any]:
     """This rank's part of a batch, as of `Run.batch`."""
+    if same is not None:
+        same.before(leaves_of((), batch))
     context = model.__dict__.get(CONTEXT)
     if context is None:
         return dict(batch)
-    if not first.done:
-        first.before((), dict(batch))
-    if first.passes:
+    if same is not None:
         refuse(model, batch)
     try:
         part: dict[str, Any] = context.batch(batch)

@@ -25,24 +25,16 @@ from planc.ops.freeze import Freeze
 from planc.ops.lora import Adapt
 from planc.ops.lowered import Lowered
 from planc.ops.optimizer import Optimize
-from planc.runtime import (
-    even_lengths,
-    gradients,
-    input_embeddings,
-    megatron_fsdp,
-    other_libraries,
-    packed_documents,
-    preconditions,
-)
+from planc.runtime import gradients, megatron_fsdp, preconditions
 from planc.runtime.calls import Values, function_of, resolve
-from planc.runtime.context import same_batches, sequence_parts
 from planc.runtime.known_verdict import KnownVerdict, Required, accept, strongest
 from planc.runtime.lora import remember, require_packages
 from planc.runtime.meshes import Meshes, device_of, mesh_in_use, no_group_after_an_error, start
 from planc.runtime.preconditions import announce, op_name, ready, stop
 from planc.runtime.run import Run
-from planc.runtime.same_inputs import FirstPasses, first_passes, watch
-from planc.runtime.same_weights import unequal, weight_sums
+from planc.runtime.safeguards.guards import Applied, guard
+from planc.runtime.safeguards.inputs import PassComparison, comparison, same_batches, watch
+from planc.runtime.safeguards.weights import unequal, weight_sums
 
 _log = logging.getLogger("planc")
 
@@ -90,7 +82,9 @@ def apply_lowered(
             model, lowered, digest, device, known=known, require=require, compare=compare
         )
         worker = Worker(model, modules, meshes, lowered)
-        input_embeddings.guard(model, modules, lowered)
+        applied = Applied(
+            model=model, modules=modules, lowered=lowered, known=known, compare=compare
+        )
         for op in meshes.stage.ops:
             try:
                 worker.run(op)
@@ -98,10 +92,7 @@ def apply_lowered(
                 what = f"torch refused {op_name(op)} of {worker.at or 'the model'}"
                 raise stop("PL492", f"{what}: {first_line(error)}") from error
         watch(model, first)
-        even_lengths.guard(model, lowered, known)
-        if compare > 0 and not sequence_parts(lowered) > 1:  # else `run.batch` looks
-            packed_documents.guard(model)
-        other_libraries.guard(model, modules, lowered)
+        guard(applied)
         gradients.clear_unreduced(model, model)
     kept = {id(parameter) for parameter in model.parameters()}
     # only of those: `run.load` swaps tensors, which torch refuses where a weak reference is
@@ -167,7 +158,7 @@ def _prepare(
     known: KnownVerdict | None,
     require: Required | None,
     compare: int,
-) -> tuple[dict[str, nn.Module], Meshes, KnownVerdict | None, FirstPasses]:
+) -> tuple[dict[str, nn.Module], Meshes, KnownVerdict | None, PassComparison]:
     """Checks the model and creates the meshes, and the process group where there is none; also what
     all ranks know of the plan, and what they compare when the model runs first.
     """
@@ -185,9 +176,9 @@ def _prepare(
         raise
     except Exception as error:
         raise stop("PL495", f"no process group or mesh on {device}: {first_line(error)}") from error
-    first = first_passes(model, lowered, meshes, compare)
+    first = comparison(model, lowered, meshes, compare)
     if sums is not None and all(totals):
-        first.different_weights = unequal(model, lowered, sums, totals, device)
+        first.weights.built = unequal(model, lowered, sums, totals, device)
     return modules, meshes, known, first
 
 

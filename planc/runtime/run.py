@@ -24,7 +24,7 @@ from planc.runtime.counted_labels import rule_of
 from planc.runtime.known_verdict import KnownVerdict
 from planc.runtime.meshes import Meshes
 from planc.runtime.preconditions import stop
-from planc.runtime.same_inputs import FirstPasses
+from planc.runtime.safeguards.inputs import PassComparison, SameRows
 from planc.runtime.sharded_tensors import megatron_of
 from planc.runtime.standalone.clipping import clip_grad_norm
 from planc.runtime.standalone.optimizer import planned_optimizer
@@ -59,8 +59,8 @@ class Run(InNotebooks):
     lowered: Lowered
     digest: str
     meshes: Meshes = field(repr=False)
-    first: FirstPasses = field(default_factory=FirstPasses, repr=False)
-    batches: FirstPasses = field(default_factory=FirstPasses, repr=False)
+    first: PassComparison = field(default_factory=PassComparison, repr=False)
+    batches: SameRows | None = field(default=None, repr=False)
     replaced: tuple[weakref.ref[nn.Parameter], ...] = field(default=(), repr=False)
     known: KnownVerdict | None = None
     sets: tuple[str, ...] = ()
@@ -340,7 +340,7 @@ class Run(InNotebooks):
             data=(self.data_size, self.data_rank),
             device=self.mesh.device_type,
         )
-        self.first.weights_loaded()
+        self.first.weights.note(self.model)
         if self.lowered.has(MegatronShard):
             # from the optimizer's parameters to those of the forward pass
             megatron_of(self.model).install_optimized_model_weights()

@@ -30,7 +30,7 @@ from planc.runtime.counted_labels import (
     rule_of,
 )
 from planc.runtime.preconditions import stop, warning
-from planc.runtime.same_inputs import FirstPasses
+from planc.runtime.safeguards.inputs import PassComparison
 from planc.runtime.script_line import script_line
 from planc.runtime.standalone.pipeline import Stages, stages_of
 from planc.runtime.standalone.pipeline_step import (
@@ -55,7 +55,7 @@ class RunParts(Protocol):
     def lowered(self) -> Lowered: ...
 
     @property
-    def first(self) -> FirstPasses: ...
+    def first(self) -> PassComparison: ...
 
     @property
     def mesh(self) -> DeviceMesh: ...

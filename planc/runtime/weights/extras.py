@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from planc.diagnostic import Diagnostic
 from planc.runtime.preconditions import of_all_ranks, problem
-from planc.runtime.same_weights import tensor_sum
+from planc.runtime.safeguards.checksums import tensor_sum
 from planc.runtime.sharded_tensors import reshard, sharded_like, with_chunk_of
 from planc.runtime.standalone.dcp_chunks import storable
 from planc.runtime.standalone.load_weights import on_other_stages

@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from planc.model.small.leaks import DOCUMENTS, PADDING, leaks
 from planc.runtime.preconditions import stop
@@ -13,19 +12,6 @@ from planc.runtime.script_line import script_line
 _STATED = ("seq_idx", "cu_seqlens", "cu_seq_lens_q")
 """Arguments that say where documents begin; torch's functions refuse them, kernels read them."""
 _KEPT = "_planc_leaks"
-
-
-def guard(model: nn.Module) -> None:
-    """Watches the calls of a model of transformers; after the first only if something leaks."""
-    if class_of(model) is None:
-        return
-    handle: RemovableHandle
-
-    def hook(model: nn.Module, _args: Any, kwargs: Mapping[str, Any]) -> None:
-        if not refuse(model, kwargs):
-            handle.remove()
-
-    handle = model.register_forward_pre_hook(hook, with_kwargs=True)
 
 
 def class_of(model: nn.Module) -> type | None:

@@ -1,0 +1,341 @@
+"""What ranks read, compared before each forward pass.
+
+Ranks that split one layer must compute on the same rows. Where they read different ones, torch
+says nothing: each rank adds its part of one product to another rank's part of another. Ranks of a
+data axis should read different rows; where all read the same, the step is that of one rank.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils import _pytree
+from torch.utils.hooks import RemovableHandle
+
+from planc.diagnostic import one_of
+from planc.ops.base import AxisRole
+from planc.ops.context import ContextParallel
+from planc.ops.lowered import Lowered
+from planc.ops.tensor_parallel import Parallelize
+from planc.runtime.gradients import valid_labels
+from planc.runtime.meshes import Meshes, rows_of
+from planc.runtime.preconditions import stop, warning
+from planc.runtime.safeguards.checksums import difference, plain, tensor_sum, text_sum
+from planc.runtime.safeguards.kinds import Hook, kinds_hook
+from planc.runtime.safeguards.weights import SameWeights
+from planc.runtime.script_line import script_line
+from planc.runtime.standalone.context import CONTEXT
+
+_ARGUMENTS = 32
+"""The arguments that are told apart in a message; the same for all ranks, whatever they read."""
+_FORMS = "their arguments, or the types and shapes of these,"
+
+Leaves = list[tuple[str, Any]]
+"""Everything in the arguments of a call, by a name such as `input_ids`."""
+Rows = list[list[int]]
+"""A few integers of each rank, by rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadRows:
+    """What the ranks of an axis read in a pass: `rows` waits for it, at the latest one pass later.
+
+    Args:
+        names: of the leaves.
+        what: the pass, as in `forward pass 3`.
+    """
+
+    mesh: DeviceMesh
+    names: tuple[str, ...]
+    what: str
+    rows: Callable[[], Rows]
+
+    def require_equal(self, code: str, of: str, help: str) -> None:
+        """Raises the finding of a code where the rows differ; on every rank of the axis."""
+        every, ranks = self.rows(), distributed.get_process_group_ranks(self.mesh.get_group())
+        found = difference([{str(i): v for i, v in enumerate(row)} for row in every], ranks)
+        if found is None:
+            return
+        unlike = {int(name) - 1 for name in found.names}
+        names = [f"`{name}`" for i, name in enumerate(self.names) if i % _ARGUMENTS in unlike]
+        what = _FORMS if -1 in unlike else one_of(names, last="and")
+        raise stop(
+            code,
+            f"the ranks {found.ranks} of {'_'.join(self.mesh.mesh_dim_names or ())} {of} and read "
+            f"different inputs in {self.what}: {what} differ{'s' if len(names) == 1 else ''}",
+            *script_line("the inputs are passed here"),
+            help=help,
+        )
+
+
+@dataclass(slots=True)
+class SameRows:
+    """The inputs of ranks that must read the same, along each of some axes.
+
+    The first `passes` are compared before they run. What a later one has read is compared before
+    the next, so none waits: the ranks send a few numbers each, which arrive meanwhile.
+
+    Args:
+        code: of the finding.
+        what, of, help: words of the finding: of a pass, of what the ranks share, and what to do.
+    """
+
+    passes: int
+    meshes: tuple[DeviceMesh, ...]
+    code: str
+    what: str
+    of: str
+    help: str
+    seen: int = field(default=0, init=False)
+    last: list[ReadRows] = field(default_factory=list, init=False)
+
+    def before(self, leaves: Leaves) -> None:
+        """Before a pass.
+
+        Raises:
+            PlanError: the inputs of this pass or of the one before it differ.
+        """
+        self.settle()
+        self.seen += 1
+        names, what = tuple(name for name, _ in leaves), f"{self.what} {self.seen}"
+        for mesh in self.meshes:
+            own = _row(leaves, mesh.device_type)
+            self.last.append(ReadRows(mesh, names, what, _sent(own, mesh)))
+        if self.seen <= self.passes:
+            self.settle()
+
+    def settle(self) -> None:
+        """Compares what the last pass has read, if that is open."""
+        last, self.last = self.last, []
+        for each in last:
+            each.require_equal(self.code, self.of, self.help)
+
+
+def _sent(own: Tensor, mesh: DeviceMesh) -> Callable[[], Rows]:
+    """Sends a row to all ranks of a mesh; what it returns waits for theirs, not for the device."""
+    every = own.new_empty(mesh.size() * own.numel())
+    work = distributed.all_gather_into_tensor(every, own, group=mesh.get_group(), async_op=True)
+    wait, copy = work.wait, every
+    if every.device.type != "cpu":
+        work.wait()  # the stream does
+        copy, arrived = every.to("cpu", non_blocking=True), torch.Event(every.device)
+        arrived.record()
+        wait = arrived.synchronize
+
+    def rows() -> Rows:
+        wait()
+        return copy.view(mesh.size(), -1).tolist()  # type: ignore[no-any-return]
+
+    return rows
+
+
+_SAMPLER = "a sampler takes num_replicas=run.data_size and rank=run.data_rank: the ranks of a {} "
+
+
+def same_rows(lowered: Lowered, meshes: Meshes, passes: int) -> SameRows | None:
+    """The inputs of the model's forward on ranks that split its layers, along each tensor axis.
+
+    None if there are none, or if a style of the model itself says what each rank passes.
+    """
+    axes = [a.name for a in lowered.axes if a.role is AxisRole.TENSOR and a.size > 1]
+    styled = (op for op in lowered.ops if isinstance(op, Parallelize))
+    if not (passes and axes) or any(not op.modules.path for op in styled):
+        return None
+    help = _SAMPLER.format("tensor axis") + "read the same rows"
+    words = ("PL483", "forward pass", "split the same layers", help)
+    return SameRows(passes, tuple(map(meshes.part, axes)), *words)
+
+
+def same_batches(lowered: Lowered, meshes: Meshes, passes: int) -> SameRows | None:
+    """The batches of ranks that share sequences, or are stages of a pipeline."""
+    parts = [op.axis for op in lowered.ops if isinstance(op, ContextParallel)]
+    stages = [lowered.pipeline.axis] if lowered.pipeline else []
+    axes = [axis for axis in (*parts, *stages) if lowered.axis_size(axis) > 1]
+    if not (passes and axes):
+        return None
+    help = _SAMPLER.format("context axis, and of a pipeline,") + "read the same rows"
+    words = ("PL545", "batch", "run the same batches", help)
+    return SameRows(passes, tuple(map(meshes.part, axes)), *words)
+
+
+def _innermost(lowered: Lowered, meshes: Meshes) -> DeviceMesh | None:
+    """The ranks along the innermost data axis, which has a process group in every plan; or None."""
+    axes = [a.name for a in lowered.axes if a.name in lowered.data and a.size > 1]
+    return meshes.part(axes[-1]) if axes else None
+
+
+@dataclass(slots=True)
+class PassComparison:
+    """What ranks compare before the passes of a model: what must be the same (`rows`, `weights`),
+    in training passes which kinds of inputs data ranks pass (`kinds`), and in the first `passes` of
+    these whether they read different rows (`data`).
+
+    A pass without gradients may be one data rank's own, such as a sample that it generates, so the
+    others are not waited for.
+    """
+
+    passes: int = 0
+    rows: SameRows | None = None
+    data: DeviceMesh | None = None
+    kinds: Hook | None = None
+    weights: SameWeights = field(default_factory=SameWeights)
+    trained: int = field(default=0, init=False)  # passes over `data`
+    counted: bool = field(default=False, init=False)  # the labels of all ranks, by the script
+    alike: int = field(default=0, init=False)  # passes in which all data ranks read the same
+
+    def labels_counted(self) -> None:
+        """The script counts the labels of all ranks, so it divides by them."""
+        self.counted = True
+
+    @property
+    def _apart(self) -> DeviceMesh | None:
+        """The ranks whose inputs should differ in the next training pass."""
+        return self.data if self.trained < self.passes else None
+
+    @property
+    def done(self) -> bool:
+        left = self.rows, self._apart, self.kinds
+        return all(one is None for one in left) and self.weights.done
+
+    def before(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+        """Before a forward pass.
+
+        Raises:
+            PlanError: PL483, the inputs differ; PL484, the weights do. On every rank of the axis.
+        """
+        trains = torch.is_grad_enabled()
+        if trains or self.weights.built is not None:
+            self.weights.require(model)
+        leaves = leaves_of(args, kwargs)
+        if self.rows is not None:
+            self.rows.before(leaves)
+        if (data := self._apart) is not None and trains:
+            self.trained += 1
+            labels = torch.as_tensor(_averaged(model, kwargs), device=data.device_type).view(1)
+            rows = rows_of(torch.cat([_row(leaves, data.device_type), labels]), data)
+            self.alike += all(row == rows[0] for row in rows)
+            self._warn([row[-1] for row in rows], "_".join(data.mesh_dim_names or ()))
+        if self.kinds is not None:
+            self.kinds(model, args, kwargs)
+
+    def _warn(self, labels: list[int], axis: str) -> None:
+        """Warns of data ranks that read the same, and of ones that average different numbers of
+        labels (negative for a rank that averages none), once.
+        """
+        if self.alike == self.passes:
+            warning(
+                "PL487",
+                f"the {len(labels)} ranks of {axis} read the same inputs in the first "
+                f"{self.trained} training passes, so a step is that of one of them",
+                *script_line("the inputs are passed here"),
+                help="a sampler takes num_replicas=run.data_size and rank=run.data_rank",
+            )
+        least, most = min(labels), max(labels)
+        if 0 <= least < most and not self.counted:
+            self.counted = True
+            warning(
+                "PL478",
+                f"the ranks of {axis} take the means of their losses over {least} to {most} labels "
+                f"in training pass {self.trained}: the mean of these is not that over all labels",
+                *script_line("the loss is averaged here"),
+                help="call `run.forward_backward(batches)`, or the model with `num_items_in_batch="
+                "run.num_items_in_batch(*labels)`, of all passes of a step",
+            )
+
+
+def comparison(model: nn.Module, lowered: Lowered, meshes: Meshes, passes: int) -> PassComparison:
+    """What is compared before the passes of a model, its first `passes` and all; for 0 nothing."""
+    if not passes:
+        return PassComparison()
+    stage = lowered.pipeline.axis if lowered.pipeline else ""
+    axes = [a.name for a in lowered.axes if a.size > 1 and a.name != stage]
+    return PassComparison(
+        passes,
+        same_rows(lowered, meshes, passes),
+        _innermost(lowered, meshes),
+        kinds_hook(model, lowered, meshes),
+        SameWeights(tuple(map(meshes.part, axes))),
+    )
+
+
+def watch(model: nn.Module, compared: PassComparison) -> None:
+    """Calls `compared.before` before each forward pass of the model, until it is done.
+
+    The hook runs before all others, on the inputs as the script passes them. Where a script
+    compiles the model as a whole, its hooks are compiled with it, and there nothing is compared.
+    """
+    if compared.weights.built is None:
+        compared.weights.note(model)
+    if compared.done:
+        return
+    handle: RemovableHandle
+
+    def hook(model: nn.Module, args: Any, kwargs: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        if not compared.done:
+            compared.before(model, args, kwargs)
+        if compared.done:
+            handle.remove()
+
+    def loaded(_model: nn.Module, found: Any) -> None:
+        if not found.missing_keys:
+            compared.weights.built = None
+
+    handle = model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
+    model.register_load_state_dict_post_hook(loaded)
+
+
+def leaves_of(args: Any, kwargs: Mapping[str, Any]) -> Leaves:
+    """Everything in the arguments of a call, by name."""
+    leaves = []
+    for path, leaf in _pytree.tree_flatten_with_path((list(args), dict(kwargs)))[0]:
+        positional, name = path[0] == _pytree.SequenceKey(0), path[1]
+        own = f"argument {name.idx}" if positional else str(name.key)
+        leaves.append((f"{own}{_pytree.keystr(path[2:])}", leaf))
+    return leaves
+
+
+_MEANS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "ForMaskedLM")
+"""The ends of names of transformers' models whose loss is a mean over the labels that count."""
+
+
+def _averaged(model: nn.Module | None, kwargs: Any) -> Tensor | int:
+    """The number of labels that the loss of a training pass is the mean of; -1 for a pass of
+    another kind. Of parts of sequences (`shift_labels`) the labels of all are counted, as planc
+    averages over them all.
+    """
+    context = None if model is None else model.__dict__.get(CONTEXT)
+    labels = kwargs.get("labels" if context is None else "shift_labels")
+    trained = model is not None and model.training and torch.is_grad_enabled()
+    counts = trained and type(model).__name__.endswith(_MEANS) and plain(labels)
+    if not counts or kwargs.get("num_items_in_batch") is not None:
+        return -1
+    if context is None:
+        return -1 if kwargs.get("shift_labels") is not None else valid_labels(labels)
+    count = valid_labels(labels, shifted=False)
+    distributed.all_reduce(count, group=context.group)
+    return count
+
+
+def _row(leaves: Leaves, device: str) -> Tensor:
+    """What is in the arguments, as int64: their names, types and shapes, and then each by itself.
+
+    A DTensor is a part of its value, and other objects have no bytes: only their type counts.
+    Nothing waits for the device.
+    """
+    told, sums = "", dict[int, Tensor]()
+    for i, (name, leaf) in enumerate(leaves):
+        shown = repr(leaf) if isinstance(leaf, bool | int | float | str | None) else ""
+        if isinstance(leaf, Tensor):
+            shown = f"{leaf.dtype} {tuple(leaf.shape)}"
+            if plain(leaf):
+                own, at = tensor_sum(leaf).to(device, non_blocking=True), i % _ARGUMENTS
+                sums[at] = sums[at] * 31 + own if at in sums else own
+        told += f"{name} {type(leaf).__name__} {shown}\n"
+    head = torch.tensor(text_sum(told)).to(device, non_blocking=True)
+    none = torch.zeros((), dtype=torch.int64, device=device)
+    return torch.stack([head, *(sums.get(at, none) for at in range(_ARGUMENTS))])
