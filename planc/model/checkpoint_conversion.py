@@ -9,6 +9,7 @@ Source: `transformers.conversion_mapping` and `transformers.core_model_loading`,
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -119,7 +120,8 @@ def _natural(name: str) -> list[tuple[int, str]]:
 def _unwrapped(model: Any) -> Any:
     """The model on meta, before any wrapping; None if it is not a transformers model.
 
-    The conversions are looked up by class names, which FSDP changes.
+    The conversions are looked up by class names, which FSDP changes. Its attention never runs, and
+    transformers knows none that a plan brought.
     """
     import torch
     from transformers import PreTrainedModel
@@ -129,4 +131,4 @@ def _unwrapped(model: Any) -> Any:
     modules = "transformers.models"
     kind: Any = next(k for k in type(model).__mro__ if k.__module__.startswith(modules))
     with torch.device("meta"):
-        return kind._from_config(model.config)
+        return kind._from_config(deepcopy(model.config), attn_implementation="eager")

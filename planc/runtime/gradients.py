@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from planc.runtime.preconditions import stop
@@ -33,8 +34,17 @@ def require_current(
         replaced: the parameters that the model had before the plan and has no longer.
 
     Raises:
-        PlanError: PL486.
+        PlanError: PL486; PL464, its states are on meta; PL465, it cannot step sharded parameters.
     """
+    name = type(optimizer).__name__
+    states = (value for state in optimizer.state.values() for value in state.values())
+    if any(isinstance(value, Tensor) and value.is_meta for value in states):
+        raise stop(
+            "PL464",
+            f"{name} has made its states on the meta device, where they have no values",
+            *script_line("the optimizer arrives here"),
+            help="create it after `run.load`",
+        )
     kept = {id(parameter) for parameter in model.parameters()}
     gone = {id(known) for each in replaced if (known := each()) is not None} - kept
     stepped = [p for group in optimizer.param_groups for p in group["params"]]
@@ -45,6 +55,13 @@ def require_current(
             " the plan has replaced them",
             *script_line("the optimizer arrives here"),
             help="create the optimizer after `planc.apply`",
+        )
+    if name == "Adafactor" and any(isinstance(parameter, DTensor) for parameter in stepped):
+        raise stop(
+            "PL465",
+            "Adafactor takes norms of whole matrices, which torch cannot take of sharded ones",
+            *script_line("the optimizer arrives here"),
+            help="AdamW steps shards; `muon` in an optimizer section has one state for each matrix",
         )
 
 

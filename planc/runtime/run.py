@@ -157,8 +157,9 @@ class Run(InNotebooks):
             lr, weight_decay: where it has one: what the factors of its rules multiply.
 
         Raises:
-            PlanError: PL486, the optimizer was created before the plan was applied; PL580, the plan
-                has an optimizer section and an optimizer is given, or it has none and none is.
+            PlanError: PL464, PL465, the optimizer cannot step what the plan has made; PL486, it was
+                created before the plan was applied; PL580, the plan has an optimizer section and
+                an optimizer is given, or it has none and none is.
         """
         planned = self.lowered.has(Optimize)
         if optimizer is None or planned:
@@ -365,10 +366,14 @@ class Run(InNotebooks):
                 loader. Each data rank's is saved, and tensors of the model's layout as the model's.
 
         Raises:
-            PlanError: PL459, one of the other objects has tensors that could not be loaded; PL497,
-                the folder holds something else, or it could not be written.
+            PlanError: PL459, one of the other objects has tensors that could not be loaded; PL483,
+                PL545, the ranks have read different rows in the last pass; PL497, the folder holds
+                something else, or it could not be written.
             TypeError: one of the other objects has no state.
         """
+        for rows in (self.first.rows, self.batches):
+            if rows is not None:
+                rows.settle()
         saving.save(
             self.model,
             Path(path),
@@ -423,8 +428,8 @@ class Run(InNotebooks):
         """Loads the adapters from a folder that `save_adapters` or peft wrote.
 
         Raises:
-            PlanError: PL189, the plan has no adapters, or the model is on meta; PL496, names,
-                shapes or scales that do not fit, before anything is loaded; PL497, missing or
-                broken files.
+            PlanError: PL189, the plan has no adapters, or the model is on meta; PL461, the ranks
+                have different files; PL496, names, shapes or scales that do not fit, before
+                anything is loaded; PL497, missing or broken files.
         """
         peft_files.load(self.model, self.lowered, Path(path))

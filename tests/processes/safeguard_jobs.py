@@ -175,6 +175,68 @@ def rows(overrides, plan="llama", how="right", passes=1, compare=2, changes=None
     return raised, len(model._forward_pre_hooks)
 
 
+def later_rows(overrides, how, plan="llama", wrong=3, folder=None):
+    """What four passes raise, of which one rank reads other rows in pass number `wrong`.
+
+    Args:
+        how: `loop` of `run.forward_backward`, or `own` loop of the script; `saved`, which saves
+            after each pass; `evaluated`, without gradients.
+    """
+    model = numerics.build("llama", num_hidden_layers=4)
+    run = planc.apply(model, plan, overrides=overrides, device_type="cpu", compare=1)
+    raised = []
+    for number in range(1, 5):
+        tokens = batch(10 * number + run.data_rank, rows=4)
+        if rank() == 3 and number == wrong:
+            tokens = tokens.flip(0)
+
+        def one(tokens=tokens, number=number):
+            given = {"input_ids": tokens, "labels": tokens}
+            if how == "loop":
+                run.forward_backward([given])
+            elif how == "evaluated":
+                run.evaluate([given])
+            else:
+                model(**run.batch(given)).loss.backward()
+            if how == "saved":
+                run.save(Path(folder) / "run", step=number)
+
+        raised.append(said(one))
+        if raised[-1]:
+            break
+    saved = sorted(p.name for p in Path(folder).iterdir()) if folder else []
+    return raised, saved, run.first.rows and run.first.rows.seen
+
+
+def changed(overrides, how, folder=None):
+    """What the first training pass raises where a script changes weights after `apply`, what one
+    after a pass without gradients does, and how far the weights are from rank 0's change.
+    """
+    model = numerics.build("llama")
+    run = planc.apply(model, "llama", overrides=overrides, device_type="cpu")
+    weight, norm = model.model.layers[0].mlp.up_proj.weight, model.model.norm.weight
+    with torch.no_grad():
+        match how:
+            case "one rank" if rank() == 2:
+                (weight.to_local() if hasattr(weight, "to_local") else weight).mul_(2)
+            case "values":
+                (norm.to_local() if hasattr(norm, "to_local") else norm).add_(rank())
+            case "buffer" if rank() == 2:
+                model.model.rotary_emb.inv_freq.mul_(2)
+            case "all":
+                weight.mul_(2)
+            case "loaded then one rank":
+                if rank() == 0:
+                    seeded(7).save_pretrained(folder)
+                distributed.barrier()
+                run.load(folder)
+                if rank() == 2:
+                    (weight.to_local() if hasattr(weight, "to_local") else weight).mul_(2)
+    with torch.no_grad():
+        model(input_ids=batch(run.data_rank))
+    return [said(lambda: step(model, batch(run.data_rank))) for _ in range(2)]
+
+
 def same_rows(overrides, others, compare=2):
     """The lines that are logged in three passes, of which `others` have rows by data rank."""
     model = numerics.build("llama")

@@ -53,6 +53,34 @@ def test_weights_that_are_loaded_are_equal_again(four, tmp_path, how):
     assert four.run("safeguard_jobs.loaded", **arguments) == [("", True)] * 4
 
 
+@pytest.mark.parametrize(
+    ("overrides", "how", "told"),
+    [
+        (FP32, "one rank", "on some of them alone"),
+        (TP2, "one rank", "on some of them alone"),
+        (TP2, "values", "to different values"),
+        ([*FP32, "dp_replicate=2"], "values", "to different values"),
+        (FP32, "buffer", "on some of them alone"),
+        (FP32, "loaded then one rank", "on some of them alone"),
+    ],
+)
+def test_weights_that_a_script_changes_differently(four, tmp_path, overrides, how, told):
+    results = four.run(
+        "safeguard_jobs.changed", overrides=overrides, how=how, folder=str(tmp_path), timeout=60
+    )
+    raised = [first for first, _ in results if first]
+    assert len(raised) >= 2
+    for text in raised:
+        assert "PL484" in text and told in text and called(text) == "model("
+
+
+@pytest.mark.parametrize("overrides", [FP32, TP2, [*FP32, "dp_replicate=4"]])
+@pytest.mark.parametrize("how", ["all", "none"])
+def test_weights_that_all_ranks_change_alike(four, overrides, how):
+    results = four.run("safeguard_jobs.changed", overrides=overrides, how=how, timeout=60)
+    assert results == [["", ""]] * 4
+
+
 RANK0 = """plan own for llama
 
 extend "llama"
@@ -105,17 +133,66 @@ def test_one_rank_of_four_is_named(four, how, what):
         assert "the ranks 0, 2, 3 and 1 of tp " in raised[0]
 
 
-def test_right_rows_pass_and_the_hook_goes(four):
-    for raised, hooks in four.run("safeguard_jobs.rows", overrides=TP2, passes=3):
-        assert raised == ["", "", ""]
-        assert hooks == four.run("safeguard_jobs.rows", overrides=TP2, compare=0)[0][1]
+def test_right_rows_pass_and_one_hook_stays(four):
+    for raised, hooks in four.run("safeguard_jobs.rows", overrides=TP2, passes=4):
+        assert raised == [""] * 4
+        assert hooks == four.run("safeguard_jobs.rows", overrides=TP2, compare=0)[0][1] + 1
+    alone = four.run("safeguard_jobs.rows", overrides=FP32, passes=3)
+    assert alone == [([""] * 3, hooks - 1)] * 4
 
 
-@pytest.mark.parametrize(("how", "passes"), [("late", 2), ("later", 3)])
-def test_as_many_passes_are_compared_as_asked(four, how, passes):
-    for raised, _ in four.run("safeguard_jobs.rows", overrides=TP2, how=how, passes=3, compare=2):
-        assert len(raised) == passes
-        assert ("PL483" in raised[-1] and "pass 2" in raised[-1]) == (how == "late")
+def test_rows_of_the_first_passes_are_compared_before_they_run(four):
+    for raised, _ in four.run("safeguard_jobs.rows", overrides=TP2, how="late", passes=3):
+        assert raised[0] == "" and "PL483" in raised[1] and "forward pass 2" in raised[1]
+
+
+HSDP = [*TP2, "dp_replicate=2"]
+STAGES = [*FP32, "pp=2", "microbatches=2"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "how", "told"),
+    [
+        (TP2, "loop", "PL483: the ranks 2 and 3 of tp"),
+        (TP2, "own", "PL483: the ranks 2 and 3 of tp"),
+        (TP2, "evaluated", "PL483: the ranks 2 and 3 of tp"),
+        (HSDP, "loop", "PL483: the ranks 2 and 3 of tp"),
+        (STAGES, "loop", "PL545: the ranks 1 and 3 of pp"),
+        (STAGES, "evaluated", "PL545: the ranks 1 and 3 of pp"),
+        ([*STAGES, "tp=2"], "loop", "PL545: the ranks 1 and 3 of pp"),
+    ],
+)
+def test_rows_of_a_later_pass_are_compared_one_pass_after(four, overrides, how, told):
+    results = four.run("safeguard_jobs.later_rows", overrides=overrides, how=how, timeout=60)
+    _later(results, told)
+
+
+def _later(results, told):
+    """The ranks that the finding names raise it in the fourth pass, for the third."""
+    code, _, ranks = told.partition(": ")
+    for rank in map(int, re.findall(r"\d", ranks)):
+        raised, _, _ = results[rank]
+        assert raised[:3] == [""] * 3 and f"[{code}]: {ranks}" in raised[3], raised
+        assert re.search(
+            r"inputs in (forward pass|batch) [35]: `input_ids` and `labels` d", raised[3]
+        )
+        assert called(raised[3]) in ("run.forward_backward(", "run.evaluate(", "model(")
+
+
+def test_ranks_that_share_sequences_compare_all_batches(four, tmp_path):
+    (tmp_path / "parts.plan").write_text(PARTS)
+    arguments = {"plan": str(tmp_path / "parts.plan"), "overrides": []}
+    for how in ("loop", "own"):
+        results = four.run("safeguard_jobs.later_rows", how=how, timeout=60, **arguments)
+        _later(results, "PL545: the ranks 2 and 3 of cp")
+
+
+def test_no_checkpoint_is_written_after_a_pass_of_other_rows(four, tmp_path):
+    arguments = {"how": "saved", "wrong": 2, "folder": str(tmp_path)}
+    results = four.run("safeguard_jobs.later_rows", overrides=TP4, timeout=60, **arguments)
+    for raised, _, _ in results:
+        assert raised[0] == "" and "PL483" in raised[1] and "forward pass 2" in raised[1]
+        assert called(raised[1]) == "run.save("
 
 
 def test_nothing_is_compared_where_nothing_is_asked(four):
@@ -158,8 +235,8 @@ def test_means_over_different_numbers_of_labels_are_told(four, overrides, how, t
     assert level == "WARNING" and not more and "warning[PL478]: " in text
     assert "the ranks of dp_shard take the means of their losses over" in text and told in text
     assert "training pass 1" in text and called(text) == "run.model("
-    # no collective of its own: one for each axis and pass
-    assert {count for _, count in results} == {2 if overrides == FP32 else 4}
+    # no collective of its own: for each axis one a pass, and one for the weights
+    assert {count for _, count in results} == {3 if overrides == FP32 else 6}
 
 
 PARTS = """plan parts for llama

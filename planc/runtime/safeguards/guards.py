@@ -155,9 +155,11 @@ def guard(applied: Applied) -> None:
 
     def before(model: nn.Module, args: Any, kwargs: Any) -> None:
         checks[:] = [check for check in checks if check(model, args, kwargs)]
+        if not checks:
+            handle.remove()
 
     if checks:
-        model.register_forward_pre_hook(before, with_kwargs=True)
+        handle = model.register_forward_pre_hook(before, with_kwargs=True)
     if lowered.has(Checkpoint) and "use_cache" in inspect.signature(model.forward).parameters:
         model.register_forward_pre_hook(_uncached, with_kwargs=True)
     if next(iter(applied.sequence_outputs()), None):

@@ -24,6 +24,7 @@ from planc.runtime.standalone.lora_init import adapter_layers
 from planc.runtime.standalone.pipeline import stages_of
 from planc.runtime.standalone.safetensors_files import StoredTensor, tensors_in_file
 from planc.runtime.weights.loading import raise_on_all_ranks
+from planc.runtime.weights.same_files import different_files
 
 Tuned = Literal["merged", "left_out"]
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -64,7 +65,7 @@ def load(model: nn.Module, lowered: Lowered, folder: Path) -> None:
     """Fills the adapters; each rank reads its own slices. Every rank calls it.
 
     Raises:
-        PlanError: PL189, PL496, PL497. On every rank.
+        PlanError: PL189, PL461, PL496, PL497. On every rank.
     """
     findings = _require_adapters(lowered, "to load")
     reshard(model)
@@ -80,6 +81,7 @@ def load(model: nn.Module, lowered: Lowered, folder: Path) -> None:
         scalars = shards.scalars_of(model)
         shapes = {n: () if n in scalars else tuple(tensors[n].shape) for n in wanted.values()}
         findings += _mismatches(wanted, shapes, entries, folder)
+    findings += different_files(folder, "samples", findings)
     raise_on_all_ranks(findings)
     try:
         with torch.no_grad():

@@ -44,8 +44,8 @@ def different_files(
             ranks = one_of(odd[:6], last="and") + (", ..." if odd[6:] else "")
             text = f"{folder}/{name} is another file on rank{'s' if odd[1:] else ''} {ranks}"
             help = (
-                "copy one folder to all machines; or load with `weights='rank0'`, which reads on "
-                "rank 0 alone"
+                "copy one folder to all machines; `run.load(folder, weights='rank0')` reads "
+                "safetensors on rank 0 alone"
             )
             return [problem("PL461", text, help=help)]
     return []
