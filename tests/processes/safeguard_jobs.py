@@ -175,8 +175,8 @@ def rows(overrides, plan="llama", how="right", passes=1, compare=2, changes=None
     return raised, len(model._forward_pre_hooks)
 
 
-def later_rows(overrides, how, plan="llama", wrong=3, folder=None):
-    """What four passes raise, of which one rank reads other rows in pass number `wrong`.
+def later_rows(overrides, how, plan="llama", wrong=3, ranks=(1, 3), folder=None):
+    """What four passes raise, of which `ranks` read other rows in pass number `wrong`.
 
     Args:
         how: `loop` of `run.forward_backward`, or `own` loop of the script; `saved`, which saves
@@ -187,7 +187,7 @@ def later_rows(overrides, how, plan="llama", wrong=3, folder=None):
     raised = []
     for number in range(1, 5):
         tokens = batch(10 * number + run.data_rank, rows=4)
-        if rank() == 3 and number == wrong:
+        if rank() in ranks and number == wrong:
             tokens = tokens.flip(0)
 
         def one(tokens=tokens, number=number):

@@ -151,31 +151,33 @@ STAGES = [*FP32, "pp=2", "microbatches=2"]
 
 
 @pytest.mark.parametrize(
-    ("overrides", "how", "told"),
+    ("overrides", "how", "code", "axis"),
     [
-        (TP2, "loop", "PL483: the ranks 2 and 3 of tp"),
-        (TP2, "own", "PL483: the ranks 2 and 3 of tp"),
-        (TP2, "evaluated", "PL483: the ranks 2 and 3 of tp"),
-        (HSDP, "loop", "PL483: the ranks 2 and 3 of tp"),
-        (STAGES, "loop", "PL545: the ranks 1 and 3 of pp"),
-        (STAGES, "evaluated", "PL545: the ranks 1 and 3 of pp"),
-        ([*STAGES, "tp=2"], "loop", "PL545: the ranks 1 and 3 of pp"),
+        (TP2, "loop", "PL483", "tp"),
+        (TP2, "own", "PL483", "tp"),
+        (TP2, "evaluated", "PL483", "tp"),
+        (HSDP, "loop", "PL483", "tp"),
+        (STAGES, "loop", "PL545", "pp"),
+        (STAGES, "evaluated", "PL545", "pp"),
+        ([*STAGES, "tp=2"], "loop", "PL545", "pp"),
     ],
 )
-def test_rows_of_a_later_pass_are_compared_one_pass_after(four, overrides, how, told):
-    results = four.run("safeguard_jobs.later_rows", overrides=overrides, how=how, timeout=60)
-    _later(results, told)
+def test_rows_of_a_later_pass_are_compared_one_pass_after(four, overrides, how, code, axis):
+    ranks = [2, 3] if axis == "pp" else [1, 3]
+    arguments = {"overrides": overrides, "how": how, "ranks": ranks, "timeout": 90}
+    _later(four.run("safeguard_jobs.later_rows", **arguments), code, axis)
 
 
-def _later(results, told):
-    """The ranks that the finding names raise it in the fourth pass, for the third."""
-    code, _, ranks = told.partition(": ")
-    for rank in map(int, re.findall(r"\d", ranks)):
-        raised, _, _ = results[rank]
-        assert raised[:3] == [""] * 3 and f"[{code}]: {ranks}" in raised[3], raised
-        assert re.search(
-            r"inputs in (forward pass|batch) [35]: `input_ids` and `labels` d", raised[3]
-        )
+LINES = {"tp": ((0, 1), (2, 3)), "cp": ((0, 1), (2, 3)), "pp": ((0, 2), (1, 3))}
+
+
+def _later(results, code, axis):
+    """All ranks raise it in the fourth pass, for the third."""
+    for rank, (raised, *_) in enumerate(results):
+        first, second = next(line for line in LINES[axis] if rank in line)
+        assert raised[:3] == [""] * 3 and f"[{code}]: the ranks {first} and {second} " in raised[3]
+        assert f" of {axis} " in raised[3]
+        assert re.search(r"in (forward pass|batch) 3: `input_ids` and `labels` d", raised[3])
         assert called(raised[3]) in ("run.forward_backward(", "run.evaluate(", "model(")
 
 
@@ -184,7 +186,7 @@ def test_ranks_that_share_sequences_compare_all_batches(four, tmp_path):
     arguments = {"plan": str(tmp_path / "parts.plan"), "overrides": []}
     for how in ("loop", "own"):
         results = four.run("safeguard_jobs.later_rows", how=how, timeout=60, **arguments)
-        _later(results, "PL545: the ranks 2 and 3 of cp")
+        _later(results, "PL545", "cp")
 
 
 def test_no_checkpoint_is_written_after_a_pass_of_other_rows(four, tmp_path):

@@ -8,6 +8,7 @@ not belong together. What a script changes afterwards is compared in the first t
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 from torch import Tensor, distributed, nn
@@ -23,6 +24,7 @@ from planc.runtime.safeguards.checksums import difference, model_sums, plain, te
 from planc.runtime.script_line import script_line
 from planc.runtime.standalone.shards import splits
 
+T = TypeVar("T")
 _log = logging.getLogger("planc")
 _HELP = (
     "call `run.load(folder)`, or `torch.manual_seed` with the same seed on every rank before the "
@@ -111,7 +113,7 @@ class SameWeights:
         """Compares the weights before the first training pass.
 
         Raises:
-            PlanError: PL484, on all ranks of an axis along which weights differ.
+            PlanError: PL484, on all ranks that have the same modules.
         """
         if self.built is not None:
             raise self.built
@@ -119,6 +121,7 @@ class SameWeights:
             return
         self.noted, now = None, model_sums(model)
         tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        told = ""
         for mesh in self.meshes:
             ranks = distributed.get_process_group_ranks(mesh.get_group())
             own = {
@@ -127,9 +130,22 @@ class SameWeights:
             }
             total = torch.tensor([text_sum(repr(sorted(own.items())))], device=mesh.device_type)
             if len({row[0] for row in rows_of(total, mesh)}) > 1:
-                every = [own] * mesh.size()
-                distributed.all_gather_object(every, own, group=mesh.get_group())
-                raise _changed(every, ranks, "_".join(mesh.mesh_dim_names or ()))
+                told = told or _changed(_of(mesh, own), ranks, "_".join(mesh.mesh_dim_names or ()))
+        for mesh in self.meshes:  # so that all ranks of all axes raise
+            told = next(filter(None, _of(mesh, told)), "")
+        if told:
+            help = (
+                "change weights on all ranks alike, from one seed or from equal files; `run.load` "
+                "and `run.load_adapters` compare the files that the ranks read"
+            )
+            raise stop("PL484", told, *script_line("the first training pass is here"), help=help)
+
+
+def _of(mesh: DeviceMesh, own: T) -> list[T]:
+    """What each rank of a mesh gives, by rank."""
+    every = [own] * mesh.size()
+    distributed.all_gather_object(every, own, group=mesh.get_group())
+    return every
 
 
 def _split(tensor: Tensor, ranks: Sequence[int]) -> bool:
@@ -144,19 +160,13 @@ def _split(tensor: Tensor, ranks: Sequence[int]) -> bool:
     return any(len({*group} & {*ranks}) > 1 for group in groups)
 
 
-def _changed(
-    every: Sequence[dict[str, tuple[bool, int]]], ranks: Sequence[int], axis: str
-) -> PlanError:
+def _changed(every: Sequence[dict[str, tuple[bool, int]]], ranks: Sequence[int], axis: str) -> str:
     found = difference(every, ranks)
     assert found is not None  # the totals differ
     name, count = found.names[0], len(found.names)
     some = len({own[name][0] for own in every if name in own}) > 1
     how = "on some of them alone" if some else "to different values"
-    return stop(
-        "PL484",
+    return (
         f"the ranks {found.ranks} of {axis} have different weights: {name}, the first of {count:,},"
-        f" was changed {how} after `planc.apply`",
-        *script_line("the first training pass is here"),
-        help="change weights on all ranks alike, from one seed or from equal files; `run.load` and "
-        "`run.load_adapters` compare the files that the ranks read",
+        f" was changed {how} after `planc.apply`"
     )
