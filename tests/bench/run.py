@@ -286,7 +286,7 @@ def main():
     large, small = searched["16,384 ranks", "again"], searched["16 ranks", "again"]
     numbers.append(("suggest, warm, 16,384 ranks against 16", large, small, 4.0))
     stepped, peak = steps("step", 3 * repeat), memory()
-    sent = steps("dispatch", 3 * repeat)
+    sent, compared = steps("dispatch", 3 * repeat), steps("rows", 3 * repeat)
     numbers += [
         (
             "the fastest step, 4 processes, against torch by hand",
@@ -296,6 +296,7 @@ def main():
         ),
         ("its seconds on a core", stepped["planc cpu"], stepped["hand cpu"], 1.02),
         *(row for axis, what in AXES.items() for row in axis_rows(axis, what, repeat)),
+        ("rows compared in a step, against the step", compared["rows"], compared["planc"], 0.005),
         # planc also sorts, gathers and weighs the rows, and adds them up
         ("dispatch and back, against torch's all-to-all alone", sent["planc"], sent["hand"], 2.2),
         ("the most a rank allocates in three steps, MiB", peak["planc"], peak["hand"], 1.02),
@@ -306,7 +307,7 @@ def main():
         ratio = mine / reference
         late += ratio > limit
         word = "ok" if ratio <= limit else "over"
-        row = (what, f"{mine:.3f}", f"{reference:.3f}", f"{ratio:.3f}", f"{limit:.2f}", word)
+        row = (what, f"{mine:.3f}", f"{reference:.3f}", f"{ratio:.3f}", f"{limit:.3g}", word)
         table.add_row(*row)
     Console(width=110).print(table)
     print(f'reference of the first three: python -c "{REFERENCE[2]}"')

@@ -1,6 +1,6 @@
 """The time and the memory of a training step, of an applied plan beside the same torch by hand.
 
-    python tests/bench/steps.py step|pipeline|context|experts|dispatch REPEAT
+    python tests/bench/steps.py step|pipeline|context|experts|dispatch|rows REPEAT
     python tests/bench/steps.py memory hand|planc|whole|chunked
 
 Four ranks, gloo processes for the time, dp_shard 2 and tp 2, a llama of 19M parameters in fp32,
@@ -12,12 +12,14 @@ vocabulary, with whole logits and with a loss in chunks.
 import gc
 import json
 import os
+import statistics
 import sys
 import tempfile
 import time
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
+from unittest import mock
 
 import torch
 from applied import by_hand
@@ -28,6 +30,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import planc
+from planc.runtime.safeguards.inputs import SameRows
 
 RANKS = 4
 SHAPE = {
@@ -70,10 +73,12 @@ def step(model, optimizer, tokens):
 
 def ways_of_a_step():
     """The steps that are compared, by who wrote them."""
-    tokens = torch.randint(
-        SHAPE["vocab_size"], (2, 128), generator=torch.Generator().manual_seed(1)
-    )
-    return {way: partial(step, *build(way, width=256), tokens) for way in WAYS}
+    return {way: partial(step, *build(way, width=256), tokens_of_a_step()) for way in WAYS}
+
+
+def tokens_of_a_step():
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(SHAPE["vocab_size"], (2, 128), generator=generator)
 
 
 def timed(ways, repeat):
@@ -97,6 +102,26 @@ def timed(ways, repeat):
     if None not in loss.values():  # a rank's part of a batch may have a loss of its own
         assert max(loss.values()) < 1.05 * min(loss.values()), f"they train apart: {loss}"
     return {name: min(values) for name, values in seconds.items()}
+
+
+def rows(repeat):
+    """Median seconds of a step, and of those in which the tensor ranks compare what they read."""
+    (model, optimizer), tokens = build("planc", width=256), tokens_of_a_step()
+    seconds, compare = {"planc": [], "rows": []}, SameRows.before
+
+    def before(self, leaves):
+        start = time.perf_counter()
+        compare(self, leaves)
+        seconds["rows"].append(time.perf_counter() - start)
+
+    with mock.patch.object(SameRows, "before", before):
+        for _ in range(repeat + 3):
+            distributed.barrier()
+            start = time.perf_counter()
+            step(model, optimizer, tokens)
+            seconds["planc"].append(time.perf_counter() - start)
+    # the first two are compared at once
+    return {name: statistics.median(values[3:]) for name, values in seconds.items()}
 
 
 def memory(way):
@@ -131,7 +156,8 @@ def worker(rank, store, what, repeat, results):
     torch.set_num_threads(1)
     init = distributed.FileStore(store, RANKS)
     distributed.init_process_group("gloo", rank=rank, world_size=RANKS, store=init)
-    results.put(timed({"step": ways_of_a_step, **AXES}[what](), repeat))
+    ways = {"step": ways_of_a_step, **AXES}
+    results.put(rows(repeat) if what == "rows" else timed(ways[what](), repeat))
     # A thread of the queue writes the result to its pipe: os._exit() would end that thread too.
     results.close()
     results.join_thread()
