@@ -171,10 +171,10 @@ def guard(applied: Applied) -> None:
         if hasattr(model, method) and (kind is None or lowered.has(kind)):
             text = f"`{method}` after `planc.apply` would undo {relied}"
             help = f"call `{method}` before `planc.apply`, or change the plan"
-            setattr(model, method, _refused("PL454", text, help))
+            setattr(model, method, refused("PL454", text, help))
     if lowered.has(FullyShard):
         text = "FSDP units cannot be copied, which `AveragedModel` and `copy.deepcopy` do"
-        model.__deepcopy__ = _refused("PL463", text, _AVERAGE)
+        model.__deepcopy__ = refused("PL463", text, _AVERAGE)
 
 
 def _uncached(model: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> Any:
@@ -216,11 +216,11 @@ _UNDONE: dict[str, tuple[type[Op] | None, str]] = {
 """Methods of transformers: the operation of a plan that relies on what they change, and that."""
 
 
-def _refused(code: str, text: str, help: str) -> Callable[..., None]:
-    def refused(*_args: Any, **_more: Any) -> None:
+def refused(code: str, text: str, help: str) -> Callable[..., None]:
+    def method(*_args: Any, **_more: Any) -> None:
         raise stop(code, text, *script_line("it is called here"), help=help)
 
-    return refused
+    return method
 
 
 def _guard_adapters(model: nn.Module) -> None:

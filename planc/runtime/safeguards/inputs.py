@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree
 from torch.utils.hooks import RemovableHandle
 
-from planc.diagnostic import one_of
+from planc.diagnostic import PlanError, one_of
 from planc.ops.base import AxisRole
 from planc.ops.context import ContextParallel
 from planc.ops.lowered import Lowered
@@ -35,6 +35,7 @@ _FORMS = "their arguments, or the types and shapes of these,"
 
 Leaves = list[tuple[str, Any]]
 """Everything in the arguments of a call, by a name such as `input_ids`."""
+Finding = Callable[..., PlanError]
 Rows = list[list[int]]
 """A few integers of each rank, by rank."""
 
@@ -53,8 +54,8 @@ class ReadRows:
     what: str
     rows: Callable[[], Rows]
 
-    def require_equal(self, code: str, of: str, help: str) -> None:
-        """Raises the finding of a code where the rows differ; on every rank of the axis."""
+    def require_equal(self, finding: Finding, of: str, help: str) -> None:
+        """Raises a finding where the rows differ; on every rank of the axis."""
         every, ranks = self.rows(), distributed.get_process_group_ranks(self.mesh.get_group())
         found = difference([{str(i): v for i, v in enumerate(row)} for row in every], ranks)
         if found is None:
@@ -62,8 +63,7 @@ class ReadRows:
         unlike = {int(name) - 1 for name in found.names}
         names = [f"`{name}`" for i, name in enumerate(self.names) if i % _ARGUMENTS in unlike]
         what = _FORMS if -1 in unlike else one_of(names, last="and")
-        raise stop(
-            code,
+        raise finding(
             f"the ranks {found.ranks} of {'_'.join(self.mesh.mesh_dim_names or ())} {of} and read "
             f"different inputs in {self.what}: {what} differ{'s' if len(names) == 1 else ''}",
             *script_line("the inputs are passed here"),
@@ -79,13 +79,13 @@ class SameRows:
     the next, so none waits: the ranks send a few numbers each, which arrive meanwhile.
 
     Args:
-        code: of the finding.
+        finding: makes the error of a message.
         what, of, help: words of the finding: of a pass, of what the ranks share, and what to do.
     """
 
     passes: int
     meshes: tuple[DeviceMesh, ...]
-    code: str
+    finding: Finding
     what: str
     of: str
     help: str
@@ -111,7 +111,7 @@ class SameRows:
         """Compares what the last pass has read, if that is open."""
         last, self.last = self.last, []
         for each in last:
-            each.require_equal(self.code, self.of, self.help)
+            each.require_equal(self.finding, self.of, self.help)
 
 
 def _sent(own: Tensor, mesh: DeviceMesh) -> Callable[[], Rows]:
@@ -145,7 +145,7 @@ def same_rows(lowered: Lowered, meshes: Meshes, passes: int) -> SameRows | None:
     if not (passes and axes) or any(not op.modules.path for op in styled):
         return None
     help = _SAMPLER.format("tensor axis") + "read the same rows"
-    words = ("PL483", "forward pass", "split the same layers", help)
+    words = (lambda *a, **k: stop("PL483", *a, **k), "forward pass", "split the same layers", help)
     return SameRows(passes, tuple(map(meshes.part, axes)), *words)
 
 
@@ -157,7 +157,7 @@ def same_batches(lowered: Lowered, meshes: Meshes, passes: int) -> SameRows | No
     if not (passes and axes):
         return None
     help = _SAMPLER.format("context axis, and of a pipeline,") + "read the same rows"
-    words = ("PL545", "batch", "run the same batches", help)
+    words = (lambda *a, **k: stop("PL545", *a, **k), "batch", "run the same batches", help)
     return SameRows(passes, tuple(map(meshes.part, axes)), *words)
 
 
