@@ -29,7 +29,6 @@ from planc.runtime import (
     even_lengths,
     gradients,
     input_embeddings,
-    megatron_fsdp,
     other_libraries,
     packed_documents,
     preconditions,
@@ -43,6 +42,7 @@ from planc.runtime.preconditions import announce, op_name, ready, stop
 from planc.runtime.run import Run
 from planc.runtime.same_inputs import FirstPasses, first_passes, watch
 from planc.runtime.same_weights import unequal, weight_sums
+from planc.runtime.sharded_tensors import SHARDED_BY
 
 _log = logging.getLogger("planc")
 
@@ -79,7 +79,7 @@ def apply_lowered(
         PlanError: PL172 (a custom style), PL480 to PL482 (too little is known of the plan), PL485
             (compiled attention on the CPU), PL490 (world size), PL491 (digests differ), PL493
             (parallel already), PL494 (another model), PL495 (no process group or mesh), PL499
-            (Megatron-FSDP cannot run), before the model is changed; PL492 (torch refused).
+            (its backend cannot run), before the model is changed; PL492 (torch refused).
     """
     began = time.perf_counter()
     before = tuple(weakref.ref(p) for p in model.parameters())
@@ -97,6 +97,8 @@ def apply_lowered(
             except Exception as error:
                 what = f"torch refused {op_name(op)} of {worker.at or 'the model'}"
                 raise stop("PL492", f"{what}: {first_line(error)}") from error
+        if lowered.backend:
+            SHARDED_BY[model] = lowered.backend.part("runtime")
         watch(model, first)
         even_lengths.guard(model, lowered, known)
         if compare > 0 and not sequence_parts(lowered) > 1:  # else `run.batch` looks
@@ -125,7 +127,8 @@ def _require(model: nn.Module, lowered: Lowered, device: str, allow_code: bool) 
     try:
         _code(lowered, allow_code)
         require_packages(lowered)
-        megatron_fsdp.require(lowered, device)
+        if lowered.backend:
+            lowered.backend.part("runtime").require(device)
         preconditions.require_recomputable(model, lowered, device)
     except Exception as error:
         announce(error, device)
