@@ -4,6 +4,7 @@ import dataclasses
 
 from hypothesis import strategies as st
 
+from planc.backends.megatron_fsdp import MegatronShard
 from planc.model.facts import Module, Modules, parse_path
 from planc.model.indices import Indices
 from planc.ops.activation_checkpoint import Checkpoint, Save
@@ -15,7 +16,6 @@ from planc.ops.fsdp import Divide, FullyShard, Prefetch, Spread
 from planc.ops.load import Load
 from planc.ops.lora import Adapt
 from planc.ops.lowered import Lowered, MeshAxis, Stage
-from planc.ops.megatron_fsdp import MegatronShard
 from planc.ops.quantization import Quantize
 from planc.ops.rng import DrawApart, DrawByRank, SyncRng
 from planc.ops.styles import (

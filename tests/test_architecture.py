@@ -31,6 +31,7 @@ FLOORS = {
     "report": 6,
     "diffing": 7,
     "runtime": 7,
+    "backends": 8,
     "compiler": 8,
     "trial": 8,
     "provenance": 9,
@@ -211,6 +212,13 @@ def test_one_module_knows_axes_by_their_names():
     }
     assert found.pop(table)
     assert not any(found.values()), {str(p): n for p, n in found.items() if n}
+
+
+def test_few_files_know_a_backend():
+    """Those of the backend, of what scripts inline, and of Megatron-LM's configurations."""
+    files = [*FILES, *PACKAGE.rglob("*.toml")]
+    found = [str(f.relative_to(PACKAGE)) for f in files if "megatron" in f.read_text().lower()]
+    assert 5 < len(found) <= 10, sorted(found)
 
 
 def test_only_model_imports_transformers():

@@ -13,6 +13,7 @@ from test_fsdp import HEAD
 from torch import distributed, nn
 
 import planc
+from planc.backends.megatron_fsdp import OPTIONS, MegatronShard
 from planc.compiler import Compiled
 from planc.diagnostic import PlanError, Sink
 from planc.diffing.compare import compare
@@ -20,7 +21,6 @@ from planc.diffing.render import render as diff_of
 from planc.emit.python.script import render as script
 from planc.emit.text import render as text_of
 from planc.ops.document import digest, dumps, loads
-from planc.ops.megatron_fsdp import OPTIONS, MegatronShard
 from planc.provenance.query import why
 
 BLOCKS = "model.layers.* : unit"
@@ -186,8 +186,8 @@ class Recorder(types.ModuleType):
 def recorder(monkeypatch):
     made = Recorder()
     monkeypatch.setitem(sys.modules, "megatron_fsdp", made)
-    monkeypatch.setattr("planc.runtime.megatron_fsdp.DEVICES", ("cpu",))
-    monkeypatch.setattr("planc.runtime.megatron_fsdp.find_spec", lambda _: True)
+    monkeypatch.setattr("planc.backends.megatron_fsdp.runtime.DEVICES", ("cpu",))
+    monkeypatch.setattr("planc.backends.megatron_fsdp.runtime.find_spec", lambda _: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     return made
 
@@ -308,14 +308,14 @@ def untouched(tmp_path):
 
 
 def test_without_the_package(tmp_path, monkeypatch):
-    monkeypatch.setattr("planc.runtime.megatron_fsdp.find_spec", lambda _: None)
+    monkeypatch.setattr("planc.backends.megatron_fsdp.runtime.find_spec", lambda _: None)
     found = untouched(tmp_path)
     assert found.code == "PL499" and "megatron-fsdp cannot be imported" in found.message
     assert found.help == "pip install 'planc[megatron]'"
 
 
 def test_without_cuda(tmp_path, monkeypatch):
-    monkeypatch.setattr("planc.runtime.megatron_fsdp.find_spec", lambda _: True)
+    monkeypatch.setattr("planc.backends.megatron_fsdp.runtime.find_spec", lambda _: True)
     found = untouched(tmp_path)
     assert found.code == "PL499" and "runs only on CUDA, and this run is on cpu" in found.message
 

@@ -19,8 +19,8 @@ def context(plan: Plan, facts: Facts, sink: Sink) -> None:
     if plan.broken & {"context", "fsdp"}:
         return
     for rule in plan.context:
-        if plan.fsdp is not None and plan.fsdp.megatron is not None:
-            what = "context parallelism under Megatron-FSDP is not supported yet"
+        if plan.fsdp is not None and (backend := plan.fsdp.backend) is not None:
+            what = f"context parallelism under {backend.TITLE} is not supported yet"
             sink.error("PL010", what, rule.origin, help="use torch's FSDP")
         elif plan.mesh.size(rule.axis) > 1:
             _averaged(rule, plan, sink)

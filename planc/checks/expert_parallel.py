@@ -57,10 +57,11 @@ def _not_experts(rule: ExpertRule, plan: Plan) -> tuple[str, *tuple[Label, ...]]
             )
     if reason := _halved(rule, plan):
         return reason
-    if plan.fsdp is not None and plan.fsdp.megatron is not None and plan.mesh.experts:
-        label = Label(span=plan.fsdp.megatron.origin, text="Megatron-FSDP")
+    backend = plan.fsdp.backend if plan.fsdp else None
+    if backend is not None and plan.mesh.experts:
+        label = Label(span=backend.origin, text=backend.TITLE)
         return (
-            f"{name} is in a unit of Megatron-FSDP, which knows nothing of divided experts",
+            f"{name} is in a unit of {backend.TITLE}, which knows nothing of divided experts",
             label,
         )
     return None

@@ -122,8 +122,8 @@ def _unsupported(plan: Plan, op: Pipeline) -> Iterator[tuple[str, Span, str]]:
         text = "rank 0 sends a tensor to ranks that all have it, and stages have different ones"
         yield text, plan.load.origin_of("weights") or plan.load.origin, "write `weights = slices`"
     if plan.fsdp is not None:
-        if plan.fsdp.megatron is not None:
-            yield "Megatron-FSDP in a pipeline is not supported", plan.fsdp.origin, alone
+        if (backend := plan.fsdp.backend) is not None:
+            yield f"{backend.TITLE} in a pipeline is not supported", plan.fsdp.origin, alone
         if op.axis in {*plan.fsdp.shard, *plan.fsdp.replicate}:
             text = f"the ranks of {op.axis} hold different parameters, so nothing is sharded or "
             yield f"{text}replicated over it", plan.fsdp.origin, "name other axes"

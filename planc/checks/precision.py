@@ -16,7 +16,7 @@ def mixed_dtypes(plan: Plan, facts: Facts, sink: Sink) -> None:
 
     Source: `FSDPParamGroup._init_mp_dtypes` in torch, which raises in the first forward.
     """
-    if plan.fsdp is None or plan.fsdp.megatron is not None:  # that has a buffer for each dtype
+    if plan.fsdp is None or plan.fsdp.backend is not None:
         return
     found: dict[Unit, dict[str, tuple[str, bool]]] = {}
     for own in owned(plan, facts):

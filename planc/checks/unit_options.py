@@ -59,6 +59,13 @@ def _why(count: int, size: int) -> str:
     return f": it does not divide {size}" if count > 1 else ""
 
 
+def backend(plan: Plan, facts: Facts, sink: Sink) -> None:
+    """What another library than torch refuses, it says itself."""
+    if plan.fsdp is not None and plan.fsdp.backend is not None and "fsdp" not in plan.broken:
+        own = plan.fsdp.backend
+        own.part("checks").check(plan, plan.fsdp, own, facts, sink)
+
+
 def unit_axes(plan: Plan, facts: Facts, sink: Sink) -> None:
     """`on` takes a subset of the section's axes, and `shard_dim` a dim that the parameters have.
 
@@ -70,8 +77,6 @@ def unit_axes(plan: Plan, facts: Facts, sink: Sink) -> None:
     if section is None or "fsdp" in plan.broken:
         return
     found = list(owned(plan, facts))
-    if section.megatron and plan.mesh.size(*section.shard, *section.replicate) > 1:
-        _scalars(found, sink)
     for part in section.parts:
         if part.shard is not None:
             _axes(part, section, plan, sink)
@@ -83,20 +88,6 @@ def unit_axes(plan: Plan, facts: Facts, sink: Sink) -> None:
             _dim(part, own, ranks, sink)
         if part.shard_dim >= 0 and "expert" not in plan.broken:
             _short(part, own, ranks, sink)
-
-
-def _scalars(found: list[Owned], sink: Sink) -> None:
-    """Megatron-FSDP shards rows; `fully_shard` gets parameters of one element in their place."""
-    for one in found:
-        bare = [p.name for p in one.modules.module.parameters if not p.shape]
-        if bare and one.unit is not None:
-            of = f" of `{one.modules}`" if str(one.modules) else ""
-            sink.error(
-                "PL443",
-                f"`{bare[0]}`{of} is a scalar, which Megatron-FSDP cannot shard",
-                one.unit.origin,
-                help="make it a tensor of one element in the model's code",
-            )
 
 
 def _axes(unit: Unit | SpreadRule, section: Fsdp, plan: Plan, sink: Sink) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from planc.diffing.matching import KINDS, Pairs, differences, entries, groups, grown
+from planc.diffing.matching import Pairs, differences, entries, groups, grown, place_of
 from planc.model.facts import Modules
 from planc.notebook import InNotebooks
 from planc.ops import phrases
@@ -335,4 +335,4 @@ def _boxes(sets: Iterable[tuple[Modules, int]]) -> list[Modules]:
 def _order(change: Change) -> tuple[object, ...]:
     at = Span.parse_place(change.new or change.old)
     paths = (len(change.modules), [str(m) for m in change.modules])
-    return (KINDS.index(change.kind.split()[0]), at, change.label, paths, repr(change.parts))
+    return (place_of(change.kind), at, change.label, paths, repr(change.parts))

@@ -6,6 +6,7 @@ from dataclasses import replace
 from planc.model.facts import Modules
 from planc.model.indices import Indices
 from planc.ops import codec, registry
+from planc.ops.backend import Backend
 from planc.ops.base import Entry, Fact, Group, Value
 from planc.ops.fsdp import FullyShard
 from planc.ops.lowered import Lowered
@@ -13,6 +14,12 @@ from planc.ops.styles import style_text
 
 KINDS = ("model", "mesh", "data", "layers", *(k.WORD for k in registry.KINDS), "spread")
 """The kinds of changes, in the order of a diff."""
+
+
+def place_of(kind: str) -> int:
+    """The place of a kind in a diff; a backend has a word of its own."""
+    word = kind.split(maxsplit=1)[0]
+    return KINDS.index(word if word in KINDS else Backend.WORD)
 
 
 def groups(lowered: Lowered) -> set[Group]:
@@ -141,7 +148,7 @@ def grown(
             stacks.setdefault(str(stack), Entry(kind="layers", modules=stack))
             kinds.setdefault(str(stack), set()).add(part.kind.split()[0])
     for name, stack_entry in stacks.items():
-        names = tuple(k for k in KINDS if k in kinds[name])
+        names = tuple(sorted(kinds[name], key=place_of))
         brief = f"as those before: {', '.join(names)}"
         yield replace(stack_entry, facts=(Fact("operations", names),), brief=brief)
 

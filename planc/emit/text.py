@@ -4,6 +4,7 @@ Sections are in the order in which `apply` runs them; each operation writes its 
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 from planc.ops import phrases
 from planc.ops.lowered import FORMAT_VERSION, Lowered
@@ -27,8 +28,8 @@ def _lines(lowered: Lowered, digest: str) -> Iterator[str]:
         yield phrases.head("", f"{' * '.join(parts.axes)} as {split}")
     yield phrases.head("data", _data(lowered))
     for kind in KINDS:
-        ops = [op for op in lowered.ops if isinstance(op, kind)]
-        yield from kind.section(ops, lowered) if ops else ()
+        ops: list[Any] = [op for op in lowered.ops if isinstance(op, kind)]
+        yield from ops[0].section(ops, lowered) if ops else ()
     if not lowered.ops:
         yield phrases.head("nothing", "to do: the model stays as it is")
     yield phrases.head("per rank", _total(lowered))

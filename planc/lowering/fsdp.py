@@ -68,7 +68,7 @@ def _spread(rule: SpreadRule, section: Fsdp, plan: Plan) -> Spread:
 def settings(plan: Plan, facts: Facts) -> Iterator[Divide | Prefetch]:
     """The settings of units: gradient divide factors and prefetching."""
     section = plan.fsdp
-    if section is None or section.megatron is not None:
+    if section is None or section.backend is not None:
         return
     divide = section.divide or _mean(plan, section)
     if divide is not None:

@@ -21,7 +21,6 @@ from typing import TypeVar
 
 from planc.lowering.fsdp import settings, units_of
 from planc.lowering.lora import adapt, quantize, scales
-from planc.lowering.megatron_fsdp import at_rest, megatron
 from planc.lowering.memory import Holdings
 from planc.lowering.optimizer import optimize
 from planc.lowering.rng import draw_apart, draw_by_rank, sync_rng
@@ -29,6 +28,7 @@ from planc.lowering.stages import of_ranks
 from planc.model.facts import MODULE_DICT, Facts, Module, Modules
 from planc.model.module_table import BATCHED_EXPERTS
 from planc.ops.activation_checkpoint import Checkpoint
+from planc.ops.backend import Backend
 from planc.ops.base import AxisRole
 from planc.ops.compile import Compile
 from planc.ops.configure import Configure
@@ -39,7 +39,6 @@ from planc.ops.fsdp import FullyShard
 from planc.ops.lora import BASE_LAYER, Adapt
 from planc.ops.loss import ChunkLoss
 from planc.ops.lowered import Lowered, Stage
-from planc.ops.megatron_fsdp import MegatronShard
 from planc.ops.optimizer import Optimize
 from planc.ops.registry import AnyOp
 from planc.ops.rng import DrawByRank
@@ -107,6 +106,7 @@ def _stage(plan: Plan, facts: Facts, adapters: list[Adapt]) -> Stage:
     tensor, derived = _wide(plan), _derived(plan)
     holdings = Holdings(facts, plan, [*tensor, *derived, *expert_styles(plan)])
     units = _sharding(plan, facts, holdings)
+    at_rest = next((op.nbytes for op in units if isinstance(op, Backend)), None)
     # a style on divided experts splits those of a rank, and sums what came back from all ranks
     inside = [r for r in tensor if splits_divided(r, plan)]
     tensor = [r for r in tensor if r not in inside]
@@ -136,7 +136,7 @@ def _stage(plan: Plan, facts: Facts, adapters: list[Adapt]) -> Stage:
         *_joined(optimize(plan, facts)),
     ]
     return Stage(
-        parameters=at_rest(units, holdings) + scales(plan),
+        parameters=(holdings.at_rest() if at_rest is None else at_rest) + scales(plan),
         gathered=max((u.gathered for u in units), default=0),
         steps=tuple(sorted(stepped(plan, facts))),
         ops=tuple(ops),
@@ -157,13 +157,11 @@ def _losses(plan: Plan) -> Iterator[ChunkLoss]:
         yield replace(rule.op, modules=rule.modules, axes=wide, origin=rule.origin)
 
 
-def _sharding(
-    plan: Plan, facts: Facts, holdings: Holdings
-) -> list[FullyShard] | list[MegatronShard]:
+def _sharding(plan: Plan, facts: Facts, holdings: Holdings) -> list[FullyShard] | list[Backend]:
     if plan.fsdp is None:
         return []
-    if plan.fsdp.megatron is not None:
-        return [megatron(plan, plan.fsdp.megatron, facts, holdings)]
+    if (op := plan.fsdp.backend) is not None:
+        return [op.part("lowering").lowered(plan, op, facts, holdings)]
     return _joined(units_of(plan.fsdp, holdings))
 
 

@@ -27,6 +27,7 @@ from planc.lowering.step import (
 )
 from planc.model.facts import DTYPE_BYTES, Modules
 from planc.ops.activation_checkpoint import Checkpoint
+from planc.ops.backend import Backend
 from planc.ops.base import AxisRole
 from planc.ops.context import ContextParallel
 from planc.ops.contract import Flow, Grad, Side, contract
@@ -36,7 +37,6 @@ from planc.ops.fsdp import FullyShard
 from planc.ops.layouts import Layout, Partial, Replicate, Shard
 from planc.ops.lora import Adapt
 from planc.ops.loss import ChunkLoss
-from planc.ops.megatron_fsdp import MegatronShard
 from planc.ops.pipeline import Pipeline, stages_of_rank
 from planc.ops.registry import AnyOp
 from planc.ops.styles import Colwise, Input, Sequence, style_name
@@ -70,8 +70,8 @@ def left_out(step: Step) -> tuple[str, ...]:
             names[f"{style_name(op.style)} of {op.modules}"] = None
         elif isinstance(op, Checkpoint) and op.save:
             names[f"what backward repeats of {op.modules}"] = None
-        elif isinstance(op, MegatronShard):
-            names["what Megatron-FSDP gathers and reduces"] = None
+        elif isinstance(op, Backend):
+            names[f"what {op.TITLE} gathers and reduces"] = None
         elif isinstance(op, Freeze | Adapt) and not step.owned:
             names["what backward leaves out where parameters are frozen"] = None
         elif isinstance(op, ContextParallel | Pipeline | DispatchExperts) and step.backward.skips:

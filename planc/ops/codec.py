@@ -111,10 +111,10 @@ class Record:
 
     @cached_property
     def fields(self) -> tuple[Field, ...]:
-        """The fields that are written, a base's after its own."""
+        """The fields that are written, those of the class that all others extend last."""
         hints = get_type_hints(self.cls, include_extras=True)
         bases = [base for base in self.cls.__mro__[1:] if dataclasses.is_dataclass(base)]
-        inherited = {f.name for base in bases for f in dataclasses.fields(base)}
+        inherited = {f.name for base in bases[-1:] for f in dataclasses.fields(base)}
         return tuple(
             Field(
                 name=f.name,
@@ -137,13 +137,19 @@ class Record:
         return [f for f in dataclasses.fields(self.cls) if f.metadata.get("written", True)]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Tagged:
     """A union of dataclasses; the value under `key` is the name of the kind."""
 
     key: str
-    kinds: Mapping[str, Record]
+    members: tuple[Any, ...]
     form: Form
+
+    @cached_property
+    def kinds(self) -> Mapping[str, Record]:
+        """The kinds by name; a class that others extend stands for those that are installed."""
+        every = (cls.installed() if hasattr(cls, "installed") else (cls,) for cls in self.members)
+        return {kind_of(cls): _record(cls) for classes in every for cls in classes}
 
 
 Shape = Leaf | Many | Named | Either | Record | Tagged
@@ -180,8 +186,7 @@ def shape_of(hint: Any) -> Shape:
 def _annotated(inner: Any, forms: list[Form]) -> Shape:
     tag = next((f.tag for f in forms if f.tag), "")
     if tag:
-        kinds = {kind_of(cls): _record(cls) for cls in get_args(inner)}
-        return Tagged(tag, kinds, forms[-1])
+        return Tagged(tag, get_args(inner), forms[-1])
     for form in forms:
         if form.pairs:
             name, item = get_args(get_args(inner)[0])
@@ -223,8 +228,8 @@ def dump(value: Any, shape: Shape, *, compared: bool = False) -> Any:
             plain = value is None or shape.listed is None or isinstance(value, str | int | float)
             return value if plain else dump(value, shape.listed, compared=compared)  # type: ignore[arg-type]
         case Tagged():
-            kind = kind_of(type(value))
-            return {shape.key: kind, **dump(value, shape.kinds[kind], compared=compared)}
+            kind: Any = type(value)
+            return {shape.key: kind_of(kind), **dump(value, _record(kind), compared=compared)}
         case Record():
             written = {
                 f.key: dump(getattr(value, f.name), f.shape, compared=compared)
@@ -268,8 +273,9 @@ def _flat(name: str, value: Any, shape: Shape) -> Iterator[tuple[str, Any]]:
         case Record():
             yield name, str(value)
         case Tagged():
-            yield name, kind_of(type(value))
-            for f in shape.kinds[kind_of(type(value))].fields:
+            kind: Any = type(value)
+            yield name, kind_of(kind)
+            for f in _record(kind).fields:
                 yield from _flat(f.key, getattr(value, f.name), f.shape)
         case Many() if _one_text(shape.item):
             yield name, tuple(map(str, value))

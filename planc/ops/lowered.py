@@ -14,9 +14,9 @@ from typing import Annotated
 from planc.diagnostic import Diagnostic
 from planc.notebook import InNotebooks
 from planc.ops import base
+from planc.ops.backend import Backend
 from planc.ops.call import Context
 from planc.ops.fsdp import FullyShard
-from planc.ops.megatron_fsdp import MegatronShard
 from planc.ops.pipeline import Pipeline
 from planc.ops.registry import AnyOp
 from planc.ops.styles import Custom
@@ -137,6 +137,11 @@ class Lowered(InNotebooks):
         return next((op for op in self.stages[0].ops if isinstance(op, Pipeline)), None)
 
     @property
+    def backend(self) -> Backend | None:
+        """The call of a backend in the place of FSDP's; None without one."""
+        return next((op for op in self.ops if isinstance(op, Backend)), None)
+
+    @property
     def ops(self) -> tuple[AnyOp, ...]:
         """The operations of all stages, in order; what is the same on several, once."""
         if len(self.stages) == 1:
@@ -187,7 +192,7 @@ class Lowered(InNotebooks):
     @property
     def averaged(self) -> tuple[str, ...]:
         """The axes that gradients are averaged over: data and sequence axes."""
-        units = [op for op in self.ops if isinstance(op, FullyShard | MegatronShard)]
+        units = [op for op in self.ops if isinstance(op, FullyShard | Backend)]
         names = {name for op in units for name in (*op.shard, *op.replicate)}
         # a unit may be sharded over tensor ranks too, which have equal gradients
         context = (a.name for a in self.axes if a.role is base.AxisRole.SEQUENCE)

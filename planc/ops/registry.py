@@ -3,6 +3,7 @@
 from typing import Annotated, get_args
 
 from planc.ops.activation_checkpoint import Checkpoint
+from planc.ops.backend import Backend
 from planc.ops.base import Form, Op
 from planc.ops.compile import Compile
 from planc.ops.configure import Configure
@@ -13,7 +14,6 @@ from planc.ops.fsdp import Divide, FullyShard, Prefetch
 from planc.ops.load import Load
 from planc.ops.lora import Adapt
 from planc.ops.loss import ChunkLoss
-from planc.ops.megatron_fsdp import MegatronShard
 from planc.ops.optimizer import Optimize
 from planc.ops.pipeline import Pipeline
 from planc.ops.quantization import Quantize
@@ -34,7 +34,7 @@ AnyOp = Annotated[
     | Checkpoint
     | Compile
     | FullyShard
-    | MegatronShard
+    | Backend
     | Divide
     | Prefetch
     | ChunkLoss
@@ -51,6 +51,6 @@ KINDS: tuple[type[Op], ...] = get_args(get_args(AnyOp)[0])
 
 def units_of(op: Op) -> tuple[FullyShard, ...]:
     """The FSDP units of an operation; empty for other operations."""
-    if isinstance(op, MegatronShard):
+    if isinstance(op, Backend):
         return tuple(op.units())
     return (op,) if isinstance(op, FullyShard) else ()

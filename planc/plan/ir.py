@@ -14,6 +14,7 @@ from typing import TypeVar
 
 from planc.model.facts import Facts, Modules, Parameter, Segment
 from planc.ops.activation_checkpoint import Checkpoint
+from planc.ops.backend import Backend
 from planc.ops.base import AxisRole
 from planc.ops.compile import Compile
 from planc.ops.context import ContextParallel
@@ -25,7 +26,6 @@ from planc.ops.load import Load
 from planc.ops.lora import Adapt
 from planc.ops.loss import ChunkLoss
 from planc.ops.lowered import ExpertMesh, MeshAxis
-from planc.ops.megatron_fsdp import MegatronShard
 from planc.ops.optimizer import Optimize
 from planc.ops.phrases import together
 from planc.ops.pipeline import Pipeline
@@ -246,7 +246,7 @@ class Fsdp(Meaning):
         units: in the plan's order; lowering sorts them topologically.
         ignored, spreads: what is in no unit, and what is sharded otherwise than its unit.
         prefetch: the operation without its units.
-        megatron: the operation without its units and axes, None for FSDP2.
+        backend: the operation without its units and axes, None for FSDP2.
         experts: how ranks divide experts, None where none do.
     """
 
@@ -259,7 +259,7 @@ class Fsdp(Meaning):
     offload: Offload | None = None
     divide: Divide | None = None
     spreads: tuple[SpreadRule, ...] = ()
-    megatron: MegatronShard | None = None
+    backend: Backend | None = None
     experts: ExpertMesh | None = None
 
     @property

@@ -70,11 +70,11 @@ def _owned(plan: Plan, facts: Facts) -> Iterator[Owned]:
 def stepped(plan: Plan, facts: Facts) -> dict[str, int]:
     """The dtypes of the parameters that the optimizer steps, each with their number of elements.
 
-    Megatron-FSDP gives the optimizer weights of its own, in their own dtype. A tied parameter
-    counts under each of its names.
+    A backend may give the optimizer weights of its own, in their own dtype. A tied parameter counts
+    under each of its names.
     """
-    megatron = plan.fsdp.megatron if plan.fsdp else None
-    main = megatron.main_params if megatron else None
+    backend = plan.fsdp.backend if plan.fsdp else None
+    main = backend.optimized if backend else None
     counts: dict[str, int] = {}
     for own in owned(plan, facts):
         for parameter in own.modules.module.parameters:

@@ -22,7 +22,6 @@ from planc.ops.context import ContextParallel
 from planc.ops.expert_parallel import DispatchExperts
 from planc.ops.fsdp import FullyShard
 from planc.ops.lowered import Lowered
-from planc.ops.megatron_fsdp import MegatronShard
 from planc.ops.pipeline import Pipeline
 from planc.ops.tensor_parallel import Parallelize
 from planc.plan.ir import Plan
@@ -40,7 +39,6 @@ from planc.trial.outcome import Outcome
 from planc.trial.trial_part import left_out
 
 _NOTHING = Unrepresented(reason="nothing is simulated")
-UNSEEN = "Megatron-FSDP runs only on CUDA, where planc proves nothing"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,7 +196,7 @@ def flow(
         reason = f"{lowered.code[0]} is custom code, imported only with --allow-code"
         outcome = Outcome(verdict="unknown", reason=reason)
         small: SmallCase | Unrepresented = Unrepresented(reason=reason)
-    elif lowered.has(MegatronShard) and not axes:
+    elif lowered.backend and not axes:
         return _unsplit(facts, ir, lowered, sink, strict)
     else:
         outcome, small = _judge_all(compiled, axes, parts)
@@ -294,8 +292,8 @@ def _report(
 
 def _unsplit(facts: Facts, ir: Plan, lowered: Lowered, sink: Sink, strict: bool) -> Verdict:
     """The verdict on a plan without tensor parallelism: whether its FSDP units are called."""
-    if lowered.has(MegatronShard):
-        unseen = Outcome(verdict="unknown", reason=UNSEEN)
+    if backend := lowered.backend:
+        unseen = Outcome(verdict="unknown", reason=backend.UNPROVED)
         verdict = Verdict(outcome=unseen, sections=tuple(_sections(lowered, ir, unseen, _NOTHING)))
         _unknown(verdict, sink, strict, "compare a few training steps with torch's FSDP")
         return verdict
@@ -316,9 +314,9 @@ def _released(
     lowered: Lowered, ir: Plan, outcome: Outcome, small: SmallCase | Unrepresented
 ) -> bool:
     """Whether the module that runs again is in an FSDP unit other than the root, or the plan uses
-    Megatron-FSDP; a simulation with FSDP has shown what comes of it.
+    a backend; a simulation with FSDP has shown what comes of it.
     """
-    if lowered.has(MegatronShard):
+    if lowered.backend:
         return True
     axes = (*ir.fsdp.shard, *ir.fsdp.replicate) if ir.fsdp is not None else ()
     if isinstance(small, SmallCase) and _simulated(small, axes):
@@ -388,9 +386,11 @@ def _sections(
             yield made(name=name, data=True)
         else:
             yield SectionVerdict(name=name, verdict="proved", by="structure", data=True)
-    if ir.fsdp is not None and lowered.has(MegatronShard):
+    if ir.fsdp is not None and (backend := lowered.backend):
         name, by = f"fsdp on {' * '.join(ir.fsdp.shard)}", "structure"
-        yield SectionVerdict(name=name, verdict="unknown", by=by, reason=UNSEEN, data=True)
+        yield SectionVerdict(
+            name=name, verdict="unknown", by=by, reason=backend.UNPROVED, data=True
+        )
     for left in left_out(lowered):
         name, _, reason = left.partition(": ")
         yield SectionVerdict(name=name, verdict="left out", by="structure", reason=reason)

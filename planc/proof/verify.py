@@ -13,10 +13,8 @@ from planc.model.facts import Facts
 from planc.model.load import load
 from planc.ops.document import digest
 from planc.ops.lowered import Lowered
-from planc.ops.megatron_fsdp import MegatronShard
 from planc.plan.ir import Plan
 from planc.plan.stand_in import Unrepresented
-from planc.proof.layout_flow import UNSEEN
 from planc.proof.small_case import SmallCase, small_case
 from planc.proof.small_mesh import not_reached, small_sizes, with_experts
 from planc.proof.verify_report import report_difference, report_failure, report_unknown, table
@@ -120,9 +118,10 @@ def verify(
             message = f"{case.lowered.code[0]} is custom code"
             report_unknown(sink, message, "review it, then pass --allow-code")
             return Proof(verdict="unknown")
-        if case.lowered.has(MegatronShard):
-            report_unknown(sink, UNSEEN, "compare a few training steps with torch's FSDP")
-            return Proof(verdict="unknown", certificate=_certificate(case, "unknown", UNSEEN))
+        if backend := case.lowered.backend:
+            report_unknown(sink, backend.UNPROVED, "compare a few training steps with torch's FSDP")
+            unproved = _certificate(case, "unknown", backend.UNPROVED)
+            return Proof(verdict="unknown", certificate=unproved)
         if precision and not rounds(case.lowered):
             report_unknown(sink, "it has no mixed precision", "leave out --precision")
             return Proof(verdict="unknown")

@@ -14,6 +14,7 @@ from planc.lowering.memory import kept_shape
 from planc.model.facts import DTYPE_BYTES, Facts, Modules, Parameter
 from planc.ops import phrases
 from planc.ops.activation_checkpoint import Checkpoint
+from planc.ops.backend import Backend
 from planc.ops.compile import Compile
 from planc.ops.contract import Split, part_sizes, weight_split
 from planc.ops.expert_parallel import DispatchExperts
@@ -23,7 +24,6 @@ from planc.ops.load import Load
 from planc.ops.lora import Adapt
 from planc.ops.loss import ChunkLoss
 from planc.ops.lowered import Lowered
-from planc.ops.megatron_fsdp import MegatronShard
 from planc.ops.quantization import Quantize
 from planc.ops.registry import AnyOp, units_of
 from planc.ops.rng import DrawByRank
@@ -205,8 +205,8 @@ class _Question:
         member = max((m for m in op.members if self.at.inside(m)), key=lambda m: len(m.path))
         target = op.name if op.group else self._part(len(member.path))
         parts = [where(op, self.lowered), along(op), op.resharding]
-        if isinstance(call := self.owner[id(op)], MegatronShard):
-            parts = [f"Megatron-FSDP, {call.headline(self.lowered)}", *parts[2:]]
+        if isinstance(call := self.owner[id(op)], Backend):
+            parts = [f"{call.TITLE}, {call.headline(self.lowered)}", *parts[2:]]
         return self._reason(", ".join(filter(None, parts)) + offloading(op), target, op)
 
     def _spread(self, op: FullyShard) -> Spread | None:
@@ -224,7 +224,7 @@ class _Question:
             yield self._reason(f"spread {spread.headline(self.lowered)}", target, op, line)
 
     def _settings(self, op: FullyShard) -> Iterator[Reason]:
-        if isinstance(self.owner[id(op)], MegatronShard):
+        if isinstance(self.owner[id(op)], Backend):
             return
         target = self._sharded(op).target
         line = op.origin_of("precision") or NOWHERE

@@ -25,7 +25,7 @@ from planc.ops.freeze import Freeze
 from planc.ops.lora import Adapt
 from planc.ops.lowered import Lowered
 from planc.ops.optimizer import Optimize
-from planc.runtime import gradients, megatron_fsdp, preconditions
+from planc.runtime import gradients, preconditions
 from planc.runtime.calls import Values, function_of, resolve
 from planc.runtime.known_verdict import KnownVerdict, Required, accept, strongest
 from planc.runtime.lora import remember, require_packages
@@ -35,6 +35,7 @@ from planc.runtime.run import Run
 from planc.runtime.safeguards.guards import Applied, guard
 from planc.runtime.safeguards.inputs import PassComparison, comparison, same_batches, watch
 from planc.runtime.safeguards.weights import unequal, weight_sums
+from planc.runtime.sharded_tensors import SHARDED_BY
 
 _log = logging.getLogger("planc")
 
@@ -71,7 +72,7 @@ def apply_lowered(
         PlanError: PL172 (a custom style), PL480 to PL482 (too little is known of the plan), PL485
             (compiled attention on the CPU), PL490 (world size), PL491 (digests differ), PL493
             (parallel already), PL494 (another model), PL495 (no process group or mesh), PL499
-            (Megatron-FSDP cannot run), before the model is changed; PL492 (torch refused).
+            (its backend cannot run), before the model is changed; PL492 (torch refused).
     """
     began = time.perf_counter()
     before = tuple(weakref.ref(p) for p in model.parameters())
@@ -91,6 +92,8 @@ def apply_lowered(
             except Exception as error:
                 what = f"torch refused {op_name(op)} of {worker.at or 'the model'}"
                 raise stop("PL492", f"{what}: {first_line(error)}") from error
+        if lowered.backend:
+            SHARDED_BY[model] = lowered.backend.part("runtime")
         watch(model, first)
         guard(applied)
         gradients.clear_unreduced(model, model)
@@ -116,7 +119,8 @@ def _require(model: nn.Module, lowered: Lowered, device: str, allow_code: bool) 
     try:
         _code(lowered, allow_code)
         require_packages(lowered)
-        megatron_fsdp.require(lowered, device)
+        if lowered.backend:
+            lowered.backend.part("runtime").require(device)
         preconditions.require_recomputable(model, lowered, device)
     except Exception as error:
         announce(error, device)

@@ -13,6 +13,7 @@ from planc.diagnostic import Diagnostic, Label, PlanError, Severity, one_of
 from planc.model.facts import Modules, below
 from planc.model.module_table import already_parallel
 from planc.ops.activation_checkpoint import Checkpoint
+from planc.ops.backend import Backend
 from planc.ops.base import Op
 from planc.ops.call import Context, modules_of
 from planc.ops.compile import Compile
@@ -21,7 +22,6 @@ from planc.ops.fsdp import FullyShard
 from planc.ops.load import Load
 from planc.ops.lora import Adapt
 from planc.ops.lowered import Lowered
-from planc.ops.megatron_fsdp import MegatronShard
 from planc.ops.tensor_parallel import Parallelize, Tie
 from planc.runtime.meshes import start
 from planc.runtime.standalone.pipeline import Stages
@@ -115,7 +115,7 @@ def announce(error: Exception, device_type: str) -> None:
 
 def members_of(op: Op, context: Context) -> Iterator[Modules]:
     """The module sets that an operation works on."""
-    if isinstance(op, MegatronShard):  # its call takes the classes of the modules
+    if isinstance(op, Backend):  # its call takes the whole model
         yield from op.members
     for step in op.calls(context):
         yield from modules_of(step)
@@ -126,8 +126,8 @@ def op_name(op: Op) -> str:
     name = type(op).__name__.lower()
     if isinstance(op, FullyShard):
         name = "fully_shard" if op.shard else "replicate"
-    if isinstance(op, MegatronShard):
-        name = "megatron_fsdp.fully_shard_model"
+    if isinstance(op, Backend):
+        name = op.FUNCTION
     return f"{name} ({op.place})" if op.place else name
 
 
@@ -199,8 +199,8 @@ def _misfits(
             yield f"the model has no module {name!r}"
         elif isinstance(op, Parallelize) and type(modules[name]) is not nn.Module:
             yield from _shapes(op, name, modules[name])
-    if isinstance(op, MegatronShard):
-        yield from _classes(op, modules)
+    if isinstance(op, Backend):
+        yield from op.misfits(modules)
     if isinstance(op, Configure):
         try:
             attrgetter(f"config.{op.name}")(model)
@@ -211,15 +211,6 @@ def _misfits(
             owner, _, last = path.rpartition(".")
             if owner not in modules or modules[owner]._parameters.get(last) is None:
                 yield f"the model has no parameter {path!r}"
-
-
-def _classes(op: MegatronShard, modules: dict[str, nn.Module]) -> Iterator[str]:
-    """Modules of the unit classes, or of their subclasses, that are not units of the plan."""
-    classes = tuple({type(m) for m in modules.values() if type(m).__name__ in op.classes})
-    wanted = {name for members in op.members for name in members.names()}
-    for name, module in modules.items():
-        if isinstance(module, classes) and name not in wanted:
-            yield f"{name} is a {type(module).__name__}, and would be a separate unit"
 
 
 def _shapes(op: Parallelize, name: str, module: nn.Module) -> Iterator[str]:

@@ -16,16 +16,15 @@ from torch.optim import Optimizer
 from planc.model import cache
 from planc.notebook import InNotebooks
 from planc.ops.lowered import Lowered
-from planc.ops.megatron_fsdp import MegatronShard
 from planc.ops.optimizer import Optimize
-from planc.runtime import gradients, megatron_fsdp
+from planc.runtime import gradients
 from planc.runtime.context import rank_part, sequence_parts
 from planc.runtime.counted_labels import rule_of
 from planc.runtime.known_verdict import KnownVerdict
 from planc.runtime.meshes import Meshes
 from planc.runtime.preconditions import stop
 from planc.runtime.safeguards.inputs import PassComparison, SameRows
-from planc.runtime.sharded_tensors import megatron_of
+from planc.runtime.sharded_tensors import SHARDED_BY
 from planc.runtime.standalone.clipping import clip_grad_norm
 from planc.runtime.standalone.optimizer import planned_optimizer
 from planc.runtime.training_step import Batch, TrainingStep
@@ -138,6 +137,11 @@ class Run(InNotebooks):
 
     # training: planc/runtime/gradients.py
 
+    @property
+    def _backend(self) -> Any:
+        """The runtime of the backend that shards the model; None for torch's FSDP."""
+        return SHARDED_BY.get(self.model)
+
     def optimizer(
         self,
         optimizer: Optimizer | None = None,
@@ -148,9 +152,9 @@ class Run(InNotebooks):
         """The optimizer that the plan describes, or one of the script's, prepared for the plan.
 
         Every rank calls it. With torch's FSDP, the optimizer's `zero_grad` then also clears what
-        `no_sync` has not reduced yet. Megatron-FSDP keeps separate parameters for the
-        optimizer and copies them to the model after each step, so an optimizer that was not
-        prepared raises at its first step.
+        `no_sync` has not reduced yet. A backend may keep separate parameters for the optimizer,
+        and copy them to the model after each step: an optimizer that was not prepared then raises
+        at its first step.
 
         Args:
             optimizer: of the model's parameters, where the plan has no optimizer section.
@@ -167,8 +171,9 @@ class Run(InNotebooks):
             optimizer = planned_optimizer(self.model, rate, weight_decay)
         else:
             gradients.require_current(self.model, optimizer, self.replaced)
-            if self.lowered.has(MegatronShard):
-                return megatron_fsdp.optimizer(optimizer)
+            if self._backend:
+                prepared: Optimizer = self._backend.optimizer(optimizer)
+                return prepared
         gradients.clear_unreduced(optimizer, self.model)
         return optimizer
 
@@ -180,11 +185,12 @@ class Run(InNotebooks):
 
         Args:
             whole: whether sharded gradients too stay on the rank, unsharded, until then: fewer
-                collectives, and a whole gradient of every parameter in memory. Megatron-FSDP does
-                not have this, and takes no notice of it.
+                collectives, and a whole gradient of every parameter in memory. Backends other than
+                torch's FSDP do not have this, and take no notice of it.
         """
-        if self.lowered.has(MegatronShard):
-            return megatron_fsdp.no_sync(self.model)
+        if self._backend:
+            unreduced: AbstractContextManager[None] = self._backend.no_sync(self.model)
+            return unreduced
         return gradients.no_sync(self.model, whole=whole)
 
     def batch(self, batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -271,10 +277,10 @@ class Run(InNotebooks):
         """Keeps all parameters unsharded, for inference: forward passes inside do not all-gather.
 
         Raises:
-            PlanError: PL499, Megatron-FSDP shards the model.
+            PlanError: PL499, a backend other than torch's FSDP shards the model.
         """
-        if self.lowered.has(MegatronShard):
-            message = "`run.unshard` is not supported for a model that Megatron-FSDP shards"
+        if backend := self.lowered.backend:
+            message = f"`run.unshard` is not supported for a model that {backend.TITLE} shards"
             raise stop("PL499", message, help="it all-gathers in each pass: remove the call")
         return gradients.unshard(self.model)
 
@@ -342,9 +348,8 @@ class Run(InNotebooks):
             device=self.mesh.device_type,
         )
         self.first.weights.note(self.model)
-        if self.lowered.has(MegatronShard):
-            # from the optimizer's parameters to those of the forward pass
-            megatron_of(self.model).install_optimized_model_weights()
+        if self._backend:
+            self._backend.loaded(self.model)
         return step
 
     def save(

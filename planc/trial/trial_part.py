@@ -3,20 +3,20 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
+from planc.ops.backend import Backend
 from planc.ops.compile import Compile
 from planc.ops.fsdp import Divide, FullyShard, Prefetch
 from planc.ops.load import Load
 from planc.ops.lora import Adapt
 from planc.ops.lowered import Lowered
-from planc.ops.megatron_fsdp import MegatronShard
 from planc.ops.pipeline import Pipeline
 from planc.ops.quantization import Quantize
 from planc.ops.registry import AnyOp
 
-LEFT_OUT = (Compile, Load, Quantize, MegatronShard)
+LEFT_OUT = (Compile, Load, Quantize, Backend)
 """The operations that a trial leaves out: compile takes minutes and does not change results by
 intent; weights are random; shards of a small weight are not whole quantization blocks, as checked
-for a real one; Megatron-FSDP needs CUDA."""
+for a real one; a backend may need a device."""
 
 DATA = (FullyShard, Divide, Prefetch)
 """The operations of the data axes."""

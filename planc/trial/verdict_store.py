@@ -14,10 +14,10 @@ from typing import Literal, get_args
 
 from planc.model import cache
 from planc.model.facts import Facts
+from planc.ops.backend import Backend
 from planc.ops.document import digest
 from planc.ops.fsdp import FullyShard
 from planc.ops.lowered import Lowered
-from planc.ops.megatron_fsdp import MegatronShard
 from planc.ops.registry import AnyOp
 from planc.runtime.known_verdict import KnownVerdict, Level, strongest
 from planc.trial import certificate
@@ -69,7 +69,7 @@ def _key(lowered: Lowered, facts: Facts, by: Proof) -> str:
 
 
 def _without_bytes(op: AnyOp) -> AnyOp:
-    return replace(op, nbytes=0, gathered=0) if isinstance(op, FullyShard | MegatronShard) else op
+    return replace(op, nbytes=0, gathered=0) if isinstance(op, FullyShard | Backend) else op
 
 
 def _verdict(lowered: Lowered, facts: Facts, by: Proof) -> KnownVerdict | None:

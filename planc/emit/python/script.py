@@ -23,7 +23,6 @@ from planc.ops.context import ContextParallel
 from planc.ops.load import Load
 from planc.ops.lora import Adapt
 from planc.ops.lowered import Lowered, Stage
-from planc.ops.megatron_fsdp import MegatronShard
 from planc.ops.optimizer import Optimize
 from planc.ops.quantization import Quantize
 from planc.ops.uneven_groups import uneven_groups
@@ -126,8 +125,8 @@ def _docstring(lowered: Lowered, digest: str, packed: bool) -> str:
         needed = "torch and peft alone"
     if Quantize in kinds:
         needed = "torch, peft and bitsandbytes alone"
-    if MegatronShard in kinds:
-        needed = f"CUDA, megatron_fsdp{',' if ' and ' in needed else ' and'} {needed}"
+    if backend := lowered.backend:
+        needed = f"{backend.NEEDS}{',' if ' and ' in needed else ' and'} {needed}"
     if lowered.code:
         needed = needed.replace("alone", "and the user-defined styles")
     note = f"Written by planc from the lowered plan {digest[:12]}; it needs {needed}."

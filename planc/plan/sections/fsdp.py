@@ -5,15 +5,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from planc.diagnostic import Label, elsewhere
+from planc.ops.backend import Backend, backend, names
 from planc.plan.ir import Fsdp, Ignored, SpreadRule
 from planc.plan.mesh_axes import expanded
 from planc.plan.program import Program
 from planc.plan.rule_conflicts import Claims, Placed, Settings, flatten
 from planc.plan.scope import Scope
-from planc.plan.sections import fsdp_policies, fsdp_units, megatron_fsdp
+from planc.plan.sections import fsdp_policies, fsdp_units
+from planc.plan.sections.word_settings import one_word
 from planc.plan.selectors import select
 from planc.syntax import ast
 
+_TORCH = "torch"
 _HOLDS = "it holds `precision(...)` and rules such as `model.layers.* : unit`"
 _POLICIES: dict[str, Callable[[Any, Scope], object]] = {
     "precision": fsdp_policies.section_precision,
@@ -73,9 +76,33 @@ def fsdp(program: Program) -> Fsdp | None:
             for c in state.spreads.claims
         ),
         experts=program.mesh.experts if program.mesh else None,
-        megatron=megatron_fsdp.read(state.settings, first.name, program.scope),
+        backend=_backend(state, first.name),
         origin=first.origin.source.span(first.origin.start, first.name_origin.end),
     )
+
+
+def _backend(state: _Section, section: str) -> Backend | None:
+    """The operation of the backend that a section names, without its units and axes; None for
+    torch's FSDP, and after a finding.
+    """
+    lines, chosen = state.settings.lines, state.settings.values.get("backend", _TORCH)
+    kind = backend(chosen) if chosen in names() else None
+    for name, item in lines.items() if chosen else ():
+        own = name in (*_POLICIES, "divide", "backend", *(kind.SETTINGS if kind else ()))
+        if not own and (word := _owner(name)):
+            used, title = kind.TITLE if kind else "torch's FSDP", backend(word).TITLE
+            message = f"`{name}` is a setting of {title}, and this section uses {used}"
+            help = f"write `backend = {word}` in the section, or remove this"
+            state.program.sink.error("PL498", message, item.origin, help=help)
+    if kind is None:
+        return None
+    found: Backend | None = kind.part("section").read(lines, section, state.program.scope)
+    return found
+
+
+def _owner(name: str) -> str | None:
+    """The word of an installed backend that has a setting of this name."""
+    return next((word for word in names() if name in backend(word).SETTINGS), None)
 
 
 def _dtypes_first(placed: Placed) -> bool:
@@ -128,9 +155,10 @@ def _item(placed: Placed, section: str, state: _Section) -> None:
             state.settings.add(item, lambda item: _POLICIES[name](item, scope))
         case ast.Setting(name="divide"):
             state.settings.add(item, lambda item: fsdp_policies.divide(item, scope))
-        case ast.Setting(name=name) if name in megatron_fsdp.SETTINGS:
-            state.settings.add(item)
-        case ast.Directive(call=ast.Call(name=megatron_fsdp.NAME)):
+        case ast.Setting(name="backend"):
+            words = {word: word for word in (_TORCH, *names())}
+            state.settings.add(item, lambda item: one_word(item, words, scope))
+        case ast.Setting(name=name) | ast.Directive(call=ast.Call(name=name)) if _owner(name):
             state.settings.add(item)
         case ast.Placement() | ast.Setting() | ast.Directive():
             name = item.call.name if isinstance(item, ast.Directive) else item.name

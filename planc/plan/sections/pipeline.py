@@ -136,7 +136,7 @@ def _value(item: ast.Setting, program: Program) -> object:
         hint = "write `microbatches = 8`"
         wrong_value(item.value, item.name, "a positive number", value, program.scope, hint=hint)
         return None
-    return one_word(item, {name: name for name in SCHEDULES}, program)
+    return one_word(item, {name: name for name in SCHEDULES}, program.scope)
 
 
 def _complete(settings: Settings, section: ast.Section, program: Program) -> bool:

@@ -6,6 +6,7 @@ from planc.diagnostic import did_you_mean, one_of
 from planc.plan.call_arguments import word, wrong_value
 from planc.plan.program import Program
 from planc.plan.rule_conflicts import Settings, flatten
+from planc.plan.scope import Scope
 from planc.syntax import ast
 
 Words = Mapping[str, Mapping[str, str]]
@@ -45,17 +46,17 @@ def word_settings(
     """Adds the settings (of `words`) of a section; reports PL011, PL012 and PL105."""
 
     def read(item: ast.Setting) -> str | None:
-        return one_word(item, words[item.name], program)
+        return one_word(item, words[item.name], program.scope)
 
     read_settings(section, words, settings, program, example, read=read)
 
 
-def one_word(item: ast.Setting, words: Mapping[str, str], program: Program) -> str | None:
+def one_word(item: ast.Setting, words: Mapping[str, str], scope: Scope) -> str | None:
     """The value of a setting, by one of a few words; None after PL012."""
-    value = word(item.value, program.scope)
+    value = word(item.value, scope)
     if isinstance(value, str) and value in words:
         return words[value]
     hint = did_you_mean(value, words) if isinstance(value, str) else None
     wanted = one_of(f"`{w}`" for w in words)
-    wrong_value(item.value, item.name, wanted, value, program.scope, hint=hint)
+    wrong_value(item.value, item.name, wanted, value, scope, hint=hint)
     return None

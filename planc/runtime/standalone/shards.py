@@ -23,7 +23,7 @@ Block = tuple[tuple[slice, ...], tuple[slice, ...]]
 Order = tuple[int, list[tuple[int, int]]]
 """(dim, ranges): a parameter's ranges of that dim, in the order that it has them."""
 CHUNK_LIST = "__create_chunk_list__"
-"""The attribute by which Megatron-FSDP records which chunk a local tensor is."""
+"""The attribute by which a local tensor says torch's checkpoints which chunk it is."""
 
 # Names --------------------------------------------------------------------------------
 
@@ -192,10 +192,10 @@ def slices_of(tensor: Tensor, order: Order | None = None) -> tuple[Runs, ...]:
 
 
 def chunk_positions(tensor: Tensor) -> list[Tensor] | None:
-    """The positions of a Megatron-FSDP shard in the full tensor; None for others.
+    """The positions of a shard that says its chunk in the full tensor; None for others.
 
-    It packs parameters into buffers that it splits evenly, so shards of a parameter are
-    uneven, and some empty. It records the chunk on the local tensor, for checkpoints.
+    Some libraries pack parameters into buffers that they split evenly, so shards of a
+    parameter are uneven, and some empty. They record the chunk on the local tensor.
     """
     known = getattr(getattr(tensor, "_local_tensor", None), CHUNK_LIST, None)
     if known is None:

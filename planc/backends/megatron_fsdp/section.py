@@ -3,41 +3,29 @@
 Source: `megatron_fsdp.fully_shard_model` and `megatron_fsdp.MixedPrecisionPolicy`, version 0.6.1.
 """
 
-from planc.diagnostic import one_of
-from planc.ops.megatron_fsdp import OPTIONS, OUTER, STRATEGIES, MegatronShard
-from planc.plan.call_arguments import Arguments, word
-from planc.plan.rule_conflicts import SectionLine, Settings
-from planc.plan.scope import Failed, Scope
+from collections.abc import Mapping
+
+from planc.backends.megatron_fsdp import OPTIONS, OUTER, STRATEGIES, MegatronShard
+from planc.plan.call_arguments import Arguments
+from planc.plan.rule_conflicts import SectionLine
+from planc.plan.scope import Scope
 from planc.plan.sections.fsdp_policies import DTYPES
+from planc.plan.sections.word_settings import one_word
 from planc.syntax import ast
 
-NAME = "megatron"
-SETTINGS = ("backend", "strategy", "outer_strategy")
 DTYPE_WORDS = ("main_params", "main_grads", "grad_comm")
 
 
-def read(settings: Settings, section: str, scope: Scope) -> MegatronShard | None:
-    """The settings of a section, or None for torch's FSDP or after a finding."""
-    lines = {n: item for n, item in settings.lines.items() if n in (*SETTINGS, NAME)}
-    chosen = _word(lines.get("backend"), ("torch", NAME), "torch", scope)
-    if chosen != NAME:
-        for name, item in lines.items():
-            if name != "backend" and chosen == "torch":
-                scope.sink.error(
-                    "PL498",
-                    f"`{name}` is a setting of Megatron-FSDP, and this section uses torch's FSDP",
-                    item.origin,
-                    help="write `backend = megatron` in the section, or remove this",
-                )
-        return None
-    backend = lines["backend"]
+def read(lines: Mapping[str, SectionLine], section: str, scope: Scope) -> MegatronShard | None:
+    """The operation without its units and axes, or None after a finding."""
+    origin = lines["backend"].origin
     if section != "fsdp":
         message = f"Megatron-FSDP has no `{section}` section"
         help = "write an fsdp section with `strategy = no_shard`"
-        scope.sink.error("PL498", message, backend.origin, help=help)
+        scope.sink.error("PL498", message, origin, help=help)
         return None
-    dtypes, options = _directive(lines.get(NAME), scope)
-    places = {"strategy": "strategy", "outer_strategy": "outer", NAME: "options"}
+    dtypes, options = _directive(lines.get("megatron"), scope)
+    places = {"strategy": "strategy", "outer_strategy": "outer", "megatron": "options"}
     return MegatronShard(
         members=(),
         classes=(),
@@ -48,7 +36,7 @@ def read(settings: Settings, section: str, scope: Scope) -> MegatronShard | None
         main_grads=dtypes.get("main_grads"),
         grad_comm=dtypes.get("grad_comm"),
         options=options,
-        origin=backend.origin,
+        origin=origin,
         origins=tuple((field, lines[n].origin) for n, field in places.items() if n in lines),
     )
 
@@ -57,13 +45,7 @@ def _word(item: SectionLine | None, words: tuple[str, ...], default: str, scope:
     """A setting's word; the empty text after a finding."""
     if not isinstance(item, ast.Setting):
         return default
-    value = word(item.value, scope)
-    if isinstance(value, str) and value in words:
-        return value
-    if not isinstance(value, Failed):
-        known = one_of(f"`{w}`" for w in words)
-        scope.sink.error("PL012", f"`{item.name}` is {known}", item.value.origin)
-    return ""
+    return one_word(item, {word: word for word in words}, scope) or ""
 
 
 def _directive(

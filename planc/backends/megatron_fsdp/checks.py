@@ -7,11 +7,11 @@ dropped or would train another model.
 Source: `megatron_fsdp` 0.6.1, `fully_shard_model` and the functions that it calls.
 """
 
+from planc.backends.megatron_fsdp import STRATEGIES, MegatronShard
 from planc.checks.queries import active
 from planc.diagnostic import Sink, one_of
 from planc.model.facts import Facts, Modules
 from planc.ops import phrases
-from planc.ops.megatron_fsdp import STRATEGIES, MegatronShard
 from planc.plan.ir import Fsdp, Plan, Unit
 from planc.plan.parameter_owners import owned
 
@@ -22,14 +22,12 @@ _SPLIT = (
 )
 
 
-def megatron_fsdp(plan: Plan, facts: Facts, sink: Sink) -> None:
-    """Reports every rule of a section with `backend = megatron` that would have no effect."""
-    section = plan.fsdp
-    if section is None or section.megatron is None or "fsdp" in plan.broken:
-        return
-    own = section.megatron
+def check(plan: Plan, section: Fsdp, own: MegatronShard, facts: Facts, sink: Sink) -> None:
+    """Reports every rule that Megatron-FSDP would refuse, or that would have no effect."""
+    if plan.mesh.size(*section.shard, *section.replicate) > 1:
+        _scalars(plan, facts, sink)
     _settings(section, sink)
-    _precision(plan, section, facts, sink)
+    _precision(plan, section, own, facts, sink)
     _strategies(section, own, plan.mesh.size(*section.replicate), sink)
     for unit in section.units:
         _unit(unit, section, own, facts, sink)
@@ -58,10 +56,20 @@ def _settings(section: Fsdp, sink: Sink) -> None:
         sink.error("PL498", message, ignored.origin, help=out)
 
 
-def _precision(plan: Plan, section: Fsdp, facts: Facts, sink: Sink) -> None:
+def _scalars(plan: Plan, facts: Facts, sink: Sink) -> None:
+    """It shards rows; `fully_shard` gets parameters of one element in the place of scalars."""
+    for one in owned(plan, facts):
+        bare = [p.name for p in one.modules.module.parameters if not p.shape]
+        if bare and one.unit is not None:
+            of = f" of `{one.modules}`" if str(one.modules) else ""
+            message = f"`{bare[0]}`{of} is a scalar, which Megatron-FSDP cannot shard"
+            help = "make it a tensor of one element in the model's code"
+            sink.error("PL443", message, one.unit.origin, help=help)
+
+
+def _precision(plan: Plan, section: Fsdp, own: MegatronShard, facts: Facts, sink: Sink) -> None:
     """Megatron-FSDP computes in the parameters' own dtypes and casts neither inputs nor outputs."""
-    said, own = section.precision, section.megatron
-    assert own is not None
+    said = section.precision
     if said is None:
         return
     if said.output is not None or not said.cast_inputs:
@@ -196,6 +204,10 @@ def _elsewhere(plan: Plan, section: Fsdp, sink: Sink) -> None:
     if four is not None:
         message = "Megatron-FSDP with 4-bit weights is untested"
         sink.error("PL498", message, four.origin, help="remove `quant`, or write `backend = torch`")
+    for stepped in plan.optimizer[:1]:
+        message = "Megatron-FSDP steps weights of its own, with an optimizer of the script"
+        told = "remove it, and pass an optimizer to `run.optimizer`, or write `backend = torch`"
+        sink.error("PL498", message, stepped.origin, help=told)
     rule = next((r for r in active(plan) if r.modules.module.count), None)
     if rule is not None:
         message = "Megatron-FSDP 0.6 cannot shard weights that tensor parallelism has sharded"

@@ -1,16 +1,14 @@
 """`backend = megatron` -> the one call that shards the model."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 
+from planc.backends.megatron_fsdp import MegatronShard
 from planc.lowering.memory import Holding, Holdings
 from planc.model.facts import DTYPE_BYTES, Facts, Modules
-from planc.ops.fsdp import FullyShard
-from planc.ops.megatron_fsdp import MegatronShard
 from planc.plan.ir import Fsdp, Plan
 
 
-def megatron(plan: Plan, op: MegatronShard, facts: Facts, holdings: Holdings) -> MegatronShard:
+def lowered(plan: Plan, op: MegatronShard, facts: Facts, holdings: Holdings) -> MegatronShard:
     """The operation of a section, with its units and axes."""
     section = plan.fsdp
     assert section is not None
@@ -34,12 +32,6 @@ def megatron(plan: Plan, op: MegatronShard, facts: Facts, holdings: Holdings) ->
         nbytes=sum(len(h.modules) * _at_rest(h, op, section, plan) for h in holdings.all),
         gathered=max((_gathered(m, holdings) for m in members), default=0),
     )
-
-
-def at_rest(units: Sequence[FullyShard] | Sequence[MegatronShard], holdings: Holdings) -> int:
-    """Bytes of all parameters that one rank holds between steps."""
-    one = next(iter(units), None)
-    return one.nbytes if isinstance(one, MegatronShard) else holdings.at_rest()
 
 
 def _at_rest(holding: Holding, op: MegatronShard, section: Fsdp, plan: Plan) -> int:

@@ -1,11 +1,12 @@
-"""`megatron_fsdp.fully_shard_model`."""
+"""Megatron-FSDP as a backend: `megatron_fsdp.fully_shard_model`."""
 
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Self
 
 from planc.model.facts import Modules
 from planc.ops import base, call, phrases
+from planc.ops.backend import Backend
 from planc.ops.fsdp import WORDS, FullyShard
 
 OPTIONS = {
@@ -38,29 +39,20 @@ TENSOR = "tp_of_one"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MegatronShard(base.Op):
+class MegatronShard(Backend):
     """`megatron_fsdp.fully_shard_model` of the whole model, one call.
 
     Args:
-        members: the modules that are units; all other parameters are sharded outside of units.
         classes: the names of the units' classes, which the call takes.
-        shard: the axes that parameters are sharded over; several are flattened to one mesh
-            dimension.
-        replicate: the axes of `dp_outer_dim`.
         strategy, outer: `zero_dp_strategy` and `outer_dp_sharding_strategy`.
         main_params, main_grads, grad_comm: the dtype names of its mixed precision policy.
         summed: `calculate_per_token_loss`: gradients are summed and not averaged.
         experts: whether some parameters have names that the package takes for experts', for which
             it needs the same mesh a second time.
         options: further keywords that are not at their defaults.
-        nbytes: bytes that one rank holds at rest, including the optimizer's main weights.
-        gathered: bytes of the largest unit while it is all-gathered.
     """
 
-    members: base.Some[Modules]
     classes: base.Some[base.Name]
-    shard: base.Some[base.Axis]
-    replicate: base.Axes = ()
     strategy: Annotated[str, base.choice(*STRATEGIES)] = "optim_grads_params"
     outer: Annotated[str, base.choice(*OUTER)] = "no_shard"
     main_params: base.Dtype | None = "float32"
@@ -69,11 +61,26 @@ class MegatronShard(base.Op):
     summed: bool = False
     experts: bool = False
     options: Annotated[base.Pairs[bool], _SETTABLE] = ()
-    nbytes: base.Count = 0
-    gathered: base.Count = 0
+
+    TITLE: ClassVar = "Megatron-FSDP"
+    FUNCTION: ClassVar = "megatron_fsdp.fully_shard_model"
+    NEEDS: ClassVar = "CUDA, megatron_fsdp"
+    UNPROVED: ClassVar = "Megatron-FSDP runs only on CUDA, where planc proves nothing"
+    SETTINGS: ClassVar = ("strategy", "outer_strategy", "megatron")
+
+    @property
+    def optimized(self) -> str | None:
+        return self.main_params
+
+    def misfits(self, modules: Mapping[str, object]) -> Iterator[str]:
+        """Modules of the unit classes, or of their subclasses, that are not units of the plan."""
+        classes = tuple({type(m) for m in modules.values() if type(m).__name__ in self.classes})
+        wanted = {name for members in self.members for name in members.names()}
+        for name, module in modules.items():
+            if isinstance(module, classes) and name not in wanted:
+                yield f"{name} is a {type(module).__name__}, and would be a separate unit"
 
     def units(self) -> Iterator[FullyShard]:
-        """The units and the root as FSDP2 units, for code that reads both backends."""
         whole = self.strategy == "optim_grads_params"
         for member in (*self.members, Modules((), self.members[0].module)):
             yield FullyShard(

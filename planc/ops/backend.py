@@ -1,0 +1,96 @@
+"""Backends: libraries that shard the whole model, in the place of torch's FSDP.
+
+An entry point of the group `planc.backends` has the word of `backend = WORD` in a plan, and names a
+subclass of `Backend`. `part` finds what else a backend has.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any, ClassVar
+
+from planc.model.facts import Modules
+from planc.ops import base, call
+from planc.ops.fsdp import FullyShard
+
+GROUP = "planc.backends"
+
+
+@cache
+def names() -> Mapping[str, Any]:
+    """The entry points of installed backends by their words; none is loaded. The folder that planc
+    runs in is no installation, whatever it says of itself.
+    """
+    from importlib.metadata import distributions  # slow to import
+
+    here = Path.cwd()
+    folders = [folder for folder in sys.path if folder and Path(folder).resolve() != here]
+    every = (e for d in distributions(path=folders) for e in d.entry_points if e.group == GROUP)
+    return {entry.name: entry for entry in reversed([*every])}
+
+
+@cache
+def backend(word: str) -> type[Backend]:
+    """The class of an installed backend."""
+    found: type[Backend] = names()[word].load()
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Backend(base.Op):
+    """The one call of a backend.
+
+    Args:
+        members: the modules that are units; all other parameters are sharded outside of units.
+        shard: the axes that parameters are sharded over.
+        replicate: the axes that shards are replicated over.
+        nbytes: bytes that one rank holds at rest, including the optimizer's main weights.
+        gathered: bytes of the largest unit while it is all-gathered.
+    """
+
+    SCRIPT: ClassVar = call.ScriptFunction("shard", "Shards the model.")
+    WORD: ClassVar = "backend"
+    TITLE: ClassVar[str]
+    """The name of the library, for messages."""
+    FUNCTION: ClassVar[str]
+    """The function that is called, for messages."""
+    NEEDS: ClassVar[str]
+    """What an emitted script needs, beside torch."""
+    UNPROVED: ClassVar[str]
+    """Why a simulation proves nothing of it."""
+    SETTINGS: ClassVar[tuple[str, ...]]
+    """The settings and directives of an fsdp section that it alone has."""
+
+    members: base.Some[Modules]
+    shard: base.Some[base.Axis]
+    replicate: base.Axes = ()
+    nbytes: base.Count = 0
+    gathered: base.Count = 0
+
+    @classmethod
+    def installed(cls) -> Iterator[type[Backend]]:
+        """The classes of all installed backends."""
+        return map(backend, names())
+
+    @classmethod
+    def part(cls, name: str) -> Any:
+        """The module `section`, `checks`, `lowering` or `runtime` of its package."""
+        return import_module(f"{cls.__module__}.{name}")
+
+    @property
+    def optimized(self) -> str | None:
+        """The dtype of separate weights that the optimizer steps; None for the model's own."""
+        return None
+
+    def units(self) -> Iterator[FullyShard]:
+        """The units and the root as FSDP2 units, for code that reads both."""
+        raise NotImplementedError
+
+    def misfits(self, modules: Mapping[str, object]) -> Iterator[str]:
+        """What the modules of a real model have that the call would take otherwise."""
+        yield from ()
