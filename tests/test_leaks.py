@@ -8,7 +8,7 @@ from helpers import simulated
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import planc
-from planc.model.small.leaks import leaks
+from planc.runtime.leaks import leaks
 from planc.trial.thread_ranks import run_ranks
 
 LENGTH = 12
