@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
 
 RESETS = "_reset_states"
 """The attribute of a model whose states end with a document."""
@@ -68,7 +69,7 @@ class Documents:
         self.rows, self.length = begins.shape
         self.begins = begins.clone()
         self.begins[:, 0] = True
-        self.used = False
+        self.asked = self.kept = False
         first, tokens = self.begins.flatten().nonzero()[:, 0], begins.numel()
         self.ends = torch.cat([first[1:], first.new_tensor([tokens])])
         lengths = self.ends - first
@@ -110,7 +111,8 @@ class Documents:
         flat = [self.flat(value, dim) for value in (*args, *kwargs.values())]
         for group in self.groups:
             given = [
-                value[group].movedim(1, dim) if has else value for value, has in flat
+                at(value, group).movedim(1, dim) if has else value
+                for value, has in flat
             ]
             named = dict(zip(kwargs, given[len(args) :], strict=True))
             found.append(function(*given[: len(args)], **named))
@@ -135,8 +137,12 @@ class Documents:
                 return None
             if len(value) != documents or value.shape[dim] < longest:
                 return None
-            flat.append(value.movedim(dim, 1)[:, :longest].flatten(0, 1))
-        return self.in_rows(torch.cat(flat)[self.order], dim)
+            tokens = whole(value).movedim(dim, 1)[:, :longest]
+            flat.append(tokens.flatten(0, 1))
+        every = self.in_rows(at(torch.cat(flat), self.order), dim)
+        if isinstance(every, DTensor):
+            every = every.redistribute(placements=found[0].placements)
+        return every
 
     def in_rows(self, tokens: Tensor, dim: int) -> Tensor:
         return tokens.unflatten(0, (self.rows, self.length)).movedim(1, dim)
@@ -161,6 +167,22 @@ class Documents:
         lengths = torch.cat([self.ends.new_zeros(1), self.ends])
         given = {name: row(value) for name, value in kwargs.items()}
         return rows(kernel(*map(row, args), **given, cu_seqlens=lengths))
+
+
+def whole(value: Tensor) -> Tensor:
+    """All elements of a DTensor on each rank; other tensors as they are."""
+    if isinstance(value, DTensor):
+        return value.redistribute(placements=[Replicate()] * value.device_mesh.ndim)
+    return value
+
+
+def at(value: Tensor, places: Tensor) -> Tensor:
+    """The elements at these places of dim 0, of a DTensor too."""
+    if isinstance(value, DTensor):
+        alike = [Replicate()] * value.device_mesh.ndim
+        mesh = value.device_mesh
+        places = DTensor.from_local(places, mesh, alike, run_check=False)
+    return value[places]
 
 
 def documents_of(batch: Mapping[str, Any], *, masks: bool = False) -> Documents | None:
@@ -231,14 +253,14 @@ def kept_apart(function: Callable[..., Any], dim: int | None) -> Any:
             return function(*args, **kwargs)
         kwargs = {name: kwargs[name] for name in kwargs if name not in STATED}
         if "seq_idx" in taken:
-            documents.used = True
+            documents.kept = True
             return function(*args, **kwargs, seq_idx=documents.numbers)
         if dim is None:
             return None
         if not any(documents.has(value, dim) for value in (*args, *kwargs.values())):
             text = "gets other tokens than the model: where do documents begin?"
             raise DocumentsError(f"{function.__name__} {text}")
-        documents.used = True
+        documents.kept = True
         way = documents.told if "cu_seqlens" in taken else documents.apart
         return way(function, dim, args, kwargs)
 
@@ -288,6 +310,7 @@ class ResetStates:
 
     def __init__(self, model: nn.Module, parts: Iterable[str]) -> None:
         self.parts, self.replaced = {*parts}, False
+        self.before: Documents | None = None  # of a model that runs this one
         self.masks = not self.parts.isdisjoint(UNMASKED)
         self.taken = inspect.signature(model.forward).parameters
         model.__dict__[RESETS] = self
@@ -295,6 +318,7 @@ class ResetStates:
         model.register_forward_hook(self.leave, always_call=True)
 
     def enter(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
+        self.before = getattr(RUNNING, "documents", None)
         given = dict(zip(self.taken, args, strict=False)) | kwargs
         RUNNING.documents = documents_of(given, masks=self.masks)
         if RUNNING.documents is None:
@@ -310,15 +334,15 @@ class ResetStates:
         return args, kwargs
 
     def leave(self, model: nn.Module, _args: Any, _output: Any) -> None:
-        documents, RUNNING.documents = RUNNING.documents, None
-        if documents is None or documents.used:
-            return
-        if any(self.parts & {*called_names(type(m))} for m in model.modules()):
+        documents, RUNNING.documents = RUNNING.documents, self.before
+        if documents is not None and documents.asked and not documents.kept:
             text = "another function than transformers' hands states on"
             raise DocumentsError(f"{text}, and is not told where documents begin")
 
     def replace(self, module: nn.Module) -> None:
         """Replaces what a module calls."""
+        if not self.parts.isdisjoint(called_names(type(module))):
+            module.register_forward_pre_hook(ask)
         for name in ("checkpoint_fn", "_gradient_checkpointing_func"):
             if name in module.__dict__:
                 replace(module, name, recomputed)
@@ -339,6 +363,14 @@ class ResetStates:
             for name in FUSED:
                 if hasattr(home, name):
                     replace(home, name, kept_apart, None)
+
+
+def ask(_module: nn.Module, _args: Any) -> None:
+    """Notes that a module runs whose class calls what is replaced; a kernel of a whole
+    layer calls nothing of it.
+    """
+    if getattr(RUNNING, "documents", None) is not None:
+        RUNNING.documents.asked = True
 
 
 def replace(place: Any, name: str, made: Callable[..., Any], *given: Any) -> None:
