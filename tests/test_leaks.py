@@ -8,6 +8,7 @@ from helpers import simulated
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import planc
+from planc.ops.documents import ResetStates
 from planc.runtime.leaks import leaks
 from planc.trial.thread_ranks import run_ranks
 
@@ -40,10 +41,11 @@ def test_what_a_family_lets_tokens_see(family, tmp_path, monkeypatch):
 
 def test_a_check_says_it(tmp_path, monkeypatch):
     monkeypatch.setenv("PLANC_CACHE_DIR", str(tmp_path))
-    _, found = simulated("bamba-9b", "bamba", ["tp=2"], world=2)
+    _, found = simulated("gpt-oss-20b", "gpt_oss", ["tp=2"], world=2)
     assert [d.severity for d in found if d.code == "PL517"] == ["info"]
-    _, found = simulated("llama-3.2-1b", "llama", ["tp=2"], world=2)
-    assert not {"PL517", "PL518"} & {d.code for d in found}
+    for model, plan in (("llama-3.2-1b", "llama"), ("bamba-9b", "bamba")):
+        _, found = simulated(model, plan, ["tp=2"], world=2)
+        assert not {"PL517", "PL518"} & {d.code for d in found}
 
 
 PLAN = """plan own for {family}
@@ -96,17 +98,23 @@ def rows(kind):
     ],
 )
 @pytest.mark.parametrize("whole", [True, False])
-def test_rows_that_leak_are_refused(family, kind, code, whole, tmp_path):
-    """In a second pass too, on every rank, in planc's step and in a loop of one's own."""
+@pytest.mark.parametrize("reset", [True, False])
+def test_rows_that_leak_are_refused(family, kind, code, whole, reset, tmp_path):
+    """In a second pass too, on every rank, in planc's step and in a loop of one's own; taken where
+    the plan resets states.
+    """
     (tmp_path / "own.plan").write_text(PLAN.format(family=family))
     config = AutoConfig.for_model(family, **SIZES, **MODELS[family])
     model = AutoModelForCausalLM.from_config(config)
     models, raised = [copy.deepcopy(model) for _ in range(2)], []
+    lowered = planc.lower(model, tmp_path / "own.plan", world_size=2)
+    assert lowered.has(ResetStates) == (family != "llama")
+    if not reset:
+        kept = tuple(op for op in lowered.ops if not isinstance(op, ResetStates))
+        lowered = lowered.map_ops(lambda _: kept)
 
     def rank(number):
-        run = planc.apply(
-            models[number], tmp_path / "own.plan", device_type="cpu", require="nothing"
-        )
+        run = planc.apply(models[number], lowered, device_type="cpu", require="nothing")
         for one in ("alone" if family != "rwkv" else "right", kind):
             try:
                 given = {**rows(one)}
@@ -119,4 +127,4 @@ def test_rows_that_leak_are_refused(family, kind, code, whole, tmp_path):
 
     failure = run_ranks(2, rank, seconds=60)
     assert failure is None, failure.message
-    assert raised == ([(kind, code)] * 2 if code else [])
+    assert raised == ([(kind, code)] * 2 if code and not reset else [])

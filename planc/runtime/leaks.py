@@ -62,8 +62,7 @@ def _measured(values: dict[str, Any], parts: Sequence[str]) -> dict[str, float]:
             builder = TransformersBuilder(values)
             model = builder.build(0).eval()
             without_cache(model)
-            if parts:
-                reset_states(model, *parts)
+            reset_states(model, *parts)
             ids, other = (
                 BatchShape(rows=2, seed=seed, ends=8).text(builder.vocabulary)["input_ids"]
                 for seed in (1, 2)

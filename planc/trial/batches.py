@@ -106,8 +106,7 @@ def batches(
         )
 
     model = builder.build(seed)
-    if resets := parts_reset(lowered.ops):
-        reset_states(model, *resets)
+    reset_states(model, *parts_reset(lowered.ops))
     counted = _counts(model, plain(0))
 
     def labeled(number: int, length: int = length) -> Inputs:

@@ -152,8 +152,7 @@ def train_single(
     heads = [op for op in lowered.ops if isinstance(op, ChunkLoss)]
     for op in heads:
         with_terms(model, op)
-    if parts := parts_reset(lowered.ops):
-        reset_states(model, *parts)
+    reset_states(model, *parts_reset(lowered.ops))
     for number, step in enumerate(batches.steps):
         for at, one in enumerate(step):
             for rank, result in enumerate(reference.passes):

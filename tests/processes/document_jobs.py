@@ -72,7 +72,6 @@ def compare(model, plan, overrides, script=False):
         (summed(output, mine["labels"]) * size / count).backward()
         found["loss"] = 0.0
     else:
-        parallel.zero_grad()
         found["loss"] = error(run.forward_backward([mine]), loss)
     right = {name: p.grad for name, p in single.named_parameters()}
     least = 1e-3 * max(grad.abs().max().item() for grad in right.values())

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 RESETS = "_reset_states"
 """The attribute of a model whose states end with a document."""
-RUNNING = threading.local()
+CURRENT = threading.local()
 """The `Documents` of the model whose forward this thread runs, or recomputes."""
 TOKENS = {
     "causal_conv1d_fn": 2,
@@ -49,8 +49,11 @@ UNMASKED = (
     "xLSTMBackend.forward",
 )
 """Functions of models whose states see what a mask pads."""
-STATED = ("seq_idx", "cu_seq_lens_q", "cu_seqlens")
-"""Arguments that tell kernels where documents begin."""
+REPLACED: set[Any] = set()
+"""What this file puts in the place of functions."""
+OF_KERNELS = ("seq_idx", "cu_seqlens")
+STATED = (*OF_KERNELS, "cu_seq_lens_q")
+"""Arguments that say where documents begin; the last is one of attention too."""
 
 
 class DocumentsError(ValueError):
@@ -70,6 +73,7 @@ class Documents:
         self.begins = begins.clone()
         self.begins[:, 0] = True
         self.asked = self.kept = False
+        self.parts = {*TOKENS, *FUSED}  # what keeps them apart
         first, tokens = self.begins.flatten().nonzero()[:, 0], begins.numel()
         self.ends = torch.cat([first[1:], first.new_tensor([tokens])])
         lengths = self.ends - first
@@ -185,7 +189,9 @@ def at(value: Tensor, places: Tensor) -> Tensor:
     return value[places]
 
 
-def documents_of(batch: Mapping[str, Any], *, masks: bool = False) -> Documents | None:
+def batch_documents(
+    batch: Mapping[str, Any], *, masks: bool = False
+) -> Documents | None:
     """The documents of a batch; None where each row is one.
 
     Args:
@@ -229,27 +235,27 @@ def beginnings(batch: Mapping[str, Any], masks: bool) -> Tensor | None:
 @contextmanager
 def running(documents: Documents) -> Iterator[None]:
     """Keeps these documents apart in this thread."""
-    before = getattr(RUNNING, "documents", None)
-    RUNNING.documents = documents
+    before = getattr(CURRENT, "documents", None)
+    CURRENT.documents = documents
     try:
         yield
     finally:
-        RUNNING.documents = before
+        CURRENT.documents = before
 
 
-def kept_apart(function: Callable[..., Any], dim: int | None) -> Any:
+def kept_apart(function: Callable[..., Any], part: str) -> Any:
     """A function that computes each document of the running batch alone.
 
     Args:
-        dim: of its tokens; None for a function that returns None without a kernel.
+        part: a key of `TOKENS`, or one of `FUSED`.
     """
-    taken = kernel_arguments(function)
+    taken, dim = kernel_arguments(function), TOKENS.get(part)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     @functools.wraps(function)
     def called(*args: Any, **kwargs: Any) -> Any:
-        documents = getattr(RUNNING, "documents", None)
-        if documents is None:
+        documents = getattr(CURRENT, "documents", None)
+        if documents is None or part not in documents.parts:
             return function(*args, **kwargs)
         kwargs = {name: kwargs[name] for name in kwargs if name not in STATED}
         if "seq_idx" in taken:
@@ -264,7 +270,6 @@ def kept_apart(function: Callable[..., Any], dim: int | None) -> Any:
         way = documents.told if "cu_seqlens" in taken else documents.apart
         return way(function, dim, args, kwargs)
 
-    called.running = RUNNING
     return called
 
 
@@ -285,7 +290,7 @@ def recomputed(checkpoint: Callable[..., Any]) -> Any:
     """A checkpoint that recomputes with the documents of its forward pass."""
 
     def called(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        documents = getattr(RUNNING, "documents", None)
+        documents = getattr(CURRENT, "documents", None)
         if documents is None:
             return checkpoint(function, *args, **kwargs)
 
@@ -295,11 +300,10 @@ def recomputed(checkpoint: Callable[..., Any]) -> Any:
 
         return checkpoint(again, *args, **kwargs)
 
-    called.running = RUNNING  # type: ignore[attr-defined]
     return called
 
 
-class ResetStates:
+class StateResets:
     """Keeps the documents of a model's batches apart.
 
     What the model calls is replaced when the first batch with several in a row comes.
@@ -318,23 +322,25 @@ class ResetStates:
         model.register_forward_hook(self.leave, always_call=True)
 
     def enter(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
-        self.before = getattr(RUNNING, "documents", None)
+        self.before = getattr(CURRENT, "documents", None)
         given = dict(zip(self.taken, args, strict=False)) | kwargs
-        RUNNING.documents = documents_of(given, masks=self.masks)
-        if RUNNING.documents is None:
+        CURRENT.documents = found = batch_documents(given, masks=self.masks)
+        if found is None:
             return None
+        found.parts = {*self.parts, *FUSED}
         if not self.replaced:
             self.replaced = True
             for module in model.modules():
                 self.replace(module)
+        kwargs = {name: kwargs[name] for name in kwargs if name not in OF_KERNELS}
         if "position_ids" in self.taken and given.get("position_ids") is None:
-            kwargs |= {"position_ids": RUNNING.documents.positions}
+            kwargs |= {"position_ids": found.positions}
         if "use_cache" in self.taken:  # no text goes on after several documents
             kwargs |= {"use_cache": False}
         return args, kwargs
 
     def leave(self, model: nn.Module, _args: Any, _output: Any) -> None:
-        documents, RUNNING.documents = RUNNING.documents, self.before
+        documents, CURRENT.documents = CURRENT.documents, self.before
         if documents is not None and documents.asked and not documents.kept:
             text = "another function than transformers' hands states on"
             raise DocumentsError(f"{text}, and is not told where documents begin")
@@ -355,29 +361,30 @@ class ResetStates:
                 if owner == kind.__name__ and isinstance(
                     inner := getattr(module, name), nn.Module
                 ):
-                    replace(inner, "forward", kept_apart, TOKENS[part])
+                    replace(inner, "forward", kept_apart, part)
                 elif owner == kind.__name__:
-                    replace(module, name, kept_apart, TOKENS[part])
+                    replace(module, name, kept_apart, part)
                 elif not owner and hasattr(home, name):
-                    replace(home, name, kept_apart, TOKENS[part])
+                    replace(home, name, kept_apart, part)
             for name in FUSED:
                 if hasattr(home, name):
-                    replace(home, name, kept_apart, None)
+                    replace(home, name, kept_apart, name)
 
 
 def ask(_module: nn.Module, _args: Any) -> None:
     """Notes that a module runs whose class calls what is replaced; a kernel of a whole
     layer calls nothing of it.
     """
-    if getattr(RUNNING, "documents", None) is not None:
-        RUNNING.documents.asked = True
+    if getattr(CURRENT, "documents", None) is not None:
+        CURRENT.documents.asked = True
 
 
 def replace(place: Any, name: str, made: Callable[..., Any], *given: Any) -> None:
     """Puts what is made of a function in its place, once."""
     plain = getattr(place, name)
-    if getattr(plain, "running", None) is not RUNNING:
-        setattr(place, name, made(plain, *given))
+    if plain not in REPLACED:
+        setattr(place, name, new := made(plain, *given))
+        REPLACED.add(new)
 
 
 def called_names(kind: Any) -> tuple[str, ...]:
@@ -387,5 +394,6 @@ def called_names(kind: Any) -> tuple[str, ...]:
 
 
 def reset_states(model: nn.Module, *parts: str) -> None:
-    """`ResetStates`, which hooks of the model keep."""
-    ResetStates(model, parts)
+    """`StateResets`, which hooks of the model keep; nothing for no parts."""
+    if parts:
+        StateResets(model, parts)
