@@ -203,6 +203,20 @@ def test_documents_that_are_stated_otherwise(stated):
         assert error(model(input_ids=ids, **given).logits, logits) < LIMIT
 
 
+def test_documents_that_are_stated_in_two_ways_are_refused():
+    ids, numbers = torch.ones(1, 6), torch.tensor([[0, 0, 0, 1, 1, 1]])
+    again = torch.arange(6)[None] % 3
+    whole = {"input_ids": ids, "position_ids": torch.arange(6)[None]}
+    assert batch_documents({"input_ids": ids, "position_ids": again, "seq_idx": numbers})
+    for other in ({"seq_idx": numbers}, {"cu_seq_lens_q": torch.tensor([0, 3, 6])}):
+        with pytest.raises(DocumentsError, match="begin documents at other tokens"):
+            batch_documents({**whole, **other})
+        with pytest.raises(DocumentsError, match="leave it out"):
+            batch_documents({**other, "input_ids": ids, "attention_mask": torch.ones(1, 6)})
+    one = {"seq_idx": 0 * numbers, "attention_mask": torch.ones(1, 6)}
+    assert batch_documents({"input_ids": ids, **one}) is None
+
+
 def test_what_is_one_document_is_left_alone():
     ids, mask = torch.ones(2, 6), torch.ones(2, 6)
     positions = torch.arange(6).expand(2, -1)

@@ -48,6 +48,7 @@ def test_a_check_says_it(tmp_path, monkeypatch):
         assert not {"PL517", "PL518"} & {d.code for d in found}
 
 
+LEAKS = {"PL517", "PL518"}
 PLAN = """plan own for {family}
 
 mesh {{
@@ -78,6 +79,8 @@ def rows(kind):
             batch["position_ids"] = positions
         case "stated":
             batch |= {"position_ids": positions, "seq_idx": positions.eq(0).cumsum(-1).int() - 1}
+        case "unlike":
+            batch |= {"position_ids": positions, "seq_idx": torch.zeros_like(ids)}
         case "alone":
             batch["position_ids"] = torch.arange(LENGTH).expand(2, -1)
         case "left":
@@ -93,6 +96,7 @@ def rows(kind):
         *(("llama", kind, None) for kind in ("packed", "alone", "left")),
         ("bamba", "packed", "PL517"),
         *(("bamba", kind, None) for kind in ("alone", "left", "right")),
+        ("bamba", "unlike", "PL519"),
         ("rwkv", "left", "PL518"),
         ("rwkv", "right", None),
     ],
@@ -107,6 +111,9 @@ def test_rows_that_leak_are_refused(family, kind, code, whole, reset, tmp_path):
     config = AutoConfig.for_model(family, **SIZES, **MODELS[family])
     model = AutoModelForCausalLM.from_config(config)
     models, raised = [copy.deepcopy(model) for _ in range(2)], []
+    if code == "PL519" and not reset:
+        pytest.skip("transformers refuses `seq_idx` where no kernel reads it")
+    code = None if reset and code in LEAKS else code
     lowered = planc.lower(model, tmp_path / "own.plan", world_size=2)
     assert lowered.has(ResetStates) == (family != "llama")
     if not reset:
@@ -127,4 +134,4 @@ def test_rows_that_leak_are_refused(family, kind, code, whole, reset, tmp_path):
 
     failure = run_ranks(2, rank, seconds=60)
     assert failure is None, failure.message
-    assert raised == ([(kind, code)] * 2 if code and not reset else [])
+    assert raised == ([(kind, code)] * 2 if code else [])

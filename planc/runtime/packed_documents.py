@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from planc.diagnostic import PlanError
 from planc.runtime.leaks import DOCUMENTS, PADDING, leaks
 from planc.runtime.preconditions import stop
 from planc.runtime.script_line import script_line
@@ -16,6 +17,8 @@ _KEPT = "_planc_leaks"
 
 def guard(model: nn.Module) -> None:
     """Watches the calls of a model of transformers; after the first only if something leaks."""
+    if (reset := model.__dict__.get(RESETS)) is not None:
+        reset.raised = _not_apart
     if class_of(model) is None:
         return
     handle: RemovableHandle
@@ -25,6 +28,16 @@ def guard(model: nn.Module) -> None:
             handle.remove()
 
     handle = model.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def _not_apart(text: str) -> PlanError:
+    return stop(
+        "PL519",
+        f"the documents of this batch cannot be kept apart: {text}",
+        *script_line("the batch arrives here"),
+        help="say where documents begin by `position_ids` alone, which begin again, and without a "
+        "mask; or give each document a row of its own",
+    )
 
 
 def class_of(model: nn.Module) -> type | None:

@@ -54,6 +54,7 @@ REPLACED: set[Any] = set()
 OF_KERNELS = ("seq_idx", "cu_seqlens")
 STATED = (*OF_KERNELS, "cu_seq_lens_q")
 """Arguments that say where documents begin; the last is one of attention too."""
+STATEMENTS = ("position_ids", *STATED)
 
 
 class DocumentsError(ValueError):
@@ -74,6 +75,7 @@ class Documents:
         self.begins[:, 0] = True
         self.asked = self.kept = False
         self.parts = {*TOKENS, *FUSED}  # what keeps them apart
+        self.raised: Callable[[str], Exception] = DocumentsError
         first, tokens = self.begins.flatten().nonzero()[:, 0], begins.numel()
         self.ends = torch.cat([first[1:], first.new_tensor([tokens])])
         lengths = self.ends - first
@@ -197,39 +199,53 @@ def batch_documents(
     Args:
         batch: the arguments of a model.
         masks: whether the padding of a mask is apart from the other tokens.
+
+    Raises:
+        DocumentsError: attention sees other documents than states.
     """
     tokens = batch.get("input_ids")
     tokens = batch.get("inputs_embeds") if tokens is None else tokens
-    begins = beginnings(batch, masks)
-    given = next((batch[n] for n in STATED[1:] if batch.get(n) is not None), None)
-    if given is not None and tokens is not None and begins is None:
-        begins = torch.zeros(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
-        begins.view(-1)[given[:-1].long()] = True
-        begins[:, 0] = False
-    if begins is None or not begins.any():
+    stated = {n: v for n in STATEMENTS if isinstance(v := batch.get(n), Tensor)}
+    found = {n: beginnings(n, v, tokens) for n, v in stated.items()}
+    every = {name: begins for name, begins in found.items() if begins is not None}
+    mask = batch.get("attention_mask")
+    if isinstance(mask, Tensor) and mask.dim() == 2:  # where positions say nothing
+        wrong = [n for n in STATED if n in every and bool(every[n].any())]
+        if wrong:
+            text = "with an `attention_mask` attention does not keep documents apart"
+            raise DocumentsError(f"{text}, which `{wrong[0]}` states: leave it out")
+        mask = mask.bool()
+        known = masks and (tokens is None or tokens.shape[:2] == mask.shape)
+        every = {"": mask.diff(dim=1, prepend=mask[:, :1])} if known else {}
+    first = next(iter(every), None)
+    for name, begins in every.items():
+        if first is not None and bool((begins != every[first]).any()):
+            text = f"`{first}` and `{name}` begin documents at other tokens"
+            raise DocumentsError(text)
+    if first is None or not every[first].any():
         return None
+    begins = every[first]
     return Documents(begins if tokens is None else begins.expand(len(tokens), -1))
 
 
-def beginnings(batch: Mapping[str, Any], masks: bool) -> Tensor | None:
-    """Where documents begin after the first of a row: where `seq_idx` changes, or
-    positions begin again. With a mask of padding they do not, as attention has it.
+def beginnings(name: str, value: Tensor, tokens: Tensor | None) -> Tensor | None:
+    """Where documents begin, after the first of each row, as an argument says it: by
+    numbers that change, positions that begin again, or lengths; None if it does not.
     """
-    numbers, positions = batch.get("seq_idx"), batch.get("position_ids")
-    mask = batch.get("attention_mask")
-    if isinstance(mask, Tensor) and mask.dim() == 2:
-        mask = mask.bool()
-        return mask.diff(dim=1, prepend=mask[:, :1]) if masks else None
-    if isinstance(numbers, Tensor):
-        return numbers.diff(dim=1, prepend=numbers[:, :1]) != 0
-    if not isinstance(positions, Tensor):
+    if name == "seq_idx":
+        return value.diff(dim=1, prepend=value[:, :1]) != 0
+    if name != "position_ids":
+        if tokens is None:
+            return None
+        found = torch.zeros(tokens.shape[:2], dtype=torch.bool, device=value.device)
+        found.view(-1)[value[:-1].long()] = True
+        found[:, 0] = False
+        return found
+    if value.dim() == 3 and len(value) == 4:
+        value = value[0]  # those of text, before those of images
+    if value.dim() != 2:
         return None
-    if positions.dim() == 3 and len(positions) == 4:
-        positions = positions[0]  # those of text, before those of images
-    if positions.dim() != 2:
-        return None
-    found = positions.diff(dim=1, prepend=positions[:, :1] - 1) != 1
-    return found if found.any() else None
+    return value.diff(dim=1, prepend=value[:, :1] - 1) != 1
 
 
 @contextmanager
@@ -265,7 +281,7 @@ def kept_apart(function: Callable[..., Any], part: str) -> Any:
             return None
         if not any(documents.has(value, dim) for value in (*args, *kwargs.values())):
             text = "gets other tokens than the model: where do documents begin?"
-            raise DocumentsError(f"{function.__name__} {text}")
+            raise documents.raised(f"{function.__name__} {text}")
         documents.kept = True
         way = documents.told if "cu_seqlens" in taken else documents.apart
         return way(function, dim, args, kwargs)
@@ -315,6 +331,7 @@ class StateResets:
     def __init__(self, model: nn.Module, parts: Iterable[str]) -> None:
         self.parts, self.replaced = {*parts}, False
         self.before: Documents | None = None  # of a model that runs this one
+        self.raised: Callable[[str], Exception] = DocumentsError  # what is raised
         self.masks = not self.parts.isdisjoint(UNMASKED)
         self.taken = inspect.signature(model.forward).parameters
         model.__dict__[RESETS] = self
@@ -324,9 +341,14 @@ class StateResets:
     def enter(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
         self.before = getattr(CURRENT, "documents", None)
         given = dict(zip(self.taken, args, strict=False)) | kwargs
-        CURRENT.documents = found = batch_documents(given, masks=self.masks)
+        masks = self.masks and not given.get("use_cache")
+        try:
+            CURRENT.documents = found = batch_documents(given, masks=masks)
+        except DocumentsError as error:
+            raise self.raised(str(error)) from error
         if found is None:
             return None
+        found.raised = self.raised
         found.parts = {*self.parts, *FUSED}
         if not self.replaced:
             self.replaced = True
@@ -343,7 +365,7 @@ class StateResets:
         documents, CURRENT.documents = CURRENT.documents, self.before
         if documents is not None and documents.asked and not documents.kept:
             text = "another function than transformers' hands states on"
-            raise DocumentsError(f"{text}, and is not told where documents begin")
+            raise self.raised(f"{text}, and is not told where documents begin")
 
     def replace(self, module: nn.Module) -> None:
         """Replaces what a module calls."""
