@@ -184,6 +184,21 @@ def test_each_pass_is_recomputed_with_its_own_documents():
     assert worst(gradients(model), right) < LIMIT
 
 
+@pytest.mark.parametrize("family", ["zaya", "bamba"])
+def test_a_copy_has_its_own_weights(family):
+    """As an average of the weights has; and keeps its documents apart."""
+    model, parts, _ = made(family)
+    ids, positions, labels = packed(model)
+    logits, _ = alone(model, ids, labels)
+    reset_states(model, *parts)
+    model(input_ids=ids, position_ids=positions)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+        assert error(other(input_ids=ids, position_ids=positions).logits, logits) < LIMIT
+
+
 @pytest.mark.parametrize("stated", ["seq_idx", "cu_seq_lens_q", "cu_seqlens", "padded", "both"])
 def test_documents_that_are_stated_otherwise(stated):
     """For kernels; without positions, which then begin again with each."""

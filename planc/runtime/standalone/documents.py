@@ -14,6 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from types import MethodType
 from typing import Any
 
 import torch
@@ -333,7 +334,7 @@ class StateResets:
         self.before: Documents | None = None  # of a model that runs this one
         self.raised: Callable[[str], Exception] = DocumentsError  # what is raised
         self.masks = not self.parts.isdisjoint(UNMASKED)
-        self.taken = inspect.signature(model.forward).parameters
+        self.taken = tuple(inspect.signature(model.forward).parameters)
         model.__dict__[RESETS] = self
         model.register_forward_pre_hook(self.enter, with_kwargs=True)
         model.register_forward_hook(self.leave, always_call=True)
@@ -402,11 +403,15 @@ def ask(_module: nn.Module, _args: Any) -> None:
 
 
 def replace(place: Any, name: str, made: Callable[..., Any], *given: Any) -> None:
-    """Puts what is made of a function in its place, once."""
+    """Puts what is made of a function in its place, once; of a method, as a method, so
+    that a copy of the module has its own.
+    """
     plain = getattr(place, name)
-    if plain not in REPLACED:
-        setattr(place, name, new := made(plain, *given))
-        REPLACED.add(new)
+    method = isinstance(plain, MethodType)
+    function = plain.__func__ if method else plain
+    if function not in REPLACED:
+        REPLACED.add(new := made(function, *given))
+        setattr(place, name, MethodType(new, plain.__self__) if method else new)
 
 
 def called_names(kind: Any) -> tuple[str, ...]:
