@@ -228,6 +228,7 @@ _ROWS: tuple[tuple[str, str, Phase, str], ...] = (
     ("PL516", "warning error", "proof", "lengths that the tensor axis does not divide"),
     ("PL517", "info error", "proof", "packed documents that see each other"),
     ("PL518", "info error", "proof", "padding that other tokens see"),
+    ("PL519", "error", "runtime", "documents of a row that cannot be kept apart"),
     ("PL520", "error", "proof", "the plan trains another model"),
     ("PL521", "error", "proof", "a rank failed"),
     ("PL522", "error", "proof", "no answer in time"),

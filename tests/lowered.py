@@ -11,6 +11,7 @@ from planc.ops.activation_checkpoint import Checkpoint, Save
 from planc.ops.base import AxisRole
 from planc.ops.compile import Compile
 from planc.ops.configure import Configure
+from planc.ops.documents import RESETS, ResetStates
 from planc.ops.freeze import Freeze
 from planc.ops.fsdp import Divide, FullyShard, Prefetch, Spread
 from planc.ops.load import Load
@@ -343,6 +344,13 @@ any_op = st.one_of(
         origin=places,
     ),
     st.builds(SyncRng, axis=st.sampled_from(["tp", "ep"]), fields=st.just(("resid_pdrop = 0.1",))),
+    st.builds(
+        ResetStates,
+        parts=st.lists(
+            st.sampled_from(sorted({part for parts in RESETS.values() for part in parts})),
+            min_size=1,
+        ).map(tuple),
+    ),
     st.builds(DrawApart, axes=st.sampled_from([("tp",), ("ep",), ("tp", "ep")])),
     st.builds(
         DrawByRank,

@@ -64,6 +64,7 @@ UNREACHED = {
     "PL515": "a step of a run; tests/test_counted_labels.py makes some",
     "PL516": "needs a model of one's own; tests/test_uneven_lengths.py has one",
     "PL517": "a model that leaks, or a batch; tests/test_leaks.py has some",
+    "PL519": "a batch, or a layer of another function; tests/test_documents.py has them",
     "PL518": "a model that leaks, or a batch; tests/test_leaks.py has some",
     "PL720": "a model of 405 billion parameters; tests/specs/estimate.md has one",
     "PL721": "an estimate with offloading; tests/specs/estimate.md has one",

@@ -1,8 +1,8 @@
 """IR -> lowered operations. The order of a parallel program is decided here only:
 
 mesh, pipeline (after adapters, where there are any), configure, adapters, tensor, ties, experts
-(and the styles on them), context, freezing, 4-bit weights, checkpoint, compile, FSDP (nested units
-first, the root last), the settings of units, and the loss.
+(and the styles on them), context or resets of states, freezing, 4-bit weights, checkpoint, compile,
+FSDP (nested units first, the root last), the settings of units, and the loss.
 
 Adapters come first because peft reads the size of a layer from its weight, and a sharded weight has
 the size of a rank's shard; and before the pipeline, which remembers what other stages hold. Tensor
@@ -33,6 +33,7 @@ from planc.ops.base import AxisRole
 from planc.ops.compile import Compile
 from planc.ops.configure import Configure
 from planc.ops.context import ContextParallel
+from planc.ops.documents import ResetStates, resets
 from planc.ops.expert_parallel import ALL_TO_ALL, DispatchExperts
 from planc.ops.freeze import Freeze
 from planc.ops.fsdp import FullyShard
@@ -122,6 +123,7 @@ def _stage(plan: Plan, facts: Facts, adapters: list[Adapt]) -> Stage:
         *_joined(divided(plan)),
         *_joined(_parallelize(_ordered(inside), plan)),
         *_contexts(plan),
+        *_resets(plan, facts),
         *_freeze(tensor, plan),
         *_joined(plan.train),
         *quantize(plan),
@@ -148,6 +150,13 @@ def _contexts(plan: Plan) -> Iterator[ContextParallel]:
     for rule in plan.context:
         if rule.op is not None and plan.mesh.size(rule.axis) > 1:
             yield rule.op
+
+
+def _resets(plan: Plan, facts: Facts) -> Iterator[ResetStates]:
+    """States end with a document wherever a rank has whole sequences."""
+    parts = resets(facts)
+    if parts and not any(_contexts(plan)):
+        yield ResetStates(parts=parts)
 
 
 def _losses(plan: Plan) -> Iterator[ChunkLoss]:

@@ -8,6 +8,7 @@ from planc.ops.base import Form, Op
 from planc.ops.compile import Compile
 from planc.ops.configure import Configure
 from planc.ops.context import ContextParallel
+from planc.ops.documents import ResetStates
 from planc.ops.expert_parallel import DispatchExperts
 from planc.ops.freeze import Freeze
 from planc.ops.fsdp import Divide, FullyShard, Prefetch
@@ -29,6 +30,7 @@ AnyOp = Annotated[
     | Tie
     | DispatchExperts
     | ContextParallel
+    | ResetStates
     | Freeze
     | Quantize
     | Checkpoint

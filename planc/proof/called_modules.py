@@ -9,17 +9,19 @@ import torch.
 from planc.diagnostic import Sink
 from planc.model import cache
 from planc.model.facts import Facts, generic
-from planc.model.small.leaks import DOCUMENTS, PADDING, leaks
+from planc.ops.documents import parts_reset
+from planc.ops.lowered import Lowered
 from planc.proof.small_case import SmallModel, small_model
+from planc.runtime.leaks import DOCUMENTS, PADDING, leaks
 from planc.trial.certificate import source_digest
 
 _FORMAT = 2
 
 
-def report_leaks(facts: Facts, sink: Sink) -> None:
-    """Reports what the model's tokens see that they must not (PL517, PL518), whatever the plan."""
+def report_leaks(facts: Facts, lowered: Lowered, sink: Sink) -> None:
+    """Reports what the model's tokens see that they must not (PL517, PL518)."""
     own = facts.code or facts.user_model is not None or not facts.config.get("model_type")
-    found = {} if own else leaks(facts.config, facts.name)
+    found = {} if own else leaks(facts.config, facts.name, parts_reset(lowered.ops))
     if DOCUMENTS in found:
         sink.info(
             "PL517",

@@ -188,7 +188,7 @@ def flow(
     facts, ir, lowered = compiled.facts, compiled.plan, compiled.lowered
     if facts is None or ir is None or lowered is None:
         return Verdict(outcome=Outcome(verdict="nothing"))
-    report_leaks(facts, sink)
+    report_leaks(facts, lowered, sink)
     axes = {axis for op in lowered.ops if isinstance(op, Parallelize) for axis in op.axes}
     parts = {op.axis for op in lowered.ops if isinstance(op, ContextParallel)}
     divided = lowered.has(DispatchExperts, Pipeline)

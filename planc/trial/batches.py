@@ -22,7 +22,9 @@ from planc.model.small.sample_inputs import Inputs
 from planc.model.small.user_model import ModelBuilder
 from planc.ops.base import AxisRole, Op
 from planc.ops.context import ContextParallel
+from planc.ops.documents import parts_reset
 from planc.ops.lowered import Lowered
+from planc.runtime.standalone.documents import RESETS, reset_states
 from planc.runtime.standalone.loss import IGNORED
 
 LENGTH = 16
@@ -104,6 +106,7 @@ def batches(
         )
 
     model = builder.build(seed)
+    reset_states(model, *parts_reset(lowered.ops))
     counted = _counts(model, plain(0))
 
     def labeled(number: int, length: int = length) -> Inputs:
@@ -177,7 +180,8 @@ def _packed(model: nn.Module, inputs: Inputs, part: int) -> TrialPass:
     first = (length // 2 - 1) // part * part
     positions = torch.cat([torch.arange(first), torch.arange(length - first)])
     packed = {**inputs, "position_ids": positions.expand(rows, -1).contiguous()}
-    if "position_ids" in forward_arguments(model) and _runs(model, packed):
+    taken = "position_ids" in forward_arguments(model) or RESETS in model.__dict__
+    if taken and _runs(model, packed):
         return TrialPass(name="two packed documents", inputs=packed)
     return TrialPass(inputs=inputs)
 

@@ -16,10 +16,12 @@ from torch import Tensor, distributed, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy, pad
 
+from planc.ops.documents import parts_reset
 from planc.ops.loss import ChunkLoss
 from planc.ops.lowered import Lowered
 from planc.ops.optimizer import Optimize
 from planc.runtime.run import Run
+from planc.runtime.standalone.documents import reset_states
 from planc.runtime.standalone.loss import IGNORED
 from planc.runtime.standalone.optimizer import PlannedOptimizer, planned_optimizer
 from planc.runtime.standalone.pipeline import stages_of
@@ -150,6 +152,7 @@ def train_single(
     heads = [op for op in lowered.ops if isinstance(op, ChunkLoss)]
     for op in heads:
         with_terms(model, op)
+    reset_states(model, *parts_reset(lowered.ops))
     for number, step in enumerate(batches.steps):
         for at, one in enumerate(step):
             for rank, result in enumerate(reference.passes):

@@ -37,6 +37,7 @@ _FILES = (
     "context_positions.py",
     "context_loss.py",
     "context.py",
+    "documents.py",
     "configuration.py",
     "pipeline.py",
     "pipeline_schedule.py",

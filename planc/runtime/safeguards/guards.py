@@ -25,6 +25,7 @@ from planc.runtime.known_verdict import KnownVerdict
 from planc.runtime.preconditions import stop, warning
 from planc.runtime.safeguards import leaking_rows
 from planc.runtime.script_line import script_line
+from planc.runtime.standalone.documents import RESETS
 
 _ADAPTERS = (
     "give `apply` the base model; the plan's `adapters` section adds LoRA, and "
@@ -142,6 +143,8 @@ def _divided(ranks: int, _model: nn.Module, args: Any, kwargs: Any) -> bool:
 
 def _documents(applied: Applied) -> Check | None:
     """Where sequences are split, `run.batch` looks instead."""
+    if (reset := applied.model.__dict__.get(RESETS)) is not None:
+        reset.raised = leaking_rows.not_apart
     watched = applied.compare > 0 and not applied.lowered.has(ContextParallel)
     if not watched or leaking_rows.class_of(applied.model) is None:
         return None

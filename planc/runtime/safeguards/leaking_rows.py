@@ -5,13 +5,24 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from planc.model.small.leaks import DOCUMENTS, PADDING, leaks
+from planc.diagnostic import PlanError
+from planc.runtime.leaks import DOCUMENTS, PADDING, leaks
 from planc.runtime.preconditions import stop
 from planc.runtime.script_line import script_line
+from planc.runtime.standalone.documents import RESETS, STATED
 
-_STATED = ("seq_idx", "cu_seqlens", "cu_seq_lens_q")
-"""Arguments that say where documents begin; torch's functions refuse them, kernels read them."""
 _KEPT = "_planc_leaks"
+
+
+def not_apart(text: str) -> PlanError:
+    """The error for a batch whose documents the resets cannot keep apart."""
+    return stop(
+        "PL519",
+        f"the documents of this batch cannot be kept apart: {text}",
+        *script_line("the batch arrives here"),
+        help="say where documents begin by `position_ids` alone, which begin again, and without a "
+        "mask; or give each document a row of its own",
+    )
 
 
 def class_of(model: nn.Module) -> type | None:
@@ -31,11 +42,14 @@ def refuse(model: nn.Module, batch: Mapping[str, Any]) -> bool:
     if positions is None and mask is None:
         return True  # nothing to leak, and no small model to run
     kind = class_of(model)
+    name = kind.__name__ if kind else ""
     found = model.__dict__.get(_KEPT)
     if found is None:
-        found = model.__dict__[_KEPT] = leaks(model.config.to_dict(), kind.__name__) if kind else {}
-    stated = any(batch.get(name) is not None for name in _STATED)
-    name = kind.__name__ if kind else ""
+        reset = model.__dict__.get(RESETS)
+        parts = sorted(reset.parts) if reset else ()
+        found = leaks(model.config.to_dict(), name, parts) if kind else {}
+        model.__dict__[_KEPT] = found
+    stated = any(batch.get(name) is not None for name in STATED)
     if DOCUMENTS in found and mask is None and not stated and _holds(positions, _begins_again):
         raise stop(
             "PL517",

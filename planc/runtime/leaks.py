@@ -2,13 +2,14 @@
 
 Attention tells the documents of a row apart where positions begin again and there is no mask, and
 leaves out what a mask pads. States and convolutions that go from token to token do neither, unless
-their code says so. A single process shows it, so no comparison with one does: the small model runs
-twice, with other tokens in the first document, or in the padding, and nothing else may move.
+their code says so or the plan resets them. A single process shows it, so no comparison with one
+does: the small model runs twice, with other tokens in the first document, or in the padding, and
+nothing else may move.
 """
 
 import json
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from planc.model import cache
@@ -17,41 +18,43 @@ from planc.model.small.shrink import shrink
 _LIMIT = 1e-4
 """The least change, of the largest entry of the output, that counts."""
 DOCUMENTS, PADDING = "documents", "padding"
-_FORMAT = 1
+_FORMAT = 2
 _FIRST = 7  # tokens of the first document
 _PADS = 3
 _LOCK = threading.Lock()  # of the random state, where ranks are threads
 
 
-def leaks(config: Mapping[str, Any], name: str) -> dict[str, float]:
+def leaks(config: Mapping[str, Any], name: str, parts: Sequence[str] = ()) -> dict[str, float]:
     """How far the other tokens of a small model move, by `documents` and `padding`; empty where
     nothing moves, and where planc cannot build or run a small model.
 
     Args:
         config: of the model, with its `model_type`.
         name: of its class, one of transformers.
+        parts: of `ResetStates`, which the model is run with; empty for none.
     """
     try:
         made = shrink(config, ranks=1).values
     except Exception:
         return {}
     values = json.loads(json.dumps({**made, "architectures": [name]}, default=str))
-    key = cache.entry_name(f"leaks {_FORMAT}", config=values)
+    key = cache.entry_name(f"leaks {_FORMAT}", *parts, config=values)
     kept = cache.recall(key)
     if not isinstance(kept, dict):
         if cache.missing():
             return {}
         with _LOCK:
-            kept = _measured(values)
+            kept = _measured(values, parts)
         cache.keep(key, kept)
     return {str(kind): float(value) for kind, value in kept.items()}
 
 
-def _measured(values: dict[str, Any]) -> dict[str, float]:
+def _measured(values: dict[str, Any], parts: Sequence[str]) -> dict[str, float]:
     import torch
 
     from planc.model.small.input_search import BatchShape
     from planc.model.small.transformers_model import TransformersBuilder, without_cache
+    from planc.runtime.standalone.documents import reset_states
 
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     try:
@@ -59,6 +62,7 @@ def _measured(values: dict[str, Any]) -> dict[str, float]:
             builder = TransformersBuilder(values)
             model = builder.build(0).eval()
             without_cache(model)
+            reset_states(model, *parts)
             ids, other = (
                 BatchShape(rows=2, seed=seed, ends=8).text(builder.vocabulary)["input_ids"]
                 for seed in (1, 2)

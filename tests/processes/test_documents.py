@@ -1,0 +1,37 @@
+"""Packed documents in models with a state: what ranks compute is what documents alone give."""
+
+import pytest
+
+LIMIT = 1e-5
+FP32 = ("param_dtype=fp32", "reduce_dtype=fp32")
+TP, PP = ("tp=2",), ("pp=2", "tp=2", "microbatches=2")
+CASES = [
+    ("bamba", "falcon_h1", TP),
+    ("bamba", "falcon_h1", ("tp=2", "sequence=false", "recompute=false")),
+    ("bamba", "falcon_h1", ("tp=1", "dp_replicate=2")),
+    ("bamba", "falcon_h1", PP),
+    ("qwen3_next", "qwen3_next", TP),
+    ("qwen3_next", "qwen3_next", PP),
+    ("falcon_h1", "falcon_h1", TP),
+    ("nemotron_h", "nemotron_h", TP),
+    ("jamba", "jamba", TP),
+    ("mamba2", "mamba2", TP),
+    ("mamba2", "mamba2", PP),
+    ("zamba2", "zamba2", TP),
+    ("minimax", "minimax", TP),
+]
+
+
+@pytest.mark.parametrize(("model", "plan", "settings"), CASES)
+def test_documents_are_apart(four, model, plan, settings):
+    arguments = {"model": model, "plan": plan, "overrides": [*FP32, *settings]}
+    for result in four.run("document_jobs.compare", **arguments):
+        assert max(result[name] for name in ("logits", "loss", "gradient")) < LIMIT, result
+
+
+@pytest.mark.parametrize("model", ["bamba", "qwen3_next"])
+def test_an_emitted_script_keeps_them_apart(four, model):
+    plan = {"bamba": "falcon_h1"}.get(model, model)
+    arguments = {"model": model, "plan": plan, "overrides": [*FP32, *TP], "script": True}
+    for result in four.run("document_jobs.compare", **arguments):
+        assert max(result[name] for name in ("logits", "gradient")) < LIMIT, result
