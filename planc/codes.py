@@ -171,6 +171,8 @@ _ROWS: tuple[tuple[str, str, Phase, str], ...] = (
     ("PL459", "error", "runtime", "a state that no other rank could load"),
     ("PL460", "error", "runtime", "several processes without torchrun's variables"),
     ("PL461", "error", "runtime", "the ranks load different files"),
+    ("PL467", "error", "runtime", "a checkpoint leaves out weights that the model lacks"),
+    ("PL468", "error", "runtime", "a parameter that is not new, or cannot be"),
     ("PL469", "error", "runtime", "the ranks pass different numbers of batches"),
     ("PL470", "error", "plan", "unknown operators in a save list"),
     ("PL471", "error", "plan", "an operator that is never dispatched"),
