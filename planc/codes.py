@@ -175,6 +175,8 @@ _ROWS: tuple[tuple[str, str, Phase, str], ...] = (
     ("PL463", "error", "runtime", "a copy of a model under a plan"),
     ("PL464", "error", "runtime", "an optimizer whose states are on meta"),
     ("PL465", "error", "runtime", "an optimizer that cannot step sharded parameters"),
+    ("PL467", "error", "runtime", "a checkpoint leaves out weights that the model lacks"),
+    ("PL468", "error", "runtime", "a parameter that is not new, or cannot be"),
     ("PL469", "error", "runtime", "the ranks pass different numbers of batches"),
     ("PL470", "error", "plan", "unknown operators in a save list"),
     ("PL471", "error", "plan", "an operator that is never dispatched"),

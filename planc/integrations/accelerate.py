@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import accelerate
 from torch import Tensor, nn
 
-from planc.integrations.loops import of_data_ranks, require_served
+from planc.integrations.loops import of_data_ranks, require_served, save_weights
 from planc.runtime.run import Run
 
 _Accelerator: Any = accelerate.Accelerator if TYPE_CHECKING else object
@@ -77,14 +77,17 @@ class PlancAcceleratorMixin(_Accelerator):  # type: ignore[misc]
         return self.planc_run.full_state_dict()
 
     def save_model(self, model: nn.Module, save_directory: Any, **more: Any) -> None:
-        """Writes the weights for `from_pretrained`; see `Run.export`."""
-        self.planc_run.export(save_directory, replace=True)
+        """Writes the weights for `from_pretrained`, or the plan's adapters for peft."""
+        save_weights(self.planc_run, save_directory)
 
-    def save_state(self, output_dir: str | os.PathLike[str], **more: Any) -> str:
+    def save_state(
+        self, output_dir: str | os.PathLike[str], *, frozen: bool = True, **more: Any
+    ) -> str:
         """Writes a checkpoint that any plan can resume from: the model, its optimizer, the
-        schedules, and the objects of `register_for_checkpointing`.
+        schedules, and the objects of `register_for_checkpointing`; `frozen` as of `Run.save`.
         """
-        self.planc_run.save(output_dir, optimizer=self._plain(), extra=self._others())
+        plain, others = self._plain(), self._others()
+        self.planc_run.save(output_dir, optimizer=plain, extra=others, frozen=frozen)
         return str(Path(output_dir))
 
     def load_state(self, input_dir: str | os.PathLike[str], **more: Any) -> None:

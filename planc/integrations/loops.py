@@ -1,5 +1,6 @@
 """The common parts of the loops of other libraries."""
 
+import os
 from typing import Any
 
 from torch import distributed
@@ -7,6 +8,7 @@ from torch import distributed
 from planc.ops.lowered import Lowered
 from planc.plan.mesh_axes import LOADED
 from planc.runtime.context import sequence_parts
+from planc.runtime.lora import adapts
 from planc.runtime.run import Run
 
 
@@ -38,3 +40,21 @@ def of_data_ranks(run: Run, gathered: Any) -> Any:
     return recursively_apply(
         lambda tensor: tensor.unflatten(0, (world, -1))[picked].flatten(0, 1), gathered
     )
+
+
+def save_weights(run: Run, folder: str | os.PathLike[str]) -> None:
+    """Writes what a loop keeps of a model: its adapters in peft's files where the plan has some,
+    else all weights for `from_pretrained`.
+    """
+    if adapts(run.lowered):
+        run.save_adapters(folder)
+    else:
+        run.export(folder, replace=True)
+
+
+def load_weights(run: Run, folder: str | os.PathLike[str]) -> None:
+    """Reads what `save_weights` wrote."""
+    if adapts(run.lowered):
+        run.load_adapters(folder)
+    else:
+        run.load(folder)

@@ -30,7 +30,9 @@ from planc.runtime.standalone.optimizer import planned_optimizer
 from planc.runtime.training_step import Batch, TrainingStep
 from planc.runtime.weights import peft_files, resuming, saving
 from planc.runtime.weights.extras import Extra
+from planc.runtime.weights.left_out import frozen_by
 from planc.runtime.weights.loading import Weights
+from planc.runtime.weights.new_parameters import Excused
 from planc.runtime.weights.same_files import Compared
 from planc.version import VERSION
 
@@ -312,6 +314,8 @@ class Run(InNotebooks):
         optimizer: Optimizer | None = None,
         extra: Extra | None = None,
         compare: Compared = "samples",
+        new: Sequence[str] = (),
+        unused: Sequence[str] = (),
     ) -> int | None:
         """Loads the model from a folder of safetensors, or from a checkpoint with an optimizer.
 
@@ -326,12 +330,17 @@ class Run(InNotebooks):
             extra: the objects that `save` was given, by name, to load their states into.
             compare: how the ranks compare the files that they read: `samples`, by sizes, headers
                 and a block of each tensor, or `files`, by all bytes.
+            new: modules or parameters that a folder of safetensors lacks, such as a new head: the
+                model's own code initializes them, equally on every rank.
+            unused: modules or parameters of the folder that the model has no use for.
 
         Returns:
             The step that was passed to `save`, None without one.
 
         Raises:
-            PlanError: PL461, the ranks have different files; PL475, the plan has another setting;
+            PlanError: PL461, the ranks have different files; PL467, the checkpoint leaves out what
+                this model lacks or has otherwise; PL468, `new` or `unused` is not true of the model
+                and the folder; PL475, the plan has another setting;
                 PL496, all missing names, unexpected
                 names and wrong shapes at once, before anything is loaded; PL497, missing or broken
                 files; PL567, `rank0` with a pipeline; PL687, 4-bit weights from a checkpoint.
@@ -344,6 +353,7 @@ class Run(InNotebooks):
             optimizer=optimizer,
             extra=extra or {},
             compare=compare,
+            excused=Excused(tuple(new), tuple(unused)),
             data=(self.data_size, self.data_rank),
             device=self.mesh.device_type,
         )
@@ -359,6 +369,7 @@ class Run(InNotebooks):
         optimizer: Optimizer | None = None,
         step: int | None = None,
         extra: Extra | None = None,
+        frozen: bool = True,
     ) -> None:
         """Writes a checkpoint that any plan can resume from; the previous one is replaced last.
 
@@ -369,6 +380,8 @@ class Run(InNotebooks):
             extra: other objects with `state_dict` and `load_state_dict`, by name, such as a second
                 optimizer, an average of the weights, a learning rate scheduler and a stateful data
                 loader. Each data rank's is saved, and tensors of the model's layout as the model's.
+            frozen: whether what the plan freezes is saved too, such as the base model of adapters.
+                Without it, `load` requires a model that has these weights, and compares them.
 
         Raises:
             PlanError: PL459, one of the other objects has tensors that could not be loaded; PL483,
@@ -386,6 +399,7 @@ class Run(InNotebooks):
             step=step,
             extra=extra or {},
             data_rank=self.data_rank,
+            left_out=frozenset() if frozen else frozen_by(self.model, self.lowered),
         )
 
     def export(

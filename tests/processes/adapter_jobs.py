@@ -6,13 +6,20 @@ from pathlib import Path
 import numerics
 import torch
 from torch import distributed
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.tensor import DTensor
 
 import planc
 from planc.ops.load import Load
 from planc.ops.pipeline import Pipeline
 from planc.ops.tensor_parallel import Parallelize
-from planc.runtime.standalone.shards import in_own_order, plain_name, rank_orders
+from planc.runtime.standalone.shards import (
+    in_own_order,
+    is_adapter,
+    named_tensors,
+    plain_name,
+    rank_orders,
+)
 
 PLAN = """plan tuned for {family}, qwen2
 
@@ -156,9 +163,9 @@ def logits(model, rows=slice(None)):
         return numerics.whole(model(input_ids=tokens[rows], use_cache=False).logits)
 
 
-def applied(overrides, family="llama", body=LLAMA, meta=False):
+def applied(overrides, family="llama", body=LLAMA, meta=False, model=None):
     plan = lowered(family, body, overrides)
-    model = numerics.build(family)
+    model = model or numerics.build(family)
     if meta:
         with torch.device("meta"):
             model = type(model)(model.config)
@@ -306,6 +313,56 @@ def resumed(folder, overrides, others):
     again = other.full_state_dict(every_rank=True)
     assert all(torch.equal(mine[n], again[n]) for n in mine)
     return len(second.state)
+
+
+def without_base(folder, overrides, others):
+    """A checkpoint without the base model goes on under another plan, from its folder; and the
+    findings of one that cannot.
+    """
+    base, folder = Path(folder) / "base", Path(folder) / "run"
+    run = applied(overrides)
+    if distributed.get_rank() == 0:
+        numerics.build("llama").save_pretrained(base)
+    optimizer = stepped(run, run.model)
+    run.save(folder, optimizer=optimizer, step=1, frozen=False)
+    kept = FileSystemReader(folder).read_metadata().state_dict_metadata
+    stored = sorted(n.removeprefix("model.") for n in kept if n.startswith("model."))
+    assert stored and all(map(is_adapter, stored))
+    mine, found = run.full_state_dict(every_rank=True), []
+    for how in ({"meta": True}, {"model": changed_base()}):
+        other = applied(others, **how)
+        before = [p.is_meta or numerics.whole(p).clone() for p in other.model.parameters()]
+        try:
+            other.load(folder)
+        except planc.PlanError as error:
+            found += [(d.code, d.message) for d in error.diagnostics]
+        after = [p.is_meta or numerics.whole(p) for p in other.model.parameters()]
+        assert all(a is b or torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    other = applied(others, meta=True)
+    second = torch.optim.AdamW([p for p in other.model.parameters() if p.requires_grad], lr=0.05)
+    other.load(base)
+    assert other.load(folder, optimizer=second) == 1
+    again = other.full_state_dict(every_rank=True)
+    assert mine.keys() == again.keys() and all(torch.equal(mine[n], again[n]) for n in mine)
+    return found
+
+
+def changed_base():
+    """The base model with two values of one frozen weight in each other's places."""
+    model = numerics.build("llama")
+    with torch.no_grad():
+        rows = model.model.layers[1].mlp.up_proj.weight
+        rows[[0, 5], 3] = rows[[5, 0], 3]
+    return model
+
+
+def a_script_froze(folder):
+    """What a script froze after it was trained is in a checkpoint without frozen weights."""
+    run = planc.apply(numerics.build("llama"), "llama", overrides=["tp=2"], device_type="cpu")
+    run.model.model.norm.requires_grad_(False)
+    run.save(folder, frozen=False)
+    kept = FileSystemReader(folder).read_metadata().state_dict_metadata
+    return {n.removeprefix("model.") for n in kept} == {n for n, _ in named_tensors(run.model)}
 
 
 def refused(folder, overrides):

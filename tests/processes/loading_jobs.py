@@ -3,6 +3,7 @@
 import gc
 import shutil
 from pathlib import Path
+from zlib import crc32
 
 import torch
 import transformers
@@ -77,6 +78,50 @@ def load(
     stepped = run.full_state_dict(every_rank=True)
     worst = max(worst, *(error(stepped[n], reference[n]) for n in gradients))
     return different, worst, len(list(Path(folder).glob("*.safetensors")))
+
+
+def classifier(overrides):
+    """A classification model on meta under a plan."""
+    made = build("llama-classes")
+    with torch.device("meta"):
+        made = type(made)(made.config).float()
+    return planc.apply(made, "classifier", overrides=overrides, device_type="cpu")
+
+
+def new_head(folder, overrides, weights):
+    """The head of a classification model that begins from a language model's weights, the same on
+    all ranks; and the right one, of one process.
+    """
+    run = classifier(overrides)
+    torch.manual_seed(distributed.get_rank())  # the ranks' generators differ
+    run.load(folder, weights=weights, new=["score"], unused=["lm_head"])
+    mine = run.full_state_dict(every_rank=True)
+    head, right = mine.pop("score.weight"), build("llama").state_dict()
+    assert mine.keys() == right.keys() - {"lm_head.weight"}
+    assert all(torch.equal(mine[n], right[n]) for n in mine)
+    single = build("llama-classes")
+    torch.manual_seed(crc32(b"score"))  # of rank 0's seed, which is 0, and the name
+    single._init_weights(single.score)
+    assert not torch.equal(head, build("llama-classes").score.weight)
+    return torch.equal(head, single.score.weight)
+
+
+def not_new(folder):
+    """The findings of loads that say what is not so; nothing is loaded."""
+    run, found = classifier(["tp=2"]), []
+    for given in (
+        {"unused": ["lm_head"]},
+        {"new": ["scor"], "unused": ["lm_head"]},
+        {"new": ["score", "model.norm"], "unused": ["lm_head"]},
+        {"new": ["score"], "unused": ["lm_head", "lm"]},
+        {"new": ["score"]},
+    ):
+        try:
+            run.load(folder, **given)
+        except planc.PlanError as error:
+            found.append([(d.code, d.message.replace(f"{folder} ", "")) for d in error.diagnostics])
+        assert all(parameter.is_meta for parameter in run.model.parameters())
+    return found
 
 
 def stale(folder, kind, place=0.5, **more):

@@ -260,3 +260,25 @@ def test_samples_and_whole_files(four, tmp_path):
     whole = {**samples, "folder": str(tmp_path / "whole"), "compare": "files"}
     for found in four.run("loading_jobs.stale", **whole):
         assert [code for code, _ in found] == ["PL461"]
+
+
+@pytest.mark.parametrize("weights", ["slices", "rank0"])
+@pytest.mark.parametrize("mesh", [["tp=2"], ["dp_replicate=2"]])
+def test_a_new_head_begins_as_the_model_initializes_it(four, tmp_path, mesh, weights):
+    four.run("loading_jobs.written", model="llama", folder=str(tmp_path))
+    arguments = {"folder": str(tmp_path), "overrides": mesh, "weights": weights}
+    assert four.run("loading_jobs.new_head", **arguments) == [True] * 4
+
+
+def test_what_is_not_new_is_refused(four, tmp_path):
+    four.run("loading_jobs.written", model="llama", folder=str(tmp_path))
+    every = four.run("loading_jobs.not_new", folder=str(tmp_path))
+    lacks = ("PL496", "lacks score.weight")
+    assert every == [every[0]] * 4
+    assert every[0] == [
+        [lacks],
+        [("PL468", "new = 'scor': the model has no such parameter"), lacks],
+        [("PL468", "new = 'model.norm.weight': holds it")],
+        [("PL468", "unused = 'lm': holds no such name")],
+        [("PL496", "has names that the model lacks: lm_head.weight")],
+    ]

@@ -180,6 +180,20 @@ def test_a_checkpoint_goes_on_under_another_plan(four, tmp_path):
     assert four.run("adapter_jobs.resumed", **arguments) == [2 * (7 * 2 + 1)] * 4
 
 
+@pytest.mark.parametrize(("overrides", "others"), [(TP, WHOLE), (WHOLE, TP), (STAGES, TP)])
+def test_a_checkpoint_without_the_base_goes_on_from_its_folder(four, tmp_path, overrides, others):
+    arguments = {"folder": str(tmp_path), "overrides": overrides, "others": others}
+    for (code, first), (other, second) in four.run("adapter_jobs.without_base", **arguments):
+        assert (code, other) == ("PL467", "PL467")
+        assert "leaves out the frozen weights, and the model has no values for" in first
+        assert "was trained on another base model: other values, or another dtype, in" in second
+        assert second.endswith(" in model.layers.1.mlp.up_proj.weight")
+
+
+def test_what_a_script_froze_is_saved(four, tmp_path):
+    assert four.run("adapter_jobs.a_script_froze", folder=str(tmp_path / "run")) == [True] * 4
+
+
 def test_adapters_that_do_not_fit_are_refused(four, tmp_path):
     codes = four.run("adapter_jobs.refused", folder=str(tmp_path / "a"), overrides=TP)
     assert codes == [[["PL496"], ["PL496"], ["PL496"], ["PL189"]]] * 4

@@ -18,6 +18,11 @@ PAGE = (Path(__file__).parent.parent.parent / "docs" / "trainer.md").read_text()
 SCRIPTS = {n: text for text, n in re.findall(r"```python\n(# (\w+)\.py.*?)```", PAGE, re.S)}
 FP32 = ["--set", "param_dtype=fp32", "--set", "reduce_dtype=fp32"]
 MESHES = [["tp=2"], ["tp=2", "dp_replicate=2", "dp_shard=1"], ["dp_replicate=2"]]
+WHOLE = "model = AutoModelForCausalLM.from_pretrained(options.weights)"
+BUILT = [  # whole, where a plan has it on meta
+    (r"(self\.|)config = AutoConfig.*\n", ""),
+    (r"with torch.device.*\n *((?:self\.)?)model = .*", rf"\1{WHOLE}"),
+]
 WORDS = [f"w{i}" for i in range(92)]
 
 
@@ -107,6 +112,8 @@ def sft(folder, weights, mesh, rows, *, packing, plan=True):
     (folder / "arguments.json").write_text(json.dumps(given))
     edits = [
         ("from planc.integrations.trainer import PlancTrainerMixin", ""),
+        *BUILT,
+        (r"trainer.planc_run.load.*", ""),
         (r"PlancTrainerMixin, ", ""),
         (r'plan="llama",\s*overrides=options.set,', ""),
         ("PlancSFTTrainer", "Plain"),
@@ -141,7 +148,9 @@ def accelerated(weights, tmp_path_factory):
             r"import planc\nfrom planc.integrations.accelerate import PlancAccelerator",
             "import accelerate",
         ),
-        (r'run = planc.apply\(\s*(.*), "llama", overrides=options.set\s*\)', r"plain = \1"),
+        *BUILT,
+        (r"run = planc.apply.*", "plain = model"),
+        (r"    run.load\(options.weights\)", "    pass"),
         (r"PlancAccelerator\(run, ", "accelerate.Accelerator("),
         (r"run\.model", "plain"),
         (r"StepLR\(optimizer, 8", "StepLR(optimizer, EVERY"),
@@ -182,6 +191,8 @@ def lit(folder, weights, mesh, rows, *words, plan=True, epochs=1, **more):
     (folder / "arguments.json").write_text(json.dumps(given))
     edits = [
         ("from planc.integrations.lightning import PlancStrategy", ""),
+        *BUILT,
+        (r" +def on_fit_start.*\n.*\n", ""),
         (r"strategy = PlancStrategy.*", ""),
         (r"trainer = Trainer\(strategy=strategy, ", "module = Language()\ntrainer = Trainer("),
         (r"Language\(\), Data", "module, Data"),

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "trainer.md"
 SCRIPT = re.search(r"```python\n(.*?)```", PAGE.read_text(), re.S)[1]
+WHOLE = "model = AutoModelForCausalLM.from_pretrained(options.weights)\n"
 FP32 = ["--set", "param_dtype=fp32", "--set", "reduce_dtype=fp32"]
 
 
@@ -56,7 +57,9 @@ def trained(folder, weights, *words, plan=True, rows=4, steps=4):
         script = script.replace("from planc.integrations.trainer import PlancTrainer", "")
         script = script.replace("PlancTrainer(", "Trainer(")
         script = re.sub(r'plan="llama",\s*overrides=options.set,', "", script)
-        script = script.replace("import AutoModel", "import Trainer, AutoModel")
+        script = re.sub(r"with torch.device.*\n.*\n", WHOLE, script)
+        script = re.sub(r"trainer.planc_run.load.*\n", "", script)
+        script = script.replace("import AutoConfig", "import Trainer, AutoConfig")
         assert "planc." not in script.lower() and "plan=" not in script
     (folder / "train.py").write_text(script)
     given = {**ARGUMENTS, "per_device_train_batch_size": rows, "max_steps": steps}

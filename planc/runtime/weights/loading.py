@@ -26,11 +26,13 @@ from planc.runtime.standalone.load_weights import (
 from planc.runtime.standalone.lora_init import unset_adapters
 from planc.runtime.standalone.safetensors_files import StoredTensor, tensors_in_folder
 from planc.runtime.standalone.shards import is_adapter, named_tensors, plain_name
+from planc.runtime.weights.new_parameters import NOTHING, Excused, initialized, report
 from planc.runtime.weights.same_files import Compared, different_files
 from planc.runtime.weights.stored_tensors import ConvertedTensor, made
 
 Weights = Literal["slices", "rank0"]
 _NOTHING_LOADED = "nothing was loaded: build the model from the configuration beside the weights"
+_MAY_LACK = '; for a new head, pass `new=["score"]`, and `unused=["lm_head"]` for one of the folder'
 
 
 def load_files(
@@ -40,6 +42,7 @@ def load_files(
     weights: Weights,
     device: str,
     compare: Compared = "samples",
+    excused: Excused = NOTHING,
 ) -> None:
     """Loads a model from a folder of safetensors. Every rank calls it.
 
@@ -51,21 +54,27 @@ def load_files(
         weights: `slices`, each rank reads its own slices; `rank0`, rank 0 reads all and sends them.
         device: the type of device for a model on meta.
         compare: how the ranks compare the files that they read.
+        excused: what the folder or the model may lack.
 
     Raises:
-        PlanError: PL461, the ranks have different files; PL496, all names and shapes that do not
-            fit; PL497, missing or broken files. On
-            every rank.
+        PlanError: PL461, the ranks have different files; PL468, `excused` is not true; PL496, all
+            names and shapes that do not fit; PL497, missing or broken files. On every rank.
     """
     findings: list[Diagnostic] = []
     found: dict[str, StoredTensor] = {}
+    drawn: dict[str, StoredTensor] = {}
     reshard(model)
+    seed = of_all_ranks(torch.initial_seed())[0] if excused.new else 0
     if weights == "slices" or distributed.get_rank() == 0:
         broken: list[str] = []
         stored = tensors_in_folder(folder, broken)
         findings += [problem("PL497", text) for text in broken]
         if not findings:
-            found = checked(model, _converted(model, stored, findings), folder, findings)
+            stored, new = excused.applied(model, stored, folder, findings)
+            stored = _converted(model, stored, findings)
+            found = checked(model, stored, folder, findings, without=new)
+            drawn = initialized(model, [n for n in new if n not in found], seed, findings)
+            found |= drawn
         if adapters := [name for name in found if is_adapter(name)]:
             text = f"{folder} holds adapters, {listed_names(adapters)}"
             findings.append(problem("PL496", text, help="load them with `run.load_adapters`"))
@@ -81,6 +90,8 @@ def load_files(
         text = f"reading failed midway: {type(error).__name__}: {error}"
         findings.append(problem("PL497", text))
     raise_on_all_ranks(findings)
+    if excused.new:
+        report(drawn)
 
 
 def raise_on_all_ranks(findings: list[Diagnostic]) -> None:
@@ -128,7 +139,8 @@ def checked(
     """
     problems: list[str] = []
     found = matched(model, stored, folder, problems, frozenset(without))
-    findings += [problem("PL496", text, help=_NOTHING_LOADED) for text in problems]
+    help = _NOTHING_LOADED + _MAY_LACK
+    findings += [problem("PL496", text, help=help) for text in problems]
     return found
 
 

@@ -25,8 +25,9 @@ from planc.runtime.standalone.load_weights import (
 from planc.runtime.standalone.pipeline import stages_of
 from planc.runtime.standalone.safetensors_files import StoredTensor
 from planc.runtime.standalone.shards import four_bit_layers, named_tensors
-from planc.runtime.weights import extras, loading, optimizers
+from planc.runtime.weights import extras, left_out, loading, optimizers
 from planc.runtime.weights.extras import Extra
+from planc.runtime.weights.new_parameters import Excused
 from planc.runtime.weights.same_files import Compared, different_files
 from planc.runtime.weights.saving import METADATA, attempt, saved
 
@@ -42,6 +43,7 @@ def load(
     optimizer: Optimizer | None,
     extra: Extra,
     compare: Compared,
+    excused: Excused,
     data: tuple[int, int],
     device: str,
 ) -> int | None:
@@ -50,6 +52,7 @@ def load(
     Args:
         model: the model, as `lowered` has changed it.
         folder, weights, optimizer, extra, compare: as for `Run.load`, which has the errors.
+        excused: its `new` and `unused`.
         data: the number of data ranks, and the one that this rank is.
         device: the type of the mesh's devices.
     """
@@ -68,18 +71,9 @@ def load(
     if distributed.get_world_size() > 1:  # only rank 0 may see the folder
         distributed.broadcast_object_list(kind, src=0)
     if kind[0]:
-        if weights == "rank0":
-            problems.append(problem("PL497", f"{folder} is a checkpoint: every rank reads its own"))
-        loading.raise_on_all_ranks(problems)
-        return _load_checkpoint(
-            model,
-            folder,
-            optimizer=optimizer,
-            extra=extra,
-            data=data,
-            device=device,
-            compare=compare,
-        )
+        loading.raise_on_all_ranks(_of_folders_alone(folder, weights, excused))
+        kept: dict[str, Any] = {"optimizer": optimizer, "extra": extra, "data": data}
+        return _load_checkpoint(model, folder, **kept, device=device, compare=compare)
     if optimizer is not None or extra:
         problems.append(problem("PL497", f"{folder} is not a checkpoint with the state of a run"))
     elif planned == "checkpoint":
@@ -90,8 +84,21 @@ def load(
     if how == "rank0" and stages_of(model):
         text = "rank 0 sends a tensor to ranks that all have it, and stages have different ones"
         raise stop("PL567", text, help="write `weights = slices`")
-    loading.load_files(model, folder, weights=how, device=device, compare=compare)
+    loading.load_files(model, folder, weights=how, device=device, compare=compare, excused=excused)
     return None
+
+
+def _of_folders_alone(
+    folder: Path, weights: loading.Weights | None, excused: Excused
+) -> list[Diagnostic]:
+    """PL497 and PL468 for arguments that are for folders of safetensors, not for a checkpoint."""
+    out: list[Diagnostic] = []
+    if weights == "rank0":
+        out.append(problem("PL497", f"{folder} is a checkpoint: every rank reads its own"))
+    if excused.new or excused.unused:
+        text = f"{folder} is a checkpoint, and `new` and `unused` are for a folder of safetensors"
+        out.append(problem("PL468", text, help="leave them out"))
+    return out
 
 
 def _load_checkpoint(
@@ -116,7 +123,8 @@ def _load_checkpoint(
     if not findings:
         stored = tensors_in_checkpoint(folder, metadata, dict(named_tensors(model)))
         stored = {name: tensor for name, tensor in stored.items() if name not in others}
-        found = loading.checked(model, stored, folder, findings, without=four_bit_layers(model))
+        without = {*four_bit_layers(model), *left_out.names_in(metadata)}
+        found = loading.checked(model, stored, folder, findings, without=without)
         findings += _four_bits(model, found, folder)
     every: dict[str, Optimizer] = extras.optimizers_in(model, extra)
     if optimizer is not None:
@@ -126,14 +134,14 @@ def _load_checkpoint(
         _check_optimizer(model, each, findings, start=start, flat=flat[start], folder=folder)
     rest = extras.others_in(model, extra)
     states, missing = extras.read_states(rest, folder, metadata, *data)
-    loading.allocate(model, [*findings, *missing], device)
+    loading.raise_on_all_ranks([*findings, *missing])
+    loading.allocate(model, left_out.differences(model, folder, metadata), device)
     filled, missing = extras.empty(model, rest, states, metadata)
     loading.raise_on_all_ranks(missing)
     target: dict[str, Any] = dict(checkpoint_targets(model, found)) | filled.targets
     for start, each in every.items():
-        own = optimizers.empty_flat_state(model, each, flat[start])
-        flat[start] = own
-        target |= {start + key: value for key, value in own.items()}
+        flat[start] = optimizers.empty_flat_state(model, each, flat[start])
+        target |= {start + key: value for key, value in flat[start].items()}
     if _STEP in metadata:
         target[_STEP] = None
     with torch.no_grad():

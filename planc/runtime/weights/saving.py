@@ -3,7 +3,7 @@
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from planc.runtime.standalone.pipeline import stages_of
 from planc.runtime.standalone.safetensors_files import INDEX, SINGLE
 from planc.runtime.weights import extras
 from planc.runtime.weights.extras import Extra
+from planc.runtime.weights.left_out import checksums
 from planc.runtime.weights.loading import raise_on_all_ranks
 from planc.runtime.weights.optimizers import flat_state
 from planc.runtime.weights.peft_files import Tuned, change, merge_findings, write_tensors
@@ -41,14 +42,16 @@ def save(
     step: int | None,
     extra: Extra,
     data_rank: int,
+    left_out: Collection[str],
 ) -> None:
     """Writes a torch.distributed.checkpoint that another plan or world size can resume from.
 
     The checkpoint is written beside the folder and renamed when it is complete, so the previous one
     can be loaded after a crash at any time. Every rank calls this, and all ranks see the folder.
-    4-bit weights are left out: they never change, and their files hold them unquantized.
+    4-bit weights are left out: they never change, and their files hold them unquantized. Checksums
+    of the parameters in `left_out` take their place.
 
-    Arguments and errors are those of `Run.save`.
+    Other arguments, and errors, are those of `Run.save`.
     """
     new, old = _beside(folder)
     more, findings = extras.states(model, extras.others_in(model, extra), data_rank)
@@ -56,8 +59,9 @@ def save(
     reshard(model)
     tensors, own = dict(shards.named_tensors(model)), shards.rank_orders(model)
     four = shards.four_bit_layers(model)
-    names = [n[0] for n in shards.tied_names(model) if n[0] not in four]
+    names = [n[0] for n in shards.tied_names(model) if n[0] not in {*four, *left_out}]
     state: dict[str, Any] = {"model": {n: storable(tensors[n], own.get(n)) for n in names}}
+    state |= checksums(model, left_out)
     if optimizer is not None:
         state["optimizer"] = flat_state(model, optimizer)
     if step is not None:
