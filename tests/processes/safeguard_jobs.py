@@ -220,7 +220,7 @@ def changed(overrides, how, folder=None):
             case "one rank" if rank() == 2:
                 (weight.to_local() if hasattr(weight, "to_local") else weight).mul_(2)
             case "values":
-                (norm.to_local() if hasattr(norm, "to_local") else norm).add_(rank())
+                (norm.to_local() if hasattr(norm, "to_local") else norm).add_(1 + rank())
             case "buffer" if rank() == 2:
                 model.model.rotary_emb.inv_freq.mul_(2)
             case "all":

@@ -22,7 +22,7 @@ from planc.runtime.meshes import rows_of
 from planc.runtime.preconditions import of_all_ranks, stop
 from planc.runtime.safeguards.checksums import difference, model_sums, plain, text_sum
 from planc.runtime.script_line import script_line
-from planc.runtime.standalone.shards import splits
+from planc.runtime.standalone.shards import plain_name, splits
 
 T = TypeVar("T")
 _log = logging.getLogger("planc")
@@ -130,7 +130,8 @@ class SameWeights:
             }
             total = torch.tensor([text_sum(repr(sorted(own.items())))], device=mesh.device_type)
             if len({row[0] for row in rows_of(total, mesh)}) > 1:
-                told = told or _changed(_of(mesh, own), ranks, "_".join(mesh.mesh_dim_names or ()))
+                every, axis = _of(mesh, own), "_".join(mesh.mesh_dim_names or ())
+                told = told or _changed(every, ranks, axis)
         for mesh in self.meshes:  # so that all ranks of all axes raise
             told = next(filter(None, _of(mesh, told)), "")
         if told:
@@ -138,7 +139,9 @@ class SameWeights:
                 "change weights on all ranks alike, from one seed or from equal files; `run.load` "
                 "and `run.load_adapters` compare the files that the ranks read"
             )
-            raise stop("PL484", told, *script_line("the first training pass is here"), help=help)
+            line = script_line("the first training pass is here")
+            self.built = stop("PL484", told, *line, help=help)
+            raise self.built
 
 
 def _of(mesh: DeviceMesh, own: T) -> list[T]:
@@ -167,6 +170,6 @@ def _changed(every: Sequence[dict[str, tuple[bool, int]]], ranks: Sequence[int],
     some = len({own[name][0] for own in every if name in own}) > 1
     how = "on some of them alone" if some else "to different values"
     return (
-        f"the ranks {found.ranks} of {axis} have different weights: {name}, the first of {count:,},"
+        f"the ranks {found.ranks} of {axis} have different weights: {plain_name(name)}, the first of {count:,},"
         f" was changed {how} after `planc.apply`"
     )
