@@ -17,10 +17,12 @@ import planc
 from planc.cli import main
 from planc.compiler import compile_plan
 from planc.diagnostic import Sink
-from planc.draft import observe
 from planc.draft.init import draft
 from planc.draft.plan_text import braced
 from planc.model.load import load, load_values
+from planc.model.small.record_flow import record
+from planc.ops.styles import style_text
+from planc.ops.tensor_parallel import Parallelize
 from planc.proof.layout_flow import flow
 from planc.proof.small_case import small_model
 from planc.source import Source
@@ -166,16 +168,20 @@ def test_what_it_writes_is_what_one_would_write():
     found = rules(made.text)
     assert "self_attn.{q,k,v}_proj:colwise" in found
     assert "mlp.{gate,up}_proj:colwise" in found
-    assert "self_attn:input(hidden_states=shard(1)->replicate)" in found
-    assert "{input,post_attention}_layernorm:sequence" in found
-    assert "model.embed_tokens:rowwise" in found
-    assert "when config.tie_word_embeddings {" in made.text
+    assert {"$embedding:rowwise", "$head:colwise"} < {*found}
+    assert 'extend "decoder.plan"' in made.text and "sequence = sequence" in made.text
+    assert "->" not in made.text  # layouts are inferred
     assert made.runs == 3  # the first guess holds: alone, checkpointed, and with the sequence split
 
 
-def test_a_gradient_that_nothing_sums_gets_a_rule():
-    _, made, _ = drafted("qwen3-8b")
-    assert "self_attn.{q,k}_norm:replicate(gradient=sum)" in rules(made.text)
+def test_a_gradient_that_nothing_sums_needs_no_rule(tmp_path):
+    facts, made, _ = drafted("qwen3-8b")
+    assert "_norm" not in made.text and made.outcome.verdict == "proved"
+    (tmp_path / "draft.plan").write_text(made.text)
+    done = compile_plan(facts, str(tmp_path / "draft.plan"), Sink(), settings=["tp=2"])
+    ops = [op for op in done.lowered.ops if isinstance(op, Parallelize)]
+    [norms] = {style_text(op.style) for op in ops if "q_norm" in str(op.modules)}
+    assert norms == "sequence(dim = 2, local = true)"
 
 
 def test_experts_and_fused_weights_are_split_in_their_parts():
@@ -248,12 +254,13 @@ def test_a_model_of_ones_own(tmp_path, monkeypatch, capsys):
     text = (tmp_path / "my.plan").read_text()
     assert "mlp.c_fc:colwise" in rules(text)
     assert "attn.c_attn:colwise(->replicate)" in rules(text)  # it splits at the whole width
-    assert "when sequence" in text
+    assert "sequence = sequence" in text
     words = ["--allow-code", "--world-size", "4", "--set", "tp=2", "--format", "json"]
     capsys.readouterr()
     assert main(["check", "own_nano:GPT", "my.plan", *words]) == 0
     assert json.loads(capsys.readouterr().out)["flow"]["verdict"] == "proved"
-    split = text.replace("colwise(shard(1) -> replicate)", "colwise(shard(1) -> shard(-1))")
+    split = text.replace("attn.c_attn : colwise(-> replicate)", "attn.c_attn : colwise")
+    assert split != text
     (tmp_path / "my.plan").write_text(split)
     assert main(["check", "own_nano:GPT", "my.plan", *words]) == 1
     assert json.loads(capsys.readouterr().out)["flow"]["verdict"] == "refuted"
@@ -267,7 +274,12 @@ def test_a_family_without_a_plan_is_checked_with_a_draft(tmp_path, monkeypatch, 
     said = capsys.readouterr()
     assert json.loads(said.out)["flow"]["verdict"] == "proved"
     assert "the plan is <draft>" in said.err and "planc init own_nano:GPT" in said.err
-    assert main(["check", "own_nano:GPT", *words, "--set", "tp=3"]) == 1
+    assert (
+        main(
+            ["check", "own_nano:GPT", *words[:1], "--world-size", "3", *words[3:], "--set", "tp=3"]
+        )
+        == 1
+    )
     found = json.loads(capsys.readouterr().out)["diagnostics"]
     assert {label["file"] for d in found for label in d["labels"]} >= {"<draft>"}
     for command in (["lower"], ["check", "--level", "structure"]):
@@ -386,9 +398,8 @@ def test_towers_are_planned_under_their_own_names(tmp_path, config, lines, kinds
 def test_a_small_model_runs_without_the_cache_that_its_configuration_cannot_make():
     """BLT's has no `num_hidden_layers`, which the cache of its inner models reads."""
     facts = load_values(BltConfig().to_dict(), "blt", Sink())
-    found = observe.run(small_model(facts).builder())
-    assert not isinstance(found, str), found
-    assert "model.global_transformer.layers.0" in found.dims
+    found = record(small_model(facts).builder())
+    assert "model.global_transformer.layers.0" in [call.name for call in found.calls]
 
 
 def test_an_embedding_with_a_norm_inside_is_not_split(tmp_path):
