@@ -9,6 +9,7 @@ from math import prod
 
 from planc import compiler
 from planc.diagnostic import Diagnostic, Sink, one_of
+from planc.draft.from_transformers import tp_plan
 from planc.draft.left_replicated import comments
 from planc.draft.plan_text import BLOCKS, DECODER, Draft, parsed_text, render
 from planc.draft.roles import Roles, RunRecord, roles
@@ -47,10 +48,16 @@ class InitResult:
 
 
 def drafted(
-    model: str | Facts, settings: Iterable[str], sink: Sink, *, allow_code: bool = False
+    model: str | Facts,
+    settings: Iterable[str],
+    sink: Sink,
+    *,
+    allow_code: bool = False,
+    of_transformers: bool = False,
 ) -> InitResult | None:
     """A first plan for a model that is named, or its facts, with axes as `pp=2`; None after an
-    error (PL106, PL012: the axes, PL60x: the model, PL760: no torch).
+    error (PL106, PL012: the axes, PL60x: the model, PL581: no plan of transformers, PL760: no
+    torch). `of_transformers`: with the splits of transformers' own plan.
     """
     sizes = wanted(settings, sink)
     if cache.missing():
@@ -59,7 +66,14 @@ def drafted(
     if sink.failed:
         return None
     facts = load(model, sink, allow_code=allow_code) if isinstance(model, str) else model
-    return None if facts is None else draft(facts, sink, sizes)
+    if facts is None:
+        return None
+    given = tp_plan(facts) if of_transformers else None
+    if given is not None and not given:
+        message = f"transformers has no tensor-parallel plan for {facts.name}"
+        sink.error("PL581", message, help="`planc init` without `--from` finds the splits itself")
+        return None
+    return draft(facts, sink, sizes, given)
 
 
 def wanted(settings: Iterable[str], sink: Sink) -> dict[str, int]:
@@ -77,7 +91,12 @@ def wanted(settings: Iterable[str], sink: Sink) -> dict[str, int]:
     return found
 
 
-def draft(facts: Facts, sink: Sink, sizes: dict[str, int] | None = None) -> InitResult:
+def draft(
+    facts: Facts,
+    sink: Sink,
+    sizes: Mapping[str, int] | None = None,
+    given: Mapping[str, str] | None = None,
+) -> InitResult:
     """A first plan for a model.
 
     Args:
@@ -85,12 +104,13 @@ def draft(facts: Facts, sink: Sink, sizes: dict[str, int] | None = None) -> Init
         sink: receives PL660 (what could not be decided or proved) and PL661 (a rule of
             transformers' own plan that matches nothing).
         sizes: of the axes `pp`, `cp` and `ep`, where they are above one.
+        given: transformers' own plan, whose splits the draft has then.
     """
     known, model, ran = _small(facts)
     made = ran if isinstance(ran, RunRecord) else None
     found = roles(known, made)
     draft_plan = _draft_plan(facts, known, found, made)
-    search = Search(known, model, found, made, draft_plan)
+    search = Search(known, model, found, made, draft_plan, given)
     if isinstance(ran, str):
         outcome = Outcome(verdict="unknown", reason=ran)
         help = advice(facts, ran)
@@ -114,7 +134,7 @@ def draft(facts: Facts, sink: Sink, sizes: dict[str, int] | None = None) -> Init
     )
 
 
-def _divided(draft_plan: Draft, facts: Facts, sizes: dict[str, int], sink: Sink) -> None:
+def _divided(draft_plan: Draft, facts: Facts, sizes: Mapping[str, int], sink: Sink) -> None:
     """Sets the sizes of axes in a draft, and proves it with them."""
     shown = ", ".join(f"{name} {size}" for name, size in sizes.items())
     why = "no module with experts is known" if EXPERTS in sizes and not draft_plan.experts else ""
@@ -223,18 +243,21 @@ def _tail(found: Roles, ran: RunRecord | None) -> list[str]:
 
 def _comments(draft_plan: Draft, search: Search, outcome: Outcome, sink: Sink) -> None:
     """Comments for the reader: what is replicated and why, and what could not be decided."""
+    own = "" if search.given is None else " with the splits of transformers' own plan"
     if outcome.verdict == "proved":
         shrunk = search.small is not None and not search.small.code
         of = f"transformers {cache.version('transformers')}" if shrunk else "this code"
         on = "a small model" if shrunk else "the model"
         draft_plan.comment.append(
-            f"Written by planc init for {of}; layout flow proved it on {on} (largest error "
+            f"Written by planc init for {of}{own}; layout flow proved it on {on} (largest error "
             f"{outcome.worst:.0e})."
         )
     else:
         first = "".join(p.detail for p in outcome.discrepancies[:1])
         why = outcome.reason or first or "the plan is refuted"
-        draft_plan.comment.append(f"Written by planc init; layout flow could not prove it: {why}.")
+        draft_plan.comment.append(
+            f"Written by planc init{own}; layout flow could not prove it: {why}."
+        )
         help = advice(search.facts, why)
         sink.warning("PL660", f"this plan could not be proved: {why}", help=help)
     if outcome.recomputed:

@@ -83,6 +83,8 @@ def _why(name: str, facts: Facts, search: Search) -> str:
     choice = next((c for c in tried if inner in c.members or name in c.members), None)
     if choice is not None:
         return choice.clash or "no way to shard it was right"
+    if search.given is not None:
+        return "transformers' own plan does not split it"
     module = modules.module
     if module.kind in ("linear", "conv1d", "embedding"):
         return "it is no part of attention, MLP or experts that planc recognizes"

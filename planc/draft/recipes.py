@@ -66,7 +66,7 @@ def split_choices(
 ) -> list[SplitChoice]:
     """The parts of the blocks that can be split; packed sizes are expressions over the config."""
     found = [_projections(s, config, holders.get(s.holder)) for s in blocks.projection_groups]
-    return found + [_experts(name, module) for name, module in blocks.experts.items()]
+    return found + [experts_choice(name, module) for name, module in blocks.experts.items()]
 
 
 # Segments ----------------------------------------------------------------------------------------
@@ -151,7 +151,8 @@ def _gathered(projections: ProjectionGroup) -> SplitRecipe:
 # Experts -----------------------------------------------------------------------------------------
 
 
-def _experts(name: str, module: Module) -> SplitChoice:
+def experts_choice(name: str, module: Module) -> SplitChoice:
+    """A module with the weights of all its experts."""
     recipes = []
     for packed in (True, False):
         arguments = _arguments(module, packed=packed)

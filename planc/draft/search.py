@@ -7,12 +7,13 @@ those before it. Every step uses up a candidate, so the search terminates.
 """
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from planc import compiler
 from planc.compiler import Compiled
 from planc.diagnostic import Severity, Sink
+from planc.draft.from_transformers import given_choices
 from planc.draft.plan_text import DECODER, Draft, parsed_text, render
 from planc.draft.recipes import SplitChoice, SplitRecipe, split_choices
 from planc.draft.roles import Roles, RunRecord
@@ -35,7 +36,7 @@ _CLASHES = frozenset({"PL505", "PL524", "PL525", "PL526"})
 @dataclass(slots=True)
 class Search:
     """The state of the search: of the small model its facts, builder (None if it cannot run), roles
-    and run; and the plan that is filled in.
+    and run; the plan that is filled in; and the rules of transformers, where these are `given`.
     """
 
     facts: Facts
@@ -43,6 +44,7 @@ class Search:
     roles: Roles
     ran: RunRecord | None
     draft: Draft
+    given: Mapping[str, str] | None = None
     parts: dict[str, list[SplitChoice]] = field(default_factory=dict)
     outside: list[SplitChoice] = field(default_factory=list)
     inside: dict[str, dict[str, Module]] = field(default_factory=dict)
@@ -52,11 +54,16 @@ class Search:
     def __post_init__(self) -> None:
         for blocks in self.roles.blocks:
             inside = self.inside[blocks.path] = _holders(self.facts, blocks.path)
-            self.parts[blocks.path] = split_choices(blocks, self.facts.config, inside)
+            path, config = blocks.path, self.facts.config
+            given = None if self.given is None else given_choices(self.given, path, inside)
+            self.parts[path] = split_choices(blocks, config, inside) if given is None else given
             inner = f"{blocks.path}."
             if self.ran is not None and not any(n.startswith(inner) for n in self.ran.order):
                 self.unreached.append(blocks.path)
                 self._leave_unsplit(blocks.path)
+        if self.given is not None:
+            self.outside = given_choices(self.given, "", dict(named_below("", self.facts.root)))
+            return
         for name, style in self._ends():
             split = SplitRecipe(name="split", rules={name: style})
             recipes = [split, SplitRecipe(name="whole", rules={})]
