@@ -272,6 +272,7 @@ _ROWS: tuple[tuple[str, str, Phase, str], ...] = (
     ("PL578", "warning", "plan", "a fused weight that a matrix optimizer takes for one matrix"),
     ("PL579", "warning", "plan", "an optimizer rule that steps nothing"),
     ("PL580", "error", "runtime", "the script's optimizer and that of the plan"),
+    ("PL581", "error", "plan", "transformers has no tensor-parallel plan for a model"),
     ("PL600", "error", "input", "unknown model"),
     ("PL601", "error", "input", "the configuration cannot be read"),
     ("PL602", "error", "input", "the configuration is not a JSON object"),

@@ -18,13 +18,25 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="an axis of the plan: pp, cp or ep",
     )
+    parser.add_argument(
+        "--from",
+        dest="source",
+        choices=["transformers"],
+        help="take the splits of transformers' own plan, and prove them",
+    )
     shared_arguments.output(parser)
 
 
 def run(options: argparse.Namespace) -> int:
     sink = Sink()
     with output.waiting(f"drafting and proving a plan for {options.model}"):
-        made = drafted(options.model, options.set, sink, allow_code=options.allow_code)
+        made = drafted(
+            options.model,
+            options.set,
+            sink,
+            allow_code=options.allow_code,
+            of_transformers=options.source is not None,
+        )
     if sink.diagnostics:
         output.show(sink, "full", sys.stderr)
     if made is None:

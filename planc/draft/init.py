@@ -6,28 +6,27 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any
 
 from planc import compiler
 from planc.diagnostic import Diagnostic, Sink, one_of
-from planc.draft.axes import wanted
+from planc.draft.from_transformers import tp_plan
 from planc.draft.left_replicated import comments
-from planc.draft.observe import run
-from planc.draft.plan_text import Draft, parsed_text, render
+from planc.draft.plan_text import BLOCKS, DECODER, Draft, parsed_text, render
 from planc.draft.roles import Roles, RunRecord, roles
 from planc.draft.search import Search, named_below
 from planc.model import cache
 from planc.model.facts import Facts, generic
 from planc.model.layer_kinds import block_lists
 from planc.model.load import load
-from planc.plan.mesh_axes import EXPERTS
+from planc.model.roles import RoleModules
+from planc.model.roles import roles as role_modules
+from planc.model.small.flow import FlowSource, flow_of
+from planc.model.sources.huggingface import defaults
+from planc.plan.mesh_axes import CONTEXT, EXPERTS, STAGES
 from planc.proof.layout_flow import advice, flow
 from planc.proof.small_case import SmallModel, small_model
 from planc.syntax.formatter.layout import laid_out
 from planc.trial.outcome import Outcome
-
-if TYPE_CHECKING:
-    from planc.model.small.user_model import ModelBuilder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,10 +48,16 @@ class InitResult:
 
 
 def drafted(
-    model: str | Facts, settings: Iterable[str], sink: Sink, *, allow_code: bool = False
+    model: str | Facts,
+    settings: Iterable[str],
+    sink: Sink,
+    *,
+    allow_code: bool = False,
+    of_transformers: bool = False,
 ) -> InitResult | None:
     """A first plan for a model that is named, or its facts, with axes as `pp=2`; None after an
-    error (PL106, PL012: the axes, PL60x: the model, PL760: no torch).
+    error (PL106, PL012: the axes, PL60x: the model, PL581: no plan of transformers, PL760: no
+    torch). `of_transformers`: with the splits of transformers' own plan.
     """
     sizes = wanted(settings, sink)
     if cache.missing():
@@ -61,54 +66,84 @@ def drafted(
     if sink.failed:
         return None
     facts = load(model, sink, allow_code=allow_code) if isinstance(model, str) else model
-    return None if facts is None else draft(facts, sink, sizes)
+    if facts is None:
+        return None
+    given = tp_plan(facts) if of_transformers else None
+    if given is not None and not given:
+        message = f"transformers has no tensor-parallel plan for {facts.name}"
+        sink.error("PL581", message, help="`planc init` without `--from` finds the splits itself")
+        return None
+    return draft(facts, sink, sizes, given)
 
 
-def draft(facts: Facts, sink: Sink, sizes: dict[str, int] | None = None) -> InitResult:
+def wanted(settings: Iterable[str], sink: Sink) -> dict[str, int]:
+    """The sizes above one of `NAME=SIZE`; PL106 for another name, PL012 for no size."""
+    found: dict[str, int] = {}
+    for setting in settings:
+        name, _, value = setting.partition("=")
+        if name not in (STAGES, CONTEXT, EXPERTS):
+            known = "it can set pp, cp and ep"
+            sink.error("PL106", f"`--set {name}` names no axis of a drafted plan", help=known)
+        elif not value.isdecimal() or int(value) < 1:
+            sink.error("PL012", f"`{name}` is a positive number, not `{value}`")
+        elif int(value) > 1:
+            found[name] = int(value)
+    return found
+
+
+def draft(
+    facts: Facts,
+    sink: Sink,
+    sizes: Mapping[str, int] | None = None,
+    given: Mapping[str, str] | None = None,
+) -> InitResult:
     """A first plan for a model.
 
     Args:
         facts: the facts of the model.
-        sizes: of the axes `pp`, `cp` and `ep`, where they are above one.
         sink: receives PL660 (what could not be decided or proved) and PL661 (a rule of
             transformers' own plan that matches nothing).
+        sizes: of the axes `pp`, `cp` and `ep`, where they are above one.
+        given: transformers' own plan, whose splits the draft has then.
     """
-    known, model, builder, why = _small(facts)
-    ran = run(builder) if builder is not None else None
+    known, model, ran = _small(facts)
     made = ran if isinstance(ran, RunRecord) else None
     found = roles(known, made)
     draft_plan = _draft_plan(facts, known, found, made)
-    search = Search(known, model, found, made, draft_plan)
-    if builder is None or made is None:
-        why = why or str(ran)
-        outcome = Outcome(verdict="unknown", reason=why)
-        help = advice(facts, why)
-        sink.warning("PL660", f"this plan could not be proved: {why}", help=help)
+    search = Search(known, model, found, made, draft_plan, given)
+    if isinstance(ran, str):
+        outcome = Outcome(verdict="unknown", reason=ran)
+        help = advice(facts, ran)
+        sink.warning("PL660", f"this plan could not be proved: {ran}", help=help)
         search.cautious()
-        draft_plan.comment.append(f"Not proved: {why}. Only embeddings and heads are sharded.")
+        draft_plan.comment.append(f"Not proved: {ran}. Only embeddings and heads are sharded.")
     else:
-        outcome = search.plain()
+        outcome = search.settle()
         if outcome.verdict == "proved":
             search.with_sequence()
         _comments(draft_plan, search, outcome, sink)
     draft_plan.comment += comments(render(draft_plan), facts, search, sink)
-    _unmatched_rules(facts, builder, draft_plan, sink)
+    _unmatched_rules(facts, draft_plan, sink)
     if sizes:
         _divided(draft_plan, facts, sizes, sink)
     return InitResult(
         text=laid_out(render(draft_plan)),
         outcome=outcome,
-        sequence=draft_plan.sequence is not None,
+        sequence=draft_plan.sequence != "false",
         runs=search.runs,
     )
 
 
-def _divided(draft_plan: Draft, facts: Facts, sizes: dict[str, int], sink: Sink) -> None:
-    """Adds axes to a draft, and proves it with them."""
-    draft_plan.divide(sizes)
+def _divided(draft_plan: Draft, facts: Facts, sizes: Mapping[str, int], sink: Sink) -> None:
+    """Sets the sizes of axes in a draft, and proves it with them."""
     shown = ", ".join(f"{name} {size}" for name, size in sizes.items())
     why = "no module with experts is known" if EXPERTS in sizes and not draft_plan.experts else ""
-    why = why or _proved(laid_out(render(draft_plan)), facts, draft_plan.sizes)
+    if not draft_plan.base:
+        why = "its blocks are those of no language model"
+    else:
+        left = {n: s for n, s in sizes.items() if n != EXPERTS or draft_plan.experts}
+        draft_plan.sizes = left
+        why = why or _proved(laid_out(render(draft_plan)), facts, left)
     if why:
         sink.warning("PL660", f"this plan could not be proved with {shown}: {why}")
     comment = (
@@ -117,22 +152,28 @@ def _divided(draft_plan: Draft, facts: Facts, sizes: dict[str, int], sink: Sink)
     draft_plan.comment.append(comment)
 
 
-def _small(facts: Facts) -> tuple[Facts, SmallModel | None, ModelBuilder | None, str]:
-    """The facts of the small model, the model, its builder, and the reason if there is none.
+def _small(facts: Facts) -> tuple[Facts, SmallModel | None, RunRecord | str]:
+    """The facts of the small model, the model, and its run, or the reason why there is none.
 
     Without a small model, the facts are those of the original model.
     """
     model = small_model(facts)
     if isinstance(model, str):
-        return facts, None, None, model
+        return facts, None, model
     quiet = Sink()
     try:
         small = model.facts(facts, quiet)
-        if small is None:
-            return facts, None, None, next(d.message for d in quiet)
-        return small, model, model.builder(), ""
     except Exception as error:
-        return facts, None, None, f"it cannot be built at a small size: {error}"
+        return facts, None, f"it cannot be built at a small size: {error}"
+    if small is None:
+        return facts, None, next(d.message for d in quiet)
+    flow = flow_of(FlowSource(facts=small, values=model.values, kept=model.kept), facts)
+    if isinstance(flow, str):
+        return small, model, flow
+    ran = RunRecord.of(flow)
+    states = "hidden states [batch, sequence, features]"
+    none = f"the small model does not run: no module takes {states}"
+    return small, model, ran if ran.width else none
 
 
 def _draft_plan(facts: Facts, known: Facts, found: Roles, ran: RunRecord | None) -> Draft:
@@ -148,12 +189,24 @@ def _draft_plan(facts: Facts, known: Facts, found: Roles, ran: RunRecord | None)
     draft_plan.units = dict(_untied(known, found, names))
     draft_plan.tied = {found.embedding, head} <= names
     inner = {n for n in names if any(n.startswith(f"{b.path}.") for b in found.blocks)}
-    if names - inner - {found.embedding, head}:  # other ties: tied parameters stay in the root unit
-        return draft_plan
-    draft_plan.embedding, draft_plan.head = found.embedding, head
-    draft_plan.may_tie = "tie_word_embeddings" in facts.config and head is not None
-    draft_plan.tail = _tail(found, ran) if head else []
+    if not names - inner - {found.embedding, head}:  # else tied parameters stay in the root unit
+        draft_plan.embedding, draft_plan.head = found.embedding, head
+        draft_plan.may_tie = "tie_word_embeddings" in facts.config and head is not None
+        draft_plan.tail = _tail(found, ran) if head else []
+    there = role_modules(facts)
+    if there.blocks:
+        draft_plan.base = DECODER if _decoder(draft_plan, found, there) else BLOCKS
+        draft_plan.experts = frozenset(generic(str(m)) for m in there.experts)
     return draft_plan
+
+
+def _decoder(draft_plan: Draft, found: Roles, there: RoleModules) -> bool:
+    """Whether the ends of a model are those of a decoder's base plan."""
+    if not draft_plan.may_tie or len(found.heads) != 1:
+        return False
+    mine = ([draft_plan.embedding, *found.same], draft_plan.tail, [draft_plan.head])
+    theirs = (there.embedding, there.final_norm, there.head)
+    return mine == tuple([str(m) for m in some] for some in theirs)
 
 
 def _called(path: str, ran: RunRecord | None) -> bool:
@@ -190,18 +243,21 @@ def _tail(found: Roles, ran: RunRecord | None) -> list[str]:
 
 def _comments(draft_plan: Draft, search: Search, outcome: Outcome, sink: Sink) -> None:
     """Comments for the reader: what is replicated and why, and what could not be decided."""
+    own = "" if search.given is None else " with the splits of transformers' own plan"
     if outcome.verdict == "proved":
         shrunk = search.small is not None and not search.small.code
         of = f"transformers {cache.version('transformers')}" if shrunk else "this code"
         on = "a small model" if shrunk else "the model"
         draft_plan.comment.append(
-            f"Written by planc init for {of}; layout flow proved it on {on} (largest error "
+            f"Written by planc init for {of}{own}; layout flow proved it on {on} (largest error "
             f"{outcome.worst:.0e})."
         )
     else:
         first = "".join(p.detail for p in outcome.discrepancies[:1])
         why = outcome.reason or first or "the plan is refuted"
-        draft_plan.comment.append(f"Written by planc init; layout flow could not prove it: {why}.")
+        draft_plan.comment.append(
+            f"Written by planc init{own}; layout flow could not prove it: {why}."
+        )
         help = advice(search.facts, why)
         sink.warning("PL660", f"this plan could not be proved: {why}", help=help)
     if outcome.recomputed:
@@ -227,13 +283,13 @@ def _comments(draft_plan: Draft, search: Search, outcome: Outcome, sink: Sink) -
     if whole:
         why = "no way to shard it was right"
         draft_plan.comment.append(f"Replicated, because {why}: {', '.join(whole)}.")
-    if draft_plan.sequence is None and outcome.verdict == "proved":
+    if draft_plan.sequence == "false" and outcome.verdict == "proved":
         draft_plan.comment.append("No sequence parallelism: no plan with it was proved.")
 
 
-def _unmatched_rules(facts: Facts, builder: Any, draft_plan: Draft, sink: Sink) -> None:
+def _unmatched_rules(facts: Facts, draft_plan: Draft, sink: Sink) -> None:
     """Reports the rules of transformers' own plan that match no module of the model."""
-    rules = getattr(getattr(builder, "configuration", None), "base_model_tp_plan", None) or {}
+    rules, _ = defaults(facts.family)
     names = {generic(n) for n in _names(facts)}
     names |= {n.partition(".")[2] for n in names}
     unmatched_rules = [r for r in rules if not any(f".{n}".endswith(f".{r}") for n in names)]
@@ -253,9 +309,7 @@ def _names(facts: Facts) -> Iterator[str]:
 def _proved(text: str, facts: Facts, sizes: Mapping[str, int]) -> str:
     """Why layout flow does not prove a drafted plan on the ranks of its axes; empty if it does."""
     sink = Sink()
-    files = (parsed_text(text),)
-    ranks = prod(sizes.values())
-    done = compiler.compile(files, facts, sink, world_size=ranks)
+    done = compiler.compile(parsed_text(text), facts, sink, world_size=prod(sizes.values()))
     if done.lowered is not None:
         verdict = flow(done, sink)
         if verdict.verdict == "proved":

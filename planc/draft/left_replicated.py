@@ -41,7 +41,7 @@ def whole(files: tuple[ast.File, ...], facts: Facts) -> dict[str, float] | None:
 
 def comments(text: str, facts: Facts, search: Search, sink: Sink) -> Iterator[str]:
     """Yields paragraphs for the top of a drafted plan; PL662 and PL663 say the same."""
-    own = whole((parsed_text(text),), facts)
+    own = whole(parsed_text(text), facts)
     mine = 1.0 if own is None else sum(own.values())
     if own is not None and mine >= _MUCH:
         parts = {name: part for name, part in own.items() if part >= _PART}
@@ -80,8 +80,11 @@ def _why(name: str, facts: Facts, search: Search) -> str:
         return "the run of the small model does not reach it"
     inner = generic(name.replace("[", ".").replace("]", "")).removeprefix(f"{path}.*.")
     tried = (*search.parts.get(path, ()), *search.outside)
-    if any(inner in c.members or name in c.members for c in tried):
-        return "no way to shard it was right"
+    choice = next((c for c in tried if inner in c.members or name in c.members), None)
+    if choice is not None:
+        return choice.clash or "no way to shard it was right"
+    if search.given is not None:
+        return "transformers' own plan does not split it"
     module = modules.module
     if module.kind in ("linear", "conv1d", "embedding"):
         return "it is no part of attention, MLP or experts that planc recognizes"

@@ -20,7 +20,7 @@ def parsed_for_run(facts: Facts, device_type: str) -> tuple[ast.File, ...] | Non
         AnnouncedError: another rank has a plan, or an error.
     """
     text = of_rank_0(lambda: _written(facts), device_type)
-    return None if text is None else (parsed_text(text),)
+    return None if text is None else parsed_text(text)
 
 
 def _written(facts: Facts) -> str | None:

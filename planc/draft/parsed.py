@@ -13,4 +13,4 @@ def parsed(facts: Facts) -> tuple[ast.File, ...] | None:
 
     if cache.missing():
         return None
-    return (parsed_text(draft(facts, Sink()).text),)
+    return parsed_text(draft(facts, Sink()).text)

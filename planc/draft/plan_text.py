@@ -1,18 +1,19 @@
-"""Renders a draft as the text of a plan."""
+"""Renders a draft as the text of a plan: weight splits, over a base plan where that fits."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from textwrap import wrap
 
 from planc.diagnostic import Sink
-from planc.draft import axes
 from planc.model.roles import TOWER
-from planc.plan.mesh_axes import CONTEXT, EXPERTS, SHARD
+from planc.plan.mesh_axes import CONTEXT, SHARD
 from planc.plan.settings import PARAM_DTYPE, RECOMPUTE, REDUCE_DTYPE, SEQUENCE
-from planc.source import Source
 from planc.syntax import ast
-from planc.syntax.plan_files import DRAFT, written_family
+from planc.syntax.plan_files import DRAFT, read_text, written_family
+
+DECODER, BLOCKS = "decoder.plan", "blocks.plan"
+_PRECISION = f"precision(param = {PARAM_DTYPE.word}, reduce = {REDUCE_DTYPE.word})"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -20,45 +21,64 @@ class Draft:
     """The content of a plan before it is rendered.
 
     Args:
+        base: the plan that it extends; empty where none fits the model's roles.
         blocks: the block lists, the main one first.
         units: for each list, the classes of blocks that can be FSDP units; no entry means all.
         called: the lists whose blocks are called as modules; others cannot be wrapped.
         checkpoint: whether activation checkpointing is offered.
-        plain, sequence: the rules without and with sequence parallelism, by block list (`""` is
-            outside of them), then by module; no `sequence` means no such option.
+        rules: styles by block list (`""` is outside of them), then by module.
+        sequence: the setting: `false`, `true`, `auto`, or `sequence`, which is as `--set` has it.
         may_tie, tied: whether the configuration ties embedding and head, or any may.
         embedding, head, tail: modules for units: the token embedding, the head, the norms before
             it.
         comment, notes: paragraphs at the top, and comments by module.
         sizes: of the axes `pp`, `cp` and `ep`, where they are above one.
-        experts: the modules whose experts the ranks of `ep` divide.
+        experts: the modules whose experts the ranks of `ep` can divide.
     """
 
     name: str
     family: str
+    base: str = ""
     comment: list[str] = field(default_factory=list)
     blocks: list[str] = field(default_factory=list)
     units: dict[str, list[str]] = field(default_factory=dict)
     called: set[str] = field(default_factory=set)
     checkpoint: bool = True
-    plain: dict[str, dict[str, str]] = field(default_factory=dict)
-    sequence: dict[str, dict[str, str]] | None = None
+    rules: dict[str, dict[str, str]] = field(default_factory=dict)
+    sequence: str = "false"
     may_tie: bool = False
     tied: bool = False
     embedding: str | None = None
     head: str | None = None
     tail: list[str] = field(default_factory=list)
     notes: dict[str, str] = field(default_factory=dict)
-    sizes: dict[str, int] = field(default_factory=dict)
-    experts: list[str] = field(default_factory=list)
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    experts: frozenset[str] = frozenset()
 
-    def divide(self, sizes: dict[str, int]) -> None:
-        """Adds axes of these sizes; the ranks of `ep` hold whole experts."""
-        self.experts = [*axes.experts(self.plain)] if EXPERTS in sizes else []
-        self.sizes = {name: size for name, size in sizes.items() if name != EXPERTS or self.experts}
-        if self.experts:
-            self.plain = axes.undivided(self.plain)
-            self.sequence = self.sequence and axes.undivided(self.sequence)
+    @property
+    def names(self) -> dict[str, str]:
+        """The name of each block list in the plan: `$blocks` for the only list that a base plan has
+        rules for, else `$block` or `$tower`, with a number where there are several.
+        """
+        kinds = {p: "tower" if TOWER.search(p) else "block" for p in self.blocks}
+        found: dict[str, str] = {}
+        for path, kind in kinds.items():
+            alone = self.base and kind == "block" and [*kinds.values()].count(kind) == 1
+            count = sum(kinds[other] == kind for other in found) + 1
+            found[path] = "$blocks" if alone else f"${kind}{count if count > 1 else ''}"
+        return found
+
+    @property
+    def fits(self) -> bool:
+        """Whether units and checkpoints of the blocks are those of the base plan."""
+        main = [p for p in self.blocks if not TOWER.search(p)]
+        wrapped = all(p in self.called and p not in self.units for p in main)
+        return bool(self.base) and self.checkpoint and wrapped
+
+    @property
+    def own(self) -> list[str]:
+        """The lists whose units and checkpoints the plan states itself."""
+        return [p for p in self.blocks if not self.fits or TOWER.search(p)]
 
 
 def render(draft: Draft) -> str:
@@ -69,65 +89,59 @@ def render(draft: Draft) -> str:
         lines.append("#")
     if draft.comment:
         lines[-1] = ""
-    tensor, units, names = list(_tensor(draft)), list(_fsdp(draft)), block_names(draft.blocks)
-    wrapped = [i for i, path in enumerate(draft.blocks) if path in draft.called]
-    again = [f"        ${names[i]} : full" for i in wrapped] if draft.checkpoint else []
-    for i, path in enumerate(draft.blocks):
-        if any(f"${names[i]} " in line for line in (*tensor, *units, *again)):
-            lines.append(f"let {names[i]} = {path}.*")
-    lines += ["", "mesh {", *axes.mesh(draft.sizes, tensor=bool(tensor)), "}", ""]
-    lines += axes.sections(draft.sizes, next(iter(draft.blocks), ""), draft.experts)
-    if tensor:
-        lines += ["tensor on tp {", *(f"    {line}" for line in tensor), "}", ""]
-    if again:
-        lines += [f"when {RECOMPUTE.word} {{", "    checkpoint {", *again, "    }", "}", ""]
-    lines += units
-    return "\n".join(lines) + "\n"
+    if draft.base:
+        lines += [f'extend "{draft.base}"', ""]
+    body = [*_mesh(draft), *_tensor(draft), *_checkpoint(draft), *_fsdp(draft)]
+    for path, name in draft.names.items():
+        if name != "$blocks" and any(re.search(rf"\{name}\b", line) for line in body):
+            lines.append(f"let {name[1:]} = {path}.*")
+    if draft.sequence == "auto":
+        lines += ["", f'override option {SEQUENCE.word} = "auto"']
+    return "\n".join([*lines, "", *body])
 
 
-def block_names(blocks: Iterable[str]) -> list[str]:
-    """The name of each block list in the plan: `block`, or `tower` for the lists of a tower."""
-    names: list[str] = []
-    for path in blocks:
-        kind = "tower" if TOWER.search(path) else "block"
-        many = sum(name.startswith(kind) for name in names)
-        names.append(f"{kind}{many + 1}" if many else kind)
-    return names
+def _mesh(draft: Draft) -> Iterator[str]:
+    sizes = [f"    override {name} = {size}" for name, size in draft.sizes.items()]
+    whole = [
+        "    dp_replicate = 1",
+        f"    {SHARD} = auto",
+        *(["    tp = 1"] if _splits(draft) else []),
+    ]
+    if sizes or not draft.base:
+        yield from ("mesh {", *(sizes if draft.base else whole), "}", "")
 
 
-def _tensor(draft: Draft) -> Iterable[str]:
-    """The tensor rules: those of both variants first, then those that differ."""
-    for name, path in zip(block_names(draft.blocks), draft.blocks, strict=True):
-        inner = list(_both_variants(draft, path))
-        if inner:
-            yield from [f"${name} {{", *(f"    {line}" for line in inner), "}"]
-    yield from _both_variants(draft, "")
+def _splits(draft: Draft) -> bool:
+    return any(draft.rules.values())
 
 
-def _both_variants(draft: Draft, path: str) -> Iterable[str]:
-    plain, notes = draft.plain.get(path, {}), draft.notes
-    if draft.sequence is None:
-        yield from _rules(plain, notes)
+def _tensor(draft: Draft) -> Iterator[str]:
+    """The tensor section, which says how weights are split."""
+    if not _splits(draft):
         return
-    sequence = draft.sequence.get(path, {})
-    both = {n: s for n, s in plain.items() if sequence.get(n) == s}
-    one = {n: s for n, s in plain.items() if n not in both}
-    two = {n: s for n, s in sequence.items() if n not in both}
-    yield from _rules(both, notes)
-    if two:
-        yield from [f"when {SEQUENCE.word} {{", *(f"    {r}" for r in _rules(two, {}))]
-        yield from ["} else {", *(f"    {r}" for r in _rules(one, {}))] if one else []
-        yield "}"
-    elif one:
-        yield from [f"when not {SEQUENCE.word} {{", *(f"    {r}" for r in _rules(one, {})), "}"]
+    # the base plan splits the ends of a decoder, which this plan may not
+    override = "override " if draft.base == DECODER else ""
+    word = SEQUENCE.word if draft.sequence in ("auto", SEQUENCE.word) else draft.sequence
+    yield from (f"{override}tensor on tp {{", f"    {SEQUENCE.word} = {word}")
+    for path, name in draft.names.items():
+        rules = draft.rules.get(path, {})
+        divided = {n: s for n, s in rules.items() if f"{path}.*.{n}" in draft.experts}
+        inner = [*_rules({n: s for n, s in rules.items() if n not in divided}, draft.notes)]
+        if divided and draft.base:
+            inner += ["when ep == 1 or etp > 1 {", *_rules(divided, draft.notes), "}"]
+        if inner:
+            yield from (f"{name} {{", *inner, "}")
+    roles = {draft.embedding: "$embedding", draft.head: "$head"} if draft.base == DECODER else {}
+    ends = draft.rules.get("", {})
+    yield from _rules({roles.get(n, n): s for n, s in ends.items()}, {})
+    yield from ("}", "")
 
 
 def _rules(rules: dict[str, str], notes: dict[str, str]) -> Iterable[str]:
     """Rules grouped by style, with similar names joined by braces."""
     by_style: dict[tuple[str, str], list[str]] = {}
     for key, style in rules.items():
-        for one in style.split(" & "):
-            by_style.setdefault((one, notes.get(key, "")), []).append(key)
+        by_style.setdefault((style, notes.get(key, "")), []).append(key)
     noted: set[str] = set()
     for (style, note), names in by_style.items():
         if note and note not in noted:
@@ -165,40 +179,60 @@ def _joined(words: list[str]) -> list[str]:
     ]
 
 
-def _fsdp(draft: Draft) -> Iterable[str]:
-    shards = f"{SHARD}_{CONTEXT}" if CONTEXT in draft.sizes else SHARD
-    yield f"fsdp on {shards}, replicate on dp_replicate {{"
-    yield f"    precision(param = {PARAM_DTYPE.word}, reduce = {REDUCE_DTYPE.word})"
-    for name, path in zip(block_names(draft.blocks), draft.blocks, strict=True):
+def _checkpoint(draft: Draft) -> Iterator[str]:
+    own = [
+        p for p in draft.blocks if p in draft.called and not (draft.fits and not TOWER.search(p))
+    ]
+    override = "override " if draft.base and not draft.fits else ""
+    if own and draft.checkpoint:
+        rules = [f"{draft.names[path]} : full" for path in own]
+        if override:
+            yield from ("override checkpoint {", f"when {RECOMPUTE.word} {{", *rules, "}", "}", "")
+        else:
+            yield from (f"when {RECOMPUTE.word} {{", "checkpoint {", *rules, "}", "}", "")
+    elif override:
+        yield from ("override checkpoint {", "$blocks : none", "}", "")
+
+
+def _fsdp(draft: Draft) -> Iterator[str]:
+    """The section of units: its own where no base plan has it, else what is missing there."""
+    lines: list[str] = [] if draft.fits else [_PRECISION]
+    for path, name in draft.names.items():
         classes = draft.units.get(path)
-        if path in draft.called and classes is None:
-            yield f"    ${name} : unit(reshard = except_last)"
-        elif path in draft.called:
-            yield from (f"    {path}.*<{cls}> : unit" for cls in classes or ())
-    for name in draft.experts:
-        yield f"    {name} : unit(on = ep_shard, shard_dim = auto, reshard = except_last)"
+        if path not in draft.called or path not in draft.own:
+            continue
+        if classes is None:
+            lines.append(f"{name} : unit(reshard = except_last)")
+        else:
+            lines += [f"{path}.*<{cls}> : unit" for cls in classes]
+    if draft.base and not draft.fits and draft.experts:
+        wide = "unit(on = ep_shard, shard_dim = auto, reshard = except_last)"
+        lines += ["when ep > 1 {", f"$experts : {wide}", "}"]
+    if not (draft.fits and draft.base == DECODER):
+        lines += _ends(draft)
+    if not draft.fits:
+        lines.append("root : unit(reshard = never)")
+    if lines:
+        override = "override " if draft.base and not draft.fits else ""
+        shards = f"{SHARD}_{CONTEXT}" if draft.base else SHARD
+        yield from (f"{override}fsdp on {shards}, replicate on dp_replicate {{", *lines, "}")
+
+
+def _ends(draft: Draft) -> Iterator[str]:
+    """The units of the modules around the blocks."""
     ends = [name for name in (*draft.tail, draft.head) if name]
     apart = [f"{draft.embedding} : unit"] if draft.embedding else []
     if ends:
         last = f"group({', '.join(ends)})" if len(ends) > 1 else ends[0]
         apart.append(f"{last} : unit(reshard = never)")
     together = [name for name in (draft.embedding, *ends) if name]
+    one = f"group({', '.join(together)}) : unit(reshard = never)"
     if draft.may_tie and draft.embedding and draft.head:
-        yield "    when config.tie_word_embeddings {"
-        yield f"        group({', '.join(together)}) : unit(reshard = never)"
-        yield "    } else {"
-        yield from (f"        {line}" for line in apart)
-        yield "    }"
-    elif draft.tied and len(together) > 1:
-        yield f"    group({', '.join(together)}) : unit(reshard = never)"
+        yield from ("when config.tie_word_embeddings {", one, "} else {", *apart, "}")
     else:
-        yield from (f"    {line}" for line in apart)
-    yield "    root : unit(reshard = never)"
-    yield "}"
+        yield from [one] if draft.tied and len(together) > 1 else apart
 
 
-def parsed_text(text: str) -> ast.File:
-    """The text of a draft, parsed."""
-    from planc.syntax.parse import parse  # which imports lark
-
-    return parse(Source(DRAFT, text), Sink())
+def parsed_text(text: str) -> tuple[ast.File, ...]:
+    """The text of a draft, parsed, behind the plans that it extends."""
+    return read_text(DRAFT, text, Sink())

@@ -1,8 +1,4 @@
-"""The candidate splits of each part of a block, best first; a run decides which of them is right.
-
-A recipe has two sets of rules: without and with sequence parallelism, under which norms and
-residuals are sharded over the sequence.
-"""
+"""The candidate splits of each part of a block, best first; a run decides which is right."""
 
 import re
 from collections.abc import Mapping
@@ -26,14 +22,12 @@ class SplitRecipe:
 
     Args:
         name: `heads`, `packed`, `gathered`, `experts` or `whole` (replicated).
-        plain, sequence: rules without and with sequence parallelism; None for styles on the parent
-            alone.
+        rules: styles by module; planc infers the layouts.
         note: a comment for the plan.
     """
 
     name: str
-    plain: StyleRules
-    sequence: StyleRules | None = None
+    rules: StyleRules
     note: str = ""
 
 
@@ -44,18 +38,23 @@ class SplitChoice:
     Args:
         name: in the block: of the rowwise linear or the experts.
         members: the modules concerned, to attribute an error to the part.
-        top: the child of the block that contains the part; empty if it is the block itself.
+        clash: why no layouts go with a recipe that was tried.
     """
 
     name: str
     members: tuple[str, ...]
-    top: str
     recipes: list[SplitRecipe]
     at: int = 0
+    clash: str = ""
 
     @property
     def recipe(self) -> SplitRecipe:
         return self.recipes[self.at]
+
+    @property
+    def top(self) -> str:
+        """The child of the block that contains the part; empty if it is the block itself."""
+        return self.name.rpartition(".")[0].partition(".")[0]
 
     @property
     def last(self) -> bool:
@@ -67,7 +66,7 @@ def split_choices(
 ) -> list[SplitChoice]:
     """The parts of the blocks that can be split; packed sizes are expressions over the config."""
     found = [_projections(s, config, holders.get(s.holder)) for s in blocks.projection_groups]
-    return found + [_experts(name, module) for name, module in blocks.experts.items()]
+    return found + [experts_choice(name, module) for name, module in blocks.experts.items()]
 
 
 # Segments ----------------------------------------------------------------------------------------
@@ -94,13 +93,11 @@ def _projections(
     if conv1d:
         recipes.append(_split(projections, "heads", "", sinks))
     recipes.append(_gathered(projections))
-    recipes.append(SplitRecipe(name="whole", plain={}))
+    recipes.append(SplitRecipe(name="whole", rules={}))
     members = [linear.name for linear in projections.linears]
-    top = projections.rowwise.name.partition(".")[0] if "." in projections.rowwise.name else ""
     return SplitChoice(
         name=projections.rowwise.name,
         members=(*members, *([projections.holder] if projections.holder else [])),
-        top=top,
         recipes=recipes,
     )
 
@@ -117,19 +114,9 @@ def _sinks(projections: ProjectionGroup, holder: Module | None) -> StyleRules:
 
 def _split(projections: ProjectionGroup, name: str, parts: str, sinks: StyleRules) -> SplitRecipe:
     style = f"colwise({parts})" if parts else "colwise"
-    plain = {linear.name: style for linear in projections.colwise}
-    plain[projections.rowwise.name] = "rowwise"
-    lead = f"{parts}, " if parts else ""
-    sequence: StyleRules = {}
-    if projections.hidden_input is not None and not sinks:
-        sequence[projections.holder] = f"input({projections.hidden_input})"
-        sequence |= {linear.name: plain[linear.name] for linear in projections.colwise}
-    elif not projections.latent:
-        for linear in projections.colwise:
-            sequence[linear.name] = f"colwise({lead}shard(1) -> shard(-1))"
-    sequence[projections.rowwise.name] = "rowwise(-> shard(1), local = false)"
-    clean = not sinks and not projections.latent
-    return SplitRecipe(name=name, plain={**plain, **sinks}, sequence=sequence if clean else None)
+    rules = {linear.name: style for linear in projections.colwise}
+    rules[projections.rowwise.name] = "rowwise"
+    return SplitRecipe(name=name, rules={**rules, **sinks})
 
 
 def _parts(linear: Linear, rowwise: Linear, config: Mapping[str, Any]) -> list[str]:
@@ -155,30 +142,27 @@ def _parts(linear: Linear, rowwise: Linear, config: Mapping[str, Any]) -> list[s
 
 def _gathered(projections: ProjectionGroup) -> SplitRecipe:
     """Sharded weights and gathered outputs: right for any code between the linears."""
-    plain: StyleRules = {linear.name: "colwise(-> replicate)" for linear in projections.linears}
-    plain[projections.rowwise.name] = "rowwise(replicate -> replicate)"
-    sequence = None
-    if not projections.latent:
-        sequence = {f.name: "colwise(shard(1) -> replicate)" for f in projections.colwise}
-        sequence[projections.rowwise.name] = "rowwise(replicate -> shard(1), local = false)"
+    rules = {linear.name: "colwise(-> replicate)" for linear in projections.linears}
+    rules[projections.rowwise.name] = "rowwise"
     note = "its code needs full outputs: the weights are sharded, the outputs are gathered"
-    return SplitRecipe(name="gathered", plain=plain, sequence=sequence, note=note)
+    return SplitRecipe(name="gathered", rules=rules, note=note)
 
 
 # Experts -----------------------------------------------------------------------------------------
 
 
-def _experts(name: str, module: Module) -> SplitChoice:
+def experts_choice(name: str, module: Module) -> SplitChoice:
+    """A module with the weights of all its experts."""
     recipes = []
     for packed in (True, False):
         arguments = _arguments(module, packed=packed)
         if arguments:
             rule = f"experts({', '.join(f'{n} = {v}' for n, v in arguments.items())})"
-            recipe = SplitRecipe(name="experts", plain={name: rule})
+            recipe = SplitRecipe(name="experts", rules={name: rule})
             if recipe not in recipes:
                 recipes.append(recipe)
-    recipes.append(SplitRecipe(name="whole", plain={}))
-    return SplitChoice(name=name, members=(name,), top=name.partition(".")[0], recipes=recipes)
+    recipes.append(SplitRecipe(name="whole", rules={}))
+    return SplitChoice(name=name, members=(name,), recipes=recipes)
 
 
 def _arguments(module: Module, *, packed: bool) -> dict[str, str]:

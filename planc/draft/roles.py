@@ -1,4 +1,4 @@
-"""The roles of a model's modules, derived from one run of its small model.
+"""The roles of a model's modules, derived from the recorded flow of its small model.
 
 Blocks are the repeated entries of a module list. Inside a block, a *projection group* is a few
 linears to split colwise (query, key, value; gate and up) and one to split rowwise (the output
@@ -10,9 +10,11 @@ that belong to it. Both can be wrong, so a run decides about the rules written f
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from planc.model.dataflow import DataFlow
 from planc.model.facts import Facts, Module, Modules
 from planc.model.roles import ends, lists, same_tensor
 
@@ -45,15 +47,13 @@ class ProjectionGroup:
     """Linears to split together, colwise and rowwise.
 
     Args:
-        holder: the module around them that takes the hidden states; empty for the block itself.
-        hidden_input: the argument of `input(...)` that gathers the input of the holder, or None.
+        holder: the module around them; empty for the block itself.
         latent: low-rank linears before the colwise ones.
     """
 
     colwise: list[Linear]
     rowwise: Linear
     holder: str = ""
-    hidden_input: str | None = None
     latent: list[Linear] = field(default_factory=list)
 
     @property
@@ -76,7 +76,6 @@ class Blocks:
     path: str
     projection_groups: list[ProjectionGroup]
     experts: dict[str, Module]
-    norms: list[str]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -85,14 +84,12 @@ class Roles:
 
     Args:
         embedding: of tokens, None if it is not known; `same` are others with the same tensor.
-        tables: other embeddings, such as positions.
         heads, norms: linears that output logits, and norms outside the blocks.
     """
 
     blocks: list[Blocks]
     embedding: str | None
     same: list[str]
-    tables: list[str]
     heads: list[str]
     norms: list[str]
 
@@ -108,29 +105,26 @@ def roles(facts: Facts, ran: RunRecord | None) -> Roles:
         blocks=[_blocks(at, ran) for at in lists(facts)],
         embedding=embedding,
         same=same,
-        tables=[str(m) for m in around.tables if str(m) not in (embedding, *same)],
         heads=[str(m) for m in around.heads],
         norms=[str(m) for m in around.norms],
     )
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunRecord:
-    """The record of a run of the small model.
-
-    Args:
-        order: the modules in the order in which they began.
-        hidden: by module, the argument of `input(...)` that gathers its hidden states, `width`
-            wide.
-        output_counts: the length of each module's output tuple; 0 for a single tensor.
-        dims: the number of dims of each module's first output tensor.
+    """The modules of a run in the order in which they began, and the width of its hidden states:
+    that of most inputs [batch, sequence, features]; 0 without such inputs.
     """
 
-    order: list[str]
-    hidden: dict[str, str]
-    output_counts: dict[str, int]
-    dims: dict[str, int]
+    order: tuple[str, ...]
     width: int
+
+    @classmethod
+    def of(cls, flow: DataFlow) -> RunRecord:
+        names = dict.fromkeys(call.name for call in flow.calls if call.name)
+        taken = (t for call in flow.calls for t in call.taken if t in flow.live)
+        widths = Counter(flow.shapes[t][-1] for t in taken if len(flow.shapes[t]) == 3)
+        return cls(order=tuple(names), width=max(widths, key=lambda w: widths[w], default=0))
 
 
 # Blocks ------------------------------------------------------------------------------------------
@@ -157,7 +151,6 @@ def _blocks(at: Modules, ran: RunRecord | None) -> Blocks:
     path = str(at)
     linears: dict[str, Linear] = {}
     experts: dict[str, Module] = {}
-    norms: dict[str, None] = {}
     kinds: list[list[str]] = []
     for child in at.module.children:
         block = Modules((*at.path, child.segment), child.module)
@@ -171,21 +164,17 @@ def _blocks(at: Modules, ran: RunRecord | None) -> Blocks:
         for name in kinds[-1]:
             linears.setdefault(name, _linear(name, found[name].module))
         for name, modules in found.items():
-            module = modules.module
-            if module.kind == "norm":
-                norms[name] = None
-            elif sum(len(p.shape) == 3 for p in module.parameters) > 1:
-                experts[name] = module
+            if sum(len(p.shape) == 3 for p in modules.module.parameters) > 1:
+                experts[name] = modules.module
     projection_groups: dict[str, ProjectionGroup] = {}
     for names in kinds:
         for projections in _projection_groups([linears[n] for n in names], ran.width if ran else 0):
-            _hold(projections, path, ran)
+            _hold(projections)
             projection_groups.setdefault(projections.rowwise.name, projections)
     return Blocks(
         path=path,
         projection_groups=list(projection_groups.values()),
         experts=experts,
-        norms=list(norms),
     )
 
 
@@ -259,20 +248,13 @@ def _latent(linear: Linear, others: list[Linear], width: int) -> bool:
     return any(o.inputs <= linear.outputs < 2 * o.inputs for o in narrow)
 
 
-def _hold(projections: ProjectionGroup, path: str, ran: RunRecord | None) -> None:
-    """Finds the module around the group that takes the hidden states."""
+def _hold(projections: ProjectionGroup) -> None:
+    """Finds the module around the group."""
     names = [linear.name.split(".")[:-1] for linear in projections.linears]
     common: list[str] = []
     for parts in zip(*names, strict=False):
         if len(set(parts)) > 1:
             break
         common.append(parts[0])
-    if "*" in common:
-        return
-    projections.holder = ".".join(common)
-    if ran is None or not projections.holder:
-        return
-    for name, which in ran.hidden.items():
-        if name.startswith(f"{path}.") and _inner(name, path) == projections.holder:
-            projections.hidden_input = which
-            return
+    if "*" not in common:
+        projections.holder = ".".join(common)

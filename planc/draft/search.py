@@ -1,17 +1,20 @@
-"""Finds, for each part of a model, the best recipe that layout flow proves.
+"""Finds, for each part of a model, the best split of its weights that layout flow proves.
 
 The search starts with the best recipe of every part, runs the small model, and steps back where
-the run refutes it: a gradient that is not all-reduced gets a rule that reduces it; a part with
-wrong outputs gets its next recipe. Every step uses up a candidate, so the search terminates.
+the run refutes it: a part with wrong outputs gets its next recipe. Layouts are inferred; where that
+is impossible, the splits are added one after the other, each by its best recipe that goes with
+those before it. Every step uses up a candidate, so the search terminates.
 """
 
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
 from planc import compiler
+from planc.compiler import Compiled
 from planc.diagnostic import Severity, Sink
-from planc.draft.plan_text import Draft, render
+from planc.draft.from_transformers import given_choices
+from planc.draft.plan_text import DECODER, Draft, parsed_text, render
 from planc.draft.recipes import SplitChoice, SplitRecipe, split_choices
 from planc.draft.roles import Roles, RunRecord
 from planc.model.facts import Facts, Module, generic
@@ -20,21 +23,20 @@ from planc.plan.settings import SEQUENCE
 from planc.proof.judge import judge
 from planc.proof.small_case import SmallCase, SmallModel
 from planc.proof.small_mesh import RANKS
-from planc.source import Source
 from planc.syntax import ast
-from planc.syntax.parse import parse
 from planc.trial.outcome import Discrepancy, Outcome
 
-WHOLE = "output(shard(1) -> replicate)"
 _NO_PARTS = 'no list of blocks: an nn.ModuleList, or an nn.ModuleDict with keys "0", "1", ...'
 _MOST = 60
 """The most runs of the small model; models have far fewer parts."""
+_CLASHES = frozenset({"PL505", "PL524", "PL525", "PL526"})
+"""What inference reports where no layouts go with the splits."""
 
 
 @dataclass(slots=True)
 class Search:
     """The state of the search: of the small model its facts, builder (None if it cannot run), roles
-    and run; and the plan that is filled in.
+    and run; the plan that is filled in; and the rules of transformers, where these are `given`.
     """
 
     facts: Facts
@@ -42,9 +44,9 @@ class Search:
     roles: Roles
     ran: RunRecord | None
     draft: Draft
+    given: Mapping[str, str] | None = None
     parts: dict[str, list[SplitChoice]] = field(default_factory=dict)
     outside: list[SplitChoice] = field(default_factory=list)
-    summed: dict[str, dict[str, str]] = field(default_factory=dict)
     inside: dict[str, dict[str, Module]] = field(default_factory=dict)
     unreached: list[str] = field(default_factory=list)
     runs: int = 0
@@ -52,67 +54,68 @@ class Search:
     def __post_init__(self) -> None:
         for blocks in self.roles.blocks:
             inside = self.inside[blocks.path] = _holders(self.facts, blocks.path)
-            self.parts[blocks.path] = split_choices(blocks, self.facts.config, inside)
+            path, config = blocks.path, self.facts.config
+            given = None if self.given is None else given_choices(self.given, path, inside)
+            self.parts[path] = split_choices(blocks, config, inside) if given is None else given
             inner = f"{blocks.path}."
             if self.ran is not None and not any(n.startswith(inner) for n in self.ran.order):
                 self.unreached.append(blocks.path)
                 self._leave_unsplit(blocks.path)
-            self.summed[blocks.path] = {}
-        for name, styles in self._ends():
-            plain, sequence = ({name: style} for style in styles)
-            split = SplitRecipe(name="split", plain=plain, sequence=sequence)
-            recipes = [split, SplitRecipe(name="whole", plain={})]
-            choice = SplitChoice(name=name, members=(name,), top=name, recipes=recipes)
-            self.outside.append(choice)
+        if self.given is not None:
+            self.outside = given_choices(self.given, "", dict(named_below("", self.facts.root)))
+            return
+        for name, style in self._ends():
+            split = SplitRecipe(name="split", rules={name: style})
+            recipes = [split, SplitRecipe(name="whole", rules={})]
+            self.outside.append(SplitChoice(name=name, members=(name,), recipes=recipes))
 
-    def _ends(self) -> Iterator[tuple[str, tuple[str, str]]]:
-        for table in filter(None, (self.roles.embedding, *self.roles.same)):
-            yield table, ("rowwise", "rowwise(-> shard(1), local = false)")
+    def _ends(self) -> Iterator[tuple[str, str]]:
+        # the base plan's role stands for all embeddings with the same tensor
+        same = () if self.draft.base == DECODER else self.roles.same
+        for table in filter(None, (self.roles.embedding, *same)):
+            yield table, "rowwise"
         for head in self.roles.heads:
-            if self.ran is not None and head not in self.ran.order:
-                continue  # a module that never runs cannot be proved
-            yield head, ("colwise(-> replicate)", "colwise(shard(1) -> replicate)")
+            if self.ran is None or head in self.ran.order:  # what never runs cannot be proved
+                yield head, "colwise" if head == self.roles.heads[-1] else "colwise(-> replicate)"
 
     @property
     def all(self) -> list[SplitChoice]:
         return [*(c for some in self.parts.values() for c in some), *self.outside]
 
-    def plain(self) -> Outcome:
-        """Settles the recipes without sequence parallelism; returns the outcome of the last run."""
+    def settle(self) -> Outcome:
+        """Settles the recipes; returns the outcome of the last run."""
         self.draft.checkpoint = False  # splits are settled without checkpointing
-        outcome = self._settle()
+        outcome = self._settled()
         if outcome.recomputed:  # reversible layers: a resharded unit would lack parameters
             self.draft.called = set()
             return outcome
         self.draft.checkpoint = True
-        again = self._try(sequence=False)
+        again = self._try()
         if again.verdict == outcome.verdict:
             return again
         self.draft.checkpoint = False
         return outcome
 
-    def _settle(self) -> Outcome:
-        outcome = self._try(sequence=False)
+    def _settled(self) -> Outcome:
+        outcome = self._try()
         while outcome.verdict != "proved" and self.runs < _MOST:
             if outcome.verdict == "nothing" or not self._step_back(outcome):
                 break
-            outcome = self._try(sequence=False)
+            outcome = self._try()
         return outcome
 
-    def with_sequence(self) -> Outcome | None:
-        """Tries sequence parallelism with the settled recipes; the draft offers it if proved."""
-        rules = self._sequence_rules()
-        if rules is None:
-            return None
-        self.draft.sequence = rules
-        outcome = self._try(sequence=True)
-        for _ in range(3):
-            if outcome.verdict != "refuted" or not self._summed(outcome, rules):
-                break
-            outcome = self._try(sequence=True)
-        if outcome.verdict != "proved":
-            self.draft.sequence = None
-        return outcome
+    def with_sequence(self) -> None:
+        """Tries sequence parallelism with the settled splits; the draft offers it if proved."""
+        if self.draft.sequence == "true":
+            return
+        settled = self.draft.sequence
+        for word in ("auto", "true"):  # everywhere, else in part
+            done, _ = self._compiled(word)
+            if done.plan and done.lowered and any(s.parts for s in done.plan.sequence):
+                self.draft.sequence = SEQUENCE.word if word == "auto" else "auto"
+                if self._judged(done).verdict != "proved":
+                    self.draft.sequence = settled
+                return
 
     def cautious(self) -> None:
         """Splits only embeddings and heads: for a model that cannot be run."""
@@ -126,37 +129,77 @@ class Search:
 
     # Running -------------------------------------------------------------------------------------
 
-    def _try(self, *, sequence: bool) -> Outcome:
-        self.runs += 1
-        self._fill()
-        if not any(self.draft.plain.values()):
+    def _try(self) -> Outcome:
+        """The outcome with the recipes as they are; with others where no layouts go with them."""
+        done, sink = self._compiled(self.draft.sequence)
+        if self._clash(sink):
+            self._unclash()
+            done, sink = self._compiled(self.draft.sequence)
+        if not any(self.draft.rules.values()):
             why = "no way to shard its parts was right" if self.parts else _NO_PARTS
             return Outcome(verdict="nothing", reason=why)
-        settings = [f"tp={RANKS}", "dp_shard=1"]
-        if self.draft.sequence is not None:
-            settings.append(f"{SEQUENCE.word}={str(sequence).lower()}")
-        sink = Sink()
-        file = parse(Source("draft.plan", render(self.draft)), sink)
-        compiled = compiler.compile((file,), self.facts, sink, world_size=RANKS, settings=settings)
-        if compiled.lowered is None:
-            return Outcome(verdict="refuted", discrepancies=tuple(_refused(file, sink)))
-        if not any(isinstance(op, Parallelize) for op in compiled.lowered.ops):
+        if done.lowered is None:
+            self.runs += 1
+            assert isinstance(done.files, tuple)
+            return Outcome(verdict="refuted", discrepancies=tuple(_refused(done.files[-1], sink)))
+        return self._judged(done)
+
+    def _judged(self, done: Compiled) -> Outcome:
+        self.runs += 1
+        assert self.small is not None and done.lowered is not None
+        if not any(isinstance(op, Parallelize) for op in done.lowered.ops):
             return Outcome(verdict="nothing", reason="none of its parameters can be sharded")
-        assert self.small is not None
-        return judge(SmallCase(model=self.small, compiled=compiled), quick=True)
+        return judge(SmallCase(model=self.small, compiled=done), quick=True)
+
+    def _compiled(self, sequence: str) -> tuple[Compiled, Sink]:
+        self._fill()
+        sink, settings = Sink(), [f"tp={RANKS}", "dp_shard=1"]
+        files = parsed_text(render(replace(self.draft, sequence=sequence)))
+        done = compiler.compile(files, self.facts, sink, world_size=RANKS, settings=settings)
+        return done, sink
+
+    def _clash(self, sink: Sink) -> str:
+        """Why no layouts go with the splits; empty where some do."""
+        found = next((d for d in sink if d.code in _CLASHES), None)
+        return "" if found is None else next(iter(found.facts), found.message)
+
+    def _unclash(self) -> None:
+        """Adds the splits one after the other, each by its best recipe that layouts go with."""
+        if self.draft.sequence == "false" and not self._clash(self._compiled("true")[1]):
+            self.draft.sequence = "true"  # whole hidden states alone clash
+            return
+        groups = [[c] for some in self.parts.values() for c in some]
+        groups += [self.outside] if self.draft.tied else [[c] for c in self.outside]
+        best = [[choice.at for choice in group] for group in groups]
+        for choice in self.all:
+            choice.at = len(choice.recipes) - 1
+        for group, first in zip(groups, best, strict=True):
+            for choice, at in zip(group, first, strict=True):
+                choice.at = at
+            while why := self._clash(self._compiled(self.draft.sequence)[1]):
+                for choice in group:
+                    choice.clash = why
+                if not self._next(group):
+                    break
+
+    def _next(self, group: Iterable[SplitChoice]) -> bool:
+        """Takes the next recipe of some choices; False if there is none."""
+        left = [choice for choice in group if not choice.last]
+        for choice in left:
+            choice.at += 1
+        return bool(left)
 
     def _fill(self) -> None:
-        self.draft.plain = {}
+        self.draft.rules = {}
         self.draft.notes = {}
         for path, some in self.parts.items():
-            rules = self.draft.plain.setdefault(path, {})
+            rules: dict[str, str] = {}
             for choice in some:
-                rules |= choice.recipe.plain
+                rules |= choice.recipe.rules
                 if choice.recipe.note:
-                    self.draft.notes |= dict.fromkeys(choice.recipe.plain, choice.recipe.note)
-            rules |= {n: s for n, s in self.summed[path].items() if n not in rules}
-            self.draft.plain[path] = self._ordered(path, rules)
-        self.draft.plain[""] = {n: s for c in self.outside for n, s in c.recipe.plain.items()}
+                    self.draft.notes |= dict.fromkeys(choice.recipe.rules, choice.recipe.note)
+            self.draft.rules[path] = self._ordered(path, rules)
+        self.draft.rules[""] = {n: s for c in self.outside for n, s in c.recipe.rules.items()}
 
     def _ordered(self, path: str, rules: dict[str, str]) -> dict[str, str]:
         order = [n for n in self.inside[path] if n and "." not in n]
@@ -165,42 +208,14 @@ class Search:
     # Taking back ---------------------------------------------------------------------------------
 
     def _step_back(self, outcome: Outcome) -> bool:
-        """Adds a reduction or takes the next recipe where an outcome is wrong; False if none."""
-        if outcome.verdict == "refuted" and self._summed(outcome, None):
-            return True
+        """Takes the next recipe where an outcome is wrong; False if there is none."""
         # where no choice is named, take any that is left
         choice = next((c for c in (*self._blamed(outcome), *self.all) if not c.last), None)
         if choice is None:
             return False
         # tied modules are split together
-        for one in self.outside if choice in self.outside and self.draft.tied else [choice]:
-            one.at = min(one.at + 1, len(one.recipes) - 1)
-        return True
-
-    def _summed(self, outcome: Outcome, rules: dict[str, dict[str, str]] | None) -> bool:
-        """Adds rules that reduce partial gradients, or `mla_kv` for MLA's latent projection."""
-        outputs = {"output", "crash", "refused", "size"} & {p.kind for p in outcome.discrepancies}
-        added = False
-        for part in outcome.discrepancies if not outputs else ():
-            module = part.subject.rpartition(".")[0]
-            path, inner = self._inside(module)
-            if path is None:
-                continue
-            there = self.summed[path] if rules is None else rules[path]
-            taken = inner in there or inner in self.draft.plain.get(path, {})
-            if part.kind == "gradient" and "kv_a_proj" in inner and not taken:
-                there[inner] = "mla_kv(rope = config.qk_rope_head_dim)"
-                added = True
-            elif part.kind == "partial" and not taken and self._leaf(module):
-                there[inner] = "replicate(gradient = sum)"
-                added = True
-        return added
-
-    def _leaf(self, name: str) -> bool:
-        try:
-            return not self.facts.at(name).module.children
-        except KeyError:
-            return False
+        tied = choice in self.outside and self.draft.tied
+        return self._next(self.outside if tied else [choice])
 
     def _inside(self, name: str) -> tuple[str | None, str]:
         """The block list that contains a module, and the module's name in the block."""
@@ -216,71 +231,16 @@ class Search:
         subjects = [p.subject for p in wrong if p.kind not in ("boundary", "unstated")]
         subjects += [p.before for p in wrong if p.before]
         boundaries = [p.subject for p in wrong if p.kind == "boundary"]
+        ends = {"$embedding": self.draft.embedding, "$head": self.draft.head}
         for subject in (*boundaries[:1], *subjects):
-            path, inner = self._inside(subject)
-            inner = re.sub(r"^\$(block|tower)\d*\.", "", inner)
+            path, inner = self._inside(ends.get(subject) or subject)
+            inner = re.sub(r"^\$(blocks?|tower)\d*\.", "", inner)
             some = self.parts.get(path, []) if path else [*self.all]
             named = [choice for choice in some if _concerns(choice, inner)]
             # a module beside those of a part, such as a convolution of keys, takes what they give
             named = named or [c for c in some if path and c.top and c.top == inner.split(".")[0]]
             found += [choice for choice in named if choice not in found]
         return found
-
-    # Sequence parallelism ------------------------------------------------------------------------
-
-    def _sequence_rules(self) -> dict[str, dict[str, str]] | None:
-        """The rules with norms and residuals sharded over the sequence; None if there are none."""
-        if self.ran is None or len(self.parts) != 1 or not self.roles.embedding:
-            return None
-        if any(c.recipe.name == "whole" for c in self.outside):
-            return None
-        [(path, some)] = self.parts.items()
-        [blocks] = self.roles.blocks
-        rules = {norm: "sequence" for norm in blocks.norms if "." not in norm}
-        children = (
-            name
-            for name, module in self.inside[path].items()
-            if name and "." not in name and module.kind != "norm" and module.count
-        )
-        for top in dict.fromkeys((*(c.top for c in some), *children)):
-            top_rules = self._of_top(path, top, [c for c in some if c.top == top])
-            if top_rules is None:
-                return None
-            rules |= top_rules
-        rules |= {n: s for n, s in self.summed[path].items() if n not in rules}
-        ends = {n: s for c in self.outside for n, s in (c.recipe.sequence or {}).items()}
-        rules = self._ordered(path, rules)
-        ends |= dict.fromkeys(self.roles.norms, "sequence")
-        if not self.roles.heads:  # the caller of an encoder takes its whole output
-            inner = tuple(f"{p}." for p in self.parts)
-            after = [n for n in self.ran.order if n in self.roles.norms or n.startswith(inner)]
-            ends |= {n: f"sequence & {WHOLE}" for n in after[-1:] if n in self.roles.norms}
-        for table in self.roles.tables:  # same layout as the token embeddings they are added to
-            if self.ran.dims.get(table, 0) >= 2:
-                dim = self.ran.dims[table] - 2
-                ends[table] = f"output(replicate -> shard({dim}), local = false)"
-        return {path: rules, "": ends}
-
-    def _of_top(self, path: str, top: str, choices: list[SplitChoice]) -> dict[str, str] | None:
-        """The rules for one child of a block: its recipe's, or the sequence gathered around it."""
-        assert self.ran is not None
-        if not top or (len(choices) == 1 and choices[0].recipe.sequence is not None):
-            rules: dict[str, str] = {}
-            for choice in choices:
-                if choice.recipe.sequence is None:
-                    return None
-                rules |= choice.recipe.sequence
-            return rules
-        names = [n for n in self.ran.order if self._inside(n) == (path, top)]
-        takes = next((self.ran.hidden[n] for n in names if n in self.ran.hidden), None)
-        gives = next((self.ran.output_counts[n] for n in names if n in self.ran.output_counts), 0)
-        if takes is None:
-            return None
-        many = ", null" * max(0, gives - 1)
-        around = f"input({takes}, local = true)"
-        around += f" & output(replicate -> shard(1){many}, local = false)"
-        inner = {n: s for c in choices for n, s in c.recipe.plain.items()}
-        return {**inner, top: " & ".join(filter(None, [inner.get(top), around]))}
 
 
 def _refused(file: ast.File, sink: Sink) -> Iterator[Discrepancy]:

@@ -238,7 +238,8 @@ def _given(
     if value is None or not isinstance(default, ast.Literal) or default.value is None:
         return value
     kinds = (bool, int | float, str)
-    wanted = next(k for k in kinds if isinstance(default.value, k))
+    typed = setting.default if setting and default.value in setting.words else default.value
+    wanted = next(k for k in kinds if isinstance(typed, k))
     bad = not isinstance(value.value, wanted)
     if not bad and (wanted is bool or not isinstance(value.value, bool)):
         return value

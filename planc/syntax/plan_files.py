@@ -142,6 +142,11 @@ def read_open(path: Path, texts: Mapping[str, str], sink: Sink) -> tuple[ast.Fil
     return _Chain(sink, open_texts=texts).read(PlanFile(name=str(path), path=path))
 
 
+def read_text(name: str, content: str, sink: Sink) -> tuple[ast.File, ...]:
+    """The files of a plan whose text is in no file, as `read` gives them."""
+    return _Chain(sink, open_texts={"-": content}).read(PlanFile(name=name, path=None))
+
+
 def read_for(
     names: tuple[str, str],
     sink: Sink,

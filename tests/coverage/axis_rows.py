@@ -11,6 +11,7 @@ on where it was. Each column of a family runs in a process of its own, which a t
 import argparse
 import json
 import multiprocessing
+import re
 import sys
 import time
 import warnings
@@ -25,6 +26,7 @@ from run import ROOT, configuration, first, shipped, text_of, types
 from planc import compiler
 from planc.diagnostic import Sink
 from planc.draft.init import draft
+from planc.draft.plan_text import parsed_text
 from planc.draft.roles import roles
 from planc.model.facts import Facts
 from planc.model.layer_kinds import block_lists, length
@@ -159,22 +161,24 @@ def plan_together(case: Case, plans: dict[str, str], proved: list[str], folder: 
         sizes = {axis: 2 for axis in proved if axis in ("pp", "cp", "ep")}
         kept = folder / f"{case.name}.{'-'.join(proved)}.plan"
         if not kept.exists():
-            made = draft(case.facts, Sink(), sizes).text
-            kept.write_text(made.replace("microbatches = 8", "microbatches = 2"))
+            kept.write_text(draft(case.facts, Sink(), sizes).text)
         text = kept.read_text()
         head = next((h for h in roles(case.facts, None).heads[-1:] if f"{h} : colwise" in text), "")
-        axes = [axis for axis in proved if axis != "loss" or head]
-        if "loss" in axes:
+        decoder = "decoder.plan" in text
+        axes = [axis for axis in proved if axis != "loss" or head or decoder]
+        if "loss" in axes and not decoder:
             text += f"\nloss on tp {{\n    {head} : cross_entropy(chunks = 2)\n}}\n"
-        files = (parse(Source("init.plan", text), Sink()),)
-        settings = ["tp=2"] if "tp = " in text else []
+        files = parsed_text(text)
+        settings = ["tp=2"] if "tensor on tp" in text else []
+        settings += ["loss_chunks=2"] if "loss" in axes and decoder else []
+        settings += ["microbatches=2"] if "pp" in axes and "extend" in text else []
     axes = [*(["tp"] if "tp=2" in settings else []), *axes]
     ways = [[f"sequence={word}"] for word in ("true", "false")]
     return Together(
         files,
         axes,
         [*settings, "param_dtype=fp32"],
-        ways if "when sequence" in text else [[]],
+        ways if re.search(r"\b(when sequence|sequence = sequence)\b", text) else [[]],
     )
 
 

@@ -29,10 +29,8 @@ from planc import compiler
 from planc.checks import check
 from planc.compiler import compile_plan
 from planc.diagnostic import Sink
-from planc.draft import init, observe
-from planc.draft.plan_text import render
-from planc.draft.roles import roles
-from planc.draft.search import Search
+from planc.draft.init import draft
+from planc.draft.plan_text import parsed_text
 from planc.lowering import lower
 from planc.lowering.sends import sends
 from planc.lowering.step import Step
@@ -45,8 +43,7 @@ from planc.plan.infer_layouts import inferred
 from planc.plan.ir import SequenceSetting
 from planc.proof.judge import judge
 from planc.proof.small_case import SmallCase, small_model
-from planc.source import NOWHERE, Source
-from planc.syntax.parse import parse
+from planc.source import NOWHERE
 
 WAYS = (("plain", False), ("sequence", True))
 
@@ -191,16 +188,13 @@ def row(name, plan, prove):
 
 def drafted(facts, small):
     """The plain rules of `planc init` for a family without a shipped plan."""
-    known, model, builder, _ = init._small(facts)
-    ran = observe.run(builder)
-    found = roles(known, ran)
-    search = Search(known, model, found, ran, init._draft_plan(facts, known, found, ran))
-    search.draft.checkpoint = False
-    search._settle()
-    file = parse(Source("init.plan", render(search.draft)), Sink())
+    files = parsed_text(draft(facts, Sink()).text)
     settings = ["tp=2", "dp_shard=1"]
-    done = compiler.compile((file,), small, Sink(), world_size=2, settings=settings)
-    return done if done.lowered is not None else None
+    for way in (["sequence=false"], []):
+        done = compiler.compile(files, small, Sink(), world_size=2, settings=[*settings, *way])
+        if done.lowered is not None:
+            return done
+    return None
 
 
 def main():

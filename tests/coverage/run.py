@@ -155,7 +155,7 @@ def row(name, pool, folder, plans):
     case = Case(facts, small, values, str(path))
     text = text_of(plan_files.read(case.plan, sink))
     tp = ["tp=2"] if re.search(r"^ +(override )?tp +=", text, re.M) else []
-    sequence = "when sequence" in text
+    sequence = re.search(r"\bwhen sequence\b|\bsequence = sequence\b", text) is not None
     always = "\nrequire sequence" in text
     plain = ["sequence=false"] if sequence and not always else []
     reason = judged(found, case, [*tp, *plain], pool)

@@ -82,6 +82,18 @@ def style_of_transformers(name: str) -> str | None:
     return found[1] if found else None
 
 
+def split_of_transformers(name: str) -> str | None:
+    """How a style of transformers splits weights, as a plan writes it; None where it splits none:
+    layouts are left out, except that all of an output is needed.
+    """
+    found = re.fullmatch(r"(colwise|rowwise)(?:\((.*)\))?", style_of_transformers(name) or "")
+    if found is None:
+        return None
+    wanted = ("parts = 2", "-> replicate" if found[1] == "colwise" else "")
+    kept = [a for a in (found[2] or "").split(", ") if a and a in wanted]
+    return f"{found[1]}({', '.join(kept)})" if kept else found[1]
+
+
 STYLES = tuple(kind_of(cls) for cls in get_args(get_args(ir.Style)[0]) if cls is not ir.Custom)
 
 
