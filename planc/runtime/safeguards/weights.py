@@ -171,6 +171,6 @@ def _changed(every: Sequence[dict[str, tuple[bool, int]]], ranks: Sequence[int],
     some = len({own[name][0] for own in every if name in own}) > 1
     how = "on some of them alone" if some else "to different values"
     return (
-        f"the ranks {found.ranks} of {axis} have different weights: {shown}, the first of {count:,},"
-        f" was changed {how} after `planc.apply`"
+        f"the ranks {found.ranks} of {axis} have different weights: {shown}, the first of {count:,}"
+        f", was changed {how} after `planc.apply`"
     )
