@@ -343,3 +343,41 @@ def own_buffers(folder):
         assert all(p.is_meta for p in model.parameters())
         return [(d.code, d.message) for d in caught.diagnostics]
     return []
+
+
+def under_context(folder, plan, family="mixtral"):
+    """Tensors that differ from the single process's where a model built on meta is loaded under a
+    plan that splits sequences, and the losses of a step of both.
+    """
+    written(family, folder)
+    single = build(family)
+    run = planc.apply(on_meta(family), plan, device_type="cpu", require="nothing")
+    run.load(folder)
+    different = same(run, single)
+    tokens, labels = data(single.config.vocab_size)
+    rows = slice(run.data_rank * 4 // run.data_size, (run.data_rank + 1) * 4 // run.data_size)
+    loss = run.forward_backward([{"input_ids": tokens[rows], "labels": labels[rows]}])
+    return different, loss.item(), single(input_ids=tokens, labels=labels).loss.item()
+
+
+def adapters(folder, stale=False):
+    """What `run.load_adapters` raises where rank 2 has a copy of its own."""
+    from adapter_jobs import LLAMA
+    from adapter_jobs import written as plan_of
+
+    model = planc.apply(build("llama"), plan_of("llama", LLAMA), device_type="cpu")
+    model.save_adapters(folder)
+    distributed.barrier()
+    own = Path(folder)
+    if stale and distributed.get_rank() == 2:
+        own = Path(folder).with_name("stale")
+        shutil.copytree(folder, own)
+        (file,) = own.glob("*.safetensors")
+        save_file({n: t + 1 for n, t in load_file(file).items()}, file)
+    try:
+        model.load_adapters(own)
+    except planc.PlanError as error:
+        return [(d.code, d.message) for d in error.diagnostics]
+    tokens, labels = data(128)
+    model.forward_backward([{"input_ids": tokens, "labels": labels}])
+    return []

@@ -182,7 +182,7 @@ def later_rows(overrides, how, plan="llama", wrong=3, ranks=(1, 3), folder=None)
         how: `loop` of `run.forward_backward`, or `own` loop of the script; `saved`, which saves
             after each pass; `evaluated`, without gradients.
     """
-    model = numerics.build("llama", num_hidden_layers=4)
+    model = numerics.build("llama", num_hidden_layers=4, num_key_value_heads=4)
     run = planc.apply(model, plan, overrides=overrides, device_type="cpu", compare=1)
     raised = []
     for number in range(1, 5):

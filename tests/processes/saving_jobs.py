@@ -408,3 +408,21 @@ def survived(folder):
 if __name__ == "__main__":
     torch.set_num_threads(1)
     doomed(int(sys.argv[1]), *sys.argv[2:])
+
+
+def empty_group(folder, overrides):
+    """Losses of two steps without a break, and of one and one where a group has no parameters."""
+
+    def begun():
+        run = applied("llama", "llama", overrides)
+        groups = [{"params": [*run.model.parameters()]}, {"params": [], "weight_decay": 0.5}]
+        return run, torch.optim.AdamW(groups, lr=3e-3)
+
+    run, optimizer = begun()
+    right = steps(run, optimizer, 0, 2)
+    run, optimizer = begun()
+    losses = steps(run, optimizer, 0, 1)
+    run.save(folder, optimizer=optimizer, step=1)
+    run, optimizer = begun()
+    step = run.load(folder, optimizer=optimizer)
+    return right, losses + steps(run, optimizer, step, 2), optimizer.param_groups[1]["weight_decay"]

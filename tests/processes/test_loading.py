@@ -282,3 +282,36 @@ def test_what_is_not_new_is_refused(four, tmp_path):
         [("PL468", "unused = 'lm': holds no such name")],
         [("PL496", "has names that the model lacks: lm_head.weight")],
     ]
+
+
+CONTEXT = """plan parts for mixtral
+
+mesh {
+    dp_shard = 2
+    cp       = 2
+}
+
+context on cp {
+    balance = head_tail
+}
+
+fsdp on dp_shard * cp {
+    root : unit
+}
+"""
+
+
+def test_a_mixture_on_meta_under_context_parallelism(four, tmp_path):
+    (tmp_path / "parts.plan").write_text(CONTEXT)
+    arguments = {"folder": str(tmp_path / "w"), "plan": str(tmp_path / "parts.plan")}
+    for different, loss, right in four.run("loading_jobs.under_context", **arguments):
+        assert different == [] and loss == pytest.approx(right, rel=1e-4)
+
+
+def test_a_stale_copy_of_adapters_on_one_rank_is_refused(four, tmp_path):
+    assert four.run("loading_jobs.adapters", folder=str(tmp_path / "good")) == [[]] * 4
+    for found in four.run("loading_jobs.adapters", folder=str(tmp_path / "other"), stale=True):
+        ((code, message),) = found
+        assert code == "PL461" and message.endswith(
+            "adapter_model.safetensors is another file on rank 2"
+        )

@@ -285,3 +285,10 @@ def script(folder, run, *options):
     assert (folder / run / "export" / "config.json").is_file()
     lines = re.findall(r"^step (\d+), loss ([\d.]+), norm ([\d.]+)$", done.stdout, re.M)
     return [(int(step), float(loss), float(norm)) for step, loss, norm in lines]
+
+
+@pytest.mark.parametrize("overrides", [["tp=2"], []])
+def test_an_empty_parameter_group_resumes(four, tmp_path, overrides):
+    arguments = {"folder": str(tmp_path / "run"), "overrides": overrides}
+    for right, losses, decay in four.run("saving_jobs.empty_group", **arguments):
+        assert losses == pytest.approx(right, rel=1e-5) and decay == 0.5

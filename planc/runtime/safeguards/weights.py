@@ -167,9 +167,10 @@ def _changed(every: Sequence[dict[str, tuple[bool, int]]], ranks: Sequence[int],
     found = difference(every, ranks)
     assert found is not None  # the totals differ
     name, count = found.names[0], len(found.names)
+    shown = plain_name(name)
     some = len({own[name][0] for own in every if name in own}) > 1
     how = "on some of them alone" if some else "to different values"
     return (
-        f"the ranks {found.ranks} of {axis} have different weights: {plain_name(name)}, the first of {count:,},"
-        f" was changed {how} after `planc.apply`"
+        f"the ranks {found.ranks} of {axis} have different weights: {shown}, the first of {count:,}"
+        f", was changed {how} after `planc.apply`"
     )
