@@ -143,6 +143,7 @@ def test_the_script_of_trl_goes_on(weights, tmp_path):
     first, _ = sft(tmp_path, weights, ["tp=2"], 4, steps=3)
     again, tensors = sft(tmp_path, weights, ["tp=2"], 4, "--resume")
     for mine, theirs in zip([*first, *again], right, strict=True):
+        del mine["num_tokens"], theirs["num_tokens"]  # TRL counts from 0 again
         assert mine == pytest.approx(theirs, rel=2e-4)
     same(tensors, whole)
 
