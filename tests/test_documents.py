@@ -41,6 +41,8 @@ PAGE = HERE.parent / "docs" / "how-to" / "packed-documents.md"
 MODELS = Path(transformers.__file__).parent / "models"
 sys.path.insert(0, str(HERE / "coverage"))
 LIMIT = 1e-5
+ROUNDING = {"qwen4_exp_text": 5e-5}
+"""1.5e-5 of A_log's gradient in float32, and 1e-13 where all of the model is in float64."""
 CUTS = ((0, 47, 48, 110), (0, 70, 71))
 LENGTH = 130  # more than two chunks of any of the functions
 FAMILIES = [
@@ -137,7 +139,7 @@ def test_documents_of_every_family_are_those_alone(family):
         output = model(input_ids=ids, position_ids=positions).logits
         summed(output, labels).backward()
         assert error(output, logits) < LIMIT
-        assert worst(gradients(model), right) < LIMIT
+        assert worst(gradients(model), right) < ROUNDING.get(family, LIMIT)
 
 
 @pytest.mark.parametrize("family", ["rwkv", "recurrent_gemma", "xlstm", "bamba"])
