@@ -1,7 +1,5 @@
 """Counts by arithmetic are those of running the layers."""
 
-import os
-import time
 from dataclasses import replace
 
 import pytest
@@ -10,7 +8,6 @@ from planc.diagnostic import Sink
 from planc.estimate.counted import Counted, MicroBatch, Part, Product, Saved
 from planc.estimate.derived_counts import DerivedCounts, first_jobs
 from planc.estimate.kept_tensors import count
-from planc.estimate.second_process import SecondProcess, both, can_help
 from planc.model.load import load
 
 WHOLE = "", 1
@@ -103,49 +100,16 @@ def doubled(job):
     return Counted(parts=(), logits=2 * job[0])
 
 
-HERE = os.getpid()
-
-
-def failing(job):
-    """Ends the second process alone."""
-    if os.getpid() != HERE:
-        os._exit(1)
-    return doubled(job)
-
-
 def jobs(*rows):
     return [work(n, 8) for n in rows]
 
 
-def test_two_processes_count():
-    counts = DerivedCounts(missing, SecondProcess(doubled, jobs(1, 2, 4)))
-    assert counts.counting
-    assert counts.derived(work(64, 8)).logits == 128  # two of the three are enough
-    assert [counts.counted(work(n, 8)).logits for n in (4, 1, 2)] == [8, 2, 4]
-    assert not counts.counting
-    counts.end()
-
-
-def missing(job):
-    raise AssertionError(f"{job} was counted twice")
-
-
-def test_what_another_process_does_not_count_is_counted_here():
-    counts = DerivedCounts(doubled, SecondProcess(failing, jobs(1, 2, 4)))
-    assert [counts.counted(work(n, 8)).logits for n in (4, 1, 2)] == [8, 2, 4]
-    unasked = DerivedCounts(doubled, SecondProcess(doubled, jobs(1, 2)))
-    assert unasked.counted(work(8, 8)).logits == 16
-    unasked.end()
-    assert not unasked.counting
-
-
-def test_each_of_two_processes_takes_the_next_job():
-    def run(job):
-        time.sleep(0.02)
-        return job, os.getpid()
-
-    found = both(run, range(12))
-    assert [*found] == [job for job, _ in found.values()] == [*range(12)]
-    assert len({process for _, process in found.values()}) == 1 + can_help()
-    assert {process for _, process in both(run, range(4), alone=True).values()} == {HERE}
-    assert both(failing, jobs(1, 2, 4)) == {job: doubled(job) for job in jobs(1, 2, 4)}
+def test_the_first_jobs_are_counted_until_others_follow():
+    ran = []
+    counts = DerivedCounts(lambda job: ran.append(job) or doubled(job), jobs(1, 2, 4))
+    assert counts.derived(work(64, 8)).logits == 128  # of three, and without a run of its own
+    assert ran == jobs(1, 2, 4)
+    assert [counts.counted(job).logits for job in jobs(4, 1, 2)] == [8, 2, 4]
+    assert ran == jobs(1, 2, 4) and not counts.first
+    unlike = DerivedCounts(doubled, [work(1, 8)._replace(dtype="float16")])
+    assert unlike.counted(work(8, 8)).logits == 16

@@ -109,14 +109,6 @@ class Tally:
     def exclude(self, reason: str, example: str, count: int = 1) -> None:
         self.excluded.setdefault(reason, Excluded(example=example)).count += count
 
-    def add(self, later: Tally) -> None:
-        """Takes what was tried later."""
-        self.tried += later.tried
-        for reason, out in later.excluded.items():
-            self.exclude(reason, out.example, out.count)
-        if later.nearest and (self.nearest is None or later.nearest.peak < self.nearest.peak):
-            self.nearest = later.nearest
-
 
 @dataclass(slots=True)
 class Candidates:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
@@ -287,13 +286,7 @@ class Space:
 
 def _resident(unit: Unit) -> str:
     """The action of a unit's line, with `reshard = never`."""
-    action = unit.origin.text.rpartition(" : ")[2]
-    action = re.sub(r"reshard = \w+", "reshard = never", action)
-    if "reshard" in action:
-        return action
-    if "(" in action:
-        return action.replace("(", "(reshard = never, ", 1)
-    return f"{action}(reshard = never)"
+    return f"unit({', '.join(({**unit.explicit, 'reshard': 'reshard = never'}).values())})"
 
 
 def _quoted(text: str) -> str:

@@ -14,7 +14,6 @@ from fractions import Fraction
 from typing import Any
 
 from planc.estimate.counted import Counted, MicroBatch
-from planc.estimate.second_process import SecondProcess
 
 Shape = tuple[int, int]
 """Rows and tokens of a row, of one rank's micro-batch."""
@@ -28,11 +27,11 @@ class DerivedCounts:
     """
     Args:
         run: counts a job, as `kept_tensors.count`.
-        elsewhere: counts some of them, in another process too.
+        first: jobs that are counted before others, for these to follow from them.
     """
 
     run: Callable[[MicroBatch], Counted | None]
-    elsewhere: SecondProcess[MicroBatch, Counted | None] | None = None
+    first: list[MicroBatch] = field(default_factory=list)
     _known: dict[_Alike, dict[Shape, Counted | None]] = field(default_factory=dict)
     _derived: dict[tuple[_Alike, Shape], Counted] = field(default_factory=dict)
 
@@ -40,8 +39,6 @@ class DerivedCounts:
         """The count of a job; None where it cannot be counted."""
         alike, shape = _keys(job)
         known = self._known.setdefault(alike, {})
-        while shape not in known and self.elsewhere and job in self.elsewhere.waiting:
-            self._receive(self.elsewhere)
         if shape not in known:
             known[shape] = self.run(job)
         return known[shape]
@@ -51,31 +48,16 @@ class DerivedCounts:
         alike, shape = _keys(job)
         self._known.setdefault(alike, {})[shape] = one
 
-    @property
-    def counting(self) -> bool:
-        """Whether another process counts."""
-        return self.elsewhere is not None and bool(self.elsewhere.waiting)
-
-    def end(self) -> None:
-        """Counts no more in another process."""
-        if self.elsewhere:
-            self.elsewhere.end()
-
-    def _receive(self, elsewhere: SecondProcess[MicroBatch, Counted | None]) -> None:
-        job, one = elsewhere.next()
-        if one:
-            self.add(job, one)
-
     def derived(self, job: MicroBatch) -> Counted | None:
         """The same, by arithmetic where the counts for other batches are enough."""
         alike, shape = _keys(job)
         parts = job.exchange[0] == _GATHERED
         while (found := self._sum(alike, shape, parts=parts)) is None:
-            waiting = self.elsewhere.waiting if self.elsewhere else ()
-            if not any((other.dtype, other.exchange[0]) == alike[:2] for other in waiting):
+            like = (one for one in self.first if (one.dtype, one.exchange[0]) == alike[:2])
+            if (first := next(like, None)) is None:
                 return self.counted(job)
-            assert self.elsewhere
-            self._receive(self.elsewhere)
+            self.first.remove(first)
+            self.counted(first)
         return found
 
     def _sum(self, alike: _Alike, shape: Shape, *, parts: bool) -> Counted | None:

@@ -16,7 +16,6 @@ from math import inf
 
 from planc.estimate.candidates import Candidate, Candidates, Tally
 from planc.estimate.choice import FASTEST, LEANEST, Choice, Sizes
-from planc.estimate.second_process import both
 
 MESHES = 12
 """How many meshes are searched in full."""
@@ -86,32 +85,17 @@ def _each(
     find: Callable[[Candidates, Sizes], dict[Choice, Candidate]],
     progress: Callable[[int], None] = lambda _done: None,
 ) -> dict[Choice, Candidate]:
-    """What is found on each mesh, by two processes where none of them counts layers.
+    """What is found on each mesh.
 
-    Meshes that differ by replicas alone stay together, as most of what they compute is the same.
+    Meshes that differ by replicas alone come together, as most of what they compute is the same.
 
     Args:
         progress: is told the number of meshes that are done.
     """
-    space, tally = candidates.space, candidates.tally
-    alike: dict[Sizes, list[Sizes]] = {}
-    for sizes in meshes:
-        alike.setdefault(space.alike(space.probe(sizes, LEANEST)).sizes, []).append(sizes)
-
-    def run(key: Sizes) -> dict[Sizes, tuple[dict[Choice, Candidate], Tally]]:
-        progress(meshes.index(alike[key][0]))
-        here: dict[Sizes, tuple[dict[Choice, Candidate], Tally]] = {}
-        for sizes in alike[key]:
-            candidates.tally = Tally(nearest=candidates.tally.nearest)
-            here[sizes] = find(candidates, sizes), candidates.tally
-        return here
-
-    every = both(run, [*alike], alone=candidates.counts.counting)
-    results = {sizes: result for part in every.values() for sizes, result in part.items()}
-    candidates.tally, found = tally, dict[Choice, Candidate]()
-    for sizes in meshes:
-        tally.add(results[sizes][1])
-        found |= results[sizes][0]
+    found: dict[Choice, Candidate] = {}
+    for done, sizes in enumerate(meshes):
+        progress(done)
+        found |= find(candidates, sizes)
     return found
 
 

@@ -15,12 +15,10 @@ from planc.estimate import profiles
 from planc.estimate.answer import Request
 from planc.estimate.candidates import WAYS_OUT, Candidate, Candidates, Tally
 from planc.estimate.choice import Choice, Space
-from planc.estimate.counted import MicroBatch
 from planc.estimate.derived_counts import DerivedCounts, first_jobs
 from planc.estimate.from_plan import Batch, PlanWork, masters
 from planc.estimate.moments import GIB
 from planc.estimate.search import Found, search
-from planc.estimate.second_process import SecondProcess, can_help
 from planc.model.facts import Facts
 from planc.plan import elaborate, former
 from planc.plan.apply_adapters import adapted
@@ -124,11 +122,8 @@ def suggest(
         violated=lambda choice: _violated(choice, space, facts, conditions),
         micro_batches=asked.micro_batches,
     )
-    try:
-        found = search(candidates, progress)
-        coarser = _coarser(candidates, found.best[0]) if found.best else None
-    finally:
-        candidates.counts.end()
+    found = search(candidates, progress)
+    coarser = _coarser(candidates, found.best[0]) if found.best else None
     if not found.best:
         _nothing(found.tally, sink)
         return None
@@ -295,15 +290,13 @@ def _counts(
     from planc.estimate.kept_tensors import count
 
     run = partial(count, facts, sink, attention=request.attention)
-    counts, left = DerivedCounts(run), list[MicroBatch]()
+    counts = DerivedCounts(run)
     work = PlanWork(*adapted(space.plan, facts), space.batch, stack)
     for job in first_jobs(work.compute_dtype, space.batch.sequence, space.exchange):
         if one := run(job, run=False):
             counts.add(job, one)
         else:
-            left.append(job)
-    if left and can_help():
-        counts.elsewhere = SecondProcess(run, left)
+            counts.first.append(job)
     return counts
 
 

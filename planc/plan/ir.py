@@ -193,7 +193,7 @@ class Unit(Meaning):
         shard: the axes that it is sharded over, of the section or of tensor parallelism, or None
             for all shard axes of the section; over the section's other axes it is replicated.
         shard_dim: the dim that FSDP shards, where a parameter has it and it is divisible; else 0.
-        explicit: the arguments that its line states.
+        explicit: the arguments that its line states, by name as it writes them.
     """
 
     members: tuple[Modules, ...]
@@ -202,7 +202,7 @@ class Unit(Meaning):
     precision: Precision | None = None
     shard: tuple[str, ...] | None = None
     shard_dim: int = 0
-    explicit: frozenset[str] = field(default=frozenset(), compare=False)
+    explicit: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     @property
     def root(self) -> bool:

@@ -391,8 +391,7 @@ def _sections(
         yield SectionVerdict(
             name=name, verdict="unknown", by=by, reason=backend.UNPROVED, data=True
         )
-    for left in left_out(lowered):
-        name, _, reason = left.partition(": ")
+    for name, reason in left_out(lowered):
         yield SectionVerdict(name=name, verdict="left out", by="structure", reason=reason)
 
 

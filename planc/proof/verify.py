@@ -260,7 +260,7 @@ def _certificate(
         "first": first and {**{n: first[n] for n in parts}, "places": list(places)},
         "checks": list(case.check_codes),
         "not_reached": list(not_reached(case.lowered, case.run)) if case.run else [],
-        "left_out": list(left_out(case.lowered, precision=case.precision)),
+        "left_out": [": ".join(pair) for pair in left_out(case.lowered, precision=case.precision)],
         "versions": store.versions(case.facts.config),
         "device": found.device if found else None,
         "seconds": round(found.seconds if found else 0.0, 3),

@@ -73,13 +73,13 @@ def rounds(lowered: Lowered) -> bool:
     return any({op.param, op.reduce, op.output} - {None, "float32", "float64"} for op in units)
 
 
-def left_out(lowered: Lowered, *, precision: bool = False) -> Iterator[str]:
-    """Yields what a trial deliberately does differently, as `name: how`."""
+def left_out(lowered: Lowered, *, precision: bool = False) -> Iterator[tuple[str, str]]:
+    """Yields what a trial deliberately does differently, and how."""
     if precision:
-        yield "the optimizer: AdamW makes steps of one size, also of what is only rounding"
+        yield "the optimizer", "AdamW makes steps of one size, also of what is only rounding"
     elif rounds(lowered):
-        yield "mixed precision: everything runs in float32"
+        yield "mixed precision", "everything runs in float32"
     if any(isinstance(op, Quantize) for op in lowered.ops):
-        yield "4 bits: frozen weights stay in full precision"
+        yield "4 bits", "frozen weights stay in full precision"
     if any(isinstance(op, Compile) for op in lowered.ops):
-        yield "compile: the modules run uncompiled"
+        yield "compile", "the modules run uncompiled"

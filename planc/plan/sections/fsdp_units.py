@@ -90,7 +90,7 @@ def _terms(item: ast.Rule, scope: Scope) -> UnitTerms | None:
         precision=own,
         shard=shard,
         shard_dim=shard_dim,
-        explicit=frozenset(a.name or "precision" for a in item.action.arguments),
+        explicit={a.name or "precision": a.origin.text for a in item.action.arguments},
         origin=item.origin,
     )
     return UnitTerms(unit, except_last)
