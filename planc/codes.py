@@ -37,7 +37,7 @@ class Code:
     title: str
 
 
-PRESUMED = frozenset({"PL151", "PL160", "PL161", "PL162", "PL163", "PL205", "PL401"})
+PRESUMED = frozenset({"PL151", "PL160", "PL161", "PL162", "PL401"})
 """Only suggested by the structure of the plan: a run of the model that computes the right numbers
 overrules them (`Sink.overrule`)."""
 
@@ -85,10 +85,9 @@ _ROWS: tuple[tuple[str, str, Phase, str], ...] = (
     ("PL150", "error", "plan", "a style on a module that does not support it"),
     ("PL151", "warning", "plan", "a fused projection that is sharded as one"),
     ("PL152", "error", "plan", "a module list has no forward"),
-    ("PL160", "warning", "plan", "a colwise projection without a rowwise partner, or the reverse"),
-    ("PL161", "warning", "plan", "a norm on sharded heads whose gradient is not reduced"),
-    ("PL162", "warning", "plan", "a norm on the sharded sequence without a rule"),
-    ("PL163", "warning", "plan", "a sequence rule on an input that is not sharded"),
+    ("PL160", "warning", "plan", "stated layouts do not go together"),
+    ("PL161", "warning", "plan", "a partial gradient that no rule sums"),
+    ("PL162", "warning", "plan", "a module without a rule takes or gives another layout"),
     ("PL170", "error", "plan", "the name is already a style"),
     ("PL171", "error", "plan", "a custom style whose path names no class"),
     ("PL172", "error", "runtime", "a custom style that needs permission, or cannot be imported"),
@@ -105,7 +104,6 @@ _ROWS: tuple[tuple[str, str, Phase, str], ...] = (
     ("PL202", "error", "plan", "a dim that is not divisible where equal shards are required"),
     ("PL203", "info warning", "plan", "an uneven split"),
     ("PL204", "info", "plan", "parameters that stay replicated over the tensor axis"),
-    ("PL205", "warning", "plan", "projections whose outputs are combined have different layouts"),
     ("PL220", "error", "plan", "a dim, or a part of it, that is not divisible"),
     ("PL221", "error", "plan", "parts that do not add up to the dim"),
     ("PL222", "error", "plan", "a parameter or dim that the module does not have"),

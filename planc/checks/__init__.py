@@ -8,7 +8,6 @@ from collections.abc import Callable
 
 from planc.checks import (
     adapters,
-    adjacent_layouts,
     compiling,
     context,
     expert_parallel,
@@ -43,10 +42,6 @@ RULES: tuple[Check, ...] = (
     splits.divisibility,
     splits.grouped_experts,
     expert_parallel.expert_parallel,
-    adjacent_layouts.projection_groups,
-    adjacent_layouts.colwise_rowwise_pairs,
-    replicated.norm_gradients,
-    adjacent_layouts.sequence_layout,
     parameters.tied_parameters,
     loss_head.loss_head,
     context.context,

@@ -21,12 +21,6 @@ def active(plan: Plan) -> tuple[TensorRule, ...]:
     return tuple(r for r in plan.tensor if ranks(plan, r) > 1)
 
 
-def stated(plan: Plan) -> tuple[TensorRule, ...]:
-    """The active rules over axes whose layouts the plan states, and planc does not infer."""
-    inferred = {setting.axis for setting in plan.sequence}
-    return tuple(r for r in active(plan) if r.axis not in inferred)
-
-
 def axis_label(plan: Plan, rule: TensorRule) -> Label:
     """The place that sets the size of the rule's axis."""
     axis = plan.mesh.axis(rule.axis)

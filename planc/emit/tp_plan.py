@@ -29,7 +29,7 @@ def render(lowered: Lowered, sink: Sink) -> str | None:
     """
     found: dict[str, str] = {}
     lengths: dict[tuple[str, ...], int] = {}
-    rules = [op for op in lowered.ops if isinstance(op, Parallelize)]
+    rules = [op for op in lowered.ops if isinstance(op, Parallelize) and not _sums(op.style)]
     for op in rules:
         if op.modules.list_at is not None:
             entries = max(op.modules.entries, default=-1) + 1
@@ -53,6 +53,12 @@ def render(lowered: Lowered, sink: Sink) -> str | None:
         if word not in _BESIDE:
             sink.warning("PL739", f"a `tp_plan` does not have `{word}`", origin)
     return None if sink.failed else json.dumps(found, indent=2) + "\n"
+
+
+def _sums(style: ir.Style) -> bool:
+    """Whether a style only sums gradients of inputs, as each `colwise` of transformers does."""
+    both = ir.Redistribution(ir.Replicate(), ir.Replicate())
+    return isinstance(style, ir.Input) and {*style.changes} == {both}
 
 
 def _list(modules: Modules) -> tuple[str, ...]:

@@ -40,8 +40,8 @@ SAVES = ("attention", "attention, matmul(every = 2)", "attention, matmul")
 SCHEDULES = ("1f1b", "interleaved_1f1b")
 """What is tried of a pipeline's schedules; the others need their units gathered."""
 
-LEANEST = {RECOMPUTE.word: True, SEQUENCE.word: True, LOSS_CHUNKS.word: CHUNKS[-1]}
-FASTEST = {RECOMPUTE.word: False, SEQUENCE.word: True, LOSS_CHUNKS.word: 0}
+LEANEST = {RECOMPUTE.word: True, SEQUENCE.word: SEQUENCE.default, LOSS_CHUNKS.word: CHUNKS[-1]}
+FASTEST = {RECOMPUTE.word: False, SEQUENCE.word: SEQUENCE.default, LOSS_CHUNKS.word: 0}
 
 
 Sizes = tuple[tuple[str, int], ...]
@@ -193,7 +193,7 @@ class Space:
             changes[schedule] = SCHEDULES if self._open(schedule) else ()
         split = self.mesh(choice.sizes).size(*self._named(AxisRole.TENSOR)) > 1
         if split and self._open(SEQUENCE.word):
-            changes[SEQUENCE.word] = (True, False)
+            changes[SEQUENCE.word] = (SEQUENCE.default, False)
         for name, values in changes.items():
             yield from (
                 replace(choice, options=tuple({**options, name: value}.items()))

@@ -7,6 +7,7 @@ from typing import Any, TypeGuard, assert_never
 
 from planc.ops.base import cut
 from planc.plan.scope import FAILED, Failed, Scope, Value
+from planc.plan.settings import AUTO
 from planc.syntax import ast
 
 _LARGEST = 2**63
@@ -66,6 +67,8 @@ def truth(expression: ast.Expr, scope: Scope) -> bool | None:
     value = evaluate(expression, scope.decides or scope)
     if isinstance(value, bool):
         return value
+    if value == AUTO:
+        return True
     if not isinstance(value, Failed):
         _wrong(expression, f"a condition is true or false, not {describe(value)}", scope)
     return None

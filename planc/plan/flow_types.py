@@ -33,6 +33,7 @@ class Clash(Exception):
         cut: those that would have to be parts of the sequence.
         whole: those that would have to be whole.
         mixed: those that would have to be DTensors.
+        rules: the modules whose rules gave the tensors.
     """
 
     def __init__(
@@ -43,9 +44,10 @@ class Clash(Exception):
         cut: Iterable[int] = (),
         whole: Iterable[int] = (),
         mixed: Iterable[int] = (),
+        rules: Iterable[str] = (),
     ) -> None:
         super().__init__(why)
-        self.line = line
+        self.line, self.rules = line, tuple(rules)
         self.cut, self.whole, self.mixed = tuple(cut), tuple(whole), tuple(mixed)
 
 
@@ -69,11 +71,14 @@ class FoundRule(NamedTuple):
 
 
 class Tried(NamedTuple):
-    """A clash that was met: the module in which, the reason, and the line of the model's code."""
+    """A clash that was met: the module in which, the reason, the line of the model's code, and the
+    modules with the rules that gave the tensors.
+    """
 
     module: str
     text: str
     line: int
+    rules: tuple[str, ...] = ()
 
 
 class Met(NamedTuple):

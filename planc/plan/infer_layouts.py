@@ -7,13 +7,14 @@ is structural (places and dims); the one number, `mla_kv`'s, is computed from th
 proof does not know which rule was inferred.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from planc.diagnostic import Label, Sink
 from planc.model.dataflow import DataFlow
 from planc.model.facts import Facts, Modules, generic, parse_path
 from planc.model.small.flow import FlowSource, flow_of, flow_source
+from planc.ops.contract import contract
 from planc.ops.styles import (
     SPLITS,
     Attributes,
@@ -35,12 +36,41 @@ _DEPTHS = (2, 6, 10, 16)
 """The least numbers of layers of the small models that are tried."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contradiction:
+    """Stated layouts that do not go together: the reason, with the line of the model's code, and
+    the rules that gave the tensors.
+    """
+
+    text: str
+    rules: tuple[TensorRule, ...]
+
+
 def inferred(plan: Plan, facts: Facts, sink: Sink) -> Plan:
     """The plan with the layouts of all sections that leave them open; reports PL524 to PL526."""
     for setting in plan.sequence:
         if plan.mesh.size(setting.axis) > 1 and "tensor" not in plan.broken:
             plan = _Section(plan, facts, setting, sink).inferred()
     return plan
+
+
+def contradicted(plan: Plan, facts: Facts) -> Iterator[Contradiction | TensorRule]:
+    """Yields the rules that must follow from those of sections that state all layouts, and are not
+    stated, and where stated layouts do not go with what flows; nothing where the flow is not known.
+    """
+    axes = dict.fromkeys(r.axis for r in plan.tensor if plan.mesh.size(r.axis) > 1)
+    for axis in axes.keys() - {setting.axis for setting in plan.sequence}:
+        own = tuple(replace(r, open=False) for r in plan.tensor if r.axis == axis)
+        parts = any(_parts(rule.style) for rule in own)
+        setting = SequenceSetting(axis=axis, wanted=parts, origin=own[0].origin)
+        yield from _Section(plan, facts, setting, Sink()).contradicted(own)
+
+
+def _parts(style: Style) -> bool:
+    """Whether a style states parts of the sequence."""
+    made = contract(style)
+    flows = () if made.sums else (*made.takes, *made.gives)
+    return any(Shard(1) in flow.forward for flow in flows)
 
 
 @dataclass(slots=True)
@@ -57,13 +87,10 @@ class _Section:
         own = tuple(r for r in plan.tensor if r.axis == setting.axis)
         if not own:
             return plan
-        found = self._stand_in(own)
+        found = self._recorded(own)
         if isinstance(found, Unrepresented | str):
             return self._unknown(found)
-        source, state, small = found
-        flow = flow_of(source, self.facts)
-        if isinstance(flow, str):
-            return self._unknown(flow)
+        source, state, small, flow = found
         layouts = self._layouts(flow, small)
         if layouts is None:
             return replace(plan, broken=plan.broken | {"tensor"})
@@ -78,10 +105,26 @@ class _Section:
         sequence = tuple(settled if s is setting else s for s in plan.sequence)
         return replace(plan, tensor=(*rules, *others), sequence=sequence)
 
-    def _stand_in(
+    def contradicted(self, own: tuple[TensorRule, ...]) -> Iterator[Contradiction | TensorRule]:
+        """What does not go with complete rules, as of the function of this name."""
+        found = self._recorded(own)
+        if isinstance(found, Unrepresented | str):
+            return
+        _, state, small, flow = found
+        layouts = layouts_of(flow, _styles(small), sequence=bool(self.setting.wanted))
+        if isinstance(layouts, Clash):
+            rules = tuple(r for r in own if r.origin in _origins(flow, layouts.rules, small))
+            yield Contradiction(text=_lines(flow, _why(layouts))[0], rules=rules)
+            return
+        made = _Carried(flow, state, small, layouts, self.setting)
+        yield from (rule.sized(self.facts) for rule in made.rules(own) if rule.inferred)
+
+    def _recorded(
         self, own: tuple[TensorRule, ...]
-    ) -> tuple[FlowSource, StandInModel, tuple[TensorRule, ...]] | Unrepresented | str:
-        """The shallowest small model whose blocks stand for all real ones, and the rules on it."""
+    ) -> tuple[FlowSource, StandInModel, tuple[TensorRule, ...], DataFlow] | Unrepresented | str:
+        """The shallowest small model whose blocks stand for all real ones, the rules on it, and its
+        data flow; or why there is none.
+        """
         bare = _alone(self.plan, own)
         apart = variants(bare, self.facts, ends=True)
         problem: Unrepresented | str = ""
@@ -92,7 +135,8 @@ class _Section:
             state = StandInModel(bare, self.facts, source.facts, source.kept, ends=True)
             small = tuple(state.each(own))
             if not state.problems:
-                return source, state, small
+                flow = flow_of(source, self.facts)
+                return flow if isinstance(flow, str) else (source, state, small, flow)
             problem = problem or state.problems[0]
         return problem
 
@@ -112,7 +156,7 @@ class _Section:
         if isinstance(found, Layouts):
             return found
         if not self._contradicted(flow, small):
-            self._impossible(flow, found)
+            self._impossible(flow, found, small)
         return None
 
     def _chosen(self, flow: DataFlow, small: Sequence[TensorRule]) -> Layouts | tuple[Tried, ...]:
@@ -159,16 +203,34 @@ class _Section:
             facts=list(reasons)[:3],
         )
 
-    def _impossible(self, flow: DataFlow, why: tuple[Tried, ...]) -> None:
+    def _impossible(
+        self, flow: DataFlow, why: tuple[Tried, ...], small: tuple[TensorRule, ...]
+    ) -> None:
         setting, facts = self.setting, _lines(flow, why[-3:])
         if setting.wanted:
             message = "no hidden states can be parts of the sequence"
             help = "write `sequence = auto`, or `sequence = false`"
             self.sink.error("PL526", message, setting.origin, facts=facts, help=help)
-        else:
-            message = f"no layouts over {setting.axis} go with these splits"
-            help = "leave the weights whole that the line reads, or write `sequence = true`"
-            self.sink.error("PL525", message, setting.origin, facts=facts, help=help)
+            return
+        splits = _origins(flow, (name for one in why[-1:] for name in one.rules), small)
+        self.sink.error(
+            "PL525",
+            f"no layouts over {setting.axis} go with these splits",
+            *(splits or (setting.origin,)),
+            facts=facts,
+            help="gather the output that the line needs whole (`colwise(-> replicate)`), or leave "
+            "the weights whole",
+        )
+
+
+def _origins(flow: DataFlow, names: Iterable[str], rules: Iterable[TensorRule]) -> dict[Span, None]:
+    """The lines of the rules of some modules, which the flow knows by their first names."""
+    wanted = list(names)
+    of: dict[str, dict[Span, None]] = {}
+    for rule in rules:
+        for name in rule.modules.names():
+            of.setdefault(flow.alias.get(name, name), {})[rule.origin] = None
+    return {origin: None for name in wanted for origin in of.get(name, ())}
 
 
 def _lines(flow: DataFlow, why: Iterable[Tried]) -> list[str]:
@@ -206,7 +268,9 @@ def _opened(rule: TensorRule) -> TensorRule:
 def _why(found: Layouts | Clash | None) -> tuple[Tried, ...]:
     if isinstance(found, Layouts):
         return found.why
-    return (Tried("", str(found), found.line),) if isinstance(found, Clash) else ()
+    if isinstance(found, Clash):
+        return (Tried("", str(found), found.line, found.rules),)
+    return ()
 
 
 def _alone(plan: Plan, rules: tuple[TensorRule, ...]) -> Plan:

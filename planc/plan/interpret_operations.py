@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, zip_longest
 
 from planc.model.dataflow import VIEWS, DataFlow, FlowCall, Operation
 from planc.ops import styles as st
@@ -88,8 +88,8 @@ class FlowOperations:
             writes = one.in_place and first in (Held.WHOLE, Held.VARYING)
             if writes and self.fresh(one.inputs[0], around):
                 why = f"`{one.name.strip('_')}` writes into the local output of a style"
-                raise Clash(why, one.line, mixed=real)
-            self.check(one, real, have, own)
+                raise Clash(why, one.line, mixed=real, rules=self.givers_of(*real))
+            self.check(one, real, have, own, dims)
             result = next(
                 (k for k in (Held.PART, Held.VARYING, Held.GATHERED) if k in have),
                 None,
@@ -113,6 +113,7 @@ class FlowOperations:
         real: Sequence[int],
         have: Sequence[Held],
         own: set[int],
+        dims: Mapping[int, int | None],
     ) -> None:
         """Raises a clash where the inputs of an operation do not go together."""
         name = one.name.strip("_")
@@ -123,11 +124,64 @@ class FlowOperations:
             if others:
                 shape = list(self.flow.shapes[others[0]])
                 why = f"`{name}` takes a part of the sequence and a plain tensor {shape}"
-                raise Clash(why, one.line, cut=others, whole=parts)
+                rules = self.givers_of(*real)
+                raise Clash(why, one.line, cut=others, whole=parts, rules=rules)
             if not one.tokenwise:
-                raise Clash(f"`{name}` mixes tokens", one.line, whole=parts)
+                why = f"`{name}` mixes tokens"
+                raise Clash(why, one.line, whole=parts, rules=self.givers_of(*real))
         elif Held.GATHERED in have and {Held.VARYING, Held.WHOLE} & {*have}:
-            raise Clash(f"`{name}` takes a DTensor and a plain tensor", one.line)
+            why = f"`{name}` takes a DTensor and a plain tensor"
+            raise Clash(why, one.line, rules=self.givers_of(*real))
+        elif Held.VARYING in have and self.unequal(one, real, have, own, dims):
+            why = f"`{name}` takes what is split over the ranks, and all of what goes with it"
+            raise Clash(why, one.line, rules=self.givers_of(*real))
+
+    def unequal(
+        self,
+        one: Operation,
+        real: Sequence[int],
+        have: Sequence[Held],
+        own: set[int],
+        dims: Mapping[int, int | None],
+    ) -> bool:
+        """Whether an elementwise operation has one input split along a dim, and another not. With
+        the module's own weights it is right where a style makes DTensors of both.
+        """
+        if one.name == "scaled_dot_product_attention":
+            real = real[:3]
+        if one.in_place or one.name == "type_as" or not self.elementwise(one, real):
+            return False
+        split: dict[int, set[bool]] = {}
+        for tensor, kind in zip(real, have, strict=False):
+            at = dims.get(tensor) if kind is Held.VARYING else -1
+            if at is None or tensor in own:
+                return False
+            shape = self.flow.shapes[tensor]
+            for i, size in enumerate(shape):
+                if size > 1:
+                    split.setdefault(len(shape) - i, set()).add(i == at)
+        return any(len(both) > 1 for both in split.values())
+
+    def elementwise(self, one: Operation, real: Iterable[int]) -> bool:
+        """Whether an operation gives its inputs' shapes, broadcast."""
+        back = (self.flow.shapes[t][::-1] for t in real)
+        whole = tuple(max(sizes) for sizes in zip_longest(*back, fillvalue=1))
+        return len(one.outputs) == 1 and whole[::-1] == self.flow.shapes[one.outputs[0]]
+
+    def givers_of(self, *tensors: int) -> tuple[str, ...]:
+        """The modules with rules whose outputs reach tensors by operations and plain modules."""
+        found, seen, waiting = dict[str, None](), set[int](), [*tensors]
+        while waiting:
+            tensor = waiting.pop()
+            if tensor in seen:
+                continue
+            seen.add(tensor)
+            for event in self.makers.get(tensor, ()):
+                if isinstance(event, FlowCall) and event.name in self.ruled:
+                    found[event.name] = None
+                else:
+                    waiting += event.inputs if isinstance(event, Operation) else event.taken
+        return tuple(found)
 
     def follow(
         self,
@@ -144,8 +198,11 @@ class FlowOperations:
             at = dims[source] if source is not None else None
             length = len(self.flow.shapes[out])
             if at is not None and source is not None:
-                back = at + length - len(self.flow.shapes[source])
-                at = back if one.moves is None else one.moves.get(at)
+                longer = length - len(self.flow.shapes[source])
+                if one.moves is not None:
+                    at = one.moves.get(at)
+                elif longer:  # broadcast, or stacked along any dim
+                    at = at + longer if self.elementwise(one, real) else None
             dims[out] = at if at is not None and 0 <= at < length else None
 
     def fresh(self, tensor: int, around: Around) -> bool:
@@ -221,4 +278,5 @@ class FlowOperations:
             why = f"the style of `{call.name}` states {layout}, and a rank has {have.value}"
             cut = (tensor,) if wanted is Held.PART and have is Held.WHOLE else ()
             whole = (tensor,) if have is Held.PART else ()
-            raise Clash(why, call.line, cut=cut, whole=whole)
+            rules = (call.name, *self.givers_of(tensor))
+            raise Clash(why, call.line, cut=cut, whole=whole, rules=rules)

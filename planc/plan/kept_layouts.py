@@ -57,7 +57,7 @@ def layouts_of(flow: DataFlow, known: Known, *, sequence: bool) -> Layouts | Cla
 
 def _encoded(found: Layouts | Clash) -> dict[str, Any]:
     if isinstance(found, Clash):
-        return {"clash": [str(found), found.line]}
+        return {"clash": [str(found), found.line, found.rules]}
     styles = list(dict.fromkeys(rule.style for rule in found.rules))
     return {
         "styles": [dump(style, _STYLE) for style in styles],
@@ -71,7 +71,8 @@ def _encoded(found: Layouts | Clash) -> dict[str, Any]:
 def _decoded(data: Any) -> Layouts | Clash | None:
     try:
         if "clash" in data:
-            return Clash(*data["clash"])
+            why, line, rules = data["clash"]
+            return Clash(why, line, rules=rules)
         reader = Reader()
         styles = [reader.load(one, _STYLE) for one in data["styles"]]
         return Layouts(
@@ -82,7 +83,7 @@ def _decoded(data: Any) -> Layouts | Clash | None:
             parts=data["parts"][0],
             sums=data["parts"][1],
             around=tuple(data["around"]),
-            why=tuple(Tried(*one) for one in data["why"]),
+            why=tuple(Tried(at, text, line, tuple(of)) for at, text, line, of in data["why"]),
         )
     except (ValueError, TypeError, KeyError, IndexError):
         return None

@@ -233,7 +233,7 @@ def _given(
 ) -> ast.Literal | None:
     """What `--set` gives an option, if it has the type of its default: not `sequence=1`."""
     value, setting = given.get(name), SETTINGS.get(name)
-    if value and setting and value.value in setting.words:
+    if value and setting and any(value.value is other for other in setting.others):
         return value
     if value is None or not isinstance(default, ast.Literal) or default.value is None:
         return value

@@ -74,7 +74,7 @@ class _Inference(FlowOperations):
                 self.whole |= uneven or cut
                 continue
             return self.answer(state, (*state.rules, *sums))
-        raise Clash("what leaves the model is not whole")
+        raise Clash("what leaves the model is not whole", rules=sorted(self.heads))
 
     def answer(self, state: State, rules: tuple[FoundRule, ...]) -> Layouts:
         first = {(f.module, f.style): f for f in reversed(rules)}
@@ -122,7 +122,7 @@ class _Inference(FlowOperations):
             return result
         except Clash as clash:
             last = clash
-            self.tried[Tried(call.name, str(clash), clash.line)] = None
+            self.tried[Tried(call.name, str(clash), clash.line, clash.rules)] = None
         if not last.mixed and (depth >= _MENDS or not (around.mends and around.sequence)):
             raise last
         for fix in self.fixes(call, last, around.forced):
@@ -261,6 +261,9 @@ class _Inference(FlowOperations):
         self, call: FlowCall, state: State, around: Around, source: int, many: int
     ) -> State:
         """Whole weights on varying values have partial gradients, which are summed."""
+        if call.linear and state.dims.get(source) == len(self.flow.shapes[source]) - 1:
+            why = f"`{call.name}` takes all features, and a rank has its own"
+            raise Clash(why, call.line, rules=self.givers_of(source))
         made = self.inside(call, state, around)
         new = made.met[len(state.met) :]
         if not any(met.own for met in new):
@@ -400,6 +403,10 @@ class _Inference(FlowOperations):
         before = state.ruled(*(FoundRule(call.name, style) for style in styles))
         inner = before
         for style in styles:
+            if isinstance(style, st.Parameters):
+                split = {name for name, one in style.layouts if isinstance(one.layout, Shard)}
+                own = (t for name, t in call.weights if name in split)
+                inner = inner.typed(own, Held.VARYING)
             if isinstance(style, st.Input):
                 places = ((str(i), change) for i, change in enumerate(style.positional))
                 for key, change in (*places, *style.named):
@@ -408,10 +415,10 @@ class _Inference(FlowOperations):
                         self.meets(call, tensor, change.source, inner)
                         kind = self.kind_of(tensor, change.target, style.local)
                         inner = inner.typed((tensor,), kind)
-        weights = (st.Colwise, st.Rowwise, st.Sequence, st.MlaKv, st.Custom)
-        own = next((s for s in styles if isinstance(s, weights)), None)
-        if own is not None:
-            made = self.of_style(call, own, inner)
+        weights = (st.Colwise, st.Rowwise, st.Sequence, st.Experts, st.MlaKv, st.Custom)
+        main = next((s for s in styles if isinstance(s, weights)), None)
+        if main is not None:
+            made = self.of_style(call, main, inner)
         else:
             if inner.some(call, Held.PART) and call.leaf and call.weights:
                 raise Clash(f"plain weights of `{call.name}` take a DTensor", call.line)
@@ -442,11 +449,14 @@ class _Inference(FlowOperations):
                 output, local = Shard(style.dim), style.local
                 if source is not None and not local:
                     self.meets(call, source, output, state)
+            case st.Experts():
+                output, local = style.output, style.local
             case _:
                 output, local = Replicate(), True
-        dims = {t: len(self.flow.shapes[t]) - 1 for t in call.given}
-        state = replace(state, dims={**state.dims, **dims})
         for tensor in call.given:
+            last = len(self.flow.shapes[tensor]) - 1
+            at = style.dim if isinstance(style, st.Sequence) else last
+            state = replace(state, dims={**state.dims, tensor: at})
             state = state.typed((tensor,), self.kind_of(tensor, output, local))
         return state
 
@@ -457,9 +467,8 @@ class _Inference(FlowOperations):
         whole = isinstance(style.output, Replicate) or call.name in self.heads
         have = state.kind(source)
         if have is Held.VARYING:
-            raise Clash(
-                f"`{call.name}` is split by its outputs, and its input is split already", call.line
-            )
+            why = f"`{call.name}` is split by its outputs, and its input is split already"
+            raise Clash(why, call.line, rules=(call.name, *self.givers_of(source)))
         made = replace(
             style,
             input=self.part(source) if have is Held.PART else Replicate(),

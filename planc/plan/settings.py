@@ -4,6 +4,9 @@ from dataclasses import dataclass
 
 from planc.plan.mesh_axes import CONTEXT, COPIES, EXPERT_TENSOR, EXPERTS, STAGES, TENSOR
 
+AUTO = "auto"
+"""The value of a setting that planc decides; a condition takes it as true."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanSetting:
@@ -16,7 +19,7 @@ class PlanSetting:
         section: the section of a plan that it makes or fills.
         axis: whether it is the size of an axis of the mesh, or of the ranks that divide experts.
         former: the name that it had in plans.
-        words: values besides those of the default's type.
+        others: values besides those of the default's type.
     """
 
     word: str
@@ -25,7 +28,7 @@ class PlanSetting:
     section: str
     axis: bool = False
     former: str = ""
-    words: tuple[str, ...] = ()
+    others: tuple[bool | str, ...] = ()
 
 
 TP = PlanSetting(
@@ -70,11 +73,11 @@ DP_REPLICATE = PlanSetting(
 )
 SEQUENCE = PlanSetting(
     word="sequence",
-    default=True,
+    default=AUTO,
     section="tensor",
     former="sequence_parallel",
-    words=("auto",),
-    meaning="norms and residuals are sharded on the sequence dim between blocks",
+    others=(True, False),
+    meaning="hidden states between blocks are sharded on the sequence dim; auto: where all can be",
 )
 RECOMPUTE = PlanSetting(
     word="recompute",

@@ -24,8 +24,6 @@ _WAN_TEXT = 512
 """Text tokens of Wan's image-to-video models: their attention assumes this number."""
 
 _LIMITS = {
-    "num_layers": 2,
-    "num_single_layers": 2,
     "text_dim": 40,
     "freq_dim": 32,
     "image_dim": 24,
@@ -35,19 +33,21 @@ _LIMITS = {
     "out_channels": 16,
     "rope_max_seq_len": 64,
     "text_embed_dim": 40,
-    "num_refiner_layers": 2,
     "sample_size": 16,
     "pos_embed_max_size": 16,
 }
 """Sizes that need not be divisible by anything, and their largest value in a small model."""
+_DEPTHS = ("num_layers", "num_single_layers", "num_refiner_layers")
 
 DiffusersFields = Mapping[str, Any]
 
 
-def shrink(config: DiffusersFields, *, tp: int) -> dict[str, Any]:
-    """A small configuration of the class of resolved fields: heads and widths divide by `tp`."""
+def shrink(config: DiffusersFields, *, tp: int, layers: int) -> dict[str, Any]:
+    """A small configuration of the class of resolved fields: heads and widths divide by `tp`, and
+    each list of blocks has `layers`.
+    """
     small = dict(config)
-    for name, most in _LIMITS.items():
+    for name, most in (*_LIMITS.items(), *((name, layers) for name in _DEPTHS)):
         if isinstance(small.get(name), int):
             small[name] = min(small[name], most)
     heads = config["num_attention_heads"]
@@ -65,9 +65,8 @@ def shrink(config: DiffusersFields, *, tp: int) -> dict[str, Any]:
     if isinstance(config.get("caption_projection_dim"), int):
         small["caption_projection_dim"] = width
     if dual := config.get("dual_attention_layers"):  # a block of each kind, and the last one
-        kept = [0] if 0 in dual else []
-        small["dual_attention_layers"] = kept
-        small["num_layers"] = min(config["num_layers"], 3)
+        small["dual_attention_layers"] = [i for i in range(layers // 2) if i in dual]
+        small["num_layers"] = min(config["num_layers"], max(layers, 3))
     if isinstance(config.get("pos_embed_seq_len"), int):
         small["pos_embed_seq_len"] = 2 * _IMAGE
     return small

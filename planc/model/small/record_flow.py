@@ -249,6 +249,10 @@ class _Recorder(TorchFunctionMode):  # type: ignore[misc]
         return tensor.is_floating_point() and tuple(tensor.shape[:-1]) == (self.rows, self.tokens)
 
 
+_OF_SHAPES = ("empty", "zeros", "ones", "full", "rand")
+"""Operations that take a shape from their input, and no value."""
+
+
 class _Run(NamedTuple):
     """One call of a torch function, which can be made again on other values."""
 
@@ -300,6 +304,8 @@ class _Run(NamedTuple):
         which holds the ranks' slices. None where each keeps its place.
         """
         out = self.outputs[0]
+        if source.shape == out.shape and self.name.startswith(_OF_SHAPES):
+            return None
         if source.numel() != out.numel():
             return None if source.dim() == out.dim() else {}
         found = {}
@@ -308,7 +314,8 @@ class _Run(NamedTuple):
                 continue
             shape = [1] * source.dim()
             shape[dim] = -1
-            index = torch.arange(source.shape[dim]).view(shape).expand(source.shape).contiguous()
+            index = torch.arange(1, source.shape[dim] + 1).to(source.dtype)  # rsqrt takes no zero
+            index = index.view(shape).expand(source.shape).contiguous()
             swap = partial(_swapped, source, index)
             try:
                 got = self.again(swap)[0]
@@ -327,7 +334,8 @@ def _swapped(one: torch.Tensor, other: torch.Tensor, value: Any) -> Any:
 
 def _varying(tensor: torch.Tensor) -> Iterator[int]:
     for dim in range(tensor.dim()):
-        if tensor.shape[dim] > 1 and bool((tensor.diff(dim=dim) != 0).any()):
+        first = tensor.narrow(dim, 0, 1)
+        if not torch.isclose(tensor, first.expand_as(tensor), equal_nan=True).all():
             yield dim
 
 

@@ -90,12 +90,13 @@ def shrink(
             they depend on the kind of block alone are left out.
     """
     roles = {"tensor": ranks} if isinstance(ranks, int) else dict(ranks)
+    tp = roles.get("tensor", 1)
     if is_diffusers(config):
         from planc.model.small import diffusers_model
 
-        return Shrunk(values=diffusers_model.shrink(config, tp=roles.get("tensor", 1)), kept={})
+        small = diffusers_model.shrink(config, tp=tp, layers=layers)
+        return Shrunk(values=small, kept={})
     depth = Depth(layers, blocks or {}, variants or {})
-    tp = roles.get("tensor", 1)
     small = _Shrinker(tp, roles.get("expert", 1), real, depth).config(config)
     shrink_multimodal(config, small)
     return Shrunk(values=small, kept=depth.kept)
