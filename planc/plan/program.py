@@ -233,13 +233,13 @@ def _given(
 ) -> ast.Literal | None:
     """What `--set` gives an option, if it has the type of its default: not `sequence=1`."""
     value, setting = given.get(name), SETTINGS.get(name)
-    if value and setting and any(value.value is other for other in setting.others):
+    known = (setting.default, *setting.others) if setting else ()
+    if value and any(value.value == one and type(value.value) is type(one) for one in known):
         return value
     if value is None or not isinstance(default, ast.Literal) or default.value is None:
         return value
     kinds = (bool, int | float, str)
-    typed = setting.default if setting and default.value in setting.words else default.value
-    wanted = next(k for k in kinds if isinstance(typed, k))
+    wanted = next(k for k in kinds if isinstance(default.value, k))
     bad = not isinstance(value.value, wanted)
     if not bad and (wanted is bool or not isinstance(value.value, bool)):
         return value
