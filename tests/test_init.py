@@ -6,8 +6,11 @@ tests/processes/test_coverage.py.
 
 import importlib
 import json
+import sys
 import tempfile
 import textwrap
+from collections import Counter
+from pathlib import Path
 
 import pytest
 from helpers import sampled, slow
@@ -29,6 +32,11 @@ from planc.proof.layout_flow import flow
 from planc.proof.small_case import small_model
 from planc.source import Source
 from planc.syntax.formatter.layout import formatted
+
+sys.path.insert(0, str(Path(__file__).parent / "coverage"))
+sys.path.insert(0, str(Path(__file__).parent / "processes"))
+
+import run
 
 NANO = textwrap.dedent(
     """
@@ -239,6 +247,32 @@ def test_styles_of_transformers_that_split_nothing_are_left_to_inference():
     assert not any(map(split_of_transformers, none))
 
 
+REFUTED = {
+    "beam", "doge", "dots3_note", "dots3_note_text", "gemma3n_text", "gemma4", "granite_swa",
+    "granitemoe_swa", "hy_v4", "inkling_text", "laguna", "lfm2", "lfm3", "mimo_v2_flash",
+}  # fmt: skip
+"""Families that are wrong with transformers' own splits, or need more than inferred layouts."""
+
+
+@pytest.mark.slow
+def test_the_plans_of_all_families_of_transformers():
+    """The numbers of docs/init.md."""
+    found = Counter()
+    for name in run.types():
+        try:
+            facts, _, small = run.models(name, Sink())
+        except Exception:  # a default configuration that transformers itself refuses
+            continue
+        theirs = tp_plan(facts) if small is not None else {}
+        if theirs:
+            made = draft(facts, Sink(), None, theirs)
+            assert (made.outcome.verdict == "proved") is (name not in REFUTED), name
+            found[made.outcome.verdict, made.sequence, "override option" in made.text] += 1
+    proved = Counter({k: n for k, n in found.items() if k[0] == "proved"})
+    ways = (found["proved", True, False], found["proved", True, True])
+    assert (found.total(), proved.total(), *ways) == (118, 104, 91, 5)
+
+
 def test_a_model_that_transformers_has_no_plan_for(capsys):
     assert main(["init", "gpt2", "--from", "transformers"]) == 2
     assert "PL581" in capsys.readouterr().err
@@ -252,6 +286,18 @@ def test_a_clash_takes_back_the_split_that_makes_it():
     assert "model.local_encoder.embed_tokens:rowwise" not in found
     assert found.count("self_attn.o_proj:rowwise") == 4 and found.count("o_proj:rowwise") == 2
     assert found.count("mlp.{gate,up}_proj:colwise") == 4 and "lm_head:colwise" in found
+
+
+@pytest.mark.parametrize("value", ["true", "false"])
+def test_a_setting_keeps_its_type_where_a_plan_sets_it_to_a_word(value, tmp_path):
+    path = tmp_path / "own.plan"
+    path.write_text(
+        'plan own for llama\nextend "decoder.plan"\noverride option sequence = "auto"\n'
+        "override tensor on tp {\n sequence = sequence\n $embedding : rowwise\n}\n"
+    )
+    sink, settings = Sink(), ["tp=2", f"sequence={value}"]
+    compile_plan("llama-3.2-1b", str(path), sink, world_size=2, settings=settings)
+    assert "PL106" not in {d.code for d in sink}
 
 
 def test_dead_rules_of_transformers_are_named():

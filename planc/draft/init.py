@@ -273,6 +273,16 @@ def _comments(draft_plan: Draft, search: Search, outcome: Outcome, sink: Sink) -
             "Replicated, because the run of the small model does not reach it and it cannot be "
             f"proved: {', '.join(search.unreached)}."
         )
+    _missing_inputs(draft_plan, outcome, sink)
+    if whole:
+        why = "no way to shard it was right"
+        draft_plan.comment.append(f"Replicated, because {why}: {', '.join(whole)}.")
+    if draft_plan.sequence == "false" and outcome.verdict == "proved":
+        draft_plan.comment.append("No sequence parallelism: no plan with it was proved.")
+
+
+def _missing_inputs(draft_plan: Draft, outcome: Outcome, sink: Sink) -> None:
+    """Says which inputs the run did not have (PL612)."""
     if outcome.lacks:
         lacks = one_of(outcome.lacks, last="and")
         draft_plan.comment.append(
@@ -280,11 +290,6 @@ def _comments(draft_plan: Draft, search: Search, outcome: Outcome, sink: Sink) -
             "feed is not proved."
         )
         sink.info("PL612", f"the proof had no {lacks}: {outcome.missing_inputs}")
-    if whole:
-        why = "no way to shard it was right"
-        draft_plan.comment.append(f"Replicated, because {why}: {', '.join(whole)}.")
-    if draft_plan.sequence == "false" and outcome.verdict == "proved":
-        draft_plan.comment.append("No sequence parallelism: no plan with it was proved.")
 
 
 def _unmatched_rules(facts: Facts, draft_plan: Draft, sink: Sink) -> None:
