@@ -13,6 +13,7 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file
 from test_other_loops import FP32, SFT, WORDS, same, settings, weights  # noqa: F401
+from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForSequenceClassification
 
 SCRIPT = Path(__file__).parent / "preferences.py"
@@ -60,7 +61,12 @@ MORE = {
     "KTO": {"loss_type": "apo_zero_unpaired"},  # others pair rows by the rows of a rank
     "Reward": {},
     "GRPO": {"max_completion_length": 8, "num_generations": 4, "beta": 0.1},
-    "RLOO": {"max_completion_length": 8, "num_generations": 4},
+    "RLOO": {  # gradients that cancel but for rounding, which AdamW would make large
+        "max_completion_length": 8,
+        "num_generations": 4,
+        "optim": "sgd",
+        "learning_rate": 0.05,
+    },
 }
 
 
@@ -114,7 +120,7 @@ def test_a_trainer_trains_as_in_one_process(data, weights, tmp_path, kind, mesh)
     after, before = load_file(tmp_path / "alone" / last), load_file(weights / last.name)
     same(load_file(tmp_path / "four" / last), after)
     name = "model.layers.1.mlp.up_proj.weight"
-    assert kind == "Reward" or (after[name] - before[name]).abs().max() > 1e-3
+    assert kind == "Reward" or (after[name] - before[name]).abs().max() > 1e-4
 
 
 def test_ranks_draw_completions_under_fsdp(data, weights, tmp_path):  # noqa: F811
@@ -190,13 +196,12 @@ def test_adapters_are_saved_and_go_on(data, weights, tmp_path):  # noqa: F811
         del mine["num_tokens"], theirs["num_tokens"]  # TRL counts from 0 again
         assert mine == pytest.approx(theirs, rel=1e-4)
     base = AutoModelForCausalLM.from_pretrained(weights)
-    plain = sum(p.numel() for p in base.parameters())
     ends = []
     for part in ("whole", "parts"):
         checkpoint = tmp_path / part / "runs" / "checkpoint-5"
         assert not (checkpoint / "model.safetensors").exists()
-        held = sum(f.stat().st_size for f in checkpoint.rglob("*.distcp"))
-        assert held < 4 * plain
+        held = FileSystemReader(checkpoint / "planc").read_metadata().state_dict_metadata
+        assert {"lora_" in name for name in held if name.startswith("model.")} == {True}
         model = PeftModel.from_pretrained(base, str(tmp_path / part / "runs" / "last"))
         ends.append({n: p.clone() for n, p in model.named_parameters() if "lora_" in n})
         base = model.unload()
