@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from planc.checks import check
-from planc.checks.stated_layouts import stated_layouts
 from planc.diagnostic import Sink
 from planc.lowering import lower, lowered_file
 from planc.lowering.lowered_file import LoweredFile
@@ -78,9 +77,7 @@ def compile(
     if plan is None:
         return done
     applied = adapted(plan, facts)
-    found = sink if checks is None else checks
-    stated_layouts(plan, facts, found)
-    check(*applied, found)
+    check(*applied, sink if checks is None else checks, bare=(plan, facts))
     lowered = None if sink.errors > before else lower(*applied)
     return replace(done, plan=plan, applied=applied, lowered=lowered)
 

@@ -52,8 +52,9 @@ def judged(*texts, **options):
     """(plan, facts, findings that are not notes) after the structural checks."""
     plan, known, sink = elaborated(*texts, **options)
     if plan is not None:
+        bare = plan, known
         plan, known = adapted(plan, known)
-        check(plan, known, sink)
+        check(plan, known, sink, bare=bare)
     return plan, known, [d for d in sink if d.severity != "info"]
 
 

@@ -540,7 +540,9 @@ def test_a_tp_plan_comes_back(tmp_path):
     for way in ways:
         _, text, _ = call("lower", "mixtral-8x7b", *way, "--format", "json")
         ops = json.loads(text)["stages"][0]["ops"]
-        tensor.append([(o["modules"], o["style"]) for o in ops if "style" in o])
+        # transformers' linears sum their gradients themselves, planc sums a module's once
+        styles = ((o["modules"], o["style"]) for o in ops if "style" in o)
+        tensor.append([one for one in styles if one[1]["name"] != "input"])
     assert sorted(map(str, tensor[0])) == sorted(map(str, tensor[1])) and tensor[0]
 
 

@@ -55,7 +55,7 @@ def test_every_kind_of_change_is_made(llama):
 @pytest.mark.parametrize(
     ("kind", "what", "text"),
     [
-        ("condition", "inverted", "when not (sequence) {"),
+        ("condition", "inverted", "when not (recompute) {"),
         ("reduce dtype", "reduce bf16", "reduce = bf16)"),
         ("divide", "divide by 3", "divide = 3\n    precision("),
         ("ignore", "$blocks ignored", "    ignore $blocks"),

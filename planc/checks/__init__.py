@@ -19,6 +19,7 @@ from planc.checks import (
     precision,
     replicated,
     splits,
+    stated_layouts,
     targets,
     unit_options,
     units,
@@ -77,15 +78,18 @@ RULES: tuple[Check, ...] = (
 )
 
 
-def check(plan: Plan, facts: Facts, sink: Sink) -> None:
+def check(plan: Plan, facts: Facts, sink: Sink, *, bare: tuple[Plan, Facts] | None = None) -> None:
     """Runs every rule and adds the findings to the sink.
 
     Args:
         plan: the elaborated plan, with its adapters applied.
         facts: the model that the plan was elaborated for, with the plan's adapters in it.
+        bare: both without adapters; None where nobody states layouts.
         sink: receives PL15x and PL16x (style targets, pairs and norms), PL18x (adapters), PL2xx
             (shapes and parameters), PL35x (axes), PL4xx (composition), PL56x (pipelines) and PL68x
             (4-bit weights).
     """
+    if bare is not None:
+        stated_layouts.stated_layouts(*bare, sink)
     for rule in RULES:
         rule(plan, facts, sink)

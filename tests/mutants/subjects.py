@@ -85,10 +85,9 @@ def ways(name):
         return
     values = wan(2) if name == "wan" else dict(MODELS[name])
     text = "\n".join(chain(SUBJECTS[name]).values())
-    options = [""]
-    if "when sequence" in text:
-        none = "require not sequence" in text
-        options = ["false"] if none else ["true", "false"]
+    options = ["auto", "false"] if "sequence = sequence" in text else [""]
+    if name == "falcon":  # it has no plan without
+        options = ["auto"]
     for option in options:
         way = (f"sequence={option}",) if option else ()
         yield Way(way[0] if way else "as shipped", values, (*TWO, *way), 0.7 / len(options))
