@@ -5,6 +5,7 @@ that no shipped model has, and values that are compared as objects.
 """
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -18,7 +19,6 @@ from planc.plan import elaborate
 from planc.plan.apply_adapters import adapted
 from planc.proof.layout_flow import flow
 from planc.proof.small_case import small_case
-from planc.resources import PLANS
 from planc.source import Source
 from planc.syntax.parse import parse
 
@@ -102,18 +102,25 @@ def checked(model, text, folder, **given):
     return {d.code: d for d in found if d.severity != "info"}
 
 
+STATED = Path(__file__).parent / "stated"
+"""Plans that state all layouts, as planc shipped them before it inferred layouts: what inference
+finds is compared with them, and what checks say of stated layouts is tried on them."""
+
+
 def flat(plan):
-    """A shipped plan and those that it extends as the text of one file, with columns closed up."""
-    text = (PLANS / f"{plan}.plan").read_text()
+    """A plan that states all layouts, and those that it extends, as the text of one file, with
+    columns closed up.
+    """
+    text = (STATED / f"{plan}.plan").read_text()
     header, _, rest = text.partition("\n")
     while found := re.search(r'^extend "(\w+)\.plan"\n', rest, re.M):
-        base = (PLANS / f"{found[1]}.plan").read_text().partition("\n")[2]
+        base = (STATED / f"{found[1]}.plan").read_text().partition("\n")[2]
         rest = rest[: found.start()] + base + rest[found.end() :]
     return re.sub(" +:", " :", f"{header}\n{rest}")
 
 
 def mutant(folder, plan, old, new, after=""):
-    """A shipped plan with one change, in a file."""
+    """A plan that states all layouts with one change, in a file."""
     text = flat(plan)
     head, found, rest = text.partition(after) if after else ("", "", text)
     assert old in rest, f"{plan}.plan has no {old!r}"

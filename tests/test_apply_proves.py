@@ -19,12 +19,8 @@ from planc.proof import in_subprocess
 from planc.runtime.known_verdict import KnownVerdict
 
 RIGHT = 'plan t for llama\nextend "llama"\n'
-SUM = "model.layers.*.self_attn.o_proj : rowwise(-> partial)"
-UNREDUCED = f"""{RIGHT}override tensor on tp {{
-    model.layers.*.self_attn.{{q,k,v}}_proj : colwise
-    {SUM}
-}}
-"""
+SUM = "override model.layers.*.self_attn.o_proj : rowwise(-> partial)"
+UNREDUCED = f"{RIGHT}tensor on tp {{\n    {SUM}\n}}\n"
 
 
 def model():

@@ -6,7 +6,6 @@ import pytest
 import torch
 from helpers import mutant, sampled, simulated
 
-from planc.compiler import compile_plan
 from planc.diagnostic import Sink
 from planc.model.layer_kinds import block_kinds
 from planc.model.load import load, load_values
@@ -111,36 +110,44 @@ def test_shipped_plans_are_proved_with_their_towers(model, plan, tower, told):
     assert kind.verdict == "proved" and 0 < kind.error < 1e-5
 
 
-ROWWISE = "self_attn.out_proj, mlp.fc2 : rowwise"
-PARTIAL = "self_attn.out_proj : rowwise(-> partial)"
 MUTANTS = [
     # (plan, what is replaced, by what, code, what is in the line that is marked)
-    ("gemma3_vision", ROWWISE, "mlp.fc2 : rowwise", "PL525", "{q,k,v}_proj"),
-    ("gemma3_vision", ROWWISE, "self_attn.out_proj : rowwise", "PL525", "mlp.fc1"),
-    ("gemma3_vision", ROWWISE, f"mlp.fc2 : rowwise\n        {PARTIAL}", "PL505", PARTIAL),
+    ("gemma3_vision", "self_attn.out_proj : rowwise", "", "PL503", "{q,k,v}_proj"),
+    ("gemma3_vision", "mlp.fc2 : rowwise", "", "PL503", "mlp.fc1"),
     (
         "gemma3_vision",
-        ROWWISE,
-        f"{ROWWISE}\n        layer_norm1 : sequence",
+        "self_attn.out_proj : rowwise",
+        "self_attn.out_proj : rowwise(-> partial)",
+        "PL501",
+        "self_attn.out_proj",
+    ),
+    (
+        "gemma3_vision",
+        "mlp.fc1 : colwise",
+        "layer_norm1 : sequence\n        mlp.fc1 : colwise",
         "PL505",
-        "layer_norm1",
+        "{q,k,v}_proj",
     ),
     ("qwen3_vl", "attn.qkv : colwise(-> replicate)", "attn.qkv : colwise", "PL503", "attn."),
+    (
+        "qwen3_vl",
+        "mlp.linear_fc2 : rowwise",
+        "mlp.linear_fc2 : rowwise(-> partial)",
+        "PL501",
+        "mlp.linear_fc2",
+    ),
 ]
 MODELS = {"gemma3_vision": "gemma-3-4b", "qwen3_vl": "qwen3-vl-8b"}
 
 
 @pytest.mark.parametrize(
-    "case", sampled([(case,) for case in MUTANTS], 3), ids=lambda m: f"{m[0]}: {m[2] or m[1]}"
+    "case", sampled([(case,) for case in MUTANTS], 2), ids=lambda m: f"{m[0]}: {m[2] or m[1]}"
 )
 def test_a_rule_broken_in_a_tower_is_refuted_at_its_line(tmp_path, case):
     plan, old, new, code, line = case
     path = mutant(tmp_path, plan, old, new, after="tensor on tp {\n    $tower")
-    findings = Sink()
-    done = compile_plan(MODELS[plan], str(path), findings, world_size=2, settings=["tp=2"])
-    if done.lowered is not None:
-        verdict, findings = simulated(MODELS[plan], path)
-        assert verdict.verdict == "refuted", findings
+    verdict, findings = simulated(MODELS[plan], path)
+    assert verdict.verdict == "refuted", findings
     [found] = [d for d in findings if d.code == code]
     marked = [x.span.text for x in found.labels if x.span.source.name == str(path)]
     assert any(line in text for text in marked), marked

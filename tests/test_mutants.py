@@ -31,7 +31,11 @@ def llama():
     sink = Sink()
     facts = load_values(dict(way.values), "llama", sink)
     done = compiler.compile(
-        compiler.read("llama", sink), facts, sink, world_size=4, settings=way.settings
+        compiler.read(str(subjects.STATED / "llama.plan"), sink),
+        facts,
+        sink,
+        world_size=4,
+        settings=way.settings,
     )
     files = subjects.chain("llama")
     every = [
@@ -55,7 +59,7 @@ def test_every_kind_of_change_is_made(llama):
 @pytest.mark.parametrize(
     ("kind", "what", "text"),
     [
-        ("condition", "inverted", "when not (recompute) {"),
+        ("condition", "inverted", "when not (sequence) {"),
         ("reduce dtype", "reduce bf16", "reduce = bf16)"),
         ("divide", "divide by 3", "divide = 3\n    precision("),
         ("ignore", "$blocks ignored", "    ignore $blocks"),

@@ -11,7 +11,6 @@ from numerics import MODELS
 from planc.diagnostic import Sink
 from planc.model.load import load
 from planc.model.small.shrink import shrink
-from planc.resources import PLANS
 from planc.source import Source
 from planc.syntax import ast
 from planc.syntax.parse import parse
@@ -56,6 +55,8 @@ AXES = {
 DEPTHS = ("num_hidden_layers", "n_layer", "num_layers")
 LISTS = ("layer_types", "layers_block_type", "no_rope_layers")
 
+STATED = Path(__file__).parent.parent / "stated"
+
 
 @dataclass(frozen=True)
 class Way:
@@ -85,9 +86,10 @@ def ways(name):
         return
     values = wan(2) if name == "wan" else dict(MODELS[name])
     text = "\n".join(chain(SUBJECTS[name]).values())
-    options = ["auto", "false"] if "sequence = sequence" in text else [""]
-    if name == "falcon":  # it has no plan without
-        options = ["auto"]
+    options = [""]
+    if "when sequence" in text:
+        none = "require not sequence" in text
+        options = ["false"] if none else ["true", "false"]
     for option in options:
         way = (f"sequence={option}",) if option else ()
         yield Way(way[0] if way else "as shipped", values, (*TWO, *way), 0.7 / len(options))
@@ -124,8 +126,8 @@ def texts(name):
 
 
 def chain(plan):
-    """The texts of a shipped plan and of those that it extends, by file name."""
-    path = PLANS / f"{plan}.plan"
+    """The texts of a plan that states all layouts, and of those that it extends, by file name."""
+    path = STATED / f"{plan}.plan"
     found = {path.name: path.read_text()}
     for item in parse(Source(path.name, found[path.name]), Sink()).statements:
         if isinstance(item, ast.Extend):
