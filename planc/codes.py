@@ -41,6 +41,9 @@ PRESUMED = frozenset({"PL151", "PL160", "PL161", "PL162", "PL401"})
 """Only suggested by the structure of the plan: a run of the model that computes the right numbers
 overrules them (`Sink.overrule`)."""
 
+WITHOUT_LAYOUTS = frozenset({"PL505", "PL524", "PL525", "PL526"})
+"""Reported where inference finds no layouts that go with the splits of a plan."""
+
 TIES = frozenset({"PL401"})
 """Replaced by what a run shows of tied parameters (PL501, PL502, PL503)."""
 

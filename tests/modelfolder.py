@@ -33,7 +33,7 @@ BROKEN_QWEN3 = """plan broken for qwen3
 extend "qwen3"
 
 tensor on tp {
-    override model.layers.*.self_attn.{q,k}_norm : replicate
+    model.layers.*.self_attn.{q,k}_norm : replicate
 }
 """
 """The norms of heads are replicated, and their gradients are not summed: PL502."""

@@ -19,8 +19,12 @@ from planc.proof import in_subprocess
 from planc.runtime.known_verdict import KnownVerdict
 
 RIGHT = 'plan t for llama\nextend "llama"\n'
-SUM = "override model.layers.*.self_attn.o_proj : rowwise(-> partial)"
-UNREDUCED = f"{RIGHT}tensor on tp {{\n    {SUM}\n}}\n"
+SUM = "model.layers.*.self_attn.o_proj : rowwise(-> partial)"
+UNREDUCED = f"""{RIGHT}override tensor on tp {{
+    model.layers.*.self_attn.{{q,k,v}}_proj : colwise
+    {SUM}
+}}
+"""
 
 
 def model():

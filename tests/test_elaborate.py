@@ -1,7 +1,7 @@
 """Elaboration: what a plan means, where it is compared as objects; tests/specs has the rest."""
 
 import pytest
-from helpers import codes, elaborated
+from helpers import STATED, codes, elaborated
 
 from planc.diagnostic import Sink
 from planc.lowering import lower
@@ -29,14 +29,19 @@ fsdp on dp_shard {
 # Selectors ---------------------------------------------------------------------------------------
 
 
-def test_layers_that_differ_are_one_set_where_they_are_alike():
-    """gemma3's sliding and full layers differ as blocks, not in their projections."""
+@pytest.mark.parametrize(
+    ("model", "plan", "layers"),
+    [("gemma-3-1b", str(STATED / "gemma3.plan"), 26), ("gemma-2-9b", "gemma2", 42)],
+    ids=["stated", "inferred"],
+)
+def test_layers_that_differ_are_one_set_where_they_are_alike(model, plan, layers):
+    """gemma's sliding and full layers differ as blocks, not in their projections."""
     sink = Sink()
-    facts = load("gemma-3-1b", sink)
-    plan = elaborate(read("gemma3", sink), facts, sink, world_size=8, settings=["tp=2"])
+    facts = load(model, sink)
+    made = elaborate(read(plan, sink), facts, sink, world_size=8, settings=["tp=2"])
     assert codes(sink) == []
-    found = {str(r.modules) for r in plan.tensor}
-    assert "model.layers[0:26].self_attn.q_proj" in found
+    found = {str(r.modules) for r in made.tensor}
+    assert f"model.layers[0:{layers}].self_attn.q_proj" in found
 
 
 # Styles ------------------------------------------------------------------------------------------

@@ -247,9 +247,10 @@ def test_remedies_do_not_depend_on_other_plans_of_ones_own(tmp_path, monkeypatch
     """What is right comes from the plan that ships, whatever other plans a user has."""
     monkeypatch.chdir(tmp_path)
     shipped = (PLANS / "llama.plan").read_text()
-    wrong = shipped.replace(
-        "self_attn.o_proj : rowwise\n", "self_attn.o_proj : rowwise(-> partial)\n"
-    )
+    shipped = shipped.replace("\ntensor on tp", "\noverride tensor on tp")  # all is stated
+    rules = "self_attn.o_proj, mlp.down_proj            : rowwise\n"
+    partial = "self_attn.o_proj : rowwise(-> partial)\n        mlp.down_proj : rowwise\n"
+    wrong = shipped.replace(rules, partial)
     assert wrong != shipped
     (tmp_path / "wrong.plan").write_text(wrong)
     words = ("llama-3.1-8b", "wrong.plan", "--world-size", 4, "--set", "tp=2")

@@ -322,8 +322,8 @@ def test_a_target_of_the_project(editor):
         ("mlp.gate_proj", 0, "weight [14336, 4096]"),
         ("config.num", 3, "= 8, plans/models/llama-3.1-8b.json"),
         ("tp {", 0, "`tp` = 8 ranks"),
-        ("sequence", 2, "= true"),
-        ("sequence", 2, "norms and residuals are sharded"),  # the table of settings
+        ("sequence", 2, '= "auto"'),
+        ("sequence", 2, "are sharded on the sequence dim"),  # the table of settings
         ("layers =", 1, "`layers` = 4\n\nthat stay whole"),
         ("first", 1, "4 modules"),
         ("colwise", 1, "sharded on the output features"),

@@ -254,7 +254,7 @@ def test_a_full_install_reads_no_pack(unpacked, monkeypatch):
 def test_verdicts_for_apply_are_not_packed(packed):
     found = json.loads((packed / "planc-pack.json").read_text())
     kinds = {entry["kind"].split()[0] for entry in found["entries"].values()}
-    assert kinds == {"facts", "flow"}
+    assert kinds == {"dataflow", "facts", "flow"}
     assert any("verdict" in p.read_text() for p in (packed / "own").glob("*.json"))
 
 
@@ -263,7 +263,7 @@ def test_what_was_found_with_other_versions_is_not_packed(packed, monkeypatch, t
     assert pack.gathered().document["entries"]
     monkeypatch.setattr(pack, "source_digest", lambda: "0" * 64)
     kinds = {e["kind"].split()[0] for e in pack.gathered().document["entries"].values()}
-    assert kinds == {"facts"}
+    assert kinds == {"dataflow", "facts"}
     monkeypatch.setattr(cache, "version", lambda name: "9.9.9")
     assert not pack.gathered().document["entries"]
     code, _, errors = call("cache", "pack", tmp_path / "none.json")

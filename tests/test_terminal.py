@@ -104,13 +104,13 @@ def test_a_diff_is_colored_as_terraform_does():
 def test_colors_and_pipes(words, colored):
     plain = piped(*words)
     assert "\x1b" not in plain and plain == call(*words)[1]
-    wide = after_progress(on_terminal(*words, columns=140))
+    wide = after_progress(on_terminal(*words, columns=400))
     assert colored in wide
     assert re.search(r"\x1b\[36m\[\d[\d, ]+\]\x1b\[0m", wide), "shapes have a color"
     assert not re.search(r"\w\x1b\[36m\[", wide), "an index is no shape"
     assert ANSI.sub("", wide) == plain  # wide enough: nothing but colors is added
     assert piped(*words, FORCE_COLOR="1").replace(wide, "") == ""
-    assert after_progress(on_terminal(*words, columns=140, NO_COLOR="1")) == plain
+    assert after_progress(on_terminal(*words, columns=400, NO_COLOR="1")) == plain
 
 
 def test_a_file_gets_the_plain_text(tmp_path, monkeypatch):
@@ -124,7 +124,7 @@ def test_a_file_gets_the_plain_text(tmp_path, monkeypatch):
 # Widths ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("columns", [60, 80])
+@pytest.mark.parametrize("columns", [70, 80])
 @pytest.mark.parametrize(
     "words",
     [

@@ -39,12 +39,12 @@ def _report(text: str, rules: list[TensorRule], sink: Sink) -> None:
     cut = isinstance(style, Input | Output) or (isinstance(style, Sequence) and not style.local)
     places = several(rule.modules for rule in rules)
     reasons = dict.fromkeys(rule.inferred.text for rule in rules if rule.inferred)
-    sink.warning(
-        "PL162" if cut else "PL161",
-        f"no rule states the layout of what {places} takes or gives"
-        if cut
-        else f"no rule sums the gradient of {places}, of which each rank has a summand",
-        *(Label(span=s) for s in dict.fromkeys(rule.origin for rule in rules)),
-        facts=list(reasons)[:3],
-        help=f"write `{text}` there; or how the weights are split alone, with `sequence = auto`",
-    )
+    labels = [Label(span=s) for s in dict.fromkeys(rule.origin for rule in rules)]
+    facts = list(reasons)[:3]
+    help = f"write `{text}` there; or how the weights are split alone, with `sequence = auto`"
+    if cut:
+        message = f"no rule states the layout of what {places} takes or gives"
+        sink.warning("PL162", message, *labels, facts=facts, help=help)
+    else:
+        message = f"no rule sums the gradient of {places}, of which each rank has a summand"
+        sink.warning("PL161", message, *labels, facts=facts, help=help)

@@ -95,8 +95,8 @@ def render(draft: Draft) -> str:
     for path, name in draft.names.items():
         if name != "$blocks" and any(re.search(rf"\{name}\b", line) for line in body):
             lines.append(f"let {name[1:]} = {path}.*")
-    if draft.sequence == "auto":
-        lines += ["", f'override option {SEQUENCE.word} = "auto"']
+    if draft.base and _splits(draft) and draft.sequence in ("true", "false"):
+        lines += ["", f"override option {SEQUENCE.word} = {draft.sequence}"]
     return "\n".join([*lines, "", *body])
 
 
@@ -119,10 +119,16 @@ def _tensor(draft: Draft) -> Iterator[str]:
     """The tensor section, which says how weights are split."""
     if not _splits(draft):
         return
-    # the base plan splits the ends of a decoder, which this plan may not
-    override = "override " if draft.base == DECODER else ""
-    word = SEQUENCE.word if draft.sequence in ("auto", SEQUENCE.word) else draft.sequence
-    yield from (f"{override}tensor on tp {{", f"    {SEQUENCE.word} = {word}")
+    roles = {draft.embedding: "$embedding", draft.head: "$head"} if draft.base == DECODER else {}
+    ends = {roles.get(n, n): style for n, style in draft.rules.get("", {}).items()}
+    usual = {"$embedding": "rowwise", "$head": "colwise"}
+    if whole := draft.base == DECODER and not usual.items() <= ends.items():
+        yield "override tensor on tp {"  # the base plan splits the ends of a decoder
+    else:
+        yield "tensor on tp {"
+    if whole or not draft.base:
+        stated = not draft.base and draft.sequence in ("true", "false")
+        yield f"    {SEQUENCE.word} = {draft.sequence if stated else SEQUENCE.word}"
     for path, name in draft.names.items():
         rules = draft.rules.get(path, {})
         divided = {n: s for n, s in rules.items() if f"{path}.*.{n}" in draft.experts}
@@ -131,9 +137,8 @@ def _tensor(draft: Draft) -> Iterator[str]:
             inner += ["when ep == 1 or etp > 1 {", *_rules(divided, draft.notes), "}"]
         if inner:
             yield from (f"{name} {{", *inner, "}")
-    roles = {draft.embedding: "$embedding", draft.head: "$head"} if draft.base == DECODER else {}
-    ends = draft.rules.get("", {})
-    yield from _rules({roles.get(n, n): s for n, s in ends.items()}, {})
+    known = usual if draft.base == DECODER and not whole else {}
+    yield from _rules({n: style for n, style in ends.items() if n not in known}, {})
     yield from ("}", "")
 
 

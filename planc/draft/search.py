@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from planc import compiler
+from planc.codes import WITHOUT_LAYOUTS
 from planc.compiler import Compiled
 from planc.diagnostic import Severity, Sink
 from planc.draft.from_transformers import given_choices
@@ -29,8 +30,6 @@ from planc.trial.outcome import Discrepancy, Outcome
 _NO_PARTS = 'no list of blocks: an nn.ModuleList, or an nn.ModuleDict with keys "0", "1", ...'
 _MOST = 60
 """The most runs of the small model; models have far fewer parts."""
-_CLASHES = frozenset({"PL505", "PL524", "PL525", "PL526"})
-"""What inference reports where no layouts go with the splits."""
 
 
 @dataclass(slots=True)
@@ -160,7 +159,7 @@ class Search:
 
     def _clash(self, sink: Sink) -> str:
         """Why no layouts go with the splits; empty where some do."""
-        found = next((d for d in sink if d.code in _CLASHES), None)
+        found = next((d for d in sink if d.code in WITHOUT_LAYOUTS), None)
         return "" if found is None else next(iter(found.facts), found.message)
 
     def _unclash(self) -> None:

@@ -365,7 +365,7 @@ def test_what_a_plans_tensor_parallelism_splits():
     gathered = 2 * stream  # DTensor keeps the gathered inputs of both pairs of column layers whole
     assert eight.kept == pytest.approx((one.kept - gathered) / 8 + gathered, rel=0.01)
     kinds = [c.kind for c in eight.forward]
-    assert kinds == [Kind.ALL_GATHER, Kind.REDUCE_SCATTER] * 2
+    assert sorted(kinds) == [Kind.ALL_GATHER] * 2 + [Kind.REDUCE_SCATTER] * 2
     plain, _ = layers("tp=8", "sequence=false")[0]
     assert [c.kind for c in plain.forward] == [Kind.ALL_REDUCE] * 2
     assert plain.boundary == stream

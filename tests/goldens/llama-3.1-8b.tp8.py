@@ -1,6 +1,6 @@
 """llama for LlamaForCausalLM on 64 ranks.
 
-Written by planc from the lowered plan 61dc8343fd12; it needs torch alone.
+Written by planc from the lowered plan 3e920e398e5b; it needs torch alone.
 
     model = parallelize(model, build_mesh("cuda"))
 """
@@ -194,18 +194,18 @@ def tensor_parallel(model, mesh):
         model,
         tp_mesh,
         {
-            # plans/decoder.plan:10
+            # plans/decoder.plan:9
             "model.embed_tokens": RowwiseParallel(
                 input_layouts=Replicate(),
                 output_layouts=Shard(1),
                 use_local_output=False,
             ),
-            "model.norm": SequenceParallel(),  # plans/decoder.plan:11
-            # plans/decoder.plan:12
+            # plans/decoder.plan:10
             "lm_head": ColwiseParallel(
                 input_layouts=Shard(1),
                 output_layouts=Replicate(),
             ),
+            "model.norm": SequenceParallel(),  # plans/blocks.plan:19
         },
     )
     for block in model.model.layers:
@@ -216,29 +216,29 @@ def tensor_parallel(model, mesh):
                 "self_attn.q_proj": ColwiseParallel(),  # plans/llama.plan:7
                 "self_attn.k_proj": ColwiseParallel(),  # plans/llama.plan:7
                 "self_attn.v_proj": ColwiseParallel(),  # plans/llama.plan:7
-                "mlp.gate_proj": ColwiseParallel(),  # plans/llama.plan:8
-                "mlp.up_proj": ColwiseParallel(),  # plans/llama.plan:8
-                "input_layernorm": SequenceParallel(),  # plans/llama.plan:10
-                "post_attention_layernorm": SequenceParallel(),  # plans/llama.plan:10
-                # plans/llama.plan:11
-                "self_attn": PrepareModuleInput(
-                    input_kwarg_layouts={"hidden_states": Shard(1)},
-                    desired_input_kwarg_layouts={"hidden_states": Replicate()},
-                ),
-                # plans/llama.plan:12
+                "mlp.gate_proj": ColwiseParallel(),  # plans/llama.plan:7
+                "mlp.up_proj": ColwiseParallel(),  # plans/llama.plan:7
+                # plans/llama.plan:8
                 "self_attn.o_proj": RowwiseParallel(
                     output_layouts=Shard(1),
                     use_local_output=False,
                 ),
-                # plans/llama.plan:13
-                "mlp": PrepareModuleInput(
-                    input_layouts=(Shard(1),),
-                    desired_input_layouts=(Replicate(),),
-                ),
-                # plans/llama.plan:14
+                # plans/llama.plan:8
                 "mlp.down_proj": RowwiseParallel(
                     output_layouts=Shard(1),
                     use_local_output=False,
+                ),
+                "input_layernorm": SequenceParallel(),  # plans/blocks.plan:19
+                # plans/llama.plan:7
+                "self_attn": PrepareModuleInput(
+                    input_kwarg_layouts={"hidden_states": Shard(1)},
+                    desired_input_kwarg_layouts={"hidden_states": Replicate()},
+                ),
+                "post_attention_layernorm": SequenceParallel(),  # plans/blocks.plan:19
+                # plans/llama.plan:7
+                "mlp": PrepareModuleInput(
+                    input_layouts=(Shard(1),),
+                    desired_input_layouts=(Replicate(),),
                 ),
             },
         )
@@ -246,7 +246,7 @@ def tensor_parallel(model, mesh):
 
 def checkpoint(model):
     """Recomputes activations in the backward pass, to save memory."""
-    for i, block in enumerate(model.model.layers):  # plans/blocks.plan:34
+    for i, block in enumerate(model.model.layers):  # plans/blocks.plan:39
         model.model.layers[i] = checkpoint_wrapper(
             block,
             checkpoint_impl=CheckpointImpl.NO_REENTRANT,
@@ -260,15 +260,15 @@ def shard(model, mesh):
         reduce_dtype=torch.float32,
     )
     fsdp = {"mesh": mesh["dp_shard"], "mp_policy": policy}
-    for i in range(0, 31):  # plans/blocks.plan:43
+    for i in range(0, 31):  # plans/blocks.plan:48
         fully_shard(model.model.layers[i], **fsdp, reshard_after_forward=True)
-    # plans/blocks.plan:43
+    # plans/blocks.plan:48
     fully_shard(model.model.layers[31], **fsdp, reshard_after_forward=False)
-    # plans/decoder.plan:29
+    # plans/decoder.plan:23
     fully_shard(model.model.embed_tokens, **fsdp, reshard_after_forward=True)
-    # plans/decoder.plan:30
+    # plans/decoder.plan:24
     fully_shard([model.model.norm, model.lm_head], **fsdp, reshard_after_forward=False)
-    fully_shard(model, **fsdp, reshard_after_forward=False)  # plans/blocks.plan:44
+    fully_shard(model, **fsdp, reshard_after_forward=False)  # plans/blocks.plan:49
     shards_at_rest(model)
 
 
