@@ -56,17 +56,26 @@ def test_an_encoder_gets_tensor_parallelism_and_is_proved(tmp_path, family, cls,
     assert all(rule in text for rule in rules), made.text
     settings = ["tp=2", *(["sequence=false"] if sequence else [])]
     path = tmp_path / "made.plan"
-    for content, verdict in ((made.text, "proved"), (broken(made.text), "refuted")):
+    stated = made.text.replace("\ntensor on tp {", "\noverride tensor on tp {")
+    assert stated != made.text
+    for content, verdict in (
+        (made.text, "proved"),
+        (stated, "proved"),
+        (broken(stated), "refuted"),
+    ):
         path.write_text(content)
-        own = settings if verdict == "proved" else ["tp=2"]
+        own = settings if content is made.text else ["tp=2"]
         compiled = compile_plan(facts, str(path), sink, world_size=4, settings=own)
         assert compiled.lowered is not None, [d.message for d in sink]
         assert flow(compiled, sink).verdict == verdict
+    path.write_text(broken(made.text))  # beside inference, no run is needed
+    compile_plan(facts, str(path), sink := Sink(), world_size=4, settings=["tp=2"])
+    assert [d.code for d in sink if d.severity == "error"] == ["PL505"]
 
 
 def broken(text):
-    """The plan without the sum of the partial outputs of its MLPs, and without inference."""
-    lines = [line for line in text.splitlines() if "sequence" not in line or "#" in line]
+    """The plan without the sum of the partial outputs of its MLPs."""
+    lines = text.splitlines()
     at = max(i for i, line in enumerate(lines) if ": rowwise" in line and "embed" not in line)
     lines[at] = f"{lines[at].partition(':')[0]}: rowwise(-> partial)"
     return "\n".join(lines)

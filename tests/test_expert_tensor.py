@@ -5,12 +5,13 @@ from unittest import mock
 
 import pytest
 import torch
-from helpers import simulated, slow
+from helpers import mutant, simulated, slow
 from test_expert_parallel import DATA, EXPERTS, ROUTES, TENSOR, experts, forward_and_back, inputs
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 import planc
+from planc.compiler import compile_plan
 from planc.diagnostic import PlanError, Sink
 from planc.ops.document import dumps, loads
 from planc.ops.expert_parallel import DispatchExperts
@@ -119,12 +120,25 @@ def test_a_gradient_that_is_not_summed_is_refuted(uncached):
     ],
 )
 def test_a_wrong_style_is_refuted(uncached, tmp_path, old, new):
-    text = (PLANS / "gpt_oss.plan").read_text()
-    assert old in text
-    path = tmp_path / "t.plan"
-    path.write_text(text.replace(old, new).replace('"llama.plan"', f'"{PLANS}/llama.plan"'))
+    path = mutant(tmp_path, "gpt_oss", old, new)
     verdict, findings = simulated("gpt-oss-20b", path, PLAIN, world=4)
     assert verdict.verdict == "refuted" and "error" in {d.severity for d in findings}
+
+
+def test_a_wrong_output_of_experts_is_found_before_a_run(tmp_path):
+    """The shipped plan says how experts are split; what an added output would be is known."""
+    text = (PLANS / "gpt_oss.plan").read_text()
+    old = "down_proj_bias = partial,"
+    assert text.count(old) == 1
+    path = tmp_path / "t.plan"
+    path.write_text(text.replace(old, f"{old} -> partial,"))
+    compile_plan("gpt-oss-20b", str(path), sink := Sink(), world_size=4, settings=PLAIN)
+    [found] = [d for d in sink if d.severity == "error"]
+    assert found.code == "PL505"
+    assert [label.span.text.partition(" ")[0] for label in found.labels] == [
+        "mlp.experts",
+        "sequence",
+    ]
 
 
 # Lowered -----------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from helpers import compiled_of, flat, mutant, sampled, simulated, slow
+from helpers import STATED, compiled_of, flat, mutant, sampled, simulated, slow
 from torch._C._distributed_c10d import _get_work_registry_size
 
 from planc.compiler import compile_plan
@@ -241,11 +241,15 @@ def test_unknown_is_said_and_strict_makes_it_an_error(monkeypatch):
         raise ValueError("no way")
 
     monkeypatch.setattr("planc.model.small.shrink.shrink", refuse)
-    verdict, [finding] = simulated("llama-3.1-8b", "llama", ["tp=8"])
+    stated = STATED / "llama.plan"
+    verdict, [finding] = simulated("llama-3.1-8b", stated, ["tp=8"])
     assert verdict.verdict == "unknown" and "no way" in verdict.reason
     assert (finding.code, finding.severity) == ("PL504", "warning")
-    _, [finding] = simulated("llama-3.1-8b", "llama", ["tp=8"], strict=True)
+    _, [finding] = simulated("llama-3.1-8b", stated, ["tp=8"], strict=True)
     assert finding.severity == "error"
+    compile_plan("llama-3.1-8b", "llama", found := Sink(), world_size=64, settings=["tp=8"])
+    [finding] = found  # without layouts there is nothing to prove
+    assert (finding.code, finding.severity) == ("PL524", "error") and "no way" in finding.message
 
 
 def test_a_verdict_is_remembered_without_torch(tmp_path, monkeypatch):

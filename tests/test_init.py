@@ -173,14 +173,22 @@ def test_what_the_compiler_refuses_names_the_selector_of_the_rule():
     assert found == ["mlp.{a,b}", "mlp.{a,b}", "model.layers.*", ""]
 
 
-def test_what_it_writes_is_what_one_would_write():
-    _, made, _ = drafted("llama-3.1-8b")
-    found = rules(made.text)
-    assert "self_attn.{q,k,v}_proj:colwise" in found
-    assert "mlp.{gate,up}_proj:colwise" in found
-    assert {"$embedding:rowwise", "$head:colwise"} < {*found}
-    assert 'extend "decoder.plan"' in made.text and "sequence = sequence" in made.text
-    assert "->" not in made.text  # layouts are inferred
+def test_what_it_writes_is_what_one_would_write(tmp_path):
+    facts, made, _ = drafted("llama-3.1-8b")
+    assert rules(made.text) == [
+        "self_attn.{q,k,v}_proj:colwise",
+        "mlp.{gate,up}_proj:colwise",
+        "self_attn.o_proj:rowwise",
+        "mlp.down_proj:rowwise",
+    ]
+    assert 'extend "decoder.plan"' in made.text  # the embedding, the head and `sequence`
+    assert "->" not in made.text and "sequence" not in made.text  # layouts are inferred
+    (tmp_path / "draft.plan").write_text(made.text)
+    compiled = compile_plan(facts, str(tmp_path / "draft.plan"), Sink(), settings=["tp=2"])
+    ops = [op for op in compiled.lowered.ops if isinstance(op, Parallelize)]
+    styles = {str(op.modules): style_text(op.style) for op in ops}
+    assert styles["model.embed_tokens"] == "rowwise(-> shard(1), local = false)"
+    assert styles["lm_head"] == "colwise(shard(1) -> replicate)"
     assert made.runs == 3  # the first guess holds: alone, checkpointed, and with the sequence split
 
 
@@ -351,7 +359,7 @@ def test_a_model_of_ones_own(tmp_path, monkeypatch, capsys):
     text = (tmp_path / "my.plan").read_text()
     assert "mlp.c_fc:colwise" in rules(text)
     assert "attn.c_attn:colwise(->replicate)" in rules(text)  # it splits at the whole width
-    assert "sequence = sequence" in text
+    assert 'extend "blocks.plan"' in text and "sequence" not in text  # that has the setting
     words = ["--allow-code", "--world-size", "4", "--set", "tp=2", "--format", "json"]
     capsys.readouterr()
     assert main(["check", "own_nano:GPT", "my.plan", *words]) == 0

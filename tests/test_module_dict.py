@@ -13,7 +13,10 @@ import planc
 from planc.cli import main
 from planc.diagnostic import Sink
 from planc.model.module_table import facts_of
+from planc.ops.activation_checkpoint import Checkpoint
 from planc.ops.document import dumps, loads
+from planc.ops.fsdp import FullyShard
+from planc.ops.styles import style_text
 
 PLAN = """plan titan for Transformer
 
@@ -76,10 +79,19 @@ def test_init_finds_the_blocks(tmp_path, capsys):
     assert main(["init", "titan_model:Transformer", "--allow-code", "-o", str(path)]) == 0
     assert capsys.readouterr().err == ""
     text = " ".join(path.read_text().split())
-    assert "layout flow proved it" in text and "let block = layers.*" in text
-    assert "attention.{wq,wk,wv} : colwise" in text and "feed_forward.{w1,w3} : colwise" in text
-    assert "$block : full" in text and "$block : unit(reshard = except_last)" in text
-    assert "when sequence {" in text
+    assert "layout flow proved it" in text and 'extend "blocks.plan"' in text
+    assert "$blocks { attention.{wq,wk,wv} : colwise feed_forward.{w1,w3} : colwise" in text
+    lowered = planc.lower(Transformer(), str(path), world_size=8, overrides=["tp=2"])
+    styles = {str(o.modules): style_text(o.style) for o in lowered.ops if hasattr(o, "style")}
+    assert styles["layers[0:3].attention.wq"] == "colwise"
+    assert styles["layers[0:3].feed_forward.w2"] == "rowwise(-> shard(1), local = false)"
+    assert styles["layers[0:3].attention_norm"] == "sequence"
+    assert [str(o.modules) for o in lowered.ops if isinstance(o, Checkpoint)] == ["layers[0:3]"]
+    units = {str(m): o.reshard for o in lowered.ops if isinstance(o, FullyShard) for m in o.members}
+    assert {m: kept for m, kept in units.items() if m.startswith("layers")} == {
+        "layers[0:2]": True,
+        "layers[2]": False,
+    }
 
 
 def test_selectors_stages_and_units_are_those_of_a_list(tmp_path):

@@ -10,6 +10,7 @@ from itertools import accumulate, zip_longest
 
 from planc.model.dataflow import VIEWS, DataFlow, FlowCall, Operation
 from planc.ops import styles as st
+from planc.ops.contract import contract
 from planc.ops.styles import Layout, Redistribution, Replicate, Shard, Style
 from planc.plan.flow_types import Around, Clash, FoundRule, Held, Met, State
 
@@ -212,12 +213,17 @@ class FlowOperations:
         while True:
             made = self.makers.get(tensor, ())
             calls = [e for e in made if isinstance(e, FlowCall)]
-            if any(e.name in self.ruled or around.forced.get(e.name) is Held.WHOLE for e in calls):
+            if any(self.wrapped(e) or around.forced.get(e.name) is Held.WHOLE for e in calls):
                 return True
             rest = [e for e in made if not (isinstance(e, Operation) and e.in_place)]
             if not rest or not isinstance(rest[0], Operation) or rest[0].name not in VIEWS:
                 return False
             tensor = rest[0].inputs[0]
+
+    def wrapped(self, call: FlowCall) -> bool:
+        """Whether a style returns the output of a module."""
+        styles = (*self.splits.get(call.name, ()), *self.stated.get(call.name, ()))
+        return any(contract(style).gives for style in styles)
 
     def part(self, tensor: int) -> Shard:
         """The layout of a part of the sequence."""
