@@ -19,7 +19,7 @@ from planc.model.module_table import facts_of
 from planc.plan import elaborate
 from planc.syntax.plan_files import read
 
-NEVER = {"PL152", "PL162", "PL163", "PL205", "PL350", "PL351", "PL352", "PL418", "PL419"}
+NEVER = {"PL152", "PL162", "PL350", "PL351", "PL352", "PL418", "PL419"}
 NEVER |= {"PL433", "PL434", "PL435"}
 PLAN = """
 plan t for own, llama, Own

@@ -187,7 +187,7 @@ def test_what_it_writes_is_what_one_would_write(tmp_path):
     compiled = compile_plan(facts, str(tmp_path / "draft.plan"), Sink(), settings=["tp=2"])
     ops = [op for op in compiled.lowered.ops if isinstance(op, Parallelize)]
     styles = {str(op.modules): style_text(op.style) for op in ops}
-    assert styles["model.embed_tokens"] == "rowwise(-> shard(1), local = false)"
+    assert styles["model.embed_tokens"] == "rowwise(replicate -> shard(1), local = false)"
     assert styles["lm_head"] == "colwise(shard(1) -> replicate)"
     assert made.runs == 3  # the first guess holds: alone, checkpointed, and with the sequence split
 

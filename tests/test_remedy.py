@@ -50,7 +50,7 @@ def errors(plan, *settings, model="llama-3.1-8b", world=4):
             "",
             ("tp=2",),
             ["$embedding : rowwise(-> shard(1), local = false)"],
-            r"add `lm_head : colwise\(shard\(1\) -> replicate\)`, as \S+decoder.plan:10",
+            r"add `lm_head : colwise\(shard\(1\) -> replicate\)`, as follows from \S+r.plan:10",
             id="a missing rule, whose name is like no other",
         ),
         pytest.param(

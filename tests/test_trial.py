@@ -103,11 +103,11 @@ def test_every_copy_of_the_configuration_is_configured(tmp_path, monkeypatch):
     """T5's stacks read their own copies: a cache breaks checkpointing in the first backward."""
     import json
 
-    from planc.model.small import transformers_model
+    from planc.runtime.safeguards import guards
     from planc.runtime.standalone import configuration
 
-    # small models are built without caches; here the plan alone is to see to it
-    monkeypatch.setattr(transformers_model, "without_cache", lambda model: None)
+    # the safeguard of `planc.apply` turns caches off too; here the plan alone is to see to it
+    monkeypatch.setattr(guards, "_uncached", lambda model, args, kwargs: None)
     values = {
         "model_type": "t5",
         "architectures": ["T5ForConditionalGeneration"],

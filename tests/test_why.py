@@ -93,7 +93,11 @@ def test_every_shipped_plan_is_explained_whole(model, plan, settings):
     for (op, target), gathered in units.items():
         assert gathered == lowered.ops[op].gathered, target
     missed = [op for i, op in enumerate(lowered.ops) if i not in told]
-    assert {type(op).__name__ for op in missed} <= {"Configure", "ResetStates", "SyncRng"}  # of the whole model
+    assert {type(op).__name__ for op in missed} <= {
+        "Configure",
+        "ResetStates",
+        "SyncRng",
+    }  # of the whole model
 
 
 @pytest.mark.parametrize(("model", "plan", "settings"), CASES[:4])

@@ -12,7 +12,7 @@ from planc.model.facts import Modules, generic
 from planc.model.indices import Indices
 from planc.ops.base import AxisRole
 from planc.ops.phrases import block, together
-from planc.ops.styles import style_name
+from planc.ops.styles import Style, style_name, style_text
 from planc.plan.ir import Plan, TensorRule
 from planc.plan.sections.tensor import aspect
 from planc.source import Span
@@ -57,8 +57,12 @@ class RuleChange:
 
     @property
     def style(self) -> str:
-        """The new style as its plan writes it, with the expressions of its arguments."""
+        """The new style as its plan writes it, with the expressions of its arguments; with its
+        layouts where they are inferred there, as a plan that states them needs it.
+        """
         assert self.new is not None
+        if self.new.inferred is not None:
+            return style_text(self.new.style)
         return " ".join(self.new.origin.text.partition(":")[2].split())
 
     @property
@@ -85,6 +89,8 @@ class RuleChange:
         if self.layers is not None:
             return f"let the rules for `{self.layers[0]}` alone reach `{self.layers[1]}` too"
         place = f", as {self.new.origin.place} has it"
+        if self.new.inferred is not None:
+            place = f", as follows from {self.new.origin.place}"
         if self.new.origin.source.name == plan_files.DRAFT:
             place = ", as `planc init` drafts it"
         if self.old is None:
@@ -110,11 +116,15 @@ def differences(mine: Rules, right: Rules, plan: Plan, right_plan: Plan) -> list
         mine, right: the rules of both plans on the small model.
         plan, right_plan: both on the real one.
     """
-    pairs: dict[tuple[Span | None, Span | None], list[At]] = {}
+    pairs: dict[tuple[Span | None, Span | None, Style | None, Span | None], list[At]] = {}
+    lines = {(_key(name), what, rule.style): rule.origin for (name, what), rule in mine.items()}
     for at in dict.fromkeys((*mine, *right)):
         old, new = mine.get(at), right.get(at)
         if not (old and new and old.style == new.style):
-            key = (old.origin if old else None, new.origin if new else None)
+            inferred = new.style if new and new.inferred else None
+            alike = lines.get((_key(at[0]), at[1], new.style)) if new and not old else None
+            origins = (old.origin if old else None, new.origin if new else None)
+            key = (*origins, inferred, alike)
             pairs.setdefault(key, []).append(at)
     changes = []
     reach, right_reach = _reach(plan), _reach(right_plan)

@@ -52,7 +52,8 @@ def flow_of(source: FlowSource, facts: Facts) -> DataFlow | str:
     """
     key = cache.entry_name(f"dataflow {FORMAT}", config=source.values)
     of_library = source.values and not facts.code
-    kept = _decoded(cache.recall(key)) if of_library else None
+    text = cache.recall(key) if of_library else None
+    kept = _decoded(text) if isinstance(text, str) else None
     if kept is not None:
         return kept
     if cache.missing():
