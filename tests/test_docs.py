@@ -45,7 +45,7 @@ def test_page(page, tmp_path, monkeypatch, request):
 def test_scripts_of_trainers_are_short():
     scripts = re.findall(r"```python\n(# \w+\.py.*?)```", (DOCS / "trainer.md").read_text(), re.S)
     assert len(scripts) == 4
-    assert max(len(script.splitlines()) for script in scripts) <= 40
+    assert max(len(script.splitlines()) for script in scripts) <= 66
 
 
 def test_the_site_has_every_page():
