@@ -23,7 +23,7 @@ from planc.model.load import load
 from planc.model.small.flow import flow_of, flow_source
 from planc.ops.styles import Colwise, Input, MlaKv, Rowwise, Sequence
 from planc.plan.flow_types import Clash
-from planc.plan.infer_layouts import contradicted, inferred
+from planc.plan.infer_layouts import inferred, layout_errors
 from planc.plan.propagate import infer
 
 GATHERED_AROUND = {"gpt2", "gpt_bigcode", "codegen", "persimmon", "mpt", "phi3", "glm", "glm4"}
@@ -81,7 +81,7 @@ def test_what_is_inferred_goes_together_as_stated(model, plan):
         if any(d.code in ("PL201", "PL525") for d in sink):
             continue  # heads that two ranks do not divide; falcon adds in place
         assert made is not None and made.tensor, [d.message for d in sink]
-        assert [*contradicted(replace(made, sequence=()), known)] == []
+        assert [*layout_errors(replace(made, sequence=()), known)] == []
 
 
 @pytest.mark.parametrize(("model", "plan"), sampled(shipped(), 6))

@@ -1,10 +1,10 @@
 """PL160 to PL162: stated layouts, judged by what flows between modules at the real size."""
 
 from planc.checks.queries import several
-from planc.diagnostic import Label, Sink
+from planc.diagnostic import Sink
 from planc.model.facts import Facts
 from planc.ops.styles import Input, Output, Sequence, style_text
-from planc.plan.infer_layouts import Contradiction, contradicted
+from planc.plan.infer_layouts import LayoutClash, layout_errors
 from planc.plan.ir import Plan, TensorRule
 
 
@@ -18,12 +18,12 @@ def stated_layouts(plan: Plan, facts: Facts, sink: Sink) -> None:
     if "tensor" in plan.broken:
         return
     lacking: dict[str, list[TensorRule]] = {}
-    for found in contradicted(plan, facts):
-        if isinstance(found, Contradiction):
+    for found in layout_errors(plan, facts):
+        if isinstance(found, LayoutClash):
             sink.warning(
                 "PL160",
                 "stated layouts do not go with what flows between the modules",
-                *(Label(span=s) for s in dict.fromkeys(rule.origin for rule in found.rules)),
+                *found.origins,
                 facts=[found.text],
                 help="state how the weights are split, and `sequence = auto`: planc infers layouts",
             )
@@ -39,12 +39,11 @@ def _report(text: str, rules: list[TensorRule], sink: Sink) -> None:
     cut = isinstance(style, Input | Output) or (isinstance(style, Sequence) and not style.local)
     places = several(rule.modules for rule in rules)
     reasons = dict.fromkeys(rule.inferred.text for rule in rules if rule.inferred)
-    labels = [Label(span=s) for s in dict.fromkeys(rule.origin for rule in rules)]
-    facts = list(reasons)[:3]
+    lines, facts = dict.fromkeys(rule.origin for rule in rules), list(reasons)[:3]
     help = f"write `{text}` there; or how the weights are split alone, with `sequence = auto`"
     if cut:
         message = f"no rule states the layout of what {places} takes or gives"
-        sink.warning("PL162", message, *labels, facts=facts, help=help)
+        sink.warning("PL162", message, *lines, facts=facts, help=help)
     else:
         message = f"no rule sums the gradient of {places}, of which each rank has a summand"
-        sink.warning("PL161", message, *labels, facts=facts, help=help)
+        sink.warning("PL161", message, *lines, facts=facts, help=help)

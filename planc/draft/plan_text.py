@@ -8,7 +8,7 @@ from textwrap import wrap
 from planc.diagnostic import Sink
 from planc.model.roles import TOWER
 from planc.plan.mesh_axes import CONTEXT, SHARD
-from planc.plan.settings import PARAM_DTYPE, RECOMPUTE, REDUCE_DTYPE, SEQUENCE
+from planc.plan.settings import AUTO, PARAM_DTYPE, RECOMPUTE, REDUCE_DTYPE, SEQUENCE
 from planc.syntax import ast
 from planc.syntax.plan_files import DRAFT, read_text, written_family
 
@@ -27,7 +27,7 @@ class Draft:
         called: the lists whose blocks are called as modules; others cannot be wrapped.
         checkpoint: whether activation checkpointing is offered.
         rules: styles by block list (`""` is outside of them), then by module.
-        sequence: the setting: `false`, `true`, `auto`, or `sequence`, which is as `--set` has it.
+        sequence: the setting: `false`, `true`, or `auto`, which `--set` can change.
         may_tie, tied: whether the configuration ties embedding and head, or any may.
         embedding, head, tail: modules for units: the token embedding, the head, the norms before
             it.
@@ -95,7 +95,7 @@ def render(draft: Draft) -> str:
     for path, name in draft.names.items():
         if name != "$blocks" and any(re.search(rf"\{name}\b", line) for line in body):
             lines.append(f"let {name[1:]} = {path}.*")
-    if draft.base and _splits(draft) and draft.sequence in ("true", "false"):
+    if draft.base and _splits(draft) and draft.sequence != AUTO:
         lines += ["", f"override option {SEQUENCE.word} = {draft.sequence}"]
     return "\n".join([*lines, "", *body])
 
@@ -121,13 +121,11 @@ def _tensor(draft: Draft) -> Iterator[str]:
         return
     roles = {draft.embedding: "$embedding", draft.head: "$head"} if draft.base == DECODER else {}
     ends = {roles.get(n, n): style for n, style in draft.rules.get("", {}).items()}
-    usual = {"$embedding": "rowwise", "$head": "colwise"}
-    if whole := draft.base == DECODER and not usual.items() <= ends.items():
-        yield "override tensor on tp {"  # the base plan splits the ends of a decoder
-    else:
-        yield "tensor on tp {"
-    if whole or not draft.base:
-        stated = not draft.base and draft.sequence in ("true", "false")
+    of_base = {"$embedding": "rowwise", "$head": "colwise"} if draft.base == DECODER else {}
+    replaced = not of_base.items() <= ends.items()
+    yield f"{'override ' * replaced}tensor on tp {{"
+    if replaced or not draft.base:
+        stated = not draft.base and draft.sequence != AUTO
         yield f"    {SEQUENCE.word} = {draft.sequence if stated else SEQUENCE.word}"
     for path, name in draft.names.items():
         rules = draft.rules.get(path, {})
@@ -137,8 +135,8 @@ def _tensor(draft: Draft) -> Iterator[str]:
             inner += ["when ep == 1 or etp > 1 {", *_rules(divided, draft.notes), "}"]
         if inner:
             yield from (f"{name} {{", *inner, "}")
-    known = usual if draft.base == DECODER and not whole else {}
-    yield from _rules({n: style for n, style in ends.items() if n not in known}, {})
+    left = {n: style for n, style in ends.items() if replaced or n not in of_base}
+    yield from _rules(left, {})
     yield from ("}", "")
 
 

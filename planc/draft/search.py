@@ -20,7 +20,7 @@ from planc.draft.recipes import SplitChoice, SplitRecipe, split_choices
 from planc.draft.roles import Roles, RunRecord
 from planc.model.facts import Facts, Module, generic
 from planc.ops.tensor_parallel import Parallelize
-from planc.plan.settings import SEQUENCE
+from planc.plan.settings import AUTO
 from planc.proof.judge import judge
 from planc.proof.small_case import SmallCase, SmallModel
 from planc.proof.small_mesh import RANKS
@@ -107,13 +107,11 @@ class Search:
         """Tries sequence parallelism with the settled splits; the draft offers it if proved."""
         if self.draft.sequence == "true":
             return
-        settled = self.draft.sequence
-        for word in ("auto", "true"):  # everywhere, else in part
+        for word in (AUTO, "true"):  # everywhere, else in part
             done, _ = self._compiled(word)
             if done.plan and done.lowered and any(s.parts for s in done.plan.sequence):
-                self.draft.sequence = SEQUENCE.word if word == "auto" else "auto"
-                if self._judged(done).verdict != "proved":
-                    self.draft.sequence = settled
+                if self._judged(done).verdict == "proved":
+                    self.draft.sequence = AUTO
                 return
 
     def cautious(self) -> None:

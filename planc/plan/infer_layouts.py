@@ -37,13 +37,13 @@ _DEPTHS = (2, 6, 10, 16)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Contradiction:
+class LayoutClash:
     """Stated layouts that do not go together: the reason, with the line of the model's code, and
-    the rules that gave the tensors.
+    the lines of the rules that gave the tensors.
     """
 
     text: str
-    rules: tuple[TensorRule, ...]
+    origins: tuple[Span, ...]
 
 
 def inferred(plan: Plan, facts: Facts, sink: Sink) -> Plan:
@@ -54,7 +54,7 @@ def inferred(plan: Plan, facts: Facts, sink: Sink) -> Plan:
     return plan
 
 
-def contradicted(plan: Plan, facts: Facts) -> Iterator[Contradiction | TensorRule]:
+def layout_errors(plan: Plan, facts: Facts) -> Iterator[LayoutClash | TensorRule]:
     """Yields the rules that must follow from those of sections that state all layouts, and are not
     stated, and where stated layouts do not go with what flows; nothing where the flow is not known.
     """
@@ -63,7 +63,7 @@ def contradicted(plan: Plan, facts: Facts) -> Iterator[Contradiction | TensorRul
         own = tuple(replace(r, open=False) for r in plan.tensor if r.axis == axis)
         parts = any(_parts(rule.style) for rule in own)
         setting = SequenceSetting(axis=axis, wanted=parts, origin=own[0].origin)
-        yield from _Section(plan, facts, setting, Sink()).contradicted(own)
+        yield from _Section(plan, facts, setting, Sink()).errors(own)
 
 
 def _parts(style: Style) -> bool:
@@ -105,16 +105,18 @@ class _Section:
         sequence = tuple(settled if s is setting else s for s in plan.sequence)
         return replace(plan, tensor=(*rules, *others), sequence=sequence)
 
-    def contradicted(self, own: tuple[TensorRule, ...]) -> Iterator[Contradiction | TensorRule]:
-        """What does not go with complete rules, as of the function of this name."""
+    def errors(self, own: tuple[TensorRule, ...]) -> Iterator[LayoutClash | TensorRule]:
+        """What complete rules lack, and where they do not go together: as of `layout_errors`."""
         found = self._recorded(own)
         if isinstance(found, Unrepresented | str):
             return
         _, state, small, flow = found
         layouts = layouts_of(flow, _styles(small), sequence=bool(self.setting.wanted))
         if isinstance(layouts, Clash):
-            rules = tuple(r for r in own if r.origin in _origins(flow, layouts.rules, small))
-            yield Contradiction(text=_lines(flow, _why(layouts))[0], rules=rules)
+            why = _why(layouts)
+            blamed = _blamed(flow, why, small)
+            lines = tuple(o for o in dict.fromkeys(r.origin for r in own) if o in blamed)
+            yield LayoutClash(text=_lines(flow, why)[0], origins=lines)
             return
         made = _Carried(flow, state, small, layouts, self.setting)
         yield from (rule.sized(self.facts) for rule in made.rules(own) if rule.inferred)
@@ -212,25 +214,29 @@ class _Section:
             help = "write `sequence = auto`, or `sequence = false`"
             self.sink.error("PL526", message, setting.origin, facts=facts, help=help)
             return
-        splits = _origins(flow, (name for one in why[-1:] for name in one.rules), small)
         self.sink.error(
             "PL525",
             f"no layouts over {setting.axis} go with these splits",
-            *(splits or (setting.origin,)),
+            *(_blamed(flow, why[-1:], small) or (setting.origin,)),
             facts=facts,
             help="gather the output that the line needs whole (`colwise(-> replicate)`), or leave "
             "the weights whole",
         )
 
 
-def _origins(flow: DataFlow, names: Iterable[str], rules: Iterable[TensorRule]) -> dict[Span, None]:
-    """The lines of the rules of some modules, which the flow knows by their first names."""
-    wanted = list(names)
-    of: dict[str, dict[Span, None]] = {}
+def _origins(flow: DataFlow, rules: Iterable[TensorRule]) -> dict[str, list[Span]]:
+    """The lines of the rules of each module, by the first name that the flow knows it by."""
+    found: dict[str, list[Span]] = {}
     for rule in rules:
         for name in rule.modules.names():
-            of.setdefault(flow.alias.get(name, name), {})[rule.origin] = None
-    return {origin: None for name in wanted for origin in of.get(name, ())}
+            found.setdefault(flow.alias.get(name, name), []).append(rule.origin)
+    return found
+
+
+def _blamed(flow: DataFlow, why: Iterable[Tried], rules: Iterable[TensorRule]) -> tuple[Span, ...]:
+    """The lines of the rules that gave the tensors of clashes."""
+    lines = _origins(flow, rules)
+    return tuple(dict.fromkeys(o for one in why for n in one.rules for o in lines.get(n, ())))
 
 
 def _lines(flow: DataFlow, why: Iterable[Tried]) -> list[str]:
@@ -305,11 +311,7 @@ class _Carried:
         self.flow, self.state, self.small = flow, state, small
         self.layouts, self.setting = layouts, setting
         self.fixed = {n for rule in small if not rule.open for n in rule.modules.names()}
-        self.stated = {
-            flow.alias.get(name, name): rule.origin
-            for rule in small
-            for name in rule.modules.names()
-        }
+        self.stated = _origins(flow, small)
 
     @property
     def uneven(self) -> str | None:
@@ -360,7 +362,7 @@ class _Carried:
 
     def _origin(self, found: FoundRule) -> Span:
         """The line of the first split that a rule follows from, or of the setting."""
-        lines = (self.stated[w] for w in found.weights if w in self.stated)
+        lines = (self.stated[w][-1] for w in found.weights if w in self.stated)
         return next(lines, self.setting.origin)
 
     def _add(

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, zip_longest
+from typing import NamedTuple
 
 from planc.model.dataflow import VIEWS, DataFlow, FlowCall, Operation
 from planc.ops import styles as st
@@ -21,6 +22,20 @@ Makers = dict[int, list[Operation | FlowCall]]
 
 Styles = Mapping[str, Sequence[Style]]
 """Styles that a plan states, by the module's name."""
+
+
+class Inputs(NamedTuple):
+    """The inputs of an operation that are no scalars, what a rank has of each, and the module's own
+    weights.
+    """
+
+    tensors: list[int]
+    kinds: list[Held]
+    own: set[int]
+
+    def of(self, kind: Held) -> list[int]:
+        """The tensors of a kind."""
+        return [t for t, k in zip(self.tensors, self.kinds, strict=True) if k is kind]
 
 
 class FlowOperations:
@@ -85,12 +100,13 @@ class FlowOperations:
                 own.update(one.outputs)
                 continue
             have = [kinds.get(t, Held.WHOLE) for t in real]
+            given = Inputs(real, have, own)
             first = have[0] if have and one.inputs[0] == real[0] else Held.WHOLE
             writes = one.in_place and first in (Held.WHOLE, Held.VARYING)
             if writes and self.fresh(one.inputs[0], around):
                 why = f"`{one.name.strip('_')}` writes into the local output of a style"
                 raise Clash(why, one.line, mixed=real, rules=self.givers_of(*real))
-            self.check(one, real, have, own, dims)
+            self.check(one, given, dims)
             result = next(
                 (k for k in (Held.PART, Held.VARYING, Held.GATHERED) if k in have),
                 None,
@@ -100,62 +116,42 @@ class FlowOperations:
                 twice = have.count(Held.PART) > 1
                 work += twice and self.flow.shapes[one.outputs[0]][-1] == self.flow.width
             elif result is Held.VARYING:
-                pairs = zip(real, have, strict=True)
-                varying = real[have.index(Held.VARYING)]
-                whole = (t for t, kind in pairs if kind is Held.WHOLE)
-                met += (Met(t, varying, one.line, t in own) for t in whole)
-                self.follow(one, real, have, dims)
+                varying = given.of(Held.VARYING)[0]
+                met += (Met(t, varying, one.line, t in own) for t in given.of(Held.WHOLE))
+                self.follow(one, given, dims)
             kinds.update(dict.fromkeys(one.outputs, result or Held.WHOLE))
         return replace(state, kinds=kinds, dims=dims, met=tuple(met), work=work)
 
-    def check(
-        self,
-        one: Operation,
-        real: Sequence[int],
-        have: Sequence[Held],
-        own: set[int],
-        dims: Mapping[int, int | None],
-    ) -> None:
+    def check(self, one: Operation, given: Inputs, dims: Mapping[int, int | None]) -> None:
         """Raises a clash where the inputs of an operation do not go together."""
-        name = one.name.strip("_")
-        if Held.PART in have:
-            pairs = list(zip(real, have, strict=True))
-            parts = [t for t, kind in pairs if kind is Held.PART]
-            others = [t for t, kind in pairs if kind is not Held.PART and t not in own]
-            if others:
-                shape = list(self.flow.shapes[others[0]])
-                why = f"`{name}` takes a part of the sequence and a plain tensor {shape}"
-                rules = self.givers_of(*real)
-                raise Clash(why, one.line, cut=others, whole=parts, rules=rules)
-            if not one.tokenwise:
-                why = f"`{name}` mixes tokens"
-                raise Clash(why, one.line, whole=parts, rules=self.givers_of(*real))
-        elif Held.GATHERED in have and {Held.VARYING, Held.WHOLE} & {*have}:
+        name, have, parts = one.name.strip("_"), {*given.kinds}, given.of(Held.PART)
+        others = [t for t in given.tensors if t not in parts and t not in given.own]
+        why, cut = "", list[int]()
+        if parts and others:
+            shape, cut = list(self.flow.shapes[others[0]]), others
+            why = f"`{name}` takes a part of the sequence and a plain tensor {shape}"
+        elif parts and not one.tokenwise:
+            why = f"`{name}` mixes tokens"
+        elif not parts and Held.GATHERED in have and {Held.VARYING, Held.WHOLE} & have:
             why = f"`{name}` takes a DTensor and a plain tensor"
-            raise Clash(why, one.line, rules=self.givers_of(*real))
-        elif Held.VARYING in have and self.unequal(one, real, have, own, dims):
+        elif not parts and Held.VARYING in have and self.unequal(one, given, dims):
             why = f"`{name}` takes what is split over the ranks, and all of what goes with it"
-            raise Clash(why, one.line, rules=self.givers_of(*real))
+        if why:
+            rules = self.givers_of(*given.tensors)
+            raise Clash(why, one.line, cut=cut, whole=parts, rules=rules)
 
-    def unequal(
-        self,
-        one: Operation,
-        real: Sequence[int],
-        have: Sequence[Held],
-        own: set[int],
-        dims: Mapping[int, int | None],
-    ) -> bool:
+    def unequal(self, one: Operation, given: Inputs, dims: Mapping[int, int | None]) -> bool:
         """Whether an elementwise operation has one input split along a dim, and another not. With
         the module's own weights it is right where a style makes DTensors of both.
         """
-        if one.name == "scaled_dot_product_attention":
-            real = real[:3]
+        masks = 3 if one.name == "scaled_dot_product_attention" else None  # behind q, k and v
+        real = given.tensors[:masks]
         if one.in_place or one.name == "type_as" or not self.elementwise(one, real):
             return False
         split: dict[int, set[bool]] = {}
-        for tensor, kind in zip(real, have, strict=False):
+        for tensor, kind in zip(real, given.kinds, strict=False):
             at = dims.get(tensor) if kind is Held.VARYING else -1
-            if at is None or tensor in own:
+            if at is None or tensor in given.own:
                 return False
             shape = self.flow.shapes[tensor]
             for i, size in enumerate(shape):
@@ -184,16 +180,9 @@ class FlowOperations:
                     waiting += event.inputs if isinstance(event, Operation) else event.taken
         return tuple(found)
 
-    def follow(
-        self,
-        one: Operation,
-        real: Sequence[int],
-        have: Sequence[Held],
-        dims: dict[int, int | None],
-    ) -> None:
+    def follow(self, one: Operation, given: Inputs, dims: dict[int, int | None]) -> None:
         """Where the split dim of a varying input is in the outputs."""
-        pairs = zip(real, have, strict=True)
-        varying = (t for t, kind in pairs if kind is Held.VARYING)
+        varying = given.of(Held.VARYING)
         source = next((t for t in varying if dims.get(t) is not None), None)
         for out in one.outputs:
             at = dims[source] if source is not None else None
@@ -203,7 +192,7 @@ class FlowOperations:
                 if one.moves is not None:
                     at = one.moves.get(at)
                 elif longer:  # broadcast, or stacked along any dim
-                    at = at + longer if self.elementwise(one, real) else None
+                    at = at + longer if self.elementwise(one, given.tensors) else None
             dims[out] = at if at is not None and 0 <= at < length else None
 
     def fresh(self, tensor: int, around: Around) -> bool:

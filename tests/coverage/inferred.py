@@ -1,9 +1,9 @@
 """Infers layouts from the splits of each family's plan, and compares, or has them proved.
 
-For each model type: the rules of a plan (the shipped one, else the plain ones of `planc init`)
+For each model type: the rules of a plan (one of tests/stated, else what `planc init` drafts)
 without anything that travels, the layouts that `planc.plan.infer_layouts` adds, without and with
-sequence parallelism, what differs from the shipped plan's operations, bytes sent, and the verdict
-of layout flow. Rows are kept as they come, so a run that was stopped goes on where it was.
+sequence parallelism, what differs from the operations that the plan states, bytes sent, and the
+verdict of layout flow. Rows are kept as they come, so a run that was stopped goes on where it was.
 
     python tests/coverage/inferred.py OUT.jsonl [NAME[=PLAN] ...] [--prove] [--trace]
 
@@ -21,9 +21,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parent.parent / "processes"))
+sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import families
 import run as coverage
+from helpers import STATED
 
 from planc import compiler
 from planc.checks import check
@@ -207,7 +209,8 @@ def main():
     done = set()
     if options.out.exists():
         done = {json.loads(line)["family"] for line in options.out.open()}
-    plans = coverage.shipped()
+    named = coverage.shipped(STATED)
+    plans = {family: str(STATED / f"{plan}.plan") for family, plan in named.items()}
 
     def late(*_):
         raise coverage.Late

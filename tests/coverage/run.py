@@ -53,10 +53,10 @@ def types():
     return sorted(names)
 
 
-def shipped():
-    """The shipped plan of each model type that has one."""
+def shipped(folder=PLANS):
+    """The plan of each model type that has one among those that ship."""
     found = {}
-    for path in sorted(PLANS.glob("*.plan")):
+    for path in sorted(folder.glob("*.plan")):
         header = next(x for x in path.read_text().splitlines() if x.startswith("plan "))
         for name in header.partition(" for ")[2].split(","):
             found[name.strip()] = path.stem

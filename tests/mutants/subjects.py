@@ -5,7 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "processes"))
+sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from helpers import STATED
 from numerics import MODELS
 
 from planc.diagnostic import Sink
@@ -54,8 +56,6 @@ AXES = {
 
 DEPTHS = ("num_hidden_layers", "n_layer", "num_layers")
 LISTS = ("layer_types", "layers_block_type", "no_rope_layers")
-
-STATED = Path(__file__).parent.parent / "stated"
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ import json
 import shutil
 
 import pytest
+from test_safeguards import PARTS
 from test_training import FP32, LIMIT
 
 CASES = [
@@ -284,25 +285,8 @@ def test_what_is_not_new_is_refused(four, tmp_path):
     ]
 
 
-CONTEXT = """plan parts for mixtral
-
-mesh {
-    dp_shard = 2
-    cp       = 2
-}
-
-context on cp {
-    balance = head_tail
-}
-
-fsdp on dp_shard * cp {
-    root : unit
-}
-"""
-
-
 def test_a_mixture_on_meta_under_context_parallelism(four, tmp_path):
-    (tmp_path / "parts.plan").write_text(CONTEXT)
+    (tmp_path / "parts.plan").write_text(PARTS.replace("for llama", "for mixtral"))
     arguments = {"folder": str(tmp_path / "w"), "plan": str(tmp_path / "parts.plan")}
     for different, loss, right in four.run("loading_jobs.under_context", **arguments):
         assert different == [] and loss == pytest.approx(right, rel=1e-4)

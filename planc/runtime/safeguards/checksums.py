@@ -13,7 +13,7 @@ from planc.runtime.standalone.shards import part_of
 _CHUNK = {"cpu": 1 << 20}
 """The bytes that are hashed at once: they take twice as much memory; elsewhere 64 times as many,
 for few kernels."""
-_MULTIPLIER = 6364136223846793005
+MULTIPLIER = 6364136223846793005
 """Of the MMIX generator: odd, with bits in all places (Knuth, The Art of Computer Programming,
 volume 2, 3.3.4)."""
 
@@ -41,11 +41,11 @@ def tensor_sum(tensor: Tensor) -> Tensor:
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
     size = _CHUNK.get(flat.device.type, 1 << 26)
     most = min(size, flat.numel() * flat.element_size()) // 8 + 8
-    places = torch.arange(most, dtype=torch.int64, device=flat.device) * _MULTIPLIER | 1
+    places = torch.arange(most, dtype=torch.int64, device=flat.device) * MULTIPLIER | 1
     for chunk in flat.view(torch.uint8).split(size):
         whole = chunk.numel() // 8 * 8
         words = chunk[:whole] if chunk.storage_offset() % 8 == 0 else chunk[:whole].clone()
-        total = total * _MULTIPLIER + (words.view(torch.int64) * places[: whole // 8]).sum()
+        total = total * MULTIPLIER + (words.view(torch.int64) * places[: whole // 8]).sum()
         if rest := chunk.numel() - whole:
             total = total + (chunk[whole:].to(torch.int64) * places[-8:][:rest]).sum()
     return total

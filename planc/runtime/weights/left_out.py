@@ -15,14 +15,13 @@ from planc.ops.freeze import Freeze
 from planc.ops.lowered import Lowered
 from planc.runtime.lora import adapts
 from planc.runtime.preconditions import problem
+from planc.runtime.safeguards.checksums import MULTIPLIER
 from planc.runtime.standalone import shards
 from planc.runtime.standalone.load_weights import listed_names, on_other_stages
 
 _KEY = "frozen."
 _CHUNK = 1 << 20
 """The elements that are counted at once: they take eight bytes each."""
-_MULTIPLIER = 6364136223846793005
-"""Odd, with bits in all places: the factor of a place is its number times this, and odd."""
 
 
 def frozen_by(model: nn.Module, lowered: Lowered) -> frozenset[str]:
@@ -86,7 +85,7 @@ def _sum(part: Tensor, ranges: tuple[shards.Runs, ...]) -> Tensor:
     factors = []
     for dim, some in enumerate(ranges):
         places = torch.cat([torch.arange(*run, device=part.device) for run in some])
-        factors.append(places * (_MULTIPLIER * (2 * dim + 1) % 2**63) | 1)
+        factors.append(places * (MULTIPLIER * (2 * dim + 1) % 2**63) | 1)
     if not factors:
         return total + bits.to(torch.int64)
     rows = max(1, _CHUNK // bits[0].numel())
