@@ -98,6 +98,20 @@ class PlancStrategyMixin(_Strategy):  # type: ignore[misc]
         self.setup_precision_plugin()
         self.precision_plugin.clip_grad_by_norm = self._clip
 
+    def model_to_device(self) -> None:
+        """Moves what is beside the planned model, which is there, or has no values until it loads
+        them.
+        """
+        planned, every = self.planc_run.model, [*self.lightning_module.modules()]
+        places = [(m._modules, n) for m in every for n, c in m._modules.items() if c is planned]
+        for modules, name in places:
+            modules[name] = nn.Module()
+        try:
+            super().model_to_device()
+        finally:
+            for modules, name in places:
+                modules[name] = planned
+
     def _clip(self, optimizer: Any, clip_val: float) -> Tensor:
         return self.planc_run.clip_grad_norm_(clip_val)
 
