@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from planc.diagnostic import did_you_mean, one_of
+from planc.diagnostic import Label, did_you_mean, one_of
 from planc.plan.evaluate import describe, evaluate, number, size, whole
 from planc.plan.scope import Failed, Scope, Value
 from planc.syntax import ast
@@ -158,7 +158,11 @@ def wrong_value(
     """PL012: an argument or a setting is not what is `wanted`, unless its value is a finding."""
     if not isinstance(value, Failed):
         shown = f"`{value}`" if isinstance(value, str) else describe(value)
-        scope.sink.error("PL012", f"`{name}` is {wanted}, not {shown}", node.origin, help=hint)
+        known = scope.definitions.get(node.path) if isinstance(node, ast.Name) else None
+        said = (known.given or known.value).origin if known else node.origin
+        labels = [] if said == node.origin else [Label(span=said, text="set here")]
+        message = f"`{name}` is {wanted}, not {shown}"
+        scope.sink.error("PL012", message, node.origin, *labels, help=hint)
 
 
 def unknown(

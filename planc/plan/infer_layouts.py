@@ -59,7 +59,8 @@ def layout_errors(plan: Plan, facts: Facts) -> Iterator[LayoutClash | TensorRule
     stated, and where stated layouts do not go with what flows; nothing where the flow is not known.
     """
     axes = dict.fromkeys(r.axis for r in plan.tensor if plan.mesh.size(r.axis) > 1)
-    for axis in axes.keys() - {setting.axis for setting in plan.sequence}:
+    inferred_axes = {setting.axis for setting in plan.sequence}
+    for axis in (each for each in axes if each not in inferred_axes):
         own = tuple(replace(r, open=False) for r in plan.tensor if r.axis == axis)
         parts = any(_parts(rule.style) for rule in own)
         setting = SequenceSetting(axis=axis, wanted=parts, origin=own[0].origin)

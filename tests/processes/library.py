@@ -10,7 +10,6 @@ and only some of them, by their names in `families.py`, where they are given.
 import sys
 from pathlib import Path
 
-PLANS = Path(__file__).parent.parent.parent / "plans"
 PAGE = Path(__file__).parent.parent.parent / "docs" / "library.md"
 HEAD = "|---|---|---|---|---|---|\n"
 
@@ -21,6 +20,24 @@ def lowered(model, plan, overrides):
     import planc
 
     return planc.lower(numerics.build(model), plan, world_size=4, overrides=overrides)
+
+
+def offered(model, plan):
+    """Whether a plan has sequence parallelism for a model, and does without."""
+    import planc
+    from planc.ops.contract import output_layout
+    from planc.ops.styles import Rowwise, Shard
+    from planc.ops.tensor_parallel import Parallelize
+
+    try:
+        lowered(model, plan, ["tp=2", "sequence=false"])
+    except planc.PlanError:
+        return "always"
+    ops = lowered(model, plan, ["tp=2"]).ops
+    styles = [op.style for op in ops if isinstance(op, Parallelize)]
+    parts = [output_layout(s) for s in styles if isinstance(s, Rowwise)]
+    split = any(isinstance(layout, Shard) and layout.dim >= 0 for layout in parts)
+    return "option" if split else "none"
 
 
 def attention(plan):
@@ -83,8 +100,7 @@ def row(pool, model, plan, always):
         for result in pool.run("numerics.compare", model=model, plan=plan, overrides=overrides):
             worst = max(worst, result["logits"], result["loss"], result["gradient"])
     low = lowered(model, plan, runs[0])
-    none = "require not sequence" in (PLANS / f"{plan}.plan").read_text()
-    sequence = "option" if not always else ("none" if none else "always")
+    sequence = offered(model, plan)
     family = numerics.MODELS[model]["model_type"]
     kind = model.partition("-")[2]
     name = f"{family} ({kind})" if kind else family
