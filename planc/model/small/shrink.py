@@ -194,8 +194,9 @@ class _Shrinker:
             if small_queries % self.tp:
                 small_queries = lcm(small_kv, self.tp)
         small[name] = small_queries
-        for field in shared:
-            small[before + field] = small_kv
+        for field in shared:  # a family reads one, and ignores what another family calls it
+            alike = config[before + field] == queries
+            small[before + field] = small_queries if alike else small_kv
         return int(small_queries)
 
     def _even(self, size: int, step: int = 0) -> int:
