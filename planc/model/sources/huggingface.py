@@ -312,11 +312,9 @@ def _left_to_defaults(config: Config, resolved: Any) -> Iterator[tuple[str, str]
 def _on_meta(make: Any) -> Any:
     import torch
 
-    with torch.device("meta"), contextlib.ExitStack() as stack:
-        if "transformers" in sys.modules:
-            from transformers.initialization import no_init_weights
-
-            stack.enter_context(no_init_weights())
+    # transformers' `no_init_weights` would save a moment, and switch initialization off for the
+    # models that other threads build meanwhile
+    with torch.device("meta"):
         module = make()
     tie = getattr(module, "tie_weights", None)
     if callable(tie):
