@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from hashlib import sha256
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, distributed, nn
@@ -94,9 +94,14 @@ def load_files(
         report(drawn)
 
 
-def raise_on_all_ranks(findings: list[Diagnostic]) -> None:
-    """Raises on every rank if any rank has findings: its own, else those of the first such rank."""
-    if found := first_found(findings):
+def raise_on_all_ranks(findings: list[Diagnostic], group: Any = None) -> None:
+    """Raises on every rank if any rank has findings: its own, else those of the first such rank.
+
+    Args:
+        findings: those of this rank.
+        group: of all ranks; the default process group, or another one for another thread.
+    """
+    if found := first_found(findings, group):
         raise PlanError(found)
 
 
