@@ -31,14 +31,7 @@ _PRODUCTS = {"mm": (0, 1), "addmm": (1, 2), "bmm": (0, 1), "baddbmm": (1, 2)}
 """The matrices among the arguments of each operator."""
 
 
-def count(
-    facts: Facts,
-    sink: Sink,
-    job: MicroBatch,
-    *,
-    attention: str = "sdpa",
-    run: bool = True,
-) -> Counted | None:
+def count(facts: Facts, sink: Sink, job: MicroBatch, *, attention: str = "sdpa") -> Counted | None:
     """Runs one forward with loss of a transformers model on fake tensors.
 
     Args:
@@ -47,10 +40,9 @@ def count(
         attention: transformers' `attn_implementation`; models that have no `sdpa` get the one that
             transformers chooses.
         sink: receives PL703 where the model cannot be run so.
-        run: whether to run it where no earlier run was kept.
 
     Returns:
-        What was counted; None after a finding, and where it is to be run.
+        What was counted; None after a finding.
     """
     if "model_type" not in facts.config or facts.code:
         _unknown(sink, "it is not a transformers model that planc can build", "")
@@ -59,22 +51,15 @@ def count(
     frozen = any(not p.trainable for some in facts.model.below() for p in some.module.parameters)
     trained = repr(facts.root) if frozen else ""
     key = entry_name(asked, json.dumps(facts.config, sort_keys=True, default=str) + trained)
-    found = _KNOWN.get(key) or _read(key)
-    if run and not found:
-        found = _count(facts, sink, job, attention)
-        if found:
+    if key not in _KNOWN:
+        try:
+            _KNOWN[key] = Counted.of(recall(key))
+        except (KeyError, TypeError):  # missing or malformed
+            if (found := _count(facts, sink, job, attention)) is None:
+                return None
             keep(key, found.document())
-    if found:
-        _KNOWN[key] = found
-    return found
-
-
-def _read(key: str) -> Counted | None:
-    """What an earlier run counted."""
-    try:
-        return Counted.of(recall(key))
-    except (KeyError, TypeError):  # missing or malformed
-        return None
+            _KNOWN[key] = found
+    return _KNOWN[key]
 
 
 def _count(facts: Facts, sink: Sink, job: MicroBatch, attention: str) -> Counted | None:

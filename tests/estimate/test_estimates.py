@@ -229,7 +229,7 @@ def test_a_pipeline_waits():
 
 @pytest.mark.parametrize("kind", [profiles.Hardware, profiles.Stack])
 def test_shipped_profiles_are_whole_and_have_sources(kind):
-    marker = {profiles.Hardware: "ranks_per_node", profiles.Stack: "kernels_a_layer"}[kind]
+    marker = {profiles.Hardware: "ranks_per_node", profiles.Stack: "launches_a_unit"}[kind]
     read = {profiles.Hardware: hardware, profiles.Stack: stack}[kind]
     names = profiles.shipped(marker)
     assert len(names) >= 3
