@@ -17,7 +17,7 @@ from planc.estimate.candidates import WAYS_OUT, Candidate, Candidates, Tally
 from planc.estimate.choice import Choice, Space
 from planc.estimate.derived_counts import DerivedCounts
 from planc.estimate.from_plan import Batch, masters
-from planc.estimate.moments import GIB
+from planc.estimate.memory import GIB
 from planc.estimate.search import Found, search
 from planc.model.facts import Facts
 from planc.plan import elaborate, former

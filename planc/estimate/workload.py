@@ -35,14 +35,6 @@ class Sharding(StrEnum):
     FULL = "full"
 
 
-class Kind(StrEnum):
-    ALL_REDUCE = "all-reduce"
-    ALL_GATHER = "all-gather"
-    REDUCE_SCATTER = "reduce-scatter"
-    ALL_TO_ALL = "all-to-all"
-    SEND = "send"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
     """Ranks that communicate.
@@ -111,9 +103,9 @@ class Attention:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collective:
-    """`count` collectives of `size` bytes: of the whole tensor, not of one rank's part."""
+    """`count` collectives of a kind of `planc.lowering.step`; `size`: bytes of the whole tensor."""
 
-    kind: Kind
+    kind: str
     size: float
     group: Group
     count: int = 1

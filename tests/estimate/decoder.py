@@ -14,13 +14,13 @@ from planc.estimate.workload import (
     Collective,
     ElementSizes,
     Group,
-    Kind,
     Layer,
     Matmul,
     Recompute,
     Sharding,
     Workload,
 )
+from planc.lowering.step import GATHER, REDUCE, SCATTER
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,15 +242,15 @@ class _Pieces:
         if self.tensor.size == 1:
             return (), ()
 
-        def of(kind: Kind, count: int) -> Collective:
+        def of(kind: str, count: int) -> Collective:
             return Collective(kind=kind, size=self.stream, group=self.tensor, count=count)
 
         if not self.run.sequence_parallel:
-            both = (of(Kind.ALL_REDUCE, 2),)
+            both = (of(REDUCE, 2),)
             return both, both
         again = 2 if self.kernels.gathers_inputs_again else 0
-        forward = (of(Kind.ALL_GATHER, 2), of(Kind.REDUCE_SCATTER, 2))
-        backward = (of(Kind.ALL_GATHER, 2 + again), of(Kind.REDUCE_SCATTER, 2))
+        forward = (of(GATHER, 2), of(SCATTER, 2))
+        backward = (of(GATHER, 2 + again), of(SCATTER, 2))
         return forward, backward
 
     def _around(self) -> tuple[Collective, ...]:
@@ -259,7 +259,7 @@ class _Pieces:
             return ()
         size = 2.0 * self.tokens * self.context.size * self.model.key_values * self.width
         whole = size / self.tensor.size
-        return (Collective(kind=Kind.ALL_GATHER, size=whole, group=self.context),)
+        return (Collective(kind=GATHER, size=whole, group=self.context),)
 
     def block(self) -> Layer:
         model, t, h = self.model, self.tokens, self.model.hidden
@@ -340,8 +340,8 @@ class _Pieces:
             kernels=4,
             boundary=self.stream / self._sequence,
             kept=self.tokens * 8,
-            forward=_once(forward, Kind.REDUCE_SCATTER),
-            backward=_once(backward, Kind.ALL_GATHER),
+            forward=_once(forward, SCATTER),
+            backward=_once(backward, GATHER),
             lookup=True,
         )
 
@@ -361,15 +361,15 @@ class _Pieces:
             kept=2 * self.stream / self._sequence + self.kernels.loss_kept * logits,
             transient=stack.loss_transient * logits,
             boundary=self.stream / self._sequence,
-            forward=_once(forward, Kind.ALL_GATHER),
-            backward=_once(backward, Kind.REDUCE_SCATTER),
+            forward=_once(forward, GATHER),
+            backward=_once(backward, SCATTER),
             gathered=self.stream if self._sequence > 1 else 0.0,
             loss=True,
             resident=True,
         )
 
 
-def _once(collectives: tuple[Collective, ...], kind: Kind) -> tuple[Collective, ...]:
+def _once(collectives: tuple[Collective, ...], kind: str) -> tuple[Collective, ...]:
     """One of a block's collectives of the kind; one all-reduce without sequence parallelism."""
-    kinds = (kind, Kind.ALL_REDUCE)
+    kinds = (kind, REDUCE)
     return tuple(replace(c, count=1) for c in collectives if c.kind in kinds)

@@ -6,7 +6,7 @@ import measured_steps
 from decoder import KERNELS, Decoder, Run, workload
 from measured_tables import hardware, stack
 
-from planc.estimate.moments import GIB
+from planc.estimate.memory import GIB
 from planc.estimate.step import estimate
 from planc.estimate.workload import ElementSizes, Recompute, Sharding
 

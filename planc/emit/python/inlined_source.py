@@ -43,7 +43,6 @@ _FILES = (
     "pipeline_schedule.py",
     "pipeline_step.py",
     "clipping.py",
-    "async_tensor_parallel.py",
     "optimizer.py",
 )
 

@@ -5,8 +5,9 @@ says nothing: each rank adds its part of one product to another rank's part of a
 data axis should read different rows; where all read the same, the step is that of one rank.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree
 from torch.utils.hooks import RemovableHandle
 
-from planc.diagnostic import PlanError, one_of
+from planc.diagnostic import one_of
 from planc.ops.base import AxisRole
 from planc.ops.context import ContextParallel
 from planc.ops.lowered import Lowered
@@ -35,40 +36,8 @@ _FORMS = "their arguments, or the types and shapes of these,"
 
 Leaves = list[tuple[str, Any]]
 """Everything in the arguments of a call, by a name such as `input_ids`."""
-Finding = Callable[..., PlanError]
 Rows = list[list[int]]
 """A few integers of each rank, by rank."""
-
-
-@dataclass(frozen=True, slots=True)
-class ReadRows:
-    """What the ranks of an axis read in a pass: `rows` waits for it, at the latest one pass later.
-
-    Args:
-        names: of the leaves.
-        what: the pass, as in `forward pass 3`.
-    """
-
-    mesh: DeviceMesh
-    names: tuple[str, ...]
-    what: str
-    rows: Callable[[], Rows]
-
-    def require_equal(self, finding: Finding, of: str, help: str) -> None:
-        """Raises a finding where the rows differ; on every rank of the axis."""
-        every, ranks = self.rows(), distributed.get_process_group_ranks(self.mesh.get_group())
-        found = difference([{str(i): v for i, v in enumerate(row)} for row in every], ranks)
-        if found is None:
-            return
-        unlike = {int(name) - 1 for name in found.names}
-        names = [f"`{name}`" for i, name in enumerate(self.names) if i % _ARGUMENTS in unlike]
-        what = _FORMS if -1 in unlike else one_of(names, last="and")
-        raise finding(
-            f"the ranks {found.ranks} of {'_'.join(self.mesh.mesh_dim_names or ())} {of} and read "
-            f"different inputs in {self.what}: {what} differ{'s' if len(names) == 1 else ''}",
-            *script_line("the inputs are passed here"),
-            help=help,
-        )
 
 
 @dataclass(slots=True)
@@ -79,18 +48,18 @@ class SameRows:
     the next, so none waits: the ranks send a few numbers each, which arrive meanwhile.
 
     Args:
-        finding: makes the error of a message.
-        what, of, help: words of the finding: of a pass, of what the ranks share, and what to do.
+        code, what, of, help: of the finding: what a pass is called, what the ranks share, and what
+            to do.
     """
 
     passes: int
     meshes: tuple[DeviceMesh, ...]
-    finding: Finding
+    code: str
     what: str
     of: str
     help: str
     seen: int = field(default=0, init=False)
-    last: list[ReadRows] = field(default_factory=list, init=False)
+    last: list[Callable[[], None]] = field(default_factory=list, init=False)
 
     def before(self, leaves: Leaves) -> None:
         """Before a pass.
@@ -100,18 +69,37 @@ class SameRows:
         """
         self.settle()
         self.seen += 1
-        names, what = tuple(name for name, _ in leaves), f"{self.what} {self.seen}"
+        names, what = [name for name, _ in leaves], f"{self.what} {self.seen}"
         for mesh in self.meshes:
-            own = _row(leaves, mesh.device_type)
-            self.last.append(ReadRows(mesh, names, what, _sent(own, mesh)))
+            rows = _sent(_row(leaves, mesh.device_type), mesh)
+            self.last.append(partial(self._require_equal, mesh, rows, names, what))
         if self.seen <= self.passes:
             self.settle()
 
     def settle(self) -> None:
         """Compares what the last pass has read, if that is open."""
         last, self.last = self.last, []
-        for each in last:
-            each.require_equal(self.finding, self.of, self.help)
+        for compare in last:
+            compare()
+
+    def _require_equal(
+        self, mesh: DeviceMesh, rows: Callable[[], Rows], names: list[str], what: str
+    ) -> None:
+        """Raises where the rows differ that ranks have sent; on every rank of the axis."""
+        every, ranks = rows(), distributed.get_process_group_ranks(mesh.get_group())
+        found = difference([{str(i): v for i, v in enumerate(row)} for row in every], ranks)
+        if found is None:
+            return
+        unlike = {int(name) - 1 for name in found.names}
+        some = [f"`{name}`" for i, name in enumerate(names) if i % _ARGUMENTS in unlike]
+        said = _FORMS if -1 in unlike else one_of(some, last="and")
+        raise stop(
+            self.code,
+            f"the ranks {found.ranks} of {'_'.join(mesh.mesh_dim_names or ())} {self.of} and read "
+            f"different inputs in {what}: {said} differ{'s' if len(some) == 1 else ''}",
+            *script_line("the inputs are passed here"),
+            help=self.help,
+        )
 
 
 def _sent(own: Tensor, mesh: DeviceMesh) -> Callable[[], Rows]:
@@ -140,25 +128,29 @@ def same_rows(lowered: Lowered, meshes: Meshes, passes: int) -> SameRows | None:
 
     None if there are none, or if a style of the model itself says what each rank passes.
     """
-    axes = [a.name for a in lowered.axes if a.role is AxisRole.TENSOR and a.size > 1]
+    axes = [a.name for a in lowered.axes if a.role is AxisRole.TENSOR]
     styled = (op for op in lowered.ops if isinstance(op, Parallelize))
-    if not (passes and axes) or any(not op.modules.path for op in styled):
+    if any(not op.modules.path for op in styled):
         return None
     help = _SAMPLER.format("tensor axis") + "read the same rows"
-    words = (lambda *a, **k: stop("PL483", *a, **k), "forward pass", "split the same layers", help)
-    return SameRows(passes, tuple(map(meshes.part, axes)), *words)
+    return _along(
+        lowered, axes, meshes, passes, "PL483", "forward pass", "split the same layers", help
+    )
 
 
 def same_batches(lowered: Lowered, meshes: Meshes, passes: int) -> SameRows | None:
     """The batches of ranks that share sequences, or are stages of a pipeline."""
-    parts = [op.axis for op in lowered.ops if isinstance(op, ContextParallel)]
-    stages = [lowered.pipeline.axis] if lowered.pipeline else []
-    axes = [axis for axis in (*parts, *stages) if lowered.axis_size(axis) > 1]
-    if not (passes and axes):
-        return None
+    axes = [op.axis for op in lowered.ops if isinstance(op, ContextParallel)]
+    axes += [lowered.pipeline.axis] if lowered.pipeline else []
     help = _SAMPLER.format("context axis, and of a pipeline,") + "read the same rows"
-    words = (lambda *a, **k: stop("PL545", *a, **k), "batch", "run the same batches", help)
-    return SameRows(passes, tuple(map(meshes.part, axes)), *words)
+    return _along(lowered, axes, meshes, passes, "PL545", "batch", "run the same batches", help)
+
+
+def _along(
+    lowered: Lowered, axes: Sequence[str], meshes: Meshes, passes: int, *words: str
+) -> SameRows | None:
+    wide = tuple(meshes.part(axis) for axis in axes if lowered.axis_size(axis) > 1)
+    return SameRows(passes, wide, *words) if passes and wide else None
 
 
 def _innermost(lowered: Lowered, meshes: Meshes) -> DeviceMesh | None:

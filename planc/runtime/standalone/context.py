@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from planc.runtime.standalone.context_exchange import GatherSequence, HeadsForTokens
+from planc.runtime.standalone.context_exchange import GatherSequence, swapped
 from planc.runtime.standalone.context_loss import PartLoss
 from planc.runtime.standalone.context_positions import (
     PartCache,
@@ -152,8 +152,7 @@ class ContextParallel:
 
     def exchanged(self, value: Tensor, source: int, target: int) -> Tensor:
         """A tensor with a part of dim `source`, and dim `target` of all ranks."""
-        found: Tensor = HeadsForTokens.apply(value, self.group, source, target)
-        return found
+        return swapped(value, self.group, source, target)
 
     def _arguments(self, args: Any, kwargs: Any) -> dict[str, Any]:
         """The arguments of a forward by name."""
