@@ -227,7 +227,7 @@ def test_an_estimate_has_the_collectives_that_a_step_sends(model, settings):
             told[one.kind, " x ".join(one.axes), one.size] += one.times
     for layer, n in (pair for stage in made.work.stages for pair in stage):
         for one in (*layer.forward, *layer.backward, *(layer.repeated or ())):
-            seen[one.kind.value, one.group.name, one.size] += n * one.count * step.passes
+            seen[one.kind, one.group.name, one.size] += n * one.count * step.passes
     assert seen == told and told
 
 
