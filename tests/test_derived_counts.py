@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 
 from planc.diagnostic import Sink
-from planc.estimate.counted import Counted, MicroBatch, Part, Product, Saved
-from planc.estimate.derived_counts import DerivedCounts
+from planc.estimate.counted import Counted, DerivedCounts, MicroBatch, Part, Product, Saved
 from planc.estimate.kept_tensors import count
 from planc.model.load import load
 

@@ -12,16 +12,18 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from planc.diagnostic import Sink
 from planc.estimate.counted import Attended, Counted, MicroBatch, Moved, Part, Product, Saved
-from planc.estimate.kernel_stand_in import Kernel, fused
 from planc.model.cache import entry_name, keep, recall
 from planc.model.config import config_of
 from planc.model.facts import Facts
 from planc.model.layer_kinds import block_kinds, block_lists, entry_kinds
 from planc.model.small.depth import Depth
+
+if TYPE_CHECKING:
+    from planc.estimate.stand_ins import Kernel
 
 _FORMAT = "counted 6"
 """Raised when what is counted changes."""
@@ -114,8 +116,7 @@ def _run(
 ) -> Counted:
     import torch
 
-    from planc.estimate.adapter_stand_in import train_as
-    from planc.estimate.context_stand_in import exchanging
+    from planc.estimate.stand_ins import exchanging, fused, train_as
     from planc.model.sources.huggingface import one_sequence_a_row, quiet
 
     named = _layers(facts, kept)

@@ -15,7 +15,7 @@ from planc.estimate import profiles
 from planc.estimate.answer import Request
 from planc.estimate.candidates import WAYS_OUT, Candidate, Candidates, Tally
 from planc.estimate.choice import Choice, Space
-from planc.estimate.derived_counts import DerivedCounts
+from planc.estimate.counted import DerivedCounts
 from planc.estimate.from_plan import Batch, masters
 from planc.estimate.memory import GIB
 from planc.estimate.search import Found, search

@@ -35,7 +35,6 @@ _FILES = (
     "context_ring.py",
     "context_tokens.py",
     "context_positions.py",
-    "context_loss.py",
     "context.py",
     "documents.py",
     "configuration.py",
