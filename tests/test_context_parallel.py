@@ -17,14 +17,13 @@ from planc.diagnostic import PlanError
 from planc.emit.python.script import render
 from planc.ops.document import digest
 from planc.runtime.executor import apply_lowered
-from planc.runtime.standalone import context as parallel
 from planc.runtime.standalone import (
     context_exchange,
-    context_loss,
     context_positions,
     context_ring,
     context_tokens,
 )
+from planc.runtime.standalone import context as parallel
 from planc.runtime.standalone.context_tokens import ContextError, part_of_batch
 from planc.trial.random_numbers import RankRandom
 from planc.trial.simulate import simulate
@@ -504,7 +503,7 @@ def mean_of_means(monkeypatch):
         model.loss_function = self.function
         return output
 
-    monkeypatch.setattr(context_loss.PartLoss, "leave", leave)
+    monkeypatch.setattr(parallel.PartLoss, "leave", leave)
 
 
 def no_window(monkeypatch):
