@@ -17,13 +17,13 @@ from planc.diagnostic import PlanError
 from planc.emit.python.script import render
 from planc.ops.document import digest
 from planc.runtime.executor import apply_lowered
+from planc.runtime.standalone import context as parallel
 from planc.runtime.standalone import (
     context_exchange,
     context_positions,
     context_ring,
     context_tokens,
 )
-from planc.runtime.standalone import context as parallel
 from planc.runtime.standalone.context_tokens import ContextError, part_of_batch
 from planc.trial.random_numbers import RankRandom
 from planc.trial.simulate import simulate
