@@ -1,4 +1,4 @@
-"""docs/coverage.md is made of rows; the verdict on transformers' own, of what two ranks found."""
+"""docs/generated/coverage.md is made of rows; the verdict on transformers' own, of what two ranks found."""
 
 import json
 import subprocess

@@ -202,7 +202,7 @@ def main():
     parser.add_argument("--vtrain", type=Path, default=DATA / "vtrain_a100_sample.csv")
     options = parser.parse_args()
     print("# The estimate beside measured and published runs\n")
-    print("Written by `make estimate`; [estimate.md](estimate.md) explains the tables.")
+    print("Written by `make estimate`; [estimate.md](../estimate.md) explains the tables.")
     for path in options.playbook or [DATA / "playbook_3.57B.csv"]:
         judge_playbook(path)
     judge_vtrain(options.vtrain)

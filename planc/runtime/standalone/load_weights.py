@@ -66,12 +66,12 @@ def on_meta(model: nn.Module) -> None:
 # Names and shapes ---------------------------------------------------------------------
 
 
-def first_found(found: list[Any]) -> list[Any]:
+def first_found(found: list[Any], group: Any = None) -> list[Any]:
     """This rank's findings, else those of the first rank with some; a collective."""
     everyone: list[Any] = [found]
-    if distributed.get_world_size() > 1:
-        everyone = [None] * distributed.get_world_size()
-        distributed.all_gather_object(everyone, found)
+    if distributed.get_world_size(group) > 1:
+        everyone = [None] * distributed.get_world_size(group)
+        distributed.all_gather_object(everyone, found, group=group)
     return next(filter(None, [found, *everyone]), [])
 
 

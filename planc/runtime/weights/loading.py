@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import Any, BinaryIO, Literal
 from zlib import crc32
 
 import torch
@@ -127,9 +127,14 @@ def load_files(
         report(drawn)
 
 
-def raise_on_all_ranks(findings: list[Diagnostic]) -> None:
-    """Raises on every rank if any rank has findings: its own, else those of the first such rank."""
-    if found := first_found(findings):
+def raise_on_all_ranks(findings: list[Diagnostic], group: Any = None) -> None:
+    """Raises on every rank if any rank has findings: its own, else those of the first such rank.
+
+    Args:
+        findings: those of this rank.
+        group: of all ranks; the default process group, or another one for another thread.
+    """
+    if found := first_found(findings, group):
         raise PlanError(found)
 
 
