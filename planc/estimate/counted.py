@@ -61,7 +61,7 @@ class Product:
 
     @property
     def rows(self) -> int:
-        """Of the first matrix of each, in the mean."""
+        """The rows of the first matrix of each product, in the mean."""
         return -(-self.m // self.count) if self.divided else self.m
 
 

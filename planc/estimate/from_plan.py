@@ -144,7 +144,7 @@ class PlanWork:
 
     @property
     def compute_dtype(self) -> str:
-        """Of most elements of parameters while they compute."""
+        """The dtype of most elements of parameters while they compute."""
         section = self.plan.fsdp
         given = section.precision.param if section and section.precision else None
         return given or self.holdings.main_dtype

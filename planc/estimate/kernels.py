@@ -50,8 +50,8 @@ def _quantized(m: int, n: int, k: int, processors: int) -> float:
 
 
 def attention(part: Attention, hardware: Hardware, pace: float = 1.0) -> float:
-    """Of one forward; a flash kernel computes the causal half, with a mask the whole square, as
-    matmuls do.
+    """Seconds of one forward of attention: a flash kernel computes the causal half, with a mask the
+    whole square, as matmuls do.
 
     A kernel for short heads spends more of its time on the softmax (measured: 64 reaches two
     thirds of 128).

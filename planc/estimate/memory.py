@@ -186,7 +186,7 @@ class _Rank:
         return (*self.whole_gradients(stages),) if self.whole and more else ()
 
     def whole_gradients(self, stages: list[_Stage]) -> Iterable[Item]:
-        """Those of several micro-batches, which FSDP reduces at the end of a step."""
+        """Whole gradients of several micro-batches, which FSDP reduces at the end of a step."""
         width = self.work.precision.reduce
         layers = [pair for stage in stages for pair in stage]
         if trained := sum((layer.parameters - layer.frozen) * n for layer, n in layers):

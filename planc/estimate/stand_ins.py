@@ -69,7 +69,7 @@ class RingAlone(Ring):
 
 
 class Halves(RingMask):
-    """Of the keys of each rank half are computed, as where causal attention is balanced."""
+    """Half of the keys of each rank are computed, as where causal attention is balanced."""
 
     def tiles(self, _owner: int) -> Iterator[tuple[slice, slice, Tensor | None]]:
         yield slice(self.own), slice(-(-self.own // 2)), None

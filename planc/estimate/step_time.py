@@ -154,7 +154,7 @@ class Passes:
             yield layer.apart, *work.apart
 
     def gather(self, layer: Layer) -> float:
-        """Of FSDP's all-gather before each pass of a micro-batch."""
+        """Seconds of FSDP's all-gather before each pass of a micro-batch."""
         if self.work.sharding is not Sharding.FULL:
             return 0.0
         width = layer.width or self.work.precision.compute
@@ -163,7 +163,7 @@ class Passes:
         return sent + self.offloaded(layer)
 
     def reduce(self, layer: Layer) -> float:
-        """Of FSDP's reduce-scatter after each backward, and the all-reduce over replicas."""
+        """Seconds of FSDP's reduce-scatter after a backward, and the all-reduce over replicas."""
         if self.work.sharding is not Sharding.FULL:
             return 0.0
         seconds = 0.0
@@ -174,14 +174,12 @@ class Passes:
         return seconds + self.offloaded(layer)
 
     def offloaded(self, layer: Layer) -> float:
-        """Of the copy of a layer's shards from the host's memory, or of their gradients to it."""
+        """Seconds to copy a layer's shards from the host's memory, or their gradients to it."""
         parts = sum(n / shard.size for n, shard, _ in self._parts(layer))
         return self._copied(parts * self.work.precision.rest) if self.work.offload else 0.0
 
     def parked(self, layer: Layer) -> float:
-        """Of the copy of a layer's activations to the host's memory, or back; the stream that
-        computes makes it, so nothing hides it.
-        """
+        """Seconds to copy offloaded activations; on the compute stream, so not overlapped."""
         return self._copied(layer.stays(self.work.recompute)) if layer.parked else 0.0
 
     def _copied(self, size: float) -> float:
@@ -191,8 +189,8 @@ class Passes:
         return kernels.collective(Collective(kind=kind, size=size, group=group), self.hardware)
 
     def after(self, layer: Layer) -> float:
-        """Of what follows the last backward: replicas' all-reduce, or ZeRO-1's reduce-scatter and
-        the gather of the stepped parameters; one message a layer.
+        """Seconds of what follows the last backward, one message a layer: replicas' all-reduce, or
+        ZeRO-1's reduce-scatter and the gather of the stepped parameters.
         """
         work = self.work
         if work.sharding is Sharding.FULL:
@@ -206,7 +204,7 @@ class Passes:
         )
 
     def optimizer(self, parameters: float) -> float:
-        """Of stepping a rank's share, and of the passes over all it holds (norms, zeroing)."""
+        """Seconds to step a rank's share, and of the passes over all it holds (norms, zeroing)."""
         work = self.work
         share = 1 if work.sharding is Sharding.REPLICATED else work.data.size
         whole = parameters if work.sharding is not Sharding.FULL else parameters / share

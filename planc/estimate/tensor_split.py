@@ -249,7 +249,7 @@ class PartSplit:
         return matmuls, () if "attention" in every else attention
 
     def collectives(self, stage: int | None) -> dict[During, tuple[Collective, ...]]:
-        """Those of each pass of a micro-batch, of all axes that divide activations, as
+        """Collectives of each pass of a micro-batch, of all axes that divide activations, as
         `planc.lowering.sends` has them; bytes that it does not know count as the layer's input.
 
         Args:
