@@ -68,14 +68,17 @@ class Excused:
         return {n: t for n, t in stored.items() if not _inside(n, self.unused)}, new
 
 
+NOTHING = Excused((), ())
+
+
 def load_files(
     model: nn.Module,
     folder: Path,
     *,
     weights: Weights,
     device: str,
-    compare: Compared,
-    excused: Excused,
+    compare: Compared = "samples",
+    excused: Excused = NOTHING,
 ) -> None:
     """Loads a model from a folder of safetensors. Every rank calls it.
 
