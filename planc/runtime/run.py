@@ -32,9 +32,7 @@ from planc.runtime.weights import peft_files, resuming, saving
 from planc.runtime.weights.background import Background
 from planc.runtime.weights.extras import Extra
 from planc.runtime.weights.left_out import frozen_by
-from planc.runtime.weights.loading import Weights
-from planc.runtime.weights.new_parameters import Excused
-from planc.runtime.weights.same_files import Compared
+from planc.runtime.weights.loading import Compared, Excused, Weights
 from planc.version import VERSION
 
 

@@ -15,7 +15,7 @@ import published_runs
 from measured_tables import DATA, hardware, playbook, stack, vtrain
 
 from planc.estimate.measurements import CONSTANTS, calibrated
-from planc.estimate.moments import GIB
+from planc.estimate.memory import GIB
 from planc.estimate.step import estimate
 from planc.estimate.step_time import step_time
 

@@ -268,7 +268,8 @@ def test_the_peak_of_a_rank_is_its_shard_and_one_tensor(four, tmp_path, mesh, we
         assert result["peak"] <= result["shard"] + result["largest"] + 2**16, result
         assert result["peak"] < result["whole"]
         if weights == "slices":  # no tensor at all: the slices come out of the mapped file
-            assert result["peak"] <= result["shard"] + 2**16, result
+            hashed = 2 * 2**20  # of the shards that were read, to compare them before training
+            assert result["peak"] <= result["shard"] + hashed + 2**16, result
 
 
 @pytest.mark.parametrize("kind", ["files", "checkpoint"])

@@ -36,7 +36,6 @@ _FILES = (
     "context_ring.py",
     "context_tokens.py",
     "context_positions.py",
-    "context_loss.py",
     "context.py",
     "documents.py",
     "configuration.py",
@@ -44,7 +43,6 @@ _FILES = (
     "pipeline_schedule.py",
     "pipeline_step.py",
     "clipping.py",
-    "async_tensor_parallel.py",
     "optimizer.py",
 )
 

@@ -182,7 +182,6 @@ class DiffusersBuilder:
     Raises PlanError (no diffusers, or no such class), and ValueError if its inputs are unknown.
     """
 
-    configuration = None
     choice = InputChoice()
     """All inputs of the forward are made by `sample`."""
 

@@ -27,8 +27,7 @@ from planc.runtime.standalone.safetensors_files import StoredTensor
 from planc.runtime.standalone.shards import four_bit_layers, named_tensors
 from planc.runtime.weights import extras, left_out, loading, optimizers
 from planc.runtime.weights.extras import Extra
-from planc.runtime.weights.new_parameters import Excused
-from planc.runtime.weights.same_files import Compared, different_files
+from planc.runtime.weights.loading import Compared, Excused, different_files
 from planc.runtime.weights.saving import METADATA, attempt, saved
 
 _OPTIMIZER, _STEP = "optimizer.", "step"
