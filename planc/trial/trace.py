@@ -26,7 +26,7 @@ _MACHINERY = ("/transformers/utils/", "/transformers/modeling_layers")
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """A tensor that was seen in a run: local, of a DTensor full and with placements."""
+    """A tensor that was seen in a run, on the CPU: local, of a DTensor full and with placements."""
 
     tensor: torch.Tensor
     placements: tuple[Placement, ...] = ()
@@ -35,8 +35,8 @@ class Seen:
     def of(cls, value: torch.Tensor) -> Seen:
         """Gathers a DTensor: a collective that all ranks join, since they run the same code."""
         if isinstance(value, DTensor):
-            return cls(value.detach().full_tensor(), value.placements)
-        return cls(value.detach())
+            return cls(value.detach().full_tensor().cpu(), value.placements)
+        return cls(value.detach().cpu())
 
 
 @dataclass(slots=True)
