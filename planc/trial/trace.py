@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -110,15 +109,6 @@ def named_modules(model: nn.Module) -> dict[str, nn.Module]:
         for name, module in model.named_modules()
         if not isinstance(module, CheckpointWrapper)
     }
-
-
-def run_order(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> tuple[str, ...]:
-    """The names of the modules that a forward pass of a plain model calls, in order."""
-    trace = Trace()
-    with warnings.catch_warnings(), torch.no_grad(), trace.of(dict(model.named_modules())):
-        warnings.simplefilter("ignore")
-        model(**inputs)
-    return tuple(trace.calls)
 
 
 def main_tensor(output: Any) -> torch.Tensor | None:
