@@ -15,7 +15,7 @@ from functools import cached_property
 from math import prod
 from typing import Any, NamedTuple
 
-FORMAT = 4
+FORMAT = 5
 """Raised when the recorded facts or their encoding change."""
 
 VIEWS = frozenset(
@@ -44,6 +44,7 @@ class Operation:
         inputs, outputs: the tensors, by number.
         tokenwise: whether a part of the sequence alone gives that part of the outputs.
         in_place: whether it writes into its first input.
+        draws: whether it draws random numbers.
         moves: the output's dim for each dim of the one input; None where dims keep their distance
             from the end, or where there are several inputs.
         line: in the model's code.
@@ -54,6 +55,7 @@ class Operation:
     outputs: tuple[int, ...]
     tokenwise: bool = False
     in_place: bool = False
+    draws: bool = False
     moves: Mapping[int, int] | None = None
     line: int = 0
 
@@ -242,7 +244,7 @@ def _call(call: FlowCall) -> list[Any]:
             e.name,
             e.inputs,
             e.outputs,
-            e.tokenwise + 2 * e.in_place,
+            e.tokenwise + 2 * e.in_place + 4 * e.draws,
             e.line,
             *([] if e.moves is None else [list(e.moves.items())]),
         ]
@@ -279,6 +281,7 @@ def _operation(data: list[Any]) -> Operation:
         outputs=tuple(outputs),
         tokenwise=bool(flags & 1),
         in_place=bool(flags & 2),
+        draws=bool(flags & 4),
         moves=dict(moves[0]) if moves else None,
         line=line,
     )

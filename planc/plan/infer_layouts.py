@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from planc.diagnostic import Label, Sink
-from planc.model.dataflow import DataFlow
+from planc.model.dataflow import DataFlow, Operation
 from planc.model.facts import Facts, Modules, generic, parse_path
 from planc.model.small.flow import FlowSource, flow_of, flow_source
 from planc.ops.contract import contract
@@ -32,6 +32,8 @@ from planc.plan.kept_layouts import Known, layouts_of
 from planc.plan.stand_in import StandInModel, Unrepresented, variants
 from planc.source import Span
 
+Recorded = tuple[FlowSource, StandInModel, tuple[TensorRule, ...], DataFlow]
+"""A small model, how it stands for the real one, the rules on it, and its data flow."""
 _DEPTHS = (2, 6, 10, 16)
 """The least numbers of layers of the small models that are tried."""
 
@@ -47,10 +49,14 @@ class LayoutClash:
 
 
 def inferred(plan: Plan, facts: Facts, sink: Sink) -> Plan:
-    """The plan with the layouts of all sections that leave them open; reports PL524 to PL526."""
+    """The plan with the layouts of all sections that leave them open, and with what draws random
+    numbers; reports PL524 to PL526.
+    """
     for setting in plan.sequence:
         if plan.mesh.size(setting.axis) > 1 and "tensor" not in plan.broken:
             plan = _Section(plan, facts, setting, sink).inferred()
+    for section, own in () if "tensor" in plan.broken else _stated(plan, facts):
+        plan = section.drawing(plan, section.recorded(own))
     return plan
 
 
@@ -58,13 +64,19 @@ def layout_errors(plan: Plan, facts: Facts) -> Iterator[LayoutClash | TensorRule
     """Yields the rules that must follow from those of sections that state all layouts, and are not
     stated, and where stated layouts do not go with what flows; nothing where the flow is not known.
     """
+    for section, own in _stated(plan, facts):
+        yield from section.errors(own)
+
+
+def _stated(plan: Plan, facts: Facts) -> Iterator[tuple["_Section", tuple[TensorRule, ...]]]:
+    """Yields the sections that state all layouts, each with its rules."""
     axes = dict.fromkeys(r.axis for r in plan.tensor if plan.mesh.size(r.axis) > 1)
     inferred_axes = {setting.axis for setting in plan.sequence}
     for axis in (each for each in axes if each not in inferred_axes):
         own = tuple(replace(r, open=False) for r in plan.tensor if r.axis == axis)
         parts = any(_parts(rule.style) for rule in own)
         setting = SequenceSetting(axis=axis, wanted=parts, origin=own[0].origin)
-        yield from _Section(plan, facts, setting, Sink()).errors(own)
+        yield _Section(plan, facts, setting, Sink()), own
 
 
 def _parts(style: Style) -> bool:
@@ -88,7 +100,7 @@ class _Section:
         own = tuple(r for r in plan.tensor if r.axis == setting.axis)
         if not own:
             return plan
-        found = self._recorded(own)
+        found = self.recorded(own)
         if isinstance(found, Unrepresented | str):
             return self._unknown(found)
         source, state, small, flow = found
@@ -104,11 +116,20 @@ class _Section:
         if setting.wanted is not False and not layouts.everywhere:
             self._in_part(flow, layouts)
         sequence = tuple(settled if s is setting else s for s in plan.sequence)
-        return replace(plan, tensor=(*rules, *others), sequence=sequence)
+        return self.drawing(replace(plan, tensor=(*rules, *others), sequence=sequence), found)
+
+    def drawing(self, plan: Plan, found: Recorded | Unrepresented | str) -> Plan:
+        """The plan with the lines that draw in the recorded forward, outside of nn.Dropout."""
+        if isinstance(found, Unrepresented | str):
+            return plan
+        source, *_, flow = found
+        outside = (c for c in flow.calls if source.facts.at(c.name).module.kind != "dropout")
+        drawn = (e for c in outside for e in c.body if isinstance(e, Operation) and e.draws)
+        return replace(plan, draws=tuple(dict.fromkeys(str(flow.lines[e.line]) for e in drawn)))
 
     def errors(self, own: tuple[TensorRule, ...]) -> Iterator[LayoutClash | TensorRule]:
         """What complete rules lack, and where they do not go together: as of `layout_errors`."""
-        found = self._recorded(own)
+        found = self.recorded(own)
         if isinstance(found, Unrepresented | str):
             return
         _, state, small, flow = found
@@ -122,9 +143,7 @@ class _Section:
         made = _Carried(flow, state, small, layouts, self.setting)
         yield from (rule.sized(self.facts) for rule in made.rules(own) if rule.inferred)
 
-    def _recorded(
-        self, own: tuple[TensorRule, ...]
-    ) -> tuple[FlowSource, StandInModel, tuple[TensorRule, ...], DataFlow] | Unrepresented | str:
+    def recorded(self, own: tuple[TensorRule, ...]) -> Recorded | Unrepresented | str:
         """The shallowest small model whose blocks stand for all real ones, the rules on it, and its
         data flow; or why there is none.
         """

@@ -209,19 +209,22 @@ class _Recorder(TorchFunctionMode):  # type: ignore[misc]
         writes = writes or (name.endswith("_") and not name.endswith("__"))
         small = bool(self.open) and len(inputs) < _MOST_INPUTS
         held = {id(t): t.clone() if writes else t for t in inputs} if small else {}
+        before = torch.get_rng_state()
         out = func(*args, **kwargs)
+        draws = not torch.equal(before, torch.get_rng_state())
         outputs = [t for t in tree_leaves(out) if _is_tensor(t)]
         if name == "__setitem__":
             outputs = inputs[:1]
         if self.open and outputs:
-            self._add(_Run(func, args, kwargs, name, held, outputs), inputs, writes)
+            self._add(_Run(func, args, kwargs, name, held, outputs, draws), inputs, writes)
         return out
 
     def _add(self, run: _Run, inputs: list[torch.Tensor], writes: bool) -> None:
         taken = tuple(self.number(t) for t in inputs)
         given = tuple(self.number(t) for t in run.outputs)
         living = any(t in self.live for t in taken)
-        if any(t in self.derived for t in taken) or any(self._hidden(t) for t in inputs):
+        known = any(t in self.derived for t in taken) or any(self._hidden(t) for t in inputs)
+        if known or run.draws:
             self.derived.update(given)
         else:
             self.derived.difference_update(given)
@@ -240,6 +243,7 @@ class _Recorder(TorchFunctionMode):  # type: ignore[misc]
                 outputs=given,
                 tokenwise=bool(tokens and run.held and run.tokenwise(self.rows, self.tokens)),
                 in_place=writes,
+                draws=run.draws,
                 moves=run.moves(inputs[0]) if one else None,
                 line=self.line(),
             )
@@ -262,6 +266,7 @@ class _Run(NamedTuple):
     name: str
     held: Mapping[int, torch.Tensor]
     outputs: list[torch.Tensor]
+    draws: bool
 
     def again(self, change: Callable[[Any], Any]) -> list[torch.Tensor]:
         """The outputs with other inputs. Raises what the function raises."""
@@ -279,6 +284,8 @@ class _Run(NamedTuple):
         if self.name in VIEWS:  # sizes may be stated in numbers: by the shapes
             first = next(iter(self.held.values()))
             return (rows in first.shape) == (rows in self.outputs[0].shape)
+        if self.draws:  # other numbers each time: by the shapes, as dropout has them
+            return [t.shape for t in self.held.values()] == [t.shape for t in self.outputs]
         for start, end in ((0, tokens // 2), (tokens // 2, tokens)):
 
             def part(value: Any, start: int = start, end: int = end) -> Any:
@@ -304,7 +311,7 @@ class _Run(NamedTuple):
         which holds the ranks' slices. None where each keeps its place.
         """
         out = self.outputs[0]
-        if source.shape == out.shape and self.name.startswith(_OF_SHAPES):
+        if source.shape == out.shape and (self.draws or self.name.startswith(_OF_SHAPES)):
             return None
         if source.numel() != out.numel():
             return None if source.dim() == out.dim() else {}
