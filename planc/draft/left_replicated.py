@@ -82,7 +82,7 @@ def _why(name: str, facts: Facts, search: Search) -> str:
     tried = (*search.parts.get(path, ()), *search.outside)
     choice = next((c for c in tried if inner in c.members or name in c.members), None)
     if choice is not None:
-        return choice.clash or "no way to shard it was right"
+        return choice.why or "no way to shard it was right"
     if search.given is not None:
         return "transformers' own plan does not split it"
     module = modules.module

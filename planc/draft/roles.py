@@ -12,7 +12,8 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from math import prod
 
 from planc.model.dataflow import DataFlow
 from planc.model.facts import Facts, Module, Modules
@@ -34,12 +35,26 @@ _LINEAR = ("linear", "conv1d")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Linear:
-    """A linear of a block, by its name in it (`*` for entries of a list), its features and kind."""
+    """A linear of a block, by its name in it (`*` for entries of a list).
+
+    Args:
+        inputs, outputs: its features.
+        parts: of its output, as the model's code cuts it; empty where it does not.
+        heads: the numbers of heads that the code views the parts as.
+        size: of a head; 0 if there are none.
+    """
 
     name: str
     inputs: int
     outputs: int
-    kind: str = "linear"
+    parts: tuple[int, ...] = ()
+    heads: frozenset[int] = frozenset()
+    size: int = 0
+
+    @property
+    def part(self) -> int:
+        """The features of the largest part of its output."""
+        return max(self.parts, default=self.outputs)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -118,13 +133,20 @@ class RunRecord:
 
     order: tuple[str, ...]
     width: int
+    flow: DataFlow
 
     @classmethod
     def of(cls, flow: DataFlow) -> RunRecord:
         names = dict.fromkeys(call.name for call in flow.calls if call.name)
         taken = (t for call in flow.calls for t in call.taken if t in flow.live)
         widths = Counter(flow.shapes[t][-1] for t in taken if len(flow.shapes[t]) == 3)
-        return cls(order=tuple(names), width=max(widths, key=lambda w: widths[w], default=0))
+        width = max(widths, key=lambda w: widths[w], default=0)
+        return cls(order=tuple(names), width=width, flow=flow)
+
+    def cut(self, linear: Linear, name: str) -> Linear:
+        """A linear, by its name in the model, with what the code makes of its output."""
+        call = next((c for c in self.flow.calls if c.name == name and c.linear and c.given), None)
+        return linear if call is None else _cut(linear, call.given[0], self.flow)
 
 
 # Blocks ------------------------------------------------------------------------------------------
@@ -162,7 +184,8 @@ def _blocks(at: Modules, ran: RunRecord | None) -> Blocks:
             names = _by_run(names, first, path, rows, ran)
         kinds.append([n for n in names if _useful(n, found[n].module)])
         for name in kinds[-1]:
-            linears.setdefault(name, _linear(name, found[name].module))
+            linear = _linear(name, found[name].module)
+            linears.setdefault(name, ran.cut(linear, f"{first}.{name}") if ran else linear)
         for name, modules in found.items():
             if sum(len(p.shape) == 3 for p in modules.module.parameters) > 1:
                 experts[name] = modules.module
@@ -199,8 +222,41 @@ def _useful(name: str, module: Module) -> bool:
 def _linear(name: str, module: Module) -> Linear:
     one, two = module.parameters[0].shape
     if module.kind == "conv1d":
-        return Linear(name=name, inputs=one, outputs=two, kind="conv1d")
+        return Linear(name=name, inputs=one, outputs=two)
     return Linear(name=name, inputs=two, outputs=one)
+
+
+def _cut(linear: Linear, tensor: int, flow: DataFlow) -> Linear:
+    """A linear with the parts and heads of its output, by the shapes that the code makes of it."""
+    shape, users = flow.shapes[tensor], flow.users.get(tensor, ())
+    made = [t for one in users for t in one.outputs]
+    if len(made) == 1 and flow.shapes[made[0]] == shape:
+        return _cut(linear, made[0], flow)
+    sizes = tuple(flow.shapes[t][-1] for t in made if flow.shapes[t][:-1] == shape[:-1])
+    if len(sizes) > 1 and sum(sizes) == shape[-1]:
+        views = [_view(flow.shapes[t], flow, t) for t in made]
+    else:
+        dims = _view(shape, flow, tensor)
+        few = dims[0] if len(dims) > 2 and dims[0] in _FEW else 0
+        sizes = (shape[-1] // few,) * few if few else ()
+        views = [dims[1:] if few else dims]
+    heads = {n for dims in views for n in (*dims[:-1], prod(dims[:-1])) if n > 1}
+    size = min((dims[-1] for dims in views if dims), default=0)
+    return replace(linear, parts=sizes, heads=frozenset(heads), size=size)
+
+
+_FEW = (2, 3)
+"""How many parts a view can have: keys and values, with or without queries."""
+
+
+def _view(shape: tuple[int, ...], flow: DataFlow, tensor: int) -> tuple[int, ...]:
+    """The dims that the features of a tensor are viewed as; empty for no such view."""
+    for one in flow.users.get(tensor, ()):
+        for made in (flow.shapes[t] for t in one.outputs):
+            dims = made[len(shape) - 1 :]
+            if len(made) > len(shape) and prod(dims) == shape[-1]:
+                return dims
+    return ()
 
 
 def _projection_groups(linears: list[Linear], width: int) -> Iterator[ProjectionGroup]:

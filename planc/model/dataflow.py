@@ -178,6 +178,16 @@ class DataFlow:
                 found.setdefault(tensor, []).append(call)
         return {tensor: tuple(some) for tensor, some in found.items()}
 
+    @cached_property
+    def users(self) -> Mapping[int, tuple[Operation, ...]]:
+        """The operations that take each tensor."""
+        found: dict[int, list[Operation]] = {}
+        inside = (event for call in self.calls for event in call.body)
+        for one in (event for event in inside if isinstance(event, Operation)):
+            for tensor in {*one.inputs}:
+                found.setdefault(tensor, []).append(one)
+        return {tensor: tuple(some) for tensor, some in found.items()}
+
 
 # As plain data ------------------------------------------------------------------------------------
 

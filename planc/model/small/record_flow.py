@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from planc.model.dataflow import VIEWS, DataFlow, FlowCall, Line, Operation
 from planc.model.small.input_search import BatchShape
-from planc.model.small.stack_frames import of_torch_or_planc
+from planc.model.small.stack_frames import of_a_model
 from planc.model.small.transformers_model import without_cache
 from planc.model.small.user_model import ModelBuilder
 
@@ -31,11 +31,6 @@ _SHAPES = (
 )
 """The batches that are tried: as many rows and tokens as no width of a small model."""
 
-_MACHINERY = re.compile(
-    r"/transformers/(utils/|modeling_layers|integrations|activations)"
-    r"|/functools\.py|/contextlib\.py"
-)
-"""The paths of what runs a model, whose lines are not its own."""
 _LONGEST = 100
 _MOST_INPUTS = 40
 
@@ -145,7 +140,7 @@ class _Recorder(TorchFunctionMode):  # type: ignore[misc]
     def line(self) -> int:
         """The line of the model's code that runs."""
         frame: Any = sys._getframe(2)
-        while frame is not None and _machinery(frame.f_code.co_filename):
+        while frame is not None and not of_a_model(frame.f_code.co_filename):
             frame = frame.f_back
         if frame is None:
             return 0
@@ -352,11 +347,6 @@ def _close(one: torch.Tensor, two: torch.Tensor) -> bool:
     wide = torch.complex128 if one.is_complex() or two.is_complex() else torch.float64
     pair = one.to(wide), two.to(wide)
     return bool(torch.allclose(*pair, rtol=1e-3, atol=1e-5, equal_nan=True))
-
-
-def _machinery(path: str) -> bool:
-    """Whether a file runs models, and its lines are not a model's own."""
-    return of_torch_or_planc(path) or _MACHINERY.search(path) is not None
 
 
 def _is_tensor(value: Any) -> bool:
