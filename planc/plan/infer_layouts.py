@@ -10,7 +10,7 @@ proof does not know which rule was inferred.
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from planc.diagnostic import Label, Sink
+from planc.diagnostic import Label, Sink, one_of
 from planc.model.dataflow import DataFlow, Operation
 from planc.model.facts import Facts, Modules, generic, parse_path
 from planc.model.small.flow import FlowSource, flow_of, flow_source
@@ -20,6 +20,7 @@ from planc.ops.styles import (
     Attributes,
     Colwise,
     Experts,
+    Input,
     MlaKv,
     Replicate,
     Rowwise,
@@ -55,8 +56,8 @@ def inferred(plan: Plan, facts: Facts, sink: Sink) -> Plan:
     for setting in plan.sequence:
         if plan.mesh.size(setting.axis) > 1 and "tensor" not in plan.broken:
             plan = _Section(plan, facts, setting, sink).inferred()
-    for section, own in () if "tensor" in plan.broken else _stated(plan, facts):
-        plan = section.drawing(plan, section.recorded(own))
+    for section, own in () if "tensor" in plan.broken else _stated(plan, facts, sink):
+        plan = section.observed(plan, section.recorded(own))
     return plan
 
 
@@ -64,11 +65,13 @@ def layout_errors(plan: Plan, facts: Facts) -> Iterator[LayoutClash | TensorRule
     """Yields the rules that must follow from those of sections that state all layouts, and are not
     stated, and where stated layouts do not go with what flows; nothing where the flow is not known.
     """
-    for section, own in _stated(plan, facts):
+    for section, own in _stated(plan, facts, Sink()):
         yield from section.errors(own)
 
 
-def _stated(plan: Plan, facts: Facts) -> Iterator[tuple["_Section", tuple[TensorRule, ...]]]:
+def _stated(
+    plan: Plan, facts: Facts, sink: Sink
+) -> Iterator[tuple["_Section", tuple[TensorRule, ...]]]:
     """Yields the sections that state all layouts, each with its rules."""
     axes = dict.fromkeys(r.axis for r in plan.tensor if plan.mesh.size(r.axis) > 1)
     inferred_axes = {setting.axis for setting in plan.sequence}
@@ -76,7 +79,7 @@ def _stated(plan: Plan, facts: Facts) -> Iterator[tuple["_Section", tuple[Tensor
         own = tuple(replace(r, open=False) for r in plan.tensor if r.axis == axis)
         parts = any(_parts(rule.style) for rule in own)
         setting = SequenceSetting(axis=axis, wanted=parts, origin=own[0].origin)
-        yield _Section(plan, facts, setting, Sink()), own
+        yield _Section(plan, facts, setting, sink), own
 
 
 def _parts(style: Style) -> bool:
@@ -104,7 +107,8 @@ class _Section:
         if isinstance(found, Unrepresented | str):
             return self._unknown(found)
         source, state, small, flow = found
-        layouts = self._layouts(flow, small)
+        plan = self.observed(plan, found)
+        layouts = None if "tensor" in plan.broken else self._layouts(flow, small)
         if layouts is None:
             return replace(plan, broken=plan.broken | {"tensor"})
         made = _Carried(flow, state, small, layouts, setting)
@@ -116,16 +120,51 @@ class _Section:
         if setting.wanted is not False and not layouts.everywhere:
             self._in_part(flow, layouts)
         sequence = tuple(settled if s is setting else s for s in plan.sequence)
-        return self.drawing(replace(plan, tensor=(*rules, *others), sequence=sequence), found)
+        return replace(plan, tensor=(*rules, *others), sequence=sequence)
 
-    def drawing(self, plan: Plan, found: Recorded | Unrepresented | str) -> Plan:
-        """The plan with the lines that draw in the recorded forward, outside of nn.Dropout."""
+    def observed(self, plan: Plan, found: Recorded | Unrepresented | str) -> Plan:
+        """The plan with the lines of code outside of nn.Dropout that draw random numbers; reports
+        PL528: a rule for an input that a module did not get.
+        """
         if isinstance(found, Unrepresented | str):
             return plan
-        source, *_, flow = found
+        source, _, small, flow = found
+        before = self.sink.errors
+        for rule in {r.origin: r for r in small if isinstance(r.style, Input)}.values():
+            self._ungiven(rule, flow)
+        broken = {"tensor"} if self.sink.errors > before else set[str]()
         outside = (c for c in flow.calls if source.facts.at(c.name).module.kind != "dropout")
         drawn = (e for c in outside for e in c.body if isinstance(e, Operation) and e.draws)
-        return replace(plan, draws=tuple(dict.fromkeys(str(flow.lines[e.line]) for e in drawn)))
+        lines = dict.fromkeys((*plan.draws, *(str(flow.lines[e.line]) for e in drawn)))
+        return replace(plan, draws=tuple(lines), broken=plan.broken | broken)
+
+    def _ungiven(self, rule: TensorRule, flow: DataFlow) -> None:
+        """Reports the inputs that a rule states and no call of its modules has."""
+        names = {flow.alias.get(name, name) for name in rule.modules.names()}
+        calls = [call for call in flow.calls if call.name in names]
+        given = dict.fromkeys(key for call in calls for key, _ in call.arguments)
+        assert isinstance(rule.style, Input)
+        places = ((str(i), change) for i, change in enumerate(rule.style.positional))
+        stated = {key: change for key, change in (*places, *rule.style.named) if change}
+        lacking = next((key for key in stated if key not in given), None)
+        if not calls or lacking is None:
+            return
+        keywords = [f"`{key}`" for key in given if not key.isdecimal()]
+        count = len(given) - len(keywords)
+        came = [f"{count} by position"] * bool(count) + [f"{k} by keyword" for k in keywords]
+        first = next((key for key in given if not key.isdecimal()), "NAME")
+        name = f"{first} = " if lacking.isdecimal() else ""
+        by = f"at position {int(lacking) + 1}" if name else f"by the keyword `{lacking}`"
+        self.sink.error(
+            "PL528",
+            f"no tensor comes to `{generic(calls[0].name)}` {by}",
+            rule.origin,
+            facts=[
+                f"tensors that come: {one_of(came, last='and') or 'none'}",
+                f"the model's own code: {flow.lines[calls[0].line]}",
+            ],
+            help=f"name the input as the code passes it: `input({name}{stated[lacking]})`",
+        )
 
     def errors(self, own: tuple[TensorRule, ...]) -> Iterator[LayoutClash | TensorRule]:
         """What complete rules lack, and where they do not go together: as of `layout_errors`."""
