@@ -129,12 +129,12 @@ def _counts(projections: ProjectionGroup, holder: Module | None) -> list[str]:
 
 def _sinks(projections: ProjectionGroup, holder: Module | None) -> StyleRules:
     """Rules for the attention module's own parameters with one number per head: attention sinks."""
-    if holder is None or not projections.attention:
+    heads = {n for linear in projections.colwise for n in linear.heads}
+    shapes = [p.shape for p in holder.parameters] if holder else []
+    if not shapes or any(len(shape) != 1 or shape[0] not in heads for shape in shapes):
         return {}
-    per_head = [p.name for p in holder.parameters if len(p.shape) == 1]
-    if not per_head or len(per_head) != len(holder.parameters):
-        return {}
-    return {projections.holder: f"parameters({', '.join(f'{n} = shard(0)' for n in per_head)})"}
+    names = [p.name for p in holder.parameters] if holder else []
+    return {projections.holder: f"parameters({', '.join(f'{n} = shard(0)' for n in names)})"}
 
 
 def _parts(linear: Linear, projections: ProjectionGroup, facts: Facts) -> str:

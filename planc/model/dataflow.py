@@ -9,13 +9,13 @@ serves every plan and every setting.
 import base64
 import json
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 from typing import Any, NamedTuple
 
-FORMAT = 5
+FORMAT = 6
 """Raised when the recorded facts or their encoding change."""
 
 VIEWS = frozenset(
@@ -58,6 +58,11 @@ class Operation:
     draws: bool = False
     moves: Mapping[int, int] | None = None
     line: int = 0
+
+    @property
+    def adds(self) -> bool:
+        """Whether it is a sum of its inputs."""
+        return self.name.strip("_") in ("add", "radd", "iadd")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -181,10 +186,20 @@ class DataFlow:
     @cached_property
     def users(self) -> Mapping[int, tuple[Operation, ...]]:
         """The operations that take each tensor."""
+        return self._operations(lambda one: one.inputs)
+
+    @cached_property
+    def makers(self) -> Mapping[int, tuple[Operation, ...]]:
+        """The operations that give each tensor, or write into it."""
+        return self._operations(lambda one: one.outputs)
+
+    def _operations(
+        self, tensors: Callable[[Operation], Sequence[int]]
+    ) -> Mapping[int, tuple[Operation, ...]]:
         found: dict[int, list[Operation]] = {}
         inside = (event for call in self.calls for event in call.body)
         for one in (event for event in inside if isinstance(event, Operation)):
-            for tensor in {*one.inputs}:
+            for tensor in {*tensors(one)}:
                 found.setdefault(tensor, []).append(one)
         return {tensor: tuple(some) for tensor, some in found.items()}
 

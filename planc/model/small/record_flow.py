@@ -163,7 +163,7 @@ class _Recorder(TorchFunctionMode):  # type: ignore[misc]
             outputs=(),
             weights=tuple((n, self.number(p)) for n, p in parameters if p is not None),
             leaf=not any(True for child in module.children() for _ in child.parameters()),
-            linear=type(module).__name__ in ("Linear", "Conv1D"),
+            linear=isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D",
             line=self.line(),
         )
         self.open.append(_Open(call))
