@@ -154,7 +154,6 @@ def _rows(block: Modules, path: str) -> frozenset[str]:
 
 def _blocks(at: Modules, ran: RunRecord | None) -> Blocks:
     path = str(at)
-    linears: dict[str, Linear] = {}
     experts: dict[str, Module] = {}
     projection_groups: dict[str, ProjectionGroup] = {}
     for child in at.module.children:
@@ -163,11 +162,10 @@ def _blocks(at: Modules, ran: RunRecord | None) -> Blocks:
         rows = _rows(block, path)
         found = {_inner(next(m.names()), path, rows): m for m in block.below()}
         names = [n for n, m in found.items() if m.module.kind in _LINEAR]
-        for name in (n for n in names if _useful(n, found[n].module)):
-            linears.setdefault(name, _linear(name, found[name].module))
+        linears = [_linear(n, found[n].module) for n in names if _useful(n, found[n].module)]
         if ran is not None:
-            own = _calls(first, path, rows, ran.flow)
-            for group in _projection_groups([linears[n] for n in names if n in linears], own, ran):
+            calls = _calls(first, path, rows, ran.flow)
+            for group in _projection_groups(linears, calls, ran):
                 projection_groups.setdefault(group.rowwise.name, group)
         for name, modules in found.items():
             if sum(len(p.shape) == 3 for p in modules.module.parameters) > 1:
