@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from planc.draft.roles import Blocks, Linear, ProjectionGroup
-from planc.model.facts import Facts, Module
+from planc.model.facts import Facts, Module, generic
 from planc.model.module_table import SAME
 from planc.proof.small_mesh import RANKS
 
@@ -75,7 +75,8 @@ class SplitChoice:
 
 def split_choices(blocks: Blocks, facts: Facts, holders: Mapping[str, Module]) -> list[SplitChoice]:
     """The parts of the blocks that can be split; sizes are expressions over a configuration."""
-    found = [_projections(s, facts, holders.get(s.holder)) for s in blocks.projection_groups]
+    every = blocks.projection_groups
+    found = [_projections(s, facts, holders.get(generic(s.holder))) for s in every]
     return found + [experts_choice(name, module) for name, module in blocks.experts.items()]
 
 

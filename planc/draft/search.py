@@ -231,7 +231,7 @@ class Search:
         """The block list that contains a module, and the module's name in the block."""
         for path in self.parts:
             if name.startswith(f"{path}."):
-                return path, generic(name[len(path) + 1 :].partition(".")[2])
+                return path, name[len(path) + 1 :].partition(".")[2]
         return None, name
 
     def _blamed(self, outcome: Outcome) -> list[SplitChoice]:
@@ -285,16 +285,12 @@ def _refused(file: ast.File, sink: Sink) -> Iterator[Discrepancy]:
 
 def _concerns(choice: SplitChoice, inner: str) -> bool:
     """Whether a name is a module of the choice, inside one or directly around one."""
-    if not inner:
-        return False
+    names = {inner, generic(inner)} - {""}
     return any(
-        inner == generic(m)
-        or inner == m
-        or inner.startswith(f"{m}.")
-        or m.startswith(f"{inner}.")
-        or _braces(inner, m)
+        name in (m, generic(m)) or f"{name}.".startswith(f"{m}.") or f"{m}.".startswith(f"{name}.")
         for m in choice.members
-    )
+        for name in names
+    ) or any(_braces(inner, m) for m in choice.members)
 
 
 def _braces(selector: str, name: str) -> bool:
