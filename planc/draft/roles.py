@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
 
@@ -242,7 +242,9 @@ def _projection_groups(
     run = [known[name] for name in calls if name in known]
     width = Counter(one.inputs for one in run).most_common(1)[0][0] if run else 0
     made = {t: one.name for one in run for call in calls[one.name] for t in call.given}
-    before = {one.name: {*_before(calls[one.name], made, width, ran.flow)} for one in run}
+    taken = (ran.flow.shapes[t] for one in run for call in calls[one.name] for t in call.taken[:1])
+    hidden = {shape for shape in taken if shape[-1:] == (width,)}
+    before = {one.name: {*_before(calls[one.name], made, hidden, ran.flow)} for one in run}
     inner = {name for names in before.values() for name in names}
     rowwise: list[Linear] = []
     for last in run:
@@ -256,9 +258,14 @@ def _projection_groups(
 
 
 def _before(
-    calls: Iterable[FlowCall], made: Mapping[int, str], width: int, flow: DataFlow
+    calls: Iterable[FlowCall],
+    made: Mapping[int, str],
+    hidden: Container[tuple[int, ...]],
+    flow: DataFlow,
 ) -> Iterator[str]:
-    """Yields the linears whose outputs reach a linear with these calls, the nearest alone."""
+    """Yields the linears whose outputs reach a linear with these calls, the nearest alone, and not
+    through a sum of hidden states, which have these shapes.
+    """
     waiting, seen = [t for call in calls for t in call.taken], set[int]()
     while waiting:
         if (tensor := waiting.pop()) in seen:
@@ -270,7 +277,7 @@ def _before(
         for one in flow.makers.get(tensor, ()):
             shape = flow.shapes[tensor]
             alike = [t for t in one.inputs if t in flow.live and flow.shapes[t] == shape]
-            if not (one.adds and len(alike) > 1 and shape[-1:] == (width,)):
+            if not (one.adds and len(alike) > 1 and shape in hidden):
                 waiting += one.inputs
 
 
