@@ -241,6 +241,7 @@ _ROWS: tuple[tuple[str, str, Phase, str], ...] = (
     ("PL525", "error", "plan", "no layouts go with these splits"),
     ("PL526", "error", "plan", "hidden states cannot be parts of the sequence"),
     ("PL527", "info", "plan", "hidden states are whole in some blocks"),
+    ("PL528", "error", "plan", "an input that does not come"),
     ("PL530", "error", "plan", "the loss cannot be computed in this module"),
     ("PL531", "error", "plan", "a head whose style is not that of its loss"),
     ("PL540", "error", "plan", "context-parallel ranks whose gradients nothing averages"),
