@@ -38,7 +38,7 @@ from planc.runtime.weights.stored_tensors import ConvertedTensor, made
 Weights = Literal["slices", "rank0"]
 Quantized = tuple[str | None, tuple[int, ...]]
 PLAIN: Quantized = (None, ())
-_BLOCK = (128, 128)
+_SQUARE = (128, 128)
 Compared = Literal["samples", "files"]
 _NOTHING_LOADED = "nothing was loaded: build the model from the configuration beside the weights"
 _MAY_LACK = '; for a new head, pass `new=["score"]`, and `unused=["lm_head"]` for one of the folder'
@@ -165,7 +165,7 @@ def _plain(
         findings += [problem("PL496", text) for text in problems]
         return found
     for kind in ("fp8", "mxfp4"):
-        if len(dequantized(stored, [], kind, _BLOCK)) < len(stored):
+        if len(dequantized(stored, [], kind, _SQUARE)) < len(stored):
             text = f"the folder stores weights in {kind}, with scales"
             help = f"write `dequantize = {kind}` into the load section of the plan"
             findings.append(problem("PL457", text, help=help))
