@@ -17,6 +17,7 @@ from planc.compiler import Compiled, Draft
 from planc.diagnostic import Severity, Sink
 from planc.model import cache
 from planc.model.facts import Facts, below
+from planc.model.sources.isolation import random_numbers_kept
 from planc.ops.activation_checkpoint import Checkpoint
 from planc.ops.context import ContextParallel
 from planc.ops.expert_parallel import DispatchExperts
@@ -166,6 +167,7 @@ _WORDS = ("proved", "refuted", "unknown")
 _ERRORS = ("logits", "loss", "gradient", "norm", "parameters")
 
 
+@random_numbers_kept()
 def flow(
     compiled: Compiled,
     sink: Sink,

@@ -209,7 +209,7 @@ def _counts(model: nn.Module, inputs: Inputs) -> bool:
     try:
         for count in (1.0, 2.0):
             with torch.no_grad(), torch.random.fork_rng(devices=()):
-                torch.manual_seed(0)
+                torch.random.default_generator.manual_seed(0)
                 losses.append(float(model(**inputs, **{COUNT: count}).loss))
     except Exception:
         return False

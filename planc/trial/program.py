@@ -206,7 +206,9 @@ def _as_one_step(reference: Reference, batches: Batches) -> None:
 
 def seed_rank(rank: int) -> None:
     """Seeds a rank before the plan is applied: otherwise than the others, as in a real run."""
-    torch.manual_seed(SEED + rank)
+    torch.random.default_generator.manual_seed(SEED + rank)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed(SEED + rank)
 
 
 def _other_batches(
