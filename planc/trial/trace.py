@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -17,16 +16,16 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from planc.model.facts import below
-from planc.model.small.stack_frames import of_torch_or_planc
+from planc.model.small.stack_frames import of_a_model
 from planc.runtime.standalone.shards import WRAPPERS, plain_name
 
-_MACHINERY = ("/transformers/utils/", "/transformers/modeling_layers")
-"""The paths of transformers, beside torch and planc, whose lines are not a model's own."""
+_PROGRAM = "planc/trial/program.py"
+"""What calls models: whatever has called it is no code of theirs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """A tensor that was seen in a run: local, of a DTensor full and with placements."""
+    """A tensor that was seen in a run, on the CPU: local, of a DTensor full and with placements."""
 
     tensor: torch.Tensor
     placements: tuple[Placement, ...] = ()
@@ -35,8 +34,8 @@ class Seen:
     def of(cls, value: torch.Tensor) -> Seen:
         """Gathers a DTensor: a collective that all ranks join, since they run the same code."""
         if isinstance(value, DTensor):
-            return cls(value.detach().full_tensor(), value.placements)
-        return cls(value.detach())
+            return cls(value.detach().full_tensor().cpu(), value.placements)
+        return cls(value.detach().cpu())
 
 
 @dataclass(slots=True)
@@ -112,15 +111,6 @@ def named_modules(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-def run_order(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> tuple[str, ...]:
-    """The names of the modules that a forward pass of a plain model calls, in order."""
-    trace = Trace()
-    with warnings.catch_warnings(), torch.no_grad(), trace.of(dict(model.named_modules())):
-        warnings.simplefilter("ignore")
-        model(**inputs)
-    return tuple(trace.calls)
-
-
 def main_tensor(output: Any) -> torch.Tensor | None:
     """The main tensor of a module's output: the hidden states (the first one), or the logits."""
     if isinstance(output, torch.Tensor):
@@ -146,10 +136,8 @@ def code_line(path: str, number: int, text: str | None = None) -> str:
 def caller() -> str:
     """The running line of the model's own code; empty if there is none."""
     frame = sys._getframe(1)
-    while frame is not None:
-        path = frame.f_code.co_filename
-        known = any(part in path.replace("\\", "/") for part in _MACHINERY)
-        if not known and not of_torch_or_planc(path):
-            return code_line(path, frame.f_lineno) if "/modeling_" in path else ""
+    while frame is not None and not frame.f_code.co_filename.endswith(_PROGRAM):
+        if of_a_model(path := frame.f_code.co_filename):
+            return code_line(path, frame.f_lineno)
         frame = frame.f_back  # type: ignore[assignment]
     return ""

@@ -23,6 +23,7 @@ _FILES = (
     "lora.py",
     "lora_init.py",
     "safetensors_files.py",
+    "dequantize.py",
     "buffers.py",
     "dcp_chunks.py",
     "load_weights.py",
