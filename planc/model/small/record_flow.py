@@ -338,7 +338,7 @@ def _swapped(one: torch.Tensor, other: torch.Tensor, value: Any) -> Any:
 
 def _varying(tensor: torch.Tensor) -> Iterator[int]:
     for dim in range(tensor.dim()):
-        first = tensor.narrow(dim, 0, 1)
+        first = tensor.narrow(dim, 0, min(1, tensor.shape[dim]))  # a dim may be empty
         if not torch.isclose(tensor, first.expand_as(tensor), equal_nan=True).all():
             yield dim
 

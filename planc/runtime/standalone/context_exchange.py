@@ -1,7 +1,4 @@
-"""Collectives of context parallelism and of experts, with their gradients.
-
-Emitted scripts inline these definitions without their types.
-"""
+"""Collectives of context parallelism and of experts, with their gradients."""
 
 from typing import Any
 

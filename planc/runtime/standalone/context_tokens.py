@@ -1,7 +1,4 @@
-"""Which tokens of a batch a context rank has, and what masks need of all tokens.
-
-Emitted scripts inline these definitions without their types.
-"""
+"""Which tokens of a batch a context rank has, and what masks need of all tokens."""
 
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -1,7 +1,4 @@
-"""Experts on ranks of their own: the mesh of these ranks, and the exchange of tokens.
-
-Emitted scripts inline these definitions without their types.
-"""
+"""Experts on ranks of their own: the mesh of these ranks, the exchange of tokens."""
 
 from collections.abc import Callable
 from functools import wraps

@@ -1,7 +1,4 @@
-"""The cross entropy of a causal language model, computed in chunks inside its head.
-
-Emitted scripts inline these definitions without their types.
-"""
+"""The cross entropy of a causal language model, computed in chunks inside its head."""
 
 import inspect
 from collections.abc import Mapping
