@@ -32,7 +32,7 @@ from planc.ops.pipeline import Pipeline
 from planc.ops.quantization import Quantize
 from planc.ops.styles import MlaKv, Parts, Style
 from planc.plan.mesh_axes import EXPERT_TENSOR, expanded
-from planc.source import Span
+from planc.source import NOWHERE, Span
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,6 +143,7 @@ class TensorRule(Meaning):
     over other axes.
 
     Args:
+        written: the style as its line has it.
         open: whether its line leaves the layouts to inference.
         inferred: why it is there, or has these layouts; None where its line says all of it.
     """
@@ -150,6 +151,7 @@ class TensorRule(Meaning):
     modules: Modules
     axis: str
     style: Style
+    written: Span = field(default=NOWHERE, compare=False, repr=False)
     open: bool = field(default=False, compare=False)
     inferred: Inferred | None = field(default=None, compare=False)
 

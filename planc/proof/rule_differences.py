@@ -63,7 +63,7 @@ class RuleChange:
         assert self.new is not None
         if self.new.inferred is not None:
             return style_text(self.new.style)
-        return " ".join(self.new.origin.text.partition(":")[2].split())
+        return " ".join(self.new.written.text.split())
 
     @property
     def label(self) -> Iterator[Label]:

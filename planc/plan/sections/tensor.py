@@ -1,7 +1,7 @@
 """Tensor sections -> styles on modules."""
 
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from planc import diagnostic
 from planc.model.facts import Modules
@@ -42,13 +42,20 @@ def aspect(style: str) -> str:
     return style if style in _ASPECTS else "style"
 
 
+class StatedStyle(NamedTuple):
+    """A style, and the call by which a line states it."""
+
+    style: Style
+    written: ast.Call
+
+
 _SEQUENCE = {"auto": None, "true": True, "false": False}
 
 
 def tensor(program: Program) -> tuple[tuple[TensorRule, ...], tuple[SequenceSetting, ...]]:
     """The rules of the tensor sections, in the plan's order, and their settings."""
     scope = program.scope
-    claims: dict[str, Claims[tuple[Style, bool]]] = {}
+    claims: dict[str, Claims[StatedStyle]] = {}
     settings: dict[str, Settings] = {}
     known, used = (*STYLES, *program.styles), set[str]()
     for section in program.named("tensor"):
@@ -74,7 +81,14 @@ def tensor(program: Program) -> tuple[tuple[TensorRule, ...], tuple[SequenceSett
         hint = "use it or remove it"
         program.sink.warning("PL104", f"style `{unused}` is never used", origin, help=hint)
     rules = (
-        TensorRule(modules=c.modules, axis=axis, style=c.value[0], open=c.value[1], origin=c.origin)
+        TensorRule(
+            modules=c.modules,
+            axis=axis,
+            style=c.value.style,
+            written=c.value.written.origin,
+            open=_open(*c.value),
+            origin=c.origin,
+        )
         for axis, held in claims.items()
         for c in held.claims
     )
@@ -116,7 +130,7 @@ def _elsewhere(call: ast.Call) -> str | None:
 def _claim(
     rule: ast.Rule,
     found: tuple[Modules, ...],
-    claims: Claims[tuple[Style, bool]],
+    claims: Claims[StatedStyle],
     program: Program,
 ) -> None:
     """Claims modules by kind: a bare rowwise on an embedding takes replicated token ids."""
@@ -134,7 +148,7 @@ def _claim(
         if style is None:
             return
         override = rule.override and i == 0
-        value = (style, _open(style, rule.action))
+        value = StatedStyle(style, rule.action)
         claims.add(group, aspect(rule.action.name), value, rule.origin, override=override)
 
 
