@@ -107,7 +107,7 @@ class _Section:
         return replace(plan, tensor=(*rules, *others), sequence=sequence)
 
     def errors(self, own: tuple[TensorRule, ...]) -> Iterator[LayoutClash | TensorRule]:
-        """What complete rules lack, and where they do not go together: as of `layout_errors`."""
+        """Yields what complete rules lack, and where they clash: as of `layout_errors`."""
         found = self._recorded(own)
         if isinstance(found, Unrepresented | str):
             return

@@ -79,7 +79,7 @@ class Mesh(Meaning):
         return parts * prod(a.size for a in self.axes if a.name in names)
 
     def wide(self, names: Iterable[str]) -> tuple[str, ...]:
-        """Those of some axes that have more than one rank."""
+        """The given axes with more than one rank."""
         return tuple(name for name in names if self.size(name) > 1)
 
     def expanded(self, names: Iterable[str]) -> tuple[str, ...]:

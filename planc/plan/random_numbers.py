@@ -1,4 +1,4 @@
-"""What makes training draw random numbers, and which axes' ranks share activations."""
+"""The causes of random numbers in training, and the axes whose ranks share activations."""
 
 from planc.model.facts import Facts
 from planc.model.randomness import random_fields
@@ -7,7 +7,7 @@ from planc.plan.ir import Plan
 
 
 def drawing_fields(plan: Plan, facts: Facts) -> tuple[str, ...]:
-    """What makes training draw random numbers, as `name = value`; of adapters too."""
+    """The causes of random numbers in training, as `name = value`; adapters' dropout too."""
     rules = plan.adapters.rules if plan.adapters else ()
     rates = dict.fromkeys(r.adapt.dropout for r in rules if r.adapt.dropout)
     return (*random_fields(facts), *(f"dropout = {rate} of adapters" for rate in rates))

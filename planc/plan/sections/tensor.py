@@ -38,7 +38,7 @@ _ASPECTS = ("input", "output", "attributes")
 
 
 def aspect(style: str) -> str:
-    """What of a module a style decides: a module can have one of each for an axis."""
+    """The part of a module that a style decides: a module can have one style a part for an axis."""
     return style if style in _ASPECTS else "style"
 
 
