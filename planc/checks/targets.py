@@ -10,6 +10,7 @@ from planc.model.module_table import (
     FUSED_EXPERTS,
     GROUPED,
     INTEGER_ATTRIBUTES,
+    SAME,
 )
 from planc.ops import styles as ir
 from planc.ops.base import AxisRole
@@ -190,12 +191,9 @@ def _inside(rule: TensorRule, plan: Plan, sink: Sink) -> None:
             return
 
 
-_SAME = ("head_dim", "num_key_value_groups", "is_sliding")
-"""Attributes that are the same on every rank: the size of one head, a ratio, a flag."""
+_NO_COUNTS = (*SAME, GROUPED, FUSED_EXPERTS, BATCHED_EXPERTS)
 
-_NO_COUNTS = (*_SAME, GROUPED, FUSED_EXPERTS, BATCHED_EXPERTS)
-
-_COUNTS = tuple(name for name in INTEGER_ATTRIBUTES if name not in _SAME)
+_COUNTS = tuple(name for name in INTEGER_ATTRIBUTES if name not in SAME)
 
 
 def split_attributes(plan: Plan, facts: Facts, sink: Sink) -> None:

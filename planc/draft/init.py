@@ -13,7 +13,7 @@ from planc.draft.from_transformers import tp_plan
 from planc.draft.left_replicated import comments
 from planc.draft.plan_text import BLOCKS, DECODER, Draft, parsed_text, render
 from planc.draft.roles import Roles, RunRecord, roles
-from planc.draft.search import Search, named_below
+from planc.draft.search import Search, left_whole, named_below
 from planc.model import cache
 from planc.model.facts import Facts, generic
 from planc.model.layer_kinds import block_lists
@@ -267,7 +267,7 @@ def _comments(draft_plan: Draft, search: Search, outcome: Outcome, sink: Sink) -
             "checkpointed."
         )
     reached = [c for p, some in search.parts.items() if p not in search.unreached for c in some]
-    whole = [c.name for c in (*reached, *search.outside) if c.recipe.name == "whole"]
+    whole = left_whole((*reached, *search.outside)) if outcome.verdict != "nothing" else ""
     if search.unreached:
         draft_plan.comment.append(
             "Replicated, because the run of the small model does not reach it and it cannot be "
@@ -275,10 +275,9 @@ def _comments(draft_plan: Draft, search: Search, outcome: Outcome, sink: Sink) -
         )
     _missing_inputs(draft_plan, outcome, sink)
     if whole:
-        why = "no way to shard it was right"
-        draft_plan.comment.append(f"Replicated, because {why}: {', '.join(whole)}.")
+        draft_plan.comment.append(f"Replicated, because no way to shard it was right: {whole}.")
     if draft_plan.sequence == "false" and outcome.verdict == "proved":
-        draft_plan.comment.append("No sequence parallelism: no plan with it was proved.")
+        draft_plan.comment.append(f"No sequence parallelism: {search.no_sequence}.")
 
 
 def _missing_inputs(draft_plan: Draft, outcome: Outcome, sink: Sink) -> None:

@@ -11,7 +11,7 @@ from planc.checks.replicated import replicated_parameters
 from planc.diagnostic import Sink
 from planc.draft.plan_text import parsed_text
 from planc.draft.search import Search
-from planc.model.facts import Facts, generic
+from planc.model.facts import Facts, generic, parse_path
 from planc.proof.small_mesh import RANKS
 from planc.syntax import ast, plan_files
 
@@ -73,7 +73,8 @@ def _shipped(facts: Facts) -> tuple[str, float] | None:
 
 def _why(name: str, facts: Facts, search: Search) -> str:
     """Why the modules of a set are not split."""
-    modules = next(m for m in facts.model.below() if str(m) == name)
+    key = tuple(s if isinstance(s, str) else "[]" for s in parse_path(name))  # of a merged set
+    modules = next(m for m in facts.model.below() if m.key == key)
     plain = ".".join(s for s in modules.path if isinstance(s, str))
     path = next((p for p in search.parts if plain.startswith(p)), "")
     if path in search.unreached:
@@ -82,11 +83,17 @@ def _why(name: str, facts: Facts, search: Search) -> str:
     tried = (*search.parts.get(path, ()), *search.outside)
     choice = next((c for c in tried if inner in c.members or name in c.members), None)
     if choice is not None:
-        return choice.clash or "no way to shard it was right"
+        return choice.why or "no way to shard it was right"
     if search.given is not None:
         return "transformers' own plan does not split it"
     module = modules.module
+    if (
+        search.ran is not None
+        and search.ran.order
+        and next(modules.names()) not in search.ran.order
+    ):
+        return "the small model's run does not call it"
     if module.kind in ("linear", "conv1d", "embedding"):
-        return "it is no part of attention, MLP or experts that planc recognizes"
+        return "no other linear of its block takes or gives what it does"
     own = ", ".join(f"{p.name} {list(p.shape)}" for p in module.parameters[:3])
     return f"{module.cls} has parameters of its own ({own}), and no style is known to split them"

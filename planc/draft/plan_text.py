@@ -149,7 +149,7 @@ def _rules(rules: dict[str, str], notes: dict[str, str]) -> Iterable[str]:
     for (style, note), names in by_style.items():
         if note and note not in noted:
             noted.add(note)
-            yield from (f"# {line}" for line in wrap(note, 98))
+            yield from (f"# {line}" for line in wrap(note, 90))
         yield from (f"{target} : {style}" for target in braced(names))
 
 

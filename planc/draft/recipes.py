@@ -3,17 +3,18 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from planc.draft.roles import Blocks, Linear, ProjectionGroup
-from planc.model.facts import Module
+from planc.model.facts import Facts, Module, generic
+from planc.model.module_table import SAME
+from planc.proof.small_mesh import RANKS
 
 StyleRules = dict[str, str]
 """Styles by module name."""
 
-PACKED = re.compile(r"gate_up|up_gate|gateup|w13|wi_fused", re.I)
-FUSED = re.compile(r"qkv|query_key_value|c_attn|w_?pack", re.I)
 _DOWN = re.compile(r"down|w2|output|wo\b", re.I)
+_SIZE = re.compile(r"dim|size|width|(^|_)d(_|$)", re.I)
+"""How code names the size of one head, which may be the number of heads too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,7 +22,7 @@ class SplitRecipe:
     """One way to split a part of a block.
 
     Args:
-        name: `heads`, `packed`, `gathered`, `experts` or `whole` (replicated).
+        name: `heads`, `gathered`, `experts` or `whole` (replicated).
         rules: styles by module; planc infers the layouts.
         note: a comment for the plan.
     """
@@ -38,14 +39,14 @@ class SplitChoice:
     Args:
         name: in the block: of the rowwise linear or the experts.
         members: the modules concerned, to attribute an error to the part.
-        clash: why no layouts go with a recipe that was tried.
+        why: what was wrong with the first recipe, with all that was added to it.
     """
 
     name: str
     members: tuple[str, ...]
     recipes: list[SplitRecipe]
     at: int = 0
-    clash: str = ""
+    why: str = ""
 
     @property
     def recipe(self) -> SplitRecipe:
@@ -57,44 +58,50 @@ class SplitChoice:
         return self.name.rpartition(".")[0].partition(".")[0]
 
     @property
+    def notes(self) -> dict[str, str]:
+        """A comment for each module whose rules are not the best ones."""
+        note = ": ".join(filter(None, (self.recipe.note, self.why)))
+        return dict.fromkeys(self.recipe.rules, note) if self.recipe.note else {}
+
+    def refuted(self, why: str) -> None:
+        """Keeps what is wrong with the recipe that is tried."""
+        if not self.why or self.recipes[0].rules.items() <= self.recipe.rules.items():
+            self.why = why
+
+    @property
     def last(self) -> bool:
         return self.at == len(self.recipes) - 1
 
 
-def split_choices(
-    blocks: Blocks, config: Mapping[str, Any], holders: Mapping[str, Module]
-) -> list[SplitChoice]:
-    """The parts of the blocks that can be split; packed sizes are expressions over the config."""
-    found = [_projections(s, config, holders.get(s.holder)) for s in blocks.projection_groups]
+def split_choices(blocks: Blocks, facts: Facts, holders: Mapping[str, Module]) -> list[SplitChoice]:
+    """The parts of the blocks that can be split; sizes are expressions over a configuration."""
+    every = blocks.projection_groups
+    found = [_projections(s, facts, holders.get(generic(s.holder))) for s in every]
     return found + [experts_choice(name, module) for name, module in blocks.experts.items()]
 
 
 # Segments ----------------------------------------------------------------------------------------
 
 
-def _projections(
-    projections: ProjectionGroup, config: Mapping[str, Any], holder: Module | None
-) -> SplitChoice:
+def _projections(projections: ProjectionGroup, facts: Facts, holder: Module | None) -> SplitChoice:
+    """With the parts that the code cuts outputs into, without, and with one set of keys and values
+    for all heads; each with the code's own counts of heads and features, then with these divided.
+    """
+    members, colwise = [linear.name for linear in projections.linears], projections.colwise
+    own, counts = _sinks(projections, holder), _counts(projections, holder)
+    divided = {projections.holder: f"attributes({', '.join(f'{n} = split' for n in counts)})"}
+    cut = {one.name: _parts(one, projections, facts) or "colwise" for one in colwise}
+    narrow = [one.name for one in colwise if one.part < projections.rowwise.inputs]
+    queries = {name: style for name, style in cut.items() if name not in narrow}
     recipes: list[SplitRecipe] = []
-    linear = projections.colwise[0]
-    alone = len(projections.colwise) == 1
-    conv1d = any(each.kind == "conv1d" for each in projections.linears)
-    sinks = _sinks(projections, holder)
-    twice = linear.outputs == 2 * projections.rowwise.inputs
-    packed = alone and (PACKED.search(linear.name) or twice)
-    fused = alone and (FUSED.search(linear.name) or linear.outputs > linear.inputs)
-    if packed and not projections.attention:
-        recipes.append(_split(projections, "packed", "parts = 2", sinks))
-    if not conv1d:
-        recipes.append(_split(projections, "heads", "", sinks))
-    if fused and projections.attention:
-        for parts in _parts(linear, projections.rowwise, config):
-            recipes.append(_split(projections, "packed", f"parts = {parts}", sinks))
-    if conv1d:
-        recipes.append(_split(projections, "heads", "", sinks))
+    for split in (cut, dict.fromkeys(cut, "colwise"), queries):
+        for more in (own, divided) if counts and not own else (own,):
+            rules = {**more, **split, projections.rowwise.name: "rowwise"}
+            recipe = SplitRecipe(name="heads", rules=rules, note=_WHOLE if split is queries else "")
+            if split and rules not in [other.rules for other in recipes]:
+                recipes.append(recipe)
     recipes.append(_gathered(projections))
     recipes.append(SplitRecipe(name="whole", rules={}))
-    members = [linear.name for linear in projections.linears]
     return SplitChoice(
         name=projections.rowwise.name,
         members=(*members, *([projections.holder] if projections.holder else [])),
@@ -102,49 +109,59 @@ def _projections(
     )
 
 
+_WHOLE = "each rank needs all keys and values, so their weights are whole"
+
+
+def _counts(projections: ProjectionGroup, holder: Module | None) -> list[str]:
+    """The integers of the module around that count its heads, or features of all heads."""
+    heads = {n for linear in projections.colwise for n in linear.heads}
+    if holder is None or not projections.holder or not heads:
+        return []
+    features = {n for linear in projections.colwise for n in (*linear.parts, linear.outputs)}
+    of_a_head = {linear.size for linear in projections.colwise}
+    return [
+        name
+        for name, value in holder.facts
+        if value in {*heads, *features, projections.rowwise.inputs} and name not in SAME
+        if value % RANKS == 0
+        if not (value in of_a_head and _SIZE.search(name))
+    ]
+
+
 def _sinks(projections: ProjectionGroup, holder: Module | None) -> StyleRules:
     """Rules for the attention module's own parameters with one number per head: attention sinks."""
-    if holder is None or not projections.attention:
+    heads = {n for linear in projections.colwise for n in linear.heads}
+    shapes = [p.shape for p in holder.parameters] if holder else []
+    if not shapes or any(len(shape) != 1 or shape[0] not in heads for shape in shapes):
         return {}
-    per_head = [p.name for p in holder.parameters if len(p.shape) == 1]
-    if not per_head or len(per_head) != len(holder.parameters):
-        return {}
-    return {projections.holder: f"parameters({', '.join(f'{n} = shard(0)' for n in per_head)})"}
+    names = [p.name for p in holder.parameters] if holder else []
+    return {projections.holder: f"parameters({', '.join(f'{n} = shard(0)' for n in names)})"}
 
 
-def _split(projections: ProjectionGroup, name: str, parts: str, sinks: StyleRules) -> SplitRecipe:
-    style = f"colwise({parts})" if parts else "colwise"
-    rules = {linear.name: style for linear in projections.colwise}
-    rules[projections.rowwise.name] = "rowwise"
-    return SplitRecipe(name=name, rules={**rules, **sinks})
-
-
-def _parts(linear: Linear, rowwise: Linear, config: Mapping[str, Any]) -> list[str]:
-    """The sizes of query, key and value in a packed weight, as expressions of the configuration."""
-    query, rest = rowwise.inputs, linear.outputs - rowwise.inputs
-    if rest <= 0 or rest % 2:
-        return []
+def _parts(linear: Linear, projections: ProjectionGroup, facts: Facts) -> str:
+    """The style that splits each part of an output; empty where the code cuts it into none."""
+    parts, config = linear.parts, facts.config
+    if len({*parts}) == 1:
+        return f"colwise(parts = {len(parts)})"
+    if facts.unconfigured or not parts:
+        return f"colwise(parts = {[*parts]})" if parts else ""
     heads = next((n for n in ("num_attention_heads", "n_head", "num_heads") if config.get(n)), None)
-    if rest == 2 * query:
-        return ["3"]
-    groups = config.get("num_key_value_heads")
-    if heads is None or not groups:
-        return []
-    size = "config.head_dim"
-    if not config.get("head_dim"):
-        width = next((n for n in ("hidden_size", "n_embd") if config.get(n)), None)
-        if width is None:
-            return []
-        size = f"config.{width} // config.{heads}"
+    width = next((n for n in ("hidden_size", "n_embd") if config.get(n)), None)
+    of_head = f"config.{width} // config.{heads}" if width else ""
+    size = "config.head_dim" if config.get("head_dim") else of_head
+    query, *others = parts
+    grouped = query == projections.rowwise.inputs and len(others) == 2 and others[0] == others[1]
+    if not (grouped and heads and size and config.get("num_key_value_heads")):
+        return ""
     kv = f"config.num_key_value_heads * {size}"
-    return [f"[config.{heads} * {size}, {kv}, {kv}]"]
+    return f"colwise(parts = [config.{heads} * {size}, {kv}, {kv}])"
 
 
 def _gathered(projections: ProjectionGroup) -> SplitRecipe:
     """Sharded weights and gathered outputs: right for any code between the linears."""
     rules = {linear.name: "colwise(-> replicate)" for linear in projections.linears}
     rules[projections.rowwise.name] = "rowwise"
-    note = "its code needs full outputs: the weights are sharded, the outputs are gathered"
+    note = "its code needs full outputs, so the weights are sharded and the outputs gathered"
     return SplitRecipe(name="gathered", rules=rules, note=note)
 
 

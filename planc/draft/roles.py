@@ -3,29 +3,22 @@
 Blocks are the repeated entries of a module list. Inside a block, a *projection group* is a few
 linears to split colwise (query, key, value; gate and up) and one to split rowwise (the output
 projection, down): tensor parallelism shards the output features of the first, and the last takes
-these sharded features. Names identify the rowwise linear, and the execution order the colwise ones
-that belong to it. Both can be wrong, so a run decides about the rules written from them.
+these sharded features. The last gives hidden states, or no other linear takes its output; the first
+are those whose outputs reach it. A run decides about the rules written from them.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from math import prod
 
-from planc.model.dataflow import DataFlow
+from planc.model.dataflow import DataFlow, FlowCall
 from planc.model.facts import Facts, Module, Modules
 from planc.model.roles import ends, lists, same_tensor
 
-ROWWISE_NAMES = re.compile(
-    r"(^|\.)(o_proj|out_proj|o|wo|c_proj|down_proj|fc2|fc_out|fc_o|w2|w3_out|dense_4h_to_h"
-    r"|linear_2|linear_fc2|lin2|proj_out|proj|out_lin|out_linear|output_linear|dense_out|wo_proj|ff_out|attn_out|c_out|Wo"
-    r"|attention_out|linear_out|output\.dense|output|out)$"
-)
-"""Names of rowwise linears in the families of transformers."""
-
-ATTENTION = re.compile(r"att|self_attention", re.I)
 ROUTER = re.compile(
     r"(^|\.)(gate|router|classifier|wg|shared_expert_gate|gate_weight|router\.\w+)$"
 )
@@ -34,12 +27,26 @@ _LINEAR = ("linear", "conv1d")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Linear:
-    """A linear of a block, by its name in it (`*` for entries of a list), its features and kind."""
+    """A linear of a block, by its name in it (`*` for entries of a list).
+
+    Args:
+        inputs, outputs: its features.
+        parts: of its output, as the model's code cuts it; empty where it does not.
+        heads: the numbers of heads that the code views the parts as.
+        size: of a head; 0 if there are none.
+    """
 
     name: str
     inputs: int
     outputs: int
-    kind: str = "linear"
+    parts: tuple[int, ...] = ()
+    heads: frozenset[int] = frozenset()
+    size: int = 0
+
+    @property
+    def part(self) -> int:
+        """The features of the largest part of its output."""
+        return max(self.parts, default=self.outputs)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -59,10 +66,6 @@ class ProjectionGroup:
     @property
     def linears(self) -> list[Linear]:
         return [*self.latent, *self.colwise, self.rowwise]
-
-    @property
-    def attention(self) -> bool:
-        return bool(ATTENTION.search(self.rowwise.name))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -118,13 +121,15 @@ class RunRecord:
 
     order: tuple[str, ...]
     width: int
+    flow: DataFlow
 
     @classmethod
     def of(cls, flow: DataFlow) -> RunRecord:
         names = dict.fromkeys(call.name for call in flow.calls if call.name)
         taken = (t for call in flow.calls for t in call.taken if t in flow.live)
         widths = Counter(flow.shapes[t][-1] for t in taken if len(flow.shapes[t]) == 3)
-        return cls(order=tuple(names), width=max(widths, key=lambda w: widths[w], default=0))
+        width = max(widths, key=lambda w: widths[w], default=0)
+        return cls(order=tuple(names), width=width, flow=flow)
 
 
 # Blocks ------------------------------------------------------------------------------------------
@@ -149,28 +154,22 @@ def _rows(block: Modules, path: str) -> frozenset[str]:
 
 def _blocks(at: Modules, ran: RunRecord | None) -> Blocks:
     path = str(at)
-    linears: dict[str, Linear] = {}
     experts: dict[str, Module] = {}
-    kinds: list[list[str]] = []
+    projection_groups: dict[str, ProjectionGroup] = {}
     for child in at.module.children:
         block = Modules((*at.path, child.segment), child.module)
         first = f"{path}.{next(iter(child.indices))}" if child.indices is not None else path
         rows = _rows(block, path)
         found = {_inner(next(m.names()), path, rows): m for m in block.below()}
         names = [n for n, m in found.items() if m.module.kind in _LINEAR]
+        linears = [_linear(n, found[n].module) for n in names if _useful(n, found[n].module)]
         if ran is not None:
-            names = _by_run(names, first, path, rows, ran)
-        kinds.append([n for n in names if _useful(n, found[n].module)])
-        for name in kinds[-1]:
-            linears.setdefault(name, _linear(name, found[name].module))
+            calls = _calls(first, path, rows, ran.flow)
+            for group in _projection_groups(linears, calls, ran):
+                projection_groups.setdefault(group.rowwise.name, group)
         for name, modules in found.items():
             if sum(len(p.shape) == 3 for p in modules.module.parameters) > 1:
                 experts[name] = modules.module
-    projection_groups: dict[str, ProjectionGroup] = {}
-    for names in kinds:
-        for projections in _projection_groups([linears[n] for n in names], ran.width if ran else 0):
-            _hold(projections)
-            projection_groups.setdefault(projections.rowwise.name, projections)
     return Blocks(
         path=path,
         projection_groups=list(projection_groups.values()),
@@ -178,15 +177,14 @@ def _blocks(at: Modules, ran: RunRecord | None) -> Blocks:
     )
 
 
-def _by_run(
-    names: list[str], first: str, path: str, rows: frozenset[str], ran: RunRecord
-) -> list[str]:
-    """The names in execution order; modules that did not run (experts without tokens) are last."""
-    order: dict[str, int] = {}
-    for i, name in enumerate(ran.order):
-        if name.startswith(f"{first}."):
-            order.setdefault(_inner(name, path, rows), i)
-    return sorted(names, key=lambda n: order.get(n, len(ran.order)))
+def _calls(
+    first: str, path: str, rows: frozenset[str], flow: DataFlow
+) -> dict[str, list[FlowCall]]:
+    """The calls of the linears of one block, by their names in it, in execution order."""
+    found: dict[str, list[FlowCall]] = {}
+    for call in (c for c in flow.calls if c.linear and c.name.startswith(f"{first}.")):
+        found.setdefault(_inner(call.name, path, rows), []).append(call)
+    return found
 
 
 def _useful(name: str, module: Module) -> bool:
@@ -199,45 +197,88 @@ def _useful(name: str, module: Module) -> bool:
 def _linear(name: str, module: Module) -> Linear:
     one, two = module.parameters[0].shape
     if module.kind == "conv1d":
-        return Linear(name=name, inputs=one, outputs=two, kind="conv1d")
+        return Linear(name=name, inputs=one, outputs=two)
     return Linear(name=name, inputs=two, outputs=one)
 
 
-def _projection_groups(linears: list[Linear], width: int) -> Iterator[ProjectionGroup]:
-    """Groups linears in order; colwise candidates without a rowwise linear are left out."""
-    waiting: list[Linear] = []
-    for linear in linears:
-        if not _is_rowwise(linear, waiting, width):
-            waiting.append(linear)
-            continue
-        near = [w for w in waiting if _near(w.name, linear.name)] or waiting
-        colwise = [w for w in near if not _latent(w, near, width)]
-        latent = [w for w in near if _latent(w, near, width)]
-        if colwise:
-            yield ProjectionGroup(colwise=colwise, rowwise=linear, latent=latent)
-        waiting = [w for w in waiting if w not in near]
+def _cut(linear: Linear, tensor: int, flow: DataFlow) -> Linear:
+    """A linear with the parts and heads of its output, by the shapes that the code makes of it."""
+    shape, users = flow.shapes[tensor], flow.users.get(tensor, ())
+    made = [t for one in users for t in one.outputs]
+    if len(made) == 1 and flow.shapes[made[0]] == shape:
+        return _cut(linear, made[0], flow)
+    sizes = tuple(flow.shapes[t][-1] for t in made if flow.shapes[t][:-1] == shape[:-1])
+    if len(sizes) > 1 and sum(sizes) == shape[-1]:
+        views = [_view(flow.shapes[t], flow, t) for t in made]
+    else:
+        dims = _view(shape, flow, tensor)
+        few = dims[0] if len(dims) > 2 and dims[0] in _FEW else 0
+        sizes = (shape[-1] // few,) * few if few else ()
+        views = [dims[1:] if few else dims]
+    heads = {n for dims in views for n in (*dims[:-1], prod(dims[:-1])) if n > 1}
+    size = min((dims[-1] for dims in views if dims), default=0)
+    return replace(linear, parts=sizes, heads=frozenset(heads), size=size)
 
 
-def _is_rowwise(linear: Linear, waiting: list[Linear], width: int) -> bool:
-    """Whether a linear is the rowwise one of a group.
+_FEW = (2, 3)
+"""How many parts a view can have: keys and values, with or without queries."""
 
-    It is by its name; `dense` is if its own module has a colwise candidate. So is any linear from a
-    wider size to the width of hidden states, if a candidate comes before it.
+
+def _view(shape: tuple[int, ...], flow: DataFlow, tensor: int) -> tuple[int, ...]:
+    """The dims that the features of a tensor are viewed as; empty for no such view."""
+    for one in flow.users.get(tensor, ()):
+        for made in (flow.shapes[t] for t in one.outputs):
+            dims = made[len(shape) - 1 :]
+            if len(made) > len(shape) and prod(dims) == shape[-1]:
+                return dims
+    return ()
+
+
+def _projection_groups(
+    linears: list[Linear], calls: Mapping[str, list[FlowCall]], ran: RunRecord
+) -> Iterator[ProjectionGroup]:
+    """Groups linears that ran, by which outputs reach which, without a sum of hidden states."""
+    known = {one.name: one for one in linears}
+    run = [known[name] for name in calls if name in known]
+    width = Counter(one.inputs for one in run).most_common(1)[0][0] if run else 0
+    made = {t: one.name for one in run for call in calls[one.name] for t in call.given}
+    taken = (ran.flow.shapes[t] for one in run for call in calls[one.name] for t in call.taken[:1])
+    hidden = {shape for shape in taken if shape[-1:] == (width,)}
+    before = {one.name: {*_before(calls[one.name], made, hidden, ran.flow)} for one in run}
+    inner = {name for names in before.values() for name in names}
+    rowwise: list[Linear] = []
+    for last in run:
+        near = [one for one in run if one.name in before[last.name] and one not in rowwise]
+        colwise = [one for one in near if not _latent(one, near, ran.width)]
+        if colwise and (last.name not in inner or last.outputs == ran.width):
+            rowwise.append(last)
+            cut = [_cut(one, calls[one.name][0].given[0], ran.flow) for one in colwise]
+            latent = [one for one in near if one not in colwise]
+            yield _held(ProjectionGroup(colwise=cut, rowwise=last, latent=latent))
+
+
+def _before(
+    calls: Iterable[FlowCall],
+    made: Mapping[int, str],
+    hidden: Container[tuple[int, ...]],
+    flow: DataFlow,
+) -> Iterator[str]:
+    """Yields the linears whose outputs reach a linear with these calls, the nearest alone, and not
+    through a sum of hidden states, which have these shapes.
     """
-    if linear.name.rpartition(".")[2] == "dense" and not ROWWISE_NAMES.search(linear.name):
-        holder = linear.name.rpartition(".")[0]
-        return any(w.name.rpartition(".")[0] == holder for w in waiting)
-    if ROWWISE_NAMES.search(linear.name):
-        return bool(waiting)
-    opened = [w for w in waiting if w.inputs == width and w.outputs % linear.inputs == 0]
-    return linear.outputs == width < linear.inputs and bool(opened)
-
-
-def _near(one: str, two: str) -> bool:
-    """Whether two linears can belong to one group: not in different list entries or branches."""
-    a, b = one.split(".")[:-1], two.split(".")[:-1]
-    shorter = min(len(a), len(b))
-    return a[:shorter] == b[:shorter] or (len(a) and len(b) and a[0] == b[0])  # type: ignore[return-value]
+    waiting, seen = [t for call in calls for t in call.taken], set[int]()
+    while waiting:
+        if (tensor := waiting.pop()) in seen:
+            continue
+        seen.add(tensor)
+        if tensor in made:
+            yield made[tensor]
+            continue
+        for one in flow.makers.get(tensor, ()):
+            shape = flow.shapes[tensor]
+            alike = [t for t in one.inputs if t in flow.live and flow.shapes[t] == shape]
+            if not (one.adds and len(alike) > 1 and shape in hidden):
+                waiting += one.inputs
 
 
 def _latent(linear: Linear, others: list[Linear], width: int) -> bool:
@@ -248,8 +289,8 @@ def _latent(linear: Linear, others: list[Linear], width: int) -> bool:
     return any(o.inputs <= linear.outputs < 2 * o.inputs for o in narrow)
 
 
-def _hold(projections: ProjectionGroup) -> None:
-    """Finds the module around the group."""
+def _held(projections: ProjectionGroup) -> ProjectionGroup:
+    """The group with the module around it."""
     names = [linear.name.split(".")[:-1] for linear in projections.linears]
     common: list[str] = []
     for parts in zip(*names, strict=False):
@@ -258,3 +299,4 @@ def _hold(projections: ProjectionGroup) -> None:
         common.append(parts[0])
     if "*" not in common:
         projections.holder = ".".join(common)
+    return projections

@@ -21,6 +21,7 @@ from planc.draft.roles import Roles, RunRecord
 from planc.model.facts import Facts, Module, generic
 from planc.ops.tensor_parallel import Parallelize
 from planc.plan.settings import AUTO
+from planc.proof.flow_findings import what_is_wrong
 from planc.proof.judge import judge
 from planc.proof.small_case import SmallCase, SmallModel
 from planc.proof.small_mesh import RANKS
@@ -35,7 +36,8 @@ _MOST = 60
 @dataclass(slots=True)
 class Search:
     """The state of the search: of the small model its facts, builder (None if it cannot run), roles
-    and run; the plan that is filled in; and the rules of transformers, where these are `given`.
+    and run; the plan that is filled in; the rules of transformers, where these are `given`; and why
+    no hidden states can be parts of the sequence.
     """
 
     facts: Facts
@@ -48,14 +50,15 @@ class Search:
     outside: list[SplitChoice] = field(default_factory=list)
     inside: dict[str, dict[str, Module]] = field(default_factory=dict)
     unreached: list[str] = field(default_factory=list)
+    no_sequence: str = ""
     runs: int = 0
 
     def __post_init__(self) -> None:
         for blocks in self.roles.blocks:
             inside = self.inside[blocks.path] = _holders(self.facts, blocks.path)
-            path, config = blocks.path, self.facts.config
+            path = blocks.path
             given = None if self.given is None else given_choices(self.given, path, inside)
-            self.parts[path] = split_choices(blocks, config, inside) if given is None else given
+            self.parts[path] = split_choices(blocks, self.facts, inside) if given is None else given
             inner = f"{blocks.path}."
             if self.ran is not None and not any(n.startswith(inner) for n in self.ran.order):
                 self.unreached.append(blocks.path)
@@ -108,11 +111,19 @@ class Search:
         if self.draft.sequence == "true":
             return
         for word in (AUTO, "true"):  # everywhere, else in part
-            done, _ = self._compiled(word)
+            done, sink = self._compiled(word)
             if done.plan and done.lowered and any(s.parts for s in done.plan.sequence):
-                if self._judged(done).verdict == "proved":
+                outcome = self._judged(done)
+                if outcome.verdict == "proved":
                     self.draft.sequence = AUTO
+                else:
+                    first = next(map(_wrong, outcome.discrepancies), outcome.reason)
+                    self.no_sequence = f"with it, {first}"
                 return
+        if self.ran is not None and self.ran.flow.tokens is None:
+            self.no_sequence = "planc knows a sequence by its token ids, and this model takes none"
+        else:
+            self.no_sequence = self._clash(sink) or "no hidden states are parts of the sequence"
 
     def cautious(self) -> None:
         """Splits only embeddings and heads: for a model that cannot be run."""
@@ -133,8 +144,8 @@ class Search:
             self._unclash()
             done, sink = self._compiled(self.draft.sequence)
         if not any(self.draft.rules.values()):
-            why = "no way to shard its parts was right" if self.parts else _NO_PARTS
-            return Outcome(verdict="nothing", reason=why)
+            why = f"no way to shard its parts was right: {left_whole(self.all)}"
+            return Outcome(verdict="nothing", reason=why if self.parts else _NO_PARTS)
         if done.lowered is None:
             self.runs += 1
             assert isinstance(done.files, tuple)
@@ -175,7 +186,7 @@ class Search:
                 choice.at = at
             while why := self._clash(self._compiled(self.draft.sequence)[1]):
                 for choice in group:
-                    choice.clash = why
+                    choice.refuted(why)
                 if not self._next(group):
                     break
 
@@ -193,8 +204,7 @@ class Search:
             rules: dict[str, str] = {}
             for choice in some:
                 rules |= choice.recipe.rules
-                if choice.recipe.note:
-                    self.draft.notes |= dict.fromkeys(choice.recipe.rules, choice.recipe.note)
+                self.draft.notes |= choice.notes
             self.draft.rules[path] = self._ordered(path, rules)
         self.draft.rules[""] = {n: s for c in self.outside for n, s in c.recipe.rules.items()}
 
@@ -207,9 +217,12 @@ class Search:
     def _step_back(self, outcome: Outcome) -> bool:
         """Takes the next recipe where an outcome is wrong; False if there is none."""
         # where no choice is named, take any that is left
-        choice = next((c for c in (*self._blamed(outcome), *self.all) if not c.last), None)
+        blamed = [c for c in self._blamed(outcome) if not c.last]
+        choice = next((c for c in (*blamed, *self.all) if not c.last), None)
         if choice is None:
             return False
+        if choice in blamed[:1]:
+            choice.refuted(_wrong(outcome.discrepancies[0]))
         # tied modules are split together
         tied = choice in self.outside and self.draft.tied
         return self._next(self.outside if tied else [choice])
@@ -218,7 +231,7 @@ class Search:
         """The block list that contains a module, and the module's name in the block."""
         for path in self.parts:
             if name.startswith(f"{path}."):
-                return path, generic(name[len(path) + 1 :].partition(".")[2])
+                return path, name[len(path) + 1 :].partition(".")[2]
         return None, name
 
     def _blamed(self, outcome: Outcome) -> list[SplitChoice]:
@@ -240,6 +253,25 @@ class Search:
         return found
 
 
+def left_whole(choices: Iterable[SplitChoice]) -> str:
+    """The parts that are split in no way, each with what was wrong with the first."""
+    found: dict[str, list[str]] = {}
+    for choice in choices:
+        if not choice.recipe.rules:
+            found.setdefault(choice.why, []).append(choice.name)
+    return "; ".join(
+        f"{', '.join(names)} ({why})" if why else ", ".join(names) for why, names in found.items()
+    )
+
+
+def _wrong(first: Discrepancy) -> str:
+    """What was wrong first, with the line of the model's code."""
+    where = f"`{generic(first.subject)}`"
+    what = first.detail if first.kind in ("refused", "draws") else what_is_wrong(first.kind, where)
+    detail = f", {first.detail}" if first.kind == "crash" and first.detail else ""
+    return f"{what}{detail}" + (f" ({first.line})" if first.line else "")
+
+
 def _refused(file: ast.File, sink: Sink) -> Iterator[Discrepancy]:
     """Errors of the compiler as discrepancies; the subjects are the labeled rules' selectors."""
     rules = [node for node in ast.every(file) if isinstance(node, ast.Rule)]
@@ -253,16 +285,12 @@ def _refused(file: ast.File, sink: Sink) -> Iterator[Discrepancy]:
 
 def _concerns(choice: SplitChoice, inner: str) -> bool:
     """Whether a name is a module of the choice, inside one or directly around one."""
-    if not inner:
-        return False
+    names = {inner, generic(inner)} - {""}
     return any(
-        inner == generic(m)
-        or inner == m
-        or inner.startswith(f"{m}.")
-        or m.startswith(f"{inner}.")
-        or _braces(inner, m)
+        name in (m, generic(m)) or f"{name}.".startswith(f"{m}.") or f"{m}.".startswith(f"{name}.")
         for m in choice.members
-    )
+        for name in names
+    ) or any(_braces(inner, m) for m in choice.members)
 
 
 def _braces(selector: str, name: str) -> bool:

@@ -9,13 +9,13 @@ serves every plan and every setting.
 import base64
 import json
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 from typing import Any, NamedTuple
 
-FORMAT = 4
+FORMAT = 6
 """Raised when the recorded facts or their encoding change."""
 
 VIEWS = frozenset(
@@ -44,6 +44,7 @@ class Operation:
         inputs, outputs: the tensors, by number.
         tokenwise: whether a part of the sequence alone gives that part of the outputs.
         in_place: whether it writes into its first input.
+        draws: whether it draws random numbers.
         moves: the output's dim for each dim of the one input; None where dims keep their distance
             from the end, or where there are several inputs.
         line: in the model's code.
@@ -54,8 +55,14 @@ class Operation:
     outputs: tuple[int, ...]
     tokenwise: bool = False
     in_place: bool = False
+    draws: bool = False
     moves: Mapping[int, int] | None = None
     line: int = 0
+
+    @property
+    def adds(self) -> bool:
+        """Whether it is a sum of its inputs."""
+        return self.name.strip("_") in ("add", "radd", "iadd")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -176,6 +183,26 @@ class DataFlow:
                 found.setdefault(tensor, []).append(call)
         return {tensor: tuple(some) for tensor, some in found.items()}
 
+    @cached_property
+    def users(self) -> Mapping[int, tuple[Operation, ...]]:
+        """The operations that take each tensor."""
+        return self._operations(lambda one: one.inputs)
+
+    @cached_property
+    def makers(self) -> Mapping[int, tuple[Operation, ...]]:
+        """The operations that give each tensor, or write into it."""
+        return self._operations(lambda one: one.outputs)
+
+    def _operations(
+        self, tensors: Callable[[Operation], Sequence[int]]
+    ) -> Mapping[int, tuple[Operation, ...]]:
+        found: dict[int, list[Operation]] = {}
+        inside = (event for call in self.calls for event in call.body)
+        for one in (event for event in inside if isinstance(event, Operation)):
+            for tensor in {*tensors(one)}:
+                found.setdefault(tensor, []).append(one)
+        return {tensor: tuple(some) for tensor, some in found.items()}
+
 
 # As plain data ------------------------------------------------------------------------------------
 
@@ -242,7 +269,7 @@ def _call(call: FlowCall) -> list[Any]:
             e.name,
             e.inputs,
             e.outputs,
-            e.tokenwise + 2 * e.in_place,
+            e.tokenwise + 2 * e.in_place + 4 * e.draws,
             e.line,
             *([] if e.moves is None else [list(e.moves.items())]),
         ]
@@ -279,6 +306,7 @@ def _operation(data: list[Any]) -> Operation:
         outputs=tuple(outputs),
         tokenwise=bool(flags & 1),
         in_place=bool(flags & 2),
+        draws=bool(flags & 4),
         moves=dict(moves[0]) if moves else None,
         line=line,
     )

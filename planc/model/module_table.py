@@ -33,6 +33,9 @@ INTEGER_ATTRIBUTES = (
 """Attributes that determine how a module splits the outputs of its projections. `layer_idx` is not
 one of them: layers that differ only in their index are identical."""
 
+SAME = ("head_dim", "num_key_value_groups", "is_sliding")
+"""Of these, those that are the same on every rank: the size of one head, a ratio, a flag."""
+
 _LIBRARIES = ("torch", "transformers", "diffusers", "peft")
 """Their modules are split by `INTEGER_ATTRIBUTES` alone."""
 

@@ -10,8 +10,8 @@ proof does not know which rule was inferred.
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from planc.diagnostic import Label, Sink
-from planc.model.dataflow import DataFlow
+from planc.diagnostic import Label, Sink, one_of
+from planc.model.dataflow import DataFlow, Operation
 from planc.model.facts import Facts, Modules, generic, parse_path
 from planc.model.small.flow import FlowSource, flow_of, flow_source
 from planc.ops.contract import contract
@@ -20,6 +20,7 @@ from planc.ops.styles import (
     Attributes,
     Colwise,
     Experts,
+    Input,
     MlaKv,
     Replicate,
     Rowwise,
@@ -32,6 +33,8 @@ from planc.plan.kept_layouts import Known, layouts_of
 from planc.plan.stand_in import StandInModel, Unrepresented, variants
 from planc.source import NOWHERE, Span
 
+Recorded = tuple[FlowSource, StandInModel, tuple[TensorRule, ...], DataFlow]
+"""A small model, how it stands for the real one, the rules on it, and its data flow."""
 _DEPTHS = (2, 6, 10, 16)
 """The least numbers of layers of the small models that are tried."""
 
@@ -47,10 +50,14 @@ class LayoutClash:
 
 
 def inferred(plan: Plan, facts: Facts, sink: Sink) -> Plan:
-    """The plan with the layouts of all sections that leave them open; reports PL524 to PL526."""
+    """The plan with the layouts of all sections that leave them open, and with what draws random
+    numbers; reports PL524 to PL526.
+    """
     for setting in plan.sequence:
         if plan.mesh.size(setting.axis) > 1 and "tensor" not in plan.broken:
             plan = _Section(plan, facts, setting, sink).inferred()
+    for section, own in () if "tensor" in plan.broken else _stated(plan, facts, sink):
+        plan = section.observed(plan, section.recorded(own))
     return plan
 
 
@@ -58,13 +65,21 @@ def layout_errors(plan: Plan, facts: Facts) -> Iterator[LayoutClash | TensorRule
     """Yields the rules that must follow from those of sections that state all layouts, and are not
     stated, and where stated layouts do not go with what flows; nothing where the flow is not known.
     """
+    for section, own in _stated(plan, facts, Sink()):
+        yield from section.errors(own)
+
+
+def _stated(
+    plan: Plan, facts: Facts, sink: Sink
+) -> Iterator[tuple["_Section", tuple[TensorRule, ...]]]:
+    """Yields the sections that state all layouts, each with its rules."""
     axes = dict.fromkeys(r.axis for r in plan.tensor if plan.mesh.size(r.axis) > 1)
     inferred_axes = {setting.axis for setting in plan.sequence}
     for axis in (each for each in axes if each not in inferred_axes):
         own = tuple(replace(r, open=False) for r in plan.tensor if r.axis == axis)
         parts = any(_parts(rule.style) for rule in own)
         setting = SequenceSetting(axis=axis, wanted=parts, origin=own[0].origin)
-        yield from _Section(plan, facts, setting, Sink()).errors(own)
+        yield _Section(plan, facts, setting, sink), own
 
 
 def _parts(style: Style) -> bool:
@@ -88,11 +103,12 @@ class _Section:
         own = tuple(r for r in plan.tensor if r.axis == setting.axis)
         if not own:
             return plan
-        found = self._recorded(own)
+        found = self.recorded(own)
         if isinstance(found, Unrepresented | str):
             return self._unknown(found)
         source, state, small, flow = found
-        layouts = self._layouts(flow, small)
+        plan = self.observed(plan, found)
+        layouts = None if "tensor" in plan.broken else self._layouts(flow, small)
         if layouts is None:
             return replace(plan, broken=plan.broken | {"tensor"})
         made = _Carried(flow, state, small, layouts, setting)
@@ -106,9 +122,53 @@ class _Section:
         sequence = tuple(settled if s is setting else s for s in plan.sequence)
         return replace(plan, tensor=(*rules, *others), sequence=sequence)
 
+    def observed(self, plan: Plan, found: Recorded | Unrepresented | str) -> Plan:
+        """The plan with the lines of code outside of nn.Dropout that draw random numbers; reports
+        PL528: a rule for an input that a module did not get.
+        """
+        if isinstance(found, Unrepresented | str):
+            return plan
+        source, _, small, flow = found
+        before = self.sink.errors
+        for rule in {r.origin: r for r in small if isinstance(r.style, Input)}.values():
+            self._ungiven(rule, flow)
+        broken = {"tensor"} if self.sink.errors > before else set[str]()
+        outside = (c for c in flow.calls if source.facts.at(c.name).module.kind != "dropout")
+        drawn = (e for c in outside for e in c.body if isinstance(e, Operation) and e.draws)
+        lines = dict.fromkeys((*plan.draws, *(str(flow.lines[e.line]) for e in drawn)))
+        return replace(plan, draws=tuple(lines), broken=plan.broken | broken)
+
+    def _ungiven(self, rule: TensorRule, flow: DataFlow) -> None:
+        """Reports the inputs that a rule states and no call of its modules has."""
+        names = {flow.alias.get(name, name) for name in rule.modules.names()}
+        calls = [call for call in flow.calls if call.name in names]
+        given = dict.fromkeys(key for call in calls for key, _ in call.arguments)
+        assert isinstance(rule.style, Input)
+        places = ((str(i), change) for i, change in enumerate(rule.style.positional))
+        stated = {key: change for key, change in (*places, *rule.style.named) if change}
+        lacking = next((key for key in stated if key not in given), None)
+        if not calls or lacking is None:
+            return
+        keywords = [f"`{key}`" for key in given if not key.isdecimal()]
+        count = len(given) - len(keywords)
+        came = [f"{count} by position"] * bool(count) + [f"{k} by keyword" for k in keywords]
+        first = next((key for key in given if not key.isdecimal()), "NAME")
+        name = f"{first} = " if lacking.isdecimal() else ""
+        by = f"at position {int(lacking) + 1}" if name else f"by the keyword `{lacking}`"
+        self.sink.error(
+            "PL528",
+            f"no tensor comes to `{generic(calls[0].name)}` {by}",
+            rule.origin,
+            facts=[
+                f"tensors that come: {one_of(came, last='and') or 'none'}",
+                f"the model's own code: {flow.lines[calls[0].line]}",
+            ],
+            help=f"name the input as the code passes it: `input({name}{stated[lacking]})`",
+        )
+
     def errors(self, own: tuple[TensorRule, ...]) -> Iterator[LayoutClash | TensorRule]:
         """Yields what complete rules lack, and where they clash: as of `layout_errors`."""
-        found = self._recorded(own)
+        found = self.recorded(own)
         if isinstance(found, Unrepresented | str):
             return
         _, state, small, flow = found
@@ -122,9 +182,7 @@ class _Section:
         made = _Carried(flow, state, small, layouts, self.setting)
         yield from (rule.sized(self.facts) for rule in made.rules(own) if rule.inferred)
 
-    def _recorded(
-        self, own: tuple[TensorRule, ...]
-    ) -> tuple[FlowSource, StandInModel, tuple[TensorRule, ...], DataFlow] | Unrepresented | str:
+    def recorded(self, own: tuple[TensorRule, ...]) -> Recorded | Unrepresented | str:
         """The shallowest small model whose blocks stand for all real ones, the rules on it, and its
         data flow; or why there is none.
         """

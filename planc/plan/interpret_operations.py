@@ -15,8 +15,6 @@ from planc.ops.contract import contract
 from planc.ops.styles import Layout, Redistribution, Replicate, Shard, Style
 from planc.plan.flow_types import Around, Clash, FoundRule, Held, Met, State
 
-_SUMS = frozenset({"add", "radd", "iadd"})
-
 Makers = dict[int, list[Operation | FlowCall]]
 """The operations, split modules and leaves with weights that give each tensor."""
 
@@ -83,9 +81,8 @@ class FlowOperations:
 
     def residual(self, event: Operation) -> bool:
         """Whether an operation adds two hidden states."""
-        if event.name.strip("_") not in _SUMS:
-            return False
-        return sum(self.flow.wide(t) and t in self.flow.live for t in event.inputs) > 1
+        both = sum(self.flow.wide(t) and t in self.flow.live for t in event.inputs) > 1
+        return event.adds and both
 
     def operations(
         self, some: Sequence[Operation], state: State, own: set[int], around: Around

@@ -7,10 +7,13 @@ from planc.plan.ir import Plan
 
 
 def drawing_fields(plan: Plan, facts: Facts) -> tuple[str, ...]:
-    """The causes of random numbers in training, as `name = value`; adapters' dropout too."""
+    """The causes of random numbers in training: `name = value`, of adapters too, and lines of the
+    model's code.
+    """
     rules = plan.adapters.rules if plan.adapters else ()
     rates = dict.fromkeys(r.adapt.dropout for r in rules if r.adapt.dropout)
-    return (*random_fields(facts), *(f"dropout = {rate} of adapters" for rate in rates))
+    adapters = (f"dropout = {rate} of adapters" for rate in rates)
+    return (*random_fields(facts), *adapters, *plan.draws)
 
 
 def apart_axes(plan: Plan) -> tuple[str, ...]:

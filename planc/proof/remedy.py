@@ -110,15 +110,19 @@ def _styles(plan: Plan) -> Mapping[At, Style]:
 def blamed_first(
     found: Sequence[Diagnostic], changes: Sequence[RuleChange]
 ) -> Iterator[Diagnostic]:
-    """The first error at the lines to blame, with what to do; the others, facts of it."""
+    """The first error at the lines to blame, with what to do; the others, facts of it. Where rules
+    would have to go, what the error itself says to add comes first.
+    """
     if not (found and changes):
         yield from found
         return
     first, *others = found
     blamed = dict.fromkeys(label for change in changes for label in change.label)
     texts = dict.fromkeys(change.text for change in changes)
-    help = f"{', and '.join(texts)}: then the small model is proved"
-    help += f"; or {first.help}" if first.help else ""
+    ways = [f"{', and '.join(texts)}: then the small model is proved", first.help]
+    if first.help and any(change.new is None for change in changes if not change.condition):
+        ways, blamed = ways[::-1], dict.fromkeys(first.labels)
+    help = "; or ".join(filter(None, ways))
     also = (f"from the same cause: {other.message}" for other in others)
     facts = (*first.facts, *also)
     yield replace(first, labels=tuple(blamed) or first.labels, facts=facts, help=help)

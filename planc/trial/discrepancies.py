@@ -10,6 +10,7 @@ import torch
 
 from planc.diagnostic import PlanError, first_line
 from planc.model.facts import below
+from planc.model.small.stack_frames import of_a_model
 from planc.ops import styles as ir
 from planc.ops.loss import ChunkLoss
 from planc.ops.lowered import Lowered
@@ -308,7 +309,7 @@ def failed_run(failure: RankFailure, runs: Runs) -> Outcome:
     inside = any(f.filename.endswith("multi_threaded_pg.py") for f in frames[-1:])
     if inside and isinstance(error, NotImplementedError | AssertionError):
         return Outcome(verdict="unknown", reason=f"the simulation failed: {first_line(error)}")
-    own_frames = [f for f in frames if "/modeling_" in f.filename.replace("\\", "/")]
+    own_frames = [f for f in frames if of_a_model(f.filename)]
     lines = [code_line(f.filename, f.lineno or 0, f.line) for f in own_frames[-1:]]
     part = first_wrong_output(runs)
     subject = part.subject if part else _next_module(runs)

@@ -16,11 +16,11 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from planc.model.facts import below
-from planc.model.small.stack_frames import of_torch_or_planc
+from planc.model.small.stack_frames import of_a_model
 from planc.runtime.standalone.shards import WRAPPERS, plain_name
 
-_MACHINERY = ("/transformers/utils/", "/transformers/modeling_layers")
-"""The paths of transformers, beside torch and planc, whose lines are not a model's own."""
+_PROGRAM = "planc/trial/program.py"
+"""What calls models: whatever has called it is no code of theirs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,10 +136,8 @@ def code_line(path: str, number: int, text: str | None = None) -> str:
 def caller() -> str:
     """The running line of the model's own code; empty if there is none."""
     frame = sys._getframe(1)
-    while frame is not None:
-        path = frame.f_code.co_filename
-        known = any(part in path.replace("\\", "/") for part in _MACHINERY)
-        if not known and not of_torch_or_planc(path):
-            return code_line(path, frame.f_lineno) if "/modeling_" in path else ""
+    while frame is not None and not frame.f_code.co_filename.endswith(_PROGRAM):
+        if of_a_model(path := frame.f_code.co_filename):
+            return code_line(path, frame.f_lineno)
         frame = frame.f_back  # type: ignore[assignment]
     return ""

@@ -76,8 +76,8 @@ def _recorded(values: dict[str, Any], facts: Facts) -> DataFlow | str:
     from planc.model.small.user_model import builder_of
 
     try:
-        given = facts.inputs_and_loss
-        return record(builder_of(values, facts.code, facts.user_model, given=given))
+        given, model = facts.inputs_and_loss, facts.user_model
+        return record(builder_of(values, facts.code, model, given=given, dropout=True))
     except Exception as error:
         text = " ".join(str(error).split())
         return f"the small model does not run: {type(error).__name__}: {text[:200]}"

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from planc.model.dataflow import VIEWS, DataFlow, FlowCall, Line, Operation
 from planc.model.small.input_search import BatchShape
-from planc.model.small.stack_frames import of_torch_or_planc
+from planc.model.small.stack_frames import of_a_model
 from planc.model.small.transformers_model import without_cache
 from planc.model.small.user_model import ModelBuilder
 
@@ -31,11 +31,6 @@ _SHAPES = (
 )
 """The batches that are tried: as many rows and tokens as no width of a small model."""
 
-_MACHINERY = re.compile(
-    r"/transformers/(utils/|modeling_layers|integrations|activations)"
-    r"|/functools\.py|/contextlib\.py"
-)
-"""The paths of what runs a model, whose lines are not its own."""
 _LONGEST = 100
 _MOST_INPUTS = 40
 
@@ -145,7 +140,7 @@ class _Recorder(TorchFunctionMode):  # type: ignore[misc]
     def line(self) -> int:
         """The line of the model's code that runs."""
         frame: Any = sys._getframe(2)
-        while frame is not None and _machinery(frame.f_code.co_filename):
+        while frame is not None and not of_a_model(frame.f_code.co_filename):
             frame = frame.f_back
         if frame is None:
             return 0
@@ -168,7 +163,7 @@ class _Recorder(TorchFunctionMode):  # type: ignore[misc]
             outputs=(),
             weights=tuple((n, self.number(p)) for n, p in parameters if p is not None),
             leaf=not any(True for child in module.children() for _ in child.parameters()),
-            linear=type(module).__name__ in ("Linear", "Conv1D"),
+            linear=isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D",
             line=self.line(),
         )
         self.open.append(_Open(call))
@@ -209,19 +204,22 @@ class _Recorder(TorchFunctionMode):  # type: ignore[misc]
         writes = writes or (name.endswith("_") and not name.endswith("__"))
         small = bool(self.open) and len(inputs) < _MOST_INPUTS
         held = {id(t): t.clone() if writes else t for t in inputs} if small else {}
+        before = torch.get_rng_state()
         out = func(*args, **kwargs)
+        draws = not torch.equal(before, torch.get_rng_state())
         outputs = [t for t in tree_leaves(out) if _is_tensor(t)]
         if name == "__setitem__":
             outputs = inputs[:1]
         if self.open and outputs:
-            self._add(_Run(func, args, kwargs, name, held, outputs), inputs, writes)
+            self._add(_Run(func, args, kwargs, name, held, outputs, draws), inputs, writes)
         return out
 
     def _add(self, run: _Run, inputs: list[torch.Tensor], writes: bool) -> None:
         taken = tuple(self.number(t) for t in inputs)
         given = tuple(self.number(t) for t in run.outputs)
         living = any(t in self.live for t in taken)
-        if any(t in self.derived for t in taken) or any(self._hidden(t) for t in inputs):
+        known = any(t in self.derived for t in taken) or any(self._hidden(t) for t in inputs)
+        if known or run.draws:
             self.derived.update(given)
         else:
             self.derived.difference_update(given)
@@ -240,6 +238,7 @@ class _Recorder(TorchFunctionMode):  # type: ignore[misc]
                 outputs=given,
                 tokenwise=bool(tokens and run.held and run.tokenwise(self.rows, self.tokens)),
                 in_place=writes,
+                draws=run.draws,
                 moves=run.moves(inputs[0]) if one else None,
                 line=self.line(),
             )
@@ -262,6 +261,7 @@ class _Run(NamedTuple):
     name: str
     held: Mapping[int, torch.Tensor]
     outputs: list[torch.Tensor]
+    draws: bool
 
     def again(self, change: Callable[[Any], Any]) -> list[torch.Tensor]:
         """The outputs with other inputs. Raises what the function raises."""
@@ -279,6 +279,8 @@ class _Run(NamedTuple):
         if self.name in VIEWS:  # sizes may be stated in numbers: by the shapes
             first = next(iter(self.held.values()))
             return (rows in first.shape) == (rows in self.outputs[0].shape)
+        if self.draws:  # other numbers each time: by the shapes, as dropout has them
+            return [t.shape for t in self.held.values()] == [t.shape for t in self.outputs]
         for start, end in ((0, tokens // 2), (tokens // 2, tokens)):
 
             def part(value: Any, start: int = start, end: int = end) -> Any:
@@ -304,7 +306,7 @@ class _Run(NamedTuple):
         which holds the ranks' slices. None where each keeps its place.
         """
         out = self.outputs[0]
-        if source.shape == out.shape and self.name.startswith(_OF_SHAPES):
+        if source.shape == out.shape and (self.draws or self.name.startswith(_OF_SHAPES)):
             return None
         if source.numel() != out.numel():
             return None if source.dim() == out.dim() else {}
@@ -345,11 +347,6 @@ def _close(one: torch.Tensor, two: torch.Tensor) -> bool:
     wide = torch.complex128 if one.is_complex() or two.is_complex() else torch.float64
     pair = one.to(wide), two.to(wide)
     return bool(torch.allclose(*pair, rtol=1e-3, atol=1e-5, equal_nan=True))
-
-
-def _machinery(path: str) -> bool:
-    """Whether a file runs models, and its lines are not a model's own."""
-    return of_torch_or_planc(path) or _MACHINERY.search(path) is not None
 
 
 def _is_tensor(value: Any) -> bool:

@@ -1,0 +1,180 @@
+"""`planc init` of models of one's own: attention is split where a plan with that can be proved, and
+what is not split, or draws random numbers, is told with the line of the code that is the reason.
+"""
+
+from functools import partial
+
+import pytest
+from helpers import sampled
+
+from planc.cli import main
+from planc.compiler import compile_plan
+from planc.diagnostic import Sink
+from planc.draft.init import draft
+from planc.lowering import rng
+from planc.model.load import load
+from planc.ops.rng import SyncRng
+from planc.proof.layout_flow import flow
+
+SPLIT = {
+    "fused_keys_values": [
+        "attn.query : colwise",
+        "attn.key_value : colwise(parts = 2)",
+        "attn.proj : rowwise",
+    ],
+    "counted": [
+        "attn : attributes(n_head = split, groups = split)",
+        "attn.c_attn : colwise(parts = [64, 32, 32])",
+        "attn.c_proj : rowwise",
+    ],
+    "one_head": ["attn.query : colwise", "attn.mix : rowwise"],
+    "image": [
+        "attn : attributes(num_heads = split, attn_dim = split)",
+        "attn.qkv : colwise(parts = 3)",
+        "attn.proj : rowwise",
+    ],
+}
+_PATH = "kept = x.new_empty((len(x), *[1] * (x.ndim - 1))).bernoulli_(1 - self.rate)"
+DRAWS = {
+    "functional_dropout": "return F.dropout(self.fc2(F.gelu(self.fc1(x))), self.drop",
+    "drop_path": _PATH,
+    "image_drop_path": _PATH,
+    "attention_dropout": "y = F.scaled_dot_product_attention(q, k, v, None, rate, is_causal=True",
+}
+
+
+def drafted(name):
+    sink = Sink()
+    facts = load(f"drafted_models:{name}", sink, allow_code=True)
+    made = draft(facts, sink)
+    assert made.outcome.verdict == "proved", made.text
+    return facts, made, sink
+
+
+def lines(text):
+    """Without blanks in a row, and comments in one line each."""
+    return [" ".join(line.split()) for line in text.splitlines()]
+
+
+def checked(facts, text, folder, *settings):
+    (folder / "own.plan").write_text(text)
+    sink, settings = Sink(), ["tp=2", *settings]
+    compiled = compile_plan(facts, str(folder / "own.plan"), sink, world_size=2, settings=settings)
+    return compiled, flow(compiled, sink), sink
+
+
+@pytest.mark.parametrize("name", sampled(list(SPLIT), 2))
+def test_attention_is_split_by_its_heads(name):
+    _, made, _ = drafted(name)
+    assert {*SPLIT[name]} <= {*lines(made.text)}, made.text
+    assert "mlp.fc1 : colwise" in lines(made.text) and "mlp.fc2 : rowwise" in lines(made.text)
+
+
+def test_a_rank_that_cannot_have_its_heads_is_told_by_the_line_that_needs_all():
+    _, made, _ = drafted("whole")
+    assert "attn.c_attn : colwise(-> replicate)" in lines(made.text)
+    told = " ".join(made.text.replace("#", "").split())
+    assert (
+        "its code needs full outputs, so the weights are sharded and the outputs gathered" in told
+    )
+    assert "is invalid for input of size" in told and "drafted_models.py" in told
+    assert "p.view(shape).transpose(1, 2)" in told
+
+
+def test_keys_and_values_for_all_heads_stay_whole_with_a_reason():
+    _, made, _ = drafted("one_head")
+    told = " ".join(made.text.replace("#", "").split())
+    assert "key_value :" not in told
+    assert "each rank needs all keys and values, so their weights are whole" in told
+
+
+def test_why_there_is_no_sequence_parallelism():
+    _, made, _ = drafted("image")
+    told = " ".join(made.text.replace("#", "").split())
+    assert "No sequence parallelism: planc knows a sequence by its token ids" in told
+
+
+@pytest.mark.parametrize("name", sampled(list(DRAWS), 2))
+def test_what_draws_takes_no_rule_away(name, tmp_path):
+    facts, made, _ = drafted(name)
+    plain = "image" if name.startswith("image") else "fused_keys_values"
+    assert {*SPLIT[plain]} <= {*lines(made.text)}, made.text
+    compiled, verdict, sink = checked(facts, made.text, tmp_path)
+    assert verdict.verdict == "proved", [d.message for d in sink]
+    by_name = {section.name: section.verdict for section in verdict.sections}
+    assert by_name["random numbers"] == "proved"
+    [field] = [f for op in compiled.lowered.ops if isinstance(op, SyncRng) for f in op.fields]
+    assert DRAWS[name] in field and "drafted_models.py:" in field
+    [drawn] = [d for d in sink if d.code == "PL670"]
+    assert field in drawn.message
+
+
+@pytest.mark.parametrize("name", sampled(["functional_dropout", "drop_path"], 2))
+def test_ranks_that_do_not_draw_alike_are_refuted(name, tmp_path, monkeypatch):
+    facts, made, _ = drafted(name)
+    monkeypatch.setattr(rng, "drawing_fields", lambda *_: ())
+    _, verdict, sink = checked(facts, made.text, tmp_path, "sequence=false")
+    assert verdict.verdict == "refuted"
+    assert "PL511" in {d.code for d in sink if d.severity == "error"}
+
+
+STATED = """plan own for Gpt
+
+mesh {
+    dp_shard = auto
+    tp       = 2
+}
+
+tensor on tp {
+    blocks.* {
+        {norm1,norm2}  : sequence
+        attn           : input(NAME shard(1) -> replicate)
+        mlp            : input(shard(1) -> replicate)
+        attn.query     : colwise
+        attn.key_value : colwise(parts = 2)
+        attn.proj      : rowwise(-> shard(1), local = false)
+        mlp.fc1        : colwise
+        mlp.fc2        : rowwise(-> shard(1), local = false)
+    }
+    wte  : rowwise(-> shard(1), local = false)
+    wpe  : output(replicate -> shard(0), local = false)
+    norm : sequence
+    head : colwise(shard(1) -> replicate)
+}
+
+fsdp on dp_shard {
+    root : unit
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("written", "what"),
+    [
+        ("hidden_states =", "no tensor comes to `blocks.*.attn` by the keyword `hidden_states`"),
+        ("null,", "no tensor comes to `blocks.*.attn` at position 2"),
+    ],
+)
+def test_an_input_that_does_not_come_is_said_at_its_line(written, what, tmp_path):
+    facts = load("drafted_models:fused_keys_values", Sink(), allow_code=True)
+    compile_own = partial(compile_plan, facts, world_size=2)
+    (tmp_path / "own.plan").write_text(STATED.replace("NAME", written))
+    sink = Sink()
+    assert compile_own(str(tmp_path / "own.plan"), sink).lowered is None
+    [found] = [d for d in sink if d.severity == "error"]
+    assert found.code == "PL528" and found.message == what
+    assert found.labels[0].span.text.startswith(f"attn           : input({written}")
+    assert "tensors that come: 1 by position" in found.facts
+    assert "self.attn(self.norm1(x))" in found.facts[1]
+    _, verdict, sink = checked(facts, STATED.replace("NAME ", ""), tmp_path)
+    assert verdict.verdict == "proved", [d.message for d in sink]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*SPLIT, *DRAWS])
+def test_a_draft_is_verified_on_four_processes(name, tmp_path, capsys):
+    model, plan = f"drafted_models:{name}", str(tmp_path / "own.plan")
+    assert main(["init", model, "--allow-code", "-o", plan]) == 0
+    words = ["--allow-code", "--world-size", "4", "--set", "tp=2"]
+    assert main(["verify", model, plan, *words]) == 0
+    assert "Verified on 4 processes" in capsys.readouterr().out
