@@ -1,7 +1,8 @@
 """Tensor sections -> styles on modules."""
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple, TypeVar
+from dataclasses import replace
+from typing import TypeVar
 
 from planc import diagnostic
 from planc.model.facts import Modules
@@ -42,20 +43,13 @@ def aspect(style: str) -> str:
     return style if style in _ASPECTS else "style"
 
 
-class StatedStyle(NamedTuple):
-    """A style, and the call by which a line states it."""
-
-    style: Style
-    written: ast.Call
-
-
 _SEQUENCE = {"auto": None, "true": True, "false": False}
 
 
 def tensor(program: Program) -> tuple[tuple[TensorRule, ...], tuple[SequenceSetting, ...]]:
     """The rules of the tensor sections, in the plan's order, and their settings."""
     scope = program.scope
-    claims: dict[str, Claims[StatedStyle]] = {}
+    claims: dict[str, Claims[TensorRule]] = {}
     settings: dict[str, Settings] = {}
     known, used = (*STYLES, *program.styles), set[str]()
     for section in program.named("tensor"):
@@ -75,23 +69,13 @@ def tensor(program: Program) -> tuple[tuple[TensorRule, ...], tuple[SequenceSett
             found = modules_of(rule, placed, scope)
             if axis and found:
                 held = claims.setdefault(axis, Claims(program.sink))
-                _claim(rule, found, held, program)
+                _claim(rule, found, axis, held, program)
     for unused in program.styles.keys() - used:
         origin = program.styles[unused].name_origin
         hint = "use it or remove it"
         program.sink.warning("PL104", f"style `{unused}` is never used", origin, help=hint)
-    rules = (
-        TensorRule(
-            modules=c.modules,
-            axis=axis,
-            style=c.value.style,
-            written=c.value.written.origin,
-            open=_open(*c.value),
-            origin=c.origin,
-        )
-        for axis, held in claims.items()
-        for c in held.claims
-    )
+    every = (claim for held in claims.values() for claim in held.claims)
+    rules = (replace(claim.value, modules=claim.modules) for claim in every)
     return tuple(rules), tuple(s.values["sequence"] for s in settings.values())
 
 
@@ -130,7 +114,8 @@ def _elsewhere(call: ast.Call) -> str | None:
 def _claim(
     rule: ast.Rule,
     found: tuple[Modules, ...],
-    claims: Claims[StatedStyle],
+    axis: str,
+    claims: Claims[TensorRule],
     program: Program,
 ) -> None:
     """Claims modules by kind: a bare rowwise on an embedding takes replicated token ids."""
@@ -148,7 +133,14 @@ def _claim(
         if style is None:
             return
         override = rule.override and i == 0
-        value = StatedStyle(style, rule.action)
+        value = TensorRule(
+            modules=group[0],
+            axis=axis,
+            style=style,
+            written=rule.action.origin,
+            open=_open(style, rule.action),
+            origin=rule.origin,
+        )
         claims.add(group, aspect(rule.action.name), value, rule.origin, override=override)
 
 
