@@ -1,7 +1,6 @@
 """Tensor sections -> styles on modules."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import TypeVar
 
 from planc import diagnostic
@@ -49,7 +48,7 @@ _SEQUENCE = {"auto": None, "true": True, "false": False}
 def tensor(program: Program) -> tuple[tuple[TensorRule, ...], tuple[SequenceSetting, ...]]:
     """The rules of the tensor sections, in the plan's order, and their settings."""
     scope = program.scope
-    claims: dict[str, Claims[TensorRule]] = {}
+    claims: dict[str, Claims[TensorRule | None]] = {}
     settings: dict[str, Settings] = {}
     known, used = (*STYLES, *program.styles), set[str]()
     for section in program.named("tensor"):
@@ -74,8 +73,7 @@ def tensor(program: Program) -> tuple[tuple[TensorRule, ...], tuple[SequenceSett
         origin = program.styles[unused].name_origin
         hint = "use it or remove it"
         program.sink.warning("PL104", f"style `{unused}` is never used", origin, help=hint)
-    every = (claim for held in claims.values() for claim in held.claims)
-    rules = (replace(claim.value, modules=claim.modules) for claim in every)
+    rules = (rule for held in claims.values() for rule in held.rules())
     return tuple(rules), tuple(s.values["sequence"] for s in settings.values())
 
 
@@ -115,7 +113,7 @@ def _claim(
     rule: ast.Rule,
     found: tuple[Modules, ...],
     axis: str,
-    claims: Claims[TensorRule],
+    claims: Claims[TensorRule | None],
     program: Program,
 ) -> None:
     """Claims modules by kind: a bare rowwise on an embedding takes replicated token ids."""
