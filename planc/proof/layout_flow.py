@@ -328,7 +328,7 @@ def _released(
 
 
 def advice(facts: Facts, reason: str | None) -> str:
-    """What to do where nothing is proved for a reason."""
+    """The help of a finding that nothing is proved, for a reason."""
     if (facts.user_model is not None or facts.code) and "does not run" in (reason or ""):
         return "say what its forward takes: `inputs=` of `planc.check`, or a method `planc_inputs`"
     return cache.UNPACK if cache.missing() else "`planc verify` runs it on real processes"

@@ -58,9 +58,7 @@ class Pack:
 
 
 def gathered() -> Pack:
-    """What the cache of this machine knows with the versions that are installed, or where torch is
-    not, what the pack has that was unpacked.
-    """
+    """The cache entries for the installed versions; without torch, those of the unpacked pack."""
     of, sources = cache.environment(), source_digest()
     wanted = {name: of[name] for name in ("python", "torch", "transformers")}
     entries, certificates = {}, {}

@@ -54,7 +54,7 @@ class SingleError(Exception):
 
 @dataclass(slots=True, kw_only=True)
 class RankResult:
-    """What one rank computed.
+    """The results of one rank.
 
     Args:
         data_rank, part_rank: the rows that it read, and the part of their tokens that it has.
@@ -99,7 +99,7 @@ class RankResult:
 
 @dataclass(slots=True, kw_only=True)
 class Reference:
-    """What the single process computed.
+    """The results of the single process.
 
     Args:
         passes: what each data rank's rows gave, by data rank.
@@ -214,8 +214,8 @@ def seed_rank(rank: int) -> None:
 def _other_batches(
     reference: Reference, used: UsedParameters, model: nn.Module, batches: Batches, scale: float
 ) -> None:
-    """What a model without random numbers computes with all rows in one batch, and with each alone,
-    where its code can see numbers; its gradients are put back.
+    """Runs a model without random numbers on all rows in one batch, and on each row alone where its
+    code can see numbers; its gradients are put back.
     """
     if reference.draws or batches.ranks == 1:
         return
