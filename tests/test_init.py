@@ -211,10 +211,10 @@ def test_experts_and_fused_weights_are_split_in_their_parts():
 
 
 def test_what_its_code_does_not_bear_is_taken_back():
-    """opt's attention counts on all heads; a plain colwise is refuted, a gathered one is proved."""
-    _, made, _ = drafted("opt-1.3b")
-    assert "self_attn.{q,k,v}_proj:colwise(->replicate)" in rules(made.text)
-    assert "# its code needs full outputs" in made.text
+    """Phi's attention cuts its output by its configuration's heads; gathered, it is proved."""
+    _, made, _ = drafted("phi-4")
+    assert "self_attn.qkv_proj:colwise(->replicate)" in rules(made.text)
+    assert "# its code needs full outputs" in made.text and "modeling_phi3.py:" in made.text
     assert made.runs > 1 and made.outcome.verdict == "proved"
 
 
