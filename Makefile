@@ -38,7 +38,7 @@ bench: $(VENV)/.ready  ## one table of medians and ratios
 	$(BIN)/python tests/bench/run.py
 
 estimate: $(VENV)/.ready  ## estimates of memory and time beside measured and published runs
-	$(BIN)/python -W ignore tests/estimate/estimating.py | tee docs/estimate-tables.md
+	$(BIN)/python -W ignore tests/estimate/estimating.py | tee docs/generated/estimate-tables.md
 
 peaks: $(VENV)/.ready  ## memory of a step on four real gloo processes, for every combination that is not measured yet (half an hour)
 	$(BIN)/python -W ignore tests/estimate/gloo_peaks.py
@@ -66,13 +66,13 @@ coverage: $(VENV)/.ready  ## every causal-LM family: init, check, four real proc
 	$(BIN)/python -W ignore tests/coverage/run.py
 	$(BIN)/python -W ignore tests/coverage/theirs.py
 	$(BIN)/python -W ignore tests/coverage/page.py > build/coverage/page.md
-	mv build/coverage/page.md docs/coverage.md
+	mv build/coverage/page.md docs/generated/coverage.md
 
 axes: $(VENV)/.ready  ## the other axes of every causal-LM family, with threads as ranks and on eight processes (two hours, goes on where it was)
 	$(BIN)/python -W ignore tests/coverage/axis_rows.py
 	$(BIN)/python -W ignore tests/coverage/axis_processes.py
 	$(BIN)/python -W ignore tests/coverage/page.py > build/coverage/page.md
-	mv build/coverage/page.md docs/coverage.md
+	mv build/coverage/page.md docs/generated/coverage.md
 
 docs: $(VENV)/.ready  ## the docs as a site, in build/docs
 	$(BIN)/pip install --quiet --constraint constraints.txt '.[docs]'

@@ -10,7 +10,7 @@ from torch.distributed import _symmetric_memory
 
 from planc.emit.python.script import render
 from planc.ops.compile import Compile
-from planc.runtime.standalone.async_tensor_parallel import enable_async_tp
+from planc.runtime.standalone.tensor_styles import enable_async_tp
 
 PLAN = """plan t for llama
 mesh {

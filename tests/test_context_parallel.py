@@ -20,7 +20,6 @@ from planc.runtime.executor import apply_lowered
 from planc.runtime.standalone import context as parallel
 from planc.runtime.standalone import (
     context_exchange,
-    context_loss,
     context_positions,
     context_ring,
     context_tokens,
@@ -504,7 +503,7 @@ def mean_of_means(monkeypatch):
         model.loss_function = self.function
         return output
 
-    monkeypatch.setattr(context_loss.PartLoss, "leave", leave)
+    monkeypatch.setattr(parallel.PartLoss, "leave", leave)
 
 
 def no_window(monkeypatch):

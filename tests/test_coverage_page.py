@@ -1,4 +1,4 @@
-"""docs/coverage.md is made of rows; the verdict on transformers' own, of what two ranks found."""
+"""docs/generated/coverage.md is made of rows; what two ranks found judges transformers' own."""
 
 import json
 import subprocess

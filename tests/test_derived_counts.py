@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 
 from planc.diagnostic import Sink
-from planc.estimate.counted import Counted, MicroBatch, Part, Product, Saved
-from planc.estimate.derived_counts import DerivedCounts, first_jobs
+from planc.estimate.counted import Counted, DerivedCounts, MicroBatch, Part, Product, Saved
 from planc.estimate.kept_tensors import count
 from planc.model.load import load
 
@@ -42,9 +41,6 @@ def counts_of(model):
 )
 def test_rows_are_derived_from_two_numbers_of_them(model):
     counts, ran = counts_of(model)
-    for rows in (2, 4, 1):
-        assert counts.derived(work(rows, 1024))
-    assert ran == [(2, 1024), (4, 1024), (1, 1024)]
     for rows in (3, 8, 64):
         derived = counts.derived(work(rows, 1024))
         assert (rows, 1024) not in ran
@@ -62,32 +58,29 @@ def test_parts_of_a_sequence_are_derived_from_a_few_of_them(model):
     def part(rows, ranks):
         return work(rows, total // ranks, ("all_gather", ranks))
 
-    for rows, _, _, (_, ranks) in first_jobs("bfloat16", total, "all_gather")[3:]:
-        assert counts.derived(part(rows, ranks))
-    first = [*ran]
-    assert len(first) == 6
     for rows, ranks in ((1, 16), (3, 4), (16, 16), (2, 32)):
         derived = counts.derived(part(rows, ranks))
-        assert ran == first
+        assert (rows, total // ranks) not in ran
         assert derived == counts.run(part(rows, ranks))
         ran.pop()
+    assert len(ran) == 6
 
 
-def test_what_is_no_sum_of_multiples_is_counted():
-    """Padding to whole blocks is not, and neither are other modules from some number on."""
+def test_what_is_on_no_line_is_counted():
+    """Half a byte a row is not, and neither are other modules from some number of rows on."""
+
+    def rounded(job):
+        part = Part(at="", like=("",), saved=(Saved(module="a", size=job.rows // 3),))
+        return Counted(parts=(part,), logits=job.rows)
 
     def padded(job):
-        rows = job[0]
-        size = -(-rows // 8) * 8
-        part = Part(
-            at="", like=("",), saved=(Saved(module="a", size=size),) * (2 if rows > 8 else 1)
-        )
-        return Counted(parts=(part,), logits=rows * 3)
+        many = (Saved(module="a", size=8),) * (2 if job.rows > 3 else 1)
+        return Counted(parts=(Part(at="", like=("",), saved=many),), logits=job.rows)
 
-    counts = DerivedCounts(padded)
-    assert counts.derived(work(2, 64)) == padded((2,))
-    assert counts.derived(work(9, 64)) == padded((9,))
-    assert counts.derived(work(5, 64)) == padded((5,))
+    for counted in (rounded, padded):
+        counts = DerivedCounts(counted)
+        for rows in (2, 5, 9):
+            assert counts.derived(work(rows, 64)) == counted(work(rows, 64))
 
 
 def test_rows_that_products_divide_are_not_rounded_before():
@@ -96,20 +89,10 @@ def test_rows_that_products_divide_are_not_rounded_before():
     assert (ten.rows, replace(ten, m=30).rows, replace(ten, divided=False).rows) == (3, 8, 10)
 
 
-def doubled(job):
-    return Counted(parts=(), logits=2 * job[0])
-
-
-def jobs(*rows):
-    return [work(n, 8) for n in rows]
-
-
-def test_the_first_jobs_are_counted_until_others_follow():
+def test_counts_are_on_a_line_through_two_of_them():
     ran = []
-    counts = DerivedCounts(lambda job: ran.append(job) or doubled(job), jobs(1, 2, 4))
-    assert counts.derived(work(64, 8)).logits == 128  # of three, and without a run of its own
-    assert ran == jobs(1, 2, 4)
-    assert [counts.counted(job).logits for job in jobs(4, 1, 2)] == [8, 2, 4]
-    assert ran == jobs(1, 2, 4) and not counts.first
-    unlike = DerivedCounts(doubled, [work(1, 8)._replace(dtype="float16")])
-    assert unlike.counted(work(8, 8)).logits == 16
+    counts = DerivedCounts(lambda job: ran.append(job) or Counted(parts=(), logits=2 * job.rows))
+    assert counts.derived(work(64, 8)).logits == 128
+    assert counts.derived(work(7, 8)).logits == 14
+    assert ran == [work(2, 8), work(4, 8)]  # without runs of their own
+    assert counts.counted(work(64, 8)).logits == 128 and ran[2:] == [work(64, 8)]

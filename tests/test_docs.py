@@ -13,11 +13,12 @@ from console import BLOCK, played, run, with_rounding_of
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md")), *sorted(DOCS.glob("how-to/*.md"))]
+FOLDERS = (".", "how-to", "language", "generated")
+PAGES = [ROOT / "README.md", *(p for name in FOLDERS for p in sorted((DOCS / name).glob("*.md")))]
 DEMO = re.compile(r"^\$ (planc [^\n]*)\n.*?(?=\n\n(?:== |\$ )|\n```)", re.M | re.S)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_page(page, tmp_path, monkeypatch, request):
     if page.name == "diffusion.md":
         pytest.importorskip("diffusers")
@@ -50,7 +51,7 @@ def test_scripts_of_trainers_are_short():
 
 def test_the_site_has_every_page():
     listed = re.findall(r"^[\w/*-]+$", (DOCS / "index.md").read_text(), re.M)
-    for folder in ("how-to", "diagnostics"):
+    for folder in ("how-to", "language", "diagnostics"):
         inner = (DOCS / folder / "README.md").read_text().partition("```{toctree}")[2]
         listed += [f"{folder}/{name}" for name in re.findall(r"^[\w*-]+$", inner, re.M)]
     pages = {p.relative_to(DOCS).with_suffix("") for p in DOCS.rglob("*.md")}
@@ -75,9 +76,9 @@ def test_the_demo_as_it_ran(tmp_path, monkeypatch, request):
     assert new == demo, f"run pytest {os.path.relpath(__file__, ROOT)} --update and read the change"
 
 
-def test_the_language_page_shows_every_construct():
+def test_the_language_pages_show_every_construct():
     """A construct of the grammar that no example uses is one that the reference forgot."""
-    text = (ROOT / "docs" / "language.md").read_text()
+    text = "\n".join(page.read_text() for page in (DOCS / "language").glob("*.md"))
     plans = "\n".join(body for kind, _, body in BLOCK.findall(text) if kind == "plan")
     words = "plan for mesh auto option let require when else then extend override optional has none"
     words += " load init meta weights slices ops save offload every"

@@ -36,6 +36,8 @@ UNREACHED = {
     "PL687": "a run on processes; tests/processes/test_quantization.py has it",
     "PL675": "diffusers is a part of the tests; tests/test_diffusion.py hides it",
     "PL415": "no shipped model mixes dtypes; tests/test_checks.py has one that does",
+    "PL457": "a run on processes; tests/processes/test_loading.py has it",
+    "PL691": "a configuration that says otherwise; tests/specs/load.md has one",
     "PL459": "a run on processes; tests/processes/test_saving.py has it",
     "PL460": "processes of srun; tests/processes/test_launchers.py sets their variables",
     "PL461": "a run on processes; tests/processes/test_loading.py has it",

@@ -308,7 +308,7 @@ def test_a_verdict_is_remembered_by_what_the_simulation_runs(tmp_path, simulatio
 
 
 def test_a_bug_fixed_in_planc_leaves_no_verdict_standing(simulations, monkeypatch):
-    from planc.proof import called_modules, judge
+    from planc.proof import judge
 
     settings = ["tp=2", "sequence=false"]
     simulated("llama-3.2-1b", "llama", settings)
@@ -317,14 +317,6 @@ def test_a_bug_fixed_in_planc_leaves_no_verdict_standing(simulations, monkeypatc
     monkeypatch.setattr(judge, "source_digest", lambda: "of other sources")
     simulated("llama-3.2-1b", "llama", settings)
     assert len(simulations) == 2
-
-    facts = load("llama-3.2-1b", Sink())
-    calls, real = [], called_modules._run
-    monkeypatch.setattr(called_modules, "_run", lambda *a: calls.append(1) or real(*a))
-    for sources in ("one", "one", "two"):
-        monkeypatch.setattr(called_modules, "source_digest", lambda s=sources: s)
-        called_modules.called_modules(facts)
-    assert len(calls) == 2
 
 
 def test_planc_s_sources_are_known_by_their_contents(tmp_path, monkeypatch):
@@ -497,13 +489,14 @@ def collective(y):
 """
 
 
-def test_which_modules_are_called_is_run_once_for_a_configuration(monkeypatch):
+def test_which_modules_are_called_is_known_from_the_data_flow(monkeypatch):
+    from planc.model.small import flow
     from planc.proof import called_modules
 
     facts = load("llama-3.2-1b", Sink())
     names, reason = called_modules.called_modules(facts)
     assert {"model.layers.*", "model.layers.*.mlp.up_proj"} <= names and not reason
-    monkeypatch.setattr(called_modules, "_run", lambda *_: pytest.fail("it was run again"))
+    monkeypatch.setattr(flow, "_recorded", lambda *_: pytest.fail("it was run again"))
     assert called_modules.called_modules(facts) == (names, "")
 
 

@@ -271,14 +271,31 @@ def test_exit_code_tells_what_changes_numbers(name, file, code, tmp_path):
     assert call("import", tmp_path / name, "--model", "llama-3.1-8b")[0] == code
 
 
-def test_wrapped_classes_are_the_units_of_a_family_without_a_plan(tmp_path):
-    text = (
-        "distributed_type: FSDP\nfsdp_config:\n  fsdp_transformer_layer_cls_to_wrap: OwnBlock,Two"
-    )
+@pytest.mark.parametrize(
+    ("classes", "kind", "line"),
+    [
+        ("OwnBlock", "plan", "override let blocks = **<OwnBlock>"),
+        ("OwnBlock,Two", "cost", ""),  # blocks by the role, of whatever class
+    ],
+)
+def test_a_wrapped_class_is_the_blocks_of_a_family_without_a_plan(classes, kind, line, tmp_path):
+    key = "fsdp_transformer_layer_cls_to_wrap"
+    text = f"distributed_type: FSDP\nfsdp_config:\n  {key}: {classes}"
     (tmp_path / "a.yaml").write_text(text)
     result = imported(str(tmp_path / "a.yaml"), Sink(), peer=None, model=None)
-    assert re.findall(r"\*\*<(\w+)> +: unit ", result.text) == ["OwnBlock", "Two"]
-    assert "auto(" not in result.text
+    assert [of for leaf, of, _ in result.fate if key in leaf.path] == [kind]
+    assert line in result.text and ("let blocks" in result.text) is bool(line)
+
+
+def test_a_plan_of_no_family_is_proved_for_any(tmp_path):
+    wrapped = "fsdp_transformer_layer_cls_to_wrap: LlamaDecoderLayer"
+    text = f"distributed_type: FSDP\nfsdp_config:\n  {wrapped}"
+    (tmp_path / "a.yaml").write_text(text)
+    (tmp_path / "a.plan").write_text(
+        imported(str(tmp_path / "a.yaml"), Sink(), peer=None, model=None).text
+    )
+    code, found, errors = call("check", "llama-3.1-8b", tmp_path / "a.plan", "--world-size", 8)
+    assert (code, errors) == (0, "") and "proved" in found
 
 
 @pytest.mark.parametrize(
@@ -535,7 +552,7 @@ def test_a_tp_plan_comes_back(tmp_path):
     (tmp_path / "a.json").write_text(json.dumps({"tp_plan": json.loads(text), "tp_size": 4}))
     result = imported(str(tmp_path / "a.json"), Sink(), peer=None, model="mixtral-8x7b")
     (tmp_path / "a.plan").write_text(result.text)
-    ways = [("mixtral", *words), (tmp_path / "a.plan", *words[:2])]
+    ways = [("mixtral", *words), (tmp_path / "a.plan", *words)]
     tensor = []
     for way in ways:
         _, text, _ = call("lower", "mixtral-8x7b", *way, "--format", "json")

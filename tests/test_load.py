@@ -5,11 +5,16 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
+from huggingface_hub import constants
 from modelfolder import CONFIG, found, written
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from planc.diagnostic import Sink
 from planc.model.config import config_of
@@ -543,3 +548,46 @@ def test_transformers_reads_the_files_of_its_models_once():
     (once, *mine), (twice, *theirs) = found
     assert mine == theirs and int(mine[0]) > 1000
     assert int(once) < 10 < int(twice)
+
+
+def in_two_threads(first, second):
+    """Calls both at once: the second one begins after the first and ends after it, if it can."""
+    inside, ended = threading.Event(), threading.Event()
+
+    def one():
+        first(lambda: (inside.set(), ended.wait(0.2)))
+        ended.set()
+
+    thread = threading.Thread(target=one)
+    thread.start()
+    inside.wait()
+    second(lambda: ended.wait(0.4))
+    thread.join()
+
+
+def test_two_threads_leave_the_hub_as_it_was(monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+
+    def isolated(inside):
+        with isolation.isolated():
+            inside()
+
+    in_two_threads(isolated, isolated)
+    assert constants.HF_HUB_OFFLINE is False
+
+
+def test_a_model_that_another_thread_builds_is_initialized():
+    """Threads that play ranks build models while others read the facts of theirs."""
+    made = {}
+
+    def builds(inside):
+        config = LlamaConfig(hidden_size=8, num_attention_heads=1, num_hidden_layers=1)
+        with torch.device("cpu"):
+            made["model"] = LlamaForCausalLM(config)
+        inside()
+
+    in_two_threads(
+        lambda inside: huggingface._on_meta(lambda: (inside(), nn.Linear(1, 1))[1]), builds
+    )
+    norm = made["model"].lm_head.weight.std()
+    assert abs(norm - 0.02) < 0.002, "initializer_range of its configuration"

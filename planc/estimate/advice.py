@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from planc.diagnostic import Sink
 from planc.estimate.answer import Answer
-from planc.estimate.moments import GIB
+from planc.estimate.memory import GIB
 from planc.estimate.step import estimate
 from planc.estimate.workload import Recompute
 from planc.ops.base import AxisRole

@@ -14,7 +14,7 @@ from planc.compiler import Compiled
 from planc.diagnostic import Diagnostic, Label, Sink
 from planc.estimate import profiles
 from planc.estimate.from_plan import Batch, PlanWork, masters
-from planc.estimate.moments import GIB, Item
+from planc.estimate.memory import GIB, Item
 from planc.estimate.step import Estimate, estimate
 from planc.estimate.workload import Recompute, Workload
 from planc.lowering.step import require_divisible

@@ -14,10 +14,9 @@ from planc.checks.queries import divisors
 from planc.codes import CODES
 from planc.diagnostic import Sink
 from planc.estimate.choice import LEANEST, Choice, Sizes, Space
-from planc.estimate.derived_counts import DerivedCounts
+from planc.estimate.counted import DerivedCounts
 from planc.estimate.from_plan import Batch, PlanWork
-from planc.estimate.memory import usable
-from planc.estimate.moments import GIB
+from planc.estimate.memory import GIB, usable
 from planc.estimate.profiles import Hardware, Stack
 from planc.estimate.step import Estimate, estimate, peak
 from planc.estimate.workload import Workload

@@ -13,10 +13,9 @@ from functools import cache
 from math import prod
 from typing import Any
 
-from planc.estimate import loss
 from planc.estimate.counted import Counted, MicroBatch, Part
 from planc.estimate.profiles import Stack
-from planc.estimate.tensor_split import PartSplit, recompute_of, unsplit
+from planc.estimate.tensor_split import PartSplit, chunk_passes, logit_copies, recompute_of, unsplit
 from planc.estimate.workload import ElementSizes, Group, Layer, Sharding, Workload
 from planc.lowering.lower import on_activations
 from planc.lowering.memory import Holding, Holdings
@@ -145,7 +144,7 @@ class PlanWork:
 
     @property
     def compute_dtype(self) -> str:
-        """Of most elements of parameters while they compute."""
+        """The dtype of most elements of parameters while they compute."""
         section = self.plan.fsdp
         given = section.precision.param if section and section.precision else None
         return given or self.holdings.main_dtype
@@ -360,7 +359,7 @@ class PlanWork:
             **self._elements(inside, len(part.like)),
             matmuls=matmuls,
             attention=tuple(split.attention()),
-            moved=split.moved() + (loss.chunk_passes(self.plan) if last else 0.0),
+            moved=split.moved() + (chunk_passes(self.plan) if last else 0.0),
             kernels=len(part.moved) + len(part.products) + len(part.attended),
             kept=split.kept(),
             kept_selective=split.selective(rule),
@@ -369,7 +368,7 @@ class PlanWork:
             again=again,
             left=left,
             boundary=boundary,
-            transient=loss.copies(self.plan, counted.logits, self.width, self.stack.loss_transient)
+            transient=logit_copies(self.plan, counted.logits, self.width, self.stack.loss_transient)
             if counted and last
             else split.routed(),
             forward=sent[During.FORWARD],

@@ -12,16 +12,18 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from planc.diagnostic import Sink
 from planc.estimate.counted import Attended, Counted, MicroBatch, Moved, Part, Product, Saved
-from planc.estimate.kernel_stand_in import Kernel, fused
 from planc.model.cache import entry_name, keep, recall
 from planc.model.config import config_of
 from planc.model.facts import Facts
 from planc.model.layer_kinds import block_kinds, block_lists, entry_kinds
 from planc.model.small.depth import Depth
+
+if TYPE_CHECKING:
+    from planc.estimate.stand_ins import Kernel
 
 _FORMAT = "counted 6"
 """Raised when what is counted changes."""
@@ -31,14 +33,7 @@ _PRODUCTS = {"mm": (0, 1), "addmm": (1, 2), "bmm": (0, 1), "baddbmm": (1, 2)}
 """The matrices among the arguments of each operator."""
 
 
-def count(
-    facts: Facts,
-    sink: Sink,
-    job: MicroBatch,
-    *,
-    attention: str = "sdpa",
-    run: bool = True,
-) -> Counted | None:
+def count(facts: Facts, sink: Sink, job: MicroBatch, *, attention: str = "sdpa") -> Counted | None:
     """Runs one forward with loss of a transformers model on fake tensors.
 
     Args:
@@ -47,10 +42,9 @@ def count(
         attention: transformers' `attn_implementation`; models that have no `sdpa` get the one that
             transformers chooses.
         sink: receives PL703 where the model cannot be run so.
-        run: whether to run it where no earlier run was kept.
 
     Returns:
-        What was counted; None after a finding, and where it is to be run.
+        What was counted; None after a finding.
     """
     if "model_type" not in facts.config or facts.code:
         _unknown(sink, "it is not a transformers model that planc can build", "")
@@ -59,22 +53,15 @@ def count(
     frozen = any(not p.trainable for some in facts.model.below() for p in some.module.parameters)
     trained = repr(facts.root) if frozen else ""
     key = entry_name(asked, json.dumps(facts.config, sort_keys=True, default=str) + trained)
-    found = _KNOWN.get(key) or _read(key)
-    if run and not found:
-        found = _count(facts, sink, job, attention)
-        if found:
+    if key not in _KNOWN:
+        try:
+            _KNOWN[key] = Counted.of(recall(key))
+        except (KeyError, TypeError):  # missing or malformed
+            if (found := _count(facts, sink, job, attention)) is None:
+                return None
             keep(key, found.document())
-    if found:
-        _KNOWN[key] = found
-    return found
-
-
-def _read(key: str) -> Counted | None:
-    """What an earlier run counted."""
-    try:
-        return Counted.of(recall(key))
-    except (KeyError, TypeError):  # missing or malformed
-        return None
+            _KNOWN[key] = found
+    return _KNOWN[key]
 
 
 def _count(facts: Facts, sink: Sink, job: MicroBatch, attention: str) -> Counted | None:
@@ -129,8 +116,7 @@ def _run(
 ) -> Counted:
     import torch
 
-    from planc.estimate.adapter_stand_in import train_as
-    from planc.estimate.context_stand_in import exchanging
+    from planc.estimate.stand_ins import exchanging, fused, train_as
     from planc.model.sources.huggingface import one_sequence_a_row, quiet
 
     named = _layers(facts, kept)

@@ -1,4 +1,9 @@
-"""Seconds of kernels on one accelerator: matmuls by shape, attention, memory-bound kernels."""
+"""Seconds of kernels on one accelerator (matmuls by shape, attention, memory-bound kernels), and of
+collectives: a latency for each step of a ring and a bandwidth for each byte.
+
+Both depend on whether the group's ranks are in one node. A group with few ranks a node has the
+share of the network that its ranks have; the groups beside it have the rest.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +11,8 @@ from functools import lru_cache
 from math import ceil, sqrt
 
 from planc.estimate.profiles import Hardware, Stack
-from planc.estimate.workload import Attention, Layer, Matmul
+from planc.estimate.workload import Attention, Collective, Group, Layer, Matmul
+from planc.lowering.step import REDUCE, SEND
 
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (192, 128, 0.96), (128, 128, 0.9), (128, 64, 0.7))
 """Tiles that one multiprocessor computes at a time, with the share of its rate they reach: a
@@ -17,7 +23,7 @@ SPLIT = 1024
 
 
 def matmul(product: Matmul, hardware: Hardware) -> float:
-    """Of `count` products.
+    """Seconds for `count` matrix products.
 
     The roofline of compute and memory, where compute is quantized: tiles go to multiprocessors in
     waves, and products of few tiles are split along k. The library takes the best tile. Each kernel
@@ -44,8 +50,8 @@ def _quantized(m: int, n: int, k: int, processors: int) -> float:
 
 
 def attention(part: Attention, hardware: Hardware, pace: float = 1.0) -> float:
-    """Of one forward; a flash kernel computes the causal half, with a mask the whole square, as
-    matmuls do.
+    """Seconds of one forward of attention: a flash kernel computes the causal half, with a mask the
+    whole square, as matmuls do.
 
     A kernel for short heads spends more of its time on the softmax (measured: 64 reaches two
     thirds of 128).
@@ -67,7 +73,7 @@ def attention(part: Attention, hardware: Hardware, pace: float = 1.0) -> float:
 
 
 def moved(size: float, kernels: float, hardware: Hardware) -> float:
-    """Of memory-bound kernels that read and write `size` bytes together."""
+    """Seconds of memory-bound kernels that read and write `size` bytes together."""
     return size / (hardware.memory_gb_s * 1e9) + kernels * 1.5e-6
 
 
@@ -80,7 +86,7 @@ def forward(layer: Layer, hardware: Hardware, stack: Stack) -> tuple[float, floa
 
 
 def backward(layer: Layer, hardware: Hardware, stack: Stack) -> tuple[float, float, float]:
-    """The same of one backward: two products for each, attention's five for two, two passes."""
+    """Backward: 2x the matmul FLOPs, 2.5x attention's, 2x the memory traffic."""
     products = 0.0
     for m in layer.matmuls:
         products += matmul(Matmul(m=m.m, n=m.k, k=m.n, count=m.count), hardware)
@@ -92,3 +98,41 @@ def backward(layer: Layer, hardware: Hardware, stack: Stack) -> tuple[float, flo
     )
     rest = max(0, layer.kernels - len(layer.matmuls) - len(layer.attention))
     return products, attended, moved(2 * layer.moved, 2 * rest, hardware)
+
+
+# Collectives -------------------------------------------------------------------------------------
+
+
+def collective(each: Collective, hardware: Hardware) -> float:
+    """Seconds of `count` collectives without overlap."""
+    group, per_node = each.group, hardware.ranks_per_node
+    if group.size == 1:
+        return 0.0
+    if each.kind == SEND:
+        return each.count * point_to_point(each.size, group, hardware)
+    reduces = each.kind == REDUCE
+    node = hardware.node_reduce_gb_s if reduces else hardware.node_gb_s
+    network = hardware.network_reduce_gb_s if reduces else hardware.network_gb_s
+    bandwidth = node
+    if group.crosses(per_node):
+        bandwidth = min(node, network * group.in_node(per_node) / per_node)
+    share = (group.size - 1) / group.size * (2 if reduces else 1)
+    sent = each.count * each.size * share / (bandwidth * 1e9)
+    return sent + latency(each, hardware)
+
+
+def latency(each: Collective, hardware: Hardware) -> float:
+    """The part that is not bandwidth: a step of the ring for each rank, one of a send."""
+    group = each.group
+    crosses = group.crosses(hardware.ranks_per_node)
+    one = hardware.network_latency_us if crosses else hardware.node_latency_us
+    steps = 1 if each.kind == SEND else group.size - 1
+    return each.count * steps * one * 1e-6
+
+
+def point_to_point(size: float, group: Group, hardware: Hardware) -> float:
+    """Seconds of one send of `size` bytes to the next rank of a group."""
+    if not group.crosses(hardware.ranks_per_node) and group.stride < hardware.ranks_per_node:
+        return size / (hardware.node_gb_s * 1e9) + hardware.node_latency_us * 1e-6
+    share = hardware.network_gb_s / hardware.ranks_per_node
+    return size / (share * 1e9) + hardware.network_latency_us * 1e-6

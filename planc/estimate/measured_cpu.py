@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import distributed, multiprocessing
 
-from planc.estimate.moments import GIB
+from planc.estimate.memory import GIB
 from planc.estimate.profiles import Hardware
 
 SIZES = (64, 128, 256, 512, 1024)

@@ -14,7 +14,7 @@ from planc import compiler
 from planc.diagnostic import Sink
 from planc.estimate.answer import Answer, Request, answer_for
 from planc.estimate.from_plan import Batch
-from planc.estimate.moments import GIB
+from planc.estimate.memory import GIB
 from planc.estimate.profiles import Hardware, Stack
 from planc.estimate.step import estimate
 from planc.estimate.step_time import step_time

@@ -3,14 +3,67 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import isclose
 from operator import mul
 
-from planc.estimate.moments import GIB, Item, Moment, RankMemory
 from planc.estimate.pipeline import InFlight, in_flight, orders
 from planc.estimate.profiles import Hardware, Stack
 from planc.estimate.workload import Layer, Sharding, Workload
+from planc.source import Span
+
+GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Item:
+    """What some bytes are.
+
+    Args:
+        name: parameters, gradients, the activations of a kind of layer.
+        size: bytes.
+        how: how the number comes about.
+        origin: the plan's line that decides it, if one does.
+    """
+
+    name: str
+    size: float
+    how: str
+    origin: Span | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moment:
+    """What exists at one time of a step."""
+
+    name: str
+    items: tuple[Item, ...]
+
+    @property
+    def size(self) -> float:
+        return sum(item.size for item in self.items)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankMemory:
+    """The memory of the ranks of one pipeline rank.
+
+    Args:
+        rank: in the pipeline.
+        moments: candidates for the peak, in the order of a step.
+    """
+
+    rank: int
+    moments: tuple[Moment, ...]
+
+    @property
+    def largest(self) -> Moment:
+        return max(self.moments, key=lambda m: m.size)
+
+    @property
+    def peak(self) -> float:
+        """Bytes that the allocator has handed out at most."""
+        return self.largest.size
 
 
 def memory(work: Workload, stack: Stack, ahead: int) -> list[RankMemory]:
@@ -133,7 +186,7 @@ class _Rank:
         return (*self.whole_gradients(stages),) if self.whole and more else ()
 
     def whole_gradients(self, stages: list[_Stage]) -> Iterable[Item]:
-        """Those of several micro-batches, which FSDP reduces at the end of a step."""
+        """Whole gradients of several micro-batches, which FSDP reduces at the end of a step."""
         width = self.work.precision.reduce
         layers = [pair for stage in stages for pair in stage]
         if trained := sum((layer.parameters - layer.frozen) * n for layer, n in layers):

@@ -12,7 +12,7 @@ from planc.model.cache import entry_name, keep, recall
 from planc.ops.pipeline import stages_of_rank
 
 SCHEDULES = ("1f1b", "gpipe", "interleaved_1f1b")
-"""Those with a formula here; of others torch makes the lists."""
+"""The schedules with a formula here; torch makes the lists of the others."""
 
 _OF_TORCH = {
     "zero_bubble": "InterleavedZeroBubble",

@@ -67,15 +67,10 @@ class Stack:
 
     Args:
         matmul_pace: the speed of its matmuls relative to the hardware's measured ones.
-        fused_attention: whether a flash kernel computes attention.
-        attention_pace: its speed relative to the best kernel of the hardware.
-        gathers_inputs_again: whether backward gathers a column layer's input that forward dropped.
+        attention_pace: the speed of its flash kernel relative to the best kernel of the hardware.
         keeps_compute_gradients: whether gradients in the compute dtype stay beside reduced ones.
-        kernels_a_layer: operators of one block's forward.
         launches_a_collective: operators' worth of CPU time of one collective.
-        norm_passes, rotation_passes, score_passes: how often such kernels read or write an element.
-        loss_kept, loss_transient, loss_moved: bytes a logit that stay until backward, that exist
-            beside them for a moment, and that are read and written.
+        loss_transient: bytes a logit that exist for a moment beside those that stay until backward.
         launches_a_unit: operators' worth of CPU time of FSDP's hooks of one unit and pass.
         parameter_passes: bytes read and written for one parameter of a micro-batch, to accumulate
             its gradient; `unit_passes` come on top under FSDP, to cast and copy.
@@ -89,19 +84,11 @@ class Stack:
 
     name: str
     matmul_pace: float
-    fused_attention: bool
     attention_pace: float
-    gathers_inputs_again: bool
     keeps_compute_gradients: bool
-    kernels_a_layer: int
     launches_a_collective: int
     launches_a_unit: int
-    norm_passes: float
-    rotation_passes: float
-    score_passes: float
-    loss_kept: float
     loss_transient: float
-    loss_moved: float
     parameter_passes: float
     unit_passes: float
     optimizer_passes: float
@@ -140,7 +127,7 @@ def hardware(name: str, sink: Sink) -> Hardware | None:
 
 
 def stack(name: str, sink: Sink) -> Stack | None:
-    return _read(name, Stack, "kernels_a_layer", sink)
+    return _read(name, Stack, "launches_a_unit", sink)
 
 
 def shipped(marker: str = "ranks_per_node") -> tuple[str, ...]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from planc.estimate.memory import memory, usable
-from planc.estimate.moments import RankMemory
+from planc.estimate.memory import RankMemory, memory, usable
 from planc.estimate.profiles import Hardware, Stack
 from planc.estimate.step_time import StepTime, step_time
 from planc.estimate.workload import Group, Workload

@@ -10,10 +10,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from planc.estimate import collectives, kernels
+from planc.estimate import kernels
 from planc.estimate.pipeline import timetable
 from planc.estimate.profiles import Hardware, Stack
-from planc.estimate.workload import Collective, Group, Kind, Layer, Recompute, Sharding, Workload
+from planc.estimate.workload import Collective, Group, Layer, Recompute, Sharding, Workload
+from planc.lowering.step import GATHER, REDUCE, SCATTER
 
 
 class Spent(NamedTuple):
@@ -75,7 +76,7 @@ class Passes:
         full = self.work.sharding is Sharding.FULL
         each = layer.kernels + (self.stack.launches_a_unit if full else 0)
         launched = passes * each + self.stack.launches_a_collective * count
-        waited = sum(collectives.latency(c, self.hardware) for c in sent)
+        waited = sum(kernels.latency(c, self.hardware) for c in sent)
         return max(launched * self.hardware.launch_us * 1e-6, waited) + count * self.stall
 
     def _passed(
@@ -91,7 +92,7 @@ class Passes:
         each = dict.fromkeys((self.work.tensor, self.work.context, self.work.experts), 0.0)
         for c in sent:
             of = c.group if c.group in each else self.work.tensor
-            each[of] += collectives.seconds(c, self.hardware)
+            each[of] += kernels.collective(c, self.hardware)
         whole = sum(each.values())
         exposed = max(whole * (1 - stack.tensor_overlap), whole - matmul)
         share = {group: exposed * size / whole if whole else 0.0 for group, size in each.items()}
@@ -153,59 +154,57 @@ class Passes:
             yield layer.apart, *work.apart
 
     def gather(self, layer: Layer) -> float:
-        """Of FSDP's all-gather before each pass of a micro-batch."""
+        """Seconds of FSDP's all-gather before each pass of a micro-batch."""
         if self.work.sharding is not Sharding.FULL:
             return 0.0
         width = layer.width or self.work.precision.compute
         parts = self._parts(layer)
-        sent = sum(self._collective(Kind.ALL_GATHER, n * width, shard) for n, shard, _ in parts)
+        sent = sum(self._collective(GATHER, n * width, shard) for n, shard, _ in parts)
         return sent + self.offloaded(layer)
 
     def reduce(self, layer: Layer) -> float:
-        """Of FSDP's reduce-scatter after each backward, and the all-reduce over replicas."""
+        """Seconds of FSDP's reduce-scatter after a backward, and the all-reduce over replicas."""
         if self.work.sharding is not Sharding.FULL:
             return 0.0
         seconds = 0.0
         for elements, shard, replicate in self._parts(layer):
             size = elements * self.work.precision.reduce
-            seconds += self._collective(Kind.REDUCE_SCATTER, size, shard)
-            seconds += self._collective(Kind.ALL_REDUCE, size / shard.size, replicate)
+            seconds += self._collective(SCATTER, size, shard)
+            seconds += self._collective(REDUCE, size / shard.size, replicate)
         return seconds + self.offloaded(layer)
 
     def offloaded(self, layer: Layer) -> float:
-        """Of the copy of a layer's shards from the host's memory, or of their gradients to it."""
+        """Seconds to copy a layer's shards from the host's memory, or their gradients to it."""
         parts = sum(n / shard.size for n, shard, _ in self._parts(layer))
         return self._copied(parts * self.work.precision.rest) if self.work.offload else 0.0
 
     def parked(self, layer: Layer) -> float:
-        """Of the copy of a layer's activations to the host's memory, or back; the stream that
-        computes makes it, so nothing hides it.
-        """
+        """Seconds to copy offloaded activations; on the compute stream, so not overlapped."""
         return self._copied(layer.stays(self.work.recompute)) if layer.parked else 0.0
 
     def _copied(self, size: float) -> float:
         return size / (self.hardware.host_gb_s * 1e9)
 
-    def _collective(self, kind: Kind, size: float, group: Group) -> float:
-        return collectives.seconds(Collective(kind=kind, size=size, group=group), self.hardware)
+    def _collective(self, kind: str, size: float, group: Group) -> float:
+        return kernels.collective(Collective(kind=kind, size=size, group=group), self.hardware)
 
     def after(self, layer: Layer) -> float:
-        """Of what follows the last backward: replicas' all-reduce, or ZeRO-1's reduce-scatter and
-        the gather of the stepped parameters; one message a layer.
+        """Seconds of what follows the last backward, one message a layer: replicas' all-reduce, or
+        ZeRO-1's reduce-scatter and the gather of the stepped parameters.
         """
         work = self.work
         if work.sharding is Sharding.FULL:
             return self.reduce(layer) if work.reduced_once else 0.0
         size = layer.parameters * work.precision.reduce
         if work.sharding is Sharding.REPLICATED:
-            return self._collective(Kind.ALL_REDUCE, size, work.data)
+            return self._collective(REDUCE, size, work.data)
         gathered = layer.parameters * work.precision.compute
-        return self._collective(Kind.REDUCE_SCATTER, size, work.data) + self._collective(
-            Kind.ALL_GATHER, gathered, work.data
+        return self._collective(SCATTER, size, work.data) + self._collective(
+            GATHER, gathered, work.data
         )
 
     def optimizer(self, parameters: float) -> float:
-        """Of stepping a rank's share, and of the passes over all it holds (norms, zeroing)."""
+        """Seconds to step a rank's share, and of the passes over all it holds (norms, zeroing)."""
         work = self.work
         share = 1 if work.sharding is Sharding.REPLICATED else work.data.size
         whole = parameters if work.sharding is not Sharding.FULL else parameters / share
@@ -285,7 +284,7 @@ def _hop(work: Workload, hardware: Hardware) -> float:
     if work.pipeline.size == 1:
         return 0.0
     size = max(layer.boundary for stage in work.stages for layer, _ in stage)
-    return collectives.point_to_point(size, work.pipeline, hardware)
+    return kernels.point_to_point(size, work.pipeline, hardware)
 
 
 def _bottleneck(spent: Spent, work: Workload, hardware: Hardware) -> str:

@@ -15,13 +15,12 @@ from planc.estimate import profiles
 from planc.estimate.answer import Request
 from planc.estimate.candidates import WAYS_OUT, Candidate, Candidates, Tally
 from planc.estimate.choice import Choice, Space
-from planc.estimate.derived_counts import DerivedCounts, first_jobs
-from planc.estimate.from_plan import Batch, PlanWork, masters
-from planc.estimate.moments import GIB
+from planc.estimate.counted import DerivedCounts
+from planc.estimate.from_plan import Batch, masters
+from planc.estimate.memory import GIB
 from planc.estimate.search import Found, search
 from planc.model.facts import Facts
 from planc.plan import elaborate, former
-from planc.plan.apply_adapters import adapted
 from planc.plan.evaluate import evaluate, truth
 from planc.plan.ir import Plan
 from planc.plan.mesh_axes import EXPERTS
@@ -118,7 +117,7 @@ def suggest(
         hardware=hardware,
         stack=stack,
         optimizer=request.optimizer,
-        counts=_counts(facts, space, stack, request, sink),
+        counts=_counts(facts, request, sink),
         violated=lambda choice: _violated(choice, space, facts, conditions),
         micro_batches=asked.micro_batches,
     )
@@ -284,20 +283,10 @@ def _scope(choice: Choice, space: Space, facts: Facts, sink: Sink) -> Scope:
 # -------------------------------------------------------------------------------------------------
 
 
-def _counts(
-    facts: Facts, space: Space, stack: profiles.Stack, request: Request, sink: Sink
-) -> DerivedCounts:
+def _counts(facts: Facts, request: Request, sink: Sink) -> DerivedCounts:
     from planc.estimate.kept_tensors import count
 
-    run = partial(count, facts, sink, attention=request.attention)
-    counts = DerivedCounts(run)
-    work = PlanWork(*adapted(space.plan, facts), space.batch, stack)
-    for job in first_jobs(work.compute_dtype, space.batch.sequence, space.exchange):
-        if one := run(job, run=False):
-            counts.add(job, one)
-        else:
-            counts.first.append(job)
-    return counts
+    return DerivedCounts(partial(count, facts, sink, attention=request.attention))
 
 
 def _coarser(candidates: Candidates, best: Candidate) -> Candidate | None:

@@ -8,7 +8,7 @@ from math import prod
 from typing import Protocol
 
 from planc.estimate.counted import Part
-from planc.estimate.workload import Attention, Collective, Group, Kind, Matmul, Recompute
+from planc.estimate.workload import Attention, Collective, Group, Matmul, Recompute
 from planc.lowering.context_sends import attending
 from planc.lowering.memory import Holding
 from planc.lowering.step import During, Sent, Step
@@ -20,7 +20,7 @@ from planc.ops.contract import Contract, Side, contract
 from planc.ops.expert_parallel import ALL_REDUCE
 from planc.ops.layouts import Replicate, Shard
 from planc.plan.experts import dividing
-from planc.plan.ir import Plan, TensorRule
+from planc.plan.ir import LossRule, Plan, TensorRule
 
 
 def _splits_between(made: Contract) -> bool:
@@ -249,7 +249,7 @@ class PartSplit:
         return matmuls, () if "attention" in every else attention
 
     def collectives(self, stage: int | None) -> dict[During, tuple[Collective, ...]]:
-        """Those of each pass of a micro-batch, of all axes that divide activations, as
+        """Collectives of each pass of a micro-batch, of all axes that divide activations, as
         `planc.lowering.sends` has them; bytes that it does not know count as the layer's input.
 
         Args:
@@ -259,7 +259,7 @@ class PartSplit:
         for sent, group in self.work.sent:
             if times := self._times(sent, stage):
                 size = self.part.boundary if sent.size is None else sent.size
-                one = Collective(kind=Kind(sent.kind), size=size, group=group, count=times)
+                one = Collective(kind=sent.kind, size=size, group=group, count=times)
                 found[sent.during] += (one,)
         return found
 
@@ -276,6 +276,44 @@ class PartSplit:
         depth = len(self.name.split(".")) if self.name else 0
         layers = prod(len(s) for s in sent.modules.path[:depth] if isinstance(s, Indices))
         return sent.times // (step.passes * layers)
+
+
+def logit_copies(plan: Plan, logits: int, width: int, transient: float) -> float:
+    """Bytes of logits beside what is kept for backward; `width` of an activation's element,
+    `transient` copies of whole logits.
+
+    A loss in chunks has those of two chunks in the compute dtype and in float32, and sums the
+    gradients of the head's weight and input in float32, which it casts at the end beside the
+    last chunk's (`planc.runtime.standalone.loss`; measured on an H100 within 2 %).
+    """
+    if not plan.loss:
+        return logits * transient
+    rule, weight = _loss_head(plan)
+    vocabulary, features = rule.modules.module.parameters[0].shape
+    chunk = logits / rule.op.chunks * weight / (vocabulary * features)
+    trained = weight * rule.modules.module.parameters[0].trainable
+    gradients = trained + logits / vocabulary * features
+    last = width * gradients + (4 + width) * chunk
+    return 4 * gradients + max((12 if rule.op.chunks > 1 else 8) * chunk, last)
+
+
+def _loss_head(plan: Plan) -> tuple[LossRule, float]:
+    """The rule of the loss in chunks, and the elements of its head's weight on one rank."""
+    rule = plan.loss[0]
+    ranks = plan.mesh.size(rule.axis) if rule.axis else 1
+    vocabulary, features = rule.modules.module.parameters[0].shape
+    return rule, -(-vocabulary // ranks) * features
+
+
+def chunk_passes(plan: Plan) -> float:
+    """A third of the bytes that a loss in chunks moves for the gradient of the head's weight:
+    backward counts the other two. Each chunk writes, reads and adds a gradient; it is zeroed
+    before, and cast and scaled after.
+    """
+    if not plan.loss:
+        return 0.0
+    rule, weight = _loss_head(plan)
+    return (12 * rule.op.chunks + 14) * weight / 3
 
 
 def unsplit(holding: Holding) -> int:

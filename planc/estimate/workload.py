@@ -35,14 +35,6 @@ class Sharding(StrEnum):
     FULL = "full"
 
 
-class Kind(StrEnum):
-    ALL_REDUCE = "all-reduce"
-    ALL_GATHER = "all-gather"
-    REDUCE_SCATTER = "reduce-scatter"
-    ALL_TO_ALL = "all-to-all"
-    SEND = "send"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
     """Ranks that communicate.
@@ -105,15 +97,15 @@ class Attention:
 
     @property
     def flops(self) -> float:
-        """Of the whole square, as MFU counts it; a causal kernel computes half."""
+        """FLOPs without the causal saving, as MFU counts them; a causal kernel computes half."""
         return 4.0 * self.batch * self.heads * self.queries * self.keys * self.head_dim
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collective:
-    """`count` collectives of `size` bytes: of the whole tensor, not of one rank's part."""
+    """`count` collectives of a kind of `planc.lowering.step`; `size`: bytes of the whole tensor."""
 
-    kind: Kind
+    kind: str
     size: float
     group: Group
     count: int = 1
@@ -191,7 +183,7 @@ class Layer:
 
     @property
     def flops(self) -> float:
-        """Of one forward."""
+        """FLOPs of one forward."""
         return sum(m.flops for m in self.matmuls) + sum(a.flops for a in self.attention)
 
     def stays(self, otherwise: Recompute) -> float:
@@ -292,7 +284,7 @@ class Workload:
 
     @property
     def model_flops(self) -> float:
-        """Of one step over all ranks: forward and twice that for backward, nothing recomputed."""
+        """FLOPs of one step over all ranks: 3 times those of forward, nothing recomputed."""
         one = sum(layer.flops * n for stage in self.stages for layer, n in stage)
         return 3 * one * self.ranks / self.pipeline.size * self.micro_batches * self.runs
 

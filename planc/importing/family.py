@@ -22,7 +22,8 @@ class Base:
     Args:
         family: a `model_type`, or None where the file does not tell.
         model: a name that `planc check` takes, or None.
-        plan: the name of the plan for `extend`, or None where the library has none.
+        plan: the name of the plan for `extend`: the family's, else the base of all families.
+        known: whether it is the family's.
         options: the settings and options of that plan and their defaults.
         axes: the axes of its mesh.
         sections: the names of its sections.
@@ -32,12 +33,13 @@ class Base:
 
     family: str | None = None
     model: str | None = None
-    plan: str | None = None
+    plan: str
+    known: bool
     options: dict[str, object]
-    axes: frozenset[str] = frozenset()
-    sections: frozenset[str] = frozenset()
-    units: frozenset[str] = frozenset()
-    names: frozenset[str] = frozenset()
+    axes: frozenset[str]
+    sections: frozenset[str]
+    units: frozenset[str]
+    names: frozenset[str]
 
     def lacking(self, keys: Iterable[str]) -> frozenset[str]:
         """The modules of transformers' own plan that are none of the model, whose family has
@@ -68,14 +70,13 @@ def _dotted(modules: Modules) -> str:
 
 
 def base_of(family: str | None, model: str | None, sink: Sink) -> Base:
-    """The plan of a family, read; a base without a plan if there is none."""
+    """The plan of a family, read; the base of all families if there is none."""
     try:
         place = plan_files.plan_of_family(family) if family else None
     except ProjectError:  # several of one's own
         place = plan_files.plan_of_family(family or "", own=False)
-    if place is None or place.path is None:
-        return Base(family=family, model=model, options={})
-    files = plan_files.read(str(place.path), sink)
+    path = place.path if place and place.path else PLANS / "blocks.plan"
+    files = plan_files.read(str(path), sink)
     nodes = [node for file in files for node in ast.every(file)]
     sections = [node for node in nodes if isinstance(node, ast.Section)]
     used = (setting for setting in SETTINGS.values() if not setting.axis)
@@ -86,11 +87,11 @@ def base_of(family: str | None, model: str | None, sink: Sink) -> Base:
     meshes = (item for section in sections if section.name == "mesh" for item in section.items)
     targets = (rule.target for s in sections if s.name == "fsdp" for rule in ast.every(s)
                if isinstance(rule, ast.Rule))  # fmt: skip
-    name = place.path.stem if place.path.parent == PLANS else place.name
     return Base(
         family=family,
         model=model,
-        plan=name,
+        plan=place.name if place and path.parent != PLANS else path.stem,
+        known=place is not None,
         options=options,
         axes=frozenset(item.name for item in meshes if isinstance(item, ast.Setting)),
         sections=frozenset(section.name for section in sections),

@@ -15,7 +15,7 @@ from planc.importing.peer import COST, LEFT, LOST, REASONS, ConfigKey, Peer, mat
 from planc.importing.settings import Unknown, value_of
 from planc.importing.writing import Writer
 from planc.syntax.formatter.layout import laid_out
-from planc.syntax.plan_files import written_family
+from planc.syntax.plan_files import ANY, written_family
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +81,7 @@ def imported(name: str, sink: Sink, *, peer: str | None, model: str | None) -> I
     header = [
         f"# Written by `planc import` from {_safe(file.name)}, of {whose.title}.",
         *writer.header,
-        f"plan {name} for {written_family(base.family or 'unknown')}",
+        f"plan {name} for {written_family(base.family or ANY)}",
     ]
     body = laid_out("\n".join([*header, "", *sections])).rstrip("\n")
     rest = [line for kind in _TITLES for line in _listed(fate, kind)]
@@ -201,11 +201,11 @@ def _base(given: dict[str, Any], model: str | None, sink: Sink, *, exact: bool) 
         words = [given.get(word) for word in ("model", "flavor", "block_class")]
         family, model = (words[0], None) if exact and words[0] else family_of(*words)
     base = base_of(family, model, sink)
-    if base.plan is None:
+    if not base.known:
         what = f"no plan is for {family}" if family else "the file does not tell the family"
         sink.warning(
             "PL733",
-            f"{what}: the imported plan has no rules for modules",
+            f"{what}: the imported plan has no rules that split weights",
             help="name the model: --model MODEL; `planc init MODEL` drafts a plan for any",
         )
     return base

@@ -8,7 +8,7 @@ from typing import Any
 from planc.importing.family import Base
 from planc.importing.peer import COST, LEFT, LOST, Peer
 from planc.ops.phrases import literal
-from planc.plan.sections.tensor_styles import style_of_transformers
+from planc.plan.sections.tensor_styles import split_of_transformers
 from planc.plan.settings import (
     CP,
     LOSS_CHUNKS,
@@ -71,18 +71,18 @@ class Writer:
         self.given, self.keys = dict(given), dict(keys)
         self.fate: dict[str, tuple[str, str]] = {}
         self.aliases: dict[str, str] = {}
-        self.name = f"{base.plan}.plan" if base.plan else "a plan without a family's"
+        self.name = f"{base.plan}.plan"
 
     def written(self) -> list[str]:
         """The lines of the plan after its header."""
         self.fate.update((word, ("plan", "the header")) for word in _HEADER)
-        if self.base.plan and "," in self.given.get("block_class", ""):
+        if "," in self.given.get("block_class", ""):
             self._not("cost", COST["units"], "block_class")
         self._strategy()
-        lines = [f'extend "{self.base.plan}.plan"', ""] if self.base.plan else []
+        lines = [f'extend "{self.name}"', ""]
         for part in (
-            self._options, self._mesh, self._stages, self._context, self._load, self._adapters,
-            self._train, self._rules, self._checkpoint, self._compile, self._fsdp,
+            self._blocks, self._options, self._mesh, self._stages, self._context, self._load,
+            self._adapters, self._train, self._rules, self._checkpoint, self._compile, self._fsdp,
         ):  # fmt: skip
             lines += part()
         return lines
@@ -126,8 +126,6 @@ class Writer:
     def _option(self, word: str, setting: PlanSetting, value: Any) -> list[str]:
         """A setting of the family's plan, where its default is another."""
         name = setting.word
-        if self.base.plan is None and setting in (PARAM_DTYPE, REDUCE_DTYPE):
-            return self._not("plan", "precision(...)", word)
         if name not in self.base.options:
             return self._not("lost", f"{self.name} has no setting {name}", word)
         shown = literal(value)
@@ -172,6 +170,13 @@ class Writer:
             self._alias("shard_size", mics, "mics_size")
             given["replicate_size"] = given.get("replicate_size") or "auto"
             self.keys.setdefault("replicate_size", self.keys["mics_size"])
+
+    def _blocks(self) -> list[str]:
+        """The wrapped class, where no plan of a family says what blocks are."""
+        name = self.given.get("block_class", "")
+        if self.base.known or not name.isidentifier():
+            return []
+        return [*self._line(f"override let {BLOCKS[1:]} = **<{name}>", "block_class"), ""]
 
     def _options(self) -> list[str]:
         given, lines = self.given, list[str]()
@@ -280,8 +285,8 @@ class Writer:
         return [f"pipeline on {PP.word} {{", *stages, "}", ""]
 
     def _mesh(self) -> list[str]:
-        """The axes whose sizes differ, or the whole mesh of a plan without a family's."""
-        given, base = self.given, self.base
+        """The axes whose sizes differ."""
+        given = self.given
         total, copies = given.get("data_size"), given.get("replicate_size") or 1
         self._not("same", "the ranks that tp, cp and pp leave", "data_size")
         if total and not given.get("shard_size") and copies != "auto" and total % copies == 0:
@@ -289,20 +294,12 @@ class Writer:
         lines = list[str]()
         for word, without in _MESH:
             size, axis = given.get(word), without.partition(" ")[0]
-            if base.plan is None:
-                known = word in ("replicate_size", "shard_size")
-                known = known or (word == "tp_size" and "rule" in given)
-            else:
-                known = axis in base.axes
-            if not known and size not in (None, 1):
+            if axis not in self.base.axes and size not in (None, 1):
                 self._not("lost", f"{self.name} has no axis {axis}", word)
             elif size and f"{axis} = {size}" != without and word not in self.fate:
-                override = "override " if base.plan else ""
-                lines += self._line(f"    {override}{axis} = {size}", word)
+                lines += self._line(f"    override {axis} = {size}", word)
             else:
                 self.fate.setdefault(word, ("same", without))
-                if base.plan is None and known:
-                    lines.append(f"    {without}")
         return ["mesh {", *lines, "}", ""] if lines else []
 
     def _context(self) -> list[str]:
@@ -350,7 +347,7 @@ class Writer:
         names = given.get("lora_targets") or ("*",)
         target = _named(names)
         if given.get("lora_all") or "*" in names:
-            target = f"{BLOCKS}.**<Linear>" if self.base.plan else "**<Linear>"
+            target = f"{BLOCKS}.**<Linear>"
         if kind == "lora":
             words.remove("double_quantized")
             self._not("same", "without effect: no 4-bit weights", "double_quantized")
@@ -375,36 +372,36 @@ class Writer:
         return ["train {", *rules, "}", ""] if rules else []
 
     def _rules(self) -> list[str]:
-        """The tensor rules of a `tp_plan`, whose keys are relative to the base model or whole."""
+        """The splits of a `tp_plan`, whose keys are relative to the base model or whole."""
         if not (rules := self.given.get("rule")):
             return []
         lines = list[str]()
         # a DistributedConfig changes single rules of the model's own plan; alone they shard little
-        single = "tensor" in self.base.sections and not any("rowwise" in s for s in rules.values())
+        single = self.base.known and not any("rowwise" in s for s in rules.values())
         relative = {key: re.sub(r"^(.*\.)?(base_model_)?tp_plan\.", "", key) for key in rules}
         lacking = frozenset[str]() if single else self.base.lacking(relative.values())
         for key, style in rules.items():
-            written, path = style_of_transformers(style), relative[key]
+            split, path = split_of_transformers(style), relative[key]
             if not path.startswith(("lm_head", "model.")):
                 path = self._path(path)
             if path.rpartition(".")[0].endswith(".experts"):
                 self._not("same", "the rule of the experts has their parameters", key)
-            elif written is None or not re.fullmatch(r"[$\w.*]+", path):
+            elif split is None or not re.fullmatch(r"[$\w.*]+", path):
                 self._not("lost", f"{style} needs a rule of your own", key)
+            elif not split:
+                self._not("same", "it follows from how weights are split", key)
             elif single:
-                why = f"in place of the rule of {self.name}, write `override {path} : {written}`"
+                why = f"in place of the rule of {self.name}, write `override {path} : {split}`"
                 self._not("lost", why, key)
             else:
                 optional = "optional " * (relative[key] in lacking)
-                self.fate[key] = ("plan", f"{optional}{path} : {written}")
-                lines.append(f"    {optional}{path} : {written}")
-        override = "override " if "tensor" in self.base.sections else ""
-        return [f"{override}tensor on tp {{    # tp_plan", *lines, "}", ""] if lines else []
+                self.fate[key] = ("plan", f"{optional}{path} : {split}")
+                lines.append(f"    {optional}{path} : {split}")
+        head = ["override tensor on tp {    # tp_plan", f"    sequence = {SEQUENCE.word}"]
+        return [*head, *lines, "}", ""] if lines else []
 
     def _path(self, key: str) -> str:
         """The modules of a key that is relative to the base model, a child of the whole model."""
-        if self.base.plan is None:
-            return f"model.{key}"
         inside = re.fullmatch(r"\w+\.\*\.(.+)", key)
         return f"{BLOCKS}.{inside[1]}" if inside else f"*.{key}"
 
@@ -418,8 +415,6 @@ class Writer:
             return self._not("lost", why, "checkpoint", "activation_offload")
         if kind not in _ACTIONS:
             return []
-        if self.base.plan is None:
-            return self._not("lost", f"{self.name} has no list of blocks", "checkpoint")
         override = "override " if "checkpoint" in self.base.sections else ""
         words = ["checkpoint", *["activation_offload"] * (kind != self.given["checkpoint"])]
         rule = self._line(f"    {BLOCKS} : {_ACTIONS[kind]}", *words)
@@ -430,8 +425,6 @@ class Writer:
         word = "compile" if "compile" in self.given else "no_compile"
         if self.given.get(word) is not (word == "compile"):
             return []
-        if self.base.plan is None:
-            return self._not("lost", f"{self.name} has no list of blocks", word)
         return ["compile {", *self._line(f"    {BLOCKS} : block", word), "}", ""]
 
     def _fsdp(self) -> list[str]:
@@ -447,7 +440,7 @@ class Writer:
             if BLOCKS in self.base.units:
                 unit = f"    override {BLOCKS} : unit(reshard = {inner})"
                 lines += self._line(unit, "inner_size")
-            elif self.base.plan:
+            else:
                 why = f"override the family's units with `reshard = {inner}`"
                 self._not("cost", why, "inner_size")
         else:
@@ -456,7 +449,7 @@ class Writer:
             self._not("same", "units reshard after forward, but for the last", "reshard")
         elif BLOCKS in self.base.units:
             lines += self._line(f"    override {BLOCKS} : unit(reshard = never)", "reshard")
-        else:  # a plan without a family's has it below
+        else:
             self._not("lost", "override the family's units with `reshard = never`", "reshard")
         ahead = [word for word in ("prefetch_forward", "prefetch_backward") if given.get(word)]
         if ahead:
@@ -470,28 +463,7 @@ class Writer:
             else:
                 self._not("same", "nothing is offloaded", word)
         own = "fsdp on dp_shard_cp" if CP.word in self.base.axes else "fsdp on dp_shard"
-        if self.base.plan is None:
-            lines = self._own_units(lines)
         return [f"{own}, replicate on dp_replicate {{", *lines, "}", ""] if lines else []
-
-    def _own_units(self, lines: list[str]) -> list[str]:
-        """The FSDP section of a plan that extends none: the wrapped classes, else units by size."""
-        given, inner = self.given, self.given.get("inner_size")
-        param = given.get("param_dtype") or "bf16"
-        reduce = given.get("reduce_dtype") or "fp32"
-        lines = [line.replace("override precision", "# precision") for line in lines]
-        words = [w for w in ("bf16", "fp16", "param_dtype", "reduce_dtype") if self.keys.get(w)]
-        precision = f"    precision(param = {param}, reduce = {reduce})"
-        lines = [*(self._line(precision, *words) if words else [precision]), *lines]
-        kept = given.get("reshard") is False
-        how = "(reshard = never)" if kept else f"(reshard = {inner})" if inner else ""
-        classes = re.findall(r"\w+", given.get("block_class") or "")
-        words = ["block_class"] * bool(classes) + ["inner_size"] * bool(inner and not kept)
-        for unit in [f"**<{name}>" for name in classes] or ["auto(min_params = 50M)"]:
-            line = f"    {unit} : unit{how}"
-            lines += self._line(line, *words) if words else [line]
-        root = "    root : unit(reshard = never)"
-        return [*lines, *(self._line(root, "reshard") if kept else [root])]
 
 
 def _named(names: tuple[str, ...]) -> str:

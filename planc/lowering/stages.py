@@ -1,14 +1,15 @@
 """The plan and the model of the ranks at one place of a pipeline: what their stages hold."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 from planc.model.facts import Facts, Module, Modules
 from planc.model.indices import Indices
 from planc.model.module_table import Path, divided
 from planc.ops.pipeline import Pipeline, stages_of_rank
 from planc.plan import ir
-from planc.plan.ir import Ruled
+from planc.source import Span
 
 
 def of_ranks(plan: ir.Plan, facts: Facts) -> Iterator[tuple[ir.Plan, Facts]]:
@@ -25,8 +26,9 @@ def of_ranks(plan: ir.Plan, facts: Facts) -> Iterator[tuple[ir.Plan, Facts]]:
         own = stages_of_rank(op.schedule, rank, ranks, op.stages)
         mine = replace(op, own=own)
         gone = tuple(elsewhere(mine, facts))
+        left = plan.placed(partial(_outside, gone))
         rule = replace(plan.pipeline, op=mine)
-        yield _plan_without(plan, gone, rule), _facts_without(facts, gone)
+        yield replace(left, pipeline=rule), _facts_without(facts, gone)
 
 
 def elsewhere(op: Pipeline, facts: Facts) -> Iterator[Modules]:
@@ -43,39 +45,8 @@ def elsewhere(op: Pipeline, facts: Facts) -> Iterator[Modules]:
             yield Modules((*op.blocks.path, rest), child.module)
 
 
-def _plan_without(plan: ir.Plan, gone: tuple[Modules, ...], rule: ir.PipelineRule) -> ir.Plan:
-    def left(nodes: Iterable[Ruled]) -> tuple[Ruled, ...]:
-        return tuple(replace(n, modules=m) for n in nodes for m in n.modules.outside(gone))
-
-    adapters = plan.adapters and replace(plan.adapters, rules=left(plan.adapters.rules))
-    fsdp = plan.fsdp and replace(
-        plan.fsdp,
-        units=tuple(_units(plan.fsdp, gone)),
-        ignored=left(plan.fsdp.ignored),
-        spreads=left(plan.fsdp.spreads),
-    )
-    return replace(
-        plan,
-        pipeline=rule,
-        tensor=left(plan.tensor),
-        checkpoint=left(plan.checkpoint),
-        compile=left(plan.compile),
-        train=left(plan.train),
-        loss=left(plan.loss),
-        experts=left(plan.experts),
-        optimizer=left(plan.optimizer),
-        adapters=adapters,
-        fsdp=fsdp,
-    )
-
-
-def _units(section: ir.Fsdp, gone: tuple[Modules, ...]) -> Iterator[ir.Unit]:
-    for unit in section.units:
-        members = tuple(part for m in unit.members for part in m.outside(gone))
-        if unit.group and members:
-            yield replace(unit, members=members)
-        elif not unit.group:
-            yield from (replace(unit, members=(part,)) for part in members)
+def _outside(gone: tuple[Modules, ...], modules: Modules, _: Span) -> tuple[Modules, ...]:
+    return modules.outside(gone)
 
 
 def _facts_without(facts: Facts, gone: tuple[Modules, ...]) -> Facts:

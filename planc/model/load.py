@@ -109,6 +109,7 @@ def _report_ignored(config: Config, facts: Facts, sink: Sink) -> None:
             "PL610",
             f"planc did not read `quantization_config` of {config.name}: shapes and dtypes are "
             "those of the model before quantization",
+            help="`load { dequantize = fp8 }`, or `mxfp4`, reads weights that are stored so",
         )
 
 

@@ -27,7 +27,7 @@ class Compile(Op):
 
     def calls(self, _context: Context) -> Iterator[Step]:
         for axis in self.async_tp:
-            function = "standalone.async_tensor_parallel:enable_async_tp"
+            function = "standalone.tensor_styles:enable_async_tp"
             yield Once(call=FunctionCall(function, (MeshOf((axis,)),)), note=self.place)
         call = FunctionCall(".compile", (), given(fullgraph=self.fullgraph or None))
         yield Each(modules=self.modules, calls=(call,), note=self.place)

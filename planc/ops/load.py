@@ -21,6 +21,8 @@ class Load(Op):
             0 reads and broadcasts; `checkpoint`, a distributed checkpoint (DCP). None leaves it to
             the call.
         dtype: the torch dtype that parameters are cast to, None keeps the model's.
+        dequantize: how the folder stores weights in fewer bits, which are read as plain ones.
+        block: rows and columns that share a scale in fp8.
         fp32: parameters that are cast to float32 instead; the last part of a path is a
             parameter's name.
     """
@@ -28,6 +30,8 @@ class Load(Op):
     meta: bool = False
     weights: Annotated[str, choice("slices", "rank0", "checkpoint")] | None = None
     dtype: Dtype | None = None
+    dequantize: Annotated[str, choice("fp8", "mxfp4")] | None = field(default=None, metadata=OMIT)
+    block: tuple[int, ...] = field(default=(), metadata=OMIT)
     fp32: tuple[Modules, ...] = field(default=(), metadata=OMIT)
 
     def kept(self, parameter: Parameter) -> str:
@@ -68,5 +72,7 @@ class Load(Op):
         parts = [ways[self.weights]] if self.weights else []
         but = f" but for {', '.join(phrases.together(map(str, self.fp32)))} in fp32"
         parts += [f"kept in {phrases.value(self.dtype)}{but * bool(self.fp32)}"] * bool(self.dtype)
+        of = " in blocks of " + " x ".join(map(str, self.block)) if self.block else ""
+        parts += [f"weights stored in {self.dequantize}{of}"] if self.dequantize else []
         parts += ["built on meta"] if self.meta else []
         return ", ".join(parts) or "as the call says"

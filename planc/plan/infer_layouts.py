@@ -191,7 +191,7 @@ class _Section:
             if isinstance(source, str):
                 return source
             state = StandInModel(bare, self.facts, source.facts, source.kept, ends=True)
-            small = tuple(state.each(own))
+            small = bare.placed(state.walk).tensor
             if not state.problems:
                 flow = flow_of(source, self.facts)
                 return flow if isinstance(flow, str) else (source, state, small, flow)
@@ -337,20 +337,8 @@ def _why(found: Layouts | Clash | None) -> tuple[Tried, ...]:
 
 def _alone(plan: Plan, rules: tuple[TensorRule, ...]) -> Plan:
     """The plan with some of its tensor rules alone."""
-    return replace(
-        plan,
-        tensor=rules,
-        load=None,
-        checkpoint=(),
-        compile=(),
-        train=(),
-        loss=(),
-        experts=(),
-        fsdp=None,
-        pipeline=None,
-        adapters=None,
-        optimizer=(),
-    )
+    nothing = plan.placed(lambda *_: ())
+    return replace(nothing, tensor=rules, load=None, pipeline=None)
 
 
 class _Carried:

@@ -7,10 +7,10 @@ operation already, which lowering only orders, merges and completes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from planc.model.facts import Facts, Modules, Parameter, Segment
 from planc.ops.activation_checkpoint import Checkpoint
@@ -208,6 +208,14 @@ class Unit(Meaning):
     def root(self) -> bool:
         return self.members[0].path == ()
 
+    def placed(self, place: Callable[[Modules, Span], Iterable[Modules]]) -> Iterator[Unit]:
+        """The unit with other members; one for each, unless it is a group."""
+        members = tuple(m for one in self.members for m in place(one, self.origin))
+        if members and self.group:
+            yield replace(self, members=members)
+        elif not self.group:
+            yield from (replace(self, members=(member,)) for member in members)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpreadRule(Meaning):
@@ -380,6 +388,9 @@ Ruled = TypeVar(
 )
 """What one line decides for its `modules`."""
 
+_RULES = ("tensor", "checkpoint", "compile", "train", "loss", "experts", "optimizer")
+"""The fields of a plan that are rules for modules."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan(Meaning):
@@ -418,6 +429,38 @@ class Plan(Meaning):
     optimizer: tuple[OptimizerRule, ...] = ()
     adapted: bool = False
     broken: frozenset[str] = frozenset()
+
+    @property
+    def acting(self) -> Iterator[tuple[Any, Modules]]:
+        """Yields what acts on modules (rules, units, what is in no unit), and these."""
+        for name in _RULES:
+            yield from ((node, node.modules) for node in getattr(self, name))
+        yield from ((r, r.modules) for r in (self.adapters.rules if self.adapters else ()))
+        if self.fsdp is not None:
+            yield from ((ignored, ignored.modules) for ignored in self.fsdp.ignored)
+            yield from ((spread, spread.modules) for spread in self.fsdp.spreads)
+            yield from ((unit, m) for unit in self.fsdp.units for m in unit.members)
+
+    def placed(self, place: Callable[[Modules, Span], Iterable[Modules]]) -> Plan:
+        """The plan with other modules, but for those of its load section and its pipeline.
+
+        Args:
+            place: what takes the place of the modules of a line.
+        """
+
+        def each(nodes: Iterable[Ruled]) -> tuple[Ruled, ...]:
+            every = ((node, m) for node in nodes for m in place(node.modules, node.origin))
+            return tuple(replace(node, modules=m) for node, m in every)
+
+        fsdp = self.fsdp and replace(
+            self.fsdp,
+            units=tuple(part for unit in self.fsdp.units for part in unit.placed(place)),
+            ignored=each(self.fsdp.ignored),
+            spreads=each(self.fsdp.spreads),
+        )
+        adapters = self.adapters and replace(self.adapters, rules=each(self.adapters.rules))
+        rules: dict[str, Any] = {name: each(getattr(self, name)) for name in _RULES}
+        return replace(self, fsdp=fsdp, adapters=adapters, **rules)
 
     @property
     def axes_of_heads(self) -> tuple[str, ...]:

@@ -18,7 +18,6 @@ from planc.model.layer_kinds import Kind, block_lists, entry_kinds, length, sign
 from planc.model.small.depth import edges
 from planc.ops.styles import style_text
 from planc.plan import ir
-from planc.plan.ir import Ruled
 from planc.source import Span
 
 Rules = frozenset[tuple[Span, tuple[Any, ...]]]
@@ -63,41 +62,25 @@ def stand_in(
     `kept` are the real layers that the small ones stand for (`Shrunk.kept`).
     """
     state = StandInModel(plan, facts, small, kept)
+    made = plan.placed(state.walk)
     made = replace(
-        plan,
+        made,
         mesh=plan.mesh.resized(sizes),
         load=plan.load and replace(plan.load, fp32=tuple(state.all(plan.load.fp32, plan.load))),
-        tensor=tuple(rule.sized(small) for rule in state.each(plan.tensor)),
-        checkpoint=tuple(state.each(plan.checkpoint)),
-        compile=tuple(state.each(plan.compile)),
-        train=tuple(state.each(plan.train)),
-        loss=tuple(state.each(plan.loss)),
-        experts=tuple(state.each(plan.experts)),
-        optimizer=tuple(state.each(plan.optimizer)),
-        fsdp=plan.fsdp and _fsdp(plan.fsdp, state),
+        tensor=tuple(rule.sized(small) for rule in made.tensor),
         pipeline=_pipeline(plan, state),
-        adapters=plan.adapters
-        and replace(plan.adapters, rules=tuple(state.each(plan.adapters.rules))),
     )
-    acting = {origin for origin, _, _ in _acting(made)}
-    for origin, modules, _ in _acting(plan):
-        if origin not in acting:
-            state.lacks(f"the small model has nothing that stands for `{modules}`", origin)
+    acting = {node.origin for node, _ in made.acting}
+    for node, modules in plan.acting:
+        if node.origin not in acting:
+            state.lacks(f"the small model has nothing that stands for `{modules}`", node.origin)
     return state.problems[0] if state.problems else made
 
 
-def _acting(plan: ir.Plan) -> Iterator[tuple[Span, Modules, str]]:
-    """Yields the lines, what they act on, and what planc inferred from them for it."""
-    fsdp = (plan.fsdp.ignored, plan.fsdp.spreads) if plan.fsdp else ()
-    rules = plan.adapters.rules if plan.adapters else ()
-    whole = (plan.tensor, plan.checkpoint, plan.compile, plan.train, plan.loss, plan.experts)
-    for nodes in (*whole, plan.optimizer, rules, *fsdp):
-        for node in nodes:
-            own = style_text(node.style) if isinstance(node, ir.TensorRule) else ""
-            yield node.origin, node.modules, own if getattr(node, "inferred", None) else ""
-    for unit in plan.fsdp.units if plan.fsdp else ():
-        for modules in unit.members:
-            yield unit.origin, modules, ""
+def _inferred(node: Any) -> str:
+    """What planc inferred for the modules of a line; empty for what the line says."""
+    inferred = isinstance(node, ir.TensorRule) and node.inferred
+    return style_text(node.style) if inferred else ""
 
 
 _FIRST, _LAST = Span.at("first"), Span.at("last")
@@ -111,10 +94,10 @@ def _classes(
     kinds = list(entry_kinds(at, facts, facts).values())
     n = len(at.path)
     bits: dict[tuple[Span, tuple[Any, ...]], int] = {}
-    for origin, modules, inferred in _acting(plan):
+    for node, modules in plan.acting:
         picked = modules.path[n] if modules.path[:n] == at.path and modules.path[n:] else ""
         if isinstance(picked, Indices):
-            key = (origin, (*modules.path[n + 1 :], inferred))
+            key = (node.origin, (*modules.path[n + 1 :], _inferred(node)))
             bits[key] = bits.get(key, 0) | picked.bits
     alike: list[tuple[Indices, Rules]] = [(Indices.all(len(kinds)), frozenset())]
     for key, on in bits.items():
@@ -160,22 +143,6 @@ def _numbers(kinds: list[Kind], rules: list[Rules]) -> list[int]:
     return [known[kind].index(own) for kind, own in zip(kinds, rules, strict=True)]
 
 
-def _fsdp(section: ir.Fsdp, state: StandInModel) -> ir.Fsdp:
-    units: list[ir.Unit] = []
-    for unit in section.units:
-        members = tuple(state.all(unit.members, unit))
-        if unit.group and members:
-            units.append(replace(unit, members=members))
-        elif not unit.group:
-            units.extend(replace(unit, members=(member,)) for member in members)
-    return replace(
-        section,
-        units=tuple(units),
-        ignored=tuple(state.each(section.ignored)),
-        spreads=tuple(state.each(section.spreads)),
-    )
-
-
 @dataclass(slots=True)
 class StandInModel:
     """Finds the small modules that stand for real ones, and the problem where none does; `ends` as
@@ -201,15 +168,10 @@ class StandInModel:
     def lacks(self, reason: str, *origins: Span) -> None:
         self.problems.append(Unrepresented(reason=reason, origins=origins))
 
-    def each(self, nodes: Iterable[Ruled]) -> Iterator[Ruled]:
-        """The nodes with the small modules that stand for theirs."""
-        for node in nodes:
-            yield from (replace(node, modules=m) for m in self.all((node.modules,), node))
-
     def all(self, sets: Iterable[Modules], node: Any) -> Iterator[Modules]:
         """The small modules that stand for those of a node."""
         for modules in sets:
-            yield from self._walk(modules, node.origin)
+            yield from self.walk(modules, node.origin)
 
     def blocks_of(self, blocks: Modules) -> tuple[int, ...]:
         """The real block that each block of a small list stands for; empty where none does."""
@@ -335,7 +297,8 @@ class StandInModel:
 
     # Modules -------------------------------------------------------------------------------------
 
-    def _walk(self, modules: Modules, origin: Span) -> tuple[Modules, ...]:
+    def walk(self, modules: Modules, origin: Span) -> tuple[Modules, ...]:
+        """The small modules that stand for those of a line."""
         at: tuple[Modules, ...] = (self.small.model,)
         real = self.facts.model
         for segment in modules.path:

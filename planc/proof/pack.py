@@ -33,7 +33,7 @@ from planc.version import VERSION
 FORMAT_VERSION = 1
 MOST_BYTES = 64 * 2**20
 _MOST_MODULES = 200_000
-KINDS = ("facts", "flow", "calls", "blocks", "dataflow")
+KINDS = ("facts", "flow", "blocks", "dataflow")
 """The kinds of entries that `planc check` reads; what `planc apply` and estimates read stays."""
 
 

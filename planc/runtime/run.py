@@ -29,11 +29,10 @@ from planc.runtime.standalone.clipping import clip_grad_norm
 from planc.runtime.standalone.optimizer import planned_optimizer
 from planc.runtime.training_step import Batch, TrainingStep
 from planc.runtime.weights import peft_files, resuming, saving
+from planc.runtime.weights.background import Background
 from planc.runtime.weights.extras import Extra
 from planc.runtime.weights.left_out import frozen_by
-from planc.runtime.weights.loading import Weights
-from planc.runtime.weights.new_parameters import Excused
-from planc.runtime.weights.same_files import Compared
+from planc.runtime.weights.loading import Compared, Excused, Weights
 from planc.version import VERSION
 
 
@@ -67,6 +66,7 @@ class Run(InNotebooks):
     sets: tuple[str, ...] = ()
     plan_digest: str | None = None
     steps: TrainingStep = field(default_factory=TrainingStep, repr=False)
+    background: Background = field(default_factory=Background, repr=False)
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -345,6 +345,7 @@ class Run(InNotebooks):
                 names and wrong shapes at once, before anything is loaded; PL497, missing or broken
                 files; PL567, `rank0` with a pipeline; PL687, 4-bit weights from a checkpoint.
         """
+        self.finish_save()
         step = resuming.load(
             self.model,
             self.lowered,
@@ -370,6 +371,7 @@ class Run(InNotebooks):
         step: int | None = None,
         extra: Extra | None = None,
         frozen: bool = True,
+        asynchronous: bool = False,
     ) -> None:
         """Writes a checkpoint that any plan can resume from; the previous one is replaced last.
 
@@ -382,13 +384,17 @@ class Run(InNotebooks):
                 loader. Each data rank's is saved, and tensors of the model's layout as the model's.
             frozen: whether what the plan freezes is saved too, such as the base model of adapters.
                 Without it, `load` requires a model that has these weights, and compares them.
+            asynchronous: whether it returns once the values are copied to memory of the CPU, and a
+                thread writes them; `finish_save` waits for it, and so do the next `save` and
+                `load`.
 
         Raises:
             PlanError: PL459, one of the other objects has tensors that could not be loaded; PL483,
                 PL545, the ranks have read different rows in the last pass; PL497, the folder holds
-                something else, or it could not be written.
+                something else, or it, or the previous one in the background, could not be written.
             TypeError: one of the other objects has no state.
         """
+        self.finish_save()
         for rows in (self.first.rows, self.batches):
             if rows is not None:
                 rows.settle()
@@ -400,7 +406,18 @@ class Run(InNotebooks):
             extra=extra or {},
             data_rank=self.data_rank,
             left_out=frozenset() if frozen else frozen_by(self.model, self.lowered),
+            background=self.background if asynchronous else None,
         )
+
+    def finish_save(self) -> None:
+        """Waits until a checkpoint that is written in the background is complete, if there is one.
+
+        Every rank calls it, before the script ends.
+
+        Raises:
+            PlanError: PL497, it could not be written.
+        """
+        self.background.finish()
 
     def export(
         self,

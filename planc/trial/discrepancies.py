@@ -82,7 +82,7 @@ def compare_runs(runs: Runs) -> Outcome:
     found = [*_sizes(runs), *_draws(runs)]
     if max(logits, loss) > LIMIT:
         whole = Discrepancy(kind="output", subject=_head(runs), error=max(logits, loss))
-        found.append(_first_wrong_output(runs) or whole)
+        found.append(first_wrong_output(runs) or whole)
     found += [p for p in gradients if p.error > LIMIT or p.kind == "missing"]
     norm = max(e.norm for e in errors)
     if not found:
@@ -184,21 +184,21 @@ def uneven_use(reference: Reference) -> Outcome:
     return Outcome(verdict="refuted", discrepancies=tuple(found), modules=tuple(errors.items()))
 
 
-def _first_wrong_output(runs: Runs) -> Discrepancy | None:
-    """The first module, in the order in which they end, whose output is wrong."""
-    return next((found for view in runs.views() if (found := _wrong_in(view))), None)
+def first_wrong_output(runs: Runs, limit: float = LIMIT) -> Discrepancy | None:
+    """The first module to end whose output is off by more than a limit."""
+    return next((found for view in runs.views() if (found := _wrong_in(view, limit))), None)
 
 
-def _wrong_in(view: View) -> Discrepancy | None:
+def _wrong_in(view: View, limit: float) -> Discrepancy | None:
     last = None
     for name in view.finished:
         both = view.outputs(name)
         if both is None:
             continue
         mine, right = both
-        layouts = observed_layouts.observed_layouts(mine, right, LIMIT)
+        layouts = observed_layouts.observed_layouts(mine, right, limit)
         error = _error(mine, right)
-        if error is not None and error > LIMIT and (mine[0].placements or not layouts):
+        if error is not None and error > limit and (mine[0].placements or not layouts):
             part = f"`{last}` before it gives a part of a sum that nothing adds up"
             return Discrepancy(
                 kind="output",
@@ -311,7 +311,7 @@ def failed_run(failure: RankFailure, runs: Runs) -> Outcome:
         return Outcome(verdict="unknown", reason=f"the simulation failed: {first_line(error)}")
     own_frames = [f for f in frames if of_a_model(f.filename)]
     lines = [code_line(f.filename, f.lineno or 0, f.line) for f in own_frames[-1:]]
-    part = _first_wrong_output(runs)
+    part = first_wrong_output(runs)
     subject = part.subject if part else _next_module(runs)
     at = runs.results[failure.rank]
     first = at.traces and not at.norms  # the first step

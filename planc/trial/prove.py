@@ -44,10 +44,32 @@ def prove(
     precision: bool = False,
 ) -> Errors:
     """The errors of this process, which is one rank of a process group, for one seed of weights and
-    data.
+    data; the arguments are those of `trained`.
+    """
+    result, reference, data = trained(builder, lowered, digest, seed, report, device=device)
+    if precision:
+        return compare_rounded(result, reference, lowered, _operations(builder, data, seed))
+    return compare(result, reference)
 
-    `report` is called with each phase: `single`, `apply`, `parallel`, `compare`. Raises SingleError
-    if the model does not train in a single process.
+
+def trained(
+    builder: ModelBuilder,
+    lowered: Lowered,
+    digest: str,
+    seed: int,
+    report: Callable[[str], None],
+    *,
+    device: str,
+    traced: bool = False,
+) -> tuple[program.RankResult, program.Reference, Batches]:
+    """What this rank and the single process computed, and of which batches.
+
+    Args:
+        report: called with each phase: `single`, `apply`, `parallel`, `compare`.
+        traced: whether the rank's modules are watched.
+
+    Raises:
+        SingleError: the model does not train in a single process.
     """
     report("single")
     data = batches(builder, lowered, seed).to(device)
@@ -67,16 +89,14 @@ def prove(
     run = apply_lowered(model, lowered, digest=digest, device_type=device, allow_code=True)
     report("parallel")
     result = program.RankResult()
-    program.train_rank(model, run, data, result, traced=False, draws=reference.draws)
+    program.train_rank(model, run, data, result, traced=traced, draws=reference.draws)
     report("compare")
     if reference.draws:
         single = alone(builder.build(seed).to(device), lowered)
         found = of_all_ranks((result.data_rank, result.drawn))
-        ranks = [program.RankResult(data_rank=data, drawn=drawn) for data, drawn in found]
+        ranks = [program.RankResult(data_rank=rows, drawn=drawn) for rows, drawn in found]
         reference = program.train_single(single, data, lowered, ranks)
-    if precision:
-        return compare_rounded(result, reference, lowered, _operations(builder, data, seed))
-    return compare(result, reference)
+    return result, reference, data
 
 
 def _operations(builder: ModelBuilder, batches: Batches, seed: int) -> numerics.Operations:

@@ -71,8 +71,3 @@ def mean_of_parts(run: Run, loss: Tensor) -> Tensor:
     for axis in context_axes(run):
         loss = mean_over(loss, run.submesh(axis))
     return loss
-
-
-def without_labels(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """The inputs of a pass that computes no loss: that of a part needs the number of all labels."""
-    return {name: value for name, value in inputs.items() if not name.endswith("labels")}

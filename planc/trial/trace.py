@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -26,7 +25,7 @@ _PROGRAM = "planc/trial/program.py"
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """A tensor that was seen in a run: local, of a DTensor full and with placements."""
+    """A tensor that was seen in a run, on the CPU: local, of a DTensor full and with placements."""
 
     tensor: torch.Tensor
     placements: tuple[Placement, ...] = ()
@@ -35,8 +34,8 @@ class Seen:
     def of(cls, value: torch.Tensor) -> Seen:
         """Gathers a DTensor: a collective that all ranks join, since they run the same code."""
         if isinstance(value, DTensor):
-            return cls(value.detach().full_tensor(), value.placements)
-        return cls(value.detach())
+            return cls(value.detach().full_tensor().cpu(), value.placements)
+        return cls(value.detach().cpu())
 
 
 @dataclass(slots=True)
@@ -110,15 +109,6 @@ def named_modules(model: nn.Module) -> dict[str, nn.Module]:
         for name, module in model.named_modules()
         if not isinstance(module, CheckpointWrapper)
     }
-
-
-def run_order(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> tuple[str, ...]:
-    """The names of the modules that a forward pass of a plain model calls, in order."""
-    trace = Trace()
-    with warnings.catch_warnings(), torch.no_grad(), trace.of(dict(model.named_modules())):
-        warnings.simplefilter("ignore")
-        model(**inputs)
-    return tuple(trace.calls)
 
 
 def main_tensor(output: Any) -> torch.Tensor | None:

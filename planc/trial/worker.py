@@ -19,15 +19,12 @@ from planc.diagnostic import Sink
 from planc.model.small.user_model import ModelBuilder, builder_of
 from planc.ops.document import loads
 from planc.ops.lowered import Lowered
-from planc.runtime.executor import alone, apply_lowered
 from planc.runtime.preconditions import of_all_ranks
-from planc.trial.batches import batches
-from planc.trial.first_divergence import first_difference, outputs_of, whole_outputs
+from planc.trial.discrepancies import Runs, first_wrong_output
 from planc.trial.launcher import Job
 from planc.trial.numerics import device_for
 from planc.trial.program import SingleError
-from planc.trial.prove import Errors, prove
-from planc.trial.sequence_parts import parts_of, without_labels
+from planc.trial.prove import Errors, prove, trained
 
 _MAKERS: dict[str, ModelBuilder] = {}
 
@@ -123,34 +120,27 @@ def _locate(
     *,
     device: str,
 ) -> dict[str, Any] | None:
-    """Where the models diverge, as seen by this rank.
+    """Where the models diverge, by the trial once more with modules watched.
 
-    The first module whose output differs; if all outputs are right, the wrong gradient that
+    The first module whose output is wrong; if all outputs are right, the wrong gradient that
     backward computes first, which is that of the module that forward ran last.
     """
     if lowered.pipeline is not None:
         return None  # a stage has no outputs of its own, and its microbatches are parts of a batch
-    data = batches(builder, lowered, seed).to(device)
-    model = builder.build(seed).to(device)
-    run = apply_lowered(model, lowered, digest=job.digest, device_type=device, allow_code=True)
-    inputs = data.steps[0][0].of_rank(run.data_rank, run.data_size)
-    part = next(parts_of(run, inputs), None)
-    single = alone(builder.build(seed).to(device), lowered)
-    right = outputs_of(single, lambda _, v: v.detach().clone(), **inputs)
-    if part is not None:
-        right = {name: part.of(value) for name, value in right.items()}
-        inputs = without_labels(run.batch(inputs))
-    mine = outputs_of(model, whole_outputs(run, lowered), **inputs)
-    order = {name: i for i, name in enumerate(right)}
-    found = first_difference(right, mine, job.limits["logits"])
-    if found is not None:
-        name, error = found
-        return {"what": "output", "name": name, "error": error, "order": order.get(name, 0)}
+    result, reference, data = trained(
+        builder, lowered, job.digest, seed, lambda _: None, device=device, traced=True
+    )
+    runs = Runs(lowered=lowered, batches=data, reference=reference, results=of_all_ranks(result))
+    found = first_wrong_output(runs, job.limits["logits"])
+    order = {n: i for i, n in enumerate(reference.passes[0].traces[0].finished)}
+    if found is not None:  # or the module before it, that gives a part of a sum
+        name = found.before or found.subject or "the model"
+        return {"what": "output", "name": name, "error": found.error, "order": 0}
     if not wrong:
         return None
     name = max(wrong, key=lambda n: order.get(n.rpartition(".")[0], -1))
     last = len(order) - order.get(name.rpartition(".")[0], -1)
-    return {"what": "gradient", "name": name, "error": wrong[name], "order": len(order) + last}
+    return {"what": "gradient", "name": name, "error": wrong[name], "order": last}
 
 
 def _finite(value: Any) -> Any:

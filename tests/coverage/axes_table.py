@@ -1,4 +1,4 @@
-"""The rows of build/coverage/axes as the last section of docs/coverage.md."""
+"""The rows of build/coverage/axes as the last section of docs/generated/coverage.md."""
 
 from collections import Counter
 
@@ -68,7 +68,7 @@ def section(rows, names=()) -> str:
             if kind(found) in ("refused", "refuted", "no answer"):
                 said.setdefault((found.get("code", ""), reason(found)), []).append(row["type"])
         for (code, why), families in sorted(said.items(), key=lambda pair: -len(pair[1])):
-            link = f"[{code}](diagnostics/{code}.md)" if code else ""
+            link = f"[{code}](../diagnostics/{code}.md)" if code else ""
             lines.append(f"| {column} | {link} | {why} | {', '.join(families)} |")
     return "\n".join(lines) + "\n"
 

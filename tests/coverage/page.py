@@ -1,4 +1,4 @@
-"""The rows of build/coverage as docs/coverage.md.
+"""The rows of build/coverage as docs/generated/coverage.md.
 
 The page has two parts, each made of rows of its own: four processes with tensor parallelism, and
 the other axes. A part whose rows are not here stays as it is in the page.
@@ -21,7 +21,7 @@ ROOT = Path(__file__).parent.parent.parent
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "coverage")
-    parser.add_argument("--page", type=Path, default=ROOT / "docs" / "coverage.md")
+    parser.add_argument("--page", type=Path, default=ROOT / "docs" / "generated" / "coverage.md")
     options = parser.parse_args()
     folder = options.folder
     before, _, after = (
@@ -118,7 +118,7 @@ HEAD = """# Every causal-LM family of transformers
 
 `make coverage` generated this page. For each causal-LM model type of transformers
 {tf}, it takes a plan (one that ships with planc, otherwise one that [`planc
-init`](init.md) writes for the default configuration of the family), runs `planc
+init`](../init.md) writes for the default configuration of the family), runs `planc
 check` on it at the default sizes, and runs a small model of the family on four gloo
 processes (torch {torch}, tp = 2, dp_shard = 2, checkpointing, float32). The results
 are compared with one process: logits, loss, every gradient (limit 1e-4, relative),
@@ -139,7 +139,7 @@ takes none), {uneven} with labels that are ignored unevenly over the data ranks
 (`means`: its loss takes no number of tokens, so every rank has equally many), and
 {trained} in training mode with the dropout of the family's default configuration
 (`no dropout`: that has none; `not compared`: it trains, and ranks draw for their shards
-what one process cannot draw, [PL670](diagnostics/PL670.md))."""
+what one process cannot draw, [PL670](../diagnostics/PL670.md))."""
 
 OWN = """The last column is transformers' own tensor parallelism, measured in the same way: the
 same small model is saved and loaded by two processes with
@@ -178,7 +178,7 @@ def line(r, own):
     one, two, experts = r["errors"], r.get("errorssp"), r.get("experts")
     cells = [
         r["type"],
-        f"[{r['plan']}](../plans/{r['plan']}.plan)" if r["source"] == "shipped" else "init",
+        f"[{r['plan']}](../../plans/{r['plan']}.plan)" if r["source"] == "shipped" else "init",
         f"{r['share']:.0%}",
         f"{experts['share']:.0%}" if experts else "",
         r["flow"],

@@ -1,4 +1,4 @@
-"""What was found out by hand, where a number of docs/coverage.md does not say why."""
+"""What was found out by hand, where a number of docs/generated/coverage.md does not say why."""
 
 THEIRS = {
     "apertus": "the activation's `alpha_p` and `alpha_n` are whole, and each rank keeps the "

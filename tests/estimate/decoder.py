@@ -14,13 +14,13 @@ from planc.estimate.workload import (
     Collective,
     ElementSizes,
     Group,
-    Kind,
     Layer,
     Matmul,
     Recompute,
     Sharding,
     Workload,
 )
+from planc.lowering.step import GATHER, REDUCE, SCATTER
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,15 +81,86 @@ class Run:
     sequence_parallel: bool = True
 
 
-def workload(model: Decoder, run: Run, stack: Stack) -> Workload:
-    """The work of a step; a dim that the mesh does not divide is rounded up."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernels:
+    """What a stack's own layers launch, keep and move; planc counts a model's layers instead.
+
+    Args:
+        fused_attention: whether a flash kernel computes attention, or matmuls and a softmax.
+        gathers_inputs_again: whether backward gathers a column layer's input that forward dropped.
+        kernels_a_layer: operators of one block's forward.
+        norm_passes, rotation_passes, score_passes: how often such kernels read or write an element.
+        loss_kept, loss_moved: bytes a logit that stay until backward, and that are read and
+            written.
+    """
+
+    fused_attention: bool
+    gathers_inputs_again: bool
+    kernels_a_layer: int
+    norm_passes: float
+    rotation_passes: float
+    score_passes: float
+    loss_kept: float = 4
+    loss_moved: float
+
+
+KERNELS = {
+    # 7,022 kernels of 16 layers measured, three passes and FSDP's copies; DTensor keeps the
+    # gathered input of a column layer; transformers' RMSNorm in fp32: 0.53 ms for 64 MiB measured,
+    # 4 + 8 passes; its rotate_half: two products, a negated copy, a concatenation, a sum; eager
+    # attention: scores, mask, softmax in fp32, cast, dropout; its loss: cast, log_softmax in fp32,
+    # its gradient, cast back (measured: 17.8 ms for 8,192 x 128,256)
+    "torch": Kernels(
+        fused_attention=True,
+        gathers_inputs_again=False,
+        kernels_a_layer=60,
+        norm_passes=12,
+        rotation_passes=8,
+        score_passes=12,
+        loss_moved=24,
+    ),
+    # the versions of the A100 tables: matmuls and a fused scaled masked softmax; sequence
+    # parallelism keeps the split input (Korthikanti et al., 2022); operators of
+    # ParallelTransformerLayer.forward; fused LayerNorm: read and write; scores written, softmax
+    # read and written, dropout with its mask, read by a matmul; vocab_parallel_cross_entropy keeps
+    # the softmax in fp32: cast, exponential, sum, division, gradient, cast back
+    "megatron": Kernels(
+        fused_attention=False,
+        gathers_inputs_again=True,
+        kernels_a_layer=35,
+        norm_passes=2,
+        rotation_passes=2,
+        score_passes=8,
+        loss_moved=20,
+    ),
+    # tp_recompute_allgather; operators of LlamaDecoderLayer.forward with flash attention;
+    # flash-attn's Triton RMSNorm: read and write; sharded_cross_entropy keeps the softmax in fp32:
+    # cast, maximum, exponential, sum, division, gradient, cast back
+    "nanotron": Kernels(
+        fused_attention=True,
+        gathers_inputs_again=True,
+        kernels_a_layer=30,
+        norm_passes=2,
+        rotation_passes=4,
+        score_passes=0,
+        loss_moved=24,
+    ),
+}
+
+
+def workload(model: Decoder, run: Run, stack: Stack, kernels: Kernels | None = None) -> Workload:
+    """The work of a step; a dim that the mesh does not divide is rounded up.
+
+    Args:
+        kernels: by default those of the stack.
+    """
     tp, cp = run.tensor, run.context
     context = Group(name="context", size=cp, stride=tp)
     tensor = Group(name="tensor", size=tp)
     data = Group(name="data", size=run.data, stride=tp * cp)
     replicate = Group(name="replicate", size=run.replicate, stride=tp * cp * run.data)
     outer = tp * cp * run.data * run.replicate
-    pieces = _Pieces(model, run, stack, tensor, context)
+    pieces = _Pieces(model, run, stack, kernels or KERNELS[stack.name], tensor, context)
     block, head = pieces.block(), pieces.head()
     stages = tuple(
         (
@@ -139,9 +210,15 @@ class _Pieces:
     """The layers of a decoder on one rank."""
 
     def __init__(
-        self, model: Decoder, run: Run, stack: Stack, tensor: Group, context: Group
+        self,
+        model: Decoder,
+        run: Run,
+        stack: Stack,
+        kernels: Kernels,
+        tensor: Group,
+        context: Group,
     ) -> None:
-        self.model, self.run, self.stack = model, run, stack
+        self.model, self.run, self.stack, self.kernels = model, run, stack, kernels
         self.tensor, self.context = tensor, context
         self.tokens = run.micro_batch * run.sequence // context.size
         self.width = run.precision.compute
@@ -165,15 +242,15 @@ class _Pieces:
         if self.tensor.size == 1:
             return (), ()
 
-        def of(kind: Kind, count: int) -> Collective:
+        def of(kind: str, count: int) -> Collective:
             return Collective(kind=kind, size=self.stream, group=self.tensor, count=count)
 
         if not self.run.sequence_parallel:
-            both = (of(Kind.ALL_REDUCE, 2),)
+            both = (of(REDUCE, 2),)
             return both, both
-        again = 2 if self.stack.gathers_inputs_again else 0
-        forward = (of(Kind.ALL_GATHER, 2), of(Kind.REDUCE_SCATTER, 2))
-        backward = (of(Kind.ALL_GATHER, 2 + again), of(Kind.REDUCE_SCATTER, 2))
+        again = 2 if self.kernels.gathers_inputs_again else 0
+        forward = (of(GATHER, 2), of(SCATTER, 2))
+        backward = (of(GATHER, 2 + again), of(SCATTER, 2))
         return forward, backward
 
     def _around(self) -> tuple[Collective, ...]:
@@ -182,7 +259,7 @@ class _Pieces:
             return ()
         size = 2.0 * self.tokens * self.context.size * self.model.key_values * self.width
         whole = size / self.tensor.size
-        return (Collective(kind=Kind.ALL_GATHER, size=whole, group=self.context),)
+        return (Collective(kind=GATHER, size=whole, group=self.context),)
 
     def block(self) -> Layer:
         model, t, h = self.model, self.tokens, self.model.hidden
@@ -209,11 +286,11 @@ class _Pieces:
                     queries=sequence,
                     keys=self.run.sequence,
                     head_dim=h // model.heads,
-                    fused=self.stack.fused_attention,
+                    fused=self.kernels.fused_attention,
                 ),
             ),
             moved=self._moved(inner, kv, ffn),
-            kernels=self.stack.kernels_a_layer,
+            kernels=self.kernels.kernels_a_layer,
             kept=kept,
             kept_selective=kept - core,
             boundary=self.stream / self._sequence,
@@ -233,7 +310,7 @@ class _Pieces:
         attention = inner + 2 * kv + rotated + inner
         mlp = 4 * ffn if model.gated else 2 * ffn
         core = 0.0
-        if not self.stack.fused_attention:  # scores in fp32, their softmax and dropout's mask
+        if not self.kernels.fused_attention:  # scores in fp32, their softmax and dropout's mask
             scores = self.run.micro_batch * self._split(model.heads) * self.run.sequence**2
             core = scores / self.context.size * (2 * w + 1)
         return t * w * (norms + attention + mlp) + core, core
@@ -243,13 +320,13 @@ class _Pieces:
         written, as often as the stack's kernels do), the rotation, the activation and product.
         """
         t, w, model = self.tokens, self.width, self.model
-        stream = (2 * self.stack.norm_passes + 2 * 3) * model.hidden / self._sequence
-        rotation = 0 if model.positions else self.stack.rotation_passes * (inner + kv)
+        stream = (2 * self.kernels.norm_passes + 2 * 3) * model.hidden / self._sequence
+        rotation = 0 if model.positions else self.kernels.rotation_passes * (inner + kv)
         activation = (5 if model.gated else 2) * ffn
         scores = 0.0
-        if not self.stack.fused_attention:
+        if not self.kernels.fused_attention:
             squares = self.run.micro_batch * self._split(model.heads) * self.run.sequence**2
-            scores = squares / self.context.size * w * self.stack.score_passes
+            scores = squares / self.context.size * w * self.kernels.score_passes
         return t * w * (stream + rotation + activation) + scores
 
     def embedding(self) -> Layer:
@@ -263,8 +340,8 @@ class _Pieces:
             kernels=4,
             boundary=self.stream / self._sequence,
             kept=self.tokens * 8,
-            forward=_once(forward, Kind.REDUCE_SCATTER),
-            backward=_once(backward, Kind.ALL_GATHER),
+            forward=_once(forward, SCATTER),
+            backward=_once(backward, GATHER),
             lookup=True,
         )
 
@@ -279,20 +356,20 @@ class _Pieces:
             name="head and loss",
             parameters=own + model.hidden,
             matmuls=(Matmul(m=t, n=rows, k=model.hidden),),
-            moved=stack.loss_moved * logits + 4 * self.stream / self._sequence,
+            moved=self.kernels.loss_moved * logits + 4 * self.stream / self._sequence,
             kernels=12,
-            kept=2 * self.stream / self._sequence + stack.loss_kept * logits,
+            kept=2 * self.stream / self._sequence + self.kernels.loss_kept * logits,
             transient=stack.loss_transient * logits,
             boundary=self.stream / self._sequence,
-            forward=_once(forward, Kind.ALL_GATHER),
-            backward=_once(backward, Kind.REDUCE_SCATTER),
+            forward=_once(forward, GATHER),
+            backward=_once(backward, SCATTER),
             gathered=self.stream if self._sequence > 1 else 0.0,
             loss=True,
             resident=True,
         )
 
 
-def _once(collectives: tuple[Collective, ...], kind: Kind) -> tuple[Collective, ...]:
+def _once(collectives: tuple[Collective, ...], kind: str) -> tuple[Collective, ...]:
     """One of a block's collectives of the kind; one all-reduce without sequence parallelism."""
-    kinds = (kind, Kind.ALL_REDUCE)
+    kinds = (kind, REDUCE)
     return tuple(replace(c, count=1) for c in collectives if c.kind in kinds)

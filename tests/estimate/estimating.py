@@ -15,7 +15,7 @@ import published_runs
 from measured_tables import DATA, hardware, playbook, stack, vtrain
 
 from planc.estimate.measurements import CONSTANTS, calibrated
-from planc.estimate.moments import GIB
+from planc.estimate.memory import GIB
 from planc.estimate.step import estimate
 from planc.estimate.step_time import step_time
 
@@ -202,7 +202,7 @@ def main():
     parser.add_argument("--vtrain", type=Path, default=DATA / "vtrain_a100_sample.csv")
     options = parser.parse_args()
     print("# The estimate beside measured and published runs\n")
-    print("Written by `make estimate`; [estimate.md](estimate.md) explains the tables.")
+    print("Written by `make estimate`; [estimate.md](../estimate.md) explains the tables.")
     for path in options.playbook or [DATA / "playbook_3.57B.csv"]:
         judge_playbook(path)
     judge_vtrain(options.vtrain)

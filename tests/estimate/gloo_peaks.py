@@ -3,9 +3,10 @@
     python tests/estimate/gloo_peaks.py [--again] [WORD...]
 
 measures the combinations whose name has every word and that are not in `data/gloo_peaks.json` yet,
-and writes the bytes of each rank there; then it prints the table of docs/estimate-tables.md. A peak
-is that of two steps, of every allocation of torch's CPU allocator until it is released, in gloo's
-threads too, which the profiler does not see: `allocations.c` counts them, and gcc compiles it.
+and writes the bytes of each rank there; then it prints the table of
+docs/generated/estimate-tables.md. A peak is that of two steps, of every allocation of torch's CPU
+allocator until it is released, in gloo's threads too, which the profiler does not see:
+`allocations.c` counts them, and gcc compiles it.
 
 The processes are forked from one that has imported what they need, so that a combination takes
 seconds.

@@ -3,8 +3,8 @@
     python tests/estimate/measured_peaks.py [WORD]
 
 measures the runs whose name has the word, writes the bytes of each place of the pipeline into
-`data/cpu_peaks.json`, and prints the table of docs/estimate-tables.md. Ranks are threads of one
-process, which exchange what processes would. A rank's peak is that of the storages that its
+`data/cpu_peaks.json`, and prints the table of docs/generated/estimate-tables.md. Ranks are threads
+of one process, which exchange what processes would. A rank's peak is that of the storages that its
 operators make, over a second step, in each thread: the profiler counts no single threads, and over
 gloo what is being sent lives for as long as the threads of gloo take.
 """

@@ -17,7 +17,7 @@ from planc.estimate.answer import Request, answer
 from planc.estimate.from_plan import Batch, PlanWork
 from planc.estimate.kept_tensors import count
 from planc.estimate.kernels import matmul
-from planc.estimate.moments import GIB
+from planc.estimate.memory import GIB
 from planc.estimate.step import estimate
 from planc.estimate.workload import Matmul
 

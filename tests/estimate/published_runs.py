@@ -3,10 +3,10 @@
 from dataclasses import replace
 
 import measured_steps
-from decoder import Decoder, Run, workload
+from decoder import KERNELS, Decoder, Run, workload
 from measured_tables import hardware, stack
 
-from planc.estimate.moments import GIB
+from planc.estimate.memory import GIB
 from planc.estimate.step import estimate
 from planc.estimate.workload import ElementSizes, Recompute, Sharding
 
@@ -102,10 +102,10 @@ def compared():
         if gib:
             yield source, "8B", ranks, "GiB", gib, found.fullest.peak / GIB
     for source, name, machine, software, settings, tokens, tflops in FORMULA:
-        own = stack(software)
+        own, kernels = stack(software), KERNELS[software]
         if source == HERD:  # Meta's kernels: flash attention, as the paper says
-            own = replace(own, fused_attention=True)
-        work = workload(LLAMA[name], Run(**settings), own)
+            kernels = replace(kernels, fused_attention=True)
+        work = workload(LLAMA[name], Run(**settings), own, kernels)
         found = estimate(work, hardware(machine), own)
         if tokens:
             rate = found.time.tokens_per_second

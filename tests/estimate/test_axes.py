@@ -16,9 +16,8 @@ from planc.estimate.from_plan import Batch
 from planc.estimate.pipeline import in_flight, orders, timetable
 from planc.estimate.step import estimate
 from planc.estimate.timeline import bytes_sent
-from planc.estimate.workload import Kind
 from planc.lowering.sends import by_pass
-from planc.lowering.step import During, Step
+from planc.lowering.step import EXCHANGE, SEND, During, Step
 from planc.ops.pipeline import stages_of_rank
 
 OF_TORCH = ("zero_bubble", "zbv", "dualpipe_v")
@@ -133,7 +132,7 @@ def test_divided_experts():
         sum(m.flops for m in plain.matmuls), rel=0.001
     )
     rows = 2 * 1024 * 8  # each token goes to eight experts
-    sent = [(c.size, c.count) for c in divided.forward if c.kind is Kind.ALL_TO_ALL]
+    sent = [(c.size, c.count) for c in divided.forward if c.kind is EXCHANGE]
     assert sent == [(8 * 128, 1), (rows * 2048 * 2, 2), (rows * 2, 1)]  # counts, states, weights
     assert (
         two.estimate.time.spent.expert_collectives > 0 == one.estimate.time.spent.expert_collectives
@@ -178,9 +177,9 @@ def test_keys_and_values_go_around(tmp_path):
     saved = 2 * rows * tokens * (4 * whole - own + whole // 2)
     assert kept["all_gather"] - kept["ring"] == pytest.approx(saved, rel=0.01)
     layer = layers["ring"][0][0]
-    sends = [(c.size, c.count) for c in layer.forward if c.kind is Kind.SEND]
+    sends = [(c.size, c.count) for c in layer.forward if c.kind == SEND]
     assert sends == [(2 * rows * tokens * own, 3)]
-    sends = [(c.size, c.count) for c in layer.backward if c.kind is Kind.SEND]
+    sends = [(c.size, c.count) for c in layer.backward if c.kind == SEND]
     assert sends == [(2 * rows * tokens * own, 3), (4 * rows * tokens * own, 3)]
     attended = layers["all_gather"][0][0].attention[0].flops
     more = sum(m.flops for m in layer.matmuls) - sum(
@@ -228,7 +227,7 @@ def test_an_estimate_has_the_collectives_that_a_step_sends(model, settings):
             told[one.kind, " x ".join(one.axes), one.size] += one.times
     for layer, n in (pair for stage in made.work.stages for pair in stage):
         for one in (*layer.forward, *layer.backward, *(layer.repeated or ())):
-            seen[one.kind.value, one.group.name, one.size] += n * one.count * step.passes
+            seen[one.kind, one.group.name, one.size] += n * one.count * step.passes
     assert seen == told and told
 
 

@@ -13,17 +13,18 @@ from measured_tables import accelerator, hardware, playbook, playbook_model, sta
 
 from planc.compiler import compile_plan
 from planc.diagnostic import Sink
-from planc.estimate import collectives, profiles
+from planc.estimate import kernels, profiles
 from planc.estimate.answer import Request, answer_for, document, text
 from planc.estimate.counted import MicroBatch
 from planc.estimate.from_plan import Batch, PlanWork
 from planc.estimate.kept_tensors import count
 from planc.estimate.measurements import calibrated
-from planc.estimate.moments import GIB
+from planc.estimate.memory import GIB
 from planc.estimate.pipeline import SCHEDULES, in_flight, order, timetable
 from planc.estimate.step import estimate
 from planc.estimate.step_time import step_time
-from planc.estimate.workload import Collective, Group, Kind, Recompute, Sharding
+from planc.estimate.workload import Collective, Group, Recompute, Sharding
+from planc.lowering.step import GATHER, REDUCE, SCATTER
 from planc.model.load import load
 
 CHOICES = measured_steps.choices()
@@ -168,13 +169,13 @@ def test_stages_are_balanced_by_compute():
 def test_collectives_are_slower_across_nodes_and_with_few_ranks_a_node():
     machine = hardware("h100-8x")
 
-    def seconds(size, stride, kind=Kind.ALL_GATHER):
+    def seconds(size, stride, kind=GATHER):
         group = Group(name="g", size=size, stride=stride)
-        return collectives.seconds(Collective(kind=kind, size=2.0**28, group=group), machine)
+        return kernels.collective(Collective(kind=kind, size=2.0**28, group=group), machine)
 
     assert seconds(1, 1) == 0
     assert seconds(8, 1) < seconds(16, 1) < seconds(16, 2) < seconds(16, 8)
-    assert seconds(8, 1, Kind.ALL_REDUCE) > seconds(8, 1)
+    assert seconds(8, 1, REDUCE) > seconds(8, 1)
     busy = 2.0**28 * 7 / 8 / 250e9  # the playbook's 250 GB/s on one node
     assert seconds(8, 1) == pytest.approx(busy, rel=0.05)
 
@@ -229,7 +230,7 @@ def test_a_pipeline_waits():
 
 @pytest.mark.parametrize("kind", [profiles.Hardware, profiles.Stack])
 def test_shipped_profiles_are_whole_and_have_sources(kind):
-    marker = {profiles.Hardware: "ranks_per_node", profiles.Stack: "kernels_a_layer"}[kind]
+    marker = {profiles.Hardware: "ranks_per_node", profiles.Stack: "launches_a_unit"}[kind]
     read = {profiles.Hardware: hardware, profiles.Stack: stack}[kind]
     names = profiles.shipped(marker)
     assert len(names) >= 3
@@ -365,9 +366,9 @@ def test_what_a_plans_tensor_parallelism_splits():
     gathered = 2 * stream  # DTensor keeps the gathered inputs of both pairs of column layers whole
     assert eight.kept == pytest.approx((one.kept - gathered) / 8 + gathered, rel=0.01)
     kinds = [c.kind for c in eight.forward]
-    assert sorted(kinds) == [Kind.ALL_GATHER] * 2 + [Kind.REDUCE_SCATTER] * 2
+    assert sorted(kinds) == [GATHER] * 2 + [SCATTER] * 2
     plain, _ = layers("tp=8", "sequence=false")[0]
-    assert [c.kind for c in plain.forward] == [Kind.ALL_REDUCE] * 2
+    assert [c.kind for c in plain.forward] == [REDUCE] * 2
     assert plain.boundary == stream
     assert one.forward == ()
 

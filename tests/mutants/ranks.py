@@ -58,7 +58,7 @@ def frozen(plan):
 
 
 def divided(plan):
-    """The plan's gradients over the mean ones: docs/language.md says what `divide = N` means."""
+    """The plan's gradients over the mean ones: docs/language/fsdp.md has `divide = N`."""
     factors = [op.factor for op in plan.ops if isinstance(op, Divide)]
     return plan.axis_size(*plan.averaged) / factors[-1] if factors else 1.0
 

@@ -1,4 +1,4 @@
-"""What every rank does for a row of docs/coverage.md."""
+"""What every rank does for a row of docs/generated/coverage.md."""
 
 import torch
 from torch import distributed

@@ -13,8 +13,11 @@ from torch import distributed
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 from training_jobs import mine
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import planc
+from planc.emit.python.script import render
 from planc.runtime.standalone import shards
 from planc.runtime.weights.loading import load_files
 
@@ -78,6 +81,78 @@ def load(
     stepped = run.full_state_dict(every_rank=True)
     worst = max(worst, *(error(stepped[n], reference[n]) for n in gradients))
     return different, worst, len(list(Path(folder).glob("*.safetensors")))
+
+
+def in_fewer_bits(tensors, how, block):
+    """Tensors as a quantized folder stores them, and what transformers makes of these."""
+    stored, plain = {}, {}
+    for name, value in tensors.items():
+        if how == "mxfp4" and name.endswith(("gate_up_proj", "down_proj")):
+            experts, inner, out = value.shape
+            seeded = torch.Generator().manual_seed(crc32(name.encode()))
+            shape = (experts, out, inner // 32)
+            blocks = torch.randint(256, (*shape, 16), generator=seeded, dtype=torch.uint8)
+            scales = torch.randint(119, 124, shape, generator=seeded, dtype=torch.uint8)
+            stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+            plain[name] = convert_moe_packed_tensors(blocks, scales).to(value.dtype)
+        elif how == "fp8" and value.ndim == 2 and "layers" in name and "gate.weight" not in name:
+            rows, columns = (-(-size // block) for size in value.shape)
+            tiles = value.view(rows, block, columns, block)
+            scale = tiles.abs().amax((1, 3)) / 448
+            packed = (tiles / scale[:, None, :, None]).view(value.shape).to(torch.float8_e4m3fn)
+            stored |= {name: packed, f"{name}_scale_inv": scale}
+            plain[name] = Fp8Dequantize(None)._dequantize_one(packed, scale)
+        else:
+            stored[name] = plain[name] = value.clone()
+    return stored, plain
+
+
+def dequantize(model, overrides, folder, how, weights="slices"):
+    """What differs after a quantized folder was loaded, from transformers' model of its values."""
+    changes = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
+    block, folder = 16, Path(folder)
+    written(model, folder / "model", changes)
+    files = sorted((folder / "model").glob("*.safetensors"))
+    if distributed.get_rank() == 0:
+        tensors = {n: t for file in files for n, t in load_file(file).items()}
+        for name, each in zip(("bits", "plain"), in_fewer_bits(tensors, how, block), strict=True):
+            (folder / name).mkdir()
+            names = sorted(each, reverse=True)  # scales and values in different files
+            for number in range(2):
+                part = {n: each[n].contiguous() for n in names[number::2]}
+                save_file(part, folder / name / f"part{number}.safetensors", {"format": "pt"})
+        shutil.copy(folder / "model" / "config.json", folder / "plain")
+        for file in (folder / "plain").glob("part*"):
+            tensors |= load_file(file)
+        save_file(tensors, folder / "plain" / "model.safetensors", {"format": "pt"})
+    distributed.barrier()
+    right = transformers.AutoModelForCausalLM.from_pretrained(
+        folder / "plain", dtype=torch.float32, attn_implementation="eager"
+    )
+    plan = folder / "mine.plan"
+    if distributed.get_rank() == 0:
+        section = f"load {{\n    weights = {weights}\n    dequantize = {how}\n}}\n"
+        plan.write_text(f'plan mine for {model}\nextend "{model}.plan"\n{section}')
+    distributed.barrier()
+    made = on_meta(model, changes)
+    made.config.quantization_config = {"quant_method": how, "weight_block_size": [block, block]}
+    run = planc.apply(made, plan, overrides=overrides, device_type="cpu", require="nothing")
+    run.load(folder / "bits")
+    if model in ("llama", "gpt_oss"):  # the emitted script reads what has the model's names
+        space = {}
+        exec(compile(render(run.lowered, digest="0" * 64), "emitted.py", "exec"), space)
+        other = on_meta(model, changes)
+        space["parallelize"](other, space["build_mesh"]("cpu"))
+        space["load_weights"](other, folder / "bits", "cpu")
+        mine = run.full_state_dict(every_rank=True)
+        theirs = {n: whole(t) for n, t in shards.named_tensors(other)}
+        assert all(torch.equal(theirs[n], mine[n]) for n in mine)
+    unsaid = fresh(model, model, overrides, changes)
+    try:
+        unsaid.load(folder / "bits", weights=weights)
+    except planc.PlanError as error:
+        said = [d.code for d in error.diagnostics]
+    return same(run, right), said
 
 
 def classifier(overrides):

@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import threading
 from pathlib import Path
 
 import torch
@@ -340,6 +341,66 @@ def export(model, overrides, folder, *, changes=None, shard_size=100_000):
     }
 
 
+def in_background(model, old, new, folder, kind):
+    """A save in the background, which is written after two more steps; then resumed elsewhere."""
+    from torch.distributed import checkpoint
+
+    plan = model if model in ("phi3", "mixtral") else "llama"
+    run = applied(model, plan, old)
+    optimizer = made(run, kind)
+    steps(run, optimizer, 0, 2)
+    right = {n: t.clone() for n, t in run.full_state_dict(every_rank=True).items()}
+    went_on, write, said = threading.Event(), checkpoint.save, []
+
+    def late(*args, **keywords):
+        said.append(went_on.wait(60))
+        return write(*args, **keywords)
+
+    checkpoint.save = late
+    try:
+        run.save(folder, optimizer=optimizer, step=2, asynchronous=True)
+        losses = steps(run, optimizer, 2, 4)
+        there = Path(folder).exists()
+        went_on.set()
+        run.finish_save()
+    finally:
+        checkpoint.save = write
+    other = fresh(model, plan, new)
+    restored = made(other, kind)
+    step = other.load(folder, optimizer=restored)
+    got = other.full_state_dict(every_rank=True)
+    equal = all(torch.equal(got[n], right[n]) for n in right)
+    again = steps(other, restored, 2, 4)
+    return {"said": said, "there": there, "step": step, "equal": equal, "losses": (losses, again)}
+
+
+def background_fails(folder):
+    """Codes of what the calls after a failed save raise, and what the folder then holds."""
+    from torch.distributed import checkpoint
+
+    run = applied("llama", "llama", FP32)
+    optimizer = made(run)
+    run.save(folder, optimizer=optimizer, step=1, asynchronous=True)
+    run.finish_save()
+    write = checkpoint.FileSystemWriter.write_data
+    if distributed.get_rank() == 2:
+
+        def full(*_):
+            raise OSError(28, "No space left on device")
+
+        checkpoint.FileSystemWriter.write_data = full
+    run.save(folder, optimizer=optimizer, step=2, asynchronous=True)
+    steps(run, optimizer, 0, 1)
+    checkpoint.FileSystemWriter.write_data = write
+    codes = []
+    for call in (run.save, run.load):
+        try:
+            codes.append(call(folder, optimizer=optimizer))
+        except planc.PlanError as error:
+            codes.append([(d.code, d.message) for d in error.diagnostics])
+    return codes
+
+
 def doomed(rank, folder, store, moment):
     """Two ranks save a good checkpoint and then are killed in the midst of another save."""
     from torch.distributed import checkpoint
@@ -382,6 +443,11 @@ def doomed(rank, folder, store, moment):
     for step in range(2, 1000) if moment == "anytime" else ():
         run.save(folder, optimizer=optimizer, step=step)
         print(step, flush=True)
+        steps(run, optimizer, step, step + 1)
+    for step in range(2, 1000) if moment == "background" else ():
+        run.save(folder, optimizer=optimizer, step=step, asynchronous=True)
+        if step > 2:
+            print(step - 1, flush=True)  # the one before is complete
         steps(run, optimizer, step, step + 1)
     run.save(folder, optimizer=optimizer, step=2)
     print("saved", flush=True)

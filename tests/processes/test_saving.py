@@ -46,6 +46,34 @@ def test_another_plan_goes_on_with_the_same_losses(four, tmp_path, case):
     assert [p.name for p in tmp_path.iterdir()] == ["run"]
 
 
+@pytest.mark.parametrize(
+    ("model", "old", "new", "kind"),
+    [
+        ("llama", ["tp=2"], ["tp=2"], "adamw"),
+        ("llama", ["tp=2", "dp_replicate=2", "dp_shard=1"], ["tp=1"], "adamw"),
+        ("phi3", ["tp=2"], ["tp=1"], "sgd"),  # packed weights are stored as blocks
+        ("mixtral", ["tp=1", "ep=2"], ["tp=2"], "adamw"),
+    ],
+)
+def test_a_save_in_the_background_is_of_its_own_step(four, tmp_path, model, old, new, kind):
+    folder = str(tmp_path / "run")
+    meshes = {"old": [*FP32, *old], "new": [*FP32, *new]}
+    for result in four.run(
+        "saving_jobs.in_background", model=model, folder=folder, kind=kind, **meshes
+    ):
+        assert result["said"] == [True] and not result["there"], "training waited for it"
+        assert result["step"] == 2 and result["equal"], "it holds what came later"
+        assert result["losses"][1] == pytest.approx(result["losses"][0], rel=1e-5)
+    assert [p.name for p in tmp_path.iterdir()] == ["run"]
+
+
+def test_a_failed_save_in_the_background_is_raised_by_the_next_one(four, tmp_path):
+    for codes in four.run("saving_jobs.background_fails", folder=str(tmp_path / "run")):
+        [[(code, message)], step] = codes
+        assert code == "PL497" and "No space left on device" in message and "rank 2" in message
+        assert step == 1, "the previous one is whole"
+
+
 def test_schedules_and_loaders_are_saved_beside_the_model(four, tmp_path):
     for result in four.run("saving_jobs.more", folder=str(tmp_path / "run")):
         assert result["same"] == result["right"]
@@ -175,15 +203,16 @@ def test_transformers_reads_an_export_bit_for_bit(four, tmp_path, model, mesh, m
         assert ("model.safetensors.index.json" in result["files"]) == ("shard_size" not in more)
 
 
+@pytest.mark.parametrize("how", ["anytime", "background"])
 @pytest.mark.parametrize("delay", [0.0, 0.013, 0.03])
-def test_a_kill_at_any_moment(four, tmp_path, delay):
+def test_a_kill_at_any_moment(four, tmp_path, delay, how):
     """Two processes save without end and are killed from outside; what is there is a whole save."""
     folder = tmp_path / "runs" / "run"
     folder.parent.mkdir()
     command = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("saving_jobs.py"))]
     ranks = [
         subprocess.Popen(
-            [*command, str(rank), str(folder), str(tmp_path / "store"), "anytime"],
+            [*command, str(rank), str(folder), str(tmp_path / "store"), how],
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
@@ -198,7 +227,7 @@ def test_a_kill_at_any_moment(four, tmp_path, delay):
     last = int(said[-1]) if said else 4
     assert [process.wait(timeout=60) for process in ranks] == [-signal.SIGKILL] * 2
     for result in four.run("saving_jobs.survived", folder=str(folder)):
-        assert result["step"] in (last, last + 1)
+        assert result["step"] in (last, last + 1, last + (how == "background"))
         assert result["worst"] < 1e-3  # a step changes the weights by a hundred times as much
         assert result["losses"][0] == pytest.approx(result["losses"][1], rel=1e-4)
         assert result["again"] == 7

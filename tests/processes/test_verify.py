@@ -171,8 +171,8 @@ fsdp on dp_shard {
     assert found.verdict == "refuted"
     first = found.certificate["first"]
     assert first["what"] == "output"
-    assert first["name"] == "model.vision_tower.encoder.layers.0.mlp"
-    assert f"{plan}:11" in first["places"]
+    assert first["name"] == "model.vision_tower.encoder.layers.0.mlp.fc2"
+    assert first["places"] == [f"{plan}:{line}" for line in (11, 16)]
     assert [d.code for d in sink] == ["PL520"]
 
 
@@ -218,8 +218,8 @@ fsdp on dp_shard {
     found, sink = proved("llama-3.1-8b", plan)
     assert found.verdict == "refuted"
     first = found.certificate["first"]
-    assert first["what"] == "output" and first["name"] == "model.layers.0.mlp"
-    assert first["places"] == [f"{plan}:{line}" for line in (9, 10, 14)]
+    assert (first["what"], first["name"]) == ("output", "model.layers.0.mlp.down_proj")
+    assert first["places"] == [f"{plan}:{line}" for line in (10, 14)]
     (finding,) = sink
     assert finding.code == "PL520" and finding.labels
 

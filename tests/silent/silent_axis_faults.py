@@ -158,7 +158,7 @@ def experts_without_a_divisor():
 
 def dispatch_summed_twice():
     def twice(ctx, gradient):
-        return 2 * expert_parallel.exchanged(gradient, *ctx.back), None, None, None
+        return 2 * context_exchange.exchanged(gradient, *ctx.back), None, None, None
 
     return mock.patch.object(expert_parallel.Exchange, "backward", staticmethod(twice))
 

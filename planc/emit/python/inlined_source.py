@@ -23,6 +23,7 @@ _FILES = (
     "lora.py",
     "lora_init.py",
     "safetensors_files.py",
+    "dequantize.py",
     "buffers.py",
     "dcp_chunks.py",
     "load_weights.py",
@@ -35,7 +36,6 @@ _FILES = (
     "context_ring.py",
     "context_tokens.py",
     "context_positions.py",
-    "context_loss.py",
     "context.py",
     "documents.py",
     "configuration.py",
@@ -43,7 +43,6 @@ _FILES = (
     "pipeline_schedule.py",
     "pipeline_step.py",
     "clipping.py",
-    "async_tensor_parallel.py",
     "optimizer.py",
 )
 

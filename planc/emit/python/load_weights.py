@@ -15,16 +15,17 @@ _ABOUT = {
     "checkpoint": "Loads a distributed checkpoint, saved on any number of ranks.",
 }
 _CHECKED = {
-    "slices": "checked_files(model, folder)",
-    "rank0": "checked_files(model, folder, distributed.get_rank() == 0)",
-    "checkpoint": "checked_checkpoint(model, folder)",
+    "slices": ("checked_files(", "model", "folder"),
+    "rank0": ("checked_files(", "model", "folder", "distributed.get_rank() == 0"),
+    "checkpoint": ("checked_checkpoint(", "model", "folder"),
 }
 _GIVEN = {"slices": "", "rank0": ", device", "checkpoint": ", folder"}
 
 
 def load_function(lowered: Lowered) -> list[str]:
     """The function that loads weights, in a list; empty where the plan does not set `weights`."""
-    way = next((op.weights for op in lowered.ops if isinstance(op, Load) and op.weights), None)
+    load = next((op for op in lowered.ops if isinstance(op, Load) and op.weights), Load())
+    way = load.weights
     if way is None:
         return []
     lines = [
@@ -36,7 +37,11 @@ def load_function(lowered: Lowered) -> list[str]:
     adapts = [op for op in lowered.ops if isinstance(op, Adapt)]
     if adapts:
         lines.append("    unset = unset_adapters(model)")
-    lines.append(f"    found, values = {_CHECKED[way]}")
+    function, *given = _CHECKED[way]
+    if load.dequantize and way != "checkpoint":
+        how = f'"{load.dequantize}", {load.block}'
+        given.append(f"plain=lambda *given: dequantized(*given, {how})")
+    lines += lay(Bracketed(f"found, values = {function}", (*given,)), IN)
     lines.append("    materialize(model, values, device)")
     for op in adapts:
         lines += _init_adapters(op)

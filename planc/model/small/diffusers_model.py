@@ -14,6 +14,7 @@ from planc.model.small.output_loss import causal_output
 from planc.model.small.sample_inputs import Inputs
 from planc.model.small.transformers_model import spread_weights
 from planc.model.sources.diffusers import build, class_of, quiet
+from planc.model.sources.isolation import isolated
 
 HEAD = 16
 """The width of a head."""
@@ -181,7 +182,6 @@ class DiffusersBuilder:
     Raises PlanError (no diffusers, or no such class), and ValueError if its inputs are unknown.
     """
 
-    configuration = None
     choice = InputChoice()
     """All inputs of the forward are made by `sample`."""
 
@@ -197,7 +197,7 @@ class DiffusersBuilder:
     def build(self, seed: int) -> nn.Module:
         """The model on the CPU in float32, in training mode, without dropout."""
         torch.manual_seed(seed)
-        with quiet():
+        with quiet(), isolated():
             made: nn.Module = build(self._kind, self._values)
         spread_weights(made, seed + 1)
         for module in made.modules():

@@ -21,9 +21,9 @@ GRID = 4
 """Patches per side of an image, if the configuration does not state its size."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class InputKind:
-    """One format in which models take images or audio (`what`), as `make` makes it.
+    """One format in which models take images or audio, as `make` makes it.
 
     Args:
         needs: the arguments of forward that identify the format.
@@ -32,10 +32,14 @@ class InputKind:
     """
 
     name: str
-    what: str
     needs: tuple[str, ...]
     make: MakeInputs
     tokens: Callable[[Any], int] | None = None
+
+    @property
+    def what(self) -> str:
+        """`images` or `sound`."""
+        return "images" if "pixel_values" in self.needs else "sound"
 
 
 def _number(config: Any, *names: str, default: int) -> int:
@@ -187,39 +191,23 @@ def _waves(config: Any, rows: int, generator: Any) -> Inputs:
     return {"input_values": _random(generator, rows, 2048)}
 
 
+def _half_of_the_positions(config: Any) -> int:
+    return _number(config, "max_source_positions", default=32) // 2
+
+
 INPUT_KINDS = (
-    InputKind(name="tiles", what="images", needs=("pixel_values", "aspect_ratio_ids"), make=_tiles),
-    InputKind(name="shapes", what="images", needs=("pixel_values", "spatial_shapes"), make=_shapes),
-    InputKind(
-        name="places", what="images", needs=("pixel_values", "image_position_ids"), make=_places
-    ),
-    InputKind(
-        name="merged grids",
-        what="images",
-        needs=("pixel_values", "image_merge_sizes"),
-        make=_grid_merged,
-    ),
-    InputKind(name="grids", what="images", needs=("pixel_values", "image_grid_thw"), make=_grid),
-    InputKind(
-        name="grids of images",
-        what="images",
-        needs=("pixel_values", "image_grid_thw"),
-        make=_grid_of_images,
-    ),
-    InputKind(name="crops", what="images", needs=("pixel_values", "image_sizes"), make=_crops),
-    InputKind(
-        name="sized images", what="images", needs=("pixel_values", "image_sizes"), make=_sized
-    ),
-    InputKind(name="images", what="images", needs=("pixel_values",), make=_images),
-    InputKind(name="lists of images", what="images", needs=("pixel_values",), make=_lists),
-    InputKind(
-        name="spectrum",
-        what="sound",
-        needs=("input_features",),
-        make=_spectrum,
-        tokens=lambda config: _number(config, "max_source_positions", default=32) // 2,
-    ),
-    InputKind(name="frames", what="sound", needs=("input_features",), make=_frames),
-    InputKind(name="waves", what="sound", needs=("input_values",), make=_waves),
+    InputKind("tiles", ("pixel_values", "aspect_ratio_ids"), _tiles),
+    InputKind("shapes", ("pixel_values", "spatial_shapes"), _shapes),
+    InputKind("places", ("pixel_values", "image_position_ids"), _places),
+    InputKind("merged grids", ("pixel_values", "image_merge_sizes"), _grid_merged),
+    InputKind("grids", ("pixel_values", "image_grid_thw"), _grid),
+    InputKind("grids of images", ("pixel_values", "image_grid_thw"), _grid_of_images),
+    InputKind("crops", ("pixel_values", "image_sizes"), _crops),
+    InputKind("sized images", ("pixel_values", "image_sizes"), _sized),
+    InputKind("images", ("pixel_values",), _images),
+    InputKind("lists of images", ("pixel_values",), _lists),
+    InputKind("spectrum", ("input_features",), _spectrum, _half_of_the_positions),
+    InputKind("frames", ("input_features",), _frames),
+    InputKind("waves", ("input_values",), _waves),
 )
 """Ordered by the number of identifying arguments, most first."""

@@ -57,11 +57,6 @@ class TransformersBuilder:
         self._codebooks: int | None = None
 
     @property
-    def configuration(self) -> Any:
-        """transformers' configuration object."""
-        return self._part
-
-    @property
     def vocabulary(self) -> int:
         """The vocabulary size in the configuration, else 64."""
         text = self._part.get_text_config(decoder=True)

@@ -186,8 +186,6 @@ class UserModelBuilder:
     argument.
     """
 
-    configuration = None
-
     def __init__(
         self, make: Callable[[], nn.Module], *, dropout: bool = False, given: Given = (None, None)
     ) -> None:

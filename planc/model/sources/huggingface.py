@@ -8,6 +8,7 @@ import gc
 import importlib
 import re
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -312,16 +313,35 @@ def _left_to_defaults(config: Config, resolved: Any) -> Iterator[tuple[str, str]
 def _on_meta(make: Any) -> Any:
     import torch
 
-    with torch.device("meta"), contextlib.ExitStack() as stack:
-        if "transformers" in sys.modules:
-            from transformers.initialization import no_init_weights
-
-            stack.enter_context(no_init_weights())
+    with torch.device("meta"), _uninitialized():
         module = make()
     tie = getattr(module, "tie_weights", None)
     if callable(tie):
         tie()
     return module
+
+
+@contextlib.contextmanager
+def _uninitialized() -> Iterator[None]:
+    """This thread initializes no weights, which takes seconds for thousands of modules, on meta
+    too. transformers' `no_init_weights` would leave out those of other threads' models as well.
+    """
+    if "transformers" not in sys.modules:
+        yield
+        return
+    from transformers import PreTrainedModel
+
+    original, left_out = PreTrainedModel.init_weights, {threading.get_ident()}
+
+    def initialize(model: Any) -> None:
+        if threading.get_ident() not in left_out:
+            original(model)
+
+    try:
+        with mock.patch.object(PreTrainedModel, "init_weights", initialize):
+            yield
+    finally:
+        left_out.clear()  # another thread may put `initialize` back later
 
 
 def one_sequence_a_row() -> contextlib.AbstractContextManager[Any]:

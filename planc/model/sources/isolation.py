@@ -6,6 +6,7 @@ it builds the model, and sizes for which building would take hours.
 
 import contextlib
 import logging
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -66,9 +67,14 @@ def _not_compiled(function: Any = None, **_: Any) -> Any:
     return function or _not_compiled
 
 
+_ONE_AT_A_TIME = threading.RLock()
+"""Two threads would each put back what they found, and leave what the other had put there."""
+
+
 @contextlib.contextmanager
 def isolated() -> Iterator[None]:
     """Nothing is fetched from the hub, none of its kernels are loaded, and building is bounded.
+    One thread at a time.
 
     Raises:
         TooLargeError: inside the block, at the module or parameter that is one too many.
@@ -85,7 +91,7 @@ def isolated() -> Iterator[None]:
         if count > MAX_PARTS:
             raise TooLargeError(f"the model has more than {MAX_PARTS:,} modules and parameters")
 
-    with contextlib.ExitStack() as stack:
+    with _ONE_AT_A_TIME, contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(constants, "HF_HUB_OFFLINE", True))
         if hasattr(hub_kernels, "get_kernel_hub"):  # where the package `kernels` is installed
             stack.enter_context(mock.patch.object(hub_kernels, "get_kernel_hub", _refused))

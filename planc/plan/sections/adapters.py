@@ -1,16 +1,15 @@
 """The adapters section -> LoRA on sets of modules; all other parameters are frozen."""
 
-from planc.diagnostic import elsewhere
 from planc.ops.lora import INITS, Adapt
 from planc.ops.quantization import BLOCKS, KINDS, Quantize
-from planc.plan.call_arguments import Arguments, unknown, word, wrong_value
+from planc.plan.call_arguments import Arguments, word, wrong_value
 from planc.plan.evaluate import number, size
 from planc.plan.ir import AdapterRule, Adapters
 from planc.plan.program import Program
-from planc.plan.rule_conflicts import Claims, Placed, Settings, flatten
+from planc.plan.rule_conflicts import Settings
 from planc.plan.scope import Scope
 from planc.plan.sections.fsdp_policies import DTYPES
-from planc.plan.selectors import select
+from planc.plan.sections.tensor import claimed
 from planc.source import Span
 from planc.syntax import ast
 
@@ -82,6 +81,7 @@ def _range(scope: Scope, message: str, origin: Span) -> None:
 
 
 ACTIONS = ("lora", "qlora", "none")
+_SETTINGS = ("units", "seed")
 _UNITS = {"with_layer": False, "own": True}
 
 
@@ -90,18 +90,20 @@ def adapters(program: Program) -> Adapters | None:
     sections = list(program.named("adapters"))
     if not sections:
         return None
-    claims: Claims[Lora | None] = Claims(program.sink)
-    settings = Settings(program.sink)
-    for section in sections:
-        if section.axes or section.replicate:
-            program.sink.error(
-                "PL305",
-                "an `adapters` section works over no axis",
-                (section.axes or section.replicate)[0].origin,
-                help="write `adapters {`: the styles of adapters follow those of their layers",
-            )
-        for placed in flatten(section, program.scope):
-            _item(placed, claims, settings, program)
+    scope, settings = program.scope, Settings(program.sink)
+
+    def setting(item: ast.Setting) -> bool:
+        if item.name in _SETTINGS:
+            settings.add(item, lambda item: _value(item, scope))
+        return item.name in _SETTINGS
+
+    def read(rule: ast.Rule) -> tuple[Lora | None] | None:
+        if rule.action.name == "none":
+            return (None,) if Arguments(rule.action, scope).done() else None
+        found = lora(rule.action, rule.origin, scope)
+        return None if found is None else (found,)
+
+    claims = claimed(program, "adapters", ACTIONS, "adapter", read, setting=setting)
     rules = tuple(
         AdapterRule(modules=c.modules, adapt=c.value[0], quantize=c.value[1], origin=c.origin)
         for c in claims.claims
@@ -115,40 +117,6 @@ def adapters(program: Program) -> Adapters | None:
         units_origin=own.origin if own else None,
         origin=sections[0].name_origin,
     )
-
-
-def _item(
-    placed: Placed, claims: Claims[Lora | None], settings: Settings, program: Program
-) -> None:
-    item = placed.item
-    match item:
-        case ast.Rule() if isinstance(item.target, ast.Selector):
-            _rule(item, placed, claims, program)
-        case ast.Setting() if item.name in ("units", "seed"):
-            settings.add(item, lambda item: _value(item, program.scope))
-        case ast.Setting():
-            message = f"`{item.name}` has no place in an `adapters` section"
-            help = elsewhere(item.name) or "it can set `units` and `seed`"
-            program.sink.error("PL011", message, item.origin, help=help)
-        case _:
-            message = "this has no place in an `adapters` section"
-            rule = "model.layers.*.self_attn.q_proj : lora(rank = 16)"
-            help = f"it holds rules, `{rule}`, and `units = own`"
-            program.sink.error("PL011", message, item.origin, help=help)
-
-
-def _rule(rule: ast.Rule, placed: Placed, claims: Claims[Lora | None], program: Program) -> None:
-    scope = program.scope
-    assert isinstance(rule.target, ast.Selector)
-    if rule.action.name not in ACTIONS:
-        unknown(rule.action, ACTIONS, "adapter", scope)
-        return
-    nothing = rule.action.name == "none"
-    value = None if nothing else lora(rule.action, rule.origin, scope)
-    right = Arguments(rule.action, scope).done() if nothing else value is not None
-    found = select(rule.target, placed.bases, scope, optional=rule.optional)  # report both findings
-    if right:
-        claims.add(found, "adapters", value, rule.origin, override=rule.override)
 
 
 def _value(item: ast.Setting, scope: Scope) -> bool | int | None:

@@ -1,8 +1,5 @@
 """The checkpoint and compile sections: activation checkpointing and torch.compile."""
 
-from collections.abc import Callable
-from typing import TypeVar
-
 from planc.diagnostic import did_you_mean, one_of
 from planc.ops.activation_checkpoint import GROUPS, Checkpoint, Save, like, listed, seen
 from planc.ops.base import AxisRole
@@ -10,12 +7,9 @@ from planc.ops.compile import Compile
 from planc.plan.call_arguments import Arguments, word
 from planc.plan.evaluate import evaluate
 from planc.plan.program import Program
-from planc.plan.rule_conflicts import Claims
 from planc.plan.scope import Failed, Scope
-from planc.plan.sections.tensor import modules_of, no_axes, rules_of
+from planc.plan.sections.tensor import claimed
 from planc.syntax import ast
-
-T = TypeVar("T")
 
 _WAYS = ("full", "ops", "none")
 _TERMS = ("offload", "pin", "preserve_rng", "early_stop")
@@ -24,22 +18,20 @@ _TERMS = ("offload", "pin", "preserve_rng", "early_stop")
 def checkpoint(program: Program) -> tuple[Checkpoint, ...]:
     """The operations of the checkpoint sections, in the plan's order."""
 
-    def read(call: ast.Call) -> tuple[Checkpoint | None] | None:
-        if call.name == "none":
-            return (None,) if Arguments(call, program.scope).done() else None
-        found = _checkpoint(call, program.scope)
+    def read(rule: ast.Rule) -> tuple[Checkpoint | None] | None:
+        if rule.action.name == "none":
+            return (None,) if Arguments(rule.action, program.scope).done() else None
+        found = _checkpoint(rule.action, program.scope)
         return None if found is None else (found,)
 
-    claims: Claims[Checkpoint | None] = Claims(program.sink)
-    _claim(program, claims, "checkpoint", _WAYS, read)
-    return claims.ops()
+    return claimed(program, "checkpoint", _WAYS, "way to checkpoint", read).ops()
 
 
 def compile_rules(program: Program) -> tuple[Compile, ...]:
     """The operations of the compile sections, in the plan's order."""
 
-    def read(call: ast.Call) -> tuple[Compile] | None:
-        arguments = Arguments(call, program.scope, ("fullgraph", "async_tp"))
+    def read(rule: ast.Rule) -> tuple[Compile | None] | None:
+        arguments = Arguments(rule.action, program.scope, ("fullgraph", "async_tp"))
         fullgraph = arguments.truth("fullgraph", False)
         asked = arguments.truth("async_tp", False)
         axes = program.mesh.of_role(AxisRole.TENSOR) if program.mesh and asked else ()
@@ -47,26 +39,7 @@ def compile_rules(program: Program) -> tuple[Compile, ...]:
         op = Compile(modules=program.facts.model, fullgraph=fullgraph, async_tp=wide)
         return (op,) if arguments.done() else None
 
-    claims: Claims[Compile | None] = Claims(program.sink)
-    _claim(program, claims, "compile", ("block",), read)
-    return claims.ops()
-
-
-def _claim(
-    program: Program,
-    claims: Claims[T],
-    name: str,
-    known: tuple[str, ...],
-    read: Callable[[ast.Call], tuple[T] | None],
-) -> None:
-    """Claims the modules of all sections of a name; `read` gives an action's operation."""
-    for section in program.named(name):
-        no_axes(section, program)
-        for rule, placed in rules_of(section, known, f"way to {name}", program):
-            value = read(rule.action)
-            if value is not None:
-                found = modules_of(rule, placed, program.scope)
-                claims.add(found, name, value[0], rule.origin, override=rule.override)
+    return claimed(program, "compile", ("block",), "way to compile", read).ops()
 
 
 # Actions -----------------------------------------------------------------------------------------

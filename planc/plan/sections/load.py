@@ -1,11 +1,11 @@
 """The load section -> where weights start, how they are loaded, and their dtype."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from planc.model.facts import Facts, Modules
 from planc.ops.load import Load
 from planc.plan.program import Program
-from planc.plan.rule_conflicts import Settings
+from planc.plan.rule_conflicts import SectionLine, Settings
 from planc.plan.sections.fsdp_policies import DTYPES
 from planc.plan.sections.tensor import no_axes
 from planc.plan.sections.word_settings import word_settings
@@ -14,8 +14,11 @@ WORDS: dict[str, dict[str, str]] = {
     "init": {"meta": "meta"},
     "weights": {"slices": "slices", "rank0": "rank0", "checkpoint": "checkpoint"},
     "dtype": DTYPES,
+    "dequantize": {"fp8": "fp8", "mxfp4": "mxfp4"},
     "islands": {"model": "model", "none": "none"},
 }
+_BLOCK = (128, 128)
+"""Of DeepSeek-V3, and of transformers' `FineGrainedFP8Config` without another."""
 _FIELDS = {"init": "meta", "islands": "fp32"}
 """The fields of the operation whose names differ from those of their settings."""
 
@@ -41,12 +44,28 @@ def load(program: Program) -> Load | None:
         meta=values.get("init") == "meta",
         weights=values.get("weights"),
         dtype=dtype,
+        dequantize=values.get("dequantize"),
+        block=_block(values.get("dequantize"), lines, program),
         fp32=tuple(_islands(cast, program.facts)) if cast else (),
         origin=origin,
         origins=tuple((_FIELDS.get(name, name), origin) for name, origin in others),
     )
     program.scope.kept = found.kept
     return found
+
+
+def _block(
+    dequantize: str | None, lines: Mapping[str, SectionLine], program: Program
+) -> tuple[int, ...]:
+    """The rows and columns that share a scale in fp8: the configuration's, else 128 of each."""
+    stated = program.facts.config.get("quantization_config") or {}
+    method = stated.get("quant_method")
+    if dequantize and method not in (None, dequantize):
+        message = f"`dequantize = {dequantize}`, and the model's weights are stored as {method}"
+        fact = f"quantization_config.quant_method = {method}"
+        program.sink.error("PL691", message, lines["dequantize"].origin, facts=[fact])
+    block = stated.get("weight_block_size") or _BLOCK
+    return tuple(map(int, block)) if dequantize == "fp8" else ()
 
 
 def _islands(dtype: str, facts: Facts) -> Iterator[Modules]:

@@ -1,7 +1,9 @@
 """Tensor sections -> styles on modules."""
 
 from collections.abc import Callable, Iterator
+from typing import TypeVar
 
+from planc import diagnostic
 from planc.model.facts import Modules
 from planc.ops.styles import SPLITS, Style
 from planc.plan.call_arguments import unknown, word, wrong_value
@@ -27,7 +29,11 @@ _EXAMPLES = {
     "expert": "model.layers.*.mlp.experts : dispatch(all_to_all)",
     "loss": "lm_head : cross_entropy(chunks = 8)",
     "optimizer": "model.layers.*.mlp.*_proj : muon",
+    "adapters": "model.layers.*.self_attn.q_proj : lora(rank = 16)",
 }
+_SETTINGS = {"tensor": ", and `sequence`", "adapters": ", and the settings `units` and `seed`"}
+T = TypeVar("T")
+
 _ASPECTS = ("input", "output", "attributes")
 
 
@@ -149,13 +155,48 @@ def rules_of(
         if isinstance(rule, ast.Setting) and not placed.nested and setting(rule):
             continue
         if not isinstance(rule, ast.Rule) or not isinstance(rule.target, ast.Selector):
-            message = f"this has no place in a `{section.name}` section"
-            help = f"it holds rules: `{_EXAMPLES[section.name]}`"
+            name = rule.name if isinstance(rule, ast.Setting) else ""
+            item = f"`{name}`" if name else "this"
+            message = f"{item} has no place in {_a(section)} section"
+            own = f"it holds rules: `{_EXAMPLES[section.name]}`{_SETTINGS.get(section.name, '')}"
+            help = diagnostic.elsewhere(name) or own
             program.sink.error("PL011", message, rule.origin, help=help)
         elif rule.action.name in known:
             yield rule, placed
         else:
             unknown(rule.action, known, what, program.scope, help=elsewhere(rule.action))
+
+
+def _a(section: ast.Section) -> str:
+    """The name of a section with its article."""
+    return f"a{'n' * (section.name[0] in 'aeio')} `{section.name}`"
+
+
+def claimed(
+    program: Program,
+    name: str,
+    known: tuple[str, ...],
+    what: str,
+    read: Callable[[ast.Rule], tuple[T] | None],
+    *,
+    aspect: str = "",
+    setting: Callable[[ast.Setting], bool] = lambda _: False,
+) -> Claims[T]:
+    """The claims of all sections of a name, which work over no axis; arguments as of `rules_of`.
+
+    Args:
+        read: gives what a rule decides, or None after a finding.
+        aspect: what rules decide, for messages; by default the name.
+    """
+    claims: Claims[T] = Claims(program.sink)
+    for section in program.named(name):
+        no_axes(section, program)
+        for rule, placed in rules_of(section, known, what, program, setting=setting):
+            found, value = modules_of(rule, placed, program.scope), read(rule)
+            if value is not None:
+                override = rule.override
+                claims.add(found, aspect or name, value[0], rule.origin, override=override)
+    return claims
 
 
 def modules_of(rule: ast.Rule, placed: Placed, scope: Scope) -> tuple[Modules, ...]:
@@ -173,10 +214,11 @@ def _axis(section: ast.Section, program: Program) -> str | None:
 
 
 def no_axes(section: ast.Section, program: Program) -> None:
+    """Reports axes of a section that works over none."""
     if section.axes or section.replicate:
         program.sink.error(
             "PL305",
-            f"a `{section.name}` section works over no axis",
+            f"{_a(section)} section works over no axis",
             (section.axes or section.replicate)[0].origin,
             help=f"write `{section.name} {{`",
         )

@@ -75,20 +75,18 @@ def _layout_of_torch(written: str | None) -> str:
     return re.sub(r"(?:\w+\.)*(\w+)", lambda m: m[1].lower(), written or "").removesuffix("()")
 
 
-def style_of_transformers(name: str) -> str | None:
-    """A style of transformers as a plan writes it; None if no style of a plan has its meaning."""
-    same = name in ("colwise", "rowwise", "replicate")
-    found = re.match(r"`([^`]*)`(;|$)", f"`{name}`" if same else _STYLES.get(name, ""))
-    return found[1] if found else None
-
-
 def split_of_transformers(name: str) -> str | None:
-    """How a style of transformers splits weights, as a plan writes it; None where it splits none:
-    layouts are left out, except that all of an output is needed.
+    """How a style of transformers splits weights, as a plan writes it: layouts are left out, except
+    that all of an output is needed. Empty where it splits none, and None where no style of a plan
+    has its meaning.
     """
-    found = re.fullmatch(r"(colwise|rowwise)(?:\((.*)\))?", style_of_transformers(name) or "")
+    same = name in ("colwise", "rowwise", "replicate")
+    style = re.match(r"`([^`]*)`(;|$)", f"`{name}`" if same else _STYLES.get(name, ""))
+    if style is None or style[1] == _EXPERTS:
+        return style and style[1]
+    found = re.fullmatch(r"(colwise|rowwise)(?:\((.*)\))?", style[1])
     if found is None:
-        return None
+        return ""
     wanted = ("parts = 2", "-> replicate" if found[1] == "colwise" else "")
     kept = [a for a in (found[2] or "").split(", ") if a and a in wanted]
     return f"{found[1]}({', '.join(kept)})" if kept else found[1]

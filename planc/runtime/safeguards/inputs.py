@@ -5,8 +5,11 @@ says nothing: each rank adds its part of one product to another rank's part of a
 data axis should read different rows; where all read the same, the step is that of one rank.
 """
 
-from collections.abc import Callable, Mapping
+import inspect
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,13 +21,13 @@ from torch.utils.hooks import RemovableHandle
 from planc.diagnostic import PlanError, one_of
 from planc.ops.base import AxisRole
 from planc.ops.context import ContextParallel
+from planc.ops.fsdp import FullyShard
 from planc.ops.lowered import Lowered
 from planc.ops.tensor_parallel import Parallelize
 from planc.runtime.gradients import valid_labels
 from planc.runtime.meshes import Meshes, rows_of
 from planc.runtime.preconditions import stop, warning
 from planc.runtime.safeguards.checksums import difference, plain, tensor_sum, text_sum
-from planc.runtime.safeguards.kinds import Hook, kinds_hook
 from planc.runtime.safeguards.weights import SameWeights
 from planc.runtime.script_line import script_line
 from planc.runtime.standalone.context import CONTEXT
@@ -35,40 +38,9 @@ _FORMS = "their arguments, or the types and shapes of these,"
 
 Leaves = list[tuple[str, Any]]
 """Everything in the arguments of a call, by a name such as `input_ids`."""
-Finding = Callable[..., PlanError]
 Rows = list[list[int]]
 """A few integers of each rank, by rank."""
-
-
-@dataclass(frozen=True, slots=True)
-class ReadRows:
-    """What the ranks of an axis read in a pass: `rows` waits for it, at the latest one pass later.
-
-    Args:
-        names: of the leaves.
-        what: the pass, as in `forward pass 3`.
-    """
-
-    mesh: DeviceMesh
-    names: tuple[str, ...]
-    what: str
-    rows: Callable[[], Rows]
-
-    def require_equal(self, finding: Finding, of: str, help: str) -> None:
-        """Raises a finding where the rows differ; on every rank of the axis."""
-        every, ranks = self.rows(), distributed.get_process_group_ranks(self.mesh.get_group())
-        found = difference([{str(i): v for i, v in enumerate(row)} for row in every], ranks)
-        if found is None:
-            return
-        unlike = {int(name) - 1 for name in found.names}
-        names = [f"`{name}`" for i, name in enumerate(self.names) if i % _ARGUMENTS in unlike]
-        what = _FORMS if -1 in unlike else one_of(names, last="and")
-        raise finding(
-            f"the ranks {found.ranks} of {'_'.join(self.mesh.mesh_dim_names or ())} {of} and read "
-            f"different inputs in {self.what}: {what} differ{'s' if len(names) == 1 else ''}",
-            *script_line("the inputs are passed here"),
-            help=help,
-        )
+Hook = Callable[[nn.Module, Any, Any], None]
 
 
 @dataclass(slots=True)
@@ -79,18 +51,18 @@ class SameRows:
     the next, so none waits: the ranks send a few numbers each, which arrive meanwhile.
 
     Args:
-        finding: makes the error of a message.
-        what, of, help: words of the finding: of a pass, of what the ranks share, and what to do.
+        code, what, of, help: of the finding: what a pass is called, what the ranks share, and what
+            to do.
     """
 
     passes: int
     meshes: tuple[DeviceMesh, ...]
-    finding: Finding
+    code: str
     what: str
     of: str
     help: str
     seen: int = field(default=0, init=False)
-    last: list[ReadRows] = field(default_factory=list, init=False)
+    last: list[Callable[[], None]] = field(default_factory=list, init=False)
 
     def before(self, leaves: Leaves) -> None:
         """Before a pass.
@@ -100,18 +72,37 @@ class SameRows:
         """
         self.settle()
         self.seen += 1
-        names, what = tuple(name for name, _ in leaves), f"{self.what} {self.seen}"
+        names, what = [name for name, _ in leaves], f"{self.what} {self.seen}"
         for mesh in self.meshes:
-            own = _row(leaves, mesh.device_type)
-            self.last.append(ReadRows(mesh, names, what, _sent(own, mesh)))
+            rows = _sent(_row(leaves, mesh.device_type), mesh)
+            self.last.append(partial(self._require_equal, mesh, rows, names, what))
         if self.seen <= self.passes:
             self.settle()
 
     def settle(self) -> None:
         """Compares what the last pass has read, if that is open."""
         last, self.last = self.last, []
-        for each in last:
-            each.require_equal(self.finding, self.of, self.help)
+        for compare in last:
+            compare()
+
+    def _require_equal(
+        self, mesh: DeviceMesh, rows: Callable[[], Rows], names: list[str], what: str
+    ) -> None:
+        """Raises where the rows differ that ranks have sent; on every rank of the axis."""
+        every, ranks = rows(), distributed.get_process_group_ranks(mesh.get_group())
+        found = difference([{str(i): v for i, v in enumerate(row)} for row in every], ranks)
+        if found is None:
+            return
+        unlike = {int(name) - 1 for name in found.names}
+        some = [f"`{name}`" for i, name in enumerate(names) if i % _ARGUMENTS in unlike]
+        said = _FORMS if -1 in unlike else one_of(some, last="and")
+        raise stop(
+            self.code,
+            f"the ranks {found.ranks} of {'_'.join(mesh.mesh_dim_names or ())} {self.of} and read "
+            f"different inputs in {what}: {said} differ{'s' if len(some) == 1 else ''}",
+            *script_line("the inputs are passed here"),
+            help=self.help,
+        )
 
 
 def _sent(own: Tensor, mesh: DeviceMesh) -> Callable[[], Rows]:
@@ -140,25 +131,29 @@ def same_rows(lowered: Lowered, meshes: Meshes, passes: int) -> SameRows | None:
 
     None if there are none, or if a style of the model itself says what each rank passes.
     """
-    axes = [a.name for a in lowered.axes if a.role is AxisRole.TENSOR and a.size > 1]
+    axes = [a.name for a in lowered.axes if a.role is AxisRole.TENSOR]
     styled = (op for op in lowered.ops if isinstance(op, Parallelize))
-    if not (passes and axes) or any(not op.modules.path for op in styled):
+    if any(not op.modules.path for op in styled):
         return None
     help = _SAMPLER.format("tensor axis") + "read the same rows"
-    words = (lambda *a, **k: stop("PL483", *a, **k), "forward pass", "split the same layers", help)
-    return SameRows(passes, tuple(map(meshes.part, axes)), *words)
+    return _along(
+        lowered, axes, meshes, passes, "PL483", "forward pass", "split the same layers", help
+    )
 
 
 def same_batches(lowered: Lowered, meshes: Meshes, passes: int) -> SameRows | None:
     """The batches of ranks that share sequences, or are stages of a pipeline."""
-    parts = [op.axis for op in lowered.ops if isinstance(op, ContextParallel)]
-    stages = [lowered.pipeline.axis] if lowered.pipeline else []
-    axes = [axis for axis in (*parts, *stages) if lowered.axis_size(axis) > 1]
-    if not (passes and axes):
-        return None
+    axes = [op.axis for op in lowered.ops if isinstance(op, ContextParallel)]
+    axes += [lowered.pipeline.axis] if lowered.pipeline else []
     help = _SAMPLER.format("context axis, and of a pipeline,") + "read the same rows"
-    words = (lambda *a, **k: stop("PL545", *a, **k), "batch", "run the same batches", help)
-    return SameRows(passes, tuple(map(meshes.part, axes)), *words)
+    return _along(lowered, axes, meshes, passes, "PL545", "batch", "run the same batches", help)
+
+
+def _along(
+    lowered: Lowered, axes: Sequence[str], meshes: Meshes, passes: int, *words: str
+) -> SameRows | None:
+    wide = tuple(meshes.part(axis) for axis in axes if lowered.axis_size(axis) > 1)
+    return SameRows(passes, wide, *words) if passes and wide else None
 
 
 def _innermost(lowered: Lowered, meshes: Meshes) -> DeviceMesh | None:
@@ -339,3 +334,88 @@ def _row(leaves: Leaves, device: str) -> Tensor:
     head = torch.tensor(text_sum(told)).to(device, non_blocking=True)
     none = torch.zeros((), dtype=torch.int64, device=device)
     return torch.stack([head, *(sums.get(at, none) for at in range(_ARGUMENTS))])
+
+
+# Kinds of inputs ---------------------------------------------------------------------------------
+
+
+_TEXT = "input_ids"
+_OTHERS = re.compile(r"pixel|image|video|audio|speech|input_(features|values)")
+"""In the names of arguments for images and sound."""
+
+
+def kinds_hook(model: nn.Module, lowered: Lowered, meshes: Meshes) -> Hook | None:
+    """What compares, before each forward pass with gradients, which of these arguments are given: a
+    rank whose batch has no image calls no vision tower, so that FSDP's next collective meets
+    another one of the other ranks, and NCCL waits for ever or mixes up their bytes.
+
+    None for a model that takes no others than text, or never text alone, and where nothing trains
+    or is a unit that text alone does not reach. It costs an all-gather of two numbers over each
+    data axis, and a wait for the device.
+    """
+    arguments = inspect.signature(model.forward)
+    names = [name for name in arguments.parameters if _OTHERS.search(name)]
+    axes = [a.name for a in lowered.axes if a.name in lowered.data and a.size > 1]
+    if not (names and axes and _TEXT in arguments.parameters):
+        return None
+    parts = [meshes.part(axis) for axis in axes]
+    units = [
+        model.get_submodule(name)
+        for op in lowered.ops
+        if isinstance(op, FullyShard)
+        for members in op.members
+        for name in members.names()
+        if name
+    ]
+    needed: list[bool] = []  # after the first pass: modules are frozen after this is made
+
+    def hook(model: nn.Module, args: Any, kwargs: Any) -> None:
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return
+        if not needed:
+            needed.append(_beside_text(model, units))
+        if needed[0]:
+            given = arguments.bind_partial(*args, **kwargs).arguments
+            _compare(names, [given.get(name) is not None for name in names], parts)
+
+    return hook
+
+
+def _beside_text(model: nn.Module, units: Iterable[nn.Module]) -> bool:
+    """Whether parameters outside the language model train, or are gathered apart from the root."""
+    config = getattr(model, "config", None)
+    if config is None or not hasattr(config, "get_text_config"):
+        return False
+    kind = type(config.get_text_config())
+    inside = [m for m in model.modules() if isinstance(getattr(m, "config", None), kind)]
+    if not inside or model in inside:
+        return False
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    inside += [head] if head is not None else []
+    text = {id(p) for module in inside for p in module.parameters()}
+    apart = {id(p) for unit in units for p in unit.parameters()}
+    return any(
+        id(p) not in text and (p.requires_grad or id(p) in apart) for p in model.parameters()
+    )
+
+
+def _compare(names: Sequence[str], given: Sequence[bool], parts: Sequence[DeviceMesh]) -> None:
+    some = every = sum(1 << i for i, one in enumerate(given) if one)
+    for part in parts:
+        for other, common in rows_of(torch.tensor([some, every], device=part.device_type), part):
+            some, every = some | other, every & common
+    if some != every:
+        raise _different([n for i, n in enumerate(names) if (some ^ every) >> i & 1], given, names)
+
+
+def _different(what: list[str], given: Sequence[bool], names: Sequence[str]) -> PlanError:
+    has = dict(zip(names, given, strict=True))
+    kinds = one_of((f"`{name}`" for name in what), last="and")
+    own = "does" if has[what[0]] else "does not"
+    return stop(
+        "PL479",
+        f"some data ranks pass {kinds} and others do not; rank {distributed.get_rank()} {own}",
+        *script_line("the inputs are passed here"),
+        help="give each rank's batch an image or a sound, a blank one whose labels are ignored if "
+        "it has none, or draw batches in which all ranks have some, or none has",
+    )

@@ -17,12 +17,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from planc.runtime.standalone.context_exchange import GatherSequence, HeadsForTokens
-from planc.runtime.standalone.context_loss import PartLoss
+from planc.runtime.standalone.context_exchange import GatherSequence, swapped
 from planc.runtime.standalone.context_positions import (
     PartCache,
     cache_readers,
@@ -31,6 +30,7 @@ from planc.runtime.standalone.context_positions import (
 )
 from planc.runtime.standalone.context_ring import Ring, RingMask, ring_attention
 from planc.runtime.standalone.context_tokens import (
+    NO_TARGET,
     TOKENWISE,
     ContextError,
     KeyTokens,
@@ -152,8 +152,7 @@ class ContextParallel:
 
     def exchanged(self, value: Tensor, source: int, target: int) -> Tensor:
         """A tensor with a part of dim `source`, and dim `target` of all ranks."""
-        found: Tensor = HeadsForTokens.apply(value, self.group, source, target)
-        return found
+        return swapped(value, self.group, source, target)
 
     def _arguments(self, args: Any, kwargs: Any) -> dict[str, Any]:
         """The arguments of a forward by name."""
@@ -267,6 +266,50 @@ class ContextParallel:
                 own: Callable[..., Any] = home.eager_attention_forward
                 return own
         raise ContextError(f"{type(module).__name__} has no eager attention of its own")
+
+
+class PartLoss:
+    """The loss of a pass, such that the mean over the ranks is the plain model's: its
+    sum is divided by the number of labels that is given, or else of all ranks.
+
+    Args:
+        model: whose own `loss_function` is kept until `leave`.
+        group: the ranks.
+        given: the arguments of the pass, `labels` and `shift_labels` among them.
+    """
+
+    def __init__(self, model: Any, group: Any, given: Mapping[str, Any]) -> None:
+        self.group, self.given = group, given
+        self.function, self.called = model.loss_function, False
+        model.loss_function = self
+
+    def labels(self, name: str) -> tuple[Tensor, Tensor]:
+        """The number of labels that count on this rank, and of all, for each rank."""
+        own = (self.given[name] != NO_TARGET).sum()
+        every = own.clone()
+        distributed.all_reduce(every, group=self.group)
+        return own, every / self.group.size()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        self.called = True
+        if kwargs.get("num_items_in_batch") is None:
+            taken = inspect.signature(self.function).parameters
+            plain = "labels" in taken and "shift_labels" not in taken
+            name = "labels" if plain else "shift_labels"
+            kwargs["num_items_in_batch"] = self.labels(name)[1]
+        found: Tensor = self.function(*args, **kwargs)
+        return found
+
+    def leave(self, model: Any, output: Any) -> Any:
+        """The output with its loss; a model that calls no `loss_function` has taken the
+        mean of this rank's labels.
+        """
+        model.loss_function = self.function
+        if self.called or getattr(output, "loss", None) is None:
+            return output
+        own, share = self.labels("labels")
+        output["loss"] = torch.where(own > 0, output.loss * (own / share), 0.0)
+        return output
 
 
 def register() -> None:

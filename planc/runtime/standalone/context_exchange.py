@@ -1,4 +1,4 @@
-"""Collectives of context parallelism, with their gradients.
+"""Collectives of context parallelism and of experts, with their gradients.
 
 Emitted scripts inline these definitions without their types.
 """
@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed
+
+Sizes = list[int]
 
 
 class GatherSequence(torch.autograd.Function):  # type: ignore[misc]
@@ -28,30 +30,33 @@ class GatherSequence(torch.autograd.Function):  # type: ignore[misc]
         return part, None
 
 
-class HeadsForTokens(torch.autograd.Function):  # type: ignore[misc]
-    """From all heads of a part of the tokens to a part of the heads of all, or back.
-
-    `[rows, heads, tokens, features]` in both cases.
-    """
+class Exchange(torch.autograd.Function):  # type: ignore[misc]
+    """Rows to other ranks, as many to each as it says; gradients take the way back."""
 
     @staticmethod
     def forward(
-        ctx: Any, value: Tensor, group: Any, source: int, target: int
+        ctx: Any, rows: Tensor, sent: Sizes, received: Sizes, group: Any
     ) -> Tensor:
-        ctx.group, ctx.dims = group, (source, target)
-        return swapped(value, group, source, target)
+        ctx.back = received, sent, group
+        return exchanged(rows, sent, received, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        source, target = ctx.dims
-        return swapped(grad, ctx.group, target, source), None, None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return exchanged(gradient, *ctx.back), None, None, None
+
+
+def exchanged(rows: Tensor, sent: Sizes, received: Sizes, group: Any) -> Tensor:
+    """The rows that other ranks have sent, by rank."""
+    out = rows.new_empty((sum(received), *rows.shape[1:]))
+    distributed.all_to_all_single(out, rows.contiguous(), received, sent, group=group)
+    return out
 
 
 def swapped(value: Tensor, group: Any, source: int, target: int) -> Tensor:
-    """Splits dim `source` over the ranks; concatenates their parts along `target`."""
-    parts = value.unflatten(source, (group.size(), -1)).movedim(source, 0).contiguous()
-    received = torch.empty_like(parts)
-    distributed.all_to_all_single(
-        received.flatten(0, 1), parts.flatten(0, 1), group=group
-    )
+    """Splits dim `source` over the ranks; concatenates their parts along `target`: from
+    all heads of a part of the tokens to a part of the heads of all, or back.
+    """
+    each = [1] * group.size()
+    parts = value.unflatten(source, (group.size(), -1)).movedim(source, 0)
+    received = Exchange.apply(parts, each, each, group)
     return received.movedim(0, target).flatten(target, target + 1)

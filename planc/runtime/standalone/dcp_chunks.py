@@ -58,14 +58,23 @@ class Pieces(torch.Tensor):
         """
         part = part_of(tensor)
         part = part if dtype is None else torch.empty_like(part, dtype=dtype)
-        shape, how = tuple(tensor.shape), {"dtype": part.dtype, "device": part.device}
+        blocks = {
+            tuple(s.start for s in outer): inner
+            for inner, outer in blocks_of(slices_of(tensor, order))
+            if all(s.stop > s.start for s in outer)
+        }
+        return Pieces._made(tuple(tensor.shape), part, blocks)
+
+    @staticmethod
+    def _made(shape: Any, part: Tensor, blocks: Any) -> Pieces:
+        how = {"dtype": part.dtype, "device": part.device}
         made: Pieces = torch.Tensor._make_wrapper_subclass(Pieces, shape, **how)
-        made.part = part
-        made.blocks = {}
-        for inner, outer in blocks_of(slices_of(tensor, order)):
-            if all(s.stop > s.start for s in outer):
-                made.blocks[tuple(s.start for s in outer)] = inner
+        made.part, made.blocks = part, blocks
         return made
+
+    def with_part(self, part: Tensor) -> Pieces:
+        """The same blocks in other memory, of any device."""
+        return Pieces._made(tuple(self.shape), part, self.blocks)
 
     def __create_write_items__(self, fqn: str, _value: Any) -> list[WriteItem]:
         properties = TensorProperties.create_from_tensor(self.part)

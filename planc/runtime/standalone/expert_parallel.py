@@ -13,10 +13,10 @@ from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
+from planc.runtime.standalone.context_exchange import Exchange
 from planc.runtime.standalone.tensor_styles import distribute, rank_part, with_views
 
 Forward = Callable[..., Tensor]
-Sizes = list[int]
 
 
 def mesh_of_experts(
@@ -51,28 +51,6 @@ def mesh_of_experts(
 
 
 # Exchanges ----------------------------------------------------------------------------
-
-
-class Exchange(torch.autograd.Function):  # type: ignore[misc]
-    """Rows to other ranks, as many to each as it says; gradients take the way back."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, sent: Sizes, received: Sizes, group: Any
-    ) -> Tensor:
-        ctx.back = received, sent, group
-        return exchanged(rows, sent, received, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        return exchanged(gradient, *ctx.back), None, None, None
-
-
-def exchanged(rows: Tensor, sent: Sizes, received: Sizes, group: Any) -> Tensor:
-    """The rows that other ranks have sent, by rank."""
-    out = rows.new_empty((sum(received), *rows.shape[1:]))
-    distributed.all_to_all_single(out, rows.contiguous(), received, sent, group=group)
-    return out
 
 
 class TakePart(torch.autograd.Function):  # type: ignore[misc]

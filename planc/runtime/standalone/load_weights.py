@@ -66,12 +66,12 @@ def on_meta(model: nn.Module) -> None:
 # Names and shapes ---------------------------------------------------------------------
 
 
-def first_found(found: list[Any]) -> list[Any]:
+def first_found(found: list[Any], group: Any = None) -> list[Any]:
     """This rank's findings, else those of the first rank with some; a collective."""
     everyone: list[Any] = [found]
-    if distributed.get_world_size() > 1:
-        everyone = [None] * distributed.get_world_size()
-        distributed.all_gather_object(everyone, found)
+    if distributed.get_world_size(group) > 1:
+        everyone = [None] * distributed.get_world_size(group)
+        distributed.all_gather_object(everyone, found, group=group)
     return next(filter(None, [found, *everyone]), [])
 
 
@@ -333,7 +333,10 @@ def checkpoint_targets(
 
 
 def checked_files(
-    model: nn.Module, folder: str, reads: bool = True
+    model: nn.Module,
+    folder: str,
+    reads: bool = True,
+    plain: Callable[[Any, list[str]], dict[str, StoredTensor]] | None = None,
 ) -> tuple[dict[str, StoredTensor], dict[int, Tensor]]:
     """The stored tensor for each tensor of a model, and values for buffers.
 
@@ -341,6 +344,7 @@ def checked_files(
         model: a model with a plan applied.
         folder: a folder of safetensors.
         reads: whether this rank reads the files.
+        plain: where they store weights in fewer bits, what makes plain ones of these.
 
     Raises:
         ValueError: all names and shapes that do not fit, on every rank.
@@ -348,6 +352,8 @@ def checked_files(
     problems: list[str] = []
     found: dict[str, StoredTensor] = {}
     stored = tensors_in_folder(Path(folder), problems) if reads else {}
+    if plain is not None:
+        stored = plain(stored, problems)
     if reads and not problems:
         found = matched(model, stored, Path(folder), problems)
         if len(problems) > 1:

@@ -6,6 +6,7 @@ Emitted scripts inline these definitions without their types.
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from safetensors import safe_open
 from torch import Tensor
@@ -45,9 +46,13 @@ class StoredTensor:
             if not self.shape:
                 target.copy_(opened.get_tensor(self.name))
                 return
-            own = opened.get_slice(self.name)
             for inner, outer in blocks_of(ranges):
-                target[inner].copy_(own[outer])
+                target[inner].copy_(self.part(opened, outer))
+
+    def part(self, opened: Any, where: Sequence[slice]) -> Tensor:
+        """A block of the tensor from its file, which is open."""
+        values: Tensor = opened.get_slice(self.name)[tuple(where)]
+        return values
 
 
 def tensors_in_file(file: Path) -> Iterator[StoredTensor]:

@@ -1,19 +1,26 @@
 """Loads weights from files: all are checked first, then each rank reads its own slices."""
 
-from collections.abc import Iterable, Mapping
+import json
+import logging
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Literal
+from typing import Any, BinaryIO, Literal
+from zlib import crc32
 
 import torch
 from torch import Tensor, distributed, nn
+from torch.distributed.fsdp import FSDPModule
 
-from planc.diagnostic import Diagnostic, PlanError
+from planc.diagnostic import Diagnostic, PlanError, one_of
 from planc.model.checkpoint_conversion import recipes
 from planc.runtime.lora import init_adapters
 from planc.runtime.preconditions import of_all_ranks, problem
 from planc.runtime.sharded_tensors import reshard
 from planc.runtime.standalone.buffers import computed_buffers
+from planc.runtime.standalone.dequantize import dequantized
 from planc.runtime.standalone.load_weights import (
     first_found,
     listed_names,
@@ -25,14 +32,47 @@ from planc.runtime.standalone.load_weights import (
 )
 from planc.runtime.standalone.lora_init import unset_adapters
 from planc.runtime.standalone.safetensors_files import StoredTensor, tensors_in_folder
-from planc.runtime.standalone.shards import is_adapter, named_tensors, plain_name
-from planc.runtime.weights.new_parameters import NOTHING, Excused, initialized, report
-from planc.runtime.weights.same_files import Compared, different_files
+from planc.runtime.standalone.shards import Runs, is_adapter, named_tensors, plain_name, taken
 from planc.runtime.weights.stored_tensors import ConvertedTensor, made
 
 Weights = Literal["slices", "rank0"]
+Quantized = tuple[str | None, tuple[int, ...]]
+PLAIN: Quantized = (None, ())
+_SQUARE = (128, 128)
+Compared = Literal["samples", "files"]
 _NOTHING_LOADED = "nothing was loaded: build the model from the configuration beside the weights"
 _MAY_LACK = '; for a new head, pass `new=["score"]`, and `unused=["lm_head"]` for one of the folder'
+
+
+@dataclass(frozen=True, slots=True)
+class Excused:
+    """The modules or parameters that a folder may lack (`new`), or a model (`unused`)."""
+
+    new: tuple[str, ...]
+    unused: tuple[str, ...]
+
+    def applied(
+        self,
+        model: nn.Module,
+        stored: Mapping[str, StoredTensor],
+        folder: Path,
+        findings: list[Diagnostic],
+    ) -> tuple[dict[str, StoredTensor], list[str]]:
+        """The stored tensors without unused ones, and the names of the model's new ones; adds PL468
+        where one is not true.
+        """
+        known = [n for n, _ in named_tensors(model)]
+        every = {*known, *on_other_stages(model)}
+        new = [n for n in dict.fromkeys(known) if _inside(n, self.new)]
+        wrong = [(o, "the model has no such parameter") for o in _without(self.new, every)]
+        wrong += [(n, f"{folder} holds it") for n in new if n in stored]
+        findings += [problem("PL468", f"new = {n!r}: {why}") for n, why in wrong]
+        none = _without(self.unused, stored)
+        findings += [problem("PL468", f"unused = {n!r}: {folder} holds no such name") for n in none]
+        return {n: t for n, t in stored.items() if not _inside(n, self.unused)}, new
+
+
+NOTHING = Excused((), ())
 
 
 def load_files(
@@ -43,6 +83,7 @@ def load_files(
     device: str,
     compare: Compared = "samples",
     excused: Excused = NOTHING,
+    quantized: Quantized = PLAIN,
 ) -> None:
     """Loads a model from a folder of safetensors. Every rank calls it.
 
@@ -55,10 +96,12 @@ def load_files(
         device: the type of device for a model on meta.
         compare: how the ranks compare the files that they read.
         excused: what the folder or the model may lack.
+        quantized: how the folder stores weights in fewer bits, and their blocks.
 
     Raises:
-        PlanError: PL461, the ranks have different files; PL468, `excused` is not true; PL496, all
-            names and shapes that do not fit; PL497, missing or broken files. On every rank.
+        PlanError: PL457, the folder stores them so and the plan does not say it; PL461, the ranks
+            have different files; PL468, `excused` is not true; PL496, all names and shapes that do
+            not fit; PL497, missing or broken files. On every rank.
     """
     findings: list[Diagnostic] = []
     found: dict[str, StoredTensor] = {}
@@ -69,6 +112,7 @@ def load_files(
         broken: list[str] = []
         stored = tensors_in_folder(folder, broken)
         findings += [problem("PL497", text) for text in broken]
+        stored = _plain(stored, *quantized, findings)
         if not findings:
             stored, new = excused.applied(model, stored, folder, findings)
             stored = _converted(model, stored, findings)
@@ -94,13 +138,38 @@ def load_files(
         report(drawn)
 
 
-def raise_on_all_ranks(findings: list[Diagnostic]) -> None:
-    """Raises on every rank if any rank has findings: its own, else those of the first such rank."""
-    if found := first_found(findings):
+def raise_on_all_ranks(findings: list[Diagnostic], group: Any = None) -> None:
+    """Raises on every rank if any rank has findings: its own, else those of the first such rank.
+
+    Args:
+        findings: those of this rank.
+        group: of all ranks; the default process group, or another one for another thread.
+    """
+    if found := first_found(findings, group):
         raise PlanError(found)
 
 
 # Names and shapes --------------------------------------------------------------------------------
+
+
+def _plain(
+    stored: Mapping[str, StoredTensor],
+    how: str | None,
+    block: tuple[int, ...],
+    findings: list[Diagnostic],
+) -> dict[str, StoredTensor]:
+    """The tensors of a folder, quantized ones as plain ones; PL457 if the plan does not say so."""
+    if how is not None:
+        problems: list[str] = []
+        found = dequantized(stored, problems, how, block)
+        findings += [problem("PL496", text) for text in problems]
+        return found
+    for kind in ("fp8", "mxfp4"):
+        if len(dequantized(stored, [], kind, _SQUARE)) < len(stored):
+            text = f"the folder stores weights in {kind}, with scales"
+            help = f"write `dequantize = {kind}` into the load section of the plan"
+            findings.append(problem("PL457", text, help=help))
+    return dict(stored)
 
 
 def _converted(
@@ -183,3 +252,158 @@ def _differing_buffers(model: nn.Module, values: Mapping[int, Tensor]) -> list[D
         return []
     text = f"the ranks computed different values of {listed_names(names)}"
     return [problem("PL496", text, help=_NOTHING_LOADED)]
+
+
+# The files of all ranks --------------------------------------------------------------------------
+
+
+_BLOCK = 4096
+_BLOCKS = 64
+"""The samples of a file that has no header of tensors."""
+
+
+def different_files(
+    folder: Path, compare: Compared, findings: list[Diagnostic]
+) -> list[Diagnostic]:
+    """PL461 if the ranks have different files in a folder of weights or a checkpoint: each reads
+    its own slices, often from a disk of its own, and those of a stale copy are of another model.
+    One small collective, in which every rank takes part.
+
+    Args:
+        folder: the folder that each rank reads.
+        compare: `samples`, sizes, headers and a block of each tensor; `files`, all bytes.
+        findings: those of this rank; with any, here or elsewhere, nothing is compared.
+    """
+    own = {} if findings else dict(_digests(folder, compare))
+    every = of_all_ranks(own)
+    if not all(every):
+        return []
+    for name in sorted({name for some in every for name in some}):
+        values = [some.get(name) for some in every]
+        if len(common := Counter(values)) > 1:
+            usual = common.most_common(1)[0][0]
+            odd = [str(rank) for rank, value in enumerate(values) if value != usual]
+            ranks = one_of(odd[:6], last="and") + (", ..." if odd[6:] else "")
+            text = f"{folder}/{name} is another file on rank{'s' if odd[1:] else ''} {ranks}"
+            help = (
+                "copy one folder to all machines; `run.load(folder, weights='rank0')` reads "
+                "safetensors on rank 0 alone"
+            )
+            return [problem("PL461", text, help=help)]
+    return []
+
+
+def _digests(folder: Path, compare: Compared) -> Iterator[tuple[str, str]]:
+    files = [folder] if folder.is_file() else folder.iterdir()
+    for path in sorted(files):
+        if path.suffix in (".safetensors", ".distcp") or path.name == ".metadata":
+            size = path.stat().st_size
+            total = sha256(str(size).encode())
+            with path.open("rb") as file:
+                for start, length in _places(file, path, size, compare):
+                    file.seek(start)
+                    total.update(file.read(length))
+            yield path.name, total.hexdigest()
+
+
+def _places(file: BinaryIO, path: Path, size: int, compare: Compared) -> Iterator[tuple[int, int]]:
+    """The start and length of what is read of a file; of each tensor a block in its middle."""
+    if compare == "files" or size <= _BLOCK * _BLOCKS:
+        yield from ((start, 1 << 24) for start in range(0, size, 1 << 24))
+    elif path.suffix == ".safetensors":
+        header = int.from_bytes(file.read(8), "little")
+        yield 0, 8 + header
+        file.seek(8)
+        tensors = json.loads(file.read(header))
+        for name, tensor in tensors.items():
+            if name != "__metadata__":
+                start, stop = tensor["data_offsets"]
+                first = max(start, (start + stop - _BLOCK) // 2)
+                yield 8 + header + first, min(_BLOCK, stop - start)
+    else:
+        step = (size - _BLOCK) // (_BLOCKS - 1)
+        yield from ((number * step, _BLOCK) for number in range(_BLOCKS))
+
+
+# New parameters ----------------------------------------------------------------------------------
+
+
+_log = logging.getLogger("planc")
+
+
+def _inside(name: str, modules: Iterable[str]) -> bool:
+    return any(name == module or name.startswith(f"{module}.") for module in modules)
+
+
+def _without(modules: Iterable[str], names: Iterable[str]) -> list[str]:
+    every = list(names)
+    return [module for module in modules if not any(_inside(n, (module,)) for n in every)]
+
+
+class _Made(StoredTensor):
+    """Values in memory, read as those of a file are."""
+
+    def __init__(self, name: str, value: Tensor) -> None:
+        super().__init__(Path(), name, tuple(value.shape), "F")
+        self.value = value
+
+    def copy_to(self, target: Tensor, ranges: Sequence[Runs]) -> None:
+        target.copy_(taken(self.value, ranges))
+
+
+def initialized(
+    model: nn.Module, names: Sequence[str], seed: int, findings: list[Diagnostic]
+) -> dict[str, StoredTensor]:
+    """Values for new parameters, as the model's own code draws them: its `_init_weights`, or the
+    module's `reset_parameters`. They follow from the seed and the names alone.
+
+    Adds PL468 for a parameter that this code leaves as it was.
+    """
+    out: dict[str, StoredTensor] = {}
+    for path, module in model.named_modules():
+        own = {f"{plain_name(path)}.{n}".strip("."): n for n in module._parameters}
+        wanted = {name: own[name] for name in names if name in own}
+        if not wanted:
+            continue
+        whole = _whole(module)
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.manual_seed((seed + crc32(path.encode())) % 2**63)
+            by = _initialize(model, whole)
+        for name, last in wanted.items():
+            value = whole._parameters[last]
+            if value is None or value.isnan().any():
+                text = f"new = {name!r}: {by} gives it no values"
+                help = "give its module a `reset_parameters`, or load a folder that holds it"
+                findings.append(problem("PL468", text, help=help))
+            else:
+                out[name] = _Made(name, value.detach())
+    return out
+
+
+def report(names: Iterable[str]) -> None:
+    """Names the parameters of all ranks that no file had, on rank 0; a collective."""
+    every = dict.fromkeys(name for some in of_all_ranks([*names]) for name in some)
+    if distributed.get_rank() == 0:
+        _log.warning("new parameters, as the model initializes them: %s", listed_names(every))
+
+
+def _whole(module: nn.Module) -> nn.Module:
+    """A module with whole parameters on the CPU, without values."""
+    kind = next(k for k in type(module).__mro__ if not issubclass(k, FSDPModule))
+    made: nn.Module = object.__new__(kind)
+    made.__dict__ = {**module.__dict__}
+    made._parameters = {
+        name: None if p is None else nn.Parameter(torch.full(p.shape, torch.nan, dtype=p.dtype))
+        for name, p in module._parameters.items()
+    }
+    return made
+
+
+def _initialize(model: nn.Module, module: nn.Module) -> str:
+    """Gives a module its first values; returns the name of the code that did."""
+    if callable(of_model := getattr(model, "_init_weights", None)):
+        of_model(module)
+        return f"{type(model).__name__}._init_weights"
+    if callable(own := getattr(module, "reset_parameters", None)):
+        own()
+    return f"{type(module).__name__}.reset_parameters"

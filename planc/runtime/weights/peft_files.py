@@ -23,8 +23,7 @@ from planc.runtime.standalone.load_weights import on_other_stages
 from planc.runtime.standalone.lora_init import adapter_layers
 from planc.runtime.standalone.pipeline import stages_of
 from planc.runtime.standalone.safetensors_files import StoredTensor, tensors_in_file
-from planc.runtime.weights.loading import raise_on_all_ranks
-from planc.runtime.weights.same_files import different_files
+from planc.runtime.weights.loading import different_files, raise_on_all_ranks
 
 Tuned = Literal["merged", "left_out"]
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"

@@ -27,8 +27,7 @@ from planc.runtime.standalone.safetensors_files import StoredTensor
 from planc.runtime.standalone.shards import four_bit_layers, named_tensors
 from planc.runtime.weights import extras, left_out, loading, optimizers
 from planc.runtime.weights.extras import Extra
-from planc.runtime.weights.new_parameters import Excused
-from planc.runtime.weights.same_files import Compared, different_files
+from planc.runtime.weights.loading import Compared, Excused, different_files
 from planc.runtime.weights.saving import METADATA, attempt, saved
 
 _OPTIMIZER, _STEP = "optimizer.", "step"
@@ -59,7 +58,8 @@ def load(
     if weights not in (None, *get_args(loading.Weights)):
         known = one_of(map(repr, get_args(loading.Weights)))
         raise ValueError(f"weights is {weights!r}, it can be {known}")
-    planned = next((op.weights for op in lowered.ops if isinstance(op, Load)), None)
+    section = next((op for op in lowered.ops if isinstance(op, Load)), Load())
+    planned = section.weights
     problems: list[Diagnostic] = []
     if weights and planned and weights != planned:
         text = f"this call has weights = {weights}, the plan's load section {planned}"
@@ -84,7 +84,15 @@ def load(
     if how == "rank0" and stages_of(model):
         text = "rank 0 sends a tensor to ranks that all have it, and stages have different ones"
         raise stop("PL567", text, help="write `weights = slices`")
-    loading.load_files(model, folder, weights=how, device=device, compare=compare, excused=excused)
+    loading.load_files(
+        model,
+        folder,
+        weights=how,
+        device=device,
+        compare=compare,
+        excused=excused,
+        quantized=(section.dequantize, section.block),
+    )
     return None
 
 

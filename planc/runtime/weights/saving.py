@@ -25,6 +25,7 @@ from planc.runtime.standalone.lora_init import adapter_layers
 from planc.runtime.standalone.pipeline import stages_of
 from planc.runtime.standalone.safetensors_files import INDEX, SINGLE
 from planc.runtime.weights import extras
+from planc.runtime.weights.background import Background, snapshot
 from planc.runtime.weights.extras import Extra
 from planc.runtime.weights.left_out import checksums
 from planc.runtime.weights.loading import raise_on_all_ranks
@@ -43,6 +44,7 @@ def save(
     extra: Extra,
     data_rank: int,
     left_out: Collection[str],
+    background: Background | None = None,
 ) -> None:
     """Writes a torch.distributed.checkpoint that another plan or world size can resume from.
 
@@ -51,7 +53,7 @@ def save(
     4-bit weights are left out: they never change, and their files hold them unquantized. Checksums
     of the parameters in `left_out` take their place.
 
-    Other arguments, and errors, are those of `Run.save`.
+    Other arguments, and errors, are those of `Run.save`; with `background` a copy is written there.
     """
     new, old = _beside(folder)
     more, findings = extras.states(model, extras.others_in(model, extra), data_rank)
@@ -69,8 +71,19 @@ def save(
     for start, each in extras.optimizers_in(model, extra).items():
         state |= {start + key: value for key, value in flat_state(model, each).items()}
     state |= more
-    attempt(partial(checkpoint.save, state, checkpoint_id=new), f"{folder} could not be written")
-    raise_on_all_ranks(_on_rank0(lambda: _publish(folder, new, old)))
+    state = snapshot(state) if background else state
+    what = f"{folder} could not be written"
+
+    def write(group: Any = None) -> None:
+        attempt(
+            partial(checkpoint.save, state, checkpoint_id=new, process_group=group), what, group
+        )
+        raise_on_all_ranks(_on_rank0(lambda: _publish(folder, new, old)), group)
+
+    if background:
+        background.start(write, what)
+    else:
+        write()
 
 
 def saved(folder: Path) -> Path:
@@ -96,14 +109,14 @@ def _on_rank0(work: Callable[[], None]) -> list[Diagnostic]:
     return []
 
 
-def attempt(work: Callable[[], object], what: str) -> None:
+def attempt(work: Callable[[], object], what: str, group: Any = None) -> None:
     """Runs a collective of torch's checkpoints; raises PL497 on every rank if it fails on one."""
     failed: list[Diagnostic] = []
     try:
         work()
     except (Exception, checkpoint.CheckpointException) as error:  # such as a full disk
         failed.append(problem("PL497", f"{what}: {_reason(error)}"))
-    raise_on_all_ranks(failed)
+    raise_on_all_ranks(failed, group)
 
 
 def _reason(error: BaseException) -> str:

@@ -49,20 +49,20 @@ class ConvertedTensor(StoredTensor):
         for file, pieces in groupby(self.pieces, key=lambda piece: piece.entry.file):
             with safe_open(file, framework="pt") as opened:
                 for piece in pieces:
-                    _copy(target, opened.get_slice(piece.entry.name), piece, ranges)
+                    _copy(target, opened, piece, ranges)
 
 
-def _copy(target: Tensor, source: Any, piece: Piece, ranges: Sequence[Runs]) -> None:
+def _copy(target: Tensor, opened: Any, piece: Piece, ranges: Sequence[Runs]) -> None:
     window = [(at, at + size) for at, size in zip(piece.start, piece.size, strict=True)]
     for block in blocks_of(ranges):
         if (part := block_in(block, window)) is not None:
             into, of_piece = part
-            target[into].copy_(_read(source, piece, of_piece))
+            target[into].copy_(_read(opened, piece, of_piece))
 
 
-def _read(source: Any, piece: Piece, of_piece: Sequence[slice]) -> Tensor:
+def _read(opened: Any, piece: Piece, of_piece: Sequence[slice]) -> Tensor:
     own = {dim: part for dim, part in zip(piece.dims, of_piece, strict=True) if dim is not None}
-    values: Tensor = source[tuple(own[dim] for dim in sorted(own))]
+    values = piece.entry.part(opened, [own[dim] for dim in sorted(own)])
     values = values.permute([dim for dim in piece.dims if dim is not None])
     for position, dim in enumerate(piece.dims):
         if dim is None:

@@ -1,0 +1,231 @@
+"""Stand-ins for what a plan and its kernels compute in the model whose layers are counted.
+
+Adapters and frozen parameters: autograd keeps the input of a layer for the gradient of its weight,
+not where that is frozen, but for the factor A of an adapter. Parts of sequences: what would come
+from other ranks has its size and nothing else. Kernels of linear attention and state-space layers:
+transformers computes them in loops of small torch operators where `fla` or `mamba_ssm` is not
+installed, and whoever trains such a model has the kernels; a stand-in has their outputs and keeps
+what they keep, and its FLOPs are those of the chunked algorithm, at the pace of attention's kernel.
+This module imports torch.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from planc.model.facts import Facts, Module
+from planc.ops.lora import HALVES
+from planc.runtime.standalone.context import RUNNING, ContextParallel, register
+from planc.runtime.standalone.context_ring import Ring, RingMask
+
+
+class StandIn(ContextParallel):
+    """
+    Args:
+        attention: `all_gather`, `ring` or `ulysses`.
+        size: how many parts a sequence has.
+    """
+
+    def __init__(self, model: nn.Module, attention: str, size: int) -> None:
+        self.size, self.attention = size, attention
+        self.exchanges = attention == "ulysses"
+        self.ring = RingAlone(size) if attention == "ring" else None
+        self.rank, self.balance, self.tokens = 0, "none", None
+        self.prepare(model)
+
+    def mask(self, q_length: int, kv_length: int, arguments: dict[str, Any]) -> Any:
+        if self.ring is not None:
+            return Halves(self.mask, q_length, self.ring, evenly=False)
+        queries = q_length * (self.size if self.exchanges else 1)
+        shape = (arguments["batch_size"], 1, queries, kv_length * self.size)
+        eager = self.implementation(arguments["config"]) == "eager"
+        return torch.ones(shape, dtype=arguments["dtype"] if eager else torch.bool)
+
+    def gathered(self, part: Tensor) -> Tensor:
+        return torch.cat([part] * self.size, 2)
+
+    def exchanged(self, value: Tensor, source: int, target: int) -> Tensor:
+        parts = value.unflatten(source, (self.size, -1)).movedim(source, target)
+        return parts.contiguous().flatten(target, target + 1)
+
+
+class RingAlone(Ring):
+    """A rank that has its own keys and values in the place of all others."""
+
+    def __init__(self, size: int) -> None:
+        self.rank, self.size = 0, size
+
+    def around(self, block: Tensor) -> Iterator[tuple[int, Tensor]]:
+        yield from ((rank, block.clone()) for rank in range(self.size))
+
+
+class Halves(RingMask):
+    """Half of the keys of each rank are computed, as where causal attention is balanced."""
+
+    def tiles(self, _owner: int) -> Iterator[tuple[slice, slice, Tensor | None]]:
+        yield slice(self.own), slice(-(-self.own // 2)), None
+
+
+@contextmanager
+def exchanging(model: nn.Module, exchange: tuple[str, int]) -> Iterator[None]:
+    """Makes a model attend to the parts of other ranks; nothing where a rank has all."""
+    if exchange[1] > 1:
+        RUNNING.context = StandIn(model, *exchange)
+        register()
+    try:
+        yield
+    finally:
+        RUNNING.context = None
+
+
+def train_as(facts: Facts, model: nn.Module, named: Mapping[str, tuple[str, ...]]) -> list[Tensor]:
+    """Freezes what is frozen, and adds to layers what their adapters compute.
+
+    Args:
+        facts: the real model, with the adapters of the plan.
+        model: its small one, without them.
+        named: for layers of the small model the names of the real ones like it.
+
+    Returns:
+        The weights of the adapters.
+    """
+    weights: list[Tensor] = []
+    for name, module in model.named_modules():
+        try:
+            known = facts.at(_real(name, named)).module
+        except KeyError:  # a buffer's holder, or a list that the facts have no entries of
+            continue
+        trains = {p.name: p.trainable for p in known.parameters}
+        for own, parameter in module.named_parameters(recurse=False):
+            parameter.requires_grad_(trains.get(own, True))
+            if not trains.get(own, True) and isinstance(module, nn.Embedding):
+                module.register_forward_hook(_as_input)
+        if halves := _halves(known, next(module.parameters(recurse=False), None)):
+            weights += halves
+            module.register_forward_hook(partial(_add, *halves))
+    return weights
+
+
+def _real(name: str, named: Mapping[str, tuple[str, ...]]) -> str:
+    """The torch name in the real model of a module of the small one."""
+    for small, like in named.items():
+        if name == small or name.startswith(f"{small}."):
+            return like[0] + name[len(small) :]
+    return name
+
+
+def _halves(known: Module, weight: Tensor | None) -> list[Tensor]:
+    linear = HALVES[:2]
+    own = {c.name: c.module.children[0].module for c in known.children if c.name in linear}
+    if weight is None or not own:
+        return []
+    shapes = (own[name].parameters[0].shape for name in linear)
+    return [torch.empty(shape, dtype=weight.dtype, requires_grad=True) for shape in shapes]
+
+
+def _as_input(_module: nn.Module, _args: Any, output: Tensor) -> None:
+    """The input of the first block has a gradient, as that of the blocks that it stands for."""
+    if not output.requires_grad:
+        output.requires_grad_()
+
+
+def _add(first: Tensor, second: Tensor, _module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    return output + functional.linear(functional.linear(args[0], first), second)
+
+
+class Kernel(NamedTuple):
+    """What one call computes.
+
+    Args:
+        shape: of its output.
+        heads, tokens, head_dim: of it.
+        flops: of one token of one head; 0 for a kernel that memory bounds.
+        kept: elements that it keeps beside its inputs.
+    """
+
+    shape: tuple[int, ...]
+    heads: int
+    tokens: int
+    head_dim: int
+    flops: float
+    kept: int = 0
+
+
+def _delta_rule(_query: Any, key: Any, value: Any, chunk: int = 64) -> Kernel:
+    """`chunk_gated_delta_rule` and `chunk_kda` of fla: per chunk the products of keys with keys and
+    queries, their triangular system with keys and values, and four with the state.
+    """
+    rows, tokens, heads, wide = value.shape
+    narrow = key.shape[-1]
+    flops = 6 * chunk * narrow + 4 * chunk * wide + 6 * narrow * wide
+    kept = rows * tokens * heads * chunk
+    return Kernel((rows, tokens, heads, wide), heads, tokens, wide, flops, kept)
+
+
+def _chunk_scan(hidden: Any, _dt: Any, _a: Any, b: Any, _c: Any, chunk: int = 256) -> Kernel:
+    """`mamba_chunk_scan_combined` of mamba_ssm."""
+    rows, tokens, heads, wide = hidden.shape
+    groups, state = b.shape[-2:]
+    flops = 2 * chunk * wide + 4 * state * wide + 2 * chunk * state * groups / heads
+    return Kernel((rows, tokens, heads, wide), heads, tokens, wide, flops, hidden.numel())
+
+
+def _selective_scan(hidden: Any, *_others: Any, chunk: int = 0) -> Kernel:
+    """`selective_scan_fn` of mamba_ssm."""
+    rows, channels, tokens = hidden.shape
+    return Kernel((rows, channels, tokens), channels, tokens, 1, 0.0, hidden.numel())
+
+
+_KERNELS: dict[str, tuple[Callable[..., Kernel], int, bool]] = {
+    "torch_chunk_gated_delta_rule": (_delta_rule, 3, True),
+    "chunk_kimi_delta_attention": (_delta_rule, 3, True),
+    "mamba2_chunk_scan": (_chunk_scan, 5, False),
+    "mamba_selective_scan": (_selective_scan, 5, False),
+}
+"""By transformers' function in a modeling file: what it computes, of how many of its first
+arguments, and whether it returns the last state too."""
+
+Noted = Callable[[Kernel, int], AbstractContextManager[None]]
+"""Notes a kernel and the bytes that it reads; its own operators run in the context."""
+
+
+@contextmanager
+def fused(model: Any, noted: Noted) -> Iterator[None]:
+    """Replaces the functions in the modeling files of a model."""
+    files = {type(module).__module__ for module in model.modules()}
+    with ExitStack() as stack:
+        for name in sorted(files):
+            for function, (kernel, count, states) in _KERNELS.items():
+                if hasattr(sys.modules[name], function):
+                    made = _stand_in(kernel, count, states, noted)
+                    stack.enter_context(mock.patch.object(sys.modules[name], function, made))
+        yield
+
+
+def _stand_in(kernel: Callable[..., Kernel], count: int, states: bool, noted: Noted) -> Any:
+    class Fused(torch.autograd.Function):  # type: ignore[misc]
+        @staticmethod
+        def forward(ctx: Any, made: Kernel, *inputs: Any) -> Any:
+            kept = [inputs[0].new_empty(made.kept)] if made.kept else []
+            ctx.save_for_backward(*inputs, *kept)
+            return inputs[0].new_empty(made.shape)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        size = kwargs.get("chunk_size")
+        made = kernel(*args[:count], **({"chunk": size} if size else {}))
+        inputs = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)]
+        moved = sum(t.numel() * t.element_size() for t in inputs)
+        with noted(made, moved):
+            out = Fused.apply(made, *inputs)
+        return (out, None) if states else out
+
+    return run
