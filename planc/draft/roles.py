@@ -13,6 +13,7 @@ import re
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from math import prod
 
 from planc.model.dataflow import DataFlow, FlowCall
@@ -43,27 +44,21 @@ class Linear:
     heads: frozenset[int] = frozenset()
     size: int = 0
 
-    @property
-    def part(self) -> int:
-        """The features of the largest part of its output."""
-        return max(self.parts, default=self.outputs)
-
 
 @dataclass(slots=True, kw_only=True)
 class ProjectionGroup:
-    """Linears to split together, colwise and rowwise.
-
-    Args:
-        holder: the module around them; empty for the block itself.
-    """
+    """Linears to split together, colwise and rowwise."""
 
     colwise: list[Linear]
     rowwise: Linear
-    holder: str = ""
 
     @property
-    def linears(self) -> list[Linear]:
-        return [*self.colwise, self.rowwise]
+    def holder(self) -> str:
+        """The module around them; empty for the block itself, and for entries of a list."""
+        names = [one.name.split(".")[:-1] for one in (*self.colwise, self.rowwise)]
+        around = zip(*names, strict=False)
+        common = [parts[0] for parts in takewhile(lambda parts: len({*parts}) == 1, around)]
+        return "" if "*" in common else ".".join(common)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -253,7 +248,7 @@ def _projection_groups(
         if colwise and (last.name not in inner or last.outputs == ran.width):
             rowwise.append(last)
             cut = [_cut(one, calls[one.name][0].given[0], ran.flow) for one in colwise]
-            yield _held(ProjectionGroup(colwise=cut, rowwise=last))
+            yield ProjectionGroup(colwise=cut, rowwise=last)
 
 
 def _before(
@@ -278,16 +273,3 @@ def _before(
             alike = [t for t in one.inputs if t in flow.live and flow.shapes[t] == shape]
             if not (one.adds and len(alike) > 1 and shape in hidden):
                 waiting += one.inputs
-
-
-def _held(projections: ProjectionGroup) -> ProjectionGroup:
-    """The group with the module around it."""
-    names = [linear.name.split(".")[:-1] for linear in projections.linears]
-    common: list[str] = []
-    for parts in zip(*names, strict=False):
-        if len(set(parts)) > 1:
-            break
-        common.append(parts[0])
-    if "*" not in common:
-        projections.holder = ".".join(common)
-    return projections

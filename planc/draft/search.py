@@ -66,8 +66,8 @@ class Search:
             self.outside = given_choices(self.given, "", dict(named_below("", self.facts.root)))
             return
         for name, style in self._ends():
-            split = SplitRecipe(name="split", rules={name: style})
-            recipes = [split, SplitRecipe(name="whole", rules={})]
+            split = SplitRecipe(rules={name: style})
+            recipes = [split, SplitRecipe(rules={})]
             self.outside.append(SplitChoice(name=name, members=(name,), recipes=recipes))
 
     def _ends(self) -> Iterator[tuple[str, str]]:
