@@ -49,7 +49,7 @@ def given_choices(
             styles[holder] = f"parameters({last} = shard(0))"
     if not styles:
         return [*experts.values()]
-    recipe = SplitRecipe(name="transformers", rules=styles)
+    recipe = SplitRecipe(rules=styles)
     given = SplitChoice(name=path or "outside", members=tuple(styles), recipes=[recipe])
     return [given, *experts.values()]
 

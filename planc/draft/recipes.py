@@ -22,12 +22,10 @@ class SplitRecipe:
     """One way to split a part of a block.
 
     Args:
-        name: `heads`, `gathered`, `experts` or `whole` (replicated).
-        rules: styles by module; planc infers the layouts.
+        rules: styles by module, none where it stays whole; planc infers the layouts.
         note: a comment for the plan.
     """
 
-    name: str
     rules: StyleRules
     note: str = ""
 
@@ -87,28 +85,26 @@ def _projections(projections: ProjectionGroup, facts: Facts, holder: Module | No
     """With the parts that the code cuts outputs into, without, and with one set of keys and values
     for all heads; each with the code's own counts of heads and features, then with these divided.
     """
-    members, colwise = [linear.name for linear in projections.linears], projections.colwise
+    rowwise, colwise = projections.rowwise, projections.colwise
     own, counts = _sinks(projections, holder), _counts(projections, holder)
     divided = {projections.holder: f"attributes({', '.join(f'{n} = split' for n in counts)})"}
     cut = {one.name: _parts(one, projections, facts) or "colwise" for one in colwise}
-    narrow = [one.name for one in colwise if one.part < projections.rowwise.inputs]
+    narrow = [one.name for one in colwise if max(one.parts, default=one.outputs) < rowwise.inputs]
     queries = {name: style for name, style in cut.items() if name not in narrow}
     recipes: list[SplitRecipe] = []
     for split in (cut, dict.fromkeys(cut, "colwise"), queries):
         for more in (own, divided) if counts and not own else (own,):
-            rules = {**more, **split, projections.rowwise.name: "rowwise"}
-            recipe = SplitRecipe(name="heads", rules=rules, note=_WHOLE if split is queries else "")
+            rules = {**more, **split, rowwise.name: "rowwise"}
+            recipe = SplitRecipe(rules=rules, note=_WHOLE if split is queries else "")
             if split and rules not in [other.rules for other in recipes]:
                 recipes.append(recipe)
-    recipes.append(_gathered(projections))
-    recipes.append(SplitRecipe(name="whole", rules={}))
-    return SplitChoice(
-        name=projections.rowwise.name,
-        members=(*members, *([projections.holder] if projections.holder else [])),
-        recipes=recipes,
-    )
+    gathered = {**dict.fromkeys(cut, "colwise(-> replicate)"), rowwise.name: "rowwise"}
+    recipes += [SplitRecipe(rules=gathered, note=_GATHERED), SplitRecipe(rules={})]
+    members = (*cut, rowwise.name, *filter(None, [projections.holder]))
+    return SplitChoice(name=rowwise.name, members=members, recipes=recipes)
 
 
+_GATHERED = "its code needs full outputs, so the weights are sharded and the outputs gathered"
 _WHOLE = "each rank needs all keys and values, so their weights are whole"
 
 
@@ -157,14 +153,6 @@ def _parts(linear: Linear, projections: ProjectionGroup, facts: Facts) -> str:
     return f"colwise(parts = [config.{heads} * {size}, {kv}, {kv}])"
 
 
-def _gathered(projections: ProjectionGroup) -> SplitRecipe:
-    """Sharded weights and gathered outputs: right for any code between the linears."""
-    rules = {linear.name: "colwise(-> replicate)" for linear in projections.linears}
-    rules[projections.rowwise.name] = "rowwise"
-    note = "its code needs full outputs, so the weights are sharded and the outputs gathered"
-    return SplitRecipe(name="gathered", rules=rules, note=note)
-
-
 # Experts -----------------------------------------------------------------------------------------
 
 
@@ -175,10 +163,10 @@ def experts_choice(name: str, module: Module) -> SplitChoice:
         arguments = _arguments(module, packed=packed)
         if arguments:
             rule = f"experts({', '.join(f'{n} = {v}' for n, v in arguments.items())})"
-            recipe = SplitRecipe(name="experts", rules={name: rule})
+            recipe = SplitRecipe(rules={name: rule})
             if recipe not in recipes:
                 recipes.append(recipe)
-    recipes.append(SplitRecipe(name="whole", rules={}))
+    recipes.append(SplitRecipe(rules={}))
     return SplitChoice(name=name, members=(name,), recipes=recipes)
 
 

@@ -12,7 +12,8 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from itertools import takewhile
 from math import prod
 
 from planc.model.dataflow import DataFlow, FlowCall
@@ -43,29 +44,21 @@ class Linear:
     heads: frozenset[int] = frozenset()
     size: int = 0
 
-    @property
-    def part(self) -> int:
-        """The features of the largest part of its output."""
-        return max(self.parts, default=self.outputs)
-
 
 @dataclass(slots=True, kw_only=True)
 class ProjectionGroup:
-    """Linears to split together, colwise and rowwise.
-
-    Args:
-        holder: the module around them; empty for the block itself.
-        latent: low-rank linears before the colwise ones.
-    """
+    """Linears to split together, colwise and rowwise."""
 
     colwise: list[Linear]
     rowwise: Linear
-    holder: str = ""
-    latent: list[Linear] = field(default_factory=list)
 
     @property
-    def linears(self) -> list[Linear]:
-        return [*self.latent, *self.colwise, self.rowwise]
+    def holder(self) -> str:
+        """The module around them; empty for the block itself, and for entries of a list."""
+        names = [one.name.split(".")[:-1] for one in (*self.colwise, self.rowwise)]
+        around = zip(*names, strict=False)
+        common = [parts[0] for parts in takewhile(lambda parts: len({*parts}) == 1, around)]
+        return "" if "*" in common else ".".join(common)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -249,12 +242,13 @@ def _projection_groups(
     rowwise: list[Linear] = []
     for last in run:
         near = [one for one in run if one.name in before[last.name] and one not in rowwise]
-        colwise = [one for one in near if not _latent(one, near, ran.width)]
+        through = {name for one in near for name in before[one.name]}
+        # the first half of a low-rank pair stays whole
+        colwise = [o for o in near if not (o.name in through and o.outputs < o.inputs)]
         if colwise and (last.name not in inner or last.outputs == ran.width):
             rowwise.append(last)
             cut = [_cut(one, calls[one.name][0].given[0], ran.flow) for one in colwise]
-            latent = [one for one in near if one not in colwise]
-            yield _held(ProjectionGroup(colwise=cut, rowwise=last, latent=latent))
+            yield ProjectionGroup(colwise=cut, rowwise=last)
 
 
 def _before(
@@ -279,24 +273,3 @@ def _before(
             alike = [t for t in one.inputs if t in flow.live and flow.shapes[t] == shape]
             if not (one.adds and len(alike) > 1 and shape in hidden):
                 waiting += one.inputs
-
-
-def _latent(linear: Linear, others: list[Linear], width: int) -> bool:
-    """Whether another linear takes its output: a low-rank pair's first half stays replicated."""
-    if linear.outputs == width:
-        return False
-    narrow = (o for o in others if o is not linear and o.inputs not in (width, linear.inputs))
-    return any(o.inputs <= linear.outputs < 2 * o.inputs for o in narrow)
-
-
-def _held(projections: ProjectionGroup) -> ProjectionGroup:
-    """The group with the module around it."""
-    names = [linear.name.split(".")[:-1] for linear in projections.linears]
-    common: list[str] = []
-    for parts in zip(*names, strict=False):
-        if len(set(parts)) > 1:
-            break
-        common.append(parts[0])
-    if "*" not in common:
-        projections.holder = ".".join(common)
-    return projections

@@ -25,7 +25,6 @@ from planc.proof.flow_findings import what_is_wrong
 from planc.proof.judge import judge
 from planc.proof.small_case import SmallCase, SmallModel
 from planc.proof.small_mesh import RANKS
-from planc.syntax import ast
 from planc.trial.outcome import Discrepancy, Outcome
 
 _NO_PARTS = 'no list of blocks: an nn.ModuleList, or an nn.ModuleDict with keys "0", "1", ...'
@@ -67,8 +66,8 @@ class Search:
             self.outside = given_choices(self.given, "", dict(named_below("", self.facts.root)))
             return
         for name, style in self._ends():
-            split = SplitRecipe(name="split", rules={name: style})
-            recipes = [split, SplitRecipe(name="whole", rules={})]
+            split = SplitRecipe(rules={name: style})
+            recipes = [split, SplitRecipe(rules={})]
             self.outside.append(SplitChoice(name=name, members=(name,), recipes=recipes))
 
     def _ends(self) -> Iterator[tuple[str, str]]:
@@ -148,8 +147,7 @@ class Search:
             return Outcome(verdict="nothing", reason=why if self.parts else _NO_PARTS)
         if done.lowered is None:
             self.runs += 1
-            assert isinstance(done.files, tuple)
-            return Outcome(verdict="refuted", discrepancies=tuple(_refused(done.files[-1], sink)))
+            return Outcome(verdict="refuted", discrepancies=tuple(_refused(done, sink)))
         return self._judged(done)
 
     def _judged(self, done: Compiled) -> Outcome:
@@ -272,14 +270,13 @@ def _wrong(first: Discrepancy) -> str:
     return f"{what}{detail}" + (f" ({first.line})" if first.line else "")
 
 
-def _refused(file: ast.File, sink: Sink) -> Iterator[Discrepancy]:
-    """Errors of the compiler as discrepancies; the subjects are the labeled rules' selectors."""
-    rules = [node for node in ast.every(file) if isinstance(node, ast.Rule)]
-    for found in sink:
-        if found.severity is Severity.ERROR:
-            spans = [label.span for label in found.labels]
-            targets = (rule.target for span in spans for rule in rules if rule.origin.has(span))
-            subject = next((target.origin.text for target in targets), "")
+def _refused(done: Compiled, sink: Sink) -> Iterator[Discrepancy]:
+    """Errors of the compiler as discrepancies, each of the modules of a rule that it labels."""
+    rules = done.plan.tensor if done.plan else ()
+    for found in (d for d in sink if d.severity is Severity.ERROR):
+        spans = [label.span for label in found.labels]
+        named = [next(r.modules.names()) for r in rules if any(r.origin.has(s) for s in spans)]
+        for subject in named or [""]:
             yield Discrepancy(kind="refused", subject=subject, detail=found.message)
 
 
@@ -290,17 +287,7 @@ def _concerns(choice: SplitChoice, inner: str) -> bool:
         name in (m, generic(m)) or f"{name}.".startswith(f"{m}.") or f"{m}.".startswith(f"{name}.")
         for m in choice.members
         for name in names
-    ) or any(_braces(inner, m) for m in choice.members)
-
-
-def _braces(selector: str, name: str) -> bool:
-    """Whether a selector with braces, as shown in a finding, matches a module."""
-    pattern = "".join(
-        f"({part[1:-1].replace(',', '|')})" if part.startswith("{") else re.escape(part)
-        for part in re.split(r"(\{[^}]*\})", selector)
-        if part
     )
-    return re.fullmatch(pattern.replace(r"\*", r"[^.]*"), name) is not None
 
 
 def _holders(facts: Facts, path: str) -> dict[str, Module]:

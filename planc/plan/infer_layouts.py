@@ -139,7 +139,7 @@ class _Section:
         return replace(plan, draws=tuple(lines), broken=plan.broken | broken)
 
     def _ungiven(self, rule: TensorRule, flow: DataFlow) -> None:
-        """Reports the inputs that a rule states and no call of its modules has."""
+        """Reports the first input that a rule states and no call of its modules has."""
         names = {flow.alias.get(name, name) for name in rule.modules.names()}
         calls = [call for call in flow.calls if call.name in names]
         given = dict.fromkeys(key for call in calls for key, _ in call.arguments)
@@ -149,20 +149,17 @@ class _Section:
         lacking = next((key for key in stated if key not in given), None)
         if not calls or lacking is None:
             return
-        keywords = [f"`{key}`" for key in given if not key.isdecimal()]
-        count = len(given) - len(keywords)
-        came = [f"{count} by position"] * bool(count) + [f"{k} by keyword" for k in keywords]
-        first = next((key for key in given if not key.isdecimal()), "NAME")
-        name = f"{first} = " if lacking.isdecimal() else ""
-        by = f"at position {int(lacking) + 1}" if name else f"by the keyword `{lacking}`"
+        keywords = [key for key in given if not key.isdecimal()]
+        count, at = len(given) - len(keywords), lacking.isdecimal()
+        came = [f"{count} by position"] * bool(count) + [f"`{k}` by keyword" for k in keywords]
+        name = f"{(*keywords, 'NAME')[0]} = " if at else ""
+        by = f"at position {int(lacking) + 1}" if at else f"by the keyword `{lacking}`"
+        code = f"the model's own code: {flow.lines[calls[0].line]}"
         self.sink.error(
             "PL528",
             f"no tensor comes to `{generic(calls[0].name)}` {by}",
             rule.origin,
-            facts=[
-                f"tensors that come: {one_of(came, last='and') or 'none'}",
-                f"the model's own code: {flow.lines[calls[0].line]}",
-            ],
+            facts=[f"tensors that come: {one_of(came, last='and') or 'none'}", code],
             help=f"name the input as the code passes it: `input({name}{stated[lacking]})`",
         )
 

@@ -274,12 +274,12 @@ def _context(group: list[Discrepancy], small: Plan, sink: Sink) -> None:
 
 
 def _draws(group: list[Discrepancy], small: Plan, sink: Sink) -> None:
-    """Reports random numbers that no configuration states: no operation makes ranks draw alike."""
+    """Reports random numbers that a recorded forward did not show: nothing makes ranks draw alike."""
     mismatch, subject = group[0], generic(group[0].subject)
     message = f"{mismatch.detail}, in `{subject or 'the model'}`"
     labels = rule_labels(mismatch.subject, small)
     help = (
-        "draw by nn.Dropout, or state it in the configuration: planc sees no other random numbers"
+        "draw in each pass, as `nn.Dropout` does: a recorded forward did not show that this draws"
     )
     sink.error("PL511", message, *labels, facts=[*_source(mismatch), _SEEN], help=help)
 
