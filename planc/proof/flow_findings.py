@@ -274,7 +274,7 @@ def _context(group: list[Discrepancy], small: Plan, sink: Sink) -> None:
 
 
 def _draws(group: list[Discrepancy], small: Plan, sink: Sink) -> None:
-    """Reports random numbers that a recorded forward did not show: nothing makes ranks draw alike."""
+    """Reports random numbers that no recorded forward shows: nothing makes ranks draw alike."""
     mismatch, subject = group[0], generic(group[0].subject)
     message = f"{mismatch.detail}, in `{subject or 'the model'}`"
     labels = rule_labels(mismatch.subject, small)
