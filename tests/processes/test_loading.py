@@ -265,11 +265,11 @@ def test_the_peak_of_a_rank_is_its_shard_and_one_tensor(four, tmp_path, mesh, we
     )
     for result in results:
         assert result["shard"] <= result["peak"]
-        assert result["peak"] <= result["shard"] + result["largest"] + 2**16, result
+        checked = 2 * 2**20 + 2**16  # to hash what was read, which ranks compare before training
+        assert result["peak"] <= result["shard"] + result["largest"] + checked, result
         assert result["peak"] < result["whole"]
         if weights == "slices":  # no tensor at all: the slices come out of the mapped file
-            hashed = 2 * 2**20  # of the shards that were read, to compare them before training
-            assert result["peak"] <= result["shard"] + hashed + 2**16, result
+            assert result["peak"] <= result["shard"] + checked, result
 
 
 @pytest.mark.parametrize("kind", ["files", "checkpoint"])
