@@ -4,7 +4,9 @@ what is not split, or draws random numbers, is told with the line of the code th
 
 import json
 from functools import partial
+from shutil import copy
 
+import drafted_models
 import pytest
 from helpers import sampled
 from transformers import SwinConfig
@@ -174,7 +176,9 @@ def test_an_input_that_does_not_come_is_said_at_its_line(written, what, tmp_path
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*SPLIT, *DRAWS])
-def test_a_draft_is_verified_on_four_processes(name, tmp_path, capsys):
+def test_a_draft_is_verified_on_four_processes(name, tmp_path, monkeypatch, capsys):
+    copy(drafted_models.__file__, tmp_path)
+    monkeypatch.chdir(tmp_path)  # where the processes import it from
     model, plan = f"drafted_models:{name}", str(tmp_path / "own.plan")
     assert main(["init", model, "--allow-code", "-o", plan]) == 0
     words = ["--allow-code", "--world-size", "4", "--set", "tp=2"]
