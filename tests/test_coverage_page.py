@@ -77,7 +77,7 @@ def test_a_page_counts_and_tells_why(tmp_path):
     assert "2 are mixtures of experts; 1 of those run with every expert split" in page
     assert "Of 4 types, 3 have a plan of their own: **2 train right** (1 of them without" in page
     assert "**1 are silently wrong** (mixtral). planc's plan is right for 1 of those 1" in page
-    assert "| llama | [llama](../plans/llama.plan) | 100% |  | proved | 1e-06 |" in text
+    assert "| llama | [llama](../../plans/llama.plan) | 100% |  | proved | 1e-06 |" in text
     assert "| mixtral | wrong gradient, off by 50% |" in text and "| **wrong** |" in text
     assert "| dbrx | 10% | `mlp (DbrxExpertGLU)` 90% | the weights of all experts" in text
     assert "| gemma4_assistant | a drafter: its forward takes" in text

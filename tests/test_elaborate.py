@@ -70,6 +70,19 @@ def test_a_style_prints_as_it_is_written(style):
     assert style_text(plan.tensor[0].style) == style
 
 
+@pytest.mark.parametrize("setting", ["", "    sequence = auto\n"], ids=["stated", "inferred"])
+def test_a_rule_knows_its_style_as_written(setting):
+    """A help for another plan quotes it; the selector may have a colon too."""
+    rule = "model.layers[0:4].mlp.up_proj : colwise(parts = config.num_hidden_layers // 16)"
+    section = f"tensor on tp {{\n{setting}    {rule}\n    lm_head : colwise\n}}\n"
+    plan, *_ = elaborated(PLAN.replace("UNITS", "root : unit") + section, settings=["tp=2"])
+    written = {str(r.modules): r.written.text for r in plan.tensor if r.written.text}
+    assert written == {
+        "model.layers[0:4].mlp.up_proj": "colwise(parts = config.num_hidden_layers // 16)",
+        "lm_head": "colwise",
+    }
+
+
 # Loading -----------------------------------------------------------------------------------------
 
 

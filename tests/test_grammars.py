@@ -64,8 +64,8 @@ def texts():
     """(name, text) of every plan that parses: shipped, in the docs and in the specs."""
     for path in sorted(PLANS.glob("*.plan")):
         yield path.name, path.read_text()
-    pages = [*ROOT.glob("docs/*.md"), *ROOT.glob("tests/specs/*.md")]
-    for page in sorted(pages):
+    folders = ("docs", "docs/language", "tests/specs")
+    for page in sorted(page for folder in folders for page in ROOT.glob(f"{folder}/*.md")):
         for i, (kind, _, body) in enumerate(BLOCK.findall(page.read_text())):
             sink = Sink()
             if kind == "plan" and parse(Source("a.plan", body), sink) and not sink.failed:

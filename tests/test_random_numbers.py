@@ -3,12 +3,14 @@
 import math
 from itertools import combinations
 
+import modelfolder
 import pytest
 import torch
 from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
+import planc
 from planc.runtime.standalone.rng import draw_by_rank, sync_rng_state
 from planc.trial import thread_ranks
 from planc.trial.random_numbers import RankRandom, Replayed
@@ -206,3 +208,19 @@ def test_what_ranks_draw_otherwise_than_one_process():
         "the ranks draw the same numbers for different shards"
     ]
     assert replayed([5], [1.0], [2.0])[1] == ["the ranks draw [1], [1], one process [5]"]
+
+
+@pytest.mark.parametrize("call", ["lower", "check", "init"])
+def test_what_runs_on_a_cold_cache_leaves_a_scripts_random_numbers(call, tmp_path, monkeypatch):
+    """Else ranks draw differently after `apply`, where one finds what another has to run."""
+    monkeypatch.setenv("PLANC_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", lambda seed: pytest.fail("the GPU's"))
+    config = modelfolder.written(tmp_path / "model")
+    torch.random.default_generator.manual_seed(7)
+    before = torch.get_rng_state()
+    arguments = {"overrides": ["tp=2"], "world_size": 2}
+    if call == "init":
+        planc.init(config)
+    else:
+        getattr(planc, call)(config, "llama", **arguments)
+    assert torch.equal(torch.get_rng_state(), before)

@@ -76,7 +76,7 @@ def _matrix(step: Stepped, rule: OptimizerRule, plan: Plan, facts: Facts, sink: 
 
 
 def _no_matrix(step: Stepped, facts: Facts) -> str | None:
-    """What a weight is that a matrix optimizer does not fit; None for a matrix.
+    """Names a weight that a matrix optimizer does not fit; None for a matrix.
 
     Source: Jordan et al., Muon: embeddings and heads are stepped by AdamW.
     """

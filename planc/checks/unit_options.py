@@ -60,7 +60,7 @@ def _why(count: int, size: int) -> str:
 
 
 def backend(plan: Plan, facts: Facts, sink: Sink) -> None:
-    """What another library than torch refuses, it says itself."""
+    """Another library than torch says itself what it refuses."""
     if plan.fsdp is not None and plan.fsdp.backend is not None and "fsdp" not in plan.broken:
         own = plan.fsdp.backend
         own.part("checks").check(plan, plan.fsdp, own, facts, sink)

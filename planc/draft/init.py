@@ -22,6 +22,7 @@ from planc.model.roles import RoleModules
 from planc.model.roles import roles as role_modules
 from planc.model.small.flow import FlowSource, flow_of
 from planc.model.sources.huggingface import defaults
+from planc.model.sources.isolation import random_numbers_kept
 from planc.plan.mesh_axes import CONTEXT, EXPERTS, STAGES
 from planc.proof.layout_flow import advice, flow
 from planc.proof.small_case import SmallModel, small_model
@@ -47,6 +48,7 @@ class InitResult:
         return self.text.rstrip()
 
 
+@random_numbers_kept()
 def drafted(
     model: str | Facts,
     settings: Iterable[str],
@@ -91,6 +93,7 @@ def wanted(settings: Iterable[str], sink: Sink) -> dict[str, int]:
     return found
 
 
+@random_numbers_kept()
 def draft(
     facts: Facts,
     sink: Sink,

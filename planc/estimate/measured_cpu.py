@@ -18,6 +18,7 @@ from torch import distributed, multiprocessing
 
 from planc.estimate.memory import GIB
 from planc.estimate.profiles import Hardware
+from planc.runtime.standalone.collectives import all_gather
 
 SIZES = (64, 128, 256, 512, 1024)
 """Rows and columns of the products."""
@@ -116,7 +117,7 @@ def _rank(rank: int, store: str, results: Any) -> None:
     results.put(
         (
             _fastest(lambda: distributed.all_reduce(one), times=100),
-            _fastest(lambda: distributed.all_gather_into_tensor(many, part)),
+            _fastest(lambda: all_gather(many, part, None)),
             _fastest(lambda: distributed.all_reduce(many)),
         )
     )

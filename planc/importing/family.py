@@ -17,7 +17,7 @@ from planc.syntax import ast, plan_files
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Base:
-    """What a plan builds on.
+    """The plan that an imported one extends, and the model that it is for.
 
     Args:
         family: a `model_type`, or None where the file does not tell.

@@ -20,7 +20,7 @@ from planc.syntax.plan_files import ANY, written_family
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Imported:
-    """What a peer's file became.
+    """The plan of a peer's file, and the fate of each key.
 
     Args:
         peer: whose file it was.
@@ -189,7 +189,7 @@ def _add(
 
 
 def _base(given: dict[str, Any], model: str | None, sink: Sink, *, exact: bool) -> Base | None:
-    """What the plan builds on; None after an error about the model that the user names.
+    """The plan to extend; None after an error about the model that the user names.
 
     Args:
         exact: whether the file's word for the model is a `model_type`, of which nothing is guessed.

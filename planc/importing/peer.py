@@ -94,7 +94,7 @@ class Peer:
     note: str = ""
 
     def meaning(self, path: str) -> str | None:
-        """What becomes of a key: the word of the key itself, or of the longest pattern."""
+        """The word for a key in the table: of the key itself, or of the longest pattern."""
         paths = self._spellings(path)
         table = ((p, word) for word, patterns in self.keys.items() for p in patterns.split())
         found = [

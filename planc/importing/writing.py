@@ -140,7 +140,7 @@ class Writer:
         self.aliases.update((each, word) for each in by)
 
     def fate_of(self, word: str) -> tuple[str, str]:
-        """What became of a setting."""
+        """The fate of a setting."""
         return self.fate.get(self.aliases.get(word, word), ("lost", "import cannot write it here"))
 
     # Sections ---------------------------------------------------------------------------------

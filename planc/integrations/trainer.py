@@ -167,8 +167,8 @@ class PlancTrainerMixin(_Trainer):  # type: ignore[misc]
 
 
 def _signature(kind: type) -> inspect.Signature:
-    """That of the first class behind the mixin which names its model and arguments: one that hands
-    on `*args` says nothing of them.
+    """The signature of the first class behind the mixin which names its model and arguments: one
+    that hands on `*args` says nothing of them.
     """
     behind = kind.__mro__[kind.__mro__.index(PlancTrainerMixin) + 1 :]
     every = (inspect.signature(own["__init__"]) for own in map(vars, behind) if "__init__" in own)

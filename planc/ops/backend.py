@@ -92,5 +92,5 @@ class Backend(base.Op):
         raise NotImplementedError
 
     def misfits(self, modules: Mapping[str, object]) -> Iterator[str]:
-        """What the modules of a real model have that the call would take otherwise."""
+        """Yields what the call would take otherwise in the modules of a real model."""
         yield from ()

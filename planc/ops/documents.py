@@ -74,11 +74,11 @@ class ResetStates(Op):
 
 
 def resets(facts: Facts) -> tuple[str, ...]:
-    """What hands states on in a model, as keys of `TOKENS`."""
+    """The parts of a model that hand states on, as keys of `TOKENS`."""
     kinds = {modules.module.cls for modules in facts.model.below()}
     return tuple(sorted({part for kind in kinds for part in RESETS.get(kind, ())}))
 
 
 def parts_reset(ops: Iterable[Op]) -> tuple[str, ...]:
-    """What operations reset, on the ranks of all stages."""
+    """The parts that operations reset, on the ranks of all stages."""
     return tuple(sorted({p for op in ops if isinstance(op, ResetStates) for p in op.parts}))

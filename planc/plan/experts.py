@@ -1,4 +1,4 @@
-"""What expert sections mean for parameters, and the mesh of the ranks that divide experts."""
+"""Expert sections: the layouts of parameters, and the mesh of the ranks that divide experts."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace

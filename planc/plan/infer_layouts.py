@@ -31,7 +31,7 @@ from planc.plan.flow_types import Clash, FoundRule, Layouts, Tried
 from planc.plan.ir import Inferred, Plan, SequenceSetting, TensorRule
 from planc.plan.kept_layouts import Known, layouts_of
 from planc.plan.stand_in import StandInModel, Unrepresented, variants
-from planc.source import Span
+from planc.source import NOWHERE, Span
 
 Recorded = tuple[FlowSource, StandInModel, tuple[TensorRule, ...], DataFlow]
 """A small model, how it stands for the real one, the rules on it, and its data flow."""
@@ -164,7 +164,7 @@ class _Section:
         )
 
     def errors(self, own: tuple[TensorRule, ...]) -> Iterator[LayoutClash | TensorRule]:
-        """What complete rules lack, and where they do not go together: as of `layout_errors`."""
+        """Yields what complete rules lack, and where they clash: as of `layout_errors`."""
         found = self.recorded(own)
         if isinstance(found, Unrepresented | str):
             return
@@ -398,7 +398,7 @@ class _Carried:
                 if rule.open:
                     found = completed.get((first, type(rule.style)), found)
                 used.add(found)
-                self._add(made, found, rule.origin, self.state.real(name), rule.style)
+                self._add(made, found, rule.origin, self.state.real(name), rule)
         for found in self.layouts.rules:
             if found not in used:
                 self._add(made, found, self._origin(found), self.state.real(found.module))
@@ -415,7 +415,7 @@ class _Carried:
         found: FoundRule,
         origin: Span,
         places: Iterable[Modules],
-        stated: Style | None = None,
+        stated: TensorRule | None = None,
     ) -> None:
         parent = found.module.rpartition(".")[0]
         inside = [b.removeprefix(f"{parent}.") for b in found.beside if b.startswith(f"{parent}.")]
@@ -430,8 +430,9 @@ class _Carried:
                 modules=modules,
                 axis=self.setting.axis,
                 style=found.style,
+                written=stated.written if stated else NOWHERE,
                 origin=origin,
-                inferred=None if found.style == stated else why,
+                inferred=None if stated and found.style == stated.style else why,
             )
             for i, other in enumerate(made):
                 same = other.style == rule.style and other.origin == origin

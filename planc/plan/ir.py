@@ -32,7 +32,7 @@ from planc.ops.pipeline import Pipeline
 from planc.ops.quantization import Quantize
 from planc.ops.styles import MlaKv, Parts, Style
 from planc.plan.mesh_axes import EXPERT_TENSOR, expanded
-from planc.source import Span
+from planc.source import NOWHERE, Span
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +79,7 @@ class Mesh(Meaning):
         return parts * prod(a.size for a in self.axes if a.name in names)
 
     def wide(self, names: Iterable[str]) -> tuple[str, ...]:
-        """Those of some axes that have more than one rank."""
+        """The given axes with more than one rank."""
         return tuple(name for name in names if self.size(name) > 1)
 
     def expanded(self, names: Iterable[str]) -> tuple[str, ...]:
@@ -143,6 +143,7 @@ class TensorRule(Meaning):
     over other axes.
 
     Args:
+        written: the style as its line has it.
         open: whether its line leaves the layouts to inference.
         inferred: why it is there, or has these layouts; None where its line says all of it.
     """
@@ -150,6 +151,7 @@ class TensorRule(Meaning):
     modules: Modules
     axis: str
     style: Style
+    written: Span = field(default=NOWHERE, compare=False, repr=False)
     open: bool = field(default=False, compare=False)
     inferred: Inferred | None = field(default=None, compare=False)
 

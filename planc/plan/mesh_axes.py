@@ -39,7 +39,7 @@ _ROLES = {STAGES: AxisRole.STAGE, CONTEXT: AxisRole.SEQUENCE, EXPERTS: AxisRole.
 def role_of(
     name: str, *, tensor: Collection[str], data: Collection[str], context: Collection[str] = ()
 ) -> AxisRole:
-    """What the ranks along an axis split: by the kinds of section that name it."""
+    """The role of an axis, by its name or by the kinds of section that name it."""
     if name in _ROLES:
         return _ROLES[name]
     if name in tensor:

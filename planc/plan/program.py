@@ -231,7 +231,7 @@ def _size_axis(statement: ast.Option | ast.Let, name: str, program: Program) -> 
 def _given(
     name: str, default: ast.Expr, program: Program, given: dict[str, ast.Literal]
 ) -> ast.Literal | None:
-    """What `--set` gives an option, if it has the type of its default: not `sequence=1`."""
+    """The value of `--set` for an option, if it has the type of its default: not `sequence=1`."""
     value, setting = given.get(name), SETTINGS.get(name)
     known = (setting.default, *setting.others) if setting else ()
     if value and any(value.value == one and type(value.value) is type(one) for one in known):

@@ -1,4 +1,4 @@
-"""What makes training draw random numbers, and which axes' ranks share activations."""
+"""The causes of random numbers in training, and the axes whose ranks share activations."""
 
 from planc.model.facts import Facts
 from planc.model.randomness import random_fields
@@ -7,7 +7,7 @@ from planc.plan.ir import Plan
 
 
 def drawing_fields(plan: Plan, facts: Facts) -> tuple[str, ...]:
-    """What makes training draw random numbers: `name = value`, of adapters too, and lines of the
+    """The causes of random numbers in training: `name = value`, of adapters too, and lines of the
     model's code.
     """
     rules = plan.adapters.rules if plan.adapters else ()

@@ -8,10 +8,8 @@ from typing import Any, Generic, TypeVar
 
 from planc.diagnostic import Label, Sink
 from planc.model.facts import Modules
-from planc.ops.activation_checkpoint import Checkpoint
-from planc.ops.compile import Compile
-from planc.ops.freeze import Freeze
 from planc.plan.evaluate import truth
+from planc.plan.ir import Ruled
 from planc.plan.scope import Scope
 from planc.plan.selectors import select
 from planc.source import Span
@@ -66,7 +64,6 @@ def nothing_to_override(
 
 
 T = TypeVar("T")
-Ruled = TypeVar("Ruled", Checkpoint, Compile, Freeze)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,8 +152,8 @@ class Claims(Generic[T]):
         if override and decisions and not met:
             nothing_to_override(self.sink, f"rule for `{decisions[0][0]}`", origin)
 
-    def ops(self: Claims[Ruled | None]) -> tuple[Ruled, ...]:
-        """The operations of all claims that decide one, each on its modules."""
+    def rules(self: Claims[Ruled | None]) -> tuple[Ruled, ...]:
+        """The rules of all claims that decide one, each on its modules."""
         return tuple(
             replace(claim.value, modules=claim.modules, origin=claim.origin)
             for claim in self.claims

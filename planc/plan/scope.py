@@ -80,7 +80,7 @@ class Scope:
     _pending: list[str] = field(default_factory=list)
 
     def sized_by(self, sizes: Sizes, mesh: Mesh) -> Scope:
-        """The same names with the numbers of a small model and mesh; conditions keep theirs."""
+        """A scope with the numbers of a small model and mesh; conditions keep those of this one."""
         small = mesh.resized(sizes.axes)
         return replace(
             self,

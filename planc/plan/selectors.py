@@ -169,7 +169,7 @@ def _step(piece: str) -> SelectorStep:
 def _matched(
     bases: tuple[Modules, ...], steps: tuple[SelectorStep, ...], scope: Scope
 ) -> tuple[Modules, ...] | _Miss:
-    """What steps match from any of the bases."""
+    """The modules that steps match from any of the bases."""
     results = [_walk(base, steps, scope) for base in bases]
     found = [modules for r in results if not isinstance(r, _Miss) for modules in r]
     misses = [r for r in results if isinstance(r, _Miss)]
@@ -179,7 +179,7 @@ def _matched(
 def _by_entry(
     bases: tuple[Modules, ...], steps: tuple[SelectorStep, ...], scope: Scope
 ) -> Iterator[tuple[Modules, ...] | _Miss]:
-    """What each part of a list `[0,5]` matches alone."""
+    """Yields the modules that each part of a list `[0,5]` matches alone."""
     for i, step in enumerate(steps):
         parts = step.text[1:-1].split(",") if isinstance(step, Picked) else []
         for part in parts if len(parts) > 1 else ():

@@ -78,7 +78,7 @@ def stand_in(
 
 
 def _inferred(node: Any) -> str:
-    """What planc inferred for the modules of a line; empty for what the line says."""
+    """The style that planc inferred for a rule; empty for one that its line states."""
     inferred = isinstance(node, ir.TensorRule) and node.inferred
     return style_text(node.style) if inferred else ""
 

@@ -1,6 +1,8 @@
 """Lists of FSDP units: the blocks of a model, along which parameters can be prefetched."""
 
-from planc.model.facts import Facts, Modules, merged
+from collections.abc import Iterable, Iterator
+
+from planc.model.facts import Child, Facts, Modules, Segment, merged
 from planc.model.indices import Indices
 from planc.plan.ir import Plan
 
@@ -35,3 +37,15 @@ def entries(units: tuple[Modules, ...] | list[Modules]) -> Indices:
 def of_entry(modules: Modules, index: int) -> Modules | None:
     """The modules that are in one entry of their outermost list."""
     return modules.with_entries(Indices.of([index])) if index in modules.entries else None
+
+
+def parted(at: Modules, child: Child, sets: Iterable[Modules]) -> Iterator[Modules]:
+    """A child of modules; of a list, entries are apart where a set has only some of them."""
+    key, depth = Modules((*at.path, child.segment), child.module).key, len(at.path)
+    parts = [child.indices] if child.indices is not None else []
+    for modules in sets:
+        taken = modules.path[depth] if len(modules.path) > depth else None
+        if isinstance(taken, Indices) and modules.key[: depth + 1] == key:
+            parts = [p for part in parts for p in (part & taken, part - taken) if p]
+    segments: tuple[Segment, ...] = tuple(parts) or (child.segment,)
+    yield from (Modules((*at.path, segment), child.module) for segment in segments)

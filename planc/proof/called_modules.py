@@ -1,4 +1,4 @@
-"""What the small model shows by itself: tokens that see others, and which modules are called, for
+"""Facts of a model without a plan: tokens that see others, and the modules that are called, for
 plans without tensor parallelism: FSDP gathers a unit when its module is called.
 """
 

@@ -1,4 +1,4 @@
-"""What a check found of a plan besides its findings: the lines below them, and a certificate."""
+"""The lines below the findings of a check, and the certificate of `planc verify`."""
 
 from __future__ import annotations
 

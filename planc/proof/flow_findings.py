@@ -220,7 +220,7 @@ def _tied(tie: TiedStyles, group: list[Discrepancy], sink: Sink) -> None:
 
 
 def what_is_wrong(kind: str, where: str) -> str:
-    """What is wrong in a place, by the kind of a discrepancy."""
+    """A sentence about a discrepancy in a place, by its kind."""
     match kind:
         case "crash":
             return f"the model raises in {where}"
@@ -274,7 +274,7 @@ def _context(group: list[Discrepancy], small: Plan, sink: Sink) -> None:
 
 
 def _draws(group: list[Discrepancy], small: Plan, sink: Sink) -> None:
-    """What a recorded forward did not show to draw, so that nothing makes ranks draw alike."""
+    """Reports random numbers that no recorded forward shows: nothing makes ranks draw alike."""
     mismatch, subject = group[0], generic(group[0].subject)
     message = f"{mismatch.detail}, in `{subject or 'the model'}`"
     labels = rule_labels(mismatch.subject, small)

@@ -17,6 +17,7 @@ from planc.compiler import Compiled, Draft
 from planc.diagnostic import Severity, Sink
 from planc.model import cache
 from planc.model.facts import Facts, below
+from planc.model.sources.isolation import random_numbers_kept
 from planc.ops.activation_checkpoint import Checkpoint
 from planc.ops.context import ContextParallel
 from planc.ops.expert_parallel import DispatchExperts
@@ -166,6 +167,7 @@ _WORDS = ("proved", "refuted", "unknown")
 _ERRORS = ("logits", "loss", "gradient", "norm", "parameters")
 
 
+@random_numbers_kept()
 def flow(
     compiled: Compiled,
     sink: Sink,
@@ -326,7 +328,7 @@ def _released(
 
 
 def advice(facts: Facts, reason: str | None) -> str:
-    """What to do where nothing is proved for a reason."""
+    """The help of a finding that nothing is proved, for a reason."""
     if (facts.user_model is not None or facts.code) and "does not run" in (reason or ""):
         return "say what its forward takes: `inputs=` of `planc.check`, or a method `planc_inputs`"
     return cache.UNPACK if cache.missing() else "`planc verify` runs it on real processes"

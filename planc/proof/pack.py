@@ -33,7 +33,7 @@ from planc.version import VERSION
 FORMAT_VERSION = 1
 MOST_BYTES = 64 * 2**20
 _MOST_MODULES = 200_000
-KINDS = ("facts", "flow", "blocks", "dataflow")
+KINDS = ("facts", "flow", "dataflow")
 """The kinds of entries that `planc check` reads; what `planc apply` and estimates read stays."""
 
 
@@ -58,9 +58,7 @@ class Pack:
 
 
 def gathered() -> Pack:
-    """What the cache of this machine knows with the versions that are installed, or where torch is
-    not, what the pack has that was unpacked.
-    """
+    """The cache entries for the installed versions; without torch, those of the unpacked pack."""
     of, sources = cache.environment(), source_digest()
     wanted = {name: of[name] for name in ("python", "torch", "transformers")}
     entries, certificates = {}, {}

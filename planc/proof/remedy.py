@@ -1,4 +1,4 @@
-"""What is to blame for a refuted plan: the fewest rules that, as a right plan has them, prove it.
+"""Finds the fewest rules of a refuted plan that, replaced by those of a right plan, prove it.
 
 Where numbers go wrong is often not where the plan is: a module that is split and should not be
 makes another one raise. So the tensor rules are compared with those of a plan that is right, that

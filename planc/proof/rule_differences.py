@@ -63,7 +63,7 @@ class RuleChange:
         assert self.new is not None
         if self.new.inferred is not None:
             return style_text(self.new.style)
-        return " ".join(self.new.origin.text.partition(":")[2].split())
+        return " ".join(self.new.written.text.split())
 
     @property
     def label(self) -> Iterator[Label]:
@@ -80,7 +80,7 @@ class RuleChange:
 
     @property
     def text(self) -> str:
-        """What to do."""
+        """The change as an instruction."""
         if self.condition is not None:
             return f"invert the condition `{' '.join(self.condition.text.split())}`"
         where = " and ".join(f"`{at}`" for at in self.paths)
@@ -110,7 +110,7 @@ def tensor_rules(plan: Plan, axis: str) -> Rules:
 
 
 def differences(mine: Rules, right: Rules, plan: Plan, right_plan: Plan) -> list[RuleChange]:
-    """What differs, a change for each pair of rules.
+    """The differences of two plans, a change for each pair of rules.
 
     Args:
         mine, right: the rules of both plans on the small model.

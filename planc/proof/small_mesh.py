@@ -121,7 +121,7 @@ def for_timetable(sizes: dict[str, int], plan: Plan) -> dict[str, int]:
 
 
 def not_reached(real: Lowered, small: Lowered) -> tuple[str, ...]:
-    """What the small run does not cover: axes of one rank, and lines of the plan."""
+    """Axes of one rank and lines of the plan that the small run does not cover."""
     there = {op.place for op in small.ops}
     lines = dict.fromkeys(op.place for op in real.ops if op.place not in there)
     alone = {a.name for a in small.axes if a.size == 1}

@@ -11,6 +11,7 @@ from planc.lowering.lowered_file import LoweredFile
 from planc.model import cache
 from planc.model.facts import Facts
 from planc.model.load import load
+from planc.model.sources.isolation import random_numbers_kept
 from planc.ops.document import digest
 from planc.ops.lowered import Lowered
 from planc.plan.ir import Plan
@@ -77,6 +78,7 @@ class _Case:
         return self.small.compiled.plan
 
 
+@random_numbers_kept()
 def verify(
     model: str,
     plan: str,

@@ -25,6 +25,7 @@ from planc.ops.freeze import Freeze
 from planc.ops.lora import Adapt
 from planc.ops.lowered import Lowered
 from planc.ops.optimizer import Optimize
+from planc.ops.tensor_parallel import Parallelize
 from planc.runtime import gradients, preconditions
 from planc.runtime.calls import Values, function_of, resolve
 from planc.runtime.known_verdict import KnownVerdict, Required, accept, strongest
@@ -38,6 +39,10 @@ from planc.runtime.safeguards.weights import unequal, weight_sums
 from planc.runtime.sharded_tensors import SHARDED_BY
 
 _log = logging.getLogger("planc")
+_VIEW = r"FSDP2-wrapped module .* returned a view tensor"
+"""FSDP's warning of operations in place on what a unit returns: torch refuses these where it is the
+local part of a DTensor, and every rank would say it of the units of a tensor section.
+"""
 
 
 @no_group_after_an_error()
@@ -96,6 +101,8 @@ def apply_lowered(
             SHARDED_BY[model] = lowered.backend.part("runtime")
         watch(model, first)
         guard(applied)
+        if lowered.has(Parallelize):
+            warnings.filterwarnings("ignore", _VIEW, UserWarning)
         gradients.clear_unreduced(model, model)
     kept = {id(parameter) for parameter in model.parameters()}
     # only of those: `run.load` swaps tensors, which torch refuses where a weak reference is

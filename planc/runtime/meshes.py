@@ -17,6 +17,7 @@ from planc.ops.lowered import Lowered, Stage
 from planc.ops.uneven_groups import uneven_groups
 from planc.plan.mesh_axes import DATA, axes_of
 from planc.runtime.calls import Values
+from planc.runtime.standalone.collectives import all_gather
 
 
 def device_of(model: nn.Module, asked: str | None) -> str:
@@ -216,5 +217,5 @@ def rows_of(own: Tensor, mesh: DeviceMesh) -> list[list[int]]:
         own: [n], of one dtype and length on all ranks, on the device of the mesh.
     """
     every = own.new_empty(mesh.size() * own.numel())
-    distributed.all_gather_into_tensor(every, own, group=mesh.get_group())
+    all_gather(every, own, group=mesh.get_group())
     return every.view(mesh.size(), -1).tolist()  # type: ignore[no-any-return]

@@ -8,13 +8,14 @@ from typing import NamedTuple
 
 from planc.compiler import Compiled
 from planc.diagnostic import Sink
-from planc.model.facts import Child, Facts, Modules, Segment
+from planc.model.facts import Facts, Modules, Segment
 from planc.model.indices import Indices
 from planc.ops.base import Op
 from planc.ops.lowered import Lowered
 from planc.ops.registry import units_of
 from planc.ops.styles import style_name
 from planc.ops.tensor_parallel import Parallelize
+from planc.plan.unit_lists import parted
 from planc.provenance.answer import Reasons
 from planc.provenance.query import why
 
@@ -79,7 +80,7 @@ class _Tree:
         held = [i for i, modules in enumerate(self.held) if any(map(at.inside, modules))]
         stage = held[0] if len(held) == 1 else None
         known: dict[object, str] = {}
-        parts = [part for child in at.module.children for part in self._parts(at, child)]
+        parts = [p for child in at.module.children for p in parted(at, child, self.sets)]
         for part in sorted(parts, key=lambda part: _first(part.path[-1])):
             last = part.path[-1]
             row = self.row(part, str(last), stage)
@@ -104,17 +105,6 @@ class _Tree:
         if not self.tied:
             return len(at)
         return sum(f"{name}.{parameter}" not in self.tied for name in at.names())
-
-    def _parts(self, at: Modules, child: Child) -> Iterator[Modules]:
-        """The entries of a list, parted where an operation or a stage takes only some of them."""
-        key, depth = Modules((*at.path, child.segment), child.module).key, len(at.path)
-        parts = [child.indices] if child.indices is not None else []
-        for modules in self.sets:
-            taken = modules.path[depth] if len(modules.path) > depth else None
-            if isinstance(taken, Indices) and modules.key[: depth + 1] == key:
-                parts = [p for part in parts for p in (part & taken, part - taken) if p]
-        segments: tuple[Segment, ...] = tuple(parts) or (child.segment,)
-        yield from (Modules((*at.path, segment), child.module) for segment in segments)
 
     def _marks(self, name: str, stage: int | None) -> Iterator[ModuleMark]:
         if stage is not None and (pipeline := self.lowered.pipeline):

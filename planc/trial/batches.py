@@ -60,7 +60,7 @@ class Batches:
     gradients_alone: bool = False
 
     def to(self, device: str) -> Batches:
-        """The same batches on a device."""
+        """Copies the batches to a device."""
         steps = (
             tuple(
                 replace(one, inputs={n: v.to(device) for n, v in one.inputs.items()})
@@ -79,7 +79,7 @@ class Batches:
         return {COUNT: self.valid(step) / self.ranks} if self.counted else {}
 
     def weight(self, step: int) -> float:
-        """What a pass's loss is multiplied by: means of equally many tokens are averaged."""
+        """The factor of a pass's loss: means of equally many tokens are averaged."""
         return 1.0 if self.counted else 1 / len(self.steps[step])
 
 
@@ -166,7 +166,7 @@ def _padded(model: nn.Module, inputs: Inputs, ranks: int, *, uneven: bool) -> Tr
 
 
 def _document_part(op: Op, lowered: Lowered) -> int:
-    """What the length of a document must be divisible by."""
+    """The number by which the length of a document must be divisible."""
     if isinstance(op, ContextParallel) and op.balance == "per_document":
         return 2 * lowered.axis_size(op.axis)
     return 1
@@ -209,7 +209,7 @@ def _counts(model: nn.Module, inputs: Inputs) -> bool:
     try:
         for count in (1.0, 2.0):
             with torch.no_grad(), torch.random.fork_rng(devices=()):
-                torch.manual_seed(0)
+                torch.random.default_generator.manual_seed(0)
                 losses.append(float(model(**inputs, **{COUNT: count}).loss))
     except Exception:
         return False

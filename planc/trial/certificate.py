@@ -63,8 +63,8 @@ def key_of(lowered: str, config: Mapping[str, Any]) -> str:
 
 
 def identity(facts: Facts) -> dict[str, Any]:
-    """What a verdict depends on of a model: its configuration, its modules' classes and shapes, and
-    the functions that it runs, where its libraries did not ship them.
+    """The parts of a model that decide a verdict: its configuration, its modules' classes and
+    shapes, and the functions that it runs, where its libraries did not ship them.
 
     The same for a model that is read from `config.json` and for one that a script built from it.
     """

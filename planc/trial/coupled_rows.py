@@ -1,4 +1,4 @@
-"""What data ranks compute otherwise than one process does, since each has rows of its own.
+"""Finds what data ranks compute otherwise than one process, since each has rows of its own.
 
 Both are seen in one process: parameters that the rows of some ranks use and those of others do not,
 and modules whose output for a row depends on the other rows of the batch.

@@ -1,4 +1,4 @@
-"""What differs between the ranks of a simulation and a single process, module by module."""
+"""Compares the ranks of a simulation with a single process, module by module."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def _ratio(mine: torch.Tensor, wanted: torch.Tensor, floor: float) -> str:
 
 
 def _later(errors: list[Errors], norm: float) -> Iterator[Discrepancy]:
-    """What differs after the gradients: their norm, or parameters after two steps."""
+    """Yields what differs after the gradients: their norm, or parameters after two steps."""
     if norm > LIMIT:
         yield Discrepancy(kind="norm", subject="", error=norm)
         return

@@ -54,7 +54,7 @@ class SingleError(Exception):
 
 @dataclass(slots=True, kw_only=True)
 class RankResult:
-    """What one rank computed.
+    """The results of one rank.
 
     Args:
         data_rank, part_rank: the rows that it read, and the part of their tokens that it has.
@@ -99,7 +99,7 @@ class RankResult:
 
 @dataclass(slots=True, kw_only=True)
 class Reference:
-    """What the single process computed.
+    """The results of the single process.
 
     Args:
         passes: what each data rank's rows gave, by data rank.
@@ -206,14 +206,16 @@ def _as_one_step(reference: Reference, batches: Batches) -> None:
 
 def seed_rank(rank: int) -> None:
     """Seeds a rank before the plan is applied: otherwise than the others, as in a real run."""
-    torch.manual_seed(SEED + rank)
+    torch.random.default_generator.manual_seed(SEED + rank)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed(SEED + rank)
 
 
 def _other_batches(
     reference: Reference, used: UsedParameters, model: nn.Module, batches: Batches, scale: float
 ) -> None:
-    """What a model without random numbers computes with all rows in one batch, and with each alone,
-    where its code can see numbers; its gradients are put back.
+    """Runs a model without random numbers on all rows in one batch, and on each row alone where its
+    code can see numbers; its gradients are put back.
     """
     if reference.draws or batches.ranks == 1:
         return

@@ -62,7 +62,7 @@ def trained(
     device: str,
     traced: bool = False,
 ) -> tuple[program.RankResult, program.Reference, Batches]:
-    """What this rank and the single process computed, and of which batches.
+    """Trains this rank and the single process: their results, and the batches.
 
     Args:
         report: called with each phase: `single`, `apply`, `parallel`, `compare`.

@@ -56,7 +56,7 @@ _LOOKS = ("_local_scalar_dense", "nonzero")
 
 
 def _noise(func: Any, out: Any) -> torch.Tensor | None:
-    """What an operation drew: of a DTensor this rank's part."""
+    """The numbers that an operation drew: of a DTensor this rank's part."""
     if getattr(func, "overloadpacket", func).__name__ not in _NOISE:
         return None
     drawn = out[1] if isinstance(out, tuple) else out

@@ -26,7 +26,7 @@ class BatchPart:
     length: int
 
     def of(self, value: Tensor) -> Tensor:
-        """What the rank has of a tensor of the single process, `[rows, length, ...]`,
+        """The rank's part of a tensor of the single process, `[rows, length, ...]`,
         `[1, length, ...]`, `[rows * length, ...]`, `[length]` or, of positions in several dims,
         `[dims, rows, length]`; another one has no tokens, and stays whole.
         """
@@ -43,7 +43,7 @@ class BatchPart:
         return value
 
     def of_trace(self, trace: Trace) -> Trace:
-        """What the rank should see of the calls of the single process."""
+        """The calls of the single process, with the rank's part of each tensor."""
         calls = {}
         for name, call in trace.calls.items():
             inputs = {k: Seen(self.of(v.tensor)) for k, v in call.inputs.items()}

@@ -98,7 +98,7 @@ def _placed(spec: DTensorSpec) -> dict[str, Any]:
 
 
 def _on(meshes: Mapping[DeviceMesh, DeviceMesh], value: Any) -> Any:
-    """What was propagated, on the meshes of another rank."""
+    """A propagated value on the meshes of another rank."""
     match value:
         case OutputSharding():
             output, inputs = _on(meshes, [value.output_spec, value.redistribute_schema])

@@ -83,7 +83,7 @@ def _outcome(
 def _prepared(
     builder: ModelBuilder, lowered: Lowered, *, quick: bool, uneven: bool
 ) -> tuple[Runs, list[nn.Module]] | Outcome:
-    """What the single process computed, and a model for each rank; or why nothing can be run."""
+    """The results of the single process, and a model for each rank; or why nothing can be run."""
     try:
         data = batches(builder, lowered, 0, quick=quick, uneven=uneven)
         reference = program.train_single(alone(builder.build(0), lowered), data, lowered)

@@ -53,8 +53,8 @@ def _small_unit(op: FullyShard, lowered: Lowered, *, precision: bool) -> FullySh
 
 
 def with_random_adapters(lowered: Lowered, *, draws: bool = False) -> Lowered:
-    """The same operations with random adapters, without dropout unless asked, so that errors in
-    them show.
+    """A plan's operations with random adapters, without dropout unless asked, so that errors in
+    adapters show.
 
     lora_B is initialized with zeros, which makes the gradients of lora_A zero under any plan.
     """

@@ -52,8 +52,8 @@ def remember(
 
 
 def recall(lowered: Lowered, facts: Facts) -> KnownVerdict:
-    """What is known of a lowered plan for a model: what processes showed counts more than what
-    layout flow shows, except that a plan that one of them refutes is refuted.
+    """The verdict on a lowered plan for a model: real processes count more than layout flow, but a
+    plan that one of the two refutes is refuted.
     """
     proofs: tuple[Proof, ...] = get_args(Proof)
     never = _NEVER if facts.user_model is None else _NEVER_OF_THE_SCRIPT

@@ -23,7 +23,7 @@ from planc.runtime.preconditions import of_all_ranks
 from planc.trial.discrepancies import Runs, first_wrong_output
 from planc.trial.launcher import Job
 from planc.trial.numerics import device_for
-from planc.trial.program import SingleError
+from planc.trial.program import RankResult, SingleError
 from planc.trial.prove import Errors, prove, trained
 
 _MAKERS: dict[str, ModelBuilder] = {}
@@ -130,7 +130,13 @@ def _locate(
     result, reference, data = trained(
         builder, lowered, job.digest, seed, lambda _: None, device=device, traced=True
     )
-    runs = Runs(lowered=lowered, batches=data, reference=reference, results=of_all_ranks(result))
+    seen = RankResult(
+        data_rank=result.data_rank,
+        part_rank=result.part_rank,
+        parts=result.parts,
+        traces=result.traces,
+    )
+    runs = Runs(lowered=lowered, batches=data, reference=reference, results=of_all_ranks(seen))
     found = first_wrong_output(runs, job.limits["logits"])
     order = {n: i for i, n in enumerate(reference.passes[0].traces[0].finished)}
     if found is not None:  # or the module before it, that gives a part of a sum

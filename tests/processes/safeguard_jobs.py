@@ -277,7 +277,7 @@ def uneven(overrides, how, plan="llama"):
         with (
             logged() as lines,
             mock.patch.object(
-                distributed, "all_gather_into_tensor", wraps=distributed.all_gather_into_tensor
+                distributed, "all_gather_single", wraps=distributed.all_gather_single
             ) as gathers,
         ):
             for number in range(2):

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import jsonschema
 import pytest
+from helpers import STATED
 
 from planc.cli import main
 from planc.diagnostic import Sink
@@ -177,7 +178,7 @@ fsdp on dp_shard {
 
 
 def test_a_norm_that_no_rule_names_is_refuted(tmp_path, capsys):
-    plan = plan_of(tmp_path, 'plan dropped for qwen3\n\nextend "llama.plan"\n')
+    plan = plan_of(tmp_path, f'plan dropped for qwen3\n\nextend "{STATED / "llama.plan"}"\n')
     words = ["qwen3-8b", str(plan), "--set", "tp=2", "--world-size", "4"]
     assert main(["verify", *words]) == 1
     told = " ".join(capsys.readouterr().out.split())
@@ -225,7 +226,8 @@ fsdp on dp_shard {
 
 
 def test_a_plan_that_crashes_is_refuted_with_the_error_of_the_rank(tmp_path):
-    found, sink = proved("gemma-3-1b", "gemma3", settings=["tp=2"])  # one kv head, split
+    plan = STATED / "gemma3.plan"
+    found, sink = proved("gemma-3-1b", plan, settings=["tp=2"])  # one kv head, split
     assert found.verdict == "refuted"
     (finding,) = sink
     assert finding.code == "PL521"
@@ -314,6 +316,24 @@ class Filter(nn.Module):
 """
 
 
+BROKEN = """plan own for Filter
+
+mesh {
+    dp_shard = auto
+    tp = 2
+}
+
+tensor on tp {
+    blocks.*.up : colwise
+    blocks.*.down : rowwise(-> partial)
+}
+
+fsdp on dp_shard {
+    root : unit
+}
+"""
+
+
 def test_a_model_that_says_what_it_takes_is_drafted_and_verified(tmp_path, monkeypatch, capsys):
     (tmp_path / "own_filter.py").write_text(OWN)
     monkeypatch.syspath_prepend(tmp_path)
@@ -325,8 +345,7 @@ def test_a_model_that_says_what_it_takes_is_drafted_and_verified(tmp_path, monke
     words = ["--allow-code", "--world-size", "4", "--set", "tp=2"]
     assert main(["verify", model, plan, *words]) == 0
     assert "Verified on 4 processes" in capsys.readouterr().out
-    broken = Path(plan).read_text().replace("down : rowwise", "down : rowwise(-> partial)")
-    Path(plan).write_text(broken)
+    Path(plan).write_text(BROKEN)
     assert main(["verify", model, plan, *words]) == 1
     assert "Refuted" in capsys.readouterr().out
 

@@ -32,6 +32,7 @@ _FILES = (
     "rng.py",
     "loss.py",
     "expert_parallel.py",
+    "collectives.py",
     "context_exchange.py",
     "context_ring.py",
     "context_tokens.py",

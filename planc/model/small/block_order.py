@@ -1,25 +1,22 @@
-"""What a model's forward does before, in and after its blocks, seen in a run of a small model.
+"""What a model's forward does before, in and after its blocks, read off its recorded data flow.
 
 A pipeline cuts a model between two blocks of a list. Which modules belong to the first stage and
 which to the last one, what a block returns, and which values reach a block from earlier ones
-besides the hidden states is known to the model's own code alone, so the code is run. The answer is
-cached by the configuration and the library versions.
+besides the hidden states is known to the model's own code alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from dataclasses import dataclass
 
-from planc.model import cache
+from planc.model.dataflow import DataFlow, FlowCall
 from planc.model.facts import Facts, below, generic
-from planc.model.small.shrink import small_values
+from planc.model.layer_kinds import length
+from planc.model.small.flow import flow_of, flow_source
 
-if TYPE_CHECKING:
-    from torch import nn
-
-_FORMAT = 2
+_LAYERS = 2
+"""Of the small model: what is around its blocks is around those of the real one."""
 _OF_TOWERS = ("pixel_values", "input_features")
 """Inputs that a tower reads, which only the first stage has."""
 
@@ -29,16 +26,15 @@ class BlockOrder:
     """The order of a forward pass. Names of modules have `*` for indices.
 
     Args:
-        before, after: modules with parameters that run before the first block, after the last one.
+        after: modules with parameters that run after the last block.
         apart: those that run between two blocks, or before and after them.
         returned: the number of values in the tuple that a block returns; 0 for a plain tensor.
         crossing: arguments of blocks, besides hidden states, that modules with parameters computed.
         problem: why the list cannot be cut at all; empty if it can.
     """
 
-    before: tuple[str, ...] = ()
-    after: tuple[str, ...] = ()
-    apart: tuple[str, ...] = ()
+    after: frozenset[str] = frozenset()
+    apart: frozenset[str] = frozenset()
     returned: int = 0
     crossing: tuple[str, ...] = ()
     problem: str = ""
@@ -51,120 +47,55 @@ def block_order(facts: Facts, blocks: str) -> BlockOrder:
         facts: the model; if it has code, running it is allowed.
         blocks: the torch name of the list, such as `model.layers`.
     """
-    values: dict[str, Any] = {}
-    code = facts.code
-    if not facts.unconfigured:
-        made = small_values(facts, ranks=2)
-        if isinstance(made, str):
-            return BlockOrder(problem=made)
-        values = made.values
-    of_library = values and not code  # other code can change while its name stays the same
-    key = cache.entry_name(f"blocks {_FORMAT} {blocks}", config=values)
-    kept = cache.recall(key) if of_library else None
-    if isinstance(kept, dict):
-        fields: Any = {n: tuple(v) if isinstance(v, list) else v for n, v in kept.items()}
-        return BlockOrder(**fields)
-    from planc.model.small.user_model import builder_of
-
-    try:
-        found = _run(
-            builder_of(values, code, facts.user_model, given=facts.inputs_and_loss), blocks
-        )
-    except Exception as error:
-        return BlockOrder(problem=f"the small model does not run: {error}")
-    if of_library:
-        cache.keep(key, asdict(found))
-    return found
+    source = flow_source(facts, {}, _LAYERS)
+    flow = source if isinstance(source, str) else flow_of(source, facts)
+    if isinstance(source, str) or isinstance(flow, str):
+        return BlockOrder(problem=str(flow))
+    return _order(flow, blocks, length(source.facts.at(blocks)))
 
 
-def _run(builder: Any, blocks: str) -> BlockOrder:
-    import warnings
-
-    from planc.model.small.transformers_model import without_cache
-
-    model, inputs = builder.build(0), builder.sample()
-    without_cache(model)
-    seen = _Seen(model, blocks)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        model(**inputs)
-    found = seen.order()
-    if read := next((name for name in _OF_TOWERS if name in inputs), None):
+def _order(flow: DataFlow, blocks: str, count: int) -> BlockOrder:
+    """The order around a list of so many blocks."""
+    every = [c for c in flow.calls if c.name.rpartition(".")[0] == blocks]
+    returned = {_returned(call) for call in every}
+    problem = ""
+    if [call.name for call in every] != [f"{blocks}.{i}" for i in range(count)]:
+        problem = f"the model does not call the blocks of `{blocks}` once each, in order"
+    elif len(returned) != 1 or -1 in returned:
+        problem = f"the blocks of `{blocks}` return no tensor and no tuple of one size"
+    elif read := next((n for n, _ in flow.root.arguments if n in _OF_TOWERS), None):
         # the features take the places of tokens, which on a later stage are received already
-        reason = f"on every stage its code puts features of `{read}` among the hidden states"
-        return replace(found, problem=found.problem or reason)
-    return found
+        problem = f"on every stage its code puts features of `{read}` among the hidden states"
+    if problem:
+        return BlockOrder(problem=problem)
+    places = [flow.calls.index(every[i]) for i in (0, -1)]
+    first, between, last = (
+        {generic(call.name) for call in some if call.weights and not _inside(call, blocks)}
+        for some in (flow.calls[: places[0]], flow.calls[slice(*places)], flow.calls[places[1] :])
+    )
+    return BlockOrder(
+        after=frozenset(last - between - first),
+        apart=frozenset(between | first & last),
+        returned=returned.pop(),
+        crossing=tuple(dict.fromkeys(n for call in every[1:] for n in _crossing(call, flow))),
+    )
 
 
-class _Seen:
-    """Hooks on a model that note its calls."""
-
-    def __init__(self, model: nn.Module, blocks: str) -> None:
-        self.model, self.blocks = model, blocks
-        self.calls: list[str | int] = []
-        self.returned: set[int] = set()
-        self.crossing: dict[str, None] = {}
-        for i, block in enumerate(model.get_submodule(blocks).children()):
-            block.register_forward_pre_hook(self._entering(i), with_kwargs=True)
-            block.register_forward_hook(self._leaving)
-        for name, module in model.named_modules():
-            inside = name == blocks or below(name, blocks)
-            if not inside and any(True for _ in module.parameters(recurse=False)):
-                module.register_forward_pre_hook(self._called(name))
-
-    def _called(self, name: str) -> Any:
-        return lambda *_: self.calls.append(name)
-
-    def _entering(self, number: int) -> Any:
-        import inspect
-
-        from torch import Tensor
-        from torch.utils import _pytree
-
-        def hook(block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-            self.calls.append(number)
-            names = [*inspect.signature(block.forward).parameters]
-            given = {**dict(zip(names, args, strict=False)), **kwargs}
-            tensors = {
-                name: [t for t in _pytree.tree_leaves(value) if isinstance(t, Tensor)]
-                for name, value in given.items()
-            }
-            hidden = next((some[0] for some in tensors.values() if some), None)
-            for name, some in tensors.items():
-                if number and any(t.requires_grad and t is not hidden for t in some):
-                    self.crossing[name] = None
-
-        return hook
-
-    def _leaving(self, _block: nn.Module, _args: Any, output: Any) -> None:
-        from torch import Tensor
-
-        plain = isinstance(output, Tensor)
-        self.returned.add(0 if plain else len(output) if isinstance(output, tuple) else -1)
-
-    def order(self) -> BlockOrder:
-        numbers = [call for call in self.calls if isinstance(call, int)]
-        count = len([*self.model.get_submodule(self.blocks).children()])
-        problem = ""
-        if numbers != [*range(count)]:
-            problem = f"the model does not call the blocks of `{self.blocks}` once each, in order"
-        elif len(self.returned) != 1 or -1 in self.returned:
-            problem = f"the blocks of `{self.blocks}` return no tensor and no tuple of one size"
-        if problem:
-            return BlockOrder(problem=problem)
-        first, last = self.calls.index(0), self.calls.index(count - 1)
-        before = {c for c in self.calls[:first] if isinstance(c, str)}
-        between = {c for c in self.calls[first:last] if isinstance(c, str)}
-        after = {c for c in self.calls[last:] if isinstance(c, str)}
-        apart = between | before & after
-        return BlockOrder(
-            before=_sorted(before - apart),
-            after=_sorted(after - apart),
-            apart=_sorted(apart),
-            returned=self.returned.pop(),
-            crossing=tuple(self.crossing),
-        )
+def _inside(call: FlowCall, blocks: str) -> bool:
+    return call.name == blocks or below(call.name, blocks)
 
 
-def _sorted(names: set[str]) -> tuple[str, ...]:
-    return tuple(sorted(map(generic, names)))
+def _returned(call: FlowCall) -> int:
+    """The number of values in the tuple that a call returns; 0 for a tensor, -1 for others."""
+    if call.outputs and call.outputs[0][0] is None:
+        return 0
+    return -1 if call.structured else call.length or -1
+
+
+def _crossing(call: FlowCall, flow: DataFlow) -> Iterator[str]:
+    """The arguments of a block, besides the first tensor, that depend on weights."""
+    hidden = call.arguments[0][1] if call.arguments else None
+    for name, tensor in call.arguments:
+        if tensor in flow.live and tensor != hidden:
+            where = flow.lines[call.line].place
+            yield f"argument {int(name) + 1} at {where}" if name.isdecimal() else name

@@ -12,7 +12,7 @@ from planc.model.config import CLASS, config_of
 from planc.model.small.input_search import BatchShape, InputChoice
 from planc.model.small.output_loss import causal_output
 from planc.model.small.sample_inputs import Inputs
-from planc.model.small.transformers_model import spread_weights
+from planc.model.small.transformers_model import seed_cpu, spread_weights
 from planc.model.sources.diffusers import build, class_of, quiet
 from planc.model.sources.isolation import isolated
 
@@ -196,7 +196,7 @@ class DiffusersBuilder:
 
     def build(self, seed: int) -> nn.Module:
         """The model on the CPU in float32, in training mode, without dropout."""
-        torch.manual_seed(seed)
+        seed_cpu(seed)
         with quiet(), isolated():
             made: nn.Module = build(self._kind, self._values)
         spread_weights(made, seed + 1)

@@ -23,6 +23,7 @@ from planc.model.small.input_search import BatchShape
 from planc.model.small.stack_frames import of_a_model
 from planc.model.small.transformers_model import without_cache
 from planc.model.small.user_model import ModelBuilder
+from planc.model.sources.isolation import random_numbers_kept
 
 _SHAPES = (
     BatchShape(rows=3, length=13),
@@ -35,6 +36,7 @@ _LONGEST = 100
 _MOST_INPUTS = 40
 
 
+@random_numbers_kept()
 def record(builder: ModelBuilder) -> DataFlow:
     """The flow of a model; with padding where it takes a mask, since without it some show no
     product with the mask; without labels, unless the forward needs them. Raises what the model
@@ -336,7 +338,7 @@ def _swapped(one: torch.Tensor, other: torch.Tensor, value: Any) -> Any:
 
 def _varying(tensor: torch.Tensor) -> Iterator[int]:
     for dim in range(tensor.dim()):
-        first = tensor.narrow(dim, 0, 1)
+        first = tensor.narrow(dim, 0, min(1, tensor.shape[dim]))  # a dim may be empty
         if not torch.isclose(tensor, first.expand_as(tensor), equal_nan=True).all():
             yield dim
 

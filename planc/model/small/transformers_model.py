@@ -27,6 +27,11 @@ from planc.model.sources.isolation import isolated
 _SPREAD = 0.05
 
 
+def seed_cpu(seed: int) -> None:
+    """Seeds the CPU's random numbers alone; `torch.manual_seed` reaches a GPU of the script too."""
+    torch.random.default_generator.manual_seed(seed)
+
+
 def spread_weights(model: nn.Module, seed: int) -> None:
     """Adds noise to every weight: a norm's weight of 1 or a bias of 0 would hide a wrong split."""
     generator = torch.Generator().manual_seed(seed)
@@ -67,7 +72,7 @@ class TransformersBuilder:
         """The model on the CPU in float32, training, with eager attention or the script's own, by
         the seed alone.
         """
-        torch.manual_seed(seed)
+        seed_cpu(seed)
         with quiet(), isolated():
             # a copy: a plan changes the configuration of its model
             config = copy.deepcopy(self._part)

@@ -21,7 +21,7 @@ from planc.model.small.given_inputs import given_inputs, seen_inputs
 from planc.model.small.input_search import BatchShape, InputChoice
 from planc.model.small.output_loss import causal_output
 from planc.model.small.shrink import UNSHRUNK
-from planc.model.small.transformers_model import TransformersBuilder, spread_weights
+from planc.model.small.transformers_model import TransformersBuilder, seed_cpu, spread_weights
 from planc.model.sources.huggingface import user_factory
 
 
@@ -211,7 +211,7 @@ class UserModelBuilder:
 
     def build(self, seed: int) -> nn.Module:
         """The model on the CPU in float32, in training mode, without dropout unless it is kept."""
-        torch.manual_seed(seed)
+        seed_cpu(seed)
         made = self._make()
         spread_weights(made, seed + 1)
         for module in () if self._dropout else made.modules():

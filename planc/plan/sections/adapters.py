@@ -18,12 +18,8 @@ _QUANT = ("quant", "storage", "compute", "double", "block")
 _DTYPES = {word: name for word, name in DTYPES.items() if name != "float64"}
 
 
-Lora = tuple[Adapt, Quantize | None]
-"""The operations of an adapter, without their modules."""
-
-
-def lora(call: ast.Call, origin: Span, scope: Scope) -> Lora | None:
-    """The arguments of `lora(...)` or `qlora(...)`, or None after PL012 or PL181."""
+def lora(call: ast.Call, origin: Span, scope: Scope) -> AdapterRule | None:
+    """`lora(...)` or `qlora(...)` on the whole model, or None after PL012 or PL181."""
     four = call.name == "qlora"
     arguments = Arguments(call, scope, (*_ARGUMENTS, *_QUANT) if four else _ARGUMENTS)
     places = {a.name: a.value.origin for a in call.arguments}
@@ -61,7 +57,7 @@ def lora(call: ast.Call, origin: Span, scope: Scope) -> Lora | None:
         init=init,
         origin=origin,
     )
-    return op, quant
+    return AdapterRule(modules=scope.facts.model, adapt=op, quantize=quant, origin=origin)
 
 
 def _quantize(arguments: Arguments, origin: Span) -> Quantize:
@@ -97,21 +93,16 @@ def adapters(program: Program) -> Adapters | None:
             settings.add(item, lambda item: _value(item, scope))
         return item.name in _SETTINGS
 
-    def read(rule: ast.Rule) -> tuple[Lora | None] | None:
+    def read(rule: ast.Rule) -> tuple[AdapterRule | None] | None:
         if rule.action.name == "none":
             return (None,) if Arguments(rule.action, scope).done() else None
         found = lora(rule.action, rule.origin, scope)
         return None if found is None else (found,)
 
     claims = claimed(program, "adapters", ACTIONS, "adapter", read, setting=setting)
-    rules = tuple(
-        AdapterRule(modules=c.modules, adapt=c.value[0], quantize=c.value[1], origin=c.origin)
-        for c in claims.claims
-        if c.value is not None
-    )
     own = settings.lines.get("units")
     return Adapters(
-        rules=rules,
+        rules=claims.rules(),
         own=settings.values.get("units") or False,
         seed=settings.values.get("seed") or 0,
         units_origin=own.origin if own else None,

@@ -1,10 +1,10 @@
 """Units that are found by parameter count or dtype. The result is a list of explicit units."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from planc.model.facts import Facts, Modules, Parameter
-from planc.model.indices import Indices
+from planc.plan.unit_lists import parted
 
 
 def by_size(
@@ -63,21 +63,9 @@ def by_dtype(
         yield from by_dtype(child, dtype, taken, kept)
 
 
-def _children(modules: Modules, taken: Iterable[Modules]) -> Iterator[Modules]:
+def _children(modules: Modules, taken: Sequence[Modules]) -> Iterator[Modules]:
     """The child modules; entries of a list are separate where a set distinguishes them."""
-    at = len(modules.path)
-    for child in modules.module.children:
-        inside = Modules((*modules.path, child.segment), child.module)
-        if child.indices is None:
-            yield inside
-            continue
-        parts = [child.indices]
-        for other in taken:
-            if other.key[: at + 1] == inside.key:
-                cut = other.path[at]
-                assert isinstance(cut, Indices)
-                parts = [p for part in parts for p in (part & cut, part - cut) if p]
-        yield from (Modules((*modules.path, part), child.module) for part in parts)
+    return (part for child in modules.module.children for part in parted(modules, child, taken))
 
 
 def _parts_tie(facts: Facts, modules: Modules) -> bool:

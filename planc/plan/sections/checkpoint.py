@@ -24,7 +24,7 @@ def checkpoint(program: Program) -> tuple[Checkpoint, ...]:
         found = _checkpoint(rule.action, program.scope)
         return None if found is None else (found,)
 
-    return claimed(program, "checkpoint", _WAYS, "way to checkpoint", read).ops()
+    return claimed(program, "checkpoint", _WAYS, "way to checkpoint", read).rules()
 
 
 def compile_rules(program: Program) -> tuple[Compile, ...]:
@@ -39,7 +39,7 @@ def compile_rules(program: Program) -> tuple[Compile, ...]:
         op = Compile(modules=program.facts.model, fullgraph=fullgraph, async_tp=wide)
         return (op,) if arguments.done() else None
 
-    return claimed(program, "compile", ("block",), "way to compile", read).ops()
+    return claimed(program, "compile", ("block",), "way to compile", read).rules()
 
 
 # Actions -----------------------------------------------------------------------------------------

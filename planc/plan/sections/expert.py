@@ -14,7 +14,7 @@ _WAYS = (ALL_TO_ALL, ALL_REDUCE)
 
 def expert(program: Program) -> tuple[ExpertRule, ...]:
     """The rules of the expert sections, in the plan's order."""
-    claims: Claims[str] = Claims(program.sink)
+    claims: Claims[ExpertRule | None] = Claims(program.sink)
     for section in program.named("expert"):
         if len(section.axes) != 1 or section.replicate:
             message = "an expert section works over the ranks that divide experts"
@@ -23,10 +23,9 @@ def expert(program: Program) -> tuple[ExpertRule, ...]:
         for rule, placed in rules_of(section, ("dispatch",), "expert action", program):
             found, way = modules_of(rule, placed, program.scope), _way(rule.action, program)
             if way is not None:
-                claims.add(found, "dispatch", way, rule.origin, override=rule.override)
-    return tuple(
-        ExpertRule(modules=c.modules, dispatch=c.value, origin=c.origin) for c in claims.claims
-    )
+                made = ExpertRule(modules=program.facts.model, dispatch=way, origin=rule.origin)
+                claims.add(found, "dispatch", made, rule.origin, override=rule.override)
+    return claims.rules()
 
 
 def _way(call: ast.Call, program: Program) -> str | None:

@@ -31,8 +31,8 @@ class _Section:
 
     program: Program
     claims: Claims[fsdp_units.UnitTerms]
-    ignored: Claims[bool]
-    spreads: Claims[fsdp_units.SpreadTerms]
+    ignored: Claims[Ignored | None]
+    spreads: Claims[SpreadRule | None]
     settings: Settings
     found: list[Placed] = field(default_factory=list)
 
@@ -67,14 +67,11 @@ def fsdp(program: Program) -> Fsdp | None:
         replicate=replicate,
         precision=values.get("precision"),
         units=tuple(fsdp_units.units(state.claims)),
-        ignored=tuple(Ignored(modules=c.modules, origin=c.origin) for c in state.ignored.claims),
+        ignored=state.ignored.rules(),
         prefetch=values.get("prefetch"),
         offload=values.get("offload"),
         divide=values.get("divide"),
-        spreads=tuple(
-            SpreadRule(modules=c.modules, shard=c.value[0], shard_dim=c.value[1], origin=c.origin)
-            for c in state.spreads.claims
-        ),
+        spreads=state.spreads.rules(),
         experts=program.mesh.experts if program.mesh else None,
         backend=_backend(state, first.name),
         origin=first.origin.source.span(first.origin.start, first.name_origin.end),
@@ -150,7 +147,8 @@ def _item(placed: Placed, section: str, state: _Section) -> None:
             fsdp_units.rule(item, placed, state.claims, scope)
         case ast.Ignore():
             found = select(item.target, placed.bases, scope, optional=item.optional)
-            state.ignored.add(found, "ignoring", True, item.origin, override=False)
+            rule = Ignored(modules=scope.facts.model, origin=item.origin)
+            state.ignored.add(found, "ignoring", rule, item.origin, override=False)
         case ast.Directive(call=ast.Call(name=name)) if name in _POLICIES:
             state.settings.add(item, lambda item: _POLICIES[name](item, scope))
         case ast.Setting(name="divide"):

@@ -11,7 +11,7 @@ from planc.model.facts import Modules
 from planc.model.indices import Indices
 from planc.ops.base import AxisRole
 from planc.plan.call_arguments import Arguments, unknown
-from planc.plan.ir import Precision, Unit
+from planc.plan.ir import Precision, SpreadRule, Unit
 from planc.plan.local_shapes import AUTO
 from planc.plan.mesh_axes import expanded
 from planc.plan.rule_conflicts import Claims, Placed
@@ -25,10 +25,6 @@ from planc.syntax import ast
 _RESHARD = {"always": True, "never": False, "except_last": "except_last"}
 FOUND = ("auto", "dtype")
 _KNOWN = ("reshard", "precision(...)", "on", "shard_dim")
-
-
-SpreadTerms = tuple[tuple[str, ...] | None, int]
-"""(axes, dim) of `spread(...)`."""
 
 
 class UnitTerms(NamedTuple):
@@ -111,7 +107,7 @@ def _dim(arguments: Arguments) -> int:
     return arguments.word("shard_dim", {"auto": AUTO}, 0, least=0)  # type: ignore[no-any-return]
 
 
-def spread(item: ast.Rule, placed: Placed, claims: Claims[SpreadTerms], scope: Scope) -> None:
+def spread(item: ast.Rule, placed: Placed, claims: Claims[SpreadRule | None], scope: Scope) -> None:
     """Adds `SELECTOR : spread(on = ..., shard_dim = ...)`, which places parameters inside units."""
     arguments = Arguments(item.action, scope, ("on", "shard_dim"))
     shard, dim = _axes(arguments), _dim(arguments)
@@ -122,7 +118,8 @@ def spread(item: ast.Rule, placed: Placed, claims: Claims[SpreadTerms], scope: S
         arguments.wrong(item.action, "`spread` names neither axes nor a dim", hint)
     if arguments.done() and isinstance(item.target, ast.Selector):
         found = select(item.target, placed.bases, scope, optional=item.optional)
-        claims.add(found, "spreading", (shard, dim), item.origin, override=item.override)
+        rule = SpreadRule(modules=scope.facts.model, shard=shard, shard_dim=dim, origin=item.origin)
+        claims.add(found, "spreading", rule, item.origin, override=item.override)
 
 
 def _precision(arguments: Arguments) -> Precision | None:

@@ -17,7 +17,7 @@ _TERMS = ("chunks", "scale", "softcap", "label_smoothing", "z_loss")
 
 def loss(program: Program) -> tuple[LossRule, ...]:
     """The rules of the loss sections, in the plan's order."""
-    claims: Claims[tuple[ChunkLoss, str | None]] = Claims(program.sink)
+    claims: Claims[LossRule | None] = Claims(program.sink)
     for section in program.named("loss"):
         # the axis that shards the vocabulary; a section without one needs none
         axes = (*section.axes, *section.replicate)
@@ -29,11 +29,9 @@ def loss(program: Program) -> tuple[LossRule, ...]:
         for rule, placed in rules_of(section, (_ACTION,), "loss", program):
             found, op = modules_of(rule, placed, program.scope), _op(rule.action, program)
             if op is not None:
-                claims.add(found, "loss", (op, axis), rule.origin, override=rule.override)
-    return tuple(
-        LossRule(modules=c.modules, op=c.value[0], axis=c.value[1], origin=c.origin)
-        for c in claims.claims
-    )
+                made = LossRule(modules=op.modules, op=op, axis=axis, origin=rule.origin)
+                claims.add(found, "loss", made, rule.origin, override=rule.override)
+    return claims.rules()
 
 
 def _op(call: ast.Call, program: Program) -> ChunkLoss | None:

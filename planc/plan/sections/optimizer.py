@@ -1,6 +1,6 @@
 """The optimizer section -> how the parameters inside modules are stepped."""
 
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any
 
 from planc.ops.optimizer import AdamW, Muon, Optimize, Sgd
@@ -26,7 +26,7 @@ def optimizer(program: Program) -> tuple[OptimizerRule, ...]:
     A rule applies to all parameters inside its modules without a rule of their own; `muon` to the
     matrices among them.
     """
-    claims: Claims[OptimizerRule] = Claims(program.sink)
+    claims: Claims[OptimizerRule | None] = Claims(program.sink)
     for section in program.named("optimizer"):
         no_axes(section, program)
         for rule, placed in rules_of(section, tuple(_ALGORITHMS), "algorithm", program):
@@ -37,8 +37,7 @@ def optimizer(program: Program) -> tuple[OptimizerRule, ...]:
             read = _rule(rule.action, program)
             if read is not None:
                 claims.add(found, "optimizer", read, rule.origin, override=rule.override)
-    made = (replace(c.value, modules=c.modules, origin=c.origin) for c in claims.claims)
-    return tuple(sorted(made, key=lambda rule: len(rule.modules.path)))
+    return tuple(sorted(claims.rules(), key=lambda rule: len(rule.modules.path)))
 
 
 def _rule(call: ast.Call, program: Program) -> OptimizerRule | None:

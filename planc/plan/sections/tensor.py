@@ -38,7 +38,7 @@ _ASPECTS = ("input", "output", "attributes")
 
 
 def aspect(style: str) -> str:
-    """What of a module a style decides: a module can have one of each for an axis."""
+    """The part of a module that a style decides: a module can have one style a part for an axis."""
     return style if style in _ASPECTS else "style"
 
 
@@ -48,7 +48,7 @@ _SEQUENCE = {"auto": None, "true": True, "false": False}
 def tensor(program: Program) -> tuple[tuple[TensorRule, ...], tuple[SequenceSetting, ...]]:
     """The rules of the tensor sections, in the plan's order, and their settings."""
     scope = program.scope
-    claims: dict[str, Claims[tuple[Style, bool]]] = {}
+    claims: dict[str, Claims[TensorRule | None]] = {}
     settings: dict[str, Settings] = {}
     known, used = (*STYLES, *program.styles), set[str]()
     for section in program.named("tensor"):
@@ -68,16 +68,12 @@ def tensor(program: Program) -> tuple[tuple[TensorRule, ...], tuple[SequenceSett
             found = modules_of(rule, placed, scope)
             if axis and found:
                 held = claims.setdefault(axis, Claims(program.sink))
-                _claim(rule, found, held, program)
+                _claim(rule, found, axis, held, program)
     for unused in program.styles.keys() - used:
         origin = program.styles[unused].name_origin
         hint = "use it or remove it"
         program.sink.warning("PL104", f"style `{unused}` is never used", origin, help=hint)
-    rules = (
-        TensorRule(modules=c.modules, axis=axis, style=c.value[0], open=c.value[1], origin=c.origin)
-        for axis, held in claims.items()
-        for c in held.claims
-    )
+    rules = (rule for held in claims.values() for rule in held.rules())
     return tuple(rules), tuple(s.values["sequence"] for s in settings.values())
 
 
@@ -116,7 +112,8 @@ def _elsewhere(call: ast.Call) -> str | None:
 def _claim(
     rule: ast.Rule,
     found: tuple[Modules, ...],
-    claims: Claims[tuple[Style, bool]],
+    axis: str,
+    claims: Claims[TensorRule | None],
     program: Program,
 ) -> None:
     """Claims modules by kind: a bare rowwise on an embedding takes replicated token ids."""
@@ -134,7 +131,14 @@ def _claim(
         if style is None:
             return
         override = rule.override and i == 0
-        value = (style, _open(style, rule.action))
+        value = TensorRule(
+            modules=group[0],
+            axis=axis,
+            style=style,
+            written=rule.action.origin,
+            open=_open(style, rule.action),
+            origin=rule.origin,
+        )
         claims.add(group, aspect(rule.action.name), value, rule.origin, override=override)
 
 

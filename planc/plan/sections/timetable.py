@@ -19,7 +19,7 @@ Action = tuple[int, str, int]
 
 
 class TimetableError(Exception):
-    """What is wrong with a timetable."""
+    """A mistake in a timetable."""
 
 
 def timetable(

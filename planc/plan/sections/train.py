@@ -21,4 +21,4 @@ def train(program: Program) -> tuple[Freeze, ...]:
         return (op,) if Arguments(rule.action, program.scope).done() else None
 
     claims = claimed(program, "train", tuple(_STATES), "state", read, aspect="training")
-    return tuple(sorted(claims.ops(), key=lambda t: len(t.modules.path)))
+    return tuple(sorted(claims.rules(), key=lambda t: len(t.modules.path)))

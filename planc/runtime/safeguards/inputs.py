@@ -30,6 +30,7 @@ from planc.runtime.preconditions import stop, warning
 from planc.runtime.safeguards.checksums import difference, plain, tensor_sum, text_sum
 from planc.runtime.safeguards.weights import SameWeights
 from planc.runtime.script_line import script_line
+from planc.runtime.standalone.collectives import all_gather
 from planc.runtime.standalone.context import CONTEXT
 
 _ARGUMENTS = 32
@@ -108,7 +109,7 @@ class SameRows:
 def _sent(own: Tensor, mesh: DeviceMesh) -> Callable[[], Rows]:
     """Sends a row to all ranks of a mesh; what it returns waits for theirs, not for the device."""
     every = own.new_empty(mesh.size() * own.numel())
-    work = distributed.all_gather_into_tensor(every, own, group=mesh.get_group(), async_op=True)
+    work = all_gather(every, own, group=mesh.get_group(), async_op=True)
     wait, copy = work.wait, every
     if every.device.type != "cpu":
         work.wait()  # the stream does

@@ -1,8 +1,7 @@
 """Buffers that no checkpoint has, such as rotary frequencies, of a model on meta.
 
 On the meta device they have no values, and no file has them. Their module can compute
-them; the result is used only if it does not depend on previous values. Emitted scripts
-inline these definitions without their types.
+them; the result is used only if it does not depend on previous values.
 """
 
 import contextlib

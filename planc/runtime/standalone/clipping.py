@@ -1,7 +1,4 @@
-"""Clips gradients by the norm of the full model, over every mesh and all stages.
-
-Emitted scripts of pipelines inline these definitions without their types.
-"""
+"""Clips gradients by the norm of the full model, over every mesh and all stages."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Configuration fields that training needs changed.
-
-Emitted scripts inline these definitions without their types.
-"""
+"""Configuration fields that training needs changed."""
 
 from typing import Any
 

@@ -4,8 +4,6 @@ Attention is the only part of a model that must see other tokens, so only it
 communicates: a function registered with transformers' attention interface gathers keys
 and values (or exchanges heads for tokens), then calls the function that the model would
 have called. Masks come from transformers' mask interface, over the tokens of all ranks.
-
-Emitted scripts inline these definitions without their types.
 """
 
 import copy

@@ -1,12 +1,11 @@
-"""Collectives of context parallelism and of experts, with their gradients.
-
-Emitted scripts inline these definitions without their types.
-"""
+"""Collectives of context parallelism and of experts, with their gradients."""
 
 from typing import Any
 
 import torch
 from torch import Tensor, distributed
+
+from planc.runtime.standalone.collectives import all_gather, reduce_scatter
 
 Sizes = list[int]
 
@@ -18,7 +17,7 @@ class GatherSequence(torch.autograd.Function):  # type: ignore[misc]
     def forward(ctx: Any, part: Tensor, group: Any) -> Tensor:
         ctx.group, size = group, group.size()
         every = part.new_empty((size * len(part), *part.shape[1:]))
-        distributed.all_gather_into_tensor(every, part.contiguous(), group=group)
+        all_gather(every, part.contiguous(), group=group)
         return every.unflatten(0, (size, len(part))).movedim(0, 2).flatten(2, 3)
 
     @staticmethod
@@ -26,7 +25,7 @@ class GatherSequence(torch.autograd.Function):  # type: ignore[misc]
         size = ctx.group.size()
         every = grad.unflatten(2, (size, -1)).movedim(2, 0).flatten(0, 1).contiguous()
         part = every.new_empty((len(every) // size, *every.shape[1:]))
-        distributed.reduce_scatter_tensor(part, every, group=ctx.group)
+        reduce_scatter(part, every, group=ctx.group)
         return part, None
 
 

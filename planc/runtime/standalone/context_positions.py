@@ -1,7 +1,4 @@
-"""Where the tokens of a part are in their sequences, for code that counts them itself.
-
-Emitted scripts inline these definitions without their types.
-"""
+"""Where the tokens of a part are in their sequences, for code that counts them."""
 
 import functools
 import inspect

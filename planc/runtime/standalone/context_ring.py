@@ -3,8 +3,6 @@
 A rank has its own keys and values and those of one other rank at a time. Pairs of
 queries and keys are computed in tiles: what tiles find is merged by the largest score
 and the sum of a softmax over all keys, and the backward pass computes the scores again.
-
-Emitted scripts inline these definitions without their types.
 """
 
 import functools

@@ -1,14 +1,13 @@
-"""Which tokens of a batch a context rank has, and what masks need of all tokens.
-
-Emitted scripts inline these definitions without their types.
-"""
+"""Which tokens of a batch a context rank has, and what masks need of all tokens."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor
 from torch.nn.functional import pad
+
+from planc.runtime.standalone.collectives import all_gather
 
 TOKENWISE = (
     "input_ids",
@@ -174,7 +173,7 @@ class KeyTokens:
         facts = [positions] if mask is None else [positions, mask]
         mine = torch.stack([fact.long() for fact in facts], 1).contiguous()
         every = mine.new_empty((ranks * rows, *mine.shape[1:]))
-        distributed.all_gather_into_tensor(every, mine, group=group)
+        all_gather(every, mine, group=group)
         # [rows, facts, ranks, length of a part]
         every = every.unflatten(0, (ranks, rows)).movedim(0, 2)
         self.positions = every[:, 0].flatten(1)

@@ -2,8 +2,7 @@
 
 torch writes and reads a DTensor as one block at the offset that its placement gives. A
 shard with several ranges of the full tensor, or with a wrong offset in torch, is passed
-as blocks with offsets: no rank ever holds the full tensor. Emitted scripts inline these
-definitions without types.
+as blocks with offsets: no rank ever holds the full tensor.
 """
 
 # mypy: allow-subclassing-any

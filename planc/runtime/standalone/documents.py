@@ -4,8 +4,7 @@ Attention tells the documents of a row apart where positions begin again. A stat
 goes from token to token, or a convolution, does so only in a kernel that is told where
 documents begin. Here the functions that hand such states on run on each document alone:
 documents become rows of their own, and their outputs go back to their places. So each
-gets what it gets by itself, whatever the function computes. Emitted scripts inline
-these definitions without their types.
+gets what it gets by itself, whatever the function computes.
 """
 
 import functools

@@ -1,7 +1,4 @@
-"""Experts on ranks of their own: the mesh of these ranks, and the exchange of tokens.
-
-Emitted scripts inline these definitions without their types.
-"""
+"""Experts on ranks of their own: the mesh of these ranks, the exchange of tokens."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -13,6 +10,7 @@ from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
+from planc.runtime.standalone.collectives import all_gather
 from planc.runtime.standalone.context_exchange import Exchange
 from planc.runtime.standalone.tensor_styles import distribute, rank_part, with_views
 
@@ -92,7 +90,7 @@ def all_rows(part: Tensor, count: int, group: Any) -> Tensor:
     mine = part.new_zeros((each, *part.shape[1:]))
     mine[: len(part)] = part
     every = part.new_empty((each * group.size(), *part.shape[1:]))
-    distributed.all_gather_into_tensor(every, mine, group=group)
+    all_gather(every, mine, group=group)
     return every[:count]
 
 
@@ -273,7 +271,7 @@ def batches_by_all_to_all(own: LocalExperts, tokens: Tensor) -> Tensor:
     ranks = group.size()
     counts = torch.empty(ranks, dtype=torch.int64, device=tokens.device)
     mine = torch.full((1,), count, dtype=torch.int64, device=tokens.device)
-    distributed.all_gather_into_tensor(counts, mine, group=group)
+    all_gather(counts, mine, group=group)
     sent, received = [count] * ranks, counts.tolist()
     rows = tokens.reshape(count, ranks, local * hidden).transpose(0, 1).flatten(0, 1)
     rows = Exchange.apply(rows, sent, received, group).view(-1, local, hidden)

@@ -1,7 +1,4 @@
-"""How FSDP shards parameters, and settings of its units.
-
-Emitted scripts inline these definitions without their types.
-"""
+"""How FSDP shards parameters, and settings of its units."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any

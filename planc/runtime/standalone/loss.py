@@ -1,17 +1,16 @@
-"""The cross entropy of a causal language model, computed in chunks inside its head.
-
-Emitted scripts inline these definitions without their types.
-"""
+"""The cross entropy of a causal language model, computed in chunks inside its head."""
 
 import inspect
 from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn.functional import linear, pad
+
+from planc.runtime.standalone.collectives import all_gather
 
 IGNORED = -100
 """The label of a token that does not count."""
@@ -85,7 +84,7 @@ class HeadPart:
         every = own.new_empty(
             (ranks * len(own), *own.shape[1:])
         )  # gloo takes no more dims
-        distributed.all_gather_into_tensor(every, own, group=self.mesh.get_group())
+        all_gather(every, own, group=self.mesh.get_group())
         return every.unflatten(0, (ranks, len(own)))
 
 

@@ -1,11 +1,9 @@
 """The optimizer that a plan describes: AdamW, SGD, and Muon computed by owners.
 
 Muon orthogonalizes whole matrices, and ranks hold shards of them. Each matrix has an
-owner, one of the ranks that hold a piece of it: one all-to-all brings the pieces of
-all matrices to their owners, another one brings the orthogonalized updates back.
-Momentum, weight decay and parameters stay sharded.
-
-Emitted scripts inline these definitions without their types.
+owner, one of the ranks that hold a piece of it: one all-to-all brings the pieces of all
+matrices to their owners, another one brings the orthogonalized updates back. Momentum,
+weight decay and parameters stay sharded.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 FSDP leaves units with `reshard_after_forward=False` unsharded until a backward pass. If
 none follows, the parameters that modules list are copies: what a script does to them is
-lost, and gradients of the shards are not among theirs. Emitted scripts inline these
-definitions without their types.
+lost, and gradients of the shards are not among theirs.
 """
 
 from collections.abc import Iterator

@@ -2,7 +2,7 @@
 
 A stage tells the next one the shape of what it sends, once for each shape of a batch:
 nothing is inferred in a pass of its own, and batches may have other lengths than the
-one before. Emitted scripts inline these definitions without their types.
+one before.
 """
 
 import json

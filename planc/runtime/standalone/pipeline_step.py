@@ -1,7 +1,4 @@
-"""A step through a pipeline: microbatches, reductions once, tied parameters summed.
-
-Emitted scripts inline these definitions without their types.
-"""
+"""A step through a pipeline: microbatches, reductions once, tied parameters summed."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext

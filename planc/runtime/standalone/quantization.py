@@ -1,7 +1,4 @@
-"""Linear layers with frozen 4-bit weights, under tensor parallelism and FSDP.
-
-Emitted scripts inline these definitions without their types.
-"""
+"""Linear layers with frozen 4-bit weights, under tensor parallelism and FSDP."""
 
 # mypy: allow-subclassing-any
 

@@ -1,7 +1,4 @@
-"""Random number generators that are equal on the ranks of an axis, or differ by rank.
-
-Emitted scripts inline these definitions without their types.
-"""
+"""Random number generators that are equal along an axis, or differ by rank."""
 
 import hashlib
 from typing import Any

@@ -1,7 +1,4 @@
-"""Folders of safetensors: the tensors in each file, and slices of them.
-
-Emitted scripts inline these definitions without their types.
-"""
+"""Folders of safetensors: the tensors in each file, and slices of them."""
 
 import json
 from collections.abc import Iterator, Sequence

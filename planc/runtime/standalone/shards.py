@@ -1,9 +1,4 @@
-"""The slices of a tensor that a rank holds, and the full tensor from all ranks' slices.
-
-Emitted scripts inline these definitions without their types: the only imports are torch
-and the standard library, and code lines are laid out so that every formatter leaves
-them as they are.
-"""
+"""The slices of a tensor that a rank holds, and the full tensor from all slices."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import product

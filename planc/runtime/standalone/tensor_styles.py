@@ -1,7 +1,4 @@
-"""Tensor-parallel styles that torch lacks, as subclasses of torch's `ParallelStyle`.
-
-Emitted scripts inline these definitions without their types.
-"""
+"""Tensor-parallel styles that torch lacks, as subclasses of torch's `ParallelStyle`."""
 
 # mypy: allow-subclassing-any
 
