@@ -2,10 +2,14 @@
 what is not split, or draws random numbers, is told with the line of the code that is the reason.
 """
 
+import json
 from functools import partial
+from shutil import copy
 
+import drafted_models
 import pytest
 from helpers import sampled
+from transformers import SwinConfig
 
 from planc.cli import main
 from planc.compiler import compile_plan
@@ -172,9 +176,29 @@ def test_an_input_that_does_not_come_is_said_at_its_line(written, what, tmp_path
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*SPLIT, *DRAWS])
-def test_a_draft_is_verified_on_four_processes(name, tmp_path, capsys):
+def test_a_draft_is_verified_on_four_processes(name, tmp_path, monkeypatch, capsys):
+    copy(drafted_models.__file__, tmp_path)
+    monkeypatch.chdir(tmp_path)  # where the processes import it from
     model, plan = f"drafted_models:{name}", str(tmp_path / "own.plan")
     assert main(["init", model, "--allow-code", "-o", plan]) == 0
     words = ["--allow-code", "--world-size", "4", "--set", "tp=2"]
     assert main(["verify", model, plan, *words]) == 0
     assert "Verified on 4 processes" in capsys.readouterr().out
+
+
+def test_stages_of_other_widths_and_heads_are_split(tmp_path):
+    """Swin's, which drops paths: each stage has a width and a number of heads of its own."""
+    sizes = {"image_size": 32, "patch_size": 2, "embed_dim": 32, "window_size": 4}
+    stages = {"depths": [2, 2], "num_heads": [2, 4], "drop_path_rate": 0.1}
+    values = SwinConfig(**sizes, **stages).to_dict()
+    (tmp_path / "config.json").write_text(json.dumps({**values, "architectures": ["SwinModel"]}))
+    sink = Sink()
+    facts = load(str(tmp_path), sink)
+    made = draft(facts, sink)
+    assert made.outcome.verdict == "proved", made.text
+    assert "blocks.*.mlp.fc1 : colwise" in lines(made.text)
+    assert "blocks.*.attention.{q,k,v}_proj : colwise(-> replicate)" in lines(made.text)
+    assert "modeling_swin.py:" in made.text
+    compiled, verdict, sink = checked(facts, made.text, tmp_path)
+    assert verdict.verdict == "proved", [d.message for d in sink]
+    assert any(isinstance(op, SyncRng) for op in compiled.lowered.ops)

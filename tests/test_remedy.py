@@ -7,6 +7,7 @@ import pytest
 from helpers import mutant
 
 import planc
+from planc.draft.plan_text import parsed_text
 from planc.proof import remedy
 from planc.syntax import plan_files
 
@@ -156,3 +157,20 @@ def test_nothing_is_blamed_that_no_run_has_shown(tmp_path, monkeypatch):
     (error,) = errors(path, *WHOLE)
     assert asked and error.help is None
     assert [label.text for label in error.labels] == ["decides `embed_tokens`", "ended just before"]
+
+
+def test_what_is_to_add_comes_before_rules_to_remove(tmp_path, monkeypatch):
+    """A right plan that leaves attention whole is no reason to remove its right rules."""
+    norms = "    $blocks.self_attn.{q,k}_norm : sequence(dim = 2, local = true)\n"
+    path = mutant(tmp_path, "qwen3", norms, "")
+    other = 'plan qwen3 for qwen3\nextend "decoder.plan"\ntensor on tp {\n$blocks {\n'
+    other += "mlp.{gate,up}_proj : colwise\nmlp.down_proj : rowwise\n}\n}\n"
+    files = parsed_text(other)
+    monkeypatch.setattr(plan_files, "read_for", lambda *_args, **_own: files)
+    (error,) = errors(path, "tp=2", model="qwen3-8b")
+    first, _, others = error.help.partition("; or ")
+    assert first == (
+        "give it a style that reduces its gradient: `q_norm : replicate(gradient = sum)`"
+    )
+    assert "remove the rule" in others and others.endswith("then the small model is proved")
+    assert not any("right without it" in label.text for label in error.labels)

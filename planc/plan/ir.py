@@ -403,8 +403,8 @@ class Plan(Meaning):
         options: the value of every option, after `--set`.
         tensor, experts: the rules of sections; kept over one rank too, where lowering drops them.
         sequence: the axes over which layouts are inferred.
-        draws: lines of the model's code that draw random numbers, as a forward of a small model
-            with no dropout but a user's own shows it.
+        draws: lines of the model's code that draw random numbers in the recorded forward, beside
+            nn.Dropout and what the configuration states.
         context: the axes whose ranks have parts of each sequence.
         train: what the train sections freeze or unfreeze, outer modules first.
         adapted: whether the model's facts already have the adapters and the dtypes of `load`.
