@@ -143,7 +143,7 @@ def test_llama_is_verified(tmp_path, capsys):
 def test_other_families_are_verified(model, plan):
     settings = [] if plan == "gpt2" else ["tp=2"]
     found, sink = proved(model, plan, settings=settings)
-    assert (found.verdict, list(sink)) == ("verified", [])
+    assert (found.verdict, [d for d in sink if d.severity != "info"]) == ("verified", [])
 
 
 def test_a_tower_that_is_wrong_is_refuted_at_its_line(tmp_path):
