@@ -31,6 +31,9 @@ NEED_TORCH = (
     "estimate:",  # counts what a layer keeps
     "keeps in float32",  # a class of transformers says it
     "inferred-layouts:",  # records the data flow of a small model
+    "knows_its_style_as_written",  # and of stated layouts too
+    "prints_as_it_is_written",
+    "differ_are_one_set",
     "pipeline:",  # torch's schedules
     "settings: Former names",  # of a pipeline too
     "timetables:",
