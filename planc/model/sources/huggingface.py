@@ -326,7 +326,7 @@ def _uninitialized() -> Iterator[None]:
     """This thread initializes no weights, which takes seconds for thousands of modules, on meta
     too. transformers' `no_init_weights` would leave out those of other threads' models as well.
     """
-    if "transformers" not in sys.modules:
+    if sys.modules.get("transformers") is None:
         yield
         return
     from transformers import PreTrainedModel

@@ -109,7 +109,7 @@ def random_numbers_kept() -> Iterator[None]:
     """A script draws afterwards what it would have drawn without the block. Else ranks of a run
     would go on differently, where one finds in the cache what another has to run.
     """
-    if "torch" not in sys.modules:
+    if sys.modules.get("torch") is None:  # nothing was drawn
         yield
         return
     import torch
