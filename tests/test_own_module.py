@@ -53,7 +53,7 @@ class WithBuffer(Net):
 
 
 class DrawingBlock(Block):
-    """Draws what no module and no configuration states."""
+    """Draws in its code: no module and no configuration says it."""
 
     def forward(self, x):
         return nn.functional.dropout(super().forward(x), 0.1, self.training)
@@ -119,11 +119,10 @@ def test_a_right_plan_is_proved_and_a_wrong_one_refuted(tmp_path, kind, device):
     assert 11 in {label.span.line for label in found["PL501"].labels}
 
 
-def test_random_numbers_that_planc_cannot_see_are_the_cause_that_is_told(tmp_path):
-    found = checked(Drawing(), PLAN, tmp_path)
-    assert list(found) == ["PL511"] and "blocks.*" in found["PL511"].message
-    assert "nn.Dropout" in found["PL511"].help
-    assert checked(Drawing(StatedBlock), PLAN, tmp_path) == {}
+@pytest.mark.parametrize("block", [DrawingBlock, StatedBlock])
+def test_ranks_draw_alike_whoever_draws(tmp_path, block):
+    """tests/test_init_own.py refutes plans whose ranks do not."""
+    assert checked(Drawing(block), PLAN, tmp_path) == {}
 
 
 def test_the_module_is_left_as_it_was(tmp_path):
