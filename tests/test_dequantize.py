@@ -84,6 +84,12 @@ def test_scales_of_other_blocks_are_a_problem(tmp_path):
     assert "[2, 3]" in problem and "[24, 48]" in problem and "a.weight_scale_inv" in problem
 
 
+def test_scales_of_no_experts_are_a_problem(tmp_path):
+    blocks, scales = torch.zeros(4, 2, 16, dtype=torch.uint8), torch.zeros(4, 2, dtype=torch.uint8)
+    _, [problem] = plain(tmp_path, {"a_blocks": blocks, "a_scales": scales}, "mxfp4")
+    assert "a_scales is [4, 2]" in problem
+
+
 def test_what_is_not_quantized_stays(tmp_path):
     tensors = {"a.weight": torch.rand(3, 4), "b_scales": torch.rand(2)}
     found, problems = plain(tmp_path, tensors, "mxfp4")

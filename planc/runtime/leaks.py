@@ -54,11 +54,11 @@ def _measured(values: dict[str, Any], parts: Sequence[str]) -> dict[str, float]:
 
     from planc.model.small.input_search import BatchShape
     from planc.model.small.transformers_model import TransformersBuilder, without_cache
+    from planc.model.sources.isolation import random_numbers_kept
     from planc.runtime.standalone.documents import reset_states
 
-    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     try:
-        with torch.random.fork_rng(devices=devices), torch.device("cpu"), torch.no_grad():
+        with random_numbers_kept(), torch.device("cpu"), torch.no_grad():
             builder = TransformersBuilder(values)
             model = builder.build(0).eval()
             without_cache(model)

@@ -1,7 +1,4 @@
-"""Two collectives of torch that it has renamed; the former names warn on every rank.
-
-Emitted scripts inline these definitions without their types.
-"""
+"""Two collectives of torch that it has renamed; the former names warn on every rank."""
 
 from typing import Any
 

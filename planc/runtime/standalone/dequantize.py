@@ -1,10 +1,9 @@
 """Weights that a checkpoint stores in 8 or 4 bits with scales, read as plain ones.
 
 Each rank reads the slices of its shard and the scales of the blocks that these touch.
-Emitted scripts inline these definitions without their types.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from planc.runtime.standalone.safetensors_files import StoredTensor
 
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 GROUP = 32  # values that share an exponent in mxfp4
+SUFFIXES = {"fp8": ("", "_scale_inv"), "mxfp4": ("_blocks", "_scales")}
 
 
 class BlockScaled(StoredTensor):
@@ -32,13 +32,12 @@ class BlockScaled(StoredTensor):
         self.blocks = tuple(blocks)
 
     def part(self, opened: Any, where: Sequence[slice]) -> Tensor:
-        values = opened.get_slice(self.name)[tuple(where)].float()
+        values = super().part(opened, where).float()
         touched = [
             slice(s.start // size, -(-s.stop // size))
             for s, size in zip(where, self.blocks, strict=True)
         ]
-        with safe_open(self.scales.file, framework="pt") as other:
-            scales = other.get_slice(self.scales.name)[tuple(touched)]
+        scales = block_of(self.scales, touched)
         byte = scales.dtype == torch.uint8  # an exponent, as in mxfp8
         scales = torch.exp2(scales.float() - 127) if byte else scales.float()
         for dim, (s, size) in enumerate(zip(where, self.blocks, strict=True)):
@@ -69,9 +68,8 @@ class Mxfp4(StoredTensor):
     def part(self, opened: Any, where: Sequence[slice]) -> Tensor:
         experts, inner, out = where
         groups = slice(inner.start // GROUP, -(-inner.stop // GROUP))
-        packed = opened.get_slice(self.values.name)[experts, out, groups, :]
-        with safe_open(self.scales.file, framework="pt") as other:
-            exponents = other.get_slice(self.scales.name)[experts, out, groups]
+        packed = self.values.part(opened, (experts, out, groups, slice(None)))
+        exponents = block_of(self.scales, (experts, out, groups))
         table = torch.tensor([*FP4, *(-value for value in FP4)])
         pairs = torch.stack(
             (table[(packed & 15).int()], table[(packed >> 4).int()]), -1
@@ -80,6 +78,23 @@ class Mxfp4(StoredTensor):
         start = inner.start - groups.start * GROUP
         rows = scaled.flatten(-2).narrow(2, start, inner.stop - inner.start)
         return rows.transpose(1, 2)
+
+
+def block_of(stored: StoredTensor, where: Sequence[slice]) -> Tensor:
+    """A block of a tensor from its file, which is opened for it."""
+    with safe_open(stored.file, framework="pt") as opened:
+        return stored.part(opened, where)
+
+
+def quantized(
+    stored: Mapping[str, StoredTensor], how: str
+) -> Iterator[tuple[str, str, str]]:
+    """Yields the name of each quantized weight, and those of its values and scales."""
+    values, scales = SUFFIXES[how]
+    for key in stored:
+        name = key.removesuffix(scales)
+        if name != key and name + values in stored:
+            yield name, name + values, key
 
 
 def dequantized(
@@ -96,24 +111,22 @@ def dequantized(
         how: `fp8` or `mxfp4`.
         block: rows and columns of a block of fp8.
     """
-    values, scales = ("", "_scale_inv") if how == "fp8" else ("_blocks", "_scales")
     out = dict(stored)
-    for key in stored:
-        name = key.removesuffix(scales)
-        if name == key or name + values not in stored:
-            continue
-        weight, factor = out.pop(name + values), out.pop(key)
+    for name, values, scales in quantized(stored, how):
+        weight, factor = out.pop(values), out.pop(scales)
         if how == "mxfp4":
-            fits = weight.shape == (*factor.shape, GROUP // 2)
+            groups = (*factor.shape, GROUP // 2)
+            fits = weight.shape == groups and len(groups) == 4
         else:
             sizes = zip(weight.shape, block, strict=False)
             fits = factor.shape == tuple(-(-size // by) for size, by in sizes)
         if not fits:
             problems.append(
-                f"{key} is {list(factor.shape)}, which is not one for each block of "
-                f"{name + values}, {list(weight.shape)}"
+                f"{scales} is {list(factor.shape)}, which is not one for each block of "
+                f"{values}, {list(weight.shape)}"
             )
-            continue
-        made = Mxfp4(name, weight, factor) if how == "mxfp4" else None
-        out[name] = made or BlockScaled(weight, factor, block)
+        elif how == "mxfp4":
+            out[name] = Mxfp4(name, weight, factor)
+        else:
+            out[name] = BlockScaled(weight, factor, block)
     return out

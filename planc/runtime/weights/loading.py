@@ -16,11 +16,12 @@ from torch.distributed.fsdp import FSDPModule
 
 from planc.diagnostic import Diagnostic, PlanError, one_of
 from planc.model.checkpoint_conversion import recipes
+from planc.ops.load import Load
 from planc.runtime.lora import init_adapters
 from planc.runtime.preconditions import of_all_ranks, problem
 from planc.runtime.sharded_tensors import reshard
 from planc.runtime.standalone.buffers import computed_buffers
-from planc.runtime.standalone.dequantize import dequantized
+from planc.runtime.standalone.dequantize import SUFFIXES, dequantized, quantized
 from planc.runtime.standalone.load_weights import (
     first_found,
     listed_names,
@@ -36,10 +37,8 @@ from planc.runtime.standalone.shards import Runs, is_adapter, named_tensors, pla
 from planc.runtime.weights.stored_tensors import ConvertedTensor, made
 
 Weights = Literal["slices", "rank0"]
-Quantized = tuple[str | None, tuple[int, ...]]
-PLAIN: Quantized = (None, ())
-_SQUARE = (128, 128)
 Compared = Literal["samples", "files"]
+_NO_SECTION = Load()
 _NOTHING_LOADED = "nothing was loaded: build the model from the configuration beside the weights"
 _MAY_LACK = '; for a new head, pass `new=["score"]`, and `unused=["lm_head"]` for one of the folder'
 
@@ -83,7 +82,7 @@ def load_files(
     device: str,
     compare: Compared = "samples",
     excused: Excused = NOTHING,
-    quantized: Quantized = PLAIN,
+    section: Load = _NO_SECTION,
 ) -> None:
     """Loads a model from a folder of safetensors. Every rank calls it.
 
@@ -96,7 +95,7 @@ def load_files(
         device: the type of device for a model on meta.
         compare: how the ranks compare the files that they read.
         excused: what the folder or the model may lack.
-        quantized: how the folder stores weights in fewer bits, and their blocks.
+        section: of the plan, which says how the folder stores weights in fewer bits.
 
     Raises:
         PlanError: PL457, the folder stores them so and the plan does not say it; PL461, the ranks
@@ -112,7 +111,7 @@ def load_files(
         broken: list[str] = []
         stored = tensors_in_folder(folder, broken)
         findings += [problem("PL497", text) for text in broken]
-        stored = _plain(stored, *quantized, findings)
+        stored = _plain(stored, section, findings)
         if not findings:
             stored, new = excused.applied(model, stored, folder, findings)
             stored = _converted(model, stored, findings)
@@ -153,19 +152,16 @@ def raise_on_all_ranks(findings: list[Diagnostic], group: Any = None) -> None:
 
 
 def _plain(
-    stored: Mapping[str, StoredTensor],
-    how: str | None,
-    block: tuple[int, ...],
-    findings: list[Diagnostic],
+    stored: Mapping[str, StoredTensor], section: Load, findings: list[Diagnostic]
 ) -> dict[str, StoredTensor]:
     """The tensors of a folder, quantized ones as plain ones; PL457 if the plan does not say so."""
-    if how is not None:
+    if section.dequantize is not None:
         problems: list[str] = []
-        found = dequantized(stored, problems, how, block)
+        found = dequantized(stored, problems, section.dequantize, section.block)
         findings += [problem("PL496", text) for text in problems]
         return found
-    for kind in ("fp8", "mxfp4"):
-        if len(dequantized(stored, [], kind, _SQUARE)) < len(stored):
+    for kind in SUFFIXES:
+        if any(quantized(stored, kind)):
             text = f"the folder stores weights in {kind}, with scales"
             help = f"write `dequantize = {kind}` into the load section of the plan"
             findings.append(problem("PL457", text, help=help))

@@ -91,7 +91,7 @@ def load(
         device=device,
         compare=compare,
         excused=excused,
-        quantized=(section.dequantize, section.block),
+        section=section,
     )
     return None
 
