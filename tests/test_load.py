@@ -190,6 +190,14 @@ WRONG = {
     "class": ({"architectures": "LlamaForCausalLM"}, ["architectures", "a list or null"]),
     "nested": ({"text_config": {"hidden_size": "64"}}, ["`text_config.hidden_size` is", '"64"']),
     "in a list": ({"num_attention_heads": [4, "4"]}, ["`num_attention_heads.1` is", '"4"']),
+    "blocks": (
+        {"quantization_config": {"quant_method": "fp8", "weight_block_size": 128}},
+        ["`quantization_config.weight_block_size` is 128", "a list or null"],
+    ),
+    "three of a block": (
+        {"quantization_config": {"quant_method": "fp8", "weight_block_size": [8, 8, 8]}},
+        ["`quantization_config.weight_block_size` is", "[8, 8, 8]"],
+    ),
     "missing family": ({"model_type": ...}, ["lacks `model_type`"]),
     "missing size": ({"hidden_size": ...}, ["lacks `hidden_size`"]),
     "missing heads": ({"num_attention_heads": ...}, ["lacks `num_attention_heads`"]),
