@@ -192,11 +192,11 @@ WRONG = {
     "in a list": ({"num_attention_heads": [4, "4"]}, ["`num_attention_heads.1` is", '"4"']),
     "blocks": (
         {"quantization_config": {"quant_method": "fp8", "weight_block_size": 128}},
-        ["`quantization_config.weight_block_size` is 128", "a list or null"],
+        ["`quantization_config.weight_block_size` is 128", "a list of 2 or null"],
     ),
     "three of a block": (
         {"quantization_config": {"quant_method": "fp8", "weight_block_size": [8, 8, 8]}},
-        ["`quantization_config.weight_block_size` is", "[8, 8, 8]"],
+        ["`quantization_config.weight_block_size` is [8, 8, 8]", "a list of 2 or null"],
     ),
     "missing family": ({"model_type": ...}, ["lacks `model_type`"]),
     "missing size": ({"hidden_size": ...}, ["lacks `hidden_size`"]),

@@ -110,7 +110,7 @@ def _words(schema: dict[str, Any]) -> Iterator[str]:
         "number": "a number",
         "string": "a text",
         "boolean": "true or false",
-        "array": "a list",
+        "array": f"a list of {schema['maxItems']}" if "maxItems" in schema else "a list",
         "object": "an object",
         "null": "null",
     }
