@@ -17,13 +17,13 @@ from planc.diagnostic import PlanError
 from planc.emit.python.script import render
 from planc.ops.document import digest
 from planc.runtime.executor import apply_lowered
-from planc.runtime.standalone import context as parallel
 from planc.runtime.standalone import (
-    context_exchange,
+    collectives,
     context_positions,
     context_ring,
     context_tokens,
 )
+from planc.runtime.standalone import context as parallel
 from planc.runtime.standalone.context_tokens import ContextError, part_of_batch
 from planc.trial.random_numbers import RankRandom
 from planc.trial.simulate import simulate
@@ -519,7 +519,7 @@ def own_gradient(monkeypatch):
     def backward(ctx, grad):
         return grad.chunk(ctx.group.size(), 2)[ctx.group.rank()].contiguous(), None
 
-    monkeypatch.setattr(context_exchange.GatherSequence, "backward", staticmethod(backward))
+    monkeypatch.setattr(collectives.GatherSequence, "backward", staticmethod(backward))
 
 
 def own_keys(monkeypatch):

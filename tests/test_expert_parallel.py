@@ -22,7 +22,7 @@ from planc.plan.experts import legal_sizes
 from planc.proof.small_mesh import with_experts
 from planc.resources import PLANS
 from planc.runtime.meshes import Meshes
-from planc.runtime.standalone import context_exchange, expert_parallel, fsdp
+from planc.runtime.standalone import collectives, expert_parallel, fsdp
 from planc.runtime.standalone.expert_parallel import dispatch_experts, mesh_of_experts
 from planc.trial.thread_ranks import run_ranks
 
@@ -141,10 +141,10 @@ def test_mixtures_are_proved(uncached):
 
 
 def twice(ctx, gradient):
-    return 2 * context_exchange.exchanged(gradient, *ctx.back), None, None, None
+    return 2 * collectives.exchanged(gradient, *ctx.back), None, None, None
 
 
-by_all_to_all, exchanged = expert_parallel.by_all_to_all, context_exchange.exchanged
+by_all_to_all, exchanged = expert_parallel.by_all_to_all, collectives.exchanged
 STAYING = threading.local()  # of a rank, whose thread patches nothing: others run beside it
 
 
@@ -165,7 +165,7 @@ def unless_staying(rows, *others):
 def staying():
     kinds = {("all_to_all", False): kept}
     with (
-        mock.patch.object(context_exchange, "exchanged", unless_staying),
+        mock.patch.object(collectives, "exchanged", unless_staying),
         mock.patch.dict(expert_parallel.KINDS, kinds),
     ):
         yield

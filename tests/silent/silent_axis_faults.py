@@ -10,8 +10,8 @@ from torch.nn.functional import pad
 
 from planc.runtime import run, training_step
 from planc.runtime.standalone import (
+    collectives,
     context,
-    context_exchange,
     context_tokens,
     expert_parallel,
     fsdp,
@@ -146,7 +146,7 @@ def keys_of_one_rank():
     def backward(ctx, grad):
         return grad.chunk(ctx.group.size(), 2)[ctx.group.rank()].contiguous(), None
 
-    return mock.patch.object(context_exchange.GatherSequence, "backward", staticmethod(backward))
+    return mock.patch.object(collectives.GatherSequence, "backward", staticmethod(backward))
 
 
 # Divided experts ---------------------------------------------------------------------------------
@@ -158,7 +158,7 @@ def experts_without_a_divisor():
 
 def dispatch_summed_twice():
     def twice(ctx, gradient):
-        return 2 * context_exchange.exchanged(gradient, *ctx.back), None, None, None
+        return 2 * collectives.exchanged(gradient, *ctx.back), None, None, None
 
     return mock.patch.object(expert_parallel.Exchange, "backward", staticmethod(twice))
 

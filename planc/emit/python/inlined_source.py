@@ -33,7 +33,6 @@ _FILES = (
     "loss.py",
     "expert_parallel.py",
     "collectives.py",
-    "context_exchange.py",
     "context_ring.py",
     "context_tokens.py",
     "context_positions.py",

@@ -19,7 +19,7 @@ from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from planc.runtime.standalone.context_exchange import GatherSequence, swapped
+from planc.runtime.standalone.collectives import GatherSequence, swapped
 from planc.runtime.standalone.context_positions import (
     PartCache,
     cache_readers,

@@ -10,8 +10,7 @@ from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
-from planc.runtime.standalone.collectives import all_gather
-from planc.runtime.standalone.context_exchange import Exchange
+from planc.runtime.standalone.collectives import Exchange, all_gather
 from planc.runtime.standalone.tensor_styles import distribute, rank_part, with_views
 
 Forward = Callable[..., Tensor]
