@@ -36,6 +36,7 @@ FLOORS = {
     "trial": 8,
     "provenance": 9,
     "proof": 9,
+    "cluster": 10,
     "estimate": 10,
     "draft": 10,
     "show": 10,

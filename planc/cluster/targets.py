@@ -1,0 +1,162 @@
+"""The files that start a job: one readable text for each engine."""
+
+import json
+import shlex
+from collections.abc import Callable
+
+from planc.cluster.job import ENVIRONMENT, RESTARTS, Job
+
+_EXPORTS = "\n".join(f"export {name}={value}" for name, value in ENVIRONMENT.items())
+
+
+def _torchrun_words(job: Job, head: str) -> str:
+    """The command that one node runs for all of its ranks; `head` is the host where they meet."""
+    meet = f'--rdzv-backend=c10d --rdzv-endpoint="{head}:29500" --rdzv-id={job.digest[:12]}'
+    meet = meet if job.nodes > 1 else "--standalone"
+    return (
+        f"torchrun --nnodes={job.nodes} --nproc-per-node={job.per_node} --max-restarts={RESTARTS}"
+        f" \\\n    {meet} \\\n    --no-python bash -c {job.rank}"
+    )
+
+
+def torchrun(job: Job) -> str:
+    """A script of bash, for one machine, or for each of several."""
+    several = job.nodes > 1
+    how = f"on each of {job.nodes} nodes: HEAD=the-first-node" if several else "on this machine:"
+    return f"""#!/bin/bash
+{job.header}
+# {how} bash FILE; what fails is started again {RESTARTS} times, and resumes from its checkpoint
+set -eu
+{_EXPORTS}
+exec {_torchrun_words(job, "$HEAD")}
+"""
+
+
+def slurm(job: Job) -> str:
+    """A script for sbatch: a task is a rank."""
+    gpus = f"{job.gpu}:{job.per_node}" if job.gpu else job.per_node
+    return f"""#!/bin/bash
+#SBATCH --job-name={job.name}
+#SBATCH --nodes={job.nodes}
+#SBATCH --ntasks-per-node={job.per_node}
+#SBATCH --gpus-per-node={gpus}
+#SBATCH --output=%x-%j.log
+#SBATCH --open-mode=append
+#SBATCH --requeue
+#SBATCH --signal=B:USR1@120
+{job.header}
+# sbatch FILE, with the partition, account and time that your cluster wants
+{_EXPORTS}
+MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+export MASTER_ADDR MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
+
+ranks() {{  # each task gets the variables by which torch finds the others
+    srun --kill-on-bad-exit=1 bash -c 'export RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS
+        export LOCAL_RANK=$SLURM_LOCALID LOCAL_WORLD_SIZE={job.per_node}; exec "$@"' - "$@" &
+    wait $!
+}}
+again() {{  # the same job once more, at most {RESTARTS} times; it resumes from its checkpoint
+    ((${{SLURM_RESTART_COUNT:-0}} < {RESTARTS})) && scontrol requeue "$SLURM_JOB_ID"
+    exit 1
+}}
+trap again USR1  # two minutes before the time limit
+
+ranks {shlex.join(job.preflight)} || exit  # starting again does not mend what it finds
+ranks {shlex.join(job.script)} || again
+"""
+
+
+def kubeflow(job: Job) -> str:
+    """A TrainJob of Kubeflow's Trainer, whose runtime sets the nodes and the head for torchrun."""
+    variables = "".join(
+        f"      - {{name: {name}, value: {json.dumps(value)}}}\n"
+        for name, value in ENVIRONMENT.items()
+    )
+    return f"""{job.header}
+# kubectl create -f FILE; the image of the runtime, or of the trainer, has planc and the script
+apiVersion: trainer.kubeflow.org/v1alpha1
+kind: TrainJob
+metadata:
+  name: {job.name}
+spec:
+  runtimeRef:
+    name: torch-distributed
+  trainer:
+    numNodes: {job.nodes}
+    numProcPerNode: {job.per_node}
+    resourcesPerNode:
+      limits: {{nvidia.com/gpu: {job.per_node}}}
+    env:
+{variables}    command: [torchrun, --max-restarts={RESTARTS}, --no-python, bash, -c]
+    args:
+      - {json.dumps(shlex.split(job.rank)[0])}
+"""
+
+
+def skypilot(job: Job) -> str:
+    """A task of SkyPilot, which gives each node the addresses of all."""
+    variables = "".join(f"  {name}: {json.dumps(value)}\n" for name, value in ENVIRONMENT.items())
+    run = _torchrun_words(job, "$(head -n 1 <<< $SKYPILOT_NODE_IPS)").replace("\n", "\n  ")
+    return f"""{job.header}
+# sky jobs launch FILE; add a `setup` that installs what the script needs
+name: {job.name}
+num_nodes: {job.nodes}
+workdir: .
+resources:
+  accelerators: {job.gpu}:{job.per_node}
+  job_recovery:
+    max_restarts_on_errors: {RESTARTS}
+envs:
+{variables}run: |
+  {run}
+"""
+
+
+def ray(job: Job) -> str:
+    """A script of Python that runs torchrun on as many nodes of a Ray cluster."""
+    return f"""{job.header}
+# ray job submit --working-dir . -- python FILE
+import os
+import subprocess
+
+import ray
+from ray.util.placement_group import placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+NODES, PER_NODE = {job.nodes}, {job.per_node}
+ENVIRONMENT = {json.dumps(ENVIRONMENT, indent=4)[:-2]},
+}}
+COMMAND = {json.dumps(shlex.split(job.rank)[0])}
+
+
+@ray.remote(max_retries=0)
+def address():
+    return ray.util.get_node_ip_address()
+
+
+@ray.remote(max_retries={RESTARTS})
+def node(head):
+    words = ["torchrun", f"--nnodes={{NODES}}", f"--nproc-per-node={{PER_NODE}}"]
+    words += ["--rdzv-backend=c10d", f"--rdzv-endpoint={{head}}:29500"]
+    words += ["--rdzv-id={job.digest[:12]}", "--max-restarts={RESTARTS}"]
+    words += ["--no-python", "bash", "-c", COMMAND]
+    return subprocess.run(words, env={{**os.environ, **ENVIRONMENT}}).returncode
+
+
+ray.init()
+group = placement_group([{{"CPU": 1, "GPU": PER_NODE}}] * NODES, strategy="STRICT_SPREAD")
+ray.get(group.ready())
+on = [PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=i) for i in range(NODES)]
+head = ray.get(address.options(scheduling_strategy=on[0], num_cpus=0).remote())
+started = [node.options(scheduling_strategy=at, num_gpus=PER_NODE).remote(head) for at in on]
+raise SystemExit(max(map(abs, ray.get(started))))
+"""
+
+
+TARGETS: dict[str, Callable[[Job], str]] = {
+    "torchrun": torchrun,
+    "slurm": slurm,
+    "kubeflow": kubeflow,
+    "skypilot": skypilot,
+    "ray": ray,
+}
