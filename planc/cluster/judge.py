@@ -7,10 +7,11 @@ from math import prod
 from statistics import median
 
 from planc.cluster.facts import Facts
-from planc.diagnostic import Diagnostic, Label, Severity, one_of
+from planc.diagnostic import Diagnostic, Label, one_of
 from planc.ops import phrases
 from planc.ops.base import AxisRole
 from planc.ops.lowered import Lowered, MeshAxis
+from planc.runtime.preconditions import problem
 
 _SLOW, _FLOOR = 2.5, 0.002
 """A rank is slow that computes so many times as long as the median, and so much longer in
@@ -35,27 +36,27 @@ def differing(every: Sequence[Facts], lowered: Lowered, digest: str) -> Iterator
     if len(every) != lowered.world_size:
         axes = phrases.mesh(lowered.axes)
         text = f"the plan is lowered for {lowered.world_size:,} ranks ({axes}), and this job has "
-        yield _found("PL490", text + f"{len(every):,}", "start as many ranks")
+        yield problem("PL490", text + f"{len(every):,}", help="start as many ranks")
     for facts, ranks in _odd(every, [facts.error for facts in every]):
         if facts.error:
             text = f"{_named(ranks, every)} cannot read the plan: {facts.error}"
-            yield _found("PL491", text, "give every node the same files and settings")
+            yield problem("PL491", text, help="give every node the same files and settings")
     plans = [facts.plan[:12] for facts in every]
     for facts, ranks in _odd(every, plans):
         if facts.plan:
             usual = _usual(plans)
             text = f"the plan of {_named(ranks, every)} is {facts.plan[:12]}, elsewhere {usual}"
-            yield _found("PL491", text, "give every node the same files and settings")
+            yield problem("PL491", text, help="give every node the same files and settings")
     if digest and not _usual(plans).startswith(digest[:12]):
         text = f"the job was written for plan {digest[:12]}, and the ranks have {_usual(plans)}"
         help = "`planc launch` writes the file anew; `planc diff` shows what has changed"
-        yield _found("PL491", text, help)
+        yield problem("PL491", text, help=help)
     for name in every[0].versions:
         values = [facts.versions.get(name, "none") for facts in every]
         for facts, ranks in _odd(every, values):
             own = facts.versions.get(name, "none")
             text = f"{name} is {own} on {_named(ranks, every)}, elsewhere {_usual(values)}"
-            yield _found("PL643", text, "give every node the same environment")
+            yield problem("PL643", text, help="give every node the same environment")
 
 
 def judged(every: Sequence[Facts], lowered: Lowered, needed: Needed) -> Iterator[Diagnostic]:
@@ -66,7 +67,7 @@ def judged(every: Sequence[Facts], lowered: Lowered, needed: Needed) -> Iterator
             own = facts.files.get(name, "not there")
             what = own if " " in own else "another file"
             text = f"{name} is {what} on {_named(ranks, every)}"
-            yield _found("PL461", text, "copy the files to all nodes again")
+            yield problem("PL461", text, help="copy the files to all nodes again")
     yield from _places(every, lowered)
     for rank, facts in enumerate(every):
         has = (("memory", facts.memory, needed.memory), ("disk", facts.disk, needed.disk))
@@ -75,13 +76,13 @@ def judged(every: Sequence[Facts], lowered: Lowered, needed: Needed) -> Iterator
                 text = f"rank {rank} on {facts.host} has {phrases.size(free)} of {what} free, and "
                 help = "free it" if what == "disk" else "end what else runs there, or see "
                 help += "" if what == "disk" else "`planc estimate` for a plan that needs less"
-                yield _found("PL646", text + f"needs {phrases.size(need)}", help)
+                yield problem("PL646", text + f"needs {phrases.size(need)}", help=help)
     usual = median(facts.compute for facts in every)
     for rank, facts in enumerate(every):
         if facts.compute > _SLOW * usual and facts.compute - usual > _FLOOR:
             times = f"{facts.compute / usual:.1f} times as long as the median"
             text = f"rank {rank} on {facts.host} computes {times} ({facts.compute * 1e3:.1f} ms)"
-            yield _found("PL645", text, "see what else runs there, and at which clock")
+            yield problem("PL645", text, help="see what else runs there, and at which clock")
 
 
 def _places(every: Sequence[Facts], lowered: Lowered) -> Iterator[Diagnostic]:
@@ -91,7 +92,7 @@ def _places(every: Sequence[Facts], lowered: Lowered) -> Iterator[Diagnostic]:
         every, [(f.local_world_size or on[f.host]) - on[f.host] for f in every]
     ):
         text = f"LOCAL_WORLD_SIZE is {facts.local_world_size} on {_named(ranks, every)}"
-        yield _found("PL643", f"{text}, where {on[facts.host]} ranks run", "start them again")
+        yield problem("PL643", f"{text}, where {on[facts.host]} ranks run", help="start them again")
     for axis in lowered.axes:
         if axis.role is not AxisRole.TENSOR or axis.size > max(on.values()):
             continue
@@ -102,7 +103,7 @@ def _places(every: Sequence[Facts], lowered: Lowered) -> Iterator[Diagnostic]:
             text = f"the ranks {list(apart[0])} of {axis.name} are on {hosts}{more}"
             help = "number the ranks node by node, and make the axis an inner one of the mesh"
             labels = (Label(span=axis.origin),) if axis.place else ()
-            yield _found("PL641", text, help, labels)
+            yield problem("PL641", text, *labels, help=help)
 
 
 def groups(lowered: Lowered, axis: MeshAxis) -> Iterator[tuple[int, ...]]:
@@ -133,7 +134,3 @@ def _named(ranks: Sequence[int], every: Sequence[Facts]) -> str:
     numbers = one_of([str(r) for r in ranks[:6]] + (["more"] if ranks[6:] else []), last="and")
     hosts = one_of([*dict.fromkeys(every[rank].host for rank in ranks)][:3], last="and")
     return f"rank{'s' * (len(ranks) > 1)} {numbers} on {hosts}"
-
-
-def _found(code: str, text: str, help: str, labels: tuple[Label, ...] = ()) -> Diagnostic:
-    return Diagnostic(code=code, severity=Severity.ERROR, message=text, labels=labels, help=help)

@@ -12,9 +12,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from planc.cluster.facts import device
 from planc.cluster.ranks import Ranks
-from planc.diagnostic import Diagnostic, Label, Severity, one_of
+from planc.diagnostic import Diagnostic, Label, one_of
 from planc.ops import phrases
 from planc.ops.lowered import Lowered, MeshAxis
+from planc.runtime.preconditions import problem
 
 SIZES = {"cpu": (2**10, 2**18, 2**22), "cuda": (2**10, 2**20, 2**27)}
 """Bytes of a message."""
@@ -104,4 +105,4 @@ def _beside(taken: tuple[float, ...], usual: tuple[float, ...], axis: str) -> st
 def _slow(text: str, axis: MeshAxis | None = None) -> Diagnostic:
     labels = (Label(span=axis.origin, text="the axis"),) if axis and axis.place else ()
     help = "compare the node and its links with the others, or leave it out"
-    return Diagnostic(code="PL645", severity=Severity.ERROR, message=text, labels=labels, help=help)
+    return problem("PL645", text, *labels, help=help)

@@ -15,10 +15,12 @@ from typing import Any
 
 from torch.distributed import PrefixStore, TCPStore
 
-from planc.diagnostic import Diagnostic, Severity, one_of
+from planc.diagnostic import Diagnostic, one_of
+from planc.runtime.preconditions import problem
 
 BEAT, QUIET = 0.5, 8.0
 """Seconds between two signs of life of a rank, and after which one without any is missed."""
+_HELP = "look at that process and its node; the others were ended"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -145,14 +147,18 @@ class Ranks:
         if failed and self.seconds > self._failed + QUIET + 2 * BEAT:  # none is missed
             errors = {rank: store.get(f"failed/{rank}").decode() for rank in failed}
             return [
-                _found("PL645", f"rank {rank} on {said[rank][1]} failed at {error}")
+                problem("PL645", f"rank {rank} on {said[rank][1]} failed at {error}", help=_HELP)
                 for rank, error in errors.items()
             ]
         if self.seconds < self.limit:
             return []
         at = [doing for doing, _ in said]
         return [
-            _found("PL644", f"not done after {self.limit:.0f} s: {doing}, on {_some(at, doing)}")
+            problem(
+                "PL644",
+                f"not done after {self.limit:.0f} s: {doing}, on {_some(at, doing)}",
+                help=_HELP,
+            )
             for doing in dict.fromkeys(at)
         ]
 
@@ -170,20 +176,15 @@ class Ranks:
                 self._last[rank] = count, self.seconds
             elif known and self.seconds - since > QUIET:
                 text = f"rank {rank} on {host} gives no sign of life; its last was at: {doing}"
-                yield _found("PL644", text)
+                yield problem("PL644", text, help=_HELP)
             elif not known and self.seconds > self.limit / 2:
                 text = f"rank {rank} never came: no word of it in {self.limit / 2:.0f} s"
-                yield _found("PL644", text)
+                yield problem("PL644", text, help=_HELP)
 
 
 def _some(values: list[str], value: str) -> str:
     ranks = [str(rank) for rank, other in enumerate(values) if other == value]
     return f"rank{'s' * (len(ranks) > 1)} {one_of(ranks[:6], last='and')}"
-
-
-def _found(code: str, text: str) -> Diagnostic:
-    help = "look at that process and its node; the others were ended"
-    return Diagnostic(code=code, severity=Severity.ERROR, message=text, labels=(), help=help)
 
 
 def joined(limit: float, missed: Callable[[list[Diagnostic]], None]) -> Ranks:

@@ -61,7 +61,8 @@ again() {{  # the same job once more, at most {RESTARTS} times; it resumes from 
 }}
 trap again USR1  # two minutes before the time limit
 
-ranks {shlex.join(job.preflight)} || exit  # starting again does not mend what it finds
+# what preflight finds is not mended by starting again
+ranks {shlex.join(job.preflight)} || exit
 ranks {shlex.join(job.script)} || again
 """
 
@@ -96,7 +97,7 @@ spec:
 def skypilot(job: Job) -> str:
     """A task of SkyPilot, which gives each node the addresses of all."""
     variables = "".join(f"  {name}: {json.dumps(value)}\n" for name, value in ENVIRONMENT.items())
-    run = _torchrun_words(job, "$(head -n 1 <<< $SKYPILOT_NODE_IPS)").replace("\n", "\n  ")
+    run = _torchrun_words(job, '$(head -n 1 <<< "$SKYPILOT_NODE_IPS")').replace("\n", "\n  ")
     return f"""{job.header}
 # sky jobs launch FILE; add a `setup` that installs what the script needs
 name: {job.name}
@@ -120,7 +121,7 @@ import os
 import subprocess
 
 import ray
-from ray.util.placement_group import placement_group
+from ray.util import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 NODES, PER_NODE = {job.nodes}, {job.per_node}
@@ -129,27 +130,38 @@ ENVIRONMENT = {json.dumps(ENVIRONMENT, indent=4)[:-2]},
 COMMAND = {json.dumps(shlex.split(job.rank)[0])}
 
 
-@ray.remote(max_retries=0)
+@ray.remote(num_cpus=0, max_retries=0)
 def address():
     return ray.util.get_node_ip_address()
 
 
-@ray.remote(max_retries={RESTARTS})
+@ray.remote(max_retries=0)
 def node(head):
     words = ["torchrun", f"--nnodes={{NODES}}", f"--nproc-per-node={{PER_NODE}}"]
     words += ["--rdzv-backend=c10d", f"--rdzv-endpoint={{head}}:29500"]
-    words += ["--rdzv-id={job.digest[:12]}", "--max-restarts={RESTARTS}"]
-    words += ["--no-python", "bash", "-c", COMMAND]
-    return subprocess.run(words, env={{**os.environ, **ENVIRONMENT}}).returncode
+    words += ["--rdzv-id={job.digest[:12]}", "--no-python", "bash", "-c", COMMAND]
+    subprocess.run(words, env={{**os.environ, **ENVIRONMENT}}, check=True)
+
+
+def started():
+    group = placement_group([{{"CPU": 1, "GPU": PER_NODE}}] * NODES, strategy="STRICT_SPREAD")
+    ray.get(group.ready())
+    on = [PlacementGroupSchedulingStrategy(group, at) for at in range(NODES)]
+    try:
+        head = ray.get(address.options(scheduling_strategy=on[0]).remote())
+        of = node.options(num_gpus=PER_NODE)
+        ray.get([of.options(scheduling_strategy=at).remote(head) for at in on])
+    except ray.exceptions.RayError as error:
+        print(error)
+        return False
+    finally:
+        remove_placement_group(group)
+    return True
 
 
 ray.init()
-group = placement_group([{{"CPU": 1, "GPU": PER_NODE}}] * NODES, strategy="STRICT_SPREAD")
-ray.get(group.ready())
-on = [PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=i) for i in range(NODES)]
-head = ray.get(address.options(scheduling_strategy=on[0], num_cpus=0).remote())
-started = [node.options(scheduling_strategy=at, num_gpus=PER_NODE).remote(head) for at in on]
-raise SystemExit(max(map(abs, ray.get(started))))
+# what fails is started again {RESTARTS} times, and resumes from its checkpoint
+raise SystemExit(not any(started() for _ in range(1 + {RESTARTS})))
 """
 
 

@@ -55,7 +55,7 @@ def run(options: argparse.Namespace) -> int:
                 gpu=name,
                 preflight=("planc", "preflight", *said, *_compared(options, compiled.digest)),
                 script=job.command_of(options.script),
-                written=shlex.join(["planc", "launch", *said, "--to", options.to]),
+                written=shlex.join(["planc", "launch", *said, *_asked(options)]),
             )
         )
     output.show(sink, "full", sys.stderr, quiet=True)
@@ -71,6 +71,15 @@ def _said(options: argparse.Namespace, ranks: int) -> Iterator[str]:
         yield from ("--set", setting)
     if options.allow_code:
         yield "--allow-code"
+
+
+def _asked(options: argparse.Namespace) -> Iterator[str]:
+    """The rest of the command line."""
+    gpus = ":".join(str(part) for part in options.gpus_per_node if part)
+    yield from ("--to", options.to, "--gpus-per-node", gpus)
+    if options.weights:
+        yield from ("--weights", options.weights)
+    yield from ("--", *options.script)
 
 
 def _compared(options: argparse.Namespace, digest: str) -> Iterator[str]:

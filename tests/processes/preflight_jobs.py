@@ -91,7 +91,7 @@ VICTIMS = {
     "version": lambda: setattr(of_rank, "VERSION", "0.0.1"),
     "plan": lambda: ["--set", "recompute=false"],
     "no plan": lambda: os.chdir("elsewhere"),
-    "stale weights": lambda: ["--weights", "weights"] if os.chdir("stale") else ["--weights", "weights"],
+    "stale weights": lambda: os.chdir("stale"),
     "stale script": lambda: os.chdir("script"),
     "local size": lambda: os.environ.update(LOCAL_WORLD_SIZE="8"),
     "disk": lambda: setattr(of_rank.shutil, "disk_usage", lambda _: SimpleNamespace(free=1000)),
@@ -104,7 +104,14 @@ VICTIMS = {
     "absent": lambda: os._exit(0),
     "no rank 0": lambda: os._exit(0),
 }
-FAULTS = ("none", "swapped", "slow link", "written for another plan", "another world size", *VICTIMS)
+FAULTS = (
+    "none",
+    "swapped",
+    "slow link",
+    "written for another plan",
+    "another world size",
+    *VICTIMS,
+)
 
 
 def child(rank, fault, port, out):
