@@ -18,7 +18,7 @@ from planc.version import VERSION
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
+class RankFacts:
     """
     Args:
         host: the name of the node.
@@ -49,11 +49,11 @@ def device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def facts(plan: str, error: str, files: Sequence[str], compare: Compared, save: str) -> Facts:
+def facts(plan: str, error: str, files: Sequence[str], compare: Compared, save: str) -> RankFacts:
     """Reads them; `files` are files and folders, of which `compare` says how much is read."""
     local = os.environ.get("LOCAL_WORLD_SIZE", "")
     on = torch.cuda.get_device_name() if device() == "cuda" else "cpu"
-    return Facts(
+    return RankFacts(
         host=socket.gethostname(),
         local_world_size=int(local) if local.isdecimal() else None,
         versions={"planc": VERSION, **cache.environment(), "device": on},

@@ -25,7 +25,7 @@ collectives of each rank, which torch writes to a file when one of them times ou
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class ClusterJob:
     """What a file starts.
 
     Args:
@@ -80,7 +80,7 @@ def command_of(words: Sequence[str]) -> tuple[str, ...]:
 def by_node(lowered: Lowered, per_node: int) -> tuple[list[MeshAxis], list[MeshAxis]]:
     """The axes whose groups of ranks stay in one node, and those that cross nodes.
 
-    Ranks are numbered along the innermost axis first, and node by node.
+    Peers are numbered along the innermost axis first, and node by node.
     """
     inside: list[MeshAxis] = []
     across: list[MeshAxis] = []

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import prod
 from statistics import median
 
-from planc.cluster.facts import Facts
+from planc.cluster.facts import RankFacts
 from planc.diagnostic import Diagnostic, Label, one_of
 from planc.ops import phrases
 from planc.ops.base import AxisRole
@@ -26,7 +26,7 @@ class Needed:
     disk: int = 0
 
 
-def differing(every: Sequence[Facts], lowered: Lowered, digest: str) -> Iterator[Diagnostic]:
+def differing(every: Sequence[RankFacts], lowered: Lowered, digest: str) -> Iterator[Diagnostic]:
     """What keeps the ranks from forming one mesh: other plans, versions or numbers of ranks.
 
     Args:
@@ -59,7 +59,7 @@ def differing(every: Sequence[Facts], lowered: Lowered, digest: str) -> Iterator
             yield problem("PL643", text, help="give every node the same environment")
 
 
-def judged(every: Sequence[Facts], lowered: Lowered, needed: Needed) -> Iterator[Diagnostic]:
+def judged(every: Sequence[RankFacts], lowered: Lowered, needed: Needed) -> Iterator[Diagnostic]:
     """What else is wrong: files, the places of ranks, memory, disk, speed."""
     for name in sorted({name for facts in every for name in facts.files}):
         values = [facts.files.get(name, "not there") for facts in every]
@@ -85,7 +85,7 @@ def judged(every: Sequence[Facts], lowered: Lowered, needed: Needed) -> Iterator
             yield problem("PL645", text, help="see what else runs there, and at which clock")
 
 
-def _places(every: Sequence[Facts], lowered: Lowered) -> Iterator[Diagnostic]:
+def _places(every: Sequence[RankFacts], lowered: Lowered) -> Iterator[Diagnostic]:
     """LOCAL_WORLD_SIZE beside the ranks of a node, and tensor axes that leave their node."""
     on = Counter(facts.host for facts in every)
     for facts, ranks in _odd(
@@ -119,8 +119,8 @@ def _usual(values: Sequence[str]) -> str:
 
 
 def _odd(
-    every: Sequence[Facts], values: Sequence[Hashable]
-) -> Iterator[tuple[Facts, tuple[int, ...]]]:
+    every: Sequence[RankFacts], values: Sequence[Hashable]
+) -> Iterator[tuple[RankFacts, tuple[int, ...]]]:
     """The ranks whose value is not that of most: one of them, and all with the same value."""
     usual = Counter(values).most_common(1)[0][0]
     for value in dict.fromkeys(values):
@@ -129,7 +129,7 @@ def _odd(
             yield every[ranks[0]], ranks
 
 
-def _named(ranks: Sequence[int], every: Sequence[Facts]) -> str:
+def _named(ranks: Sequence[int], every: Sequence[RankFacts]) -> str:
     """`rank 5 on node1`, or `ranks 5, 6 and 7 on node1`."""
     numbers = one_of([str(r) for r in ranks[:6]] + (["more"] if ranks[6:] else []), last="and")
     hosts = one_of([*dict.fromkeys(every[rank].host for rank in ranks)][:3], last="and")

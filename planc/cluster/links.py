@@ -11,7 +11,7 @@ from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 
 from planc.cluster.facts import device
-from planc.cluster.ranks import Ranks
+from planc.cluster.peers import Peers
 from planc.diagnostic import Diagnostic, Label, one_of
 from planc.ops import phrases
 from planc.ops.lowered import Lowered, MeshAxis
@@ -34,7 +34,7 @@ class Link:
     seconds: tuple[float, ...]
 
 
-def measured(lowered: Lowered, ranks: Ranks) -> list[Link]:
+def measured(lowered: Lowered, ranks: Peers) -> list[Link]:
     """The links of this rank. Every rank calls it, and `distributed` is started."""
     names, sizes = zip(*((axis.name, axis.size) for axis in lowered.axes), strict=True)
     ranks.at("making the mesh")

@@ -11,10 +11,10 @@ from torch import distributed
 from torch.distributed import PrefixStore
 
 from planc.cluster import links
-from planc.cluster.facts import Facts, device, facts
+from planc.cluster.facts import RankFacts, device, facts
 from planc.cluster.judge import Needed, differing, judged
 from planc.cluster.links import Link
-from planc.cluster.ranks import Ranks
+from planc.cluster.peers import Peers
 from planc.compiler import Compiled
 from planc.diagnostic import Diagnostic, Severity, Sink, first_line
 from planc.ops import phrases
@@ -23,7 +23,7 @@ from planc.runtime.weights.loading import Compared
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class Wanted:
     """
     Args:
         files: files and folders that must be equal on all nodes.
@@ -56,7 +56,7 @@ class Report:
     sink: Sink
     seconds: float
     lowered: Lowered | None = None
-    every: Sequence[Facts] = ()
+    every: Sequence[RankFacts] = ()
     seen: Sequence[Sequence[Link]] = ()
     needed: Needed = Needed()  # noqa: RUF009, frozen
 
@@ -105,7 +105,7 @@ class Report:
             yield f"  {what:9} {has}, {phrases.size(needed)} needed on each rank"
 
 
-def preflight(ranks: Ranks, compiled: Callable[[Sink], Compiled], asked: Asked) -> Report:
+def preflight(ranks: Peers, compiled: Callable[[Sink], Compiled], asked: Wanted) -> Report:
     """Checks this job; every rank calls it. The report is that of rank 0."""
     ranks.at("reading the plan")
     sink = Sink()
@@ -113,7 +113,7 @@ def preflight(ranks: Ranks, compiled: Callable[[Sink], Compiled], asked: Asked) 
     error = next((d.one_line for d in sink if d.severity is Severity.ERROR), "")
     ranks.at("reading files")
     own = facts(plan.digest, error, asked.files, asked.compare, asked.save)
-    every = [Facts(**told) for told in ranks.gather("facts", own.document())]
+    every = [RankFacts(**told) for told in ranks.gather("facts", own.document())]
     needed = asked.needed(plan) if every and plan.lowered else Needed()
     if every and plan.lowered:
         sink = Sink()
@@ -136,7 +136,7 @@ def preflight(ranks: Ranks, compiled: Callable[[Sink], Compiled], asked: Asked) 
     )
 
 
-def _links(lowered: Lowered, ranks: Ranks) -> list[list[Link]]:
+def _links(lowered: Lowered, ranks: Peers) -> list[list[Link]]:
     """The links of all ranks, on rank 0."""
     ranks.at("starting the process group")
     try:
@@ -151,7 +151,7 @@ def _links(lowered: Lowered, ranks: Ranks) -> list[list[Link]]:
     return [[Link(o["axis"], (*o["group"],), (*o["seconds"],)) for o in mine] for mine in told]
 
 
-def _start(ranks: Ranks) -> None:
+def _start(ranks: Peers) -> None:
     if device() == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     distributed.init_process_group(

@@ -4,12 +4,12 @@ import json
 import shlex
 from collections.abc import Callable
 
-from planc.cluster.job import ENVIRONMENT, RESTARTS, Job
+from planc.cluster.job import ENVIRONMENT, RESTARTS, ClusterJob
 
 _EXPORTS = "\n".join(f"export {name}={value}" for name, value in ENVIRONMENT.items())
 
 
-def _torchrun_words(job: Job, head: str) -> str:
+def _torchrun_words(job: ClusterJob, head: str) -> str:
     """The command that one node runs for all of its ranks; `head` is the host where they meet."""
     meet = f'--rdzv-backend=c10d --rdzv-endpoint="{head}:29500" --rdzv-id={job.digest[:12]}'
     meet = meet if job.nodes > 1 else "--standalone"
@@ -19,7 +19,7 @@ def _torchrun_words(job: Job, head: str) -> str:
     )
 
 
-def torchrun(job: Job) -> str:
+def torchrun(job: ClusterJob) -> str:
     """A script of bash, for one machine, or for each of several."""
     several = job.nodes > 1
     how = f"on each of {job.nodes} nodes: HEAD=the-first-node" if several else "on this machine:"
@@ -32,7 +32,7 @@ exec {_torchrun_words(job, "$HEAD")}
 """
 
 
-def slurm(job: Job) -> str:
+def slurm(job: ClusterJob) -> str:
     """A script for sbatch: a task is a rank."""
     gpus = f"{job.gpu}:{job.per_node}" if job.gpu else job.per_node
     return f"""#!/bin/bash
@@ -67,7 +67,7 @@ ranks {shlex.join(job.script)} || again
 """
 
 
-def kubeflow(job: Job) -> str:
+def kubeflow(job: ClusterJob) -> str:
     """A TrainJob of Kubeflow's Trainer, whose runtime sets the nodes and the head for torchrun."""
     variables = "".join(
         f"      - {{name: {name}, value: {json.dumps(value)}}}\n"
@@ -94,7 +94,7 @@ spec:
 """
 
 
-def skypilot(job: Job) -> str:
+def skypilot(job: ClusterJob) -> str:
     """A task of SkyPilot, which gives each node the addresses of all."""
     variables = "".join(f"  {name}: {json.dumps(value)}\n" for name, value in ENVIRONMENT.items())
     run = _torchrun_words(job, '$(head -n 1 <<< "$SKYPILOT_NODE_IPS")').replace("\n", "\n  ")
@@ -113,22 +113,7 @@ envs:
 """
 
 
-def ray(job: Job) -> str:
-    """A script of Python that runs torchrun on as many nodes of a Ray cluster."""
-    return f"""{job.header}
-# ray job submit --working-dir . -- python FILE
-import os
-import subprocess
-
-import ray
-from ray.util import placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-NODES, PER_NODE = {job.nodes}, {job.per_node}
-ENVIRONMENT = {json.dumps(ENVIRONMENT, indent=4)[:-2]},
-}}
-COMMAND = {json.dumps(shlex.split(job.rank)[0])}
-
+_RAY = """
 
 @ray.remote(num_cpus=0, max_retries=0)
 def address():
@@ -137,14 +122,14 @@ def address():
 
 @ray.remote(max_retries=0)
 def node(head):
-    words = ["torchrun", f"--nnodes={{NODES}}", f"--nproc-per-node={{PER_NODE}}"]
-    words += ["--rdzv-backend=c10d", f"--rdzv-endpoint={{head}}:29500"]
-    words += ["--rdzv-id={job.digest[:12]}", "--no-python", "bash", "-c", COMMAND]
-    subprocess.run(words, env={{**os.environ, **ENVIRONMENT}}, check=True)
+    words = ["torchrun", f"--nnodes={NODES}", f"--nproc-per-node={PER_NODE}"]
+    words += ["--rdzv-backend=c10d", f"--rdzv-endpoint={head}:29500", f"--rdzv-id={PLAN}"]
+    words += ["--no-python", "bash", "-c", COMMAND]
+    subprocess.run(words, env={**os.environ, **ENVIRONMENT}, check=True)
 
 
 def started():
-    group = placement_group([{{"CPU": 1, "GPU": PER_NODE}}] * NODES, strategy="STRICT_SPREAD")
+    group = placement_group([{"CPU": 1, "GPU": PER_NODE}] * NODES, strategy="STRICT_SPREAD")
     ray.get(group.ready())
     on = [PlacementGroupSchedulingStrategy(group, at) for at in range(NODES)]
     try:
@@ -160,12 +145,31 @@ def started():
 
 
 ray.init()
-# what fails is started again {RESTARTS} times, and resumes from its checkpoint
-raise SystemExit(not any(started() for _ in range(1 + {RESTARTS})))
+# what fails is started again, and resumes from its checkpoint
+raise SystemExit(not any(started() for _ in range(1 + RESTARTS)))
 """
 
 
-TARGETS: dict[str, Callable[[Job], str]] = {
+def ray(job: ClusterJob) -> str:
+    """A script of Python that runs torchrun on as many nodes of a Ray cluster."""
+    return f"""{job.header}
+# ray job submit --working-dir . -- python FILE
+import os
+import subprocess
+
+import ray
+from ray.util import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+PLAN = {json.dumps(job.digest[:12])}
+NODES, PER_NODE, RESTARTS = {job.nodes}, {job.per_node}, {RESTARTS}
+ENVIRONMENT = {json.dumps(ENVIRONMENT, indent=4)[:-2]},
+}}
+COMMAND = {json.dumps(shlex.split(job.rank)[0])}
+{_RAY}"""
+
+
+TARGETS: dict[str, Callable[[ClusterJob], str]] = {
     "torchrun": torchrun,
     "slurm": slurm,
     "kubeflow": kubeflow,

@@ -47,7 +47,7 @@ def run(options: argparse.Namespace) -> int:
         nodes, per_node = job.nodes_of(compiled.lowered, gpus, sink)
         said = list(_said(options, compiled.lowered.world_size))
         text = TARGETS[options.to](
-            job.Job(
+            job.ClusterJob(
                 lowered=compiled.lowered,
                 digest=compiled.digest,
                 nodes=nodes,

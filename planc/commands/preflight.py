@@ -41,8 +41,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     require_torch("planc preflight")
-    from planc.cluster.preflight import Asked, Report, missed, preflight
-    from planc.cluster.ranks import Ranks, joined
+    from planc.cluster.peers import Peers, joined
+    from planc.cluster.preflight import Report, Wanted, missed, preflight
 
     def show(report: Report) -> None:
         if options.format == "json":
@@ -56,12 +56,12 @@ def run(options: argparse.Namespace) -> int:
         text = f"{one_of(missing, last='and')} not set: preflight is a rank of the job it checks"
         return output.refused("PL642", text, "start it as the script, under torchrun or srun")
     try:
-        ranks: Ranks = joined(options.timeout, lambda found: show(missed(found, ranks.seconds)))
+        ranks: Peers = joined(options.timeout, lambda found: show(missed(found, ranks.seconds)))
     except RuntimeError as error:
         at = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         text = f"rank 0 does not answer rank {os.environ['RANK']} at {at}: {first_line(error)}"
         return output.refused("PL644", text, "look at rank 0, and at the network between the nodes")
-    asked = Asked(
+    asked = Wanted(
         files=(*options.file, *([options.weights] if options.weights else [])),
         compare="files" if options.whole else "samples",
         save=options.save,

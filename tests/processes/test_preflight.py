@@ -24,7 +24,7 @@ NAMED = {
     "slow": "PL645]: rank 5 on node1 computes ",
     "late": "PL645]: rank 5 on node1 is slow on each axis that it is on",
     "slow link": "PL645]: ranks [4, 5] on node1 need ",
-    "dies": "PL644]: rank 5 on node1 gives no sign of life; its last was at: all-reduce of 256.0 KiB",
+    "dies": "PL644]: rank 5 on node1 gives no sign of life; its last was at: all-reduce of 2",
     "stops": "PL644]: rank 5 on node1 gives no sign of life; its last was at: all-reduce of ",
     "no network": "PL645]: rank 5 on node1 failed at starting the process group: no such interface",
     "absent": "PL644]: rank 5 never came",

@@ -24,7 +24,7 @@ _HELP = "look at that process and its node; the others were ended"
 
 
 @dataclass(slots=True, kw_only=True)
-class Ranks:
+class Peers:
     """This rank among all.
 
     Args:
@@ -187,7 +187,7 @@ def _some(values: list[str], value: str) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {one_of(ranks[:6], last='and')}"
 
 
-def joined(limit: float, missed: Callable[[list[Diagnostic]], None]) -> Ranks:
+def joined(limit: float, missed: Callable[[list[Diagnostic]], None]) -> Peers:
     """The ranks that torchrun's variables name.
 
     Raises:
@@ -204,6 +204,6 @@ def joined(limit: float, missed: Callable[[list[Diagnostic]], None]) -> Ranks:
     )
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     own = PrefixStore(f"planc/preflight/{attempt}", store)
-    found = Ranks(rank=rank, world_size=world_size, store=own, limit=limit, missed=missed)
+    found = Peers(rank=rank, world_size=world_size, store=own, limit=limit, missed=missed)
     found.start()
     return found
