@@ -65,7 +65,7 @@ def say(*words, **options):
 
 def written(target, *script):
     """The file of a target, for a script that is killed once."""
-    file = Path(f"{target}.{'py' if target == 'ray' else 'sh'}")
+    file = Path(f"{target}_job.{'py' if target == 'ray' else 'sh'}")
     say("planc", "launch", *PLAN, "--to", target, "-o", str(file), "--", "train.py", *script)
     return str(file)
 
