@@ -134,8 +134,8 @@ def started():
     on = [PlacementGroupSchedulingStrategy(group, at) for at in range(NODES)]
     try:
         head = ray.get(address.options(scheduling_strategy=on[0]).remote())
-        of = node.options(num_gpus=PER_NODE)
-        ray.get([of.options(scheduling_strategy=at).remote(head) for at in on])
+        at = [node.options(num_gpus=PER_NODE, scheduling_strategy=each) for each in on]
+        ray.get([each.remote(head) for each in at])
     except ray.exceptions.RayError as error:
         print(error)
         return False
