@@ -121,9 +121,10 @@ def address():
 
 
 @ray.remote(max_retries=0)
-def node(head):
-    words = ["torchrun", f"--nnodes={NODES}", f"--nproc-per-node={PER_NODE}"]
-    words += ["--rdzv-backend=c10d", f"--rdzv-endpoint={head}:29500", f"--rdzv-id={PLAN}"]
+def node(head, number):
+    words = ["torchrun", f"--nnodes={NODES}", f"--nproc-per-node={PER_NODE}", f"--rdzv-id={PLAN}"]
+    words += ["--rdzv-backend=c10d", f"--rdzv-endpoint={head}:29500"]
+    words += [f"--rdzv-conf=is_host={number == 0}", f"--local-addr={ray.util.get_node_ip_address()}"]
     words += ["--no-python", "bash", "-c", COMMAND]
     subprocess.run(words, env={**os.environ, **ENVIRONMENT}, check=True)
 
@@ -135,7 +136,7 @@ def started():
     try:
         head = ray.get(address.options(scheduling_strategy=on[0]).remote())
         at = [node.options(num_gpus=PER_NODE, scheduling_strategy=each) for each in on]
-        ray.get([each.remote(head) for each in at])
+        ray.get([each.remote(head, number) for number, each in enumerate(at)])
     except ray.exceptions.RayError as error:
         print(error)
         return False
