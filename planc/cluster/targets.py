@@ -9,9 +9,18 @@ from planc.cluster.job import ENVIRONMENT, RESTARTS, ClusterJob
 _EXPORTS = "\n".join(f"export {name}={value}" for name, value in ENVIRONMENT.items())
 
 
-def _torchrun_words(job: ClusterJob, head: str) -> str:
-    """The command that one node runs for all of its ranks; `head` is the host where they meet."""
-    meet = f'--rdzv-backend=c10d --rdzv-endpoint="{head}:29500" --rdzv-id={job.digest[:12]}'
+def _torchrun_words(job: ClusterJob, head: str, number: str) -> str:
+    """The command that one node runs for all of its ranks.
+
+    Args:
+        head: the host where the nodes meet, in bash.
+        number: the variable with the number of the node; torchrun does not always find out by
+            the name of the host that it is the first.
+    """
+    meet = (
+        f'--rdzv-backend=c10d --rdzv-endpoint="{head}:29500" --rdzv-id={job.digest[:12]}'
+        f" --rdzv-conf=is_host=$(({number} == 0))"
+    )
     meet = meet if job.nodes > 1 else "--standalone"
     return (
         f"torchrun --nnodes={job.nodes} --nproc-per-node={job.per_node} --max-restarts={RESTARTS}"
@@ -21,14 +30,14 @@ def _torchrun_words(job: ClusterJob, head: str) -> str:
 
 def torchrun(job: ClusterJob) -> str:
     """A script of bash, for one machine, or for each of several."""
-    several = job.nodes > 1
-    how = f"on each of {job.nodes} nodes: HEAD=the-first-node" if several else "on this machine:"
+    each = f"on each of {job.nodes} nodes: HEAD=name-of-node-0 NODE=0-to-{job.nodes - 1}"
+    how = each if job.nodes > 1 else "on this machine:"
     return f"""#!/bin/bash
 {job.header}
 # {how} bash FILE; what fails is started again {RESTARTS} times, and resumes from its checkpoint
 set -eu
 {_EXPORTS}
-exec {_torchrun_words(job, "$HEAD")}
+exec {_torchrun_words(job, "$HEAD", "NODE")}
 """
 
 
@@ -97,7 +106,8 @@ spec:
 def skypilot(job: ClusterJob) -> str:
     """A task of SkyPilot, which gives each node the addresses of all."""
     variables = "".join(f"  {name}: {json.dumps(value)}\n" for name, value in ENVIRONMENT.items())
-    run = _torchrun_words(job, '$(head -n 1 <<< "$SKYPILOT_NODE_IPS")').replace("\n", "\n  ")
+    head = '$(head -n 1 <<< "$SKYPILOT_NODE_IPS")'
+    run = _torchrun_words(job, head, "SKYPILOT_NODE_RANK").replace("\n", "\n  ")
     return f"""{job.header}
 # sky jobs launch FILE; add a `setup` that installs what the script needs
 name: {job.name}
@@ -124,7 +134,8 @@ def address():
 def node(head, number):
     words = ["torchrun", f"--nnodes={NODES}", f"--nproc-per-node={PER_NODE}", f"--rdzv-id={PLAN}"]
     words += ["--rdzv-backend=c10d", f"--rdzv-endpoint={head}:29500"]
-    words += [f"--rdzv-conf=is_host={number == 0}", f"--local-addr={ray.util.get_node_ip_address()}"]
+    words += [f"--rdzv-conf=is_host={number == 0}"]
+    words += [f"--local-addr={ray.util.get_node_ip_address()}"]
     words += ["--no-python", "bash", "-c", COMMAND]
     subprocess.run(words, env={**os.environ, **ENVIRONMENT}, check=True)
 
