@@ -100,7 +100,8 @@ class Storages(TorchDispatchMode):  # type: ignore[misc]
     def counting(self) -> Iterator[None]:
         """Counts what runs inside.
 
-        FSDP allocates and frees by `UntypedStorage.resize_`, which is no operator. DTensor asks for
+        FSDP gathers parameters into storages that it resizes by `UntypedStorage.resize_`, which is
+        no operator. DTensor asks for
         the shapes of results by running operators on tensors of whole shapes, which a rank never
         holds.
         """
@@ -112,7 +113,7 @@ class Storages(TorchDispatchMode):  # type: ignore[misc]
         def resized(storage: Any, size: int) -> Any:
             made = resize(storage, size)
             if storage._cdata in self.known:
-                self._note(storage, "")
+                self._note(storage, "gathered parameters")
             return made
 
         def asked(*args: Any, **kwargs: Any) -> Any:
