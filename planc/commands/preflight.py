@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from planc.cluster.judge import Needed
     from planc.compiler import Compiled
 
+_LOOK = "look at rank 0, and at the network between the nodes"
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -41,6 +42,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     require_torch("planc preflight")
+    from torch.distributed import DistError
+
     from planc.cluster.peers import Peers, joined
     from planc.cluster.preflight import Report, Wanted, missed, preflight
 
@@ -60,7 +63,7 @@ def run(options: argparse.Namespace) -> int:
     except RuntimeError as error:
         at = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         text = f"rank 0 does not answer rank {os.environ['RANK']} at {at}: {first_line(error)}"
-        return output.refused("PL644", text, "look at rank 0, and at the network between the nodes")
+        return output.refused("PL644", text, _LOOK)
     asked = Wanted(
         files=(*options.file, *([options.weights] if options.weights else [])),
         compare="files" if options.whole else "samples",
@@ -68,7 +71,11 @@ def run(options: argparse.Namespace) -> int:
         digest=options.digest,
         needed=_needed,
     )
-    report = preflight(ranks, lambda sink: output.compiled(options, sink), asked)
+    try:
+        report = preflight(ranks, lambda sink: output.compiled(options, sink), asked)
+    except DistError as error:
+        text = f"rank {ranks.rank} has lost the store of rank 0: {first_line(error)}"
+        return output.refused("PL644", text, _LOOK)
     if ranks.rank == 0:
         show(report)
     return ranks.end(output.exit_code(report.sink))
