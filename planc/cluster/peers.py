@@ -202,7 +202,7 @@ def joined(limit: float, missed: Callable[[list[Diagnostic]], None]) -> Peers:
         timeout=timedelta(seconds=limit / 2),
         wait_for_workers=False,
     )
-    # a store of torchrun's outlives a start; each node counts its own, so that no other store has it
+    # a store of torchrun's outlives a start; starts are not counted alike on all nodes
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if torchruns else "0"
     own = PrefixStore(f"planc/preflight/{attempt}", store)
     found = Peers(rank=rank, world_size=world_size, store=own, limit=limit, missed=missed)

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from planc.compiler import Compiled
 
 _LOOK = "look at rank 0, and at the network between the nodes"
-_NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,6 +45,7 @@ def run(options: argparse.Namespace) -> int:
 
     from planc.cluster.peers import Peers, joined
     from planc.cluster.preflight import Report, Wanted, missed, preflight
+    from planc.runtime.launchers import NEEDED
 
     def show(report: Report) -> None:
         if options.format == "json":
@@ -55,7 +55,7 @@ def run(options: argparse.Namespace) -> int:
             terminal.show("".join(f"{line}\n" for line in report.lines()))
         sys.stdout.flush()
 
-    if missing := [name for name in _NEEDED if name not in os.environ]:
+    if missing := [name for name in NEEDED if name not in os.environ]:
         text = f"{one_of(missing, last='and')} not set: preflight is a rank of the job it checks"
         return output.refused("PL642", text, "start it as the script, under torchrun or srun")
     try:

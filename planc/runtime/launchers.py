@@ -8,7 +8,7 @@ from torch import distributed
 
 from planc.diagnostic import PlanError, Sink, one_of
 
-_NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """The variables by which torch starts a process group."""
 _LAUNCHERS = (
     ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID"),  # not NTASKS: sbatch has it too
@@ -26,7 +26,7 @@ def require_known_to_torch() -> None:
     """
     if distributed.is_initialized():
         return
-    missing = [name for name in _NEEDED if name not in os.environ]
+    missing = [name for name in NEEDED if name not in os.environ]
     for text, help in _lone(missing) if missing else _several_torchruns():
         sink = Sink()
         sink.error("PL460", f"{text}: each would train alone", help=help)
