@@ -13,7 +13,7 @@ from planc.ops.base import AxisRole
 from planc.ops.lowered import Lowered, MeshAxis
 from planc.runtime.preconditions import problem
 
-_SLOW, _FLOOR = 2.5, 0.002
+_SLOW, _FLOOR = 2.5, 0.005
 """A rank is slow that computes so many times as long as the median, and so much longer in
 seconds."""
 

@@ -20,9 +20,9 @@ from planc.runtime.preconditions import problem
 SIZES = {"cpu": (2**10, 2**18, 2**22), "cuda": (2**10, 2**20, 2**27)}
 """Bytes of a message."""
 _PASSES = 6
-_SLOW, _FLOOR = 3.0, 0.005
+_SLOW, _FLOOR = 3.0, {"cpu": 0.05, "cuda": 0.002}
 """A group is slow that takes so many times as long as the others of its axis, and so much longer in
-seconds."""
+seconds: processes that share cores wait for each other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ def slow(lowered: Lowered, seen: list[list[Link]], hosts: list[str]) -> Iterator
 def _beside(taken: tuple[float, ...], usual: tuple[float, ...], axis: str) -> str:
     """How slow a group is at the smallest message that it is slow at; empty for none."""
     for size, own, other in zip(SIZES[device()], taken, usual, strict=True):
-        if own > _SLOW * other and own - other > _FLOOR:
+        if own > _SLOW * other and own - other > _FLOOR[device()]:
             what = f"need {own * 1e3:.1f} ms for an all-reduce of {phrases.size(size)} on {axis}"
             return f"{what}, and the other groups {other * 1e3:.1f} ms"
     return ""
