@@ -13,6 +13,7 @@ from planc.measure import count as module
 from planc.measure.count import NotCountedError, RankStep, count
 from planc.model.load import load_values
 from tests.console import call
+from tests.helpers import slow
 
 PEAKS = json.loads(gloo_peaks.PEAKS.read_text())
 KERNELS = 0.003
@@ -22,12 +23,12 @@ KERNELS = 0.003
 @pytest.mark.parametrize(
     "name",
     [
-        "llama, tp 2",
         "llama, 2 batches",
         "tied llama, pp 2, tp 2",
-        "llama, pp 2, zbv, no checkpoints",
         "llama, cp 4",
-        "gpt2, hsdp 2",
+        slow("llama, tp 2"),
+        slow("llama, pp 2, zbv, no checkpoints"),
+        slow("gpt2, hsdp 2"),
     ],
 )
 def test_as_on_real_processes(name):
