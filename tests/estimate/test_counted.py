@@ -123,5 +123,7 @@ def test_the_command(tmp_path):
     assert found["ranks"][0]["moments"][0]["items"][0]["place"]
     code, out, _ = call("measure", *words)
     assert "at most (" in out and "estimated: " in out
+    code, _, errors = call("measure", *words, "--stage", "1")
+    assert code == 1 and "places 0 to 0, and no 1" in errors
     code, _, errors = call("measure", words[0], own(tmp_path, COMPILED), *words[2:])
     assert code == 1 and "PL727" in errors
