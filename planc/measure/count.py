@@ -109,7 +109,9 @@ def count(
     with _Runner() as runner:
         work = _Work(compiled, step, runner, exact=exact)
         every = range(work.places)
-        return [work.rank(place) for place in places or every if place in every]
+        if other := [place for place in places if place not in every]:
+            raise NotCountedError(f"the pipeline has places 0 to {every[-1]}, and no {other[0]}")
+        return [work.rank(place) for place in places or every]
 
 
 def _require(compiled: Compiled) -> None:
@@ -123,6 +125,7 @@ def _require(compiled: Compiled) -> None:
         "it is not a transformers model that planc can build": "model_type" not in facts.config
         or bool(facts.code)
         or facts.user_model is not None,
+        "it has no list of blocks": not any(block_lists(facts.model)),
         "its FSDP is another backend's, which needs its library": bool(compiled.lowered.backend),
         "compiled code does not run on fake tensors": bool(plan.compile),
         "what is offloaded is not on the device": bool(section and section.offload)

@@ -13,7 +13,7 @@ import re
 import sys
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -51,7 +51,8 @@ def main() -> int:
     os.dup2(2, 1)  # a model may print
     for line in sys.stdin:
         job = RankJob.loads(line)
-        prepare(config_of(job.config, "the model"), Sink())  # what every rank imports
+        with suppress(Exception):  # what every rank imports; a rank reports what is wrong
+            prepare(config_of(job.config, "the model"), Sink())
         reading, writing = os.pipe()
         child = os.fork()
         if not child:

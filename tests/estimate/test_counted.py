@@ -13,6 +13,7 @@ from planc.measure import count as module
 from planc.measure.count import NotCountedError, RankStep, count
 from planc.model.load import load_values
 from tests.console import call
+from tests.helpers import slow
 
 PEAKS = json.loads(gloo_peaks.PEAKS.read_text())
 KERNELS = 0.003
@@ -22,12 +23,12 @@ KERNELS = 0.003
 @pytest.mark.parametrize(
     "name",
     [
-        "llama, tp 2",
         "llama, 2 batches",
         "tied llama, pp 2, tp 2",
-        "llama, pp 2, zbv, no checkpoints",
         "llama, cp 4",
-        "gpt2, hsdp 2",
+        slow("llama, tp 2"),
+        slow("llama, pp 2, zbv, no checkpoints"),
+        slow("gpt2, hsdp 2"),
     ],
 )
 def test_as_on_real_processes(name):
@@ -122,5 +123,7 @@ def test_the_command(tmp_path):
     assert found["ranks"][0]["moments"][0]["items"][0]["place"]
     code, out, _ = call("measure", *words)
     assert "at most (" in out and "estimated: " in out
+    code, _, errors = call("measure", *words, "--stage", "1")
+    assert code == 1 and "places 0 to 0, and no 1" in errors
     code, _, errors = call("measure", words[0], own(tmp_path, COMPILED), *words[2:])
     assert code == 1 and "PL727" in errors
