@@ -4,6 +4,8 @@
 keys and values along `cp`; in `split`, planc does both.
 """
 
+import contextlib
+
 import torch
 import transformers
 from numerics import (
@@ -19,6 +21,7 @@ from numerics import (
     plain,
     whole,
 )
+from state_jobs import doubled, float64
 from torch import distributed
 
 import planc
@@ -102,14 +105,22 @@ def _attention(group, first, gather):
     return attention
 
 
-def split(model, plan, overrides=(), script=False):
+def split(model, plan, overrides=(), script=False, double=False):
     """The worst gradient's error against one process with whole sequences, padded and with labels
     that are ignored unevenly; and `bits`, a digest of this rank's numbers.
 
     Args:
         script: whether the emitted Python spreads the model, instead of planc's own apply.
+        double: whether all is computed in float64.
     """
-    single, made = build(model), build(model)
+    with float64() if double else contextlib.nullcontext():
+        single, made = build(model), build(model)
+        if double:
+            single, made = doubled(single), doubled(made)
+        return _split(single, made, plan, overrides, script)
+
+
+def _split(single, made, plan, overrides, script):
     tokens, labels = data(single.config.vocab_size)
     labels[0, :-3] = -100
     mask = torch.ones_like(tokens)

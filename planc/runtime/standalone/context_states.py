@@ -18,7 +18,7 @@ from torch.nn.functional import pad, silu, softplus
 
 from planc.runtime.standalone.collectives import GatherSequence
 from planc.runtime.standalone.context_tokens import ContextError, KeyTokens
-from planc.runtime.standalone.documents import FUSED, TOKENS, Documents, running
+from planc.runtime.standalone.documents import FUSED, TOKENS, Documents, running, whole
 
 
 class StateRanks:
@@ -182,15 +182,18 @@ class StateRanks:
 
 
 def of_local(change: Callable[[Tensor], Tensor], value: Tensor, dim: int) -> Tensor:
-    """What becomes of a tensor, or of a rank's part of a DTensor, whose rows and tokens
-    (on `dim`) are whole.
+    """What becomes of a tensor whose rows, and tokens on `dim`, are whole; of a DTensor,
+    what becomes of its ranks' parts.
     """
     if not isinstance(value, DTensor):
         return change(value)
-    if any(p.is_shard() and p.dim in (0, dim) for p in value.placements):
-        raise ContextError("states are computed from a shard of the rank's tokens")
-    made, mesh = change(value.to_local()), value.device_mesh
-    return DTensor.from_local(made, mesh, value.placements, run_check=False)
+    placements = value.placements
+    if any(p.is_shard() and p.dim in (0, dim) for p in placements):
+        value = whole(value)
+    made = change(value.to_local())
+    mesh, now = value.device_mesh, value.placements
+    every = DTensor.from_local(made, mesh, now, run_check=False)
+    return every.redistribute(placements=placements)
 
 
 def in_places(tokens: Tensor, places: Tensor) -> Tensor:
