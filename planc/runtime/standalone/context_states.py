@@ -62,7 +62,8 @@ class StateRanks:
             if any(isinstance(value, DTensor) for value in (*args, *kwargs.values())):
                 text = "gets DTensors: use local tensors, or `exchange = gather`"
                 raise ContextError(f"{part} {text}")
-            return exchange(self, function, *args, **kwargs)
+            with running(None):
+                return exchange(self, function, *args, **kwargs)
         named = {name: self.whole(value, dim) for name, value in kwargs.items()}
         with running(self.documents):
             found = function(*(self.whole(value, dim) for value in args), **named)
@@ -182,8 +183,8 @@ class StateRanks:
 
 
 def of_local(change: Callable[[Tensor], Tensor], value: Tensor, dim: int) -> Tensor:
-    """What becomes of a tensor whose rows, and tokens on `dim`, are whole; of a DTensor,
-    what becomes of its ranks' parts.
+    """What becomes of a tensor whose rows, and tokens on `dim`, are whole; or of each
+    rank's part of a DTensor.
     """
     if not isinstance(value, DTensor):
         return change(value)

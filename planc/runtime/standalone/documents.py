@@ -303,7 +303,8 @@ def kept_apart(function: Callable[..., Any], part: str) -> Any:
             raise documents.raised(f"{function.__name__} {text}")
         documents.kept = True
         way = documents.told if "cu_seqlens" in taken else documents.apart
-        return way(function, dim, args, kwargs)
+        with running(None):
+            return way(function, dim, args, kwargs)
 
     return called
 
