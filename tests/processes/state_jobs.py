@@ -12,6 +12,7 @@ import torch
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import pad
+from transformers import masking_utils
 
 from planc.diagnostic import Sink
 from planc.model.load import load_values
@@ -46,13 +47,14 @@ def float64():
 
 @contextlib.contextmanager
 def functions_kept(model):
-    """Puts back what a script replaces in the model's file: planc would take it for the user's."""
-    home = vars(sys.modules[type(model).__module__])
-    before = dict(home)
+    """Puts back what a script replaces in transformers: planc would take it for the user's."""
+    files = vars(sys.modules[type(model).__module__]), vars(masking_utils)
+    before = [dict(file) for file in files]
     try:
         yield
     finally:
-        home.update(before)
+        for file, functions in zip(files, before, strict=True):
+            file.update(functions)
 
 
 def made(family, **changes):
