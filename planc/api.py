@@ -359,6 +359,10 @@ def _facts_of(module: nn.Module) -> Facts:
 
     config = getattr(module, "config", None)
     facts = facts_of(module, config=config, config_name="model.config")
+    if type(module).__module__.startswith("diffusers."):  # whose configuration names no class
+        from planc.model.sources.diffusers import normal
+
+        facts = replace(facts, config=normal(facts.config, facts.name))
     known = buildable(facts.config)
     facts = replace(facts, built=True, own_code=own_code(module, alone=not known))
     if known and not facts.own_code and not hasattr(module, "planc_inputs"):

@@ -17,6 +17,7 @@ COMMANDS = {
     "check": "report what is wrong with a plan for a model",
     "lower": "print the lowered plan: the torch calls that a plan means",
     "estimate": "estimate memory and time of a training step",
+    "measure": "count what one rank holds in a step, by running it",
     "suggest": "search the fastest plan that fits, and write it",
     "calibrate": "fit a hardware profile to measured steps",
     "diff": "compare two lowered plans",

@@ -34,6 +34,7 @@ FLOORS = {
     "backends": 8,
     "compiler": 8,
     "trial": 8,
+    "measure": 9,
     "provenance": 9,
     "proof": 9,
     "estimate": 10,

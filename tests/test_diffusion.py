@@ -9,6 +9,7 @@ import pytest
 from helpers import mutant, sampled, simulated, slow
 from modelfolder import found
 
+import planc
 from planc.cli import main
 from planc.compiler import compile_plan
 from planc.diagnostic import Sink
@@ -48,6 +49,23 @@ def test_shipped_models(name):
     assert facts.name == facts.family == config(name)["_class_name"]
     assert facts.config_name == f"plans/models/{name}.json"
     assert facts.stated_fields >= {"num_layers", "num_attention_heads", "attention_head_dim"}
+
+
+@pytest.mark.parametrize(("name", "plan"), [("wan2.1-t2v-1.3b", "wan"), ("flux.1-dev", "flux")])
+def test_a_model_that_a_script_has_built(home, name, plan):
+    """Its configuration names no class; layouts are inferred as for the folder's."""
+    import diffusers
+    import torch
+
+    values = shrink(facts_of(name).config, ranks=2).values
+    kind = getattr(diffusers, values["_class_name"])
+    with torch.device("meta"):
+        made = kind.from_config({k: v for k, v in values.items() if k != "_class_name"})
+    folder = written(home / "model", values)
+    own, named = (
+        planc.lower(model, plan, world_size=4, overrides=["tp=2"]) for model in (made, folder)
+    )
+    assert own == named
 
 
 def test_a_model_a_pipeline_and_a_cached_hub_name(home, monkeypatch):

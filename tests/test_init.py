@@ -23,6 +23,7 @@ from planc.diagnostic import Sink
 from planc.draft.from_transformers import tp_plan
 from planc.draft.init import draft
 from planc.draft.plan_text import braced
+from planc.draft.roles import roles
 from planc.model.load import load, load_values
 from planc.model.small.record_flow import record
 from planc.ops.styles import style_text
@@ -502,3 +503,12 @@ def test_an_embedding_with_a_norm_inside_is_not_split(tmp_path):
     compile_plan(facts, str(tmp_path / "t.plan"), sink, world_size=2)
     [found] = [d for d in sink if d.severity == "error"]
     assert found.code == "PL150" and "`embed_norm` inside" in found.message
+
+
+def test_a_list_of_embeddings():
+    """musicgen has one for each codebook of sound."""
+    sizes = {"num_hidden_layers": 2, "hidden_size": 64, "ffn_dim": 64, "num_attention_heads": 4}
+    config = {"model_type": "musicgen_decoder", "architectures": ["MusicgenForCausalLM"]}
+    found = load_values({**config, **sizes, "vocab_size": 64}, "musicgen", sink := Sink())
+    assert found is not None, sink.diagnostics
+    assert roles(found, None).embedding == "model.decoder.embed_tokens[0:4]"

@@ -230,7 +230,7 @@ def test_every_wait_is_announced(monkeypatch, tmp_path):
         ("estimate", *RUN, *step),
         ("diff", *RUN),
         ("init", "llama-3.1-8b"),
-        ("suggest", "llama-3.1-8b", "--world-size", "64", *step),
+        ("suggest", "llama-3.1-8b", "--no-run", "--world-size", "64", *step),
     ):
         said.clear()
         call(*words)

@@ -11,6 +11,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "check": ("ci.md", _RUN, "qwen3-8b my.plan --world-size 8 --fix", "--format github"),
     "lower": ("language/README.md", _RUN, f"{_RUN} --format python -o parallelize.py", "--check"),
     "estimate": ("estimate.md", f"{_RUN} {_STEP} --hardware h100-8x"),
+    "measure": ("estimate.md", f"{_RUN} {_STEP}", f"{_RUN} {_STEP} --exact"),
     "suggest": ("estimate.md", f"llama-3.1-8b --world-size 64 {_STEP} -o fast.plan"),
     "calibrate": ("estimate.md", "steps.csv -o own.toml", "--cpu -o cpu.toml"),
     "diff": ("ci.md", f"{_RUN} --old-set tp=4", "llama-3.1-8b HEAD:my.plan my.plan"),
@@ -29,6 +30,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
 EXITS = {
     "diff": "0 no changes, 1 changes",
     "estimate": "0 the step fits, 1 it does not",
+    "measure": "0 the step fits, 1 it does not",
     "fmt": "0 done, 1 a file would change (--check, --diff)",
     "import": "0 done, 1 something that a number may depend on is left to decide",
     "lower": "0 done, 1 errors in the plan, or a file that would change (--check)",

@@ -32,6 +32,11 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         type=shared_arguments.memory_size,
         help="in place of the hardware's",
     )
+    parser.add_argument(
+        "--no-run",
+        action="store_true",
+        help="do not run a rank of the first plans to count what it holds",
+    )
     parser.add_argument("--format", choices=("text", "json"), default="text")
     shared_arguments.output(parser, what="the plan ")
 
@@ -46,6 +51,7 @@ def run(options: argparse.Namespace) -> int:
         micro_batches=options.micro_batches,
         settings=options.set,
         requires=options.require,
+        run=not options.no_run,
     )
     with output.waiting(f"searching plans for {options.model}") as progress:
         facts = load(options.model, sink, allow_code=options.allow_code)

@@ -93,14 +93,12 @@ class Roles:
 def roles(facts: Facts, ran: RunRecord | None) -> Roles:
     """The roles of a model's modules, by a run of it, else by the module table's order."""
     around = ends(facts)
-    named = [str(m) for m in around.embeddings]
-    reached = [name for name in named if ran is None or name in ran.order]
-    embedding = next(iter(reached or named), None)
-    same = [str(m) for m in same_tensor(facts, facts.at(embedding))] if embedding else []
+    reached = [m for m in around.embeddings if ran is None or str(m) in ran.order]
+    embedding = next(iter(reached or around.embeddings), None)
     return Roles(
         blocks=[_blocks(at, ran) for at in lists(facts)],
-        embedding=embedding,
-        same=same,
+        embedding=str(embedding) if embedding else None,
+        same=[str(m) for m in same_tensor(facts, embedding)] if embedding else [],
         heads=[str(m) for m in around.heads],
         norms=[str(m) for m in around.norms],
     )

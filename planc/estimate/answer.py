@@ -14,7 +14,7 @@ from planc.compiler import Compiled
 from planc.diagnostic import Diagnostic, Label, Sink
 from planc.estimate import profiles
 from planc.estimate.from_plan import Batch, PlanWork, masters
-from planc.estimate.memory import GIB, Item
+from planc.estimate.memory import GIB, Item, Moment
 from planc.estimate.step import Estimate, estimate
 from planc.estimate.workload import Recompute, Workload
 from planc.lowering.step import require_divisible
@@ -256,7 +256,7 @@ def text(found: Answer, *, explain: bool = False) -> Iterator[str]:
     size = f", {batch.global_batch} x {batch.sequence} tokens a step" if batch else ""
     on = phrases.mesh(found.plan.mesh.axes)
     yield f"{found.plan.name} on {on}{size}; {found.hardware.name}, {found.stack.name}"
-    yield f"counted with {'; '.join(_assumed(found))}"
+    yield f"counted with {'; '.join(assumed(found))}"
     yield ""
     yield from _memory(found, explain)
     if found.counted:
@@ -267,7 +267,7 @@ def text(found: Answer, *, explain: bool = False) -> Iterator[str]:
         yield from _sources(found)
 
 
-def _assumed(found: Answer) -> Iterator[str]:
+def assumed(found: Answer) -> Iterator[str]:
     """What the numbers rest on and no line of the plan says."""
     if found.request.batch:
         passes, rows = found.passes
@@ -297,8 +297,7 @@ def _memory(found: Answer, explain: bool) -> Iterator[str]:
     if not found.complete:
         most = f"at least {peak:.2f} GiB, its activations are not counted ({at})"
     yield f"memory of a rank: {most}; {room:.1f} usable: {_VERDICTS[found.fits]}"
-    for item in sorted(moment.items, key=lambda i: -i.size):
-        yield from _item(item, explain)
+    yield from item_lines(moment, explain=explain)
     for other in step.fullest.moments:
         if other is not moment:
             yield f"  {other.size / GIB:8.2f}  at another time: {other.name}"
@@ -307,11 +306,15 @@ def _memory(found: Answer, explain: bool) -> Iterator[str]:
             yield f"  {rank.peak / GIB:8.2f}  at place {rank.rank}: {rank.largest.name}"
 
 
-def _item(item: Item, explain: bool) -> Iterator[str]:
-    place = f"  ({item.origin.place})" if item.origin else ""
-    yield f"  {item.size / GIB:8.2f}  {item.name}{place}"
-    if explain:
-        yield f"            {item.how}"
+def item_lines(moment: Moment, *, least: float = 0.0, explain: bool = False) -> Iterator[str]:
+    """A line for each item of at least so many bytes, the largest first."""
+    for item in sorted(moment.items, key=lambda i: -i.size):
+        if item.size < least:
+            continue
+        place = f"  ({item.origin.place})" if item.origin else ""
+        yield f"  {item.size / GIB:8.2f}  {item.name}{place}"
+        if explain:
+            yield f"            {item.how}"
 
 
 def _time(found: Answer) -> Iterator[str]:

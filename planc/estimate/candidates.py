@@ -50,6 +50,7 @@ class Candidate:
         micro_batches: as few as fit, or what the user set.
         violated: the requirements that it does not meet.
         text: of the plan, with the requirements.
+        counted: bytes that a rank of it held at most when it was run; None where none was.
     """
 
     choice: Choice
@@ -59,6 +60,7 @@ class Candidate:
     estimate: Estimate
     violated: frozenset[str] = frozenset()
     text: str = ""
+    counted: float | None = None
 
     @property
     def axes(self) -> str:

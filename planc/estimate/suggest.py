@@ -17,6 +17,7 @@ from planc.estimate.candidates import WAYS_OUT, Candidate, Candidates, Tally
 from planc.estimate.choice import Choice, Space
 from planc.estimate.counted import DerivedCounts
 from planc.estimate.from_plan import Batch, masters
+from planc.estimate.measured import run_first
 from planc.estimate.memory import GIB
 from planc.estimate.search import Found, search
 from planc.model.facts import Facts
@@ -45,6 +46,7 @@ class Asked:
         micro_batches: of a step, None to search them.
         settings: `name=value` for axes and options that stay as they are.
         requires: conditions over axes, options and `config.*`.
+        run: whether a rank of the first plans is run, to count what it holds.
     """
 
     plan: str | None
@@ -54,6 +56,7 @@ class Asked:
     micro_batches: int | None = None
     settings: Sequence[str] = ()
     requires: Sequence[str] = ()
+    run: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,6 +125,8 @@ def suggest(
         micro_batches=asked.micro_batches,
     )
     found = search(candidates, progress)
+    if asked.run:
+        found = replace(found, best=tuple(run_first(candidates, found.best, request)))
     coarser = _coarser(candidates, found.best[0]) if found.best else None
     if not found.best:
         _nothing(found.tally, sink)

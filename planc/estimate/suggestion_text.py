@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from planc.estimate.candidates import Candidate
+from planc.estimate.memory import GIB
 from planc.estimate.suggest import Suggestion
 
 FORMAT = 1
@@ -44,16 +45,18 @@ def text(made: Suggestion, *, command: str) -> Iterator[str]:
 
 
 def _table(best: tuple[Candidate, ...]) -> Iterator[str]:
-    rows = [("", "s a step", "tokens/s a rank", "MFU", "GiB", "micro-batches", "mesh", "how")]
+    run = "GiB when run" if any(found.counted for found in best) else ""
+    rows = [("", "s a step", "tokens/s a rank", "MFU", "GiB", run, "micro-batches", "mesh", "how")]
     for i, found in enumerate(best):
         time = found.estimate.time
         numbers = (f"{time.seconds:.3f}", f"{time.tokens_per_second:,.0f}", f"{time.mfu:.1%}")
-        sizes = (f"{found.peak:.1f}", str(found.micro_batches))
+        counted = f"{found.counted / GIB:.1f}" if found.counted else ""
+        sizes = (f"{found.peak:.1f}", counted, str(found.micro_batches))
         rows.append((str(i + 1), *numbers, *sizes, found.axes, found.words))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
-        pairs = list(zip(row, widths, strict=True))
-        right, left = (t.rjust(w) for t, w in pairs[:6]), (t.ljust(w) for t, w in pairs[6:])
+        pairs = [(t, w) for i, (t, w) in enumerate(zip(row, widths, strict=True)) if w or not i]
+        right, left = (t.rjust(w) for t, w in pairs[:-2]), (t.ljust(w) for t, w in pairs[-2:])
         yield "  ".join([*right, *left]).rstrip()
 
 
@@ -125,6 +128,7 @@ def _plain(found: Candidate) -> dict[str, Any]:
         "tokens_per_second": time.tokens_per_second,
         "mfu": time.mfu,
         "peak": found.estimate.fullest.peak,
+        "counted": found.counted,
         "bottleneck": time.bottleneck,
         "spent": time.spent._asdict(),
         "plan": found.text,

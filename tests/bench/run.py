@@ -38,7 +38,7 @@ def check(model, ranks, *more):
 def suggest(folder, model, ranks, rows, tokens):
     batch = ["--world-size", str(ranks), "--batch", str(rows), "--seq", str(tokens)]
     output = ["-o", f"{folder}/suggested.plan"]
-    return [sys.executable, "-m", "planc.cli", "suggest", model, *batch, *output]
+    return [sys.executable, "-m", "planc.cli", "suggest", model, "--no-run", *batch, *output]
 
 
 def searches(folder):

@@ -3,12 +3,15 @@
 import json
 import tempfile
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
 from planc.compiler import compile_plan
 from planc.diagnostic import Sink
 from planc.estimate.answer import Request, answer
 from planc.estimate.from_plan import Batch
+from planc.measure.count import RankStep, count
+from planc.ops.base import AxisRole
 
 RANKS = 4
 DECODER = {
@@ -118,16 +121,28 @@ class Combination:
         precise = [] if given else ["param_dtype=fp32"]
         return str(folder), plan, [*precise, *self.settings]
 
-    def estimated(self):
+    def compiled(self):
         sink = Sink()
         with tempfile.TemporaryDirectory() as folder:
             model, plan, settings = self.written(Path(folder))
             compiled = compile_plan(model, plan, sink, world_size=RANKS, settings=settings)
-            assert compiled.applied, sink.diagnostics
-            batch = Batch(global_batch=self.rows, sequence=self.tokens, micro_batches=self.batches)
-            found = answer(*compiled.applied, Request(batch=batch), sink)
-            assert found, sink.diagnostics
+        assert compiled.applied, sink.diagnostics
+        return compiled
+
+    def estimated(self):
+        sink = Sink()
+        batch = Batch(global_batch=self.rows, sequence=self.tokens, micro_batches=self.batches)
+        found = answer(*self.compiled().applied, Request(batch=batch), sink)
+        assert found, sink.diagnostics
         return found
+
+    def counted(self):
+        """What a rank of each place of the pipeline holds when it is run."""
+        compiled = self.compiled()
+        ways = prod(axis.size for axis in compiled.plan.mesh.of_role(AxisRole.DATA))
+        rows = self.rows // ways // self.batches
+        batches = {"micro_batches": self.batches, "dtype": "float32"}
+        return count(compiled, RankStep(rows=rows, tokens=self.tokens, **batches))
 
 
 def _combinations():

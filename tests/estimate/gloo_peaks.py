@@ -136,12 +136,18 @@ def errors(peaks):
 def judge(peaks=None):
     known = peaks or json.loads(PEAKS.read_text())
     found = list(errors(known))
+    run = [rank.peak / 2**20 for name in known for rank in COMBINATIONS[name].counted()]
     print(f"\n## gloo_peaks.json: {len(known)} combinations on {RANKS} gloo processes\n")
-    print("| run | MiB measured | estimated | error |\n" + "| --- " * 4 + "|")
-    for name, size, expected, error in found:
-        print(f"| {name} | {size:.2f} | {expected:.2f} | {error:+.1%} |")
-    sizes = sorted(abs(error) for *_, error in found)
-    print(f"\n- memory error median {median(sizes):.1%}, worst {sizes[-1]:.1%}")
+    print("| run | MiB measured | counted | error | estimated | error |\n" + "| --- " * 6 + "|")
+    for (name, size, expected, error), own in zip(found, run, strict=True):
+        counted = f"{own:.2f} | {own / size - 1:+.2%}"
+        print(f"| {name} | {size:.2f} | {counted} | {expected:.2f} | {error:+.1%} |")
+    for what, errors_ in (
+        ("one rank, run", [own / size - 1 for (_, size, *_), own in zip(found, run, strict=True)]),
+        ("the estimate", [error for *_, error in found]),
+    ):
+        sizes = sorted(map(abs, errors_))
+        print(f"\n- {what}: memory error median {median(sizes):.2%}, worst {sizes[-1]:.2%}")
 
 
 def main():

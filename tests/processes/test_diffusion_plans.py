@@ -67,9 +67,13 @@ def test_verify(model, plan):
 BROKEN = [
     ("wan2.1-t2v-1.3b", "wan", "attn{1,2}                     :", "attn1 :"),
     ("wan2.1-t2v-1.3b", "wan", ": features", ": parameters(weight = shard(0))"),
-    ("wan2.1-t2v-1.3b", "wan", "        ffn.net[2]                    : rowwise\n", ""),
     ("flux.1-dev", "flux", "parts = [width, 4 * width]", "parts = 5"),
-    ("flux.1-dev", "flux", "        attn.norm_{q,k} : replicate(gradient = sum)\n", ""),
+    (
+        "flux.1-dev",
+        "flux",
+        "    $double {\n",
+        "    $double {\n        attn.norm_{q,k} : replicate\n",
+    ),
 ]
 
 
@@ -83,3 +87,12 @@ def test_a_broken_plan_is_refuted(tmp_path, model, plan, right, wrong):
     proof = verify(model, str(path), sink, settings=["tp=2"])
     assert proof.verdict == "refuted"
     assert {d.code for d in sink} & {"PL520", "PL521"}
+
+
+def test_a_split_that_goes_with_nothing_is_said_before_it_is_run(tmp_path):
+    text = (PLANS / "wan.plan").read_text()
+    line = next(line for line in text.splitlines(keepends=True) if "ffn.net[2] " in line)
+    path = tmp_path / "broken.plan"
+    path.write_text(text.replace(line, ""))
+    proof = verify("wan2.1-t2v-1.3b", str(path), sink := Sink(), settings=["tp=2"])
+    assert proof.verdict == "unknown" and [d.code for d in sink] == ["PL525"]

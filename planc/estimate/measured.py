@@ -1,0 +1,182 @@
+"""What one rank of a plan held when it was run, beside what the estimate says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+from planc.compiler import Compiled
+from planc.diagnostic import Sink
+from planc.estimate.answer import Answer, Request, answer_for, assumed, document, item_lines
+from planc.estimate.candidates import Candidate, Candidates
+from planc.estimate.memory import GIB, Item, Moment, RankMemory
+from planc.measure.count import CountedRank, NotCountedError, RankStep, count
+from planc.ops import phrases
+from planc.ops.base import AxisRole
+from planc.plan.ir import Plan
+from planc.source import Span
+
+_BY_UNITS = (
+    *("parameters", "gradients", "optimizer state", "gathered parameters"),
+    *("gradients being reduced", "copies in the optimizer"),
+)
+"""What the fsdp section decides."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredRanks:
+    """
+    Args:
+        answer: the estimate of the same step.
+        ranks: what a rank of each place of the pipeline held.
+        layers: the numbers of blocks of the models that were run.
+    """
+
+    answer: Answer
+    ranks: tuple[RankMemory, ...]
+    layers: tuple[int, ...]
+
+    @property
+    def fullest(self) -> RankMemory:
+        return max(self.ranks, key=lambda rank: rank.peak)
+
+    @property
+    def fits(self) -> bool:
+        """Whether a rank's memory suffices."""
+        return self.fullest.peak <= self.answer.estimate.usable
+
+
+def measure(
+    compiled: Compiled, found: Answer, *, exact: bool = False, places: tuple[int, ...] = ()
+) -> MeasuredRanks:
+    """Counts what the ranks of a plan hold.
+
+    Args:
+        compiled: the plan.
+        found: its estimate, for a step with a batch.
+        exact, places: as of `count`.
+
+    Raises:
+        NotCountedError: the plan or the model cannot be run by one rank without values.
+    """
+    ranks = count(compiled, _step(found), exact=exact, places=places)
+    memories = tuple(_memory(rank, found.plan) for rank in ranks)
+    return MeasuredRanks(answer=found, ranks=memories, layers=ranks[0].layers)
+
+
+def _step(found: Answer) -> RankStep:
+    """What a rank does in the step of an estimate."""
+    batch = found.request.batch
+    if batch is None:
+        raise NotCountedError("no batch is given")
+    data = prod(axis.size for axis in found.plan.mesh.of_role(AxisRole.DATA))
+    return RankStep(
+        rows=batch.global_batch // (data * batch.micro_batches),
+        tokens=batch.sequence,
+        micro_batches=batch.micro_batches,
+        dtype="float32" if found.masters else "",
+        optimizer=found.request.optimizer,
+        attention=found.request.attention,
+    )
+
+
+RUN = 3
+"""How many of the plans that a search finds are run."""
+
+
+def run_first(
+    candidates: Candidates, best: Sequence[Candidate], request: Request
+) -> Iterator[Candidate]:
+    """The plans of a search, of which the first are run, each at the place of the pipeline that
+    the estimate has as the fullest. One that then needs more memory than there is is left out; one
+    that a rank alone cannot run stays as it was.
+    """
+    left = RUN
+    for one in best:
+        counted = _counted(candidates, one, request) if left else None
+        usable = one.estimate.usable
+        if counted and counted > usable:
+            reason = f"run, needs more than the usable {usable / GIB:.1f} GiB"
+            candidates.tally.exclude(reason, f"{one.named}: {counted / GIB:.1f} GiB")
+            continue
+        left -= bool(left)
+        yield replace(one, counted=counted)
+
+
+def _counted(candidates: Candidates, one: Candidate, request: Request) -> float | None:
+    compiled = candidates.compiled(one.choice, Sink())
+    batch = replace(candidates.batch, micro_batches=one.micro_batches)
+    found = answer_for(compiled, replace(request, batch=batch), Sink())
+    if found is None:
+        return None
+    try:
+        return measure(compiled, found, places=(one.estimate.fullest.rank,)).fullest.peak
+    except NotCountedError:
+        return None
+
+
+def _memory(rank: CountedRank, plan: Plan) -> RankMemory:
+    def item(name: str, size: int) -> Item:
+        return Item(name=name, size=size, how="counted", origin=_origin(name, plan))
+
+    moments = (
+        Moment(name=name, items=tuple(item(*pair) for pair in held.items()))
+        for name, held in rank.moments.items()
+    )
+    return RankMemory(rank=rank.place, moments=tuple(moments))
+
+
+def _origin(name: str, plan: Plan) -> Span | None:
+    """The line of a plan that decides what is held."""
+    if name in _BY_UNITS:
+        return plan.fsdp.origin if plan.fsdp else None
+    _, _, where = name.partition(" of ")
+    rules = (rule for rule in plan.checkpoint if str(rule.modules) == where)
+    return next((rule.origin for rule in rules), None)
+
+
+def text(found: MeasuredRanks) -> Iterator[str]:
+    """The lines of what `planc measure` says."""
+    answer, batch = found.answer, found.answer.request.batch
+    assert batch is not None
+    on, tokens = phrases.mesh(answer.plan.mesh.axes), f"{batch.global_batch} x {batch.sequence}"
+    yield f"{answer.plan.name} on {on}, {tokens} tokens a step; {answer.hardware.name}"
+    yield f"two steps of one rank, on fake tensors, with {'; '.join(assumed(answer))}"
+    yield ""
+    for rank in sorted(found.ranks, key=lambda rank: -rank.peak):
+        yield from _rank(rank, found)
+    estimated = answer.estimate.ranks
+    yield ""
+    for rank in found.ranks:
+        place = f" at place {rank.rank}" * (len(estimated) > 1)
+        size = estimated[rank.rank].peak
+        yield f"estimated{place}: {size / GIB:.2f} GiB, {size / rank.peak - 1:+.1%}"
+    if len(found.layers) > 1:
+        some = " and ".join(map(str, found.layers))
+        yield f"run with {some} layers, which the rest follows from; --exact runs all of them"
+    yield "not counted: buffers of the network's library, and what kernels need while they run"
+
+
+def _rank(rank: RankMemory, found: MeasuredRanks) -> Iterator[str]:
+    room = found.answer.estimate.usable
+    place = f", place {rank.rank} of the pipeline" * (len(found.answer.estimate.ranks) > 1)
+    verdict = "fits" if rank.peak <= room else "DOES NOT FIT"
+    most = f"{rank.peak / GIB:.2f} GiB at most ({rank.largest.name}{place})"
+    yield f"memory of a rank: {most}; {room / GIB:.1f} usable: {verdict}"
+    yield from item_lines(rank.largest, least=rank.peak / 1000)
+    for other in rank.moments:
+        if other is not rank.largest:
+            yield f"  {other.size / GIB:8.2f}  at another time: {other.name}"
+
+
+def plain(found: MeasuredRanks) -> dict[str, Any]:
+    """The same as plain data, in the form of an estimate's; bytes."""
+    counted = replace(found.answer.estimate, ranks=found.ranks)
+    made = document(replace(found.answer, estimate=counted))
+    return {
+        **{name: value for name, value in made.items() if name != "time"},
+        "layers": found.layers,
+        "estimated": [rank.peak for rank in found.answer.estimate.ranks],
+    }

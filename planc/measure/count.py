@@ -1,0 +1,393 @@
+"""The bytes that a rank holds in a step, counted by running it, at each place of the pipeline.
+
+Bytes of each moment are a constant and a multiple of the layers, as long as layers of the same
+kinds follow each other. So a deep model is run with a few layers, and with one period of them
+more; where that cannot be done, as it is.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from math import prod
+from typing import Any, NamedTuple
+
+from planc.compiler import Compiled, compile
+from planc.diagnostic import Sink
+from planc.measure.job import RankJob
+from planc.model import cache
+from planc.model.facts import Facts, Modules
+from planc.model.layer_kinds import block_lists, entry_kinds, length
+from planc.model.load import load_values
+from planc.model.small.depth import Depth
+from planc.ops.document import digest, dumps
+from planc.ops.pipeline import stages_of_rank
+from planc.ops.quantization import Quantize
+from planc.plan.ir import Plan
+from planc.plan.stand_in import variants
+
+LEAST = 3
+"""Periods of layers that are left: the first, the last and one between them. With one more, the
+most that is held between them grows at its first layer or at its last one, whichever grows more,
+and so it does with every other one.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankStep:
+    """What a rank is asked to do.
+
+    Args:
+        rows, tokens: of each pass of a rank.
+        micro_batches: passes of a step.
+        dtype: that the parameters are built in; empty for the configuration's own.
+        optimizer: `adamw`, `adam`, `sgd` or `momentum`, where the plan has no optimizer section.
+        attention: transformers' `attn_implementation`.
+    """
+
+    rows: int
+    tokens: int
+    micro_batches: int
+    dtype: str
+    optimizer: str = "adamw"
+    attention: str = "sdpa"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CountedRank:
+    """
+    Args:
+        place: in the pipeline.
+        moments: by their names, in the order of a step, what is held then: bytes by what they are.
+        layers: the numbers of layers that were run; all of them where there is only one number.
+    """
+
+    place: int
+    moments: Mapping[str, Mapping[str, int]]
+    layers: tuple[int, ...]
+
+    @property
+    def largest(self) -> str:
+        """The moment at which most is held."""
+        return max(self.moments, key=self.held)
+
+    @property
+    def peak(self) -> int:
+        """The most bytes that it holds."""
+        return self.held(self.largest)
+
+    def held(self, moment: str) -> int:
+        """Bytes at a moment."""
+        return sum(self.moments[moment].values())
+
+
+class NotCountedError(Exception):
+    """Why a rank cannot be counted."""
+
+
+def count(
+    compiled: Compiled, step: RankStep, *, exact: bool = False, places: Sequence[int] = ()
+) -> list[CountedRank]:
+    """Runs a rank of each place of the pipeline.
+
+    Args:
+        compiled: a plan without errors, for a transformers model.
+        step: of one rank.
+        exact: whether all layers are run.
+        places: of the pipeline; none for all.
+
+    Raises:
+        NotCountedError: the plan or the model cannot be run so.
+    """
+    _require(compiled)
+    with _Runner() as runner:
+        work = _Work(compiled, step, runner, exact=exact)
+        every = range(work.places)
+        if other := [place for place in places if place not in every]:
+            raise NotCountedError(f"the pipeline has places 0 to {every[-1]}, and no {other[0]}")
+        return [work.rank(place) for place in places or every]
+
+
+def _require(compiled: Compiled) -> None:
+    """Refuses what a rank alone, without values, cannot run."""
+    facts, plan = compiled.facts, compiled.plan
+    if facts is None or plan is None or compiled.lowered is None:
+        raise NotCountedError("a lowered plan does not say how its modules are split")
+    section = plan.fsdp
+    reasons = {
+        cache.not_installed(): cache.missing(),
+        "it is not a transformers model that planc can build": "model_type" not in facts.config
+        or bool(facts.code)
+        or facts.user_model is not None,
+        "it has no list of blocks": not any(block_lists(facts.model)),
+        "its FSDP is another backend's, which needs its library": bool(compiled.lowered.backend),
+        "compiled code does not run on fake tensors": bool(plan.compile),
+        "what is offloaded is not on the device": bool(section and section.offload)
+        or any(rule.offload for rule in plan.checkpoint),
+        "quantized weights have values": compiled.lowered.has(Quantize),
+    }
+    for reason, applies in reasons.items():
+        if applies:
+            raise NotCountedError(reason)
+
+
+class _Pattern(NamedTuple):
+    """Windows of a list of blocks in which kinds repeat after `period` blocks: the first block of
+    each, and how many times.
+    """
+
+    period: int = 1
+    windows: tuple[tuple[int, int], ...] = ()
+
+    def kept(self, blocks: int, periods: Sequence[int]) -> list[int]:
+        """The blocks that are left with so many periods of each window."""
+        gone: set[int] = set()
+        for (start, times), left in zip(self.windows, periods, strict=True):
+            gone |= {*range(start + left * self.period, start + times * self.period)}
+        return [i for i in range(blocks) if i not in gone]
+
+    def with_periods(self, periods: Sequence[int]) -> _Pattern:
+        """The pattern of the blocks that are left."""
+        made, gone = [], 0
+        for (start, times), left in zip(self.windows, periods, strict=True):
+            made.append((start - gone, left))
+            gone += (times - left) * self.period
+        return _Pattern(self.period, tuple(made))
+
+
+def _pattern(kinds: Sequence[Any]) -> _Pattern | None:
+    """The pattern that leaves the fewest blocks; None where none repeats often enough."""
+    found: list[tuple[int, _Pattern]] = []
+    for period in range(1, len(kinds) // (LEAST + 2) + 1):
+        windows, at = [], 0
+        while at < len(kinds):
+            end = at
+            while end + period < len(kinds) and kinds[end] == kinds[end + period]:
+                end += 1
+            times = (end + period - at) // period
+            if end > at and times >= LEAST + 2:
+                windows.append((at, times))
+                end = at + times * period - 1
+            at = end + 1
+        made = _Pattern(period, tuple(windows))
+        if windows:
+            found.append((len(made.kept(len(kinds), [LEAST] * len(windows))), made))
+    return min(found)[1] if found else None
+
+
+class _Chosen(Depth):
+    """Keeps the blocks that are chosen of lists of one length."""
+
+    def __init__(self, blocks: int, kept: list[int]) -> None:
+        super().__init__(1, {}, {})
+        self.chosen = {blocks: kept}
+
+    def _of_list(self, kinds: list[str]) -> list[int]:
+        return self.chosen.get(len(kinds), [*range(len(kinds))])
+
+    def _kept(self, _config: Any, depth: int, _columns: Any) -> tuple[list[int], dict[str, int]]:
+        return self.chosen.get(depth, [*range(depth)]), {}
+
+    def of(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """A configuration with these blocks, also in its nested ones."""
+        made = copy.deepcopy(dict(config))
+        for name, value in config.items():
+            if name.endswith("_config") and isinstance(value, Mapping):
+                made[name] = self.of(value)
+        self.shrink(config, made, dict)
+        return made
+
+
+def _kinds(at: Modules, plan: Plan, facts: Facts) -> list[tuple[Any, ...]]:
+    """The kind of each block of a list, with the rules on it and its stage."""
+    every = [*entry_kinds(at, facts, facts).values()]
+    rules = variants(plan, facts).get(len(every), [""] * len(every))
+    op = plan.pipeline.op if plan.pipeline else None
+    staged = op is not None and op.blocks.path == at.path
+    stages = [op.stage_of(i) if op and staged else 0 for i in range(len(every))]
+    return [*zip(every, rules, stages, strict=True)]
+
+
+def _stored(facts: Facts) -> str:
+    """The dtype of most elements."""
+    elements = Counter({"float32": 0})
+    for at in facts.model.below():
+        for parameter in at.module.parameters:
+            elements[parameter.dtype] += parameter.numel * len(at)
+    return elements.most_common(1)[0][0]
+
+
+@dataclass(slots=True)
+class _Depth:
+    """A model of some depth, compiled, with the pattern of its blocks."""
+
+    compiled: Compiled
+    blocks: int
+    pattern: _Pattern
+
+
+@dataclass(slots=True)
+class _Work:
+    compiled: Compiled
+    step: RankStep
+    runner: _Runner
+    exact: bool
+    at: Modules = field(init=False)
+    depths: list[tuple[_Depth, int]] = field(init=False)
+    form: dict[str, Any] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        facts, plan = self.compiled.facts, self.compiled.plan
+        assert facts is not None and plan is not None
+        self.at = max(block_lists(facts.model), key=length)
+        kinds = _kinds(self.at, plan, facts)
+        pattern = _pattern(kinds) or _Pattern()
+        few = bool(pattern.windows) and not self.exact
+        self.depths = [*self._shallow(facts, kinds, pattern)] if few else []
+        self.depths = self.depths or [(_Depth(self.compiled, len(kinds), pattern), 0)]
+
+    @property
+    def places(self) -> int:
+        plan = self.compiled.plan
+        assert plan is not None
+        return plan.mesh.size(plan.pipeline.op.axis) if plan.pipeline else 1
+
+    def _shallow(
+        self, facts: Facts, kinds: list[Any], pattern: _Pattern
+    ) -> Iterator[tuple[_Depth, int]]:
+        """A model with few blocks, then those with one period more of some windows, each with how
+        many periods are left out of these; nothing where a shallow model is another one.
+        """
+        times = [n for _, n in pattern.windows]
+        made = []
+        for more in (0, *sorted({*times})):
+            periods = [LEAST + (n == more) for n in times]
+            kept = pattern.kept(len(kinds), periods)
+            compiled = self._compiled(facts, kept)
+            if compiled is None or compiled.plan is None or compiled.facts is None:
+                return
+            small = next(a for a in block_lists(compiled.facts.model) if a.path == self.at.path)
+            if _kinds(small, compiled.plan, compiled.facts) != [kinds[i] for i in kept]:
+                return
+            small_pattern = pattern.with_periods(periods)
+            made.append((_Depth(compiled, len(kept), small_pattern), max(0, more - LEAST)))
+        yield from made
+
+    def _compiled(self, facts: Facts, kept: list[int]) -> Compiled | None:
+        values = _Chosen(length(self.at), kept).of(facts.config)
+        quiet, files = Sink(), self.compiled.files
+        small = load_values({**values, "architectures": [facts.name]}, "few layers", quiet)
+        made = compile(
+            files,
+            small,
+            quiet,
+            world_size=self.compiled.world_size,
+            settings=self.compiled.settings,
+        )
+        return made if made.lowered else None
+
+    def rank(self, place: int) -> CountedRank:
+        """What the rank at a place of the pipeline holds."""
+        if place and not self.form:  # what the first stage sends has the form of all
+            self._run(self.depths[0][0], 0)
+        base, *others = [(self._run(d, place), left) for d, left in self.depths]
+        names = [name for name, _ in base[0]]
+        if any([name for name, _ in run] != names for run, _ in others):
+            raise NotCountedError("its moments differ by the number of layers: use --exact")
+        moments: dict[str, dict[str, int]] = {}
+        for at, (name, held) in enumerate(base[0]):
+            if name == "parameters":
+                continue
+            found: Counter[str] = Counter(held)
+            for run, left in others:
+                more = Counter(run[at][1])
+                more.subtract(held)
+                for what, size in more.items():
+                    found[what] += size * left
+            if sum(found.values()) > sum(moments.get(name, {}).values()):
+                moments[name] = {what: size for what, size in found.items() if size}
+        layers = tuple(d.blocks for d, _ in self.depths)
+        return CountedRank(place=place, moments=moments, layers=layers)
+
+    def _run(self, depth: _Depth, place: int) -> list[tuple[str, dict[str, int]]]:
+        plan, lowered = depth.compiled.plan, depth.compiled.lowered
+        assert plan is not None and lowered is not None and depth.compiled.facts is not None
+        facts, axes, op = depth.compiled.facts, plan.mesh.axes, plan.pipeline
+        inner = 1
+        if op:
+            outer = next(i for i, axis in enumerate(axes) if axis.name == op.op.axis)
+            inner = prod(axis.size for axis in axes[outer + 1 :])
+        answer = self.runner.ask(
+            RankJob(
+                config={**facts.config, "architectures": [facts.name]},
+                lowered=dumps(lowered),
+                digest=digest(lowered),
+                rank=place * inner,
+                begins=tuple(f"{self.at}.{first}" for first, _ in self._own(depth, plan, place)),
+                edges=dict(self._edges(depth, plan, place)),
+                form=self.form if place else {},
+                **(asdict(self.step) | {"dtype": self.step.dtype or _stored(facts)}),
+            )
+        )
+        if "error" in answer:
+            raise NotCountedError(answer["error"])
+        self.form = self.form or answer["form"]
+        moments: list[tuple[str, dict[str, int]]] = answer["moments"]
+        return moments
+
+    def _own(self, depth: _Depth, plan: Plan, place: int) -> list[tuple[int, int]]:
+        """The first block of each stage of a rank, and the one after its last."""
+        if plan.pipeline is None:
+            return [(0, depth.blocks)]
+        op = plan.pipeline.op
+        own = stages_of_rank(op.schedule, place, self.places, op.stages)
+        return [(op.bounds[i], op.bounds[i + 1]) for i in own]
+
+    def _edges(self, depth: _Depth, plan: Plan, place: int) -> Iterator[tuple[str, str]]:
+        """The blocks at which a moment of backward begins."""
+        period = depth.pattern.period
+        for first, end in self._own(depth, plan, place):
+            yield f"{self.at}.{end - 1}", "backward of a layer"
+            own = [w for w in depth.pattern.windows if first <= w[0] < end]
+            for start, times in own:
+                yield f"{self.at}.{start + (times - 1) * period - 1}", "backward of a layer"
+            for at, (start, _) in enumerate(own):
+                moment = "backward of a layer" if at else "end of backward"
+                yield f"{self.at}.{start + period - 1}", moment
+
+
+class _Runner:
+    """The process that runs ranks."""
+
+    MODULE = "planc.measure.one_rank"
+
+    def __enter__(self) -> _Runner:
+        self.process = subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-m", self.MODULE],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self.process.stdin
+        with suppress(BrokenPipeError):
+            self.process.stdin.close()
+        self.process.wait()
+
+    def ask(self, job: RankJob) -> dict[str, Any]:
+        """Runs one rank; an answer with `error` where it did not run."""
+        assert self.process.stdin and self.process.stdout
+        with suppress(BrokenPipeError):
+            self.process.stdin.write(job.dumps() + "\n")
+            self.process.stdin.flush()
+        text = self.process.stdout.readline() or '{"error": "the process that runs it has ended"}'
+        answer: dict[str, Any] = json.loads(text)
+        return answer

@@ -1,0 +1,137 @@
+"""What a rank on torch's fake process group is given in place of what other ranks would send.
+
+A fake group's collectives return at once and write nothing. Sizes and shapes are right where they
+follow from the rank's own; where they don't, or where a step reads values, which fake tensors do
+not have, this says what they are: equal shares of the tokens for all experts, one document a row,
+and a loss that divides by a number of tokens. This module imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, distributed
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.distributed.distributed_c10d import P2POp
+
+from planc.model.sources.huggingface import one_sequence_a_row
+from planc.runtime import training_step
+from planc.runtime.run import Run
+from planc.runtime.standalone import context_tokens, expert_parallel
+from planc.runtime.standalone.collectives import Exchange
+from planc.runtime.standalone.context import CONTEXT
+from planc.runtime.standalone.expert_parallel import LocalExperts, computed
+from planc.runtime.standalone.pipeline import stages_of
+from planc.runtime.standalone.pipeline_schedule import Form, RunningStage
+
+
+@contextmanager
+def alone(run: Run, form: Form | None) -> Iterator[None]:
+    """Lets a rank take its steps without the others.
+
+    Args:
+        run: of the rank.
+        form: of what the stages before it send, as `sent_by` gives it on one of them.
+    """
+    run.steps.counts = run.steps.settled = True
+    context = run.model.__dict__.get(CONTEXT)
+    kinds = {**expert_parallel.KINDS, ("all_to_all", False): _equal_shares}
+    with ExitStack() as stack:
+        stack.enter_context(one_sequence_a_row())
+        for place, name, made in (
+            (training_step, "_require_as_many", lambda *_: None),
+            (context_tokens, "document_numbers", lambda _: _OneDocument()),
+            (expert_parallel, "KINDS", kinds),
+            (RunningStage, "get_fwd_recv_ops", lambda stage, chunk: _received(form, stage, chunk)),
+            (distributed.ProcessGroup, "send", _sent),
+        ):
+            stack.enter_context(mock.patch.object(place, name, made))
+        if context is not None:
+            plain = context.batch
+            stack.enter_context(mock.patch.object(context, "batch", partial(_part, plain)))
+        yield
+
+
+def sent_by(run: Run) -> Form | None:
+    """The form of what this rank's stages have sent; None where it has no stages."""
+    stages = stages_of(run.model)
+    sent = (part.section.sent for part in stages.runner.parts) if stages else ()
+    return next(filter(None, sent), None)
+
+
+def _part(plain: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
+    """A rank's part of a batch, whose values decide which tokens it has."""
+    with unset_fake_temporarily():
+        made = plain({n: torch.zeros(v.shape, dtype=v.dtype) for n, v in batch.items()})
+    return {
+        name: torch.empty(value.shape, dtype=value.dtype) if isinstance(value, Tensor) else value
+        for name, value in made.items()
+    }
+
+
+class _OneDocument:
+    """In the place of the documents' numbers: no row has a second one."""
+
+    def __getitem__(self, _: Any) -> _OneDocument:
+        return self
+
+    def __gt__(self, _: Any) -> _OneDocument:
+        return self
+
+    def any(self) -> bool:
+        return False
+
+
+def _equal_shares(own: LocalExperts, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    """`by_all_to_all` where every rank sends as many tokens to every other."""
+    group, (count, chosen) = own.group, index.shape
+    ranks, flat = group.size(), index.flatten()
+    each = [(len(flat) + rank) // ranks for rank in range(ranks)]
+    sizes = torch.empty(ranks * own.count, dtype=torch.long)
+    distributed.all_to_all_single(torch.empty_like(sizes), sizes, group=group)
+    order = flat.argsort(stable=True)
+    out = computed(
+        own.forward,
+        Exchange.apply(hidden[order // chosen], each, each, group),
+        torch.empty(len(flat), dtype=torch.long),
+        Exchange.apply(weights.flatten()[order], each, each, group),
+    )
+    out = Exchange.apply(out, each, each, group)
+    every = out.new_zeros((count * chosen, out.shape[-1]))
+    every[order] = out
+    return every.view(count, chosen, -1).sum(1)
+
+
+def _received(form: Form | None, stage: RunningStage, chunk: int) -> Any:
+    """`RunningStage.get_fwd_recv_ops` without the header of the stage before."""
+    if stage.is_first:
+        return []
+    if stage.first_chunk:
+        near = (part.section.sent for part in stage.beside.values())
+        stage.section.taken = form or next(filter(None, near))
+        stage.first_chunk = False
+    stage.inbox[chunk] = stage._empty(stage.section.taken)
+    peer = stage._resolve_peer_global_rank(stage.stage_index - 1)
+    return [P2POp(distributed.irecv, stage.inbox[chunk], peer, stage.group)]
+
+
+class _Holding:
+    """The work of a message, which keeps its tensors as torch's own works do."""
+
+    def __init__(self, work: Any, tensors: Any) -> None:
+        self.work, self.tensors = work, tensors
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.work, name)
+
+
+_SEND = distributed.ProcessGroup.send
+
+
+def _sent(group: Any, tensors: Any, *args: Any) -> _Holding:
+    return _Holding(_SEND(group, tensors, *args), tensors)

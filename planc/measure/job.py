@@ -1,0 +1,46 @@
+"""What one rank is asked to run."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankJob:
+    """
+    Args:
+        config: the fields of the model's configuration.
+        lowered, digest: the plan.
+        rank: of the mesh.
+        rows, tokens: of each pass of the rank.
+        micro_batches: passes of a step.
+        dtype: that the parameters are built in.
+        optimizer, attention: as of `estimate`.
+        begins: the blocks before which another forward pass begins.
+        edges: the blocks at which backward passes from one moment to the next: by their name, that
+            of the moment.
+        form: of what the stages before it send.
+    """
+
+    config: dict[str, Any]
+    lowered: str
+    digest: str
+    rank: int
+    rows: int
+    tokens: int
+    micro_batches: int
+    dtype: str
+    optimizer: str = "adamw"
+    attention: str = "sdpa"
+    begins: tuple[str, ...] = ()
+    edges: dict[str, str] = field(default_factory=dict)
+    form: dict[str, Any] = field(default_factory=dict)
+
+    def dumps(self) -> str:
+        return json.dumps(asdict(self), default=str)
+
+    @classmethod
+    def loads(cls, text: str) -> RankJob:
+        return cls(**json.loads(text))

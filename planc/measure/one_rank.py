@@ -1,0 +1,225 @@
+"""One rank of a plan on torch's fake process group and fake tensors: `python -m
+planc.measure.one_rank` reads jobs, one line of JSON each, and answers each with a line.
+
+Every rank is a fork of its own: torch's caches of DTensor keep meshes, so a process can be a rank
+once. This module imports torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+import torch._dynamo  # an optimizer imports it in its first step
+from torch import Tensor, distributed, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from planc.diagnostic import Sink
+from planc.measure.fake_ranks import alone, sent_by
+from planc.measure.job import RankJob
+from planc.measure.storages import Storages
+from planc.model.config import config_of
+from planc.model.sources.huggingface import prepare, quiet
+from planc.model.sources.isolation import isolated
+from planc.ops.document import loads
+from planc.ops.lowered import Lowered
+from planc.ops.optimizer import Optimize
+from planc.runtime.executor import apply_lowered
+from planc.runtime.run import Run
+
+_OPTIMIZERS = {
+    "adamw": partial(torch.optim.AdamW, foreach=True),
+    "adam": partial(torch.optim.Adam, foreach=True),
+    "sgd": partial(torch.optim.SGD, foreach=True),
+    "momentum": partial(torch.optim.SGD, momentum=0.9, foreach=True),
+}
+
+
+def main() -> int:
+    torch.set_num_threads(1)
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # a model may print
+    for line in sys.stdin:
+        job = RankJob.loads(line)
+        with suppress(Exception):  # what every rank imports; a rank reports what is wrong
+            prepare(config_of(job.config, "the model"), Sink())
+        reading, writing = os.pipe()
+        child = os.fork()
+        if not child:
+            os.close(reading)
+            with os.fdopen(writing, "w") as answer:
+                json.dump(_answer(job), answer)
+            os._exit(0)
+        os.close(writing)
+        with os.fdopen(reading) as answer:
+            text = answer.read()
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        print(text or json.dumps({"error": f"it ended with code {status}"}), file=answers)
+        answers.flush()
+    return 0
+
+
+def _answer(job: RankJob) -> dict[str, Any]:
+    try:
+        return _Rank(job).measured()
+    except Exception as error:
+        if os.environ.get("PLANC_TRACEBACK"):
+            traceback.print_exc()
+        text = str(error).partition("\n")[0]
+        return {"error": f"{type(error).__name__}: {text}"}
+
+
+class _Rank:
+    def __init__(self, job: RankJob) -> None:
+        self.job = job
+        lowered = loads(job.lowered, "the lowered plan", Sink())
+        assert lowered is not None
+        self.lowered: Lowered = lowered
+        self.running: list[str] = []
+        self.labels: list[str] = []
+        self.stepping = False
+        self.storages = Storages(self.what)
+
+    def measured(self) -> dict[str, Any]:
+        job = self.job
+        distributed.init_process_group(
+            "fake", rank=job.rank, world_size=self.lowered.world_size, store=FakeStore()
+        )
+        model = _model(job)
+        names = {id(m): _layer(_plain(n)) for n, m in model.named_modules()}
+        names[id(model)] = type(model).__name__
+        run = apply_lowered(model, self.lowered, digest=job.digest, device_type="cpu")
+        with quiet(), FakeTensorMode(allow_non_fake_inputs=True):
+            model.to_empty(device="cpu")
+            optimizer = self._optimizer(run)
+            self.storages.note([*model.parameters(), *model.buffers()], "parameters")
+            self.storages.mark("parameters")
+            with self._watched(run, names), alone(run, job.form or None):
+                for step in range(2):
+                    self._step(run, optimizer, step)
+        return {"moments": [*self.storages.moments()], "form": sent_by(run) or {}}
+
+    def _optimizer(self, run: Run) -> Any:
+        if self.lowered.has(Optimize):
+            return run.optimizer(lr=1e-4)
+        trained = [p for p in run.model.parameters() if p.requires_grad]
+        return run.optimizer(_OPTIMIZERS[self.job.optimizer](trained, lr=1e-4))
+
+    def _step(self, run: Run, optimizer: Any, step: int) -> None:
+        job = self.job
+        tokens = torch.zeros((job.rows, job.tokens), dtype=torch.long)
+        passes = min(2, job.micro_batches)  # those after the second hold what that one holds
+        batches = [{"input_ids": tokens, "labels": tokens}] * passes
+        self.storages.mark("loss")
+        run.forward_backward(batches)
+        grads = (p.grad for p in run.model.parameters())
+        self.storages.note((g for g in grads if g is not None), "gradients")
+        self.storages.mark("optimizer step")
+        self.stepping = True
+        run.clip_grad_norm_(1.0)
+        optimizer.step()
+        states = (value for held in optimizer.state.values() for value in held.values())
+        self.storages.note((s for s in states if isinstance(s, Tensor)), "optimizer state")
+        optimizer.zero_grad()
+        self.stepping = False
+
+    # What is held ---------------------------------------------------------------------------------
+
+    def what(self) -> str:
+        """What a storage is that is made now."""
+        label = next(reversed(self.labels), "")
+        if "all_gather" in label:
+            return "gathered parameters"
+        if "reduce" in label or "post_backward" in label:
+            return "gradients being reduced"
+        if self.stepping:
+            return "copies in the optimizer"
+        passing = _in_backward()
+        if self.running:
+            kind = "recomputed activations" if passing else "activations"
+            return f"{kind} of {self.running[-1]}"
+        return "gradients of activations" if passing else "the batch"
+
+    @contextmanager
+    def _watched(self, run: Run, names: dict[int, str]) -> Iterator[None]:
+        """Follows which module runs and where backward is."""
+        call = nn.Module.__call__
+        storages = self.storages
+
+        def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            name = names.get(id(module))
+            if name is None:
+                return call(module, *args, **kwargs)
+            self.running.append(name)
+            try:
+                return call(module, *args, **kwargs)
+            finally:
+                self.running.pop()
+
+        handles = []
+        for name, block in run.model.named_modules():
+            if _plain(name) in self.job.begins:
+                handles.append(block.register_forward_pre_hook(self._began))
+            if at := self.job.edges.get(_plain(name)):
+                handles.append(block.register_forward_hook(partial(self._turned, at)))
+        with mock.patch.object(nn.Module, "__call__", called), storages.counting():
+            yield
+        for handle in handles:
+            handle.remove()
+
+    def _began(self, *_: Any) -> None:
+        if not _in_backward():
+            self.storages.mark("loss")
+
+    def _turned(self, at: str, _module: Any, _args: Any, output: Any) -> None:
+        """From the gradient of a block's output on, backward is at another place."""
+        first = output[0] if isinstance(output, tuple) else output
+        if isinstance(first, Tensor) and first.requires_grad and not _in_backward():
+            first.register_hook(lambda _: self.storages.mark(at))
+
+
+def _in_backward() -> bool:
+    """Whether the autograd engine runs, which on the CPU is in this thread."""
+    return torch._C._current_autograd_node() is not None
+
+
+def _model(job: RankJob) -> nn.Module:
+    """The real model on meta, training."""
+    prepared = prepare(config_of(job.config, "the model"), Sink())
+    if prepared is None:
+        raise ValueError("planc cannot build the model")
+    cls, part = prepared
+    part.use_cache = False
+    if job.attention != "eager":  # flash kernels keep no mask of their dropout
+        for name in ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob"):
+            if hasattr(part, name):
+                setattr(part, name, 0.0)
+    chosen = None if job.attention == "sdpa" else job.attention
+    with quiet(), isolated(), torch.device("meta"):
+        made = cls._from_config(part, attn_implementation=chosen, dtype=getattr(torch, job.dtype))
+    model: nn.Module = made.train()
+    return model
+
+
+def _plain(name: str) -> str:
+    return name.replace("._checkpoint_wrapped_module", "")
+
+
+def _layer(name: str) -> str:
+    """The kind of layer that a module is in, or its own name outside layers."""
+    head, number, _ = (*re.split(r"\.\d+(?=\.|$)", name, maxsplit=1), "", "")[:3]
+    return f"{head}.*" if number or head != name else name
+
+
+if __name__ == "__main__":
+    sys.exit(main())

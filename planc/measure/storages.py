@@ -1,0 +1,144 @@
+"""The storages that a rank holds, counted as operators make them and as they are freed.
+
+It works on fake tensors, whose storages have a size and no memory, and imports torch.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+Held = dict[str, int]
+"""Bytes by what they are."""
+
+
+class Storages(TorchDispatchMode):  # type: ignore[misc]
+    """Notes every storage that an operator makes, and when it is freed.
+
+    Args:
+        what: says what a storage is that is made now.
+
+    Attributes:
+        marks: the moments, in order: a name, and the number of events before it.
+    """
+
+    def __init__(self, what: Callable[[], str]) -> None:
+        super().__init__()
+        self.what = what
+        self.known: dict[int, tuple[weakref.ref[Any], int, int]] = {}
+        self.names: list[str] = []
+        self.events: list[tuple[int, int]] = []
+        self.marks: list[tuple[str, int]] = []
+        self.aside = 0
+
+    def mark(self, moment: str) -> None:
+        """From here on, what is held belongs to another moment."""
+        self.marks.append((moment, len(self.events)))
+
+    def note(self, tensors: Iterable[Tensor], name: str = "") -> None:
+        """Counts the storages of tensors; those that are known get the name that is given."""
+        for tensor in tensors:
+            local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+            storage = local.untyped_storage()
+            self._note(storage, name)
+
+    def _note(self, storage: Any, name: str) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key not in self.known:
+
+            def gone(_: Any) -> None:
+                _, size, number = self.known.pop(key)
+                self.events.append((number, -size))
+
+            self.known[key] = (weakref.ref(storage, gone), 0, len(self.names))
+            self.names.append(name or self.what())
+        reference, before, number = self.known[key]
+        if name:
+            self.names[number] = name
+        if size != before:
+            self.known[key] = (reference, size, number)
+            self.events.append((number, size - before))
+
+    def moments(self) -> Iterator[tuple[str, Held]]:
+        """For each moment its name, and what was held when most was held in it."""
+        held: Counter[int] = Counter()
+        ends = [*(at for _, at in self.marks[1:]), len(self.events)]
+        for number, size in self.events[: self.marks[0][1]]:
+            held[number] += size
+        for (name, start), end in zip(self.marks, ends, strict=True):
+            total = peak = 0
+            last = start
+            for at in range(start, end):
+                total += self.events[at][1]
+                if total > peak:
+                    peak, last = total, at + 1
+            for number, size in self.events[start:last]:
+                held[number] += size
+            yield name, self._by_name(held)
+            for number, size in self.events[last:end]:
+                held[number] += size
+
+    def _by_name(self, held: Counter[int]) -> Held:
+        found: Counter[str] = Counter()
+        for number, size in held.items():
+            found[self.names[number]] += size
+        return {name: size for name, size in found.items() if size}
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Counts what runs inside.
+
+        FSDP gathers parameters into storages that it resizes by `UntypedStorage.resize_`, which is
+        no operator. DTensor asks for
+        the shapes of results by running operators on tensors of whole shapes, which a rank never
+        holds.
+        """
+        resize, shapes = (
+            torch.UntypedStorage.resize_,
+            ShardingPropagator._propagate_tensor_meta_non_cached,
+        )
+
+        def resized(storage: Any, size: int) -> Any:
+            made = resize(storage, size)
+            if storage._cdata in self.known:
+                self._note(storage, "gathered parameters")
+            return made
+
+        def asked(*args: Any, **kwargs: Any) -> Any:
+            self.aside += 1
+            try:
+                return shapes(*args, **kwargs)
+            finally:
+                self.aside -= 1
+
+        with (
+            mock.patch.object(torch.UntypedStorage, "resize_", resized),
+            mock.patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", asked),
+            self,
+        ):
+            yield
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented
+        waits = torch.ops._c10d_functional.wait_tensor.default
+        if func is waits and isinstance(args[0], FakeTensor):
+            return args[0]  # on fake tensors it makes a copy
+        out = func(*args, **(kwargs or {}))
+        if not self.aside:
+            if func.overloadpacket._qualified_op_name.endswith("resize_"):
+                self.note([args[0]])
+            self.note(leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor))
+        return out

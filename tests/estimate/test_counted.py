@@ -1,0 +1,129 @@
+"""What one rank holds when it is run on fake tensors, beside what real processes held."""
+
+import json
+from statistics import median
+
+import gloo_peaks
+import pytest
+from gloo_combinations import COMBINATIONS, MODELS
+
+from planc.compiler import compile_plan
+from planc.diagnostic import Sink
+from planc.measure import count as module
+from planc.measure.count import NotCountedError, RankStep, count
+from planc.model.load import load_values
+from tests.console import call
+from tests.helpers import slow
+
+PEAKS = json.loads(gloo_peaks.PEAKS.read_text())
+KERNELS = 0.003
+"""What kernels hold while they run, which nobody counts."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "llama, 2 batches",
+        "tied llama, pp 2, tp 2",
+        "llama, cp 4",
+        slow("llama, tp 2"),
+        slow("llama, pp 2, zbv, no checkpoints"),
+        slow("gpt2, hsdp 2"),
+    ],
+)
+def test_as_on_real_processes(name):
+    for rank, sizes in zip(COMBINATIONS[name].counted(), PEAKS[name], strict=True):
+        assert -KERNELS < rank.peak / median(sizes) - 1 <= 1e-4, name
+
+
+def test_equal_shares_of_experts():
+    """Real ranks hold as many rows as are routed to them: 47 to 52 MB of equal ranks."""
+    [rank] = COMBINATIONS["mixtral, ep 2"].counted()
+    [sizes] = PEAKS["mixtral, ep 2"]
+    assert min(sizes) * 0.95 < rank.peak < max(sizes) * 1.05
+
+
+def compiled(model, plan, *settings, ranks=4, **fields):
+    sink = Sink()
+    facts = load_values({**MODELS[model], **fields}, model, sink)
+    made = compile_plan(facts, plan, sink, world_size=ranks, settings=settings)
+    assert made.lowered, sink.diagnostics
+    return made
+
+
+STAGES = ("pp=2", "microbatches=2")
+STEP = RankStep(rows=2, tokens=64, micro_batches=1, dtype="float32")
+
+
+@pytest.mark.parametrize(
+    ("made", "layers"),
+    [
+        (lambda: compiled("llama", "llama", "tp=2", num_hidden_layers=9), (3, 4)),
+        (
+            lambda: compiled("llama", "llama", "pp=2", "microbatches=2", num_hidden_layers=16),
+            (6, 8),
+        ),
+        (lambda: compiled("gemma2", "gemma2", num_hidden_layers=11), (7, 9)),  # two kinds
+    ],
+    ids=["llama", "stages", "two kinds"],
+)
+def test_a_few_layers_tell_of_all(made, layers):
+    """Each moment and each of its parts, to the byte."""
+    every = made()
+    few, all_ = count(every, STEP), count(every, STEP, exact=True)
+    assert [rank.layers for rank in few] == [layers] * len(few)
+    assert [rank.moments for rank in few] == [rank.moments for rank in all_]
+
+
+def test_layers_that_do_not_repeat_are_all_run():
+    every = compiled("llama", "llama", num_hidden_layers=4)
+    assert count(every, STEP)[0].layers == (4,)
+
+
+def test_it_sees_what_a_plan_changes():
+    plain, kept = (
+        count(compiled("llama", "llama", *more, num_hidden_layers=8), STEP)[0]
+        for more in ((), ("recompute=false",))
+    )
+    name = "activations of model.layers.*"
+    assert kept.moments["loss"][name] > 5 * plain.moments["loss"][name]
+    assert kept.moments["loss"]["parameters"] == plain.moments["loss"]["parameters"]
+
+
+COMPILED = "compile {\n    $blocks : block\n}\n"
+OFFLOADED = "override checkpoint {\n    $blocks : full(offload = cpu)\n}\n"
+
+
+def own(folder, text):
+    plan = folder / "own.plan"
+    plan.write_text(f'plan own for llama\nextend "llama.plan"\n\n{text}')
+    return str(plan)
+
+
+@pytest.mark.parametrize(("text", "reason"), [(COMPILED, "compiled"), (OFFLOADED, "offloaded")])
+def test_what_cannot_be_run(tmp_path, text, reason):
+    with pytest.raises(NotCountedError, match=reason):
+        count(compiled("llama", own(tmp_path, text)), STEP)
+
+
+def test_a_rank_that_dies_is_said(monkeypatch):
+    monkeypatch.setattr(module._Runner, "MODULE", "planc.version")
+    with pytest.raises(NotCountedError, match="ended"):
+        count(compiled("llama", "llama"), STEP)
+
+
+def test_the_command(tmp_path):
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(MODELS["llama"] | {"num_hidden_layers": 2}))
+    words = [str(tmp_path), "llama", "--world-size", "4", "--batch", "8", "--seq", "64"]
+    code, out, _ = call("measure", *words, "--format", "json")
+    found = json.loads(out)
+    assert code == 0 and found["layers"] == [2]
+    assert found["ranks"][0]["peak"] / found["estimated"][0] == pytest.approx(1, abs=0.05)
+    assert found["ranks"][0]["moments"][0]["items"][0]["place"]
+    code, out, _ = call("measure", *words)
+    assert "at most (" in out and "estimated: " in out
+    code, _, errors = call("measure", *words, "--stage", "1")
+    assert code == 1 and "places 0 to 0, and no 1" in errors
+    code, _, errors = call("measure", words[0], own(tmp_path, COMPILED), *words[2:])
+    assert code == 1 and "PL727" in errors
