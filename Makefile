@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(abspath $(VENV))/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo test quick processes lint bench estimate peaks mutants scripts silent fuzz coverage axes docs pages clean
+.PHONY: help demo test quick processes lint bench estimate peaks mutants scripts silent fuzz coverage axes cluster docs pages clean
 
 help:  ## this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## */  make \1	/'
@@ -73,6 +73,14 @@ axes: $(VENV)/.ready  ## the other axes of every causal-LM family, with threads 
 	$(BIN)/python -W ignore tests/coverage/axis_processes.py
 	$(BIN)/python -W ignore tests/coverage/page.py > build/coverage/page.md
 	mv build/coverage/page.md docs/generated/coverage.md
+
+build/cluster/.ready: tests/cluster/requirements.txt
+	$(PYTHON) -m venv build/cluster
+	build/cluster/bin/pip install --quiet --requirement tests/cluster/requirements.txt
+	touch $@
+
+cluster: $(VENV)/.ready build/cluster/.ready  ## what `planc launch` writes, on real engines: torchrun, Slurm (Debian's slurm-wlm and munge), Ray; ten minutes
+	PATH="$(BIN):$$PATH" $(BIN)/python -W ignore tests/cluster/engines.py build/cluster/bin/python
 
 docs: $(VENV)/.ready  ## the docs as a site, in build/docs
 	$(BIN)/pip install --quiet --constraint constraints.txt '.[docs]'

@@ -196,7 +196,7 @@ def apply(
             else:
                 compiled, lowered = None, plan
             own = digest(lowered)
-            known = recall(lowered, facts)
+            known = recall(lowered, facts, plan_files.digest(compiled and compiled.files))
             if prove and compiled is not None and known.level == "unproved":
                 known = _proved_by_rank_0(compiled, known, allow_code)
         except Exception as error:
@@ -217,19 +217,21 @@ def apply(
 
 
 def _can_be_asked(model: object, require: Required | None, prove: bool, plan: object) -> None:
-    from planc.runtime.known_verdict import known_requirement
-
     cache.require_torch("planc.apply")
+    from planc.runtime.known_verdict import known_requirement
+    from planc.runtime.launchers import require_known_to_torch
+
     if not hasattr(model, "named_modules"):
         raise TypeError(f"apply takes an nn.Module, not {type(model).__name__}")
     known_requirement(require)
     if prove and isinstance(plan, Lowered):
         raise ValueError("prove takes the plan by its path or name, not a lowered one")
+    require_known_to_torch()
 
 
 def _with_origin(run: Run, compiled: Compiled) -> Run:
     """The run, with what its summary says of the plan's text and of the overrides."""
-    text = plan_files.digest(compiled.files) if isinstance(compiled.files, tuple) else None
+    text = plan_files.digest(compiled.files) or None
     return replace(run, sets=compiled.settings, plan_digest=text)
 
 

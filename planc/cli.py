@@ -24,6 +24,8 @@ COMMANDS = {
     "why": "show which lines decide a module or a parameter",
     "show": "draw a plan as a page: its mesh, modules, memory and lines",
     "verify": "prove a plan on real processes, with a small model",
+    "launch": "write the file that starts a plan on a cluster",
+    "preflight": "check the nodes of a job, before it trains",
     "fmt": "rewrite plans in the canonical layout, comments kept",
     "explain": "explain a diagnostic code",
     "lsp": "answer an editor, over standard input and output",
@@ -74,6 +76,10 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     name, *words = arguments
     if name not in COMMANDS:
         return _parser().parse_args(arguments)
+    script: list[str] = []
+    if name == "launch" and "--" in words:  # what follows is another program's
+        at = words.index("--")
+        words, script = words[:at], words[at + 1 :]
     options: argparse.Namespace
     parser = _alone(name)
     options, unknown = parser.parse_known_args(words)
@@ -86,6 +92,8 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     if unknown:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     options.command, options.commands = name, COMMANDS
+    if script:
+        options.script = script
     return options
 
 

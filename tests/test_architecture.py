@@ -37,6 +37,7 @@ FLOORS = {
     "measure": 9,
     "provenance": 9,
     "proof": 9,
+    "cluster": 10,
     "estimate": 10,
     "draft": 10,
     "show": 10,

@@ -22,7 +22,7 @@ from console import call
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planc.cli import COMMANDS
+from planc.cli import COMMANDS, _options
 from planc.commands import help_text, output
 from planc.commands.terminal import folded
 from planc.model.config import shipped_models
@@ -265,7 +265,7 @@ def test_help_has_examples_that_parse(command):
     help_text.fill(parser, command)
     for example in examples:
         assert f"\n  planc {command} {example}".rstrip() in out
-        parser.parse_args(example.partition(" > ")[0].split())
+        _options([command, *example.partition(" > ")[0].split()])
     for action in parser._actions:
         assert action.help, f"{action.dest} of {command} has no help"
         shown = action.default not in (None, False, [], argparse.SUPPRESS)

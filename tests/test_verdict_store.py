@@ -14,6 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import planc
+from planc.diagnostic import Sink
 from planc.model import cache
 from planc.model.module_table import facts_of
 from planc.ops.document import digest, dumps
@@ -119,6 +120,33 @@ def test_a_plan_that_was_proved_is_applied(folder, caplog):
     finally:
         distributed.destroy_process_group()
     assert lines[-1][0] == "INFO" and lines[-1][1].endswith(": proved")
+
+
+def test_a_world_size_that_was_not_proved(proved):
+    """It is said with those that the same text was proved for, whatever the settings."""
+    text = planc.syntax.plan_files.digest(planc.compiler.read("qwen3", Sink()))
+    facts = facts_of(built(), config=built().config)
+    eight = planc.lower(built(), "qwen3", world_size=8)
+    said = verdict_store.recall(eight, facts, text)
+    assert said.level == "unproved"
+    assert said.text.startswith(
+        "never proved on 8 ranks (dp_replicate 1 | dp_shard 8 | tp 1), but on"
+        " 4 ranks (dp_replicate 1 | dp_shard 2 | tp 2): run `planc check`"
+    )
+    planc.check(str(proved), "qwen3", world_size=2)
+    assert ", but on 4 ranks (" in (told := verdict_store.recall(eight, facts, text).text)
+    assert "and 2 ranks (" in told
+    assert "but on" not in verdict_store.recall(eight, facts, "another text").text
+
+
+def test_apply_says_what_a_plan_was_proved_on(proved, caplog):
+    distributed.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
+    try:
+        _, lines = applied(caplog)
+    finally:
+        distributed.destroy_process_group()
+    level, last = lines[-1]
+    assert level == "WARNING" and "never proved on 8 ranks" in last and "but on 4 ranks" in last
 
 
 def test_a_lowered_file_is_found_by_the_same_digest(proved):

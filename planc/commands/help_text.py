@@ -17,6 +17,12 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "diff": ("ci.md", f"{_RUN} --old-set tp=4", "llama-3.1-8b HEAD:my.plan my.plan"),
     "why": ("looking.md", f"{_RUN} model.layers.0.mlp.up_proj.weight"),
     "verify": ("proof.md", f"{_RUN} --processes 4"),
+    "launch": (
+        "how-to/cluster.md",
+        f"{_RUN} --to slurm -o job.sh -- train.py --steps 100",
+        f"{_RUN} --to skypilot --gpus-per-node H100:8 -- train.py",
+    ),
+    "preflight": ("how-to/cluster.md", f"{_RUN} --weights path/to/weights --file train.py"),
     "show": ("looking.md", f"{_RUN} -o plan.html", f"{_RUN} --svg -o plan.svg"),
     "fmt": ("language/README.md", "my.plan plans/", "--check ."),
     "explain": ("diagnostics/README.md", "pl501"),

@@ -97,6 +97,11 @@ def output(parser: argparse.ArgumentParser, *, what: str = "") -> None:
     parser.add_argument("-o", "--output", metavar="FILE", help=help)
 
 
+def weights(parser: argparse.ArgumentParser) -> None:
+    help = "the folder of safetensors, or the checkpoint, that every rank reads"
+    parser.add_argument("--weights", metavar="DIR", help=help)
+
+
 def batch(parser: argparse.ArgumentParser, *, required: bool) -> None:
     parser.add_argument(
         "--batch", metavar="B", type=size, required=required, help="rows of a step, all ranks"

@@ -20,6 +20,7 @@ from planc.diagnostic import Sink
 from planc.model.facts import Facts
 from planc.proof.layout_flow import Verdict, flow
 from planc.runtime.known_verdict import KnownVerdict, Level
+from planc.syntax import plan_files
 from planc.trial import verdict_store
 from planc.trial.certificate import keepable
 
@@ -36,7 +37,8 @@ def record(compiled: Compiled, verdict: Verdict, sink: Sink) -> KnownVerdict:
     if facts and lowered and keepable(facts, lowered):
         known = verdict_store.recall(lowered, facts).level if facts.own_code else "unproved"
         if level != "undecided" or known == "unproved":
-            verdict_store.remember(lowered, facts, found)
+            text = plan_files.digest(compiled.files)
+            verdict_store.remember(lowered, facts, found, plan=text)
     return found
 
 

@@ -217,7 +217,8 @@ def _remember(case: _Case, certificate: store.Certificate) -> None:
         text = certificate["reason"] or store.summary(certificate).lower()
     level: Level = "verified" if verified else "refuted"
     known = KnownVerdict(level=level, text=text)
-    verdict_store.remember(case.lowered, case.facts, known, by="processes")
+    text = plan_files.digest(case.compiled.files)
+    verdict_store.remember(case.lowered, case.facts, known, by="processes", plan=text)
 
 
 def _doubt(case: _Case, verdict: str) -> str | None:

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from planc.diagnostic import PlanError, Sink, one_of
+from planc.diagnostic import one_of
 from planc.ops.call import MeshOf, Shared, mesh_source
 from planc.ops.lowered import Lowered, Stage
 from planc.ops.uneven_groups import uneven_groups
 from planc.plan.mesh_axes import DATA, axes_of
 from planc.runtime.calls import Values
+from planc.runtime.launchers import require_known_to_torch
 from planc.runtime.standalone.collectives import all_gather
 
 
@@ -57,44 +58,13 @@ def start(device_type: str) -> None:
     local = os.environ.get("LOCAL_RANK")
     if device_type == "cuda" and local is not None:
         torch.cuda.set_device(int(local) % max(torch.cuda.device_count(), 1))
-    _require_torchruns_variables()
+    require_known_to_torch()
     backend = distributed.get_default_backend_for_device(device_type)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         distributed.init_process_group(backend)
     else:
         store = distributed.HashStore()
         distributed.init_process_group(backend, rank=0, world_size=1, store=store)
-
-
-_LAUNCHERS = (
-    ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID"),  # not NTASKS: sbatch has it too
-    ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"),
-    ("PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID"),
-)
-"""The variables of launchers other than torchrun: the number of processes, and which one this is,
-of all and of its node.
-"""
-
-
-def _require_torchruns_variables() -> None:
-    """Raises PL460 in a process that srun or mpirun started beside others, without the variables by
-    which torch finds them: each would train alone.
-    """
-    missing = [name for name in ("RANK", "WORLD_SIZE") if name not in os.environ]
-    for size, rank, local in _LAUNCHERS if missing else ():
-        if rank in os.environ and os.environ.get(size, "1") not in ("", "1"):
-            sets = f'RANK="${rank}" WORLD_SIZE="${size}" LOCAL_RANK="${local}"'
-            text = (
-                f"{size} is {os.environ[size]}, so this is one of several processes, and"
-                f" {' and '.join(missing)} are not set: each would train alone"
-            )
-            help = (
-                "start torchrun on each node, or set, in each process, "
-                f"{sets}, MASTER_ADDR and MASTER_PORT"
-            )
-            sink = Sink()
-            sink.error("PL460", text, help=help)
-            raise PlanError(sink)
 
 
 @dataclass(slots=True, weakref_slot=True)

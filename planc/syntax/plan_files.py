@@ -9,7 +9,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -200,8 +200,12 @@ def drafted(files: object) -> bool:
     return isinstance(files, tuple) and any(f.origin.source.name == DRAFT for f in files)
 
 
-def digest(files: Iterable[ast.File]) -> str:
-    """The sha256, in hex, of the texts of a plan and of those that it extends."""
+def digest(files: object) -> str:
+    """The sha256, in hex, of the texts of a plan and of those that it extends; empty for what has
+    none, as a lowered plan.
+    """
+    if not isinstance(files, tuple):
+        return ""
     whole = hashlib.sha256()
     for file in files:
         whole.update(file.origin.source.text.encode())

@@ -12,8 +12,10 @@ from dataclasses import asdict, replace
 from functools import cache as once
 from typing import Literal, get_args
 
+from planc.diagnostic import one_of
 from planc.model import cache
 from planc.model.facts import Facts
+from planc.ops import phrases
 from planc.ops.backend import Backend
 from planc.ops.document import digest
 from planc.ops.fsdp import FullyShard
@@ -43,21 +45,57 @@ _SAID: dict[Proof, tuple[Level, ...]] = {
 
 
 def remember(
-    lowered: Lowered, facts: Facts, verdict: KnownVerdict, *, by: Proof = "layout flow"
+    lowered: Lowered,
+    facts: Facts,
+    verdict: KnownVerdict,
+    *,
+    by: Proof = "layout flow",
+    plan: str = "",
 ) -> None:
-    """Writes the verdict of a proof; a no-op if the cache folder cannot be written."""
+    """Writes the verdict of a proof; a no-op if the cache folder cannot be written.
+
+    Args:
+        plan: the digest of the plan's text, by which the meshes that it was proved on are known.
+    """
     key, found = _key(lowered, facts, by), asdict(verdict)
     if cache.recall(key) != found:  # to write takes longer than to read
         cache.keep(key, found)
+    proved, mesh = _proved_on(plan, facts), _mesh(lowered)
+    if plan and verdict.level in ("proved", "verified") and mesh not in proved:
+        cache.keep(_key_of_text(plan, facts), [*proved, mesh])
 
 
-def recall(lowered: Lowered, facts: Facts) -> KnownVerdict:
+def recall(lowered: Lowered, facts: Facts, plan: str = "") -> KnownVerdict:
     """The verdict on a lowered plan for a model: real processes count more than layout flow, but a
     plan that one of the two refutes is refuted.
+
+    Args:
+        plan: the digest of the plan's text; what is unproved then says what it was proved on.
     """
     proofs: tuple[Proof, ...] = get_args(Proof)
+    if found := strongest(_verdict(lowered, facts, by) for by in proofs):
+        return found
     never = _NEVER if facts.user_model is None else _NEVER_OF_THE_SCRIPT
-    return strongest(_verdict(lowered, facts, by) for by in proofs) or never
+    proved, mesh = _proved_on(plan, facts), _mesh(lowered)
+    if not proved or mesh in proved:
+        return never
+    on = f"never proved on {mesh}, but on {one_of(proved, last='and')}"
+    return replace(never, text=never.text.replace("never proved", on, 1))
+
+
+def _mesh(lowered: Lowered) -> str:
+    return f"{lowered.world_size:,} ranks ({phrases.mesh(lowered.axes)})"
+
+
+def _proved_on(plan: str, facts: Facts) -> list[str]:
+    """The meshes that a plan's text was proved on, whatever the settings."""
+    found = cache.recall(_key_of_text(plan, facts)) if plan else None
+    return [mesh for mesh in found if isinstance(mesh, str)] if isinstance(found, list) else []
+
+
+def _key_of_text(plan: str, facts: Facts) -> str:
+    of = certificate.key_of(plan, certificate.identity(facts))
+    return cache.entry_name(f"proved on {_FORMAT}", of, sources=_all_sources())
 
 
 def _key(lowered: Lowered, facts: Facts, by: Proof) -> str:

@@ -270,7 +270,7 @@ def different_files(
         compare: `samples`, sizes, headers and a block of each tensor; `files`, all bytes.
         findings: those of this rank; with any, here or elsewhere, nothing is compared.
     """
-    own = {} if findings else dict(_digests(folder, compare))
+    own = {} if findings else dict(file_digests(folder, compare))
     every = of_all_ranks(own)
     if not all(every):
         return []
@@ -289,7 +289,8 @@ def different_files(
     return []
 
 
-def _digests(folder: Path, compare: Compared) -> Iterator[tuple[str, str]]:
+def file_digests(folder: Path, compare: Compared) -> Iterator[tuple[str, str]]:
+    """The name and a digest of each file of weights in a folder, or of the file itself."""
     files = [folder] if folder.is_file() else folder.iterdir()
     for path in sorted(files):
         if path.suffix in (".safetensors", ".distcp") or path.name == ".metadata":

@@ -1,0 +1,117 @@
+"""The facts of a job that starts a plan: its nodes and ranks, its environment, its commands."""
+
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from planc.diagnostic import Sink
+from planc.ops import phrases
+from planc.ops.base import AxisRole
+from planc.ops.lowered import Lowered, MeshAxis
+
+RESTARTS = 3
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    "TORCH_FR_BUFFER_SIZE": "2000",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+}
+"""Threads of a rank; an allocator that leaves few holes; a store of its own for each start, since
+ranks that torchrun starts again would find the addresses of those that died; and the last
+collectives of each rank, which torch writes to a file when one of them times out.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterJob:
+    """What a file starts.
+
+    Args:
+        lowered: the plan.
+        digest: of the lowered plan.
+        nodes, per_node: the number of nodes, and of ranks on each.
+        gpu: the name of the GPU, empty if none was given.
+        preflight, script: the words of both commands, which every rank runs, one after the other.
+        written: the command that writes the file.
+    """
+
+    lowered: Lowered
+    digest: str
+    nodes: int
+    per_node: int
+    gpu: str
+    preflight: tuple[str, ...]
+    script: tuple[str, ...]
+    written: str
+
+    @property
+    def name(self) -> str:
+        """The plan's, as Kubernetes allows it."""
+        return self.lowered.plan.lower().replace("_", "-").replace(".", "-")
+
+    @property
+    def header(self) -> str:
+        """Comments that say which plan runs where."""
+        inside, across = map(phrases.mesh, by_node(self.lowered, self.per_node))
+        ranks = f"{self.lowered.world_size} ranks on {self.nodes} node{'s' * (self.nodes > 1)}"
+        return "\n".join(
+            (
+                f"# {self.written}",
+                f"# plan {self.lowered.plan} ({self.digest[:12]}) for {self.lowered.model}: {ranks}"
+                f" of {self.per_node}, rank = {self.per_node} * node + local rank",
+                f"# in a node: {inside or 'one rank'}; across nodes: {across or 'nothing'}",
+            )
+        )
+
+    @property
+    def rank(self) -> str:
+        """The command of a rank where torchrun has set its variables, as one word of bash."""
+        return shlex.quote(f"{shlex.join(self.preflight)} && exec {shlex.join(self.script)}")
+
+
+def command_of(words: Sequence[str]) -> tuple[str, ...]:
+    """What follows `--`: a script, or options of Python's own, are run by Python."""
+    python = words[0].endswith(".py") or words[0].startswith("-")
+    return ("python", *words) if python else tuple(words)
+
+
+def by_node(lowered: Lowered, per_node: int) -> tuple[list[MeshAxis], list[MeshAxis]]:
+    """The axes whose groups of ranks stay in one node, and those that cross nodes.
+
+    Peers are numbered along the innermost axis first, and node by node.
+    """
+    inside: list[MeshAxis] = []
+    across: list[MeshAxis] = []
+    stride = 1
+    for axis in reversed(lowered.axes):
+        stride *= axis.size
+        stays = stride <= per_node and per_node % stride == 0
+        if axis.size > 1:
+            (inside if stays else across).insert(0, axis)
+    return inside, across
+
+
+def nodes_of(lowered: Lowered, gpus: int, sink: Sink) -> tuple[int, int]:
+    """The number of nodes, and of ranks on each; reports PL640, and PL641 as a warning."""
+    per_node = min(gpus, lowered.world_size)
+    nodes, rest = divmod(lowered.world_size, per_node)
+    if rest:
+        axes = phrases.mesh(lowered.axes)
+        message = f"{lowered.world_size} ranks ({axes}) do not fill nodes of {gpus} GPUs"
+        help = f"a world size of {nodes * gpus} or {(nodes + 1) * gpus} does"
+        sink.error("PL640", message, help=help)
+    for text, axis in leaving(lowered, per_node):
+        where = [axis.origin] if axis.place else []
+        sink.warning("PL641", text, *where, help="make it smaller, or an inner axis of the mesh")
+    return nodes, per_node
+
+
+def leaving(lowered: Lowered, per_node: int) -> Iterator[tuple[str, MeshAxis]]:
+    """The tensor axes that do not stay in a node, whose links every layer waits for."""
+    for axis in by_node(lowered, per_node)[1]:
+        if axis.role is AxisRole.TENSOR:
+            inner = prod(a.size for a in lowered.axes[lowered.axes.index(axis) :])
+            text = f"{axis.name} = {axis.size} does not stay in a node of {per_node} ranks"
+            yield text + (f": its groups span {inner} ranks" if inner > axis.size else ""), axis

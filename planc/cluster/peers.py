@@ -1,0 +1,210 @@
+"""The ranks of a job as they see each other through a store, without collectives: a rank that hangs
+in one still says where, and one that is dead or stopped is missed.
+"""
+
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import PrefixStore, TCPStore
+
+from planc.diagnostic import Diagnostic, one_of
+from planc.runtime.preconditions import problem
+
+BEAT, QUIET = 0.5, 8.0
+"""Seconds between two signs of life of a rank, and after which one without any is missed."""
+_HELP = "look at that process and its node; the others were ended"
+
+
+@dataclass(slots=True, kw_only=True)
+class Peers:
+    """This rank among all.
+
+    Args:
+        rank, world_size: by torchrun's variables.
+        store: of all ranks, held by torchrun, else by rank 0.
+        limit: seconds for everything; a rank that did not come by half of it is missed.
+        missed: what rank 0 does with the findings about ranks that are missed.
+        doing: what this rank does now.
+    """
+
+    rank: int
+    world_size: int
+    store: PrefixStore
+    limit: float
+    missed: Callable[[list[Diagnostic]], None]
+    began: float = field(default_factory=time.monotonic)
+    doing: str = "starting"
+    _host: str = field(default_factory=socket.gethostname)
+    _last: dict[int, tuple[int, float]] = field(default_factory=dict)
+    _failed: float = 0.0
+    _code: int | None = None
+    _ended: threading.Event = field(default_factory=threading.Event)
+
+    def start(self) -> None:
+        """Begins to give signs of life, and to watch for those of others."""
+        self.at(self.doing)
+        for loop in (self._beat, self._watch):
+            threading.Thread(target=self._until_the_end, args=(loop,), daemon=True).start()
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.began
+
+    def at(self, doing: str) -> None:
+        """Says what this rank does now."""
+        self.doing = doing
+        self.store.set(f"at/{self.rank}", json.dumps([doing, self._host]))
+
+    def failed(self, error: str) -> None:
+        """Says that this rank cannot go on; rank 0 ends all, unless it misses another rank first,
+        which may be why.
+        """
+        self.store.set(f"failed/{self.rank}", f"{self.doing}: {error}")
+        self._ended.wait()
+
+    def gather(self, name: str, value: Any) -> list[Any]:
+        """The values of all ranks on rank 0; nothing elsewhere. A rank that does not give one in
+        time is missed by the watch.
+        """
+        self.store.set(f"{name}/{self.rank}", json.dumps(value))
+        if self.rank:
+            return []
+        keys = [f"{name}/{rank}" for rank in range(self.world_size)]
+        self.store.wait(keys, timedelta(seconds=self.limit + 2 * QUIET))
+        return [json.loads(self.store.get(key)) for key in keys]
+
+    def told(self, name: str, value: Any = None) -> Any:
+        """What rank 0 tells all ranks."""
+        if self.rank == 0:
+            self.store.set(name, json.dumps(value))
+        self.store.wait([name], timedelta(seconds=self.limit + 2 * QUIET))
+        return json.loads(self.store.get(name))
+
+    def end(self, code: int) -> int:
+        """The exit code, which is that of rank 0 everywhere."""
+        self._code = code
+        if self.rank == 0:
+            self._tell(code)
+            return code
+        self._ended.wait()
+        return self._code
+
+    def _tell(self, code: int) -> None:
+        """Gives the others time to read the code: the store ends with this process."""
+        store = self.store.clone()
+        store.set("code", str(code))
+        others = [f"left/{rank}" for rank in range(1, self.world_size)]
+        until = time.monotonic() + 6 * BEAT  # not of those that are missed
+        while not store.check(others) and time.monotonic() < until:
+            time.sleep(BEAT / 5)
+
+    def _until_the_end(self, loop: Callable[[PrefixStore], None]) -> None:
+        try:
+            loop(self.store.clone())
+        except RuntimeError as error:
+            if self._code is None:
+                print(f"rank {self.rank}: the store of rank 0 is gone: {error}", file=sys.stderr)
+                os._exit(1)
+
+    def _beat(self, store: PrefixStore) -> None:
+        count = 0
+        while True:
+            count += 1
+            store.set(f"beat/{self.rank}", str(count))
+            time.sleep(BEAT)
+
+    def _watch(self, store: PrefixStore) -> None:
+        while self._code is None or self.rank:
+            time.sleep(BEAT)
+            if self.rank == 0:
+                if self._code is None and (found := self._wrong(store)):
+                    self.missed(found)
+                    self._tell(1)
+                    os._exit(1)
+            elif store.check(["code"]):
+                ending, self._code = self._code is not None, int(store.get("code"))
+                store.set(f"left/{self.rank}", "")
+                if not ending:  # the main thread may wait in a collective
+                    os._exit(self._code)
+                self._ended.set()
+                return
+
+    def _wrong(self, store: PrefixStore) -> list[Diagnostic]:
+        """Why not to wait any longer."""
+        said = [self._said(store, rank) for rank in range(self.world_size)]
+        if found := list(self._silent(store, said)):
+            return found
+        failed = [rank for rank in range(self.world_size) if store.check([f"failed/{rank}"])]
+        self._failed = self._failed or (self.seconds if failed else 0.0)
+        if failed and self.seconds > self._failed + QUIET + 2 * BEAT:  # none is missed
+            errors = {rank: store.get(f"failed/{rank}").decode() for rank in failed}
+            return [
+                problem("PL645", f"rank {rank} on {said[rank][1]} failed at {error}", help=_HELP)
+                for rank, error in errors.items()
+            ]
+        if self.seconds < self.limit:
+            return []
+        at = [doing for doing, _ in said]
+        return [
+            problem(
+                "PL644",
+                f"not done after {self.limit:.0f} s: {doing}, on {_some(at, doing)}",
+                help=_HELP,
+            )
+            for doing in dict.fromkeys(at)
+        ]
+
+    def _said(self, store: PrefixStore, rank: int) -> tuple[str, str]:
+        """What a rank did last, and its node; empty where it never came."""
+        doing, host = json.loads(store.get(key)) if store.check([key := f"at/{rank}"]) else ("", "")
+        return doing, host
+
+    def _silent(self, store: PrefixStore, said: list[tuple[str, str]]) -> Iterator[Diagnostic]:
+        for rank, (doing, host) in enumerate(said):
+            known = store.check([key := f"beat/{rank}"])
+            count = int(store.get(key)) if known else 0
+            before, since = self._last.setdefault(rank, (count, self.seconds))
+            if count != before:
+                self._last[rank] = count, self.seconds
+            elif known and self.seconds - since > QUIET:
+                text = f"rank {rank} on {host} gives no sign of life; its last was at: {doing}"
+                yield problem("PL644", text, help=_HELP)
+            elif not known and self.seconds > self.limit / 2:
+                text = f"rank {rank} never came: no word of it in {self.limit / 2:.0f} s"
+                yield problem("PL644", text, help=_HELP)
+
+
+def _some(values: list[str], value: str) -> str:
+    ranks = [str(rank) for rank, other in enumerate(values) if other == value]
+    return f"rank{'s' * (len(ranks) > 1)} {one_of(ranks[:6], last='and')}"
+
+
+def joined(limit: float, missed: Callable[[list[Diagnostic]], None]) -> Peers:
+    """The ranks that torchrun's variables name.
+
+    Raises:
+        RuntimeError: no store answers at MASTER_ADDR in time.
+    """
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    torchruns = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    store = TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        is_master=rank == 0 and not torchruns,
+        timeout=timedelta(seconds=limit / 2),
+        wait_for_workers=False,
+    )
+    # a store of torchrun's outlives a start; starts are not counted alike on all nodes
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if torchruns else "0"
+    own = PrefixStore(f"planc/preflight/{attempt}", store)
+    found = Peers(rank=rank, world_size=world_size, store=own, limit=limit, missed=missed)
+    found.start()
+    return found

@@ -1,0 +1,170 @@
+"""`planc preflight`: what every rank of a job checks before it trains."""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import distributed
+from torch.distributed import PrefixStore
+
+from planc.cluster import links
+from planc.cluster.facts import RankFacts, device, facts
+from planc.cluster.judge import Needed, differing, judged
+from planc.cluster.links import Link
+from planc.cluster.peers import Peers
+from planc.compiler import Compiled
+from planc.diagnostic import Diagnostic, Severity, Sink, first_line
+from planc.ops import phrases
+from planc.ops.lowered import Lowered
+from planc.runtime.weights.loading import Compared
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """
+    Args:
+        files: files and folders that must be equal on all nodes.
+        compare: how much of a folder of weights is read.
+        save: the folder that the run saves to; empty for none.
+        digest: of the plan that the job was written for; empty for any.
+        needed: what the plan needs of a rank.
+    """
+
+    files: tuple[str, ...]
+    compare: Compared
+    save: str
+    digest: str
+    needed: Callable[[Compiled], Needed]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What rank 0 found.
+
+    Args:
+        sink: the findings.
+        seconds: that it took.
+        lowered: the plan of rank 0; None where it could not be compiled.
+        every: the facts of each rank.
+        seen: the links of each rank; empty where no collective was tried.
+        needed: bytes.
+    """
+
+    sink: Sink
+    seconds: float
+    lowered: Lowered | None = None
+    every: Sequence[RankFacts] = ()
+    seen: Sequence[Sequence[Link]] = ()
+    needed: Needed = Needed()  # noqa: RUF009, frozen
+
+    @property
+    def document(self) -> dict[str, Any]:
+        """What the JSON document has beside the findings."""
+        return {
+            "passed": not self.sink.failed,
+            "seconds": round(self.seconds, 1),
+            "needed": asdict(self.needed),
+            "ranks": [facts.document() for facts in self.every],
+            "links": [[asdict(link) for link in own] for own in self.seen],
+        }
+
+    def lines(self) -> Iterator[str]:
+        """The report as text, below its findings."""
+        how = "failed" if self.sink.failed else "passed"
+        if self.lowered is None or not self.every:
+            yield f"preflight {how} in {self.seconds:.1f} s"
+            return
+        hosts = len({facts.host for facts in self.every})
+        on = f"{len(self.every)} ranks on {hosts} node{'s' * (hosts > 1)}"
+        mesh = phrases.mesh(self.lowered.axes)
+        yield f"preflight of {self.lowered.plan} on {mesh}, {on}: {how} in {self.seconds:.1f} s"
+        versions = self.every[0].versions.items()
+        yield f"  plan      {self.every[0].plan[:12]}"
+        yield "  versions  " + ", ".join(f"{name} {version}" for name, version in versions)
+        yield f"  files     {len(self.every[0].files)} compared on every rank"
+        yield from self._free("memory", self.needed.memory)
+        yield from self._free("disk", self.needed.disk)
+        if not self.seen:
+            yield "  links     not tried"
+            return
+        for at, axis in enumerate(links.wide(self.lowered)):
+            slowest = [
+                max(times) for times in zip(*(own[at].seconds for own in self.seen), strict=True)
+            ]
+            sizes = zip(links.SIZES[device()], slowest, strict=True)
+            said = ", ".join(f"{phrases.size(n)} {s * 1e3:.2f} ms" for n, s in sizes)
+            yield f"  {axis.name:9} all-reduce of {said}  {axis.place}".rstrip()
+
+    def _free(self, what: str, needed: int) -> Iterator[str]:
+        free = [value for f in self.every if (value := getattr(f, what)) is not None]
+        if free and needed:
+            has = f"at least {phrases.size(min(free))} free"
+            yield f"  {what:9} {has}, {phrases.size(needed)} needed on each rank"
+
+
+def preflight(ranks: Peers, compiled: Callable[[Sink], Compiled], asked: Wanted) -> Report:
+    """Checks this job; every rank calls it. The report is that of rank 0."""
+    ranks.at("reading the plan")
+    sink = Sink()
+    plan = compiled(sink)
+    error = next((d.one_line for d in sink if d.severity is Severity.ERROR), "")
+    ranks.at("reading files")
+    own = facts(plan.digest, error, asked.files, asked.compare, asked.save)
+    every = [RankFacts(**told) for told in ranks.gather("facts", own.document())]
+    needed = asked.needed(plan) if every and plan.lowered else Needed()
+    if every and plan.lowered:
+        sink = Sink()
+        sink.add(*differing(every, plan.lowered, asked.digest))
+    fits = ranks.told("whether the plan is the same everywhere", not sink.failed)
+    if every and plan.lowered:
+        sink.add(*judged(every, plan.lowered, needed))
+    seen: list[list[Link]] = []
+    if fits and plan.lowered:
+        seen = _links(plan.lowered, ranks)
+        if seen:
+            sink.add(*links.slow(plan.lowered, seen, [facts.host for facts in every]))
+    return Report(
+        sink=sink,
+        seconds=ranks.seconds,
+        lowered=plan.lowered,
+        every=every,
+        seen=seen,
+        needed=needed,
+    )
+
+
+def _links(lowered: Lowered, ranks: Peers) -> list[list[Link]]:
+    """The links of all ranks, on rank 0."""
+    ranks.at("starting the process group")
+    try:
+        _start(ranks)
+        own = links.measured(lowered, ranks)
+    except RuntimeError as error:  # often because another rank is gone
+        ranks.failed(first_line(error))
+        raise
+    told = ranks.gather("links", [asdict(link) for link in own])
+    ranks.at("leaving the process group")
+    distributed.destroy_process_group()
+    return [[Link(o["axis"], (*o["group"],), (*o["seconds"],)) for o in mine] for mine in told]
+
+
+def _start(ranks: Peers) -> None:
+    if device() == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    distributed.init_process_group(
+        distributed.get_default_backend_for_device(device()),
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+        store=PrefixStore("group", ranks.store),
+        timeout=timedelta(seconds=2 * ranks.limit),  # the watch of rank 0 comes first
+    )
+
+
+def missed(found: list[Diagnostic], seconds: float) -> Report:
+    """The report where some ranks are missed."""
+    sink = Sink()
+    sink.add(*found)
+    return Report(sink=sink, seconds=seconds)

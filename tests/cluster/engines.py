@@ -1,0 +1,177 @@
+"""Runs what `planc launch` writes on real engines, with a rank that is killed once: torchrun, Slurm
+of one node, a local Ray; SkyPilot and Kubeflow parse theirs. `make cluster` calls it.
+
+The losses of each must be those of a run that nobody kills.
+"""
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+HERE = Path(__file__).parent
+ENGINES = Path(os.path.abspath(sys.argv[1]))  # noqa: PTH100, the Python of a venv is a link
+WANTED = sys.argv[2:]
+"""Of torchrun, slurm and ray; all without any."""
+sys.path.insert(0, str(HERE.parent))
+
+from modelfolder import QWEN3  # noqa: E402
+
+PLAN = ["model", "qwen3", "--world-size", "2", "--set", "tp=2", "--gpus-per-node", "H100:2"]
+STEPS = 6
+CONF = """ClusterName=one
+SlurmctldHost={host}(127.0.0.1)
+AuthType=auth/munge
+AuthInfo=socket={home}/munge/socket,cred_expire=5
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+GresTypes=gpu
+SlurmUser={user}
+StateSaveLocation={home}/state
+SlurmdSpoolDir={home}/spool
+SlurmctldPidFile={home}/slurmctld.pid
+SlurmdPidFile={home}/slurmd.pid
+SlurmctldLogFile={home}/slurmctld.log
+SlurmdLogFile={home}/slurmd.log
+ReturnToService=2
+MpiDefault=none
+JobAcctGatherType=jobacct_gather/none
+NodeName={host} NodeAddr=127.0.0.1 CPUs=2 Gres=gpu:H100:2 State=UNKNOWN
+PartitionName=all Nodes={host} Default=YES MaxTime=INFINITE State=UP
+"""
+DEVICES = "Name=gpu Type=H100 File=/dev/null\nName=gpu Type=H100 File=/dev/zero\n"
+"""Devices that stand for GPUs; the script trains on the CPU."""
+SKYPILOT = "import sky, sys; print(sky.Task.from_yaml(sys.argv[1]).num_nodes)"
+KUBEFLOW = """import sys, yaml
+from kubeflow_trainer_api.models import TrainerV1alpha1TrainJob
+text = yaml.safe_load(open(sys.argv[1]))
+job = TrainerV1alpha1TrainJob.from_dict(text)
+assert job.to_dict() == text, "a field is not known"
+print(job.spec.trainer.num_nodes)
+"""
+
+
+def say(*words, **options):
+    return subprocess.run(words, check=True, capture_output=True, text=True, **options).stdout
+
+
+def written(target, *script):
+    """The file of a target, for a script that is killed once."""
+    file = Path(f"{target}_job.{'py' if target == 'ray' else 'sh'}")
+    say("planc", "launch", *PLAN, "--to", target, "-o", str(file), "--", "train.py", *script)
+    return str(file)
+
+
+def killed(target):
+    return written(target, "--dies-at", "3", "--losses", f"{target}.jsonl")
+
+
+def torchrun():
+    subprocess.run(["bash", killed("torchrun")], check=True)
+
+
+@contextmanager
+def one_node():
+    """Slurm's daemons, of this machine alone."""
+    home = Path("slurm").absolute()
+    for name in ("munge", "state", "spool"):
+        (home / name).mkdir(parents=True)
+    (home / "munge" / "key").write_bytes(os.urandom(1024))
+    (home / "munge" / "key").chmod(0o400)
+    host, user = socket.gethostname().partition(".")[0], say("id", "-un").strip()
+    (home / "slurm.conf").write_text(CONF.format(host=host, home=home, user=user))
+    (home / "gres.conf").write_text(DEVICES)
+    os.environ["SLURM_CONF"] = str(home / "slurm.conf")
+    names = {"key-file": "key", "socket": "socket", "pid-file": "pid", "log-file": "log"}
+    names["seed-file"] = "seed"
+    try:
+        subprocess.run(
+            ["munged", *(f"--{option}={home}/munge/{name}" for option, name in names.items())],
+            check=True,
+        )
+        for daemon in ("slurmctld", "slurmd"):
+            subprocess.run([daemon], check=True)
+        until(lambda: "idle" in say("sinfo", "--noheader", "--format=%T"), 60)
+        yield
+    finally:
+        for pid in ("slurmd.pid", "slurmctld.pid", "munge/pid"):
+            if (home / pid).exists():
+                os.kill(int((home / pid).read_text()), 15)
+
+
+def slurm():
+    with one_node():
+        job = say("sbatch", "--parsable", killed("slurm")).strip()
+
+        def state():
+            found = say("scontrol", "show", "job", job)
+            if "Reason=BeginTime" in found:  # what is requeued waits for two minutes
+                say("scontrol", "update", f"jobid={job}", "starttime=now")
+            return found
+
+        until(lambda: "JobState=COMPLETED" in state() or "JobState=FAILED" in state(), 600)
+        print(Path(f"qwen3-{job}.log").read_text())
+        assert "JobState=COMPLETED" in state() and "Restarts=1" in state()
+
+
+def until(true, seconds):
+    end = time.monotonic() + seconds
+    while not true():
+        if time.monotonic() > end:
+            raise TimeoutError(f"not in {seconds} s")
+        time.sleep(2)
+
+
+def ray():
+    cluster = ["--head", "--num-cpus=2", "--num-gpus=2", "--include-dashboard=false"]
+    home = Path("ray").absolute()
+    command = str(ENGINES.parent / "ray")
+    try:
+        say(command, "start", *cluster, f"--temp-dir={home}", "--object-store-memory=100000000")
+        with_address = {**os.environ, "RAY_ADDRESS": "auto"}
+        subprocess.run([str(ENGINES), killed("ray")], check=True, env=with_address)
+    finally:
+        subprocess.run([command, "stop"], check=False)
+
+
+def parsed(target, code):
+    assert say(str(ENGINES), "-c", code, killed(target)).split()[-1] == "1"
+
+
+def losses(target):
+    lines = Path(f"{target}.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def main():
+    os.chdir(folder := tempfile.mkdtemp(prefix="planc-"))
+    Path(folder).chmod(0o755)  # munge's clients are of any user
+    Path("model").mkdir()
+    Path("model/config.json").write_text(json.dumps(QWEN3))
+    shutil.copy(HERE / "train.py", "train.py")
+    alone = written("torchrun", "--losses", "alone.jsonl")
+    subprocess.run(["bash", alone], check=True)
+    expected = losses("alone")
+    assert [step for step, _ in expected] == list(range(STEPS))
+    for target in (torchrun, slurm, ray):
+        if WANTED and target.__name__ not in WANTED:
+            continue
+        target()
+        assert losses(target.__name__) == expected, target.__name__
+        print(f"== {target.__name__}: killed once, and the losses of a run that was not\n")
+    parsed("skypilot", SKYPILOT)
+    parsed("kubeflow", KUBEFLOW)
+    print("== skypilot, kubeflow: parsed by their own packages")
+    shutil.rmtree(folder)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+"""`planc preflight` on eight gloo processes, with a fault on one of them: each is named in time."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+JOBS = Path(__file__).parent / "preflight_jobs.py"
+NAMED = {
+    "none": "preflight of qwen3 on dp_replicate 2 | dp_shard 2 | tp 2, 8 ranks on 2 nodes: passed",
+    "version": "PL643]: planc is 0.0.1 on rank 5 on node1",
+    "plan": "PL491]: the plan of rank 5 on node1 is ",
+    "no plan": "PL491]: rank 5 on node1 cannot read the plan: error[PL600]",
+    "written for another plan": "PL491]: the job was written for plan 0123456789ab",
+    "another world size": "PL490]: the plan is lowered for 4 ranks",
+    "stale weights": "PL461]: weights/model.safetensors is another file on rank 5 on node1",
+    "stale script": "PL461]: train.py is another file on rank 5 on node1",
+    "swapped": "PL641]: the ranks [2, 3] of tp are on node0 and node1",
+    "local size": "PL643]: LOCAL_WORLD_SIZE is 8 on rank 5 on node1, where 4 ranks run",
+    "disk": "PL646]: rank 5 on node1 has 1000 B of disk free",
+    "memory": "PL646]: rank 5 on node1 has 1000 B of memory free",
+    "slow": "PL645]: rank 5 on node1 computes ",
+    "late": "PL645]: rank 5 on node1 is slow on each axis that it is on",
+    "slow link": "PL645]: ranks [4, 5] on node1 need ",
+    "dies": "PL644]: rank 5 on node1 gives no sign of life; its last was at: all-reduce of 2",
+    "stops": "PL644]: rank 5 on node1 gives no sign of life; its last was at: all-reduce of ",
+    "no network": "PL645]: rank 5 on node1 failed at starting the process group: no such interface",
+    "absent": "PL644]: rank 5 never came",
+    "no rank 0": "PL644]: rank 0 does not answer rank 1 at 127.0.0.1:",
+}
+SAMPLED = ("none", "stale weights", "slow link", "dies")
+
+
+@pytest.mark.parametrize(
+    "fault", [f if f in SAMPLED else pytest.param(f, marks=pytest.mark.slow) for f in NAMED]
+)
+def test_a_fault_is_named(fault):
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(JOBS), fault],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
+    )
+    code, report, seconds, others = json.loads(done.stdout)[fault]
+    said = " ".join(report.split())
+    assert NAMED[fault] in said, report
+    assert said.count("error[") <= (2 if fault == "no plan" else 1), report
+    assert code == (fault != "none")
+    assert seconds < 60
+    if fault not in ("dies", "stops", "absent", "no rank 0"):
+        assert {*others} == {code}
