@@ -31,7 +31,7 @@ from planc.trial.thread_ranks import run_ranks
 
 LENGTH, VOCABULARY = 24, 128
 
-PLAN = """plan t for llama, mistral, gemma3_text, bamba, opt, minimax, qwen3, phi3, roberta, bart, \
+PLAN = """plan t for llama, mistral, gemma3_text, opt, qwen3, phi3, roberta, bart, \
 llama4_text, deepseek_v32, gemma2, gpt_oss, deepseek_v3
 
 option attention = "all_gather"
@@ -697,15 +697,16 @@ def test_positions_that_count_no_padding(plan):
 @pytest.mark.parametrize(
     ("model", "said"),
     [
-        ("bamba-9b", "hands a state from token to token"),
-        ("bloom-7b1", "does not call transformers' attention interface"),
-        ("minimax-text-01", "with whole sequences on each rank it is right"),
+        ("deepseek_v4", "hands a state from token to token"),
+        ("bloom", "does not call transformers' attention interface"),
+        ("inkling_text", "InklingAttention has a bias for each pair of positions"),
     ],
 )
 def test_models_whose_tokens_see_each_other_otherwise(model, said, plan, tmp_path):
     named = tmp_path / "t.plan"
-    named.write_text(PLAN.replace("for llama", "for bloom, llama"))
-    verdict, findings = simulated(model, named, ("cp=2",), world=2)
+    named.write_text(PLAN.replace("for llama", f"for {model}, llama"))
+    folder = default_model(model, tmp_path)
+    verdict, findings = simulated(folder, named, ("cp=2",), world=2)
     assert verdict.verdict == "refuted"
     (found,) = [d for d in findings if d.code == "PL541"]
     assert any(said in fact for fact in found.facts)

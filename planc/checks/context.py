@@ -1,10 +1,11 @@
-"""PL010, PL540, PL542, PL543: parts of sequences that a plan or a model cannot have."""
+"""PL010, PL540, PL542, PL543, PL546: parts of sequences that a plan or a model cannot have."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from planc.diagnostic import Label, Sink
 from planc.model.facts import Facts
+from planc.ops.context import ContextParallel
 from planc.plan.ir import ContextRule, Plan
 
 _BY_LENGTH = ("dynamic", "longrope")
@@ -30,6 +31,7 @@ def context(plan: Plan, facts: Facts, sink: Sink) -> None:
                 if rule.op.attention == "ring":
                     _ring(rule, facts, sink)
                 _rotary(rule, facts, sink)
+                _states(rule.op, facts, sink)
 
 
 def _averaged(rule: ContextRule, plan: Plan, sink: Sink) -> None:
@@ -90,6 +92,17 @@ def _rotary(rule: ContextRule, facts: Facts, sink: Sink) -> None:
                 help="use a model whose rotary embedding is fixed, or `cp = 1`",
             )
             return
+
+
+def _states(op: ContextParallel, facts: Facts, sink: Sink) -> None:
+    for name, origin in op.origins:
+        if name == "exchange" and not op.states:
+            sink.warning(
+                "PL546",
+                f"`exchange` is for states that go from token to token, and {facts.name} has none",
+                origin,
+                help="remove it: attention exchanges what `attention` says",
+            )
 
 
 def _rotary_kinds(config: Mapping[str, Any]) -> Iterator[str]:

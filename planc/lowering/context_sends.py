@@ -11,7 +11,9 @@ from planc.ops.context import ContextParallel
 
 
 def context_sends(op: ContextParallel, step: Step) -> Iterator[Sent]:
-    """Yields what attention exchanges, and what masks need to know of the tokens of all ranks."""
+    """Yields what attention and states exchange, and what masks need to know of the tokens of all
+    ranks.
+    """
     tensor = (a.name for a in step.lowered.axes if a.role is AxisRole.TENSOR)
     split = step.lowered.axis_size(*tensor)
     heads = step.number("num_attention_heads", "n_head")
@@ -46,6 +48,9 @@ def context_sends(op: ContextParallel, step: Step) -> Iterator[Sent]:
             size = step.size(number and number // split, dim)
             each = replace(one, kind=EXCHANGE, where=where, times=one.times * n, size=size)
             found += [each, replace(each, during=During.BACKWARD)]
+    if op.states:  # what a state is depends on the family
+        one = replace(one, kind=GATHER, where="states", times=step.passes * blocks, size=None)
+        found += [one, replace(one, kind=SCATTER, during=During.BACKWARD)]
     yield from again(iter(found), repeats)
 
 

@@ -1,17 +1,18 @@
 """Ranks that each compute a part of every sequence."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, ClassVar
 
 from planc.ops import call, phrases
-from planc.ops.base import Axis, AxisSizes, Op, choice
+from planc.ops.base import OMIT, Axis, AxisSizes, Name, Op, choice
 
 _EXCHANGES = {
     "all_gather": "keys and values are all-gathered",
     "ulysses": "heads are exchanged for tokens",
     "ring": "keys and values go around",
 }
+_STATES = {"state": "states are handed on", "gather": "what states come from is gathered"}
 _TOKENS = {
     "none": "a run of tokens",
     "head_tail": "a run of each half",
@@ -30,11 +31,16 @@ class ContextParallel(Op):
         balance: which tokens a rank has: `none`, one run; `head_tail`, one of 2 x ranks runs from
             the beginning and its mirror image from the end; `per_document`, the same in each
             packed document.
+        exchange: what is exchanged of the states that go from token to token: `state`, or
+            `gather` of all that they are computed from, by which each rank computes all.
+        states: the functions, methods and modules that hand states on.
     """
 
     axis: Axis
     attention: Annotated[str, choice(*_EXCHANGES)] = "all_gather"
     balance: Annotated[str, choice(*_TOKENS)] = "head_tail"
+    exchange: Annotated[str, choice(*_STATES)] = field(default="state", metadata=OMIT)
+    states: tuple[Name, ...] = field(default=(), metadata=OMIT)
 
     SCRIPT: ClassVar = call.ScriptFunction(
         "split_sequences",
@@ -48,6 +54,8 @@ class ContextParallel(Op):
 
     def calls(self, _context: call.Context) -> Iterator[call.Step]:
         keywords = call.given(attention=self.attention, balance=self.balance)
+        if self.states:
+            keywords += call.given(exchange=self.exchange, states=self.states)
         mesh = call.Index(call.MESH, (self.axis,))
         made = call.FunctionCall(
             "standalone.context:context_parallel", (call.MODEL, mesh), keywords
@@ -60,4 +68,6 @@ class ContextParallel(Op):
     def headline(self, mesh: AxisSizes | None = None) -> str:
         """`keys and values are all-gathered over cp = 2, each rank has a run of each half`."""
         axis = phrases.axes((self.axis,), mesh)
-        return f"{_EXCHANGES[self.attention]} over {axis}, each rank has {_TOKENS[self.balance]}"
+        states = f", {_STATES[self.exchange]}" if self.states else ""
+        tokens = f"each rank has {_TOKENS[self.balance]}"
+        return f"{_EXCHANGES[self.attention]} over {axis}{states}, {tokens}"

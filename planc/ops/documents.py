@@ -7,6 +7,7 @@ from typing import ClassVar
 from planc.model.facts import Facts
 from planc.ops.base import AxisSizes, Name, Op, Some
 from planc.ops.call import MODEL, Context, FunctionCall, Once, ScriptFunction, Step
+from planc.ops.context import ContextParallel
 
 _DELTA = ("causal_conv1d_fn", "torch_chunk_gated_delta_rule")
 _KIMI = ("causal_conv1d_fn", "chunk_kimi_delta_attention")
@@ -81,4 +82,6 @@ def resets(facts: Facts) -> tuple[str, ...]:
 
 def parts_reset(ops: Iterable[Op]) -> tuple[str, ...]:
     """The parts that operations reset, on the ranks of all stages."""
-    return tuple(sorted({p for op in ops if isinstance(op, ResetStates) for p in op.parts}))
+    found = {p for op in ops if isinstance(op, ResetStates) for p in op.parts}
+    found |= {p for op in ops if isinstance(op, ContextParallel) for p in op.states}
+    return tuple(sorted(found))

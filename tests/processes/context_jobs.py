@@ -19,6 +19,7 @@ from numerics import (
     plain,
     whole,
 )
+from state_jobs import doubled, float64, functions_kept
 from torch import distributed
 
 import planc
@@ -102,14 +103,24 @@ def _attention(group, first, gather):
     return attention
 
 
-def split(model, plan, overrides=(), script=False):
+def split(model, plan, overrides=(), script=False, double=False):
     """The worst gradient's error against one process with whole sequences, padded and with labels
     that are ignored unevenly; and `bits`, a digest of this rank's numbers.
 
     Args:
         script: whether the emitted Python spreads the model, instead of planc's own apply.
+        double: whether all is computed in float64.
     """
     single, made = build(model), build(model)
+    world = distributed.get_world_size()
+    lowered = planc.lower(made, plan, world_size=world, overrides=overrides)
+    if not double:
+        return _split(single, made, lowered, script)
+    with float64(), functions_kept(made):
+        return _split(doubled(single), doubled(made), lowered, script)
+
+
+def _split(single, made, lowered, script):
     tokens, labels = data(single.config.vocab_size)
     labels[0, :-3] = -100
     mask = torch.ones_like(tokens)
@@ -118,8 +129,6 @@ def split(model, plan, overrides=(), script=False):
     valid = (labels[:, 1:] != -100).sum()
     single(**inputs, num_items_in_batch=valid, use_cache=False).loss.backward()
     wanted = {n: p.grad for n, p in single.named_parameters() if p.grad is not None}
-    world = distributed.get_world_size()
-    lowered = planc.lower(made, plan, world_size=world, overrides=overrides)
     rank, size = (by_script if script else by_planc)(made, lowered)
     own = {n: v[rank * BATCH // size :][: BATCH // size] for n, v in inputs.items()}
     part = made.context_parallel.batch(own)

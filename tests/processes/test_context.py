@@ -1,6 +1,8 @@
 """Parts of sequences on the ranks of `cp`, which the script or planc makes."""
 
 import pytest
+from helpers import sampled
+from state_jobs import limit
 
 LIMIT = 1e-4
 
@@ -159,3 +161,50 @@ def test_compiled_blocks(four, parts, attention, tmp_path):
     overrides = [f"attention={attention}"]
     results = four.run("context_jobs.split", model="llama", plan=str(path), overrides=overrides)
     assert max(r["gradient"] for r in results) < LIMIT
+
+
+# states that go from token to token ---------------------------------------------------------------
+
+FAMILIES = ("qwen3_next", "bamba", "mamba", "recurrent_gemma", "rwkv", "zaya", "minimax", "lfm2")
+
+
+@pytest.mark.parametrize(
+    ("family", "kind", "balance", "exchange", "reentrant"),
+    sampled(
+        [
+            *((f, "plain", "none", "state", None) for f in FAMILIES),
+            *((f, "mixed", "head_tail", "state", False) for f in FAMILIES),
+            *((f, "packed", "head_tail", "state", True) for f in FAMILIES),
+            *((f, "aligned", "per_document", "state", None) for f in FAMILIES[:3]),
+            *((f, "mixed", "none", "gather", True) for f in FAMILIES),
+        ],
+        every=5,
+    ),
+)
+def test_states_of_families(four, family, kind, balance, exchange, reentrant):
+    settings = dict(attention="all_gather", balance=balance, exchange=exchange)
+    found = four.run("state_jobs.judge", family=family, kind=kind, reentrant=reentrant, **settings)
+    assert max(found) < limit(family)
+
+
+STATES = {
+    "qwen3_next": "qwen3_next",
+    "bamba": "falcon_h1",
+    "jamba": "jamba",
+    "mamba2": "mamba2",
+    "minimax": "minimax",
+    "nemotron_h": "nemotron_h",
+}
+MESHES = {"alone": ["cp=4"], "data": ["cp=2"], "tensor": ["cp=2", "tp=2"]}
+DOUBLE = ["param_dtype=fp64", "reduce_dtype=fp64"]
+
+
+@pytest.mark.parametrize(("model", "mesh"), sampled([(m, w) for m in STATES for w in MESHES], 5))
+def test_states_under_plans_of_the_library(four, model, mesh):
+    """Under FSDP and checkpoints, and beside tensor parallelism."""
+    overrides = [*MESHES[mesh], *DOUBLE]
+    arguments = dict(model=model, plan=STATES[model], overrides=overrides, double=True)
+    mine = four.run("context_jobs.split", **arguments)
+    script = four.run("context_jobs.split", script=True, **arguments)
+    assert max(r["gradient"] for r in mine) < limit(model)
+    assert [r["bits"] for r in mine] == [r["bits"] for r in script]

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from planc.ops.context import ContextParallel
+from planc.ops.documents import resets
 from planc.plan.ir import ContextRule
 from planc.plan.program import Program
 from planc.plan.rule_conflicts import Settings
@@ -13,6 +14,7 @@ _SCRIPT = "script"
 WORDS = {
     "attention": {w: w for w in ("all_gather", "ulysses", "ring", _SCRIPT)},
     "balance": {w: w for w in ("head_tail", "none", "per_document")},
+    "exchange": {w: w for w in ("state", "gather")},
 }
 
 
@@ -45,11 +47,16 @@ def _rule(
             program.sink.error("PL012", message, lines["balance"].origin, help="remove it")
         yield ContextRule(axis=axis, op=None, origin=origin)
     elif attention is not None:
+        states = resets(program.facts)
+        # masks of whole rows are as much work for each rank; a ring leaves tiles out
+        balance = "none" if states and attention != "ring" else "head_tail"
         op = ContextParallel(
             axis=axis,
             attention=attention,
-            balance=values.get("balance") or "head_tail",
+            balance=values.get("balance") or balance,
+            exchange=values.get("exchange") or "state",
+            states=states,
             origin=origin,
-            origins=tuple((n, lines[n].origin) for n in ("balance",) if n in lines),
+            origins=tuple((n, lines[n].origin) for n in ("balance", "exchange") if n in lines),
         )
         yield ContextRule(axis=axis, op=op, origin=origin)

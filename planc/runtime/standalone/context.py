@@ -11,7 +11,7 @@ import functools
 import inspect
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from planc.runtime.standalone.context_positions import (
     position_tables,
 )
 from planc.runtime.standalone.context_ring import Ring, RingMask, ring_attention
+from planc.runtime.standalone.context_states import StateRanks
 from planc.runtime.standalone.context_tokens import (
     NO_TARGET,
     TOKENWISE,
@@ -34,6 +35,14 @@ from planc.runtime.standalone.context_tokens import (
     KeyTokens,
     of_chosen,
     part_of_batch,
+)
+from planc.runtime.standalone.documents import (
+    CURRENT,
+    UNMASKED,
+    Documents,
+    DocumentsError,
+    batch_documents,
+    replace_parts,
 )
 
 CONTEXT = "context_parallel"
@@ -53,24 +62,36 @@ class ContextParallel:
         balance: which tokens a rank has: `none` for a run of them, `head_tail` for one
             of the beginning and one of the end, so that causal attention is as much
             work for each rank; `per_document` for the same in each packed document.
+        exchange: what is exchanged of states that go from token to token: `state`, or
+            `gather` for all that they are computed from.
+        states: the keys of `TOKENS` that the model has.
 
     Raises:
         ContextError: the model's tokens see each other otherwise.
     """
 
     def __init__(
-        self, model: nn.Module, mesh: DeviceMesh, attention: str, balance: str
+        self,
+        model: nn.Module,
+        mesh: DeviceMesh,
+        attention: str,
+        balance: str,
+        *,
+        exchange: str = "state",
+        states: Sequence[str] = (),
     ) -> None:
-        reason = without_interface(model)
+        reason = without_interface(model, states)
         if reason:
             raise ContextError(reason)
         self.group = mesh.get_group()
         self.size, self.rank = mesh.size(), mesh.get_local_rank()
         self.attention, self.balance = attention, balance
+        self.exchange, self.states, self.replaced = exchange, {*states}, False
         self.exchanges = attention == "ulysses"
         self.ring = Ring(self.group) if attention == "ring" else None
         self.counting, self.tables = counting_of(model), position_tables(model)
         self.signature = inspect.signature(model.forward)
+        self.counted = "position_ids" not in self.signature.parameters
         self.tokens: KeyTokens | None = None
         self.positions: Tensor | None = None
         self.packs = False
@@ -103,8 +124,22 @@ class ContextParallel:
         if self.tables and batch.get("position_ids") is not None:
             raise ContextError("the model takes no `position_ids`, and gets some")
         return part_of_batch(
-            batch, self.rank, self.size, self.balance, counting=self.counting
+            batch, self.rank, self.size, self.balance, counting=self._counted
         )
+
+    def _counted(self, batch: Mapping[str, Any]) -> Tensor | None:
+        """The positions that the model counts; in documents that a mask tells apart."""
+        if self.counting is not None:
+            return self.counting(batch)
+        documents = self._documents(batch) if self.states else None
+        return None if documents is None else documents.positions
+
+    def _documents(self, batch: Mapping[str, Any]) -> Documents | None:
+        """The documents of whole rows whose states do not see each other."""
+        try:
+            return batch_documents(batch, masks=not self.states.isdisjoint(UNMASKED))
+        except DocumentsError as error:
+            raise ContextError(str(error)) from error
 
     # a forward pass -------------------------------------------------------------------
 
@@ -128,10 +163,28 @@ class ContextParallel:
         self.tokens = KeyTokens(self.group, self.balance, positions, mask)
         register()
         RUNNING.context = self
-        if self.tables:
+        if self.states:
+            self._enter_states(model, self.tokens)
+            if "use_cache" in self.signature.parameters:
+                kwargs = {**kwargs, "use_cache": False}
+        if self.counted:
             self.positions = kwargs["position_ids"][0]
             kwargs = {n: v for n, v in kwargs.items() if n != "position_ids"}
         return args, kwargs
+
+    def _enter_states(self, model: nn.Module, tokens: KeyTokens) -> None:
+        """Makes states go through the tokens of all ranks, and end with documents."""
+        if not self.replaced:
+            self.replaced = True
+            replace_parts(model, self.states)
+        row = tokens.places.argsort(1)
+        whole = {"position_ids": tokens.positions.gather(1, row)}
+        if tokens.padding is not None:
+            whole["attention_mask"] = tokens.padding.gather(1, row)
+        documents, gathers = self._documents(whole), self.exchange == "gather"
+        CURRENT.ranks = StateRanks(
+            self.group, tokens, [*self.states], gathers, documents
+        )
 
     def _look_up(self, _table: nn.Module, args: Any, kwargs: Any) -> Any:
         """Positions of this rank's tokens, which are those of every row."""
@@ -162,7 +215,11 @@ class ContextParallel:
 
     def _leave(self, model: nn.Module, _args: Any, output: Any) -> Any:
         self.tokens = self.positions = RUNNING.context = None
+        ranks, CURRENT.ranks = getattr(CURRENT, "ranks", None), None
         loss, self.loss = self.loss, None
+        if ranks is not None and ranks.asked and not ranks.kept:
+            text = "another function than transformers' hands states on"
+            raise ContextError(f"{text}: the ranks cannot exchange them")
         return output if loss is None else loss.leave(model, output)
 
     def mask(self, q_length: int, kv_length: int, arguments: dict[str, Any]) -> Any:
@@ -364,9 +421,9 @@ def own_configs(model: nn.Module) -> dict[int, str]:
     return plain
 
 
-def without_interface(model: nn.Module) -> str:
-    """Why a model's tokens see each other otherwise than by the attention interface, as
-    far as its class says; empty if it does not say so.
+def without_interface(model: nn.Module, states: Sequence[str] = ()) -> str:
+    """Why a model's tokens see each other otherwise than by the attention interface, or
+    by these states, as far as its class says; empty if it does not say so.
     """
     name = type(model).__name__
     config: Any = getattr(model, "config", None)
@@ -374,12 +431,12 @@ def without_interface(model: nn.Module) -> str:
         return f"{name} is no transformers model"
     if getattr(config, "is_encoder_decoder", False):
         return f"{name} is an encoder with a decoder"
-    if getattr(model, "_is_stateful", False):
+    if getattr(model, "_is_stateful", False) and not states:
         return f"{name} hands a state from token to token"
-    if not model._can_set_attn_implementation():
+    if not model._can_set_attn_implementation() and not states:
         return f"{name} does not call transformers' attention interface"
     taken = "position_ids" in inspect.signature(model.forward).parameters
-    if not taken and not position_tables(model):
+    if not taken and not states and not position_tables(model):
         return f"{name} takes no `position_ids`"
     if config._attn_implementation not in ("eager", "sdpa", None):
         known = "its masks are known for `sdpa` and `eager`"
@@ -408,7 +465,7 @@ def context_mask(q_length: int, kv_length: int, **arguments: Any) -> Any:
     return context.mask(q_length, kv_length, arguments)
 
 
-def context_parallel(model: nn.Module, mesh: DeviceMesh, **settings: str) -> None:
+def context_parallel(model: nn.Module, mesh: DeviceMesh, **settings: Any) -> None:
     """`ContextParallel` with its other arguments; then
     `model.context_parallel.batch(batch)` is a rank's part of a batch.
     """

@@ -11,7 +11,7 @@ import functools
 import inspect
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from types import MethodType
 from typing import Any
@@ -23,7 +23,10 @@ from torch.distributed.tensor import DTensor, Replicate
 RESETS = "_reset_states"
 """The attribute of a model whose states end with a document."""
 CURRENT = threading.local()
-"""The `Documents` of the model whose forward this thread runs, or recomputes."""
+"""Of the model whose forward this thread runs, or recomputes: its `documents`, and the
+`ranks` that each have a part of its rows (`StateRanks`).
+"""
+REPLACING = threading.Lock()
 TOKENS = {
     "causal_conv1d_fn": 2,
     "chunk_kimi_delta_attention": 1,
@@ -49,6 +52,8 @@ UNMASKED = (
     "xLSTMBackend.forward",
 )
 """Functions of models whose states see what a mask pads."""
+MASK = "create_recurrent_attention_mask"
+"""The function of a model's file that makes the mask of its states."""
 REPLACED: set[Any] = set()
 """What this file puts in the place of functions."""
 OF_KERNELS = ("seq_idx", "cu_seqlens")
@@ -248,19 +253,25 @@ def beginnings(name: str, value: Tensor, tokens: Tensor | None) -> Tensor | None
     return value.diff(dim=1, prepend=value[:, :1] - 1) != 1
 
 
+def current() -> tuple[Any, Any]:
+    """The documents of this thread's forward, and its ranks; None for none."""
+    return getattr(CURRENT, "documents", None), getattr(CURRENT, "ranks", None)
+
+
 @contextmanager
-def running(documents: Documents) -> Iterator[None]:
-    """Keeps these documents apart in this thread."""
-    before = getattr(CURRENT, "documents", None)
-    CURRENT.documents = documents
+def running(documents: Documents | None, ranks: Any = None) -> Iterator[None]:
+    """Keeps these documents apart in this thread, whose tokens these ranks have."""
+    before = current()
+    CURRENT.documents, CURRENT.ranks = documents, ranks
     try:
         yield
     finally:
-        CURRENT.documents = before
+        CURRENT.documents, CURRENT.ranks = before
 
 
 def kept_apart(function: Callable[..., Any], part: str) -> Any:
-    """A function that computes each document of the running batch alone.
+    """A function that computes each document of the running batch alone, from the
+    tokens of all ranks that have some.
 
     Args:
         part: a key of `TOKENS`, or one of `FUSED`.
@@ -270,7 +281,15 @@ def kept_apart(function: Callable[..., Any], part: str) -> Any:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     @functools.wraps(function)
     def called(*args: Any, **kwargs: Any) -> Any:
-        documents = getattr(CURRENT, "documents", None)
+        ranks = current()[1]
+        if ranks is not None and part in ranks.parts:
+            if dim is None:
+                return None
+            return ranks.computed(alone, part, args, kwargs)
+        return alone(*args, **kwargs)
+
+    def alone(*args: Any, **kwargs: Any) -> Any:
+        documents, _ = current()
         if documents is None or part not in documents.parts:
             return function(*args, **kwargs)
         kwargs = {name: kwargs[name] for name in kwargs if name not in STATED}
@@ -284,7 +303,8 @@ def kept_apart(function: Callable[..., Any], part: str) -> Any:
             raise documents.raised(f"{function.__name__} {text}")
         documents.kept = True
         way = documents.told if "cu_seqlens" in taken else documents.apart
-        return way(function, dim, args, kwargs)
+        with running(None):
+            return way(function, dim, args, kwargs)
 
     return called
 
@@ -303,15 +323,15 @@ def kernel_arguments(function: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def recomputed(checkpoint: Callable[..., Any]) -> Any:
-    """A checkpoint that recomputes with the documents of its forward pass."""
+    """A checkpoint that recomputes with the documents and ranks of its forward."""
 
     def called(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        documents = getattr(CURRENT, "documents", None)
-        if documents is None:
+        facts = current()
+        if facts == (None, None):
             return checkpoint(function, *args, **kwargs)
 
         def again(*args: Any, **kwargs: Any) -> Any:
-            with running(documents):
+            with running(*facts):
                 return function(*args, **kwargs)
 
         return checkpoint(again, *args, **kwargs)
@@ -352,8 +372,7 @@ class StateResets:
         found.parts = {*self.parts, *FUSED}
         if not self.replaced:
             self.replaced = True
-            for module in model.modules():
-                self.replace(module)
+            replace_parts(model, self.parts)
         kwargs = {name: kwargs[name] for name in kwargs if name not in OF_KERNELS}
         if "position_ids" in self.taken and given.get("position_ids") is None:
             kwargs |= {"position_ids": found.positions}
@@ -367,50 +386,76 @@ class StateResets:
             text = "another function than transformers' hands states on"
             raise self.raised(f"{text}, and is not told where documents begin")
 
-    def replace(self, module: nn.Module) -> None:
-        """Replaces what a module calls."""
-        if not self.parts.isdisjoint(called_names(type(module))):
+
+def replace_parts(model: nn.Module, parts: Set[str]) -> None:
+    """Replaces what the modules of a model call."""
+    for module in model.modules():
+        if not parts.isdisjoint(called_names(type(module))):
             module.register_forward_pre_hook(ask)
         for name in ("checkpoint_fn", "_gradient_checkpointing_func"):
             if name in module.__dict__:
                 replace(module, name, recomputed)
         for kind in type(module).__mro__:
-            if not kind.__module__.startswith("transformers.models."):
-                continue
-            home = sys.modules[kind.__module__]
-            for part in self.parts:
-                owner, _, name = part.rpartition(".")
-                if owner == kind.__name__ and isinstance(
-                    inner := getattr(module, name), nn.Module
-                ):
-                    replace(inner, "forward", kept_apart, part)
-                elif owner == kind.__name__:
-                    replace(module, name, kept_apart, part)
-                elif not owner and hasattr(home, name):
-                    replace(home, name, kept_apart, part)
-            for name in FUSED:
-                if hasattr(home, name):
-                    replace(home, name, kept_apart, name)
+            if kind.__module__.startswith("transformers.models."):
+                replace_of_class(module, kind, parts)
+
+
+def replace_of_class(module: nn.Module, kind: type, parts: Set[str]) -> None:
+    """Replaces what a module calls in the code of one of its classes."""
+    home = sys.modules[kind.__module__]
+    for part in parts:
+        owner, _, name = part.rpartition(".")
+        if owner == kind.__name__ and isinstance(
+            inner := getattr(module, name), nn.Module
+        ):
+            replace(inner, "forward", kept_apart, part)
+        elif owner == kind.__name__:
+            replace(module, name, kept_apart, part)
+        elif not owner and hasattr(home, name):
+            replace(home, name, kept_apart, part)
+    for name in FUSED:
+        if hasattr(home, name):
+            replace(home, name, kept_apart, name)
+    if hasattr(home, MASK):
+        replace(home, MASK, unshortened)
+
+
+def unshortened(function: Callable[..., Any]) -> Any:
+    """The mask of states as each of some ranks has its part of it: also where that pads
+    nothing, or is one token, so that all ranks call the same collectives.
+    """
+
+    @functools.wraps(function)
+    def called(
+        config: Any, inputs_embeds: Any, attention_mask: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        if current()[1] is not None:
+            return attention_mask
+        return function(config, inputs_embeds, attention_mask, *args, **kwargs)
+
+    return called
 
 
 def ask(_module: nn.Module, _args: Any) -> None:
     """Notes that a module runs whose class calls what is replaced; a kernel of a whole
     layer calls nothing of it.
     """
-    if getattr(CURRENT, "documents", None) is not None:
-        CURRENT.documents.asked = True
+    for facts in current():
+        if facts is not None:
+            facts.asked = True
 
 
 def replace(place: Any, name: str, made: Callable[..., Any], *given: Any) -> None:
     """Puts what is made of a function in its place, once; of a method, as a method, so
     that a copy of the module has its own.
     """
-    plain = getattr(place, name)
-    method = isinstance(plain, MethodType)
-    function = plain.__func__ if method else plain
-    if function not in REPLACED:
-        REPLACED.add(new := made(function, *given))
-        setattr(place, name, MethodType(new, plain.__self__) if method else new)
+    with REPLACING:
+        plain = getattr(place, name)
+        method = isinstance(plain, MethodType)
+        function = plain.__func__ if method else plain
+        if function not in REPLACED:
+            REPLACED.add(new := made(function, *given))
+            setattr(place, name, MethodType(new, plain.__self__) if method else new)
 
 
 def called_names(kind: Any) -> tuple[str, ...]:

@@ -1,0 +1,389 @@
+"""States that go from token to token, where each rank has a part of every row.
+
+A recurrence hands a state on, and a convolution sees some tokens before its own. What
+computes them (`TOKENS` in documents.py) gets what the ranks before it have: the tokens
+that a convolution sees, or the state that a run of tokens begins with. A run of tokens
+makes of a state S the state T S + B, whatever S is. So each rank computes T and B of
+its own runs, all ranks exchange them, and each applies those of the runs before its
+own. Where there is no such rule, each rank computes it for the tokens of all.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn.functional import pad, silu, softplus
+
+from planc.runtime.standalone.collectives import GatherSequence
+from planc.runtime.standalone.context_tokens import ContextError, KeyTokens
+from planc.runtime.standalone.documents import FUSED, TOKENS, Documents, running, whole
+
+
+class StateRanks:
+    """What computes states in one forward pass, over the tokens of all ranks.
+
+    Args:
+        group: the ranks.
+        tokens: of all ranks.
+        parts: the keys of `TOKENS` that the model has.
+        gathers: whether all ranks compute all tokens of a row.
+        documents: of whole rows, which are computed so; None for one in each.
+    """
+
+    def __init__(
+        self,
+        group: Any,
+        tokens: KeyTokens,
+        parts: Sequence[str],
+        gathers: bool,
+        documents: Documents | None,
+    ) -> None:
+        self.group, self.tokens, self.documents = group, tokens, documents
+        self.parts = {*parts, *FUSED}
+        self.gathers = gathers or documents is not None
+        self.asked = self.kept = False
+        ranks, rank = group.size(), group.rank()
+        self.rows, self.length = tokens.places.shape
+        self.mine = slice(rank * tokens.own, (rank + 1) * tokens.own)
+        # the runs of this rank by their numbers in a row, and all, by rank
+        self.runs = [rank] if tokens.balance == "none" else [rank, 2 * ranks - 1 - rank]
+        every = [[r, 2 * ranks - 1 - r][: len(self.runs)] for r in range(ranks)]
+        self.order = torch.tensor(every).flatten().argsort()
+
+    def computed(
+        self, function: Callable[..., Any], part: str, args: Any, kwargs: Any
+    ) -> Any:
+        """The outputs of a function that hands states on, for this rank's tokens."""
+        self.kept, dim = True, TOKENS[part]
+        exchange = EXCHANGES.get(part)
+        if exchange is not None and not self.gathers:
+            if any(isinstance(value, DTensor) for value in (*args, *kwargs.values())):
+                text = "gets DTensors: use local tensors, or `exchange = gather`"
+                raise ContextError(f"{part} {text}")
+            with running(None):
+                return exchange(self, function, *args, **kwargs)
+        named = {name: self.whole(value, dim) for name, value in kwargs.items()}
+        with running(self.documents):
+            found = function(*(self.whole(value, dim) for value in args), **named)
+        return self.own(found, dim)
+
+    # whole rows -----------------------------------------------------------------------
+
+    def has(self, value: Any, dim: int) -> bool:
+        """Whether a value has this rank's tokens of all rows, on dims 0 and `dim`."""
+        if not isinstance(value, Tensor) or value.dim() <= dim:
+            return False
+        return (len(value), value.shape[dim]) == (self.rows, self.tokens.own)
+
+    def whole(self, value: Any, dim: int) -> Any:
+        """The tokens of all ranks in the order of the row; other values as they are."""
+        if not self.has(value, dim):
+            return value
+
+        def gathered(part: Tensor) -> Tensor:
+            every = GatherSequence.apply(part.movedim(dim, 1)[None], self.group)[0]
+            return in_places(every, self.tokens.places.argsort(1)).movedim(1, dim)
+
+        return of_local(gathered, value, dim)
+
+    def own(self, found: Any, dim: int) -> Any:
+        """This rank's tokens of outputs; None for final states, which have none."""
+        if isinstance(found, tuple | list):
+            return tuple(self.own(value, dim) for value in found)
+        if not isinstance(found, Tensor) or found.dim() <= dim:
+            return None
+        if len(found) != self.rows or found.shape[dim] < self.length:
+            return None
+        places = self.tokens.places[:, self.mine]
+        return of_local(
+            lambda every: in_places(every.movedim(dim, 1), places).movedim(1, dim),
+            found,
+            dim,
+        )
+
+    # parts of rows --------------------------------------------------------------------
+
+    def in_sequence(self, runs: Tensor) -> Tensor:
+        """What all runs of a row have, in order, from what this rank's have, `[runs,
+        ...]`. All ranks take part in the backward pass, also of what no later run uses.
+        """
+        every = GatherSequence.apply(runs[None, None], self.group)[0, 0]
+        return every[self.order.to(every.device)]
+
+    def seeing_back(
+        self,
+        function: Callable[..., Any],
+        dim: int,
+        width: int,
+        args: Any,
+        kwargs: Any,
+    ) -> Any:
+        """The outputs of a function of each token and the `width` tokens before it, of
+        which the first run has none.
+        """
+        length = self.tokens.own // len(self.runs)
+        before = [min(width, min(width, length) * number) for number in self.runs]
+        values = [*args, *kwargs.values()]
+        seen = [self.with_before(v, dim, width, before) for v in values]
+        found = []
+        for given, some in zip(zip(*seen, strict=True), before, strict=True):
+            named = dict(zip(kwargs, given[len(args) :], strict=True))
+            output = function(*given[: len(args)], **named)
+            several = output if isinstance(output, tuple) else (output,)
+            found.append([one.narrow(dim, some, length) for one in several])
+        joined = tuple(torch.cat(runs, dim) for runs in zip(*found, strict=True))
+        return joined if isinstance(output, tuple) else joined[0]
+
+    def with_before(
+        self, value: Any, dim: int, width: int, before: list[int]
+    ) -> list[Any]:
+        """The tokens of this rank's runs, each with some before it; or a value without,
+        for each run.
+        """
+        if not self.has(value, dim):
+            return [value] * len(before)
+        runs = value.movedim(dim, 1).chunk(len(before), 1)
+        some = min(width, runs[0].shape[1])
+        last = torch.stack([run[:, run.shape[1] - some :] for run in runs])
+        every = self.in_sequence(last).movedim(0, 1).flatten(1, 2)
+        ends = [some * number for number in self.runs]
+        return [
+            torch.cat([every[:, end - more : end], run], 1).movedim(1, dim)
+            for run, end, more in zip(runs, ends, before, strict=True)
+        ]
+
+    def as_rows(self, value: Tensor, dim: int) -> Tensor:
+        """This rank's runs as rows of their own."""
+        return torch.cat(value.chunk(len(self.runs), dim)) if self.runs[1:] else value
+
+    def as_tokens(self, value: Tensor, dim: int) -> Tensor:
+        """Rows as the runs of this rank, again."""
+        return torch.cat(value.chunk(len(self.runs)), dim) if self.runs[1:] else value
+
+    def states(
+        self, start: Tensor, step: Callable[..., Tensor], *made: Tensor
+    ) -> Tensor:
+        """The state that each of this rank's runs begins with.
+
+        Args:
+            start: of a row.
+            step: from a state, and what a run makes of states, to the next state.
+            made: by this rank's runs, as rows.
+        """
+        flat = torch.cat([value.flatten(1) for value in made], 1)
+        sizes = [value[0].numel() for value in made]
+        state, found = start[: self.rows], [start[: self.rows]]
+        for run in self.in_sequence(flat.unflatten(0, (len(self.runs), -1)))[:-1]:
+            values = zip(run.split(sizes, 1), made, strict=True)
+            state = step(state, *(v.unflatten(1, m.shape[1:]) for v, m in values))
+            found.append(state)
+        return torch.stack(found)[self.runs].flatten(0, 1)
+
+
+def of_local(change: Callable[[Tensor], Tensor], value: Tensor, dim: int) -> Tensor:
+    """What becomes of a tensor whose rows, and tokens on `dim`, are whole; or of each
+    rank's part of a DTensor.
+    """
+    if not isinstance(value, DTensor):
+        return change(value)
+    placements = value.placements
+    if any(p.is_shard() and p.dim in (0, dim) for p in placements):
+        value = whole(value)
+    made = change(value.to_local())
+    mesh, now = value.device_mesh, value.placements
+    every = DTensor.from_local(made, mesh, now, run_check=False)
+    return every.redistribute(placements=placements)
+
+
+def in_places(tokens: Tensor, places: Tensor) -> Tensor:
+    """The tokens at these places of each row, of `[rows, tokens, ...]`."""
+    return tokens[torch.arange(len(tokens), device=places.device)[:, None], places]
+
+
+def convolution(
+    ranks: StateRanks, function: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """`causal_conv1d_fn`, whose second argument is a weight `[channels, taps]`."""
+    width = [*args, *kwargs.values()][1].shape[-1] - 1
+    return ranks.seeing_back(function, 2, width, args, kwargs)
+
+
+def convolution_module(
+    ranks: StateRanks, function: Callable[..., Any], conv: Any, x: Tensor
+) -> Any:
+    """An `nn.Conv1d` with padding on both sides."""
+    return ranks.seeing_back(function, 2, conv.kernel_size[0] - 1, (conv, x), {})
+
+
+def shift(ranks: StateRanks, function: Callable[..., Any], *args: Any) -> Any:
+    """A module that gives each token the one before it."""
+    return ranks.seeing_back(function, 1, 1, args, {})
+
+
+def projection(
+    ranks: StateRanks, function: Callable[..., Any], module: Any, *args: Any
+) -> Any:
+    """Two convolutions, and values of the token before."""
+    width = max(module.conv_kernel_size, 1)
+    return ranks.seeing_back(function, 1, width, (module, *args), {})
+
+
+def delta_rule(
+    ranks: StateRanks, function: Callable[..., Any], *args: Any, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """A state `[keys, values]` of each head, whose columns do not see each other: more
+    columns, of the identity and no values, become T beside B in the same call, and give
+    what the outputs read of a state.
+
+    Args:
+        query, key, value: `[rows, tokens, heads, features]`.
+        g, beta: `[rows, tokens, heads]`, or g for each feature of the keys.
+    """
+    given = (*args, kwargs["g"], kwargs["beta"])
+    query, key, value, g, beta = (ranks.as_rows(some, 1) for some in given)
+    width, keys = value.shape[-1], key.shape[-1]
+    unit = torch.eye(keys, dtype=torch.float32, device=value.device)
+    begin = pad(unit.expand(len(value), value.shape[2], -1, -1), (width, 0))
+    kwargs |= {"g": g, "beta": beta, "initial_state": begin}
+    kwargs |= {"output_final_state": True}
+    output, final = function(query, key, pad(value, (0, keys)), **kwargs)
+    output, reads = output.split([width, keys], -1)
+    added, factor = final.split([width, keys], -1)
+    state = ranks.states(
+        torch.zeros_like(added), lambda s, t, b: t @ s + b, factor, added
+    )
+    more = torch.einsum("blhk,bhkv->blhv", reads.to(state.dtype), state)
+    return ranks.as_tokens(output + more.to(output.dtype), 1), None
+
+
+def mamba_2(
+    ranks: StateRanks, function: Callable[..., Any], *args: Any, **kwargs: Any
+) -> tuple[Tensor, None] | Tensor:
+    """A state `[features, state size]` of each head, which a token multiplies by exp(A
+    dt).
+
+    Args:
+        x: `[rows, tokens, heads, features]`.
+        dt: `[rows, tokens, heads]`.
+        A: `[heads]`.
+        B, C: `[rows, tokens, groups of heads, state size]`.
+    """
+    x, dt, A, B, C = args
+    x, dt, B, C = (ranks.as_rows(some, 1) for some in (x, dt, B, C))
+    both = kwargs.get("return_final_states")
+    kwargs |= {"return_final_states": True, "initial_states": None}
+    output, final = function(x, dt, A, B, C, **kwargs)
+    if kwargs.get("dt_bias") is not None:
+        dt = dt + kwargs["dt_bias"].to(dt.dtype)
+    dt = softplus(dt) if kwargs.get("dt_softplus") else dt
+    low, high = kwargs.get("dt_limit", (0.0, float("inf")))
+    decay = (A.float() * dt.clamp(low, high).float()).cumsum(1).exp()
+    factor = decay[:, -1, :, None, None]
+    state = ranks.states(
+        torch.zeros_like(final), lambda s, t, b: t * s + b, factor, final
+    )
+    state = state.unflatten(1, (C.shape[2], -1))
+    more = torch.einsum("blgn,bghpn->blghp", C.to(state.dtype), state).flatten(2, 3)
+    more = more * decay[..., None]
+    output = ranks.as_tokens(output + more.to(output.dtype), 1)
+    return (output, None) if both else output
+
+
+def mamba_1(
+    ranks: StateRanks, function: Callable[..., Any], *args: Any, **kwargs: Any
+) -> tuple[Tensor, None] | Tensor:
+    """A state `[channels, state size]`, which a token multiplies by exp(A dt).
+
+    Args:
+        x, dt: `[rows, channels, tokens]`.
+        A: `[channels, state size]`.
+        B, C: `[rows, state size, tokens]`.
+    """
+    x, dt, A, B, C = args
+    x, dt, B, C = (ranks.as_rows(some, 2) for some in (x, dt, B, C))
+    if kwargs.get("z") is not None:
+        kwargs["z"] = ranks.as_rows(kwargs["z"], 2)
+    both = kwargs.get("return_last_state")
+    output, final = function(x, dt, A, B, C, **{**kwargs, "return_last_state": True})
+    if kwargs.get("delta_bias") is not None:
+        dt = dt + kwargs["delta_bias"].to(dt.dtype)[..., None]
+    dt = softplus(dt) if kwargs.get("delta_softplus") else dt
+    decay = (A.float()[:, None] * dt.float().cumsum(-1)[..., None]).exp()
+    final = final.to(decay.dtype)
+    state = ranks.states(
+        torch.zeros_like(final), lambda s, t, b: t * s + b, decay[:, :, -1], final
+    )
+    more = torch.einsum("bdln,bdn,bnl->bdl", decay, state, C.to(state.dtype))
+    if kwargs.get("z") is not None:
+        more = more * silu(kwargs["z"])
+    output = ranks.as_tokens(output + more.to(output.dtype), 2)
+    return (output, None) if both else output
+
+
+def gated_linear(
+    ranks: StateRanks, function: Callable[..., Any], module: Any, **kwargs: Any
+) -> tuple[Tensor, Any]:
+    """A state `[channels]`, which a token multiplies by its gate.
+
+    Args:
+        hidden_states, recurrent_gate: `[rows, tokens, channels]`.
+        reset: `[rows, tokens, 1]`, whether a token forgets the state.
+    """
+    given = [kwargs.pop(n) for n in ("hidden_states", "recurrent_gate", "reset")]
+    hidden, gate, reset = (ranks.as_rows(some, 1) for some in given)
+    kwargs["recurrent_states"] = None
+    output, final = function(module, hidden, gate, reset, **kwargs)
+    decay = (gate * ~reset).to(final.dtype).cumprod(1)
+    state = ranks.states(
+        torch.zeros_like(final), lambda s, t, b: t * s + b, decay[:, -1], final
+    )
+    more = (decay * state[:, None]).to(output.dtype)
+    return ranks.as_tokens(output + more, 1), None
+
+
+def weighted_mean(
+    ranks: StateRanks, function: Callable[..., Any], *args: Any, **_: Any
+) -> tuple[Tensor, None]:
+    """A numerator, a denominator and the largest exponent `[channels]`. The output is
+    no linear function of them, so it is computed again with those of the runs before.
+
+    Args:
+        key, value: `[rows, tokens, channels]`.
+    """
+    time_decay, time_first, *given = args
+    key, value = (ranks.as_rows(some, 1) for some in given)
+    final = function(time_decay, time_first, key, value, return_state=True)[1]
+    made = torch.stack([*final], 1)
+    decay = -time_decay.exp() * key.shape[1]
+
+    def step(state: Tensor, run: Tensor) -> Tensor:
+        *before, top = state.unbind(1)
+        *more, highest = run.unbind(1)
+        largest = torch.maximum(top + decay, highest)
+        old, new = (top + decay - largest).exp(), (highest - largest).exp()
+        sums = [old * b + new * m for b, m in zip(before, more, strict=True)]
+        return torch.stack([*sums, largest], 1)
+
+    start = torch.zeros_like(made)
+    start[:, 2] = -1e38
+    state = [*ranks.states(start, step, made).unbind(1)]
+    output = function(time_decay, time_first, key, value, state=state)[0]
+    return ranks.as_tokens(output, 1), None
+
+
+EXCHANGES: dict[str, Callable[..., Any]] = {
+    "causal_conv1d_fn": convolution,
+    "chunk_kimi_delta_attention": delta_rule,
+    "mamba2_chunk_scan": mamba_2,
+    "mamba_selective_scan": mamba_1,
+    "rwkv_linear_attention": weighted_mean,
+    "torch_chunk_gated_delta_rule": delta_rule,
+    "RecurrentGemmaRecurrentBlock.conv_1d": convolution_module,
+    "RecurrentGemmaRglru._rnn_scan": gated_linear,
+    "RwkvFeedForward.time_shift": shift,
+    "RwkvSelfAttention.time_shift": shift,
+    "ZayaCCAProjection.forward": projection,
+}
+"""What ranks exchange, by the keys of `TOKENS`; the others compute all tokens."""
