@@ -19,7 +19,7 @@ MODELS = {
     "phi3": "phi-4",
     "gpt2": "gpt2",
     "mixtral": "mixtral-8x7b",
-    "bamba": "bamba-9b",
+    "bloom": "bloom-7b1",
     "gemma4_text": "gemma-4-e4b",
     "ernie4_5_moe": "ernie-4.5-21b-a3b",
 }
