@@ -114,10 +114,11 @@ def split(model, plan, overrides=(), script=False, double=False):
     single, made = build(model), build(model)
     world = distributed.get_world_size()
     lowered = planc.lower(made, plan, world_size=world, overrides=overrides)
-    if not double:
-        return _split(single, made, lowered, script)
-    with float64(), functions_kept(made):
-        return _split(doubled(single), doubled(made), lowered, script)
+    with functions_kept(made):
+        if not double:
+            return _split(single, made, lowered, script)
+        with float64():
+            return _split(doubled(single), doubled(made), lowered, script)
 
 
 def _split(single, made, lowered, script):
