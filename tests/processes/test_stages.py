@@ -21,7 +21,7 @@ def test_a_run_goes_on_with_other_stages(tmp_path, first, then):
     fp32 = ["--set", "param_dtype=fp32"]
     whole = script(tmp_path, "one", "--steps", "12", *fp32)
     begun = script(tmp_path, "two", "--steps", "10", *fp32, *first)
-    ended = script(tmp_path, "two", "--steps", "12", *fp32, *then, moved=True)
+    ended = script(tmp_path, "two", "--steps", "12", *fp32, *then)
     for column in (1, 2):
         found = [line[column] for line in begun + ended]
         assert found == pytest.approx([line[column] for line in whole], rel=1e-3)
