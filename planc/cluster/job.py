@@ -3,7 +3,6 @@
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from math import prod
 
 from planc.diagnostic import Sink
 from planc.ops import phrases
@@ -112,6 +111,6 @@ def leaving(lowered: Lowered, per_node: int) -> Iterator[tuple[str, MeshAxis]]:
     """The tensor axes that do not stay in a node, whose links every layer waits for."""
     for axis in by_node(lowered, per_node)[1]:
         if axis.role is AxisRole.TENSOR:
-            inner = prod(a.size for a in lowered.axes[lowered.axes.index(axis) :])
+            inner = axis.size * lowered.stride(axis.name)
             text = f"{axis.name} = {axis.size} does not stay in a node of {per_node} ranks"
             yield text + (f": its groups span {inner} ranks" if inner > axis.size else ""), axis

@@ -3,8 +3,8 @@
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from math import prod
 from statistics import median
+from typing import TypeVar
 
 from planc.cluster.facts import RankFacts
 from planc.diagnostic import Diagnostic, Label, one_of
@@ -13,6 +13,7 @@ from planc.ops.base import AxisRole
 from planc.ops.lowered import Lowered, MeshAxis
 from planc.runtime.preconditions import problem
 
+T = TypeVar("T", bound=Hashable)
 _SLOW, _FLOOR = 2.5, 0.005
 """A rank is slow that computes so many times as long as the median, and so much longer in
 seconds."""
@@ -108,13 +109,13 @@ def _places(every: Sequence[RankFacts], lowered: Lowered) -> Iterator[Diagnostic
 
 def groups(lowered: Lowered, axis: MeshAxis) -> Iterator[tuple[int, ...]]:
     """The ranks along an axis, for each place on the others."""
-    inner = prod(a.size for a in lowered.axes[lowered.axes.index(axis) + 1 :])
+    inner = lowered.stride(axis.name)
     for rank in range(lowered.world_size):
         if rank // inner % axis.size == 0:
             yield tuple(rank + place * inner for place in range(axis.size))
 
 
-def _usual(values: Sequence[str]) -> str:
+def _usual(values: Sequence[T]) -> T:
     return Counter(values).most_common(1)[0][0]
 
 
@@ -122,7 +123,7 @@ def _odd(
     every: Sequence[RankFacts], values: Sequence[Hashable]
 ) -> Iterator[tuple[RankFacts, tuple[int, ...]]]:
     """The ranks whose value is not that of most: one of them, and all with the same value."""
-    usual = Counter(values).most_common(1)[0][0]
+    usual = _usual(values)
     for value in dict.fromkeys(values):
         if value != usual:
             ranks = tuple(rank for rank, other in enumerate(values) if other == value)

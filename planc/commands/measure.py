@@ -42,6 +42,6 @@ def run(options: argparse.Namespace) -> int:
         print(json.dumps(plain(made), indent=2))
     elif made:
         terminal.show("".join(f"{line}\n" for line in text(made)))
-    if made and not made.fits:
+    if made and not made.counted.fits:
         return output.FINDINGS
     return output.exit_code(sink)

@@ -29,13 +29,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--digest", metavar="DIGEST", default="", help="the plan that the job was written for"
     )
-    parser.add_argument(
-        "--timeout",
-        metavar="SECONDS",
-        type=shared_arguments.seconds,
-        default=60.0,
-        help="total time limit (default 60)",
-    )
+    shared_arguments.timeout(parser, 60.0)
     parser.add_argument("--format", choices=("text", "json"), default="text")
 
 

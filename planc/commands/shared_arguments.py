@@ -29,6 +29,11 @@ def seconds(text: str) -> float:
     return value
 
 
+def timeout(parser: argparse.ArgumentParser, default: float) -> None:
+    help = f"total time limit (default {default:g})"
+    parser.add_argument("--timeout", metavar="SECONDS", type=seconds, default=default, help=help)
+
+
 def memory_size(text: str) -> float:
     units = {"gib": 2.0**30, "gb": 1e9, "mib": 2.0**20, "mb": 1e6}
     number = text.lower().rstrip("bgim ")

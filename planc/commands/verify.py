@@ -19,13 +19,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         default=4,
         help="number of processes on this machine (default 4)",
     )
-    parser.add_argument(
-        "--timeout",
-        metavar="SECONDS",
-        type=shared_arguments.seconds,
-        default=120.0,
-        help="total time limit (default 120)",
-    )
+    shared_arguments.timeout(parser, 120.0)
     parser.add_argument(
         "--precision",
         action="store_true",

@@ -14,7 +14,7 @@ from planc.compiler import Compiled
 from planc.diagnostic import Diagnostic, Label, Sink
 from planc.estimate import profiles
 from planc.estimate.from_plan import Batch, PlanWork, masters
-from planc.estimate.memory import GIB, Item, Moment
+from planc.estimate.memory import GIB, Item, RankMemory
 from planc.estimate.step import Estimate, estimate
 from planc.estimate.workload import Recompute, Workload
 from planc.lowering.step import require_divisible
@@ -243,7 +243,7 @@ def _checkpointed(work: Workload) -> Workload:
 
 # Text --------------------------------------------------------------------------------------------
 
-_VERDICTS = {True: "fits", False: "DOES NOT FIT", None: "unknown whether it fits"}
+VERDICTS = {True: "fits", False: "DOES NOT FIT", None: "unknown whether it fits"}
 
 
 def text(found: Answer, *, explain: bool = False) -> Iterator[str]:
@@ -296,25 +296,27 @@ def _memory(found: Answer, explain: bool) -> Iterator[str]:
     most = f"{peak:.2f} GiB at most ({at})"
     if not found.complete:
         most = f"at least {peak:.2f} GiB, its activations are not counted ({at})"
-    yield f"memory of a rank: {most}; {room:.1f} usable: {_VERDICTS[found.fits]}"
-    yield from item_lines(moment, explain=explain)
-    for other in step.fullest.moments:
-        if other is not moment:
-            yield f"  {other.size / GIB:8.2f}  at another time: {other.name}"
+    yield f"memory of a rank: {most}; {room:.1f} usable: {VERDICTS[found.fits]}"
+    yield from held_lines(step.fullest, explain=explain)
     for rank in step.ranks:
         if rank is not step.fullest:
             yield f"  {rank.peak / GIB:8.2f}  at place {rank.rank}: {rank.largest.name}"
 
 
-def item_lines(moment: Moment, *, least: float = 0.0, explain: bool = False) -> Iterator[str]:
-    """A line for each item of at least so many bytes, the largest first."""
-    for item in sorted(moment.items, key=lambda i: -i.size):
+def held_lines(rank: RankMemory, *, least: float = 0.0, explain: bool = False) -> Iterator[str]:
+    """What a rank holds when it holds most, a line for each item of at least so many bytes, the
+    largest first; then what it holds at other times.
+    """
+    for item in sorted(rank.largest.items, key=lambda i: -i.size):
         if item.size < least:
             continue
         place = f"  ({item.origin.place})" if item.origin else ""
         yield f"  {item.size / GIB:8.2f}  {item.name}{place}"
         if explain:
             yield f"            {item.how}"
+    for other in rank.moments:
+        if other is not rank.largest:
+            yield f"  {other.size / GIB:8.2f}  at another time: {other.name}"
 
 
 def _time(found: Answer) -> Iterator[str]:

@@ -65,7 +65,7 @@ def count(facts: Facts, sink: Sink, job: MicroBatch, *, attention: str = "sdpa")
 
 
 def _count(facts: Facts, sink: Sink, job: MicroBatch, attention: str) -> Counted | None:
-    from planc.model.sources.huggingface import importing, prepare
+    from planc.model.sources.huggingface import importing, prepare, training_model
 
     values = copy.deepcopy(dict(facts.config))
     depth = Depth(1, block_kinds(facts), {})
@@ -78,7 +78,7 @@ def _count(facts: Facts, sink: Sink, job: MicroBatch, attention: str) -> Counted
         if prepared is None:
             return None
         with FakeTensorMode():
-            model = _build(*prepared, job.dtype, attention)
+            model = training_model(*prepared, job.dtype, attention)
             return _run(model, facts, depth.kept, job)
     except Exception as error:
         _unknown(sink, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}", attention)
@@ -92,23 +92,6 @@ def _unknown(sink: Sink, why: str, attention: str) -> None:
         facts=(f"attention = {attention}",) if attention else (),
         help="read the estimate as a lower bound: it leaves out activations and compute",
     )
-
-
-def _build(cls: Any, part: Any, dtype: str, attention: str) -> Any:
-    import torch
-
-    from planc.model.sources.huggingface import quiet
-    from planc.model.sources.isolation import isolated
-
-    part.use_cache = False
-    if attention != "eager":  # a flash kernel keeps no mask of its dropout, as the CPU's would
-        for name in ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob"):
-            if hasattr(part, name):
-                setattr(part, name, 0.0)
-    chosen = None if attention == "sdpa" else attention
-    with quiet(), isolated():
-        made = cls._from_config(part, attn_implementation=chosen, dtype=getattr(torch, dtype))
-    return made.train()
 
 
 def _run(

@@ -9,10 +9,14 @@ from typing import Any
 
 from planc.compiler import Compiled
 from planc.diagnostic import Sink
-from planc.estimate.answer import Answer, Request, answer_for, assumed, document, item_lines
+from planc.estimate.answer import VERDICTS, Answer, Request, assumed, document, held_lines
 from planc.estimate.candidates import Candidate, Candidates
+from planc.estimate.from_plan import Batch, masters
 from planc.estimate.memory import GIB, Item, Moment, RankMemory
-from planc.measure.count import CountedRank, NotCountedError, RankStep, count
+from planc.estimate.step import Estimate
+from planc.measure.count import CountedRank, NotCountedError, RankRunner, count
+from planc.measure.job import RankStep
+from planc.model.facts import Facts
 from planc.ops import phrases
 from planc.ops.base import AxisRole
 from planc.plan.ir import Plan
@@ -20,7 +24,7 @@ from planc.source import Span
 
 _BY_UNITS = (
     *("parameters", "gradients", "optimizer state", "gathered parameters"),
-    *("gradients being reduced", "copies in the optimizer"),
+    "copies in the optimizer",
 )
 """What the fsdp section decides."""
 
@@ -30,22 +34,13 @@ class MeasuredRanks:
     """
     Args:
         answer: the estimate of the same step.
-        ranks: what a rank of each place of the pipeline held.
+        counted: the same, with what a rank of each place of the pipeline held.
         layers: the numbers of blocks of the models that were run.
     """
 
     answer: Answer
-    ranks: tuple[RankMemory, ...]
+    counted: Estimate
     layers: tuple[int, ...]
-
-    @property
-    def fullest(self) -> RankMemory:
-        return max(self.ranks, key=lambda rank: rank.peak)
-
-    @property
-    def fits(self) -> bool:
-        """Whether a rank's memory suffices."""
-        return self.fullest.peak <= self.answer.estimate.usable
 
 
 def measure(
@@ -61,24 +56,24 @@ def measure(
     Raises:
         NotCountedError: the plan or the model cannot be run by one rank without values.
     """
-    ranks = count(compiled, _step(found), exact=exact, places=places)
+    assert found.request.batch
+    step = _step(found.plan, found.facts, found.request, found.request.batch)
+    ranks = count(compiled, step, exact=exact, places=places)
     memories = tuple(_memory(rank, found.plan) for rank in ranks)
-    return MeasuredRanks(answer=found, ranks=memories, layers=ranks[0].layers)
+    counted = replace(found.estimate, ranks=memories)
+    return MeasuredRanks(answer=found, counted=counted, layers=ranks[0].layers)
 
 
-def _step(found: Answer) -> RankStep:
-    """What a rank does in the step of an estimate."""
-    batch = found.request.batch
-    if batch is None:
-        raise NotCountedError("no batch is given")
-    data = prod(axis.size for axis in found.plan.mesh.of_role(AxisRole.DATA))
+def _step(plan: Plan, facts: Facts, request: Request, batch: Batch) -> RankStep:
+    """What a rank does in a step."""
+    data = prod(axis.size for axis in plan.mesh.of_role(AxisRole.DATA))
     return RankStep(
         rows=batch.global_batch // (data * batch.micro_batches),
         tokens=batch.sequence,
         micro_batches=batch.micro_batches,
-        dtype="float32" if found.masters else "",
-        optimizer=found.request.optimizer,
-        attention=found.request.attention,
+        dtype="float32" if masters(plan, facts) else "",
+        optimizer=request.optimizer,
+        attention=request.attention,
     )
 
 
@@ -94,25 +89,28 @@ def run_first(
     that a rank alone cannot run stays as it was.
     """
     left = RUN
-    for one in best:
-        counted = _counted(candidates, one, request) if left else None
-        usable = one.estimate.usable
-        if counted and counted > usable:
-            reason = f"run, needs more than the usable {usable / GIB:.1f} GiB"
-            candidates.tally.exclude(reason, f"{one.named}: {counted / GIB:.1f} GiB")
-            continue
-        left -= bool(left)
-        yield replace(one, counted=counted)
+    with RankRunner() as runner:
+        for one in best:
+            counted = _counted(candidates, one, request, runner) if left else None
+            usable = one.estimate.usable
+            if counted and counted > usable:
+                reason = f"run, needs more than the usable {usable / GIB:.1f} GiB"
+                candidates.tally.exclude(reason, f"{one.named}: {counted / GIB:.1f} GiB")
+                continue
+            left -= bool(left)
+            yield replace(one, counted=counted)
 
 
-def _counted(candidates: Candidates, one: Candidate, request: Request) -> float | None:
+def _counted(
+    candidates: Candidates, one: Candidate, request: Request, runner: RankRunner
+) -> float | None:
     compiled = candidates.compiled(one.choice, Sink())
-    batch = replace(candidates.batch, micro_batches=one.micro_batches)
-    found = answer_for(compiled, replace(request, batch=batch), Sink())
-    if found is None:
+    if compiled.applied is None:
         return None
+    batch = replace(candidates.batch, micro_batches=one.micro_batches)
+    step = _step(*compiled.applied, request, batch)
     try:
-        return measure(compiled, found, places=(one.estimate.fullest.rank,)).fullest.peak
+        return count(compiled, step, runner, places=(one.estimate.fullest.rank,))[0].peak
     except NotCountedError:
         return None
 
@@ -145,11 +143,11 @@ def text(found: MeasuredRanks) -> Iterator[str]:
     yield f"{answer.plan.name} on {on}, {tokens} tokens a step; {answer.hardware.name}"
     yield f"two steps of one rank, on fake tensors, with {'; '.join(assumed(answer))}"
     yield ""
-    for rank in sorted(found.ranks, key=lambda rank: -rank.peak):
+    for rank in sorted(found.counted.ranks, key=lambda rank: -rank.peak):
         yield from _rank(rank, found)
     estimated = answer.estimate.ranks
     yield ""
-    for rank in found.ranks:
+    for rank in found.counted.ranks:
         place = f" at place {rank.rank}" * (len(estimated) > 1)
         size = estimated[rank.rank].peak
         yield f"estimated{place}: {size / GIB:.2f} GiB, {size / rank.peak - 1:+.1%}"
@@ -160,21 +158,17 @@ def text(found: MeasuredRanks) -> Iterator[str]:
 
 
 def _rank(rank: RankMemory, found: MeasuredRanks) -> Iterator[str]:
-    room = found.answer.estimate.usable
+    room = found.counted.usable
     place = f", place {rank.rank} of the pipeline" * (len(found.answer.estimate.ranks) > 1)
-    verdict = "fits" if rank.peak <= room else "DOES NOT FIT"
     most = f"{rank.peak / GIB:.2f} GiB at most ({rank.largest.name}{place})"
+    verdict = VERDICTS[rank.peak <= room]
     yield f"memory of a rank: {most}; {room / GIB:.1f} usable: {verdict}"
-    yield from item_lines(rank.largest, least=rank.peak / 1000)
-    for other in rank.moments:
-        if other is not rank.largest:
-            yield f"  {other.size / GIB:8.2f}  at another time: {other.name}"
+    yield from held_lines(rank, least=rank.peak / 1000)
 
 
 def plain(found: MeasuredRanks) -> dict[str, Any]:
     """The same as plain data, in the form of an estimate's; bytes."""
-    counted = replace(found.answer.estimate, ranks=found.ranks)
-    made = document(replace(found.answer, estimate=counted))
+    made = document(replace(found.answer, estimate=found.counted))
     return {
         **{name: value for name, value in made.items() if name != "time"},
         "layers": found.layers,

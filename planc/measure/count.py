@@ -13,20 +13,19 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field
-from math import prod
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from planc.compiler import Compiled, compile
 from planc.diagnostic import Sink
-from planc.measure.job import RankJob
+from planc.measure.job import RankJob, RankStep
 from planc.model import cache
 from planc.model.facts import Facts, Modules
 from planc.model.layer_kinds import block_lists, entry_kinds, length
 from planc.model.load import load_values
 from planc.model.small.depth import Depth
-from planc.ops.document import digest, dumps
+from planc.ops.document import dumps
 from planc.ops.pipeline import stages_of_rank
 from planc.ops.quantization import Quantize
 from planc.plan.ir import Plan
@@ -37,26 +36,6 @@ LEAST = 3
 most that is held between them grows at its first layer or at its last one, whichever grows more,
 and so it does with every other one.
 """
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankStep:
-    """What a rank is asked to do.
-
-    Args:
-        rows, tokens: of each pass of a rank.
-        micro_batches: passes of a step.
-        dtype: that the parameters are built in; empty for the configuration's own.
-        optimizer: `adamw`, `adam`, `sgd` or `momentum`, where the plan has no optimizer section.
-        attention: transformers' `attn_implementation`.
-    """
-
-    rows: int
-    tokens: int
-    micro_batches: int
-    dtype: str
-    optimizer: str = "adamw"
-    attention: str = "sdpa"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,13 +71,19 @@ class NotCountedError(Exception):
 
 
 def count(
-    compiled: Compiled, step: RankStep, *, exact: bool = False, places: Sequence[int] = ()
+    compiled: Compiled,
+    step: RankStep,
+    runner: RankRunner | None = None,
+    *,
+    exact: bool = False,
+    places: Sequence[int] = (),
 ) -> list[CountedRank]:
     """Runs a rank of each place of the pipeline.
 
     Args:
         compiled: a plan without errors, for a transformers model.
         step: of one rank.
+        runner: that runs the ranks of several plans; by default one of its own.
         exact: whether all layers are run.
         places: of the pipeline; none for all.
 
@@ -106,8 +91,8 @@ def count(
         NotCountedError: the plan or the model cannot be run so.
     """
     _require(compiled)
-    with _Runner() as runner:
-        work = _Work(compiled, step, runner, exact=exact)
+    with nullcontext(runner) if runner else RankRunner() as running:
+        work = _Work(compiled, step, running, exact=exact)
         every = range(work.places)
         if other := [place for place in places if place not in every]:
             raise NotCountedError(f"the pipeline has places 0 to {every[-1]}, and no {other[0]}")
@@ -205,13 +190,10 @@ class _Chosen(Depth):
 
 
 def _kinds(at: Modules, plan: Plan, facts: Facts) -> list[tuple[Any, ...]]:
-    """The kind of each block of a list, with the rules on it and its stage."""
+    """The kind of each block of a list, with the rules on it, of which its stage is one."""
     every = [*entry_kinds(at, facts, facts).values()]
     rules = variants(plan, facts).get(len(every), [""] * len(every))
-    op = plan.pipeline.op if plan.pipeline else None
-    staged = op is not None and op.blocks.path == at.path
-    stages = [op.stage_of(i) if op and staged else 0 for i in range(len(every))]
-    return [*zip(every, rules, stages, strict=True)]
+    return [*zip(every, rules, strict=True)]
 
 
 def _stored(facts: Facts) -> str:
@@ -236,7 +218,7 @@ class _Depth:
 class _Work:
     compiled: Compiled
     step: RankStep
-    runner: _Runner
+    runner: RankRunner
     exact: bool
     at: Modules = field(init=False)
     depths: list[tuple[_Depth, int]] = field(init=False)
@@ -318,21 +300,17 @@ class _Work:
     def _run(self, depth: _Depth, place: int) -> list[tuple[str, dict[str, int]]]:
         plan, lowered = depth.compiled.plan, depth.compiled.lowered
         assert plan is not None and lowered is not None and depth.compiled.facts is not None
-        facts, axes, op = depth.compiled.facts, plan.mesh.axes, plan.pipeline
-        inner = 1
-        if op:
-            outer = next(i for i, axis in enumerate(axes) if axis.name == op.op.axis)
-            inner = prod(axis.size for axis in axes[outer + 1 :])
+        facts, op = depth.compiled.facts, plan.pipeline
         answer = self.runner.ask(
             RankJob(
+                step=replace(self.step, dtype=self.step.dtype or _stored(facts)),
                 config={**facts.config, "architectures": [facts.name]},
                 lowered=dumps(lowered),
-                digest=digest(lowered),
-                rank=place * inner,
+                digest=depth.compiled.digest,
+                rank=place * lowered.stride(op.op.axis) if op else 0,
                 begins=tuple(f"{self.at}.{first}" for first, _ in self._own(depth, plan, place)),
                 edges=dict(self._edges(depth, plan, place)),
                 form=self.form if place else {},
-                **(asdict(self.step) | {"dtype": self.step.dtype or _stored(facts)}),
             )
         )
         if "error" in answer:
@@ -362,32 +340,33 @@ class _Work:
                 yield f"{self.at}.{start + period - 1}", moment
 
 
-class _Runner:
-    """The process that runs ranks."""
+class RankRunner:
+    """The process that runs ranks, which starts with the first one."""
 
     MODULE = "planc.measure.one_rank"
 
-    def __enter__(self) -> _Runner:
-        self.process = subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-m", self.MODULE],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[str] | None = None
+
+    def __enter__(self) -> RankRunner:
         return self
 
     def __exit__(self, *_: object) -> None:
-        assert self.process.stdin
-        with suppress(BrokenPipeError):
-            self.process.stdin.close()
-        self.process.wait()
+        if self._process is not None and self._process.stdin:
+            with suppress(BrokenPipeError):
+                self._process.stdin.close()
+            self._process.wait()
 
     def ask(self, job: RankJob) -> dict[str, Any]:
         """Runs one rank; an answer with `error` where it did not run."""
-        assert self.process.stdin and self.process.stdout
+        if self._process is None:
+            words, pipe = [sys.executable, "-W", "ignore", "-m", self.MODULE], subprocess.PIPE
+            self._process = subprocess.Popen(words, stdin=pipe, stdout=pipe, text=True)
+        process = self._process
+        assert process.stdin and process.stdout
         with suppress(BrokenPipeError):
-            self.process.stdin.write(job.dumps() + "\n")
-            self.process.stdin.flush()
-        text = self.process.stdout.readline() or '{"error": "the process that runs it has ended"}'
+            process.stdin.write(job.dumps() + "\n")
+            process.stdin.flush()
+        text = process.stdout.readline() or '{"error": "the process that runs it has ended"}'
         answer: dict[str, Any] = json.loads(text)
         return answer

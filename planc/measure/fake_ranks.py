@@ -17,15 +17,13 @@ from unittest import mock
 import torch
 from torch import Tensor, distributed
 from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.distributed.distributed_c10d import P2POp
 
 from planc.model.sources.huggingface import one_sequence_a_row
 from planc.runtime import training_step
 from planc.runtime.run import Run
 from planc.runtime.standalone import context_tokens, expert_parallel
-from planc.runtime.standalone.collectives import Exchange
 from planc.runtime.standalone.context import CONTEXT
-from planc.runtime.standalone.expert_parallel import LocalExperts, computed
+from planc.runtime.standalone.expert_parallel import LocalExperts
 from planc.runtime.standalone.pipeline import stages_of
 from planc.runtime.standalone.pipeline_schedule import Form, RunningStage
 
@@ -40,14 +38,13 @@ def alone(run: Run, form: Form | None) -> Iterator[None]:
     """
     run.steps.counts = run.steps.settled = True
     context = run.model.__dict__.get(CONTEXT)
-    kinds = {**expert_parallel.KINDS, ("all_to_all", False): _equal_shares}
     with ExitStack() as stack:
         stack.enter_context(one_sequence_a_row())
         for place, name, made in (
             (training_step, "_require_as_many", lambda *_: None),
             (context_tokens, "document_numbers", lambda _: _OneDocument()),
-            (expert_parallel, "KINDS", kinds),
-            (RunningStage, "get_fwd_recv_ops", lambda stage, chunk: _received(form, stage, chunk)),
+            (expert_parallel, "shares", _equal_shares),
+            (RunningStage, "told", lambda stage, _: form or _sent_beside(stage)),
             (distributed.ProcessGroup, "send", _sent),
         ):
             stack.enter_context(mock.patch.object(place, name, made))
@@ -87,37 +84,18 @@ class _OneDocument:
         return False
 
 
-def _equal_shares(own: LocalExperts, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-    """`by_all_to_all` where every rank sends as many tokens to every other."""
-    group, (count, chosen) = own.group, index.shape
-    ranks, flat = group.size(), index.flatten()
+def _equal_shares(own: LocalExperts, flat: Tensor) -> tuple[list[int], list[int], Tensor]:
+    """`shares` where every rank sends as many tokens to every other."""
+    ranks = own.group.size()
     each = [(len(flat) + rank) // ranks for rank in range(ranks)]
     sizes = torch.empty(ranks * own.count, dtype=torch.long)
-    distributed.all_to_all_single(torch.empty_like(sizes), sizes, group=group)
-    order = flat.argsort(stable=True)
-    out = computed(
-        own.forward,
-        Exchange.apply(hidden[order // chosen], each, each, group),
-        torch.empty(len(flat), dtype=torch.long),
-        Exchange.apply(weights.flatten()[order], each, each, group),
-    )
-    out = Exchange.apply(out, each, each, group)
-    every = out.new_zeros((count * chosen, out.shape[-1]))
-    every[order] = out
-    return every.view(count, chosen, -1).sum(1)
+    distributed.all_to_all_single(torch.empty_like(sizes), sizes, group=own.group)
+    return each, each, torch.empty(len(flat), dtype=torch.long)
 
 
-def _received(form: Form | None, stage: RunningStage, chunk: int) -> Any:
-    """`RunningStage.get_fwd_recv_ops` without the header of the stage before."""
-    if stage.is_first:
-        return []
-    if stage.first_chunk:
-        near = (part.section.sent for part in stage.beside.values())
-        stage.section.taken = form or next(filter(None, near))
-        stage.first_chunk = False
-    stage.inbox[chunk] = stage._empty(stage.section.taken)
-    peer = stage._resolve_peer_global_rank(stage.stage_index - 1)
-    return [P2POp(distributed.irecv, stage.inbox[chunk], peer, stage.group)]
+def _sent_beside(stage: RunningStage) -> Form:
+    """What another stage of this rank has sent, as the one before does."""
+    return next(filter(None, (part.section.sent for part in stage.beside.values())))
 
 
 class _Holding:

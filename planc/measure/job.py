@@ -8,34 +8,46 @@ from typing import Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankJob:
-    """
+class RankStep:
+    """The steps that a rank takes.
+
     Args:
-        config: the fields of the model's configuration.
-        lowered, digest: the plan.
-        rank: of the mesh.
-        rows, tokens: of each pass of the rank.
+        rows, tokens: of each pass of a rank.
         micro_batches: passes of a step.
-        dtype: that the parameters are built in.
-        optimizer, attention: as of `estimate`.
-        begins: the blocks before which another forward pass begins.
-        edges: the blocks at which backward passes from one moment to the next: by their name, that
-            of the moment.
-        form: of what the stages before it send.
+        dtype: that the parameters are built in; empty for the configuration's own.
+        optimizer: `adamw`, `adam`, `sgd` or `momentum`, where the plan has no optimizer section.
+        attention: transformers' `attn_implementation`.
     """
 
-    config: dict[str, Any]
-    lowered: str
-    digest: str
-    rank: int
     rows: int
     tokens: int
     micro_batches: int
     dtype: str
     optimizer: str = "adamw"
     attention: str = "sdpa"
-    begins: tuple[str, ...] = ()
-    edges: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankJob:
+    """
+    Args:
+        step: what the rank does.
+        config: the fields of the model's configuration.
+        lowered, digest: the plan.
+        rank: of the mesh.
+        begins: the blocks before which another forward pass begins.
+        edges: the blocks at which backward passes from one moment to the next: by their name, that
+            of the moment.
+        form: of what the stages before it send.
+    """
+
+    step: RankStep
+    config: dict[str, Any]
+    lowered: str
+    digest: str
+    rank: int
+    begins: tuple[str, ...]
+    edges: dict[str, str]
     form: dict[str, Any] = field(default_factory=dict)
 
     def dumps(self) -> str:
@@ -43,4 +55,5 @@ class RankJob:
 
     @classmethod
     def loads(cls, text: str) -> RankJob:
-        return cls(**json.loads(text))
+        values = json.loads(text)
+        return cls(**{**values, "step": RankStep(**values["step"])})

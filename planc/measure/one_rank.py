@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import sys
 import traceback
 from collections.abc import Iterator
@@ -29,13 +28,14 @@ from planc.measure.fake_ranks import alone, sent_by
 from planc.measure.job import RankJob
 from planc.measure.storages import Storages
 from planc.model.config import config_of
-from planc.model.sources.huggingface import prepare, quiet
-from planc.model.sources.isolation import isolated
+from planc.model.facts import generic
+from planc.model.sources.huggingface import prepare, quiet, training_model
 from planc.ops.document import loads
 from planc.ops.lowered import Lowered
 from planc.ops.optimizer import Optimize
 from planc.runtime.executor import apply_lowered
 from planc.runtime.run import Run
+from planc.trial.trace import named_modules
 
 _OPTIMIZERS = {
     "adamw": partial(torch.optim.AdamW, foreach=True),
@@ -86,7 +86,6 @@ class _Rank:
         assert lowered is not None
         self.lowered: Lowered = lowered
         self.running: list[str] = []
-        self.labels: list[str] = []
         self.stepping = False
         self.storages = Storages(self.what)
 
@@ -96,7 +95,7 @@ class _Rank:
             "fake", rank=job.rank, world_size=self.lowered.world_size, store=FakeStore()
         )
         model = _model(job)
-        names = {id(m): _layer(_plain(n)) for n, m in model.named_modules()}
+        names = {id(m): _layer(n) for n, m in named_modules(model).items()}
         names[id(model)] = type(model).__name__
         run = apply_lowered(model, self.lowered, digest=job.digest, device_type="cpu")
         with quiet(), FakeTensorMode(allow_non_fake_inputs=True):
@@ -105,20 +104,20 @@ class _Rank:
             self.storages.note([*model.parameters(), *model.buffers()], "parameters")
             self.storages.mark("parameters")
             with self._watched(run, names), alone(run, job.form or None):
-                for step in range(2):
-                    self._step(run, optimizer, step)
+                for _ in range(2):
+                    self._step(run, optimizer)
         return {"moments": [*self.storages.moments()], "form": sent_by(run) or {}}
 
     def _optimizer(self, run: Run) -> Any:
         if self.lowered.has(Optimize):
             return run.optimizer(lr=1e-4)
         trained = [p for p in run.model.parameters() if p.requires_grad]
-        return run.optimizer(_OPTIMIZERS[self.job.optimizer](trained, lr=1e-4))
+        return run.optimizer(_OPTIMIZERS[self.job.step.optimizer](trained, lr=1e-4))
 
-    def _step(self, run: Run, optimizer: Any, step: int) -> None:
-        job = self.job
-        tokens = torch.zeros((job.rows, job.tokens), dtype=torch.long)
-        passes = min(2, job.micro_batches)  # those after the second hold what that one holds
+    def _step(self, run: Run, optimizer: Any) -> None:
+        step = self.job.step
+        tokens = torch.zeros((step.rows, step.tokens), dtype=torch.long)
+        passes = min(2, step.micro_batches)  # those after the second hold what that one holds
         batches = [{"input_ids": tokens, "labels": tokens}] * passes
         self.storages.mark("loss")
         run.forward_backward(batches)
@@ -137,11 +136,6 @@ class _Rank:
 
     def what(self) -> str:
         """What a storage is that is made now."""
-        label = next(reversed(self.labels), "")
-        if "all_gather" in label:
-            return "gathered parameters"
-        if "reduce" in label or "post_backward" in label:
-            return "gradients being reduced"
         if self.stepping:
             return "copies in the optimizer"
         passing = _in_backward()
@@ -167,11 +161,11 @@ class _Rank:
                 self.running.pop()
 
         handles = []
-        for name, block in run.model.named_modules():
-            if _plain(name) in self.job.begins:
-                handles.append(block.register_forward_pre_hook(self._began))
-            if at := self.job.edges.get(_plain(name)):
-                handles.append(block.register_forward_hook(partial(self._turned, at)))
+        blocks = named_modules(run.model)
+        for name in self.job.begins:
+            handles.append(blocks[name].register_forward_pre_hook(self._began))
+        for name, at in self.job.edges.items():
+            handles.append(blocks[name].register_forward_hook(partial(self._turned, at)))
         with mock.patch.object(nn.Module, "__call__", called), storages.counting():
             yield
         for handle in handles:
@@ -198,27 +192,15 @@ def _model(job: RankJob) -> nn.Module:
     prepared = prepare(config_of(job.config, "the model"), Sink())
     if prepared is None:
         raise ValueError("planc cannot build the model")
-    cls, part = prepared
-    part.use_cache = False
-    if job.attention != "eager":  # flash kernels keep no mask of their dropout
-        for name in ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob"):
-            if hasattr(part, name):
-                setattr(part, name, 0.0)
-    chosen = None if job.attention == "sdpa" else job.attention
-    with quiet(), isolated(), torch.device("meta"):
-        made = cls._from_config(part, attn_implementation=chosen, dtype=getattr(torch, job.dtype))
-    model: nn.Module = made.train()
+    with torch.device("meta"):
+        model: nn.Module = training_model(*prepared, job.step.dtype, job.step.attention)
     return model
-
-
-def _plain(name: str) -> str:
-    return name.replace("._checkpoint_wrapped_module", "")
 
 
 def _layer(name: str) -> str:
     """The kind of layer that a module is in, or its own name outside layers."""
-    head, number, _ = (*re.split(r"\.\d+(?=\.|$)", name, maxsplit=1), "", "")[:3]
-    return f"{head}.*" if number or head != name else name
+    head, number, _ = generic(name).partition(".*")
+    return head + number
 
 
 if __name__ == "__main__":

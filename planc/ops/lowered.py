@@ -210,6 +210,11 @@ class Lowered(InNotebooks):
             rooted=self.rooted,
         )
 
+    def stride(self, axis: str) -> int:
+        """How many ranks lie between neighbors along an axis: those along the axes inside it."""
+        names = [a.name for a in self.axes]
+        return prod(a.size for a in self.axes[names.index(axis) + 1 :])
+
     def axis_size(self, *names: str) -> int:
         experts = (self.experts.rest, self.experts.ranks) if self.experts else ()
         return prod(axis.size for axis in (*self.axes, *experts) if axis.name in names)

@@ -10,7 +10,8 @@ from planc.compiler import compile_plan
 from planc.diagnostic import Sink
 from planc.estimate.answer import Request, answer
 from planc.estimate.from_plan import Batch
-from planc.measure.count import RankStep, count
+from planc.measure.count import count
+from planc.measure.job import RankStep
 from planc.ops.base import AxisRole
 
 RANKS = 4

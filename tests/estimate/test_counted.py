@@ -10,7 +10,8 @@ from gloo_combinations import COMBINATIONS, MODELS
 from planc.compiler import compile_plan
 from planc.diagnostic import Sink
 from planc.measure import count as module
-from planc.measure.count import NotCountedError, RankStep, count
+from planc.measure.count import NotCountedError, count
+from planc.measure.job import RankStep
 from planc.model.load import load_values
 from tests.console import call
 from tests.helpers import slow
@@ -107,7 +108,7 @@ def test_what_cannot_be_run(tmp_path, text, reason):
 
 
 def test_a_rank_that_dies_is_said(monkeypatch):
-    monkeypatch.setattr(module._Runner, "MODULE", "planc.version")
+    monkeypatch.setattr(module.RankRunner, "MODULE", "planc.version")
     with pytest.raises(NotCountedError, match="ended"):
         count(compiled("llama", "llama"), STEP)
 

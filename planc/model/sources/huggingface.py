@@ -344,6 +344,28 @@ def _uninitialized() -> Iterator[None]:
         left_out.clear()  # another thread may put `initialize` back later
 
 
+def training_model(cls: Any, part: Any, dtype: str, attention: str) -> Any:
+    """A model that trains, of what `prepare` returns, on the current device; to be run on fake
+    tensors.
+
+    Args:
+        dtype: of its parameters, such as `bfloat16`.
+        attention: its `attn_implementation`; models that have no `sdpa` get the one that
+            transformers chooses.
+    """
+    import torch
+
+    part.use_cache = False
+    if attention != "eager":  # a flash kernel keeps no mask of its dropout, as the CPU's would
+        for name in ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob"):
+            if hasattr(part, name):
+                setattr(part, name, 0.0)
+    chosen = None if attention == "sdpa" else attention
+    with quiet(), isolated():
+        made = cls._from_config(part, attn_implementation=chosen, dtype=getattr(torch, dtype))
+    return made.train()
+
+
 def one_sequence_a_row() -> contextlib.AbstractContextManager[Any]:
     """Each row of a batch counts as one sequence: to find several, transformers reads data, which
     fake tensors do not have.

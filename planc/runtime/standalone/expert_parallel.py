@@ -214,26 +214,39 @@ def by_all_to_all(
     own: LocalExperts, hidden: Tensor, index: Tensor, weights: Tensor
 ) -> Tensor:
     """Sends each token to the ranks of its experts, and adds up what they send back."""
-    local, group, (count, chosen) = own.count, own.group, index.shape
-    ranks, flat = group.size(), index.flatten()
-    sizes = torch.bincount(flat, minlength=ranks * local)[: ranks * local]
-    theirs = torch.empty_like(sizes)
-    distributed.all_to_all_single(theirs, sizes, group=group)
-    sent = sizes.view(ranks, local).sum(1).tolist()
-    received = theirs.view(ranks, local).sum(1).tolist()
+    group, (count, chosen) = own.group, index.shape
+    flat = index.flatten()
+    sent, received, numbers = shares(own, flat)
     # an index beyond the experts stands for none
     order = flat.argsort(stable=True)[: sum(sent)]
-    numbers = torch.arange(local, device=flat.device).repeat(ranks)
     out = computed(  # nothing here holds the rows that were sent and received
         own.forward,
         Exchange.apply(hidden[order // chosen], sent, received, group),
-        numbers.repeat_interleave(theirs),
+        numbers,
         Exchange.apply(weights.flatten()[order], sent, received, group),
     )
     out = Exchange.apply(out, received, sent, group)
     every = out.new_zeros((count * chosen, out.shape[-1]))
     every[order] = out  # which keeps no rows for backward, as index_copy would
     return every.view(count, chosen, -1).sum(1)
+
+
+def shares(own: LocalExperts, flat: Tensor) -> tuple[list[int], list[int], Tensor]:
+    """How many tokens this rank sends to each and receives from each, and the experts
+    of those that it receives.
+
+    Args:
+        own: the experts of this rank.
+        flat: the expert of each of its tokens.
+    """
+    local, ranks = own.count, own.group.size()
+    sizes = torch.bincount(flat, minlength=ranks * local)[: ranks * local]
+    theirs = torch.empty_like(sizes)
+    distributed.all_to_all_single(theirs, sizes, group=own.group)
+    sent = sizes.view(ranks, local).sum(1).tolist()
+    received = theirs.view(ranks, local).sum(1).tolist()
+    numbers = torch.arange(local, device=flat.device).repeat(ranks)
+    return sent, received, numbers.repeat_interleave(theirs)
 
 
 def by_all_reduce(

@@ -163,12 +163,17 @@ class RunningStage(_PipelineStageBase):  # type: ignore[misc]
             return []
         peer = self._resolve_peer_global_rank(self.stage_index - 1)
         if self.first_chunk:
-            header = torch.zeros(HEADER, dtype=torch.uint8, device=self.device)
-            distributed.recv(header, peer, group=self.group)
-            self.section.taken = json.loads(bytes(header.tolist()).rstrip(b"\0"))
+            self.section.taken = self.told(peer)
             self.first_chunk = False
         self.inbox[fwd_chunk_id] = self._empty(self.section.taken)
         return [P2POp(distributed.irecv, self.inbox[fwd_chunk_id], peer, self.group)]
+
+    def told(self, peer: int) -> Form:
+        """What the stage before says of what it sends."""
+        header = torch.zeros(HEADER, dtype=torch.uint8, device=self.device)
+        distributed.recv(header, peer, group=self.group)
+        form: Form = json.loads(bytes(header.tolist()).rstrip(b"\0"))
+        return form
 
     def _empty(self, form: Form) -> Tensor:
         return torch.empty(
