@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from planc.runtime.standalone.shards import fsdp_units, groups_of, reshard_units
@@ -30,6 +31,7 @@ def shards_at_rest(model: nn.Module) -> None:
     Args:
         model: the outermost unit, with all units inside.
     """
+    _fsdp_param_group.RegisterPostBackwardFunction = PostBackward
     units = fsdp_units(model)
     for group in [group for unit in units for group in groups_of(unit)]:
         group.pre_backward = listed_again(group)
@@ -39,6 +41,24 @@ def shards_at_rest(model: nn.Module) -> None:
         inner = InnerPass(model)
         part.register_forward_pre_hook(inner.before, prepend=True, with_kwargs=True)
         part.register_forward_hook(inner.after)
+
+
+class PostBackward(torch.autograd.Function):  # type: ignore[misc]
+    """Torch's `RegisterPostBackwardFunction`, except that an input that a unit does not
+    use gets no gradient. Torch makes zeros, for a DTensor too a plain tensor, which its
+    other gradients can't be added to.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, group: Any, *inputs: torch.Tensor) -> Any:
+        ctx.group = group
+        ctx.set_materialize_grads(False)
+        return inputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        ctx.group.post_backward()
+        return (None, *gradients)
 
 
 class InnerPass:
