@@ -376,6 +376,7 @@ class PlanWork:
             repeated=None if rule and rule.save else sent[During.REPEATED],
             lookup=counted is not None and not part.at and not part.products,
             loss=last,
+            at_once=bool(self.plan.loss),
             recompute=recompute_of(rule),
             parked=rule is not None and rule.offload,
             width=_gathered_width(unit, inside),

@@ -119,6 +119,7 @@ class _Rank:
         usual = self.fullest(moment.inside for moment in first)
         before = (*early, *self.grown_at(most))
         loss = (*before, *self.activations(most), *self.resident(), *self.transient(loss=True))
+        loss = (*loss, *self.copied_out())
         inner = (*self.resident(every=False), *self.gathered(), *self.recomputed())
         activations = (*self.activations(usual, loss=False), *inner, *self.transient(loss=False))
         backward = (*early, *self.grown_at(usual), *activations)
@@ -310,6 +311,19 @@ class _Rank:
         for layer in sorted(kinds, key=lambda x: -x.transient)[:1]:
             how = "tensors that exist during its forward or backward only"
             yield _of_layer("working memory", layer, layer.transient, how)
+
+    def copied_out(self) -> Iterable[Item]:
+        """The buffer of a forward pass' last all-gather, which FSDP keeps until the pass ends; a
+        loss in chunks computes its gradients before that, but for one behind a pipeline's stage.
+        """
+        layers = [layer for layer, _ in self.layers]
+        if not self.full or self.work.staged or not any(x.loss and x.at_once for x in layers):
+            return
+        tied = not any(x.lookup for x in layers)  # the head is gathered with the embedding, first
+        last = [x for x in layers if not x.lookup and not (tied and x.loss)][-1]
+        width = last.width or self.work.precision.compute
+        how = f"{_unit(last):,} elements x {width} bytes, until the forward pass ends"
+        yield _of_layer("the last all-gather's buffer", last, _unit(last) * width, how)
 
     def recomputed(self) -> Iterable[Item]:
         """What one checkpointed layer keeps while it is recomputed."""

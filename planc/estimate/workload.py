@@ -141,6 +141,7 @@ class Layer:
         gathered: bytes of inputs that are all-gathered for its matmuls and live a little longer.
         lookup: whether its parameters are looked up (an embedding), so no FLOPs are counted.
         loss: whether it computes the loss, so that backward frees first what it keeps.
+        at_once: whether the loss computes its gradients in the forward pass, as one in chunks does.
         resident: the share of equal layers whose gathered parameters stay from forward on, such as
             the last one's (`reshard = except_last`).
         recompute: of this layer, None for the workload's.
@@ -174,6 +175,7 @@ class Layer:
     gathered: float = 0
     lookup: bool = False
     loss: bool = False
+    at_once: bool = False
     resident: float = 0
     recompute: Recompute | None = None
     parked: bool = False

@@ -9,6 +9,8 @@ from gloo_combinations import COMBINATIONS, MODELS
 
 from planc.compiler import compile_plan
 from planc.diagnostic import Sink
+from planc.estimate.answer import Request, answer
+from planc.estimate.from_plan import Batch
 from planc.measure import count as module
 from planc.measure.count import NotCountedError, count
 from planc.measure.job import RankStep
@@ -79,6 +81,19 @@ def test_a_few_layers_tell_of_all(made, layers):
 def test_layers_that_do_not_repeat_are_all_run():
     every = compiled("llama", "llama", num_hidden_layers=4)
     assert count(every, STEP)[0].layers == (4,)
+
+
+@pytest.mark.parametrize("model", ["llama", "tied llama"])
+def test_what_the_last_gather_leaves_in_a_loss_in_chunks(model):
+    """With many words in one unit, which the estimate has beside its gathered parameters; a tied
+    head is gathered first, with the embedding, and the last one gathered is a block.
+    """
+    every = compiled(model, "llama", "loss_chunks=4", "recompute=false", vocab_size=32768)
+    [rank] = count(every, STEP)
+    batch = Batch(global_batch=8, sequence=STEP.tokens, micro_batches=1)
+    found = answer(*every.applied, Request(batch=batch), Sink())
+    [loss] = [m for m in found.estimate.ranks[0].moments if m.name == "loss"]
+    assert loss.size / sum(rank.moments["loss"].values()) == pytest.approx(1, abs=0.01)
 
 
 def test_it_sees_what_a_plan_changes():
