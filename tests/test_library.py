@@ -101,6 +101,15 @@ CASES = [
     ("llama-3.2-1b-classes", "classifier", ["tp=2"]),
     ("qwen2.5-0.5b", "llama", ["tp=2"]),
     ("phi-3-mini", "phi3", ["tp=2"]),
+    ("qwen3.5-9b", "qwen3_next", ["tp=2"]),
+    ("qwen3.5-35b-a3b", "qwen3_next", ["tp=2"]),
+    ("kimi-linear-48b-a3b", "kimi_linear", ["tp=2"]),
+    ("deepseek-v3.2", "deepseek_v3", ["tp=2"]),
+    ("glm-5", "deepseek_v3", ["tp=2"]),
+    ("minimax-m2", "mixtral", ["tp=2"]),
+    ("lfm2-1.2b", "lfm2", ["tp=2"]),
+    ("granite-4.0-h-tiny", "granitemoehybrid", ["tp=2"]),
+    ("olmo-hybrid-7b", "olmo_hybrid", ["tp=2"]),
 ]
 """A model, its plan, and settings."""
 
@@ -123,7 +132,8 @@ llama llama4 mistral mixtral ministral qwen2 qwen3 qwen2_moe qwen3_moe qwen3_nex
 gemma3 gemma4 phi phi3 phimoe gpt2 gpt_neox gptj gpt_oss opt bloom falcon falcon_h1 mpt stablelm
 starcoder2 olmo2 olmoe deepseek_v2 deepseek_v3 glm4 glm4_moe cohere cohere2 granite granitemoe
 nemotron nemotron_h bamba jamba mamba2 zamba2 minimax smollm3 exaone4 ernie4_5_moe
-diffusion_gemma bert
+diffusion_gemma bert kimi_linear deepseek_v32 glm_moe_dsa minimax_m2 lfm2 granitemoehybrid
+olmo_hybrid
 """
 """Families that the library has by name, whatever file their plan is in."""
 

@@ -53,6 +53,10 @@ CASES = [
     ("jamba", "jamba"),
     ("mamba2", "mamba2"),
     ("qwen3_next", "qwen3_next"),
+    ("kimi_linear", "kimi_linear"),
+    ("lfm2", "lfm2"),
+    ("granitemoehybrid", "granitemoehybrid"),
+    ("olmo_hybrid", "olmo_hybrid"),
     ("llama-classes", "classifier"),
 ]
 ALWAYS = [  # plans that leave no choice about the sequence
@@ -96,6 +100,11 @@ ALSO = [  # families that share a plan, and settings of a family that a plan dec
     ("ernie4_5_moe", "mixtral"),
     ("glm4_moe", "qwen3_moe"),
     ("deepseek_v2", "deepseek_v3"),
+    ("deepseek_v32", "deepseek_v3"),
+    ("glm_moe_dsa", "deepseek_v3"),
+    ("minimax_m2", "mixtral"),
+    ("qwen3_5", "qwen3_next"),
+    ("qwen3_5_moe", "qwen3_next"),
     ("deepseek_v2-queries", "deepseek_v3"),
     ("bamba", "falcon_h1"),
     ("mistral-classes", "classifier"),
