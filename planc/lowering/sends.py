@@ -39,7 +39,7 @@ from planc.ops.lora import Adapt
 from planc.ops.loss import ChunkLoss
 from planc.ops.pipeline import Pipeline, stages_of_rank
 from planc.ops.registry import AnyOp
-from planc.ops.styles import Colwise, Input, Sequence, style_name
+from planc.ops.styles import Colwise, Experts, Input, Sequence, style_name
 from planc.ops.tensor_parallel import Parallelize, Tie
 
 _SILENT = (Tie, Checkpoint)
@@ -165,6 +165,22 @@ def _tensor(op: Parallelize, step: Step) -> Iterator[Sent]:
         for parameter in op.modules.module.parameters:
             size = parameter.numel * step.width
             yield replace(one, kind=REDUCE, times=times, size=size, during=During.STEP)
+    if isinstance(op.style, Experts) and step.lowered.has(FullyShard):
+        times = step.backward.trained(op.modules) * step.reductions()
+        for size in _replicated(op, op.style, step):
+            yield replace(one, kind=REDUCE, times=times, size=size, during=During.STEP)
+
+
+def _replicated(op: Parallelize, style: Experts, step: Step) -> Iterator[int]:
+    """Bytes of the parameters that train of experts and are replicated over the ranks that split
+    each expert: every rank has a part of the sum that is their gradient.
+    """
+    stated, experts = dict(style.layouts), step.lowered.experts
+    split = any(op.modules.overlap(one.modules) for one in step.every(DispatchExperts))
+    ranks = experts.ranks.size if split and experts is not None else 1
+    for own in op.modules.module.parameters:
+        if own.trainable and own.name in stated and not isinstance(stated[own.name].layout, Shard):
+            yield own.numel // ranks * step.width
 
 
 def _kind(before: Layout, after: Layout) -> str | None:
