@@ -316,9 +316,54 @@ def resumed(family, folder, overrides, others):
     return max(numerics.error(ends[1][n], ends[0][n]) for n in ends[0] if "lora_" in n)
 
 
-def begins(family, overrides, others, meta=False):
-    """Whether adapters begin with the same values under two plans, the second one from meta."""
-    one = run_of(family, overrides, EXPERTS)
-    mine = one.full_state_dict(every_rank=True)
-    two = run_of(family, others, EXPERTS).full_state_dict(every_rank=True)
-    return all(torch.equal(mine[n], two[n]) for n in mine)
+def begins(folder, overrides, others):
+    """Whether adapters begin with the same values under two plans, and from meta."""
+    run = run_of("mixtral", overrides, EXPERTS)
+    mine = run.full_state_dict(every_rank=True)
+    two = run_of("mixtral", others, EXPERTS).full_state_dict(every_rank=True)
+    if distributed.get_rank() == 0:
+        numerics.build("mixtral").save_pretrained(folder)
+    distributed.barrier()
+    with torch.device("meta"):
+        model = type(run.model)(run.model.config)
+    plan = lowered("mixtral", EXPERTS, overrides)
+    meta = planc.apply(model, plan, device_type="cpu", require="nothing")
+    meta.load(folder)
+    three = meta.full_state_dict(every_rank=True)
+    assert mine.keys() == two.keys() == three.keys()
+    return tuple(all(torch.equal(mine[n], other[n]) for n in mine) for other in (two, three))
+
+
+def refused(folder, overrides):
+    """The codes of files that do not fit: another rank, another scale, other weights."""
+    run_of("mixtral", overrides, EXPERTS).save_adapters(folder)
+    codes = []
+    for body in (
+        EXPERTS.replace("rank = 3, alpha = 6", "rank = 4, alpha = 8"),
+        EXPERTS.replace("alpha = 6", "alpha = 6, rslora = true"),
+        EXPERTS.replace("init", "parameters = down_proj, init"),
+    ):
+        other = run_of("mixtral", overrides, body)
+        before = other.full_state_dict(every_rank=True)
+        try:
+            other.load_adapters(folder)
+        except planc.PlanError as error:
+            after = other.full_state_dict(every_rank=True)
+            assert all(torch.equal(before[n], after[n]) for n in before)
+            codes += sorted({d.code for d in error.diagnostics})
+    return codes
+
+
+def scripted(family, overrides):
+    """Whether a script that is written of a plan computes the same as it, bit for bit."""
+    plan, found = lowered(family, WITH_ATTENTION, overrides), []
+    for make in (numerics.by_planc, numerics.by_script):
+        model = numerics.build(family)
+        rank, size = make(model, plan)
+        rows = numerics.BATCH // size
+        mine = slice(rank * rows, (rank + 1) * rows)
+        tokens, labels = numerics.data(model.config.vocab_size)
+        output = model(input_ids=tokens[mine], labels=labels[mine])
+        output.loss.backward()
+        found.append(numerics.bits(output.logits, output.loss, *gradients(model).values()))
+    return found[0] == found[1]

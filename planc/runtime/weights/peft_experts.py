@@ -80,10 +80,13 @@ def swapped(
 
 
 def read(
-    model: nn.Module, pair: Pair, found: tuple[StoredTensor, StoredTensor], swap: bool
+    pair: Pair,
+    found: tuple[StoredTensor, StoredTensor],
+    swap: bool,
+    tensors: Mapping[str, Tensor],
+    orders: Mapping[str, shards.Order],
 ) -> None:
     """Fills this rank's shards of two factors from a file."""
-    tensors, orders = dict(shards.named_tensors(model)), shards.rank_orders(model)
     stored = []
     for entry in found:
         value = torch.empty(entry.shape, dtype=tensors[pair.names[0]].dtype)

@@ -99,7 +99,7 @@ def load(model: nn.Module, lowered: Lowered, folder: Path) -> None:
     try:
         with torch.no_grad():
             for pair, found, swap in swaps:
-                peft_experts.read(model, pair, found, swap)
+                peft_experts.read(pair, found, swap, tensors, order)
             for stored, name in wanted.items():
                 if name in of_pairs:
                     continue
