@@ -209,11 +209,18 @@ def test_settings(library, key, value, line, tmp_path):
             "fp16 without a gradient scaler",
             "off: fp16",
         ),
-        (  # alpha / sqrt(rank), and a plan has alpha / rank
+        (
             "axolotl",
             {"base_model": "x", "adapter": "lora", "lora_r": 16, "lora_alpha": 32,
              "peft_use_rslora": True},
-            "lora(rank = 16, alpha = 128) #",
+            "lora(rank = 16, alpha = 32, rslora = true) #",
+            "decide",
+        ),
+        (  # peft has no dropout on the weights of experts
+            "axolotl",
+            {"base_model": "x", "adapter": "lora", "lora_r": 16, "lora_dropout": 0.1,
+             "lora_target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]},
+            "**.mlp.experts : lora(rank = 16, parameters = [gate_up_proj, down_proj])",
             "decide",
         ),
         (

@@ -1,10 +1,16 @@
-"""PL180, PL182 to PL184, PL186: LoRA on unsupported layers, or with a rank that saves nothing."""
+"""PL180, PL182 to PL184, PL186, PL582: LoRA on unsupported layers, or with a useless rank."""
 
 from planc.checks.queries import axis_label, ranks
-from planc.diagnostic import Label, Sink
+from planc.diagnostic import Label, Sink, did_you_mean, one_of
 from planc.model.facts import Facts, Modules
 from planc.ops.styles import style_text
-from planc.plan.apply_adapters import KINDS, adapted_tensor_rules, in_out_features, of_layer
+from planc.plan.apply_adapters import (
+    KINDS,
+    adapted_tensor_rules,
+    in_out_features,
+    of_layer,
+    weights_of_experts,
+)
 from planc.plan.ir import AdapterRule, Adapters, Plan, TensorRule
 
 
@@ -21,12 +27,17 @@ def adapters(plan: Plan, facts: Facts, sink: Sink) -> None:
             "and train all of the model",
         )
     for rule in plan.adapters.rules:
-        if rule.modules.module.kind not in KINDS:
-            module = rule.modules.module
+        module = rule.modules.module
+        experts = weights_of_experts(module)
+        if experts or (rule.adapt.parameters and module.kind in KINDS):
+            if _experts(rule, sink):
+                _rank(rule, sink)
+            continue
+        if module.kind not in KINDS:
             sink.error(
                 "PL180",
                 f"`{rule.modules}` cannot have an adapter: it is neither a linear layer nor an "
-                "embedding",
+                "embedding, and has no fused experts",
                 rule.origin,
                 facts=[f"`{rule.modules}` is a {module.cls}"],
                 help="name the projections inside it" if module.children else "leave it frozen",
@@ -41,8 +52,37 @@ def adapters(plan: Plan, facts: Facts, sink: Sink) -> None:
                 _style(rule, base, part, plan, sink)
 
 
+def _experts(rule: AdapterRule, sink: Sink) -> bool:
+    """Whether peft can have the adapter of these experts; PL582 if it cannot."""
+    there = [p.name for p in weights_of_experts(rule.modules.module)]
+    wrong = next((n for n in rule.adapt.parameters if n not in there), None)
+    if wrong is not None:
+        named = one_of((f"`{n}`" for n in there), last="and")
+        sink.error(
+            "PL582",
+            f"`{rule.modules}` has no weight `{wrong}` of fused experts",
+            rule.origin,
+            facts=[f"it has {named}" if there else f"it is a {rule.modules.module.cls}"],
+            help=did_you_mean(wrong, there) if there else "remove `parameters`",
+        )
+    elif rule.adapt.dropout:
+        sink.error(
+            "PL582",
+            f"the adapter of `{rule.modules}` cannot have dropout",
+            rule.origin,
+            facts=["peft has none for the weights of experts: it changes weights, not inputs"],
+            help="write `dropout = 0` for it, in a rule of its own",
+        )
+    return wrong is None
+
+
 def _rank(rule: AdapterRule, sink: Sink) -> None:
-    one, two = in_out_features(rule.modules.module)
+    module = rule.modules.module
+    if rule.adapt.parameters:
+        sizes = (p.shape[1:] for p in weights_of_experts(module))
+        one, two = min(sizes, key=min)
+    else:
+        one, two = in_out_features(module)
     if rule.adapt.rank > min(one, two):
         sink.warning(
             "PL182",
@@ -60,13 +100,13 @@ def _own(section: Adapters, plan: Plan, sink: Sink) -> None:
         message = "adapters cannot be separate units: the plan has no fsdp section"
         sink.error("PL186", message, section.units_origin, help="remove `units = own`")
     for rule in section.rules:
-        if rule.modules.module.kind == "embedding":
+        if rule.modules.module.kind == "embedding" or rule.adapt.parameters:
             sink.error(
                 "PL186",
                 f"the adapter of `{rule.modules}` cannot be a separate unit",
                 rule.origin,
                 Label(span=section.units_origin, text="requested here"),
-                facts=["peft keeps it in two parameters, which no module's forward gathers"],
+                facts=["its factors are parameters, which no forward of their own gathers"],
                 help="write `units = with_layer`",
             )
 

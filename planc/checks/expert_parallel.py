@@ -43,9 +43,6 @@ def _not_experts(rule: ExpertRule, plan: Plan) -> tuple[str, *tuple[Label, ...]]
         return (f"{name} ({module.cls}) has no fused experts: {text}",)
     if module.count > sum(p.numel for p in module.parameters):
         return (f"{name} has parameters inside other modules, which all of its experts share",)
-    for adapter in plan.adapters.rules if plan.adapters else ():
-        if adapter.modules.within(rule.modules):
-            return f"{name} is adapted", Label(span=adapter.origin, text="adapted")
     if reason := _style(rule, plan):
         return reason
     for compiled in plan.compile:

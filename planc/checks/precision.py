@@ -6,7 +6,7 @@ from planc.model.facts import Facts, Modules
 from planc.ops import phrases
 from planc.ops.contract import part_sizes
 from planc.ops.styles import Colwise, Rowwise, style_text
-from planc.plan.apply_adapters import FOUR_BIT, adapted_tensor_rules
+from planc.plan.apply_adapters import FOUR_BIT, adapted_tensor_rules, weights_of_experts
 from planc.plan.ir import AdapterRule, Plan, Precision, TensorRule, Unit
 from planc.plan.parameter_owners import Owned, owned, stepped
 
@@ -171,7 +171,8 @@ def four_bits(plan: Plan, facts: Facts, sink: Sink) -> None:
 
 def _linear(rule: AdapterRule, sink: Sink) -> None:
     module = rule.modules.module
-    if module.kind in ("conv1d", "embedding"):  # of any other, PL180 tells
+    experts = bool(weights_of_experts(module))
+    if experts or module.kind in ("conv1d", "embedding"):  # of any other, PL180 tells
         message = f"`{rule.modules}` cannot be quantized: it is not an `nn.Linear`"
         hint = "write `lora(...)`, which does not quantize its weight"
         sink.error(

@@ -24,6 +24,7 @@ from planc.model.module_table import GROUPED
 from planc.ops import phrases
 from planc.ops.contract import part_sizes
 from planc.ops.styles import Colwise, Rowwise, style_name
+from planc.plan.apply_adapters import is_factor
 from planc.plan.ir import Plan, Precision, TensorRule
 from planc.plan.local_shapes import local_shape, ruled
 from planc.plan.parameter_owners import owned
@@ -267,6 +268,8 @@ def _unaligned(
     modules: Modules, rules: tuple[TensorRule, ...], precision: Precision | None, plan: Plan
 ) -> Iterator[_Rows]:
     for parameter in modules.module.parameters:
+        if is_factor(parameter.name):  # rows of its rank are padded
+            continue
         dtype = (precision and precision.param) or plan.dtype(parameter)
         step = max(1, _ALIGNMENT // DTYPE_BYTES.get(dtype, _ALIGNMENT))
         local = local_shape(parameter, rules, plan)

@@ -11,6 +11,7 @@ from planc.model.module_table import (
     GROUPED,
     INTEGER_ATTRIBUTES,
     SAME,
+    TRANSPOSED_EXPERTS,
 )
 from planc.ops import styles as ir
 from planc.ops.base import AxisRole
@@ -191,7 +192,7 @@ def _inside(rule: TensorRule, plan: Plan, sink: Sink) -> None:
             return
 
 
-_NO_COUNTS = (*SAME, GROUPED, FUSED_EXPERTS, BATCHED_EXPERTS)
+_NO_COUNTS = (*SAME, GROUPED, FUSED_EXPERTS, BATCHED_EXPERTS, TRANSPOSED_EXPERTS)
 
 _COUNTS = tuple(name for name in INTEGER_ATTRIBUTES if name not in SAME)
 

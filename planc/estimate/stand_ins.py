@@ -23,9 +23,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from planc.model.facts import Facts, Module
-from planc.ops.lora import HALVES
+from planc.ops.lora import HALVES, factor_name
+from planc.plan.apply_adapters import is_factor
 from planc.runtime.standalone.context import RUNNING, ContextParallel, register
 from planc.runtime.standalone.context_ring import Ring, RingMask
+from planc.runtime.standalone.lora_experts import add_factors
 
 
 class StandIn(ContextParallel):
@@ -109,7 +111,9 @@ def train_as(facts: Facts, model: nn.Module, named: Mapping[str, tuple[str, ...]
             parameter.requires_grad_(trains.get(own, True))
             if not trains.get(own, True) and isinstance(module, nn.Embedding):
                 module.register_forward_hook(_as_input)
-        if halves := _halves(known, next(module.parameters(recurse=False), None)):
+        if factors := _factors(known, module):
+            weights += factors
+        elif halves := _halves(known, next(module.parameters(recurse=False), None)):
             weights += halves
             module.register_forward_hook(partial(_add, *halves))
     return weights
@@ -130,6 +134,15 @@ def _halves(known: Module, weight: Tensor | None) -> list[Tensor]:
         return []
     shapes = (own[name].parameters[0].shape for name in linear)
     return [torch.empty(shape, dtype=weight.dtype, requires_grad=True) for shape in shapes]
+
+
+def _factors(known: Module, module: nn.Module) -> list[Tensor]:
+    """The factors that adapters add to the weights of experts, which compute with them."""
+    own = {p.name: p.shape for p in known.parameters if is_factor(p.name)}
+    names = [n for n in module._parameters if factor_name(n, "A") in own]
+    if names:
+        add_factors(module, names, own[factor_name(names[0], "A")][-1], 1.0)
+    return [module.get_parameter(name) for name in own if names]
 
 
 def _as_input(_module: nn.Module, _args: Any, output: Tensor) -> None:

@@ -16,7 +16,7 @@ _SETTINGS = {
     "strategy": "sharding_strategy",
     "dtype": "param_dtype reduce_dtype output_dtype load_dtype",
     "number": "lora_alpha lora_dropout alpha_of_rank",
-    "names": "lora_targets trained_too",
+    "names": "lora_targets lora_parameters trained_too",
     "text": "model flavor block_class rule",
 }
 """Settings by the kind of their values; each setting that is not here is a kind of its own."""

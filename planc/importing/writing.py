@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping
-from math import prod, sqrt
+from math import prod
 from typing import Any
 
 from planc.importing.family import Base
@@ -322,7 +322,7 @@ class Writer:
     def _adapters(self) -> list[str]:
         given = self.given
         words = ["adapter", *_LORA.values(), "lora_targets", "lora_all", "rank_stabilized",
-                 "four_bits", "double_quantized"]  # fmt: skip
+                 "lora_parameters", "four_bits", "double_quantized"]  # fmt: skip
         for word in ("finetuning", "adapter_on"):
             if given.get(word) in ("lora", True):
                 self._alias("adapter", "lora", word)
@@ -339,11 +339,9 @@ class Writer:
         rank = arguments["rank"] = arguments["rank"] or 8
         if given.get("alpha_of_rank"):  # the library's default is a multiple of the rank
             arguments["alpha"] = arguments["alpha"] or rank * given["alpha_of_rank"]
-        if given.get("rank_stabilized"):  # alpha / sqrt(rank), and a plan has alpha / rank
-            alpha = (arguments["alpha"] or 8) * sqrt(rank)
-            arguments["alpha"] = int(alpha) if alpha == int(alpha) else round(alpha, 6)
+        arguments["rslora"] = "true" if given.get("rank_stabilized") else None
         arguments["double"] = "true" if kind == "qlora" and given.get("double_quantized") else None
-        shown = ", ".join(f"{k} = {v}" for k, v in arguments.items() if v)
+        shown = _shown(arguments)
         names = given.get("lora_targets") or ("*",)
         target = _named(names)
         if given.get("lora_all") or "*" in names:
@@ -351,8 +349,26 @@ class Writer:
         if kind == "lora":
             words.remove("double_quantized")
             self._not("same", "without effect: no 4-bit weights", "double_quantized")
-        used = [word for word in words if word in given]
-        return ["adapters {", *self._line(f"    {target} : {kind}({shown})", *used), "}", ""]
+        lines = self._of_experts(arguments)
+        used = [word for word in words if word in given and word != "lora_parameters"]
+        if not lines or any(word in given for word in ("lora_targets", "lora_all")):
+            lines = [*self._line(f"    {target} : {kind}({shown})", *used), *lines]
+        return ["adapters {", *lines, "}", ""]
+
+    def _of_experts(self, arguments: dict[str, Any]) -> list[str]:
+        """The rules of the weights of experts that peft's `target_parameters` names."""
+        found: dict[str, list[str]] = {}
+        for name in self.given.get("lora_parameters") or ():
+            module, _, weight = name.rpartition(".")
+            found.setdefault(module or "experts", []).append(weight)
+        lines = []
+        for module, weights in found.items():  # peft has no dropout there
+            named = f"[{', '.join(weights)}]"
+            shown = _shown({**arguments, "dropout": None, "double": None, "parameters": named})
+            words = ("adapter", "lora_parameters", "rank_stabilized", *_LORA.values())
+            used = [word for word in words if word in self.given]
+            lines += self._line(f"    {_named((module,))} : lora({shown})", *used)
+        return lines
 
     def _train(self) -> list[str]:
         given, rules = self.given, list[str]()
@@ -464,6 +480,11 @@ class Writer:
                 self._not("same", "nothing is offloaded", word)
         own = "fsdp on dp_shard_cp" if CP.word in self.base.axes else "fsdp on dp_shard"
         return [f"{own}, replicate on dp_replicate {{", *lines, "}", ""] if lines else []
+
+
+def _shown(arguments: dict[str, Any]) -> str:
+    """The arguments of a call that have a value."""
+    return ", ".join(f"{name} = {value}" for name, value in arguments.items() if value)
 
 
 def _named(names: tuple[str, ...]) -> str:

@@ -47,7 +47,7 @@ from planc.ops.styles import Input, Output, Replicated, Sequence
 from planc.ops.tensor_parallel import Parallelize, Shape, Tie
 from planc.plan.apply_adapters import PARAMETERLESS, styles
 from planc.plan.experts import dividing, expert_styles, splits_divided
-from planc.plan.ir import Plan, TensorRule
+from planc.plan.ir import AdapterRule, Plan, TensorRule
 from planc.plan.local_shapes import local_shape, ruled
 from planc.plan.parameter_owners import stepped
 
@@ -302,13 +302,18 @@ def _on_layers(rules: Iterable[TensorRule], plan: Plan) -> Iterator[TensorRule]:
             yield rule
             continue
         left: tuple[Modules, ...] = (rule.modules,)
-        for adapter in plan.adapters.rules if plan.adapters else ():
+        for adapter in _wrapping(plan):
             both = rule.modules.overlap(adapter.modules)
             if both is not None:
                 left = tuple(rest for part in left for rest in part.minus(both))
                 inner = Modules((*both.path, BASE_LAYER), both.module)
                 yield replace(rule, modules=inner)
         yield from (replace(rule, modules=part) for part in left)
+
+
+def _wrapping(plan: Plan) -> list[AdapterRule]:
+    """The rules whose layers peft wraps."""
+    return [r for r in plan.adapters.rules if r.wraps] if plan.adapters else []
 
 
 def _freeze(tensor: Iterable[TensorRule], plan: Plan) -> Iterator[Freeze]:
@@ -329,8 +334,7 @@ def _ties(facts: Facts, tensor: list[TensorRule], plan: Plan) -> Iterator[Tie]:
 
     def now(parameter: str) -> str:
         owner, _, name = parameter.rpartition(".")
-        rules = plan.adapters.rules if plan.adapters else ()
-        inside = any(r.modules.has(owner) for r in rules)
+        inside = any(r.modules.has(owner) for r in _wrapping(plan))
         return f"{owner}.{BASE_LAYER}.{name}" if inside else parameter
 
     # styles create replicated parameters anew, too

@@ -39,7 +39,7 @@ from planc.ops.lora import Adapt
 from planc.ops.loss import ChunkLoss
 from planc.ops.pipeline import Pipeline, stages_of_rank
 from planc.ops.registry import AnyOp
-from planc.ops.styles import Colwise, Input, Sequence, style_name
+from planc.ops.styles import Colwise, Experts, Input, Sequence, style_name
 from planc.ops.tensor_parallel import Parallelize, Tie
 
 _SILENT = (Tie, Checkpoint)
@@ -74,7 +74,7 @@ def left_out(step: Step) -> tuple[str, ...]:
             names[f"what {op.TITLE} gathers and reduces"] = None
         elif isinstance(op, Freeze | Adapt) and not step.owned:
             names["what backward leaves out where parameters are frozen"] = None
-        elif isinstance(op, ContextParallel | Pipeline | DispatchExperts) and step.backward.skips:
+        elif isinstance(op, ContextParallel | Pipeline) and step.backward.skips:
             names[f"what backward leaves out of {op.WORD} for frozen blocks"] = None
     return tuple(names)
 
@@ -165,6 +165,22 @@ def _tensor(op: Parallelize, step: Step) -> Iterator[Sent]:
         for parameter in op.modules.module.parameters:
             size = parameter.numel * step.width
             yield replace(one, kind=REDUCE, times=times, size=size, during=During.STEP)
+    if isinstance(op.style, Experts) and step.lowered.has(FullyShard):
+        times = step.backward.trained(op.modules) * step.reductions()
+        for size in _replicated(op, op.style, step):
+            yield replace(one, kind=REDUCE, times=times, size=size, during=During.STEP)
+
+
+def _replicated(op: Parallelize, style: Experts, step: Step) -> Iterator[int]:
+    """Bytes of the parameters that train of experts and are replicated over the ranks that split
+    each expert: every rank has a part of the sum that is their gradient.
+    """
+    stated, experts = dict(style.layouts), step.lowered.experts
+    split = any(op.modules.overlap(one.modules) for one in step.every(DispatchExperts))
+    ranks = experts.ranks.size if split and experts is not None else 1
+    for own in op.modules.module.parameters:
+        if own.trainable and own.name in stated and not isinstance(stated[own.name].layout, Shard):
+            yield own.numel // ranks * step.width
 
 
 def _kind(before: Layout, after: Layout) -> str | None:
@@ -272,26 +288,30 @@ def _gathered_again(op: FullyShard, step: Step) -> int:
 def _exchanges(op: DispatchExperts, step: Step) -> Iterator[Sent]:
     count, chosen = len(op.modules) * step.passes, step.chosen
     forward = replace(_sent(op, (op.axis,)), kind=EXCHANGE, times=count)
-    back = replace(forward, during=During.BACKWARD)
+    into, out = (
+        replace(forward, during=During.BACKWARD, times=reached(op.modules) * step.passes)
+        for reached in (step.backward.inputs, step.backward.outputs)
+    )
     states, weights = step.size(step.hidden), step.size(chosen)
     if op.batched:
         return
     if op.dispatch != ALL_TO_ALL:
         yield replace(forward, kind=REDUCE, size=states)
-        yield replace(back, kind=REDUCE, size=states)
-        yield replace(back, kind=REDUCE, size=weights)
+        yield replace(into, kind=REDUCE, size=states)
+        yield replace(into, kind=REDUCE, size=weights)
         return
     split = step.lowered.axis_size(*op.shared)
     part = ceil(step.tokens / split) / step.tokens if step.tokens else None
     rows = None if states is None or chosen is None or part is None else states * chosen * part
     share = None if weights is None or part is None else weights * part
     yield replace(forward, size=8 * op.shapes[0].shape[0])
-    for one in (forward, back):  # states to the experts and back, and their weights
-        yield replace(one, times=count * 2, size=None if rows is None else int(rows))
+    # states to the experts and back, and their weights
+    for one, times in ((forward, count * 2), (into, into.times + out.times)):
+        yield replace(one, times=times, size=None if rows is None else int(rows))
         yield replace(one, size=None if share is None else int(share))
     if op.shared:  # early stopping ends before the results are joined
-        joined = replace(back, kind=GATHER, axes=op.shared)
-        yield replace(joined, size=states, times=count * 2)
+        joined = replace(into, kind=GATHER, axes=op.shared)
+        yield replace(joined, size=states, times=count + into.times)
         yield replace(joined, size=weights)
 
 

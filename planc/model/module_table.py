@@ -54,6 +54,9 @@ the experts of each token, and their weights: the number of experts."""
 BATCHED_EXPERTS = "batched_experts"
 """As `FUSED_EXPERTS`, where the forward takes the hidden states of all experts in one tensor."""
 
+TRANSPOSED_EXPERTS = "transposed_experts"
+"""The fact of fused experts whose weights are [experts, in, out]."""
+
 _BATCHED = ("Llama4TextExperts",)
 """The classes of such a forward, which its signature does not tell."""
 
@@ -255,6 +258,8 @@ def _fused(module: Any) -> Iterator[tuple[str, int]]:
         yield BATCHED_EXPERTS, count
     elif len(signature(type(module).forward).parameters) == 4:  # with self
         yield FUSED_EXPERTS, count
+        if getattr(module, "is_transposed", False):
+            yield TRANSPOSED_EXPERTS, 1
 
 
 def _kind(module: Any) -> str:

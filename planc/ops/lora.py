@@ -2,12 +2,25 @@
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from math import sqrt
 from typing import Annotated, ClassVar, Self
 
 from planc.model.facts import Modules, Segment
 from planc.ops import phrases
-from planc.ops.base import AxisSizes, Count, Dtype, Form, Op, Positive, Size, Some, choice
+from planc.ops.base import (
+    OMIT,
+    AxisSizes,
+    Count,
+    Dtype,
+    Form,
+    Name,
+    Op,
+    Positive,
+    Size,
+    Some,
+    choice,
+)
 from planc.ops.call import (
     MODEL,
     Context,
@@ -67,20 +80,36 @@ HALVES = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B")
 """The adapter's submodules of a peft layer; those for other kinds of layers are empty."""
 
 
+def factor_name(weight: str, half: str) -> str:
+    """The name of a factor of a weight of experts, beside it; `half` is `A` or `B`."""
+    return f"{weight}_lora_{half}"
+
+
+def factor_dims(transposed: bool) -> dict[str, int]:
+    """The dim of a weight [experts, x, y] whose features each factor has.
+
+    Source: `ParamWrapper` in peft.tuners.lora.layer, from 0.19 on, reads the module's
+    `is_transposed`; without it a weight is [experts, out, in].
+    """
+    return {"A": 1, "B": 2} if transposed else {"A": 2, "B": 1}
+
+
 INITS = ("default", "gaussian", "random")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adapt(Op):
-    """peft's `inject_adapter_in_model` with one `LoraConfig`; all parameters but adapters are
-    frozen.
+    """peft's `inject_adapter_in_model` with one `LoraConfig`, or factors beside the weights of
+    fused experts; all parameters but adapters are frozen.
 
     Args:
-        members: the layers of one rule.
+        members: the layers of one rule, or the experts.
         rank, alpha, dropout: the configuration's `r`, `lora_alpha` and `lora_dropout`.
         dtype: the dtype of A and B, None for that of their layer.
         init: `default`, `gaussian` or `random`, peft's `init_lora_weights`.
         seed: of the initial values, which are equal on every rank.
+        rslora: whether the factors' product is multiplied by alpha / sqrt(rank), not alpha / rank.
+        parameters: the weights of fused experts, in the order of the module; none for layers.
     """
 
     members: Some[Modules]
@@ -90,6 +119,13 @@ class Adapt(Op):
     dtype: Dtype | None = None
     init: Annotated[str, choice(*INITS)] = "default"
     seed: Count = 0
+    rslora: bool = field(default=False, metadata=OMIT)
+    parameters: tuple[Name, ...] = field(default=(), metadata=OMIT)
+
+    @property
+    def scale(self) -> float:
+        """By which the product of the factors is multiplied."""
+        return self.alpha / (sqrt(self.rank) if self.rslora else self.rank)
 
     @property
     def pattern(self) -> str:
@@ -105,11 +141,25 @@ class Adapt(Op):
     )
 
     def calls(self, _context: Context) -> Iterator[Step]:
+        if self.parameters:
+            keywords = given(
+                pattern=self.pattern,
+                parameters=self.parameters,
+                rank=self.rank,
+                scale=self.scale,
+                init=self.initial if self.init != "default" else None,
+                dtype=dtype(self.dtype) if self.dtype else None,
+            )
+            arguments = (MODEL, self.seed)
+            call = FunctionCall("standalone.lora_experts:adapt_experts", arguments, keywords)
+            yield Once(call=call, note=self.place)
+            return
         config = given(
             r=self.rank,
             lora_alpha=self.alpha,
             lora_dropout=self.dropout or None,
             init_lora_weights=self.initial if self.init != "default" else None,
+            use_rslora=self.rslora or None,
             target_modules=self.pattern,
         )
         # initial values are equal on every rank
@@ -131,9 +181,11 @@ class Adapt(Op):
     def headline(self, _mesh: AxisSizes | None = None) -> str:
         """The adapter's settings; defaults of planc are left out."""
         parts = ["lora", f"rank {self.rank:,}", f"alpha {self.alpha:g}"]
+        parts += ["rslora"] if self.rslora else []
         parts += [f"dropout {self.dropout:g}"] if self.dropout else []
         parts += [phrases.dtype(self.dtype)] if self.dtype else []
         parts += [f"init {self.init}"] if self.init != "default" else []
+        parts += [f"on {' and '.join(self.parameters)}"] if self.parameters else []
         return ", ".join(parts)
 
     @classmethod

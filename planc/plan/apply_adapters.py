@@ -2,7 +2,7 @@
 
 peft wraps the adapted layer in a layer with `lora_A.default` and `lora_B.default` inside. Here the
 layer keeps its name and gets them as children, so that a rule means the same modules with and
-without adapters.
+without adapters. Fused experts get the factors of their weights as parameters of their own.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -10,10 +10,13 @@ from dataclasses import replace
 from math import prod
 
 from planc.model.facts import DTYPE_BYTES, Child, Facts, Module, Modules, Parameter
-from planc.model.module_table import Path, divided
+from planc.model.module_table import TRANSPOSED_EXPERTS, Path, divided
 from planc.ops import styles as ir
+from planc.ops.lora import factor_dims, factor_name
 from planc.ops.quantization import Quantize
+from planc.plan.experts import expert_count
 from planc.plan.ir import AdapterRule, Plan, TensorRule, Unit
+from planc.source import Span
 
 NAME = "default"  # peft's default name of an adapter
 FOUR_BIT = "FourBit"  # the class of a quantized layer
@@ -34,10 +37,11 @@ def adapted(plan: Plan, facts: Facts) -> tuple[Plan, Facts]:
     """
     if plan.adapters is None or not plan.adapters.rules:
         return plan, facts
-    rules = tuple(replace(r, quantize=_stored(r, plan)) for r in plan.adapters.rules)
+    rules = tuple(replace(_of_experts(r), quantize=_stored(r, plan)) for r in plan.adapters.rules)
     facts = with_adapters(facts, rules, plan.dtype)
     # `load` casts before adapters are added, so the facts have its dtypes
     plan = replace(plan, adapters=replace(plan.adapters, rules=rules), adapted=True)
+    plan = _with_factors(plan, [r for r in rules if weights_of_experts(r.modules.module)], facts)
     if plan.adapters and plan.adapters.own and plan.fsdp is not None:
         layers = (r for r in rules if r.modules.module.kind in KINDS[:2])
         own = [Unit(members=(half,), origin=r.origin) for r in layers for half in lora_modules(r)]
@@ -67,6 +71,94 @@ def in_out_features(module: Module) -> tuple[int, int]:
     return (two, one) if module.kind == "linear" else (one, two)
 
 
+# Experts -----------------------------------------------------------------------------------------
+
+
+def weights_of_experts(module: Module) -> tuple[Parameter, ...]:
+    """The weights of fused experts that can have factors, [experts, x, y]; none elsewhere."""
+    if expert_count(module) is None:
+        return ()
+    return tuple(p for p in module.parameters if len(p.shape) == 3 and not is_factor(p.name))
+
+
+def is_factor(name: str) -> bool:
+    """Whether a parameter of experts is a factor."""
+    return name.endswith((factor_name("", "A"), factor_name("", "B")))
+
+
+def _of_experts(rule: AdapterRule) -> AdapterRule:
+    """A rule on experts with the weights that it means, in the module's order: those that it names,
+    else all. A check reports names of no weight.
+    """
+    named = rule.adapt.parameters
+    there = [p.name for p in weights_of_experts(rule.modules.module)]
+    chosen = [*(n for n in there if n in named or not named), *(n for n in named if n not in there)]
+    return replace(rule, adapt=replace(rule.adapt, parameters=tuple(chosen)))
+
+
+def _factors(module: Module, rule: AdapterRule) -> Iterator[Parameter]:
+    """The factors of the weights of experts: [experts, features, rank]."""
+    dims = factor_dims(module.fact(TRANSPOSED_EXPERTS) is not None)
+    for weight in weights_of_experts(module):
+        if weight.name in rule.adapt.parameters:
+            for half, dim in dims.items():
+                yield Parameter(
+                    name=factor_name(weight.name, half),
+                    shape=(weight.shape[0], weight.shape[dim], rule.adapt.rank),
+                    dtype=rule.adapt.dtype or weight.dtype,
+                )
+
+
+def _with_factors(plan: Plan, rules: list[AdapterRule], facts: Facts) -> Plan:
+    """The plan whose rules on adapted experts know their factors, and split them."""
+
+    def place(modules: Modules, _origin: Span) -> Iterator[Modules]:
+        left: tuple[Modules, ...] = (modules,)
+        for rule in rules:
+            both = modules.overlap(rule.modules)
+            if both is not None:
+                left = tuple(rest for part in left for rest in part.minus(both))
+                yield Modules(both.path, facts.at(next(both.names())).module)
+        yield from left
+
+    if not rules:
+        return plan
+    plan = plan.placed(place)
+    styled = (replace(r, style=_styled(r.style, r.modules.module)) for r in plan.tensor)
+    return replace(plan, tensor=tuple(styled))
+
+
+def _styled(style: ir.Style, module: Module) -> ir.Style:
+    """A style of experts with the layouts of their factors.
+
+    The factor with the dim that a style splits is split as the weight, in its parts; the other one
+    is replicated, and its gradient is summed over the ranks, which have a part of the product each.
+    """
+    if not isinstance(style, ir.Parameters | ir.Experts):
+        return style
+    stated, names = dict(style.layouts), {p.name for p in module.parameters}
+    found = list(style.layouts)
+    for weight in weights_of_experts(module):
+        for half, dim in factor_dims(module.fact(TRANSPOSED_EXPERTS) is not None).items():
+            own = factor_name(weight.name, half)
+            if own in names and own not in stated and weight.name in stated:
+                found.append((own, _layout(stated[weight.name], dim, half)))
+    return replace(style, layouts=tuple(found))
+
+
+def _layout(weight: ir.ParameterLayout, dim: int, half: str) -> ir.ParameterLayout:
+    """The layout of a factor by that of its weight; `dim` is the weight's dim that it has."""
+    whole = ir.ParameterLayout(layout=ir.Replicate())
+    match weight.layout:
+        case ir.Shard(dim=split) if split % 3 == 0:
+            return ir.ParameterLayout(layout=ir.Shard(0))
+        case ir.Shard(dim=split) if split % 3 == dim:
+            return replace(weight, layout=ir.Shard(1))
+        case ir.Partial() if half == "A":  # of the product, a rank's share
+            return weight
+    return whole
+
+
 # Modules -----------------------------------------------------------------------------------------
 
 
@@ -77,6 +169,8 @@ def _module(module: Module, rules: list[tuple[Path, AdapterRule]], kept: _Kept) 
     frozen = tuple(replace(p, trainable=False, dtype=kept(p)) for p in module.parameters)
     module = replace(module, parameters=frozen)
     children += [c for r in own for c in _children(module, r)]
+    factors = (p for r in own for p in _factors(module, r))
+    module = replace(module, parameters=(*module.parameters, *factors))
     for rule in own:
         module = _packed(module, rule)
     return replace(module, children=tuple(children))

@@ -14,6 +14,8 @@ _RENAMED = {
     "lora_r": "rank",
     "lora_alpha": "alpha",
     "lora_dropout": "dropout",
+    "use_rslora": "rslora",
+    "target_parameters": "parameters",
     "param_dtype": "param",
     "reduce_dtype": "reduce",
     "output_dtype": "output",

@@ -302,7 +302,8 @@ class Fsdp(Meaning):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterRule(Meaning):
-    """LoRA on a set of modules: W x + alpha / rank * B A x, as in peft, without the modules.
+    """LoRA on a set of modules: W x + alpha / rank * B A x, as in peft, without the modules. On
+    fused experts it is for the weights that it names, or for all.
 
     `quantize` is None but for 4-bit weights (QLoRA); `adapted` sets its `storage` to what FSDP
     gathers.
@@ -311,6 +312,11 @@ class AdapterRule(Meaning):
     modules: Modules
     adapt: Adapt
     quantize: Quantize | None = None
+
+    @property
+    def wraps(self) -> bool:
+        """Whether peft wraps the modules; experts keep their place, and get parameters."""
+        return not self.adapt.parameters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

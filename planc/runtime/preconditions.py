@@ -25,6 +25,7 @@ from planc.ops.lowered import Lowered
 from planc.ops.tensor_parallel import Parallelize, Tie
 from planc.runtime.meshes import start
 from planc.runtime.standalone.pipeline import Stages
+from planc.runtime.standalone.shards import is_adapter
 
 _log = logging.getLogger("planc")
 
@@ -183,7 +184,7 @@ def _inside_adapters(
 ) -> Iterator[tuple[str, nn.Module]]:
     """The modules that adapters will add; those of A and B are placeholders."""
     for op in lowered.ops:
-        for name in op.names() if isinstance(op, Adapt) else ():
+        for name in op.names() if isinstance(op, Adapt) and not op.parameters else ():
             if name in modules:
                 yield f"{name}.base_layer", modules[name]
                 for half in ("lora_A", "lora_B"):
@@ -214,7 +215,7 @@ def _misfits(
 
 
 def _shapes(op: Parallelize, name: str, module: nn.Module) -> Iterator[str]:
-    for shape in op.shapes:
+    for shape in (s for s in op.shapes if not is_adapter(s.name)):
         parameter = module._parameters.get(shape.name)
         actual = None if parameter is None else tuple(parameter.shape)
         if actual != shape.shape:

@@ -43,6 +43,16 @@ CASES = {
     "adapters and sp": ("Llama", "lora.plan", ["tp=2", "recompute=false"]),
     "adapters, tp and checkpoints": ("Llama", "lora.plan", ["tp=2", "sequence=false"]),
     "adapters, sp and checkpoints": ("Llama", "lora.plan", ["tp=2"]),
+    "adapters of experts and tp": (
+        "Mixtral",
+        "experts.plan",
+        ["tp=2", "sequence=false", "recompute=false"],
+    ),
+    "ep, tp inside and adapters of experts": (
+        "Mixtral",
+        "experts.plan",
+        ["tp=2", "ep=2", "etp=2", "recompute=false"],
+    ),
     "inputs once for all projections": ("Llama", "input.plan", []),
     "whole inputs of rowwise layers": (
         "Bloom",
@@ -90,6 +100,14 @@ PLANS = {
     $blocks.mlp.{gate,up,down}_proj  : lora(rank = 4, init = random)
 }""",
 }
+EXPERTS = """plan experts for mixtral
+
+extend "mixtral.plan"
+
+adapters {
+    $experts : lora(rank = 4, init = random)
+}
+"""
 INPUT = """plan input for llama
 
 mesh {
@@ -131,7 +149,7 @@ CHANGES = {
 @pytest.fixture
 def run(four, tmp_path):
     plans = {n: f'plan {n} for llama\n\nextend "llama.plan"\n\n{p}\n' for n, p in PLANS.items()}
-    for name, text in {**plans, "cp": CP, "input": INPUT}.items():
+    for name, text in {**plans, "cp": CP, "input": INPUT, "experts": EXPERTS}.items():
         (tmp_path / f"{name}.plan").write_text(text)
 
     def counted(kind, plan, settings, changes=None, passes=1):

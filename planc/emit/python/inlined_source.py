@@ -22,6 +22,7 @@ _FILES = (
     "shards.py",
     "lora.py",
     "lora_init.py",
+    "lora_experts.py",
     "safetensors_files.py",
     "dequantize.py",
     "buffers.py",

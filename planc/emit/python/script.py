@@ -121,7 +121,7 @@ def _docstring(lowered: Lowered, digest: str, packed: bool) -> str:
         needed = "torch and safetensors alone"
     if ContextParallel in kinds:
         needed = "torch and transformers alone"
-    if Adapt in kinds:
+    if any(isinstance(op, Adapt) and not op.parameters for op in lowered.ops):
         needed = "torch and peft alone"
     if Quantize in kinds:
         needed = "torch, peft and bitsandbytes alone"

@@ -7,13 +7,13 @@ from planc.plan.evaluate import number, size
 from planc.plan.ir import AdapterRule, Adapters
 from planc.plan.program import Program
 from planc.plan.rule_conflicts import Settings
-from planc.plan.scope import Scope
+from planc.plan.scope import FAILED, Failed, Scope, Value
 from planc.plan.sections.fsdp_policies import DTYPES
 from planc.plan.sections.tensor import claimed
 from planc.source import Span
 from planc.syntax import ast
 
-_ARGUMENTS = ("rank", "alpha", "dropout", "dtype", "init")
+_ARGUMENTS = ("rank", "alpha", "dropout", "dtype", "init", "rslora", "parameters")
 _QUANT = ("quant", "storage", "compute", "double", "block")
 _DTYPES = {word: name for word, name in DTYPES.items() if name != "float64"}
 
@@ -27,6 +27,7 @@ def lora(call: ast.Call, origin: Span, scope: Scope) -> AdapterRule | None:
     rank, alpha, dropout = (arguments.read(n, None, "a number", number, size) for n in sizes)
     dtype = arguments.word("dtype", _DTYPES, None)
     init = arguments.word("init", {name: name for name in INITS}, "default")
+    rslora, parameters = arguments.truth("rslora", False), _parameters(arguments)
     quant = _quantize(arguments, origin) if four else None
     if not arguments.done():
         return None
@@ -55,9 +56,28 @@ def lora(call: ast.Call, origin: Span, scope: Scope) -> AdapterRule | None:
         dropout=dropout or 0.0,
         dtype=dtype,
         init=init,
+        rslora=rslora,
+        parameters=parameters,
         origin=origin,
     )
     return AdapterRule(modules=scope.facts.model, adapt=op, quantize=quant, origin=origin)
+
+
+def _parameters(arguments: Arguments) -> tuple[str, ...]:
+    """`gate_up_proj` or `[gate_up_proj, down_proj]`: weights of fused experts; none for all."""
+
+    def read(given: ast.Expr, scope: Scope) -> Value:
+        items = given.items if isinstance(given, ast.List) else (given,)
+        names = tuple(word(item, scope) for item in items)
+        return FAILED if any(isinstance(n, Failed) for n in names) else names
+
+    def valid(value: Value) -> bool:
+        if not isinstance(value, tuple) or not all(isinstance(n, str) for n in value):
+            return False
+        return 0 < len(value) == len(set(value))
+
+    wanted = "a weight of experts, or a list of them"
+    return tuple(arguments.read("parameters", (), wanted, valid, read))
 
 
 def _quantize(arguments: Arguments, origin: Span) -> Quantize:

@@ -18,18 +18,22 @@ from planc.runtime.standalone.shards import (
 
 
 def adapter_layers(model: nn.Module) -> dict[str, Any]:
-    """peft's layers of a rank's stages, by the names of the layers that they wrap."""
+    """The layers of a rank's stages that have adapters, by their names in the model:
+    peft's, which wrap a layer, and fused experts with factors.
+    """
     return {
         plain_name(path): module
         for path, module in model.named_modules()
-        if "base_layer" in module._modules
-        and hasattr(module, "lora_A")
+        if (
+            ("base_layer" in module._modules and hasattr(module, "lora_A"))
+            or "low_rank" in module.__dict__
+        )
         and any(True for _ in module.parameters())
     }
 
 
 def halves_of(layer: nn.Module) -> dict[str, Tensor]:
-    """The adapter parameters of peft's layer, by their names in the layer."""
+    """The adapter parameters of a layer, by their names in it."""
     return {name: p for name, p in layer.named_parameters() if is_adapter(name)}
 
 
@@ -81,12 +85,12 @@ def first_values(
     layer: Any, rank: int, init: bool | str, generator: torch.Generator
 ) -> list[tuple[str, Tensor]]:
     """peft's initial values for a layer, drawn in the order of `update_layer`."""
-
-    def linear(*shape: int) -> Tensor:
-        """The values that `nn.Linear` begins with."""
-        return nn.init.kaiming_uniform_(
-            torch.empty(shape), a=5**0.5, generator=generator
-        )
+    if "low_rank" in layer.__dict__:
+        return [
+            value
+            for name in layer.low_rank
+            for value in values_of_experts(layer, name, rank, init, generator)
+        ]
 
     wide, high = layer.in_features, layer.out_features
     if layer.lora_embedding_A:
@@ -98,11 +102,57 @@ def first_values(
             nn.init.normal_(b, generator=generator)
         return [(f"lora_embedding_A.{name}", a), (f"lora_embedding_B.{name}", b)]
     (name,) = layer.lora_A
-    a, b = linear(rank, wide), linear(high, rank)
+    a, b = drawn((rank, wide), (high, rank), rank, init, generator)
+    return [(f"lora_A.{name}.weight", a), (f"lora_B.{name}.weight", b)]
+
+
+def drawn(
+    first: tuple[int, int],
+    second: tuple[int, int],
+    rank: int,
+    init: bool | str,
+    generator: torch.Generator,
+) -> tuple[Tensor, Tensor]:
+    """A and B of two shapes, the weights of linear layers, as peft draws them."""
+
+    def linear(*shape: int) -> Tensor:
+        """The values that `nn.Linear` begins with."""
+        return nn.init.kaiming_uniform_(
+            torch.empty(shape), a=5**0.5, generator=generator
+        )
+
+    a, b = linear(*first), linear(*second)
     if init == "gaussian":
         nn.init.normal_(a, std=1 / rank, generator=generator)
     elif init is True:
-        a = linear(rank, wide)
+        a = linear(*first)
     if init is not False:
         nn.init.zeros_(b)
-    return [(f"lora_A.{name}.weight", a), (f"lora_B.{name}.weight", b)]
+    return a, b
+
+
+def values_of_experts(
+    module: Any, name: str, rank: int, init: bool | str, generator: torch.Generator
+) -> list[tuple[str, Tensor]]:
+    """peft's values of the factors of one weight: A of all experts is one linear layer
+    there, [experts * rank, in], and B is another, [out, rank * experts].
+    """
+    names = [f"{name}_lora_{half}" for half in "AB"]
+    (experts, wide, _), (_, high, _) = (module._parameters[n].shape for n in names)
+    rows = experts * rank
+    a, b = drawn((rows, wide), (high, rows), rank, init, generator)
+    return [*zip(names, of_experts(a, b, experts), strict=True)]
+
+
+def of_experts(a: Tensor, b: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+    """peft's A [experts * rank, in] and B [out, rank * experts], as factors
+    [experts, in, rank] and [experts, out, rank].
+    """
+    one = a.reshape(experts, -1, a.shape[-1]).transpose(1, 2)
+    return one, b.reshape(len(b), -1, experts).permute(2, 0, 1)
+
+
+def as_in_peft(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """The inverse of `of_experts`."""
+    one = a.transpose(1, 2).reshape(-1, a.shape[1])
+    return one, b.permute(1, 2, 0).reshape(b.shape[1], -1)

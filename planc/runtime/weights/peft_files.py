@@ -3,7 +3,9 @@
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from math import isclose
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor, distributed, nn
 
 from planc.diagnostic import Diagnostic
-from planc.ops.lora import Adapt
+from planc.ops.lora import Adapt, either
 from planc.ops.lowered import Lowered
 from planc.runtime.gradients import on_rank_0
 from planc.runtime.lora import NAME, adapts
@@ -23,12 +25,15 @@ from planc.runtime.standalone.load_weights import on_other_stages
 from planc.runtime.standalone.lora_init import adapter_layers
 from planc.runtime.standalone.pipeline import stages_of
 from planc.runtime.standalone.safetensors_files import StoredTensor, tensors_in_file
+from planc.runtime.weights import peft_experts
 from planc.runtime.weights.loading import different_files, raise_on_all_ranks
+from planc.runtime.weights.peft_experts import SWAPPED_BEFORE, Pair, version_of
 
 Tuned = Literal["merged", "left_out"]
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+_Found = tuple[StoredTensor, StoredTensor]
 _PREFIX = "base_model.model."
-_OTHER = ("use_dora", "use_rslora", "lora_bias", "fan_in_fan_out")
+_OTHER = ("use_dora", "lora_bias", "fan_in_fan_out")
 """Fields of peft's configuration that a plan cannot express; if one is set, the adapter is of
 another kind."""
 
@@ -49,12 +54,15 @@ def save(model: nn.Module, lowered: Lowered, folder: Path) -> None:
         if distributed.get_rank() == 0 or stages_of(model):
             own[name] = value.to("cpu", copy=True).contiguous()
     full = on_rank_0(own, model)
+    pairs = peft_experts.pairs_of(adapts(lowered))
+    names = _names(full, pairs)
     failed: list[Diagnostic] = []
     if distributed.get_rank() == 0:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             _config(model, lowered, [*full]).save_pretrained(str(folder))
-            write_tensors(folder / WEIGHTS, {_peft_name(n): t for n, t in full.items()})
+            peft_experts.stored_shapes(full, pairs)
+            write_tensors(folder / WEIGHTS, {names[n]: t for n, t in full.items()})
         except OSError as error:
             failed.append(problem("PL497", f"{folder} could not be written: {error}"))
     raise_on_all_ranks(failed)
@@ -69,22 +77,32 @@ def load(model: nn.Module, lowered: Lowered, folder: Path) -> None:
     findings = _require_adapters(lowered, "to load")
     reshard(model)
     tensors, order = dict(shards.named_tensors(model)), shards.rank_orders(model)
-    wanted = {_peft_name(name): name for name in _trained(model)}
+    pairs = peft_experts.pairs_of(adapts(lowered))
+    wanted = {stored: name for name, stored in _names(_trained(model), pairs).items()}
     if any(tensors[name].is_meta for name in wanted.values()):
         text = "the model is on the meta device, and has no memory for adapters"
         findings.append(problem("PL189", text, help="call `run.load` first"))
-    entries = _read(model, lowered, folder, findings) if not findings else {}
-    for name in on_other_stages(model):
-        entries.pop(_peft_name(name), None)
+    config, entries = _read(lowered, folder, findings) if not findings else ({}, {})
+    for stored in _names(on_other_stages(model), pairs).values():
+        entries.pop(stored, None)
+    swaps: list[tuple[Pair, _Found, bool]] = []
     if not findings:
         scalars = shards.scalars_of(model)
         shapes = {n: () if n in scalars else tuple(tensors[n].shape) for n in wanted.values()}
-        findings += _mismatches(wanted, shapes, entries, folder)
+        of_pairs = {name for pair in pairs for name in pair.names}
+        findings += _mismatches(wanted, shapes, entries, folder, of_pairs)
+    if not findings:
+        swaps, wrong = _experts(model, pairs, entries, config)
+        findings += [problem("PL496", f"{folder}: {text}") for text in wrong]
     findings += different_files(folder, "samples", findings)
     raise_on_all_ranks(findings)
     try:
         with torch.no_grad():
+            for pair, found, swap in swaps:
+                peft_experts.read(pair, found, swap, tensors, order)
             for stored, name in wanted.items():
+                if name in of_pairs:
+                    continue
                 ranges = shards.slices_of(tensors[name], order.get(name))
                 entries[stored].copy_to(shards.part_of(tensors[name]), ranges)
     except Exception as error:
@@ -134,9 +152,36 @@ def _trained_with_adapter(model: nn.Module) -> list[Diagnostic]:
     return []
 
 
-def _peft_name(name: str) -> str:
-    kept = name.removesuffix(f".{NAME}").replace(f".{NAME}.weight", ".weight")
-    return f"{_PREFIX}{kept}"
+def _names(names: Iterable[str], pairs: Iterable[Pair]) -> dict[str, str]:
+    """The names of some tensors in peft's files."""
+    own = {n: f"{s}.weight" for p in pairs for n, s in zip(p.names, p.stored, strict=True)}
+    plain = {n: n.removesuffix(f".{NAME}").replace(f".{NAME}.weight", ".weight") for n in names}
+    return {name: f"{_PREFIX}{own.get(name, stored)}" for name, stored in plain.items()}
+
+
+def _experts(
+    model: nn.Module,
+    pairs: Iterable[Pair],
+    entries: dict[str, StoredTensor],
+    config: dict[str, Any],
+) -> tuple[list[tuple[Pair, _Found, bool]], list[str]]:
+    """What a file has of the factors of experts on this rank, and what is wrong with it."""
+    tensors, layers = dict(shards.named_tensors(model)), adapter_layers(model)
+    found: list[tuple[Pair, _Found, bool]] = []
+    wrong: list[str] = []
+    for pair in (p for p in pairs if p.names[0] in tensors):
+        a, b = (entries[stored] for stored in _names(pair.names, [pair]).values())
+        turned = getattr(layers[pair.module], "is_transposed", False)
+        swap = peft_experts.swapped(pair, tensors, (a, b), turned, version_of(config))
+        if swap is None:
+            shapes = [list(tensors[name].shape) for name in pair.names]
+            wrong.append(
+                f"{a.name} and B are {list(a.shape)} and {list(b.shape)}, the plan's "
+                f"factors of each expert {shapes[0]} and {shapes[1]}"
+            )
+        else:
+            found.append((pair, (a, b), swap))
+    return found, wrong
 
 
 # The configuration -------------------------------------------------------------------------------
@@ -155,22 +200,30 @@ def _config(model: nn.Module, lowered: Lowered, stored: Iterable[str]) -> Any:
     Args:
         stored: the tensors in the file.
     """
-    from peft import LoraConfig
+    import peft
 
     ops = adapts(lowered)
+    stabilized = all(op.rslora for op in ops)  # one flag, for all layers
+    alphas = {op: op.alpha if stabilized else op.scale * op.rank for op in ops}
     counted: Counter[tuple[int, float]] = Counter()
     for op in ops:
-        counted[op.rank, op.alpha] += sum(len(m) for m in op.members)
+        counted[op.rank, alphas[op]] += sum(len(m) for m in op.members)
     (rank, alpha), _ = counted.most_common(1)[0]
+    layers, experts = ([op for op in ops if bool(op.parameters) == e] for e in (False, True))
+    old = experts and version_of({"peft_version": peft.__version__}) < SWAPPED_BEFORE
     causal = type(model).__name__.endswith("ForCausalLM")
     name = getattr(getattr(model, "config", None), "_name_or_path", "")
-    return LoraConfig(
+    return peft.LoraConfig(
         r=rank,
         lora_alpha=alpha,  # type: ignore[arg-type, unused-ignore]
-        lora_dropout=max(op.dropout for op in ops),
-        target_modules=_targets(model, ops),
-        rank_pattern={op.pattern: op.rank for op in ops if op.rank != rank},
-        alpha_pattern={op.pattern: op.alpha for op in ops if op.alpha != alpha},
+        lora_dropout=0.0 if experts else max(op.dropout for op in ops),
+        target_modules=_targets(model, layers) if layers else [],
+        target_parameters=peft_experts.targets(model, experts) if experts else None,
+        use_rslora=stabilized,
+        rank_pattern={_pattern(op): op.rank for op in ops if op.rank != rank},
+        alpha_pattern={_pattern(op): alphas[op] for op in ops if alphas[op] != alpha},
+        # the shapes of experts are those of this version
+        peft_version=".".join(map(str, (*SWAPPED_BEFORE, 0))) if old else None,
         task_type="CAUSAL_LM" if causal else None,
         base_model_name_or_path=name or None,
         modules_to_save=[*dict.fromkeys(_owner(n) for n in stored if not shards.is_adapter(n))]
@@ -179,7 +232,12 @@ def _config(model: nn.Module, lowered: Lowered, stored: Iterable[str]) -> Any:
     )
 
 
-def _targets(model: nn.Module, ops: tuple[Adapt, ...]) -> list[str] | str:
+def _pattern(op: Adapt) -> str:
+    """The pattern of an operation's names in peft, which include the weights of experts."""
+    return rf"({op.pattern})\.{either(op.parameters)}" if op.parameters else op.pattern
+
+
+def _targets(model: nn.Module, ops: Iterable[Adapt]) -> list[str] | str:
     """The last names of the layers if no other layer has them, else a regular expression."""
     adapted = {name for op in ops for name in op.names()}
     last = {name.rpartition(".")[2] for name in adapted}
@@ -190,15 +248,15 @@ def _targets(model: nn.Module, ops: tuple[Adapt, ...]) -> list[str] | str:
 
 
 def _read(
-    model: nn.Module, lowered: Lowered, folder: Path, findings: list[Diagnostic]
-) -> dict[str, StoredTensor]:
-    """The tensors of the weights file; a configuration that differs from the plan is a finding."""
+    lowered: Lowered, folder: Path, findings: list[Diagnostic]
+) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
+    """The configuration and the tensors of a folder; what differs from the plan is a finding."""
     try:
         config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
         entries = {entry.name: entry for entry in tensors_in_file(folder / WEIGHTS)}
     except Exception as error:
         findings.append(problem("PL497", f"{folder} holds no adapter of peft: {error}"))
-        return {}
+        return {}, {}
     unsupported = [name for name in _OTHER if config.get(name)]
     if config.get("peft_type") != "LORA" or unsupported:
         kind = ", ".join([f"peft_type = {config.get('peft_type')}", *unsupported])
@@ -206,18 +264,27 @@ def _read(
         findings.append(problem("PL496", text))
     for op in adapts(lowered):
         for name in op.names():
-            scale = [_of(config, field, name) for field in ("alpha", "rank")]
-            if scale[0] * op.rank != op.alpha * scale[1]:
-                found = f"alpha {scale[0]:g} over rank {scale[1]:g}"
-                own = f"{op.alpha:g} over {op.rank}"
-                text = f"{folder}: the adapter of {name} has {found}, the plan's {own}"
-                findings.append(problem("PL496", text))
+            alpha, rank = (_of(config, n, [name, *op.parameters]) for n in ("alpha", "rank"))
+            scaled = replace(op, alpha=alpha or 1, rank=int(rank) or 1)
+            scaled = replace(scaled, rslora=bool(config.get("use_rslora")))
+            if not isclose(scaled.scale, op.scale):
+                text = f"the adapter of {name} has {_scaled(scaled)}, the plan's {_scaled(op)}"
+                findings.append(problem("PL496", f"{folder}: {text}"))
                 break
-    return entries
+    return config, entries
 
 
-def _of(config: dict[str, Any], field: str, name: str) -> float:
-    """A layer's rank or alpha: a matching pattern takes precedence over the default, as in peft."""
+def _scaled(op: Adapt) -> str:
+    return f"alpha {op.alpha:g} over {'the root of ' * op.rslora}rank {op.rank}"
+
+
+def _of(config: dict[str, Any], field: str, names: list[str]) -> float:
+    """A layer's rank or alpha: a matching pattern takes precedence over the default, as in peft.
+
+    Args:
+        names: of the layer; of experts also that of a weight.
+    """
+    name, patterns = ".".join(names[:2]), config.get(f"{field}_pattern") or {}
     patterns = config.get(f"{field}_pattern") or {}
     for pattern, value in patterns.items():
         if re.match(rf"(.*\.)?({pattern})$", name):
@@ -230,7 +297,9 @@ def _mismatches(
     shapes: dict[str, tuple[int, ...]],
     entries: dict[str, StoredTensor],
     folder: Path,
+    apart: set[str],
 ) -> Iterator[Diagnostic]:
+    """What a file lacks, has too much, or in another shape, but for the shapes of some names."""
     missing = [name for name in wanted if name not in entries]
     extra = [name for name in entries if name not in wanted]
     for what, names in (("lacks", missing), ("has names that the plan lacks:", extra)):
@@ -238,7 +307,7 @@ def _mismatches(
             rest = f", and {len(names) - 3} more" if len(names) > 3 else ""
             text = f"{folder} {what} {', '.join(names[:3])}{rest}"
             yield problem("PL496", text, help="nothing was loaded")
-    for name in (n for n in wanted if n in entries):
+    for name in (n for n in wanted if n in entries and wanted[n] not in apart):
         own, found = shapes[wanted[name]], entries[name].shape
         if own != found:
             yield problem("PL496", f"{folder}: {name} is {list(found)}, the plan's {list(own)}")
@@ -266,6 +335,11 @@ def merge_findings(model: nn.Module, how: Tuned | None) -> list[Diagnostic]:
         return []
     text = f"{parted[0]} is tied to another weight, which does not have its adapter"
     return [problem("PL189", text, help='pass `adapters="left_out"`, and call `run.save_adapters`')]
+
+
+def changes(model: nn.Module) -> dict[str, Callable[[], Tensor]]:
+    """What makes the change of each weight that has an adapter, by the weight's name."""
+    return dict(peft_experts.changes(model, change))
 
 
 def change(layer: Any) -> Tensor:

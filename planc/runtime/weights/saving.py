@@ -21,7 +21,6 @@ from planc.runtime.preconditions import problem
 from planc.runtime.sharded_tensors import reshard
 from planc.runtime.standalone import shards
 from planc.runtime.standalone.dcp_chunks import storable
-from planc.runtime.standalone.lora_init import adapter_layers
 from planc.runtime.standalone.pipeline import stages_of
 from planc.runtime.standalone.safetensors_files import INDEX, SINGLE
 from planc.runtime.weights import extras
@@ -30,7 +29,7 @@ from planc.runtime.weights.extras import Extra
 from planc.runtime.weights.left_out import checksums
 from planc.runtime.weights.loading import raise_on_all_ranks
 from planc.runtime.weights.optimizers import flat_state
-from planc.runtime.weights.peft_files import Tuned, change, merge_findings, write_tensors
+from planc.runtime.weights.peft_files import Tuned, changes, merge_findings, write_tensors
 
 METADATA = ".metadata"  # torch.distributed.checkpoint writes this file last
 
@@ -186,9 +185,9 @@ def export(
         return
     raise_on_all_ranks(_on_rank0(lambda: _empty(folder)))
     reshard(model)
-    changes = adapter_layers(model) if adapters == "merged" else {}
     make = _of_all_stages if stages_of(model) else _one_by_one
-    _write(model, lowered, folder, make(model, changes), shard_size)
+    added = changes(model) if adapters == "merged" else {}
+    _write(model, lowered, folder, make(model, added), shard_size)
 
 
 Source = tuple[Mapping[str, Tensor], Callable[[str], Tensor | None]]
@@ -197,33 +196,33 @@ every rank that has its name calls.
 """
 
 
-def _one_by_one(model: nn.Module, changes: Mapping[str, Any]) -> Source:
+def _one_by_one(model: nn.Module, added: Mapping[str, Callable[[], Tensor]]) -> Source:
     """Each tensor is all-gathered when it is written.
 
     Args:
-        changes: the layers whose adapters are merged, by name.
+        added: the changes by adapters that are merged, by the name of the weight.
     """
     tensors, own = dict(shards.named_tensors(model)), shards.rank_orders(model)
     scalars = shards.scalars_of(model)
 
     def whole(name: str) -> Tensor | None:
         value = shards.whole_of(tensors[name], own.get(name), scalar=name in scalars)
-        if name.removesuffix(".weight") in changes:
-            value = value + change(changes[name.removesuffix(".weight")])
+        if name in added:
+            value = value + added[name]()
         return value.to("cpu").contiguous() if distributed.get_rank() == 0 else None
 
     tied = [names for names in shards.tied_names(model) if not shards.is_adapter(names[0])]
     return {name: tensors[name] for name in (_kept(model, names) for names in tied)}, whole
 
 
-def _of_all_stages(model: nn.Module, changes: Mapping[str, Any]) -> Source:
+def _of_all_stages(model: nn.Module, added: Mapping[str, Callable[[], Tensor]]) -> Source:
     """Rank 0 gathers the weights of all stages on the CPU; other ranks have none.
 
     Args:
-        changes: the layers of this rank's stages whose adapters are merged, by name.
+        added: the changes by adapters that are merged, of the weights of this rank's stages.
     """
     full = {n: t for n, t in full_state_dict(model).items() if not shards.is_adapter(n)}
-    mine = {f"{name}.weight": change(layer).cpu() for name, layer in changes.items()}
+    mine = {name: change().cpu() for name, change in added.items()}
     for name, by in on_rank_0(mine, model).items():
         full[name] = full[name] + by
     first = {tensor.data_ptr(): name for name, tensor in reversed(full.items())}
