@@ -1,5 +1,8 @@
 """The adapters section -> LoRA on sets of modules; all other parameters are frozen."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from planc.ops.lora import INITS, Adapt
 from planc.ops.quantization import BLOCKS, KINDS, Quantize
 from planc.plan.call_arguments import Arguments, word, wrong_value
@@ -35,18 +38,8 @@ def lora(call: ast.Call, origin: Span, scope: Scope) -> AdapterRule | None:
         example = f"write `{call.name}(rank = 16, alpha = 32)`"
         arguments.wrong(call, f"`{call.name}` needs a rank", example)
         return None
-    before = scope.sink.errors
-    if not isinstance(rank, int) or rank < 1:
-        _range(scope, f"the rank of an adapter is a positive integer, not {rank}", places["rank"])
-    if alpha is not None and alpha <= 0:
-        _range(scope, f"`alpha` is a positive number, not {alpha}", places["alpha"])
-    if dropout is not None and not 0 <= dropout < 1:
-        text = f"`dropout` is a fraction of the inputs, from 0 to less than 1, not {dropout}"
-        _range(scope, text, places["dropout"])
-    if quant is not None and quant.block not in BLOCKS:
-        text = f"a block is of {BLOCKS[0]} to {BLOCKS[-1]:,} weights, a power of 2"
-        _range(scope, f"{text}, not {quant.block}", places["block"])
-    if scope.sink.errors > before:
+    given = {"rank": rank, "alpha": alpha, "dropout": dropout}
+    if not _in_range(given, quant, places, scope):
         return None
     assert isinstance(rank, int)
     op = Adapt(
@@ -61,6 +54,24 @@ def lora(call: ast.Call, origin: Span, scope: Scope) -> AdapterRule | None:
         origin=origin,
     )
     return AdapterRule(modules=scope.facts.model, adapt=op, quantize=quant, origin=origin)
+
+
+def _in_range(
+    given: Mapping[str, Any], quant: Quantize | None, places: Mapping[Any, Span], scope: Scope
+) -> bool:
+    """Whether all numbers can be those of an adapter; PL181 for each that can't."""
+    before, (rank, alpha, dropout) = scope.sink.errors, given.values()
+    if not isinstance(rank, int) or rank < 1:
+        _range(scope, f"the rank of an adapter is a positive integer, not {rank}", places["rank"])
+    if alpha is not None and alpha <= 0:
+        _range(scope, f"`alpha` is a positive number, not {alpha}", places["alpha"])
+    if dropout is not None and not 0 <= dropout < 1:
+        text = f"`dropout` is a fraction of the inputs, from 0 to less than 1, not {dropout}"
+        _range(scope, text, places["dropout"])
+    if quant is not None and quant.block not in BLOCKS:
+        text = f"a block is of {BLOCKS[0]} to {BLOCKS[-1]:,} weights, a power of 2"
+        _range(scope, f"{text}, not {quant.block}", places["block"])
+    return scope.sink.errors == before
 
 
 def _parameters(arguments: Arguments) -> tuple[str, ...]:
