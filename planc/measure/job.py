@@ -39,6 +39,8 @@ class RankJob:
         edges: the blocks at which backward passes from one moment to the next: by their name, that
             of the moment.
         form: of what the stages before it send.
+        order: whether what it sends is noted, in place of what it holds.
+        code: whether the plan's custom styles may be imported.
     """
 
     step: RankStep
@@ -46,9 +48,11 @@ class RankJob:
     lowered: str
     digest: str
     rank: int
-    begins: tuple[str, ...]
-    edges: dict[str, str]
+    begins: tuple[str, ...] = ()
+    edges: dict[str, str] = field(default_factory=dict)
     form: dict[str, Any] = field(default_factory=dict)
+    order: bool = False
+    code: bool = False
 
     def dumps(self) -> str:
         return json.dumps(asdict(self), default=str)
