@@ -14,7 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from planc.compiler import Compiled, Draft, compile_plan
-from planc.diagnostic import Diagnostic, PlanError, Sink
+from planc.diagnostic import Diagnostic, PlanError, Sink, one_of
 from planc.draft.parsed import parsed
 from planc.model import cache
 from planc.notebook import DRAW, TEXT
@@ -61,7 +61,9 @@ def check(
         world_size: the number of ranks.
         overrides: `name=value` for mesh axes and options: a text, several, or a mapping.
         allow_code: whether Python code that `model` or the plan names may be run.
-        level: `flow`, or `structure` to leave out the simulated run of a shrunken model.
+        level: `flow`; `structure` to leave out the simulated run of a shrunken model; or `order`,
+            which also runs each rank of a small mesh alone, and looks whether the collectives of
+            all of them fit together.
         inputs: what the forward of a module takes, by argument: an example, or a function of a
             number of rows and a seed that makes one; tensors have rows on dim 0. The module is then
             proved as it is, whatever library it is from. A module may say it itself, by a method
@@ -73,25 +75,29 @@ def check(
     Raises:
         ValueError: there is no such level, or inputs or a loss are for the name of a model.
     """
-    from planc.proof.checked import Findings, known_certificate, summary
+    from planc.order.findings import order
+    from planc.proof.checked import LEVELS, Findings, known_certificate, summary
     from planc.proof.in_subprocess import record
     from planc.proof.layout_flow import flow
 
-    if level not in ("flow", "structure"):
-        raise ValueError(f"a level is `flow` or `structure`, not {level!r}")
+    if level not in LEVELS:
+        raise ValueError(f"a level is {one_of(LEVELS)}, not {level!r}")
     if inputs is not None or loss is not None:
         if isinstance(model, str | os.PathLike):
             raise ValueError("inputs and a loss are for a module, and not for a name")
         model = replace(_facts_of(model), user_model=model, inputs_and_loss=(inputs, loss))
-    draft = parsed if level == "flow" else None
+    draft = parsed if level != "structure" else None
     compiled, sink = compiled_for(model, plan, world_size, overrides, allow_code, draft=draft)
     verdict = None
-    if level == "flow" and compiled.lowered is not None:
+    if level != "structure" and compiled.lowered is not None:
         verdict = flow(compiled, sink, allow_code=allow_code, draft=parsed)
         record(compiled, verdict, sink)
+    also = ""
+    if level == "order" and compiled.lowered is not None:
+        also = f", {order(compiled, sink, allow_code=allow_code).text}"
     proof = known_certificate(compiled, sink)
     findings = Findings(sink)
-    findings.lines = summary(compiled, proof, verdict)
+    findings.lines = summary(compiled, proof, verdict, also)
     return findings
 
 

@@ -20,6 +20,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from planc.runtime.standalone.shards import WRAPPERS, plain_name
+
 _KINDS = {
     "allreduce_": "all_reduce",
     "allreduce_coalesced_": "all_reduce",
@@ -109,7 +111,7 @@ class Collectives(TorchDispatchMode):  # type: ignore[misc]
         """The module whose code or whose gradient runs, and the unit that FSDP works on."""
         labels = (label for label in reversed(self.labels) if label.startswith("FSDP::"))
         unit = next((label for label in labels if "(" in label), "")
-        unit = unit.partition("(")[2].removesuffix(")")
+        unit = plain_name(unit.partition("(")[2].removesuffix(")"), WRAPPERS)
         node = torch._C._current_autograd_node()
         step, module = self.stepping(), ""
         if not step and self.running:  # with a node, a checkpoint's second forward

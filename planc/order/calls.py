@@ -13,8 +13,8 @@ from planc.ops.base import Op
 from planc.ops.context import ContextParallel
 from planc.ops.expert_parallel import DispatchExperts
 from planc.ops.fsdp import FullyShard
-from planc.ops.lowered import Lowered
 from planc.ops.loss import ChunkLoss
+from planc.ops.lowered import Lowered
 from planc.ops.pipeline import Pipeline
 from planc.ops.tensor_parallel import Parallelize
 
@@ -79,7 +79,11 @@ class Call:
     def where(self) -> str:
         """`backward of model.layers.3`, `forward, fsdp of lm_head`, `clipping`, `the loop`."""
         at = f"{self.during} of {self.module}" if self.module else self.during
-        of = f"{self.op.WORD} of {self.unit}" if self.unit and isinstance(self.op, FullyShard) else ""
+        of = (
+            f"{self.op.WORD} of {self.unit}"
+            if self.unit and isinstance(self.op, FullyShard)
+            else ""
+        )
         return ", ".join(filter(None, (at, of))) or "the loop"
 
     @property
@@ -167,11 +171,8 @@ def _unit(call: Call, ops: Sequence[Op]) -> Op | None:
     if not call.unit:
         return None
     first = call.unit.partition(",")[0].strip("[] ")
-    for op in ops:
-        if isinstance(op, FullyShard) and {*call.axes} <= {*_axes(op)}:
-            if any(first in some.names() for some in op.members):
-                return op
-    return None
+    units = (op for op in ops if isinstance(op, FullyShard) and {*call.axes} <= {*_axes(op)})
+    return next((op for op in units if any(first in some.names() for some in op.members)), None)
 
 
 def _axes(op: Op) -> tuple[str, ...]:

@@ -69,7 +69,7 @@ def difference(one: Call, other: Call) -> str:
             return f"{a or 'none'} and {b or 'none'}".replace("_", "-")
     if not (one.uneven or other.uneven) and one.numel != other.numel:
         return f"{one.numel:,} and {other.numel:,} elements"
-    return ""
+    return "" if one.unit == other.unit else f"{one.unit or 'none'} and {other.unit or 'none'}"
 
 
 Unit = tuple[int, bool, int]
@@ -83,10 +83,10 @@ class _Simulation:
     at: dict[int, int] = field(init=False)
     different: dict[Hashable, Different] = field(init=False, default_factory=dict)
     arrived: dict[tuple[tuple[int, ...], int], Call] = field(init=False, default_factory=dict)
-    ends: dict[Hashable, deque[Call]] = field(
+    ends: dict[tuple[Hashable, str], deque[Call]] = field(
         init=False, default_factory=lambda: defaultdict(deque)
     )
-    queues: dict[Hashable, deque[Unit]] = field(
+    queues: dict[tuple[int, Hashable], deque[Unit]] = field(
         init=False, default_factory=lambda: defaultdict(deque)
     )
     left: dict[Unit, int] = field(init=False, default_factory=lambda: defaultdict(int))
@@ -123,29 +123,22 @@ class _Simulation:
             if _unit(call) not in queue:
                 queue.append(_unit(call))
             self.ends[self._channel(call), call.kind].append(call)
-        elif not self._together(rank, call):
-            return False
         else:
-            return True
+            return self._together(rank, call)
         self.at[rank] += 1
         return True
 
     def _together(self, rank: int, call: Call) -> bool:
         """Lets the ranks of a collective go on, if all of them are there."""
         self.arrived[call.ranks, rank] = call
-        every = [self.arrived.get((call.ranks, other)) for other in call.ranks]
-        if any(one is None for one in every):
+        if not all((call.ranks, other) in self.arrived for other in call.ranks):
             return False
-        first = every[0]
+        every = [self.arrived.pop((call.ranks, other)) for other in call.ranks]
         for other in every[1:]:
-            assert first is not None and other is not None
-            if why := difference(first, other):
-                self.different.setdefault(
-                    call.ranks, Different(one=first, other=other, why=why)
-                )
-        for other in call.ranks:
-            del self.arrived[call.ranks, other]
-            self.at[other] += 1
+            if why := difference(every[0], other):
+                self.different.setdefault(call.ranks, Different(one=every[0], other=other, why=why))
+        for one in every:
+            self.at[one.rank] += 1
         return True
 
     def _meet(self) -> bool:
@@ -179,20 +172,20 @@ class _Simulation:
         return (call.ranks, frozenset((call.rank, call.peer))) if alone else call.ranks
 
     def _channel(self, call: Call) -> Hashable:
-        """Messages between two ranks, in one direction, of which the n-th sent is the n-th taken."""
+        """Messages of a rank to another: the n-th that is sent is the n-th that is taken."""
         ends = (call.rank, call.peer) if call.kind == "send" else (call.peer, call.rank)
         of = self._communicator(call) if self.network is not Network.GLOO else call.ranks
         return of, ends
 
     def stuck(self) -> Stuck | None:
-        """The ranks that have not ended, and what each waits for."""
+        """The ranks that have not ended, or whose messages have not, and what each waits for."""
         waits: dict[int, tuple[Call, tuple[int, ...]]] = {}
         for rank in self.ranks:
             call = self._next(rank)
+            if call is None or call.kind == WAIT:
+                call = self._unmet(rank, call)
             if call is None:
                 continue
-            if call.kind == WAIT:
-                call = self.messages[rank, call.work]
             others = [call.peer] if call.peer >= 0 else call.ranks
             absent = (o for o in others if call.peer >= 0 or (call.ranks, o) not in self.arrived)
             waits[rank] = call, tuple(absent)
@@ -200,6 +193,21 @@ class _Simulation:
             return None
         graph = {rank: others for rank, (_, others) in waits.items()}
         return Stuck(network=self.network, waits=waits, cycle=_cycle(graph))
+
+    def _unmet(self, rank: int, wait: Call | None) -> Call | None:
+        """The message that a rank waits for, or that it has left when it ended: the first of its
+        queue, behind which others are.
+        """
+        awaited = wait and self.messages[rank, wait.work]
+        if awaited and self.network is Network.GLOO:
+            return awaited
+        named = (rank, self._communicator(awaited)) if awaited else None
+        heads = {q[0] for key, q in self.queues.items() if q and named in (None, key)}
+        heads = {unit for unit in heads if unit[0] == rank}
+        every = (call for (r, _), call in self.messages.items() if r == rank)
+        return next(
+            (c for c in every if _unit(c) in heads and (rank, c.work) not in self.met), None
+        )
 
     def _next(self, rank: int) -> Call | None:
         calls, at = self.ranks[rank], self.at[rank]
@@ -233,7 +241,9 @@ def _cycle(graph: Mapping[int, Sequence[int]]) -> tuple[int, ...]:
     return ()
 
 
-def fits(ranks: Sequences, networks: Sequence[Network] = tuple(Network)) -> Iterator[Different | Stuck]:
+def fits(
+    ranks: Sequences, networks: Sequence[Network] = tuple(Network)
+) -> Iterator[Different | Stuck]:
     """What does not fit: on each group the first calls that differ; else ranks that wait for ever,
     on the first of the networks where some do.
     """
@@ -250,7 +260,8 @@ def fits(ranks: Sequences, networks: Sequence[Network] = tuple(Network)) -> Iter
 
 def apart(ranks: Sequences, places: Mapping[int, int]) -> Iterator[tuple[Call | None, Call | None]]:
     """Ranks of one place of the pipeline run one program: where a rank first calls something else
-    than the first rank of its place, the calls of that one and of its own; None where one has ended.
+    than the first rank of its place, the calls of that one and of its own; None where one has
+    ended.
     """
     first: dict[int, int] = {}
     for rank, own in ranks.items():
@@ -266,4 +277,4 @@ def apart(ranks: Sequences, places: Mapping[int, int]) -> Iterator[tuple[Call | 
 def _program(call: Call) -> Hashable:
     """What a call has on every rank that runs the same code; in a ring, ranks may send in turn."""
     kind = "message" if call.kind in MESSAGES else call.kind
-    return kind, call.axes, call.dtype, call.reduces
+    return kind, call.axes, call.dtype, call.reduces, call.during, call.module, call.unit

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from planc.compiler import Compiled
+from planc.lowering.step import Step
 from planc.measure.count import NotCountedError, RankRunner, require_runnable, stored
 from planc.measure.job import RankJob, RankStep
 from planc.ops.base import AxisRole
@@ -101,15 +102,29 @@ def recorded(
     return Order(lowered=lowered, first=first, later=later)
 
 
-def of_places(compiled: Compiled, runner: RankRunner, **step: int | bool) -> Order:
-    """The order of the first rank of each place of the pipeline, of the model as it is."""
-    lowered = compiled.lowered
-    if lowered is None:
-        raise NotCountedError("the plan has errors")
-    axis = lowered.pipeline.axis if lowered.pipeline else ""
-    stride = lowered.stride(axis) if axis else 1
-    ranks = [place * stride for place in range(lowered.axis_size(axis) if axis else 1)]
-    return recorded(compiled, ranks, runner, **step)  # type: ignore[arg-type]
+def of_places(compiled: Compiled, step: Step) -> Order:
+    """The order of the first rank of each place of the pipeline, of the model as it is.
+
+    Args:
+        compiled: a plan without errors.
+        step: its batch; where it has none, as few rows as a pipeline needs, of a few tokens.
+
+    Raises:
+        NotCountedError: a rank cannot be run alone.
+    """
+    lowered = step.lowered
+    stride = lowered.stride(lowered.pipeline.axis) if lowered.pipeline else 1
+    ranks = [place * stride for place in range(len(lowered.stages))]
+    rows = (step.batch or 0) // (step.ranks * step.micro_batches)
+    with RankRunner() as runner:
+        return recorded(
+            compiled,
+            ranks,
+            runner,
+            rows=rows,
+            tokens=step.sequence or _TOKENS,
+            micro_batches=step.micro_batches,
+        )
 
 
 def small_orders(
@@ -152,4 +167,4 @@ def small_meshes(plan: Plan) -> Iterator[dict[str, int]]:
     stages = plan.pipeline.op.axis if plan.pipeline else ""
     if stages and real[stages] > 3:
         longer = 3 if real[stages] % 4 and real[stages] % 3 == 0 else 4
-        yield {**dict.fromkeys(real, 1), **{n: 2 for n in data[-1:]}, stages: longer}
+        yield {**dict.fromkeys(real, 1), **dict.fromkeys(data[-1:], 2), stages: longer}
