@@ -144,6 +144,7 @@ def apply(
     require: Required | None = None,
     prove: bool = False,
     compare: int = 2,
+    watchdog: float | None = None,
 ) -> Run:
     """Parallelizes a model over the ranks of this run, in place, according to a plan.
 
@@ -169,6 +170,9 @@ def apply(
         compare: the number of first forward passes in which ranks compare their inputs, those of
             the tensor axes and those of the innermost data axis; 0 compares neither these nor the
             weights that the ranks have built.
+        watchdog: seconds. Where no collective of this rank has moved for so long, a thread writes
+            what it waits for into the folder `planc-hang`, or that which the environment variable
+            PLANC_HANG_DIR names, for `planc hang`; the run goes on. None for no such thread.
 
     Returns:
         The handle of the run: `.model`, `.mesh`, `.data_rank`, `.data_size`, `.describe()`,
@@ -179,15 +183,18 @@ def apply(
             ranks disagree, or torch refused an operation or is not installed. In the first forward
             passes: the ranks have different inputs (PL483), or different weights (PL484).
         TypeError: the model is no module.
-        ValueError: there is no such requirement, or a plan that is lowered already is to be proved.
+        ValueError: there is no such requirement, a plan that is lowered already is to be proved, or
+            a watchdog has no time or nothing to read.
     """
     _can_be_asked(model, require, prove, plan)
     from planc.runtime.executor import apply_lowered
     from planc.runtime.meshes import device_of, no_group_after_an_error
     from planc.runtime.preconditions import announce, require_not_parallel
     from planc.runtime.safeguards.guards import require_unwrapped
+    from planc.runtime.safeguards.watchdog import Watchdog, usable
     from planc.trial.verdict_store import recall
 
+    limit = None if watchdog is None else usable(watchdog)
     with no_group_after_an_error():
         try:
             require_not_parallel(model)
@@ -219,6 +226,8 @@ def apply(
             require=require,
             compare=compare,
         )
+        if limit is not None:
+            Watchdog(lowered, own, limit).start()
         return run if compiled is None else _with_origin(run, compiled)
 
 

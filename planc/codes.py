@@ -294,6 +294,8 @@ _ROWS: tuple[tuple[str, str, Phase, str], ...] = (
     ("PL614", "error", "plan", "ranks that wait for ever"),
     ("PL615", "error", "plan", "a rank that leaves the order of the others"),
     ("PL616", "warning", "plan", "an order of collectives that is not known"),
+    ("PL617", "error", "input", "dumps that cannot be read"),
+    ("PL618", "error", "input", "dumps of another plan"),
     ("PL640", "error", "plan", "ranks that do not fill whole nodes"),
     ("PL641", "error warning", "plan", "a tensor axis that crosses nodes"),
     ("PL642", "error", "input", "a job without what its file needs"),

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from planc.measure.job import ROOT
 from planc.runtime.standalone.shards import WRAPPERS, plain_name
 
 _KINDS = {
@@ -109,9 +110,8 @@ class Collectives(TorchDispatchMode):  # type: ignore[misc]
 
     def _where(self) -> dict[str, str]:
         """The module whose code or whose gradient runs, and the unit that FSDP works on."""
-        labels = (label for label in reversed(self.labels) if label.startswith("FSDP::"))
-        unit = next((label for label in labels if "(" in label), "")
-        unit = plain_name(unit.partition("(")[2].removesuffix(")"), WRAPPERS)
+        label = next((one for one in reversed(self.labels) if one.startswith("FSDP::")), "")
+        unit = plain_name(label.partition("(")[2].removesuffix(")"), WRAPPERS) or ROOT * bool(label)
         node = torch._C._current_autograd_node()
         step, module = self.stepping(), ""
         if not step and self.running:  # with a node, a checkpoint's second forward

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import combinations, product
 from typing import Any
 
+from planc.measure.job import ROOT
 from planc.model.facts import below
 from planc.ops import phrases
 from planc.ops.base import Op
@@ -170,7 +171,7 @@ def _unit(call: Call, ops: Sequence[Op]) -> Op | None:
     """The FSDP unit that a call gathers or reduces."""
     if not call.unit:
         return None
-    first = call.unit.partition(",")[0].strip("[] ")
+    first = call.unit.partition(",")[0].replace(ROOT, "")
     units = (op for op in ops if isinstance(op, FullyShard) and {*call.axes} <= {*_axes(op)})
     return next((op for op in units if any(first in some.names() for some in op.members)), None)
 
@@ -218,7 +219,7 @@ def _inside(call: Call, name: str) -> bool:
 
 
 def _whole(call: Call, ops: Sequence[Op]) -> Op | None:
-    units = [unit.strip() for unit in call.unit.split(",") if unit.strip()]
+    units = [unit.replace(ROOT, "") for unit in call.unit.split(", ") if unit]
     for op in ops:
         if not (isinstance(op, Parallelize) and not op.shapes and {*call.axes} & {*op.axes}):
             continue

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 from planc.compiler import Compiled
 from planc.diagnostic import Label, Sink
+from planc.lowering.step import Step
 from planc.measure.count import NotCountedError, RankRunner
 from planc.ops import phrases
 from planc.order.calls import WAIT, Call
 from planc.order.match import Different, Stuck, apart, fits
-from planc.order.record import Order, small_orders
+from planc.order.record import Order, of_places, small_orders
 
 _MOST = 8
 """Ranks that are listed of those that wait for ever."""
@@ -62,13 +63,26 @@ def order(compiled: Compiled, sink: Sink, *, allow_code: bool = False) -> OrderV
                 if wrong:
                     break
     except NotCountedError as error:
-        sink.warning(
-            "PL616",
-            f"whether the collectives of all ranks fit together is not known: {error}",
-            help="`planc verify` runs the plan on real processes",
-        )
+        _unknown("whether the collectives of all ranks fit together", error, sink)
         return OrderVerdict(verdict="unknown", reason=str(error))
     return OrderVerdict(verdict="differs" if wrong else "fits", calls=tuple(ran))
+
+
+def known_order(compiled: Compiled, sink: Sink) -> Order | None:
+    """What the first rank of each place of the pipeline calls, of the model as it is; None after
+    PL616.
+    """
+    assert compiled.lowered is not None
+    try:
+        return of_places(compiled, Step(lowered=compiled.lowered))
+    except NotCountedError as error:
+        _unknown("the order of the plan's collectives", error, sink)
+        return None
+
+
+def _unknown(what: str, error: NotCountedError, sink: Sink) -> None:
+    help = "`planc verify` runs a small model on real processes"
+    sink.warning("PL616", f"{what} is not known: {error}", help=help)
 
 
 def _count(calls: tuple[Call, ...]) -> int:

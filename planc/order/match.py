@@ -192,7 +192,7 @@ class _Simulation:
         if not waits:
             return None
         graph = {rank: others for rank, (_, others) in waits.items()}
-        return Stuck(network=self.network, waits=waits, cycle=_cycle(graph))
+        return Stuck(network=self.network, waits=waits, cycle=cycle(graph))
 
     def _unmet(self, rank: int, wait: Call | None) -> Call | None:
         """The message that a rank waits for, or that it has left when it ended: the first of its
@@ -226,7 +226,7 @@ def _other_message(one: Call, other: Call) -> str:
     return ""
 
 
-def _cycle(graph: Mapping[int, Sequence[int]]) -> tuple[int, ...]:
+def cycle(graph: Mapping[int, Sequence[int]]) -> tuple[int, ...]:
     """Ranks each of which waits for the next, and the last for the first."""
     done: set[int] = set()
     for start in graph:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from planc.model.facts import DTYPE_BYTES, generic
@@ -56,9 +56,15 @@ def _single(call: Call) -> Single:
         numel=call.numel,
         dtype=call.dtype,
         reduces=call.reduces,
-        where=generic(call.where),
+        where=_generic(call),
         line=call.line,
     )
+
+
+def _generic(call: Call) -> str:
+    """Where a call is, in any layer."""
+    units = ", ".join(map(generic, call.unit.split(", ")))
+    return replace(call, module=generic(call.module), unit=units).where
 
 
 def _folded(found: Sequence[Row], period: int) -> list[Row]:
