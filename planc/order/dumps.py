@@ -90,8 +90,18 @@ class RankDump:
 
     @property
     def waits(self) -> Entry | None:
-        """The call that the rank waits in: the first that has not ended; a message after them."""
-        return next((one for one in self.entries if not one.done), None)
+        """The call that the rank waits in: the first that has not ended; a message after them. All
+        of gloo's end with an error: then the last one is where the rank was.
+        """
+        waits = next((one for one in self.entries if not one.done), None)
+        if waits is None and self.error:
+            waits = next((one for one in reversed(self.entries) if one.peer < 0), None)
+        return waits
+
+    @property
+    def error(self) -> str:
+        """That the rank has ended with; empty where it runs."""
+        return str(self.about.get("error", "")).partition("\n")[0]
 
     @property
     def code(self) -> str:

@@ -29,6 +29,7 @@ class Waiting:
             rank has called; None where that is not known.
         axes: of the entry's group.
         code: the line of the script.
+        error: that the rank has ended with; empty where it runs.
         awaited: the ranks that have not come to the same call.
         left_out: calls of the plan that the rank has not made, and the others of its place have.
     """
@@ -38,6 +39,7 @@ class Waiting:
     planned: Call | None
     axes: tuple[str, ...] = ()
     code: str = ""
+    error: str = ""
     awaited: tuple[int, ...] = ()
     left_out: tuple[Call, ...] = ()
 
@@ -118,6 +120,7 @@ def explain(dumps: Mapping[int, RankDump], lowered: Lowered, order: Order | None
             planned=planned,
             axes=groups.axes(entry.ranks) if entry else (),
             code=dump.code,
+            error=dump.error,
             left_out=left_out,
         )
     usual = Counter((place_of(lowered, rank), one.left_out) for rank, one in found.items())
@@ -239,6 +242,7 @@ def lines(found: Hang) -> Iterator[str]:
         yield f"  {first.at}" + (f"; at {first.code}" if first.code else "")
         for rank in first.awaited:
             yield f"  {_state(rank, found)}"
+        yield from (f"  rank {one.rank} has ended with {one.error}" for one in some if one.error)
         yield from _left_out(some)
     for one in found.ranks.values():
         if one.entry is None:
@@ -298,6 +302,7 @@ def document(found: Hang) -> dict[str, Any]:
                 "line": (one.planned.line or None) if one.planned else None,
                 "code": one.code or None,
                 "awaits": [*one.awaited],
+                "error": one.error or None,
                 "left_out": [call.text for call in one.left_out],
             }
             for one in found.ranks.values()

@@ -10,7 +10,8 @@ from unittest import mock
 
 WORLD = 4
 SECONDS = 4
-SETTINGS = {"crossed": ("pp=4", "microbatches=2")}
+SETTINGS = {"crossed": ("pp=4", "microbatches=4")}
+SIGNALS = {"stopped": signal.SIGSTOP, "killed": signal.SIGKILL}
 SIZES = {
     "vocab_size": 96,
     "hidden_size": 64,
@@ -42,11 +43,11 @@ def train(rank, fault, folder):
         model, "llama", overrides=settings(fault), require="nothing", watchdog=SECONDS
     )
     optimizer = run.optimizer(torch.optim.AdamW(model.parameters(), lr=1e-4))
-    ids = torch.randint(1, 96, (2, 16), generator=torch.Generator().manual_seed(run.data_rank))
+    ids = torch.randint(1, 96, (4, 16), generator=torch.Generator().manual_seed(run.data_rank))
     for step in range(4):
         wrong = fault if step == 2 else ""
-        if wrong == "stopped" and rank == 3:
-            os.kill(os.getpid(), signal.SIGSTOP)
+        if wrong in SIGNALS and rank == 3:
+            os.kill(os.getpid(), SIGNALS[wrong])
         if wrong == "layer" and rank == 3:
             layer = model.model.layers[1]
             plain = nn.Module.__call__
@@ -76,13 +77,10 @@ def main(fault, folder):
             try:
                 train(rank, fault, folder)
             except BaseException:
-                import traceback
-
-                traceback.print_exc()
+                sys.excepthook(*sys.exc_info())
             finally:
                 os._exit(1)
         ranks.append(pid)
-    print(*ranks, flush=True)
     for pid in ranks:
         os.waitpid(pid, 0)
 

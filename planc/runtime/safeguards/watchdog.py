@@ -1,4 +1,4 @@
-"""What a rank waits for, written when no rank of its groups has moved for some time.
+"""What a rank waits for, written when it has not moved for some time, or ends with an error.
 
 torch keeps the last collectives of a process in its flight recorder, for gloo as for NCCL, so a
 training step pays nothing. A thread reads how far each group has come; where no group moves, it
@@ -71,6 +71,8 @@ class Watchdog(threading.Thread):
         self.group = id(distributed.group.WORLD)  # no reference: its script ends it
         self.ended = threading.Event()
         self.messages = Messages() if lowered.pipeline and _by_gloo() else None
+        self.hook = sys.excepthook
+        sys.excepthook = self._failed
         self._forget()
 
     def run(self) -> None:
@@ -88,13 +90,26 @@ class Watchdog(threading.Thread):
             elif not written and time.monotonic() - since > self.seconds:
                 written = True
                 self._write()
-                self._tell()
+                self._tell(f"no collective has moved for {self.seconds:g} s")
 
     def end(self) -> None:
         """Ends the thread."""
         self.ended.set()
+        if sys.excepthook == self._failed:
+            sys.excepthook = self.hook
         if self.messages:
             self.messages.end()
+
+    def _failed(self, kind: Any, error: Any, trace: Any) -> None:
+        """Writes where a rank was when it raised: an error of a library, such as that of a rank
+        which has ended, and its own.
+        """
+        self.hook(kind, error, trace)
+        if self.ended.is_set() or id(distributed.group.WORLD) != self.group:
+            return
+        self.ended.set()
+        self._write(f"{kind.__name__}: {error}", traceback.extract_tb(trace))
+        self._tell(f"rank {self.rank} has ended with an error")
 
     def _moved(self) -> Any:
         """How far each group has come."""
@@ -110,9 +125,10 @@ class Watchdog(threading.Thread):
             path.unlink(missing_ok=True)
         return False
 
-    def _write(self) -> None:
-        main = sys._current_frames().get(threading.main_thread().ident or 0)
-        frames = traceback.extract_stack(main) if main else []
+    def _write(self, error: str = "", frames: Any = None) -> None:
+        if frames is None:
+            main = sys._current_frames().get(threading.main_thread().ident or 0)
+            frames = traceback.extract_stack(main) if main else []
         about = {
             "rank": self.rank,
             "world_size": self.size,
@@ -122,6 +138,7 @@ class Watchdog(threading.Thread):
             "pid": os.getpid(),
             "time": time.time(),
             "seconds": self.seconds,
+            "error": error,
             "groups": dict(_groups()),
             "messages": self.messages.document() if self.messages else [],
             "stack": [f"{f.filename}:{f.lineno} {f.name}" for f in frames],
@@ -130,7 +147,7 @@ class Watchdog(threading.Thread):
         self._path(self.rank).with_suffix(".pickle").write_bytes(_dump(collectives=True))
         write(self._path(self.rank), json.dumps(about))  # last, and at once: others look for it
 
-    def _tell(self) -> None:
+    def _tell(self, why: str) -> None:
         """The first rank that has written says which others have, once they had time to."""
         limit = time.monotonic() + min(_OTHERS, self.seconds)
         while time.monotonic() < limit and not all(map(self._there, range(self.size))):
@@ -141,9 +158,8 @@ class Watchdog(threading.Thread):
         absent = [str(rank) for rank in range(self.size) if rank not in there]
         without = f"; no file of rank {', '.join(absent)}" if absent else ""
         self._say(
-            f"no collective has moved for {self.seconds:g} s: {len(there)} of {self.size} ranks "
-            f"wrote what they wait for to {self.folder}{without}. "
-            f"`planc hang {self.folder} MODEL PLAN` lays it beside the plan"
+            f"{why}: {len(there)} of {self.size} ranks wrote what they wait for to {self.folder}"
+            f"{without}. `planc hang {self.folder} MODEL PLAN` lays it beside the plan"
         )
 
     def _there(self, rank: int) -> bool:
