@@ -43,6 +43,7 @@ class RankJob:
             of the moment.
         form: of what the stages before it send.
         order: whether what it sends is noted, in place of what it holds.
+        real: whether tensors have memory, which is faster where they are small.
         code: whether the plan's custom styles may be imported.
     """
 
@@ -55,6 +56,7 @@ class RankJob:
     edges: dict[str, str] = field(default_factory=dict)
     form: dict[str, Any] = field(default_factory=dict)
     order: bool = False
+    real: bool = False
     code: bool = False
 
     def dumps(self) -> str:

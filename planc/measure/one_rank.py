@@ -13,7 +13,7 @@ import os
 import sys
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -103,8 +103,11 @@ class _Rank:
         run = apply_lowered(
             model, self.lowered, digest=job.digest, device_type="cpu", allow_code=job.code
         )
-        with quiet(), FakeTensorMode(allow_non_fake_inputs=True):
+        fake = nullcontext() if job.real else FakeTensorMode(allow_non_fake_inputs=True)
+        with quiet(), fake:
             model.to_empty(device="cpu")
+            if job.real:
+                _zero(model)
             optimizer = self._optimizer(run)
             if job.order:
                 return {"steps": [*self._calls(run, optimizer)], "form": sent_by(run) or {}}
@@ -213,6 +216,12 @@ def _model(job: RankJob) -> nn.Module:
     with torch.device("meta"):
         model: nn.Module = training_model(*prepared, job.step.dtype, job.step.attention)
     return model
+
+
+def _zero(model: nn.Module) -> None:
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.zero_()
 
 
 def _layer(name: str) -> str:

@@ -70,7 +70,8 @@ class Call:
         reduces = f" ({self.reduces})" * bool(self.reduces)
         size = f" of {self.numel:,} {phrases.SHORT.get(self.dtype, self.dtype)}"
         end = f"{way} {self.peer}" if way else ""
-        return f"{self.kind.replace('_', '-')}{reduces}{size * bool(self.numel)}{end}"
+        kind = self.kind.replace("_", "-").replace("recv", "receive")
+        return f"{kind}{reduces}{size * bool(self.numel)}{end}"
 
     @property
     def over(self) -> str:
@@ -85,7 +86,7 @@ class Call:
             if self.unit and isinstance(self.op, FullyShard)
             else ""
         )
-        return ", ".join(filter(None, (at, of))) or "the loop"
+        return ", ".join(filter(None, (at, of))) or "the loop" * (self.op is None)
 
     @property
     def line(self) -> str:
@@ -93,9 +94,13 @@ class Call:
         return "" if self.op is None else f"{self.op.WORD} {self.op.place}".rstrip()
 
     @property
+    def at(self) -> str:
+        """Where it is in the step, and the plan's line."""
+        return "; ".join(filter(None, (self.where, self.line)))
+
+    @property
     def text(self) -> str:
-        line = f"; {self.line}" * bool(self.line)
-        return f"{self.what} over {self.over} ({self.where}{line})"
+        return f"{self.what} over {self.over} ({self.at})"
 
 
 class Groups:

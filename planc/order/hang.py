@@ -76,9 +76,7 @@ class Waiting:
     @property
     def at(self) -> str:
         """What of the plan it is in: `backward of model.layers.3; tensor llama.plan:12`."""
-        if self.planned is None:
-            return "not a call of the plan"
-        return "; ".join(filter(None, (self.planned.where, self.planned.line)))
+        return self.planned.at if self.planned else "not a call of the plan"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -298,7 +296,7 @@ def document(found: Hang) -> dict[str, Any]:
             {
                 "rank": one.rank,
                 "call": one.what or None,
-                "plan": one.planned.where if one.planned else None,
+                "plan": (one.planned.where or None) if one.planned else None,
                 "line": (one.planned.line or None) if one.planned else None,
                 "code": one.code or None,
                 "awaits": [*one.awaited],

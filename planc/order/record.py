@@ -56,6 +56,7 @@ def recorded(
     tokens: int = _TOKENS,
     micro_batches: int = 1,
     allow_code: bool = False,
+    real: bool = False,
 ) -> Order:
     """Runs ranks of a plan, the first stage's before those of others.
 
@@ -66,6 +67,7 @@ def recorded(
         rows, tokens, micro_batches: of each pass of a rank, and passes; at most two are run. By
             default as few rows as a pipeline needs.
         allow_code: whether the plan's custom styles may be imported.
+        real: whether the model is small enough to be run on tensors with memory, which is faster.
 
     Raises:
         NotCountedError: a rank cannot be run so.
@@ -88,6 +90,7 @@ def recorded(
         digest=compiled.digest,
         rank=0,
         order=True,
+        real=real,
         code=allow_code,
     )
     found: dict[int, list[tuple[Call, ...]]] = {}
@@ -116,13 +119,15 @@ def of_places(compiled: Compiled, step: Step) -> Order:
     stride = lowered.stride(lowered.pipeline.axis) if lowered.pipeline else 1
     ranks = [place * stride for place in range(len(lowered.stages))]
     rows = (step.batch or 0) // (step.ranks * step.micro_batches)
+    tensor = prod(axis.size for axis in lowered.axes if axis.role is AxisRole.TENSOR)
+    least = step.divisors[1] * tensor
     with RankRunner() as runner:
         return recorded(
             compiled,
             ranks,
             runner,
             rows=rows,
-            tokens=step.sequence or _TOKENS,
+            tokens=step.sequence or least * max(1, _TOKENS // least),
             micro_batches=step.micro_batches,
         )
 
@@ -130,7 +135,7 @@ def of_places(compiled: Compiled, step: Step) -> Order:
 def small_orders(
     compiled: Compiled, runner: RankRunner, *, allow_code: bool = False
 ) -> Iterator[Order]:
-    """The orders of all ranks of small meshes, with a small model, of steps of two passes.
+    """The orders of all ranks of small meshes, with a small model, in steps of several passes.
 
     Raises:
         NotCountedError: there is no such model, or its ranks cannot be run.
@@ -144,7 +149,15 @@ def small_orders(
             raise NotCountedError(small.reason)
         assert small.compiled.lowered is not None
         every = range(small.compiled.lowered.world_size)
-        yield recorded(small.compiled, every, runner, micro_batches=2, allow_code=allow_code)
+        passes = 1 if plan.pipeline else 2  # a pipeline's microbatches are passes
+        yield recorded(
+            small.compiled,
+            every,
+            runner,
+            micro_batches=passes,
+            allow_code=allow_code,
+            real=True,
+        )
 
 
 def small_meshes(plan: Plan) -> Iterator[dict[str, int]]:

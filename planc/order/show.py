@@ -50,7 +50,7 @@ def rows(calls: Sequence[Call]) -> tuple[Row, ...]:
 
 def _single(call: Call) -> Single:
     return Single(
-        kind=call.kind.replace("recv", "receive").replace("_", "-"),
+        kind=call.kind,
         over=call.axes,
         ranks=len(call.ranks),
         numel=call.numel,
@@ -110,7 +110,8 @@ def _table(found: Sequence[Row], sized: bool, indent: str) -> Iterator[Sequence[
         over = " * ".join(row.over) or f"{row.ranks} ranks"
         reduces = f" ({row.reduces})" * bool(row.reduces)
         size = phrases.size(row.numel * DTYPE_BYTES.get(row.dtype, 1)) if sized else ""
-        yield f"{indent}{row.kind}{reduces} over {over}", size, row.where, row.line
+        kind = row.kind.replace("_", "-").replace("recv", "receive")
+        yield f"{indent}{kind}{reduces} over {over}", size, row.where, row.line
 
 
 def document(order: Order) -> dict[str, Any]:

@@ -29,9 +29,9 @@ CASES = [
         "crossed",
         (0, 1, 2, 3),
         [
-            "rank 2: in recv",
-            "rank 3: in recv",
-            "pipeline blocks.plan",
+            "rank 2: in receive",
+            "rank 3: in receive",
+            "  pipeline plans/blocks.plan:",
             "each waits for the next: 2 -> 3 -> 2",
         ],
     ),
@@ -50,7 +50,8 @@ CASES = [
 
 
 def dumped(fault, ranks, folder):
-    """Runs four processes until some have written; returns what they said."""
+    """Runs four processes until some have written, and one has said where."""
+    names, told = {f"rank_{rank}.json" for rank in ranks}, f"`planc hang {folder / 'dumps'} MODEL"
     script = Path(hanging.__file__)
     started = subprocess.Popen(
         [sys.executable, "-W", "ignore", script, fault, folder],
@@ -60,15 +61,16 @@ def dumped(fault, ranks, folder):
     )
     try:
         until = time.monotonic() + LIMIT
-        while time.monotonic() < until and "planc hang" not in said(folder):
+        while time.monotonic() < until and not (written(folder) >= names and told in said(folder)):
             time.sleep(0.5)
     finally:
         os.killpg(started.pid, signal.SIGKILL)
         started.wait()
-    assert sorted(f.name for f in (folder / "dumps").glob("*.json")) == [
-        f"rank_{rank}.json" for rank in ranks
-    ], said(folder)
-    return said(folder)
+    assert written(folder) == names and told in said(folder), said(folder)
+
+
+def written(folder):
+    return {path.name for path in (folder / "dumps").glob("*.json")}
 
 
 def said(folder):
@@ -77,8 +79,7 @@ def said(folder):
 
 @pytest.mark.parametrize(("fault", "ranks", "told"), CASES)
 def test_a_hang_is_explained(tmp_path, fault, ranks, told):
-    message = dumped(fault, ranks, tmp_path)
-    assert f"{len(ranks)} of 4 ranks wrote what they wait for to {tmp_path / 'dumps'}" in message
+    dumped(fault, ranks, tmp_path)
     words = [word for setting in hanging.settings(fault) for word in ("--set", setting)]
     code, out, errors = call("hang", tmp_path / "dumps", tmp_path, "llama", *words)
     assert code == 1, errors
