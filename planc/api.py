@@ -186,15 +186,13 @@ def apply(
         ValueError: there is no such requirement, a plan that is lowered already is to be proved, or
             a watchdog has no time or nothing to read.
     """
-    _can_be_asked(model, require, prove, plan)
+    _can_be_asked(model, require, prove, plan, watchdog)
     from planc.runtime.executor import apply_lowered
     from planc.runtime.meshes import device_of, no_group_after_an_error
     from planc.runtime.preconditions import announce, require_not_parallel
     from planc.runtime.safeguards.guards import require_unwrapped
-    from planc.runtime.safeguards.watchdog import Watchdog, usable
     from planc.trial.verdict_store import recall
 
-    limit = None if watchdog is None else usable(watchdog)
     with no_group_after_an_error():
         try:
             require_not_parallel(model)
@@ -226,12 +224,12 @@ def apply(
             require=require,
             compare=compare,
         )
-        if limit is not None:
-            Watchdog(lowered, own, limit).start()
-        return run if compiled is None else _with_origin(run, compiled)
+        return _completed(run, compiled, watchdog)
 
 
-def _can_be_asked(model: object, require: Required | None, prove: bool, plan: object) -> None:
+def _can_be_asked(
+    model: object, require: Required | None, prove: bool, plan: object, watchdog: float | None
+) -> None:
     cache.require_torch("planc.apply")
     from planc.runtime.known_verdict import known_requirement
     from planc.runtime.launchers import require_known_to_torch
@@ -242,10 +240,20 @@ def _can_be_asked(model: object, require: Required | None, prove: bool, plan: ob
     if prove and isinstance(plan, Lowered):
         raise ValueError("prove takes the plan by its path or name, not a lowered one")
     require_known_to_torch()
+    if watchdog is not None:
+        from planc.runtime.safeguards.watchdog import require_usable
+
+        require_usable(watchdog)
 
 
-def _with_origin(run: Run, compiled: Compiled) -> Run:
-    """The run, with what its summary says of the plan's text and of the overrides."""
+def _completed(run: Run, compiled: Compiled | None, watchdog: float | None) -> Run:
+    """The run, watched, with what its summary says of the plan's text and of the overrides."""
+    if watchdog is not None:
+        from planc.runtime.safeguards.watchdog import Watchdog
+
+        Watchdog(run.lowered, run.digest, watchdog).start()
+    if compiled is None:
+        return run
     text = plan_files.digest(compiled.files) or None
     return replace(run, sets=compiled.settings, plan_digest=text)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import subprocess
 import sys
 from collections import Counter
@@ -360,8 +361,11 @@ class RankRunner:
     def ask(self, job: RankJob) -> dict[str, Any]:
         """Runs one rank; an answer with `error` where it did not run."""
         if self._process is None:
-            words, pipe = [sys.executable, "-W", "ignore", "-m", self.MODULE], subprocess.PIPE
-            self._process = subprocess.Popen(words, stdin=pipe, stdout=pipe, text=True)
+            # what this process can import, and no file that the current folder happens to have
+            words = [sys.executable, "-P", "-W", "ignore", "-m", self.MODULE]
+            known = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+            pipe = subprocess.PIPE
+            self._process = subprocess.Popen(words, stdin=pipe, stdout=pipe, text=True, env=known)
         process = self._process
         assert process.stdin and process.stdout
         with suppress(BrokenPipeError):

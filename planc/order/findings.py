@@ -99,7 +99,7 @@ def report(found: Order, sink: Sink) -> bool:
     before = sink.errors
     pair = next(apart(both, places), None)
     if pair:
-        _report_apart(*pair, found, sink)
+        _report_apart(*pair, sink)
     for one in fits(both):
         match one:
             case Different():
@@ -124,19 +124,18 @@ def _fact(call: Call) -> str:
     return f"rank {call.rank}, call {call.number}: {call.text}"
 
 
-def _report_apart(one: Call | None, other: Call | None, found: Order, sink: Sink) -> None:
+def _report_apart(one: Call | None, other: Call | None, sink: Sink) -> None:
+    """`one` is a call of a rank that does what most of its place do."""
     call = other or one
     assert call is not None
-    ranks = [rank for rank in found.first if found.place(rank) == found.place(call.rank)]
-    lead = one.rank if one else ranks[0]
     if one and other:
         message = (
-            f"rank {other.rank} leaves the order of rank {lead} at its call {other.number}: "
+            f"rank {other.rank} leaves the order of rank {one.rank} at its call {other.number}: "
             f"{other.what} over {other.over}, not {one.what} over {one.over}"
         )
     else:
-        ended = "that has no other rank" if other else "that another rank of its place has not"
-        message = f"rank {call.rank} makes a call {ended}: {call.what} over {call.over}"
+        whom = "that most ranks of its stage do not make" if other else "that another leaves out"
+        message = f"rank {call.rank} makes a call {whom}: {call.what} over {call.over}"
     sink.error(
         "PL615",
         message,

@@ -8,7 +8,7 @@ where the code waits for it.
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -210,8 +210,7 @@ class _Simulation:
         )
 
     def _next(self, rank: int) -> Call | None:
-        calls, at = self.ranks[rank], self.at[rank]
-        return calls[at] if at < len(calls) else None
+        return _at(self.ranks[rank], self.at[rank])
 
 
 def _unit(call: Call) -> Unit:
@@ -260,18 +259,26 @@ def fits(
 
 def apart(ranks: Sequences, places: Mapping[int, int]) -> Iterator[tuple[Call | None, Call | None]]:
     """Ranks of one place of the pipeline run one program: where a rank first calls something else
-    than the first rank of its place, the calls of that one and of its own; None where one has
-    ended.
+    than most of its place, a call of one of these and its own; None where one has ended.
     """
-    first: dict[int, int] = {}
-    for rank, own in ranks.items():
-        lead = ranks[first.setdefault(places[rank], rank)]
-        for at in range(max(len(own), len(lead))):
-            one = lead[at] if at < len(lead) else None
-            other = own[at] if at < len(own) else None
-            if one is None or other is None or _program(one) != _program(other):
-                yield one, other
-                break
+    programs = {rank: tuple(map(_program, calls)) for rank, calls in ranks.items()}
+    for place in dict.fromkeys(places.values()):
+        own = [rank for rank in ranks if places[rank] == place]
+        usual = Counter(programs[rank] for rank in own).most_common(1)[0][0]
+        lead = next(rank for rank in own if programs[rank] == usual)
+        for rank in own:
+            if programs[rank] != usual:
+                at = _first_difference(usual, programs[rank])
+                yield _at(ranks[lead], at), _at(ranks[rank], at)
+
+
+def _first_difference(one: Sequence[Hashable], other: Sequence[Hashable]) -> int:
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+def _at(calls: Sequence[Call], at: int) -> Call | None:
+    return calls[at] if at < len(calls) else None
 
 
 def _program(call: Call) -> Hashable:

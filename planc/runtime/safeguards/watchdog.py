@@ -36,8 +36,8 @@ _OTHERS = 30.0  # seconds that other ranks get to write what they have
 _MESSAGES = 200  # of the last ones that are kept
 
 
-def usable(seconds: float) -> float:
-    """The time of a watchdog, in seconds.
+def require_usable(seconds: float) -> None:
+    """Checks the time of a watchdog, in seconds.
 
     Raises:
         TypeError: it is no number.
@@ -49,7 +49,6 @@ def usable(seconds: float) -> float:
         raise ValueError(f"watchdog is a number of seconds above 0, not {seconds!r}")
     if os.environ.get("TORCH_FR_BUFFER_SIZE", "").strip() == "0":
         raise ValueError("watchdog reads what torch records: TORCH_FR_BUFFER_SIZE=0 turns it off")
-    return float(seconds)
 
 
 class Watchdog(threading.Thread):
