@@ -92,7 +92,7 @@ def test_without_an_order(planned):
 
 def test_calls_of_the_script_are_passed_over(planned):
     read = dumps.read(FILES / "gloo")
-    own = dumps.Entry(kind="broadcast", ranks=(0, 1, 2, 3))
+    own = dumps.RecordedCall(kind="broadcast", ranks=(0, 1, 2, 3))
     with_own = {
         rank: replace(dump, entries=tuple(e for entry in dump.entries for e in (own, entry)))
         for rank, dump in read.items()
@@ -104,7 +104,9 @@ def test_a_message(planned):
     made = compiled("pp=2", "microbatches=2")
     order = known_order(made, Sink())
     assert order is not None
-    entry = dumps.Entry(kind="recv", ranks=(0, 2), dtype="float32", numel=9, done=False, peer=2)
+    entry = dumps.RecordedCall(
+        kind="recv", ranks=(0, 2), dtype="float32", numel=9, done=False, peer=2
+    )
     other = replace(entry, peer=0)
     found = hang.explain(
         {0: dumps.RankDump(rank=0, entries=(entry,)), 2: dumps.RankDump(rank=2, entries=(other,))},
@@ -121,7 +123,9 @@ def test_a_layer_is_told_from_another(planned):
     own = [c for c in order.later[0] if c.kind != "wait"]
     at = next(i for i, c in enumerate(own) if c.module == "model.layers.2.mlp")
     entries = [
-        dumps.Entry(kind=c.kind, ranks=c.ranks, numel=c.numel, dtype=c.dtype, done=c is not own[at])
+        dumps.RecordedCall(
+            kind=c.kind, ranks=c.ranks, numel=c.numel, dtype=c.dtype, done=c is not own[at]
+        )
         for c in own[: at + 1]
     ]
     found = hang.explain({0: dumps.RankDump(rank=0, entries=tuple(entries))}, lowered, order)

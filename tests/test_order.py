@@ -7,8 +7,7 @@ import pytest
 
 from planc.compiler import compile_plan
 from planc.diagnostic import Sink
-from planc.measure.count import NotCountedError
-from planc.order.calls import WAIT, Call, Groups
+from planc.order.calls import WAIT, Groups, RankCall
 from planc.order.findings import report
 from planc.order.match import Different, Network, Stuck, apart, fits
 from planc.order.record import Order, small_meshes, small_orders
@@ -135,11 +134,6 @@ def test_few_ranks_stand_for_many():
     ]
 
 
-def test_what_is_not_run():
-    with Faulty() as runner, pytest.raises(NotCountedError, match="compiled code"):
-        [*small_orders(compiled("llama-3.1-8b", 4, "compile=true"), runner)]
-
-
 # faults of programs -------------------------------------------------------------------------------
 
 
@@ -222,12 +216,12 @@ def made(rank, *words):
     for at, word in enumerate(words):
         kind, _, of = word.partition(":")
         if kind == "w":
-            calls.append(Call(rank=rank, number=at, kind=WAIT, work=works[of]))
+            calls.append(RankCall(rank=rank, number=at, kind=WAIT, work=works[of]))
         elif kind in ("s", "r"):
             works[of] = next(number)
             kind = {"s": "send", "r": "recv"}[kind]
             calls.append(
-                Call(
+                RankCall(
                     rank=rank,
                     number=at,
                     kind=kind,
@@ -238,7 +232,7 @@ def made(rank, *words):
             )
         else:
             ranks = tuple(map(int, of))
-            calls.append(Call(rank=rank, number=at, kind=kind, ranks=ranks, numel=4))
+            calls.append(RankCall(rank=rank, number=at, kind=kind, ranks=ranks, numel=4))
     return tuple(calls)
 
 

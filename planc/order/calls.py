@@ -24,7 +24,7 @@ WAIT = "wait"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
+class RankCall:
     """
     Args:
         rank: that calls.
@@ -153,7 +153,7 @@ def _along(axes: Sequence[Any]) -> Iterator[int]:
 
 def calls(
     noted: Iterable[Mapping[str, Any]], rank: int, lowered: Lowered, groups: Groups
-) -> Iterator[Call]:
+) -> Iterator[RankCall]:
     """The calls of a rank in a step, as `planc.measure.collectives` notes them."""
     pipeline = lowered.pipeline
     place = 0
@@ -162,17 +162,19 @@ def calls(
     ops = lowered.stages[place].ops
     for number, one in enumerate(noted):
         ranks = tuple(one.get("ranks", ()))
-        made = Call(**{**one, "ranks": ranks}, rank=rank, number=number, axes=groups.axes(ranks))
+        made = RankCall(
+            **{**one, "ranks": ranks}, rank=rank, number=number, axes=groups.axes(ranks)
+        )
         yield _with_op(made, ops)
 
 
-def _with_op(call: Call, ops: Sequence[Op]) -> Call:
+def _with_op(call: RankCall, ops: Sequence[Op]) -> RankCall:
     if call.kind == WAIT:
         return call
     return replace(call, op=_unit(call, ops) or _pipeline(call, ops) or _module(call, ops))
 
 
-def _unit(call: Call, ops: Sequence[Op]) -> Op | None:
+def _unit(call: RankCall, ops: Sequence[Op]) -> Op | None:
     """The FSDP unit that a call gathers or reduces."""
     if not call.unit:
         return None
@@ -191,13 +193,13 @@ def _axes(op: Op) -> tuple[str, ...]:
     return tuple(getattr(op, "axes", ())) or (getattr(op, "axis", ""),)
 
 
-def _pipeline(call: Call, ops: Sequence[Op]) -> Op | None:
+def _pipeline(call: RankCall, ops: Sequence[Op]) -> Op | None:
     if call.kind not in MESSAGES:
         return None
     return next((op for op in ops if isinstance(op, Pipeline) and op.axis in call.axes), None)
 
 
-def _module(call: Call, ops: Sequence[Op]) -> Op | None:
+def _module(call: RankCall, ops: Sequence[Op]) -> Op | None:
     """The operation on the axis of a call with the longest name of a module around it; one of a
     whole model, as context parallelism, where none is nearer. What FSDP sums before it reduces a
     unit is the gradient of a weight in it that a style leaves whole.
@@ -219,11 +221,11 @@ def _module(call: Call, ops: Sequence[Op]) -> Op | None:
     return best or _whole(call, ops)
 
 
-def _inside(call: Call, name: str) -> bool:
+def _inside(call: RankCall, name: str) -> bool:
     return bool(call.module) and (call.module == name or below(call.module, name))
 
 
-def _whole(call: Call, ops: Sequence[Op]) -> Op | None:
+def _whole(call: RankCall, ops: Sequence[Op]) -> Op | None:
     units = [unit.replace(ROOT, "") for unit in call.unit.split(", ") if unit]
     for op in ops:
         if not (isinstance(op, Parallelize) and not op.shapes and {*call.axes} & {*op.axes}):

@@ -48,7 +48,7 @@ class DumpError(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class RecordedCall:
     """A call that a rank has made.
 
     Args:
@@ -84,12 +84,12 @@ class RankDump:
     """
 
     rank: int
-    entries: tuple[Entry, ...]
+    entries: tuple[RecordedCall, ...]
     about: Mapping[str, Any] = field(default_factory=dict)
     gloo: bool = False
 
     @property
-    def waits(self) -> Entry | None:
+    def waits(self) -> RecordedCall | None:
         """The call that the rank waits in: the first that has not ended; a message after them. All
         of gloo's end with an error: then the last one is where the rank was.
         """
@@ -161,7 +161,7 @@ def _dump(rank: int, path: Path) -> RankDump:
 
 def _entries(
     found: Sequence[Mapping[str, Any]], groups: Mapping[str, tuple[int, ...]], rank: int
-) -> Iterator[Entry]:
+) -> Iterator[RecordedCall]:
     for one in found:
         name = one["profiling_name"].partition(":")[2].partition(" ")[0]
         group = one["process_group"][0]
@@ -178,7 +178,7 @@ def _entries(
             numel = 1
             for size in sizes[0]:
                 numel *= size
-        yield Entry(
+        yield RecordedCall(
             kind=_KINDS.get(name, name),
             ranks=ranks,
             group=group,
@@ -191,10 +191,10 @@ def _entries(
         )
 
 
-def _messages(found: Sequence[Mapping[str, Any]]) -> Iterator[Entry]:
+def _messages(found: Sequence[Mapping[str, Any]]) -> Iterator[RecordedCall]:
     """The messages that planc has noted: one that is awaited is where the rank waits."""
     for one in found:
-        yield Entry(
+        yield RecordedCall(
             kind=one["kind"],
             ranks=tuple(one["ranks"]),
             numel=one["numel"],

@@ -10,7 +10,7 @@ from planc.diagnostic import Label, Sink
 from planc.lowering.step import Step
 from planc.measure.count import NotCountedError, RankRunner
 from planc.ops import phrases
-from planc.order.calls import WAIT, Call
+from planc.order.calls import WAIT, RankCall
 from planc.order.match import Different, Stuck, apart, fits
 from planc.order.record import Order, of_places, small_orders
 
@@ -85,7 +85,7 @@ def _unknown(what: str, error: NotCountedError, sink: Sink) -> None:
     sink.warning("PL616", f"{what} is not known: {error}", help=help)
 
 
-def _count(calls: tuple[Call, ...]) -> int:
+def _count(calls: tuple[RankCall, ...]) -> int:
     return sum(call.kind != WAIT for call in calls)
 
 
@@ -110,7 +110,7 @@ def report(found: Order, sink: Sink) -> bool:
     return sink.errors > before
 
 
-def _labels(*calls: Call | None) -> Iterator[Label]:
+def _labels(*calls: RankCall | None) -> Iterator[Label]:
     """The lines of the plan that make calls, each once."""
     seen = set()
     for call in calls:
@@ -120,11 +120,11 @@ def _labels(*calls: Call | None) -> Iterator[Label]:
                 yield Label(span=call.op.origin, text=f"makes the call of rank {call.rank}")
 
 
-def _fact(call: Call) -> str:
+def _fact(call: RankCall) -> str:
     return f"rank {call.rank}, call {call.number}: {call.text}"
 
 
-def _report_apart(one: Call | None, other: Call | None, sink: Sink) -> None:
+def _report_apart(one: RankCall | None, other: RankCall | None, sink: Sink) -> None:
     """`one` is a call of a rank that does what most of its place do."""
     call = other or one
     assert call is not None

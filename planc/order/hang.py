@@ -9,8 +9,8 @@ from typing import Any
 
 from planc.ops import phrases
 from planc.ops.lowered import Lowered
-from planc.order.calls import MESSAGES, WAIT, Call, Groups
-from planc.order.dumps import Entry, RankDump
+from planc.order.calls import MESSAGES, WAIT, Groups, RankCall
+from planc.order.dumps import RankDump, RecordedCall
 from planc.order.match import cycle
 from planc.order.record import Order, place_of
 
@@ -35,13 +35,13 @@ class Waiting:
     """
 
     rank: int
-    entry: Entry | None
-    planned: Call | None
+    entry: RecordedCall | None
+    planned: RankCall | None
     axes: tuple[str, ...] = ()
     code: str = ""
     error: str = ""
     awaited: tuple[int, ...] = ()
-    left_out: tuple[Call, ...] = ()
+    left_out: tuple[RankCall, ...] = ()
 
     @property
     def meets(self) -> tuple[tuple[int, ...], int] | None:
@@ -55,7 +55,7 @@ class Waiting:
         one = self.entry
         if one is None:
             return ""
-        call = Call(
+        call = RankCall(
             rank=self.rank,
             number=0,
             kind=self._kind(one),
@@ -68,7 +68,7 @@ class Waiting:
         group = f"group {one.group}" * (not one.ranks)
         return f"{call.what} over {group or call.over}"
 
-    def _kind(self, one: Entry) -> str:
+    def _kind(self, one: RecordedCall) -> str:
         """The plan's, where gloo has recorded it as another."""
         own = self.planned.kind if self.planned else ""
         return own if _REDUCES.get(own) == one.kind else one.kind
@@ -131,7 +131,7 @@ def explain(dumps: Mapping[int, RankDump], lowered: Lowered, order: Order | None
     return Hang(lowered=lowered, ranks=found, absent=absent, cycle=cycle(graph))
 
 
-def _of_place(order: Order | None, lowered: Lowered, rank: int) -> Sequence[Call]:
+def _of_place(order: Order | None, lowered: Lowered, rank: int) -> Sequence[RankCall]:
     """What a rank calls in a step: what the first one of its place does."""
     if order is None:
         return ()
@@ -140,7 +140,7 @@ def _of_place(order: Order | None, lowered: Lowered, rank: int) -> Sequence[Call
     return [call for call in order.later[first] if call.kind != WAIT]
 
 
-def _awaited(one: Waiting, entry: Entry, every: Mapping[int, Waiting]) -> Iterator[int]:
+def _awaited(one: Waiting, entry: RecordedCall, every: Mapping[int, Waiting]) -> Iterator[int]:
     """The ranks of a call that have not come to it; of a message, the other end."""
     if entry.kind in MESSAGES:
         yield from [entry.peer] if entry.peer >= 0 else []
@@ -157,8 +157,8 @@ Key = tuple[str, tuple[str, ...]]
 
 
 def _planned(
-    dump: RankDump, groups: Groups, calls: Sequence[Call]
-) -> tuple[Call | None, tuple[Call, ...]]:
+    dump: RankDump, groups: Groups, calls: Sequence[RankCall]
+) -> tuple[RankCall | None, tuple[RankCall, ...]]:
     """The call of the plan that a rank waits in, or that comes next; and the calls before it that
     the rank has left out.
 
@@ -184,7 +184,7 @@ def _planned(
     if not own or own[-1][0] not in known:
         return None, ()
     best, run = _best(own, keys, planned)
-    gone: list[Call] = []
+    gone: list[RankCall] = []
     if 0 < run < min(len(own), len(keys)) and own[-run - 1][0] in known:
         before, _ = _best(own[:-run], keys, planned)
         between = (best - run - before) % len(keys)
@@ -199,7 +199,7 @@ def _planned(
 
 
 def _best(
-    own: Sequence[tuple[Key, Entry]], keys: Sequence[Key], planned: Sequence[Call]
+    own: Sequence[tuple[Key, RecordedCall]], keys: Sequence[Key], planned: Sequence[RankCall]
 ) -> tuple[int, int]:
     """Where in the plan's step the last of a rank's calls is, and how many up to it are equal."""
     at = [place for place, key in enumerate(keys) if key == own[-1][0]]
@@ -208,7 +208,10 @@ def _best(
 
 
 def _run(
-    own: Sequence[tuple[Key, Entry]], keys: Sequence[Key], planned: Sequence[Call], at: int
+    own: Sequence[tuple[Key, RecordedCall]],
+    keys: Sequence[Key],
+    planned: Sequence[RankCall],
+    at: int,
 ) -> tuple[int, int]:
     """How many of the last calls are those of the plan up to a place, and of equal sizes."""
     sizes = 0

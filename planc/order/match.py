@@ -13,9 +13,9 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from planc.order.calls import MESSAGES, WAIT, Call
+from planc.order.calls import MESSAGES, WAIT, RankCall
 
-Sequences = Mapping[int, Sequence[Call]]
+Sequences = Mapping[int, Sequence[RankCall]]
 """Calls by rank."""
 
 
@@ -41,8 +41,8 @@ class Different:
         why: what differs, such as `all_reduce and all_gather`.
     """
 
-    one: Call
-    other: Call
+    one: RankCall
+    other: RankCall
     why: str
 
 
@@ -57,11 +57,11 @@ class Stuck:
     """
 
     network: Network
-    waits: Mapping[int, tuple[Call, tuple[int, ...]]]
+    waits: Mapping[int, tuple[RankCall, tuple[int, ...]]]
     cycle: tuple[int, ...]
 
 
-def difference(one: Call, other: Call) -> str:
+def difference(one: RankCall, other: RankCall) -> str:
     """What two calls of one collective must have in common and don't; empty where they have it."""
     for name in ("kind", "reduces", "dtype"):
         a, b = getattr(one, name), getattr(other, name)
@@ -82,8 +82,8 @@ class _Simulation:
     network: Network
     at: dict[int, int] = field(init=False)
     different: dict[Hashable, Different] = field(init=False, default_factory=dict)
-    arrived: dict[tuple[tuple[int, ...], int], Call] = field(init=False, default_factory=dict)
-    ends: dict[tuple[Hashable, str], deque[Call]] = field(
+    arrived: dict[tuple[tuple[int, ...], int], RankCall] = field(init=False, default_factory=dict)
+    ends: dict[tuple[Hashable, str], deque[RankCall]] = field(
         init=False, default_factory=lambda: defaultdict(deque)
     )
     queues: dict[tuple[int, Hashable], deque[Unit]] = field(
@@ -91,7 +91,7 @@ class _Simulation:
     )
     left: dict[Unit, int] = field(init=False, default_factory=lambda: defaultdict(int))
     met: set[tuple[int, int]] = field(init=False, default_factory=set)
-    messages: dict[tuple[int, int], Call] = field(init=False, default_factory=dict)
+    messages: dict[tuple[int, int], RankCall] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self.at = dict.fromkeys(self.ranks, 0)
@@ -128,7 +128,7 @@ class _Simulation:
         self.at[rank] += 1
         return True
 
-    def _together(self, rank: int, call: Call) -> bool:
+    def _together(self, rank: int, call: RankCall) -> bool:
         """Lets the ranks of a collective go on, if all of them are there."""
         self.arrived[call.ranks, rank] = call
         if not all((call.ranks, other) in self.arrived for other in call.ranks):
@@ -155,23 +155,23 @@ class _Simulation:
                     self._end(call)
         return moved
 
-    def _may(self, call: Call) -> bool:
+    def _may(self, call: RankCall) -> bool:
         """Whether a message is the next one of its communicator, where these go in order."""
         queue = self.queues[call.rank, self._communicator(call)]
         return self.network is Network.GLOO or queue[0] == _unit(call)
 
-    def _end(self, call: Call) -> None:
+    def _end(self, call: RankCall) -> None:
         self.met.add((call.rank, call.work))
         unit = _unit(call)
         self.left[unit] -= 1
         if not self.left[unit]:
             self.queues[call.rank, self._communicator(call)].remove(unit)
 
-    def _communicator(self, call: Call) -> Hashable:
+    def _communicator(self, call: RankCall) -> Hashable:
         alone = self.network is Network.NCCL and not call.batch
         return (call.ranks, frozenset((call.rank, call.peer))) if alone else call.ranks
 
-    def _channel(self, call: Call) -> Hashable:
+    def _channel(self, call: RankCall) -> Hashable:
         """Messages of a rank to another: the n-th that is sent is the n-th that is taken."""
         ends = (call.rank, call.peer) if call.kind == "send" else (call.peer, call.rank)
         of = self._communicator(call) if self.network is not Network.GLOO else call.ranks
@@ -179,7 +179,7 @@ class _Simulation:
 
     def stuck(self) -> Stuck | None:
         """The ranks that have not ended, or whose messages have not, and what each waits for."""
-        waits: dict[int, tuple[Call, tuple[int, ...]]] = {}
+        waits: dict[int, tuple[RankCall, tuple[int, ...]]] = {}
         for rank in self.ranks:
             call = self._next(rank)
             if call is None or call.kind == WAIT:
@@ -194,7 +194,7 @@ class _Simulation:
         graph = {rank: others for rank, (_, others) in waits.items()}
         return Stuck(network=self.network, waits=waits, cycle=cycle(graph))
 
-    def _unmet(self, rank: int, wait: Call | None) -> Call | None:
+    def _unmet(self, rank: int, wait: RankCall | None) -> RankCall | None:
         """The message that a rank waits for, or that it has left when it ended: the first of its
         queue, behind which others are.
         """
@@ -209,15 +209,15 @@ class _Simulation:
             (c for c in every if _unit(c) in heads and (rank, c.work) not in self.met), None
         )
 
-    def _next(self, rank: int) -> Call | None:
+    def _next(self, rank: int) -> RankCall | None:
         return _at(self.ranks[rank], self.at[rank])
 
 
-def _unit(call: Call) -> Unit:
+def _unit(call: RankCall) -> Unit:
     return (call.rank, True, call.batch) if call.batch else (call.rank, False, call.work)
 
 
-def _other_message(one: Call, other: Call) -> str:
+def _other_message(one: RankCall, other: RankCall) -> str:
     for name in ("dtype", "numel"):
         a, b = getattr(one, name), getattr(other, name)
         if a != b:
@@ -257,7 +257,9 @@ def fits(
             return
 
 
-def apart(ranks: Sequences, places: Mapping[int, int]) -> Iterator[tuple[Call | None, Call | None]]:
+def apart(
+    ranks: Sequences, places: Mapping[int, int]
+) -> Iterator[tuple[RankCall | None, RankCall | None]]:
     """Ranks of one place of the pipeline run one program: where a rank first calls something else
     than most of its place, a call of one of these and its own; None where one has ended.
     """
@@ -277,11 +279,11 @@ def _first_difference(one: Sequence[Hashable], other: Sequence[Hashable]) -> int
     return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
-def _at(calls: Sequence[Call], at: int) -> Call | None:
+def _at(calls: Sequence[RankCall], at: int) -> RankCall | None:
     return calls[at] if at < len(calls) else None
 
 
-def _program(call: Call) -> Hashable:
+def _program(call: RankCall) -> Hashable:
     """What a call has on every rank that runs the same code; in a ring, ranks may send in turn."""
     kind = "message" if call.kind in MESSAGES else call.kind
     return kind, call.axes, call.dtype, call.reduces, call.during, call.module, call.unit

@@ -13,7 +13,7 @@ from planc.measure.job import RankJob, RankStep
 from planc.ops.base import AxisRole
 from planc.ops.document import dumps
 from planc.ops.lowered import Lowered
-from planc.order.calls import Call, Groups, calls
+from planc.order.calls import Groups, RankCall, calls
 from planc.plan.ir import Plan
 from planc.plan.stand_in import Unrepresented
 from planc.proof.small_case import small_case
@@ -34,8 +34,8 @@ class Order:
     """
 
     lowered: Lowered
-    first: Mapping[int, tuple[Call, ...]]
-    later: Mapping[int, tuple[Call, ...]]
+    first: Mapping[int, tuple[RankCall, ...]]
+    later: Mapping[int, tuple[RankCall, ...]]
 
     def place(self, rank: int) -> int:
         """The place of a rank in the pipeline."""
@@ -93,7 +93,7 @@ def recorded(
         real=real,
         code=allow_code,
     )
-    found: dict[int, list[tuple[Call, ...]]] = {}
+    found: dict[int, list[tuple[RankCall, ...]]] = {}
     form: dict[str, object] = {}
     for rank in sorted({*ranks} | ({0} if pipeline else set())):
         answer = runner.ask(replace(job, rank=rank, form=form if place_of(lowered, rank) else {}))

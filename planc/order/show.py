@@ -8,7 +8,7 @@ from typing import Any
 
 from planc.model.facts import DTYPE_BYTES, generic
 from planc.ops import phrases
-from planc.order.calls import WAIT, Call
+from planc.order.calls import WAIT, RankCall
 from planc.order.record import Order
 
 
@@ -37,7 +37,7 @@ class Single:
 Row = Single | Repeated
 
 
-def rows(calls: Sequence[Call]) -> tuple[Row, ...]:
+def rows(calls: Sequence[RankCall]) -> tuple[Row, ...]:
     """The calls in order, without waits; what repeats, once."""
     found: list[Row] = [_single(call) for call in calls if call.kind != WAIT]
     period = 1
@@ -48,7 +48,7 @@ def rows(calls: Sequence[Call]) -> tuple[Row, ...]:
     return tuple(found)
 
 
-def _single(call: Call) -> Single:
+def _single(call: RankCall) -> Single:
     return Single(
         kind=call.kind,
         over=call.axes,
@@ -61,7 +61,7 @@ def _single(call: Call) -> Single:
     )
 
 
-def _generic(call: Call) -> str:
+def _generic(call: RankCall) -> str:
     """Where a call is, in any layer."""
     units = ", ".join(map(generic, call.unit.split(", ")))
     return replace(call, module=generic(call.module), unit=units).where
