@@ -145,10 +145,13 @@ def test_few_ranks_stand_for_many():
             "longer",
             TENSOR,
             "PL613",
-            ["ranks 2 and 3 meet", "elements", "embed_tokens", "llama.plan"],
+            ["ranks 2 and 3 meet", "elements", "embed_tokens", "decoder.plan:"],
         ),
         slow(
-            "skips_layer", TENSOR, "PL615 PL613", ["rank 3", "fsdp of model.layers.1", "llama.plan"]
+            "skips_layer",
+            TENSOR,
+            "PL615 PL613",
+            ["rank 3", "fsdp of model.layers.1", "blocks.plan:"],
         ),
         slow("sums", TENSOR, "PL615 PL613", ["rank 1", "(sum)", "(avg)", "fsdp", ".plan:"]),
         slow(
