@@ -14,7 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from planc.compiler import Compiled, Draft, compile_plan
-from planc.diagnostic import Diagnostic, PlanError, Sink
+from planc.diagnostic import Diagnostic, PlanError, Sink, one_of
 from planc.draft.parsed import parsed
 from planc.model import cache
 from planc.notebook import DRAW, TEXT
@@ -61,7 +61,9 @@ def check(
         world_size: the number of ranks.
         overrides: `name=value` for mesh axes and options: a text, several, or a mapping.
         allow_code: whether Python code that `model` or the plan names may be run.
-        level: `flow`, or `structure` to leave out the simulated run of a shrunken model.
+        level: `flow`; `structure` to leave out the simulated run of a shrunken model; or `order`,
+            which also runs each rank of a small mesh alone, and looks whether the collectives of
+            all of them fit together.
         inputs: what the forward of a module takes, by argument: an example, or a function of a
             number of rows and a seed that makes one; tensors have rows on dim 0. The module is then
             proved as it is, whatever library it is from. A module may say it itself, by a method
@@ -73,25 +75,29 @@ def check(
     Raises:
         ValueError: there is no such level, or inputs or a loss are for the name of a model.
     """
-    from planc.proof.checked import Findings, known_certificate, summary
+    from planc.order.findings import order
+    from planc.proof.checked import LEVELS, Findings, known_certificate, summary
     from planc.proof.in_subprocess import record
     from planc.proof.layout_flow import flow
 
-    if level not in ("flow", "structure"):
-        raise ValueError(f"a level is `flow` or `structure`, not {level!r}")
+    if level not in LEVELS:
+        raise ValueError(f"a level is {one_of(LEVELS)}, not {level!r}")
     if inputs is not None or loss is not None:
         if isinstance(model, str | os.PathLike):
             raise ValueError("inputs and a loss are for a module, and not for a name")
         model = replace(_facts_of(model), user_model=model, inputs_and_loss=(inputs, loss))
-    draft = parsed if level == "flow" else None
+    draft = parsed if level != "structure" else None
     compiled, sink = compiled_for(model, plan, world_size, overrides, allow_code, draft=draft)
     verdict = None
-    if level == "flow" and compiled.lowered is not None:
+    if level != "structure" and compiled.lowered is not None:
         verdict = flow(compiled, sink, allow_code=allow_code, draft=parsed)
         record(compiled, verdict, sink)
+    also = ""
+    if level == "order" and compiled.lowered is not None:
+        also = f", {order(compiled, sink, allow_code=allow_code).text}"
     proof = known_certificate(compiled, sink)
     findings = Findings(sink)
-    findings.lines = summary(compiled, proof, verdict)
+    findings.lines = summary(compiled, proof, verdict, also)
     return findings
 
 
@@ -138,6 +144,7 @@ def apply(
     require: Required | None = None,
     prove: bool = False,
     compare: int = 2,
+    watchdog: float | None = None,
 ) -> Run:
     """Parallelizes a model over the ranks of this run, in place, according to a plan.
 
@@ -163,6 +170,9 @@ def apply(
         compare: the number of first forward passes in which ranks compare their inputs, those of
             the tensor axes and those of the innermost data axis; 0 compares neither these nor the
             weights that the ranks have built.
+        watchdog: seconds. Where no collective of this rank has moved for so long, a thread writes
+            what it waits for into the folder `planc-hang`, or that which the environment variable
+            PLANC_HANG_DIR names, for `planc hang`; the run goes on. None for no such thread.
 
     Returns:
         The handle of the run: `.model`, `.mesh`, `.data_rank`, `.data_size`, `.describe()`,
@@ -173,9 +183,10 @@ def apply(
             ranks disagree, or torch refused an operation or is not installed. In the first forward
             passes: the ranks have different inputs (PL483), or different weights (PL484).
         TypeError: the model is no module.
-        ValueError: there is no such requirement, or a plan that is lowered already is to be proved.
+        ValueError: there is no such requirement, a plan that is lowered already is to be proved, or
+            a watchdog has no time or nothing to read.
     """
-    _can_be_asked(model, require, prove, plan)
+    _can_be_asked(model, require, prove, plan, watchdog)
     from planc.runtime.executor import apply_lowered
     from planc.runtime.meshes import device_of, no_group_after_an_error
     from planc.runtime.preconditions import announce, require_not_parallel
@@ -213,10 +224,12 @@ def apply(
             require=require,
             compare=compare,
         )
-        return run if compiled is None else _with_origin(run, compiled)
+        return _completed(run, compiled, watchdog)
 
 
-def _can_be_asked(model: object, require: Required | None, prove: bool, plan: object) -> None:
+def _can_be_asked(
+    model: object, require: Required | None, prove: bool, plan: object, watchdog: float | None
+) -> None:
     cache.require_torch("planc.apply")
     from planc.runtime.known_verdict import known_requirement
     from planc.runtime.launchers import require_known_to_torch
@@ -227,10 +240,20 @@ def _can_be_asked(model: object, require: Required | None, prove: bool, plan: ob
     if prove and isinstance(plan, Lowered):
         raise ValueError("prove takes the plan by its path or name, not a lowered one")
     require_known_to_torch()
+    if watchdog is not None:
+        from planc.runtime.safeguards.watchdog import require_usable
+
+        require_usable(watchdog)
 
 
-def _with_origin(run: Run, compiled: Compiled) -> Run:
-    """The run, with what its summary says of the plan's text and of the overrides."""
+def _completed(run: Run, compiled: Compiled | None, watchdog: float | None) -> Run:
+    """The run, watched, with what its summary says of the plan's text and of the overrides."""
+    if watchdog is not None:
+        from planc.runtime.safeguards.watchdog import Watchdog
+
+        Watchdog(run.lowered, run.digest, watchdog).start()
+    if compiled is None:
+        return run
     text = plan_files.digest(compiled.files) or None
     return replace(run, sets=compiled.settings, plan_digest=text)
 

@@ -26,6 +26,7 @@ COMMANDS = {
     "verify": "prove a plan on real processes, with a small model",
     "launch": "write the file that starts a plan on a cluster",
     "preflight": "check the nodes of a job, before it trains",
+    "hang": "say which ranks of a run that hangs wait where, and for whom",
     "fmt": "rewrite plans in the canonical layout, comments kept",
     "explain": "explain a diagnostic code",
     "lsp": "answer an editor, over standard input and output",

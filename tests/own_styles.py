@@ -21,3 +21,31 @@ class Split(ParallelStyle):
 
 class NoStyle:
     pass
+
+
+class Longer(ParallelStyle):
+    """Sums what a module returns, for a log; the second rank leaves out an element."""
+
+    def _apply(self, module, device_mesh):
+        from torch import distributed
+
+        def hook(module, args, output):
+            some = output.detach().flatten()[device_mesh.get_local_rank() :].clone()
+            distributed.all_reduce(some, group=device_mesh.get_group())
+
+        module.register_forward_hook(hook)
+        return module
+
+
+class First(ParallelStyle):
+    """Sums what a module returns, for a log that the first rank alone writes."""
+
+    def _apply(self, module, device_mesh):
+        from torch import distributed
+
+        def hook(module, args, output):
+            if device_mesh.get_local_rank() == 0:
+                distributed.all_reduce(output.detach().sum(), group=device_mesh.get_group())
+
+        module.register_forward_hook(hook)
+        return module

@@ -38,6 +38,7 @@ FLOORS = {
     "provenance": 9,
     "proof": 9,
     "cluster": 10,
+    "order": 10,
     "estimate": 10,
     "draft": 10,
     "show": 10,

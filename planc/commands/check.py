@@ -13,7 +13,7 @@ from planc.commands import output, shared_arguments
 from planc.compiler import Compiled
 from planc.diagnostic import Sink
 from planc.project import Project, ProjectError, Target, project
-from planc.proof.checked import known_certificate, summary
+from planc.proof.checked import LEVELS, known_certificate, summary
 from planc.report import FORMATS
 from planc.report.json_document import document, findings
 
@@ -37,9 +37,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--strict", action="store_true", help="treat warnings as errors")
     parser.add_argument(
         "--level",
-        choices=("structure", "flow"),
+        choices=LEVELS,
         default="flow",
-        help="structure skips the simulated run of a small model (flow)",
+        help="structure skips the simulated run of a small model (flow); order also runs each rank "
+        "of a small mesh alone, and looks whether the collectives of all fit together",
     )
     parser.add_argument("--fix", action="store_true", help="correct misspelled names in the plans")
     parser.add_argument("--watch", action="store_true", help="check again when a plan changes")
@@ -141,10 +142,10 @@ def _targets(options: argparse.Namespace, found: Project) -> Iterator[Target]:
 def _checked(target: Target, options: argparse.Namespace, severity: Mapping[str, str]) -> _Checked:
     sink = Sink()
     compiled = output.compiled_target(
-        target, sink, allow_code=options.allow_code, drafts=options.level == "flow"
+        target, sink, allow_code=options.allow_code, drafts=options.level != "structure"
     )
-    estimated, verdict = "", None
-    if options.level == "flow" and compiled.lowered:
+    also, verdict, ordered = "", None, None
+    if options.level != "structure" and compiled.lowered:
         from planc.draft.parsed import parsed
         from planc.proof.in_subprocess import record
         from planc.proof.layout_flow import flow
@@ -152,8 +153,13 @@ def _checked(target: Target, options: argparse.Namespace, severity: Mapping[str,
         code = options.allow_code
         verdict = flow(compiled, sink, strict=options.strict, allow_code=code, draft=parsed)
         record(compiled, verdict, sink)
+    if options.level == "order" and compiled.lowered:
+        from planc.order.findings import order
+
+        ordered = order(compiled, sink, allow_code=options.allow_code)
+        also = f", {ordered.text}"
     if compiled.lowered:
-        estimated = _estimated(compiled, options, sink)
+        also += _estimated(compiled, options, sink)
     proof = known_certificate(compiled, sink)
     return _Checked(
         target=target,
@@ -161,10 +167,11 @@ def _checked(target: Target, options: argparse.Namespace, severity: Mapping[str,
         sink=sink.adjusted(severity),
         also={
             "flow": verdict.document() if verdict else None,
+            **({"order": ordered.document()} if ordered else {}),
             "certificate": proof,
             "overruled": findings(sink.overruled),
         },
-        lines=summary(compiled, proof, verdict, estimated),
+        lines=summary(compiled, proof, verdict, also),
     )
 
 

@@ -7,7 +7,7 @@ import contextlib
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from planc.commands import output, shared_arguments, terminal
 from planc.diagnostic import Sink
@@ -16,7 +16,6 @@ from planc.project import ProjectError, Target, project
 
 if TYPE_CHECKING:
     from planc.compiler import Compiled
-    from planc.lowering.step import Step
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,6 +25,11 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--format", choices=("text", "json", "python", "tp-plan"), default="text")
     shared_arguments.output(parser)
     shared_arguments.sends(parser)
+    parser.add_argument(
+        "--order",
+        action="store_true",
+        help="run a rank alone, and say what it calls in a step, in order",
+    )
     shared_arguments.batch(parser, required=False)
     kept = parser.add_mutually_exclusive_group()
     kept.add_argument(
@@ -46,16 +50,13 @@ def run(options: argparse.Namespace) -> int:
     output.show(sink, "full", sys.stderr, quiet=True)
     if compiled.lowered is None:
         return output.exit_code(sink)
-    step = None
-    if options.sends:
-        shared_arguments.whole_batch(options, sink)
-        step = shared_arguments.step_of(options, compiled, sink)
-        if step is None:
-            output.show(sink, "full", sys.stderr, quiet=True)
-            return output.exit_code(sink)
+    found = _of_a_step(options, compiled, sink)
+    if sink.failed:
+        output.show(sink, "full", sys.stderr, quiet=True)
+        return output.exit_code(sink)
     if options.format == "tp-plan":
         return _tp_plan(options, compiled.lowered)
-    text = _text(options.format, compiled, step)
+    text = _text(options.format, compiled, *found)
     if options.format == "text" and options.output in (None, "-"):
         terminal.show(text, titled=True)
         return output.CLEAN
@@ -72,29 +73,53 @@ def _tp_plan(options: argparse.Namespace, lowered: Lowered) -> int:
     return output.exit_code(sink) if written is None else output.write(written, options.output)
 
 
-def _text(form: str, compiled: Compiled, step: Step | None) -> str:
-    """The lowered plan; as text with what a step sends after it, as JSON that in its place."""
+def _of_a_step(
+    options: argparse.Namespace, compiled: Compiled, sink: Sink
+) -> tuple[list[str], dict[str, Any]]:
+    """What a step sends and calls, as far as it is asked for, as lines and as data."""
+    shown: list[str] = []
+    plain: dict[str, Any] = {}
+    if not (options.sends or options.order):
+        return shown, plain
+    shared_arguments.whole_batch(options, sink)
+    step = shared_arguments.step_of(options, compiled, sink)
+    if step is None:
+        return shown, plain
+    if options.sends:
+        from planc.emit import sends
+
+        shown += sends.lines(step)
+        plain |= sends.document(step)
+    if options.order:
+        from planc.measure.count import NotCountedError
+        from planc.order import record, show
+
+        try:
+            with output.waiting(f"running a rank of {options.model}"):
+                order = record.of_places(compiled, step)
+        except NotCountedError as error:
+            sink.error("PL727", f"one rank alone cannot run this step: {error}")
+            return shown, plain
+        shown += show.lines(order, sized=options.batch is not None)
+        plain |= show.document(order)
+    return shown, plain
+
+
+def _text(form: str, compiled: Compiled, shown: list[str], plain: dict[str, Any]) -> str:
+    """The lowered plan; as text with what is said of a step after it, as JSON that in its place."""
     assert compiled.lowered is not None
     if form == "json":
         from planc.ops.document import dumps
 
-        if step is None:
-            return dumps(compiled.lowered)
-        from planc.emit.sends import document
-
-        return json.dumps(document(step), indent=2) + "\n"
+        return json.dumps(plain, indent=2) + "\n" if plain else dumps(compiled.lowered)
     if form == "python":
         from planc.emit.python import script
 
         return script.render(compiled.lowered, digest=compiled.digest)
-    from planc.emit import text as plain
+    from planc.emit import text as plain_text
 
-    text = plain.render(compiled.lowered, digest=compiled.digest)
-    if step is not None:
-        from planc.emit.sends import lines
-
-        text += "".join(f"{line}\n" for line in lines(step))
-    return text
+    text = plain_text.render(compiled.lowered, digest=compiled.digest)
+    return text + "".join(f"{line}\n" for line in shown)
 
 
 def _of_targets(options: argparse.Namespace) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import subprocess
 import sys
 from collections import Counter
@@ -90,7 +91,7 @@ def count(
     Raises:
         NotCountedError: the plan or the model cannot be run so.
     """
-    _require(compiled)
+    require_runnable(compiled)
     with nullcontext(runner) if runner else RankRunner() as running:
         work = _Work(compiled, step, running, exact=exact)
         every = range(work.places)
@@ -99,7 +100,7 @@ def count(
         return [work.rank(place) for place in places or every]
 
 
-def _require(compiled: Compiled) -> None:
+def require_runnable(compiled: Compiled) -> None:
     """Refuses what a rank alone, without values, cannot run."""
     facts, plan = compiled.facts, compiled.plan
     if facts is None or plan is None or compiled.lowered is None:
@@ -196,7 +197,7 @@ def _kinds(at: Modules, plan: Plan, facts: Facts) -> list[tuple[Any, ...]]:
     return [*zip(every, rules, strict=True)]
 
 
-def _stored(facts: Facts) -> str:
+def stored(facts: Facts) -> str:
     """The dtype of most elements."""
     elements = Counter({"float32": 0})
     for at in facts.model.below():
@@ -303,7 +304,7 @@ class _Work:
         facts, op = depth.compiled.facts, plan.pipeline
         answer = self.runner.ask(
             RankJob(
-                step=replace(self.step, dtype=self.step.dtype or _stored(facts)),
+                step=replace(self.step, dtype=self.step.dtype or stored(facts)),
                 config={**facts.config, "architectures": [facts.name]},
                 lowered=dumps(lowered),
                 digest=depth.compiled.digest,
@@ -360,8 +361,11 @@ class RankRunner:
     def ask(self, job: RankJob) -> dict[str, Any]:
         """Runs one rank; an answer with `error` where it did not run."""
         if self._process is None:
-            words, pipe = [sys.executable, "-W", "ignore", "-m", self.MODULE], subprocess.PIPE
-            self._process = subprocess.Popen(words, stdin=pipe, stdout=pipe, text=True)
+            # what this process can import, and no file that the current folder happens to have
+            words = [sys.executable, "-P", "-W", "ignore", "-m", self.MODULE]
+            known = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+            pipe = subprocess.PIPE
+            self._process = subprocess.Popen(words, stdin=pipe, stdout=pipe, text=True, env=known)
         process = self._process
         assert process.stdin and process.stdout
         with suppress(BrokenPipeError):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import partial, partialmethod
 from typing import Any
 from unittest import mock
 
@@ -25,7 +25,7 @@ from planc.runtime.standalone import context_tokens, expert_parallel
 from planc.runtime.standalone.context import CONTEXT
 from planc.runtime.standalone.expert_parallel import LocalExperts
 from planc.runtime.standalone.pipeline import stages_of
-from planc.runtime.standalone.pipeline_schedule import Form, RunningStage
+from planc.runtime.standalone.pipeline_schedule import HEADER, Form, RunningStage
 
 
 @contextmanager
@@ -41,10 +41,10 @@ def alone(run: Run, form: Form | None) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(one_sequence_a_row())
         for place, name, made in (
-            (training_step, "_require_as_many", lambda *_: None),
+            (training_step, "_require_as_many", _as_many),
             (context_tokens, "document_numbers", lambda _: _OneDocument()),
             (expert_parallel, "shares", _equal_shares),
-            (RunningStage, "told", lambda stage, _: form or _sent_beside(stage)),
+            (RunningStage, "told", partialmethod(_told, form)),
             (distributed.ProcessGroup, "send", _sent),
         ):
             stack.enter_context(mock.patch.object(place, name, made))
@@ -93,9 +93,17 @@ def _equal_shares(own: LocalExperts, flat: Tensor) -> tuple[list[int], list[int]
     return each, each, torch.empty(len(flat), dtype=torch.long)
 
 
-def _sent_beside(stage: RunningStage) -> Form:
-    """What another stage of this rank has sent, as the one before does."""
-    return next(filter(None, (part.section.sent for part in stage.beside.values())))
+def _as_many(_: Any, device_type: str) -> None:
+    """Takes part in `_require_as_many`, whose result has no values."""
+    both = torch.zeros(2, dtype=torch.long, device=device_type)
+    distributed.all_reduce(both, distributed.ReduceOp.MAX)
+
+
+def _told(stage: RunningStage, form: Form | None, peer: int) -> Form:
+    """What the stage before says: what another stage of this rank has sent, where none is given."""
+    header = torch.zeros(HEADER, dtype=torch.uint8, device=stage.device)
+    distributed.recv(header, peer, group=stage.group)
+    return form or next(filter(None, (part.section.sent for part in stage.beside.values())))
 
 
 class _Holding:

@@ -6,6 +6,9 @@ import json
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+ROOT = "root"
+"""The unit of FSDP that is the whole model, which FSDP leaves without a name."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankStep:
@@ -39,6 +42,9 @@ class RankJob:
         edges: the blocks at which backward passes from one moment to the next: by their name, that
             of the moment.
         form: of what the stages before it send.
+        order: whether what it sends is noted, in place of what it holds.
+        real: whether tensors have memory, which is faster where they are small.
+        code: whether the plan's custom styles may be imported.
     """
 
     step: RankStep
@@ -46,9 +52,12 @@ class RankJob:
     lowered: str
     digest: str
     rank: int
-    begins: tuple[str, ...]
-    edges: dict[str, str]
+    begins: tuple[str, ...] = ()
+    edges: dict[str, str] = field(default_factory=dict)
     form: dict[str, Any] = field(default_factory=dict)
+    order: bool = False
+    real: bool = False
+    code: bool = False
 
     def dumps(self) -> str:
         return json.dumps(asdict(self), default=str)

@@ -13,7 +13,7 @@ import os
 import sys
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from planc.diagnostic import Sink
+from planc.measure.collectives import Collectives
 from planc.measure.fake_ranks import alone, sent_by
 from planc.measure.job import RankJob
 from planc.measure.storages import Storages
@@ -88,7 +89,7 @@ class _Rank:
         assert lowered is not None
         self.lowered: Lowered = lowered
         self.running: list[str] = []
-        self.stepping = False
+        self.stepping = ""
         self.storages = Storages(self.what)
 
     def measured(self) -> dict[str, Any]:
@@ -99,16 +100,33 @@ class _Rank:
         model = _model(job)
         names = {id(m): _layer(n) for n, m in named_modules(model).items()}
         names[id(model)] = type(model).__name__
-        run = apply_lowered(model, self.lowered, digest=job.digest, device_type="cpu")
-        with quiet(), FakeTensorMode(allow_non_fake_inputs=True):
+        run = apply_lowered(
+            model, self.lowered, digest=job.digest, device_type="cpu", allow_code=job.code
+        )
+        fake = nullcontext() if job.real else FakeTensorMode(allow_non_fake_inputs=True)
+        with quiet(), fake:
             model.to_empty(device="cpu")
+            if job.real:
+                _zero(model)
             optimizer = self._optimizer(run)
+            if job.order:
+                return {"steps": [*self._calls(run, optimizer)], "form": sent_by(run) or {}}
             self.storages.note([*model.parameters(), *model.buffers()], "parameters")
             self.storages.mark("parameters")
             with self._watched(run, names), alone(run, job.form or None):
                 for _ in range(2):
                     self._step(run, optimizer)
         return {"moments": [*self.storages.moments()], "form": sent_by(run) or {}}
+
+    def _calls(self, run: Run, optimizer: Any) -> Iterator[list[dict[str, Any]]]:
+        """What the rank calls in its first step, and in another."""
+        names = {id(module): name for name, module in named_modules(run.model).items()}
+        noted = Collectives(names, lambda: self.stepping)
+        with alone(run, self.job.form or None), noted.recording():
+            for _ in range(2):
+                before = len(noted.calls)
+                self._step(run, optimizer)
+                yield noted.calls[before:]
 
     def _optimizer(self, run: Run) -> Any:
         if self.lowered.has(Optimize):
@@ -126,13 +144,14 @@ class _Rank:
         grads = (p.grad for p in run.model.parameters())
         self.storages.note((g for g in grads if g is not None), "gradients")
         self.storages.mark("optimizer step")
-        self.stepping = True
+        self.stepping = "clipping"
         run.clip_grad_norm_(1.0)
+        self.stepping = "optimizer"
         optimizer.step()
         states = (value for held in optimizer.state.values() for value in held.values())
         self.storages.note((s for s in states if isinstance(s, Tensor)), "optimizer state")
         optimizer.zero_grad()
-        self.stepping = False
+        self.stepping = ""
 
     # What is held ---------------------------------------------------------------------------------
 
@@ -197,6 +216,12 @@ def _model(job: RankJob) -> nn.Module:
     with torch.device("meta"):
         model: nn.Module = training_model(*prepared, job.step.dtype, job.step.attention)
     return model
+
+
+def _zero(model: nn.Module) -> None:
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.zero_()
 
 
 def _layer(name: str) -> str:

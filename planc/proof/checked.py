@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from planc.proof.layout_flow import Verdict
 
 
+LEVELS = ("structure", "flow", "order")
+"""How far a check goes; each includes those before it."""
+
+
 class Findings(tuple[Diagnostic, ...]):
     """The findings of a check, which `print` shows as `planc check` does.
 
@@ -42,14 +46,14 @@ def known_certificate(compiled: Compiled, sink: Sink) -> Certificate | None:
 
 
 def summary(
-    compiled: Compiled, proof: Certificate | None, verdict: Verdict | None, estimated: str = ""
+    compiled: Compiled, proof: Certificate | None, verdict: Verdict | None, also: str = ""
 ) -> tuple[str, ...]:
     """The lines below the findings: what the plan lowers to, what was checked, and what was not.
 
     Args:
         proof: the result of `planc verify`.
         verdict: of layout flow, if it ran.
-        estimated: what else was checked.
+        also: what else was checked.
     """
     if compiled.lowered is None or compiled.plan is None:
         return ()
@@ -59,7 +63,7 @@ def summary(
     head = f"{compiled.plan.name} for {compiled.lowered.model} on {on}: lowers to "
     structure = "structure of packed models" if cache.made_with() else "structure"
     flow = f", {verdict.text}" if verdict else ""
-    parts = [f"checked: {structure}{flow}{estimated}"]
+    parts = [f"checked: {structure}{flow}{also}"]
     sections = verdict.sections if verdict else ()
     lacking = [section.name for section in sections if section.verdict == "left out"]
     if proof:

@@ -1,0 +1,235 @@
+"""A collective or a message of one rank, with its axes of the mesh and the plan's line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations, product
+from typing import Any
+
+from planc.measure.job import ROOT
+from planc.model.facts import below
+from planc.ops import phrases
+from planc.ops.base import Op
+from planc.ops.context import ContextParallel
+from planc.ops.expert_parallel import DispatchExperts
+from planc.ops.fsdp import FullyShard
+from planc.ops.loss import ChunkLoss
+from planc.ops.lowered import Lowered
+from planc.ops.pipeline import Pipeline
+from planc.ops.tensor_parallel import Parallelize
+
+MESSAGES = ("send", "recv")
+WAIT = "wait"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankCall:
+    """
+    Args:
+        rank: that calls.
+        number: of the call in the step, from 0.
+        kind: `all_reduce`, `send`, ..., or `wait` for a message.
+        ranks: of the group, in its order.
+        numel, dtype: of the tensor that the rank gives; of a message, of what is sent.
+        reduces: `sum`, `avg`, ...; of a broadcast, the rank that it is from.
+        uneven: whether the rank gives each other one another size.
+        module: in whose forward, recomputation or backward it is; empty for the training loop.
+        during: `forward`, `recomputation`, `backward`, `clipping`, `optimizer`; empty for the loop.
+        unit: modules that FSDP gathers or reduces, separated by commas.
+        peer: the rank at the other end of a message; -1 without one.
+        batch: of messages that are started at once; 0 for a message alone.
+        work: of a message, which its wait has too; 0 without one.
+        axes: of the mesh that the group lies along; empty for others.
+        op: the operation of the plan that makes it; None where no line does.
+    """
+
+    rank: int
+    number: int
+    kind: str
+    ranks: tuple[int, ...] = ()
+    numel: int = 0
+    dtype: str = ""
+    reduces: str = ""
+    uneven: bool = False
+    module: str = ""
+    during: str = ""
+    unit: str = ""
+    peer: int = -1
+    batch: int = 0
+    work: int = 0
+    axes: tuple[str, ...] = ()
+    op: Op | None = None
+
+    @property
+    def what(self) -> str:
+        """`all-gather of 4,096 bf16`, `send of 128 fp32 to rank 2`."""
+        if self.kind == WAIT:
+            return "a wait for a message"
+        way = {"send": " to rank", "recv": " from rank"}.get(self.kind)
+        reduces = f" ({self.reduces})" * bool(self.reduces)
+        size = f" of {self.numel:,} {phrases.SHORT.get(self.dtype, self.dtype)}"
+        end = f"{way} {self.peer}" if way else ""
+        kind = self.kind.replace("_", "-").replace("recv", "receive")
+        return f"{kind}{reduces}{size * bool(self.numel)}{end}"
+
+    @property
+    def over(self) -> str:
+        return phrases.axes(self.axes) or f"ranks {', '.join(map(str, self.ranks))}"
+
+    @property
+    def where(self) -> str:
+        """`backward of model.layers.3`, `forward, fsdp of lm_head`, `clipping`, `the loop`."""
+        at = f"{self.during} of {self.module}" if self.module else self.during
+        of = (
+            f"{self.op.WORD} of {self.unit}"
+            if self.unit and isinstance(self.op, FullyShard)
+            else ""
+        )
+        return ", ".join(filter(None, (at, of))) or "the loop" * (self.op is None)
+
+    @property
+    def line(self) -> str:
+        """The plan's operation and its line; empty where no line makes the call."""
+        return "" if self.op is None else f"{self.op.WORD} {self.op.place}".rstrip()
+
+    @property
+    def at(self) -> str:
+        """Where it is in the step, and the plan's line."""
+        return "; ".join(filter(None, (self.where, self.line)))
+
+    @property
+    def text(self) -> str:
+        return f"{self.what} over {self.over} ({self.at})"
+
+
+class Groups:
+    """The axes of the mesh that groups of ranks lie along."""
+
+    def __init__(self, lowered: Lowered) -> None:
+        self.lowered = lowered
+        self.known: dict[frozenset[int], tuple[str, ...]] = {}
+        axes = [(a.name, a.size, lowered.stride(a.name)) for a in lowered.axes if a.size > 1]
+        for some in _subsets(axes):
+            self._add(some, axes)
+        if experts := lowered.experts:
+            inner = [a for a in axes if a[0] in experts.axes]
+            ranks = [*_along(inner)]
+            for name, size, stride in (
+                (experts.ranks.name, experts.ranks.size, 1),
+                (experts.rest.name, experts.rest.size, experts.ranks.size),
+            ):
+                self._add_experts(name, size, stride, ranks, [a for a in axes if a not in inner])
+
+    def _add(self, some: Sequence[Any], axes: Sequence[Any]) -> None:
+        names = tuple(name for name, _, _ in some)
+        for start in _along([axis for axis in axes if axis not in some]):
+            self.known.setdefault(frozenset(start + at for at in _along(some)), names)
+
+    def _add_experts(
+        self, name: str, size: int, stride: int, ranks: list[int], others: Sequence[Any]
+    ) -> None:
+        if size == 1:
+            return
+        for start, first in product(_along(others), range(len(ranks))):
+            if first // stride % size == 0:
+                group = frozenset(start + ranks[first + at * stride] for at in range(size))
+                self.known.setdefault(group, (name,))
+
+    def axes(self, ranks: Iterable[int]) -> tuple[str, ...]:
+        return self.known.get(frozenset(ranks), ())
+
+
+def _subsets(axes: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
+    for count in range(1, len(axes) + 1):
+        yield from combinations(axes, count)
+
+
+def _along(axes: Sequence[Any]) -> Iterator[int]:
+    """The numbers of the ranks along some axes, of those with place 0 on the others."""
+    for place in product(*(range(size) for _, size, _ in axes)):
+        yield sum(at * stride for at, (_, _, stride) in zip(place, axes, strict=True))
+
+
+def calls(
+    noted: Iterable[Mapping[str, Any]], rank: int, lowered: Lowered, groups: Groups
+) -> Iterator[RankCall]:
+    """The calls of a rank in a step, as `planc.measure.collectives` notes them."""
+    pipeline = lowered.pipeline
+    place = 0
+    if pipeline:
+        place = rank // lowered.stride(pipeline.axis) % lowered.axis_size(pipeline.axis)
+    ops = lowered.stages[place].ops
+    for number, one in enumerate(noted):
+        ranks = tuple(one.get("ranks", ()))
+        made = RankCall(
+            **{**one, "ranks": ranks}, rank=rank, number=number, axes=groups.axes(ranks)
+        )
+        yield _with_op(made, ops)
+
+
+def _with_op(call: RankCall, ops: Sequence[Op]) -> RankCall:
+    if call.kind == WAIT:
+        return call
+    return replace(call, op=_unit(call, ops) or _pipeline(call, ops) or _module(call, ops))
+
+
+def _unit(call: RankCall, ops: Sequence[Op]) -> Op | None:
+    """The FSDP unit that a call gathers or reduces."""
+    if not call.unit:
+        return None
+    first = call.unit.partition(",")[0].replace(ROOT, "")
+    units = (op for op in ops if isinstance(op, FullyShard) and {*call.axes} <= {*_axes(op)})
+    return next((op for op in units if any(first in some.names() for some in op.members)), None)
+
+
+def _axes(op: Op) -> tuple[str, ...]:
+    """The axes that an operation communicates over."""
+    if isinstance(op, FullyShard):
+        own = (*op.shard, *op.replicate)
+        return (*own, *(a for spread in op.spreads for a in (*spread.shard, *spread.replicate)))
+    if isinstance(op, DispatchExperts):
+        return (op.axis, *op.shared)
+    return tuple(getattr(op, "axes", ())) or (getattr(op, "axis", ""),)
+
+
+def _pipeline(call: RankCall, ops: Sequence[Op]) -> Op | None:
+    if call.kind not in MESSAGES:
+        return None
+    return next((op for op in ops if isinstance(op, Pipeline) and op.axis in call.axes), None)
+
+
+def _module(call: RankCall, ops: Sequence[Op]) -> Op | None:
+    """The operation on the axis of a call with the longest name of a module around it; one of a
+    whole model, as context parallelism, where none is nearer. What FSDP sums before it reduces a
+    unit is the gradient of a weight in it that a style leaves whole.
+    """
+    best: Op | None = None
+    length = -1
+    for op in ops:
+        if not isinstance(op, Parallelize | DispatchExperts | ContextParallel | ChunkLoss):
+            continue
+        if not {*call.axes} & {*_axes(op)}:
+            continue
+        if isinstance(op, ContextParallel):
+            names = [""] if call.module else []
+        else:
+            names = [name for name in op.modules.names() if _inside(call, name)]
+        for name in names:
+            if len(name) > length:
+                best, length = op, len(name)
+    return best or _whole(call, ops)
+
+
+def _inside(call: RankCall, name: str) -> bool:
+    return bool(call.module) and (call.module == name or below(call.module, name))
+
+
+def _whole(call: RankCall, ops: Sequence[Op]) -> Op | None:
+    units = [unit.replace(ROOT, "") for unit in call.unit.split(", ") if unit]
+    for op in ops:
+        if not (isinstance(op, Parallelize) and not op.shapes and {*call.axes} & {*op.axes}):
+            continue
+        if any(name == unit or below(name, unit) for name in op.modules.names() for unit in units):
+            return op
+    return None

@@ -1,0 +1,243 @@
+"""What a rank waits for, written when it has not moved for some time, or ends with an error.
+
+torch keeps the last collectives of a process in its flight recorder, for gloo as for NCCL, so a
+training step pays nothing. A thread reads how far each group has come; where no group moves, it
+writes the recorder, the names and the ranks of the groups, and the stack of the main thread. It
+ends nothing: a rank that reads data for long looks the same, and goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed
+from torch._C import _distributed_c10d as recorder
+from torch.distributed import distributed_c10d
+
+from planc.atomic_write import write
+from planc.ops.lowered import Lowered
+
+FOLDER = "PLANC_HANG_DIR"
+"""The environment variable that names the folder, which is `planc-hang` without it."""
+_POLLS = 60  # in the time without movement
+_OTHERS = 30.0  # seconds that other ranks get to write what they have
+_MESSAGES = 200  # of the last ones that are kept
+
+
+def require_usable(seconds: float) -> None:
+    """Checks the time of a watchdog, in seconds.
+
+    Raises:
+        TypeError: it is no number.
+        ValueError: it is none above 0, or torch records nothing.
+    """
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float):
+        raise TypeError(f"watchdog is a number of seconds, not {seconds!r}")
+    if not seconds > 0:
+        raise ValueError(f"watchdog is a number of seconds above 0, not {seconds!r}")
+    if os.environ.get("TORCH_FR_BUFFER_SIZE", "").strip() == "0":
+        raise ValueError("watchdog reads what torch records: TORCH_FR_BUFFER_SIZE=0 turns it off")
+
+
+class Watchdog(threading.Thread):
+    """A thread that writes what this rank waits for.
+
+    Args:
+        lowered, digest: the plan, which the file names.
+        seconds: without movement, after which it writes.
+
+    Attributes:
+        folder: that the files of all ranks are written into.
+    """
+
+    def __init__(self, lowered: Lowered, digest: str, seconds: float) -> None:
+        super().__init__(name="planc watchdog", daemon=True)
+        self.lowered, self.digest, self.seconds = lowered, digest, seconds
+        self.folder = Path(os.environ.get(FOLDER, "planc-hang")).absolute()
+        self.rank, self.size = distributed.get_rank(), distributed.get_world_size()
+        self.group = id(distributed.group.WORLD)  # no reference: its script ends it
+        self.ended = threading.Event()
+        self.messages = Messages() if lowered.pipeline and _by_gloo() else None
+        self.hook = sys.excepthook
+        sys.excepthook = self._failed
+        self._forget()
+
+    def run(self) -> None:
+        last, since, written = self._moved(), time.monotonic(), False
+        while not self.ended.wait(self.seconds / _POLLS):
+            if id(distributed.group.WORLD) != self.group:  # the script has ended its groups
+                self.end()
+                return
+            now = self._moved()
+            if now != last:
+                last, since = now, time.monotonic()
+                if written:
+                    written = self._forget()
+                    self._say(f"rank {self.rank} moves again, and has removed its file")
+            elif not written and time.monotonic() - since > self.seconds:
+                written = True
+                self._write()
+                self._tell(f"no collective has moved for {self.seconds:g} s")
+
+    def end(self) -> None:
+        """Ends the thread."""
+        self.ended.set()
+        if sys.excepthook == self._failed:
+            sys.excepthook = self.hook
+        if self.messages:
+            self.messages.end()
+
+    def _failed(self, kind: Any, error: Any, trace: Any) -> None:
+        """Writes where a rank was when it raised: an error of a library, such as that of a rank
+        which has ended, and its own.
+        """
+        self.hook(kind, error, trace)
+        if self.ended.is_set() or id(distributed.group.WORLD) != self.group:
+            return
+        self.ended.set()
+        self._write(f"{kind.__name__}: {error}", traceback.extract_tb(trace))
+        self._tell(f"rank {self.rank} has ended with an error")
+
+    def _moved(self) -> Any:
+        """How far each group has come."""
+        status = pickle.loads(_dump(collectives=False))["pg_status"]
+        return status, self.messages and self.messages.count
+
+    def _path(self, rank: int) -> Path:
+        return self.folder / f"rank_{rank}.json"
+
+    def _forget(self) -> bool:
+        """Removes what this rank wrote, now or in an earlier run; returns that nothing is left."""
+        for path in (self._path(self.rank), self._path(self.rank).with_suffix(".pickle")):
+            path.unlink(missing_ok=True)
+        return False
+
+    def _write(self, error: str = "", frames: Any = None) -> None:
+        if frames is None:
+            main = sys._current_frames().get(threading.main_thread().ident or 0)
+            frames = traceback.extract_stack(main) if main else []
+        about = {
+            "rank": self.rank,
+            "world_size": self.size,
+            "plan": self.lowered.plan,
+            "digest": self.digest,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "time": time.time(),
+            "seconds": self.seconds,
+            "error": error,
+            "groups": dict(_groups()),
+            "messages": self.messages.document() if self.messages else [],
+            "stack": [f"{f.filename}:{f.lineno} {f.name}" for f in frames],
+        }
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._path(self.rank).with_suffix(".pickle").write_bytes(_dump(collectives=True))
+        write(self._path(self.rank), json.dumps(about))  # last, and at once: others look for it
+
+    def _tell(self, why: str) -> None:
+        """The first rank that has written says which others have, once they had time to."""
+        limit = time.monotonic() + min(_OTHERS, self.seconds)
+        while time.monotonic() < limit and not all(map(self._there, range(self.size))):
+            time.sleep(0.2)
+        there = [rank for rank in range(self.size) if self._there(rank)]
+        if there and self.rank != there[0]:
+            return
+        absent = [str(rank) for rank in range(self.size) if rank not in there]
+        without = f"; no file of rank {', '.join(absent)}" if absent else ""
+        self._say(
+            f"{why}: {len(there)} of {self.size} ranks wrote what they wait for to {self.folder}"
+            f"{without}. `planc hang {self.folder} MODEL PLAN` lays it beside the plan"
+        )
+
+    def _there(self, rank: int) -> bool:
+        return self._path(rank).exists()
+
+    def _say(self, text: str) -> None:
+        print(f"planc: {text}", file=sys.stderr, flush=True)
+
+
+def _dump(*, collectives: bool) -> bytes:
+    """torch's recorder, as it writes it: NCCL's own, where that is used."""
+    own = getattr(recorder, "_dump_nccl_trace", None)
+    dump = own if own and not _by_gloo() else recorder._dump_fr_trace  # type: ignore[attr-defined]
+    made: bytes = dump(includeCollectives=collectives, includeStackTraces=collectives)
+    return made
+
+
+def _by_gloo() -> bool:
+    return not torch.cuda.is_available() or distributed.get_backend() == "gloo"
+
+
+def _groups() -> Iterator[tuple[str, list[int]]]:
+    """The name of each group of this rank, and its ranks."""
+    world = distributed_c10d._world
+    for group in list(world.pg_map):
+        yield world.pg_names[group], distributed.get_process_group_ranks(group)
+
+
+class Messages:
+    """The last messages of this rank, which torch does not record on gloo.
+
+    Attributes:
+        count: of those that began and of those that ended.
+    """
+
+    def __init__(self) -> None:
+        self.kept: deque[dict[str, Any]] = deque(maxlen=_MESSAGES)
+        self.count = 0
+        self.plain = {name: getattr(distributed.ProcessGroup, name) for name in ("send", "recv")}
+        for name, plain in self.plain.items():
+            setattr(distributed.ProcessGroup, name, self._noting(name, plain))
+
+    def end(self) -> None:
+        for name, plain in self.plain.items():
+            setattr(distributed.ProcessGroup, name, plain)
+
+    def _noting(self, kind: str, plain: Any) -> Any:
+        def start(group: Any, tensors: Any, peer: int, *rest: Any) -> _Message:
+            ranks = distributed.get_process_group_ranks(group)
+            noted = {
+                "kind": kind,
+                "peer": ranks[peer],
+                "ranks": ranks,
+                "numel": tensors[0].numel(),
+                "dtype": str(tensors[0].dtype).removeprefix("torch."),
+                "state": "began",
+            }
+            self.kept.append(noted)
+            self.count += 1
+            return _Message(plain(group, tensors, peer, *rest), noted, self)
+
+        return start
+
+    def document(self) -> list[dict[str, Any]]:
+        return list(self.kept)
+
+
+class _Message:
+    """The work of a message."""
+
+    def __init__(self, work: Any, noted: dict[str, Any], messages: Messages) -> None:
+        self.work, self.noted, self.messages = work, noted, messages
+
+    def wait(self, *args: Any) -> Any:
+        self.noted["state"] = "awaited"
+        done = self.work.wait(*args)
+        self.noted["state"] = "done"
+        self.messages.count += 1
+        return done
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.work, name)

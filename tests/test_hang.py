@@ -1,0 +1,234 @@
+"""What ranks that hang wrote, laid beside the plan.
+
+Real hangs are in tests/processes/test_hangs.py; one of them made the files of tests/hangs, in which
+rank 1 of four does not clip its gradients in its third step.
+Those of NCCL's format have the same calls, in the form that torch's own analyzer describes.
+"""
+
+import json
+import pickle
+import shutil
+import sys
+import time
+from collections import namedtuple
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from planc.compiler import compile_plan
+from planc.diagnostic import Sink
+from planc.model.load import load_values
+from planc.order import dumps, hang
+from planc.order.findings import known_order
+from planc.runtime.safeguards import watchdog
+from tests.console import call
+
+FILES = Path(__file__).parent / "hangs"
+CONFIG = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+def compiled(*settings):
+    sink = Sink()
+    facts = load_values(CONFIG, "llama", sink)
+    made = compile_plan(facts, "llama", sink, world_size=4, settings=settings)
+    assert made.lowered, sink.diagnostics
+    return made
+
+
+@pytest.fixture(scope="module")
+def planned():
+    made, sink = compiled("tp=2"), Sink()
+    order = known_order(made, sink)
+    assert order is not None, sink.diagnostics
+    return made.lowered, order
+
+
+@pytest.mark.parametrize("format", ["gloo", "nccl"])
+def test_who_waits_where(planned, format):
+    found = hang.explain(dumps.read(FILES / format), *planned)
+    lines = [*hang.lines(found)]
+    assert found.cycle and not found.absent
+    at = lines.index("rank 1: in all-reduce of 2 int64 over dp_shard * tp")
+    assert at == 2  # first, for it has left something out
+    assert lines[at + 1] == "  the loop; at train.py:56"
+    call = "all-reduce (sum) of 1 fp32 over dp_shard (clipping)"
+    assert f"  rank 1 has left out before it: {call}, and 2 more" in lines
+    assert found.ranks[0].planned.during == "clipping" and found.ranks[0].axes == ("tp",)
+    assert {rank: one.awaited for rank, one in found.ranks.items()} == {
+        0: (1,),
+        1: (0, 2, 3),
+        2: (3,),
+        3: (1,),
+    }
+
+
+def test_a_rank_without_a_file(planned, tmp_path):
+    for rank in (0, 2, 3):
+        for path in (FILES / "gloo").glob(f"rank_{rank}.*"):
+            shutil.copy(path, tmp_path)
+    found = hang.explain(dumps.read(tmp_path), *planned)
+    assert found.absent == (1,) and not found.cycle
+    text = "\n".join(hang.lines(found))
+    assert "rank 1: no dump: ended, stopped, or cut off from the folder" in text
+    assert "not there: rank 1, which left no dump" in text
+
+
+def test_without_an_order(planned):
+    """A plan that cannot be run alone: the groups, the ranks and the script's lines are there."""
+    found = hang.explain(dumps.read(FILES / "gloo"), planned[0], None)
+    assert found.ranks[0].planned is None and found.ranks[0].axes == ("tp",)
+    assert "not a call of the plan" in "\n".join(hang.lines(found))
+
+
+def test_calls_of_the_script_are_passed_over(planned):
+    read = dumps.read(FILES / "gloo")
+    own = dumps.RecordedCall(kind="broadcast", ranks=(0, 1, 2, 3))
+    with_own = {
+        rank: replace(dump, entries=tuple(e for entry in dump.entries for e in (own, entry)))
+        for rank, dump in read.items()
+    }
+    assert hang.explain(with_own, *planned).ranks == hang.explain(read, *planned).ranks
+
+
+def test_a_message(planned):
+    made = compiled("pp=2", "microbatches=2")
+    order = known_order(made, Sink())
+    assert order is not None
+    entry = dumps.RecordedCall(
+        kind="recv", ranks=(0, 2), dtype="bfloat16", numel=9, done=False, peer=2
+    )
+    other = replace(entry, peer=0)
+    found = hang.explain(
+        {0: dumps.RankDump(rank=0, entries=(entry,)), 2: dumps.RankDump(rank=2, entries=(other,))},
+        made.lowered,
+        order,
+    )
+    assert found.cycle == (0, 2) and found.absent == (1, 3)
+    assert all(one.planned.op.WORD == "pipeline" for one in found.ranks.values())
+
+
+def test_a_layer_is_told_from_another(planned):
+    """The calls before it say which one it is."""
+    lowered, order = planned
+    own = [c for c in order.later[0] if c.kind != "wait"]
+    at = next(i for i, c in enumerate(own) if c.module == "model.layers.2.mlp")
+    entries = [
+        dumps.RecordedCall(
+            kind=c.kind, ranks=c.ranks, numel=c.numel, dtype=c.dtype, done=c is not own[at]
+        )
+        for c in own[: at + 1]
+    ]
+    found = hang.explain({0: dumps.RankDump(rank=0, entries=tuple(entries))}, lowered, order)
+    assert found.ranks[0].planned == own[at]
+
+
+# files --------------------------------------------------------------------------------------------
+
+
+def test_the_command(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    code, _, errors = call("hang", tmp_path, tmp_path, "llama", "--set", "tp=2")
+    assert code == 2 and "PL617" in errors and "rank_0.pickle" in errors
+    shutil.copytree(FILES / "gloo", tmp_path / "dumps")
+    code, _, errors = call(
+        "hang", tmp_path / "dumps", tmp_path, "llama", "--set", "tp=2", "--set", "param_dtype=fp32"
+    )
+    assert code == 2 and "PL618" in errors
+    code, out, errors = call(
+        "hang", tmp_path / "dumps", tmp_path, "llama", "--set", "tp=2", "--format", "json"
+    )
+    assert code == 1, errors
+    ranks = json.loads(out)["ranks"]
+    assert [one["plan"] for one in ranks] == ["clipping", "the loop", "clipping", "clipping"]
+    assert [len(one["left_out"]) for one in ranks] == [0, 3, 0, 0]
+
+
+def test_a_file_names_no_code(tmp_path):
+    (tmp_path / "rank_0.pickle").write_bytes(pickle.dumps({"entries": Path("x")}))
+    with pytest.raises(dumps.DumpError, match="which torch's recorder does not write"):
+        dumps.read(tmp_path)
+    (tmp_path / "rank_0.pickle").write_bytes(b"no pickle")
+    with pytest.raises(dumps.DumpError, match="is no file of torch's recorder"):
+        dumps.read(tmp_path)
+
+
+# the thread ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def alone(tmp_path, monkeypatch):
+    """A process group of one rank, and a watchdog on it."""
+    from torch import distributed
+
+    monkeypatch.setenv(watchdog.FOLDER, str(tmp_path / "dumps"))
+    distributed.init_process_group("gloo", rank=0, world_size=1, store=distributed.HashStore())
+    lowered = namedtuple("Plan", "plan pipeline")("mine", None)
+    made = watchdog.Watchdog(lowered, "0f", 0.5)
+    made.start()
+    yield made
+    made.end()
+    distributed.destroy_process_group()
+    made.join(10)
+    assert not made.is_alive() and sys.excepthook != made._failed
+
+
+def until(true):
+    end = time.monotonic() + 20
+    while not true() and time.monotonic() < end:
+        time.sleep(0.05)
+    assert true()
+
+
+def test_a_rank_that_does_not_move_writes(alone, capfd):
+    import torch
+    from torch import distributed
+
+    file = alone.folder / "rank_0.json"
+    for _ in range(12):
+        distributed.all_reduce(torch.ones(1))
+        time.sleep(0.1)
+    assert not file.exists()
+    until(file.exists)
+    about = json.loads(file.read_text())
+    assert about["groups"] == {"0": [0]} and any("test_hang.py" in f for f in about["stack"])
+    [dump] = dumps.read(alone.folder).values()
+    assert [e.kind for e in dump.entries][-12:] == ["all_reduce"] * 12 and dump.waits is None
+    distributed.all_reduce(torch.ones(1))
+    until(lambda: not file.exists())
+    time.sleep(0.5)
+    assert "moves again" in capfd.readouterr().err
+
+
+def test_a_rank_that_raises_writes(alone, capfd):
+    import torch
+    from torch import distributed
+
+    distributed.all_reduce(torch.ones(1))
+    try:
+        raise RuntimeError("Connection closed by peer")
+    except RuntimeError as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+    [dump] = dumps.read(alone.folder).values()
+    assert dump.error == "RuntimeError: Connection closed by peer"
+    assert dump.waits.kind == "all_reduce" and "test_hang.py" in dump.code
+    assert "1 of 1 ranks wrote what they wait for" in capfd.readouterr().err
+
+
+def test_a_watchdog_needs_time(monkeypatch):
+    watchdog.require_usable(300)
+    for wrong, kind in ((0, ValueError), (-1, ValueError), ("5", TypeError), (True, TypeError)):
+        with pytest.raises(kind, match="number of seconds"):
+            watchdog.require_usable(wrong)
+    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "0")
+    with pytest.raises(ValueError, match="TORCH_FR_BUFFER_SIZE"):
+        watchdog.require_usable(300)
