@@ -7,7 +7,7 @@ import dataclasses
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from inspect import signature
+from inspect import signature, unwrap
 from typing import Any, TypeVar
 
 from planc.model.facts import MODULE_DICT, Child, Facts, Module, Parameter, Segment
@@ -53,6 +53,11 @@ the experts of each token, and their weights: the number of experts."""
 
 BATCHED_EXPERTS = "batched_experts"
 """As `FUSED_EXPERTS`, where the forward takes the hidden states of all experts in one tensor."""
+
+PUTS_IMAGES = "puts_images"
+"""The fact of a module that puts features of images among the embeddings of its language model."""
+LANGUAGE_MODEL = "language_model"
+"""The name of that language model in it."""
 
 _BATCHED = ("Llama4TextExperts",)
 """The classes of such a forward, which its signature does not tell."""
@@ -242,7 +247,7 @@ def _facts(module: Any) -> tuple[tuple[str, int], ...]:
     config = attributes.get("config") if "_is_expert_parallel" in attributes else None
     if getattr(config, "_experts_implementation", None) == GROUPED:
         facts.append((GROUPED, 1))
-    return (*facts, *_fused(module))
+    return (*facts, *_fused(module), *_puts_images(module))
 
 
 def _fused(module: Any) -> Iterator[tuple[str, int]]:
@@ -255,6 +260,18 @@ def _fused(module: Any) -> Iterator[tuple[str, int]]:
         yield BATCHED_EXPERTS, count
     elif len(signature(type(module).forward).parameters) == 4:  # with self
         yield FUSED_EXPERTS, count
+
+
+def _puts_images(module: Any) -> Iterator[tuple[str, int]]:
+    """Whether the code of transformers' forward embeds tokens, and then asks for the features of
+    images; where videos have a tower of their own, the two may come in either order.
+    """
+    if LANGUAGE_MODEL not in module._modules or "video_tower" in module._modules:
+        return
+    names = unwrap(type(module).forward).__code__.co_names
+    asked = [n for n in names if n in ("get_input_embeddings", "get_image_features")]
+    if asked == ["get_input_embeddings", "get_image_features"]:
+        yield PUTS_IMAGES, 1
 
 
 def _kind(module: Any) -> str:

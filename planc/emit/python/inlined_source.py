@@ -40,9 +40,11 @@ _FILES = (
     "context_states.py",
     "context.py",
     "configuration.py",
+    "images.py",
     "pipeline.py",
     "pipeline_schedule.py",
     "pipeline_step.py",
+    "towers.py",
     "clipping.py",
     "optimizer.py",
 )
