@@ -20,7 +20,6 @@ from planc.ops.documents import parts_reset
 from planc.ops.loss import ChunkLoss
 from planc.ops.lowered import Lowered
 from planc.ops.optimizer import Optimize
-from planc.ops.towers import ShareTower
 from planc.runtime.run import Run
 from planc.runtime.standalone.documents import reset_states
 from planc.runtime.standalone.loss import IGNORED
@@ -181,9 +180,7 @@ def train_single(
     if not batches.gradients_alone:
         reference.parameters = _parameters(model)
         reference.states = _states(model, optimizer)
-    shared = [op for op in lowered.ops if isinstance(op, ShareTower)]
-    uneven = used.uneven()
-    reference.uneven = tuple(u for u in uneven if not any(op.runs(u.name) for op in shared))
+    reference.uneven = used.uneven(lowered)
     _require_finite(reference)
     for result in reference.passes if heads else ():
         result.logits.clear()  # the ranks compute none

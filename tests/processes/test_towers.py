@@ -1,0 +1,79 @@
+"""Models of images and text, whose rows have other numbers of images, against one process."""
+
+import pytest
+
+LIMIT = 1e-4
+FP32 = ["param_dtype=fp32", "reduce_dtype=fp32"]
+DECODER = """plan t for {family}
+
+extend "decoder.plan"
+
+tensor on tp {{
+    $blocks {{
+        self_attn.{{q,k,v}}_proj, mlp.{{gate,up}}_proj : colwise
+        self_attn.o_proj, mlp.down_proj            : rowwise
+    }}
+}}
+
+fsdp on dp_shard_cp, replicate on dp_replicate {{
+    {tower} : unit(reshard = except_last)
+}}
+"""
+"""A plan of a family that planc ships none for."""
+TOWERS = {
+    "llava": "model.vision_tower.encoder.layers.*",
+    "internvl": "model.vision_tower.encoder.layer.*",
+}
+SHIPPED = {"qwen3_vl": "qwen3_vl", "qwen2_5_vl": "qwen2_5_vl", "gemma3-vision": "gemma3_vision"}
+MODELS = [*SHIPPED, *TOWERS]
+
+
+def plan_of(model, folder):
+    if model in SHIPPED:
+        return SHIPPED[model]
+    path = folder / f"{model}.plan"
+    path.write_text(DECODER.format(family=model, tower=TOWERS[model]))
+    return str(path)
+
+
+def right(results):
+    for result in results:
+        assert result["loss"] < LIMIT and result["gradient"] < LIMIT, result
+        assert not result["extra"] and result["count"], result
+
+
+# A data rank without images ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("script", [False, True], ids=["apply", "script"])
+@pytest.mark.parametrize("model", MODELS)
+def test_data_ranks_without_images(four, tmp_path, model, script):
+    right(
+        four.run(
+            "tower_jobs.judge",
+            model=model,
+            plan=plan_of(model, tmp_path),
+            overrides=FP32,
+            script=script,
+        )
+    )
+
+
+# Sequence parallelism ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_parts_of_the_sequence_between_blocks(four, tmp_path, model):
+    overrides = [*FP32, "tp=2", "sequence=true"]
+    right(
+        four.run(
+            "tower_jobs.judge", model=model, plan=plan_of(model, tmp_path), overrides=overrides
+        )
+    )
+
+
+def test_deepstack_and_parts_of_the_sequence_in_a_script(four):
+    """Features are added after two of three blocks, and between them hidden states are whole."""
+    overrides = [*FP32, "tp=2", "sequence=true"]
+    more = {"model": "qwen3_vl", "plan": "qwen3_vl", "overrides": overrides, "script": True}
+    right(four.run("tower_jobs.judge", **more))

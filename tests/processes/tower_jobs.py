@@ -1,0 +1,121 @@
+"""What tests/processes/test_towers.py runs on every rank: rows with other numbers of images."""
+
+import functools
+
+import torch
+from numerics import build, emitted, error, gradients_of, whole
+from torch import distributed
+
+import planc
+from planc.model.small.input_search import BatchShape
+from planc.model.small.transformers_model import TransformersBuilder
+from planc.ops.context import ContextParallel
+from planc.runtime.standalone.images import placeholders
+from planc.trial.batches import TrialPass
+
+ROWS = 4
+
+
+def batch_of(model, images, seed=5, padded=True):
+    """A batch whose rows have so many images each, padded on the right, for a model of
+    `numerics.MODELS`; and the tokens that images take the place of.
+    """
+    config = build(model).config
+    builder = TransformersBuilder(config.to_dict())
+    images = images if any(images) else (1,) * len(images)
+    found = builder.sample(BatchShape(rows=len(images), length=32, seed=seed, images=images))
+    generator = torch.Generator().manual_seed(seed)
+    found["labels"][torch.rand(found["labels"].shape, generator=generator) < 0.3] = -100
+    if padded:
+        mask = torch.ones_like(found["input_ids"])
+        mask[1::2, -3:] = 0
+        found["labels"][mask == 0] = -100
+        found["attention_mask"] = mask
+    return TrialPass(inputs=found, tokens=placeholders(config))
+
+
+def valid(inputs):
+    return (inputs["labels"][:, 1:] != -100).sum()
+
+
+@functools.cache
+def reference(model, images, padded, changes=()):
+    """The loss, the loss without gradients, and gradients of one process; rows without images are
+    in one batch with others.
+    """
+    single = build(model, **dict(changes))
+    inputs = batch_of(model, images, padded=padded).inputs
+    count = valid(inputs)
+    loss = single(**inputs, num_items_in_batch=count, use_cache=False).loss
+    loss.backward()
+    gradients = {n: p.grad for n, p in single.named_parameters() if p.grad is not None}
+    return loss.detach(), gradients
+
+
+def judge(
+    model,
+    plan,
+    overrides=(),
+    images=(1, 2, 0, 0),
+    script=False,
+    without=None,
+    padded=True,
+    changes=(),
+    compare=2,
+):
+    """Errors of the loss, in training and evaluation, and of the worst gradient.
+
+    Args:
+        images: of each row; the rows are divided over the data ranks in order.
+        script: whether the emitted Python spreads the model and runs the step.
+        without: the name of a class of operations that are left out.
+    """
+    batch = batch_of(model, images, padded=padded)
+    made = build(model, **dict(changes))
+    world = distributed.get_world_size()
+    lowered = planc.lower(made, plan, world_size=world, overrides=overrides)
+    if without:
+        kept = [op for op in lowered.ops if type(op).__name__ != without]
+        assert len(kept) < len(lowered.ops)
+        lowered = lowered.map_ops(lambda ops: [op for op in ops if type(op).__name__ != without])
+    loss, gradients = reference(model, images, padded, changes)
+    if script:
+        found = _scripted(made, lowered, batch)
+    else:
+        run = planc.apply(made, lowered, device_type="cpu", compare=compare)
+        own = batch.of_rank(run.data_rank, run.data_size)
+        evaluated = run.evaluate([own])
+        made.zero_grad()
+        found = run.forward_backward([own]), evaluated
+    own = gradients_of(made, gradients)
+    least = 1e-3 * max(g.abs().max().item() for g in gradients.values())
+    errors = {n: error(g, gradients[n], least) for n, g in own.items() if n in gradients}
+    extra = [n for n, g in own.items() if n not in gradients and whole(g).abs().max() > 0]
+    worst = max(errors, key=errors.get)
+    return {
+        "loss": max(error(one, loss) for one in found),
+        "gradient": errors[worst],
+        "worst": worst,
+        "extra": extra,
+        "count": len(errors),
+    }
+
+
+def _scripted(made, lowered, batch):
+    """The losses of the emitted script's step, the mean over all ranks; none for early stages."""
+    rank, size, names = emitted(made, lowered)
+    own = batch.of_rank(rank, size)
+    parts = lowered.axis_size("cp") if lowered.has(ContextParallel) else 1
+    own["num_items_in_batch"] = valid(batch.inputs) / size / parts
+    if parts > 1:
+        own = made.context_parallel.batch(own)
+    if lowered.pipeline:
+        mesh = names["build_mesh"]("cpu")
+        total = sum(names["forward_backward"](made, mesh, [own]), torch.zeros(()))
+    else:
+        total = made(**own).loss
+        total.backward()
+    total = whole(total).clone()
+    distributed.all_reduce(total)
+    stages = lowered.axis_size(lowered.pipeline.axis) if lowered.pipeline else 1
+    return [total * stages / distributed.get_world_size()]
