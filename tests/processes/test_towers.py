@@ -77,3 +77,43 @@ def test_deepstack_and_parts_of_the_sequence_in_a_script(four):
     overrides = [*FP32, "tp=2", "sequence=true"]
     more = {"model": "qwen3_vl", "plan": "qwen3_vl", "overrides": overrides, "script": True}
     right(four.run("tower_jobs.judge", **more))
+
+
+# Context parallelism -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("images", [(1, 2, 0, 0), (0, 0, 0, 0)], ids=["images", "text"])
+@pytest.mark.parametrize("model", MODELS)
+def test_parts_of_rows_with_images(four, tmp_path, model, images):
+    """Of two data ranks one has no images; in text alone no rank has."""
+    overrides = [*FP32, "cp=2"]
+    more = {"overrides": overrides, "images": images}
+    right(four.run("tower_jobs.judge", model=model, plan=plan_of(model, tmp_path), **more))
+
+
+@pytest.mark.parametrize(
+    ("more", "script"),
+    [(["tp=2", "sequence=true"], False), (["tp=2", "sequence=true"], True), ([], True)],
+    ids=str,
+)
+@pytest.mark.parametrize("model", ["qwen3_vl", "gemma3-vision"])
+def test_parts_of_rows_with_images_and_of_weights(four, model, more, script):
+    given = {"model": model, "plan": SHIPPED[model], "overrides": [*FP32, "cp=2", *more]}
+    right(four.run("tower_jobs.judge", **given, script=script))
+
+
+@pytest.mark.parametrize("attention", ["ring", "ulysses"])
+@pytest.mark.parametrize("model", ["qwen3_vl", "gemma3-vision"])
+def test_other_exchanges_of_parts_with_images(four, tmp_path, model, attention):
+    path = tmp_path / "t.plan"
+    base = f'extend "{SHIPPED[model]}.plan"\n\ncontext on cp {{\n    attention = {attention}\n'
+    family = {"qwen3_vl": "qwen3_vl", "gemma3-vision": "gemma3"}[model]
+    path.write_text(f"plan t for {family}\n\n{base}    override balance = none\n}}\n")
+    right(four.run("tower_jobs.judge", model=model, plan=str(path), overrides=[*FP32, "cp=2"]))
+
+
+def test_features_at_the_places_of_others(four):
+    """Features of all images, in the order of the row, would go to a rank's own places."""
+    given = {"model": "qwen3_vl", "plan": "qwen3_vl", "overrides": [*FP32, "cp=2"]}
+    for result in four.run("tower_jobs.judge", **given, broken="features"):
+        assert result["gradient"] > 1e-2, result

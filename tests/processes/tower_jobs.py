@@ -22,7 +22,6 @@ def batch_of(model, images, seed=5, padded=True):
     """
     config = build(model).config
     builder = TransformersBuilder(config.to_dict())
-    images = images if any(images) else (1,) * len(images)
     found = builder.sample(BatchShape(rows=len(images), length=32, seed=seed, images=images))
     generator = torch.Generator().manual_seed(seed)
     found["labels"][torch.rand(found["labels"].shape, generator=generator) < 0.3] = -100
@@ -58,31 +57,28 @@ def judge(
     overrides=(),
     images=(1, 2, 0, 0),
     script=False,
-    without=None,
     padded=True,
     changes=(),
-    compare=2,
+    broken="",
 ):
     """Errors of the loss, in training and evaluation, and of the worst gradient.
 
     Args:
         images: of each row; the rows are divided over the data ranks in order.
         script: whether the emitted Python spreads the model and runs the step.
-        without: the name of a class of operations that are left out.
+        broken: what is wrong on purpose: `features`, which go to other places than their own.
     """
     batch = batch_of(model, images, padded=padded)
     made = build(model, **dict(changes))
     world = distributed.get_world_size()
     lowered = planc.lower(made, plan, world_size=world, overrides=overrides)
-    if without:
-        kept = [op for op in lowered.ops if type(op).__name__ != without]
-        assert len(kept) < len(lowered.ops)
-        lowered = lowered.map_ops(lambda ops: [op for op in ops if type(op).__name__ != without])
     loss, gradients = reference(model, images, padded, changes)
     if script:
         found = _scripted(made, lowered, batch)
     else:
-        run = planc.apply(made, lowered, device_type="cpu", compare=compare)
+        run = planc.apply(made, lowered, device_type="cpu")
+        if broken == "features":
+            made.model.language_model.register_forward_pre_hook(_first_ones, with_kwargs=True)
         own = batch.of_rank(run.data_rank, run.data_size)
         evaluated = run.evaluate([own])
         made.zero_grad()
@@ -99,6 +95,13 @@ def judge(
         "extra": extra,
         "count": len(errors),
     }
+
+
+def _first_ones(_module, args, kwargs):
+    """As many features as before, but the first ones of the batch."""
+    if (features := kwargs.get("deepstack_visual_embeds")) is not None:
+        kwargs["deepstack_visual_embeds"] = [each.roll(1, 0) for each in features]
+    return args, kwargs
 
 
 def _scripted(made, lowered, batch):

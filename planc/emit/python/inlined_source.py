@@ -39,6 +39,7 @@ _FILES = (
     "documents.py",
     "context_states.py",
     "context.py",
+    "context_images.py",
     "configuration.py",
     "images.py",
     "pipeline.py",

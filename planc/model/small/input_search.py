@@ -301,7 +301,8 @@ def add_uneven_images(
     for name in ("token_type_ids", "mm_token_type_ids"):
         if name in names:
             made[name] = types
-    return made | {n: torch.cat([f[n] for f in found]) for n in found[0] if n in names}
+    taken = [name for name in found[0] if name in names] if found else []
+    return made | {name: torch.cat([one[name] for one in found]) for name in taken}
 
 
 def tower_inputs(

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from planc.ops.context import ContextParallel
 from planc.ops.documents import resets
+from planc.ops.towers import puts_images
 from planc.plan.ir import ContextRule
 from planc.plan.program import Program
 from planc.plan.rule_conflicts import Settings
@@ -56,6 +57,7 @@ def _rule(
             balance=values.get("balance") or balance,
             exchange=values.get("exchange") or "state",
             states=states,
+            holder=next((str(m) for m in puts_images(program.facts)), ""),
             origin=origin,
             origins=tuple((n, lines[n].origin) for n in ("balance", "exchange") if n in lines),
         )
