@@ -26,7 +26,7 @@ from planc.lowering.optimizer import optimize
 from planc.lowering.rng import draw_apart, draw_by_rank, sync_rng
 from planc.lowering.stages import of_ranks
 from planc.model.facts import MODULE_DICT, Facts, Module, Modules
-from planc.model.module_table import BATCHED_EXPERTS
+from planc.model.module_table import BATCHED_EXPERTS, puts_images
 from planc.ops.activation_checkpoint import Checkpoint
 from planc.ops.backend import Backend
 from planc.ops.base import AxisRole
@@ -45,7 +45,7 @@ from planc.ops.registry import AnyOp
 from planc.ops.rng import DrawByRank
 from planc.ops.styles import Input, Output, Replicated, Sequence
 from planc.ops.tensor_parallel import Parallelize, Shape, Tie
-from planc.ops.towers import ShareTower, puts_images
+from planc.ops.towers import ShareTower
 from planc.plan.apply_adapters import PARAMETERLESS, styles
 from planc.plan.experts import dividing, expert_styles, splits_divided
 from planc.plan.ir import Plan, TensorRule

@@ -50,13 +50,17 @@ _NEXT = "whole"
 """In the kind of the block after these, which gets whole states where others get parts."""
 
 
-def _by_features(at: Modules, facts: Facts) -> list[tuple[str, ...]]:
-    """What features of images make of the kind of the first blocks of a list."""
+def blocks_added_to(at: Modules, facts: Facts) -> int:
+    """The number of a list's first blocks to whose outputs features of images are added."""
     tower = facts.config.get("vision_config")
     taken = tower.get(DEEPSTACK_FIELD) if isinstance(tower, Mapping) else None
-    if not isinstance(taken, list) or LANGUAGE_MODEL not in at.path:
-        return []
-    return [*[(DEEPSTACK,)] * len(taken), (_NEXT,)]
+    return len(taken) if isinstance(taken, list) and LANGUAGE_MODEL in at.path else 0
+
+
+def _by_features(at: Modules, facts: Facts) -> list[tuple[str, ...]]:
+    """What features of images make of the kind of the first blocks of a list."""
+    added = blocks_added_to(at, facts)
+    return [*[(DEEPSTACK,)] * added, (_NEXT,)] if added else []
 
 
 def block_kinds(facts: Facts) -> dict[int, list[str]]:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from inspect import signature, unwrap
 from typing import Any, TypeVar
 
-from planc.model.facts import MODULE_DICT, Child, Facts, Module, Parameter, Segment
+from planc.model.facts import MODULE_DICT, Child, Facts, Module, Modules, Parameter, Segment
 from planc.model.indices import Indices
 
 INTEGER_ATTRIBUTES = (
@@ -84,6 +84,17 @@ def facts_of(
         ties=_ties(module),
         stated_fields=stated_fields,
     )
+
+
+def puts_images(facts: Facts) -> Iterator[Modules]:
+    """The module whose code puts features of images among the embeddings of tokens, if there is
+    one; of a pipeline on the ranks that have the tower.
+    """
+    for modules in facts.model.below():
+        if modules.module.fact(PUTS_IMAGES):
+            beside = (c for c in modules.module.children if c.name != LANGUAGE_MODEL)
+            if any(child.module.count for child in beside):
+                yield modules
 
 
 def divided(

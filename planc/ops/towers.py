@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from planc.model.facts import Facts, Modules, below
-from planc.model.module_table import LANGUAGE_MODEL, PUTS_IMAGES
+from planc.model.facts import Modules, below
+from planc.model.module_table import LANGUAGE_MODEL
 from planc.ops import phrases
 from planc.ops.base import Axes, AxisSizes, Op
 from planc.ops.call import MODEL, Context, Each, FunctionCall, MeshOf, ScriptFunction, Step
@@ -41,14 +41,3 @@ class ShareTower(Op):
 
     def headline(self, mesh: AxisSizes | None = None) -> str:
         return f"run on all ranks of {phrases.axes(self.axes, mesh)}, where some have images"
-
-
-def puts_images(facts: Facts) -> Iterator[Modules]:
-    """The module whose code puts features of images among the embeddings of tokens, if there is
-    one; of a pipeline on the ranks that have the tower.
-    """
-    for modules in facts.model.below():
-        if modules.module.fact(PUTS_IMAGES):
-            beside = (c for c in modules.module.children if c.name != LANGUAGE_MODEL)
-            if any(child.module.count for child in beside):
-                yield modules

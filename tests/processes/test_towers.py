@@ -26,6 +26,8 @@ TOWERS = {
 }
 SHIPPED = {"qwen3_vl": "qwen3_vl", "qwen2_5_vl": "qwen2_5_vl", "gemma3-vision": "gemma3_vision"}
 MODELS = [*SHIPPED, *TOWERS]
+DEEP = (("depth", 3), ("num_hidden_layers", 4))
+"""Three layers of qwen3_vl's tower give features for the first three of four blocks."""
 
 
 def plan_of(model, folder):
@@ -117,3 +119,38 @@ def test_features_at_the_places_of_others(four):
     given = {"model": "qwen3_vl", "plan": "qwen3_vl", "overrides": [*FP32, "cp=2"]}
     for result in four.run("tower_jobs.judge", **given, broken="features"):
         assert result["gradient"] > 1e-2, result
+
+
+# Stages ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("script", [False, True], ids=["apply", "script"])
+@pytest.mark.parametrize("model", MODELS)
+def test_stages(four, tmp_path, model, script):
+    """Of two data ranks one has a microbatch without images, the other none with images; of
+    qwen3_vl, whose features are added after both blocks, the second stage adds some.
+    """
+    overrides = [*FP32, "pp=2", "microbatches=2"]
+    given = {"plan": plan_of(model, tmp_path), "images": (2, 0, 0, 0), "script": script}
+    right(four.run("tower_jobs.judge", model=model, overrides=overrides, **given))
+
+
+def test_stages_of_weights_and_parts_of_the_sequence(four):
+    overrides = [*FP32, "pp=2", "tp=2", "microbatches=2", "sequence=true"]
+    given = {"model": "qwen3_vl", "plan": "qwen3_vl", "overrides": overrides}
+    right(four.run("tower_jobs.judge", **given, changes=DEEP))
+
+
+@pytest.mark.parametrize("schedule", ["interleaved_1f1b", "zbv"])
+def test_several_stages_of_a_rank(four, schedule):
+    """Features of the third block pass through the second stage."""
+    overrides = [*FP32, "pp=2", "microbatches=4", f"schedule={schedule}"]
+    given = {"model": "qwen3_vl", "plan": "qwen3_vl", "overrides": overrides}
+    right(four.run("tower_jobs.judge", **given, changes=DEEP, images=(1, 2, 0, 0, 0, 0, 1, 1)))
+
+
+def test_features_that_a_later_stage_does_not_get(four):
+    overrides = [*FP32, "pp=2", "microbatches=2"]
+    given = {"model": "qwen3_vl", "plan": "qwen3_vl", "overrides": overrides}
+    found = four.run("tower_jobs.judge", **given, broken="unsent")
+    assert max(result["gradient"] for result in found) > 1e-2

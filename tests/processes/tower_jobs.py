@@ -3,7 +3,7 @@
 import functools
 
 import torch
-from numerics import build, emitted, error, gradients_of, whole
+from numerics import MODELS, build, emitted, error, gradients_of, whole
 from torch import distributed
 
 import planc
@@ -11,9 +11,22 @@ from planc.model.small.input_search import BatchShape
 from planc.model.small.transformers_model import TransformersBuilder
 from planc.ops.context import ContextParallel
 from planc.runtime.standalone.images import placeholders
+from planc.runtime.standalone.pipeline import stages_of
 from planc.trial.batches import TrialPass
 
 ROWS = 4
+
+
+def made(model, changes=()):
+    """A small model; `changes` may have the depths of the tower and of the decoder."""
+    values = dict(changes)
+    parts = {}
+    if "depth" in values:
+        deepstack = list(range(values["depth"]))
+        tower = {"depth": values.pop("depth"), "deepstack_visual_indexes": deepstack}
+        parts["vision_config"] = {**MODELS[model]["vision_config"], **tower}
+        parts["text_config"] = {**MODELS[model]["text_config"], **values}
+    return build(model, **parts)
 
 
 def batch_of(model, images, seed=5, padded=True):
@@ -42,7 +55,7 @@ def reference(model, images, padded, changes=()):
     """The loss, the loss without gradients, and gradients of one process; rows without images are
     in one batch with others.
     """
-    single = build(model, **dict(changes))
+    single = made(model, changes)
     inputs = batch_of(model, images, padded=padded).inputs
     count = valid(inputs)
     loss = single(**inputs, num_items_in_batch=count, use_cache=False).loss
@@ -66,24 +79,27 @@ def judge(
     Args:
         images: of each row; the rows are divided over the data ranks in order.
         script: whether the emitted Python spreads the model and runs the step.
-        broken: what is wrong on purpose: `features`, which go to other places than their own.
+        broken: what is wrong on purpose: `features`, which go to other places than their own, or
+            are `unsent` to later stages.
     """
     batch = batch_of(model, images, padded=padded)
-    made = build(model, **dict(changes))
+    spread = made(model, changes)
     world = distributed.get_world_size()
-    lowered = planc.lower(made, plan, world_size=world, overrides=overrides)
+    lowered = planc.lower(spread, plan, world_size=world, overrides=overrides)
     loss, gradients = reference(model, images, padded, changes)
     if script:
-        found = _scripted(made, lowered, batch)
+        found = _scripted(spread, lowered, batch)
     else:
-        run = planc.apply(made, lowered, device_type="cpu")
+        run = planc.apply(spread, lowered, device_type="cpu")
+        if broken == "unsent" and (stages := stages_of(spread)).features is not None:
+            stages.features.dense_of = lambda *_: []
         if broken == "features":
-            made.model.language_model.register_forward_pre_hook(_first_ones, with_kwargs=True)
+            spread.model.language_model.register_forward_pre_hook(_first_ones, with_kwargs=True)
         own = batch.of_rank(run.data_rank, run.data_size)
         evaluated = run.evaluate([own])
-        made.zero_grad()
+        spread.zero_grad()
         found = run.forward_backward([own]), evaluated
-    own = gradients_of(made, gradients)
+    own = gradients_of(spread, gradients)
     least = 1e-3 * max(g.abs().max().item() for g in gradients.values())
     errors = {n: error(g, gradients[n], least) for n, g in own.items() if n in gradients}
     extra = [n for n, g in own.items() if n not in gradients and whole(g).abs().max() > 0]

@@ -42,6 +42,7 @@ _FILES = (
     "context_images.py",
     "configuration.py",
     "images.py",
+    "pipeline_images.py",
     "pipeline.py",
     "pipeline_schedule.py",
     "pipeline_step.py",

@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 
+from planc.model.module_table import puts_images
 from planc.ops.context import ContextParallel
 from planc.ops.documents import resets
-from planc.ops.towers import puts_images
 from planc.plan.ir import ContextRule
 from planc.plan.program import Program
 from planc.plan.rule_conflicts import Settings

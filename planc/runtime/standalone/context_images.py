@@ -28,11 +28,7 @@ from planc.runtime.standalone.context_tokens import (
     KeyTokens,
     owners,
 )
-
-FEATURES = "deepstack_visual_embeds"
-"""Features of images, `[places of images, width]`, that are added between blocks."""
-PLACES = "visual_pos_masks"
-"""The places of images in the rows, `[rows, length]`."""
+from planc.runtime.standalone.pipeline_images import DEEPSTACK, DEEPSTACK_PLACES
 
 
 class ContextBehindImages(ContextParallel):
@@ -109,10 +105,12 @@ class ContextBehindImages(ContextParallel):
                 raise ContextError(f"labels of whole rows: {text}; use `run.batch`")
             self.loss = PartLoss(model, self.group, given)
         positions, mask = given.get("position_ids"), given.get("attention_mask")
-        if positions is None or positions.dim() == 3:  # images have no others in a row
-            several = positions is not None and len(positions) == 4
-            counted = torch.arange(self.length)[None]
-            positions = positions[0] if several else counted
+        if positions is not None and len(positions) == 4 and positions.dim() == 3:
+            positions = positions[
+                0
+            ]  # of the text, beside those of time, height and width
+        if positions is None or positions.dim() == 3:
+            positions = torch.arange(self.length)[None]
         positions = positions.expand(len(ids), -1).to(ids.device)[mine]
         mask = mask[mine] if isinstance(mask, Tensor) else None
         self.tokens = KeyTokens(self.group, self.balance, positions, mask)
@@ -127,11 +125,11 @@ class ContextBehindImages(ContextParallel):
         found = {n: self._part(value) for n, value in kwargs.items()}
         if kwargs.get("position_ids") is None:
             found["position_ids"] = self.mine[1]
-        seen = kwargs.get(PLACES)
+        seen = kwargs.get(DEEPSTACK_PLACES)
         if seen is not None:
             number = (seen.flatten().cumsum(0) - 1).view(seen.shape)
-            wanted = number[self.mine][found[PLACES]]
-            found[FEATURES] = [each[wanted] for each in kwargs[FEATURES]]
+            wanted = number[self.mine][found[DEEPSTACK_PLACES]]
+            found[DEEPSTACK] = [each[wanted] for each in kwargs[DEEPSTACK]]
         return args, found
 
     def _part(self, value: Any) -> Any:
