@@ -26,6 +26,7 @@ from planc.runtime.standalone.context import CONTEXT
 from planc.runtime.standalone.expert_parallel import LocalExperts
 from planc.runtime.standalone.pipeline import stages_of
 from planc.runtime.standalone.pipeline_schedule import Form, RunningStage
+from planc.runtime.standalone.towers import SharedTower
 
 
 @contextmanager
@@ -44,6 +45,7 @@ def alone(run: Run, form: Form | None) -> Iterator[None]:
             (training_step, "_require_as_many", lambda *_: None),
             (context_tokens, "document_numbers", lambda _: _OneDocument()),
             (expert_parallel, "shares", _equal_shares),
+            (SharedTower, "needed", lambda _: False),
             (RunningStage, "told", lambda stage, _: form or _sent_beside(stage)),
             (distributed.ProcessGroup, "send", _sent),
         ):

@@ -108,7 +108,8 @@ def test_parts_of_rows_with_images_and_of_weights(four, model, more, script):
 @pytest.mark.parametrize("model", ["qwen3_vl", "gemma3-vision"])
 def test_other_exchanges_of_parts_with_images(four, tmp_path, model, attention):
     path = tmp_path / "t.plan"
-    base = f'extend "{SHIPPED[model]}.plan"\n\ncontext on cp {{\n    override attention = {attention}\n'
+    base = f'extend "{SHIPPED[model]}.plan"\n\ncontext on cp {{\n'
+    base += f"    override attention = {attention}\n"
     family = {"qwen3_vl": "qwen3_vl", "gemma3-vision": "gemma3"}[model]
     path.write_text(f"plan t for {family}\n\n{base}    balance = none\n}}\n")
     right(four.run("tower_jobs.judge", model=model, plan=str(path), overrides=[*FP32, "cp=2"]))

@@ -4,6 +4,7 @@ import functools
 
 import torch
 from numerics import MODELS, build, emitted, error, gradients_of, whole
+from state_jobs import functions_kept
 from torch import distributed
 
 import planc
@@ -88,7 +89,8 @@ def judge(
     lowered = planc.lower(spread, plan, world_size=world, overrides=overrides)
     loss, gradients = reference(model, images, padded, changes)
     if script:
-        found = _scripted(spread, lowered, batch)
+        with functions_kept(spread):
+            found = _scripted(spread, lowered, batch)
     else:
         run = planc.apply(spread, lowered, device_type="cpu")
         if broken == "unsent" and (stages := stages_of(spread)).features is not None:

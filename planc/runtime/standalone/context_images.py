@@ -26,7 +26,8 @@ from planc.runtime.standalone.context_tokens import (
     NO_TARGET,
     ContextError,
     KeyTokens,
-    owners,
+    order_of,
+    require_divisible,
 )
 from planc.runtime.standalone.pipeline_images import DEEPSTACK, DEEPSTACK_PLACES
 
@@ -87,10 +88,12 @@ class ContextBehindImages(ContextParallel):
             text = "beside images `balance = per_document` is not known"
             raise ContextError(f"{text}: use `head_tail` or `none`")
         rows, length = ids.shape[:2]
-        places = torch.arange(length, device=ids.device).expand(rows, -1)
-        owner = owners(places, self.size, self.balance, packed=False)
-        mine = (owner == self.rank).nonzero()[:, 1].view(rows, -1)
-        return torch.arange(rows, device=ids.device)[:, None], mine
+        runs = self.size if self.balance == "none" else 2 * self.size
+        require_divisible(length, runs, "the length", self.size)
+        part = ids[:, : length // self.size]
+        mine = order_of(part, self.size, self.balance).view(self.size, -1)[self.rank]
+        row = torch.arange(rows, device=ids.device)[:, None]
+        return row, mine.expand(rows, -1)
 
     def _enter(self, model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         given = self._arguments(args, kwargs)
