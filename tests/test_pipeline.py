@@ -185,12 +185,50 @@ def test_ranks_that_wait_for_each_other_are_found():
 
 def test_microbatches():
     ids, positions = torch.arange(24).view(6, 4), torch.arange(72).view(3, 6, 4)
-    parts = microbatches({"input_ids": ids, "position_ids": positions, "use_cache": False}, 3)
+    parts = microbatches({"input_ids": ids, "position_ids": positions, "use_cache": False}, 3, {})
     assert [part["input_ids"].tolist() for part in parts] == [
         ids[i : i + 2].tolist() for i in (0, 2, 4)
     ]
     assert [tuple(part["position_ids"].shape) for part in parts] == [(3, 2, 4)] * 3
     assert {part["use_cache"] for part in parts} == {False}
+
+
+IMAGE = 9
+"""The token that images take the place of."""
+
+
+def with_images(*placeholders, grid=((1, 2, 2), (1, 2, 4), (1, 2, 2))):
+    """A batch of rows with so many placeholders each, for images of as many patches over two."""
+    ids = torch.ones(len(placeholders), 8, dtype=torch.long)
+    for row, count in enumerate(placeholders):
+        ids[row, 1 : 1 + count] = IMAGE
+    grids = torch.tensor(grid)
+    pixels = torch.arange(int(grids.prod(1).sum())).view(-1, 1)
+    return {"input_ids": ids, "pixel_values": pixels, "image_grid_thw": grids}
+
+
+def test_microbatches_have_the_images_of_their_rows():
+    parts = microbatches(with_images(6, 0, 0, 2), 2, {"pixel_values": IMAGE})
+    assert [part["pixel_values"].flatten().tolist() for part in parts] == [
+        [*range(12)],
+        [*range(12, 16)],
+    ]
+    assert [part["image_grid_thw"].tolist() for part in parts] == [
+        [[1, 2, 2], [1, 2, 4]],
+        [[1, 2, 2]],
+    ]
+    parts = microbatches(with_images(6, 2, 0, 0), 2, {"pixel_values": IMAGE})
+    assert [part["pixel_values"] is None for part in parts] == [False, True]
+    assert [part["image_grid_thw"] is None for part in parts] == [False, True]
+
+
+def test_images_that_no_row_has():
+    for placeholders in ((5, 1, 0, 2), (0, 0, 0, 0), (6, 0, 0, 6)):
+        with pytest.raises(MicrobatchError, match="the images of `pixel_values` are not those of"):
+            microbatches(with_images(*placeholders), 2, {"pixel_values": IMAGE})
+    one_grid = {**with_images(6, 0, 0, 2), "pixel_values": torch.zeros(15, 1)}
+    with pytest.raises(MicrobatchError, match=r"`pixel_values` has \[15, 1\] for 3 images"):
+        microbatches(one_grid, 2, {"pixel_values": IMAGE})
 
 
 @pytest.mark.parametrize(
@@ -205,7 +243,7 @@ def test_microbatches():
 )
 def test_batches_that_cannot_be_cut(batch, told):
     with pytest.raises(MicrobatchError, match=re.escape(told)):
-        microbatches(batch, 2)
+        microbatches(batch, 2, {})
 
 
 def test_a_step_whose_batch_cannot_be_cut():

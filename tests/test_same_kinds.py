@@ -1,4 +1,6 @@
-"""Data ranks whose batches have other kinds of inputs stop, with ranks as threads."""
+"""Data ranks of which some have no images, with ranks as threads."""
+
+from unittest import mock
 
 import pytest
 import torch
@@ -7,28 +9,34 @@ from helpers import simulated_case
 from planc.diagnostic import PlanError
 from planc.model.small.input_search import BatchShape, rank_slice
 from planc.ops.document import digest
+from planc.ops.towers import ShareTower
 from planc.runtime.executor import apply_lowered
+from planc.runtime.standalone import towers
 from planc.trial.thread_ranks import run_ranks
 
 TEXT = ("input_ids", "labels", "mm_token_type_ids")
 
 
-def trained(plan, kinds, *, model="qwen3-vl-8b", compare=2, prepare=lambda model: None):
+def trained(plan, kinds, *, model="qwen3-vl-8b", compare=2, shared=True, images=()):
     """What each rank's run of a step ends with: its loss, or the finding that stopped it.
 
     Args:
         kinds: for each rank and step, whether its batch has images.
+        shared: whether ranks run the tower together, as the plan says.
+        images: what a rank with images has besides.
     """
     case = simulated_case(model, plan, (), world=2)
     lowered, builder = case.compiled.lowered, case.model.builder()
+    if not shared:
+        lowered = lowered.map_ops(lambda ops: (op for op in ops if not isinstance(op, ShareTower)))
     batch = builder.sample(BatchShape(rows=2))
     models = [builder.build(0) for _ in range(2)]
     told = [[], []]
 
-    def given(number, images):
+    def given(number, has):
         own = rank_slice(batch, number, 2)
-        if images:
-            return own
+        if has:
+            return {**own, **dict(images)}
         rows = {name: own[name] for name in TEXT if name in own}
         rows["input_ids"] = torch.full_like(rows["input_ids"], 5)
         if "mm_token_type_ids" in rows:
@@ -36,7 +44,6 @@ def trained(plan, kinds, *, model="qwen3-vl-8b", compare=2, prepare=lambda model
         return rows
 
     def rank(number):
-        prepare(models[number])
         run = apply_lowered(
             models[number],
             lowered,
@@ -44,9 +51,9 @@ def trained(plan, kinds, *, model="qwen3-vl-8b", compare=2, prepare=lambda model
             device_type="cpu",
             compare=compare,
         )
-        for images in kinds[number]:
+        for has in kinds[number]:
             try:
-                loss = run.model(**given(number, images)).loss
+                loss = run.model(**given(number, has)).loss
             except PlanError as error:
                 (one,) = error.diagnostics
                 told[number].append((one.code, one.message, one.labels[0].span.text))
@@ -57,20 +64,24 @@ def trained(plan, kinds, *, model="qwen3-vl-8b", compare=2, prepare=lambda model
     return run_ranks(2, rank, seconds=120), told
 
 
-@pytest.mark.parametrize(
-    ("model", "plan", "names"),
-    [
-        ("qwen3-vl-8b", "qwen3_vl", "`pixel_values` and `image_grid_thw`"),
-        ("gemma-3-4b", "gemma3_vision", "`pixel_values`"),
-    ],
-)
-def test_images_on_one_rank_alone_stop_both(model, plan, names):
-    failure, told = trained(plan, [(True, True), (True, False)], model=model)
+CASES = [
+    ("qwen3-vl-8b", "qwen3_vl", "`pixel_values` and `image_grid_thw`"),
+    ("gemma-3-4b", "gemma3_vision", "`pixel_values`"),
+]
+LINE = "loss = run.model(**given(number, has)).loss"
+
+
+@pytest.mark.parametrize(("model", "plan", "names"), CASES)
+def test_images_on_one_rank_alone(model, plan, names):
+    """The other one computes what it computes alone; where towers are not shared, both stop."""
+    kinds = [(True, True), (True, False)]
+    failure, told = trained(plan, kinds, model=model)
+    assert failure is None and [len(losses) for losses in told] == [2, 2]
+    failure, told = trained(plan, kinds, model=model, shared=False)
     assert failure is None
-    line = "loss = run.model(**given(number, images)).loss"
     for number, own in enumerate(("does", "does not")):
         message = f"some data ranks pass {names} and others do not; rank {number} {own}"
-        assert told[number][1:] == [("PL479", message, line)]
+        assert told[number][1:] == [("PL479", message, LINE)]
 
 
 def test_all_or_none_train_in_every_pass():
@@ -79,9 +90,20 @@ def test_all_or_none_train_in_every_pass():
     assert failure is None and [len(losses) for losses in told] == [4, 4]
 
 
-def test_without_comparison_torch_meets_two_collectives():
-    failure, _ = trained("qwen3_vl", [(True,), (False,)], compare=0)
+def test_a_tower_that_one_rank_alone_runs():
+    """Without what shares it torch meets two collectives; and without gradients of nothing."""
+    failure, _ = trained("qwen3_vl", [(True,), (False,)], compare=0, shared=False)
     assert "must match the size of tensor" in str(failure.error)
+    with mock.patch.object(towers, "nothing_of", lambda features: torch.zeros(())):
+        failure, _ = trained("qwen3_vl", [(True,), (False,)], compare=0)
+    assert failure is not None
+
+
+def test_images_that_cannot_be_told_apart_stop_both():
+    broken = {"image_grid_thw": torch.tensor([[1, 2, 2]] * 3)}
+    failure, _ = trained("qwen3_vl", [(True,), (False,)], images=broken)
+    assert isinstance(failure.error, towers.TowerError)
+    assert "`pixel_values` has" in str(failure.error)
 
 
 ROOT = """
@@ -109,5 +131,5 @@ def test_a_frozen_tower_that_the_root_gathers_may_be_left_out_on_one_rank(tmp_pa
     failure, told = trained(path, [(True, False), (False, True)])
     assert failure is None and [len(losses) for losses in told] == [2, 2]
     path.write_text(ROOT.replace("model                :", "model.language_model.embed_tokens :"))
-    failure, told = trained(path, [(True,), (False,)])
+    failure, told = trained(path, [(True,), (False,)], shared=False)
     assert failure is None and [rank[0][0] for rank in told] == ["PL479", "PL479"]

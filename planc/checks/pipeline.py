@@ -118,6 +118,11 @@ def _unsupported(plan: Plan, op: Pipeline) -> Iterator[tuple[str, Span, str]]:
             if not any(r.modules.within(part) for r in rules for part in op.held(stage)):
                 text = f"stage {stage} has no adapter, and nothing to train"
                 yield text, plan.adapters.origin, "adapt layers of every stage"
+    for context in plan.context if op.added else ():
+        if plan.mesh.size(context.axis) > 1:
+            text = f"features of images are added to {op.added} blocks, and stage 0 has "
+            text += f"{op.bounds[1]}: later stages get them of whole rows"
+            yield text, context.origin, f"give stage 0 at least {op.added} blocks, or {alone}"
     if plan.load is not None and plan.load.weights == "rank0":
         text = "rank 0 sends a tensor to ranks that all have it, and stages have different ones"
         yield text, plan.load.origin_of("weights") or plan.load.origin, "write `weights = slices`"

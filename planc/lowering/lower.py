@@ -26,7 +26,7 @@ from planc.lowering.optimizer import optimize
 from planc.lowering.rng import draw_apart, draw_by_rank, sync_rng
 from planc.lowering.stages import of_ranks
 from planc.model.facts import MODULE_DICT, Facts, Module, Modules
-from planc.model.module_table import BATCHED_EXPERTS
+from planc.model.module_table import BATCHED_EXPERTS, puts_images
 from planc.ops.activation_checkpoint import Checkpoint
 from planc.ops.backend import Backend
 from planc.ops.base import AxisRole
@@ -45,6 +45,7 @@ from planc.ops.registry import AnyOp
 from planc.ops.rng import DrawByRank
 from planc.ops.styles import Input, Output, Replicated, Sequence
 from planc.ops.tensor_parallel import Parallelize, Shape, Tie
+from planc.ops.towers import ShareTower
 from planc.plan.apply_adapters import PARAMETERLESS, styles
 from planc.plan.experts import dividing, expert_styles, splits_divided
 from planc.plan.ir import AdapterRule, Plan, TensorRule
@@ -132,6 +133,7 @@ def _stage(plan: Plan, facts: Facts, adapters: list[Adapt]) -> Stage:
         *units,
         *settings(plan, facts),
         *_losses(plan),
+        *_towers(plan, facts),
         *sync_rng(plan, facts),
         *_joined(draw_by_rank(plan, facts)),
         *draw_apart(plan, facts),
@@ -157,6 +159,13 @@ def _resets(plan: Plan, facts: Facts) -> Iterator[ResetStates]:
     parts = resets(facts)
     if parts and not any(_contexts(plan)):
         yield ResetStates(parts=parts)
+
+
+def _towers(plan: Plan, facts: Facts) -> Iterator[ShareTower]:
+    """Data ranks that train a tower, or gather its weights, run it in the same passes."""
+    axes = tuple(axis for axis in _data(plan) if plan.mesh.size(axis) > 1)
+    if axes:
+        yield from (ShareTower(modules=holder, axes=axes) for holder in puts_images(facts))
 
 
 def _losses(plan: Plan) -> Iterator[ChunkLoss]:

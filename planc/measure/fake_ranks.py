@@ -26,6 +26,7 @@ from planc.runtime.standalone.context import CONTEXT
 from planc.runtime.standalone.expert_parallel import LocalExperts
 from planc.runtime.standalone.pipeline import stages_of
 from planc.runtime.standalone.pipeline_schedule import HEADER, Form, RunningStage
+from planc.runtime.standalone.towers import SharedTower
 
 
 @contextmanager
@@ -44,6 +45,7 @@ def alone(run: Run, form: Form | None) -> Iterator[None]:
             (training_step, "_require_as_many", _as_many),
             (context_tokens, "document_numbers", lambda _: _OneDocument()),
             (expert_parallel, "shares", _equal_shares),
+            (SharedTower, "needed", lambda _: False),
             (RunningStage, "told", partialmethod(_told, form)),
             (distributed.ProcessGroup, "send", _sent),
         ):

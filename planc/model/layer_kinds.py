@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from planc.model.facts import Facts, Module, Modules
+from planc.model.module_table import LANGUAGE_MODEL
 from planc.model.small.config_fields import DROPOUT
 
 _TOWER = re.compile(r"vision|audio|speech")
@@ -39,6 +40,29 @@ def signature(module: Module) -> str:
     return repr(of(module))
 
 
+DEEPSTACK = "deepstack"
+"""In the kind of a decoder's block: features of images are added to what it returns."""
+DEEPSTACK_FIELD = "deepstack_visual_indexes"
+"""The layers of a tower whose features go to as many first blocks of the decoder."""
+
+
+_NEXT = "whole"
+"""In the kind of the block after these, which gets whole states where others get parts."""
+
+
+def blocks_added_to(at: Modules, facts: Facts) -> int:
+    """The number of a list's first blocks to whose outputs features of images are added."""
+    tower = facts.config.get("vision_config")
+    taken = tower.get(DEEPSTACK_FIELD) if isinstance(tower, Mapping) else None
+    return len(taken) if isinstance(taken, list) and LANGUAGE_MODEL in at.path else 0
+
+
+def _by_features(at: Modules, facts: Facts) -> list[tuple[str, ...]]:
+    """What features of images make of the kind of the first blocks of a list."""
+    added = blocks_added_to(at, facts)
+    return [*[(DEEPSTACK,)] * added, (_NEXT,)] if added else []
+
+
 def block_kinds(facts: Facts) -> dict[int, list[str]]:
     """For each block list, by its length, a number for the structure of each block.
 
@@ -52,7 +76,8 @@ def block_kinds(facts: Facts) -> dict[int, list[str]]:
         for child in at.module.children:
             number = known.setdefault(signature(child.module), str(len(known)))
             row |= dict.fromkeys(child.indices or (), number)
-        labels = [row[i] for i in sorted(row)]
+        more = dict(enumerate(_by_features(at, facts)))
+        labels = ["".join((row[i], *more.get(i, ()))) for i in sorted(row)]
         if found.setdefault(len(labels), labels) != labels:
             ambiguous.add(len(labels))
     return {length: labels for length, labels in found.items() if length not in ambiguous}
@@ -86,14 +111,16 @@ def entry_kinds(at: Modules, facts: Facts, named: Facts) -> dict[int, Kind]:
     Only lists of words or truths count: a number can be another one in a small model.
     """
     columns = [c for _, c in layer_columns(at, facts, named) if isinstance(c[0], str | bool)]
+    more = dict(enumerate(_by_features(at, facts)))
     found: dict[int, Kind] = {}
     for child in at.module.children:
         structure = signature(child.module)
-        if not columns:
+        if not (columns or more):
             found |= dict.fromkeys(child.indices or (), ((), structure))
             continue
         for i in child.indices or ():
-            found[i] = (tuple(str(c[i]) for c in columns if i < len(c)), structure)
+            words = tuple(str(c[i]) for c in columns if i < len(c))
+            found[i] = ((*words, *more.get(i, ())), structure)
     return dict(sorted(found.items()))
 
 

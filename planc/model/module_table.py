@@ -7,10 +7,10 @@ import dataclasses
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from inspect import signature
+from inspect import signature, unwrap
 from typing import Any, TypeVar
 
-from planc.model.facts import MODULE_DICT, Child, Facts, Module, Parameter, Segment
+from planc.model.facts import MODULE_DICT, Child, Facts, Module, Modules, Parameter, Segment
 from planc.model.indices import Indices
 
 INTEGER_ATTRIBUTES = (
@@ -56,6 +56,10 @@ BATCHED_EXPERTS = "batched_experts"
 
 TRANSPOSED_EXPERTS = "transposed_experts"
 """The fact of fused experts whose weights are [experts, in, out]."""
+PUTS_IMAGES = "puts_images"
+"""The fact of a module that puts features of images among the embeddings of its language model."""
+LANGUAGE_MODEL = "language_model"
+"""The name of that language model in it."""
 
 _BATCHED = ("Llama4TextExperts",)
 """The classes of such a forward, which its signature does not tell."""
@@ -82,6 +86,17 @@ def facts_of(
         ties=_ties(module),
         stated_fields=stated_fields,
     )
+
+
+def puts_images(facts: Facts) -> Iterator[Modules]:
+    """The module whose code puts features of images among the embeddings of tokens, if there is
+    one; of a pipeline on the ranks that have the tower.
+    """
+    for modules in facts.model.below():
+        if modules.module.fact(PUTS_IMAGES):
+            beside = (c for c in modules.module.children if c.name != LANGUAGE_MODEL)
+            if any(child.module.count for child in beside):
+                yield modules
 
 
 def divided(
@@ -245,7 +260,7 @@ def _facts(module: Any) -> tuple[tuple[str, int], ...]:
     config = attributes.get("config") if "_is_expert_parallel" in attributes else None
     if getattr(config, "_experts_implementation", None) == GROUPED:
         facts.append((GROUPED, 1))
-    return (*facts, *_fused(module))
+    return (*facts, *_fused(module), *_puts_images(module))
 
 
 def _fused(module: Any) -> Iterator[tuple[str, int]]:
@@ -260,6 +275,18 @@ def _fused(module: Any) -> Iterator[tuple[str, int]]:
         yield FUSED_EXPERTS, count
         if getattr(module, "is_transposed", False):
             yield TRANSPOSED_EXPERTS, 1
+
+
+def _puts_images(module: Any) -> Iterator[tuple[str, int]]:
+    """Whether the code of transformers' forward embeds tokens, and then asks for the features of
+    images; where videos have a tower of their own, the two may come in either order.
+    """
+    if LANGUAGE_MODEL not in module._modules or "video_tower" in module._modules:
+        return
+    names = unwrap(type(module).forward).__code__.co_names
+    asked = [n for n in names if n in ("get_input_embeddings", "get_image_features")]
+    if asked == ["get_input_embeddings", "get_image_features"]:
+        yield PUTS_IMAGES, 1
 
 
 def _kind(module: Any) -> str:

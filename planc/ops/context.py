@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, ClassVar
 
 from planc.ops import call, phrases
-from planc.ops.base import OMIT, Axis, AxisSizes, Name, Op, choice
+from planc.ops.base import OMIT, Axis, AxisSizes, Name, Op, choice, text
 
 _EXCHANGES = {
     "all_gather": "keys and values are all-gathered",
@@ -34,6 +34,8 @@ class ContextParallel(Op):
         exchange: what is exchanged of the states that go from token to token: `state`, or
             `gather` of all that they are computed from, by which each rank computes all.
         states: the functions, methods and modules that hand states on.
+        holder: the module that puts features of images among the embeddings of whole rows, which
+            are cut in front of its language model; empty for a model of text alone.
     """
 
     axis: Axis
@@ -41,6 +43,9 @@ class ContextParallel(Op):
     balance: Annotated[str, choice(*_TOKENS)] = "head_tail"
     exchange: Annotated[str, choice(*_STATES)] = field(default="state", metadata=OMIT)
     states: tuple[Name, ...] = field(default=(), metadata=OMIT)
+    holder: Annotated[str, text("module", "a module, or none", r"[\w.-]*")] = field(
+        default="", metadata=OMIT
+    )
 
     SCRIPT: ClassVar = call.ScriptFunction(
         "split_sequences",
@@ -57,9 +62,11 @@ class ContextParallel(Op):
         if self.states:
             keywords += call.given(exchange=self.exchange, states=self.states)
         mesh = call.Index(call.MESH, (self.axis,))
-        made = call.FunctionCall(
-            "standalone.context:context_parallel", (call.MODEL, mesh), keywords
-        )
+        function = "standalone.context:context_parallel"
+        if self.holder:
+            keywords += call.given(holder=self.holder)
+            function = "standalone.context_images:context_behind_images"
+        made = call.FunctionCall(function, (call.MODEL, mesh), keywords)
         yield call.Once(call=made, note=self.place)
 
     WORD: ClassVar = "context"
@@ -70,4 +77,5 @@ class ContextParallel(Op):
         axis = phrases.axes((self.axis,), mesh)
         states = f", {_STATES[self.exchange]}" if self.states else ""
         tokens = f"each rank has {_TOKENS[self.balance]}"
+        tokens += " behind the images" if self.holder else ""
         return f"{_EXCHANGES[self.attention]} over {axis}{states}, {tokens}"

@@ -86,6 +86,8 @@ class Pipeline(Op):
         timetable: where a file is the schedule, the passes of each rank in order: `0F2` is the
             forward of microbatch 2 on stage 0, `B` its backward, `I` and `W` the gradients of
             inputs and of weights apart, as `torch.distributed.pipelining` writes them.
+        added: the number of first blocks to whose outputs features of images are added, if the
+            first stage has fewer; else 0.
     """
 
     axis: Axis
@@ -100,6 +102,7 @@ class Pipeline(Op):
     shared: tuple[Modules, ...] = field(default=(), metadata=OMIT)
     ties: tuple[Name, ...] = field(default=(), metadata=OMIT)
     timetable: tuple[Row, ...] = field(default=(), metadata=OMIT)
+    added: Count = field(default=0, metadata=OMIT)
 
     SCRIPT: ClassVar = call.ScriptFunction(
         "keep_stages", "Keeps the parameters of this rank's stages."
@@ -143,6 +146,7 @@ class Pipeline(Op):
                 ("schedule", self.schedule),
                 ("microbatches", self.microbatches),
                 *([("timetable", call.Items(self.timetable))] if self.timetable else []),
+                *([("added", self.added)] if self.added else []),
             ),
         )
         yield call.Once(call=made, note=self.place)

@@ -20,6 +20,7 @@ from planc.ops.pipeline import Pipeline
 from planc.ops.quantization import Quantize
 from planc.ops.rng import DrawApart, DrawByRank, SyncRng
 from planc.ops.tensor_parallel import Parallelize, Tie
+from planc.ops.towers import ShareTower
 
 AnyOp = Annotated[
     Pipeline
@@ -40,6 +41,7 @@ AnyOp = Annotated[
     | Divide
     | Prefetch
     | ChunkLoss
+    | ShareTower
     | SyncRng
     | DrawByRank
     | DrawApart

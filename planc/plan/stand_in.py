@@ -14,7 +14,14 @@ from typing import Any
 
 from planc.model.facts import Facts, Modules
 from planc.model.indices import Indices
-from planc.model.layer_kinds import Kind, block_lists, entry_kinds, length, signature
+from planc.model.layer_kinds import (
+    Kind,
+    block_lists,
+    blocks_added_to,
+    entry_kinds,
+    length,
+    signature,
+)
 from planc.model.small.depth import edges
 from planc.ops.styles import style_text
 from planc.plan import ir
@@ -131,6 +138,7 @@ def _pipeline(plan: ir.Plan, state: StandInModel) -> ir.PipelineRule | None:
         inputs=tuple(state.all(op.inputs, rule)),
         outputs=tuple(state.all(op.outputs, rule)),
         shared=tuple(state.all(op.shared, rule)),
+        added=blocks_added_to(found[0], state.small) if op.added else 0,
     )
     return replace(rule, op=made)
 

@@ -32,6 +32,7 @@ from planc.runtime.counted_labels import (
 from planc.runtime.preconditions import stop, warning
 from planc.runtime.safeguards.inputs import PassComparison
 from planc.runtime.script_line import script_line
+from planc.runtime.standalone.images import placeholders
 from planc.runtime.standalone.pipeline import Stages, stages_of
 from planc.runtime.standalone.pipeline_step import (
     MicrobatchError,
@@ -158,7 +159,8 @@ class TrainingStep:
             return self._part(run, loss, whole[at][number], batches)
 
         try:
-            whole = [microbatches(batch, stages.microbatches) for batch in batches]
+            tokens = placeholders(getattr(run.model, "config", None))
+            whole = [microbatches(batch, stages.microbatches, tokens) for batch in batches]
             losses = forward_backward(run.model, run.mesh, given, part, trains=trains)
         except MicrobatchError as error:
             raise stop(

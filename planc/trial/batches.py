@@ -11,7 +11,7 @@ labels has as many in each row, all of them late, and so unlike numbers in parts
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -24,27 +24,38 @@ from planc.ops.base import AxisRole, Op
 from planc.ops.context import ContextParallel
 from planc.ops.documents import parts_reset
 from planc.ops.lowered import Lowered
+from planc.ops.towers import ShareTower
 from planc.runtime.standalone.documents import RESETS, reset_states
+from planc.runtime.standalone.images import Tokens, placeholders, rows_of_images
 from planc.runtime.standalone.loss import IGNORED
 
 LENGTH = 16
 """The least tokens per row; divisible for sequence axes of up to 16 ranks."""
 PADS = 2
 """Padding tokens of a row, on the left; towers' placeholder tokens begin after them."""
+IMAGES = (1, 2, 0, 0, 1, 0, 2)
+"""The images of rows, again and again: of two data ranks with two rows each, one has none."""
 COUNT = "num_items_in_batch"
 """The argument by which transformers' models divide the sum of the loss."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialPass:
-    """A forward and backward pass over all data ranks' rows; its name says what it shows."""
+    """A forward and backward pass over all data ranks' rows; its name says what it shows.
+
+    `tokens`: those that images take the place of, as of `placeholders`.
+    """
 
     name: str = ""
     inputs: Inputs
+    tokens: Tokens = field(default_factory=dict)
 
     def of_rank(self, rank: int, ranks: int) -> Inputs:
-        """The rows that one data rank reads."""
-        return rank_slice(self.inputs, rank, ranks)
+        """The rows that one data rank reads, with their images."""
+        own = rows_of_images(self.inputs, ranks, self.tokens)[rank]
+        rest = {name: value for name, value in self.inputs.items() if name not in own}
+        images = {name: value for name, value in own.items() if value is not None}
+        return {**rank_slice(rest, rank, ranks), **images}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,27 +110,34 @@ def batches(
     rows = ranks * math.lcm(max(1, 4 // ranks), parts)
     length = math.lcm(LENGTH, lowered.world_size)
 
-    def plain(number: int, length: int = length) -> Inputs:
+    def plain(number: int, length: int = length, images: tuple[int, ...] = ()) -> Inputs:
         # ids at the ends of the vocabulary are often special tokens
+        numbers = 1000 * (number + 1) + seed
         return builder.sample(
-            BatchShape(rows=rows, length=length, seed=1000 * (number + 1) + seed, ends=8)
+            BatchShape(rows=rows, length=length, seed=numbers, ends=8, images=images)
         )
 
     model = builder.build(seed)
     reset_states(model, *parts_reset(lowered.ops))
     counted = _counts(model, plain(0))
+    config = getattr(model, "config", None)
+    tokens = placeholders(config) if ranks == 1 or lowered.has(ShareTower) else {}
 
     def labeled(number: int, length: int = length) -> Inputs:
-        return plain(number, length) if counted else _late(plain(number, length))
+        made = plain(number, length)
+        if tokens and _runs(model, uneven := plain(number, length, IMAGES)):
+            made = uneven
+        return made if counted else _late(made)
 
-    padded = _padded(model, labeled(0), ranks, uneven=counted)
+    padded = replace(_padded(model, labeled(0), ranks, uneven=counted), tokens=tokens)
     if quick:
         return Batches(steps=((padded,),), counted=counted, ranks=ranks, gradients_alone=True)
     document = math.lcm(*(_document_part(op, lowered) for op in lowered.ops))
     last = labeled(2)
     if uneven and (other := _uneven_length(lowered, length)) and _text(last):
         last = shorter if _runs(model, shorter := labeled(2, other)) else last
-    steps = ((padded, _packed(model, labeled(1), document)), (TrialPass(inputs=last),))
+    packed = replace(_packed(model, labeled(1), document), tokens=tokens)
+    steps = ((padded, packed), (TrialPass(inputs=last, tokens=tokens),))
     return Batches(steps=steps, counted=counted, ranks=ranks)
 
 

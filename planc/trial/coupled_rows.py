@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from planc.ops.lowered import Lowered
+from planc.ops.towers import ShareTower
 from planc.trial.batches import TrialPass
 from planc.trial.numerics import parameters_by_name, relative
 from planc.trial.outcome import LIMIT
@@ -66,8 +68,11 @@ class UsedParameters:
                 self.every.pop((-1, row, 0), None)
                 return
 
-    def uneven(self) -> tuple[UnevenUse, ...]:
-        """The parameters that ranks of one pass do not all use; or passes, where code looks."""
+    def uneven(self, lowered: Lowered) -> tuple[UnevenUse, ...]:
+        """The parameters that ranks of one pass do not all use; or passes, where code looks. All
+        ranks run a tower that the plan shares.
+        """
+        shared = [op for op in lowered.ops if isinstance(op, ShareTower)]
         found: dict[str, str] = {}
         for (key, used), (other, theirs) in combinations(self.every.items(), 2):
             if key[:2] == other[:2]:
@@ -79,7 +84,8 @@ class UsedParameters:
             for name in sorted(used ^ theirs):
                 first, second = (one, two) if name in used else (two, one)
                 found.setdefault(name, f"{first} gives it a gradient, and {second} none")
-        return tuple(UnevenUse(name, where) for name, where in found.items())
+        alone = ((n, where) for n, where in found.items() if not any(op.runs(n) for op in shared))
+        return tuple(UnevenUse(name, where) for name, where in alone)
 
 
 def _noting(used: set[str], name: str) -> Any:

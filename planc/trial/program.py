@@ -89,7 +89,7 @@ class RankResult:
 
     def of_trace(self, number: int, trace: Trace) -> Trace:
         """Its part of what a pass of a single process showed."""
-        return self.parts[number].of_trace(trace) if self.parts else trace
+        return self.parts[number].of_trace(trace, self.traces[number]) if self.parts else trace
 
     def where(self) -> tuple[str, str]:
         """The module that runs now, and the line of the model's code."""
@@ -180,7 +180,7 @@ def train_single(
     if not batches.gradients_alone:
         reference.parameters = _parameters(model)
         reference.states = _states(model, optimizer)
-    reference.uneven = used.uneven()
+    reference.uneven = used.uneven(lowered)
     _require_finite(reference)
     for result in reference.passes if heads else ():
         result.logits.clear()  # the ranks compute none

@@ -20,10 +20,14 @@ def context_axes(run: Run) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class BatchPart:
-    """The part of a batch that a rank has: indices `[rows, tokens]` in sequences of a length."""
+    """The part of a batch that a rank has: indices `[rows, tokens]` in sequences of a length.
+
+    `behind`: whole rows are cut inside of the model, so that modules before that have whole ones.
+    """
 
     tokens: Tensor
     length: int
+    behind: bool = False
 
     def of(self, value: Tensor) -> Tensor:
         """The rank's part of a tensor of the single process, `[rows, length, ...]`,
@@ -42,14 +46,23 @@ class BatchPart:
             return self.of(value.unflatten(0, (rows, -1))).flatten(0, 1)
         return value
 
-    def of_trace(self, trace: Trace) -> Trace:
-        """The calls of the single process, with the rank's part of each tensor."""
+    def of_trace(self, trace: Trace, own: Trace) -> Trace:
+        """The calls of the single process, with the rank's part of each tensor; `own` are those of
+        the rank.
+        """
         calls = {}
         for name, call in trace.calls.items():
-            inputs = {k: Seen(self.of(v.tensor)) for k, v in call.inputs.items()}
-            output = call.output and Seen(self.of(call.output.tensor))
+            mine = own.calls.get(name, call) if self.behind else ModuleCall(line="")
+            inputs = {k: self._seen(v, mine.inputs.get(k)) for k, v in call.inputs.items()}
+            output = call.output and self._seen(call.output, mine.output)
             calls[name] = ModuleCall(line=call.line, inputs=inputs, output=output)
         return Trace(calls=calls, finished=trace.finished)
+
+    def _seen(self, right: Seen, mine: Seen | None) -> Seen:
+        """The rank's part of a tensor, or all of it where the rank has as much."""
+        if mine is not None and mine.tensor.shape == right.tensor.shape:
+            return right
+        return Seen(self.of(right.tensor))
 
 
 def part_rank(run: Run) -> int:
@@ -62,8 +75,9 @@ def parts_of(run: Run, inputs: Mapping[str, Any]) -> Iterator[BatchPart]:
     ids = inputs.get("input_ids")
     if context_axes(run) and isinstance(ids, Tensor):
         index = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-        mine = run.batch({**inputs, "input_ids": index})["input_ids"]
-        yield BatchPart(mine.cpu(), ids.shape[1])
+        mine = run.batch({**inputs, "labels": index})["labels"]
+        behind = any(isinstance(op, ContextParallel) and op.holder for op in run.lowered.ops)
+        yield BatchPart(mine.cpu(), ids.shape[1], behind)
 
 
 def mean_of_parts(run: Run, loss: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from planc.model.dataflow import DataFlow, FlowCall
 from planc.model.facts import Facts, below, generic
 from planc.model.layer_kinds import length
+from planc.model.module_table import puts_images
 from planc.model.small.flow import flow_of, flow_source
 
 _LAYERS = 2
@@ -51,11 +52,12 @@ def block_order(facts: Facts, blocks: str) -> BlockOrder:
     flow = source if isinstance(source, str) else flow_of(source, facts)
     if isinstance(source, str) or isinstance(flow, str):
         return BlockOrder(problem=str(flow))
-    return _order(flow, blocks, length(source.facts.at(blocks)))
+    images = any(puts_images(facts))
+    return _order(flow, blocks, length(source.facts.at(blocks)), images=images)
 
 
-def _order(flow: DataFlow, blocks: str, count: int) -> BlockOrder:
-    """The order around a list of so many blocks."""
+def _order(flow: DataFlow, blocks: str, count: int, *, images: bool) -> BlockOrder:
+    """The order around a list of so many blocks; `images` are left out on later stages."""
     every = [c for c in flow.calls if c.name.rpartition(".")[0] == blocks]
     returned = {_returned(call) for call in every}
     problem = ""
@@ -63,7 +65,7 @@ def _order(flow: DataFlow, blocks: str, count: int) -> BlockOrder:
         problem = f"the model does not call the blocks of `{blocks}` once each, in order"
     elif len(returned) != 1 or -1 in returned:
         problem = f"the blocks of `{blocks}` return no tensor and no tuple of one size"
-    elif read := next((n for n, _ in flow.root.arguments if n in _OF_TOWERS), None):
+    elif not images and (read := next((n for n, _ in flow.root.arguments if n in _OF_TOWERS), "")):
         # the features take the places of tokens, which on a later stage are received already
         problem = f"on every stage its code puts features of `{read}` among the hidden states"
     if problem:

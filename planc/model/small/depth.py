@@ -6,6 +6,7 @@ from itertools import pairwise
 from math import lcm
 from typing import Any, TypeGuard
 
+from planc.model.layer_kinds import DEEPSTACK, DEEPSTACK_FIELD
 from planc.model.small.config_fields import LAYERS
 
 Fields = Mapping[str, Any]
@@ -24,6 +25,8 @@ class Depth:
     Attributes:
         kept: the layers that the small ones stand for, by the length of a list; several where lists
             of one length are in different configurations.
+        deepstack: the number of kept decoder blocks after which features of images are added, which
+            is that of the features that the small tower gives.
     """
 
     def __init__(
@@ -31,6 +34,7 @@ class Depth:
     ) -> None:
         self.least, self.blocks, self.variants = least, blocks, variants
         self.kept: dict[int, list[tuple[int, ...]]] = {}
+        self.deepstack = 0
 
     def shrink(
         self, config: Fields, small: dict[str, Any], inner: Callable[[Fields], dict[str, Any]]
@@ -59,7 +63,8 @@ class Depth:
         inner: Callable[[Fields], dict[str, Any]],
     ) -> None:
         """Keeps one layer of each kind, and at least as many as requested."""
-        depth = config[name]
+        depth, blocks = config[name], self.blocks.get(config[name], [])
+        features = self.deepstack if config.get(DEEPSTACK_FIELD) else 0
         lists = [n for n, v in config.items() if isinstance(v, list) and len(v) == depth > 1]
         every = list(range(depth))  # a list of all layer numbers does not distinguish layers
         columns = [[str(v) for v in config[n]] for n in lists if config[n] != every]
@@ -69,7 +74,9 @@ class Depth:
         last = config.get("num_kv_shared_layers")  # layers that have no kv projections
         last = last if number(last) and last < depth else 0
         columns += [[str(i >= depth - last) for i in range(depth)]] if last else []
+        least, self.least = self.least, max(self.least, features)
         kept, offsets = self._kept(config, depth, columns)
+        self.least = least
         small |= offsets
         for field in lists:
             values = [config[field][i] for i in kept]
@@ -78,7 +85,10 @@ class Depth:
             kept_layers = {str(kept.index(i)): v for i, v in single.items() if i in kept}
             small["per_layer_config"] = {i: inner(v) for i, v in kept_layers.items()}
         small[name] = len(kept)
+        self.deepstack += sum(DEEPSTACK in kind for i, kind in enumerate(blocks) if i in kept)
         _numbered_layers(small, kept, depth, done=lists)
+        if features:
+            small[DEEPSTACK_FIELD] = list(range(len(kept)))[-features:]
         if last:
             small["num_kv_shared_layers"] = sum(i >= depth - last for i in kept)
         for field in _dense_first(config, depth):

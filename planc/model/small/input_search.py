@@ -23,6 +23,8 @@ class BatchShape:
     """The size of the text batch that a model is run on; `length` grows if images need more tokens.
 
     Args:
+        images: how many images the rows have, again and again, where they can have other numbers
+            than one each.
         ends: how many ids at either end of the vocabulary are not used; id 0 never is, because it
             often means padding.
     """
@@ -31,6 +33,7 @@ class BatchShape:
     length: int = 16
     seed: int = 3
     ends: int = 0
+    images: tuple[int, ...] = ()
 
     def text(self, vocabulary: int, least: int = 0) -> Inputs:
         """Random `input_ids` and `labels`, [rows, length]."""
@@ -255,6 +258,51 @@ def add_tower_inputs(
         if "qformer_input_ids" in names:
             made["qformer_input_ids"] = tokens[:, :4].clamp(max=7)
     return {n: v for n, v in made.items() if n in names or n == "labels"}
+
+
+_COUNTED = ("places", "grids", "images")
+"""The kinds of input with an entry for each image, whichever row it is in."""
+_BETWEEN = 2
+"""Tokens between two images of a row."""
+
+
+def longest(choice: InputChoice, shape: BatchShape) -> int:
+    """The tokens that a row needs for its images, the second of which may be twice as large."""
+    most = max((*shape.images, 1))
+    return 2 + most * (2 * choice.tokens + _BETWEEN) if most > 1 else choice.tokens
+
+
+def add_uneven_images(
+    inputs: Inputs, choice: InputChoice, config: Any, names: tuple[str, ...], shape: BatchShape
+) -> Inputs | None:
+    """The batch of text, [rows, length], whose rows have `shape.images`, at places that differ by
+    row; every second image of a model that takes grids is twice as wide. None for a model that
+    takes other inputs than such images.
+    """
+    (one, *others) = choice.chosen or (None,)
+    if one is None or others or one.token is None or one.kind.name not in _COUNTED:
+        return None
+    made = add_tower_inputs(inputs, InputChoice(), config, names)
+    tokens, tower, found = made["input_ids"], tower_of(config, "images"), list[Inputs]()
+    types = torch.zeros_like(tokens)
+    for row in range(len(tokens)):
+        at = 2 + row % 3
+        for _ in range(shape.images[row % len(shape.images)]):
+            wide = len(found) % 2 if one.kind.name == "grids" else 0
+            image = make_inputs(one.kind, tower, config, 1 + wide, shape.seed + len(found))
+            if wide:
+                first = image["image_grid_thw"][:1]
+                image["image_grid_thw"] = first * first.new_tensor([1, 1, 2])
+            found.append(image)
+            end = at + one.tokens * (1 + wide)
+            tokens[row, at:end] = one.token
+            types[row, at:end] = 1
+            at = end + _BETWEEN
+    for name in ("token_type_ids", "mm_token_type_ids"):
+        if name in names:
+            made[name] = types
+    taken = [name for name in found[0] if name in names] if found else []
+    return made | {name: torch.cat([one[name] for one in found]) for name in taken}
 
 
 def tower_inputs(

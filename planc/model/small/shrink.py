@@ -121,7 +121,8 @@ class _Shrinker:
     def config(self, config: Fields) -> dict[str, Any]:
         """Shrinks one level; nested configurations (`text_config`) are shrunk separately."""
         small = {n: v for n, v in config.items() if n not in ("dtype", "torch_dtype")}
-        for name, value in config.items():
+        # a tower after the decoder, which says how many features the tower gives
+        for name, value in sorted(config.items(), key=lambda item: item[0] == "vision_config"):
             if isinstance(value, Mapping) and (name.endswith("_config") or name in fields.NESTED):
                 small[name] = self.config(value)
         _sizes_of_sibling(config, small)

@@ -14,9 +14,11 @@ from planc.model.small.input_search import (
     BatchShape,
     InputChoice,
     add_tower_inputs,
+    add_uneven_images,
     choose,
     codebook_inputs,
     forward_arguments,
+    longest,
     takes_more_than_text,
     tower_inputs,
 )
@@ -126,14 +128,16 @@ class TransformersBuilder:
     def _inputs(self, choice: InputChoice, shape: BatchShape) -> dict[str, Any]:
         if self._without_text:
             return tower_inputs(choice, self._part, self.names, shape)
-        least = choice.tokens + shape.length // 2 if choice.tokens else 0
+        least = longest(choice, shape) + shape.length // 2 if choice.tokens else 0
         if self.codebooks:
             return codebook_inputs(shape, self.vocabulary, self.codebooks)
         sample = shape.text(self.vocabulary, least)
         if self._cls.__name__.endswith("ForSequenceClassification"):
             sample["labels"] = sample["labels"][:, 0] % self._part.num_labels
         if takes_more_than_text(self._cls):
-            sample = add_tower_inputs(sample, choice, self._part, self.names)
+            given = (sample, choice, self._part, self.names)
+            uneven = add_uneven_images(*given, shape) if shape.images else None
+            sample = uneven or add_tower_inputs(*given)
         labeled = {"labels", "decoder_input_ids"} & {*self.names}
         return sample if labeled else {n: v for n, v in sample.items() if n != "labels"}
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from planc.model.module_table import puts_images
 from planc.ops.context import ContextParallel
 from planc.ops.documents import resets
 from planc.plan.ir import ContextRule
@@ -56,6 +57,7 @@ def _rule(
             balance=values.get("balance") or balance,
             exchange=values.get("exchange") or "state",
             states=states,
+            holder=next((str(m) for m in puts_images(program.facts)), ""),
             origin=origin,
             origins=tuple((n, lines[n].origin) for n in ("balance", "exchange") if n in lines),
         )

@@ -6,7 +6,7 @@ from functools import partial
 from planc.diagnostic import nearest
 from planc.model.facts import Facts, Modules, generic
 from planc.model.indices import Indices
-from planc.model.layer_kinds import length
+from planc.model.layer_kinds import blocks_added_to, length
 from planc.model.small.block_order import BlockOrder, block_order
 from planc.ops.base import AxisRole
 from planc.ops.pipeline import SCHEDULES, Pipeline
@@ -64,6 +64,7 @@ def _cut(
         program.sink.error("PL566", message, origin, help="without a pipeline, set its axis to 1")
         return None
     shared = [*_shared(program.facts, *rest)]
+    added = blocks_added_to(blocks, program.facts)
     schedule, rows = _schedule(axis, len(bounds) - 1, settings, program)
     if not schedule:
         return None
@@ -80,6 +81,7 @@ def _cut(
         shared=tuple(dict.fromkeys(m for _, modules in shared for m in modules)),
         ties=tuple(name for name, _ in shared),
         timetable=rows,
+        added=added if added > bounds[1] else 0,
         origin=section.name_origin,
         origins=tuple((name, line.origin) for name, line in settings.lines.items()),
     )

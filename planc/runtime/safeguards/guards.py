@@ -24,8 +24,10 @@ from planc.ops.tensor_parallel import Parallelize
 from planc.runtime.known_verdict import KnownVerdict
 from planc.runtime.preconditions import stop, warning
 from planc.runtime.safeguards import leaking_rows
+from planc.runtime.safeguards.inputs import different_kinds
 from planc.runtime.script_line import script_line
 from planc.runtime.standalone.documents import RESETS
+from planc.runtime.standalone.towers import TOWER
 
 _ADAPTERS = (
     "give `apply` the base model; the plan's `adapters` section adds LoRA, and "
@@ -163,6 +165,8 @@ def guard(applied: Applied) -> None:
 
     if checks:
         handle = model.register_forward_pre_hook(before, with_kwargs=True)
+    if (tower := model.__dict__.get(TOWER)) is not None:
+        tower.raised = different_kinds
     if lowered.has(Checkpoint) and "use_cache" in inspect.signature(model.forward).parameters:
         model.register_forward_pre_hook(_uncached, with_kwargs=True)
     if next(iter(applied.sequence_outputs()), None):

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from planc.ops.context import ContextParallel
 from planc.ops.fsdp import FullyShard
 from planc.ops.lowered import Lowered
 from planc.ops.tensor_parallel import Parallelize
+from planc.ops.towers import ShareTower
 from planc.runtime.gradients import valid_labels
 from planc.runtime.meshes import Meshes, rows_of
 from planc.runtime.preconditions import stop, warning
@@ -32,6 +34,7 @@ from planc.runtime.safeguards.weights import SameWeights
 from planc.runtime.script_line import script_line
 from planc.runtime.standalone.collectives import all_gather
 from planc.runtime.standalone.context import CONTEXT
+from planc.runtime.standalone.images import OF_IMAGES
 
 _ARGUMENTS = 32
 """The arguments that are told apart in a message; the same for all ranks, whatever they read."""
@@ -350,12 +353,15 @@ def kinds_hook(model: nn.Module, lowered: Lowered, meshes: Meshes) -> Hook | Non
     rank whose batch has no image calls no vision tower, so that FSDP's next collective meets
     another one of the other ranks, and NCCL waits for ever or mixes up their bytes.
 
+    A tower that all data ranks run together (`ShareTower`) compares them itself.
+
     None for a model that takes no others than text, or never text alone, and where nothing trains
     or is a unit that text alone does not reach. It costs an all-gather of two numbers over each
     data axis, and a wait for the device.
     """
     arguments = inspect.signature(model.forward)
-    names = [name for name in arguments.parameters if _OTHERS.search(name)]
+    shared = {*OF_IMAGES, *chain(*OF_IMAGES.values())} if lowered.has(ShareTower) else set()
+    names = [n for n in arguments.parameters if _OTHERS.search(n) and n not in shared]
     axes = [a.name for a in lowered.axes if a.name in lowered.data and a.size > 1]
     if not (names and axes and _TEXT in arguments.parameters):
         return None
@@ -406,16 +412,17 @@ def _compare(names: Sequence[str], given: Sequence[bool], parts: Sequence[Device
         for other, common in rows_of(torch.tensor([some, every], device=part.device_type), part):
             some, every = some | other, every & common
     if some != every:
-        raise _different([n for i, n in enumerate(names) if (some ^ every) >> i & 1], given, names)
+        unlike = [i for i in range(len(names)) if (some ^ every) >> i & 1]
+        raise different_kinds([names[i] for i in unlike], given[unlike[0]])
 
 
-def _different(what: list[str], given: Sequence[bool], names: Sequence[str]) -> PlanError:
-    has = dict(zip(names, given, strict=True))
-    kinds = one_of((f"`{name}`" for name in what), last="and")
-    own = "does" if has[what[0]] else "does not"
+def different_kinds(names: Sequence[str], own: bool) -> PlanError:
+    """PL479: some data ranks pass arguments of some names, this one of the first of them or not."""
+    kinds = one_of((f"`{name}`" for name in names), last="and")
+    has = "does" if own else "does not"
     return stop(
         "PL479",
-        f"some data ranks pass {kinds} and others do not; rank {distributed.get_rank()} {own}",
+        f"some data ranks pass {kinds} and others do not; rank {distributed.get_rank()} {has}",
         *script_line("the inputs are passed here"),
         help="give each rank's batch an image or a sound, a blank one whose labels are ignored if "
         "it has none, or draw batches in which all ranks have some, or none has",

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from planc.runtime.standalone.pipeline_images import SentFeatures
 from planc.runtime.standalone.shards import named_tensors
 
 PIPELINE = "_planc_pipeline"
@@ -38,6 +39,8 @@ class Stages:
         ties: the names of these parameters.
         schedule, microbatches: of a step.
         timetable: the passes of each rank, where these are the schedule.
+        added: after how many of the first blocks features of images are added, if the
+            first stage has fewer; else 0.
     """
 
     def __init__(
@@ -56,6 +59,7 @@ class Stages:
         schedule: str,
         microbatches: int,
         timetable: Sequence[str] = (),
+        added: int = 0,
     ) -> None:
         self.mesh, self.own, self.bounds = mesh, tuple(own), tuple(bounds)
         self.returned, self.schedule, self.microbatches = (
@@ -64,6 +68,8 @@ class Stages:
             microbatches,
         )
         self.timetable = tuple(timetable)
+        text = model.get_submodule(blocks.rpartition(".")[0])
+        self.features = SentFeatures(text, self.bounds, added) if added else None
         self.count = len(bounds) - 1
         both = {0, self.count - 1} <= {*own}
         self.ties = () if both else tuple(ties)

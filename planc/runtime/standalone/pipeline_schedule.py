@@ -27,6 +27,14 @@ OF_THE_LOSS = (
     *("shift_labels", "num_items_in_batch"),
 )
 """Arguments of the last stage alone: without them a model computes no loss."""
+OF_THE_TOWER = (
+    *("pixel_values", "pixel_values_videos"),
+    *("pixel_attention_mask", "pixel_mask"),
+    *("image_position_ids", "video_position_ids"),
+)
+"""Arguments of the first stage alone: without them a model runs no tower, whose outputs
+are in the hidden states that a later stage receives.
+"""
 
 
 class TimetableSchedule(schedules._PipelineScheduleRuntime):  # type: ignore[misc]
@@ -99,15 +107,21 @@ class StageModule(nn.Module):  # type: ignore[misc]
             received = DTensor.from_local(
                 received, mesh, [placement], run_check=False, shape=whole, stride=stride
             )
-        step = kwargs.pop("step")
+        step, features = kwargs.pop("step"), self.stages.features
+        if features is not None:
+            received = features.taken(received, self.number)
         if self.number < self.stages.count - 1:  # the loss is the last stage's
             kwargs = {
                 name: value for name, value in kwargs.items() if name not in OF_THE_LOSS
             }
+        if self.number:
+            kwargs = {n: v for n, v in kwargs.items() if n not in OF_THE_TOWER}
         output = self.stages.run(self.__dict__["model"], self.number, received, kwargs)
         if self.number == self.stages.count - 1:
             loss: Tensor = step(output)
             return loss
+        if features is not None:
+            output = features.beside(output)
         self.sent = form_of(output)
         return local_of(output)
 

@@ -9,6 +9,12 @@ from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from planc.runtime.standalone.images import (
+    ImagesError,
+    Tokens,
+    placeholders,
+    rows_of_images,
+)
 from planc.runtime.standalone.passes import joined_passes
 from planc.runtime.standalone.pipeline import Stages, stages_of
 from planc.runtime.standalone.pipeline_schedule import Schedule
@@ -53,10 +59,11 @@ def forward_backward(
     if stages.runner is None:
         stages.runner = Schedule(model, stages, mesh)
     losses: list[Tensor] = []
+    tokens = placeholders(getattr(model, "config", None))
     trained = training_passes(stages, model) if trains else nullcontext()
     with joined_passes(model), trained:
         for at, batch in enumerate(batches):
-            parts = microbatches(batch, stages.microbatches)
+            parts = microbatches(batch, stages.microbatches, tokens)
 
             def own(output: Any, number: int, at: int = at) -> Tensor:
                 found = loss_of(output)
@@ -83,12 +90,15 @@ def loss_of(output: Any) -> Tensor:
     return loss.full_tensor() if isinstance(loss, DTensor) else loss
 
 
-def microbatches(batch: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
-    """A batch cut into parts of equally many rows.
+def microbatches(
+    batch: Mapping[str, Any], count: int, tokens: Tokens
+) -> list[dict[str, Any]]:
+    """A batch cut into parts of equally many rows, with the images of these.
 
     Args:
         batch: tensors have rows on dim 0; three-dimensional position ids on dim 1.
         count: the number of parts.
+        tokens: what images take the place of, as of `placeholders`.
 
     Raises:
         MicrobatchError: the rows cannot be divided, or a tensor has no dim of rows.
@@ -96,12 +106,17 @@ def microbatches(batch: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
     tensors = {
         name: value for name, value in batch.items() if isinstance(value, Tensor)
     }
-    rows = len(next(iter(tensors.values())))
+    rows = len(batch.get("input_ids", next(iter(tensors.values()))))
     if rows % count:
         text = f"a batch of {rows} rows cannot be cut into {count} microbatches"
         raise MicrobatchError(text)
-    parts: list[dict[str, Any]] = [{} for _ in range(count)]
+    try:
+        parts: list[dict[str, Any]] = [*rows_of_images(batch, count, tokens)]
+    except ImagesError as error:
+        raise MicrobatchError(str(error)) from error
     for name, value in batch.items():
+        if name in parts[0]:
+            continue
         pieces: Sequence[Any] = [value] * count
         if isinstance(value, Tensor) and value.dim():
             dim = int(name == "position_ids" and value.dim() == 3)

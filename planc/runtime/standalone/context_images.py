@@ -1,0 +1,178 @@
+"""Context parallelism of models that put features of images among embeddings.
+
+Images take the places of tokens in whole rows, so each rank embeds whole rows and runs
+the tower on all their images; a hook in front of the language model leaves it the
+rank's tokens. Positions of images, and masks that the code around the language model
+makes, are those of whole rows.
+"""
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.functional import pad
+
+from planc.runtime.standalone.context import (
+    CONTEXT,
+    RUNNING,
+    ContextParallel,
+    PartLoss,
+    register,
+)
+from planc.runtime.standalone.context_tokens import (
+    NO_TARGET,
+    ContextError,
+    KeyTokens,
+    order_of,
+    require_divisible,
+)
+from planc.runtime.standalone.pipeline_images import DEEPSTACK, DEEPSTACK_PLACES
+
+
+class ContextBehindImages(ContextParallel):
+    """The state of one model; other arguments are those of `ContextParallel`.
+
+    Args:
+        holder: the name of the module that puts features among embeddings, and then
+            calls its `language_model`.
+    """
+
+    def __init__(
+        self, model: nn.Module, *args: Any, holder: str, **settings: Any
+    ) -> None:
+        self.holder: Any = model.get_submodule(holder)
+        self.mine: tuple[Tensor, Tensor] | None = None  # rows and tokens of a pass
+        self.length = 0
+        super().__init__(model, *args, **settings)
+        self.holder.language_model.register_forward_pre_hook(
+            self._cut, with_kwargs=True
+        )
+
+    def prepare(self, model: nn.Module) -> None:
+        """The towers keep their attention; the code around the language model makes
+        masks by the configuration of this.
+        """
+        text = self.holder.language_model
+        super().prepare(text)
+        for outer in {model, self.holder}:
+            outer.__dict__[CONTEXT] = self
+            outer.config = copy.copy(outer.config)
+            outer.config.text_config = text.config
+
+    def batch(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """Whole rows, with this rank's part of the labels and of `shift_labels`.
+
+        Args:
+            batch: the arguments of the model.
+
+        Raises:
+            ContextError: a length does not divide.
+        """
+        whole = dict(batch)
+        row, mine = self._own(first_of(whole))
+        if whole.get("labels") is not None:
+            labels = whole["labels"]
+            if whole.get("shift_labels") is None:
+                moved = pad(labels, (0, 1), value=NO_TARGET)[:, 1:]
+                whole["shift_labels"] = moved
+            for name in ("labels", "shift_labels"):
+                whole[name] = whole[name][row.to(labels.device), mine.to(labels.device)]
+        return whole
+
+    def _own(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """The indices of this rank's tokens: rows, and tokens in these."""
+        if self.balance == "per_document":
+            text = "beside images `balance = per_document` is not known"
+            raise ContextError(f"{text}: use `head_tail` or `none`")
+        rows, length = ids.shape[:2]
+        runs = self.size if self.balance == "none" else 2 * self.size
+        require_divisible(length, runs, "the length", self.size)
+        part = ids[:, : length // self.size]
+        mine = order_of(part, self.size, self.balance).view(self.size, -1)[self.rank]
+        row = torch.arange(rows, device=ids.device)[:, None]
+        return row, mine.expand(rows, -1)
+
+    def _enter(self, model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        given = self._arguments(args, kwargs)
+        ids = first_of(given)
+        self.mine = mine = self._own(ids)
+        self.length = ids.shape[1]
+        labels = given.get("labels")
+        if labels is not None:
+            shifted = given.get("shift_labels")
+            if shifted is None or shifted.shape != mine[1].shape:
+                text = "the loss of a part of a sequence is not that of the whole"
+                raise ContextError(f"labels of whole rows: {text}; use `run.batch`")
+            self.loss = PartLoss(model, self.group, given)
+        positions, mask = given.get("position_ids"), given.get("attention_mask")
+        if positions is not None and len(positions) == 4 and positions.dim() == 3:
+            positions = positions[
+                0
+            ]  # of the text, beside those of time, height and width
+        if positions is None or positions.dim() == 3:
+            positions = torch.arange(self.length)[None]
+        positions = positions.expand(len(ids), -1).to(ids.device)[mine]
+        mask = mask[mine] if isinstance(mask, Tensor) else None
+        self.tokens = KeyTokens(self.group, self.balance, positions, mask)
+        register()
+        RUNNING.context = self
+        return args, kwargs
+
+    def _cut(self, _text: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """This rank's tokens of all that the language model gets."""
+        if args or self.mine is None:
+            raise ContextError("the language model is called otherwise than in a pass")
+        found = {n: self._part(value) for n, value in kwargs.items()}
+        if kwargs.get("position_ids") is None:
+            found["position_ids"] = self.mine[1]
+        seen = kwargs.get(DEEPSTACK_PLACES)
+        if seen is not None:
+            number = (seen.flatten().cumsum(0) - 1).view(seen.shape)
+            wanted = number[self.mine][found[DEEPSTACK_PLACES]]
+            found[DEEPSTACK] = [each[wanted] for each in kwargs[DEEPSTACK]]
+        return args, found
+
+    def _part(self, value: Any) -> Any:
+        """The own tokens of a value of whole rows, or of positions in several dims."""
+        assert self.mine is not None
+        whole = (len(self.mine[0]), self.length)
+        if not isinstance(value, Tensor):
+            return value
+        if value.dim() > 1 and value.shape[1] == self.length and len(value) == 1:
+            value = value.expand(whole[0], *value.shape[1:])
+        if value.shape[:2] == whole:
+            return value[self.mine]
+        if value.dim() == 3 and value.shape[1:] == whole:
+            return value[:, self.mine[0], self.mine[1]]
+        return value
+
+    def mask(self, q_length: int, kv_length: int, arguments: dict[str, Any]) -> Any:
+        """As of `ContextParallel`; a mask for whole rows is made before they are cut,
+        of functions that look up what images are by the indices of tokens.
+        """
+        if q_length == kv_length == self.length and self.tokens is not None:
+            q_length = kv_length = self.tokens.own
+        return super().mask(q_length, kv_length, {**arguments, "use_vmap": False})
+
+    def _leave(self, model: nn.Module, args: Any, output: Any) -> Any:
+        self.mine = None
+        return super()._leave(model, args, output)
+
+
+def first_of(given: Mapping[str, Any]) -> Tensor:
+    """What has the rows and tokens of a batch."""
+    names = ("input_ids", "inputs_embeds")
+    found = next((given[n] for n in names if given.get(n) is not None), None)
+    if not isinstance(found, Tensor):
+        raise ContextError("the batch has no `input_ids`")
+    return found
+
+
+def context_behind_images(model: nn.Module, mesh: DeviceMesh, **settings: Any) -> None:
+    """`ContextBehindImages` with its other arguments; then
+    `model.context_parallel.batch(batch)` is a rank's part of a batch.
+    """
+    ContextBehindImages(model, mesh, **settings)
