@@ -7,6 +7,7 @@ import pytest
 
 from planc.compiler import compile_plan
 from planc.diagnostic import Sink
+from planc.measure.count import RankRunner
 from planc.order.calls import WAIT, Groups, RankCall
 from planc.order.findings import report
 from planc.order.match import Different, Network, Stuck, apart, fits
@@ -20,9 +21,19 @@ STAGES = ("llama-3.1-8b", 4, "pp=4", "microbatches=4")
 EXPERTS = ("mixtral-8x7b", 4, "ep=2")
 
 
-def compiled(model, world_size, *settings):
+RING = """plan ring for llama
+
+extend "llama.plan"
+
+context on cp {
+    attention = ring
+}
+"""
+
+
+def compiled(model, world_size, *settings, plan=None):
     sink = Sink()
-    made = compile_plan(model, None, sink, world_size=world_size, settings=settings)
+    made = compile_plan(model, plan, sink, world_size=world_size, settings=settings)
     assert made.lowered, sink.diagnostics
     return made
 
@@ -99,7 +110,6 @@ RIGHT = [
     slow(EXPERTS),
     slow(("llama-3.1-8b", 8, "pp=2", "tp=2", "microbatches=2")),
     slow(("llama-3.1-8b", 8, "cp=2", "tp=2")),
-    slow(("llama-3.1-8b", 4, "cp=4", "attention=ring")),
     slow(("llama-3.1-8b", 8, "dp_replicate=2", "tp=2")),
     slow(("llama-3.1-8b", 4, "pp=2", "microbatches=2", "schedule=gpipe")),
     slow(("llama-3.1-8b", 4, "pp=2", "microbatches=2", "schedule=interleaved_1f1b")),
@@ -117,6 +127,19 @@ def test_right_plans_fit(recorded, case):
     order = recorded(case)
     assert not findings(order)
     assert min(len(calls) for calls in order.later.values()) > 10
+
+
+@pytest.mark.slow
+def test_a_ring_fits(tmp_path):
+    """Keys and values go around: more calls on the axis than where they are gathered."""
+    path = tmp_path / "ring.plan"
+    path.write_text(RING)
+    with RankRunner() as runner:
+        every = (compiled("llama-3.1-8b", 4, "cp=4", plan=plan) for plan in (str(path), None))
+        orders = [next(iter(small_orders(one, runner))) for one in every]
+    assert not any(map(findings, orders))
+    ring, gathered = (sum(c.axes == ("cp",) for c in order.later[0]) for order in orders)
+    assert ring > gathered > 0
 
 
 def test_few_ranks_stand_for_many():

@@ -8,6 +8,7 @@ and a loss that divides by a number of tokens. This module imports torch.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial, partialmethod
@@ -23,6 +24,7 @@ from planc.runtime import training_step
 from planc.runtime.run import Run
 from planc.runtime.standalone import context_tokens, expert_parallel
 from planc.runtime.standalone.context import CONTEXT
+from planc.runtime.standalone.context_ring import RingMask
 from planc.runtime.standalone.expert_parallel import LocalExperts
 from planc.runtime.standalone.pipeline import stages_of
 from planc.runtime.standalone.pipeline_schedule import HEADER, Form, RunningStage
@@ -46,6 +48,7 @@ def alone(run: Run, form: Form | None) -> Iterator[None]:
             (context_tokens, "document_numbers", lambda _: _OneDocument()),
             (expert_parallel, "shares", _equal_shares),
             (SharedTower, "needed", lambda _: False),
+            (RingMask, "seen", property(_in_part)),
             (RunningStage, "told", partialmethod(_told, form)),
             (distributed.ProcessGroup, "send", _sent),
         ):
@@ -93,6 +96,13 @@ def _equal_shares(own: LocalExperts, flat: Tensor) -> tuple[list[int], list[int]
     sizes = torch.empty(ranks * own.count, dtype=torch.long)
     distributed.all_to_all_single(torch.empty_like(sizes), sizes, group=own.group)
     return each, each, torch.empty(len(flat), dtype=torch.long)
+
+
+def _in_part(mask: RingMask) -> dict[tuple[int, int, int], list[bool]]:
+    """`seen` where every tile has pairs that count and pairs that do not."""
+    runs = [run.start for run in mask.cuts]
+    every = itertools.product(range(mask.ring.size), runs, runs)
+    return {place: [True, False] for place in every}
 
 
 def _as_many(_: Any, device_type: str) -> None:
