@@ -96,6 +96,15 @@ TOTALS = {
     "afm-4.5b": 4_619_184_640,
     "olmo-3-7b": 7_298_011_136,
     "llama-3.2-1b-classes": 1_235_818_496,
+    "qwen3.5-9b": 8_953_803_264,
+    "qwen3.5-35b-a3b": 34_660_610_688,
+    "kimi-linear-48b-a3b": 49_122_675_072,
+    "deepseek-v3.2": 671_877_929_216,
+    "glm-5": 743_911_199_232,
+    "minimax-m2": 228_689_748_992,
+    "lfm2-1.2b": 1_170_340_608,
+    "granite-4.0-h-tiny": 6_939_037_248,
+    "olmo-hybrid-7b": 7_430_870_688,
 }
 TIED = {
     "jetmoe-8b",
@@ -128,6 +137,8 @@ TIED = {
     "ernie-4.5-21b-a3b",
     "ernie-4.5-0.3b",
     "hunyuan-7b",
+    "lfm2-1.2b",
+    "granite-4.0-h-tiny",
 }
 SMALL = {
     "hidden_size": 64,
