@@ -65,9 +65,11 @@ def test_few_layers_are_enough(letters, kept):
 FIRST_APART = {
     "ctrl": {48: [(0, 2, 47)]},
     "gemma-3-4b": {34: [(0, 4, 5, 6, 33)], 27: [(0, 1)]},
+    "glm-5": {78: [(0, 1, 2, 4, 77)]},
     "qwen2.5-vl-7b": {28: [(0, 2, 27)], 32: [(0, 1)]},
 }
-"""Models whose first block alone takes whole hidden states, and the layers that are kept."""
+"""Models whose first block alone takes whole hidden states, or no keys that the block before it has
+chosen, and the layers that are kept."""
 
 
 @pytest.mark.parametrize(("model", "plan"), MODELS)
