@@ -12,6 +12,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -49,6 +50,7 @@ def shards_at_rest(model):
     Args:
         model: the outermost unit, with all units inside.
     """
+    _fsdp_param_group.RegisterPostBackwardFunction = PostBackward
     units = fsdp_units(model)
     for group in [group for unit in units for group in groups_of(unit)]:
         group.pre_backward = listed_again(group)
@@ -58,6 +60,24 @@ def shards_at_rest(model):
         inner = InnerPass(model)
         part.register_forward_pre_hook(inner.before, prepend=True, with_kwargs=True)
         part.register_forward_hook(inner.after)
+
+
+class PostBackward(torch.autograd.Function):  # type: ignore[misc]
+    """Torch's `RegisterPostBackwardFunction`, except that an input that a unit does not
+    use gets no gradient. Torch makes zeros, for a DTensor too a plain tensor, which its
+    other gradients can't be added to.
+    """
+
+    @staticmethod
+    def forward(ctx, group, *inputs):
+        ctx.group = group
+        ctx.set_materialize_grads(False)
+        return inputs
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        ctx.group.post_backward()
+        return (None, *gradients)
 
 
 class InnerPass:
