@@ -13,7 +13,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from helpers import sampled, slow
+from helpers import slow
 from transformers import BltConfig, Inkling2TextConfig
 
 import planc
@@ -462,8 +462,8 @@ TOWERS = [
 ]
 
 
-UNITS_DIFFER = """a data rank without images gathers the units of a drafted llava in another order, so
-its ranks call different collectives: to be mended, and refuted until then"""
+UNITS_DIFFER = """a data rank without images gathers the units of a drafted llava in another order,
+so its ranks call different collectives: to be mended, and refuted until then"""
 
 
 @pytest.mark.parametrize(
