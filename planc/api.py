@@ -75,7 +75,6 @@ def check(
     Raises:
         ValueError: there is no such level, or inputs or a loss are for the name of a model.
     """
-    from planc.order.findings import order
     from planc.proof.checked import LEVELS, Findings, known_certificate, summary
     from planc.proof.in_subprocess import record
     from planc.proof.layout_flow import flow
@@ -94,6 +93,8 @@ def check(
         record(compiled, verdict, sink)
     also = ""
     if level == "order" and compiled.lowered is not None:
+        from planc.order.findings import order
+
         also = f", {order(compiled, sink, allow_code=allow_code).text}"
     proof = known_certificate(compiled, sink)
     findings = Findings(sink)

@@ -23,17 +23,13 @@ from planc.order import dumps, hang
 from planc.order.findings import known_order
 from planc.runtime.safeguards import watchdog
 from tests.console import call
+from tests.processes.hanging import SIZES
 
 FILES = Path(__file__).parent / "hangs"
 CONFIG = {
     "model_type": "llama",
     "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 96,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
+    **SIZES,
 }
 
 

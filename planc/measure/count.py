@@ -177,7 +177,9 @@ class _Chosen(Depth):
     def _of_list(self, kinds: list[str]) -> list[int]:
         return self.chosen.get(len(kinds), [*range(len(kinds))])
 
-    def _kept(self, _config: Any, depth: int, _columns: Any) -> tuple[list[int], dict[str, int]]:
+    def _kept(
+        self, _config: Any, depth: int, _columns: Any, _least: int
+    ) -> tuple[list[int], dict[str, int]]:
         return self.chosen.get(depth, [*range(depth)]), {}
 
     def of(self, config: Mapping[str, Any]) -> dict[str, Any]:

@@ -57,10 +57,10 @@ def blocks_added_to(at: Modules, facts: Facts) -> int:
     return len(taken) if isinstance(taken, list) and LANGUAGE_MODEL in at.path else 0
 
 
-def _by_features(at: Modules, facts: Facts) -> list[tuple[str, ...]]:
-    """What features of images make of the kind of the first blocks of a list."""
+def _by_features(at: Modules, facts: Facts) -> dict[int, str]:
+    """What features of images make of the kind of the first blocks of a list, by their index."""
     added = blocks_added_to(at, facts)
-    return [*[(DEEPSTACK,)] * added, (_NEXT,)] if added else []
+    return {**dict.fromkeys(range(added), DEEPSTACK), added: _NEXT} if added else {}
 
 
 def block_kinds(facts: Facts) -> dict[int, list[str]]:
@@ -76,8 +76,8 @@ def block_kinds(facts: Facts) -> dict[int, list[str]]:
         for child in at.module.children:
             number = known.setdefault(signature(child.module), str(len(known)))
             row |= dict.fromkeys(child.indices or (), number)
-        more = dict(enumerate(_by_features(at, facts)))
-        labels = ["".join((row[i], *more.get(i, ()))) for i in sorted(row)]
+        more = _by_features(at, facts)
+        labels = [row[i] + more.get(i, "") for i in sorted(row)]
         if found.setdefault(len(labels), labels) != labels:
             ambiguous.add(len(labels))
     return {length: labels for length, labels in found.items() if length not in ambiguous}
@@ -111,7 +111,7 @@ def entry_kinds(at: Modules, facts: Facts, named: Facts) -> dict[int, Kind]:
     Only lists of words or truths count: a number can be another one in a small model.
     """
     columns = [c for _, c in layer_columns(at, facts, named) if isinstance(c[0], str | bool)]
-    more = dict(enumerate(_by_features(at, facts)))
+    more = _by_features(at, facts)
     found: dict[int, Kind] = {}
     for child in at.module.children:
         structure = signature(child.module)
@@ -120,7 +120,7 @@ def entry_kinds(at: Modules, facts: Facts, named: Facts) -> dict[int, Kind]:
             continue
         for i in child.indices or ():
             words = tuple(str(c[i]) for c in columns if i < len(c))
-            found[i] = ((*words, *more.get(i, ())), structure)
+            found[i] = ((*words, *([more[i]] if i in more else [])), structure)
     return dict(sorted(found.items()))
 
 

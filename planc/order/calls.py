@@ -23,6 +23,11 @@ MESSAGES = ("send", "recv")
 WAIT = "wait"
 
 
+def kind_text(kind: str) -> str:
+    """`all-gather` of `all_gather`, `receive` of `recv`."""
+    return kind.replace("_", "-").replace("recv", "receive")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankCall:
     """
@@ -70,8 +75,7 @@ class RankCall:
         reduces = f" ({self.reduces})" * bool(self.reduces)
         size = f" of {self.numel:,} {phrases.SHORT.get(self.dtype, self.dtype)}"
         end = f"{way} {self.peer}" if way else ""
-        kind = self.kind.replace("_", "-").replace("recv", "receive")
-        return f"{kind}{reduces}{size * bool(self.numel)}{end}"
+        return f"{kind_text(self.kind)}{reduces}{size * bool(self.numel)}{end}"
 
     @property
     def over(self) -> str:
@@ -151,15 +155,17 @@ def _along(axes: Sequence[Any]) -> Iterator[int]:
         yield sum(at * stride for at, (_, _, stride) in zip(place, axes, strict=True))
 
 
+def place_of(lowered: Lowered, rank: int) -> int:
+    """The place of a rank in the pipeline; 0 without one."""
+    axis = lowered.pipeline.axis if lowered.pipeline else ""
+    return rank // lowered.stride(axis) % lowered.axis_size(axis) if axis else 0
+
+
 def calls(
     noted: Iterable[Mapping[str, Any]], rank: int, lowered: Lowered, groups: Groups
 ) -> Iterator[RankCall]:
     """The calls of a rank in a step, as `planc.measure.collectives` notes them."""
-    pipeline = lowered.pipeline
-    place = 0
-    if pipeline:
-        place = rank // lowered.stride(pipeline.axis) % lowered.axis_size(pipeline.axis)
-    ops = lowered.stages[place].ops
+    ops = lowered.stages[place_of(lowered, rank)].ops
     for number, one in enumerate(noted):
         ranks = tuple(one.get("ranks", ()))
         made = RankCall(

@@ -9,10 +9,10 @@ from typing import Any
 
 from planc.ops import phrases
 from planc.ops.lowered import Lowered
-from planc.order.calls import MESSAGES, WAIT, Groups, RankCall
+from planc.order.calls import MESSAGES, WAIT, Groups, RankCall, place_of
 from planc.order.dumps import RankDump, RecordedCall
 from planc.order.match import cycle
-from planc.order.record import Order, place_of
+from planc.order.record import Order
 
 _REDUCES = {"reduce_scatter": "all_reduce"}
 """What gloo records of another kind."""

@@ -13,11 +13,11 @@ from planc.measure.job import RankJob, RankStep
 from planc.ops.base import AxisRole
 from planc.ops.document import dumps
 from planc.ops.lowered import Lowered
-from planc.order.calls import Groups, RankCall, calls
+from planc.order.calls import Groups, RankCall, calls, place_of
 from planc.plan.ir import Plan
 from planc.plan.stand_in import Unrepresented
 from planc.proof.small_case import small_case
-from planc.proof.small_mesh import MOST, for_timetable, with_experts
+from planc.proof.small_mesh import MOST, fewest, for_timetable, longer, with_experts
 
 _TOKENS = 64
 _RANKS = 16
@@ -40,11 +40,6 @@ class Order:
     def place(self, rank: int) -> int:
         """The place of a rank in the pipeline."""
         return place_of(self.lowered, rank)
-
-
-def place_of(lowered: Lowered, rank: int) -> int:
-    axis = lowered.pipeline.axis if lowered.pipeline else ""
-    return rank // lowered.stride(axis) % lowered.axis_size(axis) if axis else 0
 
 
 def recorded(
@@ -173,7 +168,7 @@ def small_meshes(plan: Plan) -> Iterator[dict[str, int]]:
     if prod(real.values()) <= MOST:
         yield real
         return
-    small = {name: min(size, 3 if size == 3 else 2) for name, size in real.items()}
+    small = {name: fewest(size) for name, size in real.items()}
     data = [a.name for a in plan.mesh.of_role(AxisRole.DATA) if small[a.name] > 1]
     for name in (*data, *small):
         if prod(small.values()) > _RANKS:
@@ -181,5 +176,5 @@ def small_meshes(plan: Plan) -> Iterator[dict[str, int]]:
     yield small
     stages = plan.pipeline.op.axis if plan.pipeline else ""
     if stages and real[stages] > 3:
-        longer = 3 if real[stages] % 4 and real[stages] % 3 == 0 else 4
-        yield {**dict.fromkeys(real, 1), **dict.fromkeys(data[-1:], 2), stages: longer}
+        places = longer(real[stages])
+        yield {**dict.fromkeys(real, 1), **dict.fromkeys(data[-1:], 2), stages: places}

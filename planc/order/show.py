@@ -8,7 +8,7 @@ from typing import Any
 
 from planc.model.facts import DTYPE_BYTES, generic
 from planc.ops import phrases
-from planc.order.calls import WAIT, RankCall
+from planc.order.calls import WAIT, RankCall, kind_text
 from planc.order.record import Order
 
 
@@ -110,8 +110,7 @@ def _table(found: Sequence[Row], sized: bool, indent: str) -> Iterator[Sequence[
         over = " * ".join(row.over) or f"{row.ranks} ranks"
         reduces = f" ({row.reduces})" * bool(row.reduces)
         size = phrases.size(row.numel * DTYPE_BYTES.get(row.dtype, 1)) if sized else ""
-        kind = row.kind.replace("_", "-").replace("recv", "receive")
-        yield f"{indent}{kind}{reduces} over {over}", size, row.where, row.line
+        yield f"{indent}{kind_text(row.kind)}{reduces} over {over}", size, row.where, row.line
 
 
 def document(order: Order) -> dict[str, Any]:

@@ -21,6 +21,16 @@ MOST = 8
 """The most ranks that are simulated at once."""
 
 
+def fewest(size: int) -> int:
+    """The ranks that stand for those of an axis: 2, or 3 if it has that many, or its only one."""
+    return min(size, 3 if size == 3 else RANKS)
+
+
+def longer(size: int) -> int:
+    """The second number of ranks for an axis of more than 3: 4, or 3 if only that divides it."""
+    return 3 if size % 4 and size % 3 == 0 else 4
+
+
 def simulated_sizes(axes: Iterable[MeshAxis], split: Collection[str]) -> Iterator[dict[str, int]]:
     """The small meshes on which layout flow simulates a plan; none if every axis has one rank.
 
@@ -30,7 +40,7 @@ def simulated_sizes(axes: Iterable[MeshAxis], split: Collection[str]) -> Iterato
     one.
     """
     axes = tuple(axes)
-    first = {a.name: min(a.size, 3 if a.size == 3 else RANKS) for a in axes}
+    first = {a.name: fewest(a.size) for a in axes}
     for axis in sorted(axes, key=lambda a: a.role is AxisRole.STAGE):
         # the outermost first: an axis that replicates
         if prod(first.values()) > MOST and axis.name not in split:
@@ -42,10 +52,9 @@ def simulated_sizes(axes: Iterable[MeshAxis], split: Collection[str]) -> Iterato
     tensor = {name: size if name in split else 1 for name, size in first.items()}
     for axis in axes:
         if axis.name in split and axis.size > 3:
-            # the second number of ranks for a tensor axis: 4, or 3 if only that divides its size
-            longer = {axis.name: (3 if axis.size % 4 and axis.size % 3 == 0 else 4)}
-            both = {**tensor, **longer}
-            yield both if prod(both.values()) <= MOST else {**alone, **longer}
+            second = {axis.name: longer(axis.size)}
+            both = {**tensor, **second}
+            yield both if prod(both.values()) <= MOST else {**alone, **second}
 
 
 def small_sizes(axes: Iterable[MeshAxis], processes: int) -> dict[str, int]:

@@ -18,7 +18,7 @@ from torch import distributed
 import planc
 from planc.ops.lora import Adapt
 from planc.ops.tensor_parallel import Parallelize
-from planc.runtime.standalone.shards import in_own_order, plain_name, rank_orders
+from planc.runtime.standalone.shards import plain_name
 
 EXPERTS = "    $experts : lora(rank = 3, alpha = 6, init = random)\n"
 WITH_ATTENTION = EXPERTS + "    $blocks.self_attn.o_proj : lora(rank = 4, init = random)\n"
@@ -152,7 +152,7 @@ def compare(family, overrides, body=EXPERTS, broken=None, script=False, changes=
         errors["loss"] = max(errors["loss"], numerics.error(loss, output.loss.detach()))
         if step == 0:
             wanted = seen(right, own, lambda p: p.grad)
-            found = gradients(model)
+            found = adapter_jobs.gradients(model)
             assert found and found.keys() <= wanted.keys(), (sorted(found), sorted(wanted))
             each = {n: numerics.error(g, wanted[n]) for n, g in found.items()}
             errors["gradient"] = max(each.values())
@@ -167,19 +167,6 @@ def compare(family, overrides, body=EXPERTS, broken=None, script=False, changes=
     for name, value in numerics.build(family, **changes).state_dict().items():
         assert torch.equal(end[name], value), f"{name} is frozen and has changed"
     return errors | {"count": len(after)}
-
-
-def gradients(model):
-    """Whole gradients of what is trained; nothing else has one."""
-    found, order = {}, rank_orders(model)
-    for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            assert parameter.grad is None, f"{name} is frozen and has a gradient"
-            continue
-        assert parameter.grad is not None, f"{name} has no gradient"
-        plain = plain_name(name)
-        found[plain] = in_own_order(numerics.whole(parameter.grad), order.get(plain))
-    return found
 
 
 def lowered(family, body, overrides, changes=None):
@@ -365,5 +352,7 @@ def scripted(family, overrides):
         tokens, labels = numerics.data(model.config.vocab_size)
         output = model(input_ids=tokens[mine], labels=labels[mine])
         output.loss.backward()
-        found.append(numerics.bits(output.logits, output.loss, *gradients(model).values()))
+        found.append(
+            numerics.bits(output.logits, output.loss, *adapter_jobs.gradients(model).values())
+        )
     return found[0] == found[1]

@@ -74,9 +74,7 @@ class Depth:
         last = config.get("num_kv_shared_layers")  # layers that have no kv projections
         last = last if number(last) and last < depth else 0
         columns += [[str(i >= depth - last) for i in range(depth)]] if last else []
-        least, self.least = self.least, max(self.least, features)
-        kept, offsets = self._kept(config, depth, columns)
-        self.least = least
+        kept, offsets = self._kept(config, depth, columns, max(self.least, features))
         small |= offsets
         for field in lists:
             values = [config[field][i] for i in kept]
@@ -96,7 +94,7 @@ class Depth:
         self.kept.setdefault(depth, []).append(tuple(kept))
 
     def _kept(
-        self, config: Fields, depth: int, columns: list[list[str]]
+        self, config: Fields, depth: int, columns: list[list[str]], least: int
     ) -> tuple[list[int], dict[str, int]]:
         """The layers that are kept, and the offsets of their kinds, by field."""
         repeats = _period(config, depth)
@@ -105,31 +103,32 @@ class Depth:
             columns = [*columns, list(structure)]
         variants = self.variants.get(depth)
         if variants and (columns or repeats == 1):
-            return neighbors(list(zip(*columns, variants, strict=True)), self.least), {}
+            return neighbors(list(zip(*columns, variants, strict=True)), least), {}
         if columns:
-            return self._of_each(list(zip(*columns, strict=True))), {}
-        least = min(depth, max(self.least, repeats, 2 if _dense_first(config, depth) else 1))
+            return _of_each(list(zip(*columns, strict=True)), least), {}
+        whole = min(depth, max(least, repeats, 2 if _dense_first(config, depth) else 1))
         if offsets := _offsets(config, depth):
             turns = [str([i % p == config[o] for o, p in offsets.items()]) for i in range(depth)]
-            run = _window(list(zip(turns, variants or turns, strict=True)), self.least)
-            run = run or _window([(turn,) for turn in turns], self.least) or range(depth)
+            run = _window(list(zip(turns, variants or turns, strict=True)), least)
+            run = run or _window([(turn,) for turn in turns], least) or range(depth)
             return list(run), {o: (config[o] - run.start) % p for o, p in offsets.items()}
         if variants:
             kinds = [(str(i % repeats), variant) for i, variant in enumerate(variants)]
-            for size in range(least, min(depth, LONGEST) + 1):
+            for size in range(whole, min(depth, LONGEST) + 1):
                 if edges(kinds[:size]) == edges(kinds):
                     return list(range(size)), {}
-        return list(range(least)), {}
+        return list(range(whole)), {}
 
-    def _of_each(self, kinds: list[Kind]) -> list[int]:
-        """The first layer of each kind, then the next ones until there are enough."""
-        first = {kind: i for i, kind in reversed(list(enumerate(kinds)))}
-        kept = {*first.values(), *_sharing(kinds)}
-        for i in range(len(kinds)):
-            if len(kept) >= self.least:
-                break
-            kept.add(i)
-        return sorted(kept)
+
+def _of_each(kinds: list[Kind], least: int) -> list[int]:
+    """The first layer of each kind, then the next ones until there are enough."""
+    first = {kind: i for i, kind in reversed(list(enumerate(kinds)))}
+    kept = {*first.values(), *_sharing(kinds)}
+    for i in range(len(kinds)):
+        if len(kept) >= least:
+            break
+        kept.add(i)
+    return sorted(kept)
 
 
 def number(value: object) -> TypeGuard[int]:

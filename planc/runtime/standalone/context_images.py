@@ -109,9 +109,8 @@ class ContextBehindImages(ContextParallel):
             self.loss = PartLoss(model, self.group, given)
         positions, mask = given.get("position_ids"), given.get("attention_mask")
         if positions is not None and len(positions) == 4 and positions.dim() == 3:
-            positions = positions[
-                0
-            ]  # of the text, beside those of time, height and width
+            # of the text, beside those of time, height and width
+            positions = positions[0]
         if positions is None or positions.dim() == 3:
             positions = torch.arange(self.length)[None]
         positions = positions.expand(len(ids), -1).to(ids.device)[mine]

@@ -84,9 +84,14 @@ def changed(module: nn.Module, name: str, weight: Tensor) -> Any:
     """A weight of experts with what its factors change."""
     own: Any = module._parameters
     a, b = (own[f"{name}_lora_{half}"].to(weight.dtype) for half in "AB")
-    rows, columns = (a, b) if getattr(module, "is_transposed", False) else (b, a)
+    rows, columns = sides(module, a, b)
     scales: Any = module.low_rank
     return LowRank(weight, rows, columns, scales[name])
+
+
+def sides(module: nn.Module, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """The factors of x and of y of a weight [experts, x, y], of A and B."""
+    return (a, b) if getattr(module, "is_transposed", False) else (b, a)
 
 
 class LowRank:

@@ -85,13 +85,13 @@ class SharedTower:
         apart = any(given.get(name) is not None for name in SOUND)
         facts = [*own, apart, given.get("input_ids") is None]
         every = self._facts(facts)
-        some, all_ = torch.tensor(every).any(0), torch.tensor(every).all(0)
-        differ = [n for n, a, b in zip(self.kinds, some, all_) if a and not b]  # noqa: B905
-        if differ and bool(some[len(own) :].any()):
-            raise self.raised(differ, own[self.kinds.index(differ[0])])
-        for name in differ:
+        by_kind = dict(zip(self.kinds, zip(*every, strict=True), strict=False))
+        unlike = [n for n, ranks in by_kind.items() if any(ranks) and not all(ranks)]
+        if unlike and any(any(each[len(own) :]) for each in every):
+            raise self.raised(unlike, own[self.kinds.index(unlike[0])])
+        for name in unlike:
             at = self.kinds.index(name)
-            donor = [bool(facts[at]) for facts in every].index(True)
+            donor = by_kind[name].index(True)
             image = self._received(name, given, donor)
             if not own[at]:
                 self.waiting.append((name, image))

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from planc.ops.lora import BASE_LAYER, Adapt, factor_name
 from planc.runtime.standalone import shards
+from planc.runtime.standalone.lora_experts import sides
 from planc.runtime.standalone.lora_init import adapter_layers, as_in_peft, of_experts
 from planc.runtime.standalone.safetensors_files import StoredTensor
 
@@ -136,5 +137,5 @@ def _change(module: Any, weight: str, scale: float) -> Tensor:
     orders = getattr(module, "_rank_order", {})
     names = (factor_name(weight, half) for half in "AB")
     a, b = (shards.whole_of(module._parameters[n], orders.get(n)) for n in names)
-    rows, columns = (a, b) if getattr(module, "is_transposed", False) else (b, a)
+    rows, columns = sides(module, a, b)
     return (rows @ columns.mT) * scale

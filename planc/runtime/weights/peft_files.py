@@ -284,7 +284,7 @@ def _of(config: dict[str, Any], field: str, names: list[str]) -> float:
     Args:
         names: of the layer; of experts also that of a weight.
     """
-    name, patterns = ".".join(names[:2]), config.get(f"{field}_pattern") or {}
+    name = ".".join(names[:2])
     patterns = config.get(f"{field}_pattern") or {}
     for pattern, value in patterns.items():
         if re.match(rf"(.*\.)?({pattern})$", name):
