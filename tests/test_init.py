@@ -462,16 +462,9 @@ TOWERS = [
 ]
 
 
-UNITS_DIFFER = """a data rank without images gathers the units of a drafted llava in another order,
-so its ranks call different collectives: to be mended, and refuted until then"""
-
-
 @pytest.mark.parametrize(
     ("config", "lines", "kinds"),
-    [
-        pytest.param(*TOWERS[0], marks=pytest.mark.xfail(strict=True, reason=UNITS_DIFFER)),
-        *TOWERS[1:],
-    ],
+    TOWERS,
     ids=["llava", "whisper"],
 )
 def test_towers_are_planned_under_their_own_names(tmp_path, config, lines, kinds):

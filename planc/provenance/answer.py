@@ -29,6 +29,7 @@ SECTIONS = (
     "experts",
     "loss",
     "unit",
+    "towers",
     "draws",
 )
 
@@ -106,6 +107,7 @@ class Reasons:
         loss: how the loss is computed in it.
         unit: the unit that contains it, then the units inside it.
         training: what freezes or unfreezes it.
+        towers: the tower that the module is in, which data ranks without images run as well.
         draws: how ranks draw random numbers in the module and after it.
         unit_bytes: of the unit that contains it: at rest on one rank, and all-gathered.
         missing: by section, why nothing decides it.
@@ -131,6 +133,7 @@ class Reasons:
     unit_bytes: tuple[int, int] | None = None
     ties: tuple[Reason, ...] = ()
     training: tuple[Reason, ...] = ()
+    towers: tuple[Reason, ...] = ()
     draws: tuple[Reason, ...] = ()
     missing: Mapping[str, str] = field(default_factory=dict)
 
@@ -172,6 +175,7 @@ def _below(answer: Reasons) -> Iterator[list[Segment]]:
     yield from _reasons("experts", answer.experts, answer)
     yield from _reasons("loss", answer.loss, answer)
     yield from _reasons("unit", answer.unit, answer)
+    yield from _targeted("towers", answer.towers)
     for reason in answer.draws:
         yield from _reason("draws", reason.what, reason)
     names = max((len(parameter.name) + 2 for parameter in answer.parameters), default=0)

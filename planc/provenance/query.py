@@ -29,6 +29,7 @@ from planc.ops.registry import AnyOp, units_of
 from planc.ops.rng import DrawByRank
 from planc.ops.styles import Custom, style_name
 from planc.ops.tensor_parallel import Parallelize, Tie
+from planc.ops.towers import ShareTower
 from planc.plan.apply_adapters import FOUR_BIT, with_adapters
 from planc.plan.ir import AdapterRule, Plan
 from planc.provenance.answer import ParameterAnswer, Reason, Reasons
@@ -112,6 +113,7 @@ class _Question:
             if self.shard and not self.ignored and self.shard in self.lowered.ops
             else None,
             training=tuple(self._training()),
+            towers=tuple(self._towers()),
             draws=tuple(self._on(DrawByRank)),
             ties=tuple(self._ties()),
             missing={k: self._missing(k) for k, reasons in found.items() if not reasons},
@@ -256,6 +258,11 @@ class _Question:
         for op in self.lowered.ops:
             if isinstance(op, kind) and op.modules.has(self.name):
                 yield self._reason(op.headline(self.lowered), self.name, op)
+
+    def _towers(self) -> Iterator[Reason]:
+        for op in self.lowered.ops:
+            if isinstance(op, ShareTower) and (op.modules.has(self.name) or op.runs(self.name)):
+                yield self._reason(op.headline(self.lowered), str(op.modules), op)
 
     def _ties(self) -> Iterator[Reason]:
         names = {_joined(self.name, p.name) for p in self.at.module.parameters}

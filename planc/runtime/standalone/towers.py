@@ -33,6 +33,11 @@ METHODS = {
 }
 """What computes the features of images, by the key of `OF_IMAGES`."""
 SOUND = ("input_features", "input_values")
+FEATURES = "pooler_output"
+"""Where transformers puts the features that go among the embeddings of tokens."""
+OF_TOWER = ("last_hidden_state", "hidden_states", "attentions")
+"""What the tower itself returns beside them. The code of the holder reads the same
+names of its language model, so that it has them tells nothing."""
 
 
 class TowerError(ValueError):
@@ -140,7 +145,9 @@ class SharedTower:
         """
         if isinstance(made, Mapping):
             read = inspect.unwrap(type(self.holder).forward).__code__.co_names
-            made = {name: value for name, value in made.items() if name in read}
+            apart = OF_TOWER if FEATURES in made else ()
+            names = [n for n in made if n in read and n not in apart]
+            made = [made[name] for name in names]
         leaves = _pytree.tree_leaves(made)
         yield from (leaf for leaf in leaves if isinstance(leaf, Tensor))
 
