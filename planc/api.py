@@ -26,7 +26,9 @@ if TYPE_CHECKING:
     from torch import nn
 
     from planc.diffing.compare import Delta
+    from planc.estimate.expected import ExpectedNumbers
     from planc.model.facts import Facts
+    from planc.plan.ir import Plan
     from planc.proof.checked import Findings
     from planc.runtime.known_verdict import KnownVerdict, Required
     from planc.runtime.run import Run
@@ -146,6 +148,7 @@ def apply(
     prove: bool = False,
     compare: int = 2,
     watchdog: float | None = None,
+    metrics: bool = False,
 ) -> Run:
     """Parallelizes a model over the ranks of this run, in place, according to a plan.
 
@@ -174,6 +177,8 @@ def apply(
         watchdog: seconds. Where no collective of this rank has moved for so long, a thread writes
             what it waits for into the folder `planc-hang`, or that which the environment variable
             PLANC_HANG_DIR names, for `planc hang`; the run goes on. None for no such thread.
+        metrics: whether training steps count what `run.metrics()` says: one sum over all ranks at
+            the end of each, and one for each mixture's module in a pass.
 
     Returns:
         The handle of the run: `.model`, `.mesh`, `.data_rank`, `.data_size`, `.describe()`,
@@ -224,6 +229,7 @@ def apply(
             known=known,
             require=require,
             compare=compare,
+            metrics=metrics,
         )
         return _completed(run, compiled, watchdog)
 
@@ -253,10 +259,28 @@ def _completed(run: Run, compiled: Compiled | None, watchdog: float | None) -> R
         from planc.runtime.safeguards.watchdog import Watchdog
 
         Watchdog(run.lowered, run.digest, watchdog).start()
-    if compiled is None:
+    if compiled is None or compiled.applied is None:
         return run
+    if run.steps.meter:
+        run.steps.meter.expected = _expected(run, *compiled.applied)
     text = plan_files.digest(compiled.files) or None
     return replace(run, sets=compiled.settings, plan_digest=text)
+
+
+def _expected(run: Run, plan: Plan, facts: Facts) -> ExpectedNumbers:
+    """What the estimate says of this rank."""
+    from planc.estimate.expected import ExpectedNumbers
+
+    axis = run.lowered.pipeline.axis if run.lowered.pipeline else None
+    config = getattr(run.model, "config", None)
+    eager = getattr(config, "_attn_implementation", None) == "eager"
+    return ExpectedNumbers(
+        plan=plan,
+        facts=facts,
+        lowered=run.lowered,
+        place=run.mesh.get_local_rank(axis) if axis else 0,
+        attention="eager" if eager else "sdpa",
+    )
 
 
 def _draft_of_rank_0(facts: Facts, *, device: str) -> tuple[ast.File, ...] | None:

@@ -29,6 +29,7 @@ from planc.runtime.counted_labels import (
     labels_of,
     rule_of,
 )
+from planc.runtime.metrics import Meter
 from planc.runtime.preconditions import stop, warning
 from planc.runtime.safeguards.inputs import PassComparison
 from planc.runtime.script_line import script_line
@@ -89,6 +90,7 @@ class TrainingStep:
         self.called = False  # the model's own `loss_function`
         self.labels = SeenLabels()
         self.items = torch.zeros(())
+        self.meter: Meter | None = None
 
     def run(self, run: RunParts, batches: Sequence[Batch], *, trains: bool) -> Tensor:
         """The passes of a step; returns the mean loss over all ranks, a scalar on every rank.
@@ -98,6 +100,9 @@ class TrainingStep:
             batches: of this rank, of one step.
             trains: whether gradients are computed and accumulated.
         """
+        meter = self.meter if trains else None
+        if meter:
+            meter.begin()
         _require_as_many(batches, run.mesh.device_type)
         if trains:
             run.first.labels_counted()
@@ -113,6 +118,9 @@ class TrainingStep:
         total = total.detach().float()
         if stages is not None:
             distributed.all_reduce(total, group=stages.mesh.get_group())
+        if meter:
+            meter.count(batches, len(batches))
+            meter.settle()
         return gradients.mean_over(total, run.data_mesh if parts == 1 else run.loss_mesh)
 
     def _require_range(self, run: RunParts) -> None:
