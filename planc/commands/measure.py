@@ -36,7 +36,7 @@ def run(options: argparse.Namespace) -> int:
             with output.waiting(f"running a rank of {options.model}"):
                 made = measure(compiled, found, exact=options.exact, places=tuple(options.stage))
         except NotCountedError as error:
-            sink.error("PL727", f"one rank alone cannot run this step: {error}")
+            error.report(sink)
     output.show(sink, "full", sys.stderr, quiet=True)
     if made and options.format == "json":
         print(json.dumps(plain(made), indent=2))

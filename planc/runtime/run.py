@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from planc.runtime.known_verdict import KnownVerdict
 from planc.runtime.meshes import Meshes
 from planc.runtime.metrics import Meter
 from planc.runtime.preconditions import stop
+from planc.runtime.profile import StepProfile, profiling
 from planc.runtime.safeguards.inputs import PassComparison, SameRows
 from planc.runtime.sharded_tensors import SHARDED_BY
 from planc.runtime.standalone.clipping import clip_grad_norm
@@ -311,6 +312,46 @@ class Run(InNotebooks):
             ValueError: `apply` was not asked for metrics.
         """
         return self._meter.tokens_per_expert()
+
+    def profile(
+        self,
+        folder: str | os.PathLike[str] = "planc-trace",
+        *,
+        wait: int = 1,
+        warmup: int = 1,
+        active: int = 3,
+        ranks: Literal["all", "first"] = "all",
+        **options: Any,
+    ) -> AbstractContextManager[StepProfile]:
+        """Traces some steps with torch's profiler, in ranges that have the plan's lines.
+
+        What runs inside calls the `step()` of the object that it is given after each training step.
+        A module's forward and recomputation, and each collective, are in a range such as
+        `plans/llama.plan:12 model.layers.0.self_attn.o_proj rowwise`. Numbers do not change. Steps
+        that are recorded are slower: each operator passes Python.
+
+        Args:
+            folder: receives `rank_3.json`, a Chrome trace, which Perfetto opens; created if needed.
+            wait, warmup, active: the numbers of steps that pass, warm the profiler up, and are
+                recorded, once.
+            ranks: `all` write a file each, or the `first` alone, while the others run as usual.
+            options: further arguments of `torch.profiler.profile`, such as `with_stack=True`.
+
+        Raises:
+            ValueError: no step is recorded, or there is no such choice of ranks.
+        """
+        steps = (wait, warmup, active)
+        if min(steps) < 0 or active < 1 or ranks not in ("all", "first"):
+            raise ValueError(f"no profile has steps {steps} of {ranks!r} ranks: all or first")
+        return profiling(
+            self.model,
+            self.lowered,
+            self.mesh.device_type,
+            Path(folder),
+            steps=steps,
+            every_rank=ranks == "all",
+            options=options,
+        )
 
     @property
     def _meter(self) -> Meter:
