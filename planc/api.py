@@ -176,7 +176,8 @@ def apply(
             weights that the ranks have built.
         watchdog: seconds. Where no collective of this rank has moved for so long, a thread writes
             what it waits for into the folder `planc-hang`, or that which the environment variable
-            PLANC_HANG_DIR names, for `planc hang`; the run goes on. None for no such thread.
+            PLANC_HANG_DIR names, for `planc hang`; the run goes on. By default the number in the
+            variable PLANC_WATCHDOG, which files of `planc launch` set, else no such thread.
         metrics: whether training steps count what `run.metrics()` says: one sum over all ranks at
             the end of each, and one for each mixture's module in a pass.
 
@@ -192,6 +193,7 @@ def apply(
         ValueError: there is no such requirement, a plan that is lowered already is to be proved, or
             a watchdog has no time or nothing to read.
     """
+    watchdog = _seconds_of(watchdog)
     _can_be_asked(model, require, prove, plan, watchdog)
     from planc.runtime.executor import apply_lowered
     from planc.runtime.meshes import device_of, no_group_after_an_error
@@ -251,6 +253,17 @@ def _can_be_asked(
         from planc.runtime.safeguards.watchdog import require_usable
 
         require_usable(watchdog)
+
+
+def _seconds_of(watchdog: float | None) -> float | None:
+    """The time of a watchdog, given or set in the environment, where 0 is none."""
+    text = os.environ.get("PLANC_WATCHDOG") if watchdog is None else None
+    if not text:
+        return watchdog
+    try:
+        return float(text) or None
+    except ValueError:
+        raise ValueError(f"PLANC_WATCHDOG is a number of seconds, not {text!r}") from None
 
 
 def _completed(run: Run, compiled: Compiled | None, watchdog: float | None) -> Run:
