@@ -193,8 +193,7 @@ def apply(
         ValueError: there is no such requirement, a plan that is lowered already is to be proved, or
             a watchdog has no time or nothing to read.
     """
-    watchdog = _seconds_of(watchdog)
-    _can_be_asked(model, require, prove, plan, watchdog)
+    watchdog = _can_be_asked(model, require, prove, plan, watchdog)
     from planc.runtime.executor import apply_lowered
     from planc.runtime.meshes import device_of, no_group_after_an_error
     from planc.runtime.preconditions import announce, require_not_parallel
@@ -214,7 +213,6 @@ def apply(
                 prove = prove or plan_files.drafted(compiled.files)
             else:
                 compiled, lowered = None, plan
-            own = digest(lowered)
             known = recall(lowered, facts, plan_files.digest(compiled and compiled.files))
             if prove and compiled is not None and known.level == "unproved":
                 known = _proved_by_rank_0(compiled, known, allow_code)
@@ -225,7 +223,7 @@ def apply(
         run = apply_lowered(
             model,
             lowered,
-            digest=own,
+            digest=digest(lowered),
             device_type=device_type,
             allow_code=allow_code,
             known=known,
@@ -238,7 +236,8 @@ def apply(
 
 def _can_be_asked(
     model: object, require: Required | None, prove: bool, plan: object, watchdog: float | None
-) -> None:
+) -> float | None:
+    """Checks what is asked; returns the time of the watchdog."""
     cache.require_torch("planc.apply")
     from planc.runtime.known_verdict import known_requirement
     from planc.runtime.launchers import require_known_to_torch
@@ -249,10 +248,12 @@ def _can_be_asked(
     if prove and isinstance(plan, Lowered):
         raise ValueError("prove takes the plan by its path or name, not a lowered one")
     require_known_to_torch()
+    watchdog = _seconds_of(watchdog)
     if watchdog is not None:
         from planc.runtime.safeguards.watchdog import require_usable
 
         require_usable(watchdog)
+    return watchdog
 
 
 def _seconds_of(watchdog: float | None) -> float | None:

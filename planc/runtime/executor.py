@@ -5,7 +5,7 @@ import logging
 import time
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from operator import attrgetter
 from typing import assert_never
@@ -31,7 +31,7 @@ from planc.runtime.calls import Values, function_of, resolve
 from planc.runtime.known_verdict import KnownVerdict, Required, accept, strongest
 from planc.runtime.lora import remember, require_packages
 from planc.runtime.meshes import Meshes, device_of, mesh_in_use, no_group_after_an_error, start
-from planc.runtime.metrics import Meter, experts_of
+from planc.runtime.metrics import Experts, Meter, experts_of
 from planc.runtime.preconditions import announce, op_name, ready, stop
 from planc.runtime.run import Run
 from planc.runtime.safeguards.guards import Applied, guard
@@ -87,10 +87,9 @@ def apply_lowered(
     device = device_of(model, device_type)
     _require(model, lowered, device, allow_code)
     with _without_collection():
-        modules, meshes, known, first, metrics = _prepare(
+        modules, meshes, known, first, experts = _prepare(
             model, lowered, digest, device, known, require=require, compare=compare, metrics=metrics
         )
-        experts = experts_of(modules, lowered) if metrics else {}
         worker = Worker(model, modules, meshes, lowered)
         applied = Applied(
             model=model, modules=modules, lowered=lowered, known=known, compare=compare
@@ -108,9 +107,6 @@ def apply_lowered(
         if lowered.has(Parallelize):
             warnings.filterwarnings("ignore", _VIEW, UserWarning)
         gradients.clear_unreduced(model, model)
-    kept = {id(parameter) for parameter in model.parameters()}
-    # only of those: `run.load` swaps tensors, which torch refuses where a weak reference is
-    before = tuple(r for r in before if (p := r()) is not None and id(p) not in kept)
     if distributed.get_rank() == 0:
         _tell(lowered, digest, known, time.perf_counter() - began)
     run = Run(
@@ -120,12 +116,22 @@ def apply_lowered(
         meshes=meshes,
         first=first,
         batches=same_batches(lowered, meshes, compare),
-        replaced=before,
+        replaced=_replaced(before, model),
         known=known,
     )
-    if metrics:
+    if experts is not None:
         run.steps.meter = Meter(lowered, meshes.root, experts)
     return run
+
+
+def _replaced(
+    before: Iterable[weakref.ref[nn.Parameter]], model: nn.Module
+) -> tuple[weakref.ref[nn.Parameter], ...]:
+    """The parameters that are no longer the model's; only those: `run.load` swaps tensors, which
+    torch refuses where a weak reference is.
+    """
+    kept = {id(parameter) for parameter in model.parameters()}
+    return tuple(r for r in before if (p := r()) is not None and id(p) not in kept)
 
 
 def _require(model: nn.Module, lowered: Lowered, device: str, allow_code: bool) -> None:
@@ -177,10 +183,10 @@ def _prepare(
     require: Required | None,
     compare: int,
     metrics: bool,
-) -> tuple[dict[str, nn.Module], Meshes, KnownVerdict | None, PassComparison, bool]:
+) -> tuple[dict[str, nn.Module], Meshes, KnownVerdict | None, PassComparison, Experts | None]:
     """Checks the model and creates the meshes, and the process group where there is none; also what
-    all ranks know of the plan, what they compare when the model runs first, and whether any of them
-    asks for metrics.
+    all ranks know of the plan, what they compare when the model runs first, and the experts whose
+    tokens are counted, None where no rank asks for metrics.
     """
     sums = weight_sums(model) if compare > 0 and lowered.world_size > 1 else None
     try:
@@ -199,7 +205,7 @@ def _prepare(
     first = comparison(model, lowered, meshes, compare)
     if sums is not None and all(totals):
         first.weights.built = unequal(model, lowered, sums, totals, device)
-    return modules, meshes, known, first, any(asked)
+    return modules, meshes, known, first, experts_of(modules, lowered) if any(asked) else None
 
 
 def _tell(lowered: Lowered, digest: str, known: KnownVerdict | None, taken: float) -> None:
