@@ -1,6 +1,6 @@
 """The blocks of each stage, where stages have as much work."""
 
-from itertools import combinations
+from itertools import combinations, pairwise
 
 import pytest
 from helpers import compiled_of
@@ -14,7 +14,7 @@ from planc.plan.sections.stage_sizes import balanced
 def works(sizes, blocks, first, last):
     """The work of each stage of these sizes."""
     cuts = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
-    found = [sum(blocks[a:b]) for a, b in zip(cuts, cuts[1:], strict=False)]
+    found = [sum(blocks[a:b]) for a, b in pairwise(cuts)]
     found[0] += first
     found[-1] += last
     return found
@@ -57,4 +57,4 @@ def test_the_stages_of_models(model, plan, stages, settings):
     given = ["pp=4", "stages=work", *settings]
     lowered = compiled_of(model, plan, given, 8).lowered
     op = next(op for op in lowered.ops if isinstance(op, Pipeline))
-    assert [b - a for a, b in zip(op.bounds, op.bounds[1:], strict=False)] == stages
+    assert [b - a for a, b in pairwise(op.bounds)] == stages
