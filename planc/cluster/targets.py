@@ -23,8 +23,8 @@ def _torchrun_words(job: ClusterJob, head: str, number: str) -> str:
     )
     meet = meet if job.nodes > 1 else "--standalone"
     return (
-        f"torchrun --nnodes={job.counts(':')} --nproc-per-node={job.per_node} --max-restarts={RESTARTS}"
-        f" \\\n    {meet} \\\n    --no-python bash -c {job.rank}"
+        f"torchrun --nnodes={job.counts(':')} --nproc-per-node={job.per_node}"
+        f" --max-restarts={RESTARTS} \\\n    {meet} \\\n    --no-python bash -c {job.rank}"
     )
 
 

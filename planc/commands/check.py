@@ -176,9 +176,7 @@ def _checked(target: Target, options: argparse.Namespace, severity: Mapping[str,
     )
 
 
-def _estimated(
-    target: Target, compiled: Compiled, options: argparse.Namespace, sink: Sink
-) -> str:
+def _estimated(target: Target, compiled: Compiled, options: argparse.Namespace, sink: Sink) -> str:
     """Judges the step that is asked for, and says what of it was checked."""
     shared_arguments.whole_batch(options, sink)
     if target.elastic and options.batch and options.seq:
@@ -200,9 +198,7 @@ def _estimated(
     return ", memory" if asked.batch else ", memory without activations"
 
 
-def _fullest(
-    target: Target, compiled: Compiled, options: argparse.Namespace
-) -> argparse.Namespace:
+def _fullest(target: Target, compiled: Compiled, options: argparse.Namespace) -> argparse.Namespace:
     """The options as they are for a rank with the most rows, where `run.accumulation` keeps the
     batch, and in a pass no more rows than on the largest of the target's world sizes.
     """

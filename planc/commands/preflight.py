@@ -55,8 +55,7 @@ def run(options: argparse.Namespace) -> int:
     if missing := [name for name in NEEDED if name not in os.environ]:
         text = f"{one_of(missing, last='and')} not set: preflight is a rank of the job it checks"
         return output.refused("PL642", text, "start it as the script, under torchrun or srun")
-    sizes = options.world_size or (None,)
-    options.world_size = next((n for n in sizes if str(n) == os.environ["WORLD_SIZE"]), sizes[0])
+    options.world_size = _size(options.world_size or (None,), os.environ["WORLD_SIZE"])
     try:
         ranks: Peers = joined(options.timeout, lambda found: show(missed(found, ranks.seconds)))
     except RuntimeError as error:
@@ -78,6 +77,11 @@ def run(options: argparse.Namespace) -> int:
     if ranks.rank == 0:
         show(report)
     return ranks.end(output.exit_code(report.sink))
+
+
+def _size(given: tuple[int | None, ...], there: str) -> int | None:
+    """The world size of this job, if it is one of those given, else the first."""
+    return next((n for n in given if str(n) == there), given[0])
 
 
 def _needed(compiled: Compiled) -> Needed:

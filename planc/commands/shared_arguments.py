@@ -81,9 +81,7 @@ def target(
     common(parser, several=several)
 
 
-def common(
-    parser: argparse.ArgumentParser, *, sized: bool = False, several: bool = False
-) -> None:
+def common(parser: argparse.ArgumentParser, *, sized: bool = False, several: bool = False) -> None:
     """`sized` makes the number of ranks a must; with `several` it is a tuple."""
     help = "the number of ranks"
     parser.add_argument(

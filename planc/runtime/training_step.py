@@ -103,7 +103,7 @@ class TrainingStep:
                 makes up for with its last batch, with weight 0.
         """
         _require_as_many(batches, passes, run.mesh.device_type)
-        every = [*batches, *batches[-1:] * ((passes or 0) - len(batches))]
+        every = [*batches, *[batches[-1]] * ((passes or 0) - len(batches))]
         if trains:
             run.first.labels_counted()
             self._require_range(run)

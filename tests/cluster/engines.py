@@ -18,7 +18,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 ENGINES = Path(os.path.abspath(sys.argv[1]))  # noqa: PTH100, the Python of a venv is a link
 WANTED = sys.argv[2:]
-"""Of torchrun, slurm and ray; all without any."""
+"""Of torchrun, fewer, slurm, ray and ray_train; all, and what is parsed, without any."""
 sys.path.insert(0, str(HERE.parent))
 
 from modelfolder import QWEN3  # noqa: E402
@@ -162,6 +162,19 @@ def ray():
         subprocess.run([command, "stop"], check=False)
 
 
+def ray_train():
+    """`planc.integrations.ray`, which does not need what `planc launch` writes."""
+    environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0"}
+    command = [str(ENGINES), "-W", "ignore", str(HERE / "ray_train.py")]
+    subprocess.run(command, check=True, env=environment)
+    alone = {step: loss for step, loss, _ in lines("ray_alone")}
+    told = lines("ray_train")
+    assert {step: ranks for step, _, ranks in told} == {**dict.fromkeys(range(5), 4), 5: 3}
+    assert len(told) <= len(alone) + 1  # Ray may not have heard of the last step before the kill
+    for step, loss, _ in told:
+        assert abs(loss - alone[step]) < 1e-4, (told, alone)
+
+
 def parsed(target, code):
     assert say(str(ENGINES), "-c", code, killed(target)).split()[-1] == "1"
 
@@ -193,6 +206,11 @@ def main():
         target()
         require_losses(target.__name__, expected)
         print(f"== {target.__name__}: killed once, and the losses of a run that was not\n")
+    if not WANTED or "ray_train" in WANTED:
+        ray_train()
+        print("== ray_train: killed once, then on fewer workers, and the losses of one\n")
+    if WANTED:
+        return
     parsed("skypilot", SKYPILOT)
     parsed("kubeflow", KUBEFLOW)
     print("== skypilot, kubeflow: parsed by their own packages")

@@ -1,4 +1,4 @@
-"""A run that goes on with the ranks that are left: 4, 3 and 4 processes, two of which are killed."""
+"""A run that goes on with the ranks that are left: 4, 3 and 4 processes, with a kill between."""
 
 import json
 import os
