@@ -175,3 +175,12 @@ def test_tokens_that_a_checkpoint_routes_again_count_once():
         assert [total[at] for at, _ in run.steps.meter.at.values()] == [32, 32]
     assert loads[0] == loads[1]
     assert {sum(each) for each in loads[0].values()} == {2 * 32}
+
+
+def test_a_pass_for_a_batch_that_is_not_there_counts_for_nothing():
+    model = small("mixtral")
+    sets = ["param_dtype=fp32"]
+    run = planc.apply(model, "mixtral", device_type="cpu", metrics=True, overrides=sets)
+    run.forward_backward([rows(2, 16)], passes=3)
+    assert run.steps.meter.total.tolist()[:2] == [2, 32]
+    assert {sum(each) for each in run.tokens_per_expert().values()} == {2 * 32}

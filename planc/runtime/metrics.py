@@ -77,6 +77,7 @@ class Meter:
         """Whether this rank is the first of those that read the same rows."""
         self.expected: Expected | None = None
         self.optimizer = ""
+        self.counting = True  # not in a pass that makes up for a batch which this rank lacks
         self.at: dict[str, tuple[int, int]] = {}
         end = _COUNTS
         for name, (module, count) in experts.items():
@@ -95,7 +96,8 @@ class Meter:
         self, at: int, count: int, name: str, _module: nn.Module, args: Any, kwargs: Any
     ) -> None:
         """Counts the tokens of a pass; evaluation and what a checkpoint runs again do not count."""
-        if not torch.is_grad_enabled() or torch._C._current_autograd_node() is not None:
+        again = torch._C._current_autograd_node() is not None
+        if again or not self.counting or not torch.is_grad_enabled():
             return
         chosen = kwargs[name] if name in kwargs else args[1]
         local = chosen.to_local() if isinstance(chosen, DTensor) else chosen
@@ -113,6 +115,7 @@ class Meter:
 
     def begin(self) -> None:
         """A training step begins."""
+        self.counting = True
         if not self.since:
             self._again()
 
