@@ -88,6 +88,7 @@ class Meter:
             module.register_forward_pre_hook(hook, with_kwargs=True)
         self.own = torch.zeros(end, dtype=torch.int64, device=self.device)
         self.total, self.before = self.own.clone(), [0] * end
+        self.balanced = [0] * end
         self.steps = 0
         self.since = 0.0
         self.shapes: set[tuple[int, int, int]] = set()
@@ -194,6 +195,18 @@ class Meter:
         if found:
             yield "experts/imbalance", max(found.values())
         yield from ((f"experts/imbalance/{name}", value) for name, value in found.items())
+
+    def new_loads(self) -> dict[str, list[int]]:
+        """The counts of each expert since the last call, by module; equal on all ranks, and in
+        proportion to its tokens.
+        """
+        total: list[int] = self.total.tolist()
+        found = {}
+        for name, (at, count) in self.at.items():
+            places = range(at + 1, at + 1 + count)
+            found[name] = [total[i] - self.balanced[i] for i in places]
+        self.balanced = total
+        return found
 
     def tokens_per_expert(self) -> dict[str, list[int]]:
         """The tokens that each expert got since the start, by module.

@@ -21,6 +21,7 @@ from planc.runtime import gradients
 from planc.runtime.accumulation import Accumulation, accumulation
 from planc.runtime.context import rank_part, sequence_parts
 from planc.runtime.counted_labels import rule_of
+from planc.runtime.expert_bias import balance
 from planc.runtime.known_verdict import KnownVerdict
 from planc.runtime.meshes import Meshes
 from planc.runtime.metrics import Meter
@@ -343,6 +344,22 @@ class Run(InNotebooks):
             ValueError: `apply` was not asked for metrics.
         """
         return self._meter.tokens_per_expert()
+
+    def balance_experts(self, rate: float = 1e-3) -> None:
+        """Moves the biases by which routers choose experts towards equal loads, as DeepSeek-V3 is
+        trained, without an auxiliary loss. Call it after each step of the optimizer, on every rank.
+
+        An expert that got fewer tokens than the mean since the last call gains `rate`, one that got
+        more loses it. Tokens of all ranks and passes count, each once. Biases are saved, loaded and
+        exported with the weights.
+
+        Args:
+            rate: the change of each bias; the report has 0.001, and 0 at the end.
+
+        Raises:
+            ValueError: `apply` was not asked for metrics, or no router has such a bias.
+        """
+        balance(self.model, self._meter.new_loads(), rate)
 
     def profile(
         self,

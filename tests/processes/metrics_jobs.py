@@ -72,6 +72,65 @@ def counted(model, plan, overrides, asked="all"):
     return {"numbers": numbers, "loads": loads, "again": run.metrics() if first else {}}
 
 
+BIASES = ("e_score_correction_bias", "expert_bias")
+RATE = 0.001
+
+
+def biases_by_hand(model):
+    """The biases of the routers after the steps of one process that moves them, by name."""
+    single = build(model)
+    biases = {n: t for n, t in single.state_dict(keep_vars=True).items() if n.endswith(BIASES)}
+    loads = {}
+    for name, module in single.named_modules():
+        if name.endswith(".experts"):
+            parent = name.rpartition(".")[0]
+
+            def note(_, args, parent=parent):
+                counts = torch.bincount(args[1].flatten(), minlength=4).double()
+                loads[parent] = loads.get(parent, 0) + counts
+
+            module.register_forward_pre_hook(note)
+    optimizer = torch.optim.SGD(single.parameters(), lr=0.01)
+    for step in range(STEPS):
+        loads.clear()
+        parts = batches(step, single.config.vocab_size)
+        valid = sum(int((part["labels"][:, 1:] != -100).sum()) for part in parts)
+        for part in parts:
+            single(**part, num_items_in_batch=valid).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for parent, counts in loads.items():
+            [bias] = [t for n, t in biases.items() if n.startswith(parent)]
+            with torch.no_grad():
+                more = torch.where(counts < counts.mean(), RATE, 0.0)
+                less = torch.where(counts > counts.mean(), RATE, 0.0)
+                bias += (more - less).to(bias.dtype).view(bias.shape)
+    return {n: t.detach().flatten().tolist() for n, t in biases.items()}
+
+
+def balanced(model, plan, overrides, folder, others=None):
+    """The biases after the steps of a run, and after it is resumed under another mesh."""
+    given = {"device_type": "cpu", "metrics": True}
+    made = build(model)
+    run = planc.apply(made, plan, overrides=["param_dtype=fp32", *overrides], **given)
+    optimizer = run.optimizer(torch.optim.SGD(made.parameters(), lr=0.01))
+    rows = ROWS // run.data_size
+    for step in range(STEPS):
+        parts = batches(step, made.config.vocab_size)
+        mine = [{n: v[run.data_rank * rows :][:rows] for n, v in part.items()} for part in parts]
+        run.forward_backward(mine)
+        optimizer.step()
+        optimizer.zero_grad()
+        run.balance_experts(RATE)
+    found = [run.full_state_dict(every_rank=True)]
+    if others is not None:
+        run.save(folder, step=STEPS)
+        run = planc.apply(build(model), plan, overrides=["param_dtype=fp32", *others], **given)
+        run.load(folder)
+        found.append(run.full_state_dict(every_rank=True))
+    return [{n: t.flatten().tolist() for n, t in s.items() if n.endswith(BIASES)} for s in found]
+
+
 def without(model, plan, overrides):
     """The hooks that count in a run which is not asked, its meter, and what it says."""
     run = planc.apply(build(model), plan, overrides=overrides, device_type="cpu")

@@ -1,7 +1,7 @@
 """What a run says of itself on four gloo processes equals a count by hand in one process."""
 
 import pytest
-from metrics_jobs import LENGTH, PASSES, ROWS, STEPS, by_hand
+from metrics_jobs import LENGTH, PASSES, ROWS, STEPS, biases_by_hand, by_hand
 
 MESHES = [
     ("llama", "llama", []),
@@ -67,3 +67,26 @@ def test_nothing_is_counted_unless_asked(four):
         assert hooks == 0
         assert meter is None
         assert "metrics=True" in said
+
+
+@pytest.mark.parametrize(
+    ("model", "plan", "mesh", "others"),
+    [
+        ("glm4_moe", "qwen3_moe", [], ["tp=2"]),
+        ("glm4_moe", "qwen3_moe", ["tp=2"], None),
+        ("glm4_moe", "qwen3_moe", ["ep=2", "cp=2"], ["pp=2", "microbatches=2"]),
+        ("glm4_moe", "qwen3_moe", ["pp=2", "ep=2", "microbatches=2"], ["ep=4"]),
+        ("glm4_moe", "qwen3_moe", ["ep=4", "tp=2"], None),
+        ("ernie4_5_moe", "mixtral", ["tp=2"], ["ep=2"]),  # a parameter, which FSDP shards
+    ],
+)
+def test_biases_of_routers_are_moved_as_in_one_process(four, tmp_path, model, plan, mesh, others):
+    right = biases_by_hand(model)
+    assert right
+    assert any(any(values) for values in right.values())
+    arguments = {"model": model, "plan": plan, "overrides": mesh, "others": others}
+    for states in four.run("metrics_jobs.balanced", folder=str(tmp_path / "run"), **arguments):
+        for found in states:
+            assert found.keys() == right.keys()
+            for name, values in right.items():
+                assert found[name] == pytest.approx(values, abs=1e-6), name
