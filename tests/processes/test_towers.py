@@ -4,38 +4,20 @@ import pytest
 
 LIMIT = 1e-4
 FP32 = ["param_dtype=fp32", "reduce_dtype=fp32"]
-DECODER = """plan t for {family}
-
-extend "decoder.plan"
-
-tensor on tp {{
-    $blocks {{
-        self_attn.{{q,k,v}}_proj, mlp.{{gate,up}}_proj : colwise
-        self_attn.o_proj, mlp.down_proj            : rowwise
-    }}
-}}
-
-fsdp on dp_shard_cp, replicate on dp_replicate {{
-    {tower} : unit(reshard = except_last)
-}}
-"""
-"""A plan of a family that planc ships none for."""
-TOWERS = {
-    "llava": "model.vision_tower.encoder.layers.*",
-    "internvl": "model.vision_tower.encoder.layer.*",
+PLANS = {
+    "qwen3_vl": "qwen3_vl",
+    "qwen2_5_vl": "qwen2_5_vl",
+    "gemma3-vision": "gemma3_vision",
+    "gemma4-vision": "gemma4_vision",
+    "llava": "llava",
+    "llava_next": "llava",
+    "llava_onevision": "llava",
+    "internvl": "internvl",
+    "qwen3_5-vision": "qwen3_5",
+    "qwen3_5_moe-vision": "qwen3_5",
 }
-SHIPPED = {"qwen3_vl": "qwen3_vl", "qwen2_5_vl": "qwen2_5_vl", "gemma3-vision": "gemma3_vision"}
-MODELS = [*SHIPPED, *TOWERS]
 DEEP = (("depth", 3), ("num_hidden_layers", 4))
 """Three layers of qwen3_vl's tower give features for the first three of four blocks."""
-
-
-def plan_of(model, folder):
-    if model in SHIPPED:
-        return SHIPPED[model]
-    path = folder / f"{model}.plan"
-    path.write_text(DECODER.format(family=model, tower=TOWERS[model]))
-    return str(path)
 
 
 def right(results):
@@ -48,13 +30,13 @@ def right(results):
 
 
 @pytest.mark.parametrize("script", [False, True], ids=["apply", "script"])
-@pytest.mark.parametrize("model", MODELS)
-def test_data_ranks_without_images(four, tmp_path, model, script):
+@pytest.mark.parametrize("model", PLANS)
+def test_data_ranks_without_images(four, model, script):
     right(
         four.run(
             "tower_jobs.judge",
             model=model,
-            plan=plan_of(model, tmp_path),
+            plan=PLANS[model],
             overrides=FP32,
             script=script,
         )
@@ -64,14 +46,10 @@ def test_data_ranks_without_images(four, tmp_path, model, script):
 # Sequence parallelism ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_parts_of_the_sequence_between_blocks(four, tmp_path, model):
+@pytest.mark.parametrize("model", PLANS)
+def test_parts_of_the_sequence_between_blocks(four, model):
     overrides = [*FP32, "tp=2", "sequence=true"]
-    right(
-        four.run(
-            "tower_jobs.judge", model=model, plan=plan_of(model, tmp_path), overrides=overrides
-        )
-    )
+    right(four.run("tower_jobs.judge", model=model, plan=PLANS[model], overrides=overrides))
 
 
 def test_deepstack_and_parts_of_the_sequence_in_a_script(four):
@@ -85,12 +63,12 @@ def test_deepstack_and_parts_of_the_sequence_in_a_script(four):
 
 
 @pytest.mark.parametrize("images", [(1, 2, 0, 0), (0, 0, 0, 0)], ids=["images", "text"])
-@pytest.mark.parametrize("model", MODELS)
-def test_parts_of_rows_with_images(four, tmp_path, model, images):
+@pytest.mark.parametrize("model", PLANS)
+def test_parts_of_rows_with_images(four, model, images):
     """Of two data ranks one has no images; in text alone no rank has."""
     overrides = [*FP32, "cp=2"]
     more = {"overrides": overrides, "images": images}
-    right(four.run("tower_jobs.judge", model=model, plan=plan_of(model, tmp_path), **more))
+    right(four.run("tower_jobs.judge", model=model, plan=PLANS[model], **more))
 
 
 @pytest.mark.parametrize(
@@ -100,7 +78,7 @@ def test_parts_of_rows_with_images(four, tmp_path, model, images):
 )
 @pytest.mark.parametrize("model", ["qwen3_vl", "gemma3-vision"])
 def test_parts_of_rows_with_images_and_of_weights(four, model, more, script):
-    given = {"model": model, "plan": SHIPPED[model], "overrides": [*FP32, "cp=2", *more]}
+    given = {"model": model, "plan": PLANS[model], "overrides": [*FP32, "cp=2", *more]}
     right(four.run("tower_jobs.judge", **given, script=script))
 
 
@@ -108,7 +86,7 @@ def test_parts_of_rows_with_images_and_of_weights(four, model, more, script):
 @pytest.mark.parametrize("model", ["qwen3_vl", "gemma3-vision"])
 def test_other_exchanges_of_parts_with_images(four, tmp_path, model, attention):
     path = tmp_path / "t.plan"
-    base = f'extend "{SHIPPED[model]}.plan"\n\ncontext on cp {{\n'
+    base = f'extend "{PLANS[model]}.plan"\n\ncontext on cp {{\n'
     base += f"    override attention = {attention}\n"
     family = {"qwen3_vl": "qwen3_vl", "gemma3-vision": "gemma3"}[model]
     path.write_text(f"plan t for {family}\n\n{base}    balance = none\n}}\n")
@@ -126,13 +104,13 @@ def test_features_at_the_places_of_others(four):
 
 
 @pytest.mark.parametrize("script", [False, True], ids=["apply", "script"])
-@pytest.mark.parametrize("model", MODELS)
-def test_stages(four, tmp_path, model, script):
+@pytest.mark.parametrize("model", PLANS)
+def test_stages(four, model, script):
     """Of two data ranks one has a microbatch without images, the other none with images; of
     qwen3_vl, whose features are added after both blocks, the second stage adds some.
     """
     overrides = [*FP32, "pp=2", "microbatches=2"]
-    given = {"plan": plan_of(model, tmp_path), "images": (2, 0, 0, 0), "script": script}
+    given = {"plan": PLANS[model], "images": (2, 0, 0, 0), "script": script}
     right(four.run("tower_jobs.judge", model=model, overrides=overrides, **given))
 
 
