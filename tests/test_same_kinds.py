@@ -84,6 +84,17 @@ def test_images_on_one_rank_alone(model, plan, names):
         assert told[number][1:] == [("PL479", message, LINE)]
 
 
+def test_images_on_one_rank_alone_beside_sound_stop_both():
+    """Its tower is reached in another order, so the ranks do not share that of the images."""
+    sound = {"input_features": torch.zeros(1, 4, 8)}
+    kinds = [(True,), (False,)]
+    failure, told = trained("gemma4_vision", kinds, model="gemma-4-31b", images=sound)
+    assert failure is None and [rank[0][0] for rank in told] == ["PL479", "PL479"]
+    assert all("`pixel_values`" in rank[0][1] for rank in told)
+    failure, told = trained("gemma4_vision", kinds, model="gemma-4-31b")
+    assert failure is None and [len(losses) for losses in told] == [1, 1]
+
+
 def test_all_or_none_train_in_every_pass():
     kinds = (True, False, False, True)
     failure, told = trained("qwen3_vl", [kinds, kinds])

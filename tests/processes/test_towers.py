@@ -20,9 +20,15 @@ DEEP = (("depth", 3), ("num_hidden_layers", 4))
 """Three layers of qwen3_vl's tower give features for the first three of four blocks."""
 
 
-def right(results):
-    for result in results:
-        assert result["loss"] < LIMIT and result["gradient"] < LIMIT, result
+def right(four, model, plan=None, **case):
+    """The four processes compute what one does; models with states in float64, since in float32
+    one process itself is as far from the truth.
+    """
+    double = model.startswith("qwen3_5")
+    limit = 1e-9 if double else LIMIT
+    case |= {"model": model, "plan": plan or PLANS[model], "double": double}
+    for result in four.run("tower_jobs.judge", **case):
+        assert result["loss"] < limit and result["gradient"] < limit, result
         assert not result["extra"] and result["count"], result
 
 
@@ -32,15 +38,7 @@ def right(results):
 @pytest.mark.parametrize("script", [False, True], ids=["apply", "script"])
 @pytest.mark.parametrize("model", PLANS)
 def test_data_ranks_without_images(four, model, script):
-    right(
-        four.run(
-            "tower_jobs.judge",
-            model=model,
-            plan=PLANS[model],
-            overrides=FP32,
-            script=script,
-        )
-    )
+    right(four, model, overrides=FP32, script=script)
 
 
 # Sequence parallelism ----------------------------------------------------------------------------
@@ -48,15 +46,12 @@ def test_data_ranks_without_images(four, model, script):
 
 @pytest.mark.parametrize("model", PLANS)
 def test_parts_of_the_sequence_between_blocks(four, model):
-    overrides = [*FP32, "tp=2", "sequence=true"]
-    right(four.run("tower_jobs.judge", model=model, plan=PLANS[model], overrides=overrides))
+    right(four, model, overrides=[*FP32, "tp=2", "sequence=true"])
 
 
 def test_deepstack_and_parts_of_the_sequence_in_a_script(four):
     """Features are added after two of three blocks, and between them hidden states are whole."""
-    overrides = [*FP32, "tp=2", "sequence=true"]
-    more = {"model": "qwen3_vl", "plan": "qwen3_vl", "overrides": overrides, "script": True}
-    right(four.run("tower_jobs.judge", **more))
+    right(four, "qwen3_vl", overrides=[*FP32, "tp=2", "sequence=true"], script=True)
 
 
 # Context parallelism -----------------------------------------------------------------------------
@@ -66,9 +61,7 @@ def test_deepstack_and_parts_of_the_sequence_in_a_script(four):
 @pytest.mark.parametrize("model", PLANS)
 def test_parts_of_rows_with_images(four, model, images):
     """Of two data ranks one has no images; in text alone no rank has."""
-    overrides = [*FP32, "cp=2"]
-    more = {"overrides": overrides, "images": images}
-    right(four.run("tower_jobs.judge", model=model, plan=PLANS[model], **more))
+    right(four, model, overrides=[*FP32, "cp=2"], images=images)
 
 
 @pytest.mark.parametrize(
@@ -76,10 +69,9 @@ def test_parts_of_rows_with_images(four, model, images):
     [(["tp=2", "sequence=true"], False), (["tp=2", "sequence=true"], True), ([], True)],
     ids=str,
 )
-@pytest.mark.parametrize("model", ["qwen3_vl", "gemma3-vision"])
+@pytest.mark.parametrize("model", ["qwen3_vl", "gemma3-vision", "qwen3_5-vision"])
 def test_parts_of_rows_with_images_and_of_weights(four, model, more, script):
-    given = {"model": model, "plan": PLANS[model], "overrides": [*FP32, "cp=2", *more]}
-    right(four.run("tower_jobs.judge", **given, script=script))
+    right(four, model, overrides=[*FP32, "cp=2", *more], script=script)
 
 
 @pytest.mark.parametrize("attention", ["ring", "ulysses"])
@@ -90,7 +82,7 @@ def test_other_exchanges_of_parts_with_images(four, tmp_path, model, attention):
     base += f"    override attention = {attention}\n"
     family = {"qwen3_vl": "qwen3_vl", "gemma3-vision": "gemma3"}[model]
     path.write_text(f"plan t for {family}\n\n{base}    balance = none\n}}\n")
-    right(four.run("tower_jobs.judge", model=model, plan=str(path), overrides=[*FP32, "cp=2"]))
+    right(four, model, str(path), overrides=[*FP32, "cp=2"])
 
 
 def test_features_at_the_places_of_others(four):
@@ -110,22 +102,20 @@ def test_stages(four, model, script):
     qwen3_vl, whose features are added after both blocks, the second stage adds some.
     """
     overrides = [*FP32, "pp=2", "microbatches=2"]
-    given = {"plan": PLANS[model], "images": (2, 0, 0, 0), "script": script}
-    right(four.run("tower_jobs.judge", model=model, overrides=overrides, **given))
+    right(four, model, overrides=overrides, images=(2, 0, 0, 0), script=script)
 
 
 def test_stages_of_weights_and_parts_of_the_sequence(four):
     overrides = [*FP32, "pp=2", "tp=2", "microbatches=2", "sequence=true"]
-    given = {"model": "qwen3_vl", "plan": "qwen3_vl", "overrides": overrides}
-    right(four.run("tower_jobs.judge", **given, changes=DEEP))
+    right(four, "qwen3_vl", overrides=overrides, changes=DEEP)
 
 
 @pytest.mark.parametrize("schedule", ["interleaved_1f1b", "zbv"])
 def test_several_stages_of_a_rank(four, schedule):
     """Features of the third block pass through the second stage."""
     overrides = [*FP32, "pp=2", "microbatches=4", f"schedule={schedule}"]
-    given = {"model": "qwen3_vl", "plan": "qwen3_vl", "overrides": overrides}
-    right(four.run("tower_jobs.judge", **given, changes=DEEP, images=(1, 2, 0, 0, 0, 0, 1, 1)))
+    images = (1, 2, 0, 0, 0, 0, 1, 1)
+    right(four, "qwen3_vl", overrides=overrides, changes=DEEP, images=images)
 
 
 def test_features_that_a_later_stage_does_not_get(four):
