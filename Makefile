@@ -74,8 +74,10 @@ axes: $(VENV)/.ready  ## the other axes of every causal-LM family, with threads 
 	$(BIN)/python -W ignore tests/coverage/page.py > build/coverage/page.md
 	mv build/coverage/page.md docs/generated/coverage.md
 
-build/cluster/.ready: tests/cluster/requirements.txt
+build/cluster/.ready: tests/cluster/requirements.txt | $(VENV)/.ready  # with planc and torch, for Ray's workers
 	$(PYTHON) -m venv build/cluster
+	printf '%s\n' $(CURDIR) "$$($(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")" \
+		> "$$(build/cluster/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/planc.pth"
 	build/cluster/bin/pip install --quiet --requirement tests/cluster/requirements.txt
 	touch $@
 

@@ -55,6 +55,10 @@ class _Package(ModuleType):
     def estimate(self, _: ModuleType) -> None:
         pass
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Names the package, as cloudpickle does of plain modules, for functions that use it."""
+        return import_module, (__name__,)
+
 
 sys.modules[__name__].__class__ = _Package
 

@@ -297,6 +297,8 @@ _ROWS: tuple[tuple[str, str, Phase, str], ...] = (
     ("PL616", "warning", "plan", "an order of collectives that is not known"),
     ("PL617", "error", "input", "dumps that cannot be read"),
     ("PL618", "error", "input", "dumps of another plan"),
+    ("PL619", "error", "runtime", "a global batch that the ranks cannot share"),
+    ("PL620", "error", "plan", "a number of nodes without a world size"),
     ("PL640", "error", "plan", "ranks that do not fill whole nodes"),
     ("PL641", "error warning", "plan", "a tensor axis that crosses nodes"),
     ("PL642", "error", "input", "a job without what its file needs"),

@@ -22,12 +22,15 @@ class Target:
         model, plan: as on the command line; None for the plan of the model's family.
         world_size: the number of ranks.
         set: `name=value` for axes and options.
+        elastic: the largest of the world sizes between which a run changes and keeps its batch; 0
+            for one that has a single size.
     """
 
     model: str
     plan: str | None = None
     world_size: int | None = None
     set: tuple[str, ...] = ()
+    elastic: int = 0
 
     @property
     def file_name(self) -> str:
@@ -119,7 +122,7 @@ def _read(table: Any, file: Path) -> Project:
     return Project(
         folder=file.parent,
         plans=tuple(_folder(p, file) for p in _texts(table, "plans", file)),
-        targets=tuple(_target(t, file) for t in targets),
+        targets=tuple(one for t in targets for one in _targets(t, file)),
         severity={
             **dict(_severities(table.get("severity", {}), file)),
             **dict.fromkeys((_code(code, "ignore", file) for code in ignored), "ignore"),
@@ -128,20 +131,25 @@ def _read(table: Any, file: Path) -> Project:
     )
 
 
-def _target(table: Any, file: Path) -> Target:
+def _targets(table: Any, file: Path) -> Iterator[Target]:
+    """The targets of a table: one for each world size."""
     where = "tool.planc.targets"
     table = _keys(table, ("model", "plan", "world-size", "set"), file, where)
     if "model" not in table:
         raise ProjectError(f"{file}: each [[{where}]] names a `model`")
-    size = table.get("world-size")
-    if size is not None and (type(size) is not int or size < 1):
-        raise ProjectError(f"{file}: `world-size` is a positive integer, not {size!r}")
-    return Target(
-        model=_place(_text(table, "model", file), file),
-        plan=_place(_text(table, "plan", file), file) if "plan" in table else None,
-        world_size=size,
-        set=_texts(table, "set", file),
-    )
+    given = table.get("world-size")
+    sizes = given if isinstance(given, list) and given else [given]
+    if given is not None and not all(type(size) is int and size > 0 for size in sizes):
+        text = f"`world-size` is a positive integer, or a list of some, not {given!r}"
+        raise ProjectError(f"{file}: {text}")
+    for size in sizes:
+        yield Target(
+            model=_place(_text(table, "model", file), file),
+            plan=_place(_text(table, "plan", file), file) if "plan" in table else None,
+            world_size=size,
+            set=_texts(table, "set", file),
+            elastic=max(sizes) if len(sizes) > 1 else 0,
+        )
 
 
 def _folder(name: str, file: Path) -> Path:

@@ -50,6 +50,7 @@ UNREACHED = {
     "PL618": "needs files of a run; tests/test_hang.py has some",
     "PL461": "a run on processes; tests/processes/test_loading.py has it",
     "PL469": "batches at run time; tests/test_pipeline.py has them",
+    "PL619": "a call of run.accumulation; tests/test_accumulation.py makes some",
     "PL474": "the model that apply was given; tests/processes/test_standalone_loading.py gives one",
     "PL475": "a call of run.load; tests/processes/test_standalone_loading.py makes one",
     "PL650": "the model of the plan's header is taken; tests/test_elaborate.py gives another",

@@ -511,6 +511,14 @@ def test_a_factory(home, monkeypatch):
     assert "ModuleNotFoundError" in said
 
 
+def test_a_factory_by_its_file(home):
+    for file in ("my_file_of_test.py", "./my_file_of_test.py"):
+        assert found(f"{file}:build")[1] == [f"PL600 there is no model '{file}:build'"]
+    sink = Sink()
+    load("train/models.py:build", sink)
+    assert "and not its file: `train.models:build`" in sink.diagnostics[0].help
+
+
 def test_quantization_is_said_not_to_count(home):
     folder = written(home / "model", quantization_config={"quant_method": "fp8"})
     for _ in range(2):

@@ -18,6 +18,14 @@ from planc.model.load import load
 from planc.proof import pack
 
 RUN = ("model", "qwen3", "--world-size", "4", "--set", "tp=2")
+TARGET = """[[tool.planc.targets]]
+model      = "model"
+plan       = "qwen3"
+world-size = [4, 2]
+set        = ["tp=2"]
+"""
+"""Of which the first world size is that of RUN."""
+SHARED = ("pyproject.toml", "planc-pack.json")
 WITHOUT = (
     "import sys\n"
     "for name in sys.argv.pop(1).split(','): sys.modules[name] = None\n"
@@ -64,7 +72,8 @@ def packed(tmp_path_factory):
         (folder / "model" / "config.json").write_text(json.dumps(QWEN3))
         (folder / "broken.plan").write_text(BROKEN_QWEN3)
         (folder / "a.plan").write_text("plan a for qwen3\n\nextend   'qwen3'\n".replace("'", '"'))
-        assert call("check", *RUN)[0] == 0
+        (folder / "pyproject.toml").write_text(TARGET)
+        assert call("check")[0] == 0
         assert call("check", "model", "broken.plan", *RUN[2:])[0] == 1
         for name, more in (("a", ()), ("b", ("--set", "recompute=false"))):
             lowering = ("lower", *RUN, *more, "--format", "json", "-o", f"{name}.json")
@@ -81,7 +90,7 @@ def packed(tmp_path_factory):
 @pytest.fixture
 def folder(packed, tmp_path):
     """The same files, where nothing is unpacked yet."""
-    for name in ("model", "broken.plan", "a.plan", "a.json", "b.json", "planc-pack.json"):
+    for name in ("model", "broken.plan", "a.plan", "a.json", "b.json", *SHARED):
         (tmp_path / name).symlink_to(packed / name)
     return tmp_path
 
@@ -188,6 +197,14 @@ def test_a_proof_says_where_it_was_reached(unpacked):
     assert "structure of packed models" in text
     found = json.loads(without(unpacked, "check", *RUN, "--format", "json")[1])
     assert found["flow"]["verdict"] == "proved" and found["flow"]["made_with"] == made
+
+
+def test_each_world_size_of_a_target_is_packed(unpacked):
+    code, text, errors = without(unpacked, "check")
+    assert (code, text.count("(proved")) == (0, 2), text + errors
+    assert "2 of 2 targets are clean" in text
+    code, text, _ = without(unpacked, "check", "--world-size", "6")  # that nobody has checked
+    assert "(proved" not in text and "PL504" in text
 
 
 def test_a_refuted_plan_is_refuted(unpacked):

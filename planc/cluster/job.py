@@ -1,10 +1,10 @@
 """The facts of a job that starts a plan: its nodes and ranks, its environment, its commands."""
 
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from planc.diagnostic import Sink
+from planc.diagnostic import Sink, one_of
 from planc.ops import phrases
 from planc.ops.base import AxisRole
 from planc.ops.lowered import Lowered, MeshAxis
@@ -31,6 +31,8 @@ class ClusterJob:
         lowered: the plan.
         digest: of the lowered plan.
         nodes, per_node: the number of nodes, and of ranks on each.
+        fewer: the smaller numbers of nodes that it goes on with, largest first, and the digest of
+            the plan on each.
         gpu: the name of the GPU, empty if none was given.
         preflight, script: the words of both commands, which every rank runs, one after the other.
         written: the command that writes the file.
@@ -40,6 +42,7 @@ class ClusterJob:
     digest: str
     nodes: int
     per_node: int
+    fewer: Mapping[int, str]
     gpu: str
     preflight: tuple[str, ...]
     script: tuple[str, ...]
@@ -51,16 +54,31 @@ class ClusterJob:
         return self.lowered.plan.lower().replace("_", "-").replace(".", "-")
 
     @property
+    def least(self) -> int:
+        """The fewest nodes that it runs on."""
+        return min(self.fewer, default=self.nodes)
+
+    def counts(self, to: str) -> str:
+        """The number of nodes, or the range, as an engine writes it with `to` in between."""
+        return f"{self.least}{to}{self.nodes}" if self.fewer else str(self.nodes)
+
+    @property
     def header(self) -> str:
         """Comments that say which plan runs where."""
         inside, across = map(phrases.mesh, by_node(self.lowered, self.per_node))
         ranks = f"{self.lowered.world_size} ranks on {self.nodes} node{'s' * (self.nodes > 1)}"
+        fewer = [
+            f"# goes on with {nodes * self.per_node} ranks on {nodes} node{'s' * (nodes > 1)}"
+            f" ({digest[:12]})"
+            for nodes, digest in self.fewer.items()
+        ]
         return "\n".join(
             (
                 f"# {self.written}",
                 f"# plan {self.lowered.plan} ({self.digest[:12]}) for {self.lowered.model}: {ranks}"
                 f" of {self.per_node}, rank = {self.per_node} * node + local rank",
                 f"# in a node: {inside or 'one rank'}; across nodes: {across or 'nothing'}",
+                *fewer,
             )
         )
 
@@ -92,15 +110,20 @@ def by_node(lowered: Lowered, per_node: int) -> tuple[list[MeshAxis], list[MeshA
     return inside, across
 
 
-def nodes_of(lowered: Lowered, gpus: int, sink: Sink) -> tuple[int, int]:
-    """The number of nodes, and of ranks on each; reports PL640, and PL641 as a warning."""
-    per_node = min(gpus, lowered.world_size)
+def nodes_of(lowered: Lowered, gpus: int, sink: Sink, *, most: int = 0) -> tuple[int, int]:
+    """The number of nodes, and of ranks on each; reports PL640, and PL641 as a warning.
+
+    Args:
+        gpus: of a node.
+        most: the largest number of ranks that the job may have; 0 for that of the plan.
+    """
+    per_node = min(gpus, most or lowered.world_size)
     nodes, rest = divmod(lowered.world_size, per_node)
     if rest:
         axes = phrases.mesh(lowered.axes)
-        message = f"{lowered.world_size} ranks ({axes}) do not fill nodes of {gpus} GPUs"
-        help = f"a world size of {nodes * gpus} or {(nodes + 1) * gpus} does"
-        sink.error("PL640", message, help=help)
+        message = f"{lowered.world_size} ranks ({axes}) do not fill nodes of {per_node} GPUs"
+        near = one_of(str(n * per_node) for n in (nodes, nodes + 1) if n)
+        sink.error("PL640", message, help=f"a world size of {near} does")
     for text, axis in leaving(lowered, per_node):
         where = [axis.origin] if axis.place else []
         sink.warning("PL641", text, *where, help="make it smaller, or an inner axis of the mesh")
@@ -114,3 +137,21 @@ def leaving(lowered: Lowered, per_node: int) -> Iterator[tuple[str, MeshAxis]]:
             inner = axis.size * lowered.stride(axis.name)
             text = f"{axis.name} = {axis.size} does not stay in a node of {per_node} ranks"
             yield text + (f": its groups span {inner} ranks" if inner > axis.size else ""), axis
+
+
+def require_range(nodes: Sequence[int], per_node: int, sink: Sink) -> None:
+    """Reports PL620 where an engine could start a number of nodes that has no world size.
+
+    Args:
+        nodes: of each world size, largest first.
+    """
+    missing = sorted({*range(nodes[-1], nodes[0])} - {*nodes}, reverse=True)
+    if missing:
+        some = [str(n) for n in missing[:4]] + ["more"] * (len(missing) > 4)
+        sizes = ",".join(str(n * per_node) for n in missing[:4])
+        sink.error(
+            "PL620",
+            f"from {nodes[-1]} to {nodes[0]} nodes, {one_of(some, last='and')} have no world size",
+            help=f"add {sizes} to --world-size: an engine starts any number of nodes in between; "
+            "the script of `--to ray` starts only those that you name",
+        )

@@ -32,7 +32,8 @@ def differing(every: Sequence[RankFacts], lowered: Lowered, digest: str) -> Iter
 
     Args:
         lowered: the plan of rank 0.
-        digest: the beginning of the digest that the job was written for; empty for any.
+        digest: the beginning of the digest that the job was written for, or of several with
+            commas; empty for any.
     """
     if len(every) != lowered.world_size:
         axes = phrases.mesh(lowered.axes)
@@ -48,8 +49,10 @@ def differing(every: Sequence[RankFacts], lowered: Lowered, digest: str) -> Iter
             usual = _usual(plans)
             text = f"the plan of {_named(ranks, every)} is {facts.plan[:12]}, elsewhere {usual}"
             yield problem("PL491", text, help="give every node the same files and settings")
-    if digest and not _usual(plans).startswith(digest[:12]):
-        text = f"the job was written for plan {digest[:12]}, and the ranks have {_usual(plans)}"
+    wanted = [one[:12] for one in digest.split(",")]
+    if not _usual(plans).startswith((*wanted,)):
+        plan = one_of(wanted)
+        text = f"the job was written for plan {plan}, and the ranks have {_usual(plans)}"
         help = "`planc launch` writes the file anew; `planc diff` shows what has changed"
         yield problem("PL491", text, help=help)
     for name in every[0].versions:

@@ -23,14 +23,14 @@ def _torchrun_words(job: ClusterJob, head: str, number: str) -> str:
     )
     meet = meet if job.nodes > 1 else "--standalone"
     return (
-        f"torchrun --nnodes={job.nodes} --nproc-per-node={job.per_node} --max-restarts={RESTARTS}"
-        f" \\\n    {meet} \\\n    --no-python bash -c {job.rank}"
+        f"torchrun --nnodes={job.counts(':')} --nproc-per-node={job.per_node}"
+        f" --max-restarts={RESTARTS} \\\n    {meet} \\\n    --no-python bash -c {job.rank}"
     )
 
 
 def torchrun(job: ClusterJob) -> str:
     """A script of bash, for one machine, or for each of several."""
-    each = f"on each of {job.nodes} nodes: HEAD=name-of-node-0 NODE=0-to-{job.nodes - 1}"
+    each = f"on each of {job.counts(' to ')} nodes: HEAD=name-of-node-0 NODE=0-to-{job.nodes - 1}"
     how = each if job.nodes > 1 else "on this machine:"
     return f"""#!/bin/bash
 {job.header}
@@ -46,7 +46,7 @@ def slurm(job: ClusterJob) -> str:
     gpus = f"{job.gpu}:{job.per_node}" if job.gpu else job.per_node
     return f"""#!/bin/bash
 #SBATCH --job-name={job.name}
-#SBATCH --nodes={job.nodes}
+#SBATCH --nodes={job.counts("-")}
 #SBATCH --ntasks-per-node={job.per_node}
 #SBATCH --gpus-per-node={gpus}
 #SBATCH --output=%x-%j.log
@@ -131,8 +131,8 @@ def address():
 
 
 @ray.remote(max_retries=0)
-def node(head, number):
-    words = ["torchrun", f"--nnodes={NODES}", f"--nproc-per-node={PER_NODE}", f"--rdzv-id={PLAN}"]
+def node(head, nodes, number):
+    words = ["torchrun", f"--nnodes={nodes}", f"--nproc-per-node={PER_NODE}", f"--rdzv-id={PLAN}"]
     words += ["--rdzv-backend=c10d", f"--rdzv-endpoint={head}:29500"]
     words += [f"--rdzv-conf=is_host={number == 0}"]
     words += [f"--local-addr={ray.util.get_node_ip_address()}"]
@@ -140,14 +140,24 @@ def node(head, number):
     subprocess.run(words, env={**os.environ, **ENVIRONMENT}, check=True)
 
 
+def reserved():  # as many nodes as there are within a minute, and waits for the fewest
+    for nodes in NODES:
+        group = placement_group([{"CPU": 1, "GPU": PER_NODE}] * nodes, strategy="STRICT_SPREAD")
+        if nodes == NODES[-1]:
+            ray.get(group.ready())
+        elif not group.wait(60):
+            remove_placement_group(group)
+            continue
+        return nodes, group
+
+
 def started():
-    group = placement_group([{"CPU": 1, "GPU": PER_NODE}] * NODES, strategy="STRICT_SPREAD")
-    ray.get(group.ready())
-    on = [PlacementGroupSchedulingStrategy(group, at) for at in range(NODES)]
+    nodes, group = reserved()
+    on = [PlacementGroupSchedulingStrategy(group, at) for at in range(nodes)]
     try:
         head = ray.get(address.options(scheduling_strategy=on[0]).remote())
         at = [node.options(num_gpus=PER_NODE, scheduling_strategy=each) for each in on]
-        ray.get([each.remote(head, number) for number, each in enumerate(at)])
+        ray.get([each.remote(head, nodes, number) for number, each in enumerate(at)])
     except ray.exceptions.RayError as error:
         print(error)
         return False
@@ -174,7 +184,7 @@ from ray.util import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 PLAN = {json.dumps(job.digest[:12])}
-NODES, PER_NODE, RESTARTS = {job.nodes}, {job.per_node}, {RESTARTS}
+NODES, PER_NODE, RESTARTS = {(job.nodes, *job.fewer)}, {job.per_node}, {RESTARTS}
 ENVIRONMENT = {json.dumps(ENVIRONMENT, indent=4)[:-2]},
 }}
 COMMAND = {json.dumps(shlex.split(job.rank)[0])}

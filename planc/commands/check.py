@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -130,9 +131,9 @@ def _run(options: argparse.Namespace) -> tuple[int, list[Compiled]]:
 def _targets(options: argparse.Namespace, found: Project) -> Iterator[Target]:
     """The models and plans of the command line, else the project's targets."""
     if options.model is None:
-        for target in found.targets:
-            size = options.world_size or target.world_size
-            yield replace(target, world_size=size, set=(*target.set, *options.set))
+        given = {"world_size": options.world_size, "elastic": 0} if options.world_size else {}
+        own = (replace(t, set=(*t.set, *options.set), **given) for t in found.targets)
+        yield from dict.fromkeys(own)  # those of several world sizes become one
         return
     models, plans = output.models_and_plans(options.model, options.plan)
     for model, plan in product(models, plans or (None,)):
@@ -159,7 +160,7 @@ def _checked(target: Target, options: argparse.Namespace, severity: Mapping[str,
         ordered = order(compiled, sink, allow_code=options.allow_code)
         also = f", {ordered.text}"
     if compiled.lowered:
-        also += _estimated(compiled, options, sink)
+        also += _estimated(target, compiled, options, sink)
     proof = known_certificate(compiled, sink)
     return _Checked(
         target=target,
@@ -175,9 +176,11 @@ def _checked(target: Target, options: argparse.Namespace, severity: Mapping[str,
     )
 
 
-def _estimated(compiled: Compiled, options: argparse.Namespace, sink: Sink) -> str:
+def _estimated(target: Target, compiled: Compiled, options: argparse.Namespace, sink: Sink) -> str:
     """Judges the step that is asked for, and says what of it was checked."""
     shared_arguments.whole_batch(options, sink)
+    if target.elastic and options.batch and options.seq:
+        options = _fullest(target, compiled, options)
     if all(vars(options)[name] is None for name in _ESTIMATE):
         if options.batch and options.seq:
             shared_arguments.step_of(options, compiled, sink)
@@ -193,6 +196,23 @@ def _estimated(compiled: Compiled, options: argparse.Namespace, sink: Sink) -> s
     if options.hardware:
         advise(found, sink)
     return ", memory" if asked.batch else ", memory without activations"
+
+
+def _fullest(target: Target, compiled: Compiled, options: argparse.Namespace) -> argparse.Namespace:
+    """The options as they are for a rank with the most rows, where `run.accumulation` keeps the
+    batch, and in a pass no more rows than on the largest of the target's world sizes.
+    """
+    from planc.lowering.step import Step
+
+    assert compiled.lowered is not None
+    asked = options.micro_batches or 1
+    each = Step(lowered=compiled.lowered, micro_batches=asked).divisors[0]
+    largest = each * target.elastic // compiled.lowered.world_size
+    rows = math.ceil(options.batch / largest)
+    passes = math.ceil(options.batch / (each // asked * rows))
+    each = each // asked * passes
+    batch = math.ceil(options.batch / each) * each
+    return argparse.Namespace(**{**vars(options), "batch": batch, "micro_batches": passes})
 
 
 def _print(one: _Checked, format: str, *, alone: bool) -> None:

@@ -3,17 +3,16 @@
 import argparse
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from planc.cluster import job
 from planc.cluster.targets import TARGETS
 from planc.commands import output, shared_arguments
-from planc.compiler import Compiled
 from planc.diagnostic import Sink
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    shared_arguments.target(parser, required=True)
+    shared_arguments.target(parser, required=True, several=True)
     parser.add_argument("--to", choices=tuple(TARGETS), required=True, help="what the file is for")
     parser.add_argument(
         "--gpus-per-node",
@@ -35,38 +34,54 @@ def _gpus(text: str) -> tuple[str, int]:
 
 def run(options: argparse.Namespace) -> int:
     sink = Sink()
-    name, gpus = options.gpus_per_node
     if not options.script:
         sink.error("PL642", "no script to start", help="write it last, after `--`: -- train.py")
-    if options.to == "skypilot" and not name:
-        help = f"write --gpus-per-node H100:{gpus}"
+    if options.to == "skypilot" and not options.gpus_per_node[0]:
+        help = f"write --gpus-per-node H100:{options.gpus_per_node[1]}"
         sink.error("PL642", "SkyPilot takes the name of a GPU, and none was given", help=help)
-    compiled = Compiled() if sink.failed else output.compiled(options, sink)
-    text = ""
-    if compiled.lowered is not None:
-        nodes, per_node = job.nodes_of(compiled.lowered, gpus, sink)
-        said = list(_said(options, compiled.lowered.world_size))
-        text = TARGETS[options.to](
-            job.ClusterJob(
-                lowered=compiled.lowered,
-                digest=compiled.digest,
-                nodes=nodes,
-                per_node=per_node,
-                gpu=name,
-                preflight=("planc", "preflight", *said, *_compared(options, compiled.digest)),
-                script=job.command_of(options.script),
-                written=shlex.join(["planc", "launch", *said, *_asked(options)]),
-            )
+    if options.to in ("skypilot", "kubeflow") and len(options.world_size or ()) > 1:
+        sink.error(
+            "PL642",
+            f"a file for {options.to} has one number of nodes, and several world sizes were given",
+            help="write one, or a file for torchrun, slurm or ray",
         )
+    made = None if sink.failed else _job(options, sink)
     output.show(sink, "full", sys.stderr, quiet=True)
-    return (
-        output.write(text, options.output) if text and not sink.failed else output.exit_code(sink)
+    if made is None or sink.failed:
+        return output.exit_code(sink)
+    return output.write(TARGETS[options.to](made), options.output)
+
+
+def _job(options: argparse.Namespace, sink: Sink) -> job.ClusterJob | None:
+    """The job of the largest world size, which goes on with the others."""
+    name, gpus = options.gpus_per_node
+    asked = [{**vars(options), "world_size": n} for n in options.world_size or (None,)]
+    every = [output.compiled(argparse.Namespace(**one), sink) for one in asked]
+    plans = [one.lowered for one in every if one.lowered is not None]
+    if len(plans) < len(every):
+        return None
+    most = plans[0].world_size
+    nodes, per = zip(*(job.nodes_of(plan, gpus, sink, most=most) for plan in plans), strict=True)
+    if options.to != "ray" and not sink.failed:
+        job.require_range(nodes, per[0], sink)
+    digests = [one.digest for one in every]
+    said = [*_said(options, [plan.world_size for plan in plans])]
+    return job.ClusterJob(
+        lowered=plans[0],
+        digest=digests[0],
+        nodes=nodes[0],
+        per_node=per[0],
+        fewer=dict(zip(nodes[1:], digests[1:], strict=True)),
+        gpu=name,
+        preflight=("planc", "preflight", *said, *_compared(options, digests)),
+        script=job.command_of(options.script),
+        written=shlex.join(["planc", "launch", *said, *_asked(options)]),
     )
 
 
-def _said(options: argparse.Namespace, ranks: int) -> Iterator[str]:
+def _said(options: argparse.Namespace, ranks: Sequence[int]) -> Iterator[str]:
     """The plan, as the command line names it."""
-    yield from (options.model, options.plan, "--world-size", str(ranks))
+    yield from (options.model, options.plan, "--world-size", ",".join(map(str, ranks)))
     for setting in options.set:
         yield from ("--set", setting)
     if options.allow_code:
@@ -82,9 +97,9 @@ def _asked(options: argparse.Namespace) -> Iterator[str]:
     yield from ("--", *options.script)
 
 
-def _compared(options: argparse.Namespace, digest: str) -> Iterator[str]:
+def _compared(options: argparse.Namespace, digests: Sequence[str]) -> Iterator[str]:
     """What preflight compares besides."""
-    yield from ("--digest", digest[:12])
+    yield from ("--digest", ",".join(digest[:12] for digest in digests))
     if options.script[0].endswith(".py"):
         yield from ("--file", options.script[0])
     if options.weights:

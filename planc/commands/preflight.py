@@ -19,7 +19,7 @@ _LOOK = "look at rank 0, and at the network between the nodes"
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    shared_arguments.target(parser, required=True)
+    shared_arguments.target(parser, required=True, several=True)
     shared_arguments.weights(parser)
     parser.add_argument(
         "--file", action="append", default=[], metavar="FILE", help="another file to compare"
@@ -27,7 +27,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--whole", action="store_true", help="compare all bytes of the weights")
     parser.add_argument("--save", metavar="DIR", default="", help="where the run saves to")
     parser.add_argument(
-        "--digest", metavar="DIGEST", default="", help="the plan that the job was written for"
+        "--digest",
+        metavar="DIGEST[,DIGEST...]",
+        default="",
+        help="the plan that the job was written for, on each world size",
     )
     shared_arguments.timeout(parser, 60.0)
     parser.add_argument("--format", choices=("text", "json"), default="text")
@@ -52,6 +55,7 @@ def run(options: argparse.Namespace) -> int:
     if missing := [name for name in NEEDED if name not in os.environ]:
         text = f"{one_of(missing, last='and')} not set: preflight is a rank of the job it checks"
         return output.refused("PL642", text, "start it as the script, under torchrun or srun")
+    options.world_size = _size(options.world_size or (None,), os.environ["WORLD_SIZE"])
     try:
         ranks: Peers = joined(options.timeout, lambda found: show(missed(found, ranks.seconds)))
     except RuntimeError as error:
@@ -73,6 +77,11 @@ def run(options: argparse.Namespace) -> int:
     if ranks.rank == 0:
         show(report)
     return ranks.end(output.exit_code(report.sink))
+
+
+def _size(given: tuple[int | None, ...], there: str) -> int | None:
+    """The world size of this job, if it is one of those given, else the first."""
+    return next((n for n in given if str(n) == there), given[0])
 
 
 def _needed(compiled: Compiled) -> Needed:

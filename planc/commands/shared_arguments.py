@@ -19,6 +19,11 @@ def size(text: str) -> int:
     return value
 
 
+def sizes(text: str) -> tuple[int, ...]:
+    """Numbers of ranks, the largest first."""
+    return tuple(sorted({size(part) for part in text.split(",")}, reverse=True))
+
+
 def seconds(text: str) -> float:
     try:
         value = float(text)
@@ -67,17 +72,24 @@ def plan(
     parser.add_argument("plan", metavar="PLAN", nargs=nargs, help=help + also)
 
 
-def target(parser: argparse.ArgumentParser, *, required: bool = False) -> None:
+def target(
+    parser: argparse.ArgumentParser, *, required: bool = False, several: bool = False
+) -> None:
     """A model, its plan, and how it is run."""
     model(parser)
     plan(parser, nargs=None if required else "?")
-    common(parser)
+    common(parser, several=several)
 
 
-def common(parser: argparse.ArgumentParser, *, sized: bool = False) -> None:
-    """`sized` makes the number of ranks a must."""
+def common(parser: argparse.ArgumentParser, *, sized: bool = False, several: bool = False) -> None:
+    """`sized` makes the number of ranks a must; with `several` it is a tuple."""
+    help = "the number of ranks"
     parser.add_argument(
-        "--world-size", metavar="N", type=size, required=sized, help="the number of ranks"
+        "--world-size",
+        metavar="N[,N...]" if several else "N",
+        type=sizes if several else size,
+        required=sized,
+        help=help + (", or those that the run changes between" if several else ""),
     )
     parser.add_argument(
         "--set",

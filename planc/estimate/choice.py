@@ -14,7 +14,14 @@ from planc.ops.base import AxisRole
 from planc.ops.lowered import ExpertMesh, MeshAxis
 from planc.ops.phrases import literal
 from planc.plan.ir import Mesh, Plan, Unit
-from planc.plan.settings import LOSS_CHUNKS, MICROBATCHES, RECOMPUTE, SCHEDULE, SEQUENCE
+from planc.plan.settings import (
+    BY,
+    LOSS_CHUNKS,
+    MICROBATCHES,
+    RECOMPUTE,
+    SCHEDULE,
+    SEQUENCE,
+)
 
 LARGEST = {
     AxisRole.TENSOR: 64,
@@ -191,6 +198,7 @@ class Space:
             count = int(str(options[microbatches]))
             changes[microbatches] = {max(1, count // 2), count * 2}
             changes[schedule] = SCHEDULES if self._open(schedule) else ()
+            changes[BY.word] = (BY.default, *BY.others) if self._open(BY.word) else ()
         split = self.mesh(choice.sizes).size(*self._named(AxisRole.TENSOR)) > 1
         if split and self._open(SEQUENCE.word):
             changes[SEQUENCE.word] = (SEQUENCE.default, False)
@@ -209,6 +217,8 @@ class Space:
             rows = self.batch.global_batch // mesh.size(*self._named(AxisRole.DATA))
             largest = max(1, TOKENS // self.batch.sequence)
             options[microbatches] = rows // divisors(rows, largest)[-1] if rows else 1
+            if self._open(BY.word):
+                options[BY.word] = "work"
         return Choice(sizes=sizes, options=tuple(options.items()))
 
     def _named(self, role: AxisRole) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from planc.diagnostic import Label, Sink
 from planc.lowering.backward import Backward
+from planc.model.config import chosen_experts, integer_of
 from planc.model.facts import DTYPE_BYTES, Modules
 from planc.ops.base import AxisRole, Op
 from planc.ops.context import ContextParallel
@@ -165,14 +166,11 @@ class Step:
     @property
     def chosen(self) -> int | None:
         """The experts of a token."""
-        return self.number("num_experts_per_tok", "num_experts_per_token", "moe_k", "top_k")
+        return chosen_experts(self.config)
 
     def number(self, *names: str) -> int | None:
         """The first of some settings of the model that is a number."""
-        inner = self.config.get("text_config")
-        parts = (self.config, inner if isinstance(inner, Mapping) else {})
-        values = (part.get(name) for part in parts for name in names)
-        return next((v for v in values if isinstance(v, int)), None)
+        return integer_of(self.config, *names)
 
     def size(self, *features: int | None) -> int | None:
         """Bytes of an activation with these features for each token of a pass."""

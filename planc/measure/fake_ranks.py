@@ -105,7 +105,7 @@ def _in_part(mask: RingMask) -> dict[tuple[int, int, int], list[bool]]:
     return {place: [True, False] for place in every}
 
 
-def _as_many(_: Any, device_type: str) -> None:
+def _as_many(_: Any, __: Any, device_type: str) -> None:
     """Takes part in `_require_as_many`, whose result has no values."""
     both = torch.zeros(2, dtype=torch.long, device=device_type)
     distributed.all_reduce(both, distributed.ReduceOp.MAX)

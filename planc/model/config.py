@@ -18,6 +18,16 @@ _MAX_NESTING = 64
 _SPECIAL_FLOATS = ("Infinity", "-Infinity", "NaN")
 CLASS = "_class_name"
 """The field with the class in every configuration written by diffusers."""
+CHOSEN = (
+    "num_experts_per_tok",
+    "num_experts_per_token",
+    "moe_topk",
+    "moe_top_k",
+    "top_k_experts",
+    "moe_k",
+    "top_k",
+)
+"""The fields with the number of experts that a token goes to, by family."""
 
 
 def is_diffusers(values: Mapping[str, Any]) -> bool:
@@ -28,6 +38,19 @@ def is_diffusers(values: Mapping[str, Any]) -> bool:
 def buildable(values: Mapping[str, Any]) -> bool:
     """Whether the fields name a model of transformers or of diffusers."""
     return "model_type" in values or is_diffusers(values)
+
+
+def integer_of(values: Mapping[str, Any], *names: str) -> int | None:
+    """The first of some fields that is an integer, of the model or of its language model."""
+    inner = values.get("text_config")
+    parts = (values, inner if isinstance(inner, Mapping) else {})
+    found = (part.get(name) for part in parts for name in names)
+    return next((v for v in found if isinstance(v, int)), None)
+
+
+def chosen_experts(values: Mapping[str, Any]) -> int | None:
+    """The number of experts that a token goes to."""
+    return integer_of(values, *CHOSEN)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

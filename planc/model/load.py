@@ -27,7 +27,8 @@ def load(model: str, sink: Sink, *, allow_code: bool = False, cache: bool = True
     place = locate_config(model)
     if place is None or (model.endswith(".plan") and place.path.is_file()):
         module, colon, factory = model.partition(":")
-        if colon and all(n.isidentifier() for n in (factory, *module.split("."))):
+        names = (factory, *module.split("."))
+        if colon and names[-1] != "py" and all(n.isidentifier() for n in names):
             return _from_code(module, factory, sink, allow_code=allow_code)
         _not_found(model, sink)
         return None
@@ -129,6 +130,11 @@ def _not_found(model: str, sink: Sink) -> None:
     if model.endswith(".plan") or model in {path.stem for path in PLANS.glob("*.plan")}:
         hint = "name a model before the plan; `planc list models` has those that ship"
         sink.error("PL600", f"{model} is a plan, not a model", help=hint)
+        return
+    if file := re.fullmatch(r"(?:\./)?([\w/]+)\.py:(\w+)", model):
+        named = f"{file[1].replace('/', '.')}:{file[2]}"
+        hint = f"name the module, as `import` does, and not its file: `{named}`"
+        sink.error("PL600", f"there is no model {model!r}", help=hint)
         return
     close = did_you_mean(model, shipped_models())
     advice = close or "pass a folder with config.json, or a name that `planc list models` has"

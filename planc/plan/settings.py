@@ -102,6 +102,13 @@ SCHEDULE = PlanSetting(
     former="pipeline_schedule",
     meaning="gpipe, 1f1b; interleaved_1f1b, zero_bubble, zbv, dualpipe_v: two stages a rank",
 )
+BY = PlanSetting(
+    word="stages",
+    default="blocks",
+    section="pipeline",
+    others=("work",),
+    meaning="what each stage has as much of: blocks, or work (the head counts as some blocks)",
+)
 PARAM_DTYPE = PlanSetting(
     word="param_dtype",
     default="bf16",
@@ -119,7 +126,7 @@ SETTINGS = {
     each.word: each
     for each in (
         TP, PP, CP, EP, ETP, DP_REPLICATE, SEQUENCE, RECOMPUTE, LOSS_CHUNKS, MICROBATCHES, SCHEDULE,
-        PARAM_DTYPE, REDUCE_DTYPE,
+        BY, PARAM_DTYPE, REDUCE_DTYPE,
     )
 }  # fmt: skip
 """All settings, by their words."""

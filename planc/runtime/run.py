@@ -18,6 +18,7 @@ from planc.notebook import InNotebooks
 from planc.ops.lowered import Lowered
 from planc.ops.optimizer import Optimize
 from planc.runtime import gradients
+from planc.runtime.accumulation import Accumulation, accumulation
 from planc.runtime.context import rank_part, sequence_parts
 from planc.runtime.counted_labels import rule_of
 from planc.runtime.known_verdict import KnownVerdict
@@ -239,7 +240,34 @@ class Run(InNotebooks):
         count = gradients.num_items_in_batch(labels, self.data_mesh, shifted=shifted)
         return count / sequence_parts(self.lowered)
 
-    def forward_backward(self, batches: Sequence[Batch]) -> Tensor:
+    def accumulation(self, global_batch: int, *, rows: int | None = None) -> Accumulation:
+        """The rows of a step that this rank reads, so that all ranks together read the same ones
+        under any plan, and on any number of ranks.
+
+            share = run.accumulation(64, rows=2)
+            sampler = [part for step in range(start, steps) for part in share.at(step)]
+            loader = iter(DataLoader(data, batch_sampler=sampler))
+            for step in range(start, steps):
+                batches = list(islice(loader, len(share.parts)))
+                loss = run.forward_backward(batches, passes=share.passes)
+
+        Data ranks that do not divide the global batch have unequal numbers of rows, which
+        `forward_backward` weighs by their labels. An auxiliary loss, which is a mean of each pass,
+        depends on the ranks.
+
+        Args:
+            global_batch: the rows of a step, of all ranks and passes.
+            rows: the most rows of a rank in a forward pass, of a pipeline in that of a microbatch;
+                None for all in one.
+
+        Raises:
+            PlanError: PL619, there are fewer rows than data ranks, or the microbatches of the
+                pipeline do not divide them.
+            ValueError: a number of rows is not positive.
+        """
+        return accumulation(self.lowered, global_batch, rows, self.data_rank)
+
+    def forward_backward(self, batches: Sequence[Batch], *, passes: int | None = None) -> Tensor:
         """The forward and backward passes of a step, under any plan; every rank calls it.
 
         Gradients accumulate, as those of the mean loss over all tokens of the step: those of all
@@ -250,19 +278,22 @@ class Run(InNotebooks):
                 the arguments of the model's forward, with labels, as they were read: `run.batch`
                 is called here. The ranks of a pipeline, of a context axis and of a tensor axis have
                 the same ones.
+            passes: the number of passes of every rank, as `accumulation` gives it. A rank with
+                fewer batches runs its last one again, with weight 0. None for one a batch.
 
         Returns:
             The mean loss over all tokens of all ranks, a scalar of float32, on every rank.
 
         Raises:
-            PlanError: PL469, another rank passes another number of batches; PL488, a batch cannot
-                be cut into the microbatches of the pipeline.
+            PlanError: PL469, another rank passes another number of batches, or one passes none of
+                its own, or more than `passes`; PL488, a batch cannot be cut into the microbatches
+                of the pipeline.
             ValueError: there is no batch, or the model returns no loss.
         """
-        return self.steps.run(self, batches, trains=True)
+        return self.steps.run(self, batches, trains=True, passes=passes)
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
-    def evaluate(self, batches: Sequence[Batch]) -> Tensor:
+    def evaluate(self, batches: Sequence[Batch], *, passes: int | None = None) -> Tensor:
         """The mean loss over all tokens of some batches, without gradients or dropout.
 
         Arguments, result and errors are those of `forward_backward`.
@@ -270,7 +301,7 @@ class Run(InNotebooks):
         trained = [module for module in self.model.modules() if module.training]
         self.model.eval()
         try:
-            return self.steps.run(self, batches, trains=False)
+            return self.steps.run(self, batches, trains=False, passes=passes)
         finally:
             for module in trained:
                 module.training = True

@@ -90,15 +90,20 @@ class TrainingStep:
         self.labels = SeenLabels()
         self.items = torch.zeros(())
 
-    def run(self, run: RunParts, batches: Sequence[Batch], *, trains: bool) -> Tensor:
+    def run(
+        self, run: RunParts, batches: Sequence[Batch], *, trains: bool, passes: int | None
+    ) -> Tensor:
         """The passes of a step; returns the mean loss over all ranks, a scalar on every rank.
 
         Args:
             run: the handle of the run.
             batches: of this rank, of one step.
             trains: whether gradients are computed and accumulated.
+            passes: of every rank; None for as many as there are batches. What a rank lacks, it
+                makes up for with its last batch, with weight 0.
         """
-        _require_as_many(batches, run.mesh.device_type)
+        _require_as_many(batches, passes, run.mesh.device_type)
+        every = [*batches, *[batches[-1]] * ((passes or 0) - len(batches))]
         if trains:
             run.first.labels_counted()
             self._require_range(run)
@@ -107,9 +112,9 @@ class TrainingStep:
         stages = stages_of(run.model)
         with _observed(run.model, self, compiled=run.lowered.has(Compile)):
             if stages is None:
-                total = self._plain(run, batches, trains)
+                total = self._plain(run, batches, every, trains)
             else:
-                total = self._pipelined(run, stages, batches, trains)
+                total = self._pipelined(run, stages, batches, every, trains)
         total = total.detach().float()
         if stages is not None:
             distributed.all_reduce(total, group=stages.mesh.get_group())
@@ -138,29 +143,38 @@ class TrainingStep:
                 "over all ranks, in a loop of your own",
             )
 
-    def _plain(self, run: RunParts, batches: Sequence[Batch], trains: bool) -> Tensor:
+    def _plain(
+        self, run: RunParts, batches: Sequence[Batch], every: Sequence[Batch], trains: bool
+    ) -> Tensor:
         losses = []
-        for at, batch in enumerate(batches):
-            last = at == len(batches) - 1
+        for at, batch in enumerate(every):
+            last = at == len(every) - 1
             with nullcontext() if last or not trains else run.no_sync():
                 loss = loss_of(run.model(**run.batch(batch), **self._given(run)))
                 loss = self._part(run, loss, batch, batches)
+                loss = loss if at < len(batches) else loss * 0
                 if trains:
                     loss.backward()
             losses.append(loss.detach())
         return torch.stack(losses).sum()
 
     def _pipelined(
-        self, run: RunParts, stages: Stages, batches: Sequence[Batch], trains: bool
+        self,
+        run: RunParts,
+        stages: Stages,
+        batches: Sequence[Batch],
+        every: Sequence[Batch],
+        trains: bool,
     ) -> Tensor:
-        given = [{**run.batch(batch), **self._given(run)} for batch in batches]
+        given = [{**run.batch(batch), **self._given(run)} for batch in every]
 
         def part(loss: Tensor, at: int, number: int) -> Tensor:
-            return self._part(run, loss, whole[at][number], batches)
+            loss = self._part(run, loss, whole[at][number], batches)
+            return loss if at < len(batches) else loss * 0
 
         try:
             tokens = placeholders(getattr(run.model, "config", None))
-            whole = [microbatches(batch, stages.microbatches, tokens) for batch in batches]
+            whole = [microbatches(batch, stages.microbatches, tokens) for batch in every]
             losses = forward_backward(run.model, run.mesh, given, part, trains=trains)
         except MicrobatchError as error:
             raise stop(
@@ -268,15 +282,17 @@ def _whole(loss: Tensor) -> Tensor:
     return (loss.full_tensor() if isinstance(loss, DTensor) else loss).detach()
 
 
-def _require_as_many(batches: Sequence[Batch], device_type: str) -> None:
+def _require_as_many(batches: Sequence[Batch], passes: int | None, device_type: str) -> None:
     """Checks that a step has as many passes on every rank, for the passes of all ranks meet in
     collectives: a data loader that ends earlier on one of them leaves the others waiting for ever.
 
     Raises:
         PlanError: PL469, on every rank.
-        ValueError: there is no batch on any rank.
+        ValueError: there is no batch on any rank, or on all more than there are passes.
     """
-    own = len(batches)
+    own, of = len(batches), ""
+    if passes is not None:
+        own, of = (passes if 0 < own <= passes else 0), f" of {passes} passes"
     both = torch.tensor([own, -own], device=device_type)
     if distributed.get_world_size() > 1:
         distributed.all_reduce(both, distributed.ReduceOp.MAX)
@@ -285,13 +301,13 @@ def _require_as_many(batches: Sequence[Batch], device_type: str) -> None:
         raise stop(
             "PL469",
             f"the ranks pass {least} to {most} batches in one step; "
-            f"rank {distributed.get_rank()} passes {own}",
+            f"rank {distributed.get_rank()} passes {len(batches)}{of}",
             *script_line("the batches arrive here"),
             help="give every rank equally many: a sampler with `drop_last=True`, or a last step "
-            "that all ranks leave out",
+            "that all ranks leave out; or the rows and passes of `run.accumulation`",
         )
     if not most:
-        raise ValueError("a step has at least one batch")
+        raise ValueError("a step has at least one batch, and at most as many as passes")
 
 
 def _items(run: RunParts, batches: Sequence[Batch], rule: LabelRule) -> Tensor:

@@ -18,12 +18,14 @@ from pathlib import Path
 HERE = Path(__file__).parent
 ENGINES = Path(os.path.abspath(sys.argv[1]))  # noqa: PTH100, the Python of a venv is a link
 WANTED = sys.argv[2:]
-"""Of torchrun, slurm and ray; all without any."""
+"""Of torchrun, fewer, slurm, ray and ray_train; all, and what is parsed, without any."""
 sys.path.insert(0, str(HERE.parent))
 
 from modelfolder import QWEN3  # noqa: E402
 
-PLAN = ["model", "qwen3", "--world-size", "2", "--set", "tp=2", "--gpus-per-node", "H100:2"]
+SETS = ["--set", "param_dtype=fp32"]
+PLAN = ["--world-size", "2", *SETS, "--set", "tp=2", "--gpus-per-node", "H100:2"]
+ELASTIC = ["--world-size", "2,1", *SETS, "--gpus-per-node", "H100:1"]
 STEPS = 6
 CONF = """ClusterName=one
 SlurmctldHost={host}(127.0.0.1)
@@ -63,19 +65,37 @@ def say(*words, **options):
     return subprocess.run(words, check=True, capture_output=True, text=True, **options).stdout
 
 
-def written(target, *script):
-    """The file of a target, for a script that is killed once."""
+def written(target, plan, *script):
+    """The file of a target."""
     file = Path(f"{target}_job.{'py' if target == 'ray' else 'sh'}")
-    say("planc", "launch", *PLAN, "--to", target, "-o", str(file), "--", "train.py", *script)
+    command = ["planc", "launch", "model", "qwen3", *plan, "--to", target, "-o", str(file)]
+    say(*command, "--", "train.py", *script)
     return str(file)
 
 
 def killed(target):
-    return written(target, "--dies-at", "3", "--losses", f"{target}.jsonl")
+    """The file of a target, for a script that is killed once."""
+    script = ["--set", "tp=2", "--dies-at", "3", "--losses", f"{target}.jsonl"]
+    return written(target, PLAN, *script)
 
 
 def torchrun():
     subprocess.run(["bash", killed("torchrun")], check=True)
+
+
+def fewer():
+    """Two nodes of one rank, each a torchrun on this machine, one of which is killed."""
+    job = written("torchrun", ELASTIC, "--node-dies-at", "3", "--losses", "fewer.jsonl")
+    nodes = [
+        subprocess.Popen(["bash", job], env={**os.environ, "HEAD": "localhost", "NODE": number})
+        for number in "01"
+    ]
+    try:
+        assert nodes[0].wait(timeout=600) == 0 and nodes[1].wait(timeout=60) != 0
+    finally:
+        for node in nodes:
+            node.kill()
+    assert [ranks for *_, ranks in lines("fewer")] == [2, 2, 2, 1, 1, 1]
 
 
 @contextmanager
@@ -142,13 +162,33 @@ def ray():
         subprocess.run([command, "stop"], check=False)
 
 
+def ray_train():
+    """`planc.integrations.ray`, which does not need what `planc launch` writes."""
+    environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0"}
+    command = [str(ENGINES), "-W", "ignore", str(HERE / "ray_train.py")]
+    subprocess.run(command, check=True, env=environment)
+    alone = {step: loss for step, loss, _ in lines("ray_alone")}
+    told = lines("ray_train")
+    assert {step: ranks for step, _, ranks in told} == {**dict.fromkeys(range(5), 4), 5: 3}
+    assert len(told) <= len(alone) + 1  # Ray may not have heard of the last step before the kill
+    for step, loss, _ in told:
+        assert abs(loss - alone[step]) < 1e-4, (told, alone)
+
+
 def parsed(target, code):
     assert say(str(ENGINES), "-c", code, killed(target)).split()[-1] == "1"
 
 
-def losses(target):
-    lines = Path(f"{target}.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
+def lines(name):
+    """(step, loss, ranks) of each step."""
+    return [json.loads(line) for line in Path(f"{name}.jsonl").read_text().splitlines()]
+
+
+def require_losses(name, expected):
+    found = lines(name)
+    assert [step for step, *_ in found] == list(range(STEPS)), name
+    for (_, loss, _), (_, right, _) in zip(found, expected, strict=True):
+        assert abs(loss - right) < 1e-4, (name, found, expected)
 
 
 def main():
@@ -157,16 +197,20 @@ def main():
     Path("model").mkdir()
     Path("model/config.json").write_text(json.dumps(QWEN3))
     shutil.copy(HERE / "train.py", "train.py")
-    alone = written("torchrun", "--losses", "alone.jsonl")
+    alone = written("torchrun", PLAN, "--set", "tp=2", "--losses", "alone.jsonl")
     subprocess.run(["bash", alone], check=True)
-    expected = losses("alone")
-    assert [step for step, _ in expected] == list(range(STEPS))
-    for target in (torchrun, slurm, ray):
+    expected = lines("alone")
+    for target in (torchrun, fewer, slurm, ray):
         if WANTED and target.__name__ not in WANTED:
             continue
         target()
-        assert losses(target.__name__) == expected, target.__name__
+        require_losses(target.__name__, expected)
         print(f"== {target.__name__}: killed once, and the losses of a run that was not\n")
+    if not WANTED or "ray_train" in WANTED:
+        ray_train()
+        print("== ray_train: killed once, then on fewer workers, and the losses of one\n")
+    if WANTED:
+        return
     parsed("skypilot", SKYPILOT)
     parsed("kubeflow", KUBEFLOW)
     print("== skypilot, kubeflow: parsed by their own packages")

@@ -6,6 +6,7 @@ Written by planc from the lowered plan 3e920e398e5b; it needs torch alone.
 """
 
 import torch
+from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
     checkpoint_wrapper,
@@ -54,6 +55,8 @@ def shards_at_rest(model):
     units = fsdp_units(model)
     for group in [group for unit in units for group in groups_of(unit)]:
         group.pre_backward = listed_again(group)
+        if stacks := [each for each in group.fsdp_params if is_stack(each)]:
+            group.post_backward = filled(group, stacks)
     model.register_forward_pre_hook(before_pass, prepend=True)
     model.register_forward_hook(after_pass)
     for part in model.children():
@@ -149,6 +152,31 @@ def listed_again(group):
         plain(*args)
 
     return pre_backward
+
+
+def is_stack(each):
+    """Whether a parameter holds matrices that rows choose from, as those of experts."""
+    convolution = isinstance(each._module_info.module, nn.modules.conv._ConvNd)
+    return each.sharded_param.ndim > 2 and not convolution
+
+
+def filled(group, stacks):
+    """A group's `post_backward` that first makes the gradients of stacks that no row of
+    this rank has chosen from: torch reduces what a rank has, so that ranks would send
+    buffers of different sizes.
+    """
+    plain = group.post_backward
+
+    def post_backward(*args):
+        ran = group._training_state == TrainingState.PRE_BACKWARD
+        for each in stacks if ran else ():
+            whole = each.unsharded_param
+            missing = whole.grad is None and each.unsharded_accumulated_grad is None
+            if missing and whole.requires_grad:
+                whole.grad = torch.zeros_like(whole)
+        plain(*args)
+
+    return post_backward
 
 
 def gathered_once(model):

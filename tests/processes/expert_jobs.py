@@ -149,3 +149,52 @@ def within(model, dim=0):
 
 def within_along_one(model):
     return within(model, dim=1)
+
+
+IDENTITIES = dict(
+    model_type="longcat_flash",
+    vocab_size=96,
+    hidden_size=64,
+    ffn_hidden_size=96,
+    expert_ffn_hidden_size=32,
+    num_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+    n_routed_experts=4,
+    zero_expert_num=4,
+    moe_topk=2,
+    q_lora_rank=32,
+    kv_lora_rank=32,
+    qk_nope_head_dim=16,
+    qk_rope_head_dim=16,
+    v_head_dim=16,
+    head_dim=16,
+)
+"""Half of the experts give back their input, so that two tokens may reach no weight."""
+
+
+def no_expert_weight(path, overrides=()):
+    """Errors of the loss, the norm and each gradient, for a batch of which the row of one data
+    rank uses no weight of the experts of some layer, and that of another does; and both numbers.
+    """
+    run = planc.apply(numerics.build_values(IDENTITIES), path, overrides=overrides)
+    for seed in range(50):
+        generator = torch.Generator().manual_seed(seed)
+        ids = torch.randint(1, 96, (run.data_size, 2), generator=generator)
+        unused = []
+        for row in ids.split(1):
+            one = numerics.build_values(IDENTITIES)
+            one(input_ids=row, labels=row).loss.backward()
+            weights = (p for name, p in one.named_parameters() if "gate_up_proj" in name)
+            unused.append(tuple(p.grad is None for p in weights))
+        if len(set(unused)) > 1 and not any(all(at) for at in zip(*unused, strict=True)):
+            break
+    one = numerics.build_values(IDENTITIES)
+    right = one(input_ids=ids, labels=ids).loss
+    right.backward()
+    row = ids[run.data_rank : run.data_rank + 1]
+    loss = run.forward_backward([{"input_ids": row, "labels": row}])
+    made = numerics.gradients_of(run.model)
+    errors = {n: numerics.error(made[n], g) for n, g in numerics.gradients_of(one).items()}
+    errors["loss"] = numerics.error(loss, right.detach())
+    return {"errors": errors, "unused": unused}

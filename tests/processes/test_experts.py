@@ -240,3 +240,29 @@ def test_what_transformers_reads_of_it(four, written, tmp_path, text):
     ):
         assert result["different"] == [] and result["problems"] == []
         assert result["error"] < LIMIT
+
+
+LONGCAT = """plan t for longcat_flash
+
+extend "decoder.plan"
+
+tensor on tp {
+    $blocks {
+        self_attn.*.{q_b,kv_b}_proj : colwise
+        mlps.*.{gate,up}_proj       : colwise
+        self_attn.*.o_proj          : rowwise
+        mlps.*.down_proj            : rowwise
+    }
+}
+"""
+
+
+@pytest.mark.parametrize("way", ["tp=2", "dp_shard=4", "dp_replicate=4"])
+def test_a_rank_whose_rows_use_no_weight_of_the_experts(four, written, way):
+    """Experts that are the identity: ranks would reduce buffers of different sizes."""
+    overrides = [way, "param_dtype=fp32"]
+    for made in four.run(
+        "expert_jobs.no_expert_weight", path=written(LONGCAT), overrides=overrides
+    ):
+        assert len(set(made["unused"])) > 1
+        assert max(made["errors"].values()) < LIMIT, made["errors"]

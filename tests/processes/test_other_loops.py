@@ -174,8 +174,21 @@ def accelerated(weights, tmp_path_factory):
     return results
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-def test_accelerate(accelerated, weights, tmp_path, mesh):
+LAUNCHED = {
+    "ACCELERATE_MIXED_PRECISION": "bf16",
+    "ACCELERATE_USE_FSDP": "true",
+    "FSDP_VERSION": "2",
+    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+}
+"""What `accelerate launch` sets for its script, and what is not to be carried out beside a plan."""
+
+
+@pytest.mark.parametrize(
+    ("mesh", "launched"), [*((mesh, {}) for mesh in MESHES), (MESHES[0], LAUNCHED)]
+)
+def test_accelerate(accelerated, weights, tmp_path, monkeypatch, mesh, launched):
+    for name, value in launched.items():
+        monkeypatch.setenv(name, value)
     data = 2 if "tp=2" in mesh else 4
     right, whole = accelerated[data]
     words = [weights, "--rows", 8 // data, *settings(mesh)]

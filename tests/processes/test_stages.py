@@ -37,6 +37,7 @@ def test_a_run_goes_on_with_other_stages(tmp_path, first, then):
         ["pp=2"],
         ["pp=2", "tp=2"],
         ["pp=2", "schedule=zbv"],
+        ["pp=4", "stages=work"],
         ["pp=2", "schedule=interleaved_1f1b", "tp=2", "loss_chunks=2"],
     ],
     ids=str,

@@ -1,6 +1,7 @@
 """The pipeline section -> the stages of the model's blocks, and the schedule."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 
 from planc.diagnostic import nearest
@@ -9,19 +10,21 @@ from planc.model.indices import Indices
 from planc.model.layer_kinds import blocks_added_to, length
 from planc.model.small.block_order import BlockOrder, block_order
 from planc.ops.base import AxisRole
-from planc.ops.pipeline import SCHEDULES, Pipeline
+from planc.ops.pipeline import SCHEDULES, TERMS, Pipeline
 from planc.plan.call_arguments import Arguments, unknown, word, wrong_value
 from planc.plan.evaluate import evaluate, whole
 from planc.plan.ir import PipelineRule
 from planc.plan.program import Program
 from planc.plan.rule_conflicts import Settings
 from planc.plan.scope import Scope
+from planc.plan.sections.stage_sizes import balanced, even, work
 from planc.plan.sections.timetable import TimetableError, timetable
 from planc.plan.sections.word_settings import one_word, read_settings
 from planc.plan.selectors import select
 from planc.syntax import ast
 
 _SETTINGS = dict.fromkeys(("schedule", "microbatches", "stages"))
+_EVEN = ("each", "first", "last", "by")
 _EXAMPLE = "write `stages = even(model.layers.*)`"
 Bounds = tuple[int, ...]
 
@@ -41,7 +44,11 @@ def pipeline(program: Program) -> PipelineRule | None:
     if ranks == 1:
         return None
     complete, stages = _complete(settings, section, program), settings.lines.get("stages")
-    found = _stages(stages.value, ranks, program) if isinstance(stages, ast.Setting) else None
+    schedule = settings.values.get("schedule", "1f1b")
+    usual = (TERMS[schedule].each or 2) if isinstance(schedule, str) else 1
+    found = None
+    if isinstance(stages, ast.Setting):
+        found = _stages(stages.value, ranks, usual, program.scope)
     if found is None or not complete:
         return None
     return _cut(axis, found, settings, section, program)
@@ -156,13 +163,14 @@ def _complete(settings: Settings, section: ast.Section, program: Program) -> boo
 # Stages ------------------------------------------------------------------------------------------
 
 
-def _stages(value: ast.Expr, ranks: int, program: Program) -> tuple[Modules, Bounds] | None:
-    """The list of blocks and the first block of each stage, or None after a finding."""
-    scope = program.scope
+def _stages(value: ast.Expr, ranks: int, each: int, scope: Scope) -> tuple[Modules, Bounds] | None:
+    """The list of blocks and the first block of each stage, or None after a finding; `each` is the
+    number of stages of a rank where nothing is said.
+    """
     if isinstance(value, ast.List):
         return _listed(value, scope)
     if isinstance(value, ast.Call) and value.name in ("even", "weighted"):
-        return _counted(value, ranks, scope)
+        return _counted(value, ranks, each, scope)
     if isinstance(value, ast.Call):
         unknown(value, ("even", "weighted"), "way to make stages", scope)
     else:
@@ -171,12 +179,16 @@ def _stages(value: ast.Expr, ranks: int, program: Program) -> tuple[Modules, Bou
     return None
 
 
-def _counted(call: ast.Call, ranks: int, scope: Scope) -> tuple[Modules, Bounds] | None:
-    """`even(SELECTOR, each = 1, first = 0, last = 0)` or `weighted(SELECTOR, blocks = [3, 5])`."""
-    even = call.name == "even"
-    arguments = Arguments(call, scope, ("each", "first", "last") if even else ("blocks",))
-    numbers = {n: arguments.integer(n, d) for n, d in (("each", 1), ("first", 0), ("last", 0))}
-    given = None if even else arguments.take("blocks")
+def _counted(call: ast.Call, ranks: int, each: int, scope: Scope) -> tuple[Modules, Bounds] | None:
+    """`even(SELECTOR, each = 1, by = work)` or `weighted(SELECTOR, blocks = [3, 5])`."""
+    given_sizes = call.name == "weighted"
+    arguments = Arguments(call, scope, ("blocks",) if given_sizes else _EVEN)
+    numbers = {n: arguments.integer(n, d) for n, d in (("each", each), ("first", 0), ("last", 0))}
+    by_work = arguments.word("by", {"blocks": False, "work": True}, False)
+    if by_work and (more := next((a for a in call.arguments if a.name in ("first", "last")), None)):
+        hint = "`by = work` counts what the first and the last stage have besides blocks"
+        arguments.wrong(more, f"`{more.name}` has no effect beside `by = work`", hint)
+    given = arguments.take("blocks") if given_sizes else None
     selector = arguments.positional[0].value if arguments.positional else None
     if not arguments.done(positional=1):
         return None
@@ -188,8 +200,11 @@ def _counted(call: ast.Call, ranks: int, scope: Scope) -> tuple[Modules, Bounds]
     if len(indices) < count:
         _report(scope, call, [*indices], blocks)
         return None
-    if even:
-        sizes = _even(count, ranks * max(1, numbers["each"]), numbers["first"], numbers["last"])
+    stages = ranks * max(1, numbers["each"])
+    if by_work:
+        sizes = balanced(*_work(blocks, scope.facts), stages)
+    elif not given_sizes:
+        sizes = even(count, stages, numbers["first"], numbers["last"])
     else:
         listed = evaluate(given, scope) if given is not None else ()
         sizes = [n for n in listed if isinstance(n, int)] if isinstance(listed, tuple) else []
@@ -206,20 +221,6 @@ def _counted(call: ast.Call, ranks: int, scope: Scope) -> tuple[Modules, Bounds]
         scope.sink.error("PL560", message, call.origin, help=f"the sizes add up to {count}")
         return None
     return blocks, tuple(sum(sizes[:i]) for i in range(len(sizes) + 1))
-
-
-def _even(count: int, stages: int, first: int, last: int) -> list[int]:
-    """The blocks of each stage: as many each, but for the first and the last one.
-
-    Blocks that remain go to the stages in the middle, which have no embedding and no head.
-    """
-    each, rest = divmod(count - first - last, stages)
-    sizes = [each] * stages
-    for i in [*range(1, stages - 1), 0, stages - 1][:rest]:
-        sizes[i] += 1
-    sizes[0] += first
-    sizes[-1] += last
-    return sizes
 
 
 def _listed(value: ast.List, scope: Scope) -> tuple[Modules, Bounds] | None:
@@ -281,6 +282,19 @@ def _list_of(
         assert isinstance(last, Indices)
         chosen |= last
     return at, [*chosen]
+
+
+def _work(blocks: Modules, facts: Facts) -> tuple[list[int], int, int]:
+    """The work of each block, and of what the first and the last stage have besides blocks."""
+    each = [0] * length(blocks)
+    for child in blocks.module.children:
+        for i in child.indices or ():
+            each[i] = work(child.module, facts.config)
+    around = _rest(facts, blocks, block_order(facts, str(blocks)))
+    ends = ((), ()) if isinstance(around, str) else around  # which is a finding elsewhere
+    alone = ([(len(m), replace(m.module, children=())) for m in end] for end in ends)
+    first, last = (sum(n * work(m, facts.config) for n, m in end) for end in alone)
+    return each, first, last
 
 
 # What is around the blocks -----------------------------------------------------------------------
