@@ -169,7 +169,7 @@ class ContextParallel:
         return args, kwargs
 
     def _begin(
-        self, model: nn.Module, tokens: KeyTokens, kwargs: Any
+        self, model: nn.Module, tokens: KeyTokens, kwargs: dict[str, Any]
     ) -> dict[str, Any]:
         """Makes the model's attention and states ask this object.
 
