@@ -73,12 +73,13 @@ def judge(model, plan, overrides=(), changes=(), double=False, **case):
         double: whether all is computed in float64, in which models with states are judged.
         case: the arguments of `_judge`.
     """
-    spread = made(model, changes)
     world = distributed.get_world_size()
-    lowered = planc.lower(spread, plan, world_size=world, overrides=overrides)
+    first = made(model, changes)
+    lowered = planc.lower(first, plan, world_size=world, overrides=overrides)
     wanted = model, changes, double
-    with float64() if double else contextlib.nullcontext():
-        return _judge(doubled(spread) if double else spread, lowered, wanted, **case)
+    with float64() if double else contextlib.nullcontext():  # in which other weights are drawn
+        spread = doubled(made(model, changes)) if double else first
+        return _judge(spread, lowered, wanted, **case)
 
 
 def _judge(spread, lowered, wanted, images=(1, 2, 0, 0), script=False, padded=True, broken=""):

@@ -361,7 +361,7 @@ def training_model(cls: Any, part: Any, dtype: str, attention: str) -> Any:
     """
     import torch
 
-    without = {"use_cache": False}
+    without: dict[str, float] = {"use_cache": False}
     if attention != "eager":  # a flash kernel keeps no mask of its dropout, as the CPU's would
         names = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
         without |= dict.fromkeys(names, 0.0)
