@@ -16,7 +16,7 @@ from planc.version import VERSION as __version__
 if TYPE_CHECKING:
     from planc.api import apply, check, diff, lower
     from planc.diagnostic import PlanError
-    from planc.questions import estimate, init, verify, why
+    from planc.questions import estimate, init, measure, verify, why
 
 __all__ = [
     "PlanError",
@@ -27,13 +27,14 @@ __all__ = [
     "estimate",
     "init",
     "lower",
+    "measure",
     "verify",
     "why",
 ]
 
 _HOME = {
     **dict.fromkeys(("apply", "check", "diff", "lower"), "planc.api"),
-    **dict.fromkeys(("estimate", "init", "verify", "why"), "planc.questions"),
+    **dict.fromkeys(("estimate", "init", "measure", "verify", "why"), "planc.questions"),
     "PlanError": "planc.diagnostic",
 }
 
@@ -45,7 +46,9 @@ def __getattr__(name: str) -> Any:
 
 
 class _Package(ModuleType):
-    """`planc.estimate` is the function: importing the package of that name would replace it."""
+    """`planc.estimate` and `planc.measure` are functions: importing the packages of these names
+    would replace them.
+    """
 
     @property
     def estimate(self) -> Any:
@@ -53,6 +56,14 @@ class _Package(ModuleType):
 
     @estimate.setter
     def estimate(self, _: ModuleType) -> None:
+        pass
+
+    @property
+    def measure(self) -> Any:
+        return __getattr__("measure")
+
+    @measure.setter
+    def measure(self, _: ModuleType) -> None:
         pass
 
     def __reduce__(self) -> tuple[Any, ...]:

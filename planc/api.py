@@ -26,7 +26,9 @@ if TYPE_CHECKING:
     from torch import nn
 
     from planc.diffing.compare import Delta
+    from planc.estimate.expected import ExpectedNumbers
     from planc.model.facts import Facts
+    from planc.plan.ir import Plan
     from planc.proof.checked import Findings
     from planc.runtime.known_verdict import KnownVerdict, Required
     from planc.runtime.run import Run
@@ -146,6 +148,7 @@ def apply(
     prove: bool = False,
     compare: int = 2,
     watchdog: float | None = None,
+    metrics: bool = False,
 ) -> Run:
     """Parallelizes a model over the ranks of this run, in place, according to a plan.
 
@@ -173,7 +176,10 @@ def apply(
             weights that the ranks have built.
         watchdog: seconds. Where no collective of this rank has moved for so long, a thread writes
             what it waits for into the folder `planc-hang`, or that which the environment variable
-            PLANC_HANG_DIR names, for `planc hang`; the run goes on. None for no such thread.
+            PLANC_HANG_DIR names, for `planc hang`; the run goes on. By default the number in the
+            variable PLANC_WATCHDOG, which files of `planc launch` set, else no such thread.
+        metrics: whether training steps count what `run.metrics()` says: one sum over all ranks at
+            the end of each, and one for each mixture's module in a pass.
 
     Returns:
         The handle of the run: `.model`, `.mesh`, `.data_rank`, `.data_size`, `.describe()`,
@@ -187,7 +193,7 @@ def apply(
         ValueError: there is no such requirement, a plan that is lowered already is to be proved, or
             a watchdog has no time or nothing to read.
     """
-    _can_be_asked(model, require, prove, plan, watchdog)
+    watchdog = _can_be_asked(model, require, prove, plan, watchdog)
     from planc.runtime.executor import apply_lowered
     from planc.runtime.meshes import device_of, no_group_after_an_error
     from planc.runtime.preconditions import announce, require_not_parallel
@@ -207,7 +213,6 @@ def apply(
                 prove = prove or plan_files.drafted(compiled.files)
             else:
                 compiled, lowered = None, plan
-            own = digest(lowered)
             known = recall(lowered, facts, plan_files.digest(compiled and compiled.files))
             if prove and compiled is not None and known.level == "unproved":
                 known = _proved_by_rank_0(compiled, known, allow_code)
@@ -218,19 +223,21 @@ def apply(
         run = apply_lowered(
             model,
             lowered,
-            digest=own,
+            digest=digest(lowered),
             device_type=device_type,
             allow_code=allow_code,
             known=known,
             require=require,
             compare=compare,
+            metrics=metrics,
         )
         return _completed(run, compiled, watchdog)
 
 
 def _can_be_asked(
     model: object, require: Required | None, prove: bool, plan: object, watchdog: float | None
-) -> None:
+) -> float | None:
+    """Checks what is asked; returns the time of the watchdog."""
     cache.require_torch("planc.apply")
     from planc.runtime.known_verdict import known_requirement
     from planc.runtime.launchers import require_known_to_torch
@@ -241,10 +248,23 @@ def _can_be_asked(
     if prove and isinstance(plan, Lowered):
         raise ValueError("prove takes the plan by its path or name, not a lowered one")
     require_known_to_torch()
+    watchdog = _seconds_of(watchdog)
     if watchdog is not None:
         from planc.runtime.safeguards.watchdog import require_usable
 
         require_usable(watchdog)
+    return watchdog
+
+
+def _seconds_of(watchdog: float | None) -> float | None:
+    """The time of a watchdog, given or set in the environment, where 0 is none."""
+    text = os.environ.get("PLANC_WATCHDOG") if watchdog is None else None
+    if not text:
+        return watchdog
+    try:
+        return float(text) or None
+    except ValueError:
+        raise ValueError(f"PLANC_WATCHDOG is a number of seconds, not {text!r}") from None
 
 
 def _completed(run: Run, compiled: Compiled | None, watchdog: float | None) -> Run:
@@ -253,10 +273,28 @@ def _completed(run: Run, compiled: Compiled | None, watchdog: float | None) -> R
         from planc.runtime.safeguards.watchdog import Watchdog
 
         Watchdog(run.lowered, run.digest, watchdog).start()
-    if compiled is None:
+    if compiled is None or compiled.applied is None:
         return run
+    if run.steps.meter:
+        run.steps.meter.expected = _expected(run, *compiled.applied)
     text = plan_files.digest(compiled.files) or None
     return replace(run, sets=compiled.settings, plan_digest=text)
+
+
+def _expected(run: Run, plan: Plan, facts: Facts) -> ExpectedNumbers:
+    """What the estimate says of this rank."""
+    from planc.estimate.expected import ExpectedNumbers
+
+    axis = run.lowered.pipeline.axis if run.lowered.pipeline else None
+    config = getattr(run.model, "config", None)
+    eager = getattr(config, "_attn_implementation", None) == "eager"
+    return ExpectedNumbers(
+        plan=plan,
+        facts=facts,
+        lowered=run.lowered,
+        place=run.mesh.get_local_rank(axis) if axis else 0,
+        attention="eager" if eager else "sdpa",
+    )
 
 
 def _draft_of_rank_0(facts: Facts, *, device: str) -> tuple[ast.File, ...] | None:

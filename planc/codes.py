@@ -299,6 +299,7 @@ _ROWS: tuple[tuple[str, str, Phase, str], ...] = (
     ("PL618", "error", "input", "dumps of another plan"),
     ("PL619", "error", "runtime", "a global batch that the ranks cannot share"),
     ("PL620", "error", "plan", "a number of nodes without a world size"),
+    ("PL630", "error", "input", "a measurement that no file takes"),
     ("PL640", "error", "plan", "ranks that do not fill whole nodes"),
     ("PL641", "error warning", "plan", "a tensor axis that crosses nodes"),
     ("PL642", "error", "input", "a job without what its file needs"),

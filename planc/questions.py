@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from planc.api import Overrides, compiled_for, model_of, settings_of
 from planc.diagnostic import PlanError, Sink
@@ -15,8 +16,10 @@ from planc.diagnostic import PlanError, Sink
 if TYPE_CHECKING:
     from torch import nn
 
+    from planc.compiler import Compiled
     from planc.draft.init import InitResult
     from planc.estimate.answer import Answer as Estimate
+    from planc.estimate.measured import MeasuredRanks
     from planc.proof.verify import Proof
     from planc.provenance.answer import Reasons
 
@@ -108,32 +111,97 @@ def estimate(
         ValueError: a size is not positive, or there is no such optimizer or attention.
     """
     from planc.estimate.advice import advise
-    from planc.estimate.answer import Request, answer_for, judge_fit
-    from planc.estimate.from_plan import OPTIMIZERS, Batch
+    from planc.estimate.answer import judge_fit
 
-    sizes = {"batch": batch, "seq": seq, "micro_batches": micro_batches}
-    for name, size in sizes.items():
-        if type(size) is not int or size < 1:
-            raise ValueError(f"{name} is a positive number, not {size!r}")
-    words = {"optimizer": (optimizer, tuple(OPTIMIZERS)), "attention": (attention, _ATTENTION)}
-    for name, (word, known) in words.items():
-        if word not in known:
-            raise ValueError(f"{name} is one of {', '.join(known)}, not {word!r}")
     compiled, sink = compiled_for(model, plan, world_size, overrides, allow_code)
-    step = Batch(global_batch=batch, sequence=seq, micro_batches=micro_batches)
-    request = Request(
-        batch=step,
+    found = _estimated(
+        compiled,
+        sink,
+        {"batch": batch, "seq": seq, "micro_batches": micro_batches},
         hardware=os.fspath(hardware),
         stack=os.fspath(stack),
         optimizer=optimizer,
         attention=attention,
     )
-    found = answer_for(compiled, request, sink)
-    if found is None or compiled.applied is None:
-        raise PlanError(sink)
     judge_fit(found, sink)
     advise(found, sink)
     return replace(found, findings=tuple(sink))
+
+
+def measure(
+    model: str | os.PathLike[str] | nn.Module,
+    plan: str | os.PathLike[str] | None = None,
+    *,
+    batch: int,
+    seq: int,
+    world_size: int | None = None,
+    overrides: Overrides = (),
+    micro_batches: int = 1,
+    hardware: str = "h100-8x",
+    optimizer: str = "adamw",
+    attention: str = "sdpa",
+    exact: bool = False,
+    stages: Iterable[int] = (),
+    allow_code: bool = False,
+) -> MeasuredRanks:
+    """The bytes that ranks of a plan hold in a step, counted by running one of each place of the
+    pipeline on fake tensors, in a process of its own.
+
+    Args:
+        batch, seq, micro_batches, hardware, optimizer, attention: as for `estimate`.
+        exact: whether all layers are run, not a few.
+        stages: places in the pipeline; none for all. The rest as for `check`.
+
+    Returns:
+        `.counted` has what was counted in the form of an estimate (`.fits`, `.fullest.peak` in
+        bytes, `.ranks` by moment), `.answer` the estimate beside it.
+
+    Raises:
+        PlanError: the plan has errors, the batch or the profile is wrong, or one rank alone cannot
+            run the step (PL727).
+        ValueError: a size is not positive, or there is no such optimizer or attention.
+    """
+    from planc.estimate.measured import measure as measured
+    from planc.measure.count import NotCountedError
+
+    compiled, sink = compiled_for(model, plan, world_size, overrides, allow_code)
+    found = _estimated(
+        compiled,
+        sink,
+        {"batch": batch, "seq": seq, "micro_batches": micro_batches},
+        hardware=os.fspath(hardware),
+        optimizer=optimizer,
+        attention=attention,
+    )
+    try:
+        return measured(compiled, found, exact=exact, places=tuple(stages))
+    except NotCountedError as error:
+        error.report(sink)
+    raise PlanError(sink)
+
+
+def _estimated(compiled: Compiled, sink: Sink, sizes: Mapping[str, int], **words: Any) -> Estimate:
+    """The estimate of a step, without what is said of it.
+
+    Raises:
+        PlanError, ValueError: as `estimate`.
+    """
+    from planc.estimate.answer import Request, answer_for
+    from planc.estimate.from_plan import OPTIMIZERS, Batch
+
+    for name, size in sizes.items():
+        if type(size) is not int or size < 1:
+            raise ValueError(f"{name} is a positive number, not {size!r}")
+    for name, known in (("optimizer", tuple(OPTIMIZERS)), ("attention", _ATTENTION)):
+        if words[name] not in known:
+            raise ValueError(f"{name} is one of {', '.join(known)}, not {words[name]!r}")
+    step = Batch(
+        global_batch=sizes["batch"], sequence=sizes["seq"], micro_batches=sizes["micro_batches"]
+    )
+    found = answer_for(compiled, Request(batch=step, **words), sink)
+    if found is None or compiled.applied is None:
+        raise PlanError(sink)
+    return found
 
 
 _ATTENTION = ("sdpa", "eager")

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from planc import api
 from planc.compiler import compile_plan
 from planc.diagnostic import Sink
 from planc.model.load import load_values
@@ -228,3 +229,14 @@ def test_a_watchdog_needs_time(monkeypatch):
     monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "0")
     with pytest.raises(ValueError, match="TORCH_FR_BUFFER_SIZE"):
         watchdog.require_usable(300)
+
+
+def test_the_environment_says_the_time(monkeypatch):
+    assert api._seconds_of(20) == 20 and api._seconds_of(None) is None
+    monkeypatch.setenv("PLANC_WATCHDOG", "300")
+    assert api._seconds_of(None) == 300 and api._seconds_of(20) == 20
+    monkeypatch.setenv("PLANC_WATCHDOG", "0")
+    assert api._seconds_of(None) is None
+    monkeypatch.setenv("PLANC_WATCHDOG", "soon")
+    with pytest.raises(ValueError, match="PLANC_WATCHDOG is a number of seconds, not 'soon'"):
+        api._seconds_of(None)

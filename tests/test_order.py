@@ -7,8 +7,8 @@ import pytest
 
 from planc.compiler import compile_plan
 from planc.diagnostic import Sink
+from planc.lowering.rank_calls import WAIT, Groups, RankCall
 from planc.measure.count import RankRunner
-from planc.order.calls import WAIT, Groups, RankCall
 from planc.order.findings import report
 from planc.order.match import Different, Network, Stuck, apart, fits
 from planc.order.record import Order, small_meshes, small_orders

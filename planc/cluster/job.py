@@ -12,12 +12,14 @@ from planc.ops.lowered import Lowered, MeshAxis
 RESTARTS = 3
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
+    "PLANC_WATCHDOG": "300",
     "PYTORCH_ALLOC_CONF": "expandable_segments:True",
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     "TORCH_FR_BUFFER_SIZE": "2000",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
 }
-"""Threads of a rank; an allocator that leaves few holes; a store of its own for each start, since
+"""Threads of a rank; seconds without a collective after which a rank writes what it waits for, less
+than torch's time limit; an allocator that leaves few holes; a store of its own for each start, as
 ranks that torchrun starts again would find the addresses of those that died; and the last
 collectives of each rank, which torch writes to a file when one of them times out.
 """

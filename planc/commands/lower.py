@@ -98,7 +98,7 @@ def _of_a_step(
             with output.waiting(f"running a rank of {options.model}"):
                 order = record.of_places(compiled, step)
         except NotCountedError as error:
-            sink.error("PL727", f"one rank alone cannot run this step: {error}")
+            error.report(sink)
             return shown, plain
         shown += show.lines(order, sized=options.batch is not None)
         plain |= show.document(order)

@@ -2,12 +2,16 @@
 
 import argparse
 import json
+import shlex
 import sys
+from pathlib import Path
 
 from planc.commands import output, shared_arguments, terminal
 from planc.diagnostic import Sink
 from planc.estimate.answer import answer_for
-from planc.estimate.measured import measure, plain, text
+from planc.estimate.measured import MeasuredRanks, measure, plain, text
+from planc.estimate.measurements import add
+from planc.estimate.memory import GIB
 from planc.measure.count import NotCountedError
 
 
@@ -24,10 +28,17 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         help="a place in the pipeline; by default all; can be repeated",
     )
     parser.add_argument("--format", choices=("text", "json"), default="text")
+    parser.add_argument(
+        "-o",
+        "--output",
+        metavar="FILE.csv",
+        help="add a row to a file for `planc calibrate`, whose seconds are left for you",
+    )
 
 
 def run(options: argparse.Namespace) -> int:
     sink = Sink()
+    _require_row(options, sink)
     compiled = output.compiled(options, sink)
     found = answer_for(compiled, shared_arguments.request(options), sink)
     made = None
@@ -36,12 +47,41 @@ def run(options: argparse.Namespace) -> int:
             with output.waiting(f"running a rank of {options.model}"):
                 made = measure(compiled, found, exact=options.exact, places=tuple(options.stage))
         except NotCountedError as error:
-            sink.error("PL727", f"one rank alone cannot run this step: {error}")
+            error.report(sink)
+    if made and options.output:
+        add(Path(options.output), _row(options, made), sink)
     output.show(sink, "full", sys.stderr, quiet=True)
     if made and options.format == "json":
         print(json.dumps(plain(made), indent=2))
     elif made:
         terminal.show("".join(f"{line}\n" for line in text(made)))
-    if made and not made.counted.fits:
+    if made and not made.fits and not sink.failed:
         return output.FINDINGS
     return output.exit_code(sink)
+
+
+def _require_row(options: argparse.Namespace, sink: Sink) -> None:
+    """Reports PL630 where a row could not say what was measured."""
+    if not options.output:
+        return
+    usual = (options.optimizer, options.attention) == ("adamw", "sdpa")
+    for said, wrong in (
+        ("a row is of all places of the pipeline: leave --stage off", bool(options.stage)),
+        ("`planc calibrate` takes steps of adamw and sdpa", not usual),
+        ("a row names its plan, and standard input has no name", options.plan == "-"),
+    ):
+        if wrong:
+            sink.error("PL630", f"{options.output} takes no row: {said}", help="leave -o off")
+
+
+def _row(options: argparse.Namespace, made: MeasuredRanks) -> dict[str, object]:
+    return {
+        "model": options.model,
+        "plan": options.plan or "",
+        "world_size": options.world_size or made.answer.plan.mesh.world_size,
+        "batch": options.batch,
+        "seq": options.seq,
+        "set": shlex.join(options.set),
+        "micro_batches": options.micro_batches or 1,
+        "gib": f"{made.counted.fullest.peak / GIB:.4f}",
+    }

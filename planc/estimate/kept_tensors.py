@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -114,9 +115,20 @@ def _run(
     tokens = torch.zeros((job.rows, job.tokens), dtype=torch.long)
     parts = exchanging(model, job.exchange)
     kernels = fused(model, recorder.fused)
-    with quiet(), recorder.running(), one_sequence_a_row(), parts, kernels:
+    with quiet(), _unlogged(), recorder.running(), one_sequence_a_row(), parts, kernels:
         output = model(input_ids=tokens, labels=tokens)
     return Counted(parts=tuple(recorder.parts()), logits=output.logits.numel())
+
+
+@contextmanager
+def _unlogged() -> Iterator[None]:
+    """Holds back the traceback that torch logs of what fake tensors cannot do: PL703 says it."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 def _layers(facts: Facts, kept: dict[int, list[tuple[int, ...]]]) -> dict[str, tuple[str, ...]]:

@@ -42,6 +42,14 @@ class MeasuredRanks:
     counted: Estimate
     layers: tuple[int, ...]
 
+    @property
+    def fits(self) -> bool:
+        """Whether the fullest of the ranks that were run fits on the device."""
+        return self.counted.fits
+
+    def __str__(self) -> str:
+        return "\n".join(text(self))
+
 
 def measure(
     compiled: Compiled, found: Answer, *, exact: bool = False, places: tuple[int, ...] = ()

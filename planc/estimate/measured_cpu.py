@@ -40,7 +40,9 @@ def profile(name: str) -> Hardware:
     target = torch.empty_like(source)
     bandwidth = 8 * LARGE / _fastest(lambda: target.copy_(source))
     sent = {"gb_s": gathered, "reduce_gb_s": reduced, "latency_us": latency}
-    links = {f"{at}_{kind}": n for at in ("node", "network") for kind, n in sent.items()}
+    links: dict[str, Any] = {
+        f"{at}_{kind}": n for at in ("node", "network") for kind, n in sent.items()
+    }
     return Hardware(
         name=name,
         ranks_per_node=max(2, os.cpu_count() or 2),

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
-from collections.abc import Iterator, Sequence
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from math import isfinite, log
 from pathlib import Path
 from statistics import median
 
-from planc import compiler
+from planc import atomic_write, compiler
 from planc.diagnostic import Sink
 from planc.estimate.answer import Answer, Request, answer_for
 from planc.estimate.from_plan import Batch
 from planc.estimate.memory import GIB
 from planc.estimate.profiles import Hardware, Stack
-from planc.estimate.step import estimate
 from planc.estimate.step_time import step_time
 from planc.estimate.workload import Workload
 
@@ -38,13 +39,13 @@ class Measured:
 
     Args:
         setting: the texts of its other columns.
-        seconds: of a step.
+        seconds: of a step, None where it was not measured.
         gib: the peak of `torch.cuda.max_memory_allocated`, None where it was not measured.
         made: its estimate with the profile that is fitted.
     """
 
     setting: tuple[str, ...]
-    seconds: float
+    seconds: float | None
     gib: float | None
     made: Answer
 
@@ -53,7 +54,7 @@ def read(path: Path, request: Request, sink: Sink, *, allow_code: bool) -> list[
     """The measurements of a CSV file.
 
     Its columns are those of `NEEDED` and, if it has them, of `OPTIONAL`: `set` has settings of the
-    plan between spaces.
+    plan between spaces. A row has seconds, or `gib`, or both.
 
     Args:
         request: the profiles; its batch does not count.
@@ -86,19 +87,21 @@ def _measured(
     try:
         world_size, rows, tokens = (int(row[name]) for name in ("world_size", "batch", "seq"))
         micro = int(row.get("micro_batches") or 1)
-        seconds, gib = float(row["seconds"]), float(row["gib"]) if row.get("gib") else None
+        gib = float(row["gib"]) if row.get("gib") else None
+        seconds = float(row["seconds"]) if row["seconds"] or gib is None else None
+        settings = shlex.split(row.get("set") or "")
     except (TypeError, ValueError) as error:
         sink.error("PL717", f"line {line}: {error}", help="write numbers")
         return None
-    if not all(n > 0 and isfinite(n) for n in (world_size, rows, tokens, micro, seconds, gib or 1)):
+    numbers = (world_size, rows, tokens, micro, *(n for n in (seconds, gib) if n is not None))
+    if not all(n > 0 and isfinite(n) for n in numbers):
         sink.error("PL717", f"line {line}: a number is not positive", help="leave out failed runs")
         return None
     from planc.model.load import load
 
     facts = load(row["model"], sink, allow_code=allow_code)
-    settings = (row.get("set") or "").split()
     compiled = facts and compiler.compile_plan(
-        facts, row["plan"], sink, world_size=world_size, settings=settings
+        facts, row["plan"] or None, sink, world_size=world_size, settings=settings
     )
     batch = Batch(global_batch=rows, sequence=tokens, micro_batches=micro)
     asked = replace(request, batch=batch)
@@ -110,15 +113,42 @@ def _measured(
     return Measured(setting=setting, seconds=seconds, gib=gib, made=made)
 
 
+def add(path: Path, row: Mapping[str, object], sink: Sink) -> None:
+    """Writes a row of a file, which is created if it does not exist.
+
+    Args:
+        path: of a CSV file with columns that `read` knows.
+        row: its values by column; what is left out is empty.
+        sink: receives PL630 where the file is of another kind, or cannot be written.
+    """
+    columns = (*NEEDED, *OPTIONAL)
+    try:
+        text = path.read_text() if path.exists() else ""
+        known = next(csv.reader(text.splitlines()), [*columns])
+        if not {*row} <= {*known} <= {*columns}:
+            raise ValueError("its columns are others than those of `planc calibrate`")
+        made = io.StringIO(newline="")
+        writer = csv.DictWriter(made, known, lineterminator="\n")
+        if not text:
+            writer.writeheader()
+        writer.writerow(row)
+        between = "\n" * (bool(text) and not text.endswith("\n"))
+        atomic_write.write(path, text + between + made.getvalue())
+    except (OSError, ValueError) as error:
+        sink.error("PL630", f"{path} takes no row: {error}", help="name another file")
+
+
 def _judge(rows: Sequence[Measured], path: Path, sink: Sink) -> None:
     """Reports PL718."""
     times: dict[tuple[str, ...], list[float]] = {}
     for row in rows:
-        times.setdefault(row.setting, []).append(row.seconds)
+        if row.seconds is not None:
+            times.setdefault(row.setting, []).append(row.seconds)
     if len(times) < ROWS:
+        timed = " with seconds" * any(row.seconds is None for row in rows)
         sink.error(
             "PL718",
-            f"{path} has {len(times)} settings, and {len(CONSTANTS)} constants are fitted",
+            f"{path} has {len(times)} settings{timed}, and {len(CONSTANTS)} constants are fitted",
             help=f"measure at least {ROWS} steps that differ in batch, model or mesh",
         )
     for setting, seconds in times.items():
@@ -134,10 +164,10 @@ def _judge(rows: Sequence[Measured], path: Path, sink: Sink) -> None:
 def fitted(rows: Sequence[Measured], name: str) -> Hardware:
     """The profile of the rows with constants that are nearest to them."""
     first = rows[0].made
-    measured = [(row.made.work, row.seconds) for row in rows]
+    measured = [(row.made.work, row.seconds) for row in rows if row.seconds is not None]
     found = calibrated(first.hardware, first.stack, measured)
     changed = {n for n in CONSTANTS if getattr(found, n) != getattr(first.hardware, n)}
-    own = dict.fromkeys(changed, f"fitted to {len(rows)} measured steps")
+    own = dict.fromkeys(changed, f"fitted to {len(measured)} measured steps")
     return replace(found, name=name, sources=first.hardware.sources | own)
 
 
@@ -182,8 +212,8 @@ def report(rows: Sequence[Measured], profile: Hardware) -> Iterator[str]:
     """The errors before and after, and the constants that changed."""
     stack, before = rows[0].made.stack, rows[0].made.hardware
     for words, machine in (("before", before), ("after", profile)):
-        times = [estimate(r.made.work, machine, stack).time.seconds for r in rows]
-        errors = sorted(abs(t / r.seconds - 1) for t, r in zip(times, rows, strict=True))
+        timed = [(r.made.work, r.seconds) for r in rows if r.seconds is not None]
+        errors = sorted(abs(step_time(w, machine, stack).seconds / s - 1) for w, s in timed)
         yield f"{words}: time error median {median(errors):.1%}, worst {errors[-1]:.1%}"
     peaks = [abs(r.made.estimate.fullest.peak / GIB / r.gib - 1) for r in rows if r.gib]
     if peaks:

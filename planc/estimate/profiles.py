@@ -37,6 +37,7 @@ class Hardware:
         peak_tflops: of the data sheet, which MFU is relative to.
         host_gb_s: of copies between an accelerator and pinned memory of the host.
         host_memory_gb_s: an accelerator's share of what the host's cores read and write.
+        devices: the names that torch has for the accelerator, separated by commas.
     """
 
     name: str
@@ -58,6 +59,7 @@ class Hardware:
     peak_tflops: float
     host_gb_s: float = 24
     host_memory_gb_s: float = 25
+    devices: str = ""
     sources: dict[str, str] = field(default_factory=dict, compare=False)
 
 

@@ -61,7 +61,8 @@ class PlancTrainerMixin(_Trainer):  # type: ignore[misc]
         given, named: the arguments of the class behind. Its `model` is not parallel yet, and a plan
             is applied to it; gradients are clipped, and states saved, by planc.
         plan: as of `planc.apply`; by default the plan of the model's family.
-        overrides: as of `planc.apply`.
+        overrides, watchdog: as of `planc.apply`.
+        metrics: whether training logs have the numbers of `Run.metrics`.
 
     Attributes:
         planc_run: the handle of the run.
@@ -80,6 +81,8 @@ class PlancTrainerMixin(_Trainer):  # type: ignore[misc]
         *given: Any,
         plan: str | os.PathLike[str] | None = None,
         overrides: Any = (),
+        watchdog: float | None = None,
+        metrics: bool = False,
         **named: Any,
     ) -> None:
         call = _signature(type(self)).bind_partial(*given, **named).arguments
@@ -87,7 +90,14 @@ class PlancTrainerMixin(_Trainer):  # type: ignore[misc]
         if not isinstance(model, nn.Module) or args is None:
             raise ValueError("PlancTrainer takes a model, not its name, and its TrainingArguments")
         _require_undecided(args, call)
-        run = planc.apply(model, plan, overrides=overrides, device_type=args.device.type)
+        run = planc.apply(
+            model,
+            plan,
+            overrides=overrides,
+            device_type=args.device.type,
+            watchdog=watchdog,
+            metrics=metrics,
+        )
         require_served(run.lowered, "Trainer's loop")
         _require_tried(type(self), run)
         self.planc_run = run
@@ -112,6 +122,26 @@ class PlancTrainerMixin(_Trainer):  # type: ignore[misc]
             self.accelerator, self.accelerator.gather_for_metrics, run
         )
         self.gather_function = self.accelerator.gather_for_metrics
+
+    # metrics
+
+    def training_step(self, model: nn.Module, inputs: Any, *given: Any, **named: Any) -> Tensor:
+        meter = self.planc_run.steps.meter
+        if meter and not meter.since:
+            meter.begin()
+            self._logged = self.state.global_step
+        loss: Tensor = super().training_step(model, inputs, *given, **named)
+        if meter and isinstance(inputs, Mapping):  # GRPO's are texts
+            meter.count([inputs], self.args.gradient_accumulation_steps)
+        return loss
+
+    def log(self, logs: dict[str, float], *given: Any, **named: Any) -> None:
+        meter = self.planc_run.steps.meter
+        if meter and "loss" in logs:  # a training log, which every rank comes to
+            meter.settle(self.state.global_step - self._logged)
+            self._logged = self.state.global_step
+            logs |= meter.read()
+        super().log(logs, *given, **named)
 
     # gradients
 

@@ -27,10 +27,12 @@ from planc.model.layer_kinds import block_lists, entry_kinds, length
 from planc.model.load import load_values
 from planc.model.small.depth import Depth
 from planc.ops.document import dumps
+from planc.ops.lowered import Lowered
 from planc.ops.pipeline import stages_of_rank
 from planc.ops.quantization import Quantize
 from planc.plan.ir import Plan
 from planc.plan.stand_in import variants
+from planc.source import Span
 
 LEAST = 3
 """Periods of layers that are left: the first, the last and one between them. With one more, the
@@ -68,7 +70,22 @@ class CountedRank:
 
 
 class NotCountedError(Exception):
-    """Why a rank cannot be counted."""
+    """Why a rank cannot be counted.
+
+    Args:
+        reason: in words.
+        where: the lines of the plan that are the reason, if some are.
+    """
+
+    def __init__(self, reason: str, *where: Span) -> None:
+        super().__init__(reason)
+        self.where = where
+
+    def report(self, sink: Sink) -> None:
+        """Reports PL727."""
+        message = f"one rank alone cannot run this step: {self}"
+        help = "`planc estimate` needs no run"
+        sink.error("PL727", message, *self.where, help=help)
 
 
 def count(
@@ -105,22 +122,32 @@ def require_runnable(compiled: Compiled) -> None:
     facts, plan = compiled.facts, compiled.plan
     if facts is None or plan is None or compiled.lowered is None:
         raise NotCountedError("a lowered plan does not say how its modules are split")
-    section = plan.fsdp
+    own = bool(facts.code) or facts.user_model is not None
     reasons = {
         cache.not_installed(): cache.missing(),
-        "it is not a transformers model that planc can build": "model_type" not in facts.config
-        or bool(facts.code)
-        or facts.user_model is not None,
+        "it is not a transformers model that planc can build": own
+        or "model_type" not in facts.config,
         "it has no list of blocks": not any(block_lists(facts.model)),
-        "its FSDP is another backend's, which needs its library": bool(compiled.lowered.backend),
-        "compiled code does not run on fake tensors": bool(plan.compile),
-        "what is offloaded is not on the device": bool(section and section.offload)
-        or any(rule.offload for rule in plan.checkpoint),
-        "quantized weights have values": compiled.lowered.has(Quantize),
     }
     for reason, applies in reasons.items():
         if applies:
             raise NotCountedError(reason)
+    for reason, lines in _not_run(plan, compiled.lowered):
+        if lines:
+            raise NotCountedError(reason, *lines)
+
+
+def _not_run(plan: Plan, lowered: Lowered) -> Iterator[tuple[str, list[Span]]]:
+    """What of a plan one rank alone cannot run, each with the lines that ask for it."""
+    section, backend = plan.fsdp, lowered.backend
+    name = backend.TITLE if backend else ""
+    yield f"{name} needs its library and all ranks", [op.origin for op in [backend] if op]
+    yield "compiled code does not run on fake tensors", [op.origin for op in plan.compile]
+    parked = [rule.origin for rule in plan.checkpoint if rule.offload]
+    shards = [section.offload.origin] if section and section.offload else []
+    yield "what is offloaded is not on the device", [*shards, *parked]
+    quantized = [op.origin for op in lowered.ops if isinstance(op, Quantize)]
+    yield "quantized weights have values", quantized
 
 
 class _Pattern(NamedTuple):

@@ -6,9 +6,6 @@ import json
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-ROOT = "root"
-"""The unit of FSDP that is the whole model, which FSDP leaves without a name."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankStep:

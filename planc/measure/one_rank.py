@@ -15,29 +15,34 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 import torch._dynamo  # an optimizer imports it in its first step
 from torch import Tensor, distributed, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from planc.diagnostic import Sink
-from planc.measure.collectives import Collectives
 from planc.measure.fake_ranks import alone, sent_by
 from planc.measure.job import RankJob
 from planc.measure.storages import Storages
 from planc.model.config import config_of
 from planc.model.facts import generic
+from planc.model.small.stack_frames import of_a_model
 from planc.model.sources.huggingface import prepare, quiet, training_model
 from planc.ops.document import loads
 from planc.ops.lowered import Lowered
 from planc.ops.optimizer import Optimize
+from planc.runtime.collectives import Collectives, named_modules
 from planc.runtime.executor import apply_lowered
 from planc.runtime.run import Run
-from planc.trial.trace import named_modules
 
 _OPTIMIZERS = {
     "adamw": partial(torch.optim.AdamW, foreach=True),
@@ -78,8 +83,19 @@ def _answer(job: RankJob) -> dict[str, Any]:
     except Exception as error:
         if os.environ.get("PLANC_TRACEBACK"):
             traceback.print_exc()
-        text = str(error).partition("\n")[0]
-        return {"error": f"{type(error).__name__}: {text}"}
+        return {"error": why(error)}
+
+
+def why(error: Exception) -> str:
+    """Why a rank cannot be run, with the line of the model's code that it is at."""
+    stack = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in stack if of_a_model(frame.filename)]
+    at = f"{Path(own[-1].filename).name}:{own[-1].lineno}" if own else ""
+    if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
+        text = f"`{own[-1].line}`, {at}," if own else "the model's code"
+        return f"{text} reads values of tensors, which fake ones do not have"
+    text = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    return f"torch cannot run {at} on tensors without values: {text}" if at else text
 
 
 class _Rank:

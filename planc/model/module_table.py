@@ -277,6 +277,11 @@ def _fused(module: Any) -> Iterator[tuple[str, int]]:
             yield TRANSPOSED_EXPERTS, 1
 
 
+def routed_experts(module: Any) -> int | None:
+    """The number of fused experts of a module that is not parallel yet; None where it has none."""
+    return dict(_fused(module)).get(FUSED_EXPERTS)
+
+
 def _puts_images(module: Any) -> Iterator[tuple[str, int]]:
     """Whether the code of transformers' forward embeds tokens, and then asks for the features of
     images; where videos have a tower of their own, the two may come in either order.

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from planc.compiler import Compiled
 from planc.diagnostic import Label, Sink
+from planc.lowering.rank_calls import WAIT, RankCall
 from planc.lowering.step import Step
 from planc.measure.count import NotCountedError, RankRunner
 from planc.ops import phrases
-from planc.order.calls import WAIT, RankCall
 from planc.order.match import Different, Stuck, apart, fits
 from planc.order.record import Order, of_places, small_orders
 
@@ -82,7 +82,7 @@ def known_order(compiled: Compiled, sink: Sink) -> Order | None:
 
 def _unknown(what: str, error: NotCountedError, sink: Sink) -> None:
     help = "`planc verify` runs a small model on real processes"
-    sink.warning("PL616", f"{what} is not known: {error}", help=help)
+    sink.warning("PL616", f"{what} is not known: {error}", *error.where, help=help)
 
 
 def _count(calls: tuple[RankCall, ...]) -> int:

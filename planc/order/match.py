@@ -13,7 +13,7 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from planc.order.calls import MESSAGES, WAIT, RankCall
+from planc.lowering.rank_calls import MESSAGES, WAIT, RankCall
 
 Sequences = Mapping[int, Sequence[RankCall]]
 """Calls by rank."""

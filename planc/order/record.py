@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from planc.compiler import Compiled
+from planc.lowering.rank_calls import Groups, RankCall, calls, place_of
 from planc.lowering.step import Step
 from planc.measure.count import NotCountedError, RankRunner, require_runnable, stored
 from planc.measure.job import RankJob, RankStep
 from planc.ops.base import AxisRole
 from planc.ops.document import dumps
 from planc.ops.lowered import Lowered
-from planc.order.calls import Groups, RankCall, calls, place_of
 from planc.plan.ir import Plan
 from planc.plan.stand_in import Unrepresented
 from planc.proof.small_case import small_case

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from planc.lowering.rank_calls import WAIT, RankCall, kind_text
 from planc.model.facts import DTYPE_BYTES, generic
 from planc.ops import phrases
-from planc.order.calls import WAIT, RankCall, kind_text
 from planc.order.record import Order
 
 

@@ -5,7 +5,7 @@ import logging
 import time
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from operator import attrgetter
 from typing import assert_never
@@ -31,6 +31,7 @@ from planc.runtime.calls import Values, function_of, resolve
 from planc.runtime.known_verdict import KnownVerdict, Required, accept, strongest
 from planc.runtime.lora import remember, require_packages
 from planc.runtime.meshes import Meshes, device_of, mesh_in_use, no_group_after_an_error, start
+from planc.runtime.metrics import Experts, Meter, experts_of
 from planc.runtime.preconditions import announce, op_name, ready, stop
 from planc.runtime.run import Run
 from planc.runtime.safeguards.guards import Applied, guard
@@ -56,6 +57,7 @@ def apply_lowered(
     known: KnownVerdict | None = None,
     require: Required | None = None,
     compare: int = 0,
+    metrics: bool = False,
 ) -> Run:
     """Parallelizes a model over the ranks of this run, in place.
 
@@ -72,6 +74,7 @@ def apply_lowered(
             the tensor axes and those of the innermost data axis; 0 compares neither these nor the
             weights that the ranks have built, nor in all passes which kinds of inputs data ranks
             pass.
+        metrics: whether what steps do is counted, on all ranks where one of them asks.
 
     Raises:
         PlanError: PL172 (a custom style), PL480 to PL482 (too little is known of the plan), PL485
@@ -84,8 +87,8 @@ def apply_lowered(
     device = device_of(model, device_type)
     _require(model, lowered, device, allow_code)
     with _without_collection():
-        modules, meshes, known, first = _prepare(
-            model, lowered, digest, device, known=known, require=require, compare=compare
+        modules, meshes, known, first, experts = _prepare(
+            model, lowered, digest, device, known, require=require, compare=compare, metrics=metrics
         )
         worker = Worker(model, modules, meshes, lowered)
         applied = Applied(
@@ -104,21 +107,31 @@ def apply_lowered(
         if lowered.has(Parallelize):
             warnings.filterwarnings("ignore", _VIEW, UserWarning)
         gradients.clear_unreduced(model, model)
-    kept = {id(parameter) for parameter in model.parameters()}
-    # only of those: `run.load` swaps tensors, which torch refuses where a weak reference is
-    before = tuple(r for r in before if (p := r()) is not None and id(p) not in kept)
     if distributed.get_rank() == 0:
         _tell(lowered, digest, known, time.perf_counter() - began)
-    return Run(
+    run = Run(
         model=model,
         lowered=lowered,
         digest=digest,
         meshes=meshes,
         first=first,
         batches=same_batches(lowered, meshes, compare),
-        replaced=before,
+        replaced=_replaced(before, model),
         known=known,
     )
+    if experts is not None:
+        run.steps.meter = Meter(lowered, meshes.root, experts)
+    return run
+
+
+def _replaced(
+    before: Iterable[weakref.ref[nn.Parameter]], model: nn.Module
+) -> tuple[weakref.ref[nn.Parameter], ...]:
+    """The parameters that are no longer the model's; only those: `run.load` swaps tensors, which
+    torch refuses where a weak reference is.
+    """
+    kept = {id(parameter) for parameter in model.parameters()}
+    return tuple(r for r in before if (p := r()) is not None and id(p) not in kept)
 
 
 def _require(model: nn.Module, lowered: Lowered, device: str, allow_code: bool) -> None:
@@ -165,21 +178,23 @@ def _prepare(
     lowered: Lowered,
     digest: str,
     device: str,
-    *,
     known: KnownVerdict | None,
+    *,
     require: Required | None,
     compare: int,
-) -> tuple[dict[str, nn.Module], Meshes, KnownVerdict | None, PassComparison]:
+    metrics: bool,
+) -> tuple[dict[str, nn.Module], Meshes, KnownVerdict | None, PassComparison, Experts | None]:
     """Checks the model and creates the meshes, and the process group where there is none; also what
-    all ranks know of the plan, and what they compare when the model runs first.
+    all ranks know of the plan, what they compare when the model runs first, and the experts whose
+    tokens are counted, None where no rank asks for metrics.
     """
     sums = weight_sums(model) if compare > 0 and lowered.world_size > 1 else None
     try:
         start(device)
         shared = mesh_in_use(lowered, device)
-        own = known, sums.total if sums else "", shared is not None
+        own = known, sums.total if sums else "", shared is not None, metrics
         modules, told = ready(model, lowered, digest, own)
-        verdicts, totals, shares = zip(*told, strict=True)
+        verdicts, totals, shares, asked = zip(*told, strict=True)
         known = strongest(verdicts)
         accept(known, require)
         meshes = Meshes(lowered, device, shared if all(shares) else None)
@@ -190,7 +205,7 @@ def _prepare(
     first = comparison(model, lowered, meshes, compare)
     if sums is not None and all(totals):
         first.weights.built = unequal(model, lowered, sums, totals, device)
-    return modules, meshes, known, first
+    return modules, meshes, known, first, experts_of(modules, lowered) if any(asked) else None
 
 
 def _tell(lowered: Lowered, digest: str, known: KnownVerdict | None, taken: float) -> None:

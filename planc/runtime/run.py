@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,9 @@ from planc.runtime.context import rank_part, sequence_parts
 from planc.runtime.counted_labels import rule_of
 from planc.runtime.known_verdict import KnownVerdict
 from planc.runtime.meshes import Meshes
+from planc.runtime.metrics import Meter
 from planc.runtime.preconditions import stop
+from planc.runtime.profile import StepProfile, profiling
 from planc.runtime.safeguards.inputs import PassComparison, SameRows
 from planc.runtime.sharded_tensors import SHARDED_BY
 from planc.runtime.standalone.clipping import clip_grad_norm
@@ -174,6 +176,8 @@ class Run(InNotebooks):
             optimizer = planned_optimizer(self.model, rate, weight_decay)
         else:
             gradients.require_current(self.model, optimizer, self.replaced)
+            if self.steps.meter:
+                self.steps.meter.steps_with(optimizer)
             if self._backend:
                 prepared: Optimizer = self._backend.optimizer(optimizer)
                 return prepared
@@ -305,6 +309,86 @@ class Run(InNotebooks):
         finally:
             for module in trained:
                 module.training = True
+
+    def metrics(self) -> dict[str, float]:
+        """Numbers of the training steps since the last call, for any logger; empty without a step.
+
+        Steps sum over the ranks what they count, so a rank may call it alone. The time runs from
+        call to call, with all that happens between; a call after an evaluation leaves that out.
+
+        Returns:
+            `seconds_per_step`; `samples_per_second`, `tokens_per_second` of all ranks, tokens
+            without padding where a batch has an `attention_mask` of two dims,
+            `tokens_per_second_per_device` and `tokens_seen` since `apply`; `tflops_per_device` and
+            `mfu` as planc's estimate counts the model's FLOPs, padding included, the latter as a
+            share of the device's peak where planc knows that; `memory/allocated_gib` and
+            `memory/reserved_gib`, the peaks of this rank since the last call, on CUDA;
+            `memory/estimated_gib` of this rank where all batches have one shape; and for a mixture
+            `experts/imbalance/NAME`, the tokens of the busiest expert over the mean, and
+            `experts/imbalance`, that of the worst module. What is not known is left out.
+
+        Raises:
+            ValueError: `apply` was not asked for metrics.
+        """
+        return self._meter.read()
+
+    def tokens_per_expert(self) -> dict[str, list[int]]:
+        """The tokens that each expert got in the training steps since `apply`, over all ranks, by
+        the name of the module that holds the experts.
+
+        Empty for a model without fused experts that a router chooses by their index, and under a
+        plan that compiles blocks. A rank may call it alone.
+
+        Raises:
+            ValueError: `apply` was not asked for metrics.
+        """
+        return self._meter.tokens_per_expert()
+
+    def profile(
+        self,
+        folder: str | os.PathLike[str] = "planc-trace",
+        *,
+        wait: int = 1,
+        warmup: int = 1,
+        active: int = 3,
+        ranks: Literal["all", "first"] = "all",
+        **options: Any,
+    ) -> AbstractContextManager[StepProfile]:
+        """Traces some steps with torch's profiler, in ranges that have the plan's lines.
+
+        What runs inside calls the `step()` of the object that it is given after each training step.
+        A module's forward and recomputation, and each collective, are in a range such as
+        `plans/llama.plan:12 model.layers.0.self_attn.o_proj rowwise`. Numbers do not change. Steps
+        that are recorded are slower: each operator passes Python.
+
+        Args:
+            folder: receives `rank_3.json`, a Chrome trace, which Perfetto opens; created if needed.
+            wait, warmup, active: the numbers of steps that pass, warm the profiler up, and are
+                recorded, once.
+            ranks: `all` write a file each, or the `first` alone, while the others run as usual.
+            options: further arguments of `torch.profiler.profile`, such as `with_stack=True`.
+
+        Raises:
+            ValueError: no step is recorded, or there is no such choice of ranks.
+        """
+        steps = (wait, warmup, active)
+        if min(steps) < 0 or active < 1 or ranks not in ("all", "first"):
+            raise ValueError(f"no profile has steps {steps} of {ranks!r} ranks: all or first")
+        return profiling(
+            self.model,
+            self.lowered,
+            self.mesh.device_type,
+            Path(folder),
+            steps=steps,
+            every_rank=ranks == "all",
+            options=options,
+        )
+
+    @property
+    def _meter(self) -> Meter:
+        if self.steps.meter is None:
+            raise ValueError("nothing is counted: planc.apply(..., metrics=True)")
+        return self.steps.meter
 
     def unshard(self) -> AbstractContextManager[None]:
         """Keeps all parameters unsharded, for inference: forward passes inside do not all-gather.

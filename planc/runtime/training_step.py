@@ -29,6 +29,7 @@ from planc.runtime.counted_labels import (
     labels_of,
     rule_of,
 )
+from planc.runtime.metrics import Meter
 from planc.runtime.preconditions import stop, warning
 from planc.runtime.safeguards.inputs import PassComparison
 from planc.runtime.script_line import script_line
@@ -89,6 +90,7 @@ class TrainingStep:
         self.called = False  # the model's own `loss_function`
         self.labels = SeenLabels()
         self.items = torch.zeros(())
+        self.meter: Meter | None = None
 
     def run(
         self, run: RunParts, batches: Sequence[Batch], *, trains: bool, passes: int | None
@@ -102,6 +104,9 @@ class TrainingStep:
             passes: of every rank; None for as many as there are batches. What a rank lacks, it
                 makes up for with its last batch, with weight 0.
         """
+        meter = self.meter if trains else None
+        if meter:
+            meter.begin()
         _require_as_many(batches, passes, run.mesh.device_type)
         every = [*batches, *[batches[-1]] * ((passes or 0) - len(batches))]
         if trains:
@@ -118,6 +123,9 @@ class TrainingStep:
         total = total.detach().float()
         if stages is not None:
             distributed.all_reduce(total, group=stages.mesh.get_group())
+        if meter:
+            meter.count(batches, len(batches))
+            meter.settle()
         return gradients.mean_over(total, run.data_mesh if parts == 1 else run.loss_mesh)
 
     def _require_range(self, run: RunParts) -> None:
@@ -149,6 +157,8 @@ class TrainingStep:
         losses = []
         for at, batch in enumerate(every):
             last = at == len(every) - 1
+            if self.meter:
+                self.meter.counting = at < len(batches)
             with nullcontext() if last or not trains else run.no_sync():
                 loss = loss_of(run.model(**run.batch(batch), **self._given(run)))
                 loss = self._part(run, loss, batch, batches)

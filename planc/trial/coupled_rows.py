@@ -17,10 +17,11 @@ from torch import Tensor, nn
 
 from planc.ops.lowered import Lowered
 from planc.ops.towers import ShareTower
+from planc.runtime.collectives import named_modules
 from planc.trial.batches import TrialPass
 from planc.trial.numerics import parameters_by_name, relative
 from planc.trial.outcome import LIMIT
-from planc.trial.trace import Trace, named_modules
+from planc.trial.trace import Trace
 
 
 @dataclass(frozen=True, slots=True)

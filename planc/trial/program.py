@@ -20,6 +20,7 @@ from planc.ops.documents import parts_reset
 from planc.ops.loss import ChunkLoss
 from planc.ops.lowered import Lowered
 from planc.ops.optimizer import Optimize
+from planc.runtime.collectives import named_modules
 from planc.runtime.run import Run
 from planc.runtime.standalone.documents import reset_states
 from planc.runtime.standalone.loss import IGNORED
@@ -32,7 +33,7 @@ from planc.trial.numerics import FLOOR, full_copy, gradient_scale, parameters_by
 from planc.trial.outcome import LIMIT
 from planc.trial.random_numbers import DifferentDraw, Recorded, Replayed
 from planc.trial.sequence_parts import BatchPart, mean_of_parts, part_rank, parts_of
-from planc.trial.trace import Trace, caller, named_modules
+from planc.trial.trace import Trace, caller
 
 RATE = 1e-3
 EPSILON = 1e-6

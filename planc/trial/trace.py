@@ -11,13 +11,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from planc.model.facts import below
 from planc.model.small.stack_frames import of_a_model
-from planc.runtime.standalone.shards import WRAPPERS, plain_name
 
 _PROGRAM = "planc/trial/program.py"
 """What calls models: whatever has called it is no code of theirs."""
@@ -100,15 +98,6 @@ class Trace:
         """The leaf module that ended last."""
         leaves = (n for n in reversed(self.finished) if not any(below(o, n) for o in self.calls))
         return next(leaves, "")
-
-
-def named_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules of a model, by their names before a plan was applied."""
-    return {
-        plain_name(name, WRAPPERS): module  # `base_layer` is a module beside its adapter
-        for name, module in model.named_modules()
-        if not isinstance(module, CheckpointWrapper)
-    }
 
 
 def main_tensor(output: Any) -> torch.Tensor | None:

@@ -1,17 +1,22 @@
 """What one rank holds when it is run on fake tensors, beside what real processes held."""
 
 import json
+import re
 from statistics import median
 
 import gloo_peaks
 import pytest
+import torch
 from gloo_combinations import COMBINATIONS, MODELS
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+import planc
 from planc.compiler import compile_plan
 from planc.diagnostic import Sink
 from planc.estimate.answer import Request, answer
 from planc.estimate.from_plan import Batch
 from planc.measure import count as module
+from planc.measure import one_rank
 from planc.measure.count import NotCountedError, count
 from planc.measure.job import RankStep
 from planc.model.load import load_values
@@ -143,3 +148,64 @@ def test_the_command(tmp_path):
     assert code == 1 and "places 0 to 0, and no 1" in " ".join(errors.split())
     code, _, errors = call("measure", words[0], own(tmp_path, COMPILED), *words[2:])
     assert code == 1 and "PL727" in errors
+
+
+def llama(folder):
+    """The folder of a small model."""
+    (folder / "config.json").write_text(json.dumps(MODELS["llama"] | {"num_hidden_layers": 2}))
+    return str(folder)
+
+
+def test_rows_for_calibrate(tmp_path):
+    """Rows of other runs stay, settings with spaces are read as they were given, and rows without
+    seconds count for the memory alone.
+    """
+    model, path = llama(tmp_path), tmp_path / "rows.csv"
+    words = [model, "llama", "--world-size", "4", "--batch", "8", "--seq", "64", "-o", str(path)]
+    head = "model,plan,world_size,set,batch,seq,seconds"
+    path.write_text(f"{head}\n")
+    assert "takes no row" in call("measure", *words)[2]  # it has no column for what was measured
+    timed = [f"{model},llama,4,,{8 * n},64,{n},," for n in range(1, 7)]
+    before = "\n".join([f"{head},micro_batches,gib", *timed])
+    path.write_text(before)
+    sets = ["--set", "param_dtype=fp32", "--set", "tp = 2"]
+    assert call("measure", *words, *sets)[0] == 0
+    last = path.read_text().removeprefix(f"{before}\n").strip()
+    assert last.startswith(f"{model},llama,4,param_dtype=fp32 'tp = 2',8,64,,1,0.0")
+    code, out, _ = call("calibrate", str(path), "-o", str(tmp_path / "own.toml"))
+    assert code == 0
+    assert re.search(r"memory error median \d+\.\d%, worst .* \(nothing is fitted\)", out)
+    assert out.startswith("before: time error median")
+
+
+def test_the_function(tmp_path):
+    folder = llama(tmp_path)
+    found = planc.measure(folder, "llama", world_size=4, batch=8, seq=64, overrides=["tp=2"])
+    words = [folder, "llama", "--world-size", "4", "--batch", "8", "--seq", "64", "--set"]
+    said = json.loads(call("measure", *words, "tp=2", "--format", "json")[1])
+    assert found.fits
+    assert found.counted.fullest.peak == max(rank["peak"] for rank in said["ranks"])
+    assert str(found).startswith("llama on dp_replicate 1 | dp_shard 2 | tp 2, 8 x 64 tokens")
+    with pytest.raises(planc.PlanError, match=r"PL727.*compiled code"):
+        planc.measure(folder, own(tmp_path, COMPILED), world_size=4, batch=8, seq=64)
+    with pytest.raises(ValueError, match="batch is a positive number"):
+        planc.measure(folder, "llama", world_size=4, batch=0, seq=64)
+
+
+@pytest.mark.parametrize("text", [COMPILED, OFFLOADED])
+def test_what_cannot_be_run_is_said_at_its_line(tmp_path, text):
+    words = [llama(tmp_path), own(tmp_path, text), "--world-size", "4", "--batch", "8", "--seq", 64]
+    said = call("measure", *words)[2]
+    assert "error[PL727]" in said
+    assert "own.plan:5:" in said
+
+
+def test_a_model_that_reads_values_is_named_with_its_line():
+    with FakeTensorMode(), pytest.raises(Exception) as caught:
+        torch.ones(3).sum().item()
+    said = one_rank.why(caught.value)
+    assert re.fullmatch(
+        r"`torch.ones\(3\).sum\(\).item\(\)`, test_counted.py:\d+, reads values of tensors, "
+        "which fake ones do not have",
+        said,
+    )

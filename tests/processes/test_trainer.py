@@ -46,13 +46,17 @@ ARGUMENTS = {
 }
 
 
-def trained(folder, weights, *words, plan=True, rows=4, steps=4):
+KEPT = ("loss", "grad_norm", "eval_loss", "eval_rows")
+
+
+def trained(folder, weights, *words, plan=True, rows=4, steps=4, more="", kept=KEPT):
     """(what is logged, the weights) of the script; of transformers' own Trainer without a plan."""
     script = SCRIPT
     command = [sys.executable, "-W", "ignore"]
     if plan:
         command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
         words = (*FP32, *words)
+        script = script.replace('plan="llama",', f'plan="llama", {more}')
     else:
         script = script.replace("from planc.integrations.trainer import PlancTrainer", "")
         script = script.replace("PlancTrainer(", "Trainer(")
@@ -75,7 +79,6 @@ def trained(folder, weights, *words, plan=True, rows=4, steps=4):
     assert done.returncode == 0, done.stderr[-4000:]
     assert "PL478" not in done.stderr  # it counts the labels of all ranks itself
     lines = [ast.literal_eval(text) for text in re.findall(r"^{'.*}$", done.stdout, re.M)]
-    kept = ("loss", "grad_norm", "eval_loss", "eval_rows")
     log = [{k: float(v) for k, v in line.items() if k in kept} for line in lines]
     return [line for line in log if line], load_file(folder / "runs" / "last" / "model.safetensors")
 
@@ -110,6 +113,22 @@ def test_losses_norms_evaluations_and_weights_are_those_of_one_process(
     assert tensors.keys() == alone[1].keys()
     for name, value in alone[1].items():
         torch.testing.assert_close(tensors[name], value, rtol=1e-4, atol=5e-6)
+
+
+@pytest.mark.parametrize(("rows", "mesh"), [(4, "tp=2"), (2, "dp_replicate=2")])
+def test_logs_have_the_numbers_of_the_run(alone, weights, tmp_path, rows, mesh):
+    """Beside a watchdog, which ends with the run and writes nothing."""
+    kept = (*KEPT, "seconds_per_step", "tokens_seen", "samples_per_second", "memory/estimated_gib")
+    more = "metrics=True, watchdog=300,"
+    found, _ = trained(tmp_path, weights, "--set", mesh, rows=rows, steps=3, more=more, kept=kept)
+    logs = [line for line in found if "loss" in line]
+    assert [line["tokens_seen"] for line in logs] == [8 * 2 * 16 * at for at in (1, 2, 3)]
+    for line in logs:
+        assert line["samples_per_second"] * line["seconds_per_step"] == pytest.approx(16, rel=1e-3)
+    assert [{n: v for n, v in line.items() if n in KEPT} for line in logs] == [
+        pytest.approx(line, rel=2e-4) for line in alone[0] if "loss" in line
+    ][:3]
+    assert not (tmp_path / "planc-hang").exists()
 
 
 def test_a_run_that_stopped_goes_on_as_if_it_had_not(alone, weights, tmp_path):

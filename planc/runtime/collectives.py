@@ -1,4 +1,4 @@
-"""The collectives and messages of a rank on torch's fake process group, as they are called.
+"""The collectives and messages of a rank as they are called, with the module that is running.
 
 A collective is known by its operator, whose schema names the group, the tensors and the reduction.
 What waits for a message, and which messages are one batch, are no operators: the Python functions
@@ -9,18 +9,19 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor, distributed, nn
 from torch.distributed import distributed_c10d
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from planc.measure.job import ROOT
+from planc.lowering.rank_calls import ROOT
 from planc.runtime.standalone.shards import WRAPPERS, plain_name
 
 _KINDS = {
@@ -46,6 +47,15 @@ _WAITS = {"wait_tensor", "_wait_tensor"}
 _INPUTS = ("input_tensor", "input", "input_tensors", "inputs", "tensors", "self", "tensor")
 _REDUCTIONS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor", "premul_sum")
 _MESSAGES = ("send", "recv")
+
+
+def named_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules of a model, by their names before a plan was applied."""
+    return {
+        plain_name(name, WRAPPERS): module  # `base_layer` is a module beside its adapter
+        for name, module in model.named_modules()
+        if not isinstance(module, CheckpointWrapper)
+    }
 
 
 class Collectives(TorchDispatchMode):  # type: ignore[misc]
@@ -82,14 +92,25 @@ class Collectives(TorchDispatchMode):  # type: ignore[misc]
                 self.labels.pop()
             case "c10d" | "_c10d_functional" if name not in _WAITS:
                 given = dict(zip((a.name for a in func._schema.arguments), args, strict=False))
-                self._note(_KINDS.get(name, name), {**given, **kwargs})
+                with self.calling(self._noted(_KINDS.get(name, name), {**given, **kwargs})):
+                    return func(*args, **kwargs)
         return func(*args, **kwargs)
 
-    def _note(self, kind: str, given: dict[str, Any]) -> None:
+    def calling(self, call: dict[str, Any] | None) -> AbstractContextManager[object]:
+        """Surrounds a call, which is None where it is of no group."""
+        if call is not None:
+            self.calls.append(call)
+        return nullcontext()
+
+    def entering(self, name: str) -> AbstractContextManager[object]:
+        """Surrounds the forward or the recomputation of a module."""
+        return nullcontext()
+
+    def _noted(self, kind: str, given: dict[str, Any]) -> dict[str, Any] | None:
         named = (given.get(name) for name in ("process_group", "group_name", "group"))
         group = _group_of(next((one for one in named if one is not None), None))
         if group is None:  # such as of what wraps a tensor that is waited for later
-            return
+            return None
         ranks = distributed.get_process_group_ranks(group)
         tensors = (leaf for name in _INPUTS for leaf in tree_leaves(given.get(name)))
         data = next((leaf for leaf in tensors if isinstance(leaf, Tensor)), None)
@@ -106,7 +127,7 @@ class Collectives(TorchDispatchMode):  # type: ignore[misc]
             call |= {"peer": ranks[given["dst" if kind == "send" else "src"]], "batch": self.batch}
         if kind == "broadcast":
             call["reduces"] = f"from rank {ranks[given.get('root_rank', given.get('src', 0))]}"
-        self.calls.append(call)
+        return call
 
     def _where(self) -> dict[str, str]:
         """The module whose code or whose gradient runs, and the unit that FSDP works on."""
@@ -122,6 +143,12 @@ class Collectives(TorchDispatchMode):  # type: ignore[misc]
         elif not step and unit:  # what FSDP does when the backward pass has ended
             step = "backward"
         return {"module": module, "during": step, "unit": unit}
+
+    @contextmanager
+    def following(self) -> Iterator[None]:
+        """Follows which module runs."""
+        with mock.patch.object(nn.Module, "__call__", self._called(nn.Module.__call__)):
+            yield
 
     # what is no operator -------------------------------------------------------------------------
 
@@ -139,7 +166,7 @@ class Collectives(TorchDispatchMode):  # type: ignore[misc]
                 self.batch = 0
 
         with (
-            mock.patch.object(nn.Module, "__call__", self._called(nn.Module.__call__)),
+            self.following(),
             mock.patch.object(group, "send", self._started(group.send)),
             mock.patch.object(group, "recv", self._started(group.recv)),
             mock.patch.object(distributed, "batch_isend_irecv", together),
@@ -156,7 +183,8 @@ class Collectives(TorchDispatchMode):  # type: ignore[misc]
             self.running.append(name)
             self._mark()
             try:
-                return plain(module, *args, **kwargs)
+                with self.entering(name):
+                    return plain(module, *args, **kwargs)
             finally:
                 self.running.pop()
                 self._mark()

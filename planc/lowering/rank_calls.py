@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from itertools import combinations, product
 from typing import Any
 
-from planc.measure.job import ROOT
 from planc.model.facts import below
 from planc.ops import phrases
 from planc.ops.base import Op
@@ -19,6 +18,8 @@ from planc.ops.lowered import Lowered
 from planc.ops.pipeline import Pipeline
 from planc.ops.tensor_parallel import Parallelize
 
+ROOT = "root"
+"""The unit of FSDP that is the whole model, which FSDP leaves without a name."""
 MESSAGES = ("send", "recv")
 WAIT = "wait"
 
@@ -164,7 +165,7 @@ def place_of(lowered: Lowered, rank: int) -> int:
 def calls(
     noted: Iterable[Mapping[str, Any]], rank: int, lowered: Lowered, groups: Groups
 ) -> Iterator[RankCall]:
-    """The calls of a rank in a step, as `planc.measure.collectives` notes them."""
+    """The calls of a rank in a step, as `planc.runtime.collectives` notes them."""
     ops = lowered.stages[place_of(lowered, rank)].ops
     for number, one in enumerate(noted):
         ranks = tuple(one.get("ranks", ()))
