@@ -110,6 +110,14 @@ CASES = [
     ("lfm2-1.2b", "lfm2", ["tp=2"]),
     ("granite-4.0-h-tiny", "granitemoehybrid", ["tp=2"]),
     ("olmo-hybrid-7b", "olmo_hybrid", ["tp=2"]),
+    ("llava-1.5-7b", "llava", ["tp=2"]),
+    ("llava-v1.6-mistral-7b", "llava", ["tp=2"]),
+    ("llava-onevision-7b", "llava", ["tp=2"]),
+    ("internvl3.5-8b", "internvl", ["tp=2"]),
+    ("gemma-4-31b", "gemma4_vision", ["tp=2"]),
+    ("qwen3.5-27b", "qwen3_5", ["tp=2"]),
+    ("qwen3.5-397b-a17b", "qwen3_5", ["tp=2"]),
+    ("deepseek-v4-flash", "deepseek_v4", ["tp=2"]),
 ]
 """A model, its plan, and settings."""
 
@@ -133,7 +141,7 @@ gemma3 gemma4 phi phi3 phimoe gpt2 gpt_neox gptj gpt_oss opt bloom falcon falcon
 starcoder2 olmo2 olmoe deepseek_v2 deepseek_v3 glm4 glm4_moe cohere cohere2 granite granitemoe
 nemotron nemotron_h bamba jamba mamba2 zamba2 minimax smollm3 exaone4 ernie4_5_moe
 diffusion_gemma bert kimi_linear deepseek_v32 glm_moe_dsa minimax_m2 lfm2 granitemoehybrid
-olmo_hybrid
+olmo_hybrid llava llava_next llava_onevision internvl qwen3_5 qwen3_5_moe deepseek_v4
 """
 """Families that the library has by name, whatever file their plan is in."""
 

@@ -105,6 +105,14 @@ TOTALS = {
     "lfm2-1.2b": 1_170_340_608,
     "granite-4.0-h-tiny": 6_939_037_248,
     "olmo-hybrid-7b": 7_430_870_688,
+    "llava-1.5-7b": 7_063_427_072,
+    "llava-v1.6-mistral-7b": 7_566_747_648,
+    "llava-onevision-7b": 8_029_890_080,
+    "internvl3.5-8b": 8_528_318_464,
+    "gemma-4-31b": 31_273_086_512,
+    "qwen3.5-27b": 27_356_728_560,
+    "qwen3.5-397b-a17b": 396_802_360_816,
+    "deepseek-v4-flash": 284_332_230_231,
 }
 TIED = {
     "jetmoe-8b",
@@ -129,6 +137,7 @@ TIED = {
     "gemma-7b",
     "gemma-4-26b-a4b",
     "gemma-4-e4b",
+    "gemma-4-31b",
     "granite-3.1-8b",
     "granite-3.1-1b-a400m",
     "zamba2-2.7b",

@@ -17,13 +17,14 @@ from planc.trial.thread_ranks import run_ranks
 TEXT = ("input_ids", "labels", "mm_token_type_ids")
 
 
-def trained(plan, kinds, *, model="qwen3-vl-8b", compare=2, shared=True, images=()):
+def trained(plan, kinds, *, model="qwen3-vl-8b", compare=2, shared=True, images=(), every=()):
     """What each rank's run of a step ends with: its loss, or the finding that stopped it.
 
     Args:
         kinds: for each rank and step, whether its batch has images.
         shared: whether ranks run the tower together, as the plan says.
         images: what a rank with images has besides.
+        every: what each rank has besides.
     """
     case = simulated_case(model, plan, (), world=2)
     lowered, builder = case.compiled.lowered, case.model.builder()
@@ -36,8 +37,8 @@ def trained(plan, kinds, *, model="qwen3-vl-8b", compare=2, shared=True, images=
     def given(number, has):
         own = rank_slice(batch, number, 2)
         if has:
-            return {**own, **dict(images)}
-        rows = {name: own[name] for name in TEXT if name in own}
+            return {**own, **dict(images), **dict(every)}
+        rows = {name: own[name] for name in TEXT if name in own} | dict(every)
         rows["input_ids"] = torch.full_like(rows["input_ids"], 5)
         if "mm_token_type_ids" in rows:
             rows["mm_token_type_ids"] = torch.zeros_like(rows["mm_token_type_ids"])
@@ -82,6 +83,17 @@ def test_images_on_one_rank_alone(model, plan, names):
     for number, own in enumerate(("does", "does not")):
         message = f"some data ranks pass {names} and others do not; rank {number} {own}"
         assert told[number][1:] == [("PL479", message, LINE)]
+
+
+def test_images_on_one_rank_alone_beside_sound_stop_both():
+    """Its tower is reached in another order, so the ranks do not share that of the images."""
+    sound = {"input_features": torch.zeros(1, 4, 8)}
+    kinds = [(True,), (False,)]
+    failure, told = trained("gemma4_vision", kinds, model="gemma-4-31b", every=sound)
+    assert failure is None and [rank[0][0] for rank in told] == ["PL479", "PL479"]
+    assert all("`pixel_values`" in rank[0][1] for rank in told)
+    failure, told = trained("gemma4_vision", kinds, model="gemma-4-31b")
+    assert failure is None and [len(losses) for losses in told] == [1, 1]
 
 
 def test_all_or_none_train_in_every_pass():

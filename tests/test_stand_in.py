@@ -65,8 +65,15 @@ def test_few_layers_are_enough(letters, kept):
 FIRST_APART = {
     "ctrl": {48: [(0, 2, 47)]},
     "gemma-3-4b": {34: [(0, 4, 5, 6, 33)], 27: [(0, 1)]},
+    "gemma-4-31b": {60: [(0, 2, 4, 5, 6, 59)], 27: [(0, 1)]},
     "glm-5": {78: [(0, 1, 2, 4, 77)]},
+    "internvl3.5-8b": {36: [(0, 2, 35)], 24: [(0, 1)]},
+    "llava-1.5-7b": {32: [(0, 2, 31)], 24: [(0, 1)]},
+    "llava-onevision-7b": {28: [(0, 2, 27)], 26: [(0, 1)]},
+    "llava-v1.6-mistral-7b": {32: [(0, 2, 31)], 24: [(0, 1)]},
     "qwen2.5-vl-7b": {28: [(0, 2, 27)], 32: [(0, 1)]},
+    "qwen3.5-27b": {64: [(0, 1, 2, 3, 4, 63)], 27: [(0, 1)]},
+    "qwen3.5-397b-a17b": {60: [(0, 1, 2, 3, 4, 59)], 27: [(0, 1)]},
 }
 """Models whose first block alone takes whole hidden states, or no keys that the block before it has
 chosen, and the layers that are kept."""

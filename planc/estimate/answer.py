@@ -11,7 +11,7 @@ from math import prod
 from typing import Any
 
 from planc.compiler import Compiled
-from planc.diagnostic import Diagnostic, Label, Sink
+from planc.diagnostic import Diagnostic, Label, Sink, one_of
 from planc.estimate import profiles
 from planc.estimate.from_plan import Batch, PlanWork, masters
 from planc.estimate.memory import GIB, Item, RankMemory
@@ -19,6 +19,7 @@ from planc.estimate.step import Estimate, estimate
 from planc.estimate.workload import Recompute, Workload
 from planc.lowering.step import require_divisible
 from planc.model.facts import Facts
+from planc.model.roles import TOWER, lists
 from planc.ops import phrases
 from planc.ops.base import AxisRole
 from planc.plan.ir import Plan
@@ -272,6 +273,8 @@ def assumed(found: Answer) -> Iterator[str]:
     if found.request.batch:
         passes, rows = found.passes
         yield f"{passes} micro-batch{'es' * (passes > 1)} of {rows} row{'s' * (rows != 1)} a rank"
+        if towers := sorted(str(m) for m in lists(found.facts) if TOWER.search(str(m))):
+            yield f"text alone: nothing that {one_of(towers, last='and')} compute"
     dtype = {4: "fp32", 2: "16 bits", 8: "fp64"}.get(found.work.precision.rest, "8 bits")
     said = "" if found.masters else ", as "
     if found.facts.built:

@@ -21,12 +21,12 @@ from planc.model.cache import entry_name, keep, recall
 from planc.model.config import config_of
 from planc.model.facts import Facts
 from planc.model.layer_kinds import block_kinds, block_lists, entry_kinds
-from planc.model.small.depth import Depth
+from planc.model.small.depth import Depth, Fields, nested
 
 if TYPE_CHECKING:
     from planc.estimate.stand_ins import Kernel
 
-_FORMAT = "counted 6"
+_FORMAT = "counted 7"
 """Raised when what is counted changes."""
 _KNOWN: dict[str, Counted] = {}
 """What this process has counted or read: a search asks for few shapes many times."""
@@ -68,9 +68,8 @@ def count(facts: Facts, sink: Sink, job: MicroBatch, *, attention: str = "sdpa")
 def _count(facts: Facts, sink: Sink, job: MicroBatch, attention: str) -> Counted | None:
     from planc.model.sources.huggingface import importing, prepare, training_model
 
-    values = copy.deepcopy(dict(facts.config))
     depth = Depth(1, block_kinds(facts), {})
-    depth.shrink(facts.config, values, dict)
+    values = _with_few_layers(facts.config, depth)
     try:
         with importing():
             from torch._subclasses.fake_tensor import FakeTensorMode
@@ -84,6 +83,14 @@ def _count(facts: Facts, sink: Sink, job: MicroBatch, attention: str) -> Counted
     except Exception as error:
         _unknown(sink, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}", attention)
         return None
+
+
+def _with_few_layers(config: Fields, depth: Depth) -> dict[str, Any]:
+    values = copy.deepcopy(dict(config))
+    for name, inner in nested(config):
+        values[name] = _with_few_layers(inner, depth)
+    depth.shrink(config, values, dict)
+    return values
 
 
 def _unknown(sink: Sink, why: str, attention: str) -> None:

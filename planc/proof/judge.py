@@ -13,7 +13,7 @@ from planc.trial.certificate import source_digest
 from planc.trial.outcome import Outcome, outcome_of
 from planc.trial.trial_part import trial_part
 
-_FORMAT = 10
+_FORMAT = 11
 
 
 def judge(small: SmallCase, *, quick: bool = False, draws: bool = False) -> Outcome:

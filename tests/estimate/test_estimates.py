@@ -426,6 +426,31 @@ def test_linear_attention_is_counted_as_its_kernel():
     assert "linear attention in fused kernels" in str(made)
 
 
+def kept_around_blocks(model):
+    """Bytes that the forward of a model keeps outside of its blocks."""
+    counted = count(load(model, Sink()), Sink(), MicroBatch(1, 1024, "bfloat16"))
+    return sum(saved.size for part in counted.parts if not part.at for saved in part.saved)
+
+
+def test_a_language_model_behind_a_tower_is_counted_as_one_alone():
+    """Blocks of a nested configuration are counted by kind, and not again as what is around."""
+    alone = kept_around_blocks("qwen3-8b")
+    assert kept_around_blocks("qwen3-vl-8b") == pytest.approx(alone, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("model", "plan", "tower"),
+    [
+        ("gemma-3-4b", "gemma3_vision", "model.vision_tower.encoder.layers"),
+        ("qwen3.5-27b", "qwen3_5", "model.visual.blocks"),
+    ],
+)
+def test_what_towers_compute_is_said_not_to_be_counted(model, plan, tower):
+    compiled = compile_plan(model, plan, Sink(), world_size=64, settings=())
+    made = answer_for(compiled, Request(batch=Batch(global_batch=64, sequence=1024)), Sink())
+    assert made.counted and f"text alone: nothing that {tower} compute" in str(made)
+
+
 def test_the_bottleneck_is_the_largest_part():
     compiled = compile_plan("llama-3.1-8b", "llama", Sink(), world_size=8, settings=())
     made = answer_for(compiled, Request(batch=Batch(global_batch=8, sequence=4096)), Sink())

@@ -57,6 +57,7 @@ CASES = [
     ("lfm2", "lfm2"),
     ("granitemoehybrid", "granitemoehybrid"),
     ("olmo_hybrid", "olmo_hybrid"),
+    ("deepseek_v4", "deepseek_v4"),
     ("llama-classes", "classifier"),
 ]
 ALWAYS = [  # plans that leave no choice about the sequence
@@ -79,6 +80,13 @@ ALWAYS = [  # plans that leave no choice about the sequence
     ("gemma3-vision", "gemma3_vision"),
     ("qwen3_vl", "qwen3_vl"),
     ("qwen2_5_vl", "qwen2_5_vl"),
+    ("llava", "llava"),
+    ("llava_next", "llava"),
+    ("llava_onevision", "llava"),
+    ("internvl", "internvl"),
+    ("gemma4-vision", "gemma4_vision"),
+    ("qwen3_5-vision", "qwen3_5"),
+    ("qwen3_5_moe-vision", "qwen3_5"),
 ]
 ALSO = [  # families that share a plan, and settings of a family that a plan decides by: two ways
     ("gemma", "llama"),
@@ -162,7 +170,7 @@ def test_every_shipped_plan_is_proved():
     from test_diffusion_plans import CASES as DIFFUSED
 
     proved = {plan for _, plan in CASES + ALWAYS + DIFFUSED}
-    bases = {"blocks", "decoder"}  # of no family
+    bases = {"blocks", "decoder", "towers"}  # of no family
     assert {p.stem for p in PLANS.glob("*.plan")} - bases == proved
 
 

@@ -1,10 +1,11 @@
 """What tests/processes/test_towers.py runs on every rank: rows with other numbers of images."""
 
+import contextlib
 import functools
 
 import torch
 from numerics import MODELS, build, emitted, error, gradients_of, whole
-from state_jobs import functions_kept
+from state_jobs import doubled, float64, functions_kept
 from torch import distributed
 
 import planc
@@ -52,11 +53,11 @@ def valid(inputs):
 
 
 @functools.cache
-def reference(model, images, padded, changes=()):
+def reference(images, padded, model, changes, double):
     """The loss, the loss without gradients, and gradients of one process; rows without images are
     in one batch with others.
     """
-    single = made(model, changes)
+    single = doubled(made(model, changes)) if double else made(model, changes)
     inputs = batch_of(model, images, padded=padded).inputs
     count = valid(inputs)
     loss = single(**inputs, num_items_in_batch=count, use_cache=False).loss
@@ -65,29 +66,34 @@ def reference(model, images, padded, changes=()):
     return loss.detach(), gradients
 
 
-def judge(
-    model,
-    plan,
-    overrides=(),
-    images=(1, 2, 0, 0),
-    script=False,
-    padded=True,
-    changes=(),
-    broken="",
-):
+def judge(model, plan, overrides=(), changes=(), double=False, **case):
     """Errors of the loss, in training and evaluation, and of the worst gradient.
 
     Args:
+        double: whether all is computed in float64, in which models with states are judged.
+        case: the arguments of `_judge`.
+    """
+    world = distributed.get_world_size()
+    first = made(model, changes)
+    lowered = planc.lower(first, plan, world_size=world, overrides=overrides)
+    wanted = model, changes, double
+    with float64() if double else contextlib.nullcontext():  # in which other weights are drawn
+        spread = doubled(made(model, changes)) if double else first
+        return _judge(spread, lowered, wanted, **case)
+
+
+def _judge(spread, lowered, wanted, images=(1, 2, 0, 0), script=False, padded=True, broken=""):
+    """Errors of a model that is spread by a plan.
+
+    Args:
+        wanted: the model, its changes, and whether in float64, of `reference`.
         images: of each row; the rows are divided over the data ranks in order.
         script: whether the emitted Python spreads the model and runs the step.
         broken: what is wrong on purpose: `features`, which go to other places than their own, or
             are `unsent` to later stages.
     """
-    batch = batch_of(model, images, padded=padded)
-    spread = made(model, changes)
-    world = distributed.get_world_size()
-    lowered = planc.lower(spread, plan, world_size=world, overrides=overrides)
-    loss, gradients = reference(model, images, padded, changes)
+    batch = batch_of(wanted[0], images, padded=padded)
+    loss, gradients = reference(images, padded, *wanted)
     if script:
         with functions_kept(spread):
             found = _scripted(spread, lowered, batch)

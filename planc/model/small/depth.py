@@ -7,12 +7,23 @@ from math import lcm
 from typing import Any, TypeGuard
 
 from planc.model.layer_kinds import DEEPSTACK, DEEPSTACK_FIELD
-from planc.model.small.config_fields import LAYERS
+from planc.model.small.config_fields import LAYERS, NESTED
 
 Fields = Mapping[str, Any]
 Kind = tuple[str, ...]
 LONGEST = 16
 """The most consecutive layers that are kept where kinds of layer come at fixed periods."""
+
+
+def nested(config: Fields) -> list[tuple[str, Fields]]:
+    """The configurations in one, by name; that of a tower comes after that of the decoder, which
+    says how many features the tower gives.
+    """
+    return [
+        (name, value)
+        for name, value in sorted(config.items(), key=lambda item: item[0] == "vision_config")
+        if isinstance(value, Mapping) and (name.endswith("_config") or name in NESTED)
+    ]
 
 
 class Depth:

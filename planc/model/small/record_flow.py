@@ -61,7 +61,7 @@ def record(builder: ModelBuilder) -> DataFlow:
 def _pad(inputs: dict[str, Any], names: tuple[str, ...]) -> None:
     if "attention_mask" in names and "input_ids" in inputs:
         inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
-        inputs["attention_mask"][0, :3] = 0
+        inputs["attention_mask"][0, :2] = 0  # images begin behind them
 
 
 class _Open:

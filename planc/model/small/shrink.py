@@ -16,7 +16,7 @@ from planc.model.config import buildable, is_diffusers
 from planc.model.facts import Facts
 from planc.model.layer_kinds import block_kinds
 from planc.model.small import config_fields as fields
-from planc.model.small.depth import Depth, number
+from planc.model.small.depth import Depth, nested, number
 from planc.model.small.multimodal import shrink_multimodal
 
 Fields = Mapping[str, Any]
@@ -121,10 +121,8 @@ class _Shrinker:
     def config(self, config: Fields) -> dict[str, Any]:
         """Shrinks one level; nested configurations (`text_config`) are shrunk separately."""
         small = {n: v for n, v in config.items() if n not in ("dtype", "torch_dtype")}
-        # a tower after the decoder, which says how many features the tower gives
-        for name, value in sorted(config.items(), key=lambda item: item[0] == "vision_config"):
-            if isinstance(value, Mapping) and (name.endswith("_config") or name in fields.NESTED):
-                small[name] = self.config(value)
+        for name, value in nested(config):
+            small[name] = self.config(value)
         _sizes_of_sibling(config, small)
         self.depth.shrink(config, small, self.config)
         self._width(config, small)

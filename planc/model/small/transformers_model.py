@@ -34,12 +34,21 @@ def seed_cpu(seed: int) -> None:
     torch.random.default_generator.manual_seed(seed)
 
 
+_EXPERTS_OF_TOKENS = "tid2eid"
+"""A router's buffer of the experts of each token id (deepseek_v4), zeros before a checkpoint is
+read: all tokens would go to one expert."""
+
+
 def spread_weights(model: nn.Module, seed: int) -> None:
     """Adds noise to every weight: a norm's weight of 1 or a bias of 0 would hide a wrong split."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=generator) * _SPREAD)
+        for module in model.modules():
+            if isinstance(table := getattr(module, _EXPERTS_OF_TOKENS, None), torch.Tensor):
+                scores = torch.rand(len(table), module.num_experts, generator=generator)
+                table.copy_(scores.argsort(1)[:, : table.shape[1]])
 
 
 class TransformersBuilder:

@@ -313,7 +313,13 @@ def _left_to_defaults(config: Config, resolved: Any) -> Iterator[tuple[str, str]
 def _on_meta(make: Any) -> Any:
     import torch
 
-    with torch.device("meta"), _uninitialized():
+    with torch.device("meta"):
+        return _without_values(make)
+
+
+def _without_values(make: Any) -> Any:
+    """A model whose weights are not initialized; tied ones are, which transformers does later."""
+    with _uninitialized():
         module = make()
     tie = getattr(module, "tie_weights", None)
     if callable(tie):
@@ -355,14 +361,18 @@ def training_model(cls: Any, part: Any, dtype: str, attention: str) -> Any:
     """
     import torch
 
-    part.use_cache = False
+    without: dict[str, float] = {"use_cache": False}
     if attention != "eager":  # a flash kernel keeps no mask of its dropout, as the CPU's would
-        for name in ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob"):
-            if hasattr(part, name):
-                setattr(part, name, 0.0)
+        names = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
+        without |= dict.fromkeys(names, 0.0)
+    for config in (part, *vars(part).values()):  # towers and language models have their own
+        for name, value in without.items():
+            if hasattr(config, name):
+                setattr(config, name, value)
     chosen = None if attention == "sdpa" else attention
     with quiet(), isolated():
-        made = cls._from_config(part, attn_implementation=chosen, dtype=getattr(torch, dtype))
+        set_by = {"attn_implementation": chosen, "dtype": getattr(torch, dtype)}
+        made = _without_values(lambda: cls._from_config(part, **set_by))
     return made.train()
 
 

@@ -160,17 +160,35 @@ class ContextParallel:
                 text = "the loss of a part of a sequence is not that of the whole"
                 raise ContextError(f"labels without `shift_labels`: {text}")
             self.loss = PartLoss(model, self.group, given)
-        self.tokens = KeyTokens(self.group, self.balance, positions, mask)
-        register()
-        RUNNING.context = self
-        if self.states:
-            self._enter_states(model, self.tokens)
-            if "use_cache" in self.signature.parameters:
-                kwargs = {**kwargs, "use_cache": False}
+        kwargs = self._begin(
+            model, KeyTokens(self.group, self.balance, positions, mask), kwargs
+        )
         if self.counted:
             self.positions = kwargs["position_ids"][0]
             kwargs = {n: v for n, v in kwargs.items() if n != "position_ids"}
         return args, kwargs
+
+    def _begin(
+        self, model: nn.Module, tokens: KeyTokens, kwargs: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Makes the model's attention and states ask this object.
+
+        Args:
+            model: whose forward begins.
+            tokens: of this pass.
+            kwargs: its arguments.
+
+        Returns:
+            The arguments, without a cache where there are states.
+        """
+        self.tokens = tokens
+        register()
+        RUNNING.context = self
+        if self.states:
+            self._enter_states(model, tokens)
+            if "use_cache" in self.signature.parameters:
+                return {**kwargs, "use_cache": False}
+        return kwargs
 
     def _enter_states(self, model: nn.Module, tokens: KeyTokens) -> None:
         """Makes states go through the tokens of all ranks, and end with documents."""

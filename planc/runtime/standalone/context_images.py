@@ -17,10 +17,8 @@ from torch.nn.functional import pad
 
 from planc.runtime.standalone.context import (
     CONTEXT,
-    RUNNING,
     ContextParallel,
     PartLoss,
-    register,
 )
 from planc.runtime.standalone.context_tokens import (
     NO_TARGET,
@@ -115,10 +113,8 @@ class ContextBehindImages(ContextParallel):
             positions = torch.arange(self.length)[None]
         positions = positions.expand(len(ids), -1).to(ids.device)[mine]
         mask = mask[mine] if isinstance(mask, Tensor) else None
-        self.tokens = KeyTokens(self.group, self.balance, positions, mask)
-        register()
-        RUNNING.context = self
-        return args, kwargs
+        tokens = KeyTokens(self.group, self.balance, positions, mask)
+        return args, self._begin(model, tokens, kwargs)
 
     def _cut(self, _text: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """This rank's tokens of all that the language model gets."""
