@@ -200,6 +200,16 @@ def test_mistakes_are_refuted(uncached, fault):
     assert "error" in {d.severity for d in findings}
 
 
+@pytest.mark.parametrize("model", sampled(["glm-4.5-air", "deepseek-v3", "qwen3.5-35b-a3b"], 1))
+def test_experts_of_a_block_that_is_recomputed_before_their_backward_pass(model):
+    """Shared experts run after the others, so their backward pass, which computes the block again,
+    comes first; the last block's experts stay gathered, on two ranks that shard them.
+    """
+    plan = {"glm-4.5-air": "qwen3_moe", "deepseek-v3": "deepseek_v3"}.get(model, "qwen3_next")
+    verdict, findings = simulated(model, plan, ["ep=2"], world=8)
+    assert verdict.verdict == "proved", [d.message for d in findings]
+
+
 def test_a_lowered_plan_is_read_as_it_was_written():
     lowered = planc.lower("mixtral-8x7b", "mixtral", world_size=4, overrides=["ep=2"])
     assert lowered.experts is not None

@@ -33,7 +33,7 @@ def balance(model: nn.Module, loads: Mapping[str, Sequence[int]], rate: float) -
     if not found:
         raise ValueError(f"no router of {type(model).__name__} has a bias: {' or '.join(BIASES)}")
     for bias, counts in found:
-        if any(counts):
+        if any(counts) and bias.numel():  # other stages have none
             _move(bias, torch.tensor(counts, dtype=torch.float64), rate)
 
 
