@@ -54,7 +54,10 @@ def shards_at_rest(model):
     _fsdp_param_group.RegisterPostBackwardFunction = PostBackward
     units = fsdp_units(model)
     for group in [group for unit in units for group in groups_of(unit)]:
-        group.pre_backward = listed_again(group)
+        group.pre_backward = once_differentiated(
+            listed_again(group, group.pre_backward)
+        )
+        group.pre_forward = listed_again(group, group.pre_forward)
         if stacks := [each for each in group.fsdp_params if is_stack(each)]:
             group.post_backward = filled(group, stacks)
     model.register_forward_pre_hook(before_pass, prepend=True)
@@ -135,11 +138,21 @@ def after_pass(model, _args, _output):
                 each._setattr_on_modules(each.sharded_param)
 
 
-def listed_again(group):
-    """A group's `pre_backward` that first lists what stayed unsharded: blocks that are
-    recomputed read it.
+def listed_again(group, plain):
+    """A method of a group that first lists what stayed unsharded, for the model's code:
+    a block may be recomputed before the backward pass of a unit inside it.
     """
-    plain = group.pre_backward
+
+    def called(*args):
+        for each in group.fsdp_params if group.is_unsharded else ():
+            each._setattr_on_modules(each._unsharded_param)
+        return plain(*args)
+
+    return called
+
+
+def once_differentiated(plain):
+    """A group's `pre_backward` that refuses second derivatives."""
 
     def pre_backward(*args):
         if torch.is_grad_enabled():
@@ -147,8 +160,6 @@ def listed_again(group):
                 "backward(create_graph=True): FSDP gathers weights and sums gradients "
                 "outside of autograd, so second derivatives would be incomplete"
             )
-        for each in group.fsdp_params if group.is_unsharded else ():
-            each._setattr_on_modules(each._unsharded_param)
         plain(*args)
 
     return pre_backward
