@@ -50,7 +50,7 @@ def _schedule(plan: Plan, op: Pipeline, sink: Sink) -> None:
             f"{op.schedule} on {ranks} ranks runs {wanted or f'a multiple of {ranks}'} stages, "
             f"{each}, and the plan has {op.stages}",
             *labels,
-            help=f"write `stages = even({op.blocks}.*, each = {terms.each or 2})`",
+            help=f"write `stages = even({op.blocks}.*)`, for as many as the schedule runs",
         )
         return
     count, said = op.microbatches, op.origin_of("microbatches") or op.origin

@@ -349,12 +349,9 @@ class Run(InNotebooks):
         """Moves the biases by which routers choose experts towards equal loads, as DeepSeek-V3 is
         trained, without an auxiliary loss. Call it after each step of the optimizer, on every rank.
 
-        An expert that got fewer tokens than the mean since the last call gains `rate`, one that got
-        more loses it. Tokens of all ranks and passes count, each once. Biases are saved, loaded and
-        exported with the weights.
-
         Args:
-            rate: the change of each bias; the report has 0.001, and 0 at the end.
+            rate: what an expert gains that got fewer tokens than the mean since the last call, over
+                all ranks and passes, and one that got more loses.
 
         Raises:
             ValueError: `apply` was not asked for metrics, or no router has such a bias.
