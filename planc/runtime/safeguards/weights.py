@@ -124,9 +124,11 @@ class SameWeights:
         told = ""
         for mesh in self.meshes:
             ranks = distributed.get_process_group_ranks(mesh.get_group())
-            own = {
-                name: (noted.get(name) != value, 0 if _split(tensors[name], ranks) else value)
-                for name, value in now.items()
+            # what has not changed is alike, also 4-bit weights, whose parts are plain tensors
+            changed = {n: value for n, value in now.items() if noted.get(n) != value}
+            own = dict.fromkeys(now, (False, 0)) | {
+                name: (True, 0 if _split(tensors[name], ranks) else value)
+                for name, value in changed.items()
             }
             total = torch.tensor([text_sum(repr(sorted(own.items())))], device=mesh.device_type)
             if len({row[0] for row in rows_of(total, mesh)}) > 1:
