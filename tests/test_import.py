@@ -503,7 +503,7 @@ def test_functions_name_their_models(function, model, flavor):
         ("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", "nemotron_h"),
         ("nvidia/Llama-3.1-Nemotron-Nano-8B-v1", "llama"),
         ("baidu/ERNIE-4.5-21B-A3B-PT", "ernie4_5_moe"),
-        ("google/gemma-4-31B-it", "gemma4_text"),
+        ("google/gemma-4-31B-it", "gemma4"),
         ("MiniMaxAI/MiniMax-M2", "minimax_m2"),
         ("tiiuae/Falcon3-7B-Base", "llama"),
     ],
