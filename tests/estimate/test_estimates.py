@@ -234,7 +234,8 @@ def test_shipped_profiles_are_whole_and_have_sources(kind):
     read = {profiles.Hardware: hardware, profiles.Stack: stack}[kind]
     names = profiles.shipped(marker)
     assert len(names) >= 3
-    numbers = {f.name for f in fields(kind)} - {"name", "sources", "ranks_per_node", "processors"}
+    others = {"name", "sources", "devices", "ranks_per_node", "processors"}
+    numbers = {f.name for f in fields(kind)} - others
     for name in names:
         found = read(name)
         assert found.name == name
