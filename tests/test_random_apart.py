@@ -123,7 +123,7 @@ mesh {
 pipeline on pp {
     schedule     = SCHEDULE
     microbatches = 2
-    stages       = even(transformer.h.*)
+    stages       = even(transformer.h.*, each = 1)
 }
 checkpoint {
     transformer.h.* : full
