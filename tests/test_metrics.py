@@ -1,4 +1,4 @@
-"""The numbers of `run.metrics()`, beside counts by hand; tests/processes/test_metrics.py runs them
+"""The numbers of `run.metrics()`, beside counts by hand; tests/processes/test_run_metrics.py runs them
 on processes.
 """
 

@@ -1,4 +1,4 @@
-"""`run.profile()` in one process; tests/processes/test_profile.py runs it on processes."""
+"""`run.profile()` in one process; tests/processes/test_run_profile.py runs it on processes."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What tests/processes/test_metrics.py runs on every rank."""
+"""What tests/processes/test_run_metrics.py runs on every rank."""
 
 import torch
 from numerics import build, data

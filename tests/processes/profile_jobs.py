@@ -1,4 +1,4 @@
-"""What tests/processes/test_profile.py runs on every rank."""
+"""What tests/processes/test_run_profile.py runs on every rank."""
 
 import json
 from collections import Counter
