@@ -1,5 +1,5 @@
-"""The numbers of `run.metrics()`, beside counts by hand; tests/processes/test_run_metrics.py runs them
-on processes.
+"""The numbers of `run.metrics()`, beside counts by hand; tests/processes/test_run_metrics.py runs
+them on processes.
 """
 
 import pytest
