@@ -158,3 +158,13 @@ def golden_digest(request):
         assert known.get(name) == digest, f"{name} lowers to other operations: see `planc diff`"
 
     return compare
+
+
+@pytest.fixture
+def ends_its_group():
+    """Ends the process group that `planc.apply` has started in this process."""
+    yield
+    from torch import distributed
+
+    if distributed.is_initialized():
+        distributed.destroy_process_group()

@@ -12,6 +12,8 @@ from planc.estimate import profiles
 from planc.runtime import metrics
 from planc.trial.thread_ranks import run_ranks
 
+pytestmark = pytest.mark.usefixtures("ends_its_group")
+
 SIZES = {
     "vocab_size": 128,
     "hidden_size": 64,

@@ -8,6 +8,8 @@ from test_metrics import rows, small
 
 import planc
 
+pytestmark = pytest.mark.usefixtures("ends_its_group")
+
 COMPILED = """plan compiled for llama
 
 extend "llama"
