@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from planc.runtime.standalone.shards import plain_name
+from planc.runtime.collectives import named_modules
 
 BIASES = ("e_score_correction_bias", "expert_bias")
 """What transformers calls the bias: a buffer, or a parameter that is not trained."""
@@ -28,7 +28,7 @@ def balance(model: nn.Module, loads: Mapping[str, Sequence[int]], rate: float) -
     Raises:
         ValueError: no router beside these experts has a bias.
     """
-    modules = {plain_name(name): module for name, module in model.named_modules()}
+    modules = named_modules(model)
     found = [(bias, counts) for n, counts in loads.items() for bias in _beside(n, modules)]
     if not found:
         raise ValueError(f"no router of {type(model).__name__} has a bias: {' or '.join(BIASES)}")

@@ -190,8 +190,8 @@ class Meter:
                 yield "memory/estimated_gib", size / GIB
 
     def _imbalance(self, new: Sequence[int]) -> Iterator[tuple[str, float]]:
-        loads = {name: new[at + 1 : at + 1 + count] for name, (at, count) in self.at.items()}
-        found = {n: max(some) * len(some) / sum(some) for n, some in loads.items() if any(some)}
+        loads = self._loads(new).items()
+        found = {n: max(some) * len(some) / sum(some) for n, some in loads if any(some)}
         if found:
             yield "experts/imbalance", max(found.values())
         yield from ((f"experts/imbalance/{name}", value) for name, value in found.items())
@@ -201,12 +201,9 @@ class Meter:
         proportion to its tokens.
         """
         total: list[int] = self.total.tolist()
-        found = {}
-        for name, (at, count) in self.at.items():
-            places = range(at + 1, at + 1 + count)
-            found[name] = [total[i] - self.balanced[i] for i in places]
+        new = [now - before for now, before in zip(total, self.balanced, strict=True)]
         self.balanced = total
-        return found
+        return self._loads(new)
 
     def tokens_per_expert(self) -> dict[str, list[int]]:
         """The tokens that each expert got since the start, by module.
@@ -216,10 +213,15 @@ class Meter:
         """
         total: list[int] = self.total.tolist()
         found = {}
-        for name, (at, count) in self.at.items():
-            times = max(1, round(total[at] / max(1, total[_POSITIONS])))
-            found[name] = [tokens // times for tokens in total[at + 1 : at + 1 + count]]
+        for name, loads in self._loads(total).items():
+            routed = total[self.at[name][0]]
+            times = max(1, round(routed / max(1, total[_POSITIONS])))
+            found[name] = [tokens // times for tokens in loads]
         return found
+
+    def _loads(self, counts: Sequence[int]) -> dict[str, list[int]]:
+        """The part of each module's experts in some counts."""
+        return {n: [*counts[at + 1 : at + 1 + count]] for n, (at, count) in self.at.items()}
 
 
 def _shape(batch: Mapping[str, Any]) -> tuple[int, int]:

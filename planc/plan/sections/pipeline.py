@@ -288,8 +288,9 @@ def _work(blocks: Modules, facts: Facts) -> tuple[list[int], int, int]:
     """The work of each block, and of what the first and the last stage have besides blocks."""
     each = [0] * length(blocks)
     for child in blocks.module.children:
+        own = work(child.module, facts.config)
         for i in child.indices or ():
-            each[i] = work(child.module, facts.config)
+            each[i] = own
     around = _rest(facts, blocks, block_order(facts, str(blocks)))
     ends = ((), ()) if isinstance(around, str) else around  # which is a finding elsewhere
     alone = ([(len(m), replace(m.module, children=())) for m in end] for end in ends)
