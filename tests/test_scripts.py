@@ -10,6 +10,7 @@ sys.path.insert(0, str(Path(__file__).parent / "scripts"))
 import playing
 import script_jobs
 
+from planc.runtime import executor
 from planc.runtime.standalone import passes
 
 
@@ -33,3 +34,12 @@ def test_a_model_that_lists_copies_is_found(plan, script, monkeypatch):
     longer = playing.read(f"rate:1 {script} rate:2")
     assert playing.difference(plan, longer, playing.on_threads)
     assert playing.shortest(plan, longer, playing.on_threads) == playing.read(script)
+
+
+@pytest.mark.parametrize("plan", ["fsdp", "tp-fsdp"])
+def test_a_loss_that_reads_the_weight_of_the_head_itself(plan, monkeypatch):
+    """Its gradient does not go through the unit of the head, which would average it."""
+    script = playing.read("own_head:0 step:0 own_head:1 train:2 step:0")
+    assert not playing.difference(plan, script, playing.on_threads)
+    monkeypatch.setattr(executor, "average_whole", lambda _model, _experts: None)
+    assert playing.difference(plan, script, playing.on_threads)

@@ -1,12 +1,15 @@
 """FSDP units, and shards of backends, whose offsets only these know."""
 
-from types import ModuleType
+from collections.abc import Callable, Sequence
+from types import MethodType, ModuleType
+from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
-from planc.runtime.standalone.shards import CHUNK_LIST, reshard_units
+from planc.runtime.standalone.shards import CHUNK_LIST, fsdp_units, groups_of, reshard_units
 
 SHARDED_BY: WeakKeyDictionary[nn.Module, ModuleType] = WeakKeyDictionary()
 """The runtime of the backend that shards a model, where that is not torch's FSDP."""
@@ -37,3 +40,38 @@ def with_chunk_of(tensor: Tensor, other: Tensor) -> Tensor:
     if known is not None and isinstance(tensor, DTensor) and tensor.shape == other.shape:
         setattr(tensor._local_tensor, CHUNK_LIST, known)
     return tensor
+
+
+def average_whole(model: nn.Module, experts: str) -> None:
+    """Averages gradients of `weight.full_tensor()`, as those that go through a unit.
+
+    A loss may read a weight itself, such as the head's for a fused cross entropy. The gradient then
+    reaches the shard without its unit; torch would take the part of the gradient of this rank's own
+    rows for that of all rows.
+
+    Args:
+        model: with a plan applied.
+        experts: the mesh dim along which whole experts are divided, or an empty name. It has rows
+            of its own, as data ranks; along other dims outside of the unit ranks have equal rows.
+    """
+    for group in (group for unit in fsdp_units(model) for group in groups_of(unit)):
+        mesh = group.mesh_info.mesh
+        for each in group.fsdp_params:
+            parameter = each.sharded_param
+            names = parameter.device_mesh.mesh_dim_names or ()
+            over = (*range(mesh.ndim), *(i for i, name in enumerate(names) if name == experts))
+            placements = [Partial() if i in over else Replicate() for i in range(len(names))]
+            divisor = group.gradient_divide_factor or mesh.size()
+            parameter.full_tensor = MethodType(_averaging(placements, divisor), parameter)
+
+
+def _averaging(placements: Sequence[Placement], divisor: float) -> Callable[..., Tensor]:
+    def full_tensor(parameter: DTensor, *, grad_placements: Any = None) -> Tensor:
+        averages = grad_placements is None and torch.is_grad_enabled() and parameter.requires_grad
+        placed = placements if averages else grad_placements
+        whole: Tensor = DTensor.full_tensor(parameter, grad_placements=placed)
+        if averages:
+            whole.register_hook(lambda gradient: gradient / divisor)
+        return whole
+
+    return full_tensor

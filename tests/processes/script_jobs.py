@@ -70,6 +70,7 @@ ANY = (  # operations of every plan
 CALLS = (  # those that call the model by itself
     *("forward", "no_grad", "inference", "logged", "logged_eval", "between", "pair", "interrupted"),
     *("accumulate", "abandoned", "unshard", "generate", "scale_head", "inner"),
+    "own_head",
 )
 FROZEN = ("lm_head", "model.embed_tokens", "layers.0.mlp", "layers.1", "norm")
 
@@ -78,7 +79,8 @@ def operations(name):
     """The operations of a plan of `PLANS`."""
     if name.startswith("pp"):
         return ANY
-    out = {"cp": ("generate", "inner"), "tp-cp": ("generate", "inner"), "lora": ("generate",)}
+    inside = ("generate", "inner", "own_head")
+    out = {"cp": inside, "tp-cp": inside, "lora": ("generate", "own_head")}
     return ANY + tuple(c for c in CALLS if c not in out.get(name, ()))
 
 
@@ -305,6 +307,15 @@ class Script:
         loss = (states.float() @ torch.linspace(-1, 1, states.shape[-1])).tanh().mean()
         if number % 2:
             loss.backward()
+        return {"loss": self.on.mean(loss)}
+
+    def own_head(self, number):
+        """A loss that multiplies with the weight of the head itself, as fused ones do."""
+        tokens = self.rows(number)["input_ids"]
+        states = whole_loss(self.model.base_model(tokens, use_cache=False).last_hidden_state)
+        weight = whole_loss(self.model.get_output_embeddings().weight)
+        loss = (states.float() @ weight[:9].T).tanh().mean()
+        loss.backward()
         return {"loss": self.on.mean(loss)}
 
     # between passes

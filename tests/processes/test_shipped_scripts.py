@@ -20,6 +20,7 @@ FAULTS = {  # what once trained another model, in its shortest form
     "pp": "evaluate:0 scale:0 train:1",
     "pp-tied": "train:0 train:1 zero_model:1 train_two:0 clip:0 step:0",
     "lora": "evaluate:0 scale_head:0 forward:1 step:0",
+    "bf16": "own_head:0 step:0 own_head:1 train:2 step:0",
     "ep": "train:0 generate:0 clip:0 freeze:0 train:1 thaw:0 step:0",
 }
 

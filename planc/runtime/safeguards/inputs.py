@@ -284,7 +284,16 @@ def watch(model: nn.Module, compared: PassComparison) -> None:
         if not found.missing_keys:
             compared.weights.built = None
 
+    def of_part(_part: nn.Module, _args: Any) -> None:
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return
+        compared.weights.require(model)
+        for each in parts:
+            each.remove()
+
     handle = model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
+    # a script may train parts by themselves first, whose weights then differ rightly
+    parts = [part.register_forward_pre_hook(of_part, prepend=True) for part in model.children()]
     model.register_load_state_dict_post_hook(loaded)
 
 
