@@ -7,6 +7,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "mutants"))
 
+from helpers import flat
 from numerics import MODELS
 from truth import Job, Truth
 
@@ -14,7 +15,6 @@ from planc import compiler
 from planc.diagnostic import Sink
 from planc.model.load import load_values
 from planc.ops.document import dumps
-from planc.resources import PLANS
 
 SETTINGS = ["tp=2", "param_dtype=fp32"]
 RIGHT = "precision(param = param_dtype, reduce = reduce_dtype)"
@@ -40,17 +40,17 @@ def truth():
     ("old", "new", "verdict"),
     [
         ("", "", "right"),
-        ("mlp.{gate,up}_proj     : colwise\n", "", "crash"),
+        ("mlp.{gate,up}_proj : colwise\n", "", "crash"),
         (RIGHT, f"{RIGHT}\n    divide = 1", "right"),
         ("reduce = reduce_dtype", "reduce = bf16", "right"),
-        ("model.embed_tokens         : unit\n", "ignore model.embed_tokens\n", "wrong"),
-        ("fsdp on", "train {\n    model.embed_tokens : frozen\n}\n\nfsdp on", "right"),
+        ("group($embedding) : unit\n", "ignore $embedding\n", "wrong"),
+        ("tensor on", "train {\n    $embedding : frozen\n}\n\ntensor on", "right"),
     ],
 )
 def test_llama(truth, tmp_path, old, new, verdict):
-    text = (PLANS / "llama.plan").read_text()
+    text = flat("llama")
     assert old in text
-    mutant = text.replace(old, new) if old else text
+    mutant = text.replace(old, new, 1) if old else text
     truth.ask(Job(1, dict(MODELS["llama"]), lowered(mutant, tmp_path)))
     ((number, found, detail),) = truth.answers()
     assert (number, found) == (1, verdict), detail

@@ -141,14 +141,7 @@ def gathered(path):
 
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup as Group
 
-    made = build("llama", num_hidden_layers=4)
-    numerics.by_planc(made, planc.lower(made, path, world_size=4))
     names, seen = {}, []
-    for name, unit in made.named_modules():
-        if isinstance(unit, FSDPModule) and "layers." in name:
-            short = name.removeprefix("model.layers.")
-            for group in unit._get_fsdp_state()._fsdp_param_groups:
-                names[id(group)] = short
     gather, before, after = Group.unshard, Group.pre_forward, Group.pre_backward
 
     def note(kind, method):
@@ -164,7 +157,14 @@ def gathered(path):
         mock.patch.object(Group, "unshard", note("gather", gather)),
         mock.patch.object(Group, "pre_forward", note("forward", before)),
         mock.patch.object(Group, "pre_backward", note("backward", after)),
-    ):
+    ):  # before the plan is applied, which binds methods of its units
+        made = build("llama", num_hidden_layers=4)
+        numerics.by_planc(made, planc.lower(made, path, world_size=4))
+        for name, unit in made.named_modules():
+            if isinstance(unit, FSDPModule) and "layers." in name:
+                short = name.removeprefix("model.layers.")
+                for group in unit._get_fsdp_state()._fsdp_param_groups:
+                    names[id(group)] = short
         train(made, distributed.get_rank(), 4, 1)
     return seen
 
