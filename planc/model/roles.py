@@ -10,6 +10,8 @@ from planc.model.module_table import BATCHED_EXPERTS, FUSED_EXPERTS
 
 TOWER = re.compile(r"vis|image|audio|speech|sound", re.I)
 """Paths of block lists that belong to a tower."""
+_ATTENTION = re.compile("att(entio)?n", re.I)
+"""The classes of modules in which tokens see each other."""
 _BETWEEN = re.compile(f"{TOWER.pattern}|projector|merger|connector|adapter", re.I)
 """Modules of a tower, and those between a tower and the language model."""
 
@@ -109,6 +111,14 @@ def roles(facts: Facts) -> RoleModules:
         head=around.heads[-1:],
         experts=tuple(m for m in inside if _fused(m)),
     )
+
+
+def attention(facts: Facts) -> tuple[Modules, ...]:
+    """The outermost modules of the blocks that are attention, by the names of their classes."""
+    blocks = roles(facts).blocks
+    inside = [m for m in facts.model.below() if any(m.within(b) for b in blocks)]
+    named = [m for m in inside if m not in blocks and _ATTENTION.search(m.module.cls)]
+    return tuple(m for m in named if not any(m.within(n) for n in named if n != m))
 
 
 def _after(blocks: Modules, facts: Facts) -> Modules | None:

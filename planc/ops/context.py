@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar
 
+from planc.model.facts import Modules
 from planc.ops import call, phrases
 from planc.ops.base import OMIT, Axis, AxisSizes, Name, Op, choice, text
 
@@ -11,6 +12,7 @@ _EXCHANGES = {
     "all_gather": "keys and values are all-gathered",
     "ulysses": "heads are exchanged for tokens",
     "ring": "keys and values go around",
+    "gather": "attention gathers the tokens of all",
 }
 _STATES = {"state": "states are handed on", "gather": "what states come from is gathered"}
 _TOKENS = {
@@ -27,7 +29,8 @@ class ContextParallel(Op):
     Args:
         axis: its ranks read the same rows.
         attention: what attention exchanges: `all_gather` of keys and values, `ring`, where each
-            rank sends them to the next, or `ulysses`, an all-to-all of heads for tokens.
+            rank sends them to the next, `ulysses`, an all-to-all of heads for tokens, or `gather`
+            of all that modules with code of their own compute attention from.
         balance: which tokens a rank has: `none`, one run; `head_tail`, one of 2 x ranks runs from
             the beginning and its mirror image from the end; `per_document`, the same in each
             packed document.
@@ -36,6 +39,9 @@ class ContextParallel(Op):
         states: the functions, methods and modules that hand states on.
         holder: the module that puts features of images among the embeddings of whole rows, which
             are cut in front of its language model; empty for a model of text alone.
+        blocks: the first and the last block, between which `gather` leaves each rank its tokens.
+        head: the module behind them that computes logits, or empty.
+        seeing: the modules in blocks that `gather` the tokens of all ranks.
     """
 
     axis: Axis
@@ -46,11 +52,21 @@ class ContextParallel(Op):
     holder: Annotated[str, text("module", "a module, or none", r"[\w.-]*")] = field(
         default="", metadata=OMIT
     )
+    blocks: tuple[Name, ...] = field(default=(), metadata=OMIT)
+    head: Annotated[str, text("module", "a module, or none", r"[\w.-]*")] = field(
+        default="", metadata=OMIT
+    )
+    seeing: tuple[Modules, ...] = field(default=(), metadata=OMIT)
 
     SCRIPT: ClassVar = call.ScriptFunction(
         "split_sequences",
         "Computes a part of each sequence: `model.context_parallel.batch(batch)` is this rank's.",
     )
+
+    @property
+    def of_rows(self) -> bool:
+        """Whether the model gets whole rows, which are cut inside of it."""
+        return bool(self.holder) or self.attention == "gather"
 
     @property
     def runs(self) -> int:
@@ -63,7 +79,11 @@ class ContextParallel(Op):
             keywords += call.given(exchange=self.exchange, states=self.states)
         mesh = call.Index(call.MESH, (self.axis,))
         function = "standalone.context:context_parallel"
-        if self.holder:
+        if self.attention == "gather":
+            seeing = call.Members(self.seeing)
+            keywords += call.given(blocks=call.Items(self.blocks), head=self.head, seeing=seeing)
+            function = "standalone.context_blocks:context_in_blocks"
+        elif self.holder:
             keywords += call.given(holder=self.holder)
             function = "standalone.context_images:context_behind_images"
         made = call.FunctionCall(function, (call.MODEL, mesh), keywords)

@@ -13,6 +13,7 @@ from math import prod
 from typing import Any, TypeVar
 
 from planc.model.facts import Facts, Modules, Parameter, Segment
+from planc.model.roles import attention, roles
 from planc.ops.activation_checkpoint import Checkpoint
 from planc.ops.backend import Backend
 from planc.ops.base import AxisRole
@@ -379,6 +380,16 @@ class ContextRule(Meaning):
 
     axis: str
     op: ContextParallel | None = None
+
+    def on(self, facts: Facts) -> ContextRule:
+        """The rule with the modules of a model between which each rank has its tokens."""
+        if self.op is None or self.op.attention != "gather":
+            return self
+        found, seeing = roles(facts), attention(facts)
+        names = [name for blocks in found.blocks for name in blocks.names()]
+        head = next((str(modules) for modules in found.head), "")
+        ends = tuple(names[:1] + names[-1:])
+        return replace(self, op=replace(self.op, blocks=ends, head=head, seeing=seeing))
 
 
 Ruled = TypeVar(

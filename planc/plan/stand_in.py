@@ -76,6 +76,7 @@ def stand_in(
         load=plan.load and replace(plan.load, fp32=tuple(state.all(plan.load.fp32, plan.load))),
         tensor=tuple(rule.sized(small) for rule in made.tensor),
         pipeline=_pipeline(plan, state),
+        context=tuple(rule.on(small) for rule in made.context),
     )
     acting = {node.origin for node, _ in made.acting}
     for node, modules in plan.acting:

@@ -76,7 +76,7 @@ def parts_of(run: Run, inputs: Mapping[str, Any]) -> Iterator[BatchPart]:
     if context_axes(run) and isinstance(ids, Tensor):
         index = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
         mine = run.batch({**inputs, "labels": index})["labels"]
-        behind = any(isinstance(op, ContextParallel) and op.holder for op in run.lowered.ops)
+        behind = any(isinstance(op, ContextParallel) and op.of_rows for op in run.lowered.ops)
         yield BatchPart(mine.cpu(), ids.shape[1], behind)
 
 

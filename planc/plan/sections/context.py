@@ -11,9 +11,9 @@ from planc.plan.rule_conflicts import Settings
 from planc.plan.sections.word_settings import word_settings
 from planc.syntax import ast
 
-_SCRIPT = "script"
+_SCRIPT, _GATHER = "script", "gather"
 WORDS = {
-    "attention": {w: w for w in ("all_gather", "ulysses", "ring", _SCRIPT)},
+    "attention": {w: w for w in ("all_gather", "ulysses", "ring", _GATHER, _SCRIPT)},
     "balance": {w: w for w in ("head_tail", "none", "per_document")},
     "exchange": {w: w for w in ("state", "gather")},
 }
@@ -50,7 +50,8 @@ def _rule(
     elif attention is not None:
         states = resets(program.facts)
         # masks of whole rows are as much work for each rank; a ring leaves tiles out
-        balance = "none" if states and attention != "ring" else "head_tail"
+        even = attention == _GATHER or (states and attention != "ring")
+        balance = "none" if even else "head_tail"
         op = ContextParallel(
             axis=axis,
             attention=attention,
@@ -61,4 +62,13 @@ def _rule(
             origin=origin,
             origins=tuple((n, lines[n].origin) for n in ("balance", "exchange") if n in lines),
         )
-        yield ContextRule(axis=axis, op=op, origin=origin)
+        rule = ContextRule(axis=axis, op=op, origin=origin).on(program.facts)
+        if attention == _GATHER and rule.op and not rule.op.seeing:
+            program.sink.error(
+                "PL571",
+                f"no module in the blocks of {program.facts.name} is attention by the name of its "
+                "class, so there is nothing that would gather the tokens of all ranks",
+                origin,
+                help="remove `attention = gather`, or set `cp = 1`",
+            )
+        yield rule

@@ -80,8 +80,7 @@ class ContextParallel:
         exchange: str = "state",
         states: Sequence[str] = (),
     ) -> None:
-        reason = without_interface(model, states)
-        if reason:
+        if reason := self.refusal(model, states):
             raise ContextError(reason)
         self.group = mesh.get_group()
         self.size, self.rank = mesh.size(), mesh.get_local_rank()
@@ -101,6 +100,10 @@ class ContextParallel:
         model.register_forward_hook(self._leave, always_call=True)
         for table in self.tables:
             table.register_forward_pre_hook(self._look_up, with_kwargs=True)
+
+    def refusal(self, model: nn.Module, states: Sequence[str]) -> str:
+        """Why the ranks cannot have parts of a model's sequences; empty if they can."""
+        return without_interface(model, states)
 
     def prepare(self, model: nn.Module) -> None:
         """Makes the model's layers ask this object."""

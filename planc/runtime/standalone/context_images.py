@@ -7,30 +7,19 @@ makes, are those of whole rows.
 """
 
 import copy
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.functional import pad
 
-from planc.runtime.standalone.context import (
-    CONTEXT,
-    ContextParallel,
-    PartLoss,
-)
-from planc.runtime.standalone.context_tokens import (
-    NO_TARGET,
-    ContextError,
-    KeyTokens,
-    order_of,
-    require_divisible,
-)
+from planc.runtime.standalone.context import CONTEXT
+from planc.runtime.standalone.context_rows import ContextOfRows
+from planc.runtime.standalone.context_tokens import ContextError, KeyTokens
 from planc.runtime.standalone.pipeline_images import DEEPSTACK, DEEPSTACK_PLACES
 
 
-class ContextBehindImages(ContextParallel):
+class ContextBehindImages(ContextOfRows):
     """The state of one model; other arguments are those of `ContextParallel`.
 
     Args:
@@ -42,8 +31,6 @@ class ContextBehindImages(ContextParallel):
         self, model: nn.Module, *args: Any, holder: str, **settings: Any
     ) -> None:
         self.holder: Any = model.get_submodule(holder)
-        self.mine: tuple[Tensor, Tensor] | None = None  # rows and tokens of a pass
-        self.length = 0
         super().__init__(model, *args, **settings)
         self.holder.language_model.register_forward_pre_hook(
             self._cut, with_kwargs=True
@@ -60,51 +47,10 @@ class ContextBehindImages(ContextParallel):
             outer.config = copy.copy(outer.config)
             outer.config.text_config = text.config
 
-    def batch(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """Whole rows, with this rank's part of the labels and of `shift_labels`.
-
-        Args:
-            batch: the arguments of the model.
-
-        Raises:
-            ContextError: a length does not divide.
-        """
-        whole = dict(batch)
-        row, mine = self._own(first_of(whole))
-        if whole.get("labels") is not None:
-            labels = whole["labels"]
-            if whole.get("shift_labels") is None:
-                moved = pad(labels, (0, 1), value=NO_TARGET)[:, 1:]
-                whole["shift_labels"] = moved
-            for name in ("labels", "shift_labels"):
-                whole[name] = whole[name][row.to(labels.device), mine.to(labels.device)]
-        return whole
-
-    def _own(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """The indices of this rank's tokens: rows, and tokens in these."""
-        if self.balance == "per_document":
-            text = "beside images `balance = per_document` is not known"
-            raise ContextError(f"{text}: use `head_tail` or `none`")
-        rows, length = ids.shape[:2]
-        runs = self.size if self.balance == "none" else 2 * self.size
-        require_divisible(length, runs, "the length", self.size)
-        part = ids[:, : length // self.size]
-        mine = order_of(part, self.size, self.balance).view(self.size, -1)[self.rank]
-        row = torch.arange(rows, device=ids.device)[:, None]
-        return row, mine.expand(rows, -1)
-
     def _enter(self, model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         given = self._arguments(args, kwargs)
-        ids = first_of(given)
-        self.mine = mine = self._own(ids)
-        self.length = ids.shape[1]
-        labels = given.get("labels")
-        if labels is not None:
-            shifted = given.get("shift_labels")
-            if shifted is None or shifted.shape != mine[1].shape:
-                text = "the loss of a part of a sequence is not that of the whole"
-                raise ContextError(f"labels of whole rows: {text}; use `run.batch`")
-            self.loss = PartLoss(model, self.group, given)
+        ids = self._enter_rows(model, given)
+        mine = self.mine
         positions, mask = given.get("position_ids"), given.get("attention_mask")
         if positions is not None and len(positions) == 4 and positions.dim() == 3:
             # of the text, beside those of time, height and width
@@ -151,19 +97,6 @@ class ContextBehindImages(ContextParallel):
         if q_length == kv_length == self.length and self.tokens is not None:
             q_length = kv_length = self.tokens.own
         return super().mask(q_length, kv_length, {**arguments, "use_vmap": False})
-
-    def _leave(self, model: nn.Module, args: Any, output: Any) -> Any:
-        self.mine = None
-        return super()._leave(model, args, output)
-
-
-def first_of(given: Mapping[str, Any]) -> Tensor:
-    """What has the rows and tokens of a batch."""
-    names = ("input_ids", "inputs_embeds")
-    found = next((given[n] for n in names if given.get(n) is not None), None)
-    if not isinstance(found, Tensor):
-        raise ContextError("the batch has no `input_ids`")
-    return found
 
 
 def context_behind_images(model: nn.Module, mesh: DeviceMesh, **settings: Any) -> None:

@@ -1,0 +1,117 @@
+"""Context parallelism of models whose attention is their own code.
+
+Such a model gets whole rows, so that its masks and positions are right; the hidden
+states of its blocks are of each rank's tokens. A module that needs the tokens of all,
+such as attention, gets them gathered, and keeps this rank's of what it computes.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from planc.runtime.standalone.collectives import GatherSequence
+from planc.runtime.standalone.context import CONTEXT
+from planc.runtime.standalone.context_rows import ContextOfRows
+from planc.runtime.standalone.context_states import of_local
+from planc.runtime.standalone.context_tokens import order_of
+
+
+class ContextInBlocks(ContextOfRows):
+    """The state of one model; other arguments are those of `ContextParallel`.
+
+    Args:
+        blocks: the first block and the last.
+        head: the module that computes logits; empty if there is none.
+        seeing: the modules in blocks that need the tokens of all ranks.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        mesh: DeviceMesh,
+        *,
+        blocks: Sequence[str],
+        head: str,
+        seeing: Sequence[nn.Module],
+        **settings: Any,
+    ) -> None:
+        super().__init__(model, mesh, **settings)
+        first, last = map(model.get_submodule, blocks)
+        first.register_forward_pre_hook(self._cut, with_kwargs=True)
+        last.register_forward_hook(self._after_blocks)
+        if head:  # code between blocks and head may count on whole rows
+            model.get_submodule(head).register_forward_pre_hook(
+                self._cut, with_kwargs=True
+            )
+        for module in seeing:
+            module.register_forward_pre_hook(self._see, with_kwargs=True)
+            module.register_forward_hook(self._leave_out)
+
+    def refusal(self, model: nn.Module, states: Sequence[str]) -> str:
+        return ""
+
+    def prepare(self, model: nn.Module) -> None:
+        model.__dict__[CONTEXT] = self
+
+    def _enter(self, model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        self._enter_rows(model, self._arguments(args, kwargs))
+        return args, kwargs
+
+    def whole(self, part: Tensor) -> Tensor:
+        """The tokens of all ranks, `[rows, tokens, ...]`, in the order of the row."""
+
+        def gathered(local: Tensor) -> Tensor:
+            order = order_of(local, self.size, self.balance).argsort()
+            return GatherSequence.apply(local[None], self.group)[0][:, order]
+
+        return of_local(gathered, part, 1)
+
+    def own(self, every: Tensor) -> Tensor:
+        """This rank's tokens of a tensor that `whole` returns."""
+
+        def cut(local: Tensor) -> Tensor:
+            part = local[:, : local.shape[1] // self.size]
+            order = order_of(part, self.size, self.balance).view(self.size, -1)
+            return local[:, order[self.rank]]
+
+        return of_local(cut, every, 1)
+
+    def _cut(self, _module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """The hidden states, which are the first argument; all else is of whole rows."""
+        if args:
+            return (self.own(args[0]), *args[1:]), kwargs
+        name = next(iter(kwargs))
+        return args, {**kwargs, name: self.own(kwargs[name])}
+
+    def _after_blocks(self, _module: nn.Module, _args: Any, output: Any) -> Any:
+        if isinstance(output, tuple):
+            return (self.whole(output[0]), *output[1:])
+        return self.whole(output)
+
+    def _see(self, _module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        hidden = next(filter(is_hidden, (*args, *kwargs.values())))
+
+        def seen(value: Any) -> Any:
+            same = is_hidden(value) and value.shape[:2] == hidden.shape[:2]
+            return self.whole(value) if same else value
+
+        return tuple(map(seen, args)), {n: seen(v) for n, v in kwargs.items()}
+
+    def _leave_out(self, _module: nn.Module, _args: Any, output: Any) -> Any:
+        if isinstance(output, tuple):
+            return tuple(self.own(v) if is_hidden(v) else v for v in output)
+        return self.own(output)
+
+
+def is_hidden(value: Any) -> bool:
+    """Whether a value has features of each token, `[rows, tokens, features]`."""
+    return isinstance(value, Tensor) and value.dim() == 3 and value.is_floating_point()
+
+
+def context_in_blocks(model: nn.Module, mesh: DeviceMesh, **settings: Any) -> None:
+    """`ContextInBlocks` with its other arguments; then
+    `model.context_parallel.batch(batch)` is a rank's part of a batch.
+    """
+    ContextInBlocks(model, mesh, **settings)
