@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from planc.ops.document import digest
 from planc.runtime.executor import apply_lowered
 from planc.runtime.standalone import (
     collectives,
+    context_blocks,
     context_positions,
     context_ring,
     context_tokens,
@@ -711,6 +713,40 @@ def test_models_whose_tokens_see_each_other_otherwise(model, said, plan, tmp_pat
     (found,) = [d for d in findings if d.code == "PL541"]
     assert any(said in fact for fact in found.facts)
     assert found.labels[0].span.text == "attention = attention"
+
+
+def not_gathered(monkeypatch):
+    monkeypatch.setattr(context_blocks.ContextInBlocks, "whole", lambda self, part: part)
+
+
+def without_gradients(monkeypatch):
+    plain = context_blocks.GatherSequence
+    detached = SimpleNamespace(apply=lambda part, group: plain.apply(part.detach(), group))
+    monkeypatch.setattr(context_blocks, "GatherSequence", detached)
+
+
+def not_in_order(monkeypatch):
+    plain = context_blocks.order_of
+    monkeypatch.setattr(context_blocks, "order_of", lambda *given: plain(*given).flip(0))
+
+
+def of_the_first_rank(monkeypatch):
+    def leave_out(self, _module, _args, output):
+        return tuple(v[:, : v.shape[1] // 2] if v.dim() == 3 else v for v in output)
+
+    monkeypatch.setattr(context_blocks.ContextInBlocks, "_leave_out", leave_out)
+
+
+FAULTS_OF_GATHERING = (not_gathered, without_gradients, not_in_order, of_the_first_rank)
+
+
+@pytest.mark.parametrize("fault", [None, *FAULTS_OF_GATHERING])
+def test_attention_of_a_models_own(fault, monkeypatch):
+    case = simulated_case("bloom-7b1", "bloom", ("cp=2",))
+    if fault is not None:
+        fault(monkeypatch)
+    found = simulate(case.model.builder(), case.compiled.lowered)
+    assert found.verdict == ("proved" if fault is None else "refuted")
 
 
 @pytest.mark.parametrize("model", ["qwen3-8b", "gemma-2-9b", "gpt-oss-20b", "deepseek-v3"])

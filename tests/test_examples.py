@@ -20,6 +20,7 @@ MODELS = {
     "gpt2": "gpt2",
     "mixtral": "mixtral-8x7b",
     "bloom": "bloom-7b1",
+    "mamba2": "mamba-codestral-7b",
     "gemma4_text": "gemma-4-e4b",
     "ernie4_5_moe": "ernie-4.5-21b-a3b",
 }

@@ -147,6 +147,12 @@ def _divided(draft_plan: Draft, facts: Facts, sizes: Mapping[str, int], sink: Si
         left = {n: s for n, s in sizes.items() if n != EXPERTS or draft_plan.experts}
         draft_plan.sizes = left
         why = why or _proved(laid_out(render(draft_plan)), facts, left)
+        if why and CONTEXT in left:  # attention may be the model's own code
+            draft_plan.own_attention = True
+            if _proved(laid_out(render(draft_plan)), facts, left):
+                draft_plan.own_attention = False
+            else:
+                why = ""
     if why:
         sink.warning("PL660", f"this plan could not be proved with {shown}: {why}")
     comment = (

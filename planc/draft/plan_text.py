@@ -34,6 +34,7 @@ class Draft:
         comment, notes: paragraphs at the top, and comments by module.
         sizes: of the axes `pp`, `cp` and `ep`, where they are above one.
         experts: the modules whose experts the ranks of `ep` can divide.
+        own_attention: whether attention is gathered, as it is computed by the model's own code.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Draft:
     notes: dict[str, str] = field(default_factory=dict)
     sizes: Mapping[str, int] = field(default_factory=dict)
     experts: frozenset[str] = frozenset()
+    own_attention: bool = False
 
     @property
     def names(self) -> dict[str, str]:
@@ -92,6 +94,8 @@ def render(draft: Draft) -> str:
     if draft.base:
         lines += [f'extend "{draft.base}"', ""]
     body = [*_mesh(draft), *_tensor(draft), *_checkpoint(draft), *_fsdp(draft)]
+    if draft.own_attention:
+        body += ["", "context on cp {", "    attention = gather", "}"]
     for path, name in draft.names.items():
         if name != "$blocks" and any(re.search(rf"\{name}\b", line) for line in body):
             lines.append(f"let {name[1:]} = {path}.*")

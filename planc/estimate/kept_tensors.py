@@ -112,11 +112,13 @@ def _run(
 
     named = _layers(facts, kept)
     recorder = _Recorder(model, named, train_as(facts, model, named))
-    tokens = torch.zeros((job.rows, job.tokens), dtype=torch.long)
-    parts = exchanging(model, job.exchange)
+    kind, several = job.exchange
+    length = job.tokens * (several if kind == "gather" else 1)  # whole rows, cut before blocks
+    tokens = torch.zeros((job.rows, length), dtype=torch.long)
+    parts = exchanging(model, facts, job.exchange)
     kernels = fused(model, recorder.fused)
     with quiet(), _unlogged(), recorder.running(), one_sequence_a_row(), parts, kernels:
-        output = model(input_ids=tokens, labels=tokens)
+        output = model(input_ids=tokens, labels=tokens[:, : job.tokens])
     return Counted(parts=tuple(recorder.parts()), logits=output.logits.numel())
 
 

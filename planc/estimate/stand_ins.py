@@ -11,6 +11,7 @@ This module imports torch.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -23,9 +24,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from planc.model.facts import Facts, Module
+from planc.model.roles import attention, roles
 from planc.ops.lora import HALVES, factor_name
 from planc.plan.apply_adapters import is_factor
 from planc.runtime.standalone.context import RUNNING, ContextParallel, register
+from planc.runtime.standalone.context_blocks import ContextInBlocks
 from planc.runtime.standalone.context_ring import Ring, RingMask
 from planc.runtime.standalone.lora_experts import add_factors
 
@@ -77,10 +80,37 @@ class Halves(RingMask):
         yield slice(self.own), slice(-(-self.own // 2)), None
 
 
+class RowsAlone(ContextInBlocks):
+    """A rank that has its own tokens in the place of all others'."""
+
+    def __init__(self, model: nn.Module, facts: Facts, size: int) -> None:
+        self.size = size
+        names = (name for modules in roles(facts).blocks for name in modules.names())
+        lists = dict.fromkeys(name.rpartition(".")[0] for name in names)
+        blocks = [block for path in lists for block in model.get_submodule(path).children()]
+        seen = {_of_any(name) for modules in attention(facts) for name in modules.names()}
+        heads = [model.get_submodule(n) for modules in roles(facts).head for n in modules.names()]
+        seeing = [module for name, module in model.named_modules() if _of_any(name) in seen]
+        self.attach(blocks[0], blocks[-1], heads, seeing)
+
+    def whole(self, part: Tensor) -> Tensor:
+        return torch.cat([part] * self.size, 1)
+
+    def own(self, every: Tensor) -> Tensor:
+        return every[:, : every.shape[1] // self.size].clone()
+
+
+def _of_any(name: str) -> str:
+    """The name of a module in any entry of a list."""
+    return re.sub(r"\.\d+", ".*", name)
+
+
 @contextmanager
-def exchanging(model: nn.Module, exchange: tuple[str, int]) -> Iterator[None]:
+def exchanging(model: nn.Module, facts: Facts, exchange: tuple[str, int]) -> Iterator[None]:
     """Makes a model attend to the parts of other ranks; nothing where a rank has all."""
-    if exchange[1] > 1:
+    if exchange[0] == "gather":
+        RowsAlone(model, facts, exchange[1])
+    elif exchange[1] > 1:
         RUNNING.context = StandIn(model, *exchange)
         register()
     try:

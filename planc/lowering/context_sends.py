@@ -31,7 +31,11 @@ def context_sends(op: ContextParallel, step: Step) -> Iterator[Sent]:
     yield replace(one, times=step.passes * stages, size=facts)
     one = replace(one, during=During.FORWARD, where="keys and values", times=step.passes * blocks)
     found: list[Sent] = []
-    if op.attention == "all_gather":
+    if op.attention == "gather":
+        size = step.size(step.parts, step.hidden)
+        one = replace(one, where="hidden states", size=size)
+        found = [one, replace(one, kind=SCATTER, during=During.BACKWARD)]
+    elif op.attention == "all_gather":
         one = replace(one, size=step.size(step.parts, both))
         found = [one, replace(one, kind=SCATTER, during=During.BACKWARD)]
     elif op.attention == "ring":  # gradients are summed in float32

@@ -40,7 +40,7 @@ class ContextParallel(Op):
         holder: the module that puts features of images among the embeddings of whole rows, which
             are cut in front of its language model; empty for a model of text alone.
         blocks: the first and the last block, between which `gather` leaves each rank its tokens.
-        head: the module behind them that computes logits, or empty.
+        heads: the modules behind them that compute logits.
         seeing: the modules in blocks that `gather` the tokens of all ranks.
     """
 
@@ -53,9 +53,7 @@ class ContextParallel(Op):
         default="", metadata=OMIT
     )
     blocks: tuple[Name, ...] = field(default=(), metadata=OMIT)
-    head: Annotated[str, text("module", "a module, or none", r"[\w.-]*")] = field(
-        default="", metadata=OMIT
-    )
+    heads: tuple[Modules, ...] = field(default=(), metadata=OMIT)
     seeing: tuple[Modules, ...] = field(default=(), metadata=OMIT)
 
     SCRIPT: ClassVar = call.ScriptFunction(
@@ -80,8 +78,11 @@ class ContextParallel(Op):
         mesh = call.Index(call.MESH, (self.axis,))
         function = "standalone.context:context_parallel"
         if self.attention == "gather":
-            seeing = call.Members(self.seeing)
-            keywords += call.given(blocks=call.Items(self.blocks), head=self.head, seeing=seeing)
+            keywords += call.given(
+                blocks=call.Items(self.blocks),
+                heads=call.Members(self.heads),
+                seeing=call.Members(self.seeing),
+            )
             function = "standalone.context_blocks:context_in_blocks"
         elif self.holder:
             keywords += call.given(holder=self.holder)

@@ -387,9 +387,8 @@ class ContextRule(Meaning):
             return self
         found, seeing = roles(facts), attention(facts)
         names = [name for blocks in found.blocks for name in blocks.names()]
-        head = next((str(modules) for modules in found.head), "")
         ends = tuple(names[:1] + names[-1:])
-        return replace(self, op=replace(self.op, blocks=ends, head=head, seeing=seeing))
+        return replace(self, op=replace(self.op, blocks=ends, heads=found.head, seeing=seeing))
 
 
 Ruled = TypeVar(

@@ -268,8 +268,9 @@ def _context(group: list[Discrepancy], small: Plan, sink: Sink) -> None:
         f"`{subject or 'the model'}` is wrong where each rank has a part of the sequence",
         *(rule.origin for rule in small.context),
         facts=[*facts, *_source(mismatch), _SEEN],
-        help="ranks see each other's tokens through transformers' attention interface alone, not "
-        "through convolutions, recurrences, or attention that the model calls otherwise",
+        help="ranks see each other's tokens through transformers' attention interface, not through "
+        "convolutions, recurrences, or attention that the model calls otherwise; with `attention = "
+        "gather` each attention module gets the tokens of all ranks",
     )
 
 

@@ -92,7 +92,8 @@ def cell(found) -> str:
     match kind(found):
         case "proved":
             without = f" all but {', '.join(found['without'])}" if found.get("without") else ""
-            return f"{found['worst']:.0e}{without}"
+            how = " gather" if found.get("attention") else ""
+            return f"{found['worst']:.0e}{how}{without}"
         case "refused":
             return found["code"]
         case "none":

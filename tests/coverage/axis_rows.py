@@ -98,8 +98,10 @@ def selectors(modules, blocks: str) -> Iterator[str]:
     yield from inside
 
 
-def alone(case: Case, column: str) -> str:
-    """A plan with one axis, and FSDP over the ranks that have other rows."""
+def alone(case: Case, column: str, attention: str = "") -> str:
+    """A plan with one axis, and FSDP over the ranks that have other rows; `attention` in the place
+    of the column's.
+    """
     lines = [f'plan t for "{case.facts.family}"', "mesh {", "    dp_shard = auto"]
     units = [f"    {case.blocks}.* : unit"] if case.blocks else []
     over, sections = "dp_shard", []
@@ -110,7 +112,7 @@ def alone(case: Case, column: str) -> str:
     elif column in ATTENTION:
         lines.append("    cp = 2")
         over = "dp_shard * cp"
-        sections = ["context on cp {", f"    attention = {ATTENTION[column]}", "}"]
+        sections = ["context on cp {", f"    attention = {attention or ATTENTION[column]}", "}"]
     elif column == "ep":
         lines.append("    ep = 2")
         sections = ["expert on ep {"]
@@ -230,8 +232,12 @@ def column_of(case: Case | str, column: str, plans, row: dict, folder: Path) -> 
         return {"verdict": "none", "reason": "no fused experts"}
     if column == "all":
         return together(case, plans, proved_axes(row), folder)
-    files = (parse(Source("axis.plan", alone(case, column)), Sink()),)
-    return judged(case, files, 2)
+    found = judged(case, (parse(Source("axis.plan", alone(case, column)), Sink()),), 2)
+    if column == "cp" and found.get("code") in BY_NAME:  # as the finding says
+        files = (parse(Source("axis.plan", alone(case, column, "gather")), Sink()),)
+        other = judged(case, files, 2)
+        return {**other, "attention": "gather"} if other["verdict"] == "proved" else found
+    return found
 
 
 def proved_axes(row: dict) -> list[str]:

@@ -163,6 +163,25 @@ def test_compiled_blocks(four, parts, attention, tmp_path):
     assert max(r["gradient"] for r in results) < LIMIT
 
 
+@pytest.mark.parametrize(
+    ("model", "overrides"),
+    [
+        ("bloom", ["cp=4"]),
+        ("codegen", ["cp=2"]),
+        ("falcon", ["cp=2", "tp=2"]),
+        ("gptj", ["cp=2", "tp=2", "sequence=false"]),
+        ("mpt", ["cp=2", "dp_replicate=2"]),
+        ("xglm", ["cp=2", "tp=2"]),
+    ],
+)
+def test_attention_of_a_familys_own(four, model, overrides):
+    arguments = dict(model=model, plan=model, overrides=[*overrides, "param_dtype=fp32"])
+    mine = four.run("context_jobs.split", **arguments)
+    script = four.run("context_jobs.split", script=True, **arguments)
+    assert max(r["gradient"] for r in mine) < LIMIT
+    assert [r["bits"] for r in mine] == [r["bits"] for r in script]
+
+
 # states that go from token to token ---------------------------------------------------------------
 
 FAMILIES = ("qwen3_next", "bamba", "mamba", "recurrent_gemma", "rwkv", "zaya", "minimax", "lfm2")

@@ -35,7 +35,7 @@ def fault(name):
     return globals().get(name) or getattr(silent_axis_faults, name)
 
 
-PLACES = ("planc.trial.simulate", "planc.trial.prove", "planc.trial.worker", "silent_jobs")
+PLACES = ("planc.trial.simulate", "planc.trial.prove", "silent_jobs")
 """The modules that call `apply_lowered`."""
 
 

@@ -88,7 +88,7 @@ class ContextParallel:
         self.exchange, self.states, self.replaced = exchange, {*states}, False
         self.exchanges = attention == "ulysses"
         self.ring = Ring(self.group) if attention == "ring" else None
-        self.counting, self.tables = counting_of(model), position_tables(model)
+        self.counting, self.tables = counting_of(model), self.tables_of(model)
         self.signature = inspect.signature(model.forward)
         self.counted = "position_ids" not in self.signature.parameters
         self.tokens: KeyTokens | None = None
@@ -104,6 +104,10 @@ class ContextParallel:
     def refusal(self, model: nn.Module, states: Sequence[str]) -> str:
         """Why the ranks cannot have parts of a model's sequences; empty if they can."""
         return without_interface(model, states)
+
+    def tables_of(self, model: nn.Module) -> list[nn.Module]:
+        """The modules that count positions, which get those of this rank's tokens."""
+        return position_tables(model)
 
     def prepare(self, model: nn.Module) -> None:
         """Makes the model's layers ask this object."""

@@ -23,7 +23,7 @@ class ContextInBlocks(ContextOfRows):
 
     Args:
         blocks: the first block and the last.
-        head: the module that computes logits; empty if there is none.
+        heads: the modules that compute logits.
         seeing: the modules in blocks that need the tokens of all ranks.
     """
 
@@ -33,24 +33,35 @@ class ContextInBlocks(ContextOfRows):
         mesh: DeviceMesh,
         *,
         blocks: Sequence[str],
-        head: str,
+        heads: Sequence[nn.Module],
         seeing: Sequence[nn.Module],
         **settings: Any,
     ) -> None:
         super().__init__(model, mesh, **settings)
         first, last = map(model.get_submodule, blocks)
+        self.attach(first, last, heads, seeing)
+
+    def attach(
+        self,
+        first: nn.Module,
+        last: nn.Module,
+        heads: Sequence[nn.Module],
+        seeing: Sequence[nn.Module],
+    ) -> None:
+        """Makes modules leave, and get, the tokens of other ranks."""
         first.register_forward_pre_hook(self._cut, with_kwargs=True)
         last.register_forward_hook(self._after_blocks)
-        if head:  # code between blocks and head may count on whole rows
-            model.get_submodule(head).register_forward_pre_hook(
-                self._cut, with_kwargs=True
-            )
+        for head in heads:  # code before it may count on whole rows
+            head.register_forward_pre_hook(self._cut, with_kwargs=True)
         for module in seeing:
             module.register_forward_pre_hook(self._see, with_kwargs=True)
             module.register_forward_hook(self._leave_out)
 
     def refusal(self, model: nn.Module, states: Sequence[str]) -> str:
         return ""
+
+    def tables_of(self, model: nn.Module) -> list[nn.Module]:
+        return []  # they count whole rows
 
     def prepare(self, model: nn.Module) -> None:
         model.__dict__[CONTEXT] = self
@@ -79,15 +90,15 @@ class ContextInBlocks(ContextOfRows):
         return of_local(cut, every, 1)
 
     def _cut(self, _module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """The hidden states, which are the first argument; all else is of whole rows."""
+        """Cuts hidden states, the first argument; all else is of whole rows."""
         if args:
             return (self.own(args[0]), *args[1:]), kwargs
         name = next(iter(kwargs))
         return args, {**kwargs, name: self.own(kwargs[name])}
 
     def _after_blocks(self, _module: nn.Module, _args: Any, output: Any) -> Any:
-        if isinstance(output, tuple):
-            return (self.whole(output[0]), *output[1:])
+        if isinstance(output, tuple | list):
+            return type(output)([self.whole(output[0]), *output[1:]])
         return self.whole(output)
 
     def _see(self, _module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -100,8 +111,9 @@ class ContextInBlocks(ContextOfRows):
         return tuple(map(seen, args)), {n: seen(v) for n, v in kwargs.items()}
 
     def _leave_out(self, _module: nn.Module, _args: Any, output: Any) -> Any:
-        if isinstance(output, tuple):
-            return tuple(self.own(v) if is_hidden(v) else v for v in output)
+        if isinstance(output, tuple | list):
+            made = (self.own(v) if is_hidden(v) else v for v in output)
+            return type(output)(made)
         return self.own(output)
 
 
