@@ -155,9 +155,9 @@ def _contexts(plan: Plan) -> Iterator[ContextParallel]:
 
 
 def _resets(plan: Plan, facts: Facts) -> Iterator[ResetStates]:
-    """States end with a document wherever a rank has whole sequences."""
+    """States end with a document wherever a rank has whole sequences, or gathers them."""
     parts = resets(facts)
-    if parts and not any(_contexts(plan)):
+    if parts and all(op.attention == "gather" for op in _contexts(plan)):
         yield ResetStates(parts=parts)
 
 

@@ -10,8 +10,8 @@ from planc.model.module_table import BATCHED_EXPERTS, FUSED_EXPERTS
 
 TOWER = re.compile(r"vis|image|audio|speech|sound", re.I)
 """Paths of block lists that belong to a tower."""
-_ATTENTION = re.compile("att(entio)?n", re.I)
-"""The classes of modules in which tokens see each other."""
+_ATTENTION = re.compile("att(entio)?n|short_?conv", re.I)
+"""The classes of modules in which tokens see each other: attention and short convolutions."""
 _BETWEEN = re.compile(f"{TOWER.pattern}|projector|merger|connector|adapter", re.I)
 """Modules of a tower, and those between a tower and the language model."""
 

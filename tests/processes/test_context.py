@@ -168,6 +168,7 @@ def test_compiled_blocks(four, parts, attention, tmp_path):
     [
         ("bloom", ["cp=4"]),
         ("codegen", ["cp=2"]),
+        ("deepseek_v4", ["cp=2", "ep=2"]),
         ("falcon", ["cp=2", "tp=2"]),
         ("gptj", ["cp=2", "tp=2", "sequence=false"]),
         ("mpt", ["cp=2", "dp_replicate=2"]),

@@ -48,9 +48,9 @@ def _rule(
             program.sink.error("PL012", message, lines["balance"].origin, help="remove it")
         yield ContextRule(axis=axis, op=None, origin=origin)
     elif attention is not None:
-        states = resets(program.facts)
+        states = () if attention == _GATHER else resets(program.facts)
         # masks of whole rows are as much work for each rank; a ring leaves tiles out
-        even = attention == _GATHER or (states and attention != "ring")
+        even = attention == _GATHER or (bool(states) and attention != "ring")
         balance = "none" if even else "head_tail"
         op = ContextParallel(
             axis=axis,

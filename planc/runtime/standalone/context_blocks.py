@@ -40,6 +40,11 @@ class ContextInBlocks(ContextOfRows):
         super().__init__(model, mesh, **settings)
         first, last = map(model.get_submodule, blocks)
         self.attach(first, last, heads, seeing)
+        for path in {name.rpartition(".")[0] for name in blocks}:
+            for block in model.get_submodule(path).children():
+                for part in block.children():
+                    if not {*part.modules()} & {*seeing}:
+                        part.register_forward_pre_hook(self._of_own, with_kwargs=True)
 
     def attach(
         self,
@@ -95,6 +100,22 @@ class ContextInBlocks(ContextOfRows):
             return (self.own(args[0]), *args[1:]), kwargs
         name = next(iter(kwargs))
         return args, {**kwargs, name: self.own(kwargs[name])}
+
+    def _of_own(self, _part: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Own tokens of values such as ids, for a part that has own hidden states."""
+        states = [*filter(is_hidden, (*args, *kwargs.values()))]
+        if not states:
+            return args, kwargs
+        rows, tokens = states[0].shape[:2]
+
+        def part(value: Any) -> Any:
+            whole = isinstance(value, Tensor) and value.shape == (
+                rows,
+                tokens * self.size,
+            )
+            return self.own(value) if whole else value
+
+        return tuple(map(part, args)), {n: part(v) for n, v in kwargs.items()}
 
     def _after_blocks(self, _module: nn.Module, _args: Any, output: Any) -> Any:
         if isinstance(output, tuple | list):
