@@ -302,7 +302,8 @@ def _memory(found: Answer, explain: bool) -> Iterator[str]:
         most = (
             f"at least {step.fullest.peak / of:.2f} {unit}, its activations are not counted ({at})"
         )
-    yield f"memory of a rank: {most}; {room:.1f} usable: {VERDICTS[found.fits]}"
+    usable = f"{room:.1f}{' GiB' * (unit != 'GiB')} usable"
+    yield f"memory of a rank: {most}; {usable}: {VERDICTS[found.fits]}"
     yield from held_lines(step.fullest, explain=explain)
     for rank in step.ranks:
         if rank is not step.fullest:

@@ -206,7 +206,8 @@ def _rank(rank: RankMemory, run: CountedRank, found: MeasuredRanks) -> Iterator[
     unit, of = unit_of(rank.peak)
     most = f"{rank.peak / of:.2f} {unit} at most ({rank.largest.name}{place})"
     verdict = VERDICTS[rank.peak <= room]
-    yield f"memory of a rank: {most}; {room / GIB:.1f} usable: {verdict}"
+    usable = f"{room / GIB:.1f}{' GiB' * (unit != 'GiB')} usable"
+    yield f"memory of a rank: {most}; {usable}: {verdict}"
     yield from held_lines(rank, least=rank.peak / 1000)
     if run.reserved:
         yield f"  {run.reserved / of:8.2f}  reserved by the allocator"

@@ -88,27 +88,30 @@ class Allocations(Ledger):
             self._note("what", self.last)
             return made
 
-        with mock.patch.object(torch.UntypedStorage, "resize_", resized), self._recorded() as found:
-            self.inside = True
-            self.changed()
-            try:
+        found: list[Change] = []
+        try:
+            with (
+                mock.patch.object(torch.UntypedStorage, "resize_", resized),
+                self._recorded(found),
+            ):
+                self.inside = True
+                self.changed()
                 yield
-            finally:
-                self.inside = False
-        self._replay(found)
+        finally:
+            self.inside = False
+            self._replay(found)
 
     def _stamp(self, note: int) -> None:
         with record_function(f"{LABEL}{note}"):
             pass
 
     @contextmanager
-    def _recorded(self) -> Iterator[list[Change]]:
-        """The record of what runs inside, which is filled at the end."""
-        found: list[Change] = []
+    def _recorded(self, found: list[Change]) -> Iterator[None]:
+        """Adds the record of what runs inside, at its end."""
         traced = profile(use_cpu=True, use_kineto=True, profile_memory=True)
         try:
             with traced:
-                yield found
+                yield
         finally:
             found += changes(traced.kineto_results.experimental_event_tree())
 
@@ -185,11 +188,10 @@ class CudaAllocations(Allocations):
         torch.cuda.memory._set_memory_metadata(str(note))
 
     @contextmanager
-    def _recorded(self) -> Iterator[list[Change]]:
-        found: list[Change] = []
+    def _recorded(self, found: list[Change]) -> Iterator[None]:
         torch.cuda.memory._record_memory_history("all", context=None, stacks="python")
         try:
-            yield found
+            yield
         finally:
             self._peak()
             traces = torch.cuda.memory._snapshot()["device_traces"]

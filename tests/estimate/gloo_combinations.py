@@ -137,13 +137,13 @@ class Combination:
         assert found, sink.diagnostics
         return found
 
-    def counted(self):
+    def counted(self, device=""):
         """What a rank of each place of the pipeline holds when it is run."""
         compiled = self.compiled()
         ways = prod(axis.size for axis in compiled.plan.mesh.of_role(AxisRole.DATA))
         rows = self.rows // ways // self.batches
         batches = {"micro_batches": self.batches, "dtype": "float32"}
-        return count(compiled, RankStep(rows=rows, tokens=self.tokens, **batches))
+        return count(compiled, RankStep(rows=rows, tokens=self.tokens, **batches), device=device)
 
 
 def _combinations():
