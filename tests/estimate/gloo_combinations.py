@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
+from measured_tables import runner
+
 from planc.compiler import compile_plan
 from planc.diagnostic import Sink
 from planc.estimate.answer import Request, answer
@@ -143,7 +145,8 @@ class Combination:
         ways = prod(axis.size for axis in compiled.plan.mesh.of_role(AxisRole.DATA))
         rows = self.rows // ways // self.batches
         batches = {"micro_batches": self.batches, "dtype": "float32"}
-        return count(compiled, RankStep(rows=rows, tokens=self.tokens, **batches), device=device)
+        step = RankStep(rows=rows, tokens=self.tokens, **batches)
+        return count(compiled, step, runner(), device=device)
 
 
 def _combinations():
