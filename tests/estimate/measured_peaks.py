@@ -133,17 +133,29 @@ def written(name, folder):
     return str(folder), plan, settings
 
 
-def estimated(name):
-    """The estimate of a run."""
+def compiled(name):
     sink = Sink()
     with tempfile.TemporaryDirectory() as folder:
         model, plan, settings = written(name, Path(folder))
-        compiled = compile_plan(model, plan, sink, world_size=RANKS, settings=settings)
-        assert compiled.applied, sink.diagnostics
-        batch = Batch(global_batch=ROWS, sequence=TOKENS)
-        found = answer(*compiled.applied, Request(batch=batch), sink)
-        assert found, sink.diagnostics
+        made = compile_plan(model, plan, sink, world_size=RANKS, settings=settings)
+    assert made.applied, sink.diagnostics
+    return made
+
+
+def estimated(name):
+    sink = Sink()
+    batch = Batch(global_batch=ROWS, sequence=TOKENS)
+    found = answer(*compiled(name).applied, Request(batch=batch), sink)
+    assert found, sink.diagnostics
     return found.estimate
+
+
+def counted(name):
+    """Bytes of the peak at each place of the pipeline, of a rank that is run."""
+    made = compiled(name)
+    ways = prod(axis.size for axis in made.plan.mesh.of_role(AxisRole.DATA))
+    step = RankStep(rows=ROWS // ways, tokens=TOKENS, micro_batches=1, dtype="float32")
+    return [rank.peak for rank in count(made, step, runner())]
 
 
 def counting():
