@@ -41,6 +41,7 @@ def alone(run: Run, form: Form | None, *, values: bool = False) -> Iterator[None
         values: whether the rank's own tensors have values, as on a device.
     """
     others = (
+        (context_tokens, "document_numbers", lambda _: _OneDocument()),
         (expert_parallel, "shares", _equal_shares),
         (SharedTower, "needed", lambda _: False),
         (RunningStage, "told", partialmethod(_told, form)),
@@ -49,7 +50,6 @@ def alone(run: Run, form: Form | None, *, values: bool = False) -> Iterator[None
     )
     own = (
         (training_step, "_require_as_many", _as_many),
-        (context_tokens, "document_numbers", lambda _: _OneDocument()),
         (RingMask, "seen", property(_in_part)),
     )
     context = run.model.__dict__.get(CONTEXT)
