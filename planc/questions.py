@@ -142,39 +142,49 @@ def measure(
     attention: str = "sdpa",
     exact: bool = False,
     stages: Iterable[int] = (),
+    device: str = "",
+    layers: int | None = None,
     allow_code: bool = False,
 ) -> MeasuredRanks:
     """The bytes that ranks of a plan hold in a step, counted by running one of each place of the
-    pipeline on fake tensors, in a process of its own.
+    pipeline in a process of its own.
 
     Args:
         batch, seq, micro_batches, hardware, optimizer, attention: as for `estimate`.
         exact: whether all layers are run, not a few.
-        stages: places in the pipeline; none for all. The rest as for `check`.
+        stages: places in the pipeline; none for all.
+        device: `cpu` or `cuda`, on whose memory all layers are run and timed; empty for fake
+            tensors, which have none.
+        layers: of a model with fewer; None for all. The rest as for `check`.
 
     Returns:
         `.counted` has what was counted in the form of an estimate (`.fits`, `.fullest.peak` in
-        bytes, `.ranks` by moment), `.answer` the estimate beside it.
+        bytes, `.ranks` by moment), `.answer` the estimate beside it, `.ranks` on a device the
+        seconds of each part of a step, and where it had no more memory.
 
     Raises:
         PlanError: the plan has errors, the batch or the profile is wrong, or one rank alone cannot
             run the step (PL727).
-        ValueError: a size is not positive, or there is no such optimizer or attention.
+        ValueError: a size is not positive, or there is no such optimizer, attention or device.
     """
     from planc.estimate.measured import measure as measured
-    from planc.measure.count import NotCountedError
+    from planc.measure.count import NotCountedError, shallower
 
+    if device not in ("", "cpu", "cuda"):
+        raise ValueError(f"device is cpu or cuda, not {device!r}")
     compiled, sink = compiled_for(model, plan, world_size, overrides, allow_code)
-    found = _estimated(
-        compiled,
-        sink,
-        {"batch": batch, "seq": seq, "micro_batches": micro_batches},
-        hardware=os.fspath(hardware),
-        optimizer=optimizer,
-        attention=attention,
-    )
     try:
-        return measured(compiled, found, exact=exact, places=tuple(stages))
+        if layers is not None:
+            compiled = shallower(compiled, layers, sink)
+        found = _estimated(
+            compiled,
+            sink,
+            {"batch": batch, "seq": seq, "micro_batches": micro_batches},
+            hardware=os.fspath(hardware),
+            optimizer=optimizer,
+            attention=attention,
+        )
+        return measured(compiled, found, exact=exact, places=tuple(stages), device=device)
     except NotCountedError as error:
         error.report(sink)
     raise PlanError(sink)

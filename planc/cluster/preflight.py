@@ -10,16 +10,19 @@ import torch
 from torch import distributed
 from torch.distributed import PrefixStore
 
-from planc.cluster import links
+from planc.cluster import links, small_model
 from planc.cluster.facts import RankFacts, device, facts
 from planc.cluster.judge import Needed, differing, judged
 from planc.cluster.links import Link
 from planc.cluster.peers import Peers
+from planc.cluster.small_model import SmallModelRun
 from planc.compiler import Compiled
 from planc.diagnostic import Diagnostic, Severity, Sink, first_line
 from planc.ops import phrases
 from planc.ops.lowered import Lowered
 from planc.runtime.weights.loading import Compared
+
+NOT_TRIED = SmallModelRun(reason="something else is wrong")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +34,7 @@ class Wanted:
         save: the folder that the run saves to; empty for none.
         digest: of the plan that the job was written for; empty for any.
         needed: what the plan needs of a rank.
+        allow_code: whether the plan's custom styles may be imported.
     """
 
     files: tuple[str, ...]
@@ -38,6 +42,7 @@ class Wanted:
     save: str
     digest: str
     needed: Callable[[Compiled], Needed]
+    allow_code: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +56,7 @@ class Report:
         every: the facts of each rank.
         seen: the links of each rank; empty where no collective was tried.
         needed: bytes.
+        small: the small model that all ranks have trained.
     """
 
     sink: Sink
@@ -59,6 +65,7 @@ class Report:
     every: Sequence[RankFacts] = ()
     seen: Sequence[Sequence[Link]] = ()
     needed: Needed = Needed()  # noqa: RUF009, frozen
+    small: SmallModelRun = NOT_TRIED
 
     @property
     def document(self) -> dict[str, Any]:
@@ -69,6 +76,7 @@ class Report:
             "needed": asdict(self.needed),
             "ranks": [facts.document() for facts in self.every],
             "links": [[asdict(link) for link in own] for own in self.seen],
+            "small_model": self.small.document(),
         }
 
     def lines(self) -> Iterator[str]:
@@ -87,6 +95,7 @@ class Report:
         yield f"  files     {len(self.every[0].files)} compared on every rank"
         yield from self._free("memory", self.needed.memory)
         yield from self._free("disk", self.needed.disk)
+        yield f"  model     small one {self.small}"
         if not self.seen:
             yield "  links     not tried"
             return
@@ -122,10 +131,20 @@ def preflight(ranks: Peers, compiled: Callable[[Sink], Compiled], asked: Wanted)
     if every and plan.lowered:
         sink.add(*judged(every, plan.lowered, needed))
     seen: list[list[Link]] = []
+    small = NOT_TRIED
     if fits and plan.lowered:
-        seen = _links(plan.lowered, ranks)
-        if seen:
-            sink.add(*links.slow(plan.lowered, seen, [facts.host for facts in every]))
+        try:
+            seen = _links(plan.lowered, ranks)
+            if seen:
+                sink.add(*links.slow(plan.lowered, seen, [facts.host for facts in every]))
+            if ranks.told("whether all else is right", not sink.failed):
+                small = small_model.trained(plan, ranks, allow_code=asked.allow_code)
+                sink.add(*small.findings)
+        except Exception as error:  # often because another rank is gone
+            ranks.failed(first_line(error))
+            raise
+        ranks.at("leaving the process group")
+        distributed.destroy_process_group()
     return Report(
         sink=sink,
         seconds=ranks.seconds,
@@ -133,21 +152,16 @@ def preflight(ranks: Peers, compiled: Callable[[Sink], Compiled], asked: Wanted)
         every=every,
         seen=seen,
         needed=needed,
+        small=small,
     )
 
 
 def _links(lowered: Lowered, ranks: Peers) -> list[list[Link]]:
     """The links of all ranks, on rank 0."""
     ranks.at("starting the process group")
-    try:
-        _start(ranks)
-        own = links.measured(lowered, ranks)
-    except RuntimeError as error:  # often because another rank is gone
-        ranks.failed(first_line(error))
-        raise
+    _start(ranks)
+    own = links.measured(lowered, ranks)
     told = ranks.gather("links", [asdict(link) for link in own])
-    ranks.at("leaving the process group")
-    distributed.destroy_process_group()
     return [[Link(o["axis"], (*o["group"],), (*o["seconds"],)) for o in mine] for mine in told]
 
 

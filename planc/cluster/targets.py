@@ -42,12 +42,17 @@ exec {_torchrun_words(job, "$HEAD", "NODE")}
 
 
 def slurm(job: ClusterJob) -> str:
-    """A script for sbatch: a task is a rank."""
+    """A script for sbatch: a task is a rank.
+
+    With a range of nodes and `--ntasks-per-node` Slurm takes the fewest, so that srun says it then.
+    """
     gpus = f"{job.gpu}:{job.per_node}" if job.gpu else job.per_node
+    each = f"--ntasks-per-node={job.per_node}"
+    asked, started = ("--cpus-per-gpu=1", f" {each}") if job.fewer else (each, "")
     return f"""#!/bin/bash
 #SBATCH --job-name={job.name}
 #SBATCH --nodes={job.counts("-")}
-#SBATCH --ntasks-per-node={job.per_node}
+#SBATCH {asked}
 #SBATCH --gpus-per-node={gpus}
 #SBATCH --output=%x-%j.log
 #SBATCH --open-mode=append
@@ -60,7 +65,7 @@ MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export MASTER_ADDR MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
 
 ranks() {{  # each task gets the variables by which torch finds the others
-    srun --kill-on-bad-exit=1 bash -c 'export RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS
+    srun --kill-on-bad-exit=1{started} bash -c 'export RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS
         export LOCAL_RANK=$SLURM_LOCALID LOCAL_WORLD_SIZE={job.per_node}; exec "$@"' - "$@" &
     wait $!
 }}

@@ -12,7 +12,7 @@ from planc.estimate.answer import answer_for
 from planc.estimate.measured import MeasuredRanks, measure, plain, text
 from planc.estimate.measurements import add
 from planc.estimate.memory import GIB
-from planc.measure.count import NotCountedError
+from planc.measure.count import NotCountedError, shallower
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,29 +27,42 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="a place in the pipeline; by default all; can be repeated",
     )
+    parser.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        default="",
+        help="run on this machine's device, on memory of its own, and time it; by default on "
+        "fake tensors",
+    )
+    parser.add_argument(
+        "--layers",
+        type=shared_arguments.size,
+        metavar="N",
+        help="a model with so many layers, for a device that is smaller than the rank",
+    )
     parser.add_argument("--format", choices=("text", "json"), default="text")
     parser.add_argument(
         "-o",
         "--output",
         metavar="FILE.csv",
-        help="add a row to a file for `planc calibrate`, whose seconds are left for you",
+        help="add a row to a file for `planc calibrate`, with the seconds of compute of --device",
     )
 
 
 def run(options: argparse.Namespace) -> int:
     sink = Sink()
     _require_row(options, sink)
-    compiled = output.compiled(options, sink)
-    found = answer_for(compiled, shared_arguments.request(options), sink)
     made = None
-    if found and not sink.failed:
-        try:
-            with output.waiting(f"running a rank of {options.model}"):
-                made = measure(compiled, found, exact=options.exact, places=tuple(options.stage))
-        except NotCountedError as error:
-            error.report(sink)
+    try:
+        made = _measured(options, sink)
+    except NotCountedError as error:
+        error.report(sink)
     if made and options.output:
-        add(Path(options.output), _row(options, made), sink)
+        if any(rank.missed for rank in made.ranks):
+            said = f"{options.output} takes no row: the device has too little memory"
+            sink.error("PL630", said, help="measure a smaller step")
+        else:
+            add(Path(options.output), _row(options, made), sink)
     output.show(sink, "full", sys.stderr, quiet=True)
     if made and options.format == "json":
         print(json.dumps(plain(made), indent=2))
@@ -60,6 +73,18 @@ def run(options: argparse.Namespace) -> int:
     return output.exit_code(sink)
 
 
+def _measured(options: argparse.Namespace, sink: Sink) -> MeasuredRanks | None:
+    compiled = output.compiled(options, sink)
+    if options.layers and not sink.failed:
+        compiled = shallower(compiled, options.layers, sink)
+    found = answer_for(compiled, shared_arguments.request(options), sink)
+    if found is None or sink.failed:
+        return None
+    places, device = tuple(options.stage), options.device
+    with output.waiting(f"running a rank of {options.model}"):
+        return measure(compiled, found, exact=options.exact, places=places, device=device)
+
+
 def _require_row(options: argparse.Namespace, sink: Sink) -> None:
     """Reports PL630 where a row could not say what was measured."""
     if not options.output:
@@ -67,6 +92,7 @@ def _require_row(options: argparse.Namespace, sink: Sink) -> None:
     usual = (options.optimizer, options.attention) == ("adamw", "sdpa")
     for said, wrong in (
         ("a row is of all places of the pipeline: leave --stage off", bool(options.stage)),
+        ("a row is of all layers: leave --layers off", bool(options.layers)),
         ("`planc calibrate` takes steps of adamw and sdpa", not usual),
         ("a row names its plan, and standard input has no name", options.plan == "-"),
     ):
@@ -84,4 +110,4 @@ def _row(options: argparse.Namespace, made: MeasuredRanks) -> dict[str, object]:
         "set": shlex.join(options.set),
         "micro_batches": options.micro_batches or 1,
         "gib": f"{made.counted.fullest.peak / GIB:.4f}",
-    }
+    } | ({"compute": f"{made.seconds:.6g}"} if made.seconds else {})

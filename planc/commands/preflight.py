@@ -68,6 +68,7 @@ def run(options: argparse.Namespace) -> int:
         save=options.save,
         digest=options.digest,
         needed=_needed,
+        allow_code=options.allow_code,
     )
     try:
         report = preflight(ranks, lambda sink: output.compiled(options, sink), asked)

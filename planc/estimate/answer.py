@@ -292,14 +292,18 @@ def assumed(found: Answer) -> Iterator[str]:
 
 def _memory(found: Answer, explain: bool) -> Iterator[str]:
     step = found.estimate
-    peak, room = step.fullest.peak / GIB, step.usable / GIB
+    room = step.usable / GIB
     moment = step.fullest.largest
     place = f", place {step.fullest.rank} of the pipeline" * (len(step.ranks) > 1)
     at = f"{moment.name}{place}"
-    most = f"{peak:.2f} GiB at most ({at})"
+    unit, of = unit_of(step.fullest.peak)
+    most = f"{step.fullest.peak / of:.2f} {unit} at most ({at})"
     if not found.complete:
-        most = f"at least {peak:.2f} GiB, its activations are not counted ({at})"
-    yield f"memory of a rank: {most}; {room:.1f} usable: {VERDICTS[found.fits]}"
+        most = (
+            f"at least {step.fullest.peak / of:.2f} {unit}, its activations are not counted ({at})"
+        )
+    usable = f"{room:.1f}{' GiB' * (unit != 'GiB')} usable"
+    yield f"memory of a rank: {most}; {usable}: {VERDICTS[found.fits]}"
     yield from held_lines(step.fullest, explain=explain)
     for rank in step.ranks:
         if rank is not step.fullest:
@@ -310,16 +314,22 @@ def held_lines(rank: RankMemory, *, least: float = 0.0, explain: bool = False) -
     """What a rank holds when it holds most, a line for each item of at least so many bytes, the
     largest first; then what it holds at other times.
     """
+    _, of = unit_of(rank.peak)
     for item in sorted(rank.largest.items, key=lambda i: -i.size):
         if item.size < least:
             continue
         place = f"  ({item.origin.place})" if item.origin else ""
-        yield f"  {item.size / GIB:8.2f}  {item.name}{place}"
+        yield f"  {item.size / of:8.2f}  {item.name}{place}"
         if explain:
             yield f"            {item.how}"
     for other in rank.moments:
         if other is not rank.largest:
-            yield f"  {other.size / GIB:8.2f}  at another time: {other.name}"
+            yield f"  {other.size / of:8.2f}  at another time: {other.name}"
+
+
+def unit_of(size: float) -> tuple[str, float]:
+    """The unit in which a rank's memory is said, and its bytes."""
+    return ("GiB", GIB) if size >= GIB / 10 else ("MiB", GIB / 1024)
 
 
 def _time(found: Answer) -> Iterator[str]:

@@ -391,8 +391,14 @@ class PlanWork:
             "apart": sum(prod(h.local) * h.count for h in inside if self._apart(h.unit)),
             "frozen": sum(prod(h.local) * h.count for h in inside if not h.parameter.trainable),
             "unsplit": sum(map(unsplit, inside)),
+            "tied": sum(prod(h.local) for h in inside if h.trains and self._shared(h)),
         }
         return {name: count // times for name, count in every.items()}
+
+    def _shared(self, holding: Holding) -> bool:
+        """Whether other modules of this rank have the same parameter."""
+        names = {f"{name}.{holding.parameter.name}" for name in holding.modules.names()}
+        return self.pipeline is None and any(names & {*group} for group in self.facts.ties)
 
     def _name(self, part: Part, unit: Unit | None) -> str:
         if part.at:

@@ -9,17 +9,17 @@ from typing import Any
 
 from planc.compiler import Compiled
 from planc.diagnostic import Sink
-from planc.estimate.answer import VERDICTS, Answer, Request, assumed, document, held_lines
+from planc.estimate.answer import VERDICTS, Answer, Request, assumed, document, held_lines, unit_of
 from planc.estimate.candidates import Candidate, Candidates
 from planc.estimate.from_plan import Batch, masters
 from planc.estimate.memory import GIB, Item, Moment, RankMemory
 from planc.estimate.step import Estimate
 from planc.measure.count import CountedRank, NotCountedError, RankRunner, count
 from planc.measure.job import RankStep
-from planc.model.facts import Facts
+from planc.model.facts import Facts, Modules, generic
 from planc.ops import phrases
 from planc.ops.base import AxisRole
-from planc.plan.ir import Plan
+from planc.plan.ir import Plan, Unit
 from planc.source import Span
 
 _BY_UNITS = (
@@ -35,41 +35,58 @@ class MeasuredRanks:
     Args:
         answer: the estimate of the same step.
         counted: the same, with what a rank of each place of the pipeline held.
-        layers: the numbers of blocks of the models that were run.
+        ranks: what was run.
+        device: where; empty for fake tensors.
     """
 
     answer: Answer
     counted: Estimate
-    layers: tuple[int, ...]
+    ranks: tuple[CountedRank, ...]
+    device: str = ""
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The numbers of blocks of the models that were run."""
+        return self.ranks[0].layers
 
     @property
     def fits(self) -> bool:
         """Whether the fullest of the ranks that were run fits on the device."""
-        return self.counted.fits
+        return self.counted.fits and not any(rank.missed for rank in self.ranks)
+
+    @property
+    def seconds(self) -> float:
+        """Of compute in a step, of the rank that takes longest; 0 where no device was used."""
+        return max(sum(rank.seconds.values()) for rank in self.ranks)
 
     def __str__(self) -> str:
         return "\n".join(text(self))
 
 
 def measure(
-    compiled: Compiled, found: Answer, *, exact: bool = False, places: tuple[int, ...] = ()
+    compiled: Compiled,
+    found: Answer,
+    *,
+    exact: bool = False,
+    places: tuple[int, ...] = (),
+    device: str = "",
 ) -> MeasuredRanks:
-    """Counts what the ranks of a plan hold.
+    """Runs ranks of a plan, and says what they hold.
 
     Args:
         compiled: the plan.
         found: its estimate, for a step with a batch.
-        exact, places: as of `count`.
+        exact, places, device: as of `count`.
 
     Raises:
         NotCountedError: the plan or the model cannot be run by one rank without values.
     """
     assert found.request.batch
     step = _step(found.plan, found.facts, found.request, found.request.batch)
-    ranks = count(compiled, step, exact=exact, places=places)
+    ranks = tuple(count(compiled, step, exact=exact, places=places, device=device))
     memories = tuple(_memory(rank, found.plan) for rank in ranks)
     counted = replace(found.estimate, ranks=memories)
-    return MeasuredRanks(answer=found, counted=counted, layers=ranks[0].layers)
+    return MeasuredRanks(answer=found, counted=counted, ranks=ranks, device=device)
 
 
 def _step(plan: Plan, facts: Facts, request: Request, batch: Batch) -> RankStep:
@@ -139,8 +156,14 @@ def _origin(name: str, plan: Plan) -> Span | None:
     if name in _BY_UNITS:
         return plan.fsdp.origin if plan.fsdp else None
     _, _, where = name.partition(" of ")
-    rules = (rule for rule in plan.checkpoint if str(rule.modules) == where)
-    return next((rule.origin for rule in rules), None)
+    units = plan.fsdp.units if plan.fsdp else ()
+    rules = (*((r.modules, r.origin) for r in plan.checkpoint), *_members(units))
+    return next((at for those, at in rules if generic(next(those.names())) == where), None)
+
+
+def _members(units: Sequence[Unit]) -> Iterator[tuple[Modules, Span]]:
+    for unit in units:
+        yield from ((modules, unit.origin) for modules in unit.members)
 
 
 def text(found: MeasuredRanks) -> Iterator[str]:
@@ -149,29 +172,61 @@ def text(found: MeasuredRanks) -> Iterator[str]:
     assert batch is not None
     on, tokens = phrases.mesh(answer.plan.mesh.axes), f"{batch.global_batch} x {batch.sequence}"
     yield f"{answer.plan.name} on {on}, {tokens} tokens a step; {answer.hardware.name}"
-    yield f"two steps of one rank, on fake tensors, with {'; '.join(assumed(answer))}"
+    where = f"on {found.device}" if found.device else "on fake tensors"
+    yield f"two steps of one rank, {where}, with {'; '.join(assumed(answer))}"
     yield ""
-    for rank in sorted(found.counted.ranks, key=lambda rank: -rank.peak):
-        yield from _rank(rank, found)
+    for memory, run in sorted(_both(found), key=lambda both: -both[0].peak):
+        yield from _rank(memory, run, found)
     estimated = answer.estimate.ranks
     yield ""
     for rank in found.counted.ranks:
         place = f" at place {rank.rank}" * (len(estimated) > 1)
-        size = estimated[rank.rank].peak
-        yield f"estimated{place}: {size / GIB:.2f} GiB, {size / rank.peak - 1:+.1%}"
+        size, (unit, of) = estimated[rank.rank].peak, unit_of(rank.peak)
+        yield f"estimated{place}: {size / of:.2f} {unit}, {size / rank.peak - 1:+.1%}"
     if len(found.layers) > 1:
         some = " and ".join(map(str, found.layers))
         yield f"run with {some} layers, which the rest follows from; --exact runs all of them"
-    yield "not counted: buffers of the network's library, and what kernels need while they run"
+    yield _NOT_MEASURED if found.device else _NOT_COUNTED
 
 
-def _rank(rank: RankMemory, found: MeasuredRanks) -> Iterator[str]:
+_NOT_COUNTED = "not counted: buffers of the network's library, and what kernels need while they run"
+_NOT_MEASURED = (
+    "not measured: collectives, which return at once, what overlaps with them, and buffers of the "
+    "network's library"
+)
+
+
+def _both(found: MeasuredRanks) -> Iterator[tuple[RankMemory, CountedRank]]:
+    return zip(found.counted.ranks, found.ranks, strict=True)
+
+
+def _rank(rank: RankMemory, run: CountedRank, found: MeasuredRanks) -> Iterator[str]:
     room = found.counted.usable
     place = f", place {rank.rank} of the pipeline" * (len(found.answer.estimate.ranks) > 1)
-    most = f"{rank.peak / GIB:.2f} GiB at most ({rank.largest.name}{place})"
+    unit, of = unit_of(rank.peak)
+    most = f"{rank.peak / of:.2f} {unit} at most ({rank.largest.name}{place})"
     verdict = VERDICTS[rank.peak <= room]
-    yield f"memory of a rank: {most}; {room / GIB:.1f} usable: {verdict}"
+    usable = f"{room / GIB:.1f}{' GiB' * (unit != 'GiB')} usable"
+    yield f"memory of a rank: {most}; {usable}: {verdict}"
     yield from held_lines(rank, least=rank.peak / 1000)
+    if run.reserved:
+        yield f"  {run.reserved / of:8.2f}  reserved by the allocator"
+    if run.missed:
+        said = f"out of memory ({run.missed.moment}) for {run.missed.what}"
+        yield said + _line(run.missed.what, found.answer.plan)
+        yield f"  {run.missed.said}"
+    if run.seconds:
+        whole = sum(run.seconds.values())
+        yield f"compute of a step{place}: {whole:.3f} s"
+        for part, seconds in sorted(run.seconds.items(), key=lambda item: -item[1]):
+            if seconds > whole / 1000:
+                line = _line(part, found.answer.plan) if part.startswith("recomputation") else ""
+                yield f"  {seconds * 1e3:8.1f}  ms {part}{line}"
+
+
+def _line(name: str, plan: Plan) -> str:
+    origin = _origin(name, plan)
+    return f"  ({origin.place})" if origin else ""
 
 
 def plain(found: MeasuredRanks) -> dict[str, Any]:
@@ -179,6 +234,9 @@ def plain(found: MeasuredRanks) -> dict[str, Any]:
     made = document(replace(found.answer, estimate=found.counted))
     return {
         **{name: value for name, value in made.items() if name != "time"},
+        "device": found.device or "fake",
         "layers": found.layers,
+        "compute": [dict(rank.seconds) for rank in found.ranks],
+        "out_of_memory": [rank.missed and rank.missed._asdict() for rank in found.ranks],
         "estimated": [rank.peak for rank in found.answer.estimate.ranks],
     }

@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields, replace
 from math import isfinite, log
 from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
 from planc import atomic_write, compiler
 from planc.diagnostic import Sink
@@ -25,12 +26,25 @@ CONSTANTS = ("matmul_tflops", "memory_gb_s", "launch_us", "node_latency_us", "no
 """What differs most between machines that share a name: clocks, power, memory, CPU, links."""
 
 NEEDED = ("model", "plan", "world_size", "batch", "seq", "seconds")
-OPTIONAL = ("set", "micro_batches", "gib")
+OPTIONAL = ("set", "micro_batches", "gib", "compute")
 ROWS = len(CONSTANTS) + 1
 """The fewest rows that say something of all constants that are fitted."""
 
 APART = 1.5
 """How far two measurements of one setting may be apart, as a ratio."""
+
+
+class Timed(NamedTuple):
+    """A workload with the seconds of a step; `alone`, those of its compute."""
+
+    work: Workload
+    seconds: float
+    alone: bool = False
+
+    def ratio(self, hardware: Hardware, stack: Stack) -> float:
+        """What is estimated of it, to what was measured."""
+        time = step_time(self.work, hardware, stack)
+        return (time.spent.compute if self.alone else time.seconds) / self.seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,20 +55,31 @@ class Measured:
         setting: the texts of its other columns.
         seconds: of a step, None where it was not measured.
         gib: the peak of `torch.cuda.max_memory_allocated`, None where it was not measured.
+        compute: seconds of a step in which collectives take none, as one rank alone runs it; None
+            where it was not measured.
         made: its estimate with the profile that is fitted.
     """
 
     setting: tuple[str, ...]
     seconds: float | None
     gib: float | None
+    compute: float | None
     made: Answer
+
+    @property
+    def timed(self) -> Iterator[Timed]:
+        """The times of a step that were measured."""
+        if self.seconds is not None:
+            yield Timed(self.made.work, self.seconds)
+        if self.compute is not None:
+            yield Timed(self.made.work, self.compute, alone=True)
 
 
 def read(path: Path, request: Request, sink: Sink, *, allow_code: bool) -> list[Measured]:
     """The measurements of a CSV file.
 
     Its columns are those of `NEEDED` and, if it has them, of `OPTIONAL`: `set` has settings of the
-    plan between spaces. A row has seconds, or `gib`, or both.
+    plan between spaces. A row has seconds of a step, or of its compute alone, or `gib`.
 
     Args:
         request: the profiles; its batch does not count.
@@ -88,12 +113,15 @@ def _measured(
         world_size, rows, tokens = (int(row[name]) for name in ("world_size", "batch", "seq"))
         micro = int(row.get("micro_batches") or 1)
         gib = float(row["gib"]) if row.get("gib") else None
-        seconds = float(row["seconds"]) if row["seconds"] or gib is None else None
+        compute = float(row["compute"]) if row.get("compute") else None
+        only = gib is None and compute is None
+        seconds = float(row["seconds"]) if row["seconds"] or only else None
         settings = shlex.split(row.get("set") or "")
     except (TypeError, ValueError) as error:
         sink.error("PL717", f"line {line}: {error}", help="write numbers")
         return None
-    numbers = (world_size, rows, tokens, micro, *(n for n in (seconds, gib) if n is not None))
+    measured = [n for n in (seconds, gib, compute) if n is not None]
+    numbers = (world_size, rows, tokens, micro, *measured)
     if not all(n > 0 and isfinite(n) for n in numbers):
         sink.error("PL717", f"line {line}: a number is not positive", help="leave out failed runs")
         return None
@@ -109,8 +137,8 @@ def _measured(
     if made is None or not made.counted:
         sink.error("PL717", f"line {line} has no estimate", help="mend its plan, or leave it out")
         return None
-    setting = tuple(str(row.get(name)) for name in (*NEEDED[:-1], *OPTIONAL[:-1]))
-    return Measured(setting=setting, seconds=seconds, gib=gib, made=made)
+    setting = tuple(str(row.get(name)) for name in (*NEEDED[:-1], *OPTIONAL[:2]))
+    return Measured(setting=setting, seconds=seconds, gib=gib, compute=compute, made=made)
 
 
 def add(path: Path, row: Mapping[str, object], sink: Sink) -> None:
@@ -142,10 +170,10 @@ def _judge(rows: Sequence[Measured], path: Path, sink: Sink) -> None:
     """Reports PL718."""
     times: dict[tuple[str, ...], list[float]] = {}
     for row in rows:
-        if row.seconds is not None:
-            times.setdefault(row.setting, []).append(row.seconds)
+        for one in row.timed:
+            times.setdefault((*row.setting, "compute" * one.alone), []).append(one.seconds)
     if len(times) < ROWS:
-        timed = " with seconds" * any(row.seconds is None for row in rows)
+        timed = " with seconds" * (not all([*row.timed] for row in rows))
         sink.error(
             "PL718",
             f"{path} has {len(times)} settings{timed}, and {len(CONSTANTS)} constants are fitted",
@@ -164,16 +192,14 @@ def _judge(rows: Sequence[Measured], path: Path, sink: Sink) -> None:
 def fitted(rows: Sequence[Measured], name: str) -> Hardware:
     """The profile of the rows with constants that are nearest to them."""
     first = rows[0].made
-    measured = [(row.made.work, row.seconds) for row in rows if row.seconds is not None]
+    measured = [one for row in rows for one in row.timed]
     found = calibrated(first.hardware, first.stack, measured)
     changed = {n for n in CONSTANTS if getattr(found, n) != getattr(first.hardware, n)}
     own = dict.fromkeys(changed, f"fitted to {len(measured)} measured steps")
     return replace(found, name=name, sources=first.hardware.sources | own)
 
 
-def calibrated(
-    hardware: Hardware, stack: Stack, measured: Sequence[tuple[Workload, float]]
-) -> Hardware:
+def calibrated(hardware: Hardware, stack: Stack, measured: Sequence[Timed]) -> Hardware:
     """The profile whose step times are nearest to measured ones.
 
     Each constant in turn is raised and lowered by a step that shrinks. Nearest is by the mean of
@@ -181,11 +207,11 @@ def calibrated(
     says little.
 
     Args:
-        measured: workloads with the seconds of a step.
+        measured: steps.
     """
 
     def error(profile: Hardware) -> float:
-        ratios = (log(s / step_time(w, profile, stack).seconds) for w, s in measured)
+        ratios = (log(one.ratio(profile, stack)) for one in measured)
         return sum(min(abs(r), 0.5) for r in ratios) / len(measured)
 
     best, step = error(hardware), 0.3
@@ -212,8 +238,8 @@ def report(rows: Sequence[Measured], profile: Hardware) -> Iterator[str]:
     """The errors before and after, and the constants that changed."""
     stack, before = rows[0].made.stack, rows[0].made.hardware
     for words, machine in (("before", before), ("after", profile)):
-        timed = [(r.made.work, r.seconds) for r in rows if r.seconds is not None]
-        errors = sorted(abs(step_time(w, machine, stack).seconds / s - 1) for w, s in timed)
+        timed = [one for row in rows for one in row.timed]
+        errors = sorted(abs(one.ratio(machine, stack) - 1) for one in timed)
         yield f"{words}: time error median {median(errors):.1%}, worst {errors[-1]:.1%}"
     peaks = [abs(r.made.estimate.fullest.peak / GIB / r.gib - 1) for r in rows if r.gib]
     if peaks:

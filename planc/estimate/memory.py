@@ -391,10 +391,20 @@ class _Rank:
         yield replace(item, origin=None)
 
     def reduced(self) -> Iterable[Item]:
-        """A unit's whole gradient and its copy for the reduce-scatter."""
-        if self.full:
-            largest = max((_unit(x) for x, _ in self.layers), default=0)
-            yield self._sharded("gradients being reduced", largest, self.work.precision.reduce)
+        """A unit's whole gradient and its copy for the reduce-scatter; of tied weights, which are
+        gathered then, the gradients of the head and of the embedding, and their sum.
+        """
+        if not self.full:
+            return
+        precision = self.work.precision
+        largest = max((_unit(x) for x, _ in self.layers), default=0)
+        tied = max((x.tied for x, _ in self.layers), default=0)
+        reduced = self._sharded("gradients being reduced", largest, precision.reduce)
+        added = tied * (4 * precision.compute - self.part * precision.rest)  # it has no shard yet
+        if added > reduced.size:
+            how = f"4 x {tied:,} elements x {precision.compute} bytes, less the shard to come"
+            reduced = replace(reduced, name="tied gradients being added", size=added, how=how)
+        yield reduced
 
     def stepped(self) -> Iterable[Item]:
         copies = 0 if self.work.offload else self.stack.optimizer_copies

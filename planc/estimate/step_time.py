@@ -37,6 +37,12 @@ class Spent(NamedTuple):
     def total(self) -> float:
         return sum(self)
 
+    @property
+    def compute(self) -> float:
+        """What one rank alone would spend, whose collectives take no time."""
+        done = (self.matmul, self.attention, self.memory_bound, self.launch, self.optimizer)
+        return sum(done)
+
     def plus(self, other: Spent, times: float) -> Spent:
         return Spent(*(one + times * more for one, more in zip(self, other, strict=True)))
 

@@ -123,6 +123,7 @@ class Layer:
         unsplit: elements of other ranks that gradients have until they are reduced over the model's
             axes: for an embedding that is split by its vocabulary, `embedding_dense_backward` gives
             a partial sum of the whole gradient.
+        tied: those of parameters that a lookup and a product of this rank share.
         matmuls, attention: of one forward.
         moved: bytes that memory-bound kernels of one forward read and write.
         kernels: the number of kernels that one forward launches, collectives apart.
@@ -157,6 +158,7 @@ class Layer:
     apart: int = 0
     frozen: int = 0
     unsplit: int = 0
+    tied: int = 0
     matmuls: tuple[Matmul, ...] = ()
     attention: tuple[Attention, ...] = ()
     moved: float = 0

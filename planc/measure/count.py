@@ -41,6 +41,14 @@ and so it does with every other one.
 """
 
 
+class OutOfMemory(NamedTuple):
+    """Where a device has no more memory: the moment, what was to be made, what torch said."""
+
+    moment: str
+    what: str
+    said: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CountedRank:
     """
@@ -48,11 +56,17 @@ class CountedRank:
         place: in the pipeline.
         moments: by their names, in the order of a step, what is held then: bytes by what they are.
         layers: the numbers of layers that were run; all of them where there is only one number.
+        seconds: of the parts of a step, on a device.
+        reserved: bytes that the allocator of CUDA took of the device; 0 elsewhere.
+        missed: where a device had no more memory.
     """
 
     place: int
     moments: Mapping[str, Mapping[str, int]]
     layers: tuple[int, ...]
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    reserved: int = 0
+    missed: OutOfMemory | None = None
 
     @property
     def largest(self) -> str:
@@ -95,6 +109,7 @@ def count(
     *,
     exact: bool = False,
     places: Sequence[int] = (),
+    device: str = "",
 ) -> list[CountedRank]:
     """Runs a rank of each place of the pipeline.
 
@@ -104,13 +119,14 @@ def count(
         runner: that runs the ranks of several plans; by default one of its own.
         exact: whether all layers are run.
         places: of the pipeline; none for all.
+        device: `cpu` or `cuda`, which runs all layers on memory of its own; empty for fake tensors.
 
     Raises:
         NotCountedError: the plan or the model cannot be run so.
     """
     require_runnable(compiled)
     with nullcontext(runner) if runner else RankRunner() as running:
-        work = _Work(compiled, step, running, exact=exact)
+        work = _Work(compiled, step, running, exact=exact or bool(device), device=device)
         every = range(work.places)
         if other := [place for place in places if place not in every]:
             raise NotCountedError(f"the pipeline has places 0 to {every[-1]}, and no {other[0]}")
@@ -235,6 +251,42 @@ def stored(facts: Facts) -> str:
     return elements.most_common(1)[0][0]
 
 
+def shallower(compiled: Compiled, layers: int, sink: Sink) -> Compiled:
+    """The same plan for the model with fewer layers, which lie evenly between the first and the
+    last, so that each kind is there as often as in the model.
+
+    Args:
+        sink: receives what is wrong with the plan then.
+
+    Raises:
+        NotCountedError: the model has fewer layers, or none in a list.
+    """
+    require_runnable(compiled)
+    assert compiled.facts is not None
+    at = max(block_lists(compiled.facts.model), key=length)
+    every = length(at)
+    if not 0 < layers <= every:
+        raise NotCountedError(f"the model has {every} layers, and {layers} were asked for")
+    last = max(1, layers - 1)
+    kept = [round(i * (every - 1) / last) for i in range(layers)]
+    return _with_blocks(compiled, at, kept, sink) if layers < every else compiled
+
+
+def _with_blocks(compiled: Compiled, at: Modules, kept: list[int], sink: Sink) -> Compiled:
+    """The plan for a model with some of the blocks of a list."""
+    facts = compiled.facts
+    assert facts is not None
+    values = _Chosen(length(at), kept).of(facts.config)
+    small = load_values({**values, "architectures": [facts.name]}, "few layers", sink)
+    return compile(
+        compiled.files,
+        small,
+        sink,
+        world_size=compiled.world_size,
+        settings=compiled.settings,
+    )
+
+
 @dataclass(slots=True)
 class _Depth:
     """A model of some depth, compiled, with the pattern of its blocks."""
@@ -250,6 +302,7 @@ class _Work:
     step: RankStep
     runner: RankRunner
     exact: bool
+    device: str
     at: Modules = field(init=False)
     depths: list[tuple[_Depth, int]] = field(init=False)
     form: dict[str, Any] = field(init=False, default_factory=dict)
@@ -281,8 +334,8 @@ class _Work:
         for more in (0, *sorted({*times})):
             periods = [LEAST + (n == more) for n in times]
             kept = pattern.kept(len(kinds), periods)
-            compiled = self._compiled(facts, kept)
-            if compiled is None or compiled.plan is None or compiled.facts is None:
+            compiled = _with_blocks(self.compiled, self.at, kept, Sink())
+            if not compiled.lowered or compiled.plan is None or compiled.facts is None:
                 return
             small = next(a for a in block_lists(compiled.facts.model) if a.path == self.at.path)
             if _kinds(small, compiled.plan, compiled.facts) != [kinds[i] for i in kept]:
@@ -291,30 +344,19 @@ class _Work:
             made.append((_Depth(compiled, len(kept), small_pattern), max(0, more - LEAST)))
         yield from made
 
-    def _compiled(self, facts: Facts, kept: list[int]) -> Compiled | None:
-        values = _Chosen(length(self.at), kept).of(facts.config)
-        quiet, files = Sink(), self.compiled.files
-        small = load_values({**values, "architectures": [facts.name]}, "few layers", quiet)
-        made = compile(
-            files,
-            small,
-            quiet,
-            world_size=self.compiled.world_size,
-            settings=self.compiled.settings,
-        )
-        return made if made.lowered else None
-
     def rank(self, place: int) -> CountedRank:
         """What the rank at a place of the pipeline holds."""
         if place and not self.form:  # what the first stage sends has the form of all
-            self._run(self.depths[0][0], 0)
-        base, *others = [(self._run(d, place), left) for d, left in self.depths]
+            self._run(self.depths[0][0], 0, "")
+        answers = [self._run(depth, place, self.device) for depth, _ in self.depths]
+        first, lefts = answers[0], (left for _, left in self.depths)
+        base, *others = zip((a["moments"] for a in answers), lefts, strict=True)
         names = [name for name, _ in base[0]]
         if any([name for name, _ in run] != names for run, _ in others):
             raise NotCountedError("its moments differ by the number of layers: use --exact")
         moments: dict[str, dict[str, int]] = {}
         for at, (name, held) in enumerate(base[0]):
-            if name == "parameters":
+            if name == "parameters" and names[1:]:
                 continue
             found: Counter[str] = Counter(held)
             for run, left in others:
@@ -325,9 +367,17 @@ class _Work:
             if sum(found.values()) > sum(moments.get(name, {}).values()):
                 moments[name] = {what: size for what, size in found.items() if size}
         layers = tuple(d.blocks for d, _ in self.depths)
-        return CountedRank(place=place, moments=moments, layers=layers)
+        missed = first.get("missed")
+        return CountedRank(
+            place=place,
+            moments=moments,
+            layers=layers,
+            seconds=first.get("seconds", {}),
+            reserved=first.get("reserved", 0),
+            missed=OutOfMemory(names[-1], *missed) if missed else None,
+        )
 
-    def _run(self, depth: _Depth, place: int) -> list[tuple[str, dict[str, int]]]:
+    def _run(self, depth: _Depth, place: int, device: str) -> dict[str, Any]:
         plan, lowered = depth.compiled.plan, depth.compiled.lowered
         assert plan is not None and lowered is not None and depth.compiled.facts is not None
         facts, op = depth.compiled.facts, plan.pipeline
@@ -341,13 +391,13 @@ class _Work:
                 begins=tuple(f"{self.at}.{first}" for first, _ in self._own(depth, plan, place)),
                 edges=dict(self._edges(depth, plan, place)),
                 form=self.form if place else {},
+                device=device,
             )
         )
         if "error" in answer:
             raise NotCountedError(answer["error"])
-        self.form = self.form or answer["form"]
-        moments: list[tuple[str, dict[str, int]]] = answer["moments"]
-        return moments
+        self.form = self.form or answer.get("form", {})
+        return answer
 
     def _own(self, depth: _Depth, plan: Plan, place: int) -> list[tuple[int, int]]:
         """The first block of each stage of a rank, and the one after its last."""

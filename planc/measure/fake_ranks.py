@@ -32,28 +32,34 @@ from planc.runtime.standalone.towers import SharedTower
 
 
 @contextmanager
-def alone(run: Run, form: Form | None) -> Iterator[None]:
+def alone(run: Run, form: Form | None, *, values: bool = False) -> Iterator[None]:
     """Lets a rank take its steps without the others.
 
     Args:
         run: of the rank.
         form: of what the stages before it send, as `sent_by` gives it on one of them.
+        values: whether the rank's own tensors have values, as on a device.
     """
-    run.steps.counts = run.steps.settled = True
+    others = (
+        (context_tokens, "document_numbers", lambda _: _OneDocument()),
+        (expert_parallel, "shares", _equal_shares),
+        (SharedTower, "needed", lambda _: False),
+        (RunningStage, "told", partialmethod(_told, form)),
+        (RunningStage, "_empty", _received),
+        (distributed.ProcessGroup, "send", _sent),
+    )
+    own = (
+        (training_step, "_require_as_many", _as_many),
+        (RingMask, "seen", property(_in_part)),
+    )
     context = run.model.__dict__.get(CONTEXT)
     with ExitStack() as stack:
-        stack.enter_context(one_sequence_a_row())
-        for place, name, made in (
-            (training_step, "_require_as_many", _as_many),
-            (context_tokens, "document_numbers", lambda _: _OneDocument()),
-            (expert_parallel, "shares", _equal_shares),
-            (SharedTower, "needed", lambda _: False),
-            (RingMask, "seen", property(_in_part)),
-            (RunningStage, "told", partialmethod(_told, form)),
-            (distributed.ProcessGroup, "send", _sent),
-        ):
+        for place, name, made in others if values else (*others, *own):
             stack.enter_context(mock.patch.object(place, name, made))
-        if context is not None:
+        if not values:
+            run.steps.counts = run.steps.settled = True
+            stack.enter_context(one_sequence_a_row())
+        if context is not None and not values:
             plain = context.batch
             stack.enter_context(mock.patch.object(context, "batch", partial(_part, plain)))
         yield
@@ -93,9 +99,10 @@ def _equal_shares(own: LocalExperts, flat: Tensor) -> tuple[list[int], list[int]
     """`shares` where every rank sends as many tokens to every other."""
     ranks = own.group.size()
     each = [(len(flat) + rank) // ranks for rank in range(ranks)]
-    sizes = torch.empty(ranks * own.count, dtype=torch.long)
+    sizes = torch.empty(ranks * own.count, dtype=torch.long, device=flat.device)
     distributed.all_to_all_single(torch.empty_like(sizes), sizes, group=own.group)
-    return each, each, torch.empty(len(flat), dtype=torch.long)
+    tokens = torch.arange(len(flat), device=flat.device)
+    return each, each, tokens * own.count // max(1, len(flat))
 
 
 def _in_part(mask: RingMask) -> dict[tuple[int, int, int], list[bool]]:
@@ -116,6 +123,14 @@ def _told(stage: RunningStage, form: Form | None, peer: int) -> Form:
     header = torch.zeros(HEADER, dtype=torch.uint8, device=stage.device)
     distributed.recv(header, peer, group=stage.group)
     return form or next(filter(None, (part.section.sent for part in stage.beside.values())))
+
+
+_EMPTY = RunningStage._empty
+
+
+def _received(stage: RunningStage, form: Form) -> Tensor:
+    """What another stage would send: garbage would be no numbers, which meet routers."""
+    return _EMPTY(stage, form).normal_()
 
 
 class _Holding:

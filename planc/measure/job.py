@@ -40,7 +40,7 @@ class RankJob:
             of the moment.
         form: of what the stages before it send.
         order: whether what it sends is noted, in place of what it holds.
-        real: whether tensors have memory, which is faster where they are small.
+        device: where tensors have memory, `cpu` or `cuda`; empty for fake ones.
         code: whether the plan's custom styles may be imported.
     """
 
@@ -53,7 +53,7 @@ class RankJob:
     edges: dict[str, str] = field(default_factory=dict)
     form: dict[str, Any] = field(default_factory=dict)
     order: bool = False
-    real: bool = False
+    device: str = ""
     code: bool = False
 
     def dumps(self) -> str:

@@ -11,13 +11,18 @@ import json
 import logging
 import os
 import sys
+import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
+
+# torch reads them when it is imported: the profiler says when it begins, and that a block is older
+os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 import torch
 import torch._dynamo  # an optimizer imports it in its first step
@@ -30,6 +35,7 @@ from torch._subclasses.fake_tensor import (
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from planc.diagnostic import Sink
+from planc.measure.allocations import Allocations, Clock, CudaAllocations
 from planc.measure.fake_ranks import alone, sent_by
 from planc.measure.job import RankJob
 from planc.measure.storages import Storages
@@ -50,6 +56,10 @@ _OPTIMIZERS = {
     "sgd": partial(torch.optim.SGD, foreach=True),
     "momentum": partial(torch.optim.SGD, momentum=0.9, foreach=True),
 }
+
+
+TIMED_STEPS, TIMED_SECONDS = 5, 10.0
+"""The most steps that are timed, and the seconds after which no other one begins."""
 
 
 def main() -> int:
@@ -79,7 +89,7 @@ def main() -> int:
 
 def _answer(job: RankJob) -> dict[str, Any]:
     try:
-        return _Rank(job).measured()
+        return _Rank(job).answered()
     except Exception as error:
         if os.environ.get("PLANC_TRACEBACK"):
             traceback.print_exc()
@@ -106,43 +116,126 @@ class _Rank:
         self.lowered: Lowered = lowered
         self.running: list[str] = []
         self.stepping = ""
-        self.storages = Storages(self.what)
+        self.passing = 0
+        self.failed = ""
+        self.clock: Clock | None = None
+        self.device = job.device or "cpu"
+        self.form = job.form or None
+        kinds = {"cpu": Allocations, "cuda": CudaAllocations}
+        self.held: Storages | Allocations = kinds.get(job.device, Storages)(self.what)
 
-    def measured(self) -> dict[str, Any]:
+    def answered(self) -> dict[str, Any]:
         job = self.job
+        if self.device == "cuda" and not torch.cuda.is_available():
+            return {"error": "torch finds no CUDA device here"}
         distributed.init_process_group(
             "fake", rank=job.rank, world_size=self.lowered.world_size, store=FakeStore()
         )
+        fake = nullcontext() if job.device else FakeTensorMode(allow_non_fake_inputs=True)
+        # by default backward of CUDA runs in a thread of its own, of which modules do not know
+        with torch.autograd.set_multithreading_enabled(False):
+            return self._called(fake) if job.order else self._measured(fake)
+
+    def _applied(self) -> tuple[Run, dict[int, str]]:
+        """The model without memory, as the plan has it, and the kinds of its modules."""
+        job = self.job
         model = _model(job)
         names = {id(m): _layer(n) for n, m in named_modules(model).items()}
         names[id(model)] = type(model).__name__
         run = apply_lowered(
-            model, self.lowered, digest=job.digest, device_type="cpu", allow_code=job.code
+            model, self.lowered, digest=job.digest, device_type=self.device, allow_code=job.code
         )
-        fake = nullcontext() if job.real else FakeTensorMode(allow_non_fake_inputs=True)
-        with quiet(), fake:
-            model.to_empty(device="cpu")
-            if job.real:
-                _zero(model)
-            optimizer = self._optimizer(run)
-            if job.order:
-                return {"steps": [*self._calls(run, optimizer)], "form": sent_by(run) or {}}
-            self.storages.note([*model.parameters(), *model.buffers()], "parameters")
-            self.storages.mark("parameters")
-            with self._watched(run, names), alone(run, job.form or None):
-                for _ in range(2):
-                    self._step(run, optimizer)
-        return {"moments": [*self.storages.moments()], "form": sent_by(run) or {}}
+        return run, names
 
-    def _calls(self, run: Run, optimizer: Any) -> Iterator[list[dict[str, Any]]]:
+    def _called(self, fake: AbstractContextManager[object]) -> dict[str, Any]:
         """What the rank calls in its first step, and in another."""
+        run, _ = self._applied()
         names = {id(module): name for name, module in named_modules(run.model).items()}
         noted = Collectives(names, lambda: self.stepping)
-        with alone(run, self.job.form or None), noted.recording():
-            for _ in range(2):
-                before = len(noted.calls)
-                self._step(run, optimizer)
-                yield noted.calls[before:]
+        steps = []
+        with quiet(), fake:
+            self._built(run.model)
+            optimizer, batches = self._optimizer(run), self._batches()
+            with alone(run, self.form), noted.recording():
+                for _ in range(2):
+                    before = len(noted.calls)
+                    self._step(run, optimizer, batches)
+                    steps.append(noted.calls[before:])
+        return {"steps": steps, "form": sent_by(run) or {}}
+
+    def _measured(self, fake: AbstractContextManager[object]) -> dict[str, Any]:
+        """What it holds in two steps, and on a device the seconds of some more."""
+        values = bool(self.job.device)
+        made: dict[str, Any] = {}
+        try:
+            with ExitStack() as around, ExitStack() as counted:
+                if values:  # what a plan makes while it is applied is held too
+                    counted.enter_context(self.held.counting())
+                self.held.mark("parameters")
+                run, names = self._applied()
+                beside = alone(run, self.form, values=values)
+                for one in (quiet(), fake, self._watched(run, names), beside):
+                    around.enter_context(one)
+                if not values:
+                    counted.enter_context(self.held.counting())
+                self._built(run.model)
+                optimizer, batches = self._optimizer(run), self._batches()
+                self.held.note([*run.model.parameters(), *run.model.buffers()], "parameters")
+                for _ in range(2):
+                    self._step(run, optimizer, batches)
+                counted.close()
+                made["form"] = sent_by(run) or {}
+                if values:
+                    made["seconds"] = self._timed(run, optimizer, batches)
+        except RuntimeError as error:
+            made["missed"] = (self.failed or self.what(), _no_memory(error))
+        if self.device == "cuda":
+            made["reserved"] = torch.cuda.max_memory_reserved()
+        return made | {"moments": [*self.held.moments()]}
+
+    def _timed(
+        self, run: Run, optimizer: Any, batches: list[dict[str, Tensor]]
+    ) -> dict[str, float]:
+        """Seconds of the parts of the fastest of some steps."""
+        found: list[dict[str, float]] = []
+        end = time.perf_counter() + TIMED_SECONDS
+        while len(found) < TIMED_STEPS and (not found or time.perf_counter() < end):
+            self.clock = Clock(self.device)
+            self.changed()
+            self._step(run, optimizer, batches)
+            self.clock.at("end")
+            found.append(self.clock.spent())
+        self.clock = None
+        return min(found, key=lambda parts: sum(parts.values()))
+
+    def _built(self, model: nn.Module) -> None:
+        """Gives the model memory; values that are no numbers would meet routers."""
+        model.to_empty(device=self.device)
+        if self.job.device:
+            generator = torch.Generator(self.device).manual_seed(0)
+            with torch.no_grad():
+                for buffer in model.buffers():
+                    buffer.zero_()
+                for parameter in model.parameters():
+                    local = getattr(parameter, "_local_tensor", parameter)
+                    if local.is_floating_point():
+                        local.normal_(std=0.02, generator=generator)
+
+    def _batches(self) -> list[dict[str, Tensor]]:
+        step = self.job.step
+        passes = step.micro_batches
+        if not self.job.device:  # those after the second hold what that one holds
+            passes = min(2, passes)
+        size = (passes, step.rows, step.tokens)
+        if self.job.device and not self.job.order:
+            tokens = torch.randint(self._words(), size, device=self.device)
+        else:
+            tokens = torch.zeros(size, dtype=torch.long, device=self.device)
+        return [{"input_ids": one, "labels": one} for one in tokens]
+
+    def _words(self) -> int:
+        config = self.job.config
+        return int((config.get("text_config") or config)["vocab_size"])
 
     def _optimizer(self, run: Run) -> Any:
         if self.lowered.has(Optimize):
@@ -150,42 +243,64 @@ class _Rank:
         trained = [p for p in run.model.parameters() if p.requires_grad]
         return run.optimizer(_OPTIMIZERS[self.job.step.optimizer](trained, lr=1e-4))
 
-    def _step(self, run: Run, optimizer: Any) -> None:
-        step = self.job.step
-        tokens = torch.zeros((step.rows, step.tokens), dtype=torch.long)
-        passes = min(2, step.micro_batches)  # those after the second hold what that one holds
-        batches = [{"input_ids": tokens, "labels": tokens}] * passes
-        self.storages.mark("loss")
+    def _step(self, run: Run, optimizer: Any, batches: list[dict[str, Tensor]]) -> None:
+        self.held.mark("loss")
         run.forward_backward(batches)
         grads = (p.grad for p in run.model.parameters())
-        self.storages.note((g for g in grads if g is not None), "gradients")
-        self.storages.mark("optimizer step")
-        self.stepping = "clipping"
+        self.held.note((g for g in grads if g is not None), "gradients")
+        self.held.mark("optimizer step")
+        self._stepping("clipping")
         run.clip_grad_norm_(1.0)
-        self.stepping = "optimizer"
+        self._stepping("optimizer")
         optimizer.step()
         states = (value for held in optimizer.state.values() for value in held.values())
-        self.storages.note((s for s in states if isinstance(s, Tensor)), "optimizer state")
+        self.held.note((s for s in states if isinstance(s, Tensor)), "optimizer state")
         optimizer.zero_grad()
-        self.stepping = ""
+        self._stepping("")
 
-    # What is held ---------------------------------------------------------------------------------
+    # What runs ------------------------------------------------------------------------------------
 
     def what(self) -> str:
         """What a storage is that is made now."""
         if self.stepping:
             return "copies in the optimizer"
-        passing = _in_backward()
         if self.running:
-            kind = "recomputed activations" if passing else "activations"
+            kind = "recomputed activations" if self.passing else "activations"
             return f"{kind} of {self.running[-1]}"
-        return "gradients of activations" if passing else "the batch"
+        return "gradients of activations" if self.passing else "the batch"
+
+    def part(self) -> str:
+        """The part of a step that runs now."""
+        if self.stepping:
+            return self.stepping
+        if self.running:
+            return f"{'recomputation' if self.passing else 'forward'} of {self.running[-1]}"
+        return "backward" if self.passing else "between passes"
+
+    def changed(self) -> None:
+        """Tells that another part runs."""
+        self.held.changed()
+        if self.clock:
+            self.clock.at(self.part())
+
+    def _stepping(self, what: str) -> None:
+        self.stepping = what
+        self.changed()
+
+    @contextmanager
+    def _inside(self) -> Iterator[None]:
+        """Surrounds a part, and says the innermost one that fails."""
+        self.changed()
+        try:
+            yield
+        except Exception:
+            self.failed = self.failed or self.what()
+            raise
 
     @contextmanager
     def _watched(self, run: Run, names: dict[int, str]) -> Iterator[None]:
         """Follows which module runs and where backward is."""
-        call = nn.Module.__call__
-        storages = self.storages
+        call, backward = nn.Module.__call__, torch.autograd._engine_run_backward
 
         def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             name = names.get(id(module))
@@ -193,9 +308,20 @@ class _Rank:
                 return call(module, *args, **kwargs)
             self.running.append(name)
             try:
-                return call(module, *args, **kwargs)
+                with self._inside():
+                    return call(module, *args, **kwargs)
             finally:
                 self.running.pop()
+                self.changed()
+
+        def passed(*args: Any, **kwargs: Any) -> Any:
+            self.passing += 1
+            try:
+                with self._inside():
+                    return backward(*args, **kwargs)
+            finally:
+                self.passing -= 1
+                self.changed()
 
         handles = []
         blocks = named_modules(run.model)
@@ -203,25 +329,35 @@ class _Rank:
             handles.append(blocks[name].register_forward_pre_hook(self._began))
         for name, at in self.job.edges.items():
             handles.append(blocks[name].register_forward_hook(partial(self._turned, at)))
-        with mock.patch.object(nn.Module, "__call__", called), storages.counting():
+        with (
+            mock.patch.object(nn.Module, "__call__", called),
+            mock.patch.object(torch.autograd, "_engine_run_backward", passed),
+        ):
             yield
         for handle in handles:
             handle.remove()
 
     def _began(self, *_: Any) -> None:
-        if not _in_backward():
-            self.storages.mark("loss")
+        if not self.passing:
+            self.held.mark("loss")
 
     def _turned(self, at: str, _module: Any, _args: Any, output: Any) -> None:
         """From the gradient of a block's output on, backward is at another place."""
         first = output[0] if isinstance(output, tuple) else output
-        if isinstance(first, Tensor) and first.requires_grad and not _in_backward():
-            first.register_hook(lambda _: self.storages.mark(at))
+        if isinstance(first, Tensor) and first.requires_grad and not self.passing:
+            first.register_hook(lambda _: self.held.mark(at))
 
 
-def _in_backward() -> bool:
-    """Whether the autograd engine runs, which on the CPU is in this thread."""
-    return torch._C._current_autograd_node() is not None
+def _no_memory(error: Exception) -> str:
+    """What an allocator says of memory that it has not.
+
+    Raises:
+        Exception: the error, which is another one.
+    """
+    text = str(error).partition(chr(10))[0]
+    if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in text:
+        return text
+    raise error
 
 
 def _model(job: RankJob) -> nn.Module:
@@ -232,12 +368,6 @@ def _model(job: RankJob) -> nn.Module:
     with torch.device("meta"):
         model: nn.Module = training_model(*prepared, job.step.dtype, job.step.attention)
     return model
-
-
-def _zero(model: nn.Module) -> None:
-    with torch.no_grad():
-        for tensor in (*model.parameters(), *model.buffers()):
-            tensor.zero_()
 
 
 def _layer(name: str) -> str:

@@ -6,7 +6,6 @@ It works on fake tensors, whose storages have a size and no memory, and imports 
 from __future__ import annotations
 
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,32 +19,25 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-Held = dict[str, int]
-"""Bytes by what they are."""
+from planc.measure.ledger import Ledger
 
 
-class Storages(TorchDispatchMode):  # type: ignore[misc]
+class Storages(TorchDispatchMode, Ledger):  # type: ignore[misc]
     """Notes every storage that an operator makes, and when it is freed.
 
     Args:
         what: says what a storage is that is made now.
-
-    Attributes:
-        marks: the moments, in order: a name, and the number of events before it.
     """
 
     def __init__(self, what: Callable[[], str]) -> None:
-        super().__init__()
+        TorchDispatchMode.__init__(self)
+        Ledger.__init__(self)
         self.what = what
         self.known: dict[int, tuple[weakref.ref[Any], int, int]] = {}
-        self.names: list[str] = []
-        self.events: list[tuple[int, int]] = []
-        self.marks: list[tuple[str, int]] = []
         self.aside = 0
 
-    def mark(self, moment: str) -> None:
-        """From here on, what is held belongs to another moment."""
-        self.marks.append((moment, len(self.events)))
+    def changed(self) -> None:
+        """Another module runs: nothing to do, as each storage asks what it is."""
 
     def note(self, tensors: Iterable[Tensor], name: str = "") -> None:
         """Counts the storages of tensors; those that are known get the name that is given."""
@@ -62,39 +54,14 @@ class Storages(TorchDispatchMode):  # type: ignore[misc]
                 _, size, number = self.known.pop(key)
                 self.events.append((number, -size))
 
-            self.known[key] = (weakref.ref(storage, gone), 0, len(self.names))
-            self.names.append(name or self.what())
+            number = self.made(name or self.what())
+            self.known[key] = (weakref.ref(storage, gone), 0, number)
         reference, before, number = self.known[key]
         if name:
             self.names[number] = name
         if size != before:
             self.known[key] = (reference, size, number)
             self.events.append((number, size - before))
-
-    def moments(self) -> Iterator[tuple[str, Held]]:
-        """For each moment its name, and what was held when most was held in it."""
-        held: Counter[int] = Counter()
-        ends = [*(at for _, at in self.marks[1:]), len(self.events)]
-        for number, size in self.events[: self.marks[0][1]]:
-            held[number] += size
-        for (name, start), end in zip(self.marks, ends, strict=True):
-            total = peak = 0
-            last = start
-            for at in range(start, end):
-                total += self.events[at][1]
-                if total > peak:
-                    peak, last = total, at + 1
-            for number, size in self.events[start:last]:
-                held[number] += size
-            yield name, self._by_name(held)
-            for number, size in self.events[last:end]:
-                held[number] += size
-
-    def _by_name(self, held: Counter[int]) -> Held:
-        found: Counter[str] = Counter()
-        for number, size in held.items():
-            found[self.names[number]] += size
-        return {name: size for name, size in found.items() if size}
 
     @contextmanager
     def counting(self) -> Iterator[None]:

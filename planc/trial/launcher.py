@@ -171,7 +171,7 @@ class ForkServer:
         found = list(_reports(self.folder, job.ranks))
         if late or self._process.returncode != 0 or len(found) < job.ranks:
             return self._failure(found, timeout if late else None, job.ranks)
-        return _comparison(found, time.monotonic() - began)
+        return comparison(found, time.monotonic() - began)
 
     def close(self) -> None:
         """Ends every process, including those that a rank started."""
@@ -252,7 +252,8 @@ def _failure_of(kind: str, report: dict[str, Any]) -> TrialFailure:
     )
 
 
-def _comparison(found: list[dict[str, Any]], seconds: float) -> Comparison:
+def comparison(found: list[dict[str, Any]], seconds: float) -> Comparison:
+    """What all ranks found, as one; `found` is what each says, as `worker.compared` has it."""
     every = [seed for report in found for seed in report["seeds"]]
     limits = found[0].get("limits", LIMITS)
     errors = {kind: max(float(s[kind]) for s in every) for kind in limits}

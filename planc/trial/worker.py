@@ -56,7 +56,7 @@ def main(job: Job, number: int) -> int:
             store=distributed.FileStore(str(Path(job.folder) / "store"), job.ranks),
             timeout=datetime.timedelta(seconds=job.seconds),
         )
-        _compare(job, found)
+        compared(job, found)
     except BaseException as error:
         found["single"] = isinstance(error, SingleError)
         found["error"] = f"{type(error).__name__}: {error}".strip().removeprefix("SingleError: ")
@@ -74,7 +74,14 @@ def _frames(error: BaseException) -> list[tuple[str, int, str, str]]:
     return [*before, *((f.filename, f.lineno or 0, f.name, f.line or "") for f in stack)]
 
 
-def _compare(job: Job, found: dict[str, Any]) -> None:
+def compared(job: Job, found: dict[str, Any]) -> None:
+    """Trains this rank of a process group and the single process, and adds to `found` how far their
+    numbers are apart, and the phase.
+
+    Raises:
+        SingleError: the model does not train in a single process.
+    """
+
     def report(phase: str) -> None:
         found["phase"] = phase
 

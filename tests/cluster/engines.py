@@ -1,5 +1,5 @@
 """Runs what `planc launch` writes on real engines, with a rank that is killed once: torchrun, Slurm
-of one node, a local Ray; SkyPilot and Kubeflow parse theirs. `make cluster` calls it.
+of one node and of two, a local Ray; SkyPilot and Kubeflow parse theirs. `make cluster` calls it.
 
 The losses of each must be those of a run that nobody kills.
 """
@@ -18,7 +18,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 ENGINES = Path(os.path.abspath(sys.argv[1]))  # noqa: PTH100, the Python of a venv is a link
 WANTED = sys.argv[2:]
-"""Of torchrun, fewer, slurm, ray and ray_train; all, and what is parsed, without any."""
+"""Of torchrun, fewer, slurm, slurm_fewer, ray, ray_train; without any, all and what is parsed."""
 sys.path.insert(0, str(HERE.parent))
 
 from modelfolder import QWEN3  # noqa: E402
@@ -38,16 +38,17 @@ SelectTypeParameters=CR_CPU
 GresTypes=gpu
 SlurmUser={user}
 StateSaveLocation={home}/state
-SlurmdSpoolDir={home}/spool
+SlurmdSpoolDir={home}/%n
 SlurmctldPidFile={home}/slurmctld.pid
-SlurmdPidFile={home}/slurmd.pid
+SlurmdPidFile={home}/%n.pid
 SlurmctldLogFile={home}/slurmctld.log
-SlurmdLogFile={home}/slurmd.log
+SlurmdLogFile={home}/%n.log
+SlurmdParameters=config_overrides
 ReturnToService=2
 MpiDefault=none
 JobAcctGatherType=jobacct_gather/none
-NodeName={host} NodeAddr=127.0.0.1 CPUs=2 Gres=gpu:H100:2 State=UNKNOWN
-PartitionName=all Nodes={host} Default=YES MaxTime=INFINITE State=UP
+NodeName=DEFAULT CPUs=2 Gres=gpu:H100:2 State=UNKNOWN
+PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 DEVICES = "Name=gpu Type=H100 File=/dev/null\nName=gpu Type=H100 File=/dev/zero\n"
 """Devices that stand for GPUs; the script trains on the CPU."""
@@ -99,15 +100,19 @@ def fewer():
 
 
 @contextmanager
-def one_node():
-    """Slurm's daemons, of this machine alone."""
-    home = Path("slurm").absolute()
-    for name in ("munge", "state", "spool"):
+def slurm_of(count):
+    """Slurm's daemons, of one node or of two that are both this machine."""
+    home = Path(f"slurm{count}").absolute()
+    for name in ("munge", "state"):
         (home / name).mkdir(parents=True)
     (home / "munge" / "key").write_bytes(os.urandom(1024))
     (home / "munge" / "key").chmod(0o400)
     host, user = socket.gethostname().partition(".")[0], say("id", "-un").strip()
-    (home / "slurm.conf").write_text(CONF.format(host=host, home=home, user=user))
+    nodes = [host, "localhost"][:count]  # names that this machine finds itself by
+    text = CONF.format(host=host, home=home, user=user)
+    for at, node in enumerate(nodes):
+        text += f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={17000 + at}\n"
+    (home / "slurm.conf").write_text(text)
     (home / "gres.conf").write_text(DEVICES)
     os.environ["SLURM_CONF"] = str(home / "slurm.conf")
     names = {"key-file": "key", "socket": "socket", "pid-file": "pid", "log-file": "log"}
@@ -117,29 +122,46 @@ def one_node():
             ["munged", *(f"--{option}={home}/munge/{name}" for option, name in names.items())],
             check=True,
         )
-        for daemon in ("slurmctld", "slurmd"):
-            subprocess.run([daemon], check=True)
-        until(lambda: "idle" in say("sinfo", "--noheader", "--format=%T"), 60)
+        subprocess.run(["slurmctld"], check=True)
+        for node in nodes:
+            subprocess.run(["slurmd", "-N", node], check=True)
+        until(lambda: f"{count} idle" in say("sinfo", "--noheader", "--format=%D %T"), 60)
         yield
     finally:
-        for pid in ("slurmd.pid", "slurmctld.pid", "munge/pid"):
+        for pid in (*(f"{node}.pid" for node in nodes), "slurmctld.pid", "munge/pid"):
             if (home / pid).exists():
                 os.kill(int((home / pid).read_text()), 15)
 
 
 def slurm():
-    with one_node():
-        job = say("sbatch", "--parsable", killed("slurm")).strip()
+    with slurm_of(1):
+        submitted(killed("slurm"))
 
-        def state():
-            found = say("scontrol", "show", "job", job)
-            if "Reason=BeginTime" in found:  # what is requeued waits for two minutes
-                say("scontrol", "update", f"jobid={job}", "starttime=now")
-            return found
 
-        until(lambda: "JobState=COMPLETED" in state() or "JobState=FAILED" in state(), 600)
-        print(Path(f"qwen3-{job}.log").read_text())
-        assert "JobState=COMPLETED" in state() and "Restarts=1" in state()
+def slurm_fewer():
+    """Two nodes of one rank, of which one takes no other job after the first start."""
+    script = ["--dies-at", "3", "--losses", "slurm_fewer.jsonl"]
+    with slurm_of(2):
+        lost = ["update", "nodename=localhost", "state=drain", "reason=lost"]
+        submitted(written("slurm", ELASTIC, *script), lambda: say("scontrol", *lost))
+    assert [ranks for *_, ranks in lines("slurm_fewer")] == [2, 2, 2, 1, 1, 1]
+
+
+def submitted(file, when_it_runs=lambda: None):
+    """Runs a job that is requeued once."""
+    job = say("sbatch", "--parsable", file).strip()
+
+    def state():
+        found = say("scontrol", "show", "job", job)
+        if "Reason=BeginTime" in found:  # what is requeued waits for two minutes
+            say("scontrol", "update", f"jobid={job}", "starttime=now")
+        return found
+
+    until(lambda: "JobState=PENDING" not in state(), 60)
+    when_it_runs()
+    until(lambda: "JobState=COMPLETED" in state() or "JobState=FAILED" in state(), 600)
+    print(Path(f"qwen3-{job}.log").read_text())
+    assert "JobState=COMPLETED" in state() and "Restarts=1" in state()
 
 
 def until(true, seconds):
@@ -200,7 +222,7 @@ def main():
     alone = written("torchrun", PLAN, "--set", "tp=2", "--losses", "alone.jsonl")
     subprocess.run(["bash", alone], check=True)
     expected = lines("alone")
-    for target in (torchrun, fewer, slurm, ray):
+    for target in (torchrun, fewer, slurm, slurm_fewer, ray):
         if WANTED and target.__name__ not in WANTED:
             continue
         target()

@@ -14,7 +14,7 @@ import measured_steps
 import published_runs
 from measured_tables import DATA, hardware, playbook, stack, vtrain
 
-from planc.estimate.measurements import CONSTANTS, calibrated
+from planc.estimate.measurements import CONSTANTS, Timed, calibrated
 from planc.estimate.memory import GIB
 from planc.estimate.step import estimate
 from planc.estimate.step_time import step_time
@@ -183,7 +183,7 @@ def judge_vtrain(path):
     profile, software = hardware("a100-8x"), stack("megatron")
     runs = list(vtrain(path))
     sample = runs[::20]  # a twentieth
-    fitted = calibrated(profile, software, [(run.work, run.seconds) for run in sample])
+    fitted = calibrated(profile, software, [Timed(run.work, run.seconds) for run in sample])
     print(f"\n## {path.name}: {len(runs)} rows\n")
     for name, machine in (("as shipped", profile), (f"calibrated on {len(sample)} rows", fitted)):
         times = [(run.seconds, step_time(run.work, machine, software).seconds) for run in runs]

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
+from measured_tables import runner
+
 from planc.compiler import compile_plan
 from planc.diagnostic import Sink
 from planc.estimate.answer import Request, answer
@@ -137,13 +139,14 @@ class Combination:
         assert found, sink.diagnostics
         return found
 
-    def counted(self):
+    def counted(self, device=""):
         """What a rank of each place of the pipeline holds when it is run."""
         compiled = self.compiled()
         ways = prod(axis.size for axis in compiled.plan.mesh.of_role(AxisRole.DATA))
         rows = self.rows // ways // self.batches
         batches = {"micro_batches": self.batches, "dtype": "float32"}
-        return count(compiled, RankStep(rows=rows, tokens=self.tokens, **batches))
+        step = RankStep(rows=rows, tokens=self.tokens, **batches)
+        return count(compiled, step, runner(), device=device)
 
 
 def _combinations():

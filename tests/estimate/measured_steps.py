@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
-from measured_tables import DATA, accelerator, hardware, stack
+from measured_tables import DATA, accelerator, hardware, runner, stack
 
 from planc.compiler import compile_plan
 from planc.diagnostic import Sink
@@ -20,6 +20,8 @@ from planc.estimate.kernels import matmul
 from planc.estimate.memory import GIB
 from planc.estimate.step import estimate
 from planc.estimate.workload import Matmul
+from planc.measure.count import count as run_ranks
+from planc.measure.job import RankStep
 
 _LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_attention_heads": 32}
 _QWEN_MOE = {
@@ -105,20 +107,36 @@ def written(row, folder):
     return str(folder), str(plan)
 
 
-def estimated(row, machine, software, world_size=1):
+def compiled_row(row, world_size=1):
     sink = Sink()
     with tempfile.TemporaryDirectory() as folder:
         compiled = compile_plan(*written(row, Path(folder)), sink, world_size=world_size)
-        assert compiled.applied, sink.diagnostics
-        plan, facts = compiled.applied
-        work = PlanWork(
-            plan,
-            replace(facts, built=True),  # the measured script steps what `from_config` gives
-            Batch(global_batch=row["batch"] * world_size, sequence=row["seq"]),
-            software,
-        )
-        counted = count(compiled.applied[1], sink, work.micro_batch, attention=row["attn"])
-        assert counted, sink.diagnostics
+    assert compiled.applied, sink.diagnostics
+    return compiled
+
+
+def counted_row(row):
+    """Bytes of the peak of a rank that is run."""
+    step = RankStep(
+        rows=row["batch"],
+        tokens=row["seq"],
+        micro_batches=1,
+        dtype="float32" if row["mode"] == "fsdp" else "bfloat16",
+        attention=row["attn"],
+    )
+    return run_ranks(compiled_row(row), step, runner())[0].peak
+
+
+def estimated(row, machine, software, world_size=1):
+    sink, (plan, facts) = Sink(), compiled_row(row, world_size).applied
+    work = PlanWork(
+        plan,
+        replace(facts, built=True),  # the measured script steps what `from_config` gives
+        Batch(global_batch=row["batch"] * world_size, sequence=row["seq"]),
+        software,
+    )
+    counted = count(facts, sink, work.micro_batch, attention=row["attn"])
+    assert counted, sink.diagnostics
     return estimate(work.workload(counted), machine, software)
 
 
@@ -175,8 +193,8 @@ def judge(name):
     found = list(matmul_errors(name, profile))
     print(f"\n## {name}.json: one {name.upper()}, torch 2.11, transformers 5.17\n")
     print(f"- {len(found)} matmuls of over 0.05 ms: time error median {median(found):.1%}\n")
-    print("| model | layers | batch | mode | GiB measured | estimated | ms measured | estimated |")
-    print("| --- " * 8 + "|")
+    print("| model | layers | batch | mode | GiB measured | counted | estimated ", end="")
+    print("| ms measured | estimated |\n" + "| --- " * 9 + "|")
     memory, time = [], []
     for row in accelerator(name)["steps"]:
         if "error" in row or row["adam"] == "fused":
@@ -190,7 +208,8 @@ def judge(name):
         )
         print(
             f"| {row['model']} | {row['layers']} | {row['batch']} x {row['seq']} | {how} "
-            f"| {row['peak'][1]:.2f} | {gib:.2f} | {row['step_ms']:.0f} | {ms:.0f} |"
+            f"| {row['peak'][1]:.2f} | {counted_row(row) / GIB:.2f} | {gib:.2f} "
+            f"| {row['step_ms']:.0f} | {ms:.0f} |"
         )
     print(
         f"\n- memory error median {median(memory):.1%}, worst {max(memory):.1%}; "

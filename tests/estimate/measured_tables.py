@@ -1,8 +1,10 @@
 """The measured tables as workloads with measured results."""
 
+import atexit
 import csv
 import json
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from decoder import Decoder, Run, workload
@@ -10,6 +12,7 @@ from decoder import Decoder, Run, workload
 from planc.diagnostic import Sink
 from planc.estimate import profiles
 from planc.estimate.workload import ElementSizes, Sharding
+from planc.measure.count import RankRunner
 
 DATA = Path(__file__).parent / "data"
 PLAYBOOK_MODELS = {
@@ -38,6 +41,14 @@ class Measured:
     tokens_per_second: float | None = None
     gib: float | None = None
     seconds: float | None = None
+
+
+@cache
+def runner():
+    """The process that runs ranks, one for all rows."""
+    made = RankRunner()
+    atexit.register(made.__exit__)
+    return made
 
 
 def hardware(name):

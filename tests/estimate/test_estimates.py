@@ -18,7 +18,7 @@ from planc.estimate.answer import Request, answer_for, document, text
 from planc.estimate.counted import MicroBatch
 from planc.estimate.from_plan import Batch, PlanWork
 from planc.estimate.kept_tensors import count
-from planc.estimate.measurements import calibrated
+from planc.estimate.measurements import Timed, calibrated
 from planc.estimate.memory import GIB
 from planc.estimate.pipeline import SCHEDULES, in_flight, order, timetable
 from planc.estimate.step import estimate
@@ -72,7 +72,7 @@ def test_what_would_be_chosen_is_nearly_the_fastest(table):
 def test_the_a100s_after_calibrating_on_a_twentieth():
     machine, software = hardware("a100-8x"), stack("megatron")
     runs = list(vtrain())
-    sample = [(run.work, run.seconds) for run in runs[::20]]
+    sample = [Timed(run.work, run.seconds) for run in runs[::20]]
     assert len(sample) <= len(runs) / 20
     fitted = calibrated(machine, software, sample)
     others = [run for i, run in enumerate(runs) if i % 20]

@@ -25,7 +25,7 @@ from planc.cluster import facts as of_rank
 WORLD, VICTIM = 8, 5
 PLAN = ["model", "qwen3", "--world-size", "8", "--set", "tp=2", "--set", "dp_replicate=2"]
 MORE = ["--weights", "weights", "--file", "train.py", "--save", "."]
-LIMIT = "20"
+LIMIT = "40"
 
 
 def all_reduce_that(does):
@@ -75,6 +75,18 @@ def install(fault, rank):
     return []
 
 
+def wrong_sums():
+    """A rank whose shards of gradients are a little too large."""
+    plain = distributed.reduce_scatter_single
+
+    def larger(output, *args, **kwargs):
+        made = plain(output, *args, **kwargs)
+        output.mul_(1.01)
+        return made
+
+    distributed.reduce_scatter_single = larger
+
+
 def slow():
     plain = torch.Tensor.sum
     torch.Tensor.sum = lambda value: (time.sleep(0.02), plain(value))[1]
@@ -101,6 +113,7 @@ VICTIMS = {
     "dies": lambda: all_reduce_that(dies),
     "stops": lambda: all_reduce_that(stops),
     "no network": refused,
+    "wrong sums": wrong_sums,
     "absent": lambda: os._exit(0),
     "no rank 0": lambda: os._exit(0),
 }
@@ -180,5 +193,9 @@ if __name__ == "__main__":
     folder(QWEN3)
     with contextlib.redirect_stdout(io.StringIO()):
         cli.main(["lower", *PLAN])  # so that no child builds the model
+    from transformers import Qwen3ForCausalLM  # noqa: F401 (once, not in each child)
+
+    from planc.trial import worker  # noqa: F401
+
     found = {fault: run(fault) for fault in sys.argv[1:] or FAULTS}
     print(json.dumps(found))

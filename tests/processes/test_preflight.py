@@ -27,6 +27,7 @@ NAMED = {
     "dies": "PL644]: rank 5 on node1 gives no sign of life; its last was at: all-reduce of 2",
     "stops": "PL644]: rank 5 on node1 gives no sign of life; its last was at: all-reduce of ",
     "no network": "PL645]: rank 5 on node1 failed at starting the process group: no such interface",
+    "wrong sums": "PL520]: ",
     "absent": "PL644]: rank 5 never came",
     "no rank 0": "PL644]: rank 0 does not answer rank 1 at 127.0.0.1:",
 }
