@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from planc.estimate import kernels
-from planc.estimate.pipeline import timetable
 from planc.estimate.profiles import Hardware, Stack
 from planc.estimate.workload import Collective, Group, Layer, Recompute, Sharding, Workload
 from planc.lowering.step import GATHER, REDUCE, SCATTER
+from planc.lowering.timetable import timetable
 
 
 class Spent(NamedTuple):

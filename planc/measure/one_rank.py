@@ -30,8 +30,8 @@ from torch._subclasses.fake_tensor import (
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from planc.diagnostic import Sink
+from planc.measure.calls import BlockCalls
 from planc.measure.fake_ranks import alone, sent_by
-from planc.measure.job import RankJob
 from planc.measure.storages import Storages
 from planc.model.config import config_of
 from planc.model.facts import generic
@@ -40,6 +40,7 @@ from planc.model.sources.huggingface import prepare, quiet, training_model
 from planc.ops.document import loads
 from planc.ops.lowered import Lowered
 from planc.ops.optimizer import Optimize
+from planc.rank_job import RankJob
 from planc.runtime.collectives import Collectives, named_modules
 from planc.runtime.executor import apply_lowered
 from planc.runtime.run import Run
@@ -54,7 +55,7 @@ _OPTIMIZERS = {
 
 def main() -> int:
     torch.set_num_threads(1)
-    logging.disable(logging.WARNING)  # what torch says of a fake group is not about the plan
+    logging.disable(logging.ERROR)  # what torch says of fakes is not about the plan
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # a model may print
     for line in sys.stdin:
@@ -125,6 +126,8 @@ class _Rank:
             if job.real:
                 _zero(model)
             optimizer = self._optimizer(run)
+            if job.calls:
+                return self._block_calls(run, optimizer)
             if job.order:
                 return {"steps": [*self._calls(run, optimizer)], "form": sent_by(run) or {}}
             self.storages.note([*model.parameters(), *model.buffers()], "parameters")
@@ -143,6 +146,14 @@ class _Rank:
                 before = len(noted.calls)
                 self._step(run, optimizer)
                 yield noted.calls[before:]
+
+    def _block_calls(self, run: Run, optimizer: Any) -> dict[str, Any]:
+        """What checkpointed modules call in a forward pass."""
+        names = {id(module): name for name, module in named_modules(run.model).items()}
+        noted = BlockCalls(names, self.job.calls)
+        with alone(run, None), self.storages.counting(), noted.noting():
+            self._step(run, optimizer)
+        return noted.answer()
 
     def _optimizer(self, run: Run) -> Any:
         if self.lowered.has(Optimize):
