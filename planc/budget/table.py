@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -96,6 +96,12 @@ class CallTable:
             chosen = save.calls or range(0, len(own), save.every)
             kept += [own[i] for i in chosen if i < len(own) and self.calls[own[i]].size]
         return self.point(kept)
+
+    def running(self, saves: Sequence[Save]) -> Iterator[tuple[bool, CountedCall]]:
+        """Yields each call, with whether a recomputation runs it."""
+        kept = {*(self.keeping(saves).kept or ())}
+        for i, call in enumerate(self.calls):
+            yield i < self.stop and i not in kept, call
 
     @cached_property
     def plain(self) -> Point:

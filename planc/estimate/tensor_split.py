@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import lru_cache
+from itertools import compress
 from math import prod
 from typing import Protocol
 
+from planc.budget.table import CallTable
 from planc.estimate.counted import Part
 from planc.estimate.workload import Attention, Collective, Group, Matmul, Recompute
 from planc.lowering.context_sends import attending
@@ -71,14 +73,20 @@ class Work(Protocol):
 
     def stage_of(self, name: str) -> int: ...
 
+    def calls(self, name: str) -> CallTable | None: ...
+
 
 class PartSplit:
-    """How the plan's tensor-parallel rules split what one part computes and keeps."""
+    """How the plan's tensor-parallel rules split what one part computes and keeps.
 
-    def __init__(self, work: Work, part: Part) -> None:
+    Args:
+        name: of the layer that is meant, the first one by default.
+    """
+
+    def __init__(self, work: Work, part: Part, name: str = "") -> None:
         self.work, self.part = work, part
         self.factors: dict[str, int] = {}
-        self.name = part.like[0]
+        self.name = name or part.like[0]
         rules = ((_below(r.modules, self.name), r) for r in work.rules)
         self.ruled = {name: r for name, r in rules if name is not None}
         self.ranks = work.size(AxisRole.TENSOR)
@@ -167,6 +175,8 @@ class PartSplit:
 
     def kept(self) -> float:
         """Bytes that autograd keeps."""
+        if table := self.work.calls(self.name):
+            return table.saved
         return sum(s.size / self.factor(s.module) for s in self.part.saved)
 
     def outputs(self, inside: Iterable[Holding]) -> float:
@@ -223,8 +233,10 @@ class PartSplit:
         and the attention that the rule saves.
         """
         again = self.replayed(rule)
-        if again is None:
+        if rule is None or again is None:
             return 0.0
+        if table := self.work.calls(self.name):
+            return table.keeping(rule.save).size
         width = self.work.width
 
         def products(some: Iterable[Matmul]) -> float:
@@ -244,9 +256,24 @@ class PartSplit:
             return None
         every = {s.name: s.every for s in rule.save}
         matmuls, attention = tuple(self.matmuls()), tuple(self.attention())
+        if table := self.work.calls(self.name):
+            runs = [*table.running(rule.save)]
+            products = [run for run, call in runs if call.flops and call.op != "attention"]
+            attends = [run for run, call in runs if call.op == "attention"]
+            if (len(products), len(attends)) == (len(matmuls), len(attention)):
+                return (*compress(matmuls, products),), (*compress(attention, attends),)
         if n := every.get("matmul"):
             matmuls = tuple(m for i, m in enumerate(matmuls) if i % n)
         return matmuls, () if "attention" in every else attention
+
+    def moved_again(self, rule: Checkpoint | None) -> float:
+        """`Layer.moved_again`."""
+        table = self.work.calls(self.name)
+        if rule is None or not rule.save or table is None:
+            return 1.0
+        runs = [(run, call.moved) for run, call in table.running(rule.save) if not call.flops]
+        every = sum(moved for _, moved in runs)
+        return sum(moved for run, moved in runs if run) / every if every else 1.0
 
     def collectives(self, stage: int | None) -> dict[During, tuple[Collective, ...]]:
         """Collectives of each pass of a micro-batch, of all axes that divide activations, as

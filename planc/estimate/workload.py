@@ -149,6 +149,7 @@ class Layer:
         width: bytes of an element of its units while they are gathered, 0 for `compute`.
         replayed: the matmuls and the attention that selective recomputing computes again, None for
             none: kernels that are bound by memory in proportion to what is dropped.
+        moved_again: the share of its memory-bound kernels that selective recomputing runs again.
         origin: the plan's line that made it a unit, if any.
     """
 
@@ -181,6 +182,7 @@ class Layer:
     parked: bool = False
     width: int = 0
     replayed: tuple[tuple[Matmul, ...], tuple[Attention, ...]] | None = None
+    moved_again: float = 1.0
     origin: Span | None = None
 
     @property
