@@ -40,9 +40,9 @@ def _shares(plan, model, overrides):
 
 
 def held(folder, model, family, overrides, share, rows):
-    """On this rank: bytes that a forward pass leaves, more than with `full`: with a budget, as it
-    was predicted, and without checkpoints; whether gradients have the bits of the latter; and the
-    number of operators that are kept.
+    """On this rank: bytes of activations that a forward pass leaves, more than with `full`: with a
+    budget, as it was predicted, and without checkpoints; whether gradients have the bits of the
+    latter; and the number of operators that are kept.
     """
     found, gradients = [], []
     for rule in ("full", f"budget({share}, rows = {rows}, seq = 16)", "none"):
@@ -60,10 +60,12 @@ def held(folder, model, family, overrides, share, rows):
     plan = _plan(folder, family, f"budget({share}, rows = {rows}, seq = 16)")
     lowered, (own,) = _shares(plan, model, overrides)
     plain = sum(point.kept is None for point in own.points.values())
-    predicted = own.held(own.points) - own.least - STATE * plain
+    predicted = own.held(own.points) - own.least
     kept = sum(len(op.save) for op in lowered.ops if isinstance(op, Checkpoint))
     same = all(torch.equal(gradients[1][name], right) for name, right in gradients[2].items())
-    return found[1] - found[0], predicted, found[2] - found[0], same, kept
+    measured = found[1] - found[0] + STATE * plain
+    most = found[2] - found[0] + STATE * len(own.points)
+    return measured, predicted, most, same, kept
 
 
 def trained(folder, model, family, overrides, share, rows, changes=None):

@@ -30,12 +30,13 @@ def test_what_is_held_is_predicted(four, tmp_path, name, share):
         share=share,
         rows=rows,
     )
+    print(name, share, results)
     for measured, predicted, most, same, kept in results:
         assert same
         assert kept
-        assert 0 < measured < most
+        assert 0 < measured <= most, results
         if name != "context" and "experts" not in name:
-            assert measured == predicted
+            assert measured == predicted, results
 
 
 def test_stages(four, tmp_path):
