@@ -8,14 +8,11 @@ import torch
 from activation_checkpoint_jobs import applied
 from numerics import BATCH, build, data, gradients_of
 from torch import distributed
-from torch.profiler import ProfilerActivity, profile
 
 import planc
 from planc.budget import choose
+from planc.measure.storages import Storages
 from planc.ops.activation_checkpoint import Checkpoint
-
-STATE = 5056
-"""Bytes of the random state that a checkpoint keeps, which on a GPU are not on the device."""
 
 
 def _plan(folder, family, rule):
@@ -50,22 +47,19 @@ def held(folder, model, family, overrides, share, rows):
         made(input_ids=tokens, labels=labels).loss.backward()  # FSDP makes room once, at first
         made.zero_grad()
         gc.collect()
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        storages = Storages(lambda: "")
+        with storages.counting():
             loss = made(input_ids=tokens, labels=labels).loss
             gc.collect()
-        events = profiler.profiler.kineto_results.events()
-        found.append(sum(e.nbytes() for e in events if e.name() == "[memory]"))
+        found.append(sum(size for _, size, _ in storages.known.values()))
         loss.backward()
         gradients.append(gradients_of(made))
     plan = _plan(folder, family, f"budget({share}, rows = {rows}, seq = 16)")
     lowered, (own,) = _shares(plan, model, overrides)
-    plain = sum(point.kept is None for point in own.points.values())
     predicted = own.held(own.points) - own.least
     kept = sum(len(op.save) for op in lowered.ops if isinstance(op, Checkpoint))
     same = all(torch.equal(gradients[1][name], right) for name, right in gradients[2].items())
-    measured = found[1] - found[0] + STATE * plain
-    most = found[2] - found[0] + STATE * len(own.points)
-    return measured, predicted, most, same, kept
+    return found[1] - found[0], predicted, found[2] - found[0], same, kept
 
 
 def trained(folder, model, family, overrides, share, rows, changes=None):
