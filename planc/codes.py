@@ -280,6 +280,7 @@ _ROWS: tuple[tuple[str, str, Phase, str], ...] = (
     ("PL582", "error", "plan", "an adapter that peft cannot have on experts"),
     ("PL583", "error", "plan", "a budget smaller than the inputs of its modules"),
     ("PL584", "error", "plan", "a budget for modules whose calls cannot be counted"),
+    ("PL585", "warning", "plan", "an imbalance of experts that no rank can have"),
     ("PL600", "error", "input", "unknown model"),
     ("PL601", "error", "input", "the configuration cannot be read"),
     ("PL602", "error", "input", "the configuration is not a JSON object"),

@@ -59,11 +59,16 @@ Spread = tuple[tuple[str, ...], tuple[str, ...]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """A step's batch: `global_batch` rows of `sequence` tokens in `micro_batches` per rank."""
+    """A step's batch: `global_batch` rows of `sequence` tokens in `micro_batches` per rank.
+
+    Args:
+        imbalance: how many times the mean of tokens the experts of the rank get that gets most.
+    """
 
     global_batch: int
     sequence: int
     micro_batches: int = 1
+    imbalance: float = 1.0
 
 
 @dataclass(slots=True)
@@ -135,6 +140,17 @@ class PlanWork:
         ops = (r.op for r in self.plan.context if r.op and self.plan.mesh.size(r.axis) > 1)
         found = next(ops, None)
         return (found.attention, self.plan.mesh.size(found.axis)) if found else ("", 1)
+
+    @property
+    def imbalance(self) -> float:
+        """`Batch.imbalance`."""
+        return self.batch.imbalance
+
+    @property
+    def divides(self) -> str:
+        """The name of the ranks that divide experts, as of `group`; empty where none do."""
+        experts = self.plan.mesh.experts
+        return experts.ranks.name if experts and experts.ranks.size > 1 else ""
 
     @property
     def tokens(self) -> int:
@@ -395,6 +411,7 @@ class PlanWork:
             name=self._name(part, unit),
             **self._elements(inside, len(part.like)),
             matmuls=matmuls,
+            uneven=sum(m.flops for m in matmuls) - sum(m.flops for m in split.matmuls(1.0)),
             attention=tuple(split.attention()),
             moved=split.moved() + (chunk_passes(self.plan) if last else 0.0),
             kernels=len(part.moved) + len(part.products) + len(part.attended),

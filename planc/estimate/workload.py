@@ -124,6 +124,7 @@ class Layer:
             axes: for an embedding that is split by its vocabulary, `embedding_dense_backward` gives
             a partial sum of the whole gradient.
         matmuls, attention: of one forward.
+        uneven: FLOPs of it that other ranks do not have, whose experts get fewer tokens.
         moved: bytes that memory-bound kernels of one forward read and write.
         kernels: the number of kernels that one forward launches, collectives apart.
         kept: bytes that autograd keeps for backward.
@@ -160,6 +161,7 @@ class Layer:
     unsplit: int = 0
     matmuls: tuple[Matmul, ...] = ()
     attention: tuple[Attention, ...] = ()
+    uneven: float = 0
     moved: float = 0
     kernels: int = 0
     kept: float = 0
@@ -187,8 +189,9 @@ class Layer:
 
     @property
     def flops(self) -> float:
-        """FLOPs of one forward."""
-        return sum(m.flops for m in self.matmuls) + sum(a.flops for a in self.attention)
+        """FLOPs of one forward, in the mean of all ranks."""
+        every = sum(m.flops for m in self.matmuls) + sum(a.flops for a in self.attention)
+        return every - self.uneven
 
     def stays(self, otherwise: Recompute) -> float:
         """Bytes of activations that wait for backward, on the accelerator or the host.

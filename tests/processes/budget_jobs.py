@@ -43,7 +43,7 @@ def held(folder, model, family, overrides, share, rows):
     """
     found, gradients = [], []
     for rule in ("full", f"budget({share}, rows = {rows}, seq = 16)", "none"):
-        made, tokens, labels = applied(model, _plan(folder, family, rule), overrides, None)
+        made, tokens, labels = applied(model, _plan(folder, family, rule), overrides, "sdpa")
         made(input_ids=tokens, labels=labels).loss.backward()  # FSDP makes room once, at first
         made.zero_grad()
         gc.collect()
