@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +22,7 @@ from planc.ops.quantization import Quantize
 from planc.plan.ir import Plan
 from planc.plan.stand_in import kinds_of
 from planc.rank_job import RankJob, RankRunner, RankStep
+from planc.resources import cache_folder
 
 _FORMAT = "calls 1"
 """Raised when what is counted changes."""
@@ -87,12 +89,29 @@ def _require_countable(plan: Plan, facts: Facts) -> None:
 def _run(job: RankJob, key: str) -> Any:
     if cache.missing():
         raise UncountedError(cache.unproved())
-    with RankRunner() as runner:
+    with _alone(key), RankRunner() as runner:
+        if (known := cache.recall(key)) is not None:  # another rank of this machine has counted
+            return known
         answer = runner.ask(job)
     if "error" in answer:
         raise UncountedError(answer["error"])
     cache.keep(key, answer)
     return answer
+
+
+@contextmanager
+def _alone(key: str) -> Iterator[None]:
+    """Lets one process of a machine count at a time: all ranks ask for the same."""
+    with ExitStack() as stack:
+        with suppress(OSError, RuntimeError, ImportError):  # no folder to write, or no locks
+            import fcntl
+
+            cache_folder().mkdir(parents=True, exist_ok=True)
+            path = cache_folder() / f"{key}.lock"
+            held = stack.enter_context(path.open("w"))
+            stack.callback(path.unlink, missing_ok=True)
+            fcntl.flock(held, fcntl.LOCK_EX)
+        yield
 
 
 def _tables(data: Any) -> dict[str, CallTable]:

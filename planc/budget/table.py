@@ -13,8 +13,10 @@ FLOPS, MEMORY, LINK = 720e12, 2800e9, 250e9
 """FLOPs, bytes of memory and bytes of collectives in a second: those of the profile `h100-8x`. What
 is kept depends on their ratios alone, and must be the same on every machine.
 """
-FEWEST = 1 << 14
-"""Points of a front, at most: above, of nearly equal ones the one that saves most stays."""
+MOST = 1 << 12
+"""States of a knapsack, at most: above, of those within this part of the bytes the one that saves
+most stays. Blocks of llama have about a thousand.
+"""
 
 
 class CountedCall(NamedTuple):
@@ -149,9 +151,9 @@ def _undominated(states: list[tuple[int, float, int]]) -> list[tuple[int, float,
         if state[1] > top + 1e-15:
             found.append(state)
             top = state[1]
-    if len(found) <= FEWEST:
+    if len(found) <= MOST:
         return found
-    step = found[-1][0] / FEWEST
+    step = found[-1][0] / MOST
     groups: dict[int, tuple[int, float, int]] = {}
     for state in found:  # within a step of bytes the last one saves most; the first one stays
         groups[int(state[0] / step) + (state[0] > 0)] = state

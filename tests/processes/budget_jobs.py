@@ -55,7 +55,7 @@ def held(folder, model, family, overrides, share, rows):
         loss.backward()
         gradients.append(gradients_of(made))
     plan = _plan(folder, family, f"budget({share}, rows = {rows}, seq = 16)")
-    lowered, (own,) = _shares(plan, model, overrides)
+    lowered, (*_, own) = _shares(plan, model, overrides)
     predicted = own.held(own.points) - own.least
     kept = sum(len(op.save) for op in lowered.ops if isinstance(op, Checkpoint))
     same = all(torch.equal(gradients[1][name], right) for name, right in gradients[2].items())
