@@ -1,13 +1,13 @@
-"""The compiler on one page: text -> AST -> IR -> adapters -> checks -> lowered ops."""
+"""The compiler on one page: text -> AST -> IR -> adapters -> checks -> budgets -> lowered ops."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from planc.budget.choose import budgeted
 from planc.checks import check
 from planc.diagnostic import Sink
 from planc.lowering import lower, lowered_file
-from planc.lowering.lowered_file import LoweredFile
 from planc.model.facts import Facts
 from planc.model.load import load
 from planc.ops.document import digest
@@ -17,7 +17,7 @@ from planc.plan.apply_adapters import adapted
 from planc.plan.ir import Plan
 from planc.syntax import ast, plan_files
 
-Files = tuple[ast.File, ...] | LoweredFile
+Files = tuple[ast.File, ...] | lowered_file.LoweredFile
 Draft = Callable[[Facts], tuple[ast.File, ...] | None]
 
 
@@ -26,12 +26,10 @@ class Compiled:
     """The inputs of one run of the compiler, and how far it came.
 
     Args:
-        files: the parsed plan, bases first, or a lowered one; None where it could not be read.
+        files, facts: the parsed plan, bases first, or a lowered one; the model. None if unreadable.
         settings, world_size: `name=value` for options and axes; the number of ranks.
-        facts: the model, None where it could not be read.
         plan: what the plan means, None where it has no mesh or no header, or is lowered already.
-        applied: the plan and the model with adapters in them, which are checked and lowered.
-        lowered: the operations, None where there was an error.
+        applied, lowered: both with adapters, as checked; the operations, None after an error.
     """
 
     files: Files | None = None
@@ -49,8 +47,8 @@ class Compiled:
 
 def read(plan: str, sink: Sink) -> Files | None:
     """A path, `-`, a shipped plan's name, `REV:path` or a lowered JSON file; None after errors."""
-    before, lowered = sink.errors, plan.endswith(".json")
-    files = lowered_file.read(plan, sink) if lowered else plan_files.read(plan, sink)
+    before = sink.errors
+    files = (lowered_file if plan.endswith(".json") else plan_files).read(plan, sink)
     return files if files and sink.errors == before else None
 
 
@@ -65,7 +63,7 @@ def compile(
 ) -> Compiled:
     """Runs all stages that can run. Findings of checks with a sink of their own stop nothing."""
     done = Compiled(files=files, settings=tuple(settings), world_size=world_size, facts=facts)
-    if isinstance(files, LoweredFile):
+    if isinstance(files, lowered_file.LoweredFile):
         return replace(done, lowered=lowered_file.fitted(files, facts, world_size, settings, sink))
     if files is None or facts is None:
         return done
@@ -78,6 +76,8 @@ def compile(
         return done
     applied = adapted(plan, facts)
     check(*applied, sink if checks is None else checks, bare=(plan, facts))
+    if sink.errors == before:
+        plan, applied = budgeted(plan, applied, sink)
     lowered = None if sink.errors > before else lower(*applied)
     return replace(done, plan=plan, applied=applied, lowered=lowered)
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -91,6 +92,7 @@ def estimate(
     stack: str = "torch",
     optimizer: str = "adamw",
     attention: str = "sdpa",
+    imbalance: float = 1.0,
     allow_code: bool = False,
 ) -> Estimate:
     """Memory and time of a training step.
@@ -100,6 +102,7 @@ def estimate(
         micro_batches: the passes that a step accumulates gradients over.
         hardware, stack: names of profiles, or paths of `.toml` files.
         optimizer: `adamw`, `adam`, `sgd` or `momentum`.
+        imbalance: how many times the mean of tokens the experts of the fullest rank get.
         attention: `sdpa` or `eager`; the rest as for `check`.
 
     Returns:
@@ -122,6 +125,7 @@ def estimate(
         stack=os.fspath(stack),
         optimizer=optimizer,
         attention=attention,
+        imbalance=imbalance,
     )
     judge_fit(found, sink)
     advise(found, sink)
@@ -190,7 +194,14 @@ def measure(
     raise PlanError(sink)
 
 
-def _estimated(compiled: Compiled, sink: Sink, sizes: Mapping[str, int], **words: Any) -> Estimate:
+def _estimated(
+    compiled: Compiled,
+    sink: Sink,
+    sizes: Mapping[str, int],
+    *,
+    imbalance: float = 1.0,
+    **words: Any,
+) -> Estimate:
     """The estimate of a step, without what is said of it.
 
     Raises:
@@ -205,8 +216,13 @@ def _estimated(compiled: Compiled, sink: Sink, sizes: Mapping[str, int], **words
     for name, known in (("optimizer", tuple(OPTIMIZERS)), ("attention", _ATTENTION)):
         if words[name] not in known:
             raise ValueError(f"{name} is one of {', '.join(known)}, not {words[name]!r}")
+    if not 1 <= imbalance < math.inf:
+        raise ValueError(f"imbalance is a number from 1 on, not {imbalance!r}")
     step = Batch(
-        global_batch=sizes["batch"], sequence=sizes["seq"], micro_batches=sizes["micro_batches"]
+        global_batch=sizes["batch"],
+        sequence=sizes["seq"],
+        micro_batches=sizes["micro_batches"],
+        imbalance=imbalance,
     )
     found = answer_for(compiled, Request(batch=step, **words), sink)
     if found is None or compiled.applied is None:

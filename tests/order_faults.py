@@ -8,7 +8,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from unittest import mock
 
-from planc.measure.count import RankRunner
+from planc.rank_job import RankRunner
 
 
 class Faulty(RankRunner):

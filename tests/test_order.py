@@ -8,11 +8,11 @@ import pytest
 from planc.compiler import compile_plan
 from planc.diagnostic import Sink
 from planc.lowering.rank_calls import WAIT, Groups, RankCall
-from planc.measure.count import RankRunner
 from planc.order.findings import report
 from planc.order.match import Different, Network, Stuck, apart, fits
 from planc.order.record import Order, small_meshes, small_orders
 from planc.order.show import Repeated, rows
+from planc.rank_job import RankRunner
 from tests.helpers import slow
 from tests.order_faults import Faulty
 

@@ -5,7 +5,7 @@ from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
 from planc.compiler import compile_plan
 from planc.diagnostic import Sink
-from planc.estimate.pipeline import orders, timetable
+from planc.lowering.timetable import orders, timetable
 from planc.ops.document import dumps, loads
 from planc.plan.sections import timetable as reader
 from planc.proof.layout_flow import flow

@@ -13,6 +13,13 @@ from planc.estimate.answer import answer_for, document, judge_fit, text
 def arguments(parser: argparse.ArgumentParser) -> None:
     shared_arguments.target(parser)
     shared_arguments.training_step(parser, required=True)
+    parser.add_argument(
+        "--imbalance",
+        metavar="FACTOR",
+        type=shared_arguments.factor,
+        default=1.0,
+        help="how many times the mean of tokens the experts of the fullest rank get, such as 2.0",
+    )
     parser.add_argument("--explain", action="store_true", help="say how each number comes about")
     parser.add_argument("--format", choices=("text", "json"), default="text")
 

@@ -52,6 +52,16 @@ def memory_size(text: str) -> float:
     return value
 
 
+def factor(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 1 <= value < 1e6:
+        raise argparse.ArgumentTypeError(f"must be a number from 1 on, not {text!r}")
+    return value
+
+
 def model(
     parser: argparse.ArgumentParser, *, nargs: str | None = None, otherwise: str = ""
 ) -> None:
@@ -194,6 +204,7 @@ def request(options: argparse.Namespace, device_memory: float | None = None) -> 
             global_batch=options.batch,
             sequence=options.seq,
             micro_batches=options.micro_batches or 1,
+            imbalance=getattr(options, "imbalance", 1.0),
         )
     given, names = vars(options), ("hardware", "stack", "optimizer", "attention")
     return Request(

@@ -122,9 +122,8 @@ def answer(plan: Plan, facts: Facts, request: Request, sink: Sink) -> Answer | N
     hardware, stack = profiles.hardware(request.hardware, sink), profiles.stack(request.stack, sink)
     if hardware and request.device_memory:
         hardware = replace(hardware, memory_gib=request.device_memory / GIB)
-    work = stack and PlanWork(
-        plan, facts, request.batch or Batch(global_batch=1, sequence=1), stack, request.optimizer
-    )
+    batch = _possible(plan, request.batch or Batch(global_batch=1, sequence=1), sink)
+    work = stack and PlanWork(plan, facts, batch, stack, request.optimizer)
     if work and request.batch:
         require_divisible(work.of_batch(), plan.mesh, sink)
     if not (hardware and stack and work) or sink.errors > before:
@@ -145,6 +144,22 @@ def answer(plan: Plan, facts: Facts, request: Request, sink: Sink) -> Answer | N
         estimate=estimate(step, hardware, stack),
         counted=counted is not None,
     )
+
+
+def _possible(plan: Plan, batch: Batch, sink: Sink) -> Batch:
+    """The batch with an imbalance that a rank can have; PL585 where another is asked for."""
+    ranks = plan.mesh.experts.ranks.size if plan.mesh.experts else 1
+    if batch.imbalance <= ranks:
+        return batch
+    said = f"{ranks} ranks divide experts: one gets at most {ranks} times the mean of tokens"
+    none = "no ranks divide experts: all have as many rows as their own tokens take"
+    sink.warning(
+        "PL585",
+        f"the imbalance cannot be {batch.imbalance:g}",
+        facts=(said if ranks > 1 else none,),
+        help=f"the estimate is for {ranks}",
+    )
+    return replace(batch, imbalance=float(ranks))
 
 
 def lines(plan: Plan) -> dict[str, Span]:
@@ -275,6 +290,9 @@ def assumed(found: Answer) -> Iterator[str]:
         yield f"{passes} micro-batch{'es' * (passes > 1)} of {rows} row{'s' * (rows != 1)} a rank"
         if towers := sorted(str(m) for m in lists(found.facts) if TOWER.search(str(m))):
             yield f"text alone: nothing that {one_of(towers, last='and')} compute"
+    experts, asked = found.plan.mesh.experts, found.request.batch
+    if experts and asked and (most := min(asked.imbalance, experts.ranks.size)) > 1:
+        yield f"the experts of the fullest rank get {most:g} times the mean of tokens"
     dtype = {4: "fp32", 2: "16 bits", 8: "fp64"}.get(found.work.precision.rest, "8 bits")
     said = "" if found.masters else ", as "
     if found.facts.built:

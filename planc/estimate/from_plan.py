@@ -7,12 +7,15 @@ keeps comes from `kept_tensors`, counted without parallelism.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from math import prod
 from typing import Any
 
+from planc.budget.count import UncountedError
+from planc.budget.count import counted as counted_calls
+from planc.budget.table import CallTable
 from planc.estimate.counted import Counted, MicroBatch, Part
 from planc.estimate.profiles import Stack
 from planc.estimate.tensor_split import PartSplit, chunk_passes, logit_copies, recompute_of, unsplit
@@ -56,11 +59,16 @@ Spread = tuple[tuple[str, ...], tuple[str, ...]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """A step's batch: `global_batch` rows of `sequence` tokens in `micro_batches` per rank."""
+    """A step's batch: `global_batch` rows of `sequence` tokens in `micro_batches` per rank.
+
+    Args:
+        imbalance: how many times the mean of tokens the experts of the rank get that gets most.
+    """
 
     global_batch: int
     sequence: int
     micro_batches: int = 1
+    imbalance: float = 1.0
 
 
 @dataclass(slots=True)
@@ -86,6 +94,7 @@ class PlanWork:
     sending: Lowered = field(init=False)
     step: Step = field(init=False)
     sent: tuple[tuple[Sent, Group], ...] = field(init=False)
+    tables: Mapping[str, CallTable] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         plan = self.plan = masters(self.plan, self.facts) or self.plan
@@ -131,6 +140,17 @@ class PlanWork:
         ops = (r.op for r in self.plan.context if r.op and self.plan.mesh.size(r.axis) > 1)
         found = next(ops, None)
         return (found.attention, self.plan.mesh.size(found.axis)) if found else ("", 1)
+
+    @property
+    def imbalance(self) -> float:
+        """`Batch.imbalance`."""
+        return self.batch.imbalance
+
+    @property
+    def divides(self) -> str:
+        """The name of the ranks that divide experts, as of `group`; empty where none do."""
+        experts = self.plan.mesh.experts
+        return experts.ranks.name if experts and experts.ranks.size > 1 else ""
 
     @property
     def tokens(self) -> int:
@@ -182,6 +202,8 @@ class PlanWork:
     def workload(self, counted: Counted | None) -> Workload:
         """The step's work; without counts, parameters alone."""
         self.step = replace(self.of_batch(), computes=self.compute_dtype)
+        if counted is not None:
+            self.tables = self._calls()
         passed = (one for one in by_pass(self.step) if one.during is not During.STEP)
         group = cache(self.group)
         self.sent = tuple((one, group(*one.axes)) for one in passed)
@@ -207,6 +229,21 @@ class PlanWork:
             offload=self.plan.fsdp is not None and self.plan.fsdp.offload is not None,
             origin=self.plan.fsdp.origin if self.plan.fsdp else None,
         )
+
+    def calls(self, name: str) -> CallTable | None:
+        """The calls of a module whose plan says which of them are kept, counted for this step."""
+        return self.tables.get(name)
+
+    def _calls(self) -> Mapping[str, CallTable]:
+        budgets = tuple(rule.modules for rule in self.plan.budgets)
+        stated = (rule for rule in self.plan.checkpoint if any(s.calls for s in rule.save))
+        others = (m for rule in stated for m in rule.modules.outside(budgets))
+        modules = (*budgets, *others)
+        try:
+            args = self.plan, self.facts, modules, self.rows, self.batch.sequence
+            return counted_calls(*args) if modules else {}
+        except UncountedError:
+            return {}
 
     def groups(self) -> dict[str, Any]:
         """The groups of ranks that communicate, by their names in `Workload`."""
@@ -266,9 +303,11 @@ class PlanWork:
             if part.at:
                 inside = self._inside(part)
                 claimed += inside
-                n = Counter(map(self.stage_of, part.like))
-                stay = Counter(map(self.stage_of, self._staying(part, inside)))
-                yield self._layer(part, inside, counted, None), n, stay
+                staying = {*self._staying(part, inside)}
+                for alike in self._by_rule(part):
+                    n = Counter(map(self.stage_of, alike))
+                    stay = Counter(self.stage_of(name) for name in alike if name in staying)
+                    yield self._layer(part, inside, counted, None, alike[0]), n, stay
         taken = {id(h) for h in claimed}
         rest = [h for h in self.holdings.all if id(h) not in taken]
         for stage in range(self.pipeline.stages if self.pipeline else 1):
@@ -335,6 +374,14 @@ class PlanWork:
         }
         return replace(part, **lists)
 
+    def _by_rule(self, part: Part) -> Iterable[list[str]]:
+        """The layers of a part under each checkpoint rule."""
+        found: dict[tuple[int, ...], list[str]] = {}
+        for name in part.like:
+            own = (i for i, rule in enumerate(self.plan.checkpoint) if rule.modules.has(name))
+            found.setdefault(tuple(own), []).append(name)
+        return found.values()
+
     def _inside(self, part: Part) -> list[Holding]:
         """The parameters of the layers that a part stands for."""
         if part.at not in self.inside:
@@ -343,21 +390,28 @@ class PlanWork:
         return self.inside[part.at]
 
     def _layer(
-        self, part: Part, inside: list[Holding], counted: Counted | None, stage: int | None
+        self,
+        part: Part,
+        inside: list[Holding],
+        counted: Counted | None,
+        stage: int | None,
+        name: str = "",
     ) -> Layer:
+        """A layer of a part: that of a name, for all under its checkpoint rule."""
         own = (h.unit for h in inside if h.unit is not None and not self._apart(h.unit))
         unit = next(own, None)
         last = bool(part.products) and not part.at
         if not part.at and self.plan.loss:  # the loss keeps no logits
             part = replace(part, saved=tuple(s for s in part.saved if s.module))
-        split = PartSplit(self, part)
-        rule, sent = self._checkpoint(part), split.collectives(stage)
+        split = PartSplit(self, part, name)
+        rule, sent = self._checkpoint(name), split.collectives(stage)
         matmuls, boundary = (*split.matmuls(),), part.boundary / split.stream
         again, left = split.replayed_for_weights(rule, inside)
         return Layer(
             name=self._name(part, unit),
             **self._elements(inside, len(part.like)),
             matmuls=matmuls,
+            uneven=sum(m.flops for m in matmuls) - sum(m.flops for m in split.matmuls(1.0)),
             attention=tuple(split.attention()),
             moved=split.moved() + (chunk_passes(self.plan) if last else 0.0),
             kernels=len(part.moved) + len(part.products) + len(part.attended),
@@ -381,6 +435,7 @@ class PlanWork:
             parked=rule is not None and rule.offload,
             width=_gathered_width(unit, inside),
             replayed=split.replayed(rule),
+            moved_again=split.moved_again(rule),
             origin=unit.origin if unit else None,
         )
 
@@ -405,10 +460,10 @@ class PlanWork:
             return part.at.rpartition(".")[0] + ".*"
         return " and ".join(str(m) for m in unit.members) if unit else "outside every unit"
 
-    def _checkpoint(self, part: Part) -> Checkpoint | None:
+    def _checkpoint(self, name: str) -> Checkpoint | None:
         """The rule that checkpoints a layer."""
-        found = (r for r in self.plan.checkpoint if any(map(r.modules.has, part.like)))
-        return next(found, None) if part.at else None
+        found = (r for r in self.plan.checkpoint if r.modules.has(name))
+        return next(found, None) if name else None
 
 
 def _gathered_width(unit: Unit | None, inside: list[Holding]) -> int:

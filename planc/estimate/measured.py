@@ -14,12 +14,12 @@ from planc.estimate.candidates import Candidate, Candidates
 from planc.estimate.from_plan import Batch, masters
 from planc.estimate.memory import GIB, Item, Moment, RankMemory
 from planc.estimate.step import Estimate
-from planc.measure.count import CountedRank, NotCountedError, RankRunner, count
-from planc.measure.job import RankStep
+from planc.measure.count import CountedRank, NotCountedError, count
 from planc.model.facts import Facts, Modules, generic
 from planc.ops import phrases
 from planc.ops.base import AxisRole
 from planc.plan.ir import Plan, Unit
+from planc.rank_job import RankRunner, RankStep
 from planc.source import Span
 
 _BY_UNITS = (

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from math import isclose
 from operator import mul
 
-from planc.estimate.pipeline import InFlight, in_flight, orders
 from planc.estimate.profiles import Hardware, Stack
 from planc.estimate.workload import Layer, Sharding, Workload
+from planc.lowering.timetable import InFlight, in_flight, orders
 from planc.source import Span
 
 GIB = 2**30

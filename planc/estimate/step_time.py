@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from planc.estimate import kernels
-from planc.estimate.pipeline import timetable
 from planc.estimate.profiles import Hardware, Stack
 from planc.estimate.workload import Collective, Group, Layer, Recompute, Sharding, Workload
 from planc.lowering.step import GATHER, REDUCE, SCATTER
+from planc.lowering.timetable import timetable
 
 
 class Spent(NamedTuple):
@@ -149,7 +149,10 @@ class Passes:
         if recompute is Recompute.FULL and not layer.lookup and not layer.loss:
             return layer
         if recompute is Recompute.SELECTIVE and layer.replayed is not None:
-            return replace(layer, matmuls=layer.replayed[0], attention=layer.replayed[1])
+            share = layer.moved_again
+            matmuls, attention = layer.replayed
+            few = replace(layer, moved=share * layer.moved, kernels=round(share * layer.kernels))
+            return replace(few, matmuls=matmuls, attention=attention)
         return None
 
     def _parts(self, layer: Layer) -> Iterator[tuple[int, Group, Group]]:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import lru_cache
-from math import prod
+from itertools import compress
+from math import ceil, prod
 from typing import Protocol
 
-from planc.estimate.counted import Part
+from planc.budget.table import CallTable
+from planc.estimate.counted import Moved, Part, Saved
 from planc.estimate.workload import Attention, Collective, Group, Matmul, Recompute
 from planc.lowering.context_sends import attending
 from planc.lowering.memory import Holding
-from planc.lowering.step import During, Sent, Step
+from planc.lowering.step import EXCHANGE, During, Sent, Step
 from planc.model.facts import Modules
 from planc.model.indices import Indices
 from planc.ops.activation_checkpoint import Checkpoint
@@ -35,6 +37,10 @@ def _splits_between(made: Contract) -> bool:
         case Side.INSIDE:
             return not made.gives
     return False
+
+
+def _by_size(saved: Saved) -> tuple[int, str]:
+    return saved.size, saved.module
 
 
 def _whole_module(made: Contract) -> bool:
@@ -67,18 +73,30 @@ class Work(Protocol):
     @property
     def width(self) -> int: ...
 
+    @property
+    def imbalance(self) -> float: ...
+
+    @property
+    def divides(self) -> str: ...
+
     def size(self, role: AxisRole) -> int: ...
 
     def stage_of(self, name: str) -> int: ...
 
+    def calls(self, name: str) -> CallTable | None: ...
+
 
 class PartSplit:
-    """How the plan's tensor-parallel rules split what one part computes and keeps."""
+    """How the plan's tensor-parallel rules split what one part computes and keeps.
 
-    def __init__(self, work: Work, part: Part) -> None:
+    Args:
+        name: of the layer that is meant, the first one by default.
+    """
+
+    def __init__(self, work: Work, part: Part, name: str = "") -> None:
         self.work, self.part = work, part
         self.factors: dict[str, int] = {}
-        self.name = part.like[0]
+        self.name = name or part.like[0]
         rules = ((_below(r.modules, self.name), r) for r in work.rules)
         self.ruled = {name: r for name, r in rules if name is not None}
         self.ranks = work.size(AxisRole.TENSOR)
@@ -130,13 +148,16 @@ class PartSplit:
         inside = (way for name, way in self.divided.items() if f"{module}.".startswith(f"{name}."))
         return next(inside, None)
 
-    def matmuls(self) -> Iterable[Matmul]:
+    def matmuls(self, most: float | None = None) -> Iterable[Matmul]:
+        """Products of one rank, whose experts get `most` times the mean of tokens."""
+        most = self.work.imbalance if most is None else most
         for p in self.part.products:
             splits = self._contract(p.module).splits
             m, n, k, count = p.rows, p.n, p.k, p.count
             if way := self._dispatch(p.module):
                 count = -(-count // self.experts)
                 m = m if way == ALL_REDUCE else -(-m * self.experts // self.senders)
+                m = ceil(m * most)
                 if self.senders < self.ranks:
                     n, k = (-(-n // self.ranks), k) if n >= k else (n, -(-k // self.ranks))
             elif splits is Side.OUT:
@@ -163,11 +184,18 @@ class PartSplit:
             )
 
     def moved(self) -> float:
-        return sum(m.size / self.factor(m.module) for m in self.part.moved)
+        return sum(self._own(m) for m in self.part.moved)
+
+    def _own(self, one: Moved | Saved) -> float:
+        """Bytes on one rank: for divided experts, on the one whose experts get most tokens."""
+        most = self.work.imbalance if self._dispatch(one.module) else 1.0
+        return one.size / self.factor(one.module) * most
 
     def kept(self) -> float:
         """Bytes that autograd keeps."""
-        return sum(s.size / self.factor(s.module) for s in self.part.saved)
+        if table := self.work.calls(self.name):
+            return table.saved
+        return sum(self._own(s) for s in self.part.saved)
 
     def outputs(self, inside: Iterable[Holding]) -> float:
         """`Layer.outputs`."""
@@ -189,7 +217,8 @@ class PartSplit:
             share, copies = self.experts, 3
         else:
             share, copies = (self.senders, 4) if way else (1, 3)
-        return copies * first.m / share * first.k * self.work.width
+        most = self.work.imbalance if way else 1.0
+        return copies * first.m / share * first.k * self.work.width * most
 
     def replayed_for_weights(
         self, rule: Checkpoint | None, inside: Iterable[Holding]
@@ -205,8 +234,7 @@ class PartSplit:
             if h.parameter.trainable and (name := _below(h.modules, self.name)) is not None:
                 many = len(h.parameter.shape) > 1 and h.parameter.name != "weight"
                 order[name] = order.get(name, 0) + 1 if many else order.get(name, 1)
-        sizes = sorted((s.size, s.module) for s in self.part.saved)
-        taken = {module: size / self.factor(module) for size, module in sizes}
+        taken = {s.module: self._own(s) for s in sorted(self.part.saved, key=_by_size)}
         last = next((s.module for s in self.part.saved[::-1] if s.module in order), None)
         if rule is None or last is None:
             return 0.0, 0.0
@@ -223,8 +251,10 @@ class PartSplit:
         and the attention that the rule saves.
         """
         again = self.replayed(rule)
-        if again is None:
+        if rule is None or again is None:
             return 0.0
+        if table := self.work.calls(self.name):
+            return table.keeping(rule.save).size
         width = self.work.width
 
         def products(some: Iterable[Matmul]) -> float:
@@ -244,9 +274,24 @@ class PartSplit:
             return None
         every = {s.name: s.every for s in rule.save}
         matmuls, attention = tuple(self.matmuls()), tuple(self.attention())
+        if table := self.work.calls(self.name):
+            runs = [*table.running(rule.save)]
+            products = [run for run, call in runs if call.flops and call.op != "attention"]
+            attends = [run for run, call in runs if call.op == "attention"]
+            if (len(products), len(attends)) == (len(matmuls), len(attention)):
+                return (*compress(matmuls, products),), (*compress(attention, attends),)
         if n := every.get("matmul"):
             matmuls = tuple(m for i, m in enumerate(matmuls) if i % n)
         return matmuls, () if "attention" in every else attention
+
+    def moved_again(self, rule: Checkpoint | None) -> float:
+        """`Layer.moved_again`."""
+        table = self.work.calls(self.name)
+        if rule is None or not rule.save or table is None:
+            return 1.0
+        runs = [(run, call.moved) for run, call in table.running(rule.save) if not call.flops]
+        every = sum(moved for _, moved in runs)
+        return sum(moved for run, moved in runs if run) / every if every else 1.0
 
     def collectives(self, stage: int | None) -> dict[During, tuple[Collective, ...]]:
         """Collectives of each pass of a micro-batch, of all axes that divide activations, as
@@ -258,7 +303,9 @@ class PartSplit:
         found: dict[During, tuple[Collective, ...]] = dict.fromkeys(During, ())
         for sent, group in self.work.sent:
             if times := self._times(sent, stage):
-                size = self.part.boundary if sent.size is None else sent.size
+                size: float = self.part.boundary if sent.size is None else sent.size
+                if self.divided and sent.kind == EXCHANGE and group.name == self.work.divides:
+                    size *= self.work.imbalance
                 one = Collective(kind=sent.kind, size=size, group=group, count=times)
                 found[sent.during] += (one,)
         return found

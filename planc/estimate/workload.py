@@ -125,6 +125,7 @@ class Layer:
             a partial sum of the whole gradient.
         tied: those of parameters that a lookup and a product of this rank share.
         matmuls, attention: of one forward.
+        uneven: FLOPs of it that other ranks do not have, whose experts get fewer tokens.
         moved: bytes that memory-bound kernels of one forward read and write.
         kernels: the number of kernels that one forward launches, collectives apart.
         kept: bytes that autograd keeps for backward.
@@ -150,6 +151,7 @@ class Layer:
         width: bytes of an element of its units while they are gathered, 0 for `compute`.
         replayed: the matmuls and the attention that selective recomputing computes again, None for
             none: kernels that are bound by memory in proportion to what is dropped.
+        moved_again: the share of its memory-bound kernels that selective recomputing runs again.
         origin: the plan's line that made it a unit, if any.
     """
 
@@ -161,6 +163,7 @@ class Layer:
     tied: int = 0
     matmuls: tuple[Matmul, ...] = ()
     attention: tuple[Attention, ...] = ()
+    uneven: float = 0
     moved: float = 0
     kernels: int = 0
     kept: float = 0
@@ -183,12 +186,14 @@ class Layer:
     parked: bool = False
     width: int = 0
     replayed: tuple[tuple[Matmul, ...], tuple[Attention, ...]] | None = None
+    moved_again: float = 1.0
     origin: Span | None = None
 
     @property
     def flops(self) -> float:
-        """FLOPs of one forward."""
-        return sum(m.flops for m in self.matmuls) + sum(a.flops for a in self.attention)
+        """FLOPs of one forward, in the mean of all ranks."""
+        every = sum(m.flops for m in self.matmuls) + sum(a.flops for a in self.attention)
+        return every - self.uneven
 
     def stays(self, otherwise: Recompute) -> float:
         """Bytes of activations that wait for backward, on the accelerator or the host.

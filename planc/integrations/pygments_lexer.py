@@ -45,7 +45,7 @@ class PlanLexer(RegexLexer):  # type: ignore[misc]
             (rf"{_NAME}(?:\.\w+)*(?=(?:<\w+>)?\s*:)", token.Name.Tag),  # a selector of names alone
             (rf"{_NAME}(?=\()", token.Name.Function),
             (rf"{_NAME}(\.\w+)*", token.Name),
-            (r"\d{1,18}(\.\d{1,18})?([eE][+-]?\d{1,2})?[KMGT]?", token.Number),
+            (r"\d{1,18}(\.\d{1,18})?([eE][+-]?\d{1,2})?([KMGT](iB)?)?", token.Number),
             (r"->|==|!=|<=|>=|//|[<>=+\-*/%]", token.Operator),
             (r"[{}()\[\],:]", token.Punctuation),
         ]

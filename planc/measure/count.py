@@ -8,22 +8,17 @@ more; where that cannot be done, as it is.
 from __future__ import annotations
 
 import copy
-import json
-import os
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from planc.compiler import Compiled, compile
 from planc.diagnostic import Sink
-from planc.measure.job import RankJob, RankStep
 from planc.model import cache
-from planc.model.facts import Facts, Modules
-from planc.model.layer_kinds import block_lists, entry_kinds, length
+from planc.model.facts import Facts, Modules, most_stored
+from planc.model.layer_kinds import block_lists, length
 from planc.model.load import load_values
 from planc.model.small.depth import Depth
 from planc.ops.document import dumps
@@ -31,7 +26,8 @@ from planc.ops.lowered import Lowered
 from planc.ops.pipeline import stages_of_rank
 from planc.ops.quantization import Quantize
 from planc.plan.ir import Plan
-from planc.plan.stand_in import variants
+from planc.plan.stand_in import kinds_of
+from planc.rank_job import RankJob, RankRunner, RankStep
 from planc.source import Span
 
 LEAST = 3
@@ -235,22 +231,6 @@ class _Chosen(Depth):
         return made
 
 
-def _kinds(at: Modules, plan: Plan, facts: Facts) -> list[tuple[Any, ...]]:
-    """The kind of each block of a list, with the rules on it, of which its stage is one."""
-    every = [*entry_kinds(at, facts, facts).values()]
-    rules = variants(plan, facts).get(len(every), [""] * len(every))
-    return [*zip(every, rules, strict=True)]
-
-
-def stored(facts: Facts) -> str:
-    """The dtype of most elements."""
-    elements = Counter({"float32": 0})
-    for at in facts.model.below():
-        for parameter in at.module.parameters:
-            elements[parameter.dtype] += parameter.numel * len(at)
-    return elements.most_common(1)[0][0]
-
-
 def shallower(compiled: Compiled, layers: int, sink: Sink) -> Compiled:
     """The same plan for the model with fewer layers, which lie evenly between the first and the
     last, so that each kind is there as often as in the model.
@@ -311,7 +291,7 @@ class _Work:
         facts, plan = self.compiled.facts, self.compiled.plan
         assert facts is not None and plan is not None
         self.at = max(block_lists(facts.model), key=length)
-        kinds = _kinds(self.at, plan, facts)
+        kinds = kinds_of(self.at, plan, facts)
         pattern = _pattern(kinds) or _Pattern()
         few = bool(pattern.windows) and not self.exact
         self.depths = [*self._shallow(facts, kinds, pattern)] if few else []
@@ -338,7 +318,7 @@ class _Work:
             if not compiled.lowered or compiled.plan is None or compiled.facts is None:
                 return
             small = next(a for a in block_lists(compiled.facts.model) if a.path == self.at.path)
-            if _kinds(small, compiled.plan, compiled.facts) != [kinds[i] for i in kept]:
+            if kinds_of(small, compiled.plan, compiled.facts) != [kinds[i] for i in kept]:
                 return
             small_pattern = pattern.with_periods(periods)
             made.append((_Depth(compiled, len(kept), small_pattern), max(0, more - LEAST)))
@@ -383,7 +363,7 @@ class _Work:
         facts, op = depth.compiled.facts, plan.pipeline
         answer = self.runner.ask(
             RankJob(
-                step=replace(self.step, dtype=self.step.dtype or stored(facts)),
+                step=replace(self.step, dtype=self.step.dtype or most_stored(facts)),
                 config={**facts.config, "architectures": [facts.name]},
                 lowered=dumps(lowered),
                 digest=depth.compiled.digest,
@@ -418,38 +398,3 @@ class _Work:
             for at, (start, _) in enumerate(own):
                 moment = "backward of a layer" if at else "end of backward"
                 yield f"{self.at}.{start + period - 1}", moment
-
-
-class RankRunner:
-    """The process that runs ranks, which starts with the first one."""
-
-    MODULE = "planc.measure.one_rank"
-
-    def __init__(self) -> None:
-        self._process: subprocess.Popen[str] | None = None
-
-    def __enter__(self) -> RankRunner:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._process is not None and self._process.stdin:
-            with suppress(BrokenPipeError):
-                self._process.stdin.close()
-            self._process.wait()
-
-    def ask(self, job: RankJob) -> dict[str, Any]:
-        """Runs one rank; an answer with `error` where it did not run."""
-        if self._process is None:
-            # what this process can import, and no file that the current folder happens to have
-            words = [sys.executable, "-P", "-W", "ignore", "-m", self.MODULE]
-            known = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-            pipe = subprocess.PIPE
-            self._process = subprocess.Popen(words, stdin=pipe, stdout=pipe, text=True, env=known)
-        process = self._process
-        assert process.stdin and process.stdout
-        with suppress(BrokenPipeError):
-            process.stdin.write(job.dumps() + "\n")
-            process.stdin.flush()
-        text = process.stdout.readline() or '{"error": "the process that runs it has ended"}'
-        answer: dict[str, Any] = json.loads(text)
-        return answer

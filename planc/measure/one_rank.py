@@ -36,8 +36,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from planc.diagnostic import Sink
 from planc.measure.allocations import Allocations, Clock, CudaAllocations
+from planc.measure.calls import BlockCalls
 from planc.measure.fake_ranks import alone, sent_by
-from planc.measure.job import RankJob
 from planc.measure.storages import Storages
 from planc.model.config import config_of
 from planc.model.facts import generic
@@ -46,6 +46,7 @@ from planc.model.sources.huggingface import prepare, quiet, training_model
 from planc.ops.document import loads
 from planc.ops.lowered import Lowered
 from planc.ops.optimizer import Optimize
+from planc.rank_job import RankJob
 from planc.runtime.collectives import Collectives, named_modules
 from planc.runtime.executor import apply_lowered
 from planc.runtime.run import Run
@@ -64,7 +65,7 @@ TIMED_STEPS, TIMED_SECONDS = 5, 10.0
 
 def main() -> int:
     torch.set_num_threads(1)
-    logging.disable(logging.WARNING)  # what torch says of a fake group is not about the plan
+    logging.disable(logging.ERROR)  # what torch says of fakes is not about the plan
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # a model may print
     for line in sys.stdin:
@@ -122,7 +123,8 @@ class _Rank:
         self.device = job.device or "cpu"
         self.form = job.form or None
         kinds = {"cpu": Allocations, "cuda": CudaAllocations}
-        self.held: Storages | Allocations = kinds.get(job.device, Storages)(self.what)
+        counts = Storages if job.calls else kinds.get(job.device, Storages)
+        self.held: Storages | Allocations = counts(self.what)
 
     def answered(self) -> dict[str, Any]:
         job = self.job
@@ -134,6 +136,8 @@ class _Rank:
         fake = nullcontext() if job.device else FakeTensorMode(allow_non_fake_inputs=True)
         # by default backward of CUDA runs in a thread of its own, of which modules do not know
         with torch.autograd.set_multithreading_enabled(False):
+            if job.calls:
+                return self._block_calls(fake)
             return self._called(fake) if job.order else self._measured(fake)
 
     def _applied(self) -> tuple[Run, dict[int, str]]:
@@ -162,6 +166,19 @@ class _Rank:
                     self._step(run, optimizer, batches)
                     steps.append(noted.calls[before:])
         return {"steps": steps, "form": sent_by(run) or {}}
+
+    def _block_calls(self, fake: AbstractContextManager[object]) -> dict[str, Any]:
+        """What checkpointed modules call in a forward pass."""
+        run, _ = self._applied()
+        names = {id(module): name for name, module in named_modules(run.model).items()}
+        noted = BlockCalls(names, self.job.calls)
+        with quiet(), fake:
+            self._built(run.model)
+            optimizer, batches = self._optimizer(run), self._batches()
+            beside = alone(run, None, values=bool(self.job.device))
+            with beside, self.held.counting(), noted.noting():
+                self._step(run, optimizer, batches)
+        return noted.answer()
 
     def _measured(self, fake: AbstractContextManager[object]) -> dict[str, Any]:
         """What it holds in two steps, and on a device the seconds of some more."""

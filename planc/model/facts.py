@@ -9,6 +9,7 @@ units and diffs are decided with its overlap and difference.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -429,3 +430,12 @@ def parse_path(text: str) -> tuple[Segment, ...]:
             path.append(match[1])
         path.extend(Indices.parse(i) for i in re.findall(r"\[[\d:,]+\]", match[2]))
     return tuple(path)
+
+
+def most_stored(facts: Facts) -> str:
+    """The dtype of most elements."""
+    elements = Counter({"float32": 0})
+    for at in facts.model.below():
+        for parameter in at.module.parameters:
+            elements[parameter.dtype] += parameter.numel * len(at)
+    return elements.most_common(1)[0][0]

@@ -7,11 +7,12 @@ there, as it is decomposed into `aten.mm` or `aten.addmm` first.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import ClassVar, Self
+from typing import Annotated, ClassVar, Self
 
 from planc.model.facts import Modules
+from planc.model.indices import Indices
 from planc.ops import phrases
-from planc.ops.base import OMIT, AxisSizes, Op, Operator, Size, Some
+from planc.ops.base import OMIT, AxisSizes, Form, Op, Operator, Size, Some
 from planc.ops.call import Context, Each, FunctionCall, ImportedName, ScriptFunction, Step, given
 from planc.resources import GRAMMARS
 
@@ -47,6 +48,9 @@ attention, flash-attn and the functional collectives dispatch to.
 """
 
 
+CallNumber = Annotated[int, Form({"minimum": 0, "maximum": 65535})]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Save:
     """Operators whose outputs are saved in the forward pass and not recomputed.
@@ -55,13 +59,18 @@ class Save:
         name: a group of `GROUPS`, or the operator itself.
         every: of N calls in one module one is saved, the first one first.
         ops: names in torch: namespace, operator, overload.
+        calls: the calls in one module whose outputs are saved, from 0, in place of `every`.
     """
 
     name: Operator
     every: Size = 1
     ops: Some[Operator]
+    calls: tuple[CallNumber, ...] = field(default=(), metadata=OMIT)
 
     def __str__(self) -> str:
+        if self.calls:
+            short = self.name.removeprefix("aten.").removesuffix(".default")
+            return f"{short}{Indices.of(self.calls)}"
         return self.name if self.every == 1 else f"{self.name}(every = {self.every})"
 
 
@@ -164,7 +173,7 @@ class Checkpoint(Op):
         )
 
     def _saving(self) -> FunctionCall:
-        groups = tuple((save.every, save.ops) for save in self.save)
+        groups = tuple((save.calls or save.every, save.ops) for save in self.save)
         if self.offload:
             return FunctionCall(f"{_FUNCTIONS}saving_on_cpu", (self.pin, *groups))
         return FunctionCall(f"{_FUNCTIONS}saving", groups)

@@ -9,10 +9,11 @@ from planc.compiler import Compiled
 from planc.diagnostic import Label, Sink
 from planc.lowering.rank_calls import WAIT, RankCall
 from planc.lowering.step import Step
-from planc.measure.count import NotCountedError, RankRunner
+from planc.measure.count import NotCountedError
 from planc.ops import phrases
 from planc.order.match import Different, Stuck, apart, fits
 from planc.order.record import Order, of_places, small_orders
+from planc.rank_job import RankRunner
 
 _MOST = 8
 """Ranks that are listed of those that wait for ever."""

@@ -9,8 +9,8 @@ from math import prod
 from planc.compiler import Compiled
 from planc.lowering.rank_calls import Groups, RankCall, calls, place_of
 from planc.lowering.step import Step
-from planc.measure.count import NotCountedError, RankRunner, require_runnable, stored
-from planc.measure.job import RankJob, RankStep
+from planc.measure.count import NotCountedError, require_runnable
+from planc.model.facts import most_stored
 from planc.ops.base import AxisRole
 from planc.ops.document import dumps
 from planc.ops.lowered import Lowered
@@ -18,6 +18,7 @@ from planc.plan.ir import Plan
 from planc.plan.stand_in import Unrepresented
 from planc.proof.small_case import small_case
 from planc.proof.small_mesh import MOST, fewest, for_timetable, longer, with_experts
+from planc.rank_job import RankJob, RankRunner, RankStep
 
 _TOKENS = 64
 _RANKS = 16
@@ -78,7 +79,7 @@ def recorded(
             rows=rows or (pipeline.microbatches if pipeline else 1),
             tokens=tokens,
             micro_batches=micro_batches,
-            dtype=stored(facts),
+            dtype=most_stored(facts),
         ),
         config={**facts.config, "architectures": [facts.name]},
         lowered=dumps(lowered),

@@ -391,6 +391,22 @@ class ContextRule(Meaning):
         return replace(self, op=replace(self.op, blocks=ends, heads=found.head, seeing=seeing))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget(Checkpoint):
+    """Modules that keep what is best kept within a number of bytes, until `planc.budget` has chosen
+    what: then rules without a budget stand in its place.
+
+    Args:
+        size: bytes that all modules on one rank may hold between their forward and backward passes;
+            up to 1, the share of what they hold without checkpoints.
+        rows, seq: of one forward pass of a rank: sequences, and tokens of each before it is split.
+    """
+
+    size: float
+    rows: int
+    seq: int
+
+
 Ruled = TypeVar(
     "Ruled",
     TensorRule,
@@ -422,6 +438,7 @@ class Plan(Meaning):
         draws: lines of the model's code that draw random numbers in the recorded forward, beside
             nn.Dropout and what the configuration states.
         context: the axes whose ranks have parts of each sequence.
+        budgets: the rules that `checkpoint` has been chosen for.
         train: what the train sections freeze or unfreeze, outer modules first.
         adapted: whether the model's facts already have the adapters and the dtypes of `load`.
         broken: sections with errors, from whose omissions no check may conclude anything.
@@ -436,6 +453,7 @@ class Plan(Meaning):
     sequence: tuple[SequenceSetting, ...] = ()
     draws: tuple[str, ...] = ()
     checkpoint: tuple[Checkpoint, ...] = ()
+    budgets: tuple[Budget, ...] = ()
     compile: tuple[Compile, ...] = ()
     train: tuple[Freeze, ...] = ()
     fsdp: Fsdp | None = None

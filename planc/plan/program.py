@@ -15,6 +15,7 @@ from planc.plan.sections.tensor_styles import STYLES
 from planc.plan.settings import SETTINGS
 from planc.source import Source, Span
 from planc.syntax import ast
+from planc.syntax.ast_builder import number_of
 
 
 @dataclass(slots=True)
@@ -95,6 +96,8 @@ def _setting(text: str, sink: Sink) -> tuple[str, ast.Literal]:
     literal: int | float | str | bool | None = value
     if value.lower() in words:
         literal = words[value.lower()]
+    elif re.fullmatch(r"\d{1,9}(\.\d{1,9})?[KMGT](iB)?", value):
+        literal = number_of(value)
     elif re.fullmatch(r"[+-]?\d{1,18}", value):
         literal = int(value)
     elif re.fullmatch(r"[+-]?\d+\.\d*([eE][+-]?\d{1,3})?", value):

@@ -57,6 +57,13 @@ def variants(plan: ir.Plan, facts: Facts, *, ends: bool = False) -> dict[int, li
     return found
 
 
+def kinds_of(at: Modules, plan: ir.Plan, facts: Facts) -> list[tuple[Any, ...]]:
+    """The kind of each block of a list, with the rules on it, of which its stage is one."""
+    every = [*entry_kinds(at, facts, facts).values()]
+    rules = variants(plan, facts).get(len(every), [""] * len(every))
+    return [*zip(every, rules, strict=True)]
+
+
 def stand_in(
     plan: ir.Plan,
     facts: Facts,

@@ -4,16 +4,17 @@ The answer is built from the lowered plan, which is what `apply` runs. The IR ad
 lowering drops because they have no effect, and the text of each line.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from math import prod
 
+from planc.budget.text import of_block
 from planc.compiler import Compiled
 from planc.diagnostic import Sink
 from planc.lowering.memory import kept_shape
 from planc.model.facts import DTYPE_BYTES, Facts, Modules, Parameter
 from planc.ops import phrases
-from planc.ops.activation_checkpoint import Checkpoint
+from planc.ops.activation_checkpoint import Checkpoint, Save
 from planc.ops.backend import Backend
 from planc.ops.compile import Compile
 from planc.ops.contract import Split, part_sizes, weight_split
@@ -46,9 +47,9 @@ def why(name: str, compiled: Compiled, sink: Sink) -> Reasons | None:
     facts, lowered = compiled.facts, compiled.lowered
     if facts is None or lowered is None:
         return None
-    facts = compiled.applied[1] if compiled.applied else _adapted(facts, lowered)
+    plan, facts = compiled.applied or (compiled.plan, _adapted(facts, lowered))
     named = found(name, facts, sink)
-    return None if named is None else _Question(facts, lowered, compiled.plan, named).answer()
+    return None if named is None else _Question(facts, lowered, plan, named).answer()
 
 
 def _adapted(facts: Facts, lowered: Lowered) -> Facts:
@@ -176,9 +177,18 @@ class _Question:
         for op in self.lowered.ops:
             if isinstance(op, kind):
                 if self.at.inside(op.modules) is not None:
-                    yield self._reason(_wrapped(op), self._part(len(op.modules.path)), op)
+                    target = self._part(len(op.modules.path))
+                    yield self._reason(_wrapped(op), target, op)
+                    if isinstance(op, Checkpoint) and self.at.overlap(op.modules) is not None:
+                        kept = self._kept(op.save)
+                        yield from (self._reason(x, target, op, NOWHERE) for x in kept)
                 elif self.parameter is None and (both := op.modules.inside(self.at)) is not None:
                     yield self._reason(_wrapped(op), str(both), op)
+
+    def _kept(self, saves: Sequence[Save] | None) -> Iterator[str]:
+        """What a budget keeps of the module, or of the block that it is."""
+        if self.plan is not None and self.parameter is None:
+            yield from of_block(self.name, self.plan, self.facts, saves)
 
     def _unit(self) -> FullyShard | None:
         """The innermost unit that contains the module."""
@@ -276,7 +286,10 @@ class _Question:
             case "tensor":
                 return self._untouched()
             case "checkpoint":
-                return "no rule: its activations are kept for backward"
+                kept = next(self._kept(None), "its activations are kept for backward")
+                budgets = self.plan.budgets if self.plan else ()
+                lines = (b.origin.place for b in budgets if b.modules.has(self.name))
+                return "; ".join([*(f"the budget of {x} has room" for x in lines), kept])
             case "compile":
                 return "no rule: it runs as written"
         if self.units:

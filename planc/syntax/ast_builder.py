@@ -14,6 +14,7 @@ _LARGEST = 2**63
 _MODIFIERS = ("optional", "override")
 _LISTS = ("axes", "replicate")
 _UNITS = {"K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+_UNITS |= {f"{unit}iB": 2 ** (10 * power) for power, unit in enumerate(_UNITS, 1)}
 
 Method = Callable[[Any, Meta, list[Any]], ast.Node]
 
@@ -176,7 +177,7 @@ class Builder(Transformer[Token, ast.File]):
     name = _node(ast.Name, "path")
 
     def number(self, meta: Meta, children: list[Any]) -> ast.Literal:
-        value = _number(str(children[0]))
+        value = number_of(str(children[0]))
         if value is None:
             self.giants.append(self.span(meta))
         return ast.Literal(origin=self.span(meta), value=value or 0)
@@ -192,10 +193,10 @@ def _unquote(token: Token) -> str:
     return re.sub(r"\\([\"\\])", r"\1", str(token)[1:-1])
 
 
-def _number(text: str) -> int | float | None:
+def number_of(text: str) -> int | float | None:
     """The value, or None for an integer of more than 64 bits; the grammar bounds the digits."""
-    scale = _UNITS.get(text[-1], 1)
-    digits = text[:-1] if text[-1] in _UNITS else text
+    digits = text.rstrip("KMGTiB")
+    scale = _UNITS.get(text[len(digits) :], 1)
     value: int | float = int(digits) if digits.isdigit() else float(digits)
     value *= scale
     if scale > 1 and value == int(value):

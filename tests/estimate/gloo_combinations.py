@@ -13,8 +13,8 @@ from planc.diagnostic import Sink
 from planc.estimate.answer import Request, answer
 from planc.estimate.from_plan import Batch
 from planc.measure.count import count
-from planc.measure.job import RankStep
 from planc.ops.base import AxisRole
+from planc.rank_job import RankStep
 
 RANKS = 4
 DECODER = {

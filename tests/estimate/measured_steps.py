@@ -21,7 +21,7 @@ from planc.estimate.memory import GIB
 from planc.estimate.step import estimate
 from planc.estimate.workload import Matmul
 from planc.measure.count import count as run_ranks
-from planc.measure.job import RankStep
+from planc.rank_job import RankStep
 
 _LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_attention_heads": 32}
 _QWEN_MOE = {

@@ -13,11 +13,11 @@ from planc.compiler import compile_plan
 from planc.diagnostic import Sink
 from planc.estimate.answer import Request, answer
 from planc.estimate.from_plan import Batch
-from planc.estimate.pipeline import in_flight, orders, timetable
 from planc.estimate.step import estimate
 from planc.estimate.timeline import bytes_sent
 from planc.lowering.sends import by_pass
 from planc.lowering.step import EXCHANGE, SEND, During, Step
+from planc.lowering.timetable import in_flight, orders, timetable
 from planc.ops.pipeline import stages_of_rank
 
 OF_TORCH = ("zero_bubble", "zbv", "dualpipe_v")

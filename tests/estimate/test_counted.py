@@ -18,8 +18,8 @@ from planc.estimate.from_plan import Batch
 from planc.measure import count as module
 from planc.measure import one_rank
 from planc.measure.count import NotCountedError, count
-from planc.measure.job import RankStep
 from planc.model.load import load_values
+from planc.rank_job import RankStep
 from tests.console import call
 from tests.helpers import slow
 

@@ -20,11 +20,11 @@ from planc.estimate.from_plan import Batch, PlanWork
 from planc.estimate.kept_tensors import count
 from planc.estimate.measurements import Timed, calibrated
 from planc.estimate.memory import GIB
-from planc.estimate.pipeline import SCHEDULES, in_flight, order, timetable
 from planc.estimate.step import estimate
 from planc.estimate.step_time import step_time
 from planc.estimate.workload import Collective, Group, Recompute, Sharding
 from planc.lowering.step import GATHER, REDUCE, SCATTER
+from planc.lowering.timetable import SCHEDULES, in_flight, order, timetable
 from planc.model.load import load
 
 CHOICES = measured_steps.choices()

@@ -14,9 +14,9 @@ import planc
 from planc.compiler import compile_plan
 from planc.diagnostic import Sink
 from planc.measure.allocations import Allocations, Clock, cuda_changes
-from planc.measure.count import NotCountedError, RankRunner, count, shallower
-from planc.measure.job import RankStep
+from planc.measure.count import NotCountedError, count, shallower
 from planc.model.load import load_values
+from planc.rank_job import RankRunner, RankStep
 from tests.console import call
 from tests.helpers import slow
 

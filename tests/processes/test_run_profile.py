@@ -9,8 +9,8 @@ from numerics import MODELS
 from planc.compiler import compile_plan
 from planc.diagnostic import Sink
 from planc.lowering.rank_calls import WAIT
-from planc.measure.count import RankRunner
 from planc.order.record import recorded
+from planc.rank_job import RankRunner
 from planc.runtime.profile import label
 
 MESHES = [

@@ -1,17 +1,20 @@
 """The checkpoint and compile sections: activation checkpointing and torch.compile."""
 
+from dataclasses import replace
+
 from planc.diagnostic import did_you_mean, one_of
 from planc.ops.activation_checkpoint import GROUPS, Checkpoint, Save, like, listed, seen
 from planc.ops.base import AxisRole
 from planc.ops.compile import Compile
 from planc.plan.call_arguments import Arguments, word
-from planc.plan.evaluate import evaluate
+from planc.plan.evaluate import evaluate, number, whole
+from planc.plan.ir import Budget
 from planc.plan.program import Program
 from planc.plan.scope import Failed, Scope
 from planc.plan.sections.tensor import claimed
 from planc.syntax import ast
 
-_WAYS = ("full", "ops", "none")
+_WAYS = ("full", "ops", "budget", "none")
 _TERMS = ("offload", "pin", "preserve_rng", "early_stop")
 
 
@@ -21,7 +24,8 @@ def checkpoint(program: Program) -> tuple[Checkpoint, ...]:
     def read(rule: ast.Rule) -> tuple[Checkpoint | None] | None:
         if rule.action.name == "none":
             return (None,) if Arguments(rule.action, program.scope).done() else None
-        found = _checkpoint(rule.action, program.scope)
+        reads = _budget if rule.action.name == "budget" else _checkpoint
+        found = reads(rule.action, program.scope)
         return None if found is None else (found,)
 
     return claimed(program, "checkpoint", _WAYS, "way to checkpoint", read).rules()
@@ -67,6 +71,26 @@ def _checkpoint(call: ast.Call, scope: Scope) -> Checkpoint | None:
     return op if arguments.done() else None
 
 
+def _budget(call: ast.Call, scope: Scope) -> Budget | None:
+    """`budget(SIZE, seq = N)` on the whole model, or None after a finding."""
+    arguments = Arguments(call, scope, ("rows", "seq"))
+    rows, seq = arguments.integer("rows", 1), arguments.integer("seq", 0)
+    hint = "write `budget(20GiB, rows = 1, seq = 4096)`: the bytes of a forward pass of such rows"
+    given = evaluate(arguments.positional[0].value, scope) if arguments.positional else None
+    if not arguments.positional:
+        arguments.wrong(call, "`budget` has no bytes, and no share of them", hint)
+    elif isinstance(given, Failed):
+        arguments.ok = False
+    elif not number(given) or given <= 0 or (given > 1 and given != int(given)):
+        node = arguments.positional[0]
+        arguments.wrong(node, "a budget is a number of bytes, or a share of them up to 1", hint)
+    if arguments.done(positional=1) and (rows < 1 or seq < 1):
+        arguments.wrong(call, "`rows` and `seq` are 1 or more: what a budget is for", hint)
+    if not arguments.ok or not number(given):
+        return None
+    return Budget(modules=scope.facts.model, size=given, rows=rows, seq=seq)
+
+
 def _save(arguments: Arguments) -> tuple[Save, ...] | None:
     """The list of `ops(save = [...])`, or None after a finding."""
     given = arguments.take("save")
@@ -105,12 +129,15 @@ def _saved(item: ast.Expr, arguments: Arguments) -> Save | None:
     scope = arguments.scope
     every = 1
     if isinstance(item, ast.Call):
-        inner = Arguments(item, scope, ("every",))
+        inner = Arguments(item, scope, ("every", "calls"))
+        stated = inner.take("calls")
         every = inner.integer("every", 1)
+        calls = () if stated is None else _calls(stated, inner, every)
         if inner.done() and every < 1:
             inner.wrong(item, f"`every` is 1 or more, not {every}", "2 keeps every second one")
         arguments.ok &= inner.ok
-        return _named(item.name, item, arguments, every) if inner.ok else None
+        found = _named(item.name, item, arguments, every) if inner.ok else None
+        return replace(found, calls=calls) if found else None
     value = word(item, scope) if isinstance(item, ast.Name) else evaluate(item, scope)
     if isinstance(value, str):
         return _named(value, item, arguments, every)
@@ -123,6 +150,18 @@ def _saved(item: ast.Expr, arguments: Arguments) -> Save | None:
         f'it is {one_of([f"`{g}`" for g in GROUPS])}, or a name of torch\'s: "aten.mm.default"',
     )
     return None
+
+
+def _calls(stated: ast.Expr, arguments: Arguments, every: int) -> tuple[int, ...]:
+    """The numbers of `matmul(calls = [0, 4])`."""
+    value = evaluate(stated, arguments.scope)
+    listed = value if isinstance(value, list | tuple) else ()
+    if isinstance(value, Failed):
+        arguments.ok = False
+    elif not listed or every != 1 or not all(whole(n) and 0 <= n < 1 << 16 for n in listed):
+        hint = "write `calls = [0, 4]`, without `every`, for the first and the fifth in a module"
+        arguments.wrong(stated, "`calls` lists which calls are saved, from 0", hint)
+    return tuple(sorted({n for n in listed if whole(n)}))
 
 
 def _named(name: str, item: ast.Expr, arguments: Arguments, every: int) -> Save | None:

@@ -16,8 +16,8 @@ import torch.utils.checkpoint
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-Group = tuple[int, tuple[str, ...]]
-"""(n, names): every n-th result of the operators of these names."""
+Group = tuple[int | tuple[int, ...], tuple[str, ...]]
+"""(n, names): every n-th result of these operators, or those that n numbers."""
 
 # Saving -------------------------------------------------------------------------------
 
@@ -40,11 +40,11 @@ def _there(groups: Iterable[Group]) -> None:
 
 
 def _chooser(groups: Iterable[Group]) -> Callable[..., bool | None]:
-    """Decides for each call whether to save its result: every n-th in a group.
+    """Decides for each call whether to save its result: every n-th, or those numbered.
 
     The decision is None for an operator that is in no group.
     """
-    table: dict[Any, tuple[int, int]] = {}
+    table: dict[Any, tuple[int, int | tuple[int, ...]]] = {}
     for group, (every, names) in enumerate(groups):
         table |= dict.fromkeys(operators(names), (group, every))
     counts: dict[tuple[bool, int], int] = {}
@@ -55,7 +55,7 @@ def _chooser(groups: Iterable[Group]) -> Callable[..., bool | None]:
         group, every = table[op]
         count = counts.get((again, group), 0)
         counts[again, group] = count + 1
-        return count % every == 0
+        return count % every == 0 if isinstance(every, int) else count in every
 
     return chosen
 

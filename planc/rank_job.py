@@ -1,8 +1,12 @@
-"""What one rank is asked to run."""
+"""What one rank of a plan is asked to run on fake tensors, and the process that runs it."""
 
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -41,6 +45,8 @@ class RankJob:
         form: of what the stages before it send.
         order: whether what it sends is noted, in place of what it holds.
         device: where tensors have memory, `cpu` or `cuda`; empty for fake ones.
+        calls: the checkpointed modules whose operators are noted, in place of what it holds, each
+            with the one like it that runs in its place.
         code: whether the plan's custom styles may be imported.
     """
 
@@ -54,6 +60,7 @@ class RankJob:
     form: dict[str, Any] = field(default_factory=dict)
     order: bool = False
     device: str = ""
+    calls: dict[str, str] = field(default_factory=dict)
     code: bool = False
 
     def dumps(self) -> str:
@@ -63,3 +70,38 @@ class RankJob:
     def loads(cls, text: str) -> RankJob:
         values = json.loads(text)
         return cls(**{**values, "step": RankStep(**values["step"])})
+
+
+class RankRunner:
+    """The process that runs ranks, which starts with the first one."""
+
+    MODULE = "planc.measure.one_rank"
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[str] | None = None
+
+    def __enter__(self) -> RankRunner:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._process is not None and self._process.stdin:
+            with suppress(BrokenPipeError):
+                self._process.stdin.close()
+            self._process.wait()
+
+    def ask(self, job: RankJob) -> dict[str, Any]:
+        """Runs one rank; an answer with `error` where it did not run."""
+        if self._process is None:
+            # what this process can import, and no file that the current folder happens to have
+            words = [sys.executable, "-P", "-W", "ignore", "-m", self.MODULE]
+            known = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+            pipe = subprocess.PIPE
+            self._process = subprocess.Popen(words, stdin=pipe, stdout=pipe, text=True, env=known)
+        process = self._process
+        assert process.stdin and process.stdout
+        with suppress(BrokenPipeError):
+            process.stdin.write(job.dumps() + "\n")
+            process.stdin.flush()
+        text = process.stdout.readline() or '{"error": "the process that runs it has ended"}'
+        answer: dict[str, Any] = json.loads(text)
+        return answer

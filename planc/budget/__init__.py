@@ -1,0 +1,1 @@
+"""What checkpointed modules keep within a budget of bytes: which of their calls are saved."""

@@ -1,0 +1,274 @@
+"""What each module with a budget keeps: checkpoint rules without one take the place of the rule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+
+from planc.budget.count import UncountedError, counted
+from planc.budget.table import CallTable, Point
+from planc.diagnostic import Sink
+from planc.lowering.timetable import in_flight, orders
+from planc.model.facts import Facts, Modules
+from planc.model.indices import Indices
+from planc.ops import phrases
+from planc.ops.activation_checkpoint import GROUPS, Checkpoint, Save
+from planc.ops.pipeline import stages_of_rank
+from planc.plan.ir import Budget, Plan
+from planc.source import Span
+
+_RECIPES = ((), ("attention",), ("attention", "matmul"))
+"""Lists that others save, `full` among them: a choice is never worse than one of these."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alike:
+    """Modules of a rank that make the same calls.
+
+    Args:
+        names: in order.
+        table: of their calls.
+        passes: how many passes of them are held at once, at most.
+    """
+
+    names: tuple[str, ...]
+    table: CallTable
+    passes: int
+
+    def held(self, point: Point) -> int:
+        """Bytes that one of them holds."""
+        return self.passes * point.size
+
+
+@dataclass(frozen=True)
+class Share:
+    """What the modules of one rank keep of a budget.
+
+    Args:
+        budget: the rule.
+        groups: its modules on the rank.
+    """
+
+    budget: Budget
+    groups: tuple[Alike, ...]
+
+    @cached_property
+    def plain(self) -> int:
+        """Bytes that they hold without checkpoints."""
+        return sum(g.held(g.table.plain) * len(g.names) for g in self.groups)
+
+    @cached_property
+    def least(self) -> int:
+        """Bytes that they hold where nothing but inputs is kept."""
+        return sum(g.held(g.table.front[0]) * len(g.names) for g in self.groups)
+
+    @cached_property
+    def bytes(self) -> int:
+        """The budget in bytes."""
+        size = self.budget.size
+        return int(size * self.plain) if size <= 1 else int(size)
+
+    @cached_property
+    def points(self) -> dict[str, Point]:
+        """How each module is checkpointed: of several ways to share the budget the fastest."""
+        ways = (self._steepest(), self._uniform(), *map(self._recipe, _RECIPES))
+        fitting = [way for way in ways if self.held(way) <= self.bytes]
+        if not fitting:
+            return self._recipe(())
+        return min(fitting, key=lambda way: (self.seconds(way), self.held(way)))
+
+    def held(self, points: Mapping[str, Point]) -> int:
+        """Bytes that the modules hold so."""
+        return sum(g.held(points[name]) for g in self.groups for name in g.names)
+
+    def seconds(self, points: Mapping[str, Point]) -> float:
+        """Seconds that their recomputation takes in one pass."""
+        return sum(point.seconds for point in points.values())
+
+    def _steepest(self) -> dict[str, Point]:
+        """The best steps first: equal modules have two neighboring points of the convex hull of
+        their front, and what is left of the budget goes to single modules.
+        """
+        found = {name: g.table.front[0] for g in self.groups for name in g.names}
+        left = self.bytes - self.held(found)
+        steps = [
+            ((a.seconds - b.seconds) / (g.held(b) - g.held(a)), g, a, b)
+            for g in self.groups
+            for a, b in pairwise(_hull(g.table.front))
+        ]
+        for _, g, a, b in sorted(steps, key=lambda step: -step[0]):
+            at = [name for name in g.names if found[name] is a]
+            many = min(len(at), max(0, left) // (g.held(b) - g.held(a)))
+            found |= dict.fromkeys(at[:many], b)
+            left -= many * (g.held(b) - g.held(a))
+        return self._filled(found, left)
+
+    def _uniform(self) -> dict[str, Point]:
+        """Each module has the same share of what it would hold without a checkpoint."""
+        share = self.bytes / self.plain if self.plain else 1.0
+        found = {
+            name: _best(g.table.front, g.table.saved * share)
+            for g in self.groups
+            for name in g.names
+        }
+        return self._filled(found, self.bytes - self.held(found))
+
+    def _recipe(self, groups: Sequence[str]) -> dict[str, Point]:
+        saves = [Save(name=name, ops=GROUPS[name]) for name in groups]
+        return {name: g.table.keeping(saves) for g in self.groups for name in g.names}
+
+    def _filled(self, found: dict[str, Point], left: int) -> dict[str, Point]:
+        """The points with what is left of the budget spent on one module after another."""
+        for g in self.groups:
+            for name in g.names:
+                own = found[name]
+                more = _best(g.table.front, own.size + max(0, left) // g.passes)
+                if more.seconds < own.seconds:
+                    found[name] = more
+                    left -= g.held(more) - g.held(own)
+        return found
+
+
+def _best(front: Sequence[Point], size: float) -> Point:
+    """The fastest point of at most so many bytes; the first one where none is."""
+    return next((p for p in reversed(front) if p.size <= size), front[0])
+
+
+def _hull(front: Sequence[Point]) -> list[Point]:
+    """The points of a front whose steps save ever less time a byte."""
+    found: list[Point] = []
+    for point in front:
+        while len(found) > 1 and _slope(found[-2], found[-1]) <= _slope(found[-2], point):
+            found.pop()
+        found.append(point)
+    return found
+
+
+def _slope(a: Point, b: Point) -> float:
+    return (a.seconds - b.seconds) / (b.size - a.size)
+
+
+# Plans -------------------------------------------------------------------------------------------
+
+
+def budgeted(
+    plan: Plan, applied: tuple[Plan, Facts], sink: Sink
+) -> tuple[Plan, tuple[Plan, Facts]]:
+    """A plan, and with adapters, whose budgets are spent; PL583 or PL584 where one cannot be.
+
+    Args:
+        plan: without adapters.
+        applied: the plan and the model with them.
+    """
+    own, facts = applied
+    budgets = tuple(rule for rule in own.checkpoint if isinstance(rule, Budget))
+    if not budgets:
+        return plan, applied
+    shares = (share for budget in budgets for share in shares_of(budget, own, facts, sink))
+    chosen = _joined(rule for share in shares for rule in _rules(share))
+    rules = (*(r for r in own.checkpoint if not isinstance(r, Budget)), *chosen)
+    plan, own = (replace(p, checkpoint=rules, budgets=budgets) for p in (plan, own))
+    return plan, (own, facts)
+
+
+def shares_of(budget: Budget, plan: Plan, facts: Facts, sink: Sink) -> tuple[Share, ...]:
+    """What the modules of a budget keep, on the ranks of each place of the pipeline; none after a
+    finding.
+    """
+    if compiled := next((c for c in plan.compile if c.modules.overlap(budget.modules)), None):
+        reason = "torch.compile decides itself what compiled modules keep"
+        return _uncounted(budget, reason, sink, "write `full` or `ops`", compiled.origin)
+    try:
+        tables = counted(plan, facts, (budget.modules,), budget.rows, budget.seq)
+    except UncountedError as error:
+        return _uncounted(budget, str(error), sink, "write `ops(save = [attention, matmul])`")
+    shares = []
+    for passes in _passes(plan):
+        groups: dict[tuple[CallTable, int], list[str]] = {}
+        for name in budget.modules.names():
+            if many := passes(name):
+                groups.setdefault((tables[name], many), []).append(name)
+        alike = (Alike(names=tuple(n), table=t, passes=p) for (t, p), n in groups.items())
+        shares.append(Share(budget, tuple(alike)))
+    short = max(shares, key=lambda share: share.least - share.bytes)
+    if short.least > short.bytes:
+        sink.error(
+            "PL583",
+            f"the inputs of `{budget.modules}` alone are more than the budget of "
+            f"{phrases.size(short.bytes)}",
+            budget.origin,
+            facts=[
+                f"{budget.rows} x {budget.seq:,} tokens: {phrases.size(short.least)} with `full`, "
+                f"{phrases.size(short.plain)} without a checkpoint"
+            ],
+            help=f"give it {phrases.size(short.least)} or more, or checkpoint larger modules",
+        )
+        return ()
+    return tuple(shares)
+
+
+def _uncounted(
+    budget: Budget, reason: str, sink: Sink, help: str, *lines: Span
+) -> tuple[Share, ...]:
+    message = f"what `{budget.modules}` calls cannot be counted: {reason}"
+    sink.error("PL584", message, budget.origin, *lines, help=help)
+    return ()
+
+
+def _passes(plan: Plan) -> Iterator[Callable[[str], int]]:
+    """For each place of the pipeline, how many passes of a module its ranks hold at once."""
+    if plan.pipeline is None:
+        yield lambda _name: 1
+        return
+    op = plan.pipeline.op
+    ranks = plan.mesh.size(op.axis)
+    chunks = op.stages // ranks
+    every = orders(op.schedule, ranks, chunks, op.microbatches, op.timetable)
+    for rank, passes in enumerate(every):
+        own = stages_of_rank(op.schedule, rank, ranks, op.stages)
+        most = [max(m.held[i] for m in in_flight(passes, chunks)) for i in range(chunks)]
+        held = dict(zip(own, most, strict=True))
+
+        def of(name: str, held: Mapping[int, int] = held) -> int:
+            head, _, rest = name.partition(f"{op.blocks}.")
+            if head or not rest:  # outside the blocks: with the first stage
+                return held.get(0, 0)
+            return held.get(op.stage_of(int(rest.partition(".")[0])), 0)
+
+        yield of
+
+
+def _rules(share: Share) -> Iterator[Checkpoint]:
+    """The rules for the modules of one rank, each for those that keep the same."""
+    budget = share.budget
+    kept: dict[tuple[Save, ...], list[str]] = {}
+    for group in share.groups:
+        for name in group.names:
+            point = share.points[name]
+            if point.kept is not None:
+                kept.setdefault(group.table.saves(point), []).append(name)
+    for saves, names in kept.items():
+        for modules in _modules(budget.modules, names):
+            yield Checkpoint(modules=modules, save=saves, origin=budget.origin)
+
+
+def _modules(of: Modules, names: Sequence[str]) -> Iterator[Modules]:
+    """The modules of a set that have these names."""
+    if of.list_at is None or len(names) == len(of):
+        yield of
+        return
+    at = of.list_at
+    entries = Indices.of(int(name.split(".")[at]) for name in names)
+    yield of.with_entries(entries)
+
+
+def _joined(rules: Iterable[Checkpoint]) -> Iterator[Checkpoint]:
+    """The rules of several ranks, of which those that decide the same are one."""
+    found: dict[tuple[object, ...], Checkpoint] = {}
+    for rule in rules:
+        key = (rule.modules.key, rule.save, rule.origin)
+        known = found.setdefault(key, rule)
+        found[key] = replace(known, modules=known.modules.joined(rule.modules))
+    yield from found.values()

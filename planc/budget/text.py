@@ -1,0 +1,65 @@
+"""What a block with a budget keeps, in words: what each call takes and saves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from planc.budget.count import UncountedError, counted
+from planc.budget.table import CallTable, CountedCall
+from planc.model.facts import Facts
+from planc.ops import phrases
+from planc.ops.activation_checkpoint import Save
+from planc.plan.ir import Budget, Plan
+
+
+def of_block(name: str, plan: Plan, facts: Facts, saves: Sequence[Save] | None) -> Iterator[str]:
+    """Yields lines on a block that a budget decides; none on others.
+
+    Args:
+        name: of the block.
+        plan, facts: as lowered.
+        saves: what its checkpoint saves; None where it has none.
+    """
+    for budget in plan.budgets:
+        if budget.modules.has(name):
+            try:
+                table = counted(plan, facts, (budget.modules,), budget.rows, budget.seq)[name]
+            except UncountedError:  # where torch is missing, and the cache has been emptied since
+                return
+            yield from _lines(table, saves, budget)
+
+
+def _lines(table: CallTable, saves: Sequence[Save] | None, budget: Budget) -> Iterator[str]:
+    tokens, plain = f"{budget.rows} x {budget.seq:,} tokens", phrases.size(table.saved)
+    if saves is None:
+        yield f"it holds {plain} for {tokens} until its backward pass, and computes nothing again"
+        return
+    point = table.keeping(saves)
+    yield (
+        f"for {tokens} it holds {phrases.size(point.size)} of {plain} until its backward pass, and "
+        f"computes {_time(point.seconds)} again of a forward pass of {_time(table.forward)}"
+    )
+    yield f"input: {phrases.size(table.inputs)}"
+    kept = [table.calls[i] for i in point.kept or ()]
+    for call in sorted(kept, key=lambda call: -call.seconds):
+        yield f"keeps {_named(call)}: {phrases.size(call.size)}, saves {_time(call.seconds)}"
+    chosen = {*(point.kept or ())}
+    others = (c for i, c in enumerate(table.calls[: table.stop]) if i not in chosen)
+    again = sorted((c for c in others if c.seconds and not c.fixed), key=lambda c: -c.seconds)
+    for call in again[:_SHOWN]:
+        yield f"computes {_named(call)} again: {_time(call.seconds)} for {phrases.size(call.size)}"
+    if rest := again[_SHOWN:]:
+        size, seconds = sum(c.size for c in rest), sum(c.seconds for c in rest)
+        yield f"and {len(rest)} smaller ones: {_time(seconds)} for {phrases.size(size)}"
+
+
+_SHOWN = 8
+"""How many of the calls that are computed again are named."""
+
+
+def _named(call: CountedCall) -> str:
+    return str(Save(name=call.op, ops=(call.op,), calls=(call.nth,)))
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds * 1e3:.3f} ms" if seconds < 0.01 else f"{seconds * 1e3:.1f} ms"

@@ -1,0 +1,181 @@
+"""Which calls are kept within a budget: the knapsack, how layers share it, and what plans say."""
+
+import gc
+import itertools
+import random
+
+import pytest
+import torch
+import transformers
+from torch.profiler import ProfilerActivity, profile
+
+import planc
+from planc.budget import choose
+from planc.budget import table as rates
+from planc.budget.choose import Alike, Share
+from planc.budget.table import CallTable, CountedCall
+from planc.diagnostic import Sink
+from planc.estimate import profiles
+from planc.ops.activation_checkpoint import GROUPS, Checkpoint, Save
+from planc.plan.ir import Budget
+
+STATE = 5056
+"""Bytes of the random state that a checkpoint keeps on the CPU."""
+
+
+def table(seed, count=10):
+    """A table of random calls, of which some cannot be kept."""
+    draw = random.Random(seed)
+    names = ("aten.mm.default", "attention", "aten.mul.Tensor")
+    calls, nth = [], dict.fromkeys(names, 0)
+    for _ in range(count):
+        op = draw.choice(names)
+        size = draw.randrange(1, 9) * 1000
+        work = draw.randrange(10**9) if op != names[2] else 0
+        calls.append(CountedCall(op, nth[op], size, work, 3 * size, 0, draw.random() < 0.2))
+        nth[op] += 1
+    saved = sum(c.size for c in calls) * 3 // 4
+    return CallTable(tuple(calls), count - 1, 500, saved)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_front_is_exact(seed):
+    """For every number of bytes no choice of calls is faster than the front's."""
+    counted = table(seed)
+    free = [i for i, c in enumerate(counted.calls[: counted.stop]) if not c.fixed]
+    every = [
+        counted.point(kept)
+        for n in range(len(free) + 1)
+        for kept in itertools.combinations(free, n)
+    ]
+    every = [point for point in every if point.size < counted.saved]
+    assert len(every) > 10
+    for wanted in every:
+        best = next(p for p in reversed(counted.front) if p.size <= wanted.size)
+        assert best.seconds <= wanted.seconds + 1e-15
+    sizes = [p.size for p in counted.front]
+    times = [p.seconds for p in counted.front]
+    assert sizes == sorted({*sizes}) and times == sorted({*times}, reverse=True)
+    assert counted.front[0].kept == () and counted.front[-1].seconds == 0
+
+
+def share(size, *counts):
+    """A budget for so many layers of each of some tables."""
+    groups = (
+        Alike(names=tuple(f"{at}.{i}" for i in range(n)), table=table(at), passes=1 + at % 2)
+        for at, n in enumerate(counts)
+    )
+    rule = Budget(modules=None, size=size, rows=1, seq=1)
+    return Share(rule, tuple(groups))
+
+
+@pytest.mark.parametrize("counts", [(1,), (7,), (3, 4), (1, 2, 5)])
+def test_no_recipe_is_better(counts):
+    """With the bytes of `full`, of lists, and of no checkpoint a choice is at least as fast."""
+    whole = share(1.0, *counts)
+    recipes = [(), ("attention",), ("attention", "matmul")]
+    for recipe in recipes:
+        points = whole._recipe(recipe)
+        own = share(whole.held(points) + 1, *counts)
+        assert own.held(own.points) <= own.bytes
+        assert own.seconds(own.points) <= own.seconds(points) + 1e-15
+    assert whole.seconds(whole.points) == 0 and whole.held(whole.points) <= whole.plain
+    times = [share(part / 20, *counts) for part in range(4, 21)]
+    times = [own.seconds(own.points) for own in times if own.least <= own.bytes]
+    assert times == sorted(times, reverse=True)
+
+
+def test_equal_layers_have_two_neighboring_points():
+    own = share(0.5, 60)
+    used = sorted({point.size for point in own.points.values()})
+    assert len(used) <= 3  # two of the hull, and one layer that has what is left
+    assert own.bytes - own.held(own.points) < 9000
+
+
+def test_rates_are_those_of_the_profile():
+    hardware = profiles.hardware("h100-8x", Sink())
+    assert hardware.matmul_tflops * 1e12 == rates.FLOPS
+    assert hardware.memory_gb_s * 1e9 == rates.MEMORY
+    assert hardware.node_gb_s * 1e9 == rates.LINK
+
+
+def test_lists_are_counted_as_torch_does():
+    """Every second call of a group, and the calls of numbers."""
+    counted = table(1)
+    matmuls = [i for i, c in enumerate(counted.calls) if c.op == "aten.mm.default"]
+    assert len(matmuls) > 2
+    every = Save(name="matmul", every=2, ops=GROUPS["matmul"])
+    assert counted.keeping([every]).kept == tuple(matmuls[::2])
+    some = Save(name="aten.mm.default", calls=(1,), ops=("aten.mm.default",))
+    assert counted.keeping([some]).kept == (matmuls[1],)
+    point = counted.front[len(counted.front) // 2]
+    assert counted.keeping(counted.saves(point)) == point
+
+
+# Plans -------------------------------------------------------------------------------------------
+
+SIZES = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 176,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
+MIXTURE = {"moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2}
+
+
+def model(family, **more):
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(family, **SIZES, **more)
+    return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
+
+
+def plan(tmp_path, rule, family="llama"):
+    path = tmp_path / "b.plan"
+    text = f"override checkpoint {{\n    $blocks : {rule}\n}}\n"
+    path.write_text(f'plan b for any\nextend "{family}"\n{text}')
+    return str(path)
+
+
+def step(made, tokens):
+    """Bytes that a forward pass leaves, and the gradients."""
+    gc.collect()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        loss = made(input_ids=tokens, labels=tokens).loss
+        gc.collect()
+    loss.backward()
+    held = sum(e.self_cpu_memory_usage for e in profiler.key_averages())
+    return held, [p.grad.full_tensor() for p in made.parameters()]
+
+
+@pytest.mark.parametrize(("family", "more"), [("llama", {}), ("qwen3_moe", MIXTURE)])
+def test_what_is_held_is_what_was_predicted(tmp_path, monkeypatch, ends_its_group, family, more):
+    """Real tensors, to the byte; gradients have the bits of a run without checkpoints."""
+    tokens = torch.randint(0, 128, (2, 32), generator=torch.Generator().manual_seed(1))
+    known, real = [], choose.shares_of
+
+    def noting(*args):
+        known[:] = real(*args)
+        return tuple(known)
+
+    monkeypatch.setattr(choose, "shares_of", noting)
+
+    def ran(rule):
+        made = model(family, **more)
+        path = plan(tmp_path, rule, family)
+        run = planc.apply(made, path, overrides=["param_dtype=fp32"], device_type="cpu")
+        return *step(made, tokens), run
+
+    full, right, _ = ran("full")
+    for part in (0.75, 0.3):
+        held, gradients, run = ran(f"budget({part}, rows = 2, seq = 32)")
+        (own,) = known
+        plain = sum(point.kept is None for point in own.points.values())
+        assert held - full == own.held(own.points) - own.least - STATE * plain
+        assert 0.9 * own.bytes < own.held(own.points) <= own.bytes
+        assert all(torch.equal(*pair) for pair in zip(gradients, right, strict=True))
+        rules = [op for op in run.lowered.ops if isinstance(op, Checkpoint)]
+        assert any(save.calls for op in rules for save in op.save)
+        assert sum(len(op.modules) for op in rules) == 3 - plain
