@@ -124,7 +124,8 @@ class _Rank:
             model.to_empty(device="cpu")
             if job.real:
                 _zero(model)
-            optimizer = self._optimizer(run)
+        optimizer = self._optimizer(run)
+        with quiet(), fake:
             if job.order:
                 return {"steps": [*self._calls(run, optimizer)], "form": sent_by(run) or {}}
             self.storages.note([*model.parameters(), *model.buffers()], "parameters")
@@ -145,8 +146,9 @@ class _Rank:
                 yield noted.calls[before:]
 
     def _optimizer(self, run: Run) -> Any:
-        if self.lowered.has(Optimize):
-            return run.optimizer(lr=1e-4)
+        if self.lowered.has(Optimize):  # it reads which ranks a mesh has, and asks the others
+            with mock.patch.object(distributed, "all_gather_object", _alike):
+                return run.optimizer(lr=1e-4)
         trained = [p for p in run.model.parameters() if p.requires_grad]
         return run.optimizer(_OPTIMIZERS[self.job.step.optimizer](trained, lr=1e-4))
 
@@ -217,6 +219,11 @@ class _Rank:
         first = output[0] if isinstance(output, tuple) else output
         if isinstance(first, Tensor) and first.requires_grad and not _in_backward():
             first.register_hook(lambda _: self.storages.mark(at))
+
+
+def _alike(every: list[Any], own: Any, *_: Any) -> None:
+    """In the place of what other ranks say: what this one does."""
+    every[:] = [own] * len(every)
 
 
 def _in_backward() -> bool:

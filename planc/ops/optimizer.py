@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
+from math import prod
 from typing import Annotated, Any, ClassVar
 
 from planc.model.facts import Modules
@@ -14,6 +15,11 @@ Fraction = Annotated[
     int | float, Form({"type": "number", "minimum": 0, "exclusiveMaximum": 1}, name="below_one")
 ]
 
+BUCKET = 2**28
+"""About how many elements of its matrices a rank exchanges at once: 1 GiB of float32."""
+AT_ONCE = 2**25
+"""About how many elements a rank computes with at once: 128 MiB of float32."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdamW:
@@ -25,6 +31,10 @@ class AdamW:
     beta2: Fraction = field(default=0.999, metadata=OMIT)
     eps: Factor = field(default=1e-8, metadata=OMIT)
 
+    def state_size(self, shape: tuple[int, ...]) -> int:
+        """The elements of the states of a parameter."""
+        return 2 * prod(shape)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sgd:
@@ -34,6 +44,9 @@ class Sgd:
 
     momentum: Fraction = field(default=0.0, metadata=OMIT)
     nesterov: bool = field(default=False, metadata=OMIT)
+
+    def state_size(self, shape: tuple[int, ...]) -> int:
+        return prod(shape) if self.momentum else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +79,9 @@ class Muon:
         default="original", metadata=OMIT
     )
     compute: Dtype | None = field(default=None, metadata=OMIT)
+
+    def state_size(self, shape: tuple[int, ...]) -> int:
+        return prod(shape)
 
 
 Algorithm = Annotated[AdamW | Sgd | Muon, Form(tag="algorithm")]

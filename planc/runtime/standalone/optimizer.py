@@ -37,7 +37,9 @@ from planc.runtime.standalone.shards import (
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 """The coefficients of Muon's iteration. Source: `torch.optim.Muon`."""
 BUCKET = 2**28
-"""The most elements a rank exchanges at once: 1 GiB of float32."""
+"""About how many elements a rank exchanges at once: 1 GiB of float32."""
+AT_ONCE = 2**25
+"""About how many elements a rank computes with at once: 128 MiB of float32."""
 
 Cut = tuple[Any, ...]
 """(dim, sizes) of the matrices in a parameter; () for a whole one, or a stack."""
@@ -119,15 +121,15 @@ class PlannedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
     ) -> None:
         super().__init__(groups, {})
         self.buckets: dict[int, list[Bucket]] = {}
-        alike = [
+        wanted = [
             (number, where, some)
             for number, group in enumerate(self.param_groups)
             if group["algorithm"] == "muon"
             for where, some in bucketed(group["params"])
         ]
-        made = process_groups([where for _, where, _ in alike])
+        made = process_groups([where for _, where, _ in wanted])
         shared: dict[Any, Any] = {}
-        for (number, where, some), group in zip(alike, made, strict=True):
+        for (number, where, some), group in zip(wanted, made, strict=True):
             units = [units_of(p, *cuts[id(p)], where=where, known=shared) for p in some]
             bucket = Bucket(some, units, group, where)
             self.buckets.setdefault(number, []).append(bucket)
@@ -172,7 +174,7 @@ def written_back(states: Sequence[Tensor], computed: Sequence[Tensor]) -> None:
 
 def step_adamw(parameters: Sequence[Tensor], group: Any, state: Any) -> None:
     """AdamW on local shards: all that it computes is elementwise."""
-    for some in same_dtype(parameters):
+    for some in alike(parameters):
         for p in some:
             state[p].setdefault("step", torch.tensor(0.0))
         first = [state_like(p, state[p], "exp_avg", group) for p in some]
@@ -201,7 +203,7 @@ def step_sgd(parameters: Sequence[Tensor], group: Any, state: Any) -> None:
     """SGD on local shards; its weight decay is that of torch's SGD, a part of the
     gradient.
     """
-    for some in same_dtype(parameters):
+    for some in alike(parameters):
         # without dampening a buffer of zeros becomes the gradient, as torch's first one
         key, moves = "momentum_buffer", group["momentum"] > 0
         kept = [state_like(p, state[p], key, group) for p in some if moves]
@@ -221,12 +223,22 @@ def step_sgd(parameters: Sequence[Tensor], group: Any, state: Any) -> None:
         written_back(kept, buffers)
 
 
-def same_dtype(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Parameters in lists of one dtype and device."""
+def alike(parameters: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Parameters in lists of one dtype and device, of about `AT_ONCE` elements of this
+    rank: a step holds copies of one list at a time.
+    """
     found: dict[Any, list[Tensor]] = {}
     for p in parameters:
         found.setdefault((p.dtype, p.device), []).append(p)
-    return list(found.values())
+    for every in found.values():
+        part, count = list[Tensor](), 0
+        for p in every:
+            if part and count + part_of(p).numel() > AT_ONCE:
+                yield part
+                part, count = [], 0
+            part.append(p)
+            count += part_of(p).numel()
+        yield part
 
 
 # Who holds which piece ----------------------------------------------------------------
@@ -270,14 +282,13 @@ def bucketed(parameters: Iterable[Tensor]) -> Iterator[tuple[Ranks, list[Tensor]
         found.setdefault((mesh, tuple(wide), p.dtype, p.device), []).append(p)
     for (mesh, dims, _, _), some in found.items():
         where = Ranks(mesh, dims)
-        part, count = list[Tensor](), 0
-        for p in some:
-            if part and count + p.numel() > BUCKET * len(where.ranks):
-                yield where, part
-                part, count = [], 0
-            part.append(p)
-            count += p.numel()
-        yield where, part
+        total, passed = max(1, sum(p.numel() for p in some)), 0
+        count = -(-total // (BUCKET * len(where.ranks)))
+        parts: dict[int, list[Tensor]] = {}
+        for p in some:  # as many elements in each
+            parts.setdefault(passed * count // total, []).append(p)
+            passed += p.numel()
+        yield from ((where, part) for part in parts.values())
 
 
 def process_groups(wanted: Sequence[Ranks]) -> list[Any]:
@@ -442,40 +453,28 @@ class Bucket:
     def orthogonalized(
         self, updates: list[Tensor], group: Any, dtype: torch.dtype
     ) -> list[Tensor]:
-        """Shards of updates -> shards of orthogonalized and scaled updates."""
-        pieces = [
-            updates[unit.number][inner].reshape(-1)
+        """Orthogonalizes and scales updates in place; each rank has shards of them."""
+        own = [
+            (updates[unit.number], inner)
             for some in self.to
             for unit in some
             for inner, _ in unit.held[self.me]
         ]
-        flat = torch.cat(pieces) if pieces else updates[0].new_empty(0)
-        flat = self.exchanged(flat, self.received, self.sent)
+        flat = self.exchanged(packed(own, updates[0]), self.received, self.sent)
         whole = [flat.new_empty(unit.shape) for unit in self.mine]
-        places = [
+        pieces = [
             (matrix, outer)
             for rank in range(len(self.sent))
             for unit, matrix in zip(self.mine, whole, strict=True)
             for _, outer in unit.held[rank]
         ]
-        parts = flat.split([matrix[outer].numel() for matrix, outer in places])
-        for (matrix, outer), part in zip(places, parts, strict=True):
-            matrix[outer] = part.view_as(matrix[outer])
+        unpack(flat, pieces)
+        del flat  # matrices are as much as the shards, and held once
         self.turn(whole, group, dtype)
-        pieces = [matrix[outer].reshape(-1) for matrix, outer in places]
-        flat = torch.cat(pieces) if pieces else flat.new_empty(0)
-        flat = self.exchanged(flat, self.sent, self.received)
-        blocks = [
-            (unit.number, inner)
-            for some in self.to
-            for unit in some
-            for inner, _ in unit.held[self.me]
-        ]
-        out = [torch.empty_like(update) for update in updates]
-        parts = flat.split([out[number][inner].numel() for number, inner in blocks])
-        for (number, inner), part in zip(blocks, parts, strict=True):
-            out[number][inner] = part.view_as(out[number][inner])
-        return out
+        flat = packed(pieces, updates[0])
+        del pieces, whole
+        unpack(self.exchanged(flat, self.sent, self.received), own)
+        return updates
 
     def exchanged(self, flat: Tensor, received: list[int], sent: list[int]) -> Tensor:
         """What the ranks send each other, by rank; on the device of the mesh."""
@@ -488,29 +487,54 @@ class Bucket:
 
     def turn(self, whole: list[Tensor], group: Any, dtype: torch.dtype) -> None:
         """Orthogonalizes this rank's matrices in place, those of one shape together."""
-        alike: dict[tuple[int, ...], list[Tensor]] = {}
+        shapes: dict[tuple[int, ...], list[Tensor]] = {}
         for matrix in whole:
-            alike.setdefault(tuple(matrix.shape), []).append(matrix)
-        for (rows, columns), some in alike.items():
+            shapes.setdefault(tuple(matrix.shape), []).append(matrix)
+        for (rows, columns), every in shapes.items():
             if group["adjust_lr"] == "match_rms_adamw":
                 factor = 0.2 * math.sqrt(max(rows, columns))
             else:
                 factor = math.sqrt(max(1.0, rows / columns))
-            turned = orthogonal(torch.stack(some).to(dtype), group["ns_steps"])
-            for matrix, value in zip(some, turned, strict=True):
-                matrix.copy_(value * factor)
+            count = max(1, AT_ONCE // (rows * columns))
+            for at in range(0, len(every), count):
+                some = every[at : at + count]
+                turned = orthogonal(torch.stack(some).to(dtype), group["ns_steps"])
+                for matrix, value in zip(some, turned, strict=True):
+                    matrix.copy_(value * factor)
 
 
-def orthogonal(matrices: Tensor, steps: int, eps: float = 1e-7) -> Tensor:
+Piece = tuple[Tensor, tuple[slice, ...]]
+"""A tensor, and the part of it that is sent or received."""
+
+
+def packed(pieces: Sequence[Piece], like: Tensor) -> Tensor:
+    """The pieces, one after the other."""
+    sizes = [tensor[part].numel() for tensor, part in pieces]
+    device = pieces[0][0].device if pieces else like.device
+    flat = like.new_empty(sum(sizes), device=device)
+    for (tensor, part), target in zip(pieces, flat.split(sizes), strict=True):
+        target.view_as(tensor[part]).copy_(tensor[part])
+    return flat
+
+
+def unpack(flat: Tensor, pieces: Sequence[Piece]) -> None:
+    """Fills the pieces from what `packed` made of them."""
+    sizes = [tensor[part].numel() for tensor, part in pieces]
+    for (tensor, part), source in zip(pieces, flat.split(sizes), strict=True):
+        tensor[part].copy_(source.view_as(tensor[part]))
+
+
+def orthogonal(x: Tensor, steps: int, eps: float = 1e-7) -> Tensor:
     """Newton-Schulz iterations of a batch of matrices [n, rows, columns].
 
     Source: Jordan et al., Muon; `torch.optim.Muon`.
     """
     a, b, c = NEWTON_SCHULZ
-    tall = matrices.shape[-2] > matrices.shape[-1]
-    x = matrices.mT if tall else matrices
+    tall = x.shape[-2] > x.shape[-1]
+    x = x.mT if tall else x
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=eps)
     for _ in range(steps):
         gram = x @ x.mT
-        x = a * x + (b * gram + c * (gram @ gram)) @ x
+        gram = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.baddbmm(x, gram, x, beta=a)
     return x.mT if tall else x
