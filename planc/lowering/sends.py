@@ -38,7 +38,7 @@ from planc.ops.fsdp import FullyShard
 from planc.ops.layouts import Layout, Partial, Replicate, Shard
 from planc.ops.lora import Adapt
 from planc.ops.loss import ChunkLoss
-from planc.ops.optimizer import Optimize
+from planc.ops.optimizer import Adafactor, Optimize
 from planc.ops.pipeline import Pipeline, stages_of_rank
 from planc.ops.registry import AnyOp
 from planc.ops.styles import Colwise, Experts, Input, Sequence, style_name
@@ -74,6 +74,8 @@ def left_out(step: Step) -> tuple[str, ...]:
             names[f"what backward repeats of {op.modules}"] = None
         elif isinstance(op, Backend):
             names[f"what {op.TITLE} gathers and reduces"] = None
+        elif isinstance(op, Optimize) and isinstance(op.algorithm, Adafactor):
+            names["sums of rows and columns that adafactor takes, two all-reduces a step"] = None
         elif isinstance(op, Freeze | Adapt) and not step.owned:
             names["what backward leaves out where parameters are frozen"] = None
         elif isinstance(op, ContextParallel | Pipeline) and step.backward.skips:

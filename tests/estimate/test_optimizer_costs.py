@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import slow
 
 import planc
 from planc.compiler import compile_plan
@@ -17,6 +16,7 @@ from planc.lowering.sends import sends
 from planc.lowering.step import Step
 from planc.ops import optimizer as ops
 from planc.runtime.standalone import optimizer as standalone
+from tests.helpers import slow
 
 MUON = "root : sgd(momentum = 0.9)\n model.layers.*.{self_attn,mlp}.*_proj : muon"
 GIB = 2**30

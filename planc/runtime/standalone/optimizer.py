@@ -1,4 +1,4 @@
-"""The optimizer that a plan describes: AdamW, SGD, and Muon computed by owners.
+"""The optimizer that a plan describes: AdamW, SGD, Adafactor, and Muon by owners.
 
 Muon orthogonalizes whole matrices, and ranks hold shards of them. Each matrix has an
 owner, one of the ranks that hold a piece of it: one all-to-all brings the pieces of all
@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
+from planc.runtime.standalone.adafactor import Factored
 from planc.runtime.standalone.shards import (
     Block,
     Order,
@@ -52,7 +53,7 @@ def optimize(module: nn.Module, algorithm: str, **terms: Any) -> None:
 
     Args:
         module: with the parameters; a record on a module inside it wins.
-        algorithm: `adamw`, `sgd` or `muon`.
+        algorithm: `adamw`, `sgd`, `adafactor` or `muon`.
         terms: `lr` and `weight_decay`, factors of the script's; `state`, the dtype of
             the state; those of the algorithm. `units` of Muon has the names of the
             module's own parameters that it takes, each with the dim along which the
@@ -109,7 +110,7 @@ def terms_of(model: nn.Module, name: str) -> dict[str, Any]:
 
 
 class PlannedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
-    """AdamW, SGD and Muon, by the `algorithm` of each group.
+    """AdamW, SGD, Adafactor and Muon, by the `algorithm` of each group.
 
     States have the names that torch's optimizers use, and the layout of parameters.
     """
@@ -120,18 +121,25 @@ class PlannedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         cuts: dict[int, tuple[Order | None, Cut]],
     ) -> None:
         super().__init__(groups, {})
-        self.buckets: dict[int, list[Bucket]] = {}
+        self.buckets: dict[int, list[Bucket | Factored]] = {}
         wanted = [
             (number, where, some)
             for number, group in enumerate(self.param_groups)
-            if group["algorithm"] == "muon"
+            if group["algorithm"] in ("muon", "adafactor")
             for where, some in bucketed(group["params"])
         ]
         made = process_groups([where for _, where, _ in wanted])
         shared: dict[Any, Any] = {}
+        bucket: Bucket | Factored
         for (number, where, some), group in zip(wanted, made, strict=True):
-            units = [units_of(p, *cuts[id(p)], where=where, known=shared) for p in some]
-            bucket = Bucket(some, units, group, where)
+            if self.param_groups[number]["algorithm"] == "adafactor":
+                held = [held_by(p, cuts[id(p)][0], where)[where.me] for p in some]
+                bucket = Factored(some, held, group, where.device)
+            else:
+                units = [
+                    units_of(p, *cuts[id(p)], where=where, known=shared) for p in some
+                ]
+                bucket = Bucket(some, units, group, where)
             self.buckets.setdefault(number, []).append(bucket)
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
@@ -154,9 +162,11 @@ class PlannedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
 
 def state_like(parameter: Tensor, state: Any, name: str, group: Any) -> Tensor:
     """A state of the layout of a parameter, zero before the first step."""
+    dtype = group["state"] or parameter.dtype
     if name not in state:
-        dtype = group["state"] or parameter.dtype
         state[name] = torch.zeros_like(parameter, dtype=dtype)
+    elif state[name].dtype != dtype:  # torch loads states in the dtype of parameters
+        state[name] = state[name].to(dtype)
     return part_of(state[name])
 
 
@@ -252,6 +262,7 @@ class Ranks:
         ranks: their numbers in the world, in the order of the process group.
         coordinates: of each in the mesh.
         me: the index of this rank.
+        device: on which they exchange.
     """
 
     def __init__(self, mesh: DeviceMesh | None, dims: tuple[int, ...]) -> None:
@@ -259,6 +270,7 @@ class Ranks:
         self.ranks: list[int] = [0]
         self.coordinates: list[tuple[int, ...]] = [()]
         self.me = 0
+        self.device = None if mesh is None else mesh.device_type
         if mesh is None:
             return
         here: Any = mesh.get_coordinate()
@@ -367,10 +379,7 @@ def units_of(
     layout = (mesh, *where.coordinates, *map(str, placements))
     key = (shape, layout, str(order), cut)
     if key not in known:
-        held = [
-            [*blocks_of(model_ranges(positions_of(shape, mesh, at, placements), order))]
-            for at in where.coordinates
-        ]
+        held = held_by(parameter, order, where)
         known[key] = [
             (
                 tuple(stop - start for start, stop in window[-2:]),
@@ -379,6 +388,17 @@ def units_of(
             for window in windows_of(shape, cut)
         ]
     return [Matrix(size, held) for size, held in known[key]]
+
+
+def held_by(parameter: Tensor, order: Order | None, where: Ranks) -> list[list[Block]]:
+    """Per rank, the blocks of a parameter in its shard."""
+    shape = tuple(parameter.shape)
+    placements = parameter.placements if isinstance(parameter, DTensor) else ()
+    mesh = () if where.mesh is None else tuple(where.mesh.shape)
+    return [
+        [*blocks_of(model_ranges(positions_of(shape, mesh, at, placements), order))]
+        for at in where.coordinates
+    ]
 
 
 def windows_of(shape: tuple[int, ...], cut: Cut) -> Iterator[list[tuple[int, int]]]:
@@ -412,7 +432,7 @@ class Bucket:
         where: Ranks,
     ) -> None:
         self.parameters, self.group, self.me = parameters, group, where.me
-        self.device = where.mesh.device_type if where.mesh is not None else None
+        self.device = where.device
         for number, some in enumerate(units):
             for unit in some:
                 unit.number = number
