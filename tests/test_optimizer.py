@@ -43,6 +43,14 @@ optimizer {
     model.layers.*.mlp.experts       : muon
 }
 """
+ADAFACTOR = """
+plan t for phi3
+extend "phi3.plan"
+optimizer {
+    root                      : adafactor
+    model.layers.*.*layernorm : adamw
+}
+"""
 
 
 def written(tmp_path, text):
@@ -59,6 +67,7 @@ def written(tmp_path, text):
         slow("llama-3.2-1b", LLAMA, ["tp=2"]),  # tied
         slow("llama-3.1-8b", LLAMA, ["pp=2", "tp=2", "microbatches=2"]),
         ("phi-4", PHI3, ["tp=2"]),
+        ("phi-4", ADAFACTOR, ["tp=2"]),
         ("qwen3-30b-a3b", MOE, ["ep=2", "tp=2", "etp=2"]),
         slow("qwen3-30b-a3b", MOE, ["ep=4"]),
     ],
@@ -98,6 +107,7 @@ FAULTS = {
     "halves": (LLAMA, "llama-3.1-8b", "Bucket.orthogonalized", _averaged),
     "order": (PHI3, "phi-4", "units_of", _stored_order),
     "fused": (PHI3, "phi-4", "units_of", _whole_of),
+    "sums": (ADAFACTOR, "phi-4", "Factored.summed", lambda _: lambda _self, tensors: [*tensors]),
     "factor": (LLAMA, "llama-3.1-8b", "Bucket.turn", lambda _: _local_factor),
 }
 
@@ -109,13 +119,13 @@ def test_faults_of_the_update_are_seen(fault, tmp_path, monkeypatch, uncached):
     """
     text, model, name, wrong = FAULTS[fault]
     owner, _, attribute = f"{standalone.__name__}.{name}".rpartition(".")
-    where = standalone.Bucket if name.startswith("Bucket") else standalone
+    where = getattr(standalone, name.partition(".")[0]) if "." in name else standalone
     real = getattr(where, attribute)
     broken = wrong(real)
 
     def on_ranks(*args, **keywords):
         first = args[0]
-        bucket = isinstance(first, standalone.Bucket)
+        bucket = isinstance(first, standalone.Bucket | standalone.Factored)
         alone = first.group is None if bucket else not hasattr(first, "placements")
         return (real if alone else broken)(*args, **keywords)
 
@@ -175,6 +185,8 @@ optimizer {
         ("root : adam", "PL105"),
         ("root : adamw(lr = -1)", "PL012"),
         ("root : adamw(state = fp16)", "PL012"),
+        ("root : adafactor(d = 0.5)", "PL012"),
+        ("root : adafactor(beta2_decay = 0.8)", "PL012"),
     ],
 )
 def test_findings(rules, code, tmp_path):
@@ -240,6 +252,20 @@ def test_sgd_is_torchs():
         module,
     )
     assert all(torch.equal(a, b) for a, b in zip(mine, right, strict=True))
+
+
+def test_adafactor_is_torchs():
+    module = torch.nn.Linear(12, 5)
+    terms = {"beta2_decay": -0.7, "eps1": None, "eps2": 1e-3, "d": 1.5}
+    mine = _trained(lambda m: _planned(m, algorithm="adafactor", **terms), module)
+    right = _trained(
+        lambda m: torch.optim.Adafactor(
+            m.parameters(), lr=0.02, weight_decay=0.1, beta2_decay=-0.7, d=1.5
+        ),
+        module,
+    )
+    for one, other in zip(mine, right, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("adjust", ["original", "match_rms_adamw"])

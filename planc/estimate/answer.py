@@ -74,6 +74,12 @@ class Answer:
         return masters(self.plan, self.facts) is not None
 
     @property
+    def optimizer(self) -> str:
+        """The algorithms of the plan's optimizer section, or the one that is asked for."""
+        names = (update.name for update in self.work.updates)
+        return " and ".join(dict.fromkeys(names)) or self.request.optimizer
+
+    @property
     def passes(self) -> tuple[int, int]:
         """The passes of a rank in a step, and the rows of each."""
         batch, count = self.request.batch, self.work.micro_batches * self.work.runs
@@ -177,7 +183,7 @@ def lines(plan: Plan) -> dict[str, Span]:
         "host_copies": next(parked, offload),
         "pipeline_sends": stages,
         "pipeline_bubble": stages,
-        "optimizer": offload,
+        "optimizer": plan.optimizer[0].origin if plan.optimizer else offload,
     }
     return {name: origin for name, origin in found.items() if origin}
 
@@ -303,9 +309,8 @@ def assumed(found: Answer) -> Iterator[str]:
         said += "the plan or the configuration has them"
     if any(a.linear for part in found.work.stages for x, _ in part for a in x.attention):
         yield "linear attention in fused kernels (fla, mamba_ssm)"
-    name = found.request.optimizer
     assumed = " (assumed, as docs/training.md has it; `load { dtype = ... }` says another)"
-    yield f"{name} on parameters in {dtype}{said}{assumed * found.masters}"
+    yield f"{found.optimizer} on parameters in {dtype}{said}{assumed * found.masters}"
 
 
 def _memory(found: Answer, explain: bool) -> Iterator[str]:
@@ -383,7 +388,7 @@ def document(found: Answer) -> dict[str, Any]:
         "batch": batch and {"rows": batch.global_batch, "tokens": batch.sequence},
         "passes": found.passes if batch else None,
         "optimizer": {
-            "name": found.request.optimizer,
+            "name": found.optimizer,
             "bytes": found.work.precision.rest,
             "assumed": found.masters,
         },

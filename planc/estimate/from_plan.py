@@ -17,10 +17,11 @@ from planc.budget.count import UncountedError
 from planc.budget.count import counted as counted_calls
 from planc.budget.table import CallTable
 from planc.estimate.counted import Counted, MicroBatch, Part
+from planc.estimate.optimizer_step import states_of, update_of
 from planc.estimate.profiles import Stack
 from planc.estimate.tensor_split import PartSplit, chunk_passes, logit_copies, recompute_of, unsplit
-from planc.estimate.workload import ElementSizes, Group, Layer, Sharding, Workload
-from planc.lowering.lower import on_activations
+from planc.estimate.workload import ElementSizes, Group, Layer, Sharding, Update, Workload
+from planc.lowering.lower import lower, on_activations
 from planc.lowering.memory import Holding, Holdings
 from planc.lowering.sends import by_pass
 from planc.lowering.step import During, Sent, Step
@@ -227,6 +228,7 @@ class PlanWork:
             sharding=Sharding.FULL if self.plan.fsdp else Sharding.REPLICATED,
             precision=self._precision(),
             offload=self.plan.fsdp is not None and self.plan.fsdp.offload is not None,
+            updates=tuple(self._updates()),
             origin=self.plan.fsdp.origin if self.plan.fsdp else None,
         )
 
@@ -244,6 +246,13 @@ class PlanWork:
             return counted_calls(*args) if modules else {}
         except UncountedError:
             return {}
+
+    def _updates(self) -> Iterator[Update]:
+        """What the optimizer section does at each place of the pipeline."""
+        if self.plan.optimizer:
+            step = replace(self.step, lowered=lower(self.plan, self.facts))
+            for stage in step.lowered.stages:
+                yield update_of(stage, step, self.plan, self.holdings, self.group)
 
     def groups(self) -> dict[str, Any]:
         """The groups of ranks that communicate, by their names in `Workload`."""
@@ -444,7 +453,8 @@ class PlanWork:
         every = {
             "parameters": sum(prod(h.local) * h.count for h in inside),
             "apart": sum(prod(h.local) * h.count for h in inside if self._apart(h.unit)),
-            "frozen": sum(prod(h.local) * h.count for h in inside if not h.parameter.trainable),
+            "frozen": sum(prod(h.local) * h.count for h in inside if not h.trains),
+            "states": sum(states_of(h, self.plan) for h in inside) if self.plan.optimizer else 0,
             "unsplit": sum(map(unsplit, inside)),
             "tied": sum(prod(h.local) for h in inside if h.trains and self._shared(h)),
         }

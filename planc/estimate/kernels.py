@@ -49,6 +49,21 @@ def _quantized(m: int, n: int, k: int, processors: int) -> float:
     return min(waves(*tile) for tile in TILES)
 
 
+FULL = 15
+"""How many times as long products in float32 take as in 16 bits, without TF32, which torch leaves
+off: by the data sheets of A100 (19.5 of 312 TFLOP/s) and H100 (67 of 989) 16 and 15."""
+
+
+def orthogonal(rows: int, columns: int, hardware: Hardware, *, full: bool) -> float:
+    """Seconds of one Newton-Schulz iteration of a matrix: X X', its square, and their product with
+    X.
+    """
+    short, long = sorted((rows, columns))
+    gram, square = Matmul(m=short, n=short, k=long), Matmul(m=short, n=short, k=short)
+    products = (gram, square, Matmul(m=short, n=long, k=short))
+    return sum(matmul(one, hardware) for one in products) * (FULL if full else 1)
+
+
 def attention(part: Attention, hardware: Hardware, pace: float = 1.0) -> float:
     """Seconds of one forward of attention: a flash kernel computes the causal half, with a mask the
     whole square, as matmuls do.

@@ -147,11 +147,19 @@ class _Rank:
         if self.work.offload:
             return ()
         precision = self.work.precision
-        state = precision.master + precision.states
         return (
             self._sharded("parameters", self.elements, precision.rest, self.shard),
-            self._sharded("optimizer state", self.trained, state, self.steps),
+            self.states(),
         )
+
+    def states(self) -> Item:
+        precision, name = self.work.precision, "optimizer state"
+        if not self.work.updates:
+            state = precision.master + precision.states
+            return self._sharded(name, self.trained, state, self.steps)
+        size = sum(layer.states * n for layer, n in self.layers)
+        how = f"{size / GIB:,.2f} GiB of {self.work.updates[self.rank].name}, sharded"
+        return Item(name=name, size=size * self.steps, how=how, origin=self.work.origin)
 
     def gradients(self) -> tuple[Item, ...]:
         if self.work.offload:
@@ -408,7 +416,12 @@ class _Rank:
 
     def stepped(self) -> Iterable[Item]:
         copies = 0 if self.work.offload else self.stack.optimizer_copies
-        if copies:
+        if copies and self.work.updates:
+            update = self.work.updates[self.rank]
+            how = f"of the parameters that {update.name} steps at once"
+            name = "copies in the optimizer"
+            yield Item(name=name, size=update.held, how=how, origin=update.origin)
+        elif copies:
             size = copies * self.trained * self.steps * self.work.precision.rest
             how = f"{copies:g} x the parameters it steps"
             yield Item(name="copies in the optimizer", size=size, how=how, origin=self.work.origin)

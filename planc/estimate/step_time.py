@@ -223,6 +223,20 @@ class Passes:
             return size / (self.hardware.host_memory_gb_s * 1e9)
         return kernels.moved(size, 0, self.hardware)
 
+    def update(self, place: int) -> float:
+        """Seconds of what the plan's optimizer sends and orthogonalizes."""
+        if not self.work.updates:
+            return 0.0
+        update, hardware = self.work.updates[place], self.hardware
+        sent = sum(kernels.collective(c, hardware) for c in update.exchanged)
+        each = [
+            (steps * kernels.orthogonal(rows, columns, hardware, full=full), count)
+            for rows, columns, steps, full, count in update.turned
+        ]
+        shared = sum(seconds * count for seconds, count in each)
+        longest = max((seconds for seconds, _ in each), default=0.0)  # an owner has whole ones
+        return sent + max(shared, longest)
+
 
 def step_time(work: Workload, hardware: Hardware, stack: Stack) -> StepTime:
     """The time of a step and what it is spent on."""
@@ -271,14 +285,15 @@ def _after(passes: Passes, last: Sequence[float]) -> tuple[float, float]:
     work, ranks = passes.work, passes.work.pipeline.size
     # buckets are all-reduced during the last backward; ZeRO-1 scatters after it
     overlap = passes.stack.data_overlap if work.sharding is Sharding.REPLICATED else 0.0
-    exposed, held = [0.0], [0.0]
+    exposed, held, updates = [0.0], [0.0], [0.0]
     for rank in range(ranks):
         layers = [pair for stage in work.of_rank(rank) for pair in work.stages[stage]]
         exposed.append(sum(passes.after(x) * n for x, n in layers) - overlap * last[rank])
         # what fewer ranks shard counts as often as it is more on each
         times = work.data.size / work.apart[0].size - 1 if work.apart else 0.0
         held.append(sum((x.parameters - x.frozen + times * x.apart) * n for x, n in layers))
-    return max(exposed), passes.optimizer(max(held))
+        updates.append(passes.update(rank))
+    return max(exposed), passes.optimizer(max(held)) + max(updates)
 
 
 def _sum(parts: Iterable[tuple[Spent, int]]) -> Spent:

@@ -120,6 +120,8 @@ class Layer:
         parameters: elements on one rank before FSDP's sharding.
         apart: those of them that `Workload.apart` shards, in units of their own.
         frozen: those of them that do not train.
+        states: bytes of the optimizer's states before FSDP's sharding, where the plan says how it
+            is stepped.
         unsplit: elements of other ranks that gradients have until they are reduced over the model's
             axes: for an embedding that is split by its vocabulary, `embedding_dense_backward` gives
             a partial sum of the whole gradient.
@@ -159,6 +161,7 @@ class Layer:
     parameters: int
     apart: int = 0
     frozen: int = 0
+    states: int = 0
     unsplit: int = 0
     tied: int = 0
     matmuls: tuple[Matmul, ...] = ()
@@ -224,6 +227,26 @@ class ElementSizes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Update:
+    """What the optimizer of a plan does at one place of the pipeline, beside passes over states.
+
+    Args:
+        name: its algorithms.
+        exchanged: what a rank exchanges.
+        turned: shapes of matrices that a rank orthogonalizes: rows, columns, iterations, whether in
+            float32 rather than in 16 bits, and how many.
+        held: bytes that a step holds for a moment.
+        origin: the first line of the section.
+    """
+
+    name: str
+    exchanged: tuple[Collective, ...] = ()
+    turned: tuple[tuple[int, int, int, bool, float], ...] = ()
+    held: float = 0
+    origin: Span | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
     """A step of one model on one mesh.
 
@@ -246,6 +269,7 @@ class Workload:
         origin: the section of the plan that places parameters on ranks, if any.
         offload: whether shards, their gradients and the optimizer's states are in the host's
             memory, where the optimizer steps them.
+        updates: of the plan's optimizer section, by the place in the pipeline; none without one.
     """
 
     stages: tuple[tuple[tuple[Layer, int], ...], ...]
@@ -270,6 +294,7 @@ class Workload:
     precision: ElementSizes = ElementSizes()
     tied: int = 0
     offload: bool = False
+    updates: tuple[Update, ...] = ()
     origin: Span | None = None
 
     @property

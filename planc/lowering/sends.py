@@ -1,8 +1,8 @@
 """The collectives that operations imply in a step: kind, axes, times and bytes on one rank.
 
-They are those of `run.forward_backward`: clipping and the optimizer send more. Times and bytes were
-compared with those of real processes (`tests/processes/test_sends.py`). What is not known is named
-(`left_out`), not guessed.
+They are those of `run.forward_backward` and of the plan's optimizer; clipping sends more. Times and
+bytes were compared with those of real processes (`tests/processes/test_sends.py`). What is not
+known is named (`left_out`), not guessed.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from fractions import Fraction
 from math import ceil, prod
 
 from planc.lowering.context_sends import context_sends
+from planc.lowering.optimizer_sends import optimizer_sends
 from planc.lowering.step import (
     EXCHANGE,
     GATHER,
@@ -37,6 +38,7 @@ from planc.ops.fsdp import FullyShard
 from planc.ops.layouts import Layout, Partial, Replicate, Shard
 from planc.ops.lora import Adapt
 from planc.ops.loss import ChunkLoss
+from planc.ops.optimizer import Adafactor, Optimize
 from planc.ops.pipeline import Pipeline, stages_of_rank
 from planc.ops.registry import AnyOp
 from planc.ops.styles import Colwise, Experts, Input, Sequence, style_name
@@ -72,6 +74,8 @@ def left_out(step: Step) -> tuple[str, ...]:
             names[f"what backward repeats of {op.modules}"] = None
         elif isinstance(op, Backend):
             names[f"what {op.TITLE} gathers and reduces"] = None
+        elif isinstance(op, Optimize) and isinstance(op.algorithm, Adafactor):
+            names["sums of rows and columns that adafactor takes, two all-reduces a step"] = None
         elif isinstance(op, Freeze | Adapt) and not step.owned:
             names["what backward leaves out where parameters are frozen"] = None
         elif isinstance(op, ContextParallel | Pipeline) and step.backward.skips:
@@ -93,6 +97,8 @@ def _of(op: AnyOp, step: Step) -> Iterator[Sent]:
             yield from _loss(op, step)
         case Pipeline():
             yield from _pipeline(op, step)
+        case Optimize():
+            yield from optimizer_sends(op, step)
 
 
 def _repeats(op: Parallelize | DispatchExperts, step: Step) -> Fraction:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
+from math import prod
 from typing import Annotated, Any, ClassVar
 
 from planc.model.facts import Modules
@@ -14,6 +15,13 @@ Fraction = Annotated[
     int | float, Form({"type": "number", "minimum": 0, "exclusiveMaximum": 1}, name="below_one")
 ]
 
+Decay = Annotated[int | float, Form({"type": "number", "maximum": 0}, name="decay")]
+Limit = Annotated[int | float, Form({"type": "number", "minimum": 1}, name="limit")]
+BUCKET = 2**28
+"""About how many elements of its matrices a rank exchanges at once: 1 GiB of float32."""
+AT_ONCE = 2**25
+"""About how many elements a rank computes with at once: 128 MiB of float32."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdamW:
@@ -25,6 +33,10 @@ class AdamW:
     beta2: Fraction = field(default=0.999, metadata=OMIT)
     eps: Factor = field(default=1e-8, metadata=OMIT)
 
+    def state_size(self, shape: tuple[int, ...]) -> int:
+        """The elements of the states of a parameter."""
+        return 2 * prod(shape)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sgd:
@@ -34,6 +46,34 @@ class Sgd:
 
     momentum: Fraction = field(default=0.0, metadata=OMIT)
     nesterov: bool = field(default=False, metadata=OMIT)
+
+    def state_size(self, shape: tuple[int, ...]) -> int:
+        return prod(shape) if self.momentum else 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adafactor:
+    """torch's `Adafactor`, with the second moments of a matrix by its rows and columns.
+
+    Args:
+        beta2_decay: the exponent of the step by which averages forget.
+        eps1: what a mean of squares is at least; None for the precision of the parameter.
+        eps2: the size that a parameter is taken to have at least, which scales its step.
+        d: the root mean square that an update has at most.
+    """
+
+    KIND: ClassVar[str] = "adafactor"
+
+    beta2_decay: Decay = field(default=-0.8, metadata=OMIT)
+    eps1: Factor | None = field(default=None, metadata=OMIT)
+    eps2: Factor = field(default=1e-3, metadata=OMIT)
+    d: Limit = field(default=1.0, metadata=OMIT)
+
+    def state_size(self, shape: tuple[int, ...]) -> int:
+        """Those of a matrix are its rows and columns."""
+        if len(shape) < 2:
+            return prod(shape)
+        return prod(shape) // max(1, shape[-1]) + prod(shape) // max(1, shape[-2])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,8 +107,11 @@ class Muon:
     )
     compute: Dtype | None = field(default=None, metadata=OMIT)
 
+    def state_size(self, shape: tuple[int, ...]) -> int:
+        return prod(shape)
 
-Algorithm = Annotated[AdamW | Sgd | Muon, Form(tag="algorithm")]
+
+Algorithm = Annotated[AdamW | Sgd | Adafactor | Muon, Form(tag="algorithm")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,8 +138,9 @@ class Optimize(Op):
         match self.algorithm:
             case AdamW(beta1=one, beta2=two, eps=eps):
                 terms += [("betas", (one, two)), ("eps", eps)]
-            case Sgd():
-                terms += [(f.name, getattr(self.algorithm, f.name)) for f in fields(Sgd)]
+            case Sgd() | Adafactor():
+                own = (f.name for f in fields(self.algorithm))
+                terms += [(name, getattr(self.algorithm, name)) for name in own]
             case Muon(units=units, compute=compute):
                 some = ("momentum", "nesterov", "ns_steps", "adjust_lr")
                 terms += [(name, getattr(self.algorithm, name)) for name in some]

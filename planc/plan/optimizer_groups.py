@@ -33,15 +33,23 @@ def is_matrix(modules: Modules, parameter: Parameter) -> bool:
 
 def steps_of(plan: Plan, facts: Facts) -> Iterator[Stepped]:
     """Every trainable parameter with its rule: the innermost one around it that takes it."""
+    for own in owned(plan, facts):
+        for piece, rule, other in rules_around(own.modules, plan):
+            for p in piece.module.parameters:
+                if own.trains(p):
+                    chosen = rule if is_matrix(piece, p) else other
+                    yield Stepped(modules=piece, parameter=p, rule=chosen)
+
+
+def rules_around(
+    modules: Modules, plan: Plan
+) -> Iterator[tuple[Modules, OptimizerRule | None, OptimizerRule | None]]:
+    """The modules, divided by the rules for their matrices and for their other parameters."""
     every = inner_first([(rule.modules, rule) for rule in plan.optimizer])
     others = [(m, rule) for m, rule in every if not isinstance(rule.op.algorithm, Muon)]
-    for own in owned(plan, facts):
-        for part, rule in divided_by(own.modules, every):
-            for piece, other in divided_by(part, others):
-                for p in piece.module.parameters:
-                    if own.trains(p):
-                        chosen = rule if is_matrix(piece, p) else other
-                        yield Stepped(modules=piece, parameter=p, rule=chosen)
+    for part, rule in divided_by(modules, every):
+        for piece, other in divided_by(part, others):
+            yield piece, rule, other
 
 
 def cut_of(step: Stepped, plan: Plan, facts: Facts) -> Cut | str:

@@ -61,7 +61,8 @@ def require_current(
             "PL465",
             "Adafactor takes norms of whole matrices, which torch cannot take of sharded ones",
             *script_line("the optimizer arrives here"),
-            help="AdamW steps shards; `muon` in an optimizer section has one state for each matrix",
+            help="write `optimizer { root : adafactor }` in the plan, which steps shards alike; "
+            "AdamW does too, and `muon` has one state for each matrix",
         )
 
 

@@ -12,7 +12,7 @@ from decoder import Decoder, Run, workload
 from planc.diagnostic import Sink
 from planc.estimate import profiles
 from planc.estimate.workload import ElementSizes, Sharding
-from planc.measure.count import RankRunner
+from planc.rank_job import RankRunner
 
 DATA = Path(__file__).parent / "data"
 PLAYBOOK_MODELS = {

@@ -5,11 +5,12 @@ from loading_jobs import fresh
 from numerics import bits, build, data, emitted, error, plain
 from saving_jobs import batch
 from torch import distributed, nn
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
 from training_jobs import applied
 
 import planc
 from planc.runtime.executor import alone
-from planc.runtime.standalone.optimizer import planned_optimizer
+from planc.runtime.standalone.optimizer import optimize, planned_optimizer
 from planc.runtime.standalone.shards import rank_orders, whole_of
 
 TERMS = {"lr": 0.01, "weight_decay": 0.1}
@@ -52,7 +53,7 @@ def _errors(mine, before, after, muon):
     change = {n: error(mine[n] - before[n], after[n] - before[n]) for n in muon}
     value = {n: error(mine[n], after[n]) for n in after if n not in muon}
     return {
-        kind: max((value, name) for name, value in errors.items())
+        kind: max(((value, name) for name, value in errors.items()), default=(0.0, ""))
         for kind, errors in (("muon", change), ("others", value))
     }
 
@@ -109,7 +110,14 @@ def resume(model, plan, old, new, folder):
     loaded = _states(run, optimizer)
     equal = all(torch.equal(loaded[n], saved[n]) for n in saved) and saved.keys() == loaded.keys()
     losses += [_step(run, optimizer, seed) for seed in range(step, 6)]
-    return {"losses": losses, "right": right, "equal": equal, "states": sorted(saved)}
+    kept = (v.dtype for state in optimizer.state.values() for v in state.values())
+    return {
+        "losses": losses,
+        "right": right,
+        "equal": equal,
+        "states": sorted(saved),
+        "dtypes": sorted({str(dtype) for dtype in kept}),
+    }
 
 
 def _states(run, optimizer):
@@ -119,3 +127,40 @@ def _states(run, optimizer):
         for name, p in run.model.named_parameters()
         for key, value in optimizer.state[p].items()
     }
+
+
+FACTORED = ((10, 7), (3, 8), (6,), (4, 6, 10), (1, 16), (16, 1))
+
+
+def factored(mesh, dims):
+    """How far five steps of Adafactor on shards in float64 are from torch's in one process, of the
+    change of the parameter that is worst; some ranks hold nothing of the small ones.
+
+    Args:
+        mesh: its shape.
+        dims: of a parameter that each of its dims shards; None where it replicates.
+    """
+    mesh = init_device_mesh("cpu", mesh)
+    torch.manual_seed(0)
+    full = [torch.randn(shape, dtype=torch.float64) for shape in FACTORED]
+    module, right = nn.Module(), [nn.Parameter(value.clone()) for value in full]
+    for i, value in enumerate(full):
+        known = (d if d is not None and d < value.ndim else None for d in dims)
+        placements = [Replicate() if d is None else Shard(d) for d in known]
+        part = distribute_tensor(value.clone(), mesh, placements)
+        module.register_parameter(f"p{i}", nn.Parameter(part))
+    terms = {"beta2_decay": -0.8, "eps1": None, "eps2": 1e-3, "d": 1.0, "state": None}
+    optimize(module, "adafactor", lr=1.0, weight_decay=1.0, **terms)
+    mine = planned_optimizer(module, 0.3, 0.1)
+    theirs = torch.optim.Adafactor(right, lr=0.3, weight_decay=0.1)
+    for step in range(5):
+        for p, other in zip(module.parameters(), right, strict=True):
+            other.grad = torch.randn(other.shape, dtype=torch.float64) * 10.0 ** (step - 2)
+            p.grad = distribute_tensor(other.grad.clone(), p.device_mesh, p.placements)
+        mine.step()
+        theirs.step()
+    ends = zip(module.parameters(), right, full, strict=True)
+    return max(
+        ((p.full_tensor() - other).norm() / (other - start).norm()).item()
+        for p, other, start in ends
+    )

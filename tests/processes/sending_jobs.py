@@ -14,6 +14,7 @@ from planc.diagnostic import Sink
 from planc.lowering.sends import sends
 from planc.lowering.step import EXCHANGE, GATHER, REDUCE, SCATTER, SEND, Step
 from planc.model.module_table import facts_of
+from planc.ops.optimizer import Optimize
 from planc.plan.parameter_owners import owned
 
 KINDS = {
@@ -109,18 +110,23 @@ def counted(kind, plan, settings, rows, changes=None, passes=1):
     run = planc.apply(model, plan, overrides=settings, device_type="cpu", compare=0)
     ids = torch.randint(1, 96, (rows // run.data_size, LENGTH))
     batch = {"input_ids": ids, "labels": ids}
-    run.forward_backward([batch] * passes)
-    for parameter in model.parameters():
-        parameter.grad = None
+    optimizer = run.optimizer(lr=1e-3) if run.lowered.has(Optimize) else None
+
+    def step():
+        run.forward_backward([batch] * passes)
+        if optimizer:
+            optimizer.step()
+        for parameter in model.parameters():
+            parameter.grad = None
+
+    step()
     sizes, debug = Sizes(), CommDebugMode()
     with sizes:
-        run.forward_backward([batch] * passes)
-    for parameter in model.parameters():
-        parameter.grad = None
+        step()
     # it loses count of modules that take others' places, and of those that run again
     if run.lowered.pipeline is None and passes == 1:
         with debug:
-            run.forward_backward([batch] * passes)
+            step()
     given = {"batch": rows * passes, "sequence": LENGTH, "micro_batches": passes}
     other = untouched(kind, changes)
     facts = facts_of(other, config=other.config, config_name="config")

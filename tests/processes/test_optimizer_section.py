@@ -26,14 +26,15 @@ RULES = {
     }
 """,
 }
+FACTORED = "root : adafactor\n model.layers.*.*layernorm : adamw(eps = 1e-6)"
 
 
 @pytest.fixture
 def plan(tmp_path):
-    def write(family):
+    def write(family, rules=""):
         path = tmp_path / f"{family}.plan"
         head = f'plan t for {family}\nextend "{family}.plan"\n'
-        path.write_text(f"{head}optimizer {{{RULES[family]}}}\n")
+        path.write_text(f"{head}optimizer {{{rules or RULES[family]}}}\n")
         return str(path)
 
     return write
@@ -108,3 +109,74 @@ def test_a_run_goes_on_on_another_mesh(four, plan, tmp_path, family, old, new):
         assert any(name.endswith("momentum_buffer") for name in result["states"])
         # the other mesh rounds otherwise, and the iteration enlarges that
         assert result["losses"] == pytest.approx(result["right"], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "dims"),
+    [
+        ((4,), [0]),
+        ((2, 2), [0, 1]),
+        ((2, 2), [1, 0]),
+        ((2, 2), [None, 1]),
+        ((2, 2), [2, 1]),
+    ],
+    ids=str,
+)
+def test_adafactor_on_shards_is_torchs_in_one_process(four, mesh, dims):
+    for error in four.run("optimizer_jobs.factored", mesh=mesh, dims=dims):
+        assert error < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("family", "sets"), [("llama", ["tp=2"]), ("phi3", ["tp=2"]), ("qwen3_moe", ["ep=2"])]
+)
+def test_adafactor_of_a_plan(four, plan, family, sets):
+    for result in four.run(
+        "optimizer_jobs.train",
+        model=family,
+        plan=plan(family, FACTORED),
+        overrides=[*FP64, *sets],
+        double=True,
+    ):
+        assert result["others"][0] < 1e-6, result["others"]
+
+
+@pytest.mark.parametrize(
+    ("family", "old", "new"), [("phi3", ["tp=2"], ["tp=1"]), ("qwen3_moe", ["ep=2"], ["tp=2"])]
+)
+def test_adafactor_goes_on_on_another_mesh(four, plan, tmp_path, family, old, new):
+    for result in four.run(
+        "optimizer_jobs.resume",
+        model=family,
+        plan=plan(family, FACTORED),
+        old=[*FP32, *old],
+        new=[*FP32, *new],
+        folder=str(tmp_path / "run"),
+    ):
+        assert result["equal"]
+        assert any(name.endswith("row_var") for name in result["states"])
+        assert result["losses"] == pytest.approx(result["right"], rel=1e-4)
+
+
+def test_a_script_steps_adafactor_alike(four, plan):
+    for one, other in four.run(
+        "optimizer_jobs.script",
+        model="phi3",
+        plan=plan("phi3", FACTORED),
+        overrides=[*FP32, "tp=2"],
+    ):
+        assert one == other
+
+
+def test_states_keep_their_dtype_when_they_are_loaded(four, plan, tmp_path):
+    """torch loads states in the dtype of their parameters."""
+    for result in four.run(
+        "optimizer_jobs.resume",
+        model="llama",
+        plan=plan("llama", "root : adamw(state = bf16)"),
+        old=[*FP32, "tp=2"],
+        new=[*FP32, "tp=2"],
+        folder=str(tmp_path / "run"),
+    ):
+        assert result["losses"] == result["right"]
+        assert result["dtypes"] == ["torch.bfloat16", "torch.float32"]  # and the step

@@ -61,6 +61,14 @@ CASES = {
     ),
     "whole inputs of rowwise layers and sp": ("GPTJ", "gptj", ["tp=2", "recompute=false"]),
     "packed projections": ("Phi3", "phi3", ["tp=2", "sequence=false"]),
+    "muon": ("Llama", "muon.plan", ["recompute=false"]),
+    "muon and tp": ("Llama", "muon.plan", ["tp=2", "recompute=false"]),
+    "muon and hsdp": ("Llama", "muon.plan", ["dp_replicate=2", "recompute=false"]),
+    "muon, ep and tp inside": (
+        "Mixtral",
+        "muon_of_experts.plan",
+        ["tp=2", "ep=2", "etp=2", "recompute=false"],
+    ),
 }
 CP = """plan cp for llama
 
@@ -99,6 +107,11 @@ PLANS = {
     $blocks.self_attn.{q,k,v,o}_proj : lora(rank = 4, alpha = 8, init = random)
     $blocks.mlp.{gate,up,down}_proj  : lora(rank = 4, init = random)
 }""",
+    "muon": """optimizer {
+    root                             : adamw
+    $blocks.self_attn.{q,k,v,o}_proj : muon(per = head)
+    $blocks.mlp.*                    : muon
+}""",
 }
 EXPERTS = """plan experts for mixtral
 
@@ -106,6 +119,16 @@ extend "mixtral.plan"
 
 adapters {
     $experts : lora(rank = 4, init = random)
+}
+"""
+MUON_OF_EXPERTS = """plan muon for mixtral
+
+extend "mixtral.plan"
+
+optimizer {
+    root                             : adamw
+    $blocks.self_attn.{q,k,v,o}_proj : muon
+    $experts                         : muon
 }
 """
 INPUT = """plan input for llama
@@ -149,7 +172,8 @@ CHANGES = {
 @pytest.fixture
 def run(four, tmp_path):
     plans = {n: f'plan {n} for llama\n\nextend "llama.plan"\n\n{p}\n' for n, p in PLANS.items()}
-    for name, text in {**plans, "cp": CP, "input": INPUT, "experts": EXPERTS}.items():
+    own = {"cp": CP, "input": INPUT, "experts": EXPERTS, "muon_of_experts": MUON_OF_EXPERTS}
+    for name, text in {**plans, **own}.items():
         (tmp_path / f"{name}.plan").write_text(text)
 
     def counted(kind, plan, settings, changes=None, passes=1):
@@ -181,7 +205,7 @@ def test_times_and_bytes(run, name):
                 total["bytes"] += times * size
         assert counted == told
     assert exchanged[0] == exchanged[1]
-    assert bool(exchanged[0]) == (name.split()[0].strip(",") == "ep" or name == "ulysses")
+    assert bool(exchanged[0]) == (name.split()[0].strip(",") in ("ep", "ulysses", "muon"))
 
 
 @pytest.mark.parametrize("settings", [[], ["tp=2"], ["dp_replicate=2"], ["dp_replicate=4"]])

@@ -3,7 +3,7 @@
 from dataclasses import fields
 from typing import Any
 
-from planc.ops.optimizer import AdamW, Muon, Optimize, Sgd
+from planc.ops.optimizer import Adafactor, AdamW, Muon, Optimize, Sgd
 from planc.plan.call_arguments import Arguments
 from planc.plan.ir import OptimizerRule
 from planc.plan.program import Program
@@ -13,10 +13,12 @@ from planc.plan.sections.tensor import modules_of, no_axes, rules_of
 from planc.plan.sections.tensor_styles import parts_of
 from planc.syntax import ast
 
-_ALGORITHMS = {"adamw": AdamW, "sgd": Sgd, "muon": Muon}
+_ALGORITHMS = {"adamw": AdamW, "sgd": Sgd, "adafactor": Adafactor, "muon": Muon}
 _PER = {word: word for word in ("matrix", "part", "head", "expert")}
 _STATES = {word: name for word, name in DTYPES.items() if name in ("float32", "bfloat16")}
 _FACTOR = ("a number from 0", lambda value: value >= 0)
+_DECAY = ("a number up to 0", lambda value: value <= 0)
+_LIMIT = ("a number from 1", lambda value: value >= 1)
 _BELOW_ONE = ("a number from 0 to below 1", lambda value: 0 <= value < 1)
 
 
@@ -52,7 +54,11 @@ def _rule(call: ast.Call, program: Program) -> OptimizerRule | None:
         match f.name:
             case "units":
                 values[f.name] = ()
-            case "eps":
+            case "beta2_decay":
+                values[f.name] = arguments.number(f.name, default, *_DECAY)
+            case "d":
+                values[f.name] = arguments.number(f.name, default, *_LIMIT)
+            case "eps" | "eps1" | "eps2":
                 values[f.name] = arguments.number(f.name, default, *_FACTOR)
             case "nesterov":
                 values[f.name] = arguments.truth(f.name, default)

@@ -1,4 +1,4 @@
-"""The optimizer that a plan describes: AdamW, SGD, and Muon computed by owners.
+"""The optimizer that a plan describes: AdamW, SGD, Adafactor, and Muon by owners.
 
 Muon orthogonalizes whole matrices, and ranks hold shards of them. Each matrix has an
 owner, one of the ranks that hold a piece of it: one all-to-all brings the pieces of all
@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
+from planc.runtime.standalone.adafactor import Factored
 from planc.runtime.standalone.shards import (
     Block,
     Order,
@@ -37,7 +38,9 @@ from planc.runtime.standalone.shards import (
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 """The coefficients of Muon's iteration. Source: `torch.optim.Muon`."""
 BUCKET = 2**28
-"""The most elements a rank exchanges at once: 1 GiB of float32."""
+"""About how many elements a rank exchanges at once: 1 GiB of float32."""
+AT_ONCE = 2**25
+"""About how many elements a rank computes with at once: 128 MiB of float32."""
 
 Cut = tuple[Any, ...]
 """(dim, sizes) of the matrices in a parameter; () for a whole one, or a stack."""
@@ -50,7 +53,7 @@ def optimize(module: nn.Module, algorithm: str, **terms: Any) -> None:
 
     Args:
         module: with the parameters; a record on a module inside it wins.
-        algorithm: `adamw`, `sgd` or `muon`.
+        algorithm: `adamw`, `sgd`, `adafactor` or `muon`.
         terms: `lr` and `weight_decay`, factors of the script's; `state`, the dtype of
             the state; those of the algorithm. `units` of Muon has the names of the
             module's own parameters that it takes, each with the dim along which the
@@ -107,7 +110,7 @@ def terms_of(model: nn.Module, name: str) -> dict[str, Any]:
 
 
 class PlannedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
-    """AdamW, SGD and Muon, by the `algorithm` of each group.
+    """AdamW, SGD, Adafactor and Muon, by the `algorithm` of each group.
 
     States have the names that torch's optimizers use, and the layout of parameters.
     """
@@ -118,18 +121,25 @@ class PlannedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         cuts: dict[int, tuple[Order | None, Cut]],
     ) -> None:
         super().__init__(groups, {})
-        self.buckets: dict[int, list[Bucket]] = {}
-        alike = [
+        self.buckets: dict[int, list[Bucket | Factored]] = {}
+        wanted = [
             (number, where, some)
             for number, group in enumerate(self.param_groups)
-            if group["algorithm"] == "muon"
+            if group["algorithm"] in ("muon", "adafactor")
             for where, some in bucketed(group["params"])
         ]
-        made = process_groups([where for _, where, _ in alike])
+        made = process_groups([where for _, where, _ in wanted])
         shared: dict[Any, Any] = {}
-        for (number, where, some), group in zip(alike, made, strict=True):
-            units = [units_of(p, *cuts[id(p)], where=where, known=shared) for p in some]
-            bucket = Bucket(some, units, group, where)
+        bucket: Bucket | Factored
+        for (number, where, some), group in zip(wanted, made, strict=True):
+            if self.param_groups[number]["algorithm"] == "adafactor":
+                held = [held_by(p, cuts[id(p)][0], where)[where.me] for p in some]
+                bucket = Factored(some, held, group, where.device)
+            else:
+                units = [
+                    units_of(p, *cuts[id(p)], where=where, known=shared) for p in some
+                ]
+                bucket = Bucket(some, units, group, where)
             self.buckets.setdefault(number, []).append(bucket)
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
@@ -152,9 +162,11 @@ class PlannedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
 
 def state_like(parameter: Tensor, state: Any, name: str, group: Any) -> Tensor:
     """A state of the layout of a parameter, zero before the first step."""
+    dtype = group["state"] or parameter.dtype
     if name not in state:
-        dtype = group["state"] or parameter.dtype
         state[name] = torch.zeros_like(parameter, dtype=dtype)
+    elif state[name].dtype != dtype:  # torch loads states in the dtype of parameters
+        state[name] = state[name].to(dtype)
     return part_of(state[name])
 
 
@@ -172,7 +184,7 @@ def written_back(states: Sequence[Tensor], computed: Sequence[Tensor]) -> None:
 
 def step_adamw(parameters: Sequence[Tensor], group: Any, state: Any) -> None:
     """AdamW on local shards: all that it computes is elementwise."""
-    for some in same_dtype(parameters):
+    for some in alike(parameters):
         for p in some:
             state[p].setdefault("step", torch.tensor(0.0))
         first = [state_like(p, state[p], "exp_avg", group) for p in some]
@@ -201,7 +213,7 @@ def step_sgd(parameters: Sequence[Tensor], group: Any, state: Any) -> None:
     """SGD on local shards; its weight decay is that of torch's SGD, a part of the
     gradient.
     """
-    for some in same_dtype(parameters):
+    for some in alike(parameters):
         # without dampening a buffer of zeros becomes the gradient, as torch's first one
         key, moves = "momentum_buffer", group["momentum"] > 0
         kept = [state_like(p, state[p], key, group) for p in some if moves]
@@ -221,12 +233,22 @@ def step_sgd(parameters: Sequence[Tensor], group: Any, state: Any) -> None:
         written_back(kept, buffers)
 
 
-def same_dtype(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Parameters in lists of one dtype and device."""
+def alike(parameters: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Parameters in lists of one dtype and device, of about `AT_ONCE` elements of this
+    rank: a step holds copies of one list at a time.
+    """
     found: dict[Any, list[Tensor]] = {}
     for p in parameters:
         found.setdefault((p.dtype, p.device), []).append(p)
-    return list(found.values())
+    for every in found.values():
+        part, count = list[Tensor](), 0
+        for p in every:
+            if part and count + part_of(p).numel() > AT_ONCE:
+                yield part
+                part, count = [], 0
+            part.append(p)
+            count += part_of(p).numel()
+        yield part
 
 
 # Who holds which piece ----------------------------------------------------------------
@@ -240,6 +262,7 @@ class Ranks:
         ranks: their numbers in the world, in the order of the process group.
         coordinates: of each in the mesh.
         me: the index of this rank.
+        device: on which they exchange.
     """
 
     def __init__(self, mesh: DeviceMesh | None, dims: tuple[int, ...]) -> None:
@@ -247,6 +270,7 @@ class Ranks:
         self.ranks: list[int] = [0]
         self.coordinates: list[tuple[int, ...]] = [()]
         self.me = 0
+        self.device = None if mesh is None else mesh.device_type
         if mesh is None:
             return
         here: Any = mesh.get_coordinate()
@@ -270,14 +294,13 @@ def bucketed(parameters: Iterable[Tensor]) -> Iterator[tuple[Ranks, list[Tensor]
         found.setdefault((mesh, tuple(wide), p.dtype, p.device), []).append(p)
     for (mesh, dims, _, _), some in found.items():
         where = Ranks(mesh, dims)
-        part, count = list[Tensor](), 0
-        for p in some:
-            if part and count + p.numel() > BUCKET * len(where.ranks):
-                yield where, part
-                part, count = [], 0
-            part.append(p)
-            count += p.numel()
-        yield where, part
+        total, passed = max(1, sum(p.numel() for p in some)), 0
+        count = -(-total // (BUCKET * len(where.ranks)))
+        parts: dict[int, list[Tensor]] = {}
+        for p in some:  # as many elements in each
+            parts.setdefault(passed * count // total, []).append(p)
+            passed += p.numel()
+        yield from ((where, part) for part in parts.values())
 
 
 def process_groups(wanted: Sequence[Ranks]) -> list[Any]:
@@ -356,10 +379,7 @@ def units_of(
     layout = (mesh, *where.coordinates, *map(str, placements))
     key = (shape, layout, str(order), cut)
     if key not in known:
-        held = [
-            [*blocks_of(model_ranges(positions_of(shape, mesh, at, placements), order))]
-            for at in where.coordinates
-        ]
+        held = held_by(parameter, order, where)
         known[key] = [
             (
                 tuple(stop - start for start, stop in window[-2:]),
@@ -368,6 +388,17 @@ def units_of(
             for window in windows_of(shape, cut)
         ]
     return [Matrix(size, held) for size, held in known[key]]
+
+
+def held_by(parameter: Tensor, order: Order | None, where: Ranks) -> list[list[Block]]:
+    """Per rank, the blocks of a parameter in its shard."""
+    shape = tuple(parameter.shape)
+    placements = parameter.placements if isinstance(parameter, DTensor) else ()
+    mesh = () if where.mesh is None else tuple(where.mesh.shape)
+    return [
+        [*blocks_of(model_ranges(positions_of(shape, mesh, at, placements), order))]
+        for at in where.coordinates
+    ]
 
 
 def windows_of(shape: tuple[int, ...], cut: Cut) -> Iterator[list[tuple[int, int]]]:
@@ -401,7 +432,7 @@ class Bucket:
         where: Ranks,
     ) -> None:
         self.parameters, self.group, self.me = parameters, group, where.me
-        self.device = where.mesh.device_type if where.mesh is not None else None
+        self.device = where.device
         for number, some in enumerate(units):
             for unit in some:
                 unit.number = number
@@ -442,40 +473,28 @@ class Bucket:
     def orthogonalized(
         self, updates: list[Tensor], group: Any, dtype: torch.dtype
     ) -> list[Tensor]:
-        """Shards of updates -> shards of orthogonalized and scaled updates."""
-        pieces = [
-            updates[unit.number][inner].reshape(-1)
+        """Orthogonalizes and scales updates in place; each rank has shards of them."""
+        own = [
+            (updates[unit.number], inner)
             for some in self.to
             for unit in some
             for inner, _ in unit.held[self.me]
         ]
-        flat = torch.cat(pieces) if pieces else updates[0].new_empty(0)
-        flat = self.exchanged(flat, self.received, self.sent)
+        flat = self.exchanged(packed(own, updates[0]), self.received, self.sent)
         whole = [flat.new_empty(unit.shape) for unit in self.mine]
-        places = [
+        pieces = [
             (matrix, outer)
             for rank in range(len(self.sent))
             for unit, matrix in zip(self.mine, whole, strict=True)
             for _, outer in unit.held[rank]
         ]
-        parts = flat.split([matrix[outer].numel() for matrix, outer in places])
-        for (matrix, outer), part in zip(places, parts, strict=True):
-            matrix[outer] = part.view_as(matrix[outer])
+        unpack(flat, pieces)
+        del flat  # matrices are as much as the shards, and held once
         self.turn(whole, group, dtype)
-        pieces = [matrix[outer].reshape(-1) for matrix, outer in places]
-        flat = torch.cat(pieces) if pieces else flat.new_empty(0)
-        flat = self.exchanged(flat, self.sent, self.received)
-        blocks = [
-            (unit.number, inner)
-            for some in self.to
-            for unit in some
-            for inner, _ in unit.held[self.me]
-        ]
-        out = [torch.empty_like(update) for update in updates]
-        parts = flat.split([out[number][inner].numel() for number, inner in blocks])
-        for (number, inner), part in zip(blocks, parts, strict=True):
-            out[number][inner] = part.view_as(out[number][inner])
-        return out
+        flat = packed(pieces, updates[0])
+        del pieces, whole
+        unpack(self.exchanged(flat, self.sent, self.received), own)
+        return updates
 
     def exchanged(self, flat: Tensor, received: list[int], sent: list[int]) -> Tensor:
         """What the ranks send each other, by rank; on the device of the mesh."""
@@ -488,29 +507,54 @@ class Bucket:
 
     def turn(self, whole: list[Tensor], group: Any, dtype: torch.dtype) -> None:
         """Orthogonalizes this rank's matrices in place, those of one shape together."""
-        alike: dict[tuple[int, ...], list[Tensor]] = {}
+        shapes: dict[tuple[int, ...], list[Tensor]] = {}
         for matrix in whole:
-            alike.setdefault(tuple(matrix.shape), []).append(matrix)
-        for (rows, columns), some in alike.items():
+            shapes.setdefault(tuple(matrix.shape), []).append(matrix)
+        for (rows, columns), every in shapes.items():
             if group["adjust_lr"] == "match_rms_adamw":
                 factor = 0.2 * math.sqrt(max(rows, columns))
             else:
                 factor = math.sqrt(max(1.0, rows / columns))
-            turned = orthogonal(torch.stack(some).to(dtype), group["ns_steps"])
-            for matrix, value in zip(some, turned, strict=True):
-                matrix.copy_(value * factor)
+            count = max(1, AT_ONCE // (rows * columns))
+            for at in range(0, len(every), count):
+                some = every[at : at + count]
+                turned = orthogonal(torch.stack(some).to(dtype), group["ns_steps"])
+                for matrix, value in zip(some, turned, strict=True):
+                    matrix.copy_(value * factor)
 
 
-def orthogonal(matrices: Tensor, steps: int, eps: float = 1e-7) -> Tensor:
+Piece = tuple[Tensor, tuple[slice, ...]]
+"""A tensor, and the part of it that is sent or received."""
+
+
+def packed(pieces: Sequence[Piece], like: Tensor) -> Tensor:
+    """The pieces, one after the other."""
+    sizes = [tensor[part].numel() for tensor, part in pieces]
+    device = pieces[0][0].device if pieces else like.device
+    flat = like.new_empty(sum(sizes), device=device)
+    for (tensor, part), target in zip(pieces, flat.split(sizes), strict=True):
+        target.view_as(tensor[part]).copy_(tensor[part])
+    return flat
+
+
+def unpack(flat: Tensor, pieces: Sequence[Piece]) -> None:
+    """Fills the pieces from what `packed` made of them."""
+    sizes = [tensor[part].numel() for tensor, part in pieces]
+    for (tensor, part), source in zip(pieces, flat.split(sizes), strict=True):
+        tensor[part].copy_(source.view_as(tensor[part]))
+
+
+def orthogonal(x: Tensor, steps: int, eps: float = 1e-7) -> Tensor:
     """Newton-Schulz iterations of a batch of matrices [n, rows, columns].
 
     Source: Jordan et al., Muon; `torch.optim.Muon`.
     """
     a, b, c = NEWTON_SCHULZ
-    tall = matrices.shape[-2] > matrices.shape[-1]
-    x = matrices.mT if tall else matrices
+    tall = x.shape[-2] > x.shape[-1]
+    x = x.mT if tall else x
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=eps)
     for _ in range(steps):
         gram = x @ x.mT
-        x = a * x + (b * gram + c * (gram @ gram)) @ x
+        gram = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.baddbmm(x, gram, x, beta=a)
     return x.mT if tall else x

@@ -32,8 +32,8 @@ def flat_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     for name, parameter, group in _parameters(model, optimizer):
         for key, value in optimizer.state.get(parameter, {}).items():
             stored = value
-            if isinstance(value, Tensor):  # one with dims has its parameter's order
-                order = own.get(name) if value.ndim else None
+            if isinstance(value, Tensor):  # one like its parameter has its order
+                order = own.get(name) if value.shape == parameter.shape else None
                 stored = storable(with_chunk_of(value, parameter), order)
             out[f"{STATE}{name}.{key}"] = stored
         for key, value in group.items():
@@ -63,7 +63,8 @@ def check_state(
         parameter = parameters.get(owner(key))
         if parameter is not None and isinstance(meta, TensorStorageMetadata):
             shape, own = tuple(meta.size), tuple(parameter.shape)
-            if shape not in ((), own):
+            factors = ((*own[:-1], 1), (*own[:-2], 1, *own[-1:]))  # of Adafactor
+            if shape not in ((), own, *factors):
                 text = f"{key} is {list(shape)}, the parameter is {list(own)}"
                 findings.append(problem("PL496", f"the checkpoint's optimizer: {text}"))
 

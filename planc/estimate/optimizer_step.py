@@ -1,0 +1,106 @@
+"""What the optimizer section of a plan costs: states, exchanges, iterations, and what is held."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from math import ceil, prod
+
+from planc.estimate.workload import Collective, Group, Update
+from planc.lowering.memory import Holding, Holdings
+from planc.lowering.optimizer_sends import Buckets, Matrices, buckets_of
+from planc.lowering.step import Step
+from planc.model.facts import DTYPE_BYTES
+from planc.ops.base import kind_of
+from planc.ops.lowered import Stage
+from planc.ops.optimizer import AT_ONCE, Muon, Optimize
+from planc.plan.ir import OptimizerRule, Plan
+from planc.plan.optimizer_groups import is_matrix, rules_around
+
+
+def states_of(holding: Holding, plan: Plan) -> int:
+    """Bytes of the states of some parameters, as the optimizer section has them."""
+    size = 0
+    for count, rule in _stepped(holding, plan):
+        width = DTYPE_BYTES[rule.op.state or holding.parameter.dtype]
+        size += count * rule.op.algorithm.state_size(holding.local) * width
+    return size
+
+
+def _stepped(holding: Holding, plan: Plan) -> Iterator[tuple[int, OptimizerRule]]:
+    """How many of some parameters each rule steps."""
+    if not holding.trains:
+        return
+    every = len(holding.modules)
+    for piece, rule, other in rules_around(holding.modules, plan):
+        chosen = rule if is_matrix(piece, holding.parameter) else other
+        if chosen is not None:
+            yield holding.count * len(piece) // every, chosen
+
+
+def update_of(
+    stage: Stage, step: Step, plan: Plan, holdings: Holdings, group: Callable[..., Group]
+) -> Update:
+    """The update at one place of the pipeline.
+
+    Args:
+        stage: the operations there.
+        holdings: the parameters of all places.
+        group: the ranks along some axes.
+    """
+    ops = [op for op in stage.ops if isinstance(op, Optimize)]
+    buckets = [*buckets_of(stage, step)]
+    exchanged = (
+        Collective(kind=one.kind, size=one.size or 0, group=group(*one.axes), count=one.times)
+        for one in (bucket.sent for bucket in buckets)
+        if one.axes
+    )
+    every = (turn for b in buckets for one in b.matrices for turn in _turns(one, step))
+    held = (_held(bucket, step) for bucket in buckets)
+    return Update(
+        name=" and ".join(dict.fromkeys(kind_of(type(op.algorithm)) for op in ops)),
+        exchanged=tuple(exchanged),
+        turned=tuple(every),
+        held=max([*held, *_copies(holdings, plan)], default=0),
+        origin=plan.optimizer[0].origin,
+    )
+
+
+def _held(bucket: Buckets, step: Step) -> float:
+    """Bytes of a rank's shards, of what it sends of them and of what it receives; or of shards and
+    whole matrices, beside what an iteration computes with.
+    """
+    size, most = bucket.size or 0, 0
+    for rows, columns, _, full, count in (t for one in bucket.matrices for t in _turns(one, step)):
+        elements, gram = rows * columns, min(rows, columns) ** 2
+        at_once = min(ceil(count), max(1, AT_ONCE // elements))
+        most = max(most, 2 * at_once * (elements + gram) * (4 if full else 2))
+    return max(3 * size, 2 * size + most)
+
+
+def _turns(one: Matrices, step: Step) -> Iterator[tuple[int, int, int, bool, float]]:
+    """The matrices of some parameters, as `Update.turned` has them."""
+    algorithm = one.op.algorithm
+    if not isinstance(algorithm, Muon) or one.parameter is None:
+        return
+    *entries, rows, columns = one.parameter.shape
+    count = one.count * prod(entries) / step.lowered.axis_size(*one.axes)
+    full = algorithm.compute not in ("bfloat16", "float16")
+    along = one.cut.dim - len(entries)
+    sizes = one.cut.sizes or ((rows,) if along <= 0 else (columns,))
+    for size in sizes:
+        shape = (size, columns) if along <= 0 else (rows, size)
+        yield *shape, algorithm.ns_steps, full, count
+
+
+def _copies(holdings: Holdings, plan: Plan) -> Iterable[float]:
+    """Bytes that steps of elementwise algorithms hold: a copy of what they step at once, and of the
+    states in its dtype where they have another.
+    """
+    for held in holdings.all:
+        width = DTYPE_BYTES[held.parameter.dtype]
+        shard = held.sharded(holdings.ranks(held)) // width
+        for count, rule in _stepped(held, plan):
+            if not isinstance(rule.op.algorithm, Muon):
+                other = rule.op.state not in (None, held.parameter.dtype)
+                states = rule.op.algorithm.state_size((1,)) if other else 0
+                yield min(count * shard, max(shard, AT_ONCE)) * width * (1 + states)
