@@ -42,7 +42,7 @@ from planc.proof import judge, layout_flow
 from planc.proof.small_case import small_case
 from planc.proof.small_mesh import small_sizes
 from planc.proof.verify_report import report_difference
-from planc.trial.launcher import LIMITS, _comparison
+from planc.trial.launcher import LIMITS, comparison
 from planc.trial.trial_part import trial_part
 
 CASES = (*PLAN_CASES, *FAULT_CASES, *AXIS_CASES)
@@ -170,7 +170,7 @@ def verified(case, done, ranks):
         every = ranks.run("verified", **arguments, fault=case.fault)
     except RankError as error:
         return Finding(by="verify", code="PL521", text=str(error).strip().splitlines()[-1])
-    found, sink = _comparison(every, 0.0), Sink()
+    found, sink = comparison(every, 0.0), Sink()
     if not found.same:
         report_difference(found, small.compiled.plan, part, sink)
     return first_finding("verify", sink)

@@ -9,6 +9,7 @@ from functools import partial
 from unittest import mock
 
 import silent_axis_faults
+import silent_update_faults
 import torch
 from torch import distributed
 from torch.distributed import _functional_collectives
@@ -32,7 +33,8 @@ def installed(name):
 
 def fault(name):
     """The function of a fault, of this file or of those of axes."""
-    return globals().get(name) or getattr(silent_axis_faults, name)
+    here = globals().get(name) or getattr(silent_update_faults, name, None)
+    return here or getattr(silent_axis_faults, name)
 
 
 PLACES = ("planc.trial.simulate", "planc.trial.prove", "silent_jobs")

@@ -18,8 +18,10 @@ from planc.diagnostic import Sink
 from planc.model.small.user_model import builder_of
 from planc.ops.document import digest, loads
 from planc.ops.loss import ChunkLoss
+from planc.ops.optimizer import Optimize
 from planc.runtime.context import sequence_parts
 from planc.runtime.executor import alone, apply_lowered
+from planc.runtime.standalone.optimizer import planned_optimizer
 from planc.runtime.standalone.shards import in_own_order, plain_name, rank_orders
 from planc.trial import worker
 from planc.trial.launcher import Job
@@ -46,15 +48,22 @@ def batches(vocabulary):
     return [made[:2], made[2:]]
 
 
+def stepper(model, lowered, run=None):
+    """The plan's own optimizer, on whole parameters or those of a run; AdamW where it has none."""
+    if not lowered.has(Optimize):
+        return adamw(model)
+    return planned_optimizer(model, 1e-2) if run is None else run.optimizer(lr=1e-2)
+
+
 def adamw(model):
     trained = [p for p in model.parameters() if p.requires_grad]
     return torch.optim.AdamW(trained, lr=1e-3, eps=1e-6, foreach=False)
 
 
-def trained_alone(model):
+def trained_alone(model, lowered):
     """Logits, loss, gradients, norms and parameters of a single process."""
     found = {"logits": [], "loss": 0.0, "gradients": {}, "norms": []}
-    optimizer = adamw(model)
+    optimizer = stepper(model, lowered)
     for step, passes in enumerate(batches(model.config.get_text_config().vocab_size)):
         count = sum((b["labels"][:, 1:] != IGNORED).sum() for b in passes).float()
         for batch in passes:
@@ -86,7 +95,7 @@ def reference(model, right, changes):
     losses = [op for op in lowered.ops if isinstance(op, ChunkLoss)]
     for op in losses:
         with_terms(made, op)
-    found = trained_alone(alone(made, lowered))
+    found = trained_alone(alone(made, lowered), lowered)
     return {**found, "logits": []} if losses else found
 
 
@@ -181,7 +190,7 @@ def run_of(model, lowered, loop, changes, *, seed=7):
     early = loop.optimizer(made)
     torch.manual_seed(seed + distributed.get_rank())
     run = apply_lowered(made, lowered, digest=digest(lowered), device_type="cpu")
-    return run, trained(run, loop, early or adamw(made))
+    return run, trained(run, loop, early or stepper(made, lowered, run))
 
 
 def truth(model, document, right, fault="", script="Script", changes=None):
@@ -217,7 +226,8 @@ def said(model, plan, settings, fault="", script="Script", changes=None):
     try:
         with silent_faults.installed(fault), logged() as lines:
             run = planc.apply(made, plan, overrides=settings, device_type="cpu")
-            optimizer = run.optimizer(early or adamw(made))
+            planned = run.lowered.has(Optimize)
+            optimizer = run.optimizer(lr=1e-2) if planned else run.optimizer(early or adamw(made))
             trained(run, loop, optimizer)
     except planc.PlanError as found:
         return [(d.code, line_of(d), d.message) for d in found.diagnostics]
@@ -254,5 +264,5 @@ def verified(config, document, limits, fault=""):
     worker._MAKERS[job.digest] = builder_of(config, "")
     found = {"device": "cpu"}
     with silent_faults.installed(fault):
-        worker._compare(job, found)
+        worker.compared(job, found)
     return found
