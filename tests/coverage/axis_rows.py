@@ -103,7 +103,9 @@ def alone(case: Case, column: str, attention: str = "") -> str:
     of the column's.
     """
     lines = [f'plan t for "{case.facts.family}"', "mesh {", "    dp_shard = auto"]
-    units = [f"    {case.blocks}.* : unit"] if case.blocks else []
+    inside = f"{case.blocks}."
+    shared = any(sum(n.startswith(inside) for n in group) > 1 for group in case.facts.ties)
+    units = [f"    {case.blocks}.* : unit"] if case.blocks and not shared else []
     over, sections = "dp_shard", []
     if column == "pp":
         lines.insert(2, "    pp = 2")
