@@ -189,6 +189,7 @@ class CudaAllocations(Allocations):
 
     @contextmanager
     def _recorded(self, found: list[Allocated]) -> Iterator[None]:
+        torch.cuda.init()
         torch.cuda.memory._record_memory_history("all", context=None, stacks="python")
         try:
             yield
