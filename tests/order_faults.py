@@ -135,10 +135,10 @@ def main():
             self.fault, _, digest = job.digest.partition(":")
             super().__init__(replace(job, digest=digest))
 
-        def _step(self, run, optimizer):
+        def _step(self, run, optimizer, batches):
             has = RANKS.get(self.fault) == self.job.rank
             with globals()[self.fault](self, run) if has else nullcontext():
-                super()._step(run, optimizer)
+                super()._step(run, optimizer, batches)
 
     one_rank._Rank = Rank
     return one_rank.main()

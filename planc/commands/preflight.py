@@ -13,6 +13,7 @@ from planc.model.cache import require_torch
 
 if TYPE_CHECKING:
     from planc.cluster.judge import Needed
+    from planc.cluster.preflight import Wanted
     from planc.compiler import Compiled
 
 _LOOK = "look at rank 0, and at the network between the nodes"
@@ -41,7 +42,7 @@ def run(options: argparse.Namespace) -> int:
     from torch.distributed import DistError
 
     from planc.cluster.peers import Peers, joined
-    from planc.cluster.preflight import Report, Wanted, missed, preflight
+    from planc.cluster.preflight import Report, missed, preflight
     from planc.runtime.launchers import NEEDED
 
     def show(report: Report) -> None:
@@ -62,22 +63,27 @@ def run(options: argparse.Namespace) -> int:
         at = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         text = f"rank 0 does not answer rank {os.environ['RANK']} at {at}: {first_line(error)}"
         return output.refused("PL644", text, _LOOK)
-    asked = Wanted(
-        files=(*options.file, *([options.weights] if options.weights else [])),
-        compare="files" if options.whole else "samples",
-        save=options.save,
-        digest=options.digest,
-        needed=_needed,
-        allow_code=options.allow_code,
-    )
     try:
-        report = preflight(ranks, lambda sink: output.compiled(options, sink), asked)
+        report = preflight(ranks, lambda sink: output.compiled(options, sink), _wanted(options))
     except DistError as error:
         text = f"rank {ranks.rank} has lost the store of rank 0: {first_line(error)}"
         return output.refused("PL644", text, _LOOK)
     if ranks.rank == 0:
         show(report)
     return ranks.end(output.exit_code(report.sink))
+
+
+def _wanted(options: argparse.Namespace) -> Wanted:
+    from planc.cluster.preflight import Wanted
+
+    return Wanted(
+        files=(*options.file, *filter(None, [options.weights])),
+        compare="files" if options.whole else "samples",
+        save=options.save,
+        digest=options.digest,
+        needed=_needed,
+        allow_code=options.allow_code,
+    )
 
 
 def _size(given: tuple[int | None, ...], there: str) -> int | None:

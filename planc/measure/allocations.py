@@ -26,7 +26,7 @@ from planc.measure.ledger import Held, Ledger
 LABEL = "planc note "
 
 
-class Change(NamedTuple):
+class Allocated(NamedTuple):
     """A line of an allocator's record.
 
     Args:
@@ -88,7 +88,7 @@ class Allocations(Ledger):
             self._note("what", self.last)
             return made
 
-        found: list[Change] = []
+        found: list[Allocated] = []
         try:
             with (
                 mock.patch.object(torch.UntypedStorage, "resize_", resized),
@@ -106,7 +106,7 @@ class Allocations(Ledger):
             pass
 
     @contextmanager
-    def _recorded(self, found: list[Change]) -> Iterator[None]:
+    def _recorded(self, found: list[Allocated]) -> Iterator[None]:
         """Adds the record of what runs inside, at its end."""
         traced = profile(use_cpu=True, use_kineto=True, profile_memory=True)
         try:
@@ -115,7 +115,7 @@ class Allocations(Ledger):
         finally:
             found += changes(traced.kineto_results.experimental_event_tree())
 
-    def _replay(self, record: Iterable[Change]) -> None:
+    def _replay(self, record: Iterable[Allocated]) -> None:
         live: dict[int, tuple[int, int]] = {}
         after, what = 0, ""
         for note, address, size in record:
@@ -141,7 +141,7 @@ class Allocations(Ledger):
         return text if kind == "what" else what
 
 
-def changes(events: Iterable[Any]) -> Iterator[Change]:
+def changes(events: Iterable[Any]) -> Iterator[Allocated]:
     """The record of a profile, from its tree of events."""
     every, left = [], [*events]
     while left:
@@ -150,9 +150,9 @@ def changes(events: Iterable[Any]) -> Iterator[Change]:
         every.append(event)
     for event in sorted(every, key=lambda event: event.start_time_ns):
         if event.name.startswith(LABEL):
-            yield Change(int(event.name.removeprefix(LABEL)))
+            yield Allocated(int(event.name.removeprefix(LABEL)))
         elif event.name == "[memory]":
-            yield Change(None, event.extra_fields.ptr, event.extra_fields.alloc_size)
+            yield Allocated(None, event.extra_fields.ptr, event.extra_fields.alloc_size)
 
 
 class CudaAllocations(Allocations):
@@ -188,7 +188,8 @@ class CudaAllocations(Allocations):
         torch.cuda.memory._set_memory_metadata(str(note))
 
     @contextmanager
-    def _recorded(self, found: list[Change]) -> Iterator[None]:
+    def _recorded(self, found: list[Allocated]) -> Iterator[None]:
+        torch.cuda.init()
         torch.cuda.memory._record_memory_history("all", context=None, stacks="python")
         try:
             yield
@@ -200,7 +201,7 @@ class CudaAllocations(Allocations):
             found += cuda_changes(traces[torch.cuda.current_device()])
 
 
-def cuda_changes(trace: Iterable[dict[str, Any]]) -> Iterator[Change]:
+def cuda_changes(trace: Iterable[dict[str, Any]]) -> Iterator[Allocated]:
     """The record of a device's trace in `torch.cuda.memory._snapshot()`.
 
     A block counts as free from `free_requested` on, as `memory_allocated` has it.
@@ -209,9 +210,9 @@ def cuda_changes(trace: Iterable[dict[str, Any]]) -> Iterator[Change]:
         if entry["action"] == "alloc":
             text = entry.get("user_metadata") or ""
             note = int(text) if text.isdigit() else None
-            yield Change(note, entry["addr"], entry["size"])
+            yield Allocated(note, entry["addr"], entry["size"])
         elif entry["action"] == "free_requested":
-            yield Change(None, entry["addr"], -entry["size"])
+            yield Allocated(None, entry["addr"], -entry["size"])
 
 
 class Clock:

@@ -25,7 +25,7 @@ from planc.cluster import facts as of_rank
 WORLD, VICTIM = 8, 5
 PLAN = ["model", "qwen3", "--world-size", "8", "--set", "tp=2", "--set", "dp_replicate=2"]
 MORE = ["--weights", "weights", "--file", "train.py", "--save", "."]
-LIMIT = "40"
+LIMIT = "60"
 
 
 def all_reduce_that(does):
