@@ -179,3 +179,16 @@ def test_what_is_held_is_what_was_predicted(tmp_path, monkeypatch, ends_its_grou
         rules = [op for op in run.lowered.ops if isinstance(op, Checkpoint)]
         assert any(save.calls for op in rules for save in op.save)
         assert sum(len(op.modules) for op in rules) == 3 - plain
+
+
+def test_the_plan_is_what_a_list_says(tmp_path):
+    """Two budgets, their words in messages, and a list of calls that a person writes."""
+    path = tmp_path / "own.plan"
+    listed = "ops(save = [attention(calls = [0]), aten.mm.default(calls = [4, 0])])"
+    path.write_text(
+        f'plan own for llama\nextend "llama"\noverride checkpoint {{\n    $blocks : {listed}\n}}\n'
+    )
+    lowered = planc.lower("llama-3.1-8b", str(path), world_size=8)
+    (op,) = (op for op in lowered.ops if isinstance(op, Checkpoint))
+    assert op.headline() == "ops(save = [attention[0], mm[0,4]])"
+    assert [save.calls for save in op.save] == [(0,), (0, 4)]
