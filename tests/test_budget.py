@@ -66,7 +66,7 @@ def share(size, *counts):
         for at, n in enumerate(counts)
     )
     rule = Budget(modules=None, size=size, rows=1, seq=1)
-    return Share(rule, tuple(groups))
+    return Share((rule,), tuple(groups))
 
 
 @pytest.mark.parametrize("counts", [(1,), (7,), (3, 4), (1, 2, 5)])
@@ -123,7 +123,12 @@ SIZES = {
     "num_key_value_heads": 2,
     "head_dim": 16,
 }
-MIXTURE = {"moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2}
+MIXTURE = {
+    "mlp_only_layers": [0],
+    "moe_intermediate_size": 64,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+}
 
 
 def model(family, **more):
