@@ -66,7 +66,7 @@ def share(size, *counts):
         for at, n in enumerate(counts)
     )
     rule = Budget(modules=None, size=size, rows=1, seq=1)
-    return Share(rule, tuple(groups))
+    return Share((rule,), tuple(groups))
 
 
 @pytest.mark.parametrize("counts", [(1,), (7,), (3, 4), (1, 2, 5)])
@@ -123,7 +123,12 @@ SIZES = {
     "num_key_value_heads": 2,
     "head_dim": 16,
 }
-MIXTURE = {"moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2}
+MIXTURE = {
+    "mlp_only_layers": [0],
+    "moe_intermediate_size": 64,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+}
 
 
 def model(family, **more):
@@ -179,3 +184,16 @@ def test_what_is_held_is_what_was_predicted(tmp_path, monkeypatch, ends_its_grou
         rules = [op for op in run.lowered.ops if isinstance(op, Checkpoint)]
         assert any(save.calls for op in rules for save in op.save)
         assert sum(len(op.modules) for op in rules) == 3 - plain
+
+
+def test_the_plan_is_what_a_list_says(tmp_path):
+    """Two budgets, their words in messages, and a list of calls that a person writes."""
+    path = tmp_path / "own.plan"
+    listed = "ops(save = [attention(calls = [0]), aten.mm.default(calls = [4, 0])])"
+    path.write_text(
+        f'plan own for llama\nextend "llama"\noverride checkpoint {{\n    $blocks : {listed}\n}}\n'
+    )
+    lowered = planc.lower("llama-3.1-8b", str(path), world_size=8)
+    (op,) = (op for op in lowered.ops if isinstance(op, Checkpoint))
+    assert op.headline() == "ops(save = [attention[0], mm[0,4]])"
+    assert [save.calls for save in op.save] == [(0,), (0, 4)]

@@ -9,7 +9,7 @@ from itertools import pairwise
 
 from planc.budget.count import UncountedError, counted
 from planc.budget.table import CallTable, Point
-from planc.diagnostic import Sink
+from planc.diagnostic import Sink, one_of
 from planc.lowering.timetable import in_flight, orders
 from planc.model.facts import Facts, Modules
 from planc.model.indices import Indices
@@ -47,11 +47,11 @@ class Share:
     """What the modules of one rank keep of a budget.
 
     Args:
-        budget: the rule.
-        groups: its modules on the rank.
+        rules: of the line that gives the budget.
+        groups: their modules on the rank.
     """
 
-    budget: Budget
+    rules: tuple[Budget, ...]
     groups: tuple[Alike, ...]
 
     @cached_property
@@ -67,7 +67,7 @@ class Share:
     @cached_property
     def bytes(self) -> int:
         """The budget in bytes."""
-        size = self.budget.size
+        size = self.rules[0].size
         return int(size * self.plain) if size <= 1 else int(size)
 
     @cached_property
@@ -166,37 +166,38 @@ def budgeted(
     budgets = tuple(rule for rule in own.checkpoint if isinstance(rule, Budget))
     if not budgets:
         return plan, applied
-    shares = (share for budget in budgets for share in shares_of(budget, own, facts, sink))
+    shares = (share for line in own.budget_lines for share in shares_of(line, own, facts, sink))
     chosen = _joined(rule for share in shares for rule in _rules(share))
     rules = (*(r for r in own.checkpoint if not isinstance(r, Budget)), *chosen)
     plan, own = (replace(p, checkpoint=rules, budgets=budgets) for p in (plan, own))
     return plan, (own, facts)
 
 
-def shares_of(budget: Budget, plan: Plan, facts: Facts, sink: Sink) -> tuple[Share, ...]:
-    """What the modules of a budget keep, on the ranks of each place of the pipeline; none after a
+def shares_of(rules: tuple[Budget, ...], plan: Plan, facts: Facts, sink: Sink) -> tuple[Share, ...]:
+    """What the modules of a line keep, on the ranks of each place of the pipeline; none after a
     finding.
     """
-    if compiled := next((c for c in plan.compile if c.modules.overlap(budget.modules)), None):
+    budget, modules = rules[0], tuple(rule.modules for rule in rules)
+    if compiled := next((c for c in plan.compile if any(map(c.modules.overlap, modules))), None):
         reason = "torch.compile decides itself what compiled modules keep"
-        return _uncounted(budget, reason, sink, "write `full` or `ops`", compiled.origin)
+        return _uncounted(rules, reason, sink, "write `full` or `ops`", compiled.origin)
     try:
-        tables = counted(plan, facts, (budget.modules,), budget.rows, budget.seq)
+        tables = counted(plan, facts, modules, budget.rows, budget.seq)
     except UncountedError as error:
-        return _uncounted(budget, str(error), sink, "write `ops(save = [attention, matmul])`")
+        return _uncounted(rules, str(error), sink, "write `ops(save = [attention, matmul])`")
     shares = []
     for passes in _passes(plan):
         groups: dict[tuple[CallTable, int], list[str]] = {}
-        for name in budget.modules.names():
+        for name in (name for at in modules for name in at.names()):
             if many := passes(name):
                 groups.setdefault((tables[name], many), []).append(name)
         alike = (Alike(names=tuple(n), table=t, passes=p) for (t, p), n in groups.items())
-        shares.append(Share(budget, tuple(alike)))
+        shares.append(Share(rules, tuple(alike)))
     short = max(shares, key=lambda share: share.least - share.bytes)
     if short.least > short.bytes:
         sink.error(
             "PL583",
-            f"the inputs of `{budget.modules}` alone are more than the budget of "
+            f"the inputs of {_named(rules)} alone are more than the budget of "
             f"{phrases.size(short.bytes)}",
             budget.origin,
             facts=[
@@ -209,11 +210,15 @@ def shares_of(budget: Budget, plan: Plan, facts: Facts, sink: Sink) -> tuple[Sha
     return tuple(shares)
 
 
+def _named(rules: Iterable[Budget]) -> str:
+    return one_of((f"`{rule.modules}`" for rule in rules), last="and")
+
+
 def _uncounted(
-    budget: Budget, reason: str, sink: Sink, help: str, *lines: Span
+    rules: tuple[Budget, ...], reason: str, sink: Sink, help: str, *lines: Span
 ) -> tuple[Share, ...]:
-    message = f"what `{budget.modules}` calls cannot be counted: {reason}"
-    sink.error("PL584", message, budget.origin, *lines, help=help)
+    message = f"what {_named(rules)} calls cannot be counted: {reason}"
+    sink.error("PL584", message, rules[0].origin, *lines, help=help)
     return ()
 
 
@@ -242,7 +247,6 @@ def _passes(plan: Plan) -> Iterator[Callable[[str], int]]:
 
 def _rules(share: Share) -> Iterator[Checkpoint]:
     """The rules for the modules of one rank, each for those that keep the same."""
-    budget = share.budget
     kept: dict[tuple[Save, ...], list[str]] = {}
     for group in share.groups:
         for name in group.names:
@@ -250,18 +254,18 @@ def _rules(share: Share) -> Iterator[Checkpoint]:
             if point.kept is not None:
                 kept.setdefault(group.table.saves(point), []).append(name)
     for saves, names in kept.items():
-        for modules in _modules(budget.modules, names):
-            yield Checkpoint(modules=modules, save=saves, origin=budget.origin)
+        for rule in share.rules:
+            if own := [name for name in names if rule.modules.has(name)]:
+                modules = _modules(rule.modules, own)
+                yield Checkpoint(modules=modules, save=saves, origin=rule.origin)
 
 
-def _modules(of: Modules, names: Sequence[str]) -> Iterator[Modules]:
+def _modules(of: Modules, names: Sequence[str]) -> Modules:
     """The modules of a set that have these names."""
-    if of.list_at is None or len(names) == len(of):
-        yield of
-        return
     at = of.list_at
-    entries = Indices.of(int(name.split(".")[at]) for name in names)
-    yield of.with_entries(entries)
+    if at is None or len(names) == len(of):
+        return of
+    return of.with_entries(Indices.of(int(name.split(".")[at]) for name in names))
 
 
 def _joined(rules: Iterable[Checkpoint]) -> Iterator[Checkpoint]:

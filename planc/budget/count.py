@@ -51,6 +51,9 @@ def counted(
     every = tuple(modules)
     rules = tuple(Checkpoint(modules=at) for at in every)
     bare = replace(plan, pipeline=None, optimizer=(), checkpoint=rules, budgets=())
+    precision = plan.fsdp.precision if plan.fsdp else None
+    if precision and precision.param and plan.load and not plan.load.fp32:
+        bare = replace(bare, load=None)  # FSDP casts what is computed with
     lowered = lower(bare, facts)
     if lowered.has(Quantize):
         raise UncountedError("quantized weights have values")

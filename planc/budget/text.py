@@ -20,10 +20,11 @@ def of_block(name: str, plan: Plan, facts: Facts, saves: Sequence[Save] | None) 
         plan, facts: as lowered.
         saves: what its checkpoint saves; None where it has none.
     """
-    for budget in plan.budgets:
-        if budget.modules.has(name):
+    for rules in plan.budget_lines:
+        modules, budget = tuple(rule.modules for rule in rules), rules[0]
+        if any(at.has(name) for at in modules):
             try:
-                table = counted(plan, facts, (budget.modules,), budget.rows, budget.seq)[name]
+                table = counted(plan, facts, modules, budget.rows, budget.seq)[name]
             except UncountedError:  # where torch is missing, and the cache has been emptied since
                 return
             yield from _lines(table, saves, budget)

@@ -33,6 +33,11 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         help="in place of the hardware's",
     )
     parser.add_argument(
+        "--budget",
+        choices=("auto",),
+        help="also choose which calls of blocks the first plans keep in the memory that is free",
+    )
+    parser.add_argument(
         "--no-run",
         action="store_true",
         help="do not run a rank of the first plans to count what it holds",
@@ -52,6 +57,7 @@ def run(options: argparse.Namespace) -> int:
         settings=options.set,
         requires=options.require,
         run=not options.no_run,
+        budgets=options.budget is not None,
     )
     with output.waiting(f"searching plans for {options.model}") as progress:
         facts = load(options.model, sink, allow_code=options.allow_code)

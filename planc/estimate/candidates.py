@@ -81,6 +81,9 @@ class Candidate:
         return self.estimate.fullest.peak / GIB
 
 
+STEPS, LEAST = 32, 4
+"""A budget has so many parts of the bytes that layers would keep, of 32; inputs take one or two."""
+
 _Load = tuple[Workload, float] | None
 """The work of a step and the bytes that it needs; None where its layers cannot be counted."""
 
@@ -257,6 +260,32 @@ class Candidates:
     @property
     def _usable(self) -> float:
         return usable(self.hardware, self.stack)
+
+    def budgeted(self, found: Candidate) -> Candidate | None:
+        """The candidate with the largest budget that fits, in place of its way to checkpoint; None
+        where it has none, or is no slower.
+        """
+        work = self._work(found.choice)
+        if work is None or not self.space.checkpoints(found.choice):
+            return None
+        here = copy.copy(work)
+        here.batch = replace(self.batch, micro_batches=found.micro_batches)
+        here.plan = replace(work.plan, mesh=self.space.mesh(found.choice.sizes))
+
+        def of(step: int) -> Candidate | None:
+            budget = (step / STEPS, here.rows, self.batch.sequence)
+            choice = replace(found.choice, save="", budget=budget)
+            return self.verified(replace(found, choice=choice, words=self.space.words(choice)))
+
+        low, high = LEAST, STEPS
+        best = of(low)
+        while best and high - low > 1:
+            middle = (low + high) // 2
+            if more := of(middle):
+                best, low = more, middle
+            else:
+                high = middle
+        return best if best and best.seconds < found.seconds else None
 
     def verified(self, found: Candidate) -> Candidate | None:
         """The candidate as its plan is estimated, if that compiles without errors and fits."""

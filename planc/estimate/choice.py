@@ -63,12 +63,22 @@ class Choice:
         options: of the searched options, by name.
         save: what a checkpointed layer saves, as in `ops(save = [...])`; empty for the plan's way.
         resident: whether the units of blocks stay gathered until their backward pass.
+        budget: a share of what checkpointed layers would keep, and the rows and tokens of a pass.
     """
 
     sizes: Sizes
     options: tuple[tuple[str, object], ...]
     save: str = ""
     resident: bool = False
+    budget: tuple[float, int, int] | None = None
+
+    @property
+    def action(self) -> str:
+        """How layers are checkpointed; empty for the plan's way."""
+        if self.budget:
+            share, rows, tokens = self.budget
+            return f"budget({share:g}, rows = {rows}, seq = {tokens})"
+        return f"ops(save = [{self.save}])" if self.save else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,6 +247,11 @@ class Space:
         if self.fixed.get(RECOMPUTE.word, True) and self._rules():
             yield from ((on, save) for save in SAVES)
 
+    def checkpoints(self, choice: Choice) -> bool:
+        """Whether a choice checkpoints layers in a way that the search can change."""
+        on = dict(choice.options).get(RECOMPUTE.word, self.fixed.get(RECOMPUTE.word, True))
+        return bool(on and self._rules())
+
     def _rules(self) -> tuple[Checkpoint, ...]:
         return tuple(rule for rule in self.plan.checkpoint if not rule.save)
 
@@ -250,6 +265,7 @@ class Space:
         """What a choice does besides the mesh; options at their defaults are left out."""
         options = dict(choice.options)
         way = f"save {choice.save}" if choice.save else "full"
+        way = choice.action if choice.budget else way
         known = RECOMPUTE.word in self.plan.options or self.plan.checkpoint
         on = options.pop(RECOMPUTE.word, self.fixed.get(RECOMPUTE.word, True))
         words = [f"checkpoint {way if on else 'none'}"] if known else []
@@ -281,9 +297,8 @@ class Space:
         own = [(n, s) for n, s in choice.sizes if n not in self.sizing]
         axes = [(f"override {n}", str(s)) for n, s in own if s != sizes.get(n, 1)]
         parts.append(_block("mesh", axes, " = "))
-        if choice.save:
-            action = f"ops(save = [{choice.save}])"
-            rules = [(f"override {rule.modules}", action) for rule in self._rules()]
+        if choice.action:
+            rules = [(f"override {rule.modules}", choice.action) for rule in self._rules()]
             parts.append(_block("checkpoint", rules))
         if choice.resident and self.plan.fsdp:
             where = self.plan.fsdp.origin

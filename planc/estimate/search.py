@@ -27,6 +27,9 @@ the best a mesh may be to be searched further."""
 VARIED = 3
 """How many of the fastest choices on a mesh are varied further."""
 
+BUDGETED = 3
+"""How many of the fastest plans get a budget, where one is asked for: their calls are counted."""
+
 NAMED = 10
 """How many plans are named in the end."""
 
@@ -48,10 +51,13 @@ class Found:
     apart: Candidate | None
 
 
-def search(candidates: Candidates, progress: Callable[[int, int], None]) -> Found:
+def search(
+    candidates: Candidates, progress: Callable[[int, int], None], *, budgets: bool = False
+) -> Found:
     """The fastest plans.
 
     Args:
+        budgets: whether the first ones also get a budget for what their layers keep.
         progress: is told how many of how many parts are done.
     """
     space = candidates.space
@@ -66,6 +72,9 @@ def search(candidates: Candidates, progress: Callable[[int, int], None]) -> Foun
     )
     order = sorted(ranked.values(), key=lambda c: (c.seconds, len(space.text(c.choice))))
     best = sorted(islice(_named(candidates, order), NAMED), key=lambda c: c.seconds)
+    if budgets:
+        more = filter(None, map(candidates.budgeted, best[:BUDGETED]))
+        best = sorted((*best, *more), key=lambda c: c.seconds)[:NAMED]
     costs = {
         condition: next(_named(candidates, order, frozenset({condition})), None)
         for condition in space.requires

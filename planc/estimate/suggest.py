@@ -47,6 +47,7 @@ class Asked:
         settings: `name=value` for axes and options that stay as they are.
         requires: conditions over axes, options and `config.*`.
         run: whether a rank of the first plans is run, to count what it holds.
+        budgets: whether the first plans also get a budget for what their layers keep.
     """
 
     plan: str | None
@@ -57,6 +58,7 @@ class Asked:
     settings: Sequence[str] = ()
     requires: Sequence[str] = ()
     run: bool = False
+    budgets: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +126,7 @@ def suggest(
         violated=lambda choice: _violated(choice, space, facts, conditions),
         micro_batches=asked.micro_batches,
     )
-    found = search(candidates, progress)
+    found = search(candidates, progress, budgets=asked.budgets)
     if asked.run:
         found = replace(found, best=tuple(run_first(candidates, found.best, request)))
     coarser = _coarser(candidates, found.best[0]) if found.best else None

@@ -293,7 +293,7 @@ class _Work:
         self.at = max(block_lists(facts.model), key=length)
         kinds = kinds_of(self.at, plan, facts)
         pattern = _pattern(kinds) or _Pattern()
-        few = bool(pattern.windows) and not self.exact
+        few = bool(pattern.windows) and not self.exact and not plan.budgets  # that all layers share
         self.depths = [*self._shallow(facts, kinds, pattern)] if few else []
         self.depths = self.depths or [(_Depth(self.compiled, len(kinds), pattern), 0)]
 

@@ -467,6 +467,15 @@ class Plan(Meaning):
     broken: frozenset[str] = frozenset()
 
     @property
+    def budget_lines(self) -> Iterator[tuple[Budget, ...]]:
+        """The rules of each line that gives a budget: its modules, of several kinds, share it."""
+        lines: dict[Span, list[Budget]] = {}
+        for rule in (*self.budgets, *self.checkpoint):
+            if isinstance(rule, Budget):
+                lines.setdefault(rule.origin, []).append(rule)
+        yield from map(tuple, lines.values())
+
+    @property
     def acting(self) -> Iterator[tuple[Any, Modules]]:
         """Yields what acts on modules (rules, units, what is in no unit), and these."""
         for name in _RULES:

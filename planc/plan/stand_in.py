@@ -23,6 +23,7 @@ from planc.model.layer_kinds import (
     signature,
 )
 from planc.model.small.depth import edges
+from planc.ops.activation_checkpoint import Checkpoint
 from planc.ops.styles import style_text
 from planc.plan import ir
 from planc.source import Span
@@ -93,7 +94,9 @@ def stand_in(
 
 
 def _inferred(node: Any) -> str:
-    """The style that planc inferred for a rule; empty for one that its line states."""
+    """What planc inferred for a rule or chose for a budget; empty where its line states it."""
+    if isinstance(node, Checkpoint):
+        return " ".join(map(str, node.save))
     inferred = isinstance(node, ir.TensorRule) and node.inferred
     return style_text(node.style) if inferred else ""
 

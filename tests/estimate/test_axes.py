@@ -254,3 +254,34 @@ def test_the_peaks_of_four_ranks():
     found = [abs(error) for *_, error in measured_peaks.errors(peaks)]
     assert median(found) < 0.02
     assert max(found) < 0.05
+
+
+def test_the_rank_whose_experts_get_most_tokens():
+    """Twice the mean of tokens: twice the rows, bytes and messages of experts; FLOPs of all ranks
+    are the same, and an imbalance that no rank can have is said.
+    """
+    compiled = compile_plan(
+        "mixtral-8x7b", "mixtral", Sink(), world_size=16, settings=["ep=4", "recompute=false"]
+    )
+
+    def at(imbalance):
+        sink = Sink()
+        batch = Batch(global_batch=16, sequence=1024, imbalance=imbalance)
+        made = answer(*compiled.applied, Request(batch=batch), sink)
+        layer = next(x for x, _ in made.work.stages[0] if x.attention)
+        return made, layer, [d.code for d in sink]
+
+    (even, one, none), (most, two, nothing) = at(1.0), at(2.0)
+    assert none == nothing == []
+    rows = [sum(m.m for m in layer.matmuls if m.count == 2) for layer in (one, two)]
+    assert rows[1] == 2 * rows[0] > 0
+    assert two.kept > 1.3 * one.kept and two.transient == 2 * one.transient
+    sizes = [sum(c.size for c in layer.forward if c.kind == EXCHANGE) for layer in (one, two)]
+    assert sizes[1] == 2 * sizes[0] > 0
+    assert most.work.model_flops == even.work.model_flops
+    spent = [made.estimate.time.spent for made in (even, most)]
+    assert spent[1].matmul > 1.5 * spent[0].matmul
+    assert spent[1].expert_collectives > spent[0].expert_collectives
+    assert most.estimate.time.mfu < even.estimate.time.mfu
+    assert at(4.0)[2] == [] and at(5.0)[2] == ["PL585"]
+    assert at(5.0)[0].estimate.time.seconds == at(4.0)[0].estimate.time.seconds
