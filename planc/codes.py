@@ -278,6 +278,7 @@ _ROWS: tuple[tuple[str, str, Phase, str], ...] = (
     ("PL580", "error", "runtime", "the script's optimizer and that of the plan"),
     ("PL581", "error", "plan", "transformers has no tensor-parallel plan for a model"),
     ("PL582", "error", "plan", "an adapter that peft cannot have on experts"),
+    ("PL590", "error", "plan", "states of an optimizer in 8 bits"),
     ("PL600", "error", "input", "unknown model"),
     ("PL601", "error", "input", "the configuration cannot be read"),
     ("PL602", "error", "input", "the configuration is not a JSON object"),

@@ -17,6 +17,7 @@ _ALGORITHMS = {"adamw": AdamW, "sgd": Sgd, "adafactor": Adafactor, "muon": Muon}
 _PER = {word: word for word in ("matrix", "part", "head", "expert")}
 _STATES = {word: name for word, name in DTYPES.items() if name in ("float32", "bfloat16")}
 _FACTOR = ("a number from 0", lambda value: value >= 0)
+_EIGHT = ("int8", "uint8", "fp8", "float8")
 _DECAY = ("a number up to 0", lambda value: value <= 0)
 _LIMIT = ("a number from 1", lambda value: value >= 1)
 _BELOW_ONE = ("a number from 0 to below 1", lambda value: 0 <= value < 1)
@@ -76,12 +77,24 @@ def _rule(call: ast.Call, program: Program) -> OptimizerRule | None:
     if alternate:
         hint = "orthogonalize heads, `per = head`, or the whole weight, `per = matrix`"
         arguments.wrong(call, "parts that alternate have no rows of their own", hint)
+    state = arguments.word("state", {**_STATES, **{word: word for word in _EIGHT}}, None)
+    if state in _EIGHT:
+        program.sink.error(
+            "PL590",
+            f"states in 8 bits, `state = {state}`, are not the same under every mesh",
+            call.origin,
+            facts=[
+                "they have a scale for each block of numbers of a shard: other ranks, other blocks"
+            ],
+            help="write `state = bf16`, or take `adafactor`, which keeps less than 8 bits",
+        )
+        return None
     op = Optimize(
         modules=program.facts.model,
         algorithm=kind(**values),
         lr=arguments.number("lr", 1.0, *_FACTOR),
         weight_decay=arguments.number("weight_decay", 1.0, *_FACTOR),
-        state=arguments.word("state", _STATES, None),
+        state=state,
     )
     if not arguments.done():
         return None
