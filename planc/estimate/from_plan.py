@@ -399,10 +399,13 @@ class PlanWork:
             "parameters": sum(prod(h.local) * h.count for h in inside),
             "apart": sum(prod(h.local) * h.count for h in inside if self._apart(h.unit)),
             "frozen": sum(prod(h.local) * h.count for h in inside if not h.trains),
-            "states": sum(states_of(h, self.plan) for h in inside) if self.plan.optimizer else 0,
+            "states": sum(self._states(h) for h in inside) if self.plan.optimizer else 0,
             "unsplit": sum(map(unsplit, inside)),
         }
         return {name: count // times for name, count in every.items()}
+
+    def _states(self, holding: Holding) -> int:
+        return states_of(holding, self.plan, self.holdings.ranks(holding))
 
     def _name(self, part: Part, unit: Unit | None) -> str:
         if part.at:

@@ -77,7 +77,22 @@ def _rule(call: ast.Call, program: Program) -> OptimizerRule | None:
     if alternate:
         hint = "orthogonalize heads, `per = head`, or the whole weight, `per = matrix`"
         arguments.wrong(call, "parts that alternate have no rows of their own", hint)
-    state = arguments.word("state", {**_STATES, **{word: word for word in _EIGHT}}, None)
+    op = Optimize(
+        modules=program.facts.model,
+        algorithm=kind(**values),
+        lr=arguments.number("lr", 1.0, *_FACTOR),
+        weight_decay=arguments.number("weight_decay", 1.0, *_FACTOR),
+        state=_state(arguments, call, program),
+    )
+    if not arguments.done() or op.state in _EIGHT:
+        return None
+    return OptimizerRule(modules=op.modules, op=op, per=per, parts=parts, origin=call.origin)
+
+
+def _state(arguments: Arguments, call: ast.Call, program: Program) -> str | None:
+    """The dtype of states; PL590 for 8 bits."""
+    words = {**_STATES, **{word: word for word in _EIGHT}}
+    state: str | None = arguments.word("state", words, None)
     if state in _EIGHT:
         program.sink.error(
             "PL590",
@@ -88,14 +103,4 @@ def _rule(call: ast.Call, program: Program) -> OptimizerRule | None:
             ],
             help="write `state = bf16`, or take `adafactor`, which keeps less than 8 bits",
         )
-        return None
-    op = Optimize(
-        modules=program.facts.model,
-        algorithm=kind(**values),
-        lr=arguments.number("lr", 1.0, *_FACTOR),
-        weight_decay=arguments.number("weight_decay", 1.0, *_FACTOR),
-        state=state,
-    )
-    if not arguments.done():
-        return None
-    return OptimizerRule(modules=op.modules, op=op, per=per, parts=parts, origin=call.origin)
+    return state
