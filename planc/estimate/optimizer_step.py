@@ -25,7 +25,7 @@ def states_of(holding: Holding, plan: Plan, ranks: int) -> int:
     for count, rule in _stepped(holding, plan):
         width, shape = DTYPE_BYTES[rule.op.state or holding.parameter.dtype], holding.local
         if isinstance(rule.op.algorithm, Adafactor) and len(shape) > 1:  # whole on each
-            shape, count = holding.parameter.shape, count * ranks
+            shape, width = holding.parameter.shape, width * ranks
         size += count * rule.op.algorithm.state_size(shape) * width
     return size
 
