@@ -282,6 +282,7 @@ _ROWS: tuple[tuple[str, str, Phase, str], ...] = (
     ("PL583", "error", "plan", "a budget smaller than the inputs of its modules"),
     ("PL584", "error", "plan", "a budget for modules whose calls cannot be counted"),
     ("PL585", "warning", "plan", "an imbalance of experts that no rank can have"),
+    ("PL590", "error", "plan", "states of an optimizer in 8 bits"),
     ("PL600", "error", "input", "unknown model"),
     ("PL601", "error", "input", "the configuration cannot be read"),
     ("PL602", "error", "input", "the configuration is not a JSON object"),

@@ -185,6 +185,7 @@ optimizer {
         ("root : adam", "PL105"),
         ("root : adamw(lr = -1)", "PL012"),
         ("root : adamw(state = fp16)", "PL012"),
+        ("root : adamw(state = int8)", "PL590"),
         ("root : adafactor(d = 0.5)", "PL012"),
         ("root : adafactor(beta2_decay = 0.8)", "PL012"),
     ],

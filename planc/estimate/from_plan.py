@@ -454,7 +454,7 @@ class PlanWork:
             "parameters": sum(prod(h.local) * h.count for h in inside),
             "apart": sum(prod(h.local) * h.count for h in inside if self._apart(h.unit)),
             "frozen": sum(prod(h.local) * h.count for h in inside if not h.trains),
-            "states": sum(states_of(h, self.plan) for h in inside) if self.plan.optimizer else 0,
+            "states": sum(self._states(h) for h in inside) if self.plan.optimizer else 0,
             "unsplit": sum(map(unsplit, inside)),
             "tied": sum(prod(h.local) for h in inside if h.trains and self._shared(h)),
         }
@@ -464,6 +464,9 @@ class PlanWork:
         """Whether other modules of this rank have the same parameter."""
         names = {f"{name}.{holding.parameter.name}" for name in holding.modules.names()}
         return self.pipeline is None and any(names & {*group} for group in self.facts.ties)
+
+    def _states(self, holding: Holding) -> int:
+        return states_of(holding, self.plan, self.holdings.ranks(holding))
 
     def _name(self, part: Part, unit: Unit | None) -> str:
         if part.at:

@@ -12,17 +12,21 @@ from planc.lowering.step import Step
 from planc.model.facts import DTYPE_BYTES
 from planc.ops.base import kind_of
 from planc.ops.lowered import Stage
-from planc.ops.optimizer import AT_ONCE, Muon, Optimize
+from planc.ops.optimizer import AT_ONCE, BUCKET, Adafactor, Muon, Optimize
 from planc.plan.ir import OptimizerRule, Plan
 from planc.plan.optimizer_groups import is_matrix, rules_around
 
 
-def states_of(holding: Holding, plan: Plan) -> int:
-    """Bytes of the states of some parameters, as the optimizer section has them."""
+def states_of(holding: Holding, plan: Plan, ranks: int) -> int:
+    """Bytes of the states of some parameters, as the optimizer section has them, on all of the
+    ranks that shard them.
+    """
     size = 0
     for count, rule in _stepped(holding, plan):
-        width = DTYPE_BYTES[rule.op.state or holding.parameter.dtype]
-        size += count * rule.op.algorithm.state_size(holding.local) * width
+        width, shape = DTYPE_BYTES[rule.op.state or holding.parameter.dtype], holding.local
+        if isinstance(rule.op.algorithm, Adafactor) and len(shape) > 1:  # whole on each
+            shape, width = holding.parameter.shape, width * ranks
+        size += count * rule.op.algorithm.state_size(shape) * width
     return size
 
 
@@ -96,11 +100,15 @@ def _copies(holdings: Holdings, plan: Plan) -> Iterable[float]:
     """Bytes that steps of elementwise algorithms hold: a copy of what they step at once, and of the
     states in its dtype where they have another.
     """
+    factored = 0.0  # updates of a bucket
     for held in holdings.all:
         width = DTYPE_BYTES[held.parameter.dtype]
         shard = held.sharded(holdings.ranks(held)) // width
         for count, rule in _stepped(held, plan):
-            if not isinstance(rule.op.algorithm, Muon):
+            if isinstance(rule.op.algorithm, Adafactor):
+                factored += count * shard * width
+            elif not isinstance(rule.op.algorithm, Muon):
                 other = rule.op.state not in (None, held.parameter.dtype)
                 states = rule.op.algorithm.state_size((1,)) if other else 0
                 yield min(count * shard, max(shard, AT_ONCE)) * width * (1 + states)
+    yield min(factored, BUCKET * 4)

@@ -358,12 +358,16 @@ def _of_muon(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
 
 
 def _states(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
-    """The full states of the plan's own optimizer, but for numbers of steps."""
+    """The full states of the plan's own optimizer, but for numbers of steps. Those of rows or
+    columns are in the model's order as they are.
+    """
     if not isinstance(optimizer, PlannedOptimizer):
         return {}
     orders = rank_orders(model)
     return {
-        f"{name} ({key})": in_own_order(full_copy(state), orders.get(name))
+        f"{name} ({key})": in_own_order(
+            full_copy(state), orders.get(name) if state.shape == parameter.shape else None
+        )
         for name, parameter in parameters_by_name(model)
         for key, state in sorted(optimizer.state.get(parameter, {}).items())
         if state.dim()

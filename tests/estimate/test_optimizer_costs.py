@@ -83,6 +83,10 @@ def test_states_are_those_of_each_rule(tmp_path):
     assert half == pytest.approx(plain / 2)
     assert muon == pytest.approx(plain / 2)
     assert none == 0
+    rows = _item(_estimated(_compiled(tmp_path, "root : adafactor")), "optimizer state")
+    layer = 2 * (2048 + 2048) + 2 * (512 + 2048) + 3 * (8192 + 2048)
+    vectors = (16 * 2 + 1) * 2048 / 16  # of norms; the others are whole on every rank
+    assert rows == pytest.approx(4 * (16 * layer + 128256 + 2048 + vectors), rel=1e-3)
 
 
 def test_frozen_parameters_have_no_states(tmp_path):

@@ -123,7 +123,9 @@ def resume(model, plan, old, new, folder):
 def _states(run, optimizer):
     orders = rank_orders(run.model)
     return {
-        f"{plain(name)}.{key}": whole_of(value, orders.get(plain(name)))
+        f"{plain(name)}.{key}": whole_of(
+            value, orders.get(plain(name)) if value.shape == p.shape else None
+        )
         for name, p in run.model.named_parameters()
         for key, value in optimizer.state[p].items()
     }

@@ -128,17 +128,19 @@ def test_adafactor_on_shards_is_torchs_in_one_process(four, mesh, dims):
 
 
 @pytest.mark.parametrize(
-    ("family", "sets"), [("llama", ["tp=2"]), ("phi3", ["tp=2"]), ("qwen3_moe", ["ep=2"])]
+    ("family", "sets", "double"),
+    [("llama", ["tp=2"], True), ("phi3", ["tp=2"], True), ("qwen3_moe", ["ep=2"], False)],
 )
-def test_adafactor_of_a_plan(four, plan, family, sets):
+def test_adafactor_of_a_plan(four, plan, family, sets, double):
+    """torch has no products of experts in float64 on CPUs."""
     for result in four.run(
         "optimizer_jobs.train",
         model=family,
         plan=plan(family, FACTORED),
-        overrides=[*FP64, *sets],
-        double=True,
+        overrides=[*(FP64 if double else FP32), *sets],
+        double=double,
     ):
-        assert result["others"][0] < 1e-6, result["others"]
+        assert result["others"][0] < (1e-6 if double else 1e-3), result["others"]
 
 
 @pytest.mark.parametrize(

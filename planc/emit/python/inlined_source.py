@@ -51,6 +51,7 @@ _FILES = (
     "pipeline_step.py",
     "towers.py",
     "clipping.py",
+    "adafactor.py",
     "optimizer.py",
 )
 

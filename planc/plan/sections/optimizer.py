@@ -17,9 +17,13 @@ _ALGORITHMS = {"adamw": AdamW, "sgd": Sgd, "adafactor": Adafactor, "muon": Muon}
 _PER = {word: word for word in ("matrix", "part", "head", "expert")}
 _STATES = {word: name for word, name in DTYPES.items() if name in ("float32", "bfloat16")}
 _FACTOR = ("a number from 0", lambda value: value >= 0)
-_DECAY = ("a number up to 0", lambda value: value <= 0)
-_LIMIT = ("a number from 1", lambda value: value >= 1)
+_EIGHT = ("int8", "uint8", "fp8", "float8")
 _BELOW_ONE = ("a number from 0 to below 1", lambda value: 0 <= value < 1)
+_RANGES = {
+    "beta2_decay": ("a number up to 0", lambda value: value <= 0),
+    "d": ("a number from 1", lambda value: value >= 1),
+    **dict.fromkeys(("eps", "eps1", "eps2"), _FACTOR),
+}
 
 
 def optimizer(program: Program) -> tuple[OptimizerRule, ...]:
@@ -54,12 +58,6 @@ def _rule(call: ast.Call, program: Program) -> OptimizerRule | None:
         match f.name:
             case "units":
                 values[f.name] = ()
-            case "beta2_decay":
-                values[f.name] = arguments.number(f.name, default, *_DECAY)
-            case "d":
-                values[f.name] = arguments.number(f.name, default, *_LIMIT)
-            case "eps" | "eps1" | "eps2":
-                values[f.name] = arguments.number(f.name, default, *_FACTOR)
             case "nesterov":
                 values[f.name] = arguments.truth(f.name, default)
             case "ns_steps":
@@ -70,7 +68,7 @@ def _rule(call: ast.Call, program: Program) -> OptimizerRule | None:
             case "compute":
                 values[f.name] = arguments.word(f.name, _STATES, default)
             case _:
-                values[f.name] = arguments.number(f.name, default, *_BELOW_ONE)
+                values[f.name] = arguments.number(f.name, default, *_RANGES.get(f.name, _BELOW_ONE))
     per = arguments.word("per", _PER, None) if more else None
     parts, alternate = parts_of(arguments) if more else (1, False)
     if alternate:
@@ -81,8 +79,25 @@ def _rule(call: ast.Call, program: Program) -> OptimizerRule | None:
         algorithm=kind(**values),
         lr=arguments.number("lr", 1.0, *_FACTOR),
         weight_decay=arguments.number("weight_decay", 1.0, *_FACTOR),
-        state=arguments.word("state", _STATES, None),
+        state=_state(arguments, call, program),
     )
-    if not arguments.done():
+    if not arguments.done() or op.state in _EIGHT:
         return None
     return OptimizerRule(modules=op.modules, op=op, per=per, parts=parts, origin=call.origin)
+
+
+def _state(arguments: Arguments, call: ast.Call, program: Program) -> str | None:
+    """The dtype of states; PL590 for 8 bits."""
+    words = {**_STATES, **{word: word for word in _EIGHT}}
+    state: str | None = arguments.word("state", words, None)
+    if state in _EIGHT:
+        program.sink.error(
+            "PL590",
+            f"states in 8 bits, `state = {state}`, are not the same under every mesh",
+            call.origin,
+            facts=[
+                "they have a scale for each block of numbers of a shard: other ranks, other blocks"
+            ],
+            help="write `state = bf16`, or take `adafactor`, which keeps less than 8 bits",
+        )
+    return state

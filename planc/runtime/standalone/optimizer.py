@@ -130,17 +130,14 @@ class PlannedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         ]
         made = process_groups([where for _, where, _ in wanted])
         shared: dict[Any, Any] = {}
-        bucket: Bucket | Factored
         for (number, where, some), group in zip(wanted, made, strict=True):
+            into = self.buckets.setdefault(number, [])
             if self.param_groups[number]["algorithm"] == "adafactor":
                 held = [held_by(p, cuts[id(p)][0], where)[where.me] for p in some]
-                bucket = Factored(some, held, group, where.device)
-            else:
-                units = [
-                    units_of(p, *cuts[id(p)], where=where, known=shared) for p in some
-                ]
-                bucket = Bucket(some, units, group, where)
-            self.buckets.setdefault(number, []).append(bucket)
+                into.append(Factored(some, held, group, where.device))
+                continue
+            units = [units_of(p, *cuts[id(p)], where=where, known=shared) for p in some]
+            into.append(Bucket(some, units, group, where))
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
