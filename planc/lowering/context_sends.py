@@ -14,14 +14,9 @@ def context_sends(op: ContextParallel, step: Step) -> Iterator[Sent]:
     """Yields what attention and states exchange, and what masks need to know of the tokens of all
     ranks.
     """
-    tensor = (a.name for a in step.lowered.axes if a.role is AxisRole.TENSOR)
-    split = step.lowered.axis_size(*tensor)
-    heads = step.number("num_attention_heads", "n_head")
-    keys = step.number("num_key_value_heads") or heads
-    dim = step.number("head_dim") or (step.hidden // heads if step.hidden and heads else None)
+    heads, keys, dim, split = _heads(step)
     both = keys and dim and 2 * keys // split * dim
     if "kv_lora_rank" in step.config:  # keys and values have widths of their own
-        dim = None
         widths = [step.number(f"{n}_head_dim") for n in ("qk_nope", "qk_rope", "v")]
         both = heads // split * sum(n or 0 for n in widths) if heads else None
     repeats = Fraction(any(not o.save for o in step.every(Checkpoint)))
@@ -30,20 +25,43 @@ def context_sends(op: ContextParallel, step: Step) -> Iterator[Sent]:
     facts = step.tokens and 8 * step.tokens * step.parts
     yield replace(one, times=step.passes * stages, size=facts)
     one = replace(one, during=During.FORWARD, where="keys and values", times=step.passes * blocks)
-    found: list[Sent] = []
+    found = [*_of_attention(op, step, one, both)]
+    if op.states:  # what a state is depends on the family
+        one = replace(one, kind=GATHER, where="states", times=step.passes * blocks, size=None)
+        found += [one, replace(one, kind=SCATTER, during=During.BACKWARD)]
+    yield from again(iter(found), repeats)
+
+
+def _heads(step: Step) -> tuple[int | None, int | None, int | None, int]:
+    """Heads of queries, and of keys and values; their width, None where these have several; and
+    the ranks that have some of them each.
+    """
+    tensor = (a.name for a in step.lowered.axes if a.role is AxisRole.TENSOR)
+    heads = step.number("num_attention_heads", "n_head")
+    keys = step.number("num_key_value_heads") or heads
+    dim = step.number("head_dim") or (step.hidden // heads if step.hidden and heads else None)
+    dim = None if "kv_lora_rank" in step.config else dim
+    return heads, keys, dim, step.lowered.axis_size(*tensor)
+
+
+def _of_attention(op: ContextParallel, step: Step, one: Sent, both: int | None) -> Iterator[Sent]:
+    """What attention exchanges in the blocks; `both` are the features of keys and values that a
+    rank has of a token.
+    """
     if op.attention == "gather":
-        size = step.size(step.parts, step.hidden)
-        one = replace(one, where="hidden states", size=size)
-        found = [one, replace(one, kind=SCATTER, during=During.BACKWARD)]
-    elif op.attention == "all_gather":
-        one = replace(one, size=step.size(step.parts, both))
-        found = [one, replace(one, kind=SCATTER, during=During.BACKWARD)]
+        both, one = step.hidden, replace(one, where="hidden states")
+    if op.attention in ("gather", "all_gather"):
+        size = step.size(step.parts, both)
+        yield replace(one, size=size)
+        yield replace(one, size=size, kind=SCATTER, during=During.BACKWARD)
     elif op.attention == "ring":  # gradients are summed in float32
-        one = replace(one, kind=SEND, times=one.times * (step.parts - 1), size=step.size(both))
+        size, times = step.size(both), one.times * (step.parts - 1)
+        one = replace(one, kind=SEND, times=times, size=size)
         back = replace(one, during=During.BACKWARD)
-        summed = one.size and one.size // step.width * 4
-        found = [one, back, replace(back, where="gradients", size=summed)]
+        summed = size and size // step.width * 4
+        yield from (one, back, replace(back, where="gradients", size=summed))
     else:
+        heads, keys, dim, split = _heads(step)
         for where, n, number in (
             ("queries", 1, heads),
             (one.where, 2, keys),
@@ -51,11 +69,7 @@ def context_sends(op: ContextParallel, step: Step) -> Iterator[Sent]:
         ):
             size = step.size(number and number // split, dim)
             each = replace(one, kind=EXCHANGE, where=where, times=one.times * n, size=size)
-            found += [each, replace(each, during=During.BACKWARD)]
-    if op.states:  # what a state is depends on the family
-        one = replace(one, kind=GATHER, where="states", times=step.passes * blocks, size=None)
-        found += [one, replace(one, kind=SCATTER, during=During.BACKWARD)]
-    yield from again(iter(found), repeats)
+            yield from (each, replace(each, during=During.BACKWARD))
 
 
 def attending(step: Step) -> tuple[int, int]:
