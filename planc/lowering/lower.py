@@ -40,6 +40,7 @@ from planc.ops.fsdp import FullyShard
 from planc.ops.lora import BASE_LAYER, Adapt
 from planc.ops.loss import ChunkLoss
 from planc.ops.lowered import Lowered, Stage
+from planc.ops.matmul import Matmul, ScaleWeights
 from planc.ops.optimizer import Optimize
 from planc.ops.registry import AnyOp
 from planc.ops.rng import DrawByRank
@@ -119,6 +120,7 @@ def _stage(plan: Plan, facts: Facts, adapters: list[Adapt]) -> Stage:
         *([plan.load] if plan.load else []),
         *adapters,
         *(pipeline if adapters else []),
+        *_joined(plan.matmul),
         *_joined(_parallelize(_ordered([*_on_layers(tensor, plan), *derived]), plan)),
         *_ties(facts, tensor, plan),
         *_joined(divided(plan)),
@@ -131,6 +133,7 @@ def _stage(plan: Plan, facts: Facts, adapters: list[Adapt]) -> Stage:
         *_joined(_inside_out(plan.checkpoint)),
         *_joined(plan.compile),
         *units,
+        *([ScaleWeights()] if any(op.gather for op in plan.matmul) else []),
         *settings(plan, facts),
         *_losses(plan),
         *_towers(plan, facts),
@@ -187,6 +190,7 @@ Wrap = TypeVar(
     "Wrap",
     Parallelize,
     Freeze,
+    Matmul,
     Checkpoint,
     Compile,
     FullyShard,

@@ -26,6 +26,7 @@ from planc.ops.load import Load
 from planc.ops.lora import Adapt
 from planc.ops.loss import ChunkLoss
 from planc.ops.lowered import ExpertMesh, MeshAxis
+from planc.ops.matmul import Matmul
 from planc.ops.optimizer import Optimize
 from planc.ops.phrases import together
 from planc.ops.pipeline import Pipeline
@@ -387,6 +388,7 @@ Ruled = TypeVar(
     Checkpoint,
     Compile,
     Freeze,
+    Matmul,
     LossRule,
     ExpertRule,
     AdapterRule,
@@ -396,7 +398,7 @@ Ruled = TypeVar(
 )
 """What one line decides for its `modules`."""
 
-_RULES = ("tensor", "checkpoint", "compile", "train", "loss", "experts", "optimizer")
+_RULES = ("tensor", "matmul", "checkpoint", "compile", "train", "loss", "experts", "optimizer")
 """The fields of a plan that are rules for modules."""
 
 
@@ -425,6 +427,7 @@ class Plan(Meaning):
     tensor: tuple[TensorRule, ...] = ()
     sequence: tuple[SequenceSetting, ...] = ()
     draws: tuple[str, ...] = ()
+    matmul: tuple[Matmul, ...] = ()
     checkpoint: tuple[Checkpoint, ...] = ()
     compile: tuple[Compile, ...] = ()
     train: tuple[Freeze, ...] = ()

@@ -25,7 +25,7 @@ from planc.syntax import plan_files
 from planc.trial import certificate as store
 from planc.trial import verdict_store
 from planc.trial.launcher import LIMITS, SEEDS, Comparison, ForkServer, TrialFailure, fork_server
-from planc.trial.trial_part import left_out, rounds, trial_part
+from planc.trial.trial_part import emulates, left_out, rounds, trial_part
 
 PROCESSES = 4
 TIMEOUT = 120.0
@@ -170,7 +170,9 @@ def _make_small_case(case: _Case, *, precision: bool) -> Unrepresented | None:
         return small
     assert small.compiled.lowered is not None
     case.small = small
-    case.run = trial_part(small.compiled.lowered, precision=precision)
+    case.run = trial_part(
+        small.compiled.lowered, precision=precision, eight_bits=emulates() and not precision
+    )
     case.precision = precision
     case.small_check_codes = _codes(checks)
     return None

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from planc.ops.fsdp import Divide, FullyShard
 from planc.ops.lowered import Lowered
+from planc.ops.matmul import Matmul
 from planc.runtime.standalone.shards import plain_name
 
 FLOOR = 1e-3
@@ -25,6 +26,19 @@ FLOOR = 1e-3
 def device_for(ranks: int) -> str:
     """`cuda` if there is a device for every rank, else `cpu`; does not initialize CUDA."""
     return "cuda" if torch.cuda.device_count() >= ranks else "cpu"
+
+
+def for_trial(model: nn.Module, lowered: Lowered) -> nn.Module:
+    """The model as a trial runs it: in float64 where products are in 8 bits, since a number on the
+    border between two falls to either side by the rounding of float32 alone.
+    """
+    if not lowered.has(Matmul):
+        return model
+    for module in model.modules():
+        config: Any = getattr(module, "config", None)
+        if hasattr(config, "_experts_implementation"):
+            config._experts_implementation = "eager"  # torch has no grouped product in float64
+    return model.double()
 
 
 def gradient_scale(lowered: Lowered) -> float:

@@ -19,6 +19,7 @@ from torch.nn.functional import cross_entropy, pad
 from planc.ops.documents import parts_reset
 from planc.ops.loss import ChunkLoss
 from planc.ops.lowered import Lowered
+from planc.ops.matmul import Matmul
 from planc.ops.optimizer import Optimize
 from planc.runtime.collectives import named_modules
 from planc.runtime.run import Run
@@ -149,15 +150,17 @@ def train_single(
     reference = Reference(passes=[RankResult(data_rank=d) for d in range(batches.ranks)])
     optimizer, scale = _single_optimizer(model, lowered), gradient_scale(lowered)
     reference.before, used = _of_muon(model, optimizer), UsedParameters()
-    share = scale / batches.ranks
+    parts = _microbatches(lowered)
+    share = scale / batches.ranks / (1 if batches.counted else parts)
     heads = [op for op in lowered.ops if isinstance(op, ChunkLoss)]
     for op in heads:
         with_terms(model, op)
     reset_states(model, *parts_reset(lowered.ops))
     for number, step in enumerate(batches.steps):
         for at, one in enumerate(step):
-            for rank, result in enumerate(reference.passes):
-                inputs = {**one.of_rank(rank, batches.ranks), **batches.extra(number)}
+            for part in range(batches.ranks * parts):
+                rank, result = part // parts, reference.passes[part // parts]
+                inputs = {**one.of_rank(part, batches.ranks * parts), **batches.extra(number)}
                 drawn = [r.drawn[len(result.drawn)] for r in ranks if r.data_rank == rank]
                 draws = Replayed(drawn, result.where) if drawn else Recorded()
                 result.drawn.append(getattr(draws, "drawn", []))
@@ -173,8 +176,9 @@ def train_single(
         if number == 0:
             reference.gradients = _gradients(model)
             if lowered.pipeline is not None:
-                _as_one_step(reference, batches)
-            _other_batches(reference, used, model, batches, scale)
+                _as_one_step(reference, batches, 1 if batches.counted else parts)
+            if not lowered.has(Matmul):  # whose scales are of all rows of a pass
+                _other_batches(reference, used, model, batches, scale)
         if batches.gradients_alone:
             break
         reference.norms.append(_stepped(model, optimizer))
@@ -188,6 +192,14 @@ def train_single(
     return reference
 
 
+def _microbatches(lowered: Lowered) -> int:
+    """Into how many passes the single process cuts the rows of a data rank: into a pipeline's
+    microbatches where a scale is of all rows of a pass.
+    """
+    rounded, pipeline = lowered.has(Matmul), lowered.pipeline
+    return pipeline.microbatches if rounded and pipeline is not None else 1
+
+
 def _stepped(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensor:
     """The norm of all gradients, with which the optimizer has stepped."""
     trained = [p for p in model.parameters() if p.grad is not None]
@@ -197,10 +209,10 @@ def _stepped(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensor:
     return norm
 
 
-def _as_one_step(reference: Reference, batches: Batches) -> None:
+def _as_one_step(reference: Reference, batches: Batches, parts: int) -> None:
     """A pipeline has the loss of the first step as a whole, and no logits."""
     every = [loss for result in reference.passes for loss in result.losses]
-    total = torch.stack(every).sum() * (batches.weight(0) / batches.ranks)
+    total = torch.stack(every).sum() * (batches.weight(0) / batches.ranks / parts)
     for result in reference.passes:
         result.losses, result.logits = [total], []
 
