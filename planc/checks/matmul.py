@@ -1,197 +1,223 @@
 """PL621 to PL626: which layers can have products in 8 bits, and under which other decisions."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
-from planc.checks.queries import active, axis_label, divisors, holds, looked_up, several, unit_of
+from planc.checks.queries import (
+    active,
+    axis_label,
+    divisors,
+    holds,
+    looked_up,
+    several,
+    unit_of,
+    weighted,
+)
 from planc.diagnostic import Label, Sink, one_of
-from planc.model.facts import Facts, Modules
+from planc.model.facts import Facts, Modules, Parameter
 from planc.ops.base import AxisRole
 from planc.ops.matmul import BLOCK, Matmul
 from planc.ops.styles import Custom
-from planc.plan.ir import Plan, TensorRule
+from planc.plan.ir import Plan
 from planc.plan.local_shapes import local_shape, ruled
+from planc.source import Span
 
-_OUT = "`override {} : none` keeps it in the parameters' dtype"
+_KEEP = "`override {} : none` keeps the parameters' dtype"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Found:
+    """A finding about layers of one line; `{}` in its texts is for all layers that it is about."""
+
+    code: str
+    message: str
+    origin: Span
+    labels: tuple[Label, ...] = ()
+    fact: str = ""
+    help: str = _KEEP
 
 
 def matmul(plan: Plan, facts: Facts, sink: Sink) -> None:
     """Each rule is on linear layers that may be rounded, and whose shards the kernels take."""
     if not plan.matmul or "matmul" in plan.broken:
         return
+    found: dict[_Found, list[Modules]] = {}
     for op in plan.matmul:
-        if _linear(op, plan, facts, sink) and not {"tensor", "mesh"} & plan.broken:
-            _sizes(op, plan, sink)
-            _scales(op, plan, sink)
-            if op.gather and "fsdp" not in plan.broken:
-                _gathered(op, plan, sink)
-    if "compile" not in plan.broken:
+        wrong = _kind(op) or _kept(op, plan, facts)
+        every = [wrong] if wrong else [*_under(op, plan)]
+        for one in every:
+            found.setdefault(one, []).append(op.modules)
+    for one, layers in found.items():
+        named = several(layers)
+        sink.error(
+            one.code,
+            one.message.format(named),
+            Label(span=one.origin),
+            *one.labels,
+            facts=[one.fact] if one.fact else [],
+            help=one.help.format(layers[0]),
+        )
+    if "compile" not in plan.broken and not found:
         _compiled(plan, sink)
 
 
-def _linear(op: Matmul, plan: Plan, facts: Facts, sink: Sink) -> bool:
+def _kind(op: Matmul) -> _Found | None:
+    """torchao rounds the products of nn.Linear alone, whose own forward its layer replaces."""
     module = op.modules.module
-    if module.kind != "linear" or module.cls != "Linear":
-        inside = any(m.module.kind == "linear" for m in op.modules.below())
-        fact = f"it is a {module.cls}" + ", whose own forward would be lost" * (
-            module.kind == "linear"
-        )
-        sink.error(
-            "PL621",
-            f"`{op.modules}` is no linear layer, so torchao cannot round its products",
-            op.origin,
-            facts=[fact],
-            help=f"name the linear layers inside it: `{op.modules}.**<Linear>`"
-            if inside and module.kind != "linear"
-            else "remove it from this rule; experts of one weight keep their precision",
-        )
-        return False
-    what = _kept(op.modules, plan, facts)
-    if what is not None:
-        reason, fact = what
-        sink.error(
-            "PL622",
-            f"`{op.modules}` is {reason}, which keeps its precision",
-            op.origin,
-            facts=[fact],
-            help=_OUT.format(op.modules),
-        )
-    return what is None
+    if module.kind == "linear" and module.cls == "Linear":
+        return None
+    inside = any(m.module.kind == "linear" for m in op.modules.below())
+    own = module.kind == "linear"
+    return _Found(
+        code="PL621",
+        message="{} is no nn.Linear, and torchao rounds the products of no other module",
+        origin=op.origin,
+        fact=f"it is a {module.cls}" + ", whose own forward would be lost" * own,
+        help="name the linear layers inside it, as `{}.**<Linear>`"
+        if inside and not own
+        else "remove it from the rule",
+    )
 
 
-def _kept(modules: Modules, plan: Plan, facts: Facts) -> tuple[str, str] | None:
+def _kept(op: Matmul, plan: Plan, facts: Facts) -> _Found | None:
     """What a linear layer is that must not be rounded, and why; None for any other."""
-    for rule in plan.adapters.rules if plan.adapters else ():
-        if modules.inside(rule.modules) is not None:
-            fact = "peft wraps the layer, and its factors are of few features"
-            return "a layer with an adapter", fact
+    modules, what = op.modules, ("", "")
     tied = {name.rpartition(".")[0] for group in facts.ties for name in group}
-    if any(name in tied for name in modules.names()):
-        return "a layer with a tied weight", "another module reads the same weight unrounded"
-    if "experts" in modules.path:
-        return (
+    adapted = plan.adapters.rules if plan.adapters else ()
+    role = looked_up(modules, _weight(op), facts)
+    if any(modules.inside(rule.modules) is not None for rule in adapted):
+        what = "a layer with an adapter", "peft wraps the layer, and its factors are narrow"
+    elif any(name in tied for name in modules.names()):
+        what = "a layer with a tied weight", "another module reads the same weight unrounded"
+    elif "experts" in modules.path:
+        what = (
             "an expert of its own",
             "a router sends it any number of tokens, and products in 8 bits take multiples of 16",
         )
-    weight = next(p for p in modules.module.parameters if p.name == "weight")
-    if (what := looked_up(modules, weight, facts)) is None:
+    elif role == "a router":
+        what = role, "a rounded score chooses another expert"
+    elif role is not None:
+        what = role, "no later layer corrects an error of its outputs"
+    if not what[0]:
         return None
-    fact = (
-        "a rounded score chooses another expert"
-        if what == "a router"
-        else ("errors of its outputs are errors of the loss, and no later layer corrects them")
-    )
-    return what, fact
+    message = f"{{}}: {what[0]} keeps its precision"
+    return _Found(code="PL622", message=message, origin=op.origin, fact=what[1])
 
 
-def _sizes(op: Matmul, plan: Plan, sink: Sink) -> None:
+def _under(op: Matmul, plan: Plan) -> Iterator[_Found]:
+    """What does not go with the decisions of other sections."""
+    if "tensor" in plan.broken:
+        return
+    yield from _sizes(op, plan)
+    yield from _scales(op, plan)
+    if op.gather and "fsdp" not in plan.broken:
+        yield from _gathered(op, plan)
+
+
+def _weight(op: Matmul) -> Parameter:
+    return next(p for p in op.modules.module.parameters if p.name == "weight")
+
+
+def _sizes(op: Matmul, plan: Plan) -> Iterator[_Found]:
     """The features of a product must be multiples of a size, those of a rank's shard too.
 
     No CPU path of torchao checks it; `torch._scaled_mm` raises on a GPU.
     """
-    step = BLOCK[op.recipe]
-    weight = next(p for p in op.modules.module.parameters if p.name == "weight")
-    for modules, rules in ruled(op.modules, active(plan)):
+    step, weight = BLOCK[op.recipe], _weight(op)
+    for _, rules in ruled(op.modules, active(plan)):
         local = local_shape(weight, rules, plan)
         wrong = next((dim for dim in (0, 1) if local[dim] % step), None)
         if wrong is None:
             continue
         splits = [r for r in rules if (s := r.split(weight)) is not None and s.dim == wrong]
-        side = ("output", "input")[wrong]
-        fit = divisors(weight.shape[wrong] // step) if weight.shape[wrong] % step == 0 else ()
-        help = _OUT.format(modules)
-        if len(splits) == 1 and fit:
-            help = f"{splits[0].axis} can be {one_of(map(str, fit[:8]))} here; or {help}"
-        sink.error(
-            "PL623",
-            f"`{modules}` has {local[wrong]:,} {side} features on a rank, and products in "
-            f"{op.headline()} take multiples of {step}",
-            op.origin,
-            *(Label(span=rule.origin, text="split here") for rule in splits),
-            *(axis_label(plan, rule) for rule in splits),
-            facts=[f"its weight is {list(weight.shape)}, {list(local)} on a rank"],
-            help=help,
+        whole = weight.shape[wrong]
+        fit = divisors(whole // step) if whole % step == 0 and len(splits) == 1 else ()
+        choices = f"{splits[0].axis} can be {one_of(map(str, fit[:8]))} here; or " if fit else ""
+        yield _Found(
+            code="PL623",
+            message=f"{{}}: {local[wrong]:,} {('output', 'input')[wrong]} features on a rank, and "
+            f"products in {op.headline()} take multiples of {step}",
+            origin=op.origin,
+            labels=(
+                *(Label(span=rule.origin, text="split here") for rule in splits),
+                *(axis_label(plan, rule) for rule in splits),
+            ),
+            fact=f"a weight is {list(weight.shape)}, {list(local)} on a rank",
+            help=f"{choices}{_KEEP}",
         )
 
 
-def _scales(op: Matmul, plan: Plan, sink: Sink) -> None:
+def _scales(op: Matmul, plan: Plan) -> Iterator[_Found]:
     """The ranks' scales must be those of one process."""
     styles = [r for r in active(plan) if r.modules.overlap(op.modules) is not None]
-    if op.recipe == "mxfp8":
-        for rule in _weights(styles, op)[:1]:
-            sink.error(
-                "PL626",
-                f"`{op.modules}` cannot be in mxfp8 and split over {rule.axis}",
-                op.origin,
-                Label(span=rule.origin, text="split here"),
-                axis_label(plan, rule),
-                facts=[
-                    "torchao 0.18 multiplies a weight that is a DTensor in full precision, "
-                    "without a word"
-                ],
-                help="write `fp8(recipe = rowwise)`",
-            )
-    for rule in styles:
-        if (
-            isinstance(rule.style, Custom)
-            and "Float8" in rule.style.path
-            and op.recipe != ("tensorwise")
-        ):
-            sink.error(
-                "PL626",
-                f"`{rule.style.path.partition(':')[2]}` casts `{op.modules}` tensorwise, whatever "
-                "its recipe",
-                op.origin,
-                Label(span=rule.origin, text="this style"),
+    for rule in styles[:1] if op.recipe == "mxfp8" else ():
+        yield _Found(
+            code="PL626",
+            message=f"{{}}: mxfp8 has no tensor parallelism, and {rule.axis} has a style",
+            origin=op.origin,
+            labels=(Label(span=rule.origin, text="this style"), axis_label(plan, rule)),
+            fact="torchao 0.18 multiplies weights that are DTensors in full precision, silently",
+            help="write `fp8(recipe = rowwise)`",
+        )
+    for rule in styles if op.recipe != "tensorwise" else ():
+        if isinstance(rule.style, Custom) and "Float8" in rule.style.path:
+            name = rule.style.path.partition(":")[2]
+            yield _Found(
+                code="PL626",
+                message=f"{{}}: `{name}` casts tensorwise, whatever the recipe",
+                origin=op.origin,
+                labels=(Label(span=rule.origin, text="this style"),),
                 help="write `colwise` or `rowwise`: torch's styles go with every recipe",
             )
-    for axis in plan.mesh.of_role(AxisRole.SEQUENCE):
-        if op.recipe == "tensorwise" and axis.size > 1:
-            sink.error(
-                "PL626",
-                f"a scale of `{op.modules}` would be of the tokens of one rank of {axis.name}",
-                op.origin,
-                Label(span=axis.origin, text=f"{axis.name} is {axis.size}"),
-                facts=[
-                    "tensorwise, one scale is for all tokens of a pass: one process has another"
-                ],
+    for axis in plan.mesh.of_role(AxisRole.SEQUENCE) if op.recipe == "tensorwise" else ():
+        if axis.size > 1:
+            yield _Found(
+                code="PL626",
+                message=f"{{}}: a scale would be of the tokens of one rank of {axis.name}",
+                origin=op.origin,
+                labels=(Label(span=axis.origin, text=f"{axis.name} is {axis.size}"),),
+                fact="tensorwise, one scale is for all tokens of a pass: one process has another",
                 help="write `fp8(recipe = rowwise)`, whose scales are of single tokens",
             )
 
 
-def _weights(styles: list[TensorRule], op: Matmul) -> list[TensorRule]:
-    return [r for r in styles if any(r.split(p) is not None for p in op.modules.module.parameters)]
-
-
-def _gathered(op: Matmul, plan: Plan, sink: Sink) -> None:
+def _gathered(op: Matmul, plan: Plan) -> Iterator[_Found]:
     """FSDP gathers in fp8 what has one scale, known before the shards are together."""
-
-    def wrong(message: str, *labels: Label, help: str) -> None:
-        sink.error("PL625", message, op.origin, *labels, help=help)
-
-    without = "leave out `gather`"
+    message, labels, help = "", tuple[Label, ...](), "leave out `gather`"
     if op.recipe != "tensorwise":
-        wrong(
-            f"`{op.modules}` has a scale for each row, and FSDP gathers parts of rows in fp8 "
-            "with one scale alone",
-            help=f"{without}, or write `recipe = tensorwise`",
-        )
+        message = "{}: scales of rows are not known before FSDP has gathered the rows"
+        help = "leave out `gather`, or write `recipe = tensorwise`"
     elif plan.fsdp is None or not plan.fsdp.shard or plan.fsdp.backend is not None:
-        wrong(f"no FSDP of torch gathers `{op.modules}`", help=without)
+        message = "{}: no FSDP of torch gathers these weights"
     elif plan.pipeline is not None:
-        label = Label(span=plan.pipeline.origin, text="stages run without the model's forward")
-        wrong(
-            f"the scales of `{op.modules}` are computed before a forward pass of the model",
-            label,
-            help=without,
-        )
+        message = "{}: scales are computed before the model's forward, which stages do not call"
+        labels = (Label(span=plan.pipeline.origin, text="stages"),)
+    elif other := next(_on_others(op, plan), None):
+        message = "{}: one all-reduce has the scales of all weights, and others are split otherwise"
+        labels = (Label(span=other.origin, text="over other axes"),)
+        help = "gather only what is split over the same axes"
     elif other := next(_beside(op, plan), None):
-        label = Label(span=other.origin, text="in the same unit")
-        wrong(
-            f"`{op.modules}` and `{other.modules}` are in one unit, which FSDP gathers in one "
-            "recipe",
-            label,
-            help="give both the same rule, or `unit`s of their own",
-        )
+        message = "{}: FSDP gathers a unit in one recipe"
+        labels = (Label(span=other.origin, text="another recipe in the same unit"),)
+        help = "give both the same rule, or `unit`s of their own"
+    if message:
+        yield _Found(code="PL625", message=message, origin=op.origin, labels=labels, help=help)
+
+
+def _on_others(op: Matmul, plan: Plan) -> Iterator[Matmul]:
+    """The operations that gather in fp8 what is split over other axes."""
+    own = {*_axes(op, plan)}
+    for other in plan.matmul:
+        if other.gather and len(own | {*_axes(other, plan)}) > 1:
+            yield other
+
+
+def _axes(op: Matmul, plan: Plan) -> Iterator[tuple[object, ...]]:
+    """The axes over which styles and FSDP split the weights, of each part of the modules."""
+    assert plan.fsdp is not None
+    for modules, rules in ruled(op.modules, [*weighted(active(plan))]):
+        unit = unit_of(plan, modules)
+        yield frozenset(rule.axis for rule in rules), unit and plan.fsdp.axes(unit)
 
 
 def _beside(op: Matmul, plan: Plan) -> Iterator[Matmul]:
@@ -208,9 +234,8 @@ def _compiled(plan: Plan, sink: Sink) -> None:
     if left:
         sink.warning(
             "PL624",
-            f"{several(op.modules for op in left)} round in passes of their own: they are not "
-            "compiled",
+            f"{several(op.modules for op in left)} round to 8 bits uncompiled",
             *dict.fromkeys(op.origin for op in left),
-            facts=["uncompiled, casting to 8 bits takes more time than the products save"],
+            facts=["casts by single kernels cost more time than the products save"],
             help="compile the blocks: `compile { $blocks : block }`",
         )

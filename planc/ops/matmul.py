@@ -79,7 +79,7 @@ class ScaleWeights(Op):
     )
 
     def calls(self, _context: Context) -> Iterator[Step]:
-        yield Once(call=FunctionCall("standalone.matmul:scale_weights", (MODEL,)))
+        yield Once(call=FunctionCall("standalone.matmul:scale_before_forward", (MODEL,)))
 
     WORD: ClassVar = "scales"
 

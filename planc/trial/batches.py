@@ -24,12 +24,12 @@ from planc.ops.base import AxisRole, Op
 from planc.ops.context import ContextParallel
 from planc.ops.documents import parts_reset
 from planc.ops.lowered import Lowered
-from planc.ops.matmul import Matmul
+from planc.ops.matmul import BLOCK, Matmul
 from planc.ops.towers import ShareTower
 from planc.runtime.standalone.documents import RESETS, reset_states
 from planc.runtime.standalone.images import Tokens, placeholders, rows_of_images
 from planc.runtime.standalone.loss import IGNORED
-from planc.trial.numerics import for_trial
+from planc.trial.numerics import for_trial, trial_dtype
 
 LENGTH = 16
 """The least tokens per row; divisible for sequence axes of up to 16 ranks."""
@@ -110,7 +110,8 @@ def batches(
     ranks = lowered.axis_size(*lowered.data)
     parts = lowered.pipeline.microbatches if lowered.pipeline else 1
     rows = ranks * math.lcm(max(1, 4 // ranks), parts)
-    length = math.lcm(LENGTH, lowered.world_size)
+    blocks = [BLOCK[op.recipe] for op in lowered.ops if isinstance(op, Matmul)]
+    length = math.lcm(LENGTH, lowered.world_size, *blocks)
 
     def plain(number: int, length: int = length, images: tuple[int, ...] = ()) -> Inputs:
         # ids at the ends of the vocabulary are often special tokens
@@ -120,7 +121,7 @@ def batches(
         return {n: v.to(dtype) if v.is_floating_point() else v for n, v in made}
 
     model = for_trial(builder.build(seed), lowered)
-    dtype = torch.float64 if lowered.has(Matmul) else torch.float32
+    dtype, alone = trial_dtype(lowered), lowered.has(Matmul)
     reset_states(model, *parts_reset(lowered.ops))
     counted = _counts(model, plain(0))
     config = getattr(model, "config", None)
@@ -135,12 +136,12 @@ def batches(
     padded = replace(_padded(model, labeled(0), ranks, uneven=counted), tokens=tokens)
     if quick:
         return Batches(steps=((padded,),), counted=counted, ranks=ranks, gradients_alone=True)
-    alone = lowered.has(Matmul)  # after a step, more numbers fall to the other side of a border
     document = math.lcm(*(_document_part(op, lowered) for op in lowered.ops))
     last = labeled(2)
     if uneven and (other := _uneven_length(lowered, length)) and _text(last):
         last = shorter if _runs(model, shorter := labeled(2, other)) else last
     packed = replace(_packed(model, labeled(1), document), tokens=tokens)
+    # after a step, more numbers fall to the other side of a border
     steps = ((padded, packed), *(() if alone else ((TrialPass(inputs=last, tokens=tokens),),)))
     return Batches(steps=steps, counted=counted, ranks=ranks, gradients_alone=alone)
 

@@ -28,11 +28,17 @@ def device_for(ranks: int) -> str:
     return "cuda" if torch.cuda.device_count() >= ranks else "cpu"
 
 
-def for_trial(model: nn.Module, lowered: Lowered) -> nn.Module:
-    """The model as a trial runs it: in float64 where products are in 8 bits, since a number on the
-    border between two falls to either side by the rounding of float32 alone.
+def trial_dtype(lowered: Lowered) -> torch.dtype:
+    """The dtype of a trial: float64 where products are in fp8, since a number on the border between
+    two falls to either side by the rounding of float32 alone. torchao has no mxfp8 in float64.
     """
-    if not lowered.has(Matmul):
+    recipes = {op.recipe for op in lowered.ops if isinstance(op, Matmul)}
+    return torch.float64 if recipes and "mxfp8" not in recipes else torch.float32
+
+
+def for_trial(model: nn.Module, lowered: Lowered) -> nn.Module:
+    """The model as a trial runs it, by `trial_dtype`."""
+    if trial_dtype(lowered) == torch.float32:
         return model
     for module in model.modules():
         config: Any = getattr(module, "config", None)
