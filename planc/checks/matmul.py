@@ -16,7 +16,7 @@ from planc.checks.queries import (
 from planc.diagnostic import Label, Sink, one_of
 from planc.model.facts import Facts, Modules, Parameter
 from planc.ops.base import AxisRole
-from planc.ops.matmul import BLOCK, Matmul
+from planc.ops.matmul import BLOCK, LowPrecision
 from planc.ops.styles import Custom
 from planc.plan.ir import Plan
 from planc.plan.local_shapes import local_shape, ruled
@@ -61,7 +61,7 @@ def matmul(plan: Plan, facts: Facts, sink: Sink) -> None:
         _compiled(plan, sink)
 
 
-def _kind(op: Matmul) -> _Found | None:
+def _kind(op: LowPrecision) -> _Found | None:
     """torchao rounds the products of nn.Linear alone, whose own forward its layer replaces."""
     module = op.modules.module
     if module.kind == "linear" and module.cls == "Linear":
@@ -79,7 +79,7 @@ def _kind(op: Matmul) -> _Found | None:
     )
 
 
-def _kept(op: Matmul, plan: Plan, facts: Facts) -> _Found | None:
+def _kept(op: LowPrecision, plan: Plan, facts: Facts) -> _Found | None:
     """What a linear layer is that must not be rounded, and why; None for any other."""
     modules, what = op.modules, ("", "")
     tied = {name.rpartition(".")[0] for group in facts.ties for name in group}
@@ -104,7 +104,7 @@ def _kept(op: Matmul, plan: Plan, facts: Facts) -> _Found | None:
     return _Found(code="PL622", message=message, origin=op.origin, fact=what[1])
 
 
-def _under(op: Matmul, plan: Plan) -> Iterator[_Found]:
+def _under(op: LowPrecision, plan: Plan) -> Iterator[_Found]:
     """What does not go with the decisions of other sections."""
     if "tensor" in plan.broken:
         return
@@ -114,11 +114,11 @@ def _under(op: Matmul, plan: Plan) -> Iterator[_Found]:
         yield from _gathered(op, plan)
 
 
-def _weight(op: Matmul) -> Parameter:
+def _weight(op: LowPrecision) -> Parameter:
     return next(p for p in op.modules.module.parameters if p.name == "weight")
 
 
-def _sizes(op: Matmul, plan: Plan) -> Iterator[_Found]:
+def _sizes(op: LowPrecision, plan: Plan) -> Iterator[_Found]:
     """The features of a product must be multiples of a size, those of a rank's shard too.
 
     No CPU path of torchao checks it; `torch._scaled_mm` raises on a GPU.
@@ -147,7 +147,7 @@ def _sizes(op: Matmul, plan: Plan) -> Iterator[_Found]:
         )
 
 
-def _scales(op: Matmul, plan: Plan) -> Iterator[_Found]:
+def _scales(op: LowPrecision, plan: Plan) -> Iterator[_Found]:
     """The ranks' scales must be those of one process."""
     styles = [r for r in active(plan) if r.modules.overlap(op.modules) is not None]
     for rule in styles[:1] if op.recipe == "mxfp8" else ():
@@ -181,7 +181,7 @@ def _scales(op: Matmul, plan: Plan) -> Iterator[_Found]:
             )
 
 
-def _gathered(op: Matmul, plan: Plan) -> Iterator[_Found]:
+def _gathered(op: LowPrecision, plan: Plan) -> Iterator[_Found]:
     """FSDP gathers in fp8 what has one scale, known before the shards are together."""
     message, labels, help = "", tuple[Label, ...](), "leave out `gather`"
     if op.recipe != "tensorwise":
@@ -204,7 +204,7 @@ def _gathered(op: Matmul, plan: Plan) -> Iterator[_Found]:
         yield _Found(code="PL625", message=message, origin=op.origin, labels=labels, help=help)
 
 
-def _on_others(op: Matmul, plan: Plan) -> Iterator[Matmul]:
+def _on_others(op: LowPrecision, plan: Plan) -> Iterator[LowPrecision]:
     """The operations that gather in fp8 what is split over other axes."""
     own = {*_axes(op, plan)}
     for other in plan.matmul:
@@ -212,7 +212,7 @@ def _on_others(op: Matmul, plan: Plan) -> Iterator[Matmul]:
             yield other
 
 
-def _axes(op: Matmul, plan: Plan) -> Iterator[tuple[object, ...]]:
+def _axes(op: LowPrecision, plan: Plan) -> Iterator[tuple[object, ...]]:
     """The axes over which styles and FSDP split the weights, of each part of the modules."""
     assert plan.fsdp is not None
     for modules, rules in ruled(op.modules, [*weighted(active(plan))]):
@@ -220,7 +220,7 @@ def _axes(op: Matmul, plan: Plan) -> Iterator[tuple[object, ...]]:
         yield frozenset(rule.axis for rule in rules), unit and plan.fsdp.axes(unit)
 
 
-def _beside(op: Matmul, plan: Plan) -> Iterator[Matmul]:
+def _beside(op: LowPrecision, plan: Plan) -> Iterator[LowPrecision]:
     """The operations with another recipe in a unit of these modules."""
     unit = unit_of(plan, op.modules)
     for other in plan.matmul if unit is not None else ():

@@ -40,7 +40,7 @@ from planc.ops.fsdp import FullyShard
 from planc.ops.lora import BASE_LAYER, Adapt
 from planc.ops.loss import ChunkLoss
 from planc.ops.lowered import Lowered, Stage
-from planc.ops.matmul import Matmul, ScaleWeights
+from planc.ops.matmul import LowPrecision, ScaleWeights
 from planc.ops.optimizer import Optimize
 from planc.ops.registry import AnyOp
 from planc.ops.rng import DrawByRank
@@ -190,7 +190,7 @@ Wrap = TypeVar(
     "Wrap",
     Parallelize,
     Freeze,
-    Matmul,
+    LowPrecision,
     Checkpoint,
     Compile,
     FullyShard,

@@ -28,7 +28,7 @@ formats (OCP MX 1.0) is of 32 numbers along the dim that a product sums over.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Matmul(Op):
+class LowPrecision(Op):
     """torchao's layer in the place of each linear layer: its three products are of rounded numbers.
 
     Args:
@@ -54,6 +54,7 @@ class Matmul(Op):
         call = FunctionCall(f"standalone.matmul:{name}", (*recipe, device), options)
         yield Each(modules=self.modules, calls=(call,), replaces=True, note=self.place)
 
+    KIND: ClassVar = "matmul"
     WORD: ClassVar = "matmul"
     ABOUT: ClassVar[tuple[str, ...]] = ("modules",)
     WORDS: ClassVar = {

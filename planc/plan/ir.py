@@ -26,7 +26,7 @@ from planc.ops.load import Load
 from planc.ops.lora import Adapt
 from planc.ops.loss import ChunkLoss
 from planc.ops.lowered import ExpertMesh, MeshAxis
-from planc.ops.matmul import Matmul
+from planc.ops.matmul import LowPrecision
 from planc.ops.optimizer import Optimize
 from planc.ops.phrases import together
 from planc.ops.pipeline import Pipeline
@@ -388,7 +388,7 @@ Ruled = TypeVar(
     Checkpoint,
     Compile,
     Freeze,
-    Matmul,
+    LowPrecision,
     LossRule,
     ExpertRule,
     AdapterRule,
@@ -427,7 +427,7 @@ class Plan(Meaning):
     tensor: tuple[TensorRule, ...] = ()
     sequence: tuple[SequenceSetting, ...] = ()
     draws: tuple[str, ...] = ()
-    matmul: tuple[Matmul, ...] = ()
+    matmul: tuple[LowPrecision, ...] = ()
     checkpoint: tuple[Checkpoint, ...] = ()
     compile: tuple[Compile, ...] = ()
     train: tuple[Freeze, ...] = ()

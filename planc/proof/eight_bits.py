@@ -23,17 +23,24 @@ def report_eight_bits(outcome: Outcome, plan: Plan, sink: Sink, *, strict: bool)
     first = outcome.discrepancies[0]
     where = f"`{first.subject or 'the model'}`"
     crash = f": {first.detail}" if first.kind == "crash" else ""
+    report_wrong_products(first.error, what_is_wrong(first.kind, where) + crash, plan, sink)
+
+
+def report_wrong_products(error: float, what: str, plan: Plan | None, sink: Sink) -> None:
+    """Reports products in 8 bits that are others than one process's (PL629).
+
+    Args:
+        error: the relative error; 0 where nothing could be compared.
+        what: what is wrong; empty where no module is known.
+    """
+    lines = dict.fromkeys(op.origin for op in plan.matmul) if plan else ()
     sink.error(
         "PL629",
-        f"with products in 8 bits, {what_is_wrong(first.kind, where)}{crash}",
+        f"with products in 8 bits, {what or 'the model trains otherwise'}",
         *(Label(span=line, text="rounds to 8 bits") for line in lines),
         facts=[
-            *(
-                [f"one process with the same products: {first.error:.1e} off"]
-                if first.error
-                else []
-            ),
-            "seen on a small model in float64, with all ranks simulated, and right without them",
+            *([f"one process with the same products: {error:.1e} off"] if error else []),
+            "seen on a small model, and right without them",
         ],
         help="keep these layers in the parameters' dtype: `override ... : none`",
     )

@@ -23,7 +23,7 @@ from planc.ops.context import ContextParallel
 from planc.ops.expert_parallel import DispatchExperts
 from planc.ops.fsdp import FullyShard
 from planc.ops.lowered import Lowered
-from planc.ops.matmul import Matmul
+from planc.ops.matmul import LowPrecision
 from planc.ops.pipeline import Pipeline
 from planc.ops.tensor_parallel import Parallelize
 from planc.plan.ir import Plan
@@ -292,7 +292,7 @@ def _eight_bits(compiled: Compiled, sink: Sink, strict: bool) -> Iterator[Sectio
     """The verdict on products in 8 bits, by a run of its own on the first small mesh."""
     lowered, plan = compiled.lowered, compiled.plan
     assert lowered is not None
-    if plan is None or not lowered.has(Matmul) or not emulates():
+    if plan is None or not lowered.has(LowPrecision) or not emulates():
         return
     split = {axis for op in lowered.ops if isinstance(op, Parallelize) for axis in op.axes}
     sizes = next(simulated_sizes(plan.mesh.axes, split), None)

@@ -24,7 +24,7 @@ from planc.ops.load import Load
 from planc.ops.lora import Adapt
 from planc.ops.loss import ChunkLoss
 from planc.ops.lowered import Lowered
-from planc.ops.matmul import Matmul
+from planc.ops.matmul import LowPrecision
 from planc.ops.quantization import Quantize
 from planc.ops.registry import AnyOp, units_of
 from planc.ops.rng import DrawByRank
@@ -114,7 +114,7 @@ class _Question:
             if self.shard and not self.ignored and self.shard in self.lowered.ops
             else None,
             training=tuple(self._training()),
-            matmul=tuple(self._wraps(Matmul)),
+            matmul=tuple(self._wraps(LowPrecision)),
             towers=tuple(self._towers()),
             draws=tuple(self._on(DrawByRank)),
             ties=tuple(self._ties()),
@@ -174,7 +174,9 @@ class _Question:
                     what = f"in 4 bits, {four.headline()}"
                     yield self._reason(what, self._part(len(members.path)), four)
 
-    def _wraps(self, kind: type[Checkpoint] | type[Compile] | type[Matmul]) -> Iterator[Reason]:
+    def _wraps(
+        self, kind: type[Checkpoint] | type[Compile] | type[LowPrecision]
+    ) -> Iterator[Reason]:
         for op in self.lowered.ops:
             if isinstance(op, kind):
                 if self.at.inside(op.modules) is not None:
@@ -342,8 +344,8 @@ class _Question:
         )
 
 
-def _wrapped(op: Checkpoint | Compile | Matmul) -> str:
-    if isinstance(op, Matmul):
+def _wrapped(op: Checkpoint | Compile | LowPrecision) -> str:
+    if isinstance(op, LowPrecision):
         return f"products in {op.headline()}"
     if isinstance(op, Checkpoint):
         how = op.headline()

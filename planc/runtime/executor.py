@@ -24,7 +24,7 @@ from planc.ops.configure import Configure
 from planc.ops.freeze import Freeze
 from planc.ops.lora import Adapt
 from planc.ops.lowered import Lowered
-from planc.ops.matmul import Matmul
+from planc.ops.matmul import LowPrecision
 from planc.ops.optimizer import Optimize
 from planc.ops.tensor_parallel import Parallelize
 from planc.runtime import gradients, preconditions
@@ -314,7 +314,7 @@ def alone(model: nn.Module, lowered: Lowered) -> nn.Module:
     """
     worker = Worker(model, dict(model.named_modules()), None, lowered)
     for op in lowered.ops:
-        if isinstance(op, Configure | Adapt | Matmul | Freeze | Optimize):
+        if isinstance(op, Configure | Adapt | LowPrecision | Freeze | Optimize):
             worker.run(op)
     return model
 

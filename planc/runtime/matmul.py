@@ -4,7 +4,7 @@ import torch
 
 from planc.model.sources.isolation import quiet_imports
 from planc.ops.lowered import Lowered
-from planc.ops.matmul import Matmul
+from planc.ops.matmul import LowPrecision
 from planc.runtime.preconditions import stop
 
 CAPABILITY = {"tensorwise": (8, 9), "rowwise": (9, 0), "mxfp8": (10, 0)}
@@ -21,7 +21,7 @@ def require_eight_bits(lowered: Lowered, device: str) -> None:
     Raises:
         PlanError: PL627, torchao cannot be imported; PL628, the device has no such products.
     """
-    recipes = {op.recipe: op for op in lowered.ops if isinstance(op, Matmul)}
+    recipes = {op.recipe: op for op in lowered.ops if isinstance(op, LowPrecision)}
     if not recipes:
         return
     try:

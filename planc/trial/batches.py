@@ -24,7 +24,7 @@ from planc.ops.base import AxisRole, Op
 from planc.ops.context import ContextParallel
 from planc.ops.documents import parts_reset
 from planc.ops.lowered import Lowered
-from planc.ops.matmul import BLOCK, Matmul
+from planc.ops.matmul import BLOCK, LowPrecision
 from planc.ops.towers import ShareTower
 from planc.runtime.standalone.documents import RESETS, reset_states
 from planc.runtime.standalone.images import Tokens, placeholders, rows_of_images
@@ -110,7 +110,7 @@ def batches(
     ranks = lowered.axis_size(*lowered.data)
     parts = lowered.pipeline.microbatches if lowered.pipeline else 1
     rows = ranks * math.lcm(max(1, 4 // ranks), parts)
-    blocks = [BLOCK[op.recipe] for op in lowered.ops if isinstance(op, Matmul)]
+    blocks = [BLOCK[op.recipe] for op in lowered.ops if isinstance(op, LowPrecision)]
     length = math.lcm(LENGTH, lowered.world_size, *blocks)
 
     def plain(number: int, length: int = length, images: tuple[int, ...] = ()) -> Inputs:
@@ -121,7 +121,7 @@ def batches(
         return {n: v.to(dtype) if v.is_floating_point() else v for n, v in made}
 
     model = for_trial(builder.build(seed), lowered)
-    dtype, alone = trial_dtype(lowered), lowered.has(Matmul)
+    dtype, alone = trial_dtype(lowered), lowered.has(LowPrecision)
     reset_states(model, *parts_reset(lowered.ops))
     counted = _counts(model, plain(0))
     config = getattr(model, "config", None)

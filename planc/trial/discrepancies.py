@@ -14,7 +14,7 @@ from planc.model.small.stack_frames import of_a_model
 from planc.ops import styles as ir
 from planc.ops.loss import ChunkLoss
 from planc.ops.lowered import Lowered
-from planc.ops.matmul import Matmul
+from planc.ops.matmul import LowPrecision
 from planc.trial import observed_layouts
 from planc.trial.batches import Batches
 from planc.trial.numerics import FLOOR, relative
@@ -38,7 +38,7 @@ class Runs:
     @property
     def limit(self) -> float:
         """The largest error of outputs and gradients that counts as equal."""
-        return EIGHT_BITS_LIMIT if self.lowered.has(Matmul) else LIMIT
+        return EIGHT_BITS_LIMIT if self.lowered.has(LowPrecision) else LIMIT
 
     def views(self) -> Iterator[View]:
         """Yields what the ranks of equal rows computed in a pass, beside the right one."""

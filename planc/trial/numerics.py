@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from planc.ops.fsdp import Divide, FullyShard
 from planc.ops.lowered import Lowered
-from planc.ops.matmul import Matmul
+from planc.ops.matmul import LowPrecision
 from planc.runtime.standalone.shards import plain_name
 
 FLOOR = 1e-3
@@ -32,7 +32,7 @@ def trial_dtype(lowered: Lowered) -> torch.dtype:
     """The dtype of a trial: float64 where products are in fp8, since a number on the border between
     two falls to either side by the rounding of float32 alone. torchao has no mxfp8 in float64.
     """
-    recipes = {op.recipe for op in lowered.ops if isinstance(op, Matmul)}
+    recipes = {op.recipe for op in lowered.ops if isinstance(op, LowPrecision)}
     return torch.float64 if recipes and "mxfp8" not in recipes else torch.float32
 
 

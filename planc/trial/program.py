@@ -19,7 +19,7 @@ from torch.nn.functional import cross_entropy, pad
 from planc.ops.documents import parts_reset
 from planc.ops.loss import ChunkLoss
 from planc.ops.lowered import Lowered
-from planc.ops.matmul import Matmul
+from planc.ops.matmul import LowPrecision
 from planc.ops.optimizer import Optimize
 from planc.runtime.collectives import named_modules
 from planc.runtime.run import Run
@@ -177,7 +177,7 @@ def train_single(
             reference.gradients = _gradients(model)
             if lowered.pipeline is not None:
                 _as_one_step(reference, batches, 1 if batches.counted else parts)
-            if not lowered.has(Matmul):  # whose scales are of all rows of a pass
+            if not lowered.has(LowPrecision):  # whose scales are of all rows of a pass
                 _other_batches(reference, used, model, batches, scale)
         if batches.gradients_alone:
             break
@@ -196,7 +196,7 @@ def _microbatches(lowered: Lowered) -> int:
     """Into how many passes the single process cuts the rows of a data rank: into a pipeline's
     microbatches where a scale is of all rows of a pass.
     """
-    rounded, pipeline = lowered.has(Matmul), lowered.pipeline
+    rounded, pipeline = lowered.has(LowPrecision), lowered.pipeline
     return pipeline.microbatches if rounded and pipeline is not None else 1
 
 

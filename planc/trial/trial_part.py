@@ -10,7 +10,7 @@ from planc.ops.fsdp import Divide, FullyShard, Prefetch
 from planc.ops.load import Load
 from planc.ops.lora import Adapt
 from planc.ops.lowered import Lowered
-from planc.ops.matmul import Matmul, ScaleWeights
+from planc.ops.matmul import LowPrecision, ScaleWeights
 from planc.ops.pipeline import Pipeline
 from planc.ops.quantization import Quantize
 from planc.ops.registry import AnyOp
@@ -23,7 +23,7 @@ for a real one; a backend may need a device."""
 DATA = (FullyShard, Divide, Prefetch)
 """The operations of the data axes."""
 
-EIGHT_BITS = (Matmul, ScaleWeights)
+EIGHT_BITS = (LowPrecision, ScaleWeights)
 """The operations of products in 8 bits, which have a trial of their own: their scales are of all
 rows of a pass, and what is on the border between two numbers needs float64."""
 
@@ -45,7 +45,7 @@ def trial_part(
     left_out = (*LEFT_OUT, *(DATA if tensor else ()), *(() if eight_bits else EIGHT_BITS))
 
     def small(op: AnyOp) -> AnyOp:
-        if isinstance(op, Matmul):
+        if isinstance(op, LowPrecision):
             return replace(op, emulate=True)
         if isinstance(op, Pipeline):
             # a timetable has passes for its own number of microbatches
@@ -100,9 +100,9 @@ def left_out(lowered: Lowered, *, precision: bool = False) -> Iterator[tuple[str
         yield "mixed precision", "everything runs in float32"
     if any(isinstance(op, Quantize) for op in lowered.ops):
         yield "4 bits", "frozen weights stay in full precision"
-    if lowered.has(Matmul) and not emulates():
+    if lowered.has(LowPrecision) and not emulates():
         yield "matmul", "torchao is not installed: products are not rounded to 8 bits"
-    elif lowered.has(Matmul) and precision:
+    elif lowered.has(LowPrecision) and precision:
         yield "matmul", "products in 8 bits are compared in float64, by a run without `--precision`"
     if any(isinstance(op, Compile) for op in lowered.ops):
         yield "compile", "the modules run uncompiled"

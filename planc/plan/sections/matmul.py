@@ -1,6 +1,6 @@
 """The matmul section -> linear layers whose matrix products are in 8 bits."""
 
-from planc.ops.matmul import Matmul
+from planc.ops.matmul import LowPrecision
 from planc.plan.call_arguments import Arguments
 from planc.plan.program import Program
 from planc.plan.sections.tensor import claimed
@@ -11,10 +11,10 @@ _RECIPES = {"tensorwise": "tensorwise", "rowwise": "rowwise"}
 _GATHER = {"fp8": True}
 
 
-def matmul(program: Program) -> tuple[Matmul, ...]:
+def matmul(program: Program) -> tuple[LowPrecision, ...]:
     """The operations of all matmul sections; `none` keeps layers in the parameters' dtype."""
 
-    def read(rule: ast.Rule) -> tuple[Matmul | None] | None:
+    def read(rule: ast.Rule) -> tuple[LowPrecision | None] | None:
         call = rule.action
         arguments = Arguments(call, program.scope, ("recipe", "gather") * (call.name == "fp8"))
         recipe, gather = call.name, False
@@ -23,7 +23,7 @@ def matmul(program: Program) -> tuple[Matmul, ...]:
             gather = arguments.word("gather", _GATHER, False)
         if not arguments.done():
             return None
-        op = Matmul(modules=program.facts.model, recipe=recipe, gather=gather)
+        op = LowPrecision(modules=program.facts.model, recipe=recipe, gather=gather)
         return (None,) if call.name == "none" else (op,)
 
     claims = claimed(program, "matmul", ACTIONS, "precision", read, aspect="matmul")
