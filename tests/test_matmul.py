@@ -1,12 +1,12 @@
 """The matmul section: which layers can have products in 8 bits, and what a plan makes of it.
 
 torchao is no part of the development environment: peft 0.18 does not run beside it. Where it is
-installed, the proof with emulated products runs too, and so it does in the environment of
-`make fp8`.
+installed, the proof with emulated products runs too, and so it does in `make fp8`.
 """
 
 import importlib.util
 import json
+from pathlib import Path
 
 import pytest
 from console import call
@@ -47,7 +47,7 @@ def test_later_rules_take_islands_out(compiled):
     made, sink = compiled(
         f"{LINEAR} : fp8\n"
         "override $blocks.mlp.down_proj : fp8(recipe = rowwise)\n"
-        "override $blocks[0,-1].self_attn.*_proj : none",
+        "override model.layers[0,-1].self_attn.*_proj : none",
         more="compile { $blocks : block }",
     )
     found = matmuls(made)
@@ -78,7 +78,8 @@ def test_the_order_is_convert_then_tensor_then_fsdp(compiled):
         (f"{LINEAR} : fp8(recipe = rowwise, gather = fp8)", "PL625"),
         (f"{LINEAR} : mxfp8", "PL626"),
         (
-            "$blocks.mlp.up_proj : fp8(gather = fp8)\n$blocks.mlp.down_proj : fp8(recipe = rowwise)",
+            "$blocks.mlp.up_proj : fp8(gather = fp8)\n"
+            "$blocks.mlp.down_proj : fp8(recipe = rowwise)",
             "PL625",
         ),
         (f"{LINEAR} : fp8(recipe = blockwise)", "PL012"),
@@ -115,7 +116,7 @@ def test_adapted_and_tied_layers_stay(compiled):
 
 @pytest.mark.parametrize(("width", "wrong"), [(14336, False), (14336 + 16, True)])
 def test_features_on_a_rank(width, wrong, compiled, tmp_path):
-    config = json.loads(open("plans/models/llama-3.1-8b.json").read())
+    config = json.loads(Path("plans/models/llama-3.1-8b.json").read_text())
     model = tmp_path / "config.json"
     model.write_text(json.dumps({**config, "intermediate_size": width}))
     _, sink = compiled("$blocks.mlp.*_proj : fp8", "tp=2", model=str(model))
@@ -131,7 +132,7 @@ def test_compiled_or_said(compiled):
 
 
 def test_float8_styles_of_torchao_cast_tensorwise(compiled):
-    style = 'style theirs = python("torchao.float8.float8_tensor_parallel:Float8ColwiseParallel")'
+    style = 'style theirs = python "torchao.float8.float8_tensor_parallel:Float8ColwiseParallel"'
     more = f"{style}\ntensor on tp {{ override $blocks.mlp.up_proj : theirs }}"
     assert "PL626" in codes(compiled(f"{LINEAR} : fp8(recipe = rowwise)", "tp=2", more=more)[1])
 
@@ -185,7 +186,7 @@ def test_printed_and_answered(tmp_path, monkeypatch):
     script = call("lower", *target, "--format", "python")[1]
     assert "needs torchao and torch alone" in script and "def scale_before_forward" in script
     compile(script, "script", "exec")
-    answer = call("why", "model.layers.3.mlp.up_proj", *target)[1]
+    answer = call("why", *target[:2], "model.layers.3.mlp.up_proj", *target[2:])[1]
     assert "products in fp8, tensorwise" in answer and "mine.plan:3" in answer
     assert "as in 16 bits" in call("estimate", *target, "--batch", "8", "--seq", "512")[1]
 
