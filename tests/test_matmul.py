@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from console import call
+from scale_faults import wrong_amax
 
 from planc.compiler import compile_plan
 from planc.diagnostic import PlanError, Sink
@@ -189,31 +190,6 @@ def test_printed_and_answered(tmp_path, monkeypatch):
     answer = call("why", *target[:2], "model.layers.3.mlp.up_proj", *target[2:])[1]
     assert "products in fp8, tensorwise" in answer and "mine.plan:3" in answer
     assert "as in 16 bits" in call("estimate", *target, "--batch", "8", "--seq", "512")[1]
-
-
-def wrong_amax(kind):
-    """torchao's largest value, with a fault in the ranks that it is taken over."""
-    import torch
-    from torch import distributed
-    from torch.distributed.tensor import DTensor, Replicate
-    from torchao.float8 import float8_utils
-
-    right = float8_utils.tensor_to_amax
-
-    def amax(x, *given, **options):
-        if not isinstance(x, DTensor) or kind == "right":
-            return right(x, *given, **options)
-        own = right(x.to_local() if kind == "of a rank" else x, *given, **options)
-        if own.ndim:  # of rows
-            return right(x, *given, **options)
-        if kind == "of data ranks too":
-            own = own.full_tensor().clone()
-            distributed.all_reduce(own, distributed.ReduceOp.MAX)
-        where = [Replicate()] * x.device_mesh.ndim
-        return DTensor.from_local(own, x.device_mesh, where, run_check=False)
-
-    with torch.no_grad():
-        return amax
 
 
 @here

@@ -106,6 +106,7 @@ def _kept(op: LowPrecision, plan: Plan, facts: Facts) -> _Found | None:
 
 def _under(op: LowPrecision, plan: Plan) -> Iterator[_Found]:
     """What does not go with the decisions of other sections."""
+    yield from _styles(op, plan)
     if "tensor" in plan.broken:
         return
     yield from _sizes(op, plan)
@@ -159,16 +160,6 @@ def _scales(op: LowPrecision, plan: Plan) -> Iterator[_Found]:
             fact="torchao 0.18 multiplies weights that are DTensors in full precision, silently",
             help="write `fp8(recipe = rowwise)`",
         )
-    for rule in styles if op.recipe != "tensorwise" else ():
-        if isinstance(rule.style, Custom) and "Float8" in rule.style.path:
-            name = rule.style.path.partition(":")[2]
-            yield _Found(
-                code="PL626",
-                message=f"{{}}: `{name}` casts tensorwise, whatever the recipe",
-                origin=op.origin,
-                labels=(Label(span=rule.origin, text="this style"),),
-                help="write `colwise` or `rowwise`: torch's styles go with every recipe",
-            )
     for axis in plan.mesh.of_role(AxisRole.SEQUENCE) if op.recipe == "tensorwise" else ():
         if axis.size > 1:
             yield _Found(
@@ -178,6 +169,21 @@ def _scales(op: LowPrecision, plan: Plan) -> Iterator[_Found]:
                 labels=(Label(span=axis.origin, text=f"{axis.name} is {axis.size}"),),
                 fact="tensorwise, one scale is for all tokens of a pass: one process has another",
                 help="write `fp8(recipe = rowwise)`, whose scales are of single tokens",
+            )
+
+
+def _styles(op: LowPrecision, plan: Plan) -> Iterator[_Found]:
+    """torchao's own styles cast by the recipe that is theirs."""
+    styles = [r for r in active(plan) if r.modules.overlap(op.modules) is not None]
+    for rule in styles if op.recipe != "tensorwise" else ():
+        if isinstance(rule.style, Custom) and "Float8" in rule.style.path:
+            name = rule.style.path.partition(":")[2]
+            yield _Found(
+                code="PL626",
+                message=f"{{}}: `{name}` casts tensorwise, whatever the recipe",
+                origin=op.origin,
+                labels=(Label(span=rule.origin, text="this style"),),
+                help="write `colwise` or `rowwise`: torch's styles go with every recipe",
             )
 
 

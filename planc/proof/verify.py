@@ -276,7 +276,9 @@ def _certificate(
         "worst": found.worst if found else None,
         "first": first and {**{n: first[n] for n in parts}, "places": list(places)},
         "checks": list(case.check_codes),
-        "not_reached": list(not_reached(case.lowered, case.run)) if case.run else [],
+        "not_reached": list(not_reached(case.lowered, case.eight_bits or case.run))
+        if case.run
+        else [],
         "left_out": [": ".join(pair) for pair in left_out(case.lowered, precision=case.precision)],
         "versions": store.versions(case.facts.config),
         "device": found.device if found else None,

@@ -6,13 +6,14 @@ from unittest import mock
 import torch
 from numerics import build, data
 from saving_jobs import batch
-from test_matmul import wrong_amax
+from scale_faults import wrong_amax
 from torch import nn
 
 import planc
 from planc.runtime.executor import alone
 from planc.runtime.standalone.shards import rank_orders, whole_of
 from planc.trial.numerics import for_trial, parameters_by_name
+from planc.trial.trial_part import trial_part
 
 
 def train(model, plan, overrides, fault=""):
@@ -25,14 +26,15 @@ def train(model, plan, overrides, fault=""):
     single, made = build(model), build(model)
     lowered = planc.lower(single, plan, world_size=world, overrides=overrides)
     single, made = for_trial(single, lowered), for_trial(made, lowered)
-    single = alone(single, lowered)
+    single = alone(single, trial_part(lowered, eight_bits=True))
     with _broken(fault):
         run = planc.apply(made, plan, overrides=overrides, device_type="cpu", require="nothing")
     ours, theirs = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (made, single))
     ours, worst = run.optimizer(ours), 0.0
     for seed in range(3):
         tokens, labels = data(single.config.vocab_size, seed)
-        for rows, wanted in zip(tokens.chunk(run.data_size), labels.chunk(run.data_size)):
+        parts = (t.chunk(run.data_size) for t in (tokens, labels))
+        for rows, wanted in zip(*parts, strict=True):
             loss = single(input_ids=rows, labels=wanted, use_cache=False).loss
             (loss / run.data_size).backward()
         rows, wanted = batch(run, seed)

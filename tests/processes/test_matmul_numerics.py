@@ -8,7 +8,6 @@ import pytest
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="needs torchao")
 FP64 = ["param_dtype=fp64", "reduce_dtype=fp64", "recompute=false"]
-FP32 = ["param_dtype=fp32", "recompute=false"]
 ALL, ATTENTION = "$blocks.{self_attn,mlp}.*_proj", "$blocks.self_attn.*_proj"
 LIMIT = 1e-5
 
