@@ -25,7 +25,7 @@ from planc.source import Span
 _KEEP = "`override {} : none` keeps the parameters' dtype"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class _Found:
     """A finding about layers of one line; `{}` in its texts is for all layers that it is about."""
 
@@ -69,7 +69,7 @@ def _kind(op: LowPrecision) -> _Found | None:
     inside = any(m.module.kind == "linear" for m in op.modules.below())
     own = module.kind == "linear"
     return _Found(
-        code="PL621",
+        "PL621",
         message="{} is no nn.Linear, and torchao rounds the products of no other module",
         origin=op.origin,
         fact=f"it is a {module.cls}" + ", whose own forward would be lost" * own,
@@ -101,7 +101,7 @@ def _kept(op: LowPrecision, plan: Plan, facts: Facts) -> _Found | None:
     if not what[0]:
         return None
     message = f"{{}}: {what[0]} keeps its precision"
-    return _Found(code="PL622", message=message, origin=op.origin, fact=what[1])
+    return _Found("PL622", message=message, origin=op.origin, fact=what[1])
 
 
 def _under(op: LowPrecision, plan: Plan) -> Iterator[_Found]:
@@ -135,7 +135,7 @@ def _sizes(op: LowPrecision, plan: Plan) -> Iterator[_Found]:
         fit = divisors(whole // step) if whole % step == 0 and len(splits) == 1 else ()
         choices = f"{splits[0].axis} can be {one_of(map(str, fit[:8]))} here; or " if fit else ""
         yield _Found(
-            code="PL623",
+            "PL623",
             message=f"{{}}: {local[wrong]:,} {('output', 'input')[wrong]} features on a rank, and "
             f"products in {op.headline()} take multiples of {step}",
             origin=op.origin,
@@ -153,7 +153,7 @@ def _scales(op: LowPrecision, plan: Plan) -> Iterator[_Found]:
     styles = [r for r in active(plan) if r.modules.overlap(op.modules) is not None]
     for rule in styles[:1] if op.recipe == "mxfp8" else ():
         yield _Found(
-            code="PL626",
+            "PL626",
             message=f"{{}}: mxfp8 has no tensor parallelism, and {rule.axis} has a style",
             origin=op.origin,
             labels=(Label(span=rule.origin, text="this style"), axis_label(plan, rule)),
@@ -163,7 +163,7 @@ def _scales(op: LowPrecision, plan: Plan) -> Iterator[_Found]:
     for axis in plan.mesh.of_role(AxisRole.SEQUENCE) if op.recipe == "tensorwise" else ():
         if axis.size > 1:
             yield _Found(
-                code="PL626",
+                "PL626",
                 message=f"{{}}: a scale would be of the tokens of one rank of {axis.name}",
                 origin=op.origin,
                 labels=(Label(span=axis.origin, text=f"{axis.name} is {axis.size}"),),
@@ -179,7 +179,7 @@ def _styles(op: LowPrecision, plan: Plan) -> Iterator[_Found]:
         if isinstance(rule.style, Custom) and "Float8" in rule.style.path:
             name = rule.style.path.partition(":")[2]
             yield _Found(
-                code="PL626",
+                "PL626",
                 message=f"{{}}: `{name}` casts tensorwise, whatever the recipe",
                 origin=op.origin,
                 labels=(Label(span=rule.origin, text="this style"),),
@@ -207,7 +207,7 @@ def _gathered(op: LowPrecision, plan: Plan) -> Iterator[_Found]:
         labels = (Label(span=other.origin, text="another recipe in the same unit"),)
         help = "give both the same rule, or `unit`s of their own"
     if message:
-        yield _Found(code="PL625", message=message, origin=op.origin, labels=labels, help=help)
+        yield _Found("PL625", message=message, origin=op.origin, labels=labels, help=help)
 
 
 def _on_others(op: LowPrecision, plan: Plan) -> Iterator[LowPrecision]:

@@ -80,8 +80,7 @@ def elaborate(
         program.scope.sized = program.scope.sized_by(sizes, mesh)
 
     def part(name: str, read: Callable[[], T]) -> T:
-        before = sink.errors
-        result = read()
+        before, result = sink.errors, read()
         if sink.errors > before:
             program.broken.add(name)
         return result
