@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(abspath $(VENV))/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo test quick processes lint bench estimate peaks mutants scripts silent fuzz coverage axes cluster docs pages clean
+.PHONY: help demo test quick processes fp8 lint bench estimate peaks mutants scripts silent fuzz coverage axes cluster docs pages clean
 
 help:  ## this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## */  make \1	/'
@@ -28,6 +28,10 @@ quick: $(VENV)/.ready  ## what a change of syntax, plan, checks or lowering need
 processes: $(VENV)/.ready  ## numerics of all plans and options on four gloo processes, and the cases that `make test` leaves out (over an hour)
 	$(BIN)/python -m pytest tests/processes
 	$(BIN)/python -m pytest -m slow --ignore tests/processes
+
+fp8: $(VENV)/.ready  ## products in 8 bits, emulated: the tests that need torchao, which is installed apart (peft 0.18 does not run beside it)
+	$(BIN)/pip install --quiet --no-deps --constraint constraints.txt --target $(VENV)/torchao torchao
+	PYTHONPATH=$(VENV)/torchao $(BIN)/python -m pytest -m '' tests/test_matmul.py tests/processes/test_matmul_numerics.py
 
 lint: $(VENV)/.ready  ## ruff and mypy
 	$(BIN)/ruff check .

@@ -47,7 +47,7 @@ WITHOUT_LAYOUTS = frozenset({"PL505", "PL524", "PL525", "PL526"})
 TIES = frozenset({"PL401"})
 """Replaced by what a run shows of tied parameters (PL501, PL502, PL503)."""
 
-REAL_SIZES = frozenset({"PL226", "PL417"})
+REAL_SIZES = frozenset({"PL226", "PL417", "PL623"})
 """About the bytes of real layers, or the ranks of data axes: a simulation has others."""
 
 NO_TORCH = frozenset({"PL760"})
@@ -304,6 +304,15 @@ _ROWS: tuple[tuple[str, str, Phase, str], ...] = (
     ("PL618", "error", "input", "dumps of another plan"),
     ("PL619", "error", "runtime", "a global batch that the ranks cannot share"),
     ("PL620", "error", "plan", "a number of nodes without a world size"),
+    ("PL621", "error", "plan", "products in 8 bits of a module that is no linear layer"),
+    ("PL622", "error", "plan", "products in 8 bits of a layer that must keep its precision"),
+    ("PL623", "error", "plan", "features on a rank that 8-bit products do not take"),
+    ("PL624", "warning", "plan", "products in 8 bits that are not compiled"),
+    ("PL625", "error", "plan", "weights that FSDP cannot gather in fp8"),
+    ("PL626", "error", "plan", "a recipe whose scales the ranks would compute otherwise"),
+    ("PL627", "error", "runtime", "torchao cannot be imported"),
+    ("PL628", "error", "runtime", "a device without products in 8 bits"),
+    ("PL629", "error", "proof", "products in 8 bits that are others than in one process"),
     ("PL630", "error", "input", "a measurement that no file takes"),
     ("PL640", "error", "plan", "ranks that do not fill whole nodes"),
     ("PL641", "error warning", "plan", "a tensor axis that crosses nodes"),

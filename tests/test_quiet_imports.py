@@ -30,9 +30,9 @@ assert torch.compile.__module__ == "torch"
 """
 PEFT = """
 from torch import nn
-from planc.model.sources.isolation import quiet_bitsandbytes
+from planc.model.sources.isolation import quiet_imports
 from planc.runtime.standalone.lora import inject_lora
-with quiet_bitsandbytes():
+with quiet_imports():
     inject_lora(nn.Sequential(nn.Linear(4, 4)), 0, target_modules="0", r=2)
 logging.getLogger("bitsandbytes").warning("heard again")
 """

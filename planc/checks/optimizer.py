@@ -1,10 +1,9 @@
 """PL575 to PL579: what the optimizer section steps, and what it takes for matrices."""
 
 from planc.checks.packed_weights import FUSED
-from planc.checks.queries import several
+from planc.checks.queries import looked_up, several
 from planc.diagnostic import Sink
 from planc.model.facts import Facts
-from planc.model.small.config_fields import EXPERTS
 from planc.ops.optimizer import Muon
 from planc.plan.ir import OptimizerRule, Plan
 from planc.plan.optimizer_groups import Stepped, cut_of, fused_parts, steps_of
@@ -55,7 +54,7 @@ def _matrix(step: Stepped, rule: OptimizerRule, plan: Plan, facts: Facts, sink: 
             "with the rows of each",
         )
         return
-    if (what := _no_matrix(step, facts)) is not None:
+    if (what := looked_up(step.modules, step.parameter, facts)) is not None:
         sink.warning(
             "PL576",
             f"`{name}` is {what}, which Muon is not made for",
@@ -73,20 +72,3 @@ def _matrix(step: Stepped, rule: OptimizerRule, plan: Plan, facts: Facts, sink: 
             help="say the rows of each, `muon(parts = [a, b, c])`; or, where one matrix is meant, "
             "`muon(per = matrix)`",
         )
-
-
-def _no_matrix(step: Stepped, facts: Facts) -> str | None:
-    """Names a weight that a matrix optimizer does not fit; None for a matrix.
-
-    Source: Jordan et al., Muon: embeddings and heads are stepped by AdamW.
-    """
-    rows = step.parameter.shape[0]
-    if step.modules.module.kind == "embedding":
-        return "an embedding"
-    if len(step.parameter.shape) != 2:
-        return None
-    if rows == facts.config.get("vocab_size"):
-        return "the head"
-    if rows > 1 and rows in {facts.config.get(field) for field in EXPERTS}:
-        return "a router"
-    return None

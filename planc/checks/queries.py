@@ -3,7 +3,8 @@
 from collections.abc import Iterable, Iterator, Sequence
 
 from planc.diagnostic import Label, one_of
-from planc.model.facts import Facts, Modules, merged
+from planc.model.facts import Facts, Modules, Parameter, merged
+from planc.model.small.config_fields import EXPERTS
 from planc.ops.contract import Side, contract
 from planc.ops.phrases import together
 from planc.ops.styles import Replicated, Shard
@@ -87,6 +88,24 @@ def unit_of(plan: Plan, modules: Modules) -> Unit | None:
 def holds(outer: Modules, modules: Modules) -> bool:
     """Whether every one of the modules is, or is inside, one of the outer modules."""
     return not modules.outside([outer])
+
+
+def looked_up(modules: Modules, parameter: Parameter, facts: Facts) -> str | None:
+    """Names a weight whose rows are looked up or chosen one by one; None for any other.
+
+    Source: Jordan et al., Muon: embeddings and heads are stepped by AdamW; torchtitan's fp8 keeps
+    heads and routers in their precision.
+    """
+    rows, name = parameter.shape[0], str(modules)
+    if modules.module.kind == "embedding":
+        return "an embedding"
+    if len(parameter.shape) != 2 or name.endswith("_proj"):
+        return None
+    if rows == facts.config.get("vocab_size") and "[" not in name:
+        return "the head"
+    if rows > 1 and rows in {facts.config.get(field) for field in EXPERTS}:
+        return "a router"
+    return None
 
 
 def several(sets: Iterable[Modules]) -> str:

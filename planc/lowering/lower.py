@@ -40,6 +40,7 @@ from planc.ops.fsdp import FullyShard
 from planc.ops.lora import BASE_LAYER, Adapt
 from planc.ops.loss import ChunkLoss
 from planc.ops.lowered import Lowered, Stage
+from planc.ops.matmul import LowPrecision, ScaleWeights
 from planc.ops.optimizer import Optimize
 from planc.ops.registry import AnyOp
 from planc.ops.rng import DrawByRank
@@ -112,13 +113,8 @@ def _stage(plan: Plan, facts: Facts, adapters: list[Adapt]) -> Stage:
     # a style on divided experts splits those of a rank, and sums what came back from all ranks
     inside = [r for r in tensor if splits_divided(r, plan)]
     tensor = [r for r in tensor if r not in inside]
-    pipeline = [plan.pipeline.op] if plan.pipeline else []
     ops: list[AnyOp] = [
-        *(pipeline if not adapters else []),
-        *configure(facts),
-        *([plan.load] if plan.load else []),
-        *adapters,
-        *(pipeline if adapters else []),
+        *_on_model(plan, facts, adapters),
         *_joined(_parallelize(_ordered([*_on_layers(tensor, plan), *derived]), plan)),
         *_ties(facts, tensor, plan),
         *_joined(divided(plan)),
@@ -131,6 +127,7 @@ def _stage(plan: Plan, facts: Facts, adapters: list[Adapt]) -> Stage:
         *_joined(_inside_out(plan.checkpoint)),
         *_joined(plan.compile),
         *units,
+        *_scales(plan),
         *settings(plan, facts),
         *_losses(plan),
         *_towers(plan, facts),
@@ -145,6 +142,23 @@ def _stage(plan: Plan, facts: Facts, adapters: list[Adapt]) -> Stage:
         steps=tuple(sorted(stepped(plan, facts))),
         ops=tuple(ops),
     )
+
+
+def _on_model(plan: Plan, facts: Facts, adapters: list[Adapt]) -> Iterator[AnyOp]:
+    """What comes before any weight is split."""
+    pipeline = [plan.pipeline.op] if plan.pipeline else []
+    yield from pipeline if not adapters else ()
+    yield from configure(facts)
+    yield from [plan.load] if plan.load else ()
+    yield from adapters
+    yield from pipeline if adapters else ()
+    yield from _joined(plan.matmul)
+
+
+def _scales(plan: Plan) -> Iterator[ScaleWeights]:
+    """Weights that FSDP gathers in fp8 have scales of all ranks."""
+    if any(op.gather for op in plan.matmul):
+        yield ScaleWeights()
 
 
 def _contexts(plan: Plan) -> Iterator[ContextParallel]:
@@ -187,6 +201,7 @@ Wrap = TypeVar(
     "Wrap",
     Parallelize,
     Freeze,
+    LowPrecision,
     Checkpoint,
     Compile,
     FullyShard,

@@ -15,6 +15,7 @@ from planc.ops.fsdp import Divide, FullyShard, Prefetch
 from planc.ops.load import Load
 from planc.ops.lora import Adapt
 from planc.ops.loss import ChunkLoss
+from planc.ops.matmul import LowPrecision, ScaleWeights
 from planc.ops.optimizer import Optimize
 from planc.ops.pipeline import Pipeline
 from planc.ops.quantization import Quantize
@@ -27,6 +28,7 @@ AnyOp = Annotated[
     | Configure
     | Load
     | Adapt
+    | LowPrecision
     | Parallelize
     | Tie
     | DispatchExperts
@@ -38,6 +40,7 @@ AnyOp = Annotated[
     | Compile
     | FullyShard
     | Backend
+    | ScaleWeights
     | Divide
     | Prefetch
     | ChunkLoss

@@ -23,6 +23,7 @@ from planc.plan.sections.expert import expert
 from planc.plan.sections.fsdp import fsdp
 from planc.plan.sections.load import load
 from planc.plan.sections.loss import loss
+from planc.plan.sections.matmul import matmul
 from planc.plan.sections.optimizer import optimizer
 from planc.plan.sections.pipeline import pipeline
 from planc.plan.sections.tensor import tensor
@@ -36,6 +37,7 @@ SECTIONS = (
     "load",
     "tensor",
     "adapters",
+    "matmul",
     "train",
     "checkpoint",
     "compile",
@@ -78,8 +80,7 @@ def elaborate(
         program.scope.sized = program.scope.sized_by(sizes, mesh)
 
     def part(name: str, read: Callable[[], T]) -> T:
-        before = sink.errors
-        result = read()
+        before, result = sink.errors, read()
         if sink.errors > before:
             program.broken.add(name)
         return result
@@ -101,6 +102,7 @@ def elaborate(
         fsdp=part("fsdp", lambda: fsdp(program)),
         context=part("context", lambda: tuple(context(program))),
         adapters=part("adapters", lambda: adapters(program)),
+        matmul=part("matmul", lambda: matmul(program)),
         loss=part("loss", lambda: loss(program)),
         pipeline=part("pipeline", lambda: pipeline(program)),
         experts=part("expert", lambda: expert(program)),

@@ -27,6 +27,7 @@ from planc.ops.load import Load
 from planc.ops.lora import Adapt
 from planc.ops.loss import ChunkLoss
 from planc.ops.lowered import ExpertMesh, MeshAxis
+from planc.ops.matmul import LowPrecision
 from planc.ops.optimizer import Optimize
 from planc.ops.phrases import together
 from planc.ops.pipeline import Pipeline
@@ -413,6 +414,7 @@ Ruled = TypeVar(
     Checkpoint,
     Compile,
     Freeze,
+    LowPrecision,
     LossRule,
     ExpertRule,
     AdapterRule,
@@ -422,7 +424,7 @@ Ruled = TypeVar(
 )
 """What one line decides for its `modules`."""
 
-_RULES = ("tensor", "checkpoint", "compile", "train", "loss", "experts", "optimizer")
+_RULES = ("tensor", "matmul", "checkpoint", "compile", "train", "loss", "experts", "optimizer")
 """The fields of a plan that are rules for modules."""
 
 
@@ -452,6 +454,7 @@ class Plan(Meaning):
     tensor: tuple[TensorRule, ...] = ()
     sequence: tuple[SequenceSetting, ...] = ()
     draws: tuple[str, ...] = ()
+    matmul: tuple[LowPrecision, ...] = ()
     checkpoint: tuple[Checkpoint, ...] = ()
     budgets: tuple[Budget, ...] = ()
     compile: tuple[Compile, ...] = ()

@@ -16,12 +16,16 @@ from planc.trial.trial_part import trial_part
 _FORMAT = 11
 
 
-def judge(small: SmallCase, *, quick: bool = False, draws: bool = False) -> Outcome:
+def judge(
+    small: SmallCase, *, quick: bool = False, draws: bool = False, eight_bits: bool = False
+) -> Outcome:
     """The outcome of a small lowered plan, cached or simulated; options as of `simulate`."""
     lowered, model = small.compiled.lowered, small.model
     assert lowered is not None
-    part = digest(replace(trial_part(lowered, tensor=quick, draws=draws), plan=""))
+    run = trial_part(lowered, tensor=quick, draws=draws, eight_bits=eight_bits)
+    part = digest(replace(run, plan=""))
     kind = f"flow {_FORMAT} {quick} {draws}"
+    kind += f" torchao {cache.version('torchao')}" * eight_bits
     key = cache.entry_name(kind, part, config=model.values, sources=source_digest())
     user_code = bool(model.of_the_user or lowered.code)  # can change while its name stays the same
     kept = None if user_code else outcome_of(cache.recall(key))
@@ -35,7 +39,7 @@ def judge(small: SmallCase, *, quick: bool = False, draws: bool = False) -> Outc
         builder = model.builder()
     except Exception as error:
         return Outcome(verdict="unknown", reason=f"the small model cannot be built: {error}")
-    outcome = simulate(builder, lowered, quick=quick, draws=draws)
+    outcome = simulate(builder, lowered, quick=quick, draws=draws, eight_bits=eight_bits)
     choice = builder.choice
     outcome = replace(outcome, missing_inputs=choice.missing, lacks=choice.lacks)
     if outcome.verdict != "unknown" and not user_code:  # unknown may change with the environment

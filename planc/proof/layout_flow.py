@@ -6,10 +6,10 @@ plan. The outcome is cached by the digest of the small lowered plan, the configu
 versions and planc's own sources, so a warm check does not import torch.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 from planc.checks.parameters import split_apart
 from planc.codes import PRESUMED
@@ -23,11 +23,13 @@ from planc.ops.context import ContextParallel
 from planc.ops.expert_parallel import DispatchExperts
 from planc.ops.fsdp import FullyShard
 from planc.ops.lowered import Lowered
+from planc.ops.matmul import LowPrecision
 from planc.ops.pipeline import Pipeline
 from planc.ops.tensor_parallel import Parallelize
 from planc.plan.ir import Plan
 from planc.plan.stand_in import Unrepresented
 from planc.proof.called_modules import called_modules, report_leaks
+from planc.proof.eight_bits import report_eight_bits
 from planc.proof.flow_findings import refuted, report_limits, report_uncalled, report_unstated
 from planc.proof.judge import blamed, judge
 from planc.proof.layer_verdicts import NOT_SPLIT, LayerVerdict, layer_verdicts
@@ -37,7 +39,7 @@ from planc.proof.small_case import SmallCase, small_case
 from planc.proof.small_mesh import for_timetable, simulated_sizes, with_experts
 from planc.source import Span
 from planc.trial.outcome import Outcome
-from planc.trial.trial_part import left_out
+from planc.trial.trial_part import emulates, left_out
 
 _NOTHING = Unrepresented(reason="nothing is simulated")
 
@@ -72,7 +74,8 @@ class Verdict:
         gathered: whether every FSDP unit is a module that is called, and so is all-gathered.
         released_early: whether the model's code recomputes, in the backward pass, parts of an FSDP
             unit other than the root, which may have been resharded before; the root is not.
-        drawn_wrong: whether the plan is wrong with random numbers, and right without.
+        wrong_apart: whether the plan is wrong with random numbers, or with products in 8 bits, and
+            right without.
     """
 
     outcome: Outcome
@@ -80,7 +83,7 @@ class Verdict:
     sections: tuple[SectionVerdict, ...] = ()
     gathered: bool = True
     released_early: bool = False
-    drawn_wrong: bool = False
+    wrong_apart: bool = False
 
     def _judged(self, section: SectionVerdict) -> SectionVerdict:
         """The verdict on a section, corrected by the verdict on the plan as a whole.
@@ -96,6 +99,12 @@ class Verdict:
             return replace(section, verdict="unknown", reason=reason)
         return section
 
+    def with_runs(self, sections: Iterable[SectionVerdict]) -> Self:
+        """The verdict with those of runs apart from the first, which was right."""
+        found = tuple(sections)
+        wrong = self.wrong_apart or any(section.verdict == "refuted" for section in found)
+        return replace(self, sections=(*self.sections, *found), wrong_apart=wrong)
+
     @property
     def unknown_layers(self) -> tuple[LayerVerdict, ...]:
         return tuple(k for k in self.layers if k.verdict == "unknown")
@@ -103,7 +112,7 @@ class Verdict:
     @property
     def verdict(self) -> str:
         """`proved`, `refuted`, `unknown`, or `nothing` if no axis is tensor parallel."""
-        if not self.gathered or self.drawn_wrong:
+        if not self.gathered or self.wrong_apart:
             return "refuted"
         right = self.outcome.verdict == "proved"
         open_ends = self.unknown_layers or self.released_early
@@ -167,7 +176,6 @@ _WORDS = ("proved", "refuted", "unknown")
 _ERRORS = ("logits", "loss", "gradient", "norm", "parameters")
 
 
-@random_numbers_kept()
 def flow(
     compiled: Compiled,
     sink: Sink,
@@ -187,6 +195,17 @@ def flow(
         draft: what drafts a plan where no file is for the family. If given, what is to blame for a
             refuted plan is searched for.
     """
+    verdict = _flow(compiled, sink, strict, allow_code, draft)
+    if verdict.verdict not in ("proved", "nothing") or compiled.lowered is None:
+        return verdict
+    return verdict.with_runs(_eight_bits(compiled, sink, strict))
+
+
+@random_numbers_kept()
+def _flow(
+    compiled: Compiled, sink: Sink, strict: bool, allow_code: bool, draft: Draft | None
+) -> Verdict:
+    """The verdict on all but products in 8 bits; the arguments are those of `flow`."""
     facts, ir, lowered = compiled.facts, compiled.plan, compiled.lowered
     if facts is None or ir is None or lowered is None:
         return Verdict(outcome=Outcome(verdict="nothing"))
@@ -224,9 +243,7 @@ def flow(
     verdict = replace(verdict, gathered=_report(outcome, small, compiled, draft, sink))
     if verdict.verdict != "proved" or not axes:
         return verdict
-    draws = tuple(_draws(compiled, axes, sink, strict))
-    drawn_wrong = any(section.verdict == "refuted" for section in draws)
-    return replace(verdict, sections=(*verdict.sections, *draws), drawn_wrong=drawn_wrong)
+    return verdict.with_runs(_draws(compiled, axes, sink, strict))
 
 
 def _judge_all(
@@ -268,6 +285,28 @@ def _draws(
         verdict = outcome.verdict if wrong or outcome.verdict != "refuted" else "unknown"
         name, by = "random numbers", "simulation"
         yield SectionVerdict(name=name, verdict=verdict, by=by, reason=outcome.reason)
+
+
+@random_numbers_kept()
+def _eight_bits(compiled: Compiled, sink: Sink, strict: bool) -> Iterator[SectionVerdict]:
+    """The verdict on products in 8 bits, by a run of its own on the first small mesh."""
+    lowered, plan = compiled.lowered, compiled.plan
+    assert lowered is not None
+    if plan is None or not lowered.has(LowPrecision) or not emulates():
+        return
+    split = {axis for op in lowered.ops if isinstance(op, Parallelize) for axis in op.axes}
+    sizes = next(simulated_sizes(plan.mesh.axes, split), None)
+    if sizes is None:
+        return
+    case = small_case(compiled, with_experts(for_timetable(sizes, plan), plan.mesh))
+    if isinstance(case, Unrepresented):
+        outcome = Outcome(verdict="unknown", reason=case.reason)
+    else:
+        outcome = judge(case, eight_bits=True)
+    report_eight_bits(outcome, plan, sink, strict=strict)
+    yield SectionVerdict(
+        name="matmul", verdict=outcome.verdict, by="simulation", reason=outcome.reason
+    )
 
 
 def _report(

@@ -14,8 +14,10 @@ from planc.model.load import load
 from planc.model.sources.isolation import random_numbers_kept
 from planc.ops.document import digest
 from planc.ops.lowered import Lowered
+from planc.ops.matmul import LowPrecision
 from planc.plan.ir import Plan
 from planc.plan.stand_in import Unrepresented
+from planc.proof.eight_bits import report_wrong_products
 from planc.proof.small_case import SmallCase, small_case
 from planc.proof.small_mesh import not_reached, small_sizes, with_experts
 from planc.proof.verify_report import report_difference, report_failure, report_unknown, table
@@ -25,7 +27,7 @@ from planc.syntax import plan_files
 from planc.trial import certificate as store
 from planc.trial import verdict_store
 from planc.trial.launcher import LIMITS, SEEDS, Comparison, ForkServer, TrialFailure, fork_server
-from planc.trial.trial_part import left_out, rounds, trial_part
+from planc.trial.trial_part import emulates, left_out, rounds, trial_part
 
 PROCESSES = 4
 TIMEOUT = 120.0
@@ -64,6 +66,7 @@ class _Case:
     check_codes: tuple[str, ...]
     small: SmallCase | None = None
     run: Lowered | None = None
+    eight_bits: Lowered | None = None
     small_check_codes: tuple[str, ...] = ()
     precision: bool = False
 
@@ -171,6 +174,8 @@ def _make_small_case(case: _Case, *, precision: bool) -> Unrepresented | None:
     assert small.compiled.lowered is not None
     case.small = small
     case.run = trial_part(small.compiled.lowered, precision=precision)
+    if small.compiled.lowered.has(LowPrecision) and emulates() and not precision:
+        case.eight_bits = trial_part(small.compiled.lowered, eight_bits=True)
     case.precision = precision
     case.small_check_codes = _codes(checks)
     return None
@@ -181,6 +186,12 @@ def _run(case: _Case, server: ForkServer, sink: Sink, timeout: float) -> Proof:
     found = server.compare(
         case.config, case.run, timeout=timeout, code=case.facts.code, precision=case.precision
     )
+    if isinstance(found, Comparison) and found.same and case.eight_bits is not None:
+        with fork_server() as another:
+            rounded = another.compare(
+                case.config, case.eight_bits, timeout=timeout, code=case.facts.code
+            )
+        found = rounded if isinstance(rounded, TrialFailure) else found.with_eight_bits(rounded)
     places: tuple[str, ...] = ()
     reason: str | None = None
     findings = Sink()
@@ -188,6 +199,9 @@ def _run(case: _Case, server: ForkServer, sink: Sink, timeout: float) -> Proof:
         verdict, reason = report_failure(found, findings)
     elif found.same:
         verdict = "verified"
+    elif found.wrong_in_eight_bits:
+        verdict, reason = "refuted", "products in 8 bits are others than in one process"
+        report_wrong_products(found.errors["eight_bits"], "", case.compiled.plan, findings)
     else:
         verdict = "refuted"
         reason, places = report_difference(found, case.plan, case.run, findings)
@@ -262,7 +276,9 @@ def _certificate(
         "worst": found.worst if found else None,
         "first": first and {**{n: first[n] for n in parts}, "places": list(places)},
         "checks": list(case.check_codes),
-        "not_reached": list(not_reached(case.lowered, case.run)) if case.run else [],
+        "not_reached": list(not_reached(case.lowered, case.eight_bits or case.run))
+        if case.run
+        else [],
         "left_out": [": ".join(pair) for pair in left_out(case.lowered, precision=case.precision)],
         "versions": store.versions(case.facts.config),
         "device": found.device if found else None,

@@ -16,7 +16,7 @@ from planc.proof.responsible_rules import rule_labels, unit_labels
 from planc.report.json_document import document as findings
 from planc.source import Span
 from planc.trial.certificate import Certificate, number, summary
-from planc.trial.launcher import Comparison, TrialFailure
+from planc.trial.launcher import EIGHT_BITS, Comparison, TrialFailure
 
 _KINDS = {
     "logits": "logits",
@@ -24,6 +24,7 @@ _KINDS = {
     "gradients": "gradients",
     "norm": "norm of the gradients",
     "parameters": "parameters after two AdamW steps",
+    EIGHT_BITS: "with products in 8 bits",
 }
 
 

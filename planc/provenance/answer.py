@@ -24,6 +24,7 @@ SECTIONS = (
     "inside",
     "ties",
     "training",
+    "matmul",
     "checkpoint",
     "compile",
     "experts",
@@ -107,6 +108,7 @@ class Reasons:
         loss: how the loss is computed in it.
         unit: the unit that contains it, then the units inside it.
         training: what freezes or unfreezes it.
+        matmul: in what its products are, or those of the modules inside it.
         towers: the tower that the module is in, which data ranks without images run as well.
         draws: how ranks draw random numbers in the module and after it.
         unit_bytes: of the unit that contains it: at rest on one rank, and all-gathered.
@@ -132,7 +134,8 @@ class Reasons:
     unit: tuple[Reason, ...] = ()
     unit_bytes: tuple[int, int] | None = None
     ties: tuple[Reason, ...] = ()
-    training: tuple[Reason, ...] = ()
+    training: tuple[Reason, ...]
+    matmul: tuple[Reason, ...] = ()
     towers: tuple[Reason, ...] = ()
     draws: tuple[Reason, ...] = ()
     missing: Mapping[str, str] = field(default_factory=dict)
@@ -170,6 +173,7 @@ def _below(answer: Reasons) -> Iterator[list[Segment]]:
     yield from _targeted("", _together(answer.inside))
     yield from _targeted("tie", answer.ties)
     yield from _targeted("train", answer.training)
+    yield from _targeted("matmul", _together(answer.matmul))
     yield from _reasons("checkpoint", answer.checkpoint, answer)
     yield from _reasons("compile", answer.compile, answer)
     yield from _reasons("experts", answer.experts, answer)

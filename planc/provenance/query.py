@@ -25,6 +25,7 @@ from planc.ops.load import Load
 from planc.ops.lora import Adapt
 from planc.ops.loss import ChunkLoss
 from planc.ops.lowered import Lowered
+from planc.ops.matmul import LowPrecision
 from planc.ops.quantization import Quantize
 from planc.ops.registry import AnyOp, units_of
 from planc.ops.rng import DrawByRank
@@ -114,6 +115,7 @@ class _Question:
             if self.shard and not self.ignored and self.shard in self.lowered.ops
             else None,
             training=tuple(self._training()),
+            matmul=tuple(self._wraps(LowPrecision)),
             towers=tuple(self._towers()),
             draws=tuple(self._on(DrawByRank)),
             ties=tuple(self._ties()),
@@ -173,7 +175,9 @@ class _Question:
                     what = f"in 4 bits, {four.headline()}"
                     yield self._reason(what, self._part(len(members.path)), four)
 
-    def _wraps(self, kind: type[Checkpoint] | type[Compile]) -> Iterator[Reason]:
+    def _wraps(
+        self, kind: type[Checkpoint] | type[Compile] | type[LowPrecision]
+    ) -> Iterator[Reason]:
         for op in self.lowered.ops:
             if isinstance(op, kind):
                 if self.at.inside(op.modules) is not None:
@@ -353,7 +357,9 @@ class _Question:
         )
 
 
-def _wrapped(op: Checkpoint | Compile) -> str:
+def _wrapped(op: Checkpoint | Compile | LowPrecision) -> str:
+    if isinstance(op, LowPrecision):
+        return f"products in {op.headline()}"
     if isinstance(op, Checkpoint):
         how = op.headline()
         kept = "" if how == "full" else f"{how}: "

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from planc.diagnostic import PlanError, first_line
-from planc.model.sources.isolation import quiet_bitsandbytes
+from planc.model.sources.isolation import quiet_imports
 from planc.ops import phrases
 from planc.ops.base import Op
 from planc.ops.call import Assign, Each, Members, MeshOf, Once, ParameterRef
@@ -24,12 +24,14 @@ from planc.ops.configure import Configure
 from planc.ops.freeze import Freeze
 from planc.ops.lora import Adapt
 from planc.ops.lowered import Lowered
+from planc.ops.matmul import LowPrecision
 from planc.ops.optimizer import Optimize
 from planc.ops.tensor_parallel import Parallelize
 from planc.runtime import gradients, preconditions
 from planc.runtime.calls import Values, function_of, resolve
 from planc.runtime.known_verdict import KnownVerdict, Required, accept, strongest
 from planc.runtime.lora import remember, require_packages
+from planc.runtime.matmul import require_eight_bits
 from planc.runtime.meshes import Meshes, device_of, mesh_in_use, no_group_after_an_error, start
 from planc.runtime.metrics import Experts, Meter, experts_of
 from planc.runtime.preconditions import announce, op_name, ready, stop
@@ -140,6 +142,7 @@ def _require(model: nn.Module, lowered: Lowered, device: str, allow_code: bool) 
     try:
         _code(lowered, allow_code)
         require_packages(lowered)
+        require_eight_bits(lowered, device)
         if lowered.backend:
             lowered.backend.part("runtime").require(device)
         preconditions.require_recomputable(model, lowered, device)
@@ -277,7 +280,7 @@ class Worker:
             self._values.of(step.call)
             return
         self.at = ", ".join(map(str, step.replaces))
-        with quiet_bitsandbytes(), warnings.catch_warnings():
+        with quiet_imports(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about tied layers, and Conv1D, which peft handles
             self._values.of(step.call)
         for name in (name for some in step.replaces for name in some.names()):
@@ -307,10 +310,12 @@ def _no_mesh(mesh: MeshOf) -> DeviceMesh:
 
 
 def alone(model: nn.Module, lowered: Lowered) -> nn.Module:
-    """The model for training in one process: with a plan's adapters and frozen parameters."""
+    """The model for training in one process: with a plan's adapters, frozen parameters, and
+    products in 8 bits.
+    """
     worker = Worker(model, dict(model.named_modules()), None, lowered)
     for op in lowered.ops:
-        if isinstance(op, Configure | Adapt | Freeze | Optimize):
+        if isinstance(op, Configure | Adapt | LowPrecision | Freeze | Optimize):
             worker.run(op)
     return model
 

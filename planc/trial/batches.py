@@ -24,10 +24,12 @@ from planc.ops.base import AxisRole, Op
 from planc.ops.context import ContextParallel
 from planc.ops.documents import parts_reset
 from planc.ops.lowered import Lowered
+from planc.ops.matmul import BLOCK, LowPrecision
 from planc.ops.towers import ShareTower
 from planc.runtime.standalone.documents import RESETS, reset_states
 from planc.runtime.standalone.images import Tokens, placeholders, rows_of_images
 from planc.runtime.standalone.loss import IGNORED
+from planc.trial.numerics import for_trial, trial_dtype
 
 LENGTH = 16
 """The least tokens per row; divisible for sequence axes of up to 16 ranks."""
@@ -108,16 +110,18 @@ def batches(
     ranks = lowered.axis_size(*lowered.data)
     parts = lowered.pipeline.microbatches if lowered.pipeline else 1
     rows = ranks * math.lcm(max(1, 4 // ranks), parts)
-    length = math.lcm(LENGTH, lowered.world_size)
+    blocks = [BLOCK[op.recipe] for op in lowered.ops if isinstance(op, LowPrecision)]
+    length = math.lcm(LENGTH, lowered.world_size, *blocks)
 
     def plain(number: int, length: int = length, images: tuple[int, ...] = ()) -> Inputs:
         # ids at the ends of the vocabulary are often special tokens
         numbers = 1000 * (number + 1) + seed
-        return builder.sample(
-            BatchShape(rows=rows, length=length, seed=numbers, ends=8, images=images)
-        )
+        shape = BatchShape(rows=rows, length=length, seed=numbers, ends=8, images=images)
+        made = builder.sample(shape).items()
+        return {n: v.to(dtype) if v.is_floating_point() else v for n, v in made}
 
-    model = builder.build(seed)
+    model = for_trial(builder.build(seed), lowered)
+    dtype, alone = trial_dtype(lowered), lowered.has(LowPrecision)
     reset_states(model, *parts_reset(lowered.ops))
     counted = _counts(model, plain(0))
     config = getattr(model, "config", None)
@@ -137,8 +141,9 @@ def batches(
     if uneven and (other := _uneven_length(lowered, length)) and _text(last):
         last = shorter if _runs(model, shorter := labeled(2, other)) else last
     packed = replace(_packed(model, labeled(1), document), tokens=tokens)
-    steps = ((padded, packed), (TrialPass(inputs=last, tokens=tokens),))
-    return Batches(steps=steps, counted=counted, ranks=ranks)
+    # after a step, more numbers fall to the other side of a border
+    steps = ((padded, packed), *(() if alone else ((TrialPass(inputs=last, tokens=tokens),),)))
+    return Batches(steps=steps, counted=counted, ranks=ranks, gradients_alone=alone)
 
 
 def _uneven_length(lowered: Lowered, length: int) -> int | None:

@@ -14,10 +14,11 @@ from planc.model.small.stack_frames import of_a_model
 from planc.ops import styles as ir
 from planc.ops.loss import ChunkLoss
 from planc.ops.lowered import Lowered
+from planc.ops.matmul import LowPrecision
 from planc.trial import observed_layouts
 from planc.trial.batches import Batches
 from planc.trial.numerics import FLOOR, relative
-from planc.trial.outcome import LIMIT, PARAMETER_LIMIT, Discrepancy, Outcome
+from planc.trial.outcome import EIGHT_BITS_LIMIT, LIMIT, PARAMETER_LIMIT, Discrepancy, Outcome
 from planc.trial.program import RankResult, Reference
 from planc.trial.prove import Errors, compare
 from planc.trial.thread_ranks import RankFailure
@@ -33,6 +34,11 @@ class Runs:
     reference: Reference
     results: list[RankResult]
     implicit: list[observed_layouts.Implicit] = field(default_factory=list)
+
+    @property
+    def limit(self) -> float:
+        """The largest error of outputs and gradients that counts as equal."""
+        return EIGHT_BITS_LIMIT if self.lowered.has(LowPrecision) else LIMIT
 
     def views(self) -> Iterator[View]:
         """Yields what the ranks of equal rows computed in a pass, beside the right one."""
@@ -80,13 +86,14 @@ def compare_runs(runs: Runs) -> Outcome:
         reason = f"{unknown.problem}{unknown.line and f' ({unknown.line})'}"
         return Outcome(verdict="unknown", reason=reason)
     found = [*_sizes(runs), *_draws(runs)]
-    if max(logits, loss) > LIMIT:
+    limit = runs.limit
+    if max(logits, loss) > limit:
         whole = Discrepancy(kind="output", subject=_head(runs), error=max(logits, loss))
-        found.append(first_wrong_output(runs) or whole)
-    found += [p for p in gradients if p.error > LIMIT or p.kind == "missing"]
+        found.append(first_wrong_output(runs, limit) or whole)
+    found += [p for p in gradients if p.error > limit or p.kind == "missing"]
     norm = max(e.norm for e in errors)
     if not found:
-        found += _later(errors, norm)
+        found += _later(errors, norm, limit)
     return Outcome(
         verdict="refuted" if found else "proved",
         discrepancies=(*found, *_means(runs), *_unstated(runs)),
@@ -154,9 +161,9 @@ def _ratio(mine: torch.Tensor, wanted: torch.Tensor, floor: float) -> str:
     return f"it is {ratio:.4g} times the right one"
 
 
-def _later(errors: list[Errors], norm: float) -> Iterator[Discrepancy]:
+def _later(errors: list[Errors], norm: float, limit: float) -> Iterator[Discrepancy]:
     """Yields what differs after the gradients: their norm, or parameters after two steps."""
-    if norm > LIMIT:
+    if norm > limit:
         yield Discrepancy(kind="norm", subject="", error=norm)
         return
     worst = {n: max(e.parameters[n] for e in errors) for n in errors[0].parameters}

@@ -16,13 +16,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from planc.diagnostic import one_of
 from planc.ops.document import digest, dumps
 from planc.ops.lowered import Lowered
+from planc.ops.matmul import LowPrecision
+from planc.trial.outcome import EIGHT_BITS_LIMIT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +59,8 @@ class Job:
         return cls(**{**values, "seeds": tuple(values["seeds"])})
 
 
+EIGHT_BITS = "eight_bits"
+"""The name of the largest error with products in 8 bits, among those by kind."""
 LIMITS = {"logits": 1e-4, "loss": 1e-4, "gradients": 1e-4, "norm": 1e-4, "parameters": 1e-3}
 """The largest relative errors in float32 that count as the same; parameters are those after two
 steps of AdamW."""
@@ -104,6 +108,18 @@ class Comparison:
     limits: dict[str, float] = field(default_factory=lambda: dict(LIMITS))
     chooses: bool = False
 
+    def with_eight_bits(self, other: Comparison) -> Comparison:
+        """This comparison, and the largest error of one with products in 8 bits."""
+        errors = {**self.errors, EIGHT_BITS: max(other.errors.values())}
+        limits = {**self.limits, EIGHT_BITS: EIGHT_BITS_LIMIT}
+        seconds = self.seconds + other.seconds
+        return replace(self, errors=errors, limits=limits, seconds=seconds)
+
+    @property
+    def wrong_in_eight_bits(self) -> bool:
+        """Whether products in 8 bits are others than in one process, and all else is equal."""
+        return self.errors.get(EIGHT_BITS, 0.0) > EIGHT_BITS_LIMIT
+
     @property
     def same(self) -> bool:
         return all(self.errors[kind] <= limit for kind, limit in self.limits.items())
@@ -150,7 +166,7 @@ class ForkServer:
             digest=digest(lowered),
             ranks=lowered.world_size,
             seeds=SEEDS,
-            limits=LIMITS,
+            limits=_limits(lowered),
             folder=str(self.folder),
             seconds=timeout,
             code=code,
@@ -212,6 +228,12 @@ def fork_server() -> Iterator[ForkServer]:
     temporary = tempfile.TemporaryDirectory(prefix="planc-verify-", ignore_cleanup_errors=True)
     with temporary as name, contextlib.closing(ForkServer(Path(name))) as server:
         yield server
+
+
+def _limits(lowered: Lowered) -> dict[str, float]:
+    """The largest errors that count as equal, by kind; in 8 bits nothing is stepped."""
+    rounded = dict.fromkeys(("logits", "loss", "gradients"), EIGHT_BITS_LIMIT)
+    return rounded if lowered.has(LowPrecision) else LIMITS
 
 
 def _reports(folder: Path, ranks: int) -> Iterator[dict[str, Any]]:

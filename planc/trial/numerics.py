@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from planc.ops.fsdp import Divide, FullyShard
 from planc.ops.lowered import Lowered
+from planc.ops.matmul import LowPrecision
 from planc.runtime.standalone.shards import plain_name
 
 FLOOR = 1e-3
@@ -25,6 +26,25 @@ FLOOR = 1e-3
 def device_for(ranks: int) -> str:
     """`cuda` if there is a device for every rank, else `cpu`; does not initialize CUDA."""
     return "cuda" if torch.cuda.device_count() >= ranks else "cpu"
+
+
+def trial_dtype(lowered: Lowered) -> torch.dtype:
+    """The dtype of a trial: float64 where products are in fp8, since a number on the border between
+    two falls to either side by the rounding of float32 alone. torchao has no mxfp8 in float64.
+    """
+    recipes = {op.recipe for op in lowered.ops if isinstance(op, LowPrecision)}
+    return torch.float64 if recipes and "mxfp8" not in recipes else torch.float32
+
+
+def for_trial(model: nn.Module, lowered: Lowered) -> nn.Module:
+    """The model as a trial runs it, by `trial_dtype`."""
+    if trial_dtype(lowered) == torch.float32:
+        return model
+    for module in model.modules():
+        config: Any = getattr(module, "config", None)
+        if hasattr(config, "_experts_implementation"):
+            config._experts_implementation = "eager"  # torch has no grouped product in float64
+    return model.double()
 
 
 def gradient_scale(lowered: Lowered) -> float:

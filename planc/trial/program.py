@@ -19,6 +19,7 @@ from torch.nn.functional import cross_entropy, pad
 from planc.ops.documents import parts_reset
 from planc.ops.loss import ChunkLoss
 from planc.ops.lowered import Lowered
+from planc.ops.matmul import LowPrecision
 from planc.ops.optimizer import Optimize
 from planc.runtime.collectives import named_modules
 from planc.runtime.run import Run
@@ -147,17 +148,19 @@ def train_single(
     Raises SingleError: the model has no loss, no gradient, or a value that is not finite.
     """
     reference = Reference(passes=[RankResult(data_rank=d) for d in range(batches.ranks)])
-    optimizer, scale = _single_optimizer(model, lowered), gradient_scale(lowered)
+    optimizer = _single_optimizer(model, lowered)
     reference.before, used = _of_muon(model, optimizer), UsedParameters()
-    share = scale / batches.ranks
+    parts, each = _microbatches(lowered, batches)
+    share = gradient_scale(lowered) / batches.ranks * each
     heads = [op for op in lowered.ops if isinstance(op, ChunkLoss)]
     for op in heads:
         with_terms(model, op)
     reset_states(model, *parts_reset(lowered.ops))
     for number, step in enumerate(batches.steps):
         for at, one in enumerate(step):
-            for rank, result in enumerate(reference.passes):
-                inputs = {**one.of_rank(rank, batches.ranks), **batches.extra(number)}
+            for part in range(batches.ranks * parts):
+                result = reference.passes[rank := part // parts]
+                inputs = {**one.of_rank(part, batches.ranks * parts), **batches.extra(number)}
                 drawn = [r.drawn[len(result.drawn)] for r in ranks if r.data_rank == rank]
                 draws = Replayed(drawn, result.where) if drawn else Recorded()
                 result.drawn.append(getattr(draws, "drawn", []))
@@ -172,20 +175,27 @@ def train_single(
                 reference.recomputed = reference.recomputed or next(iter(backward.calls), "")
         if number == 0:
             reference.gradients = _gradients(model)
-            if lowered.pipeline is not None:
-                _as_one_step(reference, batches)
-            _other_batches(reference, used, model, batches, scale)
+            _as_one_step(reference, batches, lowered, each)
+            _other_batches(reference, used, model, batches, lowered)
         if batches.gradients_alone:
             break
         reference.norms.append(_stepped(model, optimizer))
     if not batches.gradients_alone:
-        reference.parameters = _parameters(model)
-        reference.states = _states(model, optimizer)
+        reference.parameters, reference.states = _parameters(model), _states(model, optimizer)
     reference.uneven = used.uneven(lowered)
     _require_finite(reference)
     for result in reference.passes if heads else ():
         result.logits.clear()  # the ranks compute none
     return reference
+
+
+def _microbatches(lowered: Lowered, batches: Batches) -> tuple[int, float]:
+    """Into how many passes the single process cuts the rows of a data rank, and the weight of each:
+    into a pipeline's microbatches where a scale is of all rows of a pass.
+    """
+    rounded, pipeline = lowered.has(LowPrecision), lowered.pipeline
+    parts = pipeline.microbatches if rounded and pipeline is not None else 1
+    return parts, 1.0 if batches.counted else 1 / parts
 
 
 def _stepped(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensor:
@@ -197,10 +207,12 @@ def _stepped(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensor:
     return norm
 
 
-def _as_one_step(reference: Reference, batches: Batches) -> None:
-    """A pipeline has the loss of the first step as a whole, and no logits."""
+def _as_one_step(reference: Reference, batches: Batches, lowered: Lowered, each: float) -> None:
+    """A pipeline has the loss of the first step as a whole, and no logits; `each` as of a pass."""
+    if lowered.pipeline is None:
+        return
     every = [loss for result in reference.passes for loss in result.losses]
-    total = torch.stack(every).sum() * (batches.weight(0) / batches.ranks)
+    total = torch.stack(every).sum() * (batches.weight(0) / batches.ranks * each)
     for result in reference.passes:
         result.losses, result.logits = [total], []
 
@@ -213,17 +225,17 @@ def seed_rank(rank: int) -> None:
 
 
 def _other_batches(
-    reference: Reference, used: UsedParameters, model: nn.Module, batches: Batches, scale: float
+    reference: Reference, used: UsedParameters, model: nn.Module, batches: Batches, lowered: Lowered
 ) -> None:
     """Runs a model without random numbers on all rows in one batch, and on each row alone where its
     code can see numbers; its gradients are put back.
     """
-    if reference.draws or batches.ranks == 1:
-        return
+    if reference.draws or batches.ranks == 1 or lowered.has(LowPrecision):
+        return  # a scale of 8 bits is of all rows of a pass
     first, extra = batches.steps[0][0], batches.extra(0)
     before = {p: p.grad for p in model.parameters()}
     model.zero_grad(set_to_none=True)
-    reference.whole = _whole(model, batches, scale)
+    reference.whole = _whole(model, batches, gradient_scale(lowered))
     if reference.of_whole_batches()[1] > LIMIT:
         reference.coupling = coupling_module(model, first, extra, batches.ranks)
     if used.looked:

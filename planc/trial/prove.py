@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import distributed
+from torch import distributed, nn
 
 from planc.model.small.user_model import ModelBuilder
 from planc.model.sources.huggingface import quiet
@@ -72,8 +72,13 @@ def trained(
         SingleError: the model does not train in a single process.
     """
     report("single")
+
+    def built() -> nn.Module:
+        return numerics.for_trial(builder.build(seed).to(device), lowered)
+
     data = batches(builder, lowered, seed).to(device)
-    reference = program.train_single(alone(builder.build(seed).to(device), lowered), data, lowered)
+    single = alone(built(), lowered)
+    reference = program.train_single(single, data, lowered)
     if reference.draws and lowered.pipeline is not None:
         raise program.SingleError(
             "the random numbers of a pipeline's microbatches are not compared"
@@ -84,7 +89,7 @@ def trained(
     if reference.uneven and lowered.has(FullyShard):
         one = reference.uneven[0]
         raise RuntimeError(f"only some data ranks use `{one.name}`: {one.where} (PL512)")
-    model = builder.build(seed).to(device)
+    model = built()
     program.seed_rank(distributed.get_rank())
     run = apply_lowered(model, lowered, digest=digest, device_type=device, allow_code=True)
     report("parallel")
@@ -92,7 +97,7 @@ def trained(
     program.train_rank(model, run, data, result, traced=traced, draws=reference.draws)
     report("compare")
     if reference.draws:
-        single = alone(builder.build(seed).to(device), lowered)
+        single = alone(built(), lowered)
         found = of_all_ranks((result.data_rank, result.drawn))
         ranks = [program.RankResult(data_rank=rows, drawn=drawn) for rows, drawn in found]
         reference = program.train_single(single, data, lowered, ranks)

@@ -27,6 +27,7 @@ from planc.runtime.lora import missing_peft
 from planc.trial import program
 from planc.trial.batches import batches
 from planc.trial.discrepancies import Runs, compare_runs, failed_run, uneven_use
+from planc.trial.numerics import for_trial
 from planc.trial.observed_layouts import redistributions
 from planc.trial.outcome import Outcome
 from planc.trial.random_numbers import RankRandom
@@ -40,15 +41,21 @@ SECONDS = 300.0
 
 @quiet()
 def simulate(
-    builder: ModelBuilder, lowered: Lowered, *, quick: bool = False, draws: bool = False
+    builder: ModelBuilder,
+    lowered: Lowered,
+    *,
+    quick: bool = False,
+    draws: bool = False,
+    eight_bits: bool = False,
 ) -> Outcome:
     """Trains a small model with and without the plan, and compares; `quick` is one pass with the
-    tensor axes alone, `draws` keeps the dropout of adapters. Where only the last pass is wrong, all
-    is tried again with a length that the tensor axes divide.
+    tensor axes alone, `draws` keeps the dropout of adapters, `eight_bits` the products in 8 bits,
+    which the single process has too. Where only the last pass is wrong, all is tried again with a
+    length that the tensor axes divide.
     """
     if reason := busy():
         return Outcome(verdict="unknown", reason=reason)
-    lowered = trial_part(lowered, tensor=quick, draws=draws)
+    lowered = trial_part(lowered, tensor=quick, draws=draws, eight_bits=eight_bits)
     if (missing := missing_peft(lowered)) is not None:
         return Outcome(verdict="unknown", reason=missing)
     first, at_last = _outcome(builder, lowered, quick=quick, uneven=True)
@@ -71,7 +78,7 @@ def _outcome(
     runs, models = prepared
     failure = _run(models, runs)
     if failure is None and runs.reference.draws:
-        plain = alone(builder.build(0), lowered)
+        plain = alone(for_trial(builder.build(0), lowered), lowered)
         runs.reference = program.train_single(plain, runs.batches, lowered, runs.results)
     outcome = failed_run(failure, runs) if failure else compare_runs(runs)
     later = outcome.verdict == "refuted" and all(result.norms for result in runs.results)
@@ -86,11 +93,15 @@ def _prepared(
     """The results of the single process, and a model for each rank; or why nothing can be run."""
     try:
         data = batches(builder, lowered, 0, quick=quick, uneven=uneven)
-        reference = program.train_single(alone(builder.build(0), lowered), data, lowered)
+        single = alone(for_trial(builder.build(0), lowered), lowered)
+        reference = program.train_single(single, data, lowered)
         if reference.draws and any(isinstance(op, ContextParallel) for op in lowered.ops):
             raise program.SingleError(program.DRAWS_PARTS)
         # adapters too are drawn here, one model after the other, from the same seed
-        models = [adapted(builder.build(0), lowered) for _ in range(lowered.world_size)]
+        models = [
+            adapted(for_trial(builder.build(0), lowered), lowered)
+            for _ in range(lowered.world_size)
+        ]
         lowered = lowered.map_ops(lambda ops: (op for op in ops if not isinstance(op, Adapt)))
     except program.SingleError as error:
         return Outcome(verdict="unknown", reason=f"the small model does not train: {error}")

@@ -3,12 +3,14 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
+from planc.model import cache
 from planc.ops.backend import Backend
 from planc.ops.compile import Compile
 from planc.ops.fsdp import Divide, FullyShard, Prefetch
 from planc.ops.load import Load
 from planc.ops.lora import Adapt
 from planc.ops.lowered import Lowered
+from planc.ops.matmul import LowPrecision, ScaleWeights
 from planc.ops.pipeline import Pipeline
 from planc.ops.quantization import Quantize
 from planc.ops.registry import AnyOp
@@ -21,18 +23,30 @@ for a real one; a backend may need a device."""
 DATA = (FullyShard, Divide, Prefetch)
 """The operations of the data axes."""
 
+EIGHT_BITS = (LowPrecision, ScaleWeights)
+"""The operations of products in 8 bits, which have a trial of their own: their scales are of all
+rows of a pass, and what is on the border between two numbers needs float64."""
+
 
 def trial_part(
-    lowered: Lowered, *, tensor: bool = False, draws: bool = False, precision: bool = False
+    lowered: Lowered,
+    *,
+    tensor: bool = False,
+    draws: bool = False,
+    precision: bool = False,
+    eight_bits: bool = False,
 ) -> Lowered:
     """The operations that a trial runs, in float32 unless `precision`, so that results differ only
     by rounding; outcomes are cached by its digest.
 
-    `tensor` leaves out FSDP too, where no data axis has two ranks; `draws` keeps adapters' dropout.
+    `tensor` leaves out FSDP too, where no data axis has two ranks; `draws` keeps adapters' dropout,
+    `eight_bits` products in 8 bits, which are emulated, and everything else runs in float64.
     """
-    left_out = (*LEFT_OUT, *(DATA if tensor else ()))
+    left_out = (*LEFT_OUT, *(DATA if tensor else ()), *(() if eight_bits else EIGHT_BITS))
 
     def small(op: AnyOp) -> AnyOp:
+        if isinstance(op, LowPrecision):
+            return replace(op, emulate=True)
         if isinstance(op, Pipeline):
             # a timetable has passes for its own number of microbatches
             return op if op.timetable else replace(op, microbatches=op.stages)
@@ -73,6 +87,11 @@ def rounds(lowered: Lowered) -> bool:
     return any({op.param, op.reduce, op.output} - {None, "float32", "float64"} for op in units)
 
 
+def emulates() -> bool:
+    """Whether torchao is there, which rounds the operands of products in a trial."""
+    return cache.version("torchao") != "none"
+
+
 def left_out(lowered: Lowered, *, precision: bool = False) -> Iterator[tuple[str, str]]:
     """Yields what a trial deliberately does differently, and how."""
     if precision:
@@ -81,5 +100,9 @@ def left_out(lowered: Lowered, *, precision: bool = False) -> Iterator[tuple[str
         yield "mixed precision", "everything runs in float32"
     if any(isinstance(op, Quantize) for op in lowered.ops):
         yield "4 bits", "frozen weights stay in full precision"
+    if lowered.has(LowPrecision) and not emulates():
+        yield "matmul", "torchao is not installed: products are not rounded to 8 bits"
+    elif lowered.has(LowPrecision) and precision:
+        yield "matmul", "products in 8 bits are compared in float64, by a run without `--precision`"
     if any(isinstance(op, Compile) for op in lowered.ops):
         yield "compile", "the modules run uncompiled"

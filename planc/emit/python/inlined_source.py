@@ -29,6 +29,7 @@ _FILES = (
     "dcp_chunks.py",
     "load_weights.py",
     "quantization.py",
+    "matmul.py",
     "megatron_fsdp.py",
     "rng.py",
     "loss.py",

@@ -23,6 +23,7 @@ from planc.ops.context import ContextParallel
 from planc.ops.load import Load
 from planc.ops.lora import Adapt
 from planc.ops.lowered import Lowered, Stage
+from planc.ops.matmul import LowPrecision
 from planc.ops.optimizer import Optimize
 from planc.ops.quantization import Quantize
 from planc.ops.uneven_groups import uneven_groups
@@ -125,6 +126,8 @@ def _docstring(lowered: Lowered, digest: str, packed: bool) -> str:
         needed = "torch and peft alone"
     if Quantize in kinds:
         needed = "torch, peft and bitsandbytes alone"
+    if LowPrecision in kinds:
+        needed = f"torchao{',' if ' and ' in needed else ' and'} {needed}"
     if backend := lowered.backend:
         needed = f"{backend.NEEDS}{',' if ' and ' in needed else ' and'} {needed}"
     if lowered.code:

@@ -19,7 +19,7 @@ from planc.model.sources.isolation import (
     import_bitsandbytes,
     import_models,
     isolated,
-    quiet_bitsandbytes,
+    quiet_imports,
 )
 
 _ESSENTIAL = ("num_layers", "num_attention_heads", "attention_head_dim")
@@ -57,7 +57,7 @@ def class_of(config: Config, sink: Sink) -> Any | None:
     """The diffusers class that a configuration names, or None after a finding."""
     name = config.values[CLASS]
     try:
-        with quiet_bitsandbytes():
+        with quiet_imports():
             import diffusers
 
             import_bitsandbytes()

@@ -41,17 +41,20 @@ def _kernel(field: Any, value: Any) -> bool:
 
 
 @contextlib.contextmanager
-def quiet_bitsandbytes() -> Iterator[None]:
-    """Holds back what bitsandbytes warns of when it is imported (a CPU kernel that it lacks): peft
-    and diffusers import it where it is installed, also for models without weights in 4 bits.
+def quiet_imports() -> Iterator[None]:
+    """Holds back what bitsandbytes and torchao warn of when they are imported (kernels that they
+    lack, what torch deprecates): peft, diffusers and transformers import them where they are
+    installed, also for models that have no use for them.
     """
-    logger = logging.getLogger("bitsandbytes")
-    before = logger.level
-    logger.setLevel(logging.ERROR)
+    loggers = [logging.getLogger(n) for n in ("bitsandbytes", "torchao", "torch.utils._pytree")]
+    before = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
     try:
         yield
     finally:
-        logger.setLevel(before)
+        for logger, level in zip(loggers, before, strict=True):
+            logger.setLevel(level)
 
 
 def import_bitsandbytes() -> None:
@@ -82,7 +85,9 @@ def isolated() -> Iterator[None]:
     """
     from huggingface_hub import constants
     from torch.nn.modules import module as hooks
-    from transformers.integrations import hub_kernels
+
+    with quiet_imports():
+        from transformers.integrations import hub_kernels
 
     count = 0
 

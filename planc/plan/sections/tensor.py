@@ -25,6 +25,7 @@ _EXAMPLES = {
     "tensor": "model.layers.* : colwise",
     "checkpoint": "model.layers.* : full",
     "compile": "model.layers.* : block",
+    "matmul": "model.layers.*.mlp.*_proj : fp8(recipe = rowwise)",
     "train": "model.layers.* : frozen",
     "expert": "model.layers.*.mlp.experts : dispatch(all_to_all)",
     "loss": "lm_head : cross_entropy(chunks = 8)",

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.planner import (
     WriteItem,
     WriteItemType,
 )
+from torch.distributed.tensor import DTensor
 
 from planc.runtime.standalone.shards import (
     Order,
@@ -106,5 +107,19 @@ class Pieces(torch.Tensor):
 
 
 def storable(tensor: Tensor, order: Order | None) -> Tensor:
-    """A tensor for torch's checkpoints: as blocks if torch would misplace shards."""
-    return Pieces.of(tensor, order) if irregular(tensor, order) else tensor.detach()
+    """A tensor for torch's checkpoints: as blocks if torch would misplace shards.
+
+    torchao's weights for products in mxfp8 are wrappers of tensors, which torch would
+    write by pickling them.
+    """
+    if irregular(tensor, order):
+        return Pieces.of(tensor, order)
+    tensor = tensor.detach()
+    own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(inner := getattr(own, "_data", None), Tensor):
+        return tensor
+    if not isinstance(tensor, DTensor):
+        return inner
+    mesh, placements = tensor.device_mesh, tensor.placements
+    sizes = {"shape": tensor.shape, "stride": tensor.stride()}
+    return DTensor.from_local(inner, mesh, placements, run_check=False, **sizes)

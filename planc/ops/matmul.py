@@ -1,0 +1,88 @@
+"""Matrix products of linear layers in 8 bits, through torchao."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Annotated, ClassVar
+
+from planc.model.facts import Modules
+from planc.ops.base import OMIT, AxisSizes, Op, choice
+from planc.ops.call import (
+    DEVICE_TYPE,
+    MODEL,
+    Context,
+    Each,
+    FunctionCall,
+    Once,
+    ScriptFunction,
+    Step,
+    given,
+)
+
+RECIPES = ("tensorwise", "rowwise", "mxfp8")
+BLOCK = {"tensorwise": 16, "rowwise": 16, "mxfp8": 32}
+"""What the features of a product, and the tokens of a pass on a rank, must be a multiple of.
+
+Source: `_check_scaled_mm` of `torch._scaled_mm` takes multiples of 16; a scale of the microscaling
+formats (OCP MX 1.0) is of 32 numbers along the dim that a product sums over.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LowPrecision(Op):
+    """torchao's layer in the place of each linear layer: its three products are of rounded numbers.
+
+    Args:
+        recipe: `tensorwise` or `rowwise` (fp8: a scale a tensor, or a row), or `mxfp8` (a scale for
+            32 numbers).
+        gather: whether FSDP all-gathers the weights in fp8.
+        emulate: whether numbers are rounded and then multiplied in the parameters' dtype, as on a
+            CPU; a proof does so everywhere.
+    """
+
+    modules: Modules
+    recipe: Annotated[str, choice(*RECIPES)]
+    gather: bool = field(default=False, metadata=OMIT)
+    emulate: bool = field(default=False, metadata=OMIT)
+
+    SCRIPT: ClassVar = ScriptFunction("convert_matmuls", "Rounds matrix products to 8 bits.")
+
+    def calls(self, _context: Context) -> Iterator[Step]:
+        name = "mxfp8_linear" if self.recipe == "mxfp8" else "fp8_linear"
+        recipe = () if self.recipe == "mxfp8" else (self.recipe,)
+        device = "cpu" if self.emulate else DEVICE_TYPE
+        options = given(gather=self.gather or None)
+        call = FunctionCall(f"standalone.matmul:{name}", (*recipe, device), options)
+        yield Each(modules=self.modules, calls=(call,), replaces=True, note=self.place)
+
+    KIND: ClassVar = "matmul"
+    WORD: ClassVar = "matmul"
+    ABOUT: ClassVar[tuple[str, ...]] = ("modules",)
+    WORDS: ClassVar = {
+        "recipe": ("", str),
+        "gather": ("gathered in", lambda gather: "fp8" if gather else "the parameters' dtype"),
+        "emulate": ("", lambda emulate: "emulated" if emulate else "by the device"),
+    }
+
+    def headline(self, _mesh: AxisSizes | None = None) -> str:
+        named = self.recipe if self.recipe == "mxfp8" else f"fp8, {self.recipe}"
+        parts = [named, "gathered in fp8" * self.gather, "emulated" * self.emulate]
+        return ", ".join(filter(None, parts))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScaleWeights(Op):
+    """Scales of all weights that FSDP gathers in fp8, before each forward pass: one all-reduce over
+    the ranks of data and of tensor axes. A gather alone takes the maximum over its own ranks.
+    """
+
+    SCRIPT: ClassVar = ScriptFunction(
+        "scale_weights", "Computes the scales of weights that are gathered in fp8."
+    )
+
+    def calls(self, _context: Context) -> Iterator[Step]:
+        yield Once(call=FunctionCall("standalone.matmul:scale_before_forward", (MODEL,)))
+
+    WORD: ClassVar = "scales"
+
+    def headline(self, _mesh: AxisSizes | None = None) -> str:
+        return "of weights gathered in fp8, before each forward pass"

@@ -1,0 +1,46 @@
+"""What a run with products in 8 bits found, at the lines of the matmul section."""
+
+from planc.diagnostic import Label, Severity, Sink
+from planc.plan.ir import Plan
+from planc.proof.flow_findings import what_is_wrong
+from planc.trial.outcome import Outcome
+
+
+def report_eight_bits(outcome: Outcome, plan: Plan, sink: Sink, *, strict: bool) -> None:
+    """Reports products in 8 bits that are others than one process's (PL629), or that cannot be
+    compared (PL504), after a run that was right in float32.
+    """
+    lines = dict.fromkeys(op.origin for op in plan.matmul)
+    if outcome.verdict == "unknown":
+        sink.report(
+            Severity.ERROR if strict else Severity.WARNING,
+            "PL504",
+            f"layout flow cannot decide whether products in 8 bits are right: {outcome.reason}",
+            *lines,
+        )
+    if outcome.verdict != "refuted":
+        return
+    first = outcome.discrepancies[0]
+    where = f"`{first.subject or 'the model'}`"
+    crash = f": {first.detail}" if first.kind == "crash" else ""
+    report_wrong_products(first.error, what_is_wrong(first.kind, where) + crash, plan, sink)
+
+
+def report_wrong_products(error: float, what: str, plan: Plan | None, sink: Sink) -> None:
+    """Reports products in 8 bits that are others than one process's (PL629).
+
+    Args:
+        error: the relative error; 0 where nothing could be compared.
+        what: what is wrong; empty where no module is known.
+    """
+    lines = dict.fromkeys(op.origin for op in plan.matmul) if plan else ()
+    sink.error(
+        "PL629",
+        f"with products in 8 bits, {what or 'the model trains otherwise'}",
+        *(Label(span=line, text="rounds to 8 bits") for line in lines),
+        facts=[
+            *([f"one process with the same products: {error:.1e} off"] if error else []),
+            "seen on a small model, and right without them",
+        ],
+        help="keep these layers in the parameters' dtype: `override ... : none`",
+    )

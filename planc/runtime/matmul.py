@@ -1,0 +1,44 @@
+"""What products in 8 bits require of this machine."""
+
+import torch
+
+from planc.model.sources.isolation import quiet_imports
+from planc.ops.lowered import Lowered
+from planc.ops.matmul import LowPrecision
+from planc.runtime.preconditions import stop
+
+CAPABILITY = {"tensorwise": (8, 9), "rowwise": (9, 0), "mxfp8": (10, 0)}
+"""The least compute capability of an NVIDIA GPU by recipe.
+
+Source: `torch._scaled_mm` takes one scale a tensor from Ada on, a scale a row from Hopper on, and
+scales of blocks from Blackwell on; not run here.
+"""
+
+
+def require_eight_bits(lowered: Lowered, device: str) -> None:
+    """Checks that torchao and this device have the products of a plan.
+
+    Raises:
+        PlanError: PL627, torchao cannot be imported; PL628, the device has no such products.
+    """
+    recipes = {op.recipe: op for op in lowered.ops if isinstance(op, LowPrecision)}
+    if not recipes:
+        return
+    try:
+        with quiet_imports():
+            import torchao.float8  # noqa: F401
+    except Exception as error:  # it loads shared libraries
+        text = f"the plan has products in 8 bits, and torchao cannot be imported: {error}"
+        raise stop("PL627", text, help="pip install 'planc[fp8]'") from error
+    if device != "cuda" or torch.version.cuda is None:
+        return
+    here = torch.cuda.get_device_capability()
+    for recipe, op in recipes.items():
+        if not op.emulate and here < CAPABILITY[recipe]:
+            least = ".".join(map(str, CAPABILITY[recipe]))
+            raise stop(
+                "PL628",
+                f"{op.headline()} ({op.place}) takes a GPU of compute capability {least} or more, "
+                f"and this one has {here[0]}.{here[1]}",
+                help="leave out the matmul section on this machine",
+            )
