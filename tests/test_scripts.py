@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).parent / "scripts"))
 import playing
 import script_jobs
 
-from planc.runtime import executor
+from planc.runtime.safeguards import guards
 from planc.runtime.standalone import passes
 
 
@@ -41,5 +41,5 @@ def test_a_loss_that_reads_the_weight_of_the_head_itself(plan, monkeypatch):
     """Its gradient does not go through the unit of the head, which would average it."""
     script = playing.read("own_head:0 step:0 own_head:1 train:2 step:0")
     assert not playing.difference(plan, script, playing.on_threads)
-    monkeypatch.setattr(executor, "average_whole", lambda _model, _experts: None)
+    monkeypatch.setattr(guards, "average_whole", lambda _model, _experts: None)
     assert playing.difference(plan, script, playing.on_threads)

@@ -39,7 +39,7 @@ from planc.runtime.run import Run
 from planc.runtime.safeguards.guards import Applied, guard
 from planc.runtime.safeguards.inputs import PassComparison, comparison, same_batches, watch
 from planc.runtime.safeguards.weights import unequal, weight_sums
-from planc.runtime.sharded_tensors import SHARDED_BY, average_whole
+from planc.runtime.sharded_tensors import SHARDED_BY
 
 _log = logging.getLogger("planc")
 _VIEW = r"FSDP2-wrapped module .* returned a view tensor"
@@ -104,7 +104,6 @@ def apply_lowered(
                 raise stop("PL492", f"{what}: {first_line(error)}") from error
         if lowered.backend:
             SHARDED_BY[model] = lowered.backend.part("runtime")
-        average_whole(model, lowered.experts.ranks.name if lowered.experts else "")
         watch(model, first)
         guard(applied)
         if lowered.has(Parallelize):

@@ -26,6 +26,7 @@ from planc.runtime.preconditions import stop, warning
 from planc.runtime.safeguards import leaking_rows
 from planc.runtime.safeguards.inputs import different_kinds
 from planc.runtime.script_line import script_line
+from planc.runtime.sharded_tensors import average_whole
 from planc.runtime.standalone.documents import RESETS
 from planc.runtime.standalone.towers import TOWER
 
@@ -171,6 +172,7 @@ def guard(applied: Applied) -> None:
         model.register_forward_pre_hook(_uncached, with_kwargs=True)
     if next(iter(applied.sequence_outputs()), None):
         model.register_forward_hook(_whole_states)
+    average_whole(model, lowered.experts.ranks.name if lowered.experts else "")
     _guard_compiling(applied.modules, lowered)
     _guard_adapters(model)
     _guard_saving(model)
