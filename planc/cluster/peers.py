@@ -199,7 +199,7 @@ def joined(limit: float, missed: Callable[[list[Diagnostic]], None]) -> Peers:
         os.environ["MASTER_ADDR"],
         int(os.environ["MASTER_PORT"]),
         is_master=rank == 0 and not torchruns,
-        timeout=timedelta(seconds=limit / 2),
+        timeout=timedelta(seconds=limit / 3),  # it tries twice
         wait_for_workers=False,
     )
     # a store of torchrun's outlives a start; starts are not counted alike on all nodes
