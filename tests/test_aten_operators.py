@@ -1,6 +1,7 @@
 """The list of torch's operators, and saving by op where torch's own is silently wrong."""
 
 from collections import defaultdict
+from functools import partial
 
 import pytest
 import torch
@@ -181,3 +182,32 @@ def test_every_counts_the_calls_of_one_forward_pass():
                 torch.ones(2, 2) @ torch.ones(2, 2)
         held = keep.storage[torch.ops.aten.mm.default]
         assert [type(held[i]).__name__ for i in range(5)] == ["_Held", "object"] * 2 + ["_Held"]
+
+
+class Drops(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        first = torch.native_dropout(self.one(x), 0.5, True)[0]
+        return nn.functional.dropout(self.two(torch.tanh(first)), 0.5)
+
+
+@pytest.mark.parametrize("kept", [saving, partial(saving_on_cpu, False)])
+def test_what_draws_is_computed_again(kept, monkeypatch):
+    """Else what draws after it would draw its numbers in the recomputation."""
+
+    def found(context):
+        module, x = Drops(), torch.ones(4, 8)
+        run = module if context is None else checkpoint_wrapper(module, context_fn=context)
+        torch.manual_seed(1)
+        run(x).square().sum().backward()
+        return [p.grad for p in module.parameters()]
+
+    group = 1, ("aten.native_dropout.default",)
+    right = found(None)
+    assert all(map(torch.equal, right, found(kept(group))))
+    monkeypatch.setattr(activation_checkpoint, "draws", lambda *_: False)
+    assert not all(map(torch.equal, right, found(kept(group))))

@@ -25,6 +25,7 @@ from torch.utils.checkpoint import SAC_IGNORED_OPS
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from planc.ops.activation_checkpoint import GROUPS
+from planc.runtime.standalone.activation_checkpoint import draws
 
 _ATTENTION = "attention"
 
@@ -87,17 +88,6 @@ def _named(func: Any) -> str:
     return _ATTENTION if name in GROUPS[_ATTENTION] else name
 
 
-def _draws(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether a call draws random numbers: attention does so with a rate alone."""
-    if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
-        return False
-    names = [argument.name for argument in func._schema.arguments]
-    if "dropout_p" in names:
-        at = names.index("dropout_p")
-        return bool(kwargs.get("dropout_p", args[at] if at < len(args) else 0.0))
-    return True
-
-
 class CallRecorder(TorchDispatchMode):  # type: ignore[misc]
     """Notes the calls of one module's forward pass.
 
@@ -158,7 +148,7 @@ class CallRecorder(TorchDispatchMode):  # type: ignore[misc]
                 "flops": _flops(func, args, kwargs, out) if works else 0,
                 "moved": _bytes(tensors) if works and not sends else 0,
                 "sent": _bytes(_tensors(out) or tensors) if sends else 0,
-                "fixed": writes or not size or _draws(func, args, kwargs),
+                "fixed": writes or not size or draws(func, args, kwargs),
             }
         )
         self.counts[name] += 1

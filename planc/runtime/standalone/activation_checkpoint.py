@@ -42,22 +42,35 @@ def _there(groups: Iterable[Group]) -> None:
 def _chooser(groups: Iterable[Group]) -> Callable[..., bool | None]:
     """Decides for each call whether to save its result: every n-th, or those numbered.
 
-    The decision is None for an operator that is in no group.
+    The decision is None for an operator that is in no group. A call that draws random
+    numbers is computed again, or what draws after it would draw its numbers.
     """
     table: dict[Any, tuple[int, int | tuple[int, ...]]] = {}
     for group, (every, names) in enumerate(groups):
         table |= dict.fromkeys(operators(names), (group, every))
     counts: dict[tuple[bool, int], int] = {}
 
-    def chosen(op: Any, again: bool = False) -> bool | None:
+    def chosen(op: Any, args: Any, kwargs: Any, again: bool = False) -> bool | None:
         if op not in table:
             return None
         group, every = table[op]
         count = counts.get((again, group), 0)
         counts[again, group] = count + 1
-        return count % every == 0 if isinstance(every, int) else count in every
+        keep = count % every == 0 if isinstance(every, int) else count in every
+        return keep and not draws(op, args, kwargs)
 
     return chosen
+
+
+def draws(op: Any, args: Any, kwargs: Any) -> bool:
+    """Whether a call draws random numbers: attention does so with a rate alone."""
+    schema = getattr(op, "_schema", None)
+    names = [argument.name for argument in schema.arguments] if schema else []
+    if "dropout_p" in names:
+        at = names.index("dropout_p")
+        rate = args[at] if at < len(args) else kwargs.get("dropout_p", 0.0)
+        return bool(rate)
+    return torch.Tag.nondeterministic_seeded in getattr(op, "tags", ())
 
 
 class _Held:
@@ -153,8 +166,8 @@ def saving(*groups: Group) -> Callable[[], tuple[Any, Any]]:
     def contexts() -> tuple[Any, Any]:
         chosen, policy = _chooser(groups), torch.utils.checkpoint.CheckpointPolicy
 
-        def decide(context: Any, op: Any, *_args: Any, **_kwargs: Any) -> Any:
-            keep = chosen(op, context.is_recompute)
+        def decide(context: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+            keep = chosen(op, args, kwargs, context.is_recompute)
             return policy.MUST_SAVE if keep else policy.PREFER_RECOMPUTE
 
         _, reuse = torch.utils.checkpoint.create_selective_checkpoint_contexts(decide)
@@ -226,7 +239,7 @@ class _Park(torch.utils._python_dispatch.TorchDispatchMode):
         self, func: Any, _types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
-        keep = self.chosen(func)
+        keep = self.chosen(func, args, kwargs or {})
         if keep is not None:
             park = self._park(out, func.namespace) if keep else None
             self.kept.setdefault(func, []).append(park)
