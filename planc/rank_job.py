@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from subprocess import Popen
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +80,7 @@ class RankRunner:
     MODULE = "planc.measure.one_rank"
 
     def __init__(self) -> None:
-        self._process: subprocess.Popen[str] | None = None
+        self._process: Popen[str] | None = None
 
     def __enter__(self) -> RankRunner:
         return self
@@ -92,6 +94,8 @@ class RankRunner:
     def ask(self, job: RankJob) -> dict[str, Any]:
         """Runs one rank; an answer with `error` where it did not run."""
         if self._process is None:
+            import subprocess  # a warm check starts no process
+
             # what this process can import, and no file that the current folder happens to have
             words = [sys.executable, "-P", "-W", "ignore", "-m", self.MODULE]
             known = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

@@ -15,7 +15,6 @@ from planc.plan.sections.tensor_styles import STYLES
 from planc.plan.settings import SETTINGS
 from planc.source import Source, Span
 from planc.syntax import ast
-from planc.syntax.ast_builder import number_of
 
 
 @dataclass(slots=True)
@@ -97,7 +96,7 @@ def _setting(text: str, sink: Sink) -> tuple[str, ast.Literal]:
     if value.lower() in words:
         literal = words[value.lower()]
     elif re.fullmatch(r"\d{1,9}(\.\d{1,9})?[KMGT](iB)?", value):
-        literal = number_of(value)
+        literal = ast.number_of(value)
     elif re.fullmatch(r"[+-]?\d{1,18}", value):
         literal = int(value)
     elif re.fullmatch(r"[+-]?\d+\.\d*([eE][+-]?\d{1,3})?", value):

@@ -292,3 +292,19 @@ def _mentions(node: Node) -> Iterator[tuple[str, Span]]:
             yield each.path, each.origin
         elif isinstance(each, Selector) and each.path.startswith("$"):
             yield each.path[1:].partition(".")[0].partition("[")[0], each.origin
+
+
+_LARGEST = 2**63
+_UNITS = {"K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+_UNITS |= {f"{unit}iB": 2 ** (10 * power) for power, unit in enumerate(_UNITS, 1)}
+
+
+def number_of(text: str) -> int | float | None:
+    """The value, or None for an integer of more than 64 bits; the grammar bounds the digits."""
+    digits = text.rstrip("KMGTiB")
+    scale = _UNITS.get(text[len(digits) :], 1)
+    value: int | float = int(digits) if digits.isdigit() else float(digits)
+    value *= scale
+    if scale > 1 and value == int(value):
+        value = int(value)
+    return None if isinstance(value, int) and value >= _LARGEST else value

@@ -10,11 +10,8 @@ from lark.tree import Meta
 from planc.source import Source, Span
 from planc.syntax import ast
 
-_LARGEST = 2**63
 _MODIFIERS = ("optional", "override")
 _LISTS = ("axes", "replicate")
-_UNITS = {"K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
-_UNITS |= {f"{unit}iB": 2 ** (10 * power) for power, unit in enumerate(_UNITS, 1)}
 
 Method = Callable[[Any, Meta, list[Any]], ast.Node]
 
@@ -177,7 +174,7 @@ class Builder(Transformer[Token, ast.File]):
     name = _node(ast.Name, "path")
 
     def number(self, meta: Meta, children: list[Any]) -> ast.Literal:
-        value = number_of(str(children[0]))
+        value = ast.number_of(str(children[0]))
         if value is None:
             self.giants.append(self.span(meta))
         return ast.Literal(origin=self.span(meta), value=value or 0)
@@ -191,14 +188,3 @@ class Builder(Transformer[Token, ast.File]):
 def _unquote(token: Token) -> str:
     """The value of a string literal: a backslash escapes a `"` or another backslash."""
     return re.sub(r"\\([\"\\])", r"\1", str(token)[1:-1])
-
-
-def number_of(text: str) -> int | float | None:
-    """The value, or None for an integer of more than 64 bits; the grammar bounds the digits."""
-    digits = text.rstrip("KMGTiB")
-    scale = _UNITS.get(text[len(digits) :], 1)
-    value: int | float = int(digits) if digits.isdigit() else float(digits)
-    value *= scale
-    if scale > 1 and value == int(value):
-        value = int(value)
-    return None if isinstance(value, int) and value >= _LARGEST else value
