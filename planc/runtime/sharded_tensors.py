@@ -1,6 +1,7 @@
 """FSDP units, and shards of backends, whose offsets only these know."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import MethodType, ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -57,12 +58,22 @@ def average_whole(model: nn.Module, experts: str) -> None:
     for group in (group for unit in fsdp_units(model) for group in groups_of(unit)):
         mesh = group.mesh_info.mesh
         for each in group.fsdp_params:
-            parameter = each.sharded_param
-            names = parameter.device_mesh.mesh_dim_names or ()
+            names = each.sharded_param.device_mesh.mesh_dim_names or ()
             over = (*range(mesh.ndim), *(i for i, name in enumerate(names) if name == experts))
             placements = [Partial() if i in over else Replicate() for i in range(len(names))]
-            divisor = group.gradient_divide_factor or mesh.size()
-            parameter.full_tensor = MethodType(_averaging(placements, divisor), parameter)
+            averaging = _averaging(placements, group.gradient_divide_factor or mesh.size())
+            # where a model is moved or loaded, torch puts other tensors into its parameters
+            each.reset_sharded_param = partial(_again, each, averaging, each.reset_sharded_param)
+            _again(each, averaging)
+
+
+def _again(
+    each: Any, averaging: Callable[..., Tensor], reset: Callable[[], None] | None = None
+) -> None:
+    """Gives the shard of a unit's parameter its `full_tensor`, once it is set anew."""
+    if reset:
+        reset()
+    each.sharded_param.full_tensor = MethodType(averaging, each.sharded_param)
 
 
 def _averaging(placements: Sequence[Placement], divisor: float) -> Callable[..., Tensor]:

@@ -310,7 +310,11 @@ class Script:
         return {"loss": self.on.mean(loss)}
 
     def own_head(self, number):
-        """A loss that multiplies with the weight of the head itself, as fused ones do."""
+        """A loss that multiplies with the weight of the head itself, as fused ones do; also where
+        the model was moved.
+        """
+        if number % 2:
+            self.model.to("cpu")
         tokens = self.rows(number)["input_ids"]
         states = whole_loss(self.model.base_model(tokens, use_cache=False).last_hidden_state)
         weight = whole_loss(self.model.get_output_embeddings().weight)

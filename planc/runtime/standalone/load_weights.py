@@ -199,7 +199,6 @@ def materialize(model: nn.Module, values: Mapping[int, Tensor], device: str) -> 
                 home = "cpu" if id(parameter) in host else device
                 fresh = torch.empty_like(parameter.detach(), device=home)
                 made = nn.Parameter(fresh, requires_grad=parameter.requires_grad)
-                vars(made).update(vars(parameter))  # what is noted on it stays
                 torch.utils.swap_tensors(parameter, made)
                 seen.add(id(parameter))
         for name, buffer in module._buffers.items():
