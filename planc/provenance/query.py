@@ -293,7 +293,8 @@ class _Question:
                 kept = next(self._kept(None), "its activations are kept for backward")
                 budgets = self.plan.budgets if self.plan else ()
                 lines = (b.origin.place for b in budgets if b.modules.has(self.name))
-                return "; ".join([*(f"the budget of {x} has room" for x in lines), kept])
+                room = "; ".join(f"the budget of {x} has room" for x in lines)
+                return f"{room}; {kept}" if room else f"no rule: {kept}"
             case "compile":
                 return "no rule: it runs as written"
         if self.units:
