@@ -92,7 +92,7 @@ def everything(model, world_size, rows, tokens):
     class Stop(Exception):
         pass
 
-    def stop(candidates, _progress):
+    def stop(candidates, _progress, budgets):
         kept.append(candidates)
         raise Stop
 

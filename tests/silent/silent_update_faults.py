@@ -29,10 +29,6 @@ def each_rank_orthogonalizes_its_shard():
     return on_ranks(Bucket, "orthogonalized", lambda _: own)
 
 
-def shards_are_averaged():
-    return on_ranks(Bucket, "orthogonalized", lambda real: lambda *a: [x / 2 for x in real(*a)])
-
-
 def scaled_by_local_rows():
     def turn(_bucket, matrices, group, dtype):
         for matrix in matrices:
