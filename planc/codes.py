@@ -93,7 +93,12 @@ _ROWS: tuple[tuple[str, str, Phase, str], ...] = (
     ("PL162", "warning", "plan", "a module without a rule takes or gives another layout"),
     ("PL170", "error", "plan", "the name is already a style"),
     ("PL171", "error", "plan", "a custom style or optimizer whose path names no class"),
-    ("PL172", "error", "runtime", "a custom style or optimizer that needs permission, or cannot be imported"),
+    (
+        "PL172",
+        "error",
+        "runtime",
+        "a custom style or optimizer that needs permission, or cannot be imported",
+    ),
     ("PL180", "error", "plan", "an adapter on a module that does not support one"),
     ("PL181", "error", "plan", "an adapter setting out of range"),
     ("PL182", "warning", "plan", "an adapter that is not smaller than its layer"),

@@ -19,7 +19,7 @@ from planc.runtime.own_optimizers import made_optimizer
 from planc.runtime.standalone.optimizer import optimize, planned_optimizer
 
 PLAN = """plan own for {family}
-extend "{family}.plan"
+extend "llama.plan"
 optimizer {{
     root                      : {rule}
     model.layers.*.*layernorm : adamw
@@ -172,6 +172,30 @@ def test_it_steps_as_the_class_by_itself():
     stepped(mine, resumed, 2)
     stepped(right, other, 2)
     assert torch.equal(mine.weight, right.weight)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "terms"),
+    [
+        ("class", {"kind": torch.optim.AdamW, "arguments": {"betas": [0.9, 0.99]}}),
+        ("adamw", {"state": torch.float32, "betas": (0.9, 0.999), "eps": 1e-8}),
+    ],
+)
+def test_states_are_loaded_bit_for_bit(algorithm, terms):
+    """Also in another dtype than their parameter's, to which torch casts them."""
+    module = nn.Linear(4, 3).bfloat16()
+    optimize(module, algorithm, lr=1.0, weight_decay=1.0, **terms)
+    optimizer = planned_optimizer(module, 0.1)
+    torch.manual_seed(0)
+    module(torch.randn(5, 4).bfloat16()).square().sum().backward()
+    optimizer.step()
+    for p in module.parameters():
+        optimizer.state[p]["exp_avg"] = optimizer.state[p]["exp_avg"].float() + 1e-4
+    other = planned_optimizer(module, 0.1)
+    other.load_state_dict(optimizer.state_dict())
+    for p in module.parameters():
+        assert other.state[p]["exp_avg"].dtype == torch.float32
+        assert torch.equal(other.state[p]["exp_avg"], optimizer.state[p]["exp_avg"])
 
 
 def test_a_class_without_weight_decay():

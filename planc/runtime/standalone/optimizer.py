@@ -169,13 +169,26 @@ class PlannedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
                 step_sgd(some, group, self.state)
         return loss
 
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Loads states in their own dtype; torch casts them to that of the parameter."""
+        super().load_state_dict(state_dict)
+        numbers = (n for group in state_dict["param_groups"] for n in group["params"])
+        every = (p for group in self.param_groups for p in group["params"])
+        for number, p in zip(numbers, every, strict=True):
+            for key, value in state_dict["state"].get(number, {}).items():
+                if (
+                    isinstance(value, Tensor)
+                    and self.state[p][key].dtype != value.dtype
+                ):
+                    self.state[p][key] = value.to(p.device)
+
 
 def state_like(parameter: Tensor, state: Any, name: str, group: Any) -> Tensor:
     """A state of the layout of a parameter, zero before the first step."""
     dtype = group["state"] or parameter.dtype
     if name not in state:
         state[name] = torch.zeros_like(parameter, dtype=dtype)
-    elif state[name].dtype != dtype:  # torch loads states in the dtype of parameters
+    elif state[name].dtype != dtype:  # that of a checkpoint of another plan
         state[name] = state[name].to(dtype)
     return part_of(state[name])
 
