@@ -170,7 +170,7 @@ class PlannedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         return loss
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Loads states in their own dtype; torch casts them to that of the parameter."""
+        """Loads states in their own dtype; torch casts them to the parameters'."""
         super().load_state_dict(state_dict)
         numbers = (n for group in state_dict["param_groups"] for n in group["params"])
         every = (p for group in self.param_groups for p in group["params"])
