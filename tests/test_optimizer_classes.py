@@ -59,6 +59,8 @@ def test_allowed_code_steps_the_small_model(plan, rule, verdict):
     assert found.verdict == verdict
     errors = [d.code for d in findings if d.severity == "error"]
     assert errors == (["PL509"] if verdict == "refuted" else [])
+    lines = [d.labels[0].span.text for d in findings if d.severity == "error"]
+    assert all("LocalNorm" in line for line in lines)
     assert "optimizer class" not in [s.name for s in found.sections]
 
 
