@@ -70,6 +70,8 @@ UNREACHED = {
     "PL468": "a run on processes; tests/processes/test_loading.py has it",
     "PL454": "a call of a model's method; tests/test_undone.py makes some",
     "PL455": "a hook on a parameter; tests/test_undone.py has one",
+    "PL591": "only apply imports; tests/test_optimizer_classes.py does",
+    "PL592": "a step of a run; tests/test_optimizer_classes.py makes one",
     "PL580": "a call of run.optimizer; tests/test_optimizer.py makes one",
     "PL477": "a call of save_pretrained; tests/test_apply_on_meta.py makes one",
     "PL509": "a fault of planc or of a style; tests/test_trial.py seeds one",

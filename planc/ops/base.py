@@ -182,6 +182,13 @@ Plain = Annotated[
     ),
 ]
 
+_WORD = r"[A-Za-z_][A-Za-z0-9_]*"
+ClassPath = Annotated[str, text("", "package.module:Class", rf"{_WORD}([.]{_WORD})*:{_WORD}")]
+"""A class of the user's, imported only where the user allows code."""
+PlainKeywords = Annotated[
+    Pairs[Plain], Form({"propertyNames": dict(text("", "a name", _WORD).schema)})
+]
+
 
 def choice(*values: object) -> Form:
     """One of several values."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from math import prod
+from typing import Any
 
 from planc.model.facts import Modules
 
@@ -259,6 +260,11 @@ def modules_of(step: Step) -> Iterator[Modules]:
 def given(**keywords: Value) -> Keywords:
     """Keyword arguments without those that are None."""
     return tuple((name, value) for name, value in keywords.items() if value is not None)
+
+
+def plain(value: Any) -> Value:
+    """A number, a text, a truth value, or a list of such."""
+    return Items(tuple(map(plain, value))) if isinstance(value, tuple) else value
 
 
 def dtype(name: str | None) -> ImportedName | None:

@@ -17,6 +17,7 @@ from planc.ops import base
 from planc.ops.backend import Backend
 from planc.ops.call import Context
 from planc.ops.fsdp import FullyShard
+from planc.ops.optimizer import Optimize, OptimizerClass
 from planc.ops.pipeline import Pipeline
 from planc.ops.registry import AnyOp
 from planc.ops.styles import Custom
@@ -181,9 +182,16 @@ class Lowered(InNotebooks):
 
     @property
     def code(self) -> tuple[str, ...]:
-        """`package.module:Class` of each user-defined style, which `apply` imports."""
+        """`package.module:Class` of each style and optimizer of the user's: `apply` imports it."""
         styles = (op.style for op in self.ops if isinstance(op, Parallelize))
-        return tuple(dict.fromkeys(s.path for s in styles if isinstance(s, Custom)))
+        paths = [s.path for s in styles if isinstance(s, Custom)]
+        return tuple(dict.fromkeys((*paths, *(op.path for op in self.optimizer_classes))))
+
+    @property
+    def optimizer_classes(self) -> tuple[OptimizerClass, ...]:
+        """The user-defined optimizers."""
+        algorithms = (op.algorithm for op in self.ops if isinstance(op, Optimize))
+        return tuple(a for a in algorithms if isinstance(a, OptimizerClass))
 
     @property
     def world_size(self) -> int:

@@ -7,8 +7,31 @@ from typing import Annotated, Any, ClassVar
 
 from planc.model.facts import Modules
 from planc.ops import phrases
-from planc.ops.base import OMIT, AxisSizes, Dtype, Form, Op, Pairs, Size, choice, kind_of
-from planc.ops.call import Context, Each, FunctionCall, ScriptFunction, Step, Table, Value, dtype
+from planc.ops.base import (
+    OMIT,
+    AxisSizes,
+    ClassPath,
+    Dtype,
+    Form,
+    Op,
+    Pairs,
+    PlainKeywords,
+    Size,
+    choice,
+    kind_of,
+)
+from planc.ops.call import (
+    Context,
+    Each,
+    FunctionCall,
+    ImportedName,
+    ScriptFunction,
+    Step,
+    Table,
+    Value,
+    dtype,
+    plain,
+)
 
 Factor = Annotated[int | float, Form({"type": "number", "minimum": 0})]
 Fraction = Annotated[
@@ -111,7 +134,26 @@ class Muon:
         return prod(shape)
 
 
-Algorithm = Annotated[AdamW | Sgd | Adafactor | Muon, Form(tag="algorithm")]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerClass:
+    """A `torch.optim.Optimizer` of the user's.
+
+    Args:
+        path: imported only where the user allows code.
+        arguments: keyword arguments of the class, beside `lr` and `weight_decay`.
+    """
+
+    KIND: ClassVar[str] = "class"
+
+    path: ClassPath
+    arguments: PlainKeywords = field(default=(), metadata=OMIT)
+
+    def state_size(self, shape: tuple[int, ...]) -> int:
+        """As AdamW's: what the class keeps is not known."""
+        return 2 * prod(shape)
+
+
+Algorithm = Annotated[AdamW | Sgd | Adafactor | Muon | OptimizerClass, Form(tag="algorithm")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +176,8 @@ class Optimize(Op):
 
     def calls(self, _context: Context) -> Iterator[Step]:
         terms: list[tuple[str, Value]] = [("lr", self.lr), ("weight_decay", self.weight_decay)]
-        terms += [("state", dtype(self.state))]
+        if not isinstance(self.algorithm, OptimizerClass):
+            terms += [("state", dtype(self.state))]
         match self.algorithm:
             case AdamW(beta1=one, beta2=two, eps=eps):
                 terms += [("betas", (one, two)), ("eps", eps)]
@@ -146,6 +189,9 @@ class Optimize(Op):
                 terms += [(name, getattr(self.algorithm, name)) for name in some]
                 cuts = ((n, (c.dim, c.sizes) if c.sizes else ()) for n, c in units)
                 terms += [("compute", dtype(compute)), ("units", Table(tuple(cuts)))]
+            case OptimizerClass(path=path, arguments=given):
+                own_terms = Table(tuple((name, plain(value)) for name, value in given))
+                terms += [("kind", ImportedName(path)), ("arguments", own_terms)]
         name = kind_of(type(self.algorithm))
         call = FunctionCall("standalone.optimizer:optimize", (name,), tuple(terms))
         yield Each(modules=self.modules, calls=(call,), note=self.place)
@@ -155,15 +201,24 @@ class Optimize(Op):
 
     def headline(self, _mesh: AxisSizes | None = None) -> str:
         """`muon of 3 parts, lr x 0.5`."""
-        usual = {f.name: f.default for f in fields(self.algorithm) if f.name != "units"}
-        given = ((name, getattr(self.algorithm, name)) for name in usual)
-        words = [f"{n} = {_shown(v)}" for n, v in given if v != usual[n]]
+        words = self._arguments()
         words += [f"lr x {self.lr:g}"] * (self.lr != 1)
         words += [f"weight decay x {self.weight_decay:g}"] * (self.weight_decay != 1)
         words += [f"states in {phrases.value(self.state)}"] * (self.state is not None)
-        return ", ".join([f"{kind_of(type(self.algorithm))}{self._matrices()}", *words])
+        return ", ".join([f"{kind_of(type(self.algorithm))}{self._subject()}", *words])
 
-    def _matrices(self) -> str:
+    def _arguments(self) -> list[str]:
+        if isinstance(self.algorithm, OptimizerClass):
+            given = ((name, phrases.literal(value)) for name, value in self.algorithm.arguments)
+            return [f"{name} = {value}" for name, value in given]
+        usual = {f.name: f.default for f in fields(self.algorithm) if f.name != "units"}
+        every = ((name, getattr(self.algorithm, name)) for name in usual)
+        return [f"{n} = {_shown(v)}" for n, v in every if v != usual[n]]
+
+    def _subject(self) -> str:
+        """The class, or what Muon cuts a weight into."""
+        if isinstance(self.algorithm, OptimizerClass):
+            return f' "{self.algorithm.path}"'
         cuts = dict(self.algorithm.units) if isinstance(self.algorithm, Muon) else {}
         found = {f"{name} in {len(c.sizes)} of dim {c.dim}" for name, c in cuts.items() if c.sizes}
         return f" ({', '.join(sorted(found))})" if found else ""

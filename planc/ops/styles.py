@@ -3,9 +3,20 @@
 from dataclasses import dataclass, field, fields
 from typing import Annotated, ClassVar, assert_never
 
-from planc.ops.base import OMIT, Form, Name, Pairs, Plain, Size, Some, key, kind_of, text
+from planc.ops.base import (
+    OMIT,
+    ClassPath,
+    Form,
+    Name,
+    Pairs,
+    PlainKeywords,
+    Size,
+    Some,
+    key,
+    kind_of,
+)
 from planc.ops.base import Literal as Literal  # noqa: PLC0414 - for users of this module
-from planc.ops.call import FunctionCall, Items, Keywords, Table, Value, given
+from planc.ops.call import FunctionCall, Keywords, Table, Value, given, plain
 from planc.ops.layouts import Layout as Layout  # noqa: PLC0414 - for users of this module
 from planc.ops.layouts import Partial as Partial  # noqa: PLC0414
 from planc.ops.layouts import Replicate as Replicate  # noqa: PLC0414
@@ -201,10 +212,6 @@ class Attributes:
     names: Annotated[Some[Name], Form({"uniqueItems": True})] = field(metadata=key("attributes"))
 
 
-_WORD = r"[A-Za-z_][A-Za-z0-9_]*"
-_KEYWORDS = Form({"propertyNames": dict(text("", "a name", _WORD).schema)})
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Custom:
     """A user-defined `ParallelStyle`.
@@ -218,8 +225,8 @@ class Custom:
     KIND: ClassVar[str] = "python"
 
     name: Name = field(metadata=key("style"))
-    path: Annotated[str, text("", "package.module:Class", rf"{_WORD}([.]{_WORD})*:{_WORD}")]
-    arguments: Annotated[Pairs[Plain], _KEYWORDS] = ()
+    path: ClassPath
+    arguments: PlainKeywords = ()
 
 
 Bare = Parameters | Experts
@@ -336,7 +343,7 @@ def style_call(style: Style) -> FunctionCall:
         case Attributes():
             return FunctionCall(f"{_OTHER}DividedAttributes", style.names)
         case Custom():
-            return FunctionCall(style.path, (), tuple((n, _literal(v)) for n, v in style.arguments))
+            return FunctionCall(style.path, (), tuple((n, plain(v)) for n, v in style.arguments))
         case Parameters() | Experts():
             return _bare(style)
         case _:
@@ -372,7 +379,7 @@ def _weighted(style: Colwise | Rowwise) -> FunctionCall:
 
 
 def _sizes(parts: Parts) -> Value:
-    return parts if isinstance(parts, int) else Items(parts)
+    return parts if isinstance(parts, int) else plain(parts)
 
 
 def _bare(style: Bare) -> FunctionCall:
@@ -415,7 +422,3 @@ def _sides(changes: tuple[Redistribution | None, ...]) -> tuple[Value, Value]:
         tuple(layout_call(c.source) if c else None for c in changes),
         tuple(layout_call(c.target) if c else None for c in changes),
     )
-
-
-def _literal(value: Literal) -> Value:
-    return Items(tuple(map(_literal, value))) if isinstance(value, tuple) else value

@@ -1,5 +1,6 @@
 """Reads a call's arguments one by one, each with a type; any argument left over is a finding."""
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -143,6 +144,23 @@ class Arguments:
                 hint = f"`{name}` is `{own}`: write `{own} = {argument.value.origin.text}`"
             self.wrong(argument, f"`{self.call.name}` takes no argument `{name}`", hint)
         return self.ok
+
+
+def plain_arguments(arguments: Arguments) -> tuple[tuple[str, Value], ...]:
+    """All named arguments left, for a class of the user's: numbers, texts, truth values, lists."""
+    given = tuple((str(a.name), size(a.value, arguments.scope)) for a in arguments.rest())
+    for name, value in given:
+        arguments.ok = arguments.ok and not isinstance(value, Failed)
+        if isinstance(value, ast.Selector):
+            message = f"`{name}` is a path of modules, and not a value"
+            arguments.wrong(arguments.call, message)
+    return given
+
+
+def names_class(path: object) -> bool:
+    """Whether a text is `package.module:Class`."""
+    form = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*"
+    return isinstance(path, str) and re.fullmatch(form, path, re.ASCII) is not None
 
 
 def word(expression: ast.Expr, scope: Scope) -> Value:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from planc.diagnostic import Label, Sink, did_you_mean, one_of
 from planc.model.facts import Facts
 from planc.plan import former
+from planc.plan.call_arguments import names_class
 from planc.plan.evaluate import describe, truth
 from planc.plan.ir import Mesh
 from planc.plan.rule_conflicts import nothing_to_override
@@ -135,7 +136,7 @@ def _style(statement: ast.Style, program: Program) -> None:
             *([known.name_origin] if known else []),
             help="choose another name",
         )
-    elif not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", statement.path):
+    elif not names_class(statement.path):
         message = f'"{statement.path}" names no class'
         help = f'write `style {name} = python "package.module:Class"`'
         program.sink.error("PL171", message, statement.origin, help=help)

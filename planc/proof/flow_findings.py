@@ -8,6 +8,7 @@ from planc.codes import TIES
 from planc.diagnostic import Diagnostic, Label, Severity, Sink, one_of
 from planc.model.facts import below, generic
 from planc.ops.base import AxisRole
+from planc.ops.optimizer import OptimizerClass
 from planc.ops.phrases import together
 from planc.ops.styles import Sequence
 from planc.plan.ir import Mesh, Plan
@@ -310,8 +311,15 @@ def _later(group: list[Discrepancy], small: Plan, sink: Sink) -> None:
     else:
         message = f"`{subject}` is wrong after two steps under this plan"
     facts = [f"relative error {mismatch.error:.1e}, while every gradient is right", _SEEN]
-    labels = rule_labels(mismatch.subject.rpartition(".")[0], small)
-    sink.error("PL509", message, *labels, facts=facts)
+    module = mismatch.subject.rpartition(".")[0]
+    inside = [
+        r for r in small.optimizer if any(below(mismatch.subject, n) for n in r.modules.names())
+    ]
+    own = [r for r in inside[-1:] if isinstance(r.op.algorithm, OptimizerClass)]
+    by = [Label(span=rule.origin, text="steps it, by code of your own") for rule in own]
+    help = "on a shard, `to_local()` is one rank's part: norms and sums of it are not the whole's"
+    labels = (*by, *rule_labels(module, small))
+    sink.error("PL509", message, *labels, facts=facts, help=help if by else None)
 
 
 def _uneven(found: list[Discrepancy], small: Plan, sink: Sink) -> None:

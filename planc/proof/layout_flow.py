@@ -35,7 +35,7 @@ from planc.proof.judge import blamed, judge
 from planc.proof.layer_verdicts import NOT_SPLIT, LayerVerdict, layer_verdicts
 from planc.proof.random_draws import drawing_case, report_draws
 from planc.proof.remedy import blamed_first, remedy
-from planc.proof.small_case import SmallCase, small_case
+from planc.proof.small_case import SmallCase, small_case, without_optimizer_classes
 from planc.proof.small_mesh import for_timetable, simulated_sizes, with_experts
 from planc.source import Span
 from planc.trial.outcome import Outcome
@@ -195,7 +195,14 @@ def flow(
         draft: what drafts a plan where no file is for the family. If given, what is to blame for a
             refuted plan is searched for.
     """
-    verdict = _flow(compiled, sink, strict, allow_code, draft)
+    without = compiled if allow_code else without_optimizer_classes(compiled)
+    verdict = _flow(without, sink, strict, allow_code, draft)
+    if without is not compiled:
+        why = "it is code, imported only with --allow-code: AdamW steps instead"
+        apart = SectionVerdict(
+            name="optimizer class", verdict="left out", by="structure", reason=why
+        )
+        verdict = replace(verdict, sections=(*verdict.sections, apart))
     if verdict.verdict not in ("proved", "nothing") or compiled.lowered is None:
         return verdict
     return verdict.with_runs(_eight_bits(compiled, sink, strict))

@@ -25,6 +25,7 @@ from planc.model.load import load_values
 from planc.model.randomness import with_noise
 from planc.model.small.shrink import UNSHRUNK, small_values
 from planc.ops.base import AxisRole
+from planc.ops.optimizer import Optimize
 from planc.plan import elaborate
 from planc.plan.apply_adapters import adapted
 from planc.plan.ir import Plan
@@ -199,13 +200,28 @@ def small_case(
     return with_plan(SmallCase(model=model, compiled=replace(compiled, facts=facts)), plan, checks)
 
 
+def without_optimizer_classes(compiled: Compiled) -> Compiled:
+    """A compiled plan without its optimizer section, if that names a class of the user's."""
+    plan, lowered, applied = compiled.plan, compiled.lowered, compiled.applied
+    if plan is None or lowered is None or applied is None or not lowered.optimizer_classes:
+        return compiled
+    return replace(
+        compiled,
+        plan=replace(plan, optimizer=()),
+        applied=(replace(applied[0], optimizer=()), applied[1]),
+        lowered=lowered.map_ops(lambda ops: (op for op in ops if not isinstance(op, Optimize))),
+    )
+
+
 def small_plan(
     compiled: Compiled, model: SmallModel, facts: Facts, sizes: Mapping[str, int]
 ) -> Plan | Unrepresented:
     """The decisions of a plan on the modules of a small model, whose facts these are."""
-    assert compiled.facts is not None
+    assert compiled.facts is not None and compiled.plan is not None
     quiet = Sink()
     plan = _sized(compiled, Sizes(config=facts.config, axes=sizes), quiet)
+    if plan is not None and not compiled.plan.optimizer:  # `without_optimizer_classes`
+        plan = replace(plan, optimizer=())
     if plan is None:
         return _unfit(quiet)
     return stand_in(with_stages(plan, sizes), compiled.facts, facts, kept=model.kept, sizes=sizes)

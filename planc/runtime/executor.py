@@ -14,6 +14,7 @@ from torch import distributed, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
+from torch.optim import Optimizer
 
 from planc.diagnostic import PlanError, first_line
 from planc.model.sources.isolation import quiet_imports
@@ -25,7 +26,7 @@ from planc.ops.freeze import Freeze
 from planc.ops.lora import Adapt
 from planc.ops.lowered import Lowered
 from planc.ops.matmul import LowPrecision
-from planc.ops.optimizer import Optimize
+from planc.ops.optimizer import Optimize, OptimizerClass
 from planc.ops.tensor_parallel import Parallelize
 from planc.runtime import gradients, preconditions
 from planc.runtime.calls import Values, function_of, resolve
@@ -34,6 +35,7 @@ from planc.runtime.lora import remember, require_packages
 from planc.runtime.matmul import require_eight_bits
 from planc.runtime.meshes import Meshes, device_of, mesh_in_use, no_group_after_an_error, start
 from planc.runtime.metrics import Experts, Meter, experts_of
+from planc.runtime.own_optimizers import require_arguments
 from planc.runtime.preconditions import announce, op_name, ready, stop
 from planc.runtime.run import Run
 from planc.runtime.safeguards.guards import Applied, guard
@@ -151,17 +153,28 @@ def _require(model: nn.Module, lowered: Lowered, device: str, allow_code: bool) 
 
 
 def _code(lowered: Lowered, allowed: bool) -> None:
+    optimizers = {own.path for own in lowered.optimizer_classes}
     for path in lowered.code:
+        what, kind = ("optimizer", Optimizer) if path in optimizers else ("style", ParallelStyle)
         if not allowed:
-            message = f"the plan has a custom style, {path}, which is code"
+            message = f"the plan has a custom {what}, {path}, which is code"
             help = "review it, then allow it: `planc.apply(..., allow_code=True)`"
             raise stop("PL172", message, help=help)
         try:
-            if not (isinstance(style := resolve(path), type) and issubclass(style, ParallelStyle)):
-                raise TypeError("it is not a torch.distributed.tensor.parallel.ParallelStyle")
+            if not (isinstance(own := resolve(path), type) and issubclass(own, kind)):
+                raise TypeError(f"it is not a {_KINDS[what]}")
         except Exception as error:
             text = f"{type(error).__name__}: {first_line(error)}"
-            raise stop("PL172", f"the style {path} cannot be imported: {text}") from error
+            raise stop("PL172", f"the {what} {path} cannot be imported: {text}") from error
+    for op in lowered.ops:
+        if isinstance(op, Optimize) and isinstance(op.algorithm, OptimizerClass):
+            require_arguments(op, op.algorithm)
+
+
+_KINDS = {
+    "optimizer": "torch.optim.Optimizer",
+    "style": "torch.distributed.tensor.parallel.ParallelStyle",
+}
 
 
 @contextmanager

@@ -25,12 +25,12 @@ from planc.runtime.expert_bias import balance
 from planc.runtime.known_verdict import KnownVerdict
 from planc.runtime.meshes import Meshes
 from planc.runtime.metrics import Meter
+from planc.runtime.own_optimizers import made_optimizer
 from planc.runtime.preconditions import stop
 from planc.runtime.profile import StepProfile, profiling
 from planc.runtime.safeguards.inputs import PassComparison, SameRows
 from planc.runtime.sharded_tensors import SHARDED_BY
 from planc.runtime.standalone.clipping import clip_grad_norm
-from planc.runtime.standalone.optimizer import planned_optimizer
 from planc.runtime.training_step import Batch, TrainingStep
 from planc.runtime.weights import peft_files, resuming, saving
 from planc.runtime.weights.background import Background
@@ -174,7 +174,7 @@ class Run(InNotebooks):
         planned = self.lowered.has(Optimize)
         if optimizer is None or planned:
             rate = gradients.required_rate(optimizer, lr, planned=planned)
-            optimizer = planned_optimizer(self.model, rate, weight_decay)
+            optimizer = made_optimizer(self.model, rate, weight_decay)
         else:
             gradients.require_current(self.model, optimizer, self.replaced)
             if self.steps.meter:

@@ -23,11 +23,12 @@ from planc.ops.matmul import LowPrecision
 from planc.ops.optimizer import Optimize
 from planc.runtime.collectives import named_modules
 from planc.runtime.run import Run
+from planc.runtime.sharded_tensors import sharded_like
 from planc.runtime.standalone.documents import reset_states
 from planc.runtime.standalone.loss import IGNORED
 from planc.runtime.standalone.optimizer import PlannedOptimizer, planned_optimizer
 from planc.runtime.standalone.pipeline import stages_of
-from planc.runtime.standalone.shards import in_own_order, rank_orders
+from planc.runtime.standalone.shards import in_own_order, rank_orders, slices_of, taken
 from planc.trial.batches import COUNT, Batches
 from planc.trial.coupled_rows import UnevenUse, UsedParameters, coupling_module
 from planc.trial.numerics import FLOOR, full_copy, gradient_scale, parameters_by_name, relative
@@ -105,7 +106,10 @@ class Reference:
 
     Args:
         passes: what each data rank's rows gave, by data rank.
-        before: the parameters that the plan's Muon steps, before the first step.
+        before: the parameters that the plan's Muon or a class steps, before the first step.
+        steered: the clipped gradients of each step, of what a class of the user's steps: a class
+            may enlarge rounding to a whole step, as one that takes signs does of a gradient that
+            is zero, so that ranks step with the same ones. They are compared by themselves.
         whole: the gradients of the first step with all rows of a pass in one batch, which differ
             from the sum over the data ranks' rows where a loss is no mean over tokens.
         recomputed: a module that the model's own code runs again in the backward pass.
@@ -121,6 +125,7 @@ class Reference:
     parameters: Tensors = field(default_factory=dict)
     states: Tensors = field(default_factory=dict)
     before: Tensors = field(default_factory=dict)
+    steered: list[Tensors] = field(default_factory=list)
     whole: Tensors = field(default_factory=dict)
     uneven: tuple[UnevenUse, ...] = ()
     coupling: str | None = None
@@ -149,7 +154,7 @@ def train_single(
     """
     reference = Reference(passes=[RankResult(data_rank=d) for d in range(batches.ranks)])
     optimizer = _single_optimizer(model, lowered)
-    reference.before, used = _of_muon(model, optimizer), UsedParameters()
+    reference.before, used = _parameters_of(_CHANGES, model, optimizer), UsedParameters()
     parts, each = _microbatches(lowered, batches)
     share = gradient_scale(lowered) / batches.ranks * each
     heads = [op for op in lowered.ops if isinstance(op, ChunkLoss)]
@@ -179,7 +184,7 @@ def train_single(
             _other_batches(reference, used, model, batches, lowered)
         if batches.gradients_alone:
             break
-        reference.norms.append(_stepped(model, optimizer))
+        reference.norms.append(_stepped(model, optimizer, reference))
     if not batches.gradients_alone:
         reference.parameters, reference.states = _parameters(model), _states(model, optimizer)
     reference.uneven = used.uneven(lowered)
@@ -198,10 +203,12 @@ def _microbatches(lowered: Lowered, batches: Batches) -> tuple[int, float]:
     return parts, 1.0 if batches.counted else 1 / parts
 
 
-def _stepped(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensor:
+def _stepped(model: nn.Module, optimizer: torch.optim.Optimizer, reference: Reference) -> Tensor:
     """The norm of all gradients, with which the optimizer has stepped."""
     trained = [p for p in model.parameters() if p.grad is not None]
     norm: Tensor = nn.utils.clip_grad_norm_(trained, MAX_NORM)
+    own = _parameters_of(("class",), model, optimizer)
+    reference.steered.append({n: g for n, g in _gradients(model).items() if n in own})
     optimizer.step()
     optimizer.zero_grad()
     return norm
@@ -261,6 +268,7 @@ def train_rank(
     *,
     traced: bool,
     draws: bool = False,
+    steered: Sequence[Tensors] = (),
 ) -> None:
     """Trains a parallel model on one rank, as a training script does.
 
@@ -271,6 +279,7 @@ def train_rank(
         result: filled while the rank runs, so that what came before an error is known.
         traced: whether to record the inputs and outputs of modules, which gathers DTensors.
         draws: whether to record random numbers.
+        steered: gradients of each step that replace the rank's own, as of `Reference`.
     """
     result.phase, result.data_rank = "parallel", run.data_rank
     result.part_rank = part_rank(run)
@@ -286,6 +295,8 @@ def train_rank(
         if batches.gradients_alone:
             break
         result.norms.append(full_copy(run.clip_grad_norm_(MAX_NORM)))
+        if steered:
+            _steer(model, steered[number])
         optimizer.step()
         optimizer.zero_grad()
     if not batches.gradients_alone:
@@ -362,9 +373,24 @@ def _without_noise(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return optimizer
 
 
-def _of_muon(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
-    """Copies of the parameters that Muon steps."""
-    groups = (g for g in optimizer.param_groups if g.get("algorithm") == "muon")
+def _steer(model: nn.Module, gradients: Tensors) -> None:
+    """Gives parameters their shards of these gradients."""
+    orders = rank_orders(model)
+    for name, p in parameters_by_name(model):
+        if name in gradients and p.grad is not None:
+            part = taken(gradients[name], slices_of(p, orders.get(name))).clone()
+            p.grad = sharded_like(part, p) if isinstance(p, DTensor) else part
+
+
+_CHANGES = ("muon", "class")
+"""The algorithms whose change of a parameter is compared: it may be far less than the value."""
+
+
+def _parameters_of(
+    algorithms: Sequence[str], model: nn.Module, optimizer: torch.optim.Optimizer
+) -> Tensors:
+    """Copies of the parameters that some algorithms of the plan step."""
+    groups = (g for g in optimizer.param_groups if g.get("algorithm") in algorithms)
     stepped = {id(p) for group in groups for p in group["params"]}
     return {n: p.detach().clone() for n, p in parameters_by_name(model) if id(p) in stepped}
 
@@ -382,7 +408,7 @@ def _states(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
         )
         for name, parameter in parameters_by_name(model)
         for key, state in sorted(optimizer.state.get(parameter, {}).items())
-        if state.dim()
+        if isinstance(state, Tensor) and state.dim()
     }
 
 

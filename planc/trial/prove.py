@@ -94,7 +94,8 @@ def trained(
     run = apply_lowered(model, lowered, digest=digest, device_type=device, allow_code=True)
     report("parallel")
     result = program.RankResult()
-    program.train_rank(model, run, data, result, traced=traced, draws=reference.draws)
+    draws, steered = reference.draws, () if reference.draws else reference.steered
+    program.train_rank(model, run, data, result, traced=traced, draws=draws, steered=steered)
     report("compare")
     if reference.draws:
         single = alone(built(), lowered)
@@ -129,25 +130,28 @@ def compare(result: program.RankResult, reference: program.Reference) -> Errors:
 
 def _updates(result: program.RankResult, reference: program.Reference) -> dict[str, float]:
     """The error of each parameter after the last step: of its value, of its change where Muon made
-    it (a few hundredths of the value), and of its optimizer state.
+    or a class of the user's made it (it may be far less than the value), and of its optimizer
+    state.
     """
     found = numerics.errors_by_name(result.parameters, reference.parameters)
-    mine, right = result.states, reference.states
-    rounded = {_owner(key) for key, state in right.items() if state.dtype == torch.bfloat16}
+    states, wanted = result.states, reference.states
+    rounded = {_owner(key) for key, state in wanted.items() if state.dtype == torch.bfloat16}
 
     def count(name: str, error: float) -> None:
         found[name] = max(found.get(name, 0.0), error / (_ROUNDED if name in rounded else 1.0))
 
     for name, before in reference.before.items():
         if found.get(name, math.inf) < math.inf:
-            changes = (r.parameters[name] - before for r in (result, reference))
-            count(name, numerics.relative(*changes))
-    for key, error in numerics.errors_by_name(mine, right).items():
-        alike = key in mine and key in right and mine[key].dtype == right[key].dtype
+            mine, right = (r.parameters[name] - before for r in (result, reference))
+            count(name, numerics.relative(mine, right, _STEPS * float(before.abs().max())))
+    for key, error in numerics.errors_by_name(states, wanted).items():
+        alike = key in states and key in wanted and states[key].dtype == wanted[key].dtype
         count(_owner(key), error if alike else math.inf)
     return found
 
 
+_STEPS = 8 * numerics.UNIT_ROUNDOFF["float32"] / PARAMETER_LIMIT
+"""The least change, relative to the value, of which the rounding of two steps is no error."""
 _ROUNDED = 4 * numerics.UNIT_ROUNDOFF["bfloat16"] / PARAMETER_LIMIT
 """How much more a parameter may be off whose optimizer state is rounded to bfloat16."""
 

@@ -127,8 +127,11 @@ def _run(models: list[nn.Module], runs: Runs) -> RankFailure | None:
         program.seed_rank(number)
         with RankRandom() if runs.reference.draws else nullcontext():
             plan, draws = runs.lowered, runs.reference.draws
+            steered = () if draws else runs.reference.steered
             run = apply_lowered(model, plan, digest=name, device_type="cpu", allow_code=True)
-            program.train_rank(model, run, runs.batches, result, traced=True, draws=draws)
+            program.train_rank(
+                model, run, runs.batches, result, traced=True, draws=draws, steered=steered
+            )
 
     def current() -> Trace | None:
         return runs.results[0].traces[-1] if runs.results[0].traces else None

@@ -31,7 +31,7 @@ def _single(model, plan, overrides, double, steps):
         nn.utils.clip_grad_norm_(single.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-    groups = (g["params"] for g in optimizer.param_groups if g["algorithm"] == "muon")
+    groups = (g["params"] for g in optimizer.param_groups if g["algorithm"] in ("muon", "class"))
     stepped = {id(p) for group in groups for p in group}
     muon = [name for name, p in single.named_parameters() if id(p) in stepped]
     return before, single.state_dict(), muon
@@ -47,7 +47,7 @@ def _step(run, optimizer, seed):
 
 
 def _errors(mine, before, after, muon):
-    """The largest error of the change of a parameter that Muon steps, relative to the change, and
+    """The largest error of the change that Muon or a class makes, relative to it, and
     of the value of another one, relative to the value; each with the name.
     """
     change = {n: error(mine[n] - before[n], after[n] - before[n]) for n in muon}
@@ -63,7 +63,7 @@ def train(model, plan, overrides, double=False):
     before, after, muon = _single(model, plan, overrides, double, 3)
     made = build(model)
     made = made.double() if double else made
-    run = planc.apply(made, plan, overrides=overrides, device_type="cpu")
+    run = planc.apply(made, plan, overrides=overrides, device_type="cpu", allow_code=True)
     optimizer = run.optimizer(**TERMS)
     for seed in range(3):
         _step(run, optimizer, seed)
@@ -81,7 +81,7 @@ def script(model, plan, overrides):
             rank, size, names = emitted(made, lowered)
             optimizer = names["planned_optimizer"](made, **TERMS)
         else:
-            run = planc.apply(made, lowered, device_type="cpu")
+            run = planc.apply(made, lowered, device_type="cpu", allow_code=True)
             rank, size, optimizer = run.data_rank, run.data_size, run.optimizer(**TERMS)
         for seed in range(2):
             tokens, labels = data(made.config.vocab_size, seed)
@@ -110,7 +110,8 @@ def resume(model, plan, old, new, folder):
     loaded = _states(run, optimizer)
     equal = all(torch.equal(loaded[n], saved[n]) for n in saved) and saved.keys() == loaded.keys()
     losses += [_step(run, optimizer, seed) for seed in range(step, 6)]
-    kept = (v.dtype for state in optimizer.state.values() for v in state.values())
+    every = (value for state in optimizer.state.values() for value in state.values())
+    kept = (value.dtype for value in every if isinstance(value, torch.Tensor))
     return {
         "losses": losses,
         "right": right,
@@ -128,6 +129,7 @@ def _states(run, optimizer):
         )
         for name, p in run.model.named_parameters()
         for key, value in optimizer.state[p].items()
+        if isinstance(value, torch.Tensor)
     }
 
 

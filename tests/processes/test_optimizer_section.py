@@ -182,3 +182,51 @@ def test_states_keep_their_dtype_when_they_are_loaded(four, plan, tmp_path):
     ):
         assert result["losses"] == result["right"]
         assert result["dtypes"] == ["torch.bfloat16", "torch.float32"]  # and the step
+
+
+CLASSES = """
+    root                            : class("own_optimizers:Lion", betas = [0.9, 0.98])
+    model.layers.*.*layernorm       : class("own_optimizers:Normalized", weight_decay = 0)
+    model.layers.*.self_attn.o_proj : muon
+"""
+
+
+@pytest.mark.parametrize(
+    "sets", [["tp=2"], ["dp_replicate=2"], ["pp=2", "microbatches=2"]], ids=_named
+)
+def test_classes_of_the_user_step_as_in_one_process(four, plan, sets):
+    """In float64: Lion takes signs, also of what is zero up to rounding."""
+    for result in four.run(
+        "optimizer_jobs.train",
+        model="llama",
+        plan=plan("llama", CLASSES),
+        overrides=[*FP64, *sets],
+        double=True,
+    ):
+        assert result["muon"][0] < 1e-5, result["muon"]
+
+
+def test_a_script_steps_classes_alike(four, plan):
+    for one, other in four.run(
+        "optimizer_jobs.script",
+        model="phi3",
+        plan=plan("phi3", CLASSES),
+        overrides=[*FP32, "tp=2"],
+    ):
+        assert one == other
+
+
+@pytest.mark.parametrize("new", [["tp=2"], ["tp=1"]], ids=_named)
+def test_classes_go_on_on_another_mesh(four, plan, tmp_path, new):
+    for result in four.run(
+        "optimizer_jobs.resume",
+        model="phi3",
+        plan=plan("phi3", CLASSES),
+        old=[*FP32, "tp=2"],
+        new=[*FP32, *new],
+        folder=str(tmp_path / "run"),
+    ):
+        assert result["equal"]
+        assert any(name.endswith("exp_avg") for name in result["states"])
+        same = result["right"] if new == ["tp=2"] else pytest.approx(result["right"], rel=1e-3)
+        assert result["losses"] == same

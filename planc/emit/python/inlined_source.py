@@ -53,6 +53,7 @@ _FILES = (
     "towers.py",
     "clipping.py",
     "adafactor.py",
+    "own_optimizer.py",
     "optimizer.py",
 )
 

@@ -131,7 +131,7 @@ def _docstring(lowered: Lowered, digest: str, packed: bool) -> str:
     if backend := lowered.backend:
         needed = f"{backend.NEEDS}{',' if ' and ' in needed else ' and'} {needed}"
     if lowered.code:
-        needed = needed.replace("alone", "and the user-defined styles")
+        needed = needed.replace("alone", "and the user-defined classes")
     note = f"Written by planc from the lowered plan {digest[:12]}; it needs {needed}."
     return (
         f'"""{lowered.plan} for {lowered.model} on {lowered.world_size:,} ranks.\n\n'

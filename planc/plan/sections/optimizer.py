@@ -3,11 +3,13 @@
 from dataclasses import fields
 from typing import Any
 
-from planc.ops.optimizer import Adafactor, AdamW, Muon, Optimize, Sgd
-from planc.plan.call_arguments import Arguments
+from planc.ops.optimizer import Adafactor, AdamW, Muon, Optimize, OptimizerClass, Sgd
+from planc.plan.call_arguments import Arguments, names_class, plain_arguments
+from planc.plan.evaluate import evaluate
 from planc.plan.ir import OptimizerRule
 from planc.plan.program import Program
 from planc.plan.rule_conflicts import Claims
+from planc.plan.scope import Failed
 from planc.plan.sections.fsdp_policies import DTYPES
 from planc.plan.sections.tensor import modules_of, no_axes, rules_of
 from planc.plan.sections.tensor_styles import parts_of
@@ -35,7 +37,8 @@ def optimizer(program: Program) -> tuple[OptimizerRule, ...]:
     claims: Claims[OptimizerRule | None] = Claims(program.sink)
     for section in program.named("optimizer"):
         no_axes(section, program)
-        for rule, placed in rules_of(section, tuple(_ALGORITHMS), "algorithm", program):
+        known = (*_ALGORITHMS, OptimizerClass.KIND)
+        for rule, placed in rules_of(section, known, "algorithm", program):
             assert isinstance(rule.target, ast.Selector)
             whole = rule.target.path == "root" and not placed.nested
             facts = program.facts
@@ -48,6 +51,8 @@ def optimizer(program: Program) -> tuple[OptimizerRule, ...]:
 
 def _rule(call: ast.Call, program: Program) -> OptimizerRule | None:
     """An algorithm with its arguments, on the whole model; None after a finding."""
+    if call.name == OptimizerClass.KIND:
+        return _class(call, program)
     kind = _ALGORITHMS[call.name]
     own = [f.name for f in fields(kind) if f.name != "units"]
     more = ("per", "parts") if kind is Muon else ()
@@ -84,6 +89,27 @@ def _rule(call: ast.Call, program: Program) -> OptimizerRule | None:
     if not arguments.done() or op.state in _EIGHT:
         return None
     return OptimizerRule(modules=op.modules, op=op, per=per, parts=parts, origin=call.origin)
+
+
+def _class(call: ast.Call, program: Program) -> OptimizerRule | None:
+    """A class with any arguments, which is not imported here: reading a plan runs no code."""
+    arguments = Arguments(call, program.scope)
+    lr, decay = (arguments.number(name, 1.0, *_FACTOR) for name in ("lr", "weight_decay"))
+    path = evaluate(arguments.positional[0].value, program.scope) if arguments.positional else None
+    if not isinstance(path, Failed) and not names_class(path):
+        said = f'"{path}" names' if isinstance(path, str) else "the rule names"
+        help = 'write `class("package.module:Class", betas = [0.9, 0.99])`'
+        program.sink.error("PL171", f"{said} no class", call.origin, help=help)
+    if arguments.take("state") is not None:
+        hint = "its states have the dtype that the class gives them"
+        arguments.wrong(call, "`class` takes no argument `state`", hint)
+    given = plain_arguments(arguments)
+    if not arguments.done(positional=1) or not names_class(path):
+        return None
+    algorithm = OptimizerClass(path=str(path), arguments=given)
+    whole = program.facts.model
+    op = Optimize(modules=whole, algorithm=algorithm, lr=lr, weight_decay=decay)
+    return OptimizerRule(modules=op.modules, op=op, per=None, parts=1, origin=call.origin)
 
 
 def _state(arguments: Arguments, call: ast.Call, program: Program) -> str | None:

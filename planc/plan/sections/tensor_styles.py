@@ -5,7 +5,7 @@ from typing import get_args
 
 from planc.ops import styles as ir
 from planc.ops.base import kind_of
-from planc.plan.call_arguments import Arguments
+from planc.plan.call_arguments import Arguments, plain_arguments
 from planc.plan.evaluate import evaluate, size
 from planc.plan.scope import Failed, Scope
 from planc.syntax import ast
@@ -252,14 +252,8 @@ def _output(call: ast.Call, scope: Scope) -> ir.Output | None:
 def custom(call: ast.Call, path: str, scope: Scope) -> ir.Custom | None:
     """A style of the plan's own, with any arguments."""
     arguments = Arguments(call, scope)
-    given = [(str(a.name), size(a.value, scope)) for a in arguments.rest()]
-    for name, value in given:
-        arguments.ok = arguments.ok and not isinstance(value, Failed)
-        if isinstance(value, ast.Selector):
-            arguments.wrong(call, f"`{name}` is a path of modules, and not a value")
-    if not arguments.done():
-        return None
-    return ir.Custom(name=call.name, path=path, arguments=tuple(given))
+    given = plain_arguments(arguments)
+    return ir.Custom(name=call.name, path=path, arguments=given) if arguments.done() else None
 
 
 def _mla_kv(call: ast.Call, scope: Scope) -> ir.MlaKv | None:

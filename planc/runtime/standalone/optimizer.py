@@ -21,6 +21,7 @@ from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
 from planc.runtime.standalone.adafactor import Factored
+from planc.runtime.standalone.own_optimizer import Own, OwnSteps
 from planc.runtime.standalone.shards import (
     Block,
     Order,
@@ -53,11 +54,12 @@ def optimize(module: nn.Module, algorithm: str, **terms: Any) -> None:
 
     Args:
         module: with the parameters; a record on a module inside it wins.
-        algorithm: `adamw`, `sgd`, `adafactor` or `muon`.
+        algorithm: `adamw`, `sgd`, `adafactor`, `muon` or `class`.
         terms: `lr` and `weight_decay`, factors of the script's; `state`, the dtype of
             the state; those of the algorithm. `units` of Muon has the names of the
             module's own parameters that it takes, each with the dim along which the
             parameter is cut into matrices and their sizes; () for a whole matrix.
+            `kind` is a class, with its own `arguments`; it has no `state`.
     """
     module.optimizer_terms = {"algorithm": algorithm, **terms}
 
@@ -76,21 +78,27 @@ def planned_optimizer(
     Raises:
         ValueError: a trainable parameter is in no group.
     """
-    groups: dict[str, dict[str, Any]] = {}
+    groups: dict[Any, dict[str, Any]] = {}
+    classes: dict[Any, Own] = {}
     cuts: dict[int, tuple[Order | None, Cut]] = {}
     orders = rank_orders(model)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             terms = terms_of(model, name)
+            own = terms.pop("kind", None), terms.pop("arguments", None)
             units = terms.pop("units", {})
-            own = units.get(name.rpartition(".")[2], ())
-            cuts[id(parameter)] = orders.get(plain_name(name)), own
-            group = groups.setdefault(repr(terms), {**terms, "params": []})
+            cut = units.get(name.rpartition(".")[2], ())
+            cuts[id(parameter)] = orders.get(plain_name(name)), cut
+            # operators of a class take parameters of one mesh
+            mesh = getattr(parameter, "device_mesh", None) if own[0] else None
+            key = repr(terms), repr(own), mesh
+            group = groups.setdefault(key, {**terms, "params": []})
             group["params"].append(parameter)
+            classes[key] = own
     for group in groups.values():
         group["lr"] = lr * group["lr"]
         group["weight_decay"] = weight_decay * group["weight_decay"]
-    return PlannedOptimizer(list(groups.values()), cuts)
+    return PlannedOptimizer(list(groups.values()), cuts, list(classes.values()))
 
 
 def terms_of(model: nn.Module, name: str) -> dict[str, Any]:
@@ -110,7 +118,7 @@ def terms_of(model: nn.Module, name: str) -> dict[str, Any]:
 
 
 class PlannedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
-    """AdamW, SGD, Adafactor and Muon, by the `algorithm` of each group.
+    """AdamW, SGD, Adafactor, Muon and classes, by the `algorithm` of each group.
 
     States have the names that torch's optimizers use, and the layout of parameters.
     """
@@ -119,9 +127,14 @@ class PlannedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         self,
         groups: list[dict[str, Any]],
         cuts: dict[int, tuple[Order | None, Cut]],
+        classes: list[Own],
     ) -> None:
         super().__init__(groups, {})
-        self.buckets: dict[int, list[Bucket | Factored]] = {}
+        self.buckets: dict[int, list[Bucket | Factored | OwnSteps]] = {
+            number: [OwnSteps(own, self.param_groups[number])]
+            for number, own in enumerate(classes)
+            if own[0]
+        }
         wanted = [
             (number, where, some)
             for number, group in enumerate(self.param_groups)
@@ -156,13 +169,26 @@ class PlannedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
                 step_sgd(some, group, self.state)
         return loss
 
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Loads states in their own dtype; torch casts them to the parameters'."""
+        super().load_state_dict(state_dict)
+        numbers = (n for group in state_dict["param_groups"] for n in group["params"])
+        every = (p for group in self.param_groups for p in group["params"])
+        for number, p in zip(numbers, every, strict=True):
+            for key, value in state_dict["state"].get(number, {}).items():
+                if (
+                    isinstance(value, Tensor)
+                    and self.state[p][key].dtype != value.dtype
+                ):
+                    self.state[p][key] = value.to(p.device)
+
 
 def state_like(parameter: Tensor, state: Any, name: str, group: Any) -> Tensor:
     """A state of the layout of a parameter, zero before the first step."""
     dtype = group["state"] or parameter.dtype
     if name not in state:
         state[name] = torch.zeros_like(parameter, dtype=dtype)
-    elif state[name].dtype != dtype:  # torch loads states in the dtype of parameters
+    elif state[name].dtype != dtype:  # that of a checkpoint of another plan
         state[name] = state[name].to(dtype)
     return part_of(state[name])
 
