@@ -75,6 +75,8 @@ def left_out(step: Step) -> tuple[str, ...]:
             names[f"what backward repeats of {op.modules}"] = None
         elif isinstance(op, Backend):
             names[f"what {op.TITLE} gathers and reduces"] = None
+        elif isinstance(op, LowPrecision) and _of_tensors(op, step):
+            names["largest values of activations of tensorwise products, 4 bytes each"] = None
         elif isinstance(op, Optimize) and isinstance(op.algorithm, Adafactor):
             names["sums of rows and columns that adafactor takes, two all-reduces a step"] = None
         elif isinstance(op, Freeze | Adapt) and not step.owned:
@@ -301,6 +303,12 @@ def _scales(op: ScaleWeights, step: Step) -> Iterator[Sent]:
     )
     for axes in dict.fromkeys((shard, *(o.axes for o in split))):
         yield replace(sent, axes=axes)
+
+
+def _of_tensors(op: LowPrecision, step: Step) -> bool:
+    """Whether each scale is of activations that several ranks have a part of."""
+    split = (o for o in step.every(Parallelize) if step.wide(o.axes))
+    return op.recipe == "tensorwise" and any(o.modules.overlap(op.modules) for o in split)
 
 
 def _gathered_again(op: FullyShard, step: Step) -> int:
