@@ -200,12 +200,7 @@ class Writer:
         self._not("same", "the family's plan says which dtypes", "casts")
         if given.get("casts"):
             self._alias("bf16", True, "casts")
-        if mixed := given.get("mixed"):
-            given["fp8"] = mixed == "fp8" or None
-            self._alias("param_dtype", "bf16" if mixed == "fp8" else mixed, "mixed")
-            if mixed == "fp8":
-                self.aliases["mixed"] = "fp8"
-                self.keys["fp8"] = self.keys.get("mixed", "")
+        self._mixed()
         half = next((word for word in ("bf16", "fp16") if given.get(word)), "fp32")
         if given.get("bf16") is not None or given.get("fp16"):
             given["param_dtype"] = half
@@ -231,6 +226,14 @@ class Writer:
             lines += self._option("checkpoint", RECOMPUTE, given["checkpoint"] == "full")
         first = {line.partition("    #")[0]: line for line in reversed(lines)}
         return [*reversed(first.values()), *self._pipeline(), *self._loss(many), ""]
+
+    def _mixed(self) -> None:
+        """One key for the dtype of compute and for fp8, beside which it is bf16."""
+        if mixed := self.given.get("mixed"):
+            low = mixed == "fp8"
+            self._alias("param_dtype", "bf16" if low else mixed, "mixed")
+            if low:
+                self._alias("fp8", True, "mixed")
 
     def _loss(self, many: bool) -> list[str]:
         given, lines = self.given, list[str]()
