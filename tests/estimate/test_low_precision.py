@@ -90,3 +90,11 @@ def test_hardware_that_has_no_such_products_is_named(estimated):
     found = estimated(f"    {LINEAR} : mxfp8", hardware="b200-8x")
     assert "PL553" not in [d.code for d in found.findings]
     assert "published rates" in str(found)
+
+
+def test_no_rank_is_run_alone(tmp_path):
+    """Without a GPU its products are emulated, which holds more."""
+    path = tmp_path / "a.plan"
+    path.write_text(f'plan a for llama\n\nextend "llama"\n\nmatmul {{\n    {LINEAR} : fp8\n}}\n')
+    with pytest.raises(planc.PlanError, match="PL727"):
+        planc.measure("llama-3.2-1b", str(path), world_size=8, batch=8, seq=64)
