@@ -38,6 +38,9 @@ FILES = {  # file: (library, model, ranks)
     "trainer.json": ("trainer", "llama-3.1-8b", 8),
     "llamafactory.yaml": ("llamafactory", "llama-3.1-8b", 8),
     "swift.sh": ("swift", "qwen3-8b", 4),
+    "axolotl_fp8.yaml": ("axolotl", "llama-3.1-8b", 8),
+    "torchtitan_fp8.toml": ("torchtitan", "llama-3.1-8b", 8),
+    "accelerate_fp8.yaml": ("accelerate", "llama-3.1-8b", 8),
 }
 
 
@@ -592,3 +595,60 @@ def test_a_dynamic_scale_is_not_off(enabled, lost, tmp_path):
     named = [d.message for d in sink if d.code == "PL736" and "loss_scale" in d.message]
     assert bool(named) is lost
     assert ("PL570" in result.text) is lost
+
+
+LINEAR = "$blocks.**<Linear>"
+
+
+@pytest.mark.parametrize(
+    ("name", "lines"),
+    [
+        ("axolotl_fp8.yaml", [f"{LINEAR} : fp8(recipe = tensorwise, gather = fp8)"]),
+        ("accelerate_fp8.yaml", [f"{LINEAR} : fp8(recipe = tensorwise, gather = fp8)"]),
+        (
+            "torchtitan_fp8.toml",
+            [
+                f"{LINEAR} : fp8(recipe = rowwise)",
+                "override $blocks.self_attn.k_proj : none",
+                "override $blocks.self_attn.v_proj : none",
+            ],
+        ),
+    ],
+)
+def test_products_in_8_bits(name, lines):
+    """By torchao's recipes, with the layers that the file leaves out."""
+    text = re.sub(" +", " ", run(name)[0].text)
+    section = text.partition("matmul {")[2].partition("}\n\n")[0]
+    found = [line.partition(" #")[0].strip() for line in section.splitlines()]
+    assert [line for line in found if " : " in line and line[0] != "#"] == lines
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "after", "kind"),
+    [
+        ("accelerate_fp8.yaml", "backend: AO", "backend: TE", "lost"),
+        ("axolotl_fp8.yaml", "fp8: true", "fp8: true\nadapter: lora", "lost"),
+        ("axolotl_fp8.yaml", "fp8: true", "fp8: false", "same"),
+        ("torchtitan_fp8.toml", '"rowwise"', '"rowwise_with_gw_hp"', "lost"),
+        ("torchtitan_fp8.toml", 'linear.float8"]', 'linear.mx"]', "lost"),
+    ],
+)
+def test_products_that_no_plan_has(name, before, after, kind, tmp_path):
+    """They are named with a reason, and no section is written."""
+    text = (FOLDER / name).read_text()
+    assert before in text
+    (tmp_path / name).write_text(text.replace(before, after))
+    result = imported(str(tmp_path / name), Sink(), peer=None, model="llama-3.1-8b")
+    assert "matmul {" not in result.text
+    kinds = {fate for leaf, fate, _ in result.fate if "fp8" in leaf.path or "float8" in leaf.path}
+    assert kind in kinds and "plan" not in kinds
+
+
+def test_filters_of_other_names_are_left(tmp_path):
+    text = (FOLDER / "torchtitan_fp8.toml").read_text()
+    path = tmp_path / "a.toml"
+    path.write_text(text.replace("attention.wk", "auto_filter_small_kn"))
+    result = imported(str(path), Sink(), peer=None, model="llama-3.1-8b")
+    found = {leaf.path: fate for leaf, fate, _ in result.fate}
+    assert found["quantize.linear.float8.filter_fqns"] == "lost"
+    assert f"{LINEAR} : fp8(recipe = rowwise)" in result.text

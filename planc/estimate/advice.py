@@ -22,7 +22,7 @@ LARGE = 0.25
 
 
 def advise(found: Answer, sink: Sink) -> None:
-    """Reports PL714 to PL716, PL720 and PL721, each with the estimate that it follows from."""
+    """Reports PL553, PL714 to PL716, PL720 and PL721, each with what it follows from."""
     if not found.counted:
         return
     _tensor_across_nodes(found, sink)
@@ -31,6 +31,22 @@ def advise(found: Answer, sink: Sink) -> None:
     _large_unit(found, sink)
     _float32_gathers(found, sink)
     _slow_offload(found, sink)
+    _unknown_rates(found, sink)
+
+
+def _unknown_rates(found: Answer, sink: Sink) -> None:
+    """Products in 8 bits that the hardware has no rate for."""
+    hardware = found.hardware
+    for recipe in dict.fromkeys(op.recipe for op in found.plan.matmul):
+        if not hardware.rate(recipe):
+            lines = (op.origin for op in found.plan.matmul if op.recipe == recipe)
+            sink.warning(
+                "PL553",
+                f"{hardware.name} has no rate for {recipe} products",
+                *dict.fromkeys(lines),
+                facts=("the estimate counts them as products in 16 bits",),
+                help=f"name hardware that has them, or write {recipe}_tflops into a profile",
+            )
 
 
 def _tensor_across_nodes(found: Answer, sink: Sink) -> None:

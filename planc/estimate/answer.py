@@ -309,8 +309,8 @@ def assumed(found: Answer) -> Iterator[str]:
         said += "the plan or the configuration has them"
     if any(a.linear for part in found.work.stages for x, _ in part for a in x.attention):
         yield "linear attention in fused kernels (fla, mamba_ssm)"
-    if found.plan.matmul:
-        yield "products in 8 bits as in 16 bits: no GPU was measured with them"
+    if any(found.hardware.rate(op.recipe) for op in found.plan.matmul):
+        yield "products in 8 bits at published rates, compiled: planc measured no GPU with them"
     assumed = " (assumed, as docs/training.md has it; `load { dtype = ... }` says another)"
     yield f"{found.optimizer} on parameters in {dtype}{said}{assumed * found.masters}"
 

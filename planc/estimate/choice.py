@@ -39,7 +39,7 @@ TOKENS = 8192
 
 CHUNKS = (0, 2, 8)
 """The values of `loss_chunks` that are tried. Precision is not searched: it changes what the model
-learns, and a profile knows the rates of 16 bits only."""
+learns."""
 
 SAVES = ("attention", "attention, matmul(every = 2)", "attention, matmul")
 """What selective checkpointing saves, from the least memory to the least time."""

@@ -19,13 +19,21 @@ from planc.budget.table import CallTable
 from planc.estimate.counted import Counted, MicroBatch, Part
 from planc.estimate.optimizer_step import states_of, update_of
 from planc.estimate.profiles import Stack
-from planc.estimate.tensor_split import PartSplit, chunk_passes, logit_copies, recompute_of, unsplit
+from planc.estimate.tensor_split import (
+    PartSplit,
+    below,
+    chunk_passes,
+    logit_copies,
+    recompute_of,
+    unsplit,
+)
 from planc.estimate.workload import ElementSizes, Group, Layer, Sharding, Update, Workload
 from planc.lowering.lower import lower, on_activations
 from planc.lowering.memory import Holding, Holdings
 from planc.lowering.sends import by_pass
 from planc.lowering.step import During, Sent, Step
 from planc.model.facts import DTYPE_BYTES, Facts
+from planc.model.indices import Indices
 from planc.ops.activation_checkpoint import Checkpoint
 from planc.ops.base import AxisRole
 from planc.ops.load import Load
@@ -384,11 +392,13 @@ class PlanWork:
         return replace(part, **lists)
 
     def _by_rule(self, part: Part) -> Iterable[list[str]]:
-        """The layers of a part under each checkpoint rule."""
-        found: dict[tuple[int, ...], list[str]] = {}
+        """The layers of a part under each checkpoint rule, with products by the same recipes."""
+        found: dict[tuple[object, ...], list[str]] = {}
         for name in part.like:
             own = (i for i, rule in enumerate(self.plan.checkpoint) if rule.modules.has(name))
-            found.setdefault(tuple(own), []).append(name)
+            low = ((op, at) for op in self.plan.matmul if (at := below(op.modules, name)))
+            rounded = frozenset((at, op.recipe, op.gather) for op, at in low)
+            found.setdefault((*own, rounded), []).append(name)
         return found.values()
 
     def _inside(self, part: Part) -> list[Holding]:
@@ -431,9 +441,7 @@ class PlanWork:
             again=again,
             left=left,
             boundary=boundary,
-            transient=logit_copies(self.plan, counted.logits, self.width, self.stack.loss_transient)
-            if counted and last
-            else split.routed(),
+            transient=self._transient(split, counted if last else None),
             forward=sent[During.FORWARD],
             backward=sent[During.BACKWARD],
             repeated=None if rule and rule.save else sent[During.REPEATED],
@@ -443,10 +451,17 @@ class PlanWork:
             recompute=recompute_of(rule),
             parked=rule is not None and rule.offload,
             width=_gathered_width(unit, inside),
+            narrow=_narrow(inside, name),
             replayed=split.replayed(rule),
             moved_again=split.moved_again(rule),
             origin=unit.origin if unit else None,
         )
+
+    def _transient(self, split: PartSplit, counted: Counted | None) -> float:
+        """`Layer.transient`; `counted` for what computes the loss."""
+        if counted is None:
+            return max(split.routed(), split.rounding())
+        return logit_copies(self.plan, counted.logits, self.width, self.stack.loss_transient)
 
     def _elements(self, inside: list[Holding], times: int) -> dict[str, int]:
         """The elements of one of `times` equal layers, by their names in `Layer`."""
@@ -483,6 +498,16 @@ def _gathered_width(unit: Unit | None, inside: list[Holding]) -> int:
     """Bytes of an element of a unit that has a precision of its own, else 0."""
     own = unit and unit.precision
     return DTYPE_BYTES[own.param or inside[0].parameter.dtype] if own else 0
+
+
+def _narrow(inside: list[Holding], name: str) -> int:
+    """`Layer.narrow` of a layer."""
+    elements, depth = 0, len(name.split(".")) if name else 0
+    for h in inside:
+        if h.narrow and below(h.modules, name) is not None:
+            layers = prod(len(s) for s in h.modules.path[:depth] if isinstance(s, Indices))
+            elements += prod(h.local) * h.count // layers
+    return elements
 
 
 def _is_in(holding: Holding, names: frozenset[str]) -> bool:

@@ -7,6 +7,7 @@ share of the network that its ranks have; the groups beside it have the rest.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from math import ceil, sqrt
 
@@ -30,8 +31,10 @@ def matmul(product: Matmul, hardware: Hardware) -> float:
     adds a constant for filling and draining its pipeline.
     """
     compute = _quantized(product.m, product.n, product.k, hardware.processors)
-    compute /= hardware.matmul_tflops * 1e12
-    bytes_moved = 2.0 * (product.m * product.k + product.k * product.n + product.m * product.n)
+    rate = hardware.rate(product.recipe) if product.recipe else 0
+    compute /= (rate or hardware.matmul_tflops) * 1e12
+    factors = product.m * product.k + product.k * product.n
+    bytes_moved = (1.0 if rate else 2.0) * factors + 2.0 * product.m * product.n
     memory = bytes_moved / (hardware.memory_gb_s * 1e9)
     return product.count * (max(compute, memory) + hardware.kernel_us * 1e-6)
 
@@ -62,6 +65,32 @@ def orthogonal(rows: int, columns: int, hardware: Hardware, *, full: bool) -> fl
     gram, square = Matmul(m=short, n=short, k=long), Matmul(m=short, n=short, k=short)
     products = (gram, square, Matmul(m=short, n=long, k=short))
     return sum(matmul(one, hardware) for one in products) * (FULL if full else 1)
+
+
+CASTS = {
+    "tensorwise": (6, 0, 5, 3, 6),
+    "rowwise": (5, 3, 3, 7, 8),
+    "mxfp8": (3, 3, 3, 3, 6),
+}
+"""Bytes read and written to round an element of an input in the forward and the backward pass, of
+a weight likewise, and of a gradient: a largest value, and both layouts that the products take.
+
+Source: `get_tensor_memory_traffic_ovhd_s` of torchao 0.18's roofline, without what a compiler fuses
+with the operator before.
+"""
+
+
+def casts(product: Matmul, hardware: Hardware) -> tuple[float, float]:
+    """Bytes that rounding to 8 bits moves in a product's forward and backward pass."""
+    if not product.recipe or not hardware.rate(product.recipe):
+        return 0.0, 0.0
+    into, again, weight, weight_again, gradient = CASTS[product.recipe]
+    if product.gathered:  # the other layout alone
+        weight, weight_again = 0, 2
+    inputs, weights = product.m * product.k, product.k * product.n
+    forward = into * inputs + weight * weights
+    backward = again * inputs + weight_again * weights + gradient * product.m * product.n
+    return float(product.count * forward), float(product.count * backward)
 
 
 def attention(part: Attention, hardware: Hardware, pace: float = 1.0) -> float:
@@ -97,22 +126,24 @@ def forward(layer: Layer, hardware: Hardware, stack: Stack) -> tuple[float, floa
     products = sum(matmul(m, hardware) for m in layer.matmuls) / stack.matmul_pace
     attended = sum(attention(a, hardware, stack.attention_pace) for a in layer.attention)
     rest = max(0, layer.kernels - len(layer.matmuls) - len(layer.attention))
-    return products, attended, moved(layer.moved, rest, hardware)
+    rounded = sum(casts(m, hardware)[0] for m in layer.matmuls)
+    return products, attended, moved(layer.moved + rounded, rest, hardware)
 
 
 def backward(layer: Layer, hardware: Hardware, stack: Stack) -> tuple[float, float, float]:
     """Backward: 2x the matmul FLOPs, 2.5x attention's, 2x the memory traffic."""
     products = 0.0
     for m in layer.matmuls:
-        products += matmul(Matmul(m=m.m, n=m.k, k=m.n, count=m.count), hardware)
-        products += matmul(Matmul(m=m.n, n=m.k, k=m.m, count=m.count), hardware)
+        products += matmul(replace(m, n=m.k, k=m.n), hardware)
+        products += matmul(replace(m, m=m.n, n=m.k, k=m.m), hardware)
     products /= stack.matmul_pace
     attended = sum(
         attention(a, hardware, stack.attention_pace) * (3 if a.fused else 2)
         for a in layer.attention
     )
     rest = max(0, layer.kernels - len(layer.matmuls) - len(layer.attention))
-    return products, attended, moved(2 * layer.moved, 2 * rest, hardware)
+    rounded = sum(casts(m, hardware)[1] for m in layer.matmuls)
+    return products, attended, moved(2 * layer.moved + rounded, 2 * rest, hardware)
 
 
 # Collectives -------------------------------------------------------------------------------------

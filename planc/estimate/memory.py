@@ -330,8 +330,9 @@ class _Rank:
         tied = not any(x.lookup for x in layers)  # the head is gathered with the embedding, first
         last = [x for x in layers if not x.lookup and not (tied and x.loss)][-1]
         width = last.width or self.work.precision.compute
-        how = f"{_unit(last):,} elements x {width} bytes, until the forward pass ends"
-        yield _of_layer("the last all-gather's buffer", last, _unit(last) * width, how)
+        of = f"{_unit(last):,} elements x {width} bytes{_narrow(last)}"
+        how = f"{of}, until the forward pass ends"
+        yield _of_layer("the last all-gather's buffer", last, last.whole(width), how)
 
     def recomputed(self) -> Iterable[Item]:
         """What one checkpointed layer keeps while it is recomputed."""
@@ -358,8 +359,9 @@ class _Rank:
         for layer, count in self.layers if self.full else ():
             if n := round(layer.resident * count) if every else count * int(layer.resident):
                 width = layer.width or self.work.precision.compute
-                how = f"{layer.parameters:,} elements x {width} bytes, until the end of the step"
-                size, name = layer.parameters * n * width, f"gathered {layer.name}"
+                of = f"{layer.parameters:,} elements x {width} bytes{_narrow(layer)}"
+                how, name = f"{of}, until the end of the step", f"gathered {layer.name}"
+                size = n * (layer.parameters * width - layer.narrow * (width - 1))
                 yield Item(name=name, size=size, how=how, origin=layer.origin)
 
     def gathered(self) -> Iterable[Item]:
@@ -367,10 +369,12 @@ class _Rank:
         if not self.full:
             return
         precision = self.work.precision
-        units = [(_unit(x), n) for x, n in self.layers if x.resident < 1 and not x.lookup]
-        most, count = max(units, default=(0, 0))
-        how = f"{min(2, count)} x {most:,} elements x {precision.compute} bytes"
-        size, origin = most * precision.compute * min(2, count), self.work.origin
+        units = [(_unit(x), n, x) for x, n in self.layers if x.resident < 1 and not x.lookup]
+        most, count, layer = max(units, key=lambda u: u[:2], default=(0, 0, None))
+        narrow = _narrow(layer) if layer else ""
+        how = f"{min(2, count)} x {most:,} elements x {precision.compute} bytes{narrow}"
+        less = layer.narrow * (precision.compute - 1) if layer else 0
+        size, origin = (most * precision.compute - less) * min(2, count), self.work.origin
         yield Item(name="gathered units", size=size, how=how, origin=origin)
         if self.whole:
             yield from self.gradients_on_their_way()
@@ -439,6 +443,11 @@ def _of_layers(
     if size := each * n * times:
         how = f"{each / 2**20:,.1f} MiB x {n} layers x {times} {state}"
         yield _of_layer(what, layer, size, how)
+
+
+def _narrow(layer: Layer) -> str:
+    """Says which elements of a gathered unit take one byte."""
+    return f", {layer.narrow:,} of them in 1 byte" if layer.narrow else ""
 
 
 def _unit(layer: Layer) -> int:

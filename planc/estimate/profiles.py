@@ -26,6 +26,8 @@ class Hardware:
         memory_gib: of an accelerator.
         context_gib: taken outside the allocator, by the driver's context and by NCCL.
         matmul_tflops: sustained by large products in 16 bits.
+        tensorwise_tflops, rowwise_tflops, mxfp8_tflops: likewise in 8 bits, by recipe; 0 where
+            there are no such products.
         kernel_us: the time of a kernel besides the roofline.
         attention_fraction: what a flash kernel reaches of `matmul_tflops`.
         memory_gb_s: sustained by memory-bound kernels.
@@ -60,7 +62,14 @@ class Hardware:
     host_gb_s: float = 24
     host_memory_gb_s: float = 25
     devices: str = ""
+    tensorwise_tflops: float = 0
+    rowwise_tflops: float = 0
+    mxfp8_tflops: float = 0
     sources: dict[str, str] = field(default_factory=dict, compare=False)
+
+    def rate(self, recipe: str) -> float:
+        """TFLOP/s of large products in 8 bits by a recipe of a `matmul` section; 0 for none."""
+        return float(getattr(self, f"{recipe}_tflops"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +120,9 @@ LIMITS: dict[str, tuple[float, float]] = {
     "context_gib": (0, 64),
     "attention_fraction": (0.01, 1),
     "kernel_us": (0, 1e4),
+    "tensorwise_tflops": (0, 1e6),
+    "rowwise_tflops": (0, 1e6),
+    "mxfp8_tflops": (0, 1e6),
     "launch_us": (0, 1e5),
     "node_latency_us": (0, 1e6),
     "network_latency_us": (0, 1e6),

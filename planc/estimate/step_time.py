@@ -168,7 +168,11 @@ class Passes:
             return 0.0
         width = layer.width or self.work.precision.compute
         parts = self._parts(layer)
-        sent = sum(self._collective(GATHER, n * width, shard) for n, shard, _ in parts)
+        less = (layer.narrow * (width - 1), 0)  # what comes in 8 bits, of the first part
+        sent = sum(
+            self._collective(GATHER, n * width - narrow, shard)
+            for (n, shard, _), narrow in zip(parts, less, strict=False)
+        )
         return sent + self.offloaded(layer)
 
     def reduce(self, layer: Layer) -> float:

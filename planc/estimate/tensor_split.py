@@ -49,7 +49,7 @@ def _whole_module(made: Contract) -> bool:
 
 
 @lru_cache(maxsize=4096)  # a search asks the same for many plans
-def _below(modules: Modules, name: str) -> str | None:
+def below(modules: Modules, name: str) -> str | None:
     """The name of modules below the part of a name, None where they are elsewhere."""
     depth = len(name.split(".")) if name else 0
     head, rest = modules.path[:depth], modules.path[depth:]
@@ -97,16 +97,19 @@ class PartSplit:
         self.work, self.part = work, part
         self.factors: dict[str, int] = {}
         self.name = name or part.like[0]
-        rules = ((_below(r.modules, self.name), r) for r in work.rules)
+        rules = ((below(r.modules, self.name), r) for r in work.rules)
         self.ruled = {name: r for name, r in rules if name is not None}
         self.ranks = work.size(AxisRole.TENSOR)
         experts = work.plan.mesh.experts
         self.experts = experts.ranks.size if experts else 1
         self.senders = 1 if experts and experts.inside else self.ranks
         """The ranks with equal tokens that each send a part of them to divided experts."""
-        found = ((_below(r.modules, self.name), r.dispatch) for r in dividing(work.plan))
+        found = ((below(r.modules, self.name), r.dispatch) for r in dividing(work.plan))
         self.divided = {name: way for name, way in found if name is not None}
         """How tokens come to the experts of modules that ranks divide."""
+        low = ((below(op.modules, self.name), op) for op in work.plan.matmul)
+        self.rounded = {name: op for name, op in low if name is not None}
+        """Whose products are of numbers in 8 bits."""
         made = (contract(r.style) for r in self.ruled.values())
         norms = any(c.sums and c.takes[0].target == Shard(1) for c in made)
         self.stream = self.ranks if norms else 1
@@ -168,7 +171,14 @@ class PartSplit:
                 n, k = (-(-n // self.ranks), k) if n >= k else (n, -(-k // self.ranks))
             elif count > 1:
                 count = -(-count // self.factor(p.module))
-            yield Matmul(m=m, n=n, k=k, count=count)
+            op = self.rounded.get(p.module)
+            recipe, gathered = (op.recipe, op.gather) if op else ("", False)
+            yield Matmul(m=m, n=n, k=k, count=count, recipe=recipe, gathered=gathered)
+
+    def rounding(self) -> float:
+        """Bytes of what a product in 8 bits reads and its gradient, while they are rounded."""
+        rounded = (m for m in self.matmuls() if m.recipe)
+        return max((m.m * m.k + m.k * m.n + m.m * m.n for m in rounded), default=0)
 
     def attention(self) -> Iterable[Attention]:
         _, parts = self.work.exchange  # a script's exchange is not counted
@@ -231,7 +241,7 @@ class PartSplit:
         """
         order: dict[str, int] = {}
         for h in inside:
-            if h.parameter.trainable and (name := _below(h.modules, self.name)) is not None:
+            if h.parameter.trainable and (name := below(h.modules, self.name)) is not None:
                 many = len(h.parameter.shape) > 1 and h.parameter.name != "weight"
                 order[name] = order.get(name, 0) + 1 if many else order.get(name, 1)
         taken = {s.module: self._own(s) for s in sorted(self.part.saved, key=_by_size)}
@@ -317,7 +327,7 @@ class PartSplit:
             attends = self.part.attended or any(p.count > 1 for p in self.part.products)
             blocks = attending(step)[1] if self.part.at and attends else 0
             return sent.times // (step.passes * blocks) if blocks else 0
-        name = _below(sent.modules, self.name)
+        name = below(sent.modules, self.name)
         if name is None or (not self.name and self.work.stage_of(name) != stage):
             return 0
         depth = len(self.name.split(".")) if self.name else 0

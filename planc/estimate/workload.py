@@ -60,12 +60,19 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Matmul:
-    """`count` products of an (m, k) and a (k, n) matrix."""
+    """`count` products of an (m, k) and a (k, n) matrix.
+
+    Args:
+        recipe: by which they are of numbers in 8 bits, empty for the dtype of activations.
+        gathered: whether weights come in 8 bits already, as FSDP gathers them.
+    """
 
     m: int
     n: int
     k: int
     count: int = 1
+    recipe: str = ""
+    gathered: bool = False
 
     @property
     def flops(self) -> float:
@@ -151,6 +158,7 @@ class Layer:
         recompute: of this layer, None for the workload's.
         parked: whether what it keeps until backward is copied to the host's memory and back.
         width: bytes of an element of its units while they are gathered, 0 for `compute`.
+        narrow: elements of its largest unit that are gathered in one byte each.
         replayed: the matmuls and the attention that selective recomputing computes again, None for
             none: kernels that are bound by memory in proportion to what is dropped.
         moved_again: the share of its memory-bound kernels that selective recomputing runs again.
@@ -188,6 +196,7 @@ class Layer:
     recompute: Recompute | None = None
     parked: bool = False
     width: int = 0
+    narrow: int = 0
     replayed: tuple[tuple[Matmul, ...], tuple[Attention, ...]] | None = None
     moved_again: float = 1.0
     origin: Span | None = None
@@ -197,6 +206,12 @@ class Layer:
         """FLOPs of one forward, in the mean of all ranks."""
         every = sum(m.flops for m in self.matmuls) + sum(a.flops for a in self.attention)
         return every - self.uneven
+
+    def whole(self, compute: int) -> int:
+        """Bytes of its largest unit while it is gathered; `compute` of an element of most units."""
+        width = self.width or compute
+        most = max(self.parameters - self.apart, self.apart)
+        return most * width - self.narrow * (width - 1)
 
     def stays(self, otherwise: Recompute) -> float:
         """Bytes of activations that wait for backward, on the accelerator or the host.

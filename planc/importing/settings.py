@@ -12,7 +12,7 @@ _SETTINGS = {
     "double_quantized distributed_optimizer full_sharding chunked_loss loss_over_tp "
     "activation_offload frozen_embeddings frozen_vision frozen_projector frozen_language "
     "rank_stabilized no_loss_over_tp no_compile reduce_as_param reduce_bf16 "
-    "casts adapter_on checkpoint_off reduce_fp32",
+    "casts adapter_on checkpoint_off reduce_fp32 fp8 fp8_gather",
     "strategy": "sharding_strategy",
     "dtype": "param_dtype reduce_dtype output_dtype load_dtype",
     "number": "lora_alpha lora_dropout alpha_of_rank",
@@ -25,6 +25,9 @@ _WORDS = {
     "truth": "True: true yes on 1 legacy hiddenstates cpuoffloadpolicy; False: false no off 0",
     "dtype": "bf16: bf16 bfloat16 bf16mixed; fp16: fp16 float16 half fp16mixed; "
     "fp32: fp32 float32 no false",
+    "mixed": "bf16: bf16; fp16: fp16; fp32: no fp32; fp8: fp8",
+    "fp8_backend": "ao: ao torchao; other: te msamp transformerengine",
+    "fp8_recipe": "tensorwise: tensorwise; rowwise: rowwise; high: rowwisewithgwhp",
     "offload_device": "True: cpu; False: none no",
     "reshard": "True: always true fullshard; False: never false shardgradop",
     "four_bits": "True: true 4; False: false 0 no",
@@ -76,6 +79,14 @@ def value_of(setting: str, value: Any) -> Any:
         case "loss":
             name = str(value).removesuffix("()").removesuffix(".Config")
             return next((n for ending, n in _LOSSES.items() if name.endswith(ending)), 0)
+        case "converters":  # the last word of each
+            named = value if isinstance(value, list) else str(value).split(",")
+            words = {str(v).strip().rpartition(".")[2] for v in named if str(v).strip()}
+            if other := words - {"float8", "mx"}:
+                raise Unknown(f"float8 and mx, not {', '.join(sorted(other))}")
+            return ("mx" if "mx" in words else "fp8") if words else None
+        case "fp8_skip":
+            return tuple(map(str, value)) if isinstance(value, list) else (str(value),)
         case "chunk_tokens":
             return isinstance(value, int) or str(value) == "auto"
         case "truth" if unset:

@@ -54,6 +54,16 @@ _FROZEN: dict[str, tuple[tuple[str, ...], tuple[str, str]]] = {
     "frozen_language": (("language_model",), ("lost", LOST["frozen"])),
 }  # fmt: skip
 """Settings that freeze a part of the model: its names in families' plans, and where none has it."""
+_TITAN = {
+    "attention.wq": "self_attn.q_proj",
+    "attention.wk": "self_attn.k_proj",
+    "attention.wv": "self_attn.v_proj",
+    "attention.wo": "self_attn.o_proj",
+    "feed_forward.w1": "mlp.gate_proj",
+    "feed_forward.w2": "mlp.down_proj",
+    "feed_forward.w3": "mlp.up_proj",
+}
+"""torchtitan's names of linear layers, and those of transformers."""
 _LORA = {"rank": "lora_rank", "alpha": "lora_alpha", "dropout": "lora_dropout"}
 
 
@@ -82,7 +92,8 @@ class Writer:
         lines = [f'extend "{self.name}"', ""]
         for part in (
             self._blocks, self._options, self._mesh, self._stages, self._context, self._load,
-            self._adapters, self._train, self._rules, self._checkpoint, self._compile, self._fsdp,
+            self._adapters, self._train, self._rules, self._checkpoint, self._compile, self._matmul,
+            self._fsdp,
         ):  # fmt: skip
             lines += part()
         return lines
@@ -189,6 +200,7 @@ class Writer:
         self._not("same", "the family's plan says which dtypes", "casts")
         if given.get("casts"):
             self._alias("bf16", True, "casts")
+        self._mixed()
         half = next((word for word in ("bf16", "fp16") if given.get(word)), "fp32")
         if given.get("bf16") is not None or given.get("fp16"):
             given["param_dtype"] = half
@@ -214,6 +226,14 @@ class Writer:
             lines += self._option("checkpoint", RECOMPUTE, given["checkpoint"] == "full")
         first = {line.partition("    #")[0]: line for line in reversed(lines)}
         return [*reversed(first.values()), *self._pipeline(), *self._loss(many), ""]
+
+    def _mixed(self) -> None:
+        """One key for the dtype of compute and for fp8, beside which it is bf16."""
+        if mixed := self.given.get("mixed"):
+            low = mixed == "fp8"
+            self._alias("param_dtype", "bf16" if low else mixed, "mixed")
+            if low:
+                self._alias("fp8", True, "mixed")
 
     def _loss(self, many: bool) -> list[str]:
         given, lines = self.given, list[str]()
@@ -442,6 +462,49 @@ class Writer:
         if self.given.get(word) is not (word == "compile"):
             return []
         return ["compile {", *self._line(f"    {BLOCKS} : block", word), "}", ""]
+
+    def _matmul(self) -> list[str]:
+        """The linear layers of all blocks, but for those that the file leaves out."""
+        given = self.given
+        words = [w for w in ("fp8", "converters", "fp8_recipe", "fp8_gather", "fp8_backend",
+                             "fp8_skip") if w in given]  # fmt: skip
+        if not (given.get("fp8") or given.get("converters")):
+            return self._not("same", "no products in 8 bits", *words)
+        recipe = given.get("fp8_recipe") or "tensorwise"
+        if given.get("fp8_backend") == "other" or given.get("converters") == "mx":
+            return self._not("lost", LOST["low_bits"], *words)
+        if recipe == "high":
+            why = "a recipe with gradients of weights in 16 bits has no counterpart"
+            return self._not("lost", why, *words)
+        if "adapter" in given:
+            return self._not("lost", "layers with adapters keep their precision (PL622)", *words)
+        gather = given.get("fp8_gather") and recipe == "tensorwise"
+        if gather and (given.get("pp_size") or 1) > 1:
+            gather = self._not("cost", "stages gather no weights in fp8 (PL625)", "fp8_gather")
+        else:
+            why = f"weights of {recipe} are gathered in the parameters' dtype"
+            self._not("same", why, "fp8_gather")
+        action = f"fp8(recipe = {recipe}{', gather = fp8' if gather else ''})"
+        used = [w for w in words if w != "fp8_skip" and (w != "fp8_gather" or gather)]
+        lines = self._line(f"    {BLOCKS}.**<Linear> : {action}", *used)
+        if self.peer.name in ("accelerate", "axolotl"):
+            first = f"# {self.peer.title} also leaves out the first linear layer of the model:"
+            lines += [f"    {first} `override MODULE : none` does"]
+        return ["matmul {", *lines, *self._left_out(), "}", ""]
+
+    def _left_out(self) -> list[str]:
+        """Layers of blocks that a filter or a library leaves out; the head is in no block."""
+        skip = self.given.get("fp8_skip") or ()
+        named = [name for name in skip if name not in ("output", "lm_head", "router.gate")]
+        if not named:
+            self._not("same", "the head and routers keep their precision", "fp8_skip")
+        elif all(name in _TITAN for name in named):
+            rules = [f"    override {BLOCKS}.{_TITAN[name]} : none" for name in named]
+            return [*self._line(rules[0], "fp8_skip"), *rules[1:]]
+        else:
+            why = f"write `override {BLOCKS}.MODULE : none` for what is left out"
+            self._not("lost", why, "fp8_skip")
+        return []
 
     def _fsdp(self) -> list[str]:
         given, lines = self.given, list[str]()

@@ -19,7 +19,7 @@ def units_of(section: Fsdp, holdings: Holdings) -> Iterator[FullyShard]:
     for unit in _inner_first(section.units):
         precision = section.policy(unit)
         shard, replicate = _wide(unit, section, holdings.plan)
-        nbytes, gathered, frozen = holdings.of_unit(unit, precision)
+        nbytes, gathered, frozen, saved = holdings.of_unit(unit, precision)
         ignored = [i for i in section.ignored if any(i.modules.within(m) for m in unit.members)]
         spreads = _spreads(unit, section, holdings)
         named: list[tuple[str, Meaning | None]]
@@ -39,6 +39,7 @@ def units_of(section: Fsdp, holdings: Holdings) -> Iterator[FullyShard]:
             nbytes=nbytes,
             gathered=gathered,
             frozen=frozen,
+            saved=saved,
             ignored=tuple(i.modules for i in ignored),
             shard_dim=unit.shard_dim,
             scalars=any(h.unit is unit and not h.parameter.shape for h in holdings.all),

@@ -27,6 +27,7 @@ class Holding:
         local: the shape after tensor parallelism, on the rank with the largest shard.
         count: the number of modules that own the parameter; the others share it by a tie.
         trains: whether it takes a gradient.
+        narrow: whether FSDP gathers it in fp8.
     """
 
     modules: Modules
@@ -36,6 +37,7 @@ class Holding:
     local: tuple[int, ...]
     count: int
     trains: bool = True
+    narrow: bool = False
 
     def sharded(self, ranks: int) -> int:
         """Bytes at rest when FSDP shards a dim over `ranks` (dim 0 padded, as torch.chunk does)."""
@@ -48,7 +50,8 @@ class Holding:
 
     def whole(self, dtype: str | None) -> int:
         """Bytes when all-gathered, in the dtype that FSDP gathers in."""
-        return prod(self.local) * DTYPE_BYTES.get(dtype or self.parameter.dtype, 4)
+        width = 1 if self.narrow else DTYPE_BYTES.get(dtype or self.parameter.dtype, 4)
+        return prod(self.local) * width
 
 
 class Holdings:
@@ -57,7 +60,7 @@ class Holdings:
     def __init__(self, facts: Facts, plan: Plan, tensor: Iterable[TensorRule]) -> None:
         self.plan = plan
         rules = [r for r in tensor if not isinstance(r.style, PARAMETERLESS)]
-        tied = _Tied(facts)
+        tied, gathers = _Tied(facts), [op for op in plan.matmul if op.gather]
         self.all = [
             Holding(
                 modules=part,
@@ -67,9 +70,11 @@ class Holdings:
                 local=local,
                 count=count,
                 trains=owner.trains(parameter),
+                narrow=bool(low) and parameter.name == "weight",
             )
             for owner in owned(plan, facts)
-            for part, on in ruled(owner.modules, rules)
+            for whole, on in ruled(owner.modules, rules)
+            for part, low in ruled(whole, gathers)
             for parameter in part.module.parameters
             if (count := tied.own(part, parameter))
             for local in [_local(part, parameter, on, plan)]
@@ -90,9 +95,9 @@ class Holdings:
             return 1
         return self.plan.mesh.size(*self.plan.fsdp.axes(placement)[0])
 
-    def of_unit(self, unit: Unit, precision: Precision | None) -> tuple[int, int, int]:
-        """Bytes of the parameters of one call: at rest on one rank, and all-gathered; and what all
-        calls gather that takes no gradient.
+    def of_unit(self, unit: Unit, precision: Precision | None) -> tuple[int, int, int, int]:
+        """Bytes of the parameters of one call: at rest on one rank, and all-gathered; what all
+        calls gather that takes no gradient; and what fp8 saves one call of those that do.
         """
         param = precision.param if precision else None
         inside = [h for h in self.all if h.unit is unit]
@@ -100,7 +105,11 @@ class Holdings:
         rest = sum(h.count * h.sharded(self.ranks(h)) for h in inside)
         gathered = [(h.count * h.whole(param), h.trains) for h in inside]
         frozen = sum(size for size, trains in gathered if not trains)
-        return rest // calls, sum(size for size, _ in gathered) // calls, frozen
+        size = sum(size for size, _ in gathered)
+        wide = (replace(h, narrow=False).whole(param) - h.whole(param) for h in inside if h.trains)
+        trained = (h.count for h in inside if h.trains)
+        saved = sum(count * less for count, less in zip(trained, wide, strict=True))
+        return rest // calls, size // calls, frozen, (size + saved) // calls - size // calls
 
     def at_rest(self) -> int:
         """Bytes of all parameters that one rank holds between steps."""

@@ -38,6 +38,7 @@ from planc.ops.fsdp import FullyShard
 from planc.ops.layouts import Layout, Partial, Replicate, Shard
 from planc.ops.lora import Adapt
 from planc.ops.loss import ChunkLoss
+from planc.ops.matmul import LowPrecision, ScaleWeights
 from planc.ops.optimizer import Adafactor, Optimize
 from planc.ops.pipeline import Pipeline, stages_of_rank
 from planc.ops.registry import AnyOp
@@ -74,6 +75,8 @@ def left_out(step: Step) -> tuple[str, ...]:
             names[f"what backward repeats of {op.modules}"] = None
         elif isinstance(op, Backend):
             names[f"what {op.TITLE} gathers and reduces"] = None
+        elif isinstance(op, LowPrecision) and _of_tensors(op, step):
+            names["largest values of activations of tensorwise products, 4 bytes each"] = None
         elif isinstance(op, Optimize) and isinstance(op.algorithm, Adafactor):
             names["sums of rows and columns that adafactor takes, two all-reduces a step"] = None
         elif isinstance(op, Freeze | Adapt) and not step.owned:
@@ -99,6 +102,8 @@ def _of(op: AnyOp, step: Step) -> Iterator[Sent]:
             yield from _pipeline(op, step)
         case Optimize():
             yield from optimizer_sends(op, step)
+        case ScaleWeights():
+            yield from _scales(op, step)
 
 
 def _repeats(op: Parallelize | DispatchExperts, step: Step) -> Fraction:
@@ -262,7 +267,7 @@ def _fsdp(op: FullyShard, step: Step) -> Iterator[Sent]:
     stored = next((p.dtype for m in op.members for p in parameters_of(m)), "float32")
     width = DTYPE_BYTES[op.param or stored]
     trained = min(units, sum(map(step.backward.trained, op.members)))
-    elements = (op.gathered * units - op.frozen) // max(trained, 1) // width
+    elements = ((op.gathered + op.saved) * units - op.frozen) // max(trained, 1) // width
     reduced = elements * DTYPE_BYTES[op.reduce or op.param or stored]
     one = Sent(
         word=op.WORD, where=op.name, kind=GATHER, axes=op.shard, times=units, size=op.gathered
@@ -280,6 +285,30 @@ def _fsdp(op: FullyShard, step: Step) -> Iterator[Sent]:
     if op.replicate:
         ranks, one = step.lowered.axis_size(*op.shard), replace(one, times=reductions)
         yield replace(one, kind=REDUCE, axes=op.replicate, size=reduced // ranks)
+
+
+def _scales(op: ScaleWeights, step: Step) -> Iterator[Sent]:
+    """The largest values of all weights that FSDP gathers in fp8, before each forward pass."""
+    weights = [one.modules for one in step.every(LowPrecision) if one.gather]
+    shard = next(o.shard for o in step.every(FullyShard) if o.shard and o.saved)
+    split = (o for o in step.every(Parallelize) if any(o.modules.overlap(m) for m in weights))
+    stored = next(p.dtype for m in weights for p in parameters_of(m) if p.name == "weight")
+    sent = Sent(
+        word=op.WORD,
+        where="weights gathered in fp8",
+        kind=REDUCE,
+        axes=shard,
+        times=step.passes,
+        size=sum(map(len, weights)) * DTYPE_BYTES[stored],
+    )
+    for axes in dict.fromkeys((shard, *(o.axes for o in split))):
+        yield replace(sent, axes=axes)
+
+
+def _of_tensors(op: LowPrecision, step: Step) -> bool:
+    """Whether each scale is of activations that several ranks have a part of."""
+    split = (o for o in step.every(Parallelize) if step.wide(o.axes))
+    return op.recipe == "tensorwise" and any(o.modules.overlap(op.modules) for o in split)
 
 
 def _gathered_again(op: FullyShard, step: Step) -> int:

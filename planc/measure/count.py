@@ -155,6 +155,8 @@ def _not_run(plan: Plan, lowered: Lowered) -> Iterator[tuple[str, list[Span]]]:
     name = backend.TITLE if backend else ""
     yield f"{name} needs its library and all ranks", [op.origin for op in [backend] if op]
     yield "compiled code does not run on fake tensors", [op.origin for op in plan.compile]
+    rounded = [*dict.fromkeys(op.origin for op in plan.matmul)]
+    yield "products in 8 bits are emulated here, which holds more than a GPU does", rounded
     parked = [rule.origin for rule in plan.checkpoint if rule.offload]
     shards = [section.offload.origin] if section and section.offload else []
     yield "what is offloaded is not on the device", [*shards, *parked]

@@ -31,6 +31,7 @@ WORDS: base.Words = {
     "cast_inputs": ("cast inputs", phrases.value),
     "nbytes": ("per rank", phrases.value),
     "frozen": ("frozen", phrases.size),
+    "saved": ("gathered in fp8, less", phrases.size),
     "group": ("unit", lambda group: group or "alone"),
     "shard_dim": ("dim", phrases.value),
     "pin": ("pinned", phrases.value),
@@ -72,6 +73,7 @@ class FullyShard(base.Op):
         nbytes: bytes of one unit's parameters that one rank holds at rest.
         gathered: bytes of one unit while it is all-gathered (in `param` precision).
         frozen: bytes that all units gather of parameters that take no gradient.
+        saved: bytes that one unit gathers less, as weights that train are gathered in fp8.
         ignored: submodules whose parameters are replicated and belong to no unit.
         shard_dim: the dim that FSDP shards, where a parameter has it and it is divisible; else 0.
         offload: whether shards are kept in CPU memory.
@@ -98,6 +100,7 @@ class FullyShard(base.Op):
     scalars: bool = field(default=False, metadata=base.OMIT)
     spreads: tuple[Spread, ...] = field(default=(), metadata=base.OMIT)
     frozen: base.Count = field(default=0, metadata=base.OMIT)
+    saved: base.Count = field(default=0, metadata=base.OMIT)
 
     def problems(self) -> Iterator[tuple[base.Where, str]]:
         if not self.shard and not self.replicate:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from planc.diagnostic import Sink
 from planc.model.facts import Facts, Modules, Parameter
@@ -41,11 +41,17 @@ def local_shape(parameter: Parameter, rules: Iterable[TensorRule], plan: Plan) -
     return tuple(local)
 
 
-def ruled(
-    modules: Modules, rules: Iterable[TensorRule]
-) -> list[tuple[Modules, tuple[TensorRule, ...]]]:
+class _Placed(Protocol):
+    @property
+    def modules(self) -> Modules: ...
+
+
+Rule = TypeVar("Rule", bound=_Placed)
+
+
+def ruled(modules: Modules, rules: Iterable[Rule]) -> list[tuple[Modules, tuple[Rule, ...]]]:
     """The modules, split by the rules on them: each part with all of its rules, in order."""
-    parts: list[tuple[Modules, tuple[TensorRule, ...]]] = [(modules, ())]
+    parts: list[tuple[Modules, tuple[Rule, ...]]] = [(modules, ())]
     for rule in rules:
         split = []
         for part, found in parts:

@@ -62,7 +62,7 @@ def _small_unit(op: FullyShard, lowered: Lowered, *, precision: bool) -> FullySh
     ranks = lowered.axis_size(*op.shard)
     partial = op.reshard if not isinstance(op.reshard, bool) else 0
     reshard = True if partial and (partial >= ranks or ranks % partial) else op.reshard
-    made = replace(op, reshard=reshard, gathered=0)
+    made = replace(op, reshard=reshard, gathered=0, saved=0)
     return made if precision else replace(made, param=None, reduce=None, output=None)
 
 

@@ -107,7 +107,9 @@ def _key(lowered: Lowered, facts: Facts, by: Proof) -> str:
 
 
 def _without_bytes(op: AnyOp) -> AnyOp:
-    return replace(op, nbytes=0, gathered=0) if isinstance(op, FullyShard | Backend) else op
+    if isinstance(op, FullyShard):
+        return replace(op, nbytes=0, gathered=0, saved=0)
+    return replace(op, nbytes=0, gathered=0) if isinstance(op, Backend) else op
 
 
 def _verdict(lowered: Lowered, facts: Facts, by: Proof) -> KnownVerdict | None:
