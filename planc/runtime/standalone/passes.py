@@ -164,19 +164,29 @@ def is_stack(each: Any) -> bool:
 
 
 def filled(group: Any, stacks: list[Any]) -> Any:
-    """A group's `post_backward` that first makes the gradients of stacks that no row of
-    this rank has chosen from: torch reduces what a rank has, so that ranks would send
-    buffers of different sizes.
+    """A group's `post_backward` that first makes the gradients of stacks whose module
+    ran, and from which no row of this rank has chosen: torch reduces what a rank has,
+    so that ranks would send buffers of different sizes.
     """
     plain = group.post_backward
+    used: set[nn.Module] = set()
+
+    def uses(module: nn.Module, _args: Any) -> None:
+        if torch.is_grad_enabled():
+            used.add(module)
+
+    for module in {each._module_info.module for each in stacks}:
+        module.register_forward_pre_hook(uses)
 
     def post_backward(*args: Any) -> None:
         ran = group._training_state == TrainingState.PRE_BACKWARD
         for each in stacks if ran else ():
             whole = each.unsharded_param
             missing = whole.grad is None and each.unsharded_accumulated_grad is None
-            if missing and whole.requires_grad:
+            if missing and whole.requires_grad and each._module_info.module in used:
                 whole.grad = torch.zeros_like(whole)
+        if group.reduce_grads:  # of microbatches the last
+            used.clear()
         plain(*args)
 
     return post_backward
