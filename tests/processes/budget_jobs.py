@@ -1,4 +1,4 @@
-"""What tests/processes/test_budgets_held.py runs on every rank: what a budget holds, and gradients."""
+"""What tests/processes/test_budgets_held.py runs on every rank: bytes held, and gradients."""
 
 import gc
 from pathlib import Path
