@@ -82,8 +82,10 @@ class _Question:
         self.styles = [op for op in lowered.ops if isinstance(op, Parallelize)]
         self.name = next(at.names())
         self.full = _joined(self.name, parameter.name) if parameter else self.name
-        self.owner = {id(u): op for op in lowered.ops for u in units_of(op)}
-        self.units = [u for op in lowered.ops for u in units_of(op)]
+        # a backend makes units of its own at each call
+        pairs = [(unit, op) for op in lowered.ops for unit in units_of(op)]
+        self.owner = {id(unit): op for unit, op in pairs}
+        self.units = [unit for unit, _ in pairs]
         self.shard = self._unit()
         around = (m for m in (self.shard.ignored if self.shard else ()) if at.inside(m))
         self.ignored = max(around, key=lambda m: len(m.path), default=None)
