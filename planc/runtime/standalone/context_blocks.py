@@ -5,7 +5,7 @@ states of its blocks are of each rank's tokens. A module that needs the tokens o
 such as attention, gets them gathered, and keeps this rank's of what it computes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -103,19 +103,16 @@ class ContextInBlocks(ContextOfRows):
 
     def _of_own(self, _part: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Own tokens of values such as ids, for a part that has own hidden states."""
-        states = [*filter(is_hidden, (*args, *kwargs.values()))]
-        if not states:
+        hidden = next(filter(is_hidden, (*args, *kwargs.values())), None)
+        if hidden is None:
             return args, kwargs
-        rows, tokens = states[0].shape[:2]
+        rows, length = len(hidden), hidden.shape[1] * self.size
 
         def part(value: Any) -> Any:
-            whole = isinstance(value, Tensor) and value.shape == (
-                rows,
-                tokens * self.size,
-            )
+            whole = isinstance(value, Tensor) and value.shape == (rows, length)
             return self.own(value) if whole else value
 
-        return tuple(map(part, args)), {n: part(v) for n, v in kwargs.items()}
+        return of_each(part, args, kwargs)
 
     def _after_blocks(self, _module: nn.Module, _args: Any, output: Any) -> Any:
         if isinstance(output, tuple | list):
@@ -129,13 +126,18 @@ class ContextInBlocks(ContextOfRows):
             same = is_hidden(value) and value.shape[:2] == hidden.shape[:2]
             return self.whole(value) if same else value
 
-        return tuple(map(seen, args)), {n: seen(v) for n, v in kwargs.items()}
+        return of_each(seen, args, kwargs)
 
     def _leave_out(self, _module: nn.Module, _args: Any, output: Any) -> Any:
         if isinstance(output, tuple | list):
             made = (self.own(v) if is_hidden(v) else v for v in output)
             return type(output)(made)
         return self.own(output)
+
+
+def of_each(change: Callable[[Any], Any], args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """What becomes of the arguments of a module."""
+    return tuple(map(change, args)), {n: change(v) for n, v in kwargs.items()}
 
 
 def is_hidden(value: Any) -> bool:
