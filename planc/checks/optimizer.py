@@ -1,12 +1,19 @@
 """PL575 to PL579: what the optimizer section steps, and what it takes for matrices."""
 
-from planc.checks.packed_weights import FUSED
 from planc.checks.queries import looked_up, several
 from planc.diagnostic import Sink
 from planc.model.facts import Facts
 from planc.ops.optimizer import Muon
 from planc.plan.ir import OptimizerRule, Plan
 from planc.plan.optimizer_groups import Stepped, cut_of, fused_parts, steps_of
+
+_FUSED = {
+    "qkv_proj": "q, k and v",
+    "gate_up_proj": "gate and up",
+    "c_attn": "q, k and v",
+    "Wqkv": "q, k and v",
+}
+"""Names that transformers gives to concatenated projections."""
 
 
 def optimizer(plan: Plan, facts: Facts, sink: Sink) -> None:
@@ -63,10 +70,10 @@ def _matrix(step: Stepped, rule: OptimizerRule, plan: Plan, facts: Facts, sink: 
             help=f"step it otherwise: `{step.modules} : adamw`",
         )
     last = step.modules.path[-1] if step.modules.path else ""
-    if last in FUSED and not cut.sizes and rule.per is None and fused_parts(step, plan) is None:
+    if last in _FUSED and not cut.sizes and rule.per is None and fused_parts(step, plan) is None:
         sink.warning(
             "PL578",
-            f"`{step.modules}` holds {FUSED[str(last)]}, and Muon would take them for one matrix",
+            f"`{step.modules}` holds {_FUSED[str(last)]}, and Muon would take them for one matrix",
             rule.origin,
             facts=["the update is another one than that of each projection by itself"],
             help="say the rows of each, `muon(parts = [a, b, c])`; or, where one matrix is meant, "
