@@ -481,6 +481,43 @@ def test_an_output_that_the_code_cuts_is_found_without_a_run(
     assert all(f"`pairs.*.one`: {name}.py:" in str(d["facts"]) for d in cuts)
 
 
+POOLED = """
+
+class Pool(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.probe = nn.Parameter(torch.ones(1, 1, 32))
+
+    def forward(self, x):
+        return (x * self.probe).sum(1)
+
+
+class Pooled(Pairs):
+    def __init__(self):
+        super().__init__()
+        self.pool = Pool()
+
+    def forward(self, ids, labels=None):
+        self.pool(self.table(ids))  # and nothing takes what it gives
+        return super().forward(ids, labels)
+"""
+
+
+def test_what_a_loss_does_not_use_has_no_gradient(tmp_path, monkeypatch, capsys):
+    """The pooling head of a tower (gemma3's, by default) runs, and a step leaves it as it is: it
+    had zeros for its gradient, on which the optimizer applied its weight decay.
+    """
+    from planc.cli import main
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own_pooled.py").write_text(f"import torch\n{PAIRS}{POOLED}")
+    plan = PAIRED.replace("for Pairs", "for Pooled").replace("UNITS", "pairs.*.{one,two}")
+    (tmp_path / "a.plan").write_text(plan)
+    words = ["check", "own_pooled:Pooled", "a.plan", "--allow-code", "--world-size", "4"]
+    assert main([*words, "--set", "tp=2", "--format", "json"]) == 0
+    assert json.loads(capsys.readouterr().out)["flow"]["verdict"] == "proved"
+
+
 @pytest.mark.parametrize(
     ("check", "verdict", "told"),
     [
