@@ -14,6 +14,9 @@ from torch.nn.functional import pad
 
 from planc.runtime.standalone.shards import part_of
 
+KEEPING = ("state", "block", "host")
+"""What groups say of states: their dtype, the block of those in 8 bits, the place."""
+
 
 def dynamic_codes(signed: bool) -> Tensor:
     """The 256 values that codes of a dynamic exponent and fraction have, in order.

@@ -22,6 +22,7 @@ from torch.optim.sgd import sgd
 
 from planc.runtime.standalone.adafactor import Factored
 from planc.runtime.standalone.kept_states import (
+    KEEPING,
     kept,
     read_as,
     state_like,
@@ -190,10 +191,15 @@ class PlannedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         return found
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Loads states in their own dtype, as their groups keep them; torch casts them
-        to the parameters', on the parameters' devices.
+        """Loads states in their own dtype, and keeps them as the plan of this optimizer
+        says; torch casts them to the parameters', on the parameters' devices.
         """
+        own = [{k: g[k] for k in KEEPING if k in g} for g in self.param_groups]
         super().load_state_dict({**state_dict, "state": {}})
+        for group, said in zip(self.param_groups, own, strict=True):
+            for key in KEEPING:
+                group.pop(key, None)
+            group.update(said)
         loaded = [n for group in state_dict["param_groups"] for n in group["params"]]
         pairs = ((p, group) for group in self.param_groups for p in group["params"])
         for number, (p, group) in zip(loaded, pairs, strict=True):
