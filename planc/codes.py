@@ -288,7 +288,7 @@ _ROWS: tuple[tuple[str, str, Phase, str], ...] = (
     ("PL583", "error", "plan", "a budget smaller than the inputs of its modules"),
     ("PL584", "error", "plan", "a budget for modules whose calls cannot be counted"),
     ("PL585", "warning", "plan", "an imbalance of experts that no rank can have"),
-    ("PL590", "error", "plan", "states of an optimizer in 8 bits"),
+    ("PL590", "error", "plan", "states in 8 bits whose blocks a mesh cuts"),
     ("PL591", "error", "runtime", "arguments that a custom optimizer does not take"),
     ("PL592", "error", "runtime", "a state of a custom optimizer that no other mesh can have"),
     ("PL600", "error", "input", "unknown model"),

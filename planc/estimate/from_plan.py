@@ -469,7 +469,8 @@ class PlanWork:
             "parameters": sum(prod(h.local) * h.count for h in inside),
             "apart": sum(prod(h.local) * h.count for h in inside if self._apart(h.unit)),
             "frozen": sum(prod(h.local) * h.count for h in inside if not h.trains),
-            "states": sum(self._states(h) for h in inside) if self.plan.optimizer else 0,
+            "states": sum(map(self._states, inside)),
+            "hosted": sum(self._states(h, offloaded=True) for h in inside),
             "unsplit": sum(map(unsplit, inside)),
             "tied": sum(prod(h.local) for h in inside if h.trains and self._shared(h)),
         }
@@ -480,8 +481,11 @@ class PlanWork:
         names = {f"{name}.{holding.parameter.name}" for name in holding.modules.names()}
         return self.pipeline is None and any(names & {*group} for group in self.facts.ties)
 
-    def _states(self, holding: Holding) -> int:
-        return states_of(holding, self.plan, self.holdings.ranks(holding))
+    def _states(self, holding: Holding, *, offloaded: bool = False) -> int:
+        if not self.plan.optimizer:
+            return 0
+        ranks = self.holdings.ranks(holding)
+        return states_of(holding, self.plan, ranks, offloaded=offloaded)
 
     def _name(self, part: Part, unit: Unit | None) -> str:
         if part.at:

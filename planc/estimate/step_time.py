@@ -227,6 +227,11 @@ class Passes:
             return size / (self.hardware.host_memory_gb_s * 1e9)
         return kernels.moved(size, 0, self.hardware)
 
+    def fetched(self, hosted: float) -> float:
+        """Seconds to copy states from the host's memory and back, before they are sharded."""
+        whole = self.work.sharding is Sharding.REPLICATED
+        return self._copied(2 * hosted / (1 if whole else self.work.data.size))
+
     def update(self, place: int) -> float:
         """Seconds of what the plan's optimizer sends and orthogonalizes."""
         if not self.work.updates:
@@ -296,7 +301,8 @@ def _after(passes: Passes, last: Sequence[float]) -> tuple[float, float]:
         # what fewer ranks shard counts as often as it is more on each
         times = work.data.size / work.apart[0].size - 1 if work.apart else 0.0
         held.append(sum((x.parameters - x.frozen + times * x.apart) * n for x, n in layers))
-        updates.append(passes.update(rank))
+        hosted = sum(x.hosted * n for x, n in layers)
+        updates.append(passes.update(rank) + passes.fetched(hosted))
     return max(exposed), passes.optimizer(max(held)) + max(updates)
 
 

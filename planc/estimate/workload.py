@@ -127,6 +127,7 @@ class Layer:
         parameters: elements on one rank before FSDP's sharding.
         apart: those of them that `Workload.apart` shards, in units of their own.
         frozen: those of them that do not train.
+        hosted: bytes of those of the optimizer's states that the plan offloads, likewise.
         states: bytes of the optimizer's states before FSDP's sharding, where the plan says how it
             is stepped.
         unsplit: elements of other ranks that gradients have until they are reduced over the model's
@@ -170,6 +171,7 @@ class Layer:
     apart: int = 0
     frozen: int = 0
     states: int = 0
+    hosted: int = 0
     unsplit: int = 0
     tied: int = 0
     matmuls: tuple[Matmul, ...] = ()

@@ -52,6 +52,7 @@ _FILES = (
     "pipeline_step.py",
     "towers.py",
     "clipping.py",
+    "kept_states.py",
     "adafactor.py",
     "own_optimizer.py",
     "optimizer.py",
