@@ -232,7 +232,7 @@ class Candidates:
             if found is None:
                 return None
             whole = replace(found, **groups, world=self.space.world_size)
-            return whole, peak(whole, self.hardware, self.stack)
+            return whole, peak(whole, self.stack)
 
         return load
 
