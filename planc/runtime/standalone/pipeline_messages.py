@@ -11,7 +11,12 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.utils import _pytree as pytree
+from torch.utils._pytree import (
+    tree_flatten,
+    tree_unflatten,
+    treespec_dumps,
+    treespec_loads,
+)
 
 HEADER = 2**16
 """Bytes of the header."""
@@ -81,12 +86,12 @@ class Message:
         """The form of hidden states and of values beside, and the tensors. One that
         several blocks take is sent once.
         """
-        leaves, spec = pytree.tree_flatten(beside)
+        leaves, spec = tree_flatten(beside)
         tensors = {id(hidden): hidden}
         tensors |= {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
         number = {key: i for i, key in enumerate(tensors)}
         places = [number.get(id(leaf)) for leaf in leaves]
-        text = pytree.treespec_dumps(spec) if leaves else ""
+        text = treespec_dumps(spec) if leaves else ""
         forms = [form_of(tensor) for tensor in tensors.values()]
         return cls(forms, (text, places)), [*tensors.values()]
 
@@ -94,8 +99,8 @@ class Message:
         """The values beside the hidden states, of received tensors."""
         text, places = self.values
         leaves = [None if place is None else tensors[place] for place in places]
-        spec = pytree.treespec_loads(text) if text else None
-        return pytree.tree_unflatten(leaves, spec) if spec else None
+        spec = treespec_loads(text) if text else None
+        return tree_unflatten(leaves, spec) if spec else None
 
     def header(self, device: torch.device) -> Tensor:
         """The bytes that describe the message."""
