@@ -41,9 +41,7 @@ class SentValues:
             self.sent["given"][name][number] = given
         for name in self.states if number == self.bounds[stage + 1] else ():
             value = argument(name, args, kwargs)
-            self.sent["states"][name] = (
-                dict(value) if isinstance(value, Mapping) else value
-            )
+            self.sent["states"][name] = dict(value) if hasattr(value, "keys") else value
 
     def call(
         self, block: nn.Module, stage: int, number: int, *args: Any, **kwargs: Any
@@ -74,8 +72,8 @@ def into(old: Any, value: Any) -> Any:
     """A value in the place of the model's own, which later blocks see too if the
     model's code keeps it: a table, a list, or a tensor that it goes on with.
     """
-    if isinstance(old, Mapping):
-        old.update(value)  # type: ignore[attr-defined]
+    if hasattr(old, "keys"):
+        old.update(value)
         return old
     if isinstance(old, list):
         old[:] = value
