@@ -293,7 +293,7 @@ class _Work:
     allow_code: bool
     at: Modules = field(init=False)
     depths: list[tuple[_Depth, int]] = field(init=False)
-    form: dict[str, Any] = field(init=False, default_factory=dict)
+    form: list[Any] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
         facts, plan = self.compiled.facts, self.compiled.plan
@@ -378,14 +378,14 @@ class _Work:
                 rank=place * lowered.stride(op.op.axis) if op else 0,
                 begins=tuple(f"{self.at}.{first}" for first, _ in self._own(depth, plan, place)),
                 edges=dict(self._edges(depth, plan, place)),
-                form=self.form if place else {},
+                form=self.form if place else [],
                 device=device,
                 code=self.allow_code,
             )
         )
         if "error" in answer:
             raise NotCountedError(answer["error"])
-        self.form = self.form or answer.get("form", {})
+        self.form = self.form or answer.get("form", [])
         return answer
 
     def _own(self, depth: _Depth, plan: Plan, place: int) -> list[tuple[int, int]]:

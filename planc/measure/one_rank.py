@@ -167,7 +167,7 @@ class _Rank:
                     before = len(noted.calls)
                     self._step(run, optimizer, batches)
                     steps.append(noted.calls[before:])
-        return {"steps": steps, "form": sent_by(run) or {}}
+        return {"steps": steps, "form": sent_by(run)}
 
     def _block_calls(self, fake: AbstractContextManager[object]) -> dict[str, Any]:
         """What checkpointed modules call in a forward pass."""
@@ -204,7 +204,7 @@ class _Rank:
                 for _ in range(2):
                     self._step(run, optimizer, batches)
                 counted.close()
-                made["form"] = sent_by(run) or {}
+                made["form"] = sent_by(run)
                 if values:
                     made["seconds"] = self._timed(run, optimizer, batches)
         except RuntimeError as error:

@@ -47,6 +47,8 @@ _FILES = (
     "configuration.py",
     "images.py",
     "pipeline_images.py",
+    "pipeline_values.py",
+    "pipeline_messages.py",
     "pipeline.py",
     "pipeline_schedule.py",
     "pipeline_step.py",
