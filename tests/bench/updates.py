@@ -39,11 +39,10 @@ optimizer {
 LR, DECAY = 1e-3, 0.1
 IN_FLOAT32 = mock.patch.object(torch.Tensor, "bfloat16", lambda tensor: tensor.clone())
 """torch's Muon iterates in bfloat16, 8e-2 of a change away: here all iterate in float32."""
-
-
 PASSES = {"all_gather_into_tensor": 1, "reduce_scatter_tensor": 1, "all_reduce": 2}
 """How often a ring sends all but one rank's part of the larger of input and output."""
 OTHERS = {"wait_tensor", "_wrap_tensor_autograd"}
+"""Ops of the namespaces of collectives that send nothing."""
 
 
 class Traffic(TorchDispatchMode):
@@ -54,6 +53,8 @@ class Traffic(TorchDispatchMode):
         self.bytes = self.calls = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if DTensor in types:  # it runs first, and its collectives come here
+            return NotImplemented
         out = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
         if func.namespace in ("c10d", "_c10d_functional") and name not in OTHERS:
