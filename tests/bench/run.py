@@ -184,6 +184,20 @@ def axis_rows(axis, what, repeat):
     yield "its seconds on a core", found["planc cpu"], found["hand cpu"], 1.02
 
 
+MUON = {"muon": "dp_shard 4", "muon tp": "dp_shard 2, tp 2"}
+OTHERS = {"dtensors": "torch's on DTensors", "gathered": "ranks that gather every matrix"}
+
+
+def muon_rows(what, mesh, repeat):
+    """The fastest step of Muon by owners, and what a rank sends in it, beside the others."""
+    found = steps(what, 3 * repeat)
+    for way, name in OTHERS.items():
+        row = f"Muon by owners, {mesh}, against {name}"
+        yield row, found["owners"], found[way], 1.0
+        sent = (found[f"{one} bytes"] / 1e6 for one in ("owners", way))
+        yield "MB that a rank sends in it", *sent, 1.0
+
+
 def memory():
     """MiB that a rank holds at most in three steps, each way in a process of its own; exact."""
     ways = ("hand", "planc", "whole", "chunked")
@@ -296,6 +310,7 @@ def main():
         ),
         ("its seconds on a core", stepped["planc cpu"], stepped["hand cpu"], 1.02),
         *(row for axis, what in AXES.items() for row in axis_rows(axis, what, repeat)),
+        *(row for what, mesh in MUON.items() for row in muon_rows(what, mesh, repeat)),
         ("rows compared in a step, against the step", compared["rows"], compared["planc"], 0.005),
         # planc also sorts, gathers and weighs the rows, and adds them up
         ("dispatch and back, against torch's all-to-all alone", sent["planc"], sent["hand"], 2.2),

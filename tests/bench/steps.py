@@ -1,6 +1,6 @@
 """The time and the memory of a training step, of an applied plan beside the same torch by hand.
 
-    python tests/bench/steps.py step|pipeline|context|experts|dispatch|rows REPEAT
+    python tests/bench/steps.py step|pipeline|context|experts|dispatch|rows|muon|"muon tp" REPEAT
     python tests/bench/steps.py memory hand|planc|whole|chunked
 
 Four ranks, gloo processes for the time, dp_shard 2 and tp 2, a llama of 19M parameters in fp32,
@@ -28,6 +28,7 @@ from torch import distributed, multiprocessing
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import LlamaConfig, LlamaForCausalLM
+from updates import UPDATES, traffic
 
 import planc
 from planc.runtime.safeguards.inputs import SameRows
@@ -156,30 +157,23 @@ def worker(rank, store, what, repeat, results):
     torch.set_num_threads(1)
     init = distributed.FileStore(store, RANKS)
     distributed.init_process_group("gloo", rank=rank, world_size=RANKS, store=init)
-    ways = {"step": ways_of_a_step, **AXES}
-    results.put(rows(repeat) if what == "rows" else timed(ways[what](), repeat))
-    # A thread of the queue writes the result to its pipe: os._exit() would end that thread too.
-    results.close()
-    results.join_thread()
+    if what == "rows":
+        results.put(rows(repeat))
+    else:
+        ways = {"step": ways_of_a_step, **AXES, **UPDATES}[what]()
+        results.put(timed(ways, repeat) | (traffic(ways) if what in UPDATES else {}))
     distributed.barrier()
     os._exit(0)  # destroying the process group is slow, and nothing is left to do
 
 
 def time_of(what, repeat):
     """What `timed` says, of the slowest rank."""
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
+    results = multiprocessing.get_context("spawn").SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder) / "store")
-        ranks = [
-            context.Process(target=worker, args=(rank, store, what, repeat, results))
-            for rank in range(RANKS)
-        ]
-        for process in ranks:
-            process.start()
-        found = [results.get(timeout=600) for _ in ranks]
-        for process in ranks:
-            process.join()
+        # ends the others when one fails, and raises its error
+        multiprocessing.spawn(worker, (store, what, repeat, results), RANKS)
+    found = [results.get() for _ in range(RANKS)]
     return {way: max(f[way] for f in found) for way in found[0]}
 
 
