@@ -354,10 +354,11 @@ class PipelineRule(Meaning):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertRule(Meaning):
-    """Fused experts that ranks divide among them, and how tokens come to them."""
+    """Fused experts that ranks divide among them, and how tokens come to them, in how many chunks."""
 
     modules: Modules
     dispatch: Dispatch
+    chunks: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
