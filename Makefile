@@ -85,7 +85,7 @@ build/cluster/.ready: tests/cluster/requirements.txt | $(VENV)/.ready  # with pl
 	build/cluster/bin/pip install --quiet --requirement tests/cluster/requirements.txt
 	touch $@
 
-cluster: $(VENV)/.ready build/cluster/.ready  ## what `planc launch` writes, on real engines: torchrun, Slurm (Debian's slurm-wlm and munge), Ray; ten minutes
+cluster: $(VENV)/.ready build/cluster/.ready  ## what `planc launch` writes, on real engines: torchrun, Slurm (Debian's slurm-wlm and munge), Ray; a page of docs, ten minutes
 	PATH="$(BIN):$$PATH" $(BIN)/python -W ignore tests/cluster/engines.py build/cluster/bin/python
 
 docs: $(VENV)/.ready  ## the docs as a site, in build/docs

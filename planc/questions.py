@@ -188,7 +188,14 @@ def measure(
             optimizer=optimizer,
             attention=attention,
         )
-        return measured(compiled, found, exact=exact, places=tuple(stages), device=device)
+        return measured(
+            compiled,
+            found,
+            exact=exact,
+            places=tuple(stages),
+            device=device,
+            allow_code=allow_code,
+        )
     except NotCountedError as error:
         error.report(sink)
     raise PlanError(sink)

@@ -59,7 +59,7 @@ class RankJob:
     rank: int
     begins: tuple[str, ...] = ()
     edges: dict[str, str] = field(default_factory=dict)
-    form: dict[str, Any] = field(default_factory=dict)
+    form: list[Any] = field(default_factory=list)
     order: bool = False
     device: str = ""
     calls: dict[str, str] = field(default_factory=dict)

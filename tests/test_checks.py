@@ -156,42 +156,6 @@ def resized(module, old, new):
     )
 
 
-# Kinds, pairs, norms -----------------------------------------------------------------------------
-
-
-def pair(cls, out, into, *, facts=()):
-    """A model of one module with two linears, the first wider than the second takes."""
-
-    def linear(rows, columns):
-        weight = (Parameter("weight", (rows, columns)),)
-        return Module(cls="Linear", kind="linear", parameters=weight)
-
-    inner = Module(
-        cls=cls,
-        kind="other",
-        facts=facts,
-        children=(
-            Child(module=linear(out, 16), name="Wi"),
-            Child(module=linear(16, into), name="Wo"),
-        ),
-    )
-    root = Module(cls="Own", kind="other", children=(Child(module=inner, name="mlp"),))
-    return Facts(name="Own", family="own", config={}, config_name="config.json", root=root)
-
-
-@pytest.mark.parametrize(
-    ("model", "style", "expected"),
-    [
-        (pair("GLU", 64, 32), "colwise", ["PL151"]),
-        (pair("GLU", 64, 32), "colwise(local = false)", []),
-        (pair("MLP", 32, 32), "colwise", []),
-        (pair("MLA", 64, 32, facts=(("num_heads", 4),)), "colwise", []),
-    ],
-)
-def test_two_parts_in_one_weight_under_any_name(model, style, expected):
-    assert codes(split(model, f"mlp.Wi : {style}\n    mlp.Wo : rowwise")) == expected
-
-
 # Ties and units ----------------------------------------------------------------------------------
 
 

@@ -10,15 +10,22 @@ from pathlib import Path
 
 import pytest
 from console import BLOCK, played, run, with_rounding_of
+from helpers import slow
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 FOLDERS = (".", "how-to", "language", "generated")
 PAGES = [ROOT / "README.md", *(p for name in FOLDERS for p in sorted((DOCS / name).glob("*.md")))]
+LONG = ("estimate.md", "hang.md", "more-gpus.md")
+"""Pages whose commands take a minute; `make processes` runs them."""
 DEMO = re.compile(r"^\$ (planc [^\n]*)\n.*?(?=\n\n(?:== |\$ )|\n```)", re.M | re.S)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "page",
+    [slow(page) if page.name in LONG else page for page in PAGES],
+    ids=[str(page.relative_to(ROOT)) for page in PAGES],
+)
 def test_page(page, tmp_path, monkeypatch, request):
     if page.name == "diffusion.md":
         pytest.importorskip("diffusers")

@@ -423,6 +423,7 @@ def families():
     return tuple(found)
 
 
+@pytest.mark.slow
 def test_every_class_that_calls_such_a_function_is_known():
     seen = set()
     for family, _, called, _ in families():

@@ -416,17 +416,19 @@ fsdp on dp_shard {
 
 
 def test_a_proof_overrules_what_structure_presumes(tmp_path, monkeypatch, capsys):
-    """A layer with the name of a fused one that is one layer: the warning is kept apart."""
+    """A projection that is cut into every other feature, which shards do too: the warning is kept
+    apart.
+    """
     import jsonschema
 
     import planc
     from planc.cli import main
 
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "own_fused.py").write_text(PAIRS.replace(".one", ".gate_up_proj"))
-    plan = PAIRED.replace("UNITS", "pairs.*.{gate_up_proj,two}").replace("one ", "gate_up_proj ")
-    (tmp_path / "a.plan").write_text(plan)
-    words = ["check", "own_fused:Pairs", "a.plan", "--allow-code", "--world-size", "4"]
+    every_other = "pair.one(x)[..., ::2].repeat_interleave(2, -1)"
+    (tmp_path / "own_cut.py").write_text(PAIRS.replace("pair.one(x)", every_other))
+    (tmp_path / "a.plan").write_text(PAIRED.replace("UNITS", "pairs.*.{one,two}"))
+    words = ["check", "own_cut:Pairs", "a.plan", "--allow-code", "--world-size", "4"]
     words += ["--set", "tp=2", "--strict"]
     assert main([*words, "--level", "structure", "--format", "json"]) == 1
     found = json.loads(capsys.readouterr().out)
@@ -440,8 +442,80 @@ def test_a_proof_overrules_what_structure_presumes(tmp_path, monkeypatch, capsys
     assert "PL151" not in {d["code"] for d in found["diagnostics"]}
     assert main(words) == 0 and "PL151" not in capsys.readouterr().out
     arguments = {"world_size": 4, "overrides": ["tp=2"], "allow_code": True}
-    stands = planc.check("own_fused:Pairs", "a.plan", **arguments)
+    stands = planc.check("own_cut:Pairs", "a.plan", **arguments)
     assert "PL151" not in {d.code for d in stands}
+
+
+@pytest.mark.parametrize(
+    ("code", "style", "found"),
+    [
+        ("pair.one(x).chunk(2, -1)[1].repeat(1, 1, 2)", "colwise", ["PL151"]),
+        ("pair.one(x)[..., :32].repeat(1, 1, 2)", "colwise", ["PL151"]),
+        ("pair.one(x).chunk(2, -1)[1].repeat(1, 1, 2)", "colwise(parts = 2)", []),
+        ("pair.one(x).chunk(2, -1)[1].repeat(1, 1, 2)", "colwise(-> replicate)", []),
+        ("pair.one(x).unflatten(-1, (8, 8)).chunk(2, -1)[1].repeat(1, 1, 1, 2).flatten(2)",
+         "colwise", []),
+        ("pair.one(x).unflatten(-1, (8, 8)).chunk(2, 2)[1].repeat(1, 1, 2, 1).flatten(2)",
+         "colwise", ["PL151"]),
+        ("pair.one(x)", "colwise", []),
+    ],
+    ids=["chunk", "slice", "parts", "gathered", "in a head", "of heads", "whole"],
+)  # fmt: skip
+def test_an_output_that_the_code_cuts_is_found_without_a_run(
+    tmp_path, monkeypatch, capsys, code, style, found
+):
+    """Under any name, with the line of the model's code."""
+    from planc.cli import main
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    name = tmp_path.name
+    (tmp_path / f"{name}.py").write_text(PAIRS.replace("pair.one(x)", code))
+    plan = PAIRED.replace("one : colwise", f"one : {style}").replace("UNITS", "pairs.*.{one,two}")
+    plan = plan.replace("tensor on tp {", "tensor on tp {\n    sequence = false")
+    (tmp_path / "a.plan").write_text(plan)
+    words = ["check", f"{name}:Pairs", "a.plan", "--allow-code", "--world-size", "4"]
+    main([*words, "--set", "tp=2", "--level", "structure", "--format", "json"])
+    cuts = [d for d in json.loads(capsys.readouterr().out)["diagnostics"] if d["code"] == "PL151"]
+    assert [d["code"] for d in cuts] == found
+    assert all(f"`pairs.*.one`: {name}.py:" in str(d["facts"]) for d in cuts)
+
+
+POOLED = """
+
+class Pool(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.probe = nn.Parameter(torch.ones(1, 1, 32))
+
+    def forward(self, x):
+        return (x * self.probe).sum(1)
+
+
+class Pooled(Pairs):
+    def __init__(self):
+        super().__init__()
+        self.pool = Pool()
+
+    def forward(self, ids, labels=None):
+        self.pool(self.table(ids))  # and nothing takes what it gives
+        return super().forward(ids, labels)
+"""
+
+
+def test_what_a_loss_does_not_use_has_no_gradient(tmp_path, monkeypatch, capsys):
+    """The pooling head of a tower (gemma3's, by default) runs, and a step leaves it as it is: it
+    had zeros for its gradient, on which the optimizer applied its weight decay.
+    """
+    from planc.cli import main
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own_pooled.py").write_text(f"import torch\n{PAIRS}{POOLED}")
+    plan = PAIRED.replace("for Pairs", "for Pooled").replace("UNITS", "pairs.*.{one,two}")
+    (tmp_path / "a.plan").write_text(plan)
+    words = ["check", "own_pooled:Pooled", "a.plan", "--allow-code", "--world-size", "4"]
+    assert main([*words, "--set", "tp=2", "--format", "json"]) == 0
+    assert json.loads(capsys.readouterr().out)["flow"]["verdict"] == "proved"
 
 
 @pytest.mark.parametrize(

@@ -97,6 +97,23 @@ def test_calls_of_the_script_are_passed_over(planned):
     assert hang.explain(with_own, *planned).ranks == hang.explain(read, *planned).ranks
 
 
+def test_the_sum_of_metrics_is_no_call_of_the_plan(planned):
+    """It is over all ranks, as the call by which each step begins."""
+    read = dumps.read(FILES / "gloo")
+    own = dumps.RecordedCall(kind="all_reduce", ranks=(0, 1, 2, 3), numel=4, dtype="int64")
+
+    def with_sums(dump, last=()):
+        return replace(dump, entries=(*dump.entries[:-3], own, *dump.entries[-3:], *last))
+
+    summed = {rank: with_sums(dump) for rank, dump in read.items()}
+    assert hang.explain(summed, *planned).ranks == hang.explain(read, *planned).ranks
+    done = replace(read[0], entries=tuple(replace(e, done=True) for e in read[0].entries))
+    waits = with_sums(done, [replace(own, done=False)])
+    found = hang.explain({0: waits}, *planned).ranks[0]
+    assert found.what == "all-reduce of 4 int64 over dp_shard * tp"
+    assert found.at == "sum of run.metrics"
+
+
 def test_a_message(planned):
     made = compiled("pp=2", "microbatches=2")
     order = known_order(made, Sink())

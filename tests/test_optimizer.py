@@ -4,13 +4,17 @@ import math
 
 import pytest
 import torch
+from bitsandbytes.functional import create_dynamic_map
 from helpers import codes, compiled_of, simulated, slow
 
+import planc
 from planc.compiler import compile_plan
 from planc.diagnostic import PlanError, Sink
 from planc.ops.optimizer import Optimize
 from planc.runtime.gradients import required_rate
+from planc.runtime.standalone import kept_states
 from planc.runtime.standalone import optimizer as standalone
+from planc.runtime.standalone.kept_states import kept as kept_states_kept
 from planc.runtime.standalone.optimizer import PlannedOptimizer, optimize, planned_optimizer
 
 LLAMA = """
@@ -53,6 +57,17 @@ optimizer {
 """
 
 
+EIGHT = """
+plan t for llama
+extend "llama.plan"
+optimizer {
+    root                            : adamw(state = int8, offload = states)
+    model.layers.*.self_attn.q*     : sgd(momentum = 0.9, state = int8, block = 128)
+    model.layers.*.self_attn.o_proj : muon(state = int8)
+}
+"""
+
+
 def written(tmp_path, text):
     path = tmp_path / "t.plan"
     path.write_text(text.lstrip())
@@ -76,6 +91,24 @@ def test_right_plans_are_proved(model, text, settings, tmp_path, uncached):
     verdict, findings = simulated(model, written(tmp_path, text), settings)
     assert (verdict.verdict, [f for f in findings if f.severity == "error"]) == ("proved", [])
     assert 0 < verdict.outcome.parameters < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("model", "family", "settings"),
+    [
+        ("llama-3.1-8b", "llama", ["tp=2"]),
+        slow("phi-4", "phi3", ["tp=2", "dp_replicate=2"]),
+        slow("qwen3-30b-a3b", "qwen3_moe", ["ep=4"]),
+    ],
+)
+def test_states_in_eight_bits_and_on_the_host_are_proved(
+    model, family, settings, tmp_path, uncached
+):
+    """With the gradients of one process the steps are those of one process, so bits are equal."""
+    path = written(tmp_path, EIGHT.replace("llama", family))
+    verdict, _ = simulated(model, path, settings)
+    assert verdict.verdict == "proved"
+    assert verdict.outcome.parameters < 1e-5
 
 
 def _own_shard(bucket, updates, group, dtype):
@@ -148,6 +181,102 @@ def test_a_state_of_another_dtype_is_seen(tmp_path, monkeypatch, uncached):
     assert verdict.verdict == "refuted"
 
 
+def _other_block(values, parameter, name, group):
+    """Blocks of ranks are twice as long as those of one process."""
+    wide = {"block": group["block"] * (1 + hasattr(parameter, "placements"))}
+    return kept_states_kept(values, parameter, name, {**group, **wide})
+
+
+def _not_rounded(values, parameter, name, group):
+    sharded = hasattr(parameter, "placements")
+    return values if sharded else kept_states_kept(values, parameter, name, group)
+
+
+@pytest.mark.parametrize("fault", [_other_block, slow(_not_rounded)])
+def test_states_in_other_blocks_are_seen(fault, tmp_path, monkeypatch, uncached):
+    monkeypatch.setattr(kept_states, "kept", fault)
+    text = 'plan t for llama\nextend "llama.plan"\noptimizer { root : adamw(state = int8) }\n'
+    verdict, _ = simulated("llama-3.1-8b", written(tmp_path, text), ["tp=2"])
+    assert verdict.verdict == "refuted"
+    assert verdict.outcome.parameters > 2e-3
+
+
+def test_blocks_that_a_mesh_cuts_name_those_that_fit(tmp_path):
+    """qwen3-30b-a3b has experts of 768 features: 384 on two ranks."""
+    text = 'plan t for qwen3_moe\nextend "qwen3_moe.plan"\noptimizer {\n'
+    path, sink = written(tmp_path, text + " root : adamw(state = int8)\n}\n"), Sink()
+    settings = ["ep=2", "tp=2", "etp=2"]
+    compile_plan("qwen3-30b-a3b", str(path), sink, world_size=8, settings=settings)
+    [first, _] = [d for d in sink if d.code == "PL590"]
+    assert "a rank has 384 numbers of a row" in first.facts[0]
+    assert "`block = 128`" in first.help
+    path, sink = written(tmp_path, text + " root : adamw(state = int8, block = 128)\n}\n"), Sink()
+    compile_plan("qwen3-30b-a3b", str(path), sink, world_size=8, settings=settings)
+    assert "PL590" not in codes(sink)
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_eight_bits_are_those_of_bitsandbytes_and_read_to_the_same(signed):
+    values = torch.randn(5, 7, 700) * 10 ** torch.randn(5, 7, 1)
+    values = values if signed else values.square()
+    values[2] = 0
+    codes = kept_states.dynamic_codes(signed)
+    assert torch.equal(codes, create_dynamic_map(signed))
+    state = kept_states.KeptState(values, 256, signed=signed, host=False)
+    read = state.to(values)
+    assert 1e-3 < (read - values).norm() / values.norm() < 2e-2
+    assert read[2].count_nonzero() == 0
+    again = kept_states.KeptState(read, 256, signed=signed, host=False)
+    assert all(map(torch.equal, state.parts, again.parts))
+    assert [part.numel() for part in state.parts] == [5 * 7 * 768, 5 * 7 * 3]
+
+
+def test_adamw_in_eight_bits_is_near_torchs():
+    module = torch.nn.Linear(12, 5)
+    terms = {"algorithm": "adamw", "betas": (0.8, 0.99), "eps": 1e-7, "block": 4, "host": True}
+    mine = _trained(lambda m: _planned(m, **terms), module)
+    right = _trained(
+        lambda m: torch.optim.AdamW(
+            m.parameters(), lr=0.02, weight_decay=0.1, betas=(0.8, 0.99), eps=1e-7
+        ),
+        module,
+    )
+    assert 1e-5 < (mine[0] - right[0]).abs().max() < 5e-3
+
+
+def test_a_state_dict_has_values_whatever_keeps_them():
+    module = torch.nn.Linear(12, 5)
+    terms = {"betas": (0.8, 0.99), "eps": 1e-7, "block": 4, "host": True}
+    one = _planned(module, algorithm="adamw", **terms)
+    module(torch.randn(3, 12)).square().sum().backward()
+    one.step()
+    saved = one.state_dict()
+    assert saved["state"][0]["exp_avg"].shape == (5, 12)
+    for more in (terms, {**terms, "block": 0, "host": False}):
+        other = _planned(module, algorithm="adamw", **more)
+        other.load_state_dict(saved)
+        loaded = other.state_dict()["state"][0]
+        assert torch.equal(loaded["exp_avg"], saved["state"][0]["exp_avg"])
+        assert torch.equal(loaded["exp_avg_sq"], saved["state"][0]["exp_avg_sq"])
+        kinds = {type(value) for value in other.state[module.weight].values()}
+        assert (kept_states.KeptState in kinds) == (more is terms)
+
+
+@pytest.mark.parametrize(
+    ("said", "per_element", "copied"),
+    [("", 8, 0), ("state = int8", 2 + 8 / 256, 0), ("offload = states", 0, 16)],
+)
+def test_estimates_count_states_where_they_are(said, per_element, copied, tmp_path):
+    text = 'plan t for llama\nextend "llama.plan"\noptimizer {{ root : adamw({}) }}\n'
+    path = str(written(tmp_path, text.format(said)))
+    found = planc.estimate("llama-3.2-1b", path, world_size=8, batch=8, seq=1024)
+    [rank] = found.estimate.ranks
+    size = {item.name: item.size for moment in rank.moments for item in moment.items}
+    shard = size["parameters"] / 4
+    assert size.get("optimizer state", 0) / shard == pytest.approx(per_element, rel=1e-3)
+    assert found.estimate.time.spent.optimizer * found.hardware.host_gb_s * 1e9 > copied * shard
+
+
 def test_the_innermost_rule_steps_a_parameter(tmp_path):
     """A bias inside a `muon` rule goes to the next rule around it that takes vectors."""
     text = """
@@ -185,7 +314,11 @@ optimizer {
         ("root : adam", "PL105"),
         ("root : adamw(lr = -1)", "PL012"),
         ("root : adamw(state = fp16)", "PL012"),
-        ("root : adamw(state = int8)", "PL590"),
+        ("root : adamw(state = int8, block = 4096)", "PL590"),
+        ("root : adamw(block = 64)", "PL012"),
+        ("root : adamw(state = int8, block = 0)", "PL012"),
+        ("root : adafactor(state = int8)", "PL012"),
+        ("root : adamw(offload = cpu)", "PL012"),
         ("root : adafactor(d = 0.5)", "PL012"),
         ("root : adafactor(beta2_decay = 0.8)", "PL012"),
     ],
@@ -193,7 +326,8 @@ optimizer {
 def test_findings(rules, code, tmp_path):
     text = f'plan t for llama\nextend "llama.plan"\noptimizer {{\n {rules}\n}}\n'
     sink = Sink()
-    compile_plan("llama-3.1-8b", str(written(tmp_path, text)), sink, world_size=8)
+    path, settings = str(written(tmp_path, text)), ["tp=8"]
+    compile_plan("llama-3.1-8b", path, sink, world_size=8, settings=settings)
     assert code in codes(sink)
 
 

@@ -207,3 +207,16 @@ def test_a_class_without_weight_decay():
     with pytest.raises(PlanError) as caught:
         made_optimizer(made(own_optimizers.Normalized), 0.1, 0.1)
     assert caught.value.diagnostics[0].code == "PL591"
+
+
+def test_what_it_holds_is_counted_where_its_code_may_run(plan):
+    """Lion has one state, and the estimate says that it took two."""
+    step = {"batch": 8, "seq": 64, "world_size": 4}
+    found = planc.measure("llama-3.2-1b", plan(LION), allow_code=True, stages=(0,), **step)
+    assert "two states for each parameter of own_optimizers:Lion, which was not run" in str(found)
+    held = found.ranks[0].moments["optimizer step"]
+    assert held["optimizer state"] == pytest.approx(held["parameters"], rel=0.01)
+    with pytest.raises(
+        PlanError, match=r"PL727.*own_optimizers:Lion is code, imported only with --allow-code"
+    ):
+        planc.measure("llama-3.2-1b", plan(LION), **step)

@@ -319,7 +319,7 @@ def test_full_weights_have_the_order_of_the_model():
 )
 def test_what_runs_around_the_blocks(model, blocks, after):
     order = block_order(load(model, Sink()), blocks)
-    assert not (order.problem or order.crossing or order.apart)
+    assert not (order.problem or order.given or order.states or order.apart)
     assert order.after == after
 
 
@@ -353,19 +353,37 @@ fsdp on dp_shard {
 """
 
 
-def codes_of(facts, folder):
+def compiled_own(facts, folder):
+    """The pipeline of the plan for a model, and the codes of errors."""
     sink = Sink()
     (folder / "own.plan").write_text(STAGES)
-    compile_plan(facts, str(folder / "own.plan"), sink, world_size=4)
-    return [d.code for d in sink if d.severity == "error"]
+    done = compile_plan(facts, str(folder / "own.plan"), sink, world_size=4)
+    found = [d.code for d in sink if d.severity == "error"]
+    return done.lowered and done.lowered.pipeline, found
 
 
 def test_a_parameter_that_blocks_of_two_stages_share(tmp_path):
     facts = load("llama-3.1-8b", Sink())
-    shared = [f"model.layers.{at}.mlp.up_proj.weight" for at in (3, 20)]
-    assert codes_of(replace(facts, ties=(tuple(shared),)), tmp_path) == ["PL564"]
-    near = [f"model.layers.{at}.mlp.up_proj.weight" for at in (3, 4)]
-    assert codes_of(replace(facts, ties=(tuple(near),)), tmp_path) == []
+    for blocks, names in (((3, 20), 1), ((3, 4), 0)):
+        shared = tuple(f"model.layers.{at}.mlp.up_proj.weight" for at in blocks)
+        op, found = compiled_own(replace(facts, ties=(shared,)), tmp_path)
+        assert found == []
+        assert op.ties == shared[:names]
+
+
+def test_a_table_with_three_holders(tmp_path):
+    """As of heads that predict several tokens: an embedding, and two blocks of other stages."""
+    facts = load("llama-3.1-8b", Sink())
+    names = "model.embed_tokens.weight", "lm_head.weight"
+    (tmp_path / "own.plan").write_text(STAGES.replace("pp       = 2", "pp       = 4"))
+    more = "model.layers.9.mlp.up_proj.weight"  # any parameter of a stage between
+    done = compile_plan(
+        replace(facts, ties=((*names, more),)), str(tmp_path / "own.plan"), Sink(), world_size=4
+    )
+    (some,) = done.lowered.pipeline.shares
+    assert (some.stages, some.parameters) == ((0, 1, 3), names[:1])
+    held = [[str(m) for m in stage.ops[0].kept] for stage in done.lowered.stages]
+    assert [bool(kept) for kept in held] == [True, True, False, True]
 
 
 def test_a_model_whose_order_nothing_shows_is_not_cut(tmp_path, monkeypatch):
@@ -374,7 +392,7 @@ def test_a_model_whose_order_nothing_shows_is_not_cut(tmp_path, monkeypatch):
 
     unknown = BlockOrder(problem="the small model does not run")
     monkeypatch.setattr(section, "block_order", lambda *_: unknown)
-    assert codes_of(load("llama-3.1-8b", Sink()), tmp_path) == ["PL566"]
+    assert compiled_own(load("llama-3.1-8b", Sink()), tmp_path)[1] == ["PL566"]
 
 
 def test_norms_of_later_steps_are_as_near_as_the_weights():

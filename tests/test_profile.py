@@ -69,6 +69,7 @@ def test_an_error_inside_is_the_scripts_and_leaves_nothing(tmp_path):
     assert torch._C._len_torch_dispatch_stack() == 0
 
 
+@pytest.mark.slow
 def test_compiled_blocks_stay_compiled(tmp_path):
     """A mode would make torch run them eagerly."""
     (tmp_path / "compiled.plan").write_text(COMPILED)

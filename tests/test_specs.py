@@ -13,8 +13,24 @@ from console import played
 
 SPECS = Path(__file__).parent / "specs"
 SECTION = re.compile(r"^(?=## )", re.M)
+LONG = (
+    "real-decisions: Rules for some layers",
+    "calibrate: Rows that `planc measure` writes",
+    "suggest: The table, and why the first is first",
+    "order: A rank that sends another length",
+    "order: A right plan fits",
+)
+"""Examples that take a minute; `make processes` runs them."""
+
+
+def example(page, number, section):
+    title = f"{page.stem}: {section.partition(chr(10))[0].strip('# ')}"
+    marks = [pytest.mark.slow] if title in LONG else []
+    return pytest.param(page, number, id=title, marks=marks)
+
+
 EXAMPLES = [
-    pytest.param(page, number, id=f"{page.stem}: {section.partition(chr(10))[0].strip('# ')}")
+    example(page, number, section)
     for page in sorted(SPECS.glob("*.md"))
     for number, section in enumerate(SECTION.split(page.read_text()))
     if "```console" in section

@@ -70,6 +70,7 @@ def test_each_plan_compiles_and_is_what_the_table_says(model, world_size, rows, 
         assert not layout.changes
 
 
+@pytest.mark.slow
 def test_the_best_of_every_choice_is_found():
     """Beside a search of all meshes, all ways and all variations, without a shortcut."""
     _, made, _ = suggested("llama-3.1-8b", 8, 16, 8192)

@@ -38,8 +38,6 @@ RULES: tuple[Check, ...] = (
     targets.module_parameters,
     targets.split_attributes,
     packed_weights.packed_parts,
-    packed_weights.packed_by_name,
-    packed_weights.packed_by_width,
     splits.attention_heads,
     splits.divisibility,
     splits.grouped_experts,

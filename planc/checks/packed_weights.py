@@ -1,4 +1,4 @@
-"""PL151, PL220, PL221, PL223: weights that hold several projections."""
+"""PL220, PL221, PL223: weights that hold several projections."""
 
 from collections.abc import Iterator
 
@@ -92,81 +92,3 @@ def _gathers(rule: TensorRule, sink: Sink) -> bool:
         else "for replicated activations remove `parts`: `rowwise(replicate -> replicate)`",
     )
     return True
-
-
-FUSED = {
-    "qkv_proj": "q, k and v",
-    "gate_up_proj": "gate and up",
-    "c_attn": "q, k and v",
-    "Wqkv": "q, k and v",
-}
-"""Names that transformers gives to concatenated projections, whose outputs the model then cuts."""
-
-
-def packed_by_name(plan: Plan, facts: Facts, sink: Sink) -> None:
-    """The rows of a fused weight are all of q, then all of k, then all of v.
-
-    In equal chunks the first ranks hold only q, and the model's own split of its local output then
-    mixes the projections.
-    """
-    for rule in queries.active(plan):
-        name = rule.modules.path[-1] if rule.modules.path else ""
-        if not isinstance(name, str) or name not in FUSED or not queries.splits_output(rule):
-            continue
-        if isinstance(rule.style, Colwise) and rule.style.parts != 1:
-            continue
-        sink.warning(
-            "PL151",
-            f"`{rule.modules}` is a fused projection of {FUSED[name]}; plain colwise shards it "
-            "across the parts",
-            rule.origin,
-            queries.axis_label(plan, rule),
-            help="state its parts, `colwise(parts = 2)`, if the model splits its output into "
-            "parts; else gather its output: `colwise(-> replicate)`, and write "
-            "`rowwise(replicate -> ...)` on the next projection",
-        )
-
-
-_ATTENTION = ("head_dim", "num_heads", "num_attention_heads", "num_key_value_groups")
-"""Attributes of an attention: DeepSeek's kv_b_proj is twice its o_proj, and is cut head by head."""
-
-
-def packed_by_width(plan: Plan, facts: Facts, sink: Sink) -> None:
-    """A linear that outputs twice the next layer's input width holds two projections.
-
-    The model splits its output in the middle, which is the wrong place in a rank's local output
-    (observed on four processes with GLM, torch 2.13: nothing fails, the logits are wrong). As a
-    DTensor (`local = false`) the output is split in the right place.
-    """
-    rules = queries.active(plan)
-    seen: set[str] = set()
-    for rule in rules:
-        named = rule.modules.path and rule.modules.path[-1] in FUSED
-        style = rule.style
-        local = isinstance(style, Colwise) and style.local and style.parts == 1
-        if named or not local or not queries.splits_output(rule) or str(rule.modules) in seen:
-            continue
-        for parent in queries.parents(facts, rule.modules):
-            if any(parent.module.fact(f) for f in _ATTENTION):
-                continue
-            takers = [r for r in queries.inside(parent, rules) if queries.takes_split(r)]
-            half = next((t for t in takers if _wide(rule, 0) == 2 * _wide(t, 1)), None)
-            if half is not None and str(rule.modules) not in seen:
-                seen.add(str(rule.modules))
-                sink.warning(
-                    "PL151",
-                    f"`{rule.modules}` has {_wide(rule, 0):,} output features, twice the input "
-                    f"features of `{half.modules.path[-1]}`: it holds two parts, and plain "
-                    "colwise shards it across them",
-                    Label(span=rule.origin, text="two parts in one weight"),
-                    Label(span=half.origin, text=f"{_wide(half, 1):,} input features"),
-                    queries.axis_label(plan, rule),
-                    help="state them: `colwise(parts = 2)`; or gather its output: `colwise(-> "
-                    "replicate)`, and write `rowwise(replicate -> replicate)` on the next "
-                    "projection",
-                )
-
-
-def _wide(rule: TensorRule, dim: int) -> int:
-    weights = [p.shape for p in rule.modules.module.parameters if p.name == "weight"]
-    return weights[0][dim] if weights and len(weights[0]) == 2 else 0

@@ -1,11 +1,11 @@
-"""PL561, PL562, PL564, PL565, PL567: pipelines that cannot run, or would train another model.
+"""PL561, PL562, PL565, PL567: pipelines that cannot run, or would train another model.
 
 PL569: checkpoints that save nothing.
 """
 
 from collections.abc import Iterator
 
-from planc.diagnostic import Label, Sink, one_of
+from planc.diagnostic import Label, Sink
 from planc.model.facts import Facts
 from planc.ops.pipeline import TERMS, Pipeline
 from planc.plan.ir import PipelineRule, Plan
@@ -18,8 +18,7 @@ def pipeline(plan: Plan, facts: Facts, sink: Sink) -> None:
     if rule is None or "pipeline" in plan.broken:
         return
     _schedule(plan, rule.op, sink)
-    _ties(facts, rule, sink)
-    _crossing(facts, rule, sink)
+    _router_logits(facts, rule, sink)
     for what, line, help in _unsupported(plan, rule.op):
         label = Label(span=rule.origin, text="a pipeline")
         sink.error("PL567", what, Label(span=line), label, help=help)
@@ -66,47 +65,16 @@ def _schedule(plan: Plan, op: Pipeline, sink: Sink) -> None:
         sink.error("PL561", message, label, *labels, help=hint)
 
 
-def _ties(facts: Facts, rule: PipelineRule, sink: Sink) -> None:
-    """Parameters that modules of two stages share, unless these are the two ends."""
-    op = rule.op
-    for names in facts.ties:
-        owners = [facts.find(name)[0] for name in names]
-        stages = {
-            stage
-            for stage in range(op.stages)
-            if any(owner.within(part) for owner in owners for part in op.held(stage))
-        }
-        if len(stages) > 1 and names[0] not in op.ties:
-            where = one_of(map(str, sorted(stages)), last="and")
-            sink.error(
-                "PL564",
-                f"{one_of((f'`{n}`' for n in names), last='and')} are one parameter, and stages "
-                f"{where} would each train one of their own",
-                op.origin_of("stages") or op.origin,
-                help="put the modules that share it on one stage",
-            )
-
-
-def _crossing(facts: Facts, rule: PipelineRule, sink: Sink) -> None:
-    line = rule.op.origin_of("stages") or rule.op.origin
-    if rule.crossing:
-        names = one_of((f"`{name}`" for name in rule.crossing), last="and")
-        sink.error(
-            "PL565",
-            f"the blocks of `{rule.op.blocks}` take {names}, which earlier stages would compute",
-            line,
-            facts=["only the hidden states are sent from stage to stage"],
-            help=f"set `{rule.op.axis} = 1`",
-        )
+def _router_logits(facts: Facts, rule: PipelineRule, sink: Sink) -> None:
     if facts.config.get("output_router_logits"):
         sink.error(
             "PL565",
             "the loss takes the router's logits of all blocks, and the last stage has those of its "
             "own",
-            line,
+            rule.op.origin_of("stages") or rule.op.origin,
             facts=["config.output_router_logits = true"],
-            help=f"set `output_router_logits` to false in the configuration, or `{rule.op.axis} = "
-            "1`",
+            help="set `output_router_logits` to false in the configuration, or "
+            f"`{rule.op.axis} = 1`",
         )
 
 

@@ -47,12 +47,15 @@ class Peers:
     _failed: float = 0.0
     _code: int | None = None
     _ended: threading.Event = field(default_factory=threading.Event)
+    _threads: list[threading.Thread] = field(default_factory=list)
 
     def start(self) -> None:
         """Begins to give signs of life, and to watch for those of others."""
         self.at(self.doing)
         for loop in (self._beat, self._watch):
-            threading.Thread(target=self._until_the_end, args=(loop,), daemon=True).start()
+            thread = threading.Thread(target=self._until_the_end, args=(loop,), daemon=True)
+            self._threads.append(thread)
+            thread.start()
 
     @property
     def seconds(self) -> float:
@@ -93,8 +96,10 @@ class Peers:
         self._code = code
         if self.rank == 0:
             self._tell(code)
-            return code
+            self._ended.set()
         self._ended.wait()
+        for thread in self._threads:  # one in the store while Python ends aborts the process
+            thread.join()
         return self._code
 
     def _tell(self, code: int) -> None:
@@ -116,10 +121,10 @@ class Peers:
 
     def _beat(self, store: PrefixStore) -> None:
         count = 0
-        while True:
+        while not self._ended.is_set():
             count += 1
             store.set(f"beat/{self.rank}", str(count))
-            time.sleep(BEAT)
+            self._ended.wait(BEAT)
 
     def _watch(self, store: PrefixStore) -> None:
         while self._code is None or self.rank:

@@ -82,7 +82,14 @@ def _measured(options: argparse.Namespace, sink: Sink) -> MeasuredRanks | None:
         return None
     places, device = tuple(options.stage), options.device
     with output.waiting(f"running a rank of {options.model}"):
-        return measure(compiled, found, exact=options.exact, places=places, device=device)
+        return measure(
+            compiled,
+            found,
+            exact=options.exact,
+            places=places,
+            device=device,
+            allow_code=options.allow_code,
+        )
 
 
 def _require_row(options: argparse.Namespace, sink: Sink) -> None:

@@ -205,7 +205,7 @@ def _draft_plan(facts: Facts, known: Facts, found: Roles, ran: RunRecord | None)
     there = role_modules(facts)
     if there.blocks:
         draft_plan.base = DECODER if _decoder(draft_plan, found, there) else BLOCKS
-        draft_plan.experts = frozenset(generic(str(m)) for m in there.experts)
+        draft_plan.experts = frozenset(generic(n) for m in there.experts for n in m.names())
     return draft_plan
 
 

@@ -8,7 +8,7 @@ from planc.diagnostic import Sink
 from planc.estimate.answer import Answer
 from planc.estimate.memory import GIB
 from planc.estimate.step import estimate
-from planc.estimate.workload import Recompute
+from planc.estimate.workload import Layer, Recompute
 from planc.ops.base import AxisRole
 
 MATTERS = 0.1
@@ -109,11 +109,16 @@ def _slow_offload(found: Answer, sink: Sink) -> None:
     """Where copies to the host, and an optimizer there, take much of the step."""
     work, plan = found.work, found.plan
     lines = [rule.origin for rule in plan.checkpoint if rule.offload]
+    lines += [rule.origin for rule in plan.optimizer if rule.op.offload]
     if plan.fsdp and plan.fsdp.offload:
         lines.insert(0, plan.fsdp.offload.origin)
     if not lines:
         return
-    kept = replace(work.mapped(lambda layer, _: replace(layer, parked=False)), offload=False)
+
+    def home(layer: Layer, _: int) -> Layer:
+        return replace(layer, parked=False, states=layer.states + layer.hosted, hosted=0)
+
+    kept = replace(work.mapped(home), offload=False)
     other = estimate(kept, found.hardware, found.stack)
     less = 1 - other.time.seconds / found.estimate.time.seconds
     if less < MATTERS:

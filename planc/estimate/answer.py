@@ -22,6 +22,7 @@ from planc.model.facts import Facts
 from planc.model.roles import TOWER, lists
 from planc.ops import phrases
 from planc.ops.base import AxisRole
+from planc.ops.optimizer import OptimizerClass
 from planc.plan.ir import Plan
 from planc.source import Span
 
@@ -309,6 +310,9 @@ def assumed(found: Answer) -> Iterator[str]:
         said += "the plan or the configuration has them"
     if any(a.linear for part in found.work.stages for x, _ in part for a in x.attention):
         yield "linear attention in fused kernels (fla, mamba_ssm)"
+    algorithms = (rule.op.algorithm for rule in found.plan.optimizer)
+    if own := sorted({str(a.path) for a in algorithms if isinstance(a, OptimizerClass)}):
+        yield f"two states for each parameter of {one_of(own, last='and')}, which was not run"
     if any(found.hardware.rate(op.recipe) for op in found.plan.matmul):
         yield "products in 8 bits at published rates, compiled: planc measured no GPU with them"
     assumed = " (assumed, as docs/training.md has it; `load { dtype = ... }` says another)"

@@ -14,7 +14,7 @@ from planc.checks.queries import divisors
 from planc.codes import CODES
 from planc.diagnostic import Sink
 from planc.estimate.choice import LEANEST, Choice, Sizes, Space
-from planc.estimate.counted import DerivedCounts
+from planc.estimate.counted import Counted, MicroBatch
 from planc.estimate.from_plan import Batch, PlanWork
 from planc.estimate.memory import GIB, usable
 from planc.estimate.profiles import Hardware, Stack
@@ -121,7 +121,7 @@ class Candidates:
         space: of the choices.
         files: of the plan that they extend.
         batch: of the step; its micro-batches count if `micro_batches` says so.
-        counts: what the model's layers compute and keep.
+        count: what the model's layers compute and keep.
         violated: the requirements that a choice does not meet.
         tally: of the choices that were tried.
         extended: meshes that were tried beside the best ones.
@@ -134,7 +134,7 @@ class Candidates:
     hardware: Hardware
     stack: Stack
     optimizer: str
-    counts: DerivedCounts
+    count: Callable[[MicroBatch], Counted | None]
     violated: Callable[[Choice], frozenset[str]]
     micro_batches: int | None = None
     tally: Tally = field(default_factory=Tally)
@@ -232,7 +232,7 @@ class Candidates:
             if found is None:
                 return None
             whole = replace(found, **groups, world=self.space.world_size)
-            return whole, peak(whole, self.hardware, self.stack)
+            return whole, peak(whole, self.stack)
 
         return load
 
@@ -296,7 +296,7 @@ class Candidates:
             return None
         batch = replace(self.batch, micro_batches=found.micro_batches)
         work = PlanWork(*compiled.applied, batch, self.stack, self.optimizer)
-        load = work.workload(self.counts.counted(work.micro_batch))
+        load = work.workload(self.count(work.micro_batch))
         exact = replace(found, estimate=estimate(load, self.hardware, self.stack))
         if exact.estimate.fits:
             return replace(exact, text=laid_out(self.space.text(found.choice)))
@@ -334,7 +334,7 @@ class Candidates:
         if key not in self._loads:
             mine = copy.copy(work)
             mine.batch = replace(self.batch, micro_batches=micro_batches)
-            counted = self.counts.derived(mine.micro_batch)
+            counted = self.count(mine.micro_batch)
             self._loads[key] = mine.workload(counted) if counted else None
         return self._loads[key]
 

@@ -372,13 +372,19 @@ class PlanWork:
             yield holding
             return
         names = [*holding.modules.names()]
-        shared = any(f"{name}.{holding.parameter.name}" in op.ties for name in names)
-        if shared and op.stages - 1 not in stages_of_rank(op.schedule, 0, self._ranks, op.stages):
-            here = len(names) if stage in (0, op.stages - 1) else 0
+        own = [f"{name}.{holding.parameter.name}" for name in names]
+        shared = next((s for s in op.shares if any(n in s.parameters for n in own)), None)
+        if shared is not None:
+            here = len(names) if stage in self._first_on_ranks(op, shared.stages) else 0
         else:
             here = sum(self.stage_of(name) == stage for name in names)
         if here:
             yield replace(holding, count=holding.count * here // len(names))
+
+    def _first_on_ranks(self, op: Pipeline, stages: Iterable[int]) -> set[int]:
+        """Of some stages the first one on each rank, which has no copy for the others."""
+        every = (stages_of_rank(op.schedule, i, self._ranks, op.stages) for i in range(self._ranks))
+        return {min(both) for own in every if (both := {*own} & {*stages})}
 
     def _outside(self, counted: Counted | None, stage: int) -> Part:
         """What a stage computes and keeps outside all layers."""
@@ -469,7 +475,8 @@ class PlanWork:
             "parameters": sum(prod(h.local) * h.count for h in inside),
             "apart": sum(prod(h.local) * h.count for h in inside if self._apart(h.unit)),
             "frozen": sum(prod(h.local) * h.count for h in inside if not h.trains),
-            "states": sum(self._states(h) for h in inside) if self.plan.optimizer else 0,
+            "states": sum(map(self._states, inside)),
+            "hosted": sum(self._states(h, offloaded=True) for h in inside),
             "unsplit": sum(map(unsplit, inside)),
             "tied": sum(prod(h.local) for h in inside if h.trains and self._shared(h)),
         }
@@ -480,8 +487,11 @@ class PlanWork:
         names = {f"{name}.{holding.parameter.name}" for name in holding.modules.names()}
         return self.pipeline is None and any(names & {*group} for group in self.facts.ties)
 
-    def _states(self, holding: Holding) -> int:
-        return states_of(holding, self.plan, self.holdings.ranks(holding))
+    def _states(self, holding: Holding, *, offloaded: bool = False) -> int:
+        if not self.plan.optimizer:
+            return 0
+        ranks = self.holdings.ranks(holding)
+        return states_of(holding, self.plan, ranks, offloaded=offloaded)
 
     def _name(self, part: Part, unit: Unit | None) -> str:
         if part.at:

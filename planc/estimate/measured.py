@@ -70,20 +70,23 @@ def measure(
     exact: bool = False,
     places: tuple[int, ...] = (),
     device: str = "",
+    allow_code: bool = False,
 ) -> MeasuredRanks:
     """Runs ranks of a plan, and says what they hold.
 
     Args:
         compiled: the plan.
         found: its estimate, for a step with a batch.
-        exact, places, device: as of `count`.
+        exact, places, device, allow_code: as of `count`.
 
     Raises:
         NotCountedError: the plan or the model cannot be run by one rank without values.
     """
     assert found.request.batch
     step = _step(found.plan, found.facts, found.request, found.request.batch)
-    ranks = tuple(count(compiled, step, exact=exact, places=places, device=device))
+    ranks = tuple(
+        count(compiled, step, exact=exact, places=places, device=device, allow_code=allow_code)
+    )
     memories = tuple(_memory(rank, found.plan) for rank in ranks)
     counted = replace(found.estimate, ranks=memories)
     return MeasuredRanks(answer=found, counted=counted, ranks=ranks, device=device)

@@ -66,15 +66,9 @@ class RankMemory:
         return self.largest.size
 
 
-def memory(work: Workload, stack: Stack, ahead: int) -> list[RankMemory]:
-    """The memory of each pipeline rank.
-
-    Args:
-        ahead: how many micro-batches in flight hold no tensors for a communication stream; 0 where
-            the accelerator sets the pace, since such a tensor lives until the stream passed it.
-    """
-    ranks = work.pipeline.size
-    return [_Rank(work, stack, rank, ahead).memory() for rank in range(ranks)]
+def memory(work: Workload, stack: Stack) -> list[RankMemory]:
+    """The memory of each pipeline rank."""
+    return [_Rank(work, stack, rank).memory() for rank in range(work.pipeline.size)]
 
 
 def usable(hardware: Hardware, stack: Stack) -> float:
@@ -86,8 +80,8 @@ _Stage = tuple[tuple[Layer, int], ...]
 
 
 class _Rank:
-    def __init__(self, work: Workload, stack: Stack, rank: int, ahead: int) -> None:
-        self.work, self.stack, self.rank, self.ahead = work, stack, rank, ahead
+    def __init__(self, work: Workload, stack: Stack, rank: int) -> None:
+        self.work, self.stack, self.rank = work, stack, rank
         own = work.of_rank(rank)
         self.begins = [stage == 0 for stage in own]
         """Whether a stage takes the inputs, so that its backward passes are not split."""
@@ -106,14 +100,11 @@ class _Rank:
         rest += apart / (work.apart[0].size if work.apart else 1)
         self.part = rest / self.elements if self.elements else 1.0
         self.shard = self.part if self.full else 1.0
-        self.steps = 1.0 if work.sharding is Sharding.REPLICATED else self.part
 
     def memory(self) -> RankMemory:
         work = self.work
-        held = (*self.rest(), *self.gradients(), *self.compute_gradients(), *self.tied())
-        early = self.rest()
-        if not self.whole and (work.micro_batches > 1 or self.stack.keeps_compute_gradients):
-            early = held
+        held = (*self.rest(), *self.gradients())
+        early = self.rest() if self.whole or work.micro_batches == 1 else held
         first, later = self.in_flight()
         most = self.fullest(first)
         usual = self.fullest(moment.inside for moment in first)
@@ -155,11 +146,10 @@ class _Rank:
     def states(self) -> Item:
         precision, name = self.work.precision, "optimizer state"
         if not self.work.updates:
-            state = precision.master + precision.states
-            return self._sharded(name, self.trained, state, self.steps)
+            return self._sharded(name, self.trained, precision.states, self.shard)
         size = sum(layer.states * n for layer, n in self.layers)
         how = f"{size / GIB:,.2f} GiB of {self.work.updates[self.rank].name}, sharded"
-        return Item(name=name, size=size * self.steps, how=how, origin=self.work.origin)
+        return Item(name=name, size=size * self.shard, how=how, origin=self.work.origin)
 
     def gradients(self) -> tuple[Item, ...]:
         if self.work.offload:
@@ -177,12 +167,6 @@ class _Rank:
         how = f"{elements:,} elements x {width} bytes{ranks}"
         size = elements * share * width
         return Item(name=name, size=size, how=how, origin=self.work.origin)
-
-    def compute_gradients(self) -> tuple[Item, ...]:
-        if not self.stack.keeps_compute_gradients or self.work.data.size == 1:
-            return ()
-        width = self.work.precision.compute
-        return (self._sharded("gradients before accumulation", self.trained, width),)
 
     def grown_at(self, moment: InFlight) -> tuple[Item, ...]:
         """The whole gradients that exist at a moment."""
@@ -212,19 +196,9 @@ class _Rank:
         if (width := self.work.precision.compute) != self.work.precision.reduce:
             yield self._sharded("gradients before accumulation", most, width)
 
-    def tied(self) -> Iterable[Item]:
-        """The copy of tied parameters' gradients that the first and the last stage sum."""
-        work, last = self.work, self.work.pipeline.size - 1
-        if work.tied and last and self.rank in (0, last):
-            yield Item(
-                name="tied gradients being summed",
-                size=work.tied * work.precision.reduce,
-                how=f"{work.tied:,} elements x {work.precision.reduce} bytes",
-            )
-
     def kept(self, layer: Layer) -> float:
         """Bytes of one layer's activations for one micro-batch."""
-        return 0.0 if layer.parked else layer.stays(self.work.recompute)
+        return 0.0 if layer.parked else layer.stays
 
     def waits(self, layer: Layer) -> float:
         """Bytes that one layer of one micro-batch holds for the gradients of its weights, beside
@@ -283,7 +257,6 @@ class _Rank:
                     continue
                 if kept := self.kept(layer):
                     yield from _of_layers("activations", (layer, n), kept, held, "in flight")
-                    yield from self.lingering(layer, n, held)
                 name, late = "gradients for the weights", self.waits(layer)
                 yield from _of_layers(name, (layer, n), late, min(waits, held), "waiting")
 
@@ -302,16 +275,6 @@ class _Rank:
                 if size * count:
                     how = f"{size / 2**20:,.1f} MiB x {count} micro-batches"
                     yield Item(name=name, size=size * count, how=how)
-
-    def lingering(self, layer: Layer, n: int, held: int) -> Iterable[Item]:
-        """Gathered inputs, which a communication stream holds until the accelerator passed them.
-
-        Where the accelerator waits for the host or the network, it passes them at once: of a
-        pipeline's micro-batches only the first, which the host sends ahead, keep theirs.
-        """
-        lives = max(0, held - self.ahead)
-        pair = layer, n
-        yield from _of_layers("gathered inputs", pair, layer.gathered, lives, "micro-batches")
 
     def transient(self, *, loss: bool) -> Iterable[Item]:
         """Copies of logits beside what is kept, or gradients inside one layer."""
@@ -426,7 +389,7 @@ class _Rank:
             name = "copies in the optimizer"
             yield Item(name=name, size=update.held, how=how, origin=update.origin)
         elif copies:
-            size = copies * self.trained * self.steps * self.work.precision.rest
+            size = copies * self.trained * self.shard * self.work.precision.rest
             how = f"{copies:g} x the parameters it steps"
             yield Item(name="copies in the optimizer", size=size, how=how, origin=self.work.origin)
 

@@ -17,16 +17,18 @@ from planc.plan.ir import OptimizerRule, Plan
 from planc.plan.optimizer_groups import is_matrix, rules_around
 
 
-def states_of(holding: Holding, plan: Plan, ranks: int) -> int:
+def states_of(holding: Holding, plan: Plan, ranks: int, *, offloaded: bool = False) -> int:
     """Bytes of the states of some parameters, as the optimizer section has them, on all of the
-    ranks that shard them.
+    ranks that shard them: of those that stay on the device, or of those that are offloaded.
     """
     size = 0
     for count, rule in _stepped(holding, plan):
-        width, shape = DTYPE_BYTES[rule.op.state or holding.parameter.dtype], holding.local
+        whole, shape, copies = holding.parameter.shape, holding.local, 1
         if isinstance(rule.op.algorithm, Adafactor) and len(shape) > 1:  # whole on each
-            shape, width = holding.parameter.shape, width * ranks
-        size += count * rule.op.algorithm.state_size(shape) * width
+            shape, copies = whole, ranks
+        if rule.op.offload == offloaded:
+            own = rule.op.state_bytes(whole, shape, holding.parameter.dtype)
+            size += count * copies * own
     return size
 
 
@@ -96,6 +98,10 @@ def _turns(one: Matrices, step: Step) -> Iterator[tuple[int, int, int, bool, flo
         yield *shape, algorithm.ns_steps, full, count
 
 
+_ROUNDING = 8
+"""Bytes that finding the code of a number takes: the number over its scale, and its place."""
+
+
 def _copies(holdings: Holdings, plan: Plan) -> Iterable[float]:
     """Bytes that steps of elementwise algorithms hold: a copy of what they step at once, and of the
     states in its dtype where they have another.
@@ -108,7 +114,10 @@ def _copies(holdings: Holdings, plan: Plan) -> Iterable[float]:
             if isinstance(rule.op.algorithm, Adafactor):
                 factored += count * shard * width
             elif not isinstance(rule.op.algorithm, Muon):
+                eight = rule.op.in_eight_bits(held.parameter.shape)
                 other = rule.op.state not in (None, held.parameter.dtype)
+                other = other or eight or rule.op.offload
                 states = rule.op.algorithm.state_size((1,)) if other else 0
-                yield min(count * shard, max(shard, AT_ONCE)) * width * (1 + states)
+                rounded = eight * shard * _ROUNDING
+                yield min(count * shard, max(shard, AT_ONCE)) * width * (1 + states) + rounded
     yield min(factored, BUCKET * 4)

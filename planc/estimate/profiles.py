@@ -79,7 +79,6 @@ class Stack:
     Args:
         matmul_pace: the speed of its matmuls relative to the hardware's measured ones.
         attention_pace: the speed of its flash kernel relative to the best kernel of the hardware.
-        keeps_compute_gradients: whether gradients in the compute dtype stay beside reduced ones.
         launches_a_collective: operators' worth of CPU time of one collective.
         loss_transient: bytes a logit that exist for a moment beside those that stay until backward.
         launches_a_unit: operators' worth of CPU time of FSDP's hooks of one unit and pass.
@@ -96,7 +95,6 @@ class Stack:
     name: str
     matmul_pace: float
     attention_pace: float
-    keeps_compute_gradients: bool
     launches_a_collective: int
     launches_a_unit: int
     loss_transient: float

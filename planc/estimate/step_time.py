@@ -133,7 +133,7 @@ class Passes:
             matmul, attention, memory = matmul + more[0], attention + more[1], memory + more[2]
             again = layer.forward if layer.repeated is None else layer.repeated
             sent, passes = (*sent, *again), 3
-        elif (layer.recompute or work.recompute) is Recompute.SELECTIVE and layer.kept:
+        elif layer.recompute is Recompute.SELECTIVE and layer.kept:
             share = 1 - layer.kept_selective / layer.kept
             memory += share * kernels.forward(layer, self.hardware, self.stack)[2]
         full = work.sharding is Sharding.FULL
@@ -145,10 +145,9 @@ class Passes:
 
     def repeated(self, layer: Layer) -> Layer | None:
         """What backward runs again of a checkpointed layer, None where it repeats no product."""
-        recompute = layer.recompute or self.work.recompute
-        if recompute is Recompute.FULL and not layer.lookup and not layer.loss:
+        if layer.recompute is Recompute.FULL and not layer.lookup and not layer.loss:
             return layer
-        if recompute is Recompute.SELECTIVE and layer.replayed is not None:
+        if layer.recompute is Recompute.SELECTIVE and layer.replayed is not None:
             share = layer.moved_again
             matmuls, attention = layer.replayed
             few = replace(layer, moved=share * layer.moved, kernels=round(share * layer.kernels))
@@ -193,7 +192,7 @@ class Passes:
 
     def parked(self, layer: Layer) -> float:
         """Seconds to copy offloaded activations; on the compute stream, so not overlapped."""
-        return self._copied(layer.stays(self.work.recompute)) if layer.parked else 0.0
+        return self._copied(layer.stays) if layer.parked else 0.0
 
     def _copied(self, size: float) -> float:
         return size / (self.hardware.host_gb_s * 1e9)
@@ -221,11 +220,15 @@ class Passes:
         work = self.work
         share = 1 if work.sharding is Sharding.REPLICATED else work.data.size
         whole = parameters if work.sharding is not Sharding.FULL else parameters / share
-        width = work.precision.master or work.precision.rest
-        size = self.stack.optimizer_passes * width * parameters / share + 8 * whole
+        size = self.stack.optimizer_passes * work.precision.rest * parameters / share + 8 * whole
         if work.offload:
             return size / (self.hardware.host_memory_gb_s * 1e9)
         return kernels.moved(size, 0, self.hardware)
+
+    def fetched(self, hosted: float) -> float:
+        """Seconds to copy states from the host's memory and back, before they are sharded."""
+        whole = self.work.sharding is Sharding.REPLICATED
+        return self._copied(2 * hosted / (1 if whole else self.work.data.size))
 
     def update(self, place: int) -> float:
         """Seconds of what the plan's optimizer sends and orthogonalizes."""
@@ -296,7 +299,8 @@ def _after(passes: Passes, last: Sequence[float]) -> tuple[float, float]:
         # what fewer ranks shard counts as often as it is more on each
         times = work.data.size / work.apart[0].size - 1 if work.apart else 0.0
         held.append(sum((x.parameters - x.frozen + times * x.apart) * n for x, n in layers))
-        updates.append(passes.update(rank))
+        hosted = sum(x.hosted * n for x, n in layers)
+        updates.append(passes.update(rank) + passes.fetched(hosted))
     return max(exposed), passes.optimizer(max(held)) + max(updates)
 
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from planc import compiler
@@ -15,8 +15,8 @@ from planc.estimate import profiles
 from planc.estimate.answer import Request
 from planc.estimate.candidates import WAYS_OUT, Candidate, Candidates, Tally
 from planc.estimate.choice import Choice, Space
-from planc.estimate.counted import DerivedCounts
 from planc.estimate.from_plan import Batch, masters
+from planc.estimate.kept_tensors import count
 from planc.estimate.measured import run_first
 from planc.estimate.memory import GIB
 from planc.estimate.search import Found, search
@@ -122,7 +122,7 @@ def suggest(
         hardware=hardware,
         stack=stack,
         optimizer=request.optimizer,
-        counts=_counts(facts, request, sink),
+        count=cache(partial(count, facts, sink, attention=request.attention)),
         violated=lambda choice: _violated(choice, space, facts, conditions),
         micro_batches=asked.micro_batches,
     )
@@ -288,12 +288,6 @@ def _scope(choice: Choice, space: Space, facts: Facts, sink: Sink) -> Scope:
 
 
 # -------------------------------------------------------------------------------------------------
-
-
-def _counts(facts: Facts, request: Request, sink: Sink) -> DerivedCounts:
-    from planc.estimate.kept_tensors import count
-
-    return DerivedCounts(partial(count, facts, sink, attention=request.attention))
 
 
 def _coarser(candidates: Candidates, best: Candidate) -> Candidate | None:

@@ -127,6 +127,7 @@ class Layer:
         parameters: elements on one rank before FSDP's sharding.
         apart: those of them that `Workload.apart` shards, in units of their own.
         frozen: those of them that do not train.
+        hosted: bytes of those of the optimizer's states that the plan offloads, likewise.
         states: bytes of the optimizer's states before FSDP's sharding, where the plan says how it
             is stepped.
         unsplit: elements of other ranks that gradients have until they are reduced over the model's
@@ -149,13 +150,12 @@ class Layer:
         transient: bytes that exist during its forward or backward only, such as copies of logits.
         forward, backward: collectives of the model's axes in each pass.
         repeated: those that backward sends again under full recomputing, None for all of forward.
-        gathered: bytes of inputs that are all-gathered for its matmuls and live a little longer.
         lookup: whether its parameters are looked up (an embedding), so no FLOPs are counted.
         loss: whether it computes the loss, so that backward frees first what it keeps.
         at_once: whether the loss computes its gradients in the forward pass, as one in chunks does.
         resident: the share of equal layers whose gathered parameters stay from forward on, such as
             the last one's (`reshard = except_last`).
-        recompute: of this layer, None for the workload's.
+        recompute: what the forward pass keeps of it.
         parked: whether what it keeps until backward is copied to the host's memory and back.
         width: bytes of an element of its units while they are gathered, 0 for `compute`.
         narrow: elements of its largest unit that are gathered in one byte each.
@@ -170,6 +170,7 @@ class Layer:
     apart: int = 0
     frozen: int = 0
     states: int = 0
+    hosted: int = 0
     unsplit: int = 0
     tied: int = 0
     matmuls: tuple[Matmul, ...] = ()
@@ -188,12 +189,11 @@ class Layer:
     forward: tuple[Collective, ...] = ()
     backward: tuple[Collective, ...] = ()
     repeated: tuple[Collective, ...] | None = None
-    gathered: float = 0
     lookup: bool = False
     loss: bool = False
     at_once: bool = False
     resident: float = 0
-    recompute: Recompute | None = None
+    recompute: Recompute = Recompute.NONE
     parked: bool = False
     width: int = 0
     narrow: int = 0
@@ -213,16 +213,12 @@ class Layer:
         most = max(self.parameters - self.apart, self.apart)
         return most * width - self.narrow * (width - 1)
 
-    def stays(self, otherwise: Recompute) -> float:
-        """Bytes of activations that wait for backward, on the accelerator or the host.
-
-        Args:
-            otherwise: how it recomputes where it does not say so itself.
-        """
-        recompute = self.recompute or otherwise
-        if recompute is Recompute.FULL and not self.lookup and not self.loss:
+    @property
+    def stays(self) -> float:
+        """Bytes of activations that wait for backward, on the accelerator or the host."""
+        if self.recompute is Recompute.FULL and not self.lookup and not self.loss:
             return self.boundary
-        return self.kept_selective if recompute is Recompute.SELECTIVE else self.kept
+        return self.kept_selective if self.recompute is Recompute.SELECTIVE else self.kept
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,14 +226,12 @@ class ElementSizes:
     """Bytes of an element: parameters at rest, in compute, gradients as reduced, optimizer state.
 
     Args:
-        master: of the copy that the optimizer steps, 0 where it steps the parameters at rest.
         states: of the optimizer's states together (8 for Adam in fp32).
     """
 
     rest: int = 4
     compute: int = 2
     reduce: int = 4
-    master: int = 0
     states: int = 8
 
 
@@ -280,7 +274,6 @@ class Workload:
         crossing: bytes that a stage keeps of what it sent, for each micro-batch in flight.
         world: the number of ranks, 0 for the product of the groups.
         tokens: of the step, over all ranks.
-        tied: elements of parameters that the first and the last stage share.
         origin: the section of the plan that places parameters on ranks, if any.
         offload: whether shards, their gradients and the optimizer's states are in the host's
             memory, where the optimizer steps them.
@@ -305,9 +298,7 @@ class Workload:
     world: int = 0
     tokens: int
     sharding: Sharding = Sharding.FULL
-    recompute: Recompute = Recompute.NONE
     precision: ElementSizes = ElementSizes()
-    tied: int = 0
     offload: bool = False
     updates: tuple[Update, ...] = ()
     origin: Span | None = None

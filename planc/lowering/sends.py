@@ -377,25 +377,29 @@ def _pipeline(op: Pipeline, step: Step) -> Iterator[Sent]:
     tensor = [a.name for a in step.lowered.axes if a.role is AxisRole.TENSOR]
     split = step.lowered.axis_size(*tensor) if _scattered(step) else 1
     whole = step.size(step.hidden)
-    size = None if whole is None else whole // split
+    beside = op.given or op.states  # of sizes that the model's code decides
+    size = None if whole is None or beside else whole // split
     one = Sent(word=op.WORD, where="", kind=SEND, axes=(op.axis,), times=step.passes, size=size)
     for stage in range(op.stages - 1):
         for start, end in ((stage, stage + 1), (stage + 1, stage)):
             if home[stage] != home[stage + 1] and start in own:
                 yield replace(one, where=f"stage {start} -> {end}")
-    ends = {0, op.stages - 1}.intersection(own)
-    for name in op.ties:  # both ends send their gradient
-        yield replace(one, where=name, times=len(ends), size=_shard(name, op, step))
+    for some in op.shares:  # each rank that holds one sends its gradient to the others
+        places = {home[stage] for stage in some.stages}
+        here = len(places & {home[stage] for stage in own}) * (len(places) - 1)
+        for name in some.parameters if here else ():
+            size = _shard(name, some.modules, step)
+            yield replace(one, where=name, times=here, size=size)
 
 
-def _shard(name: str, op: Pipeline, step: Step) -> int | None:
+def _shard(name: str, modules: tuple[Modules, ...], step: Step) -> int | None:
     """Bytes of a rank's part of a shared parameter's gradient."""
     path, _, last = name.rpartition(".")
-    owner = next((m for m in op.shared if str(m) == path), None)
+    owner = next((m for m in modules if m.has(path)), None)
     found = next((p for p in owner.module.parameters if p.name == last), None) if owner else None
     if found is None:
         return None
-    split = [s for o in step.every(Parallelize) if str(o.modules) == path for s in o.shapes]
+    split = [s for o in step.every(Parallelize) if o.modules.has(path) for s in o.shapes]
     local = next((prod(s.local) for s in split if s.name == last), found.numel)
     ranks = next((step.lowered.axis_size(*o.shard) for o in step.every(FullyShard)), 1)
     return local // ranks * DTYPE_BYTES[found.dtype]

@@ -9,7 +9,7 @@ from planc.model.indices import Indices
 from planc.model.module_table import Path, divided
 from planc.ops.pipeline import Pipeline, stages_of_rank
 from planc.plan import ir
-from planc.source import Span
+from planc.source import NOWHERE, Span
 
 
 def of_ranks(plan: ir.Plan, facts: Facts) -> Iterator[tuple[ir.Plan, Facts]]:
@@ -25,18 +25,17 @@ def of_ranks(plan: ir.Plan, facts: Facts) -> Iterator[tuple[ir.Plan, Facts]]:
     for rank in range(ranks):
         own = stages_of_rank(op.schedule, rank, ranks, op.stages)
         mine = replace(op, own=own)
-        gone = tuple(elsewhere(mine, facts))
-        left = plan.placed(partial(_outside, gone))
+        gone, kept = tuple(elsewhere(mine)), mine.kept
+        left = plan.placed(partial(_outside, gone, kept))
         rule = replace(plan.pipeline, op=mine)
-        yield replace(left, pipeline=rule), _facts_without(facts, gone)
+        yield replace(left, pipeline=rule), _facts_without(facts, gone, kept)
 
 
-def elsewhere(op: Pipeline, facts: Facts) -> Iterator[Modules]:
-    """The modules that other ranks hold."""
-    ends = op.last or 0 in op.own
+def elsewhere(op: Pipeline) -> Iterator[Modules]:
+    """The modules that other ranks hold; parts of them may be shared with this one."""
     for stage, modules in ((0, op.inputs), (op.stages - 1, op.outputs)):
         if stage not in op.own:
-            yield from (part for m in modules for part in m.outside(op.shared if ends else ()))
+            yield from (part for m in modules for part in m.outside(op.kept))
     kept = Indices(0)
     for stage in op.own:
         kept |= Indices.of(range(*op.bounds[stage : stage + 2]))
@@ -45,26 +44,37 @@ def elsewhere(op: Pipeline, facts: Facts) -> Iterator[Modules]:
             yield Modules((*op.blocks.path, rest), child.module)
 
 
-def _outside(gone: tuple[Modules, ...], modules: Modules, _: Span) -> tuple[Modules, ...]:
-    return modules.outside(gone)
+def _outside(
+    gone: tuple[Modules, ...], kept: tuple[Modules, ...], modules: Modules, _: Span
+) -> tuple[Modules, ...]:
+    away = (part for other in gone if (part := modules.inside(other)) is not None)
+    shared = (both for part in away for k in kept if (both := part.inside(k)) is not None)
+    return (*modules.outside(gone), *shared)
 
 
-def _facts_without(facts: Facts, gone: tuple[Modules, ...]) -> Facts:
-    left = (tuple(n for n in names if facts.find(n)[0].outside(gone)) for names in facts.ties)
-    root = _without(facts.root, [(m.path, m) for m in gone])
+def _facts_without(facts: Facts, gone: tuple[Modules, ...], kept: tuple[Modules, ...]) -> Facts:
+    left = (
+        tuple(n for n in names if _outside(gone, kept, facts.find(n)[0], NOWHERE))
+        for names in facts.ties
+    )
+    away = [*((m.path, False) for m in gone), *((m.path, True) for m in kept)]
+    root = _without(facts.root, away)
     return replace(facts, root=root, ties=tuple(group for group in left if len(group) > 1))
 
 
-def _without(at: Module, gone: list[tuple[Path, Modules]]) -> Module:
-    """A module in which those of other ranks have no parameters."""
-    if not gone:
+def _without(at: Module, parts: list[tuple[Path, bool]], gone: bool = False) -> Module:
+    """A module in which those of other ranks have no parameters.
+
+    Args:
+        at: the module.
+        parts: paths from it, of modules that other ranks hold, and of those kept inside them.
+        gone: whether another rank holds the module itself.
+    """
+    if not (parts or gone) or ((), True) in parts:
         return at
-    if any(not path for path, _ in gone):
-        return _emptied(at)
-    parts = divided(at, gone)
-    return replace(at, children=tuple(replace(c, module=_without(c.module, g)) for c, g in parts))
-
-
-def _emptied(at: Module) -> Module:
-    children = tuple(replace(c, module=_emptied(c.module)) for c in at.children)
-    return replace(at, parameters=(), children=children)
+    gone = gone or ((), False) in parts
+    children = tuple(
+        replace(child, module=_without(child.module, below, gone))
+        for child, below in divided(at, [part for part in parts if part[0]])
+    )
+    return replace(at, parameters=() if gone else at.parameters, children=children)

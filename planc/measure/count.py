@@ -106,6 +106,7 @@ def count(
     exact: bool = False,
     places: Sequence[int] = (),
     device: str = "",
+    allow_code: bool = False,
 ) -> list[CountedRank]:
     """Runs a rank of each place of the pipeline.
 
@@ -116,13 +117,17 @@ def count(
         exact: whether all layers are run.
         places: of the pipeline; none for all.
         device: `cpu` or `cuda`, which runs all layers on memory of its own; empty for fake tensors.
+        allow_code: whether Python code that the plan names may be run.
 
     Raises:
         NotCountedError: the plan or the model cannot be run so.
     """
     require_runnable(compiled)
+    if compiled.lowered and (code := compiled.lowered.code) and not allow_code:
+        raise NotCountedError(f"{code[0]} is code, imported only with --allow-code")
     with nullcontext(runner) if runner else RankRunner() as running:
-        work = _Work(compiled, step, running, exact=exact or bool(device), device=device)
+        every_layer = exact or bool(device)
+        work = _Work(compiled, step, running, every_layer, device, allow_code)
         every = range(work.places)
         if other := [place for place in places if place not in every]:
             raise NotCountedError(f"the pipeline has places 0 to {every[-1]}, and no {other[0]}")
@@ -285,9 +290,10 @@ class _Work:
     runner: RankRunner
     exact: bool
     device: str
+    allow_code: bool
     at: Modules = field(init=False)
     depths: list[tuple[_Depth, int]] = field(init=False)
-    form: dict[str, Any] = field(init=False, default_factory=dict)
+    form: list[Any] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
         facts, plan = self.compiled.facts, self.compiled.plan
@@ -372,13 +378,14 @@ class _Work:
                 rank=place * lowered.stride(op.op.axis) if op else 0,
                 begins=tuple(f"{self.at}.{first}" for first, _ in self._own(depth, plan, place)),
                 edges=dict(self._edges(depth, plan, place)),
-                form=self.form if place else {},
+                form=self.form if place else [],
                 device=device,
+                code=self.allow_code,
             )
         )
         if "error" in answer:
             raise NotCountedError(answer["error"])
-        self.form = self.form or answer.get("form", {})
+        self.form = self.form or answer.get("form", [])
         return answer
 
     def _own(self, depth: _Depth, plan: Plan, place: int) -> list[tuple[int, int]]:

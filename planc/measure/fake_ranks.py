@@ -9,7 +9,7 @@ and a loss that divides by a number of tokens. This module imports torch.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial, partialmethod
 from typing import Any
@@ -27,12 +27,13 @@ from planc.runtime.standalone.context import CONTEXT
 from planc.runtime.standalone.context_ring import RingMask
 from planc.runtime.standalone.expert_parallel import LocalExperts, Share
 from planc.runtime.standalone.pipeline import stages_of
-from planc.runtime.standalone.pipeline_schedule import HEADER, Form, RunningStage
+from planc.runtime.standalone.pipeline_messages import HEADER, Message
+from planc.runtime.standalone.pipeline_schedule import RunningStage
 from planc.runtime.standalone.towers import SharedTower
 
 
 @contextmanager
-def alone(run: Run, form: Form | None, *, values: bool = False) -> Iterator[None]:
+def alone(run: Run, form: Sequence[Any] | None, *, values: bool = False) -> Iterator[None]:
     """Lets a rank take its steps without the others.
 
     Args:
@@ -45,7 +46,7 @@ def alone(run: Run, form: Form | None, *, values: bool = False) -> Iterator[None
         (expert_parallel, "shares", _equal_shares),
         (SharedTower, "needed", lambda _: False),
         (RunningStage, "told", partialmethod(_told, form)),
-        (RunningStage, "_empty", _received),
+        (Message, "parts", _received),
         (distributed.ProcessGroup, "send", _sent),
     )
     own = (
@@ -65,11 +66,11 @@ def alone(run: Run, form: Form | None, *, values: bool = False) -> Iterator[None
         yield
 
 
-def sent_by(run: Run) -> Form | None:
-    """The form of what this rank's stages have sent; None where it has no stages."""
+def sent_by(run: Run) -> list[Any]:
+    """The arguments of the `Message` that this rank's stages have sent; none without stages."""
     stages = stages_of(run.model)
     sent = (part.section.sent for part in stages.runner.parts) if stages else ()
-    return next(filter(None, sent), None)
+    return next(([one.forms, one.values] for one in sent if one), [])
 
 
 def _part(plain: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -120,19 +121,22 @@ def _as_many(_: Any, __: Any, device_type: str) -> None:
     distributed.all_reduce(both, distributed.ReduceOp.MAX)
 
 
-def _told(stage: RunningStage, form: Form | None, peer: int) -> Form:
+def _told(stage: RunningStage, form: Sequence[Any] | None, peer: int) -> Message:
     """What the stage before says: what another stage of this rank has sent, where none is given."""
     header = torch.zeros(HEADER, dtype=torch.uint8, device=stage.device)
     distributed.recv(header, peer, group=stage.group)
-    return form or next(filter(None, (part.section.sent for part in stage.beside.values())))
+    if form:
+        return Message(*form)
+    return next(filter(None, (part.section.sent for part in stage.beside.values())))
 
 
-_EMPTY = RunningStage._empty
+_PARTS = Message.parts
 
 
-def _received(stage: RunningStage, form: Form) -> Tensor:
+def _received(message: Message, packed: Tensor) -> list[Tensor]:
     """What another stage would send: garbage would be no numbers, which meet routers."""
-    return _EMPTY(stage, form).normal_()
+    found = _PARTS(message, packed)
+    return [part.normal_() if part.is_floating_point() else part for part in found]
 
 
 class _Holding:

@@ -51,6 +51,7 @@ from planc.rank_job import RankJob
 from planc.runtime.collectives import Collectives, named_modules
 from planc.runtime.executor import apply_lowered
 from planc.runtime.run import Run
+from planc.runtime.standalone.kept_states import KeptState
 
 _OPTIMIZERS = {
     "adamw": partial(torch.optim.AdamW, foreach=True),
@@ -166,7 +167,7 @@ class _Rank:
                     before = len(noted.calls)
                     self._step(run, optimizer, batches)
                     steps.append(noted.calls[before:])
-        return {"steps": steps, "form": sent_by(run) or {}}
+        return {"steps": steps, "form": sent_by(run)}
 
     def _block_calls(self, fake: AbstractContextManager[object]) -> dict[str, Any]:
         """What checkpointed modules call in a forward pass."""
@@ -194,7 +195,8 @@ class _Rank:
                 beside = alone(run, self.form, values=values)
                 for one in (quiet(), fake, self._watched(run, names), beside):
                     around.enter_context(one)
-                if not values:
+                if isinstance(self.held, Storages):
+                    around.enter_context(self.held.with_host())
                     counted.enter_context(self.held.counting())
                 self._built(run.model)
                 optimizer, batches = self._optimizer(run), self._batches()
@@ -202,7 +204,7 @@ class _Rank:
                 for _ in range(2):
                     self._step(run, optimizer, batches)
                 counted.close()
-                made["form"] = sent_by(run) or {}
+                made["form"] = sent_by(run)
                 if values:
                     made["seconds"] = self._timed(run, optimizer, batches)
         except RuntimeError as error:
@@ -274,7 +276,7 @@ class _Rank:
         self._stepping("optimizer")
         optimizer.step()
         states = (value for held in optimizer.state.values() for value in held.values())
-        self.held.note((s for s in states if isinstance(s, Tensor)), "optimizer state")
+        self.held.note((t for s in states for t in _on_device(s)), "optimizer state")
         optimizer.zero_grad()
         self._stepping("")
 
@@ -393,6 +395,13 @@ def _model(job: RankJob) -> nn.Module:
     with torch.device("meta"):
         model: nn.Module = training_model(*prepared, job.step.dtype, job.step.attention)
     return model
+
+
+def _on_device(state: Any) -> list[Tensor]:
+    """The tensors of an optimizer's state that are on the device."""
+    if isinstance(state, KeptState):
+        return [] if state.host else state.parts
+    return [state] if isinstance(state, Tensor) else []
 
 
 def _layer(name: str) -> str:

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from planc.measure.ledger import Ledger
+from planc.runtime.standalone import kept_states
 
 
 class Storages(TorchDispatchMode, Ledger):  # type: ignore[misc]
@@ -35,6 +36,7 @@ class Storages(TorchDispatchMode, Ledger):  # type: ignore[misc]
         self.what = what
         self.known: dict[int, tuple[weakref.ref[Any], int, int]] = {}
         self.aside = 0
+        self.hosted: set[int] = set()
 
     def changed(self) -> None:
         """Another module runs: nothing to do, as each storage asks what it is."""
@@ -48,6 +50,8 @@ class Storages(TorchDispatchMode, Ledger):  # type: ignore[misc]
 
     def _note(self, storage: Any, name: str) -> None:
         key, size = storage._cdata, storage.nbytes()
+        if key in self.hosted:
+            return
         if key not in self.known:
 
             def gone(_: Any) -> None:
@@ -62,6 +66,28 @@ class Storages(TorchDispatchMode, Ledger):  # type: ignore[misc]
         if size != before:
             self.known[key] = (reference, size, number)
             self.events.append((number, size - before))
+
+    @contextmanager
+    def with_host(self) -> Iterator[None]:
+        """Leaves the host's memory out, where all fake tensors are on one device; what is copied
+        to the device is counted.
+        """
+
+        def away(values: Tensor) -> Tensor:
+            self.aside += 1
+            copy = values.clone()
+            self.aside -= 1
+            self.hosted.add(copy.untyped_storage()._cdata)
+            return copy
+
+        def back(values: Tensor, _: Tensor) -> Tensor:
+            return values.clone()
+
+        with (
+            mock.patch.object(kept_states, "to_host", away),
+            mock.patch.object(kept_states, "to_device", back),
+        ):
+            yield
 
     @contextmanager
     def counting(self) -> Iterator[None]:

@@ -15,7 +15,7 @@ from functools import cached_property
 from math import prod
 from typing import Any, NamedTuple
 
-FORMAT = 7
+FORMAT = 8
 """Raised when the recorded facts or their encoding change."""
 
 VIEWS = frozenset(
@@ -73,6 +73,8 @@ class FlowCall:
         name: the module's name; of a shared module, the first.
         arguments: its tensor arguments, by name or by position (`0`).
         positional: the number of positional arguments, tensors or not.
+        holding: of arguments that are containers, such as a table of keys and values that layers
+            share, the tensors in them that depend on weights.
         outputs: its output tensors, by their place in the tuple that it returns, of `length`; the
             place of a single tensor is None.
         nested: the tensors in outputs that are no tensors themselves.
@@ -92,6 +94,7 @@ class FlowCall:
     nested: tuple[int, ...] = ()
     structured: bool = False
     weights: tuple[tuple[str, int], ...] = ()
+    holding: tuple[tuple[str, int], ...] = ()
     leaf: bool = False
     linear: bool = False
     body: "tuple[Operation | FlowCall, ...]" = ()
@@ -251,7 +254,8 @@ def _sound(flow: DataFlow) -> bool:
     """Whether all tensors and lines that a flow mentions are in it."""
     tensors, lines = {*flow.live, *flow.weights, *flow.tied}, set[int]()
     for call in flow.calls:
-        tensors.update(call.taken, call.given, call.nested, (t for _, t in call.weights))
+        tensors.update(call.taken, call.given, call.nested)
+        tensors.update(t for _, t in (*call.weights, *call.holding))
         lines.add(call.line)
         for event in call.body:
             lines.add(event.line)
@@ -277,11 +281,11 @@ def _call(call: FlowCall) -> list[Any]:
     ]
     flags = call.structured + 2 * call.leaf + 4 * call.linear
     made = [call.name, call.arguments, call.positional, call.outputs, call.length, call.nested]
-    return [body, *made, flags, call.weights, call.line]
+    return [body, *made, flags, call.weights, call.line, call.holding]
 
 
 def _read_call(data: list[Any]) -> FlowCall:
-    body, name, arguments, positional, outputs, length, nested, flags, weights, line = data
+    body, name, arguments, positional, outputs, length, nested, flags, weights, line, held = data
     return FlowCall(
         name=name,
         arguments=tuple((key, tensor) for key, tensor in arguments),
@@ -293,6 +297,7 @@ def _read_call(data: list[Any]) -> FlowCall:
         leaf=bool(flags & 2),
         linear=bool(flags & 4),
         weights=tuple((key, tensor) for key, tensor in weights),
+        holding=tuple((key, tensor) for key, tensor in held),
         body=tuple(_read_call(e) if isinstance(e[0], list) else _operation(e) for e in body),
         line=line,
     )

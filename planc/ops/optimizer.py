@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
-from math import prod
+from math import ceil, prod
 from typing import Annotated, Any, ClassVar
 
-from planc.model.facts import Modules
+from planc.model.facts import DTYPE_BYTES, Modules
 from planc.ops import phrases
 from planc.ops.base import (
     OMIT,
@@ -163,6 +163,8 @@ class Optimize(Op):
     Args:
         lr, weight_decay: factors of what the script gives `run.optimizer`.
         state: the dtype of the optimizer's state; None for that of the parameter.
+        block: how many numbers of a row of a state in 8 bits have one scale; None for other states.
+        offload: whether states are in the host's memory between steps.
     """
 
     modules: Modules
@@ -170,6 +172,8 @@ class Optimize(Op):
     lr: Factor = field(default=1.0, metadata=OMIT)
     weight_decay: Factor = field(default=1.0, metadata=OMIT)
     state: Dtype | None = field(default=None, metadata=OMIT)
+    block: Size | None = field(default=None, metadata=OMIT)
+    offload: bool = field(default=False, metadata=OMIT)
 
     KIND: ClassVar[str] = "optimize"
     SCRIPT: ClassVar = ScriptFunction("optimize_parameters", "Records how parameters are stepped.")
@@ -178,6 +182,8 @@ class Optimize(Op):
         terms: list[tuple[str, Value]] = [("lr", self.lr), ("weight_decay", self.weight_decay)]
         if not isinstance(self.algorithm, OptimizerClass):
             terms += [("state", dtype(self.state))]
+            terms += [("block", self.block)] if self.block else []
+            terms += [("host", True)] if self.offload else []
         match self.algorithm:
             case AdamW(beta1=one, beta2=two, eps=eps):
                 terms += [("betas", (one, two)), ("eps", eps)]
@@ -196,6 +202,24 @@ class Optimize(Op):
         call = FunctionCall("standalone.optimizer:optimize", (name,), tuple(terms))
         yield Each(modules=self.modules, calls=(call,), note=self.place)
 
+    def in_eight_bits(self, shape: tuple[int, ...]) -> bool:
+        """Whether the states of a parameter of that shape, the whole one, are in 8 bits."""
+        return self.block is not None and len(shape) > 1 and shape[-1] >= self.block
+
+    def state_bytes(self, whole: tuple[int, ...], shape: tuple[int, ...], dtype: str) -> int:
+        """Bytes of the states of a shard, or of all.
+
+        Args:
+            whole: the shape of the parameter.
+            shape: that of the shard.
+            dtype: of the parameter.
+        """
+        if self.block is None or not self.in_eight_bits(whole):
+            return self.algorithm.state_size(shape) * DTYPE_BYTES[self.state or dtype]
+        *rows, width = shape
+        blocks = self.algorithm.state_size((*rows, ceil(width / self.block)))
+        return blocks * (self.block + DTYPE_BYTES["float32"])
+
     WORD: ClassVar = "optimizer"
     ABOUT: ClassVar[tuple[str, ...]] = ("modules",)
 
@@ -205,6 +229,8 @@ class Optimize(Op):
         words += [f"lr x {self.lr:g}"] * (self.lr != 1)
         words += [f"weight decay x {self.weight_decay:g}"] * (self.weight_decay != 1)
         words += [f"states in {phrases.value(self.state)}"] * (self.state is not None)
+        words += [f"states in 8 bits, in blocks of {self.block}"] * (self.block is not None)
+        words += ["states on the host"] * self.offload
         return ", ".join([f"{kind_of(type(self.algorithm))}{self._subject()}", *words])
 
     def _arguments(self) -> list[str]:

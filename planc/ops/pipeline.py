@@ -5,6 +5,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Annotated, ClassVar, Literal, NamedTuple, Self, get_args
 
 from planc.model.facts import Modules
@@ -68,6 +69,25 @@ def stages_of_rank(schedule: str, rank: int, ranks: int, stages: int) -> tuple[i
     return tuple(range(rank, stages, ranks))
 
 
+Argument = Annotated[str, text("argument", "an argument of a block", r"\w+")]
+"""By its name, or by its position where the model passes it without a name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Copies:
+    """Parameters that several stages hold, whose gradients are the sums of these stages'.
+
+    Args:
+        stages: the stages, in order.
+        parameters: the first name of each.
+        modules: those that share them; a rank with one of the stages holds all of them.
+    """
+
+    stages: Some[Count]
+    parameters: Some[Name]
+    modules: tuple[Modules, ...] = ()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pipeline(Op):
     """Leaves a rank the parameters of its stages; the forward stays the model's own.
@@ -83,6 +103,11 @@ class Pipeline(Op):
         shared: modules of the first and of the last stage that share a parameter: both stages
             hold it, and its gradient is the sum of theirs.
         ties: the first names of these parameters.
+        copies: parameters that other stages share than these two.
+        given: arguments of blocks, besides hidden states, that modules of the first stage compute;
+            they are sent on to the stages of the blocks that take them.
+        states: arguments of blocks that earlier blocks compute; a stage sends those of the first
+            block of the next one.
         timetable: where a file is the schedule, the passes of each rank in order: `0F2` is the
             forward of microbatch 2 on stage 0, `B` its backward, `I` and `W` the gradients of
             inputs and of weights apart, as `torch.distributed.pipelining` writes them.
@@ -101,6 +126,9 @@ class Pipeline(Op):
     returned: Count = field(default=0, metadata=OMIT)
     shared: tuple[Modules, ...] = field(default=(), metadata=OMIT)
     ties: tuple[Name, ...] = field(default=(), metadata=OMIT)
+    copies: tuple[Copies, ...] = field(default=(), metadata=OMIT)
+    given: tuple[Argument, ...] = field(default=(), metadata=OMIT)
+    states: tuple[Argument, ...] = field(default=(), metadata=OMIT)
     timetable: tuple[Row, ...] = field(default=(), metadata=OMIT)
     added: Count = field(default=0, metadata=OMIT)
 
@@ -126,6 +154,19 @@ class Pipeline(Op):
         """Whether these ranks compute the loss."""
         return self.stages - 1 in self.own
 
+    @property
+    def shares(self) -> tuple[Copies, ...]:
+        """All parameters that several stages hold."""
+        ends = (0, self.stages - 1)
+        both = Copies(stages=ends, parameters=self.ties, modules=self.shared)
+        return (*((both,) if self.ties else ()), *self.copies)
+
+    @property
+    def kept(self) -> tuple[Modules, ...]:
+        """The modules of other stages that these ranks hold, as their own ones share parameters."""
+        found = (m for some in self.shares if {*some.stages} & {*self.own} for m in some.modules)
+        return tuple(dict.fromkeys(found))
+
     def stage_of(self, block: int) -> int:
         """The stage that a block belongs to."""
         return next(i for i, stop in enumerate(self.bounds[1:]) if block < stop)
@@ -145,6 +186,9 @@ class Pipeline(Op):
                 ("ties", call.Items(self.ties)),
                 ("schedule", self.schedule),
                 ("microbatches", self.microbatches),
+                *([("copies", call.Items(tuple(map(_group, self.copies))))] if self.copies else []),
+                *([("given", call.Items(self.given))] if self.given else []),
+                *([("states", call.Items(self.states))] if self.states else []),
                 *([("timetable", call.Items(self.timetable))] if self.timetable else []),
                 *([("added", self.added)] if self.added else []),
             ),
@@ -183,9 +227,10 @@ class Pipeline(Op):
     @classmethod
     def section(cls, ops: Sequence[Self], mesh: AxisSizes) -> Iterator[str]:
         yield phrases.head(cls.WORD, ops[0].headline(mesh))
-        for name in ops[0].ties:
-            both = f"stages 0 and {ops[0].stages - 1}"
-            yield phrases.head("", f"{name} is on {both}, its gradient the sum of both")
+        for some in ops[0].shares:
+            yield from map(partial(phrases.head, ""), _shared_by(some))
+        if sent := (*ops[0].given, *ops[0].states):
+            yield phrases.head("", f"sent beside hidden states: {', '.join(map(_argument, sent))}")
         for stage in range(ops[0].stages):
             yield phrases.head("", f"stage {stage}  {ops[0]._text(stage)}")
 
@@ -203,3 +248,26 @@ class Pipeline(Op):
                 ),
                 brief=f"{self._text(stage)}, {self.headline()}",
             )
+
+
+def _group(copies: Copies) -> call.Value:
+    """(stages, names, modules), as `Stages` takes them."""
+    parts = call.Items(copies.stages), call.Items(copies.parameters), call.Members(copies.modules)
+    return call.Items(parts)
+
+
+def _shared_by(copies: Copies) -> Iterator[str]:
+    """One line for all parameters of a module, as blocks may share tens of them."""
+    *most, last = copies.stages
+    where = f"stages {', '.join(map(str, most))} and {last}"
+    total = "both" if len(most) == 1 else "all"
+    first, *more = copies.parameters
+    if len(more) > 1:
+        yield f"{first} and {len(more)} more are on {where}, their gradients the sums of {total}"
+        return
+    for name in copies.parameters:
+        yield f"{name} is on {where}, its gradient the sum of {total}"
+
+
+def _argument(name: str) -> str:
+    return f"argument {int(name) + 1} of blocks" if name.isdecimal() else f"`{name}` of blocks"

@@ -164,9 +164,12 @@ def _planned(
 
     The last calls of the rank are laid along those of a step, which follow each other again and
     again: the place with the longest run of equal calls before it is where the rank is. Calls that
-    the plan has none like, such as those of the script's own metrics, are passed over.
+    the plan has none like, such as those of the script's own metrics, are passed over, and so are
+    the sums of `run.metrics`.
     """
     waits = dump.waits
+    if waits is not None and _of_metrics(waits, groups, calls):
+        return RankCall(rank=dump.rank, number=0, kind=waits.kind, during="sum of run.metrics"), ()
     if waits is not None and waits.kind in MESSAGES:
         forward = waits.peer > dump.rank
         same = (c for c in calls if c.kind == waits.kind and (c.peer > c.rank) == forward)
@@ -177,6 +180,8 @@ def _planned(
     own = []
     for entry in dump.entries:
         key = _key(entry.kind, groups.axes(entry.ranks), gloo=dump.gloo)
+        if _of_metrics(entry, groups, calls):
+            continue
         if entry.kind not in MESSAGES and (key in known or entry is waits):
             own.append((key, entry))
         if entry is waits:
@@ -196,6 +201,15 @@ def _planned(
         gone = [planned[(first + at) % len(keys)] for at in range(between)]
     here = best if waits is not None else (best + 1) % len(planned)
     return planned[here], tuple(gone)
+
+
+def _of_metrics(entry: RecordedCall, groups: Groups, calls: Sequence[RankCall]) -> bool:
+    """Whether a call is the sum over all ranks of what `run.metrics` counts, which no plan has: of
+    more whole numbers than the two by which a step begins.
+    """
+    size = len(entry.ranks) == groups.lowered.world_size and entry.numel
+    counts = entry.kind == "all_reduce" and entry.dtype == "int64" and size > 2
+    return counts and not any(c.kind == entry.kind and c.numel == size for c in calls)
 
 
 def _best(

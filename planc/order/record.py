@@ -90,9 +90,9 @@ def recorded(
         code=allow_code,
     )
     found: dict[int, list[tuple[RankCall, ...]]] = {}
-    form: dict[str, object] = {}
+    form: list[object] = []
     for rank in sorted({*ranks} | ({0} if pipeline else set())):
-        answer = runner.ask(replace(job, rank=rank, form=form if place_of(lowered, rank) else {}))
+        answer = runner.ask(replace(job, rank=rank, form=form if place_of(lowered, rank) else []))
         if "error" in answer:
             raise NotCountedError(f"rank {rank}: {answer['error']}")
         form = form or answer["form"]

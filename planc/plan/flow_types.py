@@ -90,6 +90,13 @@ class Met(NamedTuple):
     own: bool
 
 
+class CutOutput(NamedTuple):
+    """A tensor that an operation of the model's code cuts along the dim over which it is split."""
+
+    tensor: int
+    line: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class State:
     """What is known after some calls.
@@ -98,6 +105,7 @@ class State:
         kinds: of tensors; whole where it has none.
         dims: the dim along which a varying tensor is split, where that is known.
         met: whole tensors that met varying ones.
+        cuts: varying tensors that were cut along their split dim.
         rules: that follow.
         sent: what is sent forward and backward, in hidden states.
         work: norms and sums of residuals that run on parts of the sequence.
@@ -106,6 +114,7 @@ class State:
     kinds: Mapping[int, Held] = field(default_factory=dict)
     dims: Mapping[int, int | None] = field(default_factory=dict)
     met: tuple[Met, ...] = ()
+    cuts: tuple[CutOutput, ...] = ()
     rules: tuple[FoundRule, ...] = ()
     sent: float = 0
     work: int = 0
@@ -147,6 +156,7 @@ class Layouts:
         parts, sums: the sums of two hidden states that run on parts of the sequence, and all.
         around: the blocks that are gathered as one.
         why: the clashes that were met.
+        cuts: the modules whose outputs the model's code cuts along their split dim, with the line.
     """
 
     rules: tuple[FoundRule, ...]
@@ -154,6 +164,7 @@ class Layouts:
     sums: int
     around: tuple[str, ...]
     why: tuple[Tried, ...]
+    cuts: tuple[tuple[str, int], ...] = ()
 
     @property
     def everywhere(self) -> bool:

@@ -51,13 +51,18 @@ class LayoutClash:
 
 def inferred(plan: Plan, facts: Facts, sink: Sink) -> Plan:
     """The plan with the layouts of all sections that leave them open, and with what draws random
-    numbers; reports PL524 to PL526.
+    numbers; reports PL151 and PL524 to PL528.
     """
     for setting in plan.sequence:
         if plan.mesh.size(setting.axis) > 1 and "tensor" not in plan.broken:
             plan = _Section(plan, facts, setting, sink).inferred()
     for section, own in () if "tensor" in plan.broken else _stated(plan, facts, sink):
-        plan = section.observed(plan, section.recorded(own))
+        found = section.recorded(own)
+        plan = section.observed(plan, found)
+        if not isinstance(found, Unrepresented | str):
+            _, _, small, flow = found
+            layouts = section.complete(flow, small)
+            section.cut(flow, small, layouts if isinstance(layouts, Layouts) else None)
     return plan
 
 
@@ -111,6 +116,7 @@ class _Section:
         layouts = None if "tensor" in plan.broken else self._layouts(flow, small)
         if layouts is None:
             return replace(plan, broken=plan.broken | {"tensor"})
+        self.cut(flow, small, layouts)
         made = _Carried(flow, state, small, layouts, setting)
         if problem := made.uneven or made.unsized(source.facts):
             return self._unknown(problem)
@@ -169,7 +175,7 @@ class _Section:
         if isinstance(found, Unrepresented | str):
             return
         _, state, small, flow = found
-        layouts = layouts_of(flow, _styles(small), sequence=bool(self.setting.wanted))
+        layouts = self.complete(flow, small)
         if isinstance(layouts, Clash):
             why = _why(layouts)
             blamed = _blamed(flow, why, small)
@@ -178,6 +184,28 @@ class _Section:
             return
         made = _Carried(flow, state, small, layouts, self.setting)
         yield from (rule.sized(self.facts) for rule in made.rules(own) if rule.inferred)
+
+    def complete(self, flow: DataFlow, small: tuple[TensorRule, ...]) -> Layouts | Clash:
+        """What complete rules make of the flow."""
+        return layouts_of(flow, _styles(small), sequence=bool(self.setting.wanted))
+
+    def cut(self, flow: DataFlow, small: tuple[TensorRule, ...], layouts: Layouts | None) -> None:
+        """Reports PL151: linears in plain `colwise` whose outputs the model's code cuts."""
+        lines: dict[Span, dict[str, None]] = {}
+        for module, line in layouts.cuts if layouts else ():
+            for origin in _origins(flow, small)[module]:
+                text = f"`{generic(module)}`: {flow.lines[line]}"
+                lines.setdefault(origin, {})[text] = None
+        for origin, codes in lines.items():
+            self.sink.warning(
+                "PL151",
+                "the model's code cuts the output of this projection, and plain colwise gives each "
+                f"{self.setting.axis} rank a slice of it",
+                origin,
+                facts=[*codes][:3],
+                help="state its parts, `colwise(parts = 2)`, if the code cuts it into equal parts; "
+                "else gather its output: `colwise(-> replicate)`",
+            )
 
     def recorded(self, own: tuple[TensorRule, ...]) -> Recorded | Unrepresented | str:
         """The shallowest small model whose blocks stand for all real ones, the rules on it, and its

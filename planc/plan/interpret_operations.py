@@ -13,7 +13,9 @@ from planc.model.dataflow import VIEWS, DataFlow, FlowCall, Operation
 from planc.ops import styles as st
 from planc.ops.contract import contract
 from planc.ops.styles import Layout, Redistribution, Replicate, Shard, Style
-from planc.plan.flow_types import Around, Clash, FoundRule, Held, Met, State
+from planc.plan.flow_types import Around, Clash, CutOutput, FoundRule, Held, Met, State
+
+_CUTS = frozenset({"chunk", "narrow", "split", "split_with_sizes", "tensor_split", "__getitem__"})
 
 Makers = dict[int, list[Operation | FlowCall]]
 """The operations, split modules and leaves with weights that give each tensor."""
@@ -91,6 +93,7 @@ class FlowOperations:
         if not some:
             return state
         kinds, dims, met, work = dict(state.kinds), dict(state.dims), [*state.met], state.work
+        cuts = [*state.cuts]
         for one in some:
             real = [t for t in one.inputs if not self.flow.scalar(t) or t in own]
             if own and real and all(t in own for t in real):
@@ -114,10 +117,18 @@ class FlowOperations:
                 work += twice and self.flow.shapes[one.outputs[0]][-1] == self.flow.width
             elif result is Held.VARYING:
                 varying = given.of(Held.VARYING)[0]
+                if one.name in _CUTS and self.shorter(one, varying, dims.get(varying)):
+                    cuts.append(CutOutput(varying, one.line))
                 met += (Met(t, varying, one.line, t in own) for t in given.of(Held.WHOLE))
                 self.follow(one, given, dims)
             kinds.update(dict.fromkeys(one.outputs, result or Held.WHOLE))
-        return replace(state, kinds=kinds, dims=dims, met=tuple(met), work=work)
+        made = replace(state, kinds=kinds, dims=dims, met=tuple(met), work=work)
+        return replace(made, cuts=tuple(cuts))
+
+    def shorter(self, one: Operation, tensor: int, dim: int | None) -> bool:
+        """Whether the outputs of an operation have a part of a tensor's dim."""
+        before, after = self.flow.shapes[tensor], self.flow.shapes[one.outputs[0]]
+        return dim is not None and len(after) == len(before) and after[dim] < before[dim]
 
     def check(self, one: Operation, given: Inputs, dims: Mapping[int, int | None]) -> None:
         """Raises a clash where the inputs of an operation do not go together."""

@@ -346,10 +346,9 @@ class LossRule(Meaning):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineRule(Meaning):
-    """How blocks become stages; `crossing` are arguments of blocks that earlier stages compute."""
+    """How blocks become stages."""
 
     op: Pipeline
-    crossing: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

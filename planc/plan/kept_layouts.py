@@ -65,6 +65,7 @@ def _encoded(found: Layouts | Clash) -> dict[str, Any]:
         "parts": [found.parts, found.sums],
         "around": found.around,
         "why": found.why,
+        "cuts": found.cuts,
     }
 
 
@@ -84,6 +85,7 @@ def _decoded(data: Any) -> Layouts | Clash | None:
             sums=data["parts"][1],
             around=tuple(data["around"]),
             why=tuple(Tried(at, text, line, tuple(of)) for at, text, line, of in data["why"]),
+            cuts=tuple((module, line) for module, line in data["cuts"]),
         )
     except (ValueError, TypeError, KeyError, IndexError):
         return None

@@ -26,19 +26,33 @@ def local_shape(parameter: Parameter, rules: Iterable[TensorRule], plan: Plan) -
 
     Each rule shards the result of those before it; in a packed dim, each part is sharded.
     """
+    slices = local_slices(parameter, rules, plan)
+    return tuple(sum(slices.get(dim, (size,))) for dim, size in enumerate(parameter.shape))
+
+
+def local_slices(
+    parameter: Parameter, rules: Iterable[TensorRule], plan: Plan
+) -> dict[int, tuple[int, ...]]:
+    """The sizes of the slices of each dim that rules shard, as `local_shape` has them."""
     shape = parameter.shape
     dims: dict[int, list[tuple[Split, int]]] = {}
     for rule in rules if shape else ():
         if split := rule.split(parameter):
             dims.setdefault(split.dim, []).append((split, plan.mesh.size(rule.axis)))
-    local = list(shape)
+    found = {}
     for dim, splits in dims.items():
         packed = next((split for split, _ in splits if split.packed), None)
         sizes = part_sizes(packed, shape[dim]) if packed else (shape[dim],)
         for _, count in splits:
             sizes = tuple(-(-size // count) for size in sizes)
-        local[dim] = sum(sizes)
-    return tuple(local)
+        found[dim] = sizes
+    return found
+
+
+def splitting(plan: Plan) -> list[TensorRule]:
+    """The rules that split parameters over more than one rank, those of experts among them."""
+    rules = [r for r in plan.tensor if plan.mesh.size(r.axis) > 1]
+    return [r for r in rules if not isinstance(r.style, PARAMETERLESS)] + expert_styles(plan)
 
 
 class _Placed(Protocol):
@@ -119,8 +133,7 @@ def held(
     part: Unit | SpreadRule, found: list[Owned], plan: Plan
 ) -> Iterator[tuple[str, tuple[int, ...]]]:
     """(name, shape after tensor parallelism) of the parameters that a unit or spread places."""
-    rules = [r for r in plan.tensor if plan.mesh.size(r.axis) > 1]
-    rules = [r for r in rules if not isinstance(r.style, PARAMETERLESS)] + expert_styles(plan)
+    rules = splitting(plan)
     for own in found:
         if (own.spread or own.unit) is not part or own.unit is None:
             continue

@@ -8,7 +8,8 @@ from planc.ops.contract import Split, part_sizes
 from planc.ops.optimizer import Cut, Muon
 from planc.plan.experts import expert_count
 from planc.plan.ir import OptimizerRule, Plan
-from planc.plan.parameter_owners import divided_by, inner_first, owned
+from planc.plan.local_shapes import local_slices, ruled, splitting
+from planc.plan.parameter_owners import Owned, divided_by, inner_first, owned
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,11 +35,36 @@ def is_matrix(modules: Modules, parameter: Parameter) -> bool:
 def steps_of(plan: Plan, facts: Facts) -> Iterator[Stepped]:
     """Every trainable parameter with its rule: the innermost one around it that takes it."""
     for own in owned(plan, facts):
-        for piece, rule, other in rules_around(own.modules, plan):
-            for p in piece.module.parameters:
-                if own.trains(p):
-                    chosen = rule if is_matrix(piece, p) else other
-                    yield Stepped(modules=piece, parameter=p, rule=chosen)
+        yield from _of_owner(own, own.modules, plan)
+
+
+def _of_owner(own: Owned, modules: Modules, plan: Plan) -> Iterator[Stepped]:
+    for piece, rule, other in rules_around(modules, plan):
+        for p in piece.module.parameters:
+            if own.trains(p):
+                chosen = rule if is_matrix(piece, p) else other
+                yield Stepped(modules=piece, parameter=p, rule=chosen)
+
+
+def cut_rows(plan: Plan, facts: Facts) -> Iterator[tuple[Stepped, OptimizerRule, tuple[int, ...]]]:
+    """The parameters with states in 8 bits whose rows, along the last dim, are split: their rule,
+    and the sizes of the slices that a rank has of a row.
+    """
+    rules, section = splitting(plan), plan.fsdp
+    for own in owned(plan, facts):
+        placement = own.spread or own.unit
+        for part, styles in ruled(own.modules, rules):
+            for step in _of_owner(own, part, plan):
+                rule, shape = step.rule, step.parameter.shape
+                if rule is None or not rule.op.in_eight_bits(shape):
+                    continue
+                last = len(shape) - 1
+                slices = local_slices(step.parameter, styles, plan).get(last, ())
+                ranks = plan.mesh.size(*section.axes(placement)[0]) if section and placement else 1
+                if ranks > 1 and placement and placement.shard_dim == last:
+                    slices = tuple(size // ranks for size in slices or shape[last:])
+                if slices:
+                    yield step, rule, slices
 
 
 def rules_around(

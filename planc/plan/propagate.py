@@ -98,7 +98,17 @@ class _Inference(FlowOperations):
             sums=len(sums),
             around=tuple(n for n in blocks if n.rpartition(".")[2].isdecimal()),
             why=tuple(self.tried),
+            cuts=tuple(dict.fromkeys(self.cut(state))),
         )
+
+    def cut(self, state: State) -> Iterator[tuple[str, int]]:
+        """The modules with plain `colwise` whose local outputs are cut along the split dim."""
+        for tensor, line in state.cuts:
+            for call in self.sources(tensor, state):
+                styles = (*self.splits.get(call.name, ()), *self.stated.get(call.name, ()))
+                some = [s for s in styles if isinstance(s, st.Colwise)]
+                if any(s.local and s.parts == 1 for s in some):
+                    yield call.name, line
 
     def uneven(self, rules: Iterable[FoundRule]) -> frozenset[str]:
         """Modules that are called several times, with several layouts: a style has one."""

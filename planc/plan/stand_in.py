@@ -26,6 +26,7 @@ from planc.model.small.depth import edges
 from planc.ops.activation_checkpoint import Checkpoint
 from planc.ops.styles import style_text
 from planc.plan import ir
+from planc.plan.shared_parameters import with_copies
 from planc.source import Span
 
 Rules = frozenset[tuple[Span, tuple[Any, ...]]]
@@ -148,10 +149,9 @@ def _pipeline(plan: ir.Plan, state: StandInModel) -> ir.PipelineRule | None:
         bounds=tuple(bounds),
         inputs=tuple(state.all(op.inputs, rule)),
         outputs=tuple(state.all(op.outputs, rule)),
-        shared=tuple(state.all(op.shared, rule)),
         added=blocks_added_to(found[0], state.small) if op.added else 0,
     )
-    return replace(rule, op=made)
+    return replace(rule, op=with_copies(made, state.small))
 
 
 def _numbers(kinds: list[Kind], rules: list[Rules]) -> list[int]:

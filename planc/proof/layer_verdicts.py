@@ -127,7 +127,13 @@ def _groups(facts: Facts, named: Facts) -> Iterator[tuple[_Key, _Group]]:
             original model, because in a small one any list can be as long as the layers.
     """
     for at in block_lists(facts.model):
-        columns = layer_columns(at, facts, named)
+        # of equal entries one tells no layers apart, and a size is another one in a small model
+        real = dict(layer_columns(at, named, named))
+        columns = [
+            (name, column)
+            for name, column in layer_columns(at, facts, named)
+            if len(set(map(str, real.get(name, column)))) > 1
+        ]
         merged: dict[_Key, tuple[Module, Indices]] = {}
         for child in at.module.children:
             made = signature(child.module)

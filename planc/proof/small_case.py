@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import prod
+from math import gcd, prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +29,7 @@ from planc.ops.optimizer import Optimize
 from planc.plan import elaborate
 from planc.plan.apply_adapters import adapted
 from planc.plan.ir import Plan
+from planc.plan.optimizer_groups import cut_rows
 from planc.plan.scope import Sizes
 from planc.plan.stand_in import Unrepresented, stand_in, variants
 from planc.proof.small_mesh import RANKS, with_stages
@@ -224,7 +225,29 @@ def small_plan(
         plan = replace(plan, optimizer=())
     if plan is None:
         return _unfit(quiet)
-    return stand_in(with_stages(plan, sizes), compiled.facts, facts, kept=model.kept, sizes=sizes)
+    staged, kept = with_stages(plan, sizes), model.kept
+    small = stand_in(staged, compiled.facts, facts, kept=kept, sizes=sizes)
+    return small if isinstance(small, Unrepresented) else _small_blocks(small, facts)
+
+
+def _small_blocks(plan: Plan, facts: Facts) -> Plan:
+    """The plan with blocks of states in 8 bits that the small rows on a rank are whole ones of."""
+    if all(rule.op.block is None for rule in plan.optimizer):
+        return plan
+    least = _with_blocks(plan, 1)
+    whole = gcd(_BLOCK, *(size for *_, slices in cut_rows(least, facts) for size in slices))
+    return _with_blocks(plan, whole)
+
+
+def _with_blocks(plan: Plan, block: int) -> Plan:
+    def sized(op: Optimize) -> Optimize:
+        return op if op.block is None else replace(op, block=block)
+
+    return replace(plan, optimizer=tuple(replace(r, op=sized(r.op)) for r in plan.optimizer))
+
+
+_BLOCK = 8
+"""Numbers in a block of the small model, at most: more than one block in a row."""
 
 
 def with_plan(case: SmallCase, plan: Plan, checks: Sink | None = None) -> SmallCase | Unrepresented:

@@ -23,7 +23,7 @@ _KINDS = {
     "loss": "loss",
     "gradients": "gradients",
     "norm": "norm of the gradients",
-    "parameters": "parameters after two AdamW steps",
+    "parameters": "parameters after two steps",
     EIGHT_BITS: "with products in 8 bits",
 }
 

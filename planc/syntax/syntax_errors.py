@@ -11,6 +11,7 @@ from planc.syntax.grammar import parser
 
 CLOSERS = {"{": "}", "(": ")", "[": "]"}
 _DIGITS = re.compile(r"[\d.]+")
+_SIZE = re.compile(r"(?i)(?<![\w.])(\d+(?:\.\d+)?) *([KMGT])i?b?\Z")
 _WORDS = {
     "NAME": "a name",
     "F1B": "a name",
@@ -91,6 +92,9 @@ def report(error: UnexpectedInput, span: Span, source: Source, sink: Sink, *, lo
         message += f": expected {expected}"
     tip = f"a selector has no spaces: write `{''.join(spaced[0].split())}`" if spaced else None
     tip = _likely(found, expected, line, source.text[span.start :]) or tip
+    if unit := _SIZE.search(source.text[: span.end]):
+        size = f"{unit[1]}{unit[2].upper()}"
+        tip = f"units of sizes are KiB, MiB, GiB and TiB, or K, M, G and T: `{size}iB`, `{size}`"
     sink.error("PL001", message, span, help=tip)
 
 

@@ -6,7 +6,7 @@ clipping; then the second; then the parameters are compared.
 """
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -25,6 +25,7 @@ from planc.runtime.collectives import named_modules
 from planc.runtime.run import Run
 from planc.runtime.sharded_tensors import sharded_like
 from planc.runtime.standalone.documents import reset_states
+from planc.runtime.standalone.kept_states import state_values
 from planc.runtime.standalone.loss import IGNORED
 from planc.runtime.standalone.optimizer import PlannedOptimizer, planned_optimizer
 from planc.runtime.standalone.pipeline import stages_of
@@ -107,7 +108,8 @@ class Reference:
     Args:
         passes: what each data rank's rows gave, by data rank.
         before: the parameters that the plan's Muon or a class steps, before the first step.
-        steered: the clipped gradients of each step, of what a class of the user's steps: a class
+        steered: the clipped gradients of each step, of what a class of the user's steps, or has
+            states in 8 bits: a class
             may enlarge rounding to a whole step, as one that takes signs does of a gradient that
             is zero, so that ranks step with the same ones. They are compared by themselves.
         whole: the gradients of the first step with all rows of a pass in one batch, which differ
@@ -154,7 +156,7 @@ def train_single(
     """
     reference = Reference(passes=[RankResult(data_rank=d) for d in range(batches.ranks)])
     optimizer = _single_optimizer(model, lowered)
-    reference.before, used = _parameters_of(_CHANGES, model, optimizer), UsedParameters()
+    reference.before, used = _parameters_of(_changes, model, optimizer), UsedParameters()
     parts, each = _microbatches(lowered, batches)
     share = gradient_scale(lowered) / batches.ranks * each
     heads = [op for op in lowered.ops if isinstance(op, ChunkLoss)]
@@ -207,7 +209,7 @@ def _stepped(model: nn.Module, optimizer: torch.optim.Optimizer, reference: Refe
     """The norm of all gradients, with which the optimizer has stepped."""
     trained = [p for p in model.parameters() if p.grad is not None]
     norm: Tensor = nn.utils.clip_grad_norm_(trained, MAX_NORM)
-    own = _parameters_of(("class",), model, optimizer)
+    own = _parameters_of(_steered, model, optimizer)
     reference.steered.append({n: g for n, g in _gradients(model).items() if n in own})
     optimizer.step()
     optimizer.zero_grad()
@@ -382,32 +384,43 @@ def _steer(model: nn.Module, gradients: Tensors) -> None:
             p.grad = sharded_like(part, p) if isinstance(p, DTensor) else part
 
 
-_CHANGES = ("muon", "class")
-"""The algorithms whose change of a parameter is compared: it may be far less than the value."""
+def _changes(group: Mapping[str, Any]) -> bool:
+    """Whether the change of a parameter is compared: it may be far less than the value."""
+    return group.get("algorithm") in ("muon", "class")
+
+
+def _steered(group: Mapping[str, Any]) -> bool:
+    """Whether a gradient that is off by a rounding may be another sign, or another code."""
+    return group.get("algorithm") == "class" or "block" in group
 
 
 def _parameters_of(
-    algorithms: Sequence[str], model: nn.Module, optimizer: torch.optim.Optimizer
+    wanted: Callable[[Mapping[str, Any]], bool], model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> Tensors:
-    """Copies of the parameters that some algorithms of the plan step."""
-    groups = (g for g in optimizer.param_groups if g.get("algorithm") in algorithms)
+    """Copies of the parameters of some groups of the optimizer."""
+    groups = (group for group in optimizer.param_groups if wanted(group))
     stepped = {id(p) for group in groups for p in group["params"]}
     return {n: p.detach().clone() for n, p in parameters_by_name(model) if id(p) in stepped}
 
 
+IN_EIGHT_BITS = " in 8 bits"
+"""In the name of a state."""
+
+
 def _states(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
     """The full states of the plan's own optimizer, but for numbers of steps. Those of rows or
-    columns are in the model's order as they are.
+    columns are in the model's order as they are; names tell which are in 8 bits.
     """
     if not isinstance(optimizer, PlannedOptimizer):
         return {}
     orders = rank_orders(model)
     return {
-        f"{name} ({key})": in_own_order(
+        f"{name} ({key}{IN_EIGHT_BITS * bool(getattr(kept, 'block', 0))})": in_own_order(
             full_copy(state), orders.get(name) if state.shape == parameter.shape else None
         )
         for name, parameter in parameters_by_name(model)
-        for key, state in sorted(optimizer.state.get(parameter, {}).items())
+        for key, kept in sorted(optimizer.state.get(parameter, {}).items())
+        for state in [state_values(kept, parameter)]
         if isinstance(state, Tensor) and state.dim()
     }
 

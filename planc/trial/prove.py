@@ -146,7 +146,9 @@ def _updates(result: program.RankResult, reference: program.Reference) -> dict[s
             count(name, numerics.relative(mine, right, _STEPS * float(before.abs().max())))
     for key, error in numerics.errors_by_name(states, wanted).items():
         alike = key in states and key in wanted and states[key].dtype == wanted[key].dtype
-        count(_owner(key), error if alike else math.inf)
+        eight = alike and program.IN_EIGHT_BITS in key  # a number may fall to the next code
+        off = numerics.norm_error(states[key], wanted[key]) if eight else error
+        count(_owner(key), off if alike else math.inf)
     return found
 
 

@@ -1,7 +1,8 @@
 """Runs what `planc launch` writes on real engines, with a rank that is killed once: torchrun, Slurm
 of one node and of two, a local Ray; SkyPilot and Kubeflow parse theirs. `make cluster` calls it.
 
-The losses of each must be those of a run that nobody kills.
+The losses of each must be those of a run that nobody kills. A run of all of them writes
+docs/generated/engines.md.
 """
 
 import json
@@ -12,13 +13,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from contextlib import contextmanager
 from pathlib import Path
 
 HERE = Path(__file__).parent
 ENGINES = Path(os.path.abspath(sys.argv[1]))  # noqa: PTH100, the Python of a venv is a link
 WANTED = sys.argv[2:]
-"""Of torchrun, fewer, slurm, slurm_fewer, ray, ray_train; without any, all and what is parsed."""
+"""Names of `WHAT`; without any, all."""
 sys.path.insert(0, str(HERE.parent))
 
 from modelfolder import QWEN3  # noqa: E402
@@ -59,6 +61,26 @@ text = yaml.safe_load(open(sys.argv[1]))
 job = TrainerV1alpha1TrainJob.from_dict(text)
 assert job.to_dict() == text, "a field is not known"
 print(job.spec.trainer.num_nodes)
+"""
+
+
+WHAT = {
+    "torchrun": "one node, two ranks, of which one is killed and all are started again",
+    "fewer": "two nodes of one rank, of which one is killed with its torchrun; on with the other",
+    "slurm": "one node, two tasks, of which one is killed; the job is requeued once",
+    "slurm_fewer": "two nodes of one task, of which one is killed; requeued on the other",
+    "ray": "torchrun on a local cluster, two ranks, of which one is killed and all start again",
+    "ray_train": "Ray Train, four workers, of which one is killed; then three",
+    "skypilot": "the file is parsed by its own package",
+    "kubeflow": "the file is parsed by its own package",
+}
+PAGE = """# What planc launch writes, on real engines
+
+Written by `make cluster`; [how-to/cluster.md](../how-to/cluster.md) says what the files contain.
+All ran on one machine, on CPUs. Each step has the loss of a run that nobody killed.
+
+| engine | version | what ran | steps on ranks | seconds |
+| --- | --- | --- | --- | --- |
 """
 
 
@@ -152,10 +174,7 @@ def submitted(file, when_it_runs=lambda: None):
     job = say("sbatch", "--parsable", file).strip()
 
     def state():
-        found = say("scontrol", "show", "job", job)
-        if "Reason=BeginTime" in found:  # what is requeued waits for two minutes
-            say("scontrol", "update", f"jobid={job}", "starttime=now")
-        return found
+        return say("scontrol", "show", "job", job)
 
     until(lambda: "JobState=PENDING" not in state(), 60)
     when_it_runs()
@@ -197,6 +216,14 @@ def ray_train():
         assert abs(loss - alone[step]) < 1e-4, (told, alone)
 
 
+def skypilot():
+    parsed("skypilot", SKYPILOT)
+
+
+def kubeflow():
+    parsed("kubeflow", KUBEFLOW)
+
+
 def parsed(target, code):
     assert say(str(ENGINES), "-c", code, killed(target)).split()[-1] == "1"
 
@@ -213,6 +240,25 @@ def require_losses(name, expected):
         assert abs(loss - right) < 1e-4, (name, found, expected)
 
 
+def version(name):
+    """Of an engine, as it says it itself."""
+    if name.startswith("slurm"):
+        return say("sinfo", "--version").strip()
+    package = {"torchrun": "torch", "fewer": "torch", "kubeflow": "kubeflow-trainer-api"}
+    package = package.get(name, name.partition("_")[0])
+    python = sys.executable if package == "torch" else str(ENGINES)
+    code = f"import importlib.metadata; print(importlib.metadata.version({package!r}))"
+    return f"{package} {say(python, '-c', code).strip()}"
+
+
+def row(name, seconds):
+    """The line of the table for what ran."""
+    told = Path(f"{name}.jsonl").exists()
+    steps = Counter(ranks for *_, ranks in lines(name)) if told else {}
+    done = ", ".join(f"{n} on {ranks}" for ranks, n in steps.items())
+    return f"| {name} | {version(name)} | {WHAT[name]} | {done} | {seconds:.0f} |\n"
+
+
 def main():
     os.chdir(folder := tempfile.mkdtemp(prefix="planc-"))
     Path(folder).chmod(0o755)  # munge's clients are of any user
@@ -221,21 +267,16 @@ def main():
     shutil.copy(HERE / "train.py", "train.py")
     alone = written("torchrun", PLAN, "--set", "tp=2", "--losses", "alone.jsonl")
     subprocess.run(["bash", alone], check=True)
-    expected = lines("alone")
-    for target in (torchrun, fewer, slurm, slurm_fewer, ray):
-        if WANTED and target.__name__ not in WANTED:
-            continue
-        target()
-        require_losses(target.__name__, expected)
-        print(f"== {target.__name__}: killed once, and the losses of a run that was not\n")
-    if not WANTED or "ray_train" in WANTED:
-        ray_train()
-        print("== ray_train: killed once, then on fewer workers, and the losses of one\n")
-    if WANTED:
-        return
-    parsed("skypilot", SKYPILOT)
-    parsed("kubeflow", KUBEFLOW)
-    print("== skypilot, kubeflow: parsed by their own packages")
+    expected, rows = lines("alone"), []
+    for name in WANTED or WHAT:
+        begun = time.monotonic()
+        globals()[name]()
+        if name in ("torchrun", "fewer", "slurm", "slurm_fewer", "ray"):
+            require_losses(name, expected)
+        rows.append(row(name, time.monotonic() - begun))
+        print(f"== {rows[-1]}", flush=True)
+    if not WANTED:
+        (HERE.parents[1] / "docs/generated/engines.md").write_text(PAGE + "".join(rows))
     shutil.rmtree(folder)
 
 

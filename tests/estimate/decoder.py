@@ -182,9 +182,7 @@ def workload(model: Decoder, run: Run, stack: Stack, kernels: Kernels | None = N
         chunks=run.chunks,
         tokens=run.sequence * run.micro_batch * run.micro_batches * run.data * run.replicate,
         sharding=run.sharding,
-        recompute=run.recompute,
         precision=run.precision,
-        tied=-(-model.vocabulary // tp) * model.hidden if model.tied else 0,
     )
 
 
@@ -297,7 +295,7 @@ class _Pieces:
             transient=4 * t * ffn * self.width + (4.0 * self.stream if self._sequence > 1 else 0),
             forward=(*forward, *self._around()),
             backward=(*backward, *self._around(), *self._around()),
-            gathered=2.0 * self.stream if self._sequence > 1 else 0.0,
+            recompute=self.run.recompute,
         )
 
     def _kept(self, inner: int, kv: int, ffn: int) -> tuple[float, float]:
@@ -363,7 +361,6 @@ class _Pieces:
             boundary=self.stream / self._sequence,
             forward=_once(forward, GATHER),
             backward=_once(backward, SCATTER),
-            gathered=self.stream if self._sequence > 1 else 0.0,
             loss=True,
             resident=True,
         )

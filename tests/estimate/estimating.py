@@ -15,8 +15,6 @@ import published_runs
 from measured_tables import DATA, hardware, playbook, stack, vtrain
 
 from planc.estimate.measurements import CONSTANTS, Timed, calibrated
-from planc.estimate.memory import GIB
-from planc.estimate.step import estimate
 from planc.estimate.step_time import step_time
 
 
@@ -77,67 +75,27 @@ def without_slowness(runs, apart):
 
 
 def errors(runs):
-    """Relative errors of memory, and of the time of a step.
-
-    nanotron's `log_throughput` writes what the allocator of the first rank has reserved, which is
-    in the first stage, not in the fullest.
-    """
-    memory = [abs(e.ranks[0].peak / GIB / run.gib - 1) for run, e in runs]
-    time = [abs(run.tokens_per_second / e.time.tokens_per_second - 1) for run, e in runs]
-    return memory, time
-
-
-def scatter(runs):
-    """Errors of memory that a model would have that is right for the median of the runs with the
-    same tensor and pipeline ranks, micro-batch and ZeRO, which differ in data ranks alone.
-    """
-    by = defaultdict(list)
-    for run, e in runs:
-        key = tuple(run.row[k] for k in ("tp", "pp", "mbs", "zero"))
-        by[key].append(e.ranks[0].peak / GIB / run.gib)
-    return [abs(x / median(same) - 1) for same in by.values() if len(same) > 1 for x in same]
+    """Relative errors of the time of a step."""
+    return [abs(run.tokens_per_second / e.tokens_per_second - 1) for run, e in runs]
 
 
 def judge_playbook(path):
     profile, software = hardware("h100-8x"), stack("nanotron")
-    every = [(run, estimate(run.work, profile, software)) for run in playbook(path)]
-    runs = [(run, e) for run, e in every if run.tokens_per_second is not None]
+    every = list(playbook(path))
+    ran = [run for run in every if run.tokens_per_second is not None]
+    runs = [(run, step_time(run.work, profile, software)) for run in ran]
     apart = slow(runs)
     usual = [pair for i, pair in enumerate(runs) if i not in apart]
     print(f"\n## {path.name}: {len(every)} rows, {len(runs)} ran, {len(apart)} slow ones\n")
-    print("| rows | memory median | memory 95 % | time median | time 75 % |\n" + "| --- " * 5 + "|")
-    expected = [p for p in runs if p[1].time.tokens_per_second < 1.6 * p[0].tokens_per_second]
-    parts = {"all that ran": runs, "without the slow ones": usual}
-    parts[f"{len(expected)} that took up to 1.6 times the estimated time"] = expected
-    for name, part in parts.items():
-        memory, time = errors(part)
-        print(
-            f"| {name} | {median(memory):.1%} | {quantile(memory, 0.95):.1%} "
-            f"| {median(time):.1%} | {quantile(time, 0.75):.1%} |"
-        )
-    found = scatter(runs)
-    print(
-        f"\nright for the median of the runs that differ in data ranks alone ({len(found)} runs): "
-        f"memory median {median(found):.1%}, 95 % {quantile(found, 0.95):.1%}"
-    )
-    print_fit(every)
+    print("| rows | time median | time 75 % |\n" + "| --- " * 3 + "|")
+    for name, part in {"all that ran": runs, "without the slow ones": usual}.items():
+        time = errors(part)
+        print(f"| {name} | {median(time):.1%} | {quantile(time, 0.75):.1%} |")
+    print()
     print_nodes(runs, usual, [*without_slowness(runs, apart)])
     print("\nBy column, without the slow ones:")
     for key in ("tp", "pp", "zero"):
         print_held_out(key, usual)
-
-
-def print_fit(every):
-    """Whether a run fits; a crash that cannot be memory (half the memory) is not counted."""
-    judged = [
-        (run, e) for run, e in every if run.tokens_per_second or e.fullest.peak > e.usable / 2
-    ]
-    right = sum(e.fits == (run.tokens_per_second is not None) for run, e in judged)
-    plain = sum(e.fits == (run.tokens_per_second is not None) for run, e in every)
-    print(
-        f"\nfits or not: right for {plain / len(every):.1%} of all rows, {right / len(judged):.1%} "
-        f"without {len(every) - len(judged)} crashes that cannot be memory\n"
-    )
 
 
 def print_nodes(runs, usual, best_known):
@@ -150,7 +108,7 @@ def print_nodes(runs, usual, best_known):
     for nodes in sorted({int(run.row["nodes"]) for run, _ in runs}):
         part, other = ([p for p in s if int(p[0].row["nodes"]) == nodes] for s in (runs, usual))
         ranks = [
-            spearman([(run.tokens_per_second, e.time.tokens_per_second) for run, e in some])
+            spearman([(run.tokens_per_second, e.tokens_per_second) for run, e in some])
             for some in (part, other)
         ]
         right = [
@@ -158,25 +116,21 @@ def print_nodes(runs, usual, best_known):
             for (run, _), given in zip(runs, best_known, strict=True)
             if int(run.row["nodes"]) == nodes
         ]
-        fitting = [pair for pair in part if pair[1].fits] or part
-        chosen, _ = max(fitting, key=lambda pair: pair[1].time.tokens_per_second)
+        chosen, _ = max(part, key=lambda pair: pair[1].tokens_per_second)
         best = max(run.tokens_per_second for run, _ in part)
         print(
-            f"| {nodes} | {len(part)} | {median(errors(part)[1]):.1%} | {ranks[0]:.2f} "
+            f"| {nodes} | {len(part)} | {median(errors(part)):.1%} | {ranks[0]:.2f} "
             f"| {spearman(right):.2f} | {ranks[1]:.2f} | {chosen.tokens_per_second / best:.0%} |"
         )
 
 
 def print_held_out(key, runs):
     """Medians by a column: constants that were fitted to some rows would fail on others."""
-    print(f"\n| {key} | rows | memory median | time median | signed time |\n" + "| --- " * 5 + "|")
+    print(f"\n| {key} | rows | time median | signed time |\n" + "| --- " * 4 + "|")
     for value in sorted({int(run.row[key]) for run, _ in runs}):
         part = [(run, e) for run, e in runs if int(run.row[key]) == value]
-        memory, time = errors(part)
-        signed = median(e.time.tokens_per_second / run.tokens_per_second - 1 for run, e in part)
-        print(
-            f"| {value} | {len(part)} | {median(memory):.1%} | {median(time):.1%} | {signed:+.1%} |"
-        )
+        signed = median(e.tokens_per_second / run.tokens_per_second - 1 for run, e in part)
+        print(f"| {value} | {len(part)} | {median(errors(part)):.1%} | {signed:+.1%} |")
 
 
 def judge_vtrain(path):

@@ -39,7 +39,6 @@ class Measured:
     row: dict
     work: object
     tokens_per_second: float | None = None
-    gib: float | None = None
     seconds: float | None = None
 
 
@@ -59,15 +58,16 @@ def hardware(name):
 
 
 def stack(name):
-    sink = Sink()
-    found = profiles.stack(name, sink)
+    """planc's own stack, or that of a published run."""
+    own, sink = DATA / f"{name}.toml", Sink()
+    found = profiles.stack(str(own) if own.exists() else name, sink)
     assert found, sink.diagnostics
     return found
 
 
 def playbook(path=DATA / "playbook_3.57B.csv"):
     software = stack("nanotron")
-    precision = ElementSizes(rest=2, compute=2, reduce=4, master=4, states=8)
+    precision = ElementSizes(rest=2, compute=2, reduce=4, states=12)
     with path.open() as file:
         for row in csv.DictReader(file):
             run = Run(
@@ -85,14 +85,13 @@ def playbook(path=DATA / "playbook_3.57B.csv"):
                 row=row,
                 work=workload(playbook_model(row["model"]), run, software),
                 tokens_per_second=None if crashed else float(row["tok_s_gpu"]),
-                gib=None if crashed else float(row["mem_gb"]),
             )
 
 
 def vtrain(path=DATA / "vtrain_a100_sample.csv"):
     """GPT models of Megatron-DeepSpeed: learned positions, a vocabulary of 51,200, fp16."""
     software = stack("megatron")
-    precision = ElementSizes(rest=2, compute=2, reduce=2, master=4, states=8)
+    precision = ElementSizes(rest=2, compute=2, reduce=2, states=12)
     with path.open() as file:
         for row in csv.DictReader(file):
             size = {key: int(value) for key, value in row.items() if not key.startswith("iter")}

@@ -29,7 +29,7 @@ META = dict(
     pipeline=16,
     micro_batch=1,
     sharding=Sharding.OPTIMIZER,
-    precision=ElementSizes(rest=2, compute=2, reduce=4, master=4, states=8),
+    precision=ElementSizes(rest=2, compute=2, reduce=4, states=12),
     schedule="interleaved_1f1b",
     chunks=8,
 )

@@ -67,11 +67,11 @@ STEP = RankStep(rows=2, tokens=64, micro_batches=1, dtype="float32")
     ("made", "layers"),
     [
         (lambda: compiled("llama", "llama", "tp=2", num_hidden_layers=9), (3, 4)),
-        (
+        slow(
             lambda: compiled("llama", "llama", "pp=2", "microbatches=2", num_hidden_layers=16),
             (6, 8),
         ),
-        (lambda: compiled("gemma2", "gemma2", num_hidden_layers=11), (7, 9)),  # two kinds
+        slow(lambda: compiled("gemma2", "gemma2", num_hidden_layers=11), (7, 9)),  # two kinds
     ],
     ids=["llama", "stages", "two kinds"],
 )

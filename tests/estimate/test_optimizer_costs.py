@@ -118,7 +118,14 @@ def test_the_estimate_names_the_plans_optimizer(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("rules", "near"), [slow("root : adamw(state = bf16)", 0.02), (MUON, 0.12)]
+    ("rules", "near"),
+    [
+        slow("root : adamw(state = bf16)", 0.02),
+        ("root : adamw(state = int8)", 0.02),
+        slow("root : adamw(offload = states)", 0.02),
+        slow("root : adamw(state = int8, offload = states)", 0.02),
+        (MUON, 0.12),
+    ],
 )
 def test_what_a_step_holds_is_what_a_rank_holds(tmp_path, rules, near):
     """Two of its layers, run on fake tensors; rank 0 owns two of the six largest matrices, and the

@@ -6,7 +6,6 @@ Written by planc from the lowered plan 3e920e398e5b; it needs torch alone.
 """
 
 import torch
-from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
     checkpoint_wrapper,
@@ -166,9 +165,13 @@ def once_differentiated(plain):
 
 
 def is_stack(each):
-    """Whether a parameter holds matrices that rows choose from, as those of experts."""
-    convolution = isinstance(each._module_info.module, nn.modules.conv._ConvNd)
-    return each.sharded_param.ndim > 2 and not convolution
+    """Whether a parameter holds the matrices of experts, which rows choose from: its
+    module says so by its class or an attribute. A parameter of another module that has
+    no gradient on one rank has none on any, as the pooling head of a tower.
+    """
+    module = each._module_info.module
+    names = " ".join([type(module).__name__, *vars(module)])
+    return each.sharded_param.ndim > 2 and "expert" in names.lower()
 
 
 def filled(group, stacks):

@@ -10,6 +10,7 @@ from training_jobs import applied
 
 import planc
 from planc.runtime.executor import alone
+from planc.runtime.standalone.kept_states import state_values
 from planc.runtime.standalone.optimizer import optimize, planned_optimizer
 from planc.runtime.standalone.shards import rank_orders, whole_of
 
@@ -128,9 +129,34 @@ def _states(run, optimizer):
             value, orders.get(plain(name)) if value.shape == p.shape else None
         )
         for name, p in run.model.named_parameters()
-        for key, value in optimizer.state[p].items()
+        for key, kept in optimizer.state[p].items()
+        for value in [state_values(kept, p)]
         if isinstance(value, torch.Tensor)
     }
+
+
+def offloaded(model, plans, overrides, folder):
+    """Whether plans with states on the device and on the host step alike, bit for bit, over a
+    schedule, clipping, and a resume; and whether the states of the second one are on the host.
+    """
+    found, away = [], []
+    for plan in plans:
+        run, losses = applied(model, plan, overrides), []
+        optimizer = run.optimizer(**TERMS)
+        for start in (0, 2):
+            schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+            for seed in (start, start + 1):
+                losses.append(_step(run, optimizer, seed))
+                schedule.step()
+            run.save(f"{folder}/{len(found)}", optimizer=optimizer)
+            run = fresh(model, plan, overrides)
+            optimizer = run.optimizer(**TERMS)
+            run.load(f"{folder}/{len(found)}", optimizer=optimizer)
+        parameters = [p.detach() for p in run.model.parameters()]
+        found.append((losses, bits(*parameters, *_states(run, optimizer).values())))
+        every = (state for own in optimizer.state.values() for state in own.items())
+        away.append({getattr(state, "host", False) for key, state in every if key != "step"})
+    return found[0] == found[1], away
 
 
 FACTORED = ((10, 7), (3, 8), (6,), (4, 6, 10), (1, 16), (16, 1))

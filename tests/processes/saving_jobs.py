@@ -343,20 +343,20 @@ def export(model, overrides, folder, *, changes=None, shard_size=100_000):
 
 def in_background(model, old, new, folder, kind):
     """A save in the background, which is written after two more steps; then resumed elsewhere."""
-    from torch.distributed import checkpoint
+    from planc.runtime.weights import writing
 
     plan = model if model in ("phi3", "mixtral") else "llama"
     run = applied(model, plan, old)
     optimizer = made(run, kind)
     steps(run, optimizer, 0, 2)
     right = {n: t.clone() for n, t in run.full_state_dict(every_rank=True).items()}
-    went_on, write, said = threading.Event(), checkpoint.save, []
+    went_on, write, said = threading.Event(), writing.write, []
 
     def late(*args, **keywords):
         said.append(went_on.wait(60))
         return write(*args, **keywords)
 
-    checkpoint.save = late
+    writing.write = late
     try:
         run.save(folder, optimizer=optimizer, step=2, asynchronous=True)
         losses = steps(run, optimizer, 2, 4)
@@ -364,7 +364,7 @@ def in_background(model, old, new, folder, kind):
         went_on.set()
         run.finish_save()
     finally:
-        checkpoint.save = write
+        writing.write = write
     other = fresh(model, plan, new)
     restored = made(other, kind)
     step = other.load(folder, optimizer=restored)

@@ -31,8 +31,8 @@ FACTORED = "root : adafactor\n model.layers.*.*layernorm : adamw(eps = 1e-6)"
 
 @pytest.fixture
 def plan(tmp_path):
-    def write(family, rules=""):
-        path = tmp_path / f"{family}.plan"
+    def write(family, rules="", name=""):
+        path = tmp_path / f"{family}{name}.plan"
         head = f'plan t for {family}\nextend "{family}.plan"\n'
         path.write_text(f"{head}optimizer {{{rules or RULES[family]}}}\n")
         return str(path)
@@ -182,6 +182,109 @@ def test_states_keep_their_dtype_when_they_are_loaded(four, plan, tmp_path):
     ):
         assert result["losses"] == result["right"]
         assert result["dtypes"] == ["torch.bfloat16", "torch.float32"]  # and the step
+
+
+EIGHT = """
+    root                            : adamw(eps = 1e-6, state = int8, block = 8)
+    model.layers.*.self_attn.o_proj : muon(state = int8, block = 4)
+    model.layers.*.mlp.*proj        : sgd(momentum = 0.9, state = int8, block = 8)
+"""
+MIXED = """
+    root                            : adamw(eps = 1e-6{0})
+    model.layers.*.self_attn.o_proj : muon({1})
+    model.layers.*.mlp.*proj        : sgd(momentum = 0.9{0})
+    model.norm                      : adafactor({1})
+    model.embed_tokens              : adafactor({1})
+"""
+
+
+@pytest.mark.parametrize(
+    ("family", "sets"),
+    [
+        ("llama", ["tp=2"]),
+        ("llama", ["dp_replicate=2"]),
+        ("phi3", ["tp=2"]),
+        ("llama", ["pp=2", "tp=2", "microbatches=2"]),
+    ],
+    ids=_named,
+)
+def test_states_in_eight_bits_step_as_in_one_process(four, plan, family, sets):
+    """In float64: in float32 a number at the border of two codes falls to either of them."""
+    for result in four.run(
+        "optimizer_jobs.train",
+        model=family,
+        plan=plan(family, EIGHT),
+        overrides=[*FP64, *sets],
+        double=True,
+    ):
+        assert result["muon"][0] < 1e-5, result["muon"]
+        assert result["others"][0] < 1e-6, result["others"]
+
+
+@pytest.mark.parametrize("new", [["tp=2"], ["tp=1"]], ids=_named)
+def test_states_in_eight_bits_go_on_on_another_mesh(four, plan, tmp_path, new):
+    """What is loaded is what was saved, bit for bit, whatever the mesh."""
+    for result in four.run(
+        "optimizer_jobs.resume",
+        model="phi3",
+        plan=plan("phi3", EIGHT),
+        old=[*FP32, "tp=2"],
+        new=[*FP32, *new],
+        folder=str(tmp_path / "run"),
+    ):
+        assert result["equal"]
+        assert any(name.endswith("exp_avg_sq") for name in result["states"])
+        same = result["right"] if new == ["tp=2"] else pytest.approx(result["right"], rel=1e-3)
+        assert result["losses"] == same
+
+
+def test_experts_with_states_in_eight_bits_go_on_on_another_mesh(four, plan, tmp_path):
+    for result in four.run(
+        "optimizer_jobs.resume",
+        model="qwen3_moe",
+        plan=plan("qwen3_moe", "root : adamw(state = int8, block = 8)"),
+        old=[*FP32, "ep=2"],
+        new=[*FP32, "tp=2"],
+        folder=str(tmp_path / "run"),
+    ):
+        assert result["equal"]
+        assert result["losses"] == pytest.approx(result["right"], rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("family", "sets", "more"),
+    [
+        ("phi3", ["tp=2"], ""),
+        ("phi3", ["tp=1"], "state = bf16"),
+        ("llama", ["dp_replicate=2"], ""),
+        ("llama", ["tp=2"], "state = bf16"),
+    ],
+    ids=_named,
+)
+def test_states_on_the_host_step_as_on_the_device(four, plan, tmp_path, family, sets, more):
+    written = [", ".join(filter(None, (away, more))) for away in ("", "offload = states")]
+    rules = [MIXED.format(f", {text}" if text else "", text) for text in written]
+    names = [plan(family, text, name) for text, name in zip(rules, "ab", strict=True)]
+    for equal, away in four.run(
+        "optimizer_jobs.offloaded",
+        model=family,
+        plans=names,
+        overrides=[*FP32, *sets],
+        folder=str(tmp_path / "run"),
+    ):
+        assert equal
+        assert away == [{False}, {True}]
+
+
+def test_a_script_keeps_states_alike(four, plan):
+    rules = "root : adamw(state = int8, block = 8, offload = states)"
+    for one, other in four.run(
+        "optimizer_jobs.script",
+        model="phi3",
+        plan=plan("phi3", rules),
+        overrides=[*FP32, "tp=2"],
+    ):
+        assert one == other
 
 
 CLASSES = """

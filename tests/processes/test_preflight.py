@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from planc.cluster.peers import joined
+
 JOBS = Path(__file__).parent / "preflight_jobs.py"
 NAMED = {
     "none": "preflight of qwen3 on dp_replicate 2 | dp_shard 2 | tp 2, 8 ranks on 2 nodes: passed",
@@ -53,3 +55,14 @@ def test_a_fault_is_named(fault):
     assert seconds < 60
     if fault not in ("dies", "stops", "absent", "no rank 0"):
         assert {*others} == {code}
+
+
+def test_no_thread_is_in_the_store_while_python_ends(monkeypatch):
+    """C++ cannot be left by a thread that Python ends: such a process aborts."""
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    for name, value in alone.items():
+        monkeypatch.setenv(name, value)
+    ranks = joined(20, missed=lambda _found: None)
+    assert all(thread.is_alive() for thread in ranks._threads) and len(ranks._threads) == 2
+    assert ranks.end(0) == 0
+    assert not any(thread.is_alive() for thread in ranks._threads)

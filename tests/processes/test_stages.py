@@ -1,9 +1,13 @@
 """Pipelines on real processes: the page's script saves, resumes and exports, and `planc verify`."""
 
+import json
+
 import pytest
 from loop_plans import ROWS, SCRIPT
+from test_pipeline_values import FIELDS, PLAN
 from test_saving import script
 from test_timetable import TEXT, of_torch
+from transformers import AutoConfig
 
 from planc.cli import main
 
@@ -46,6 +50,20 @@ def test_a_run_goes_on_with_other_stages(tmp_path, first, then):
 def test_verify(model, settings, capsys):
     given = [part for text in settings for part in ("--set", text)]
     assert main(["verify", model, "llama", "--world-size", "4", *given]) == 0
+    assert "Verified on 4 processes" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("family", "schedule"),
+    [("zamba", "1f1b"), ("zaya", "1f1b"), ("gemma4_text", "interleaved_1f1b")],
+)
+def test_models_that_are_no_plain_list(tmp_path, capsys, family, schedule):
+    """Blocks that share a module; states of routers; per-layer inputs, shared keys and values."""
+    values = {**AutoConfig.for_model(family).to_dict(), **FIELDS.get(family, {})}
+    (tmp_path / "config.json").write_text(json.dumps(values, default=str))
+    text = PLAN.format(family=family, pp=2, schedule=schedule, blocks="model.layers")
+    (tmp_path / "t.plan").write_text(text)
+    assert main(["verify", str(tmp_path), str(tmp_path / "t.plan"), "--world-size", "4"]) == 0
     assert "Verified on 4 processes" in capsys.readouterr().out
 
 

@@ -7,10 +7,10 @@ besides the hidden states is known to the model's own code alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
-from planc.model.dataflow import DataFlow, FlowCall
+from planc.model.dataflow import DataFlow, FlowCall, Operation
 from planc.model.facts import Facts, below, generic
 from planc.model.layer_kinds import length
 from planc.model.module_table import puts_images
@@ -30,14 +30,20 @@ class BlockOrder:
         after: modules with parameters that run after the last block.
         apart: those that run between two blocks, or before and after them.
         returned: the number of values in the tuple that a block returns; 0 for a plain tensor.
-        crossing: arguments of blocks, besides hidden states, that modules with parameters computed.
+        given: arguments of blocks, besides hidden states, that modules before the blocks computed
+            from activations.
+        states: arguments of blocks that earlier blocks computed.
+        again: modules before the blocks that compute other arguments, from positions alone; each
+            stage runs them.
         problem: why the list cannot be cut at all; empty if it can.
     """
 
     after: frozenset[str] = frozenset()
     apart: frozenset[str] = frozenset()
     returned: int = 0
-    crossing: tuple[str, ...] = ()
+    given: tuple[str, ...] = ()
+    states: tuple[str, ...] = ()
+    again: frozenset[str] = frozenset()
     problem: str = ""
 
 
@@ -75,11 +81,14 @@ def _order(flow: DataFlow, blocks: str, count: int, *, images: bool) -> BlockOrd
         {generic(call.name) for call in some if call.weights and not _inside(call, blocks)}
         for some in (flow.calls[: places[0]], flow.calls[slice(*places)], flow.calls[places[1] :])
     )
+    given, states, again = _crossing(flow, every)
     return BlockOrder(
         after=frozenset(last - between - first),
-        apart=frozenset(between | first & last),
+        apart=frozenset(between | first & last) - again,
         returned=returned.pop(),
-        crossing=tuple(dict.fromkeys(n for call in every[1:] for n in _crossing(call, flow))),
+        given=given,
+        states=states,
+        again=again,
     )
 
 
@@ -94,10 +103,51 @@ def _returned(call: FlowCall) -> int:
     return -1 if call.structured else call.length or -1
 
 
-def _crossing(call: FlowCall, flow: DataFlow) -> Iterator[str]:
-    """The arguments of a block, besides the first tensor, that depend on weights."""
-    hidden = call.arguments[0][1] if call.arguments else None
-    for name, tensor in call.arguments:
-        if tensor in flow.live and tensor != hidden:
-            where = flow.lines[call.line].place
-            yield f"argument {int(name) + 1} at {where}" if name.isdecimal() else name
+def _crossing(
+    flow: DataFlow, blocks: Sequence[FlowCall]
+) -> tuple[tuple[str, ...], tuple[str, ...], frozenset[str]]:
+    """What reaches blocks besides hidden states; as `given`, `states` and `again` of an order."""
+    given, states, again = dict[str, None](), dict[str, None](), set[str]()
+    later = _after_blocks(flow, {call.name for call in blocks})
+    for call in blocks[1:]:
+        hidden = call.arguments[0][1] if call.arguments else None
+        states.update(dict.fromkeys(name for name, held in call.holding if held in later))
+        for name, tensor in call.arguments:
+            if tensor not in flow.live or tensor == hidden:
+                continue
+            if tensor in later:
+                states[name] = None
+            elif (shape := flow.shapes[tensor])[0] == flow.rows and len(shape) == 3:
+                given[name] = None
+            else:
+                again |= {generic(m.rpartition(".")[0]) for m in _made_of(tensor, flow)}
+    return tuple(given), tuple(states), frozenset(again)
+
+
+def _after_blocks(flow: DataFlow, blocks: Set[str]) -> set[int]:
+    """The tensors that depend on what a block returns."""
+    found = set[int]()
+    waiting: list[FlowCall | Operation] = [flow.root]
+    while waiting:
+        event = waiting.pop()
+        if isinstance(event, Operation):
+            if not found.isdisjoint(event.inputs):
+                found.update(event.outputs)
+        elif event.name in blocks:
+            inside = (one for call in event.below() for one in call.body)
+            found.update(n for one in inside if isinstance(one, Operation) for n in one.outputs)
+            found.update(event.given, event.nested)
+        else:
+            waiting += reversed(event.body)
+    return found
+
+
+def _made_of(tensor: int, flow: DataFlow) -> set[str]:
+    """The names of the parameters that a tensor depends on."""
+    known, waiting = {tensor}, [tensor]
+    while waiting:
+        makers = flow.makers.get(waiting.pop(), ())
+        more = {n for one in makers for n in one.inputs} - known
+        known |= more
+        waiting += more
+    return {flow.weights[n] for n in known if n in flow.weights}

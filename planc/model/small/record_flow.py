@@ -164,11 +164,19 @@ class _Recorder(TorchFunctionMode):  # type: ignore[misc]
             positional=len(args),
             outputs=(),
             weights=tuple((n, self.number(p)) for n, p in parameters if p is not None),
+            holding=tuple((k, n) for k, v in given for n in self._held(v)),
             leaf=not any(True for child in module.children() for _ in child.parameters()),
             linear=isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D",
             line=self.line(),
         )
         self.open.append(_Open(call))
+
+    def _held(self, value: Any) -> Iterator[int]:
+        """The tensors in a container that depend on weights."""
+        inside = dict(value) if isinstance(value, Mapping) else value
+        for tensor in tree_leaves(inside) if isinstance(inside, dict | list | tuple) else ():
+            if _is_tensor(tensor) and self.numbers.get(id(tensor)) in self.live:
+                yield self.numbers[id(tensor)]
 
     def _after(self, module: nn.Module, _args: Any, output: Any) -> None:
         name = self.names[id(module)]
@@ -377,6 +385,7 @@ def _compact(flow: DataFlow) -> DataFlow:
             outputs=tuple((place, new(t)) for place, t in one.outputs),
             nested=tuple(map(new, one.nested)),
             weights=tuple((key, new(t)) for key, t in one.weights),
+            holding=tuple((key, new(t)) for key, t in one.holding),
             body=tuple(call(e) if isinstance(e, FlowCall) else operation(e) for e in one.body),
             line=line(one.line),
         )

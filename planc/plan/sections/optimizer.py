@@ -19,7 +19,9 @@ _ALGORITHMS = {"adamw": AdamW, "sgd": Sgd, "adafactor": Adafactor, "muon": Muon}
 _PER = {word: word for word in ("matrix", "part", "head", "expert")}
 _STATES = {word: name for word, name in DTYPES.items() if name in ("float32", "bfloat16")}
 _FACTOR = ("a number from 0", lambda value: value >= 0)
-_EIGHT = ("int8", "uint8", "fp8", "float8")
+_BLOCK = 256
+"""Numbers of a state in 8 bits that have one scale, as in bitsandbytes and torchao."""
+_SHARED = ("lr", "weight_decay", "state", "block", "offload")
 _BELOW_ONE = ("a number from 0 to below 1", lambda value: 0 <= value < 1)
 _RANGES = {
     "beta2_decay": ("a number up to 0", lambda value: value <= 0),
@@ -56,7 +58,7 @@ def _rule(call: ast.Call, program: Program) -> OptimizerRule | None:
     kind = _ALGORITHMS[call.name]
     own = [f.name for f in fields(kind) if f.name != "units"]
     more = ("per", "parts") if kind is Muon else ()
-    arguments = Arguments(call, program.scope, ("lr", "weight_decay", "state", *more, *own))
+    arguments = Arguments(call, program.scope, (*_SHARED, *more, *own))
     values: dict[str, object] = {}
     for f in fields(kind):
         default: Any = f.default
@@ -84,9 +86,10 @@ def _rule(call: ast.Call, program: Program) -> OptimizerRule | None:
         algorithm=kind(**values),
         lr=arguments.number("lr", 1.0, *_FACTOR),
         weight_decay=arguments.number("weight_decay", 1.0, *_FACTOR),
-        state=_state(arguments, call, program),
+        offload=bool(arguments.word("offload", {"states": True, "none": False}, False)),
+        **_states(arguments, call),
     )
-    if not arguments.done() or op.state in _EIGHT:
+    if not arguments.done():
         return None
     return OptimizerRule(modules=op.modules, op=op, per=per, parts=parts, origin=call.origin)
 
@@ -112,18 +115,18 @@ def _class(call: ast.Call, program: Program) -> OptimizerRule | None:
     return OptimizerRule(modules=op.modules, op=op, per=None, parts=1, origin=call.origin)
 
 
-def _state(arguments: Arguments, call: ast.Call, program: Program) -> str | None:
-    """The dtype of states; PL590 for 8 bits."""
-    words = {**_STATES, **{word: word for word in _EIGHT}}
-    state: str | None = arguments.word("state", words, None)
-    if state in _EIGHT:
-        program.sink.error(
-            "PL590",
-            f"states in 8 bits, `state = {state}`, are not the same under every mesh",
-            call.origin,
-            facts=[
-                "they have a scale for each block of numbers of a shard: other ranks, other blocks"
-            ],
-            help="write `state = bf16`, or take `adafactor`, which keeps less than 8 bits",
-        )
-    return state
+def _states(arguments: Arguments, call: ast.Call) -> dict[str, Any]:
+    """The dtype of states, or the blocks of those in 8 bits."""
+    words: dict[str, str] = {**_STATES, "int8": "int8"}
+    state = arguments.word("state", words, None)
+    block = arguments.integer("block", _BLOCK)
+    if block < 1:
+        arguments.wrong(call, f"a block has at least one number, not {block}")
+    if state != "int8":
+        if block != _BLOCK:
+            arguments.wrong(call, "`block` is of states in 8 bits", "write `state = int8` too")
+        return {"state": state}
+    if call.name == Adafactor.KIND:
+        hint = "it keeps a number for each row and column of a matrix: less than 8 bits each"
+        arguments.wrong(call, "`adafactor` has no states in 8 bits", hint)
+    return {"block": max(1, block)}

@@ -1,6 +1,5 @@
 """The pipeline section -> the stages of the model's blocks, and the schedule."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -10,7 +9,7 @@ from planc.model.indices import Indices
 from planc.model.layer_kinds import blocks_added_to, length
 from planc.model.small.block_order import BlockOrder, block_order
 from planc.ops.base import AxisRole
-from planc.ops.pipeline import SCHEDULES, TERMS, Pipeline
+from planc.ops.pipeline import SCHEDULES, TERMS, Copies, Pipeline
 from planc.plan.call_arguments import Arguments, unknown, word, wrong_value
 from planc.plan.evaluate import evaluate, whole
 from planc.plan.ir import PipelineRule
@@ -21,6 +20,7 @@ from planc.plan.sections.stage_sizes import balanced, even, work
 from planc.plan.sections.timetable import TimetableError, timetable
 from planc.plan.sections.word_settings import one_word, read_settings
 from planc.plan.selectors import select
+from planc.plan.shared_parameters import with_copies
 from planc.syntax import ast
 
 _SETTINGS = dict.fromkeys(("schedule", "microbatches", "stages"))
@@ -70,7 +70,6 @@ def _cut(
         message = f"the model cannot be cut between the blocks of `{blocks}`: {reason}"
         program.sink.error("PL566", message, origin, help="without a pipeline, set its axis to 1")
         return None
-    shared = [*_shared(program.facts, *rest)]
     added = blocks_added_to(blocks, program.facts)
     schedule, rows = _schedule(axis, len(bounds) - 1, settings, program)
     if not schedule:
@@ -85,14 +84,15 @@ def _cut(
         inputs=rest[0],
         outputs=rest[1],
         returned=order.returned,
-        shared=tuple(dict.fromkeys(m for _, modules in shared for m in modules)),
-        ties=tuple(name for name, _ in shared),
+        copies=_copies(program.facts, blocks, order, len(bounds) - 1),
+        given=order.given,
+        states=order.states,
         timetable=rows,
         added=added if added > bounds[1] else 0,
         origin=section.name_origin,
         origins=tuple((name, line.origin) for name, line in settings.lines.items()),
     )
-    return PipelineRule(op=op, crossing=order.crossing, origin=section.name_origin)
+    return PipelineRule(op=with_copies(op, program.facts), origin=section.name_origin)
 
 
 def _schedule(
@@ -313,6 +313,8 @@ def _rest(
         names = {generic(name) for name in modules.names()}
         if names <= {*order.after}:
             outputs.append(modules)
+        elif modules in _on_all_stages(facts, blocks, order):
+            continue
         elif names & {*order.apart}:
             return f"`{modules}` runs before the last block and after the first one"
         else:  # what does not run, such as a tower without images, needs one place too
@@ -320,13 +322,27 @@ def _rest(
     return tuple(inputs), tuple(outputs)
 
 
-def _shared(
-    facts: Facts, inputs: tuple[Modules, ...], outputs: tuple[Modules, ...]
-) -> Iterator[tuple[str, list[Modules]]]:
-    """The parameters that modules of the first and of the last stage share, with these modules."""
-    for names in facts.ties:
-        owners = [facts.find(name)[0] for name in names]
-        first = [o for o in owners if any(o.overlap(m) for m in inputs)]
-        last = [o for o in owners if any(o.overlap(m) for m in outputs)]
-        if first and last:
-            yield names[0], [*first, *last]
+def _on_all_stages(facts: Facts, blocks: Modules, order: BlockOrder) -> list[Modules]:
+    """The modules with parameters that each stage runs itself: those around the blocks, and those
+    that compute arguments of blocks from positions alone.
+    """
+    return [
+        modules
+        for modules in facts.model.below()
+        if modules.module.parameters
+        and (
+            blocks.path[: len(modules.path)] == modules.path
+            or {generic(name) for name in modules.names()} <= order.again
+        )
+    ]
+
+
+def _copies(facts: Facts, blocks: Modules, order: BlockOrder, stages: int) -> tuple[Copies, ...]:
+    """Their parameters."""
+    names = [
+        f"{name}.{parameter.name}".removeprefix(".")
+        for modules in _on_all_stages(facts, blocks, order)
+        for name in modules.names()
+        for parameter in modules.module.parameters
+    ]
+    return (Copies(stages=tuple(range(stages)), parameters=tuple(names)),) if names else ()

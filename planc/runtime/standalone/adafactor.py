@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
+from planc.runtime.standalone.kept_states import KeptState, kept
 from planc.runtime.standalone.shards import Block, gradient_part, part_of
 
 
@@ -140,10 +141,12 @@ def averaged(
     dtype = group["state"] or parameter.dtype
     if name not in state:
         like = parameter if name == "variance" else value
-        state[name] = torch.zeros_like(like, dtype=dtype)
-    kept = part_of(state[name])
-    moved = kept.to(value.dtype).lerp(value, share)
-    kept.copy_(moved)
+        zeros = torch.zeros_like(like, dtype=dtype)
+        state[name] = kept(zeros, parameter, name, group)
+    own = state[name]
+    own = own if isinstance(own, KeptState) else part_of(own)
+    moved = own.to(value).lerp(value, share)
+    own.copy_(moved)
     return moved
 
 

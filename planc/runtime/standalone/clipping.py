@@ -62,8 +62,8 @@ def norm_of_gradients(model: nn.Module, norm_type: float) -> Tensor:
     stages = stages_of(model)
     parts_of: dict[Dims, list[Tensor]] = {}
     device: Any = "cpu"
-    # the first stage counts what the last one has a copy of
-    copies = [*stages.copies(model).values()] if stages and stages.last else []
+    # the first rank that holds a parameter counts it
+    copies = stages.counted_elsewhere(model) if stages is not None else []
     for parameter in model.parameters():  # those without gradients too: ranks agree
         dims, part = share_of_gradient(parameter)
         device = device_of_norm(parameter)

@@ -38,12 +38,14 @@ class Pieces(torch.Tensor):
     """The blocks of one rank's shard, with the full shape, to save and load.
 
     `part` is the local shard, `blocks` are slices of it by their offsets in the full
-    tensor. Source: `_Checkpointable` in torch.distributed._checkpointable, which
-    DTensor implements.
+    tensor; `like` has the placements, `order` the order of storage. Source:
+    `_Checkpointable` in torch.distributed._checkpointable, which DTensor implements.
     """
 
     part: Tensor
     blocks: dict[tuple[int, ...], tuple[slice, ...]]
+    like: Tensor
+    order: Order | None
 
     @staticmethod
     def of(
@@ -63,18 +65,19 @@ class Pieces(torch.Tensor):
             for inner, outer in blocks_of(slices_of(tensor, order))
             if all(s.stop > s.start for s in outer)
         }
-        return Pieces._made(tuple(tensor.shape), part, blocks)
+        return Pieces._made(part, blocks, tensor, order)
 
     @staticmethod
-    def _made(shape: Any, part: Tensor, blocks: Any) -> Pieces:
+    def _made(part: Tensor, blocks: Any, like: Tensor, order: Order | None) -> Pieces:
         how = {"dtype": part.dtype, "device": part.device}
+        shape = tuple(like.shape)
         made: Pieces = torch.Tensor._make_wrapper_subclass(Pieces, shape, **how)
-        made.part, made.blocks = part, blocks
+        made.part, made.blocks, made.like, made.order = part, blocks, like, order
         return made
 
     def with_part(self, part: Tensor) -> Pieces:
         """The same blocks in other memory, of any device."""
-        return Pieces._made(tuple(self.shape), part, self.blocks)
+        return Pieces._made(part, self.blocks, self.like, self.order)
 
     def __create_write_items__(self, fqn: str, _value: Any) -> list[WriteItem]:
         properties = TensorProperties.create_from_tensor(self.part)

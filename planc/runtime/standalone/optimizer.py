@@ -21,6 +21,14 @@ from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
 from planc.runtime.standalone.adafactor import Factored
+from planc.runtime.standalone.kept_states import (
+    KEEPING,
+    kept,
+    read_as,
+    state_like,
+    state_values,
+    written_back,
+)
 from planc.runtime.standalone.own_optimizer import Own, OwnSteps
 from planc.runtime.standalone.shards import (
     Block,
@@ -56,7 +64,9 @@ def optimize(module: nn.Module, algorithm: str, **terms: Any) -> None:
         module: with the parameters; a record on a module inside it wins.
         algorithm: `adamw`, `sgd`, `adafactor`, `muon` or `class`.
         terms: `lr` and `weight_decay`, factors of the script's; `state`, the dtype of
-            the state; those of the algorithm. `units` of Muon has the names of the
+            the state; `block`, how many values of a state in 8 bits have one scale;
+            `host`, whether the states are in the host's memory between steps; those of
+            the algorithm. `units` of Muon has the names of the
             module's own parameters that it takes, each with the dim along which the
             parameter is cut into matrices and their sizes; () for a whole matrix.
             `kind` is a class, with its own `arguments`; it has no `state`.
@@ -162,98 +172,89 @@ class PlannedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         for number, group in enumerate(self.param_groups):
             for bucket in self.buckets.get(number, ()):
                 bucket.step(group, self.state)
-            some = [p for p in group["params"] if p.grad is not None]
-            if group["algorithm"] == "adamw":
-                step_adamw(some, group, self.state)
-            elif group["algorithm"] == "sgd":
-                step_sgd(some, group, self.state)
+            stepped = (p for p in group["params"] if p.grad is not None)
+            for some in alike(stepped):
+                if group["algorithm"] == "adamw":
+                    step_adamw(some, group, self.state)
+                elif group["algorithm"] == "sgd":
+                    step_sgd(some, group, self.state)
         return loss
 
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's, with values of states that are kept otherwise."""
+        found: dict[str, Any] = super().state_dict()
+        every = [p for group in self.param_groups for p in group["params"]]
+        found["state"] = {
+            n: {key: state_values(value, every[n]) for key, value in state.items()}
+            for n, state in found["state"].items()
+        }
+        return found
+
     def load_state_dict(self, state_dict: Any) -> None:
-        """Loads states in their own dtype; torch casts them to the parameters'."""
-        super().load_state_dict(state_dict)
-        numbers = (n for group in state_dict["param_groups"] for n in group["params"])
-        every = (p for group in self.param_groups for p in group["params"])
-        for number, p in zip(numbers, every, strict=True):
+        """Loads states in their own dtype, and keeps them as the plan of this optimizer
+        says; torch casts them to the parameters', on the parameters' devices.
+        """
+        own = [{k: g[k] for k in KEEPING if k in g} for g in self.param_groups]
+        super().load_state_dict({**state_dict, "state": {}})
+        for group, said in zip(self.param_groups, own, strict=True):
+            for key in KEEPING:
+                group.pop(key, None)
+            group.update(said)
+        loaded = [n for group in state_dict["param_groups"] for n in group["params"]]
+        pairs = ((p, group) for group in self.param_groups for p in group["params"])
+        for number, (p, group) in zip(loaded, pairs, strict=True):
             for key, value in state_dict["state"].get(number, {}).items():
-                if (
-                    isinstance(value, Tensor)
-                    and self.state[p][key].dtype != value.dtype
-                ):
-                    self.state[p][key] = value.to(p.device)
-
-
-def state_like(parameter: Tensor, state: Any, name: str, group: Any) -> Tensor:
-    """A state of the layout of a parameter, zero before the first step."""
-    dtype = group["state"] or parameter.dtype
-    if name not in state:
-        state[name] = torch.zeros_like(parameter, dtype=dtype)
-    elif state[name].dtype != dtype:  # that of a checkpoint of another plan
-        state[name] = state[name].to(dtype)
-    return part_of(state[name])
-
-
-def in_dtype(states: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """States in the dtype of a step; the same tensors if they have it."""
-    return [state.to(dtype) for state in states]
-
-
-def written_back(states: Sequence[Tensor], computed: Sequence[Tensor]) -> None:
-    """Rounds what a step computed into states of another dtype."""
-    for state, value in zip(states, computed, strict=True):
-        if state is not value:
-            state.copy_(value)
+                moves = isinstance(value, Tensor) and key != "step"
+                self.state[p][key] = kept(value, p, key, group) if moves else value
 
 
 def step_adamw(parameters: Sequence[Tensor], group: Any, state: Any) -> None:
     """AdamW on local shards: all that it computes is elementwise."""
-    for some in alike(parameters):
-        for p in some:
-            state[p].setdefault("step", torch.tensor(0.0))
-        first = [state_like(p, state[p], "exp_avg", group) for p in some]
-        second = [state_like(p, state[p], "exp_avg_sq", group) for p in some]
-        one, two = (in_dtype(s, some[0].dtype) for s in (first, second))
-        adamw(
-            [part_of(p) for p in some],
-            [gradient_part(p) for p in some],
-            one,
-            two,
-            [],
-            [state[p]["step"] for p in some],
-            foreach=True,
-            amsgrad=False,
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
-        )
-        written_back([*first, *second], [*one, *two])
+    for p in parameters:
+        state[p].setdefault("step", torch.tensor(0.0))
+    first = [state_like(p, state[p], "exp_avg", group) for p in parameters]
+    second = [state_like(p, state[p], "exp_avg_sq", group) for p in parameters]
+    one, two = (read_as(s, part_of(parameters[0])) for s in (first, second))
+    adamw(
+        [part_of(p) for p in parameters],
+        [gradient_part(p) for p in parameters],
+        one,
+        two,
+        [],
+        [state[p]["step"] for p in parameters],
+        foreach=True,
+        amsgrad=False,
+        beta1=group["betas"][0],
+        beta2=group["betas"][1],
+        lr=group["lr"],
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        maximize=False,
+    )
+    written_back([*first, *second], [*one, *two])
 
 
 def step_sgd(parameters: Sequence[Tensor], group: Any, state: Any) -> None:
     """SGD on local shards; its weight decay is that of torch's SGD, a part of the
     gradient.
     """
-    for some in alike(parameters):
-        # without dampening a buffer of zeros becomes the gradient, as torch's first one
-        key, moves = "momentum_buffer", group["momentum"] > 0
-        kept = [state_like(p, state[p], key, group) for p in some if moves]
-        buffers = in_dtype(kept, some[0].dtype)
-        sgd(
-            [part_of(p) for p in some],
-            [gradient_part(p) for p in some],
-            buffers if moves else [None] * len(some),
-            foreach=True,
-            weight_decay=group["weight_decay"],
-            momentum=group["momentum"],
-            lr=group["lr"],
-            dampening=0.0,
-            nesterov=group["nesterov"],
-            maximize=False,
-        )
-        written_back(kept, buffers)
+    # without dampening a buffer of zeros becomes the gradient, as torch's first one
+    key, moves = "momentum_buffer", group["momentum"] > 0
+    held = [state_like(p, state[p], key, group) for p in parameters if moves]
+    buffers = read_as(held, part_of(parameters[0]))
+    sgd(
+        [part_of(p) for p in parameters],
+        [gradient_part(p) for p in parameters],
+        buffers if moves else [None] * len(parameters),
+        foreach=True,
+        weight_decay=group["weight_decay"],
+        momentum=group["momentum"],
+        lr=group["lr"],
+        dampening=0.0,
+        nesterov=group["nesterov"],
+        maximize=False,
+    )
+    written_back(held, buffers)
 
 
 def alike(parameters: Iterable[Tensor]) -> Iterator[list[Tensor]]:
@@ -481,7 +482,7 @@ class Bucket:
                 updates.append(torch.zeros_like(part_of(p)))
                 continue
             gradient = gradient_part(p)
-            moved = buffer.to(gradient.dtype).lerp(gradient, 1 - group["momentum"])
+            moved = buffer.to(gradient).lerp(gradient, 1 - group["momentum"])
             buffer.copy_(moved)
             ahead = gradient.lerp(moved, group["momentum"])
             updates.append(ahead if group["nesterov"] else moved)

@@ -158,9 +158,13 @@ def once_differentiated(plain: Any) -> Any:
 
 
 def is_stack(each: Any) -> bool:
-    """Whether a parameter holds matrices that rows choose from, as those of experts."""
-    convolution = isinstance(each._module_info.module, nn.modules.conv._ConvNd)
-    return each.sharded_param.ndim > 2 and not convolution
+    """Whether a parameter holds the matrices of experts, which rows choose from: its
+    module says so by its class or an attribute. A parameter of another module that has
+    no gradient on one rank has none on any, as the pooling head of a tower.
+    """
+    module = each._module_info.module
+    names = " ".join([type(module).__name__, *vars(module)])
+    return each.sharded_param.ndim > 2 and "expert" in names.lower()
 
 
 def filled(group: Any, stacks: list[Any]) -> Any:

@@ -17,8 +17,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from planc.runtime.standalone.pipeline_images import SentFeatures
+from planc.runtime.standalone.pipeline_values import SentValues
 from planc.runtime.standalone.shards import named_tensors
 
+THERE_AND_BACK = ("zbv", "dualpipe_v", "timetable_v")
+"""Schedules under which a rank's second stage is as far from the end as its first from
+the start.
+"""
 PIPELINE = "_planc_pipeline"
 """The attribute of a model that holds its `Stages`."""
 
@@ -37,6 +42,8 @@ class Stages:
         shared: modules of the first and of the last stage that share parameters: both
             stages hold them.
         ties: the names of these parameters.
+        copies: (stages, names, modules) of parameters that other stages share.
+        given, states: arguments of blocks that are sent beside hidden states.
         schedule, microbatches: of a step.
         timetable: the passes of each rank, where these are the schedule.
         added: after how many of the first blocks features of images are added, if the
@@ -58,6 +65,9 @@ class Stages:
         ties: Sequence[str],
         schedule: str,
         microbatches: int,
+        copies: Sequence[Any] = (),
+        given: Sequence[str] = (),
+        states: Sequence[str] = (),
         timetable: Sequence[str] = (),
         added: int = 0,
     ) -> None:
@@ -71,12 +81,14 @@ class Stages:
         text = model.get_submodule(blocks.rpartition(".")[0])
         self.features = SentFeatures(text, self.bounds, added) if added else None
         self.count = len(bounds) - 1
-        both = {0, self.count - 1} <= {*own}
-        self.ties = () if both else tuple(ties)
-        held = {*shared} if {0, self.count - 1} & {*own} else set()
-        # a shared module may be inside one of the other end, as a head beside its bias
+        self.values = SentValues(given, states, bounds) if given or states else None
+        every = [((0, self.count - 1), ties, shared), *copies]
+        mine = [some for some in every if {*some[0]} & {*own}]
+        self.shares = [([*self._ranks(some[0])], some[1]) for some in mine]
+        held = {module for *_, modules in mine for module in modules}
+        # a shared module may be inside one of another stage, as a head beside its bias
         tensors = dict(named_tensors(model))
-        kept = {id(tensors[name]) for name in ties} if held else set()
+        kept = {id(tensors[name]) for _, names, _ in mine for name in names}
         self.names = dict.fromkeys(tensors).keys()  # in the order of the model
         self.running: int | None = None
         self.received: Tensor | None = None
@@ -121,11 +133,19 @@ class Stages:
                     places[parent, name] = child, 0, self._placeholder
                 elif child in leave:
                     places[parent, name] = child, self.count - 1, identity
-        cut = model.get_submodule(blocks)
+        self.cut = cut = model.get_submodule(blocks)
         for i, (name, block) in enumerate(cut.named_children()):
             stage = next(s for s in range(self.count) if i < self.bounds[s + 1])
             places[cut, name] = block, stage, functools.partial(self._passing, i)
         return places
+
+    def _ranks(self, stages: Sequence[int]) -> Iterator[int]:
+        """The ranks that have some stages, in order."""
+        size, back = self.mesh.size(), self.schedule in THERE_AND_BACK
+        for rank in range(size):
+            second = self.count - 1 - rank
+            if any(s in (rank, second) if back else s % size == rank for s in stages):
+                yield rank
 
     def _passing(self, number: int, _block: nn.Module) -> Callable[..., Any]:
         """The forward of a block on the stages that it is no part of."""
@@ -138,6 +158,8 @@ class Stages:
             if number >= self.bounds[self.running + 1]:
                 if self.kept is None:
                     self.kept = hidden
+                if self.values is not None:
+                    self.values.keep(self.running, number, args, kwargs)
                 hidden = hidden.detach()  # what follows is of no use here
             return (hidden, *[None] * (self.returned - 1)) if self.returned else hidden
 
@@ -191,22 +213,39 @@ class Stages:
         checkpoints and hooks keep theirs.
         """
         others = [place for place in self._inactive if self._places[place][1] != stage]
-        before = [(parent, name, parent._modules[name]) for parent, name in others]
+        first, end = self.bounds[stage : stage + 2]
+        blocks = self.cut.named_children() if self.values is not None else ()
+        fed = [(i, name) for i, (name, _) in enumerate(blocks) if first <= i < end]
+        every = [*others, *((self.cut, name) for _, name in fed)]
+        before = [(parent, name, parent._modules[name]) for parent, name in every]
         try:
             for parent, name in others:
                 parent._modules[name] = self._inactive[parent, name]
+            for i, name in fed:
+                assert self.values is not None
+                block = self.cut._modules[name]
+                replaced = functools.partial(self.values.call, block, stage, i)
+                self.cut._modules[name] = Inactive(block, replaced)
+                self.cut._modules[name]._modules["block"] = block  # others look for it
             yield
         finally:
             for parent, name, module in before:
                 parent._modules[name] = module
 
-    def copies(self, model: nn.Module) -> dict[str, nn.Parameter]:
-        """The parameters that the other end of the pipeline holds too, by name."""
-        ends = {0, self.count - 1} & {*self.own}
-        if not ends or not self.ties:
-            return {}
+    def copies(self, model: nn.Module) -> list[tuple[nn.Parameter, list[int]]]:
+        """The parameters that other ranks hold too, and all ranks that do."""
         tensors: dict[str, Any] = dict(named_tensors(model))
-        return {name: tensors[name] for name in self.ties}
+        return [
+            (tensors[name], ranks)
+            for ranks, names in self.shares
+            if len(ranks) > 1
+            for name in names
+        ]
+
+    def counted_elsewhere(self, model: nn.Module) -> list[nn.Parameter]:
+        """The parameters that an earlier rank holds too."""
+        me = self.mesh.get_local_rank()
+        return [parameter for parameter, ranks in self.copies(model) if ranks[0] != me]
 
 
 class Inactive(nn.Module):  # type: ignore[misc]
@@ -266,4 +305,5 @@ def stages_of(model: nn.Module) -> Stages | None:
 def local_of(tensor: Tensor) -> Tensor:
     """What a rank sends of a tensor; no view, as some schedules detach it in place."""
     own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return own.clone() if own._is_view() else own
+    passed_on = own.is_leaf and own.requires_grad  # it was received
+    return own.clone() if own._is_view() or passed_on else own

@@ -5,7 +5,6 @@ nothing is inferred in a pass of its own, and batches may have other lengths tha
 one before.
 """
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,12 +15,10 @@ from torch.distributed.distributed_c10d import P2POp
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import schedules
 from torch.distributed.pipelining.stage import _PipelineStageBase
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from planc.runtime.standalone.pipeline import Stages, local_of
+from planc.runtime.standalone.pipeline_messages import HEADER, Message, laid_out, trains
 
-HEADER = 256
-"""Bytes of the message that describes a tensor."""
 OF_THE_LOSS = (
     *("labels", "targets", "target", "y", "label", "tgt"),
     *("shift_labels", "num_items_in_batch"),
@@ -58,28 +55,6 @@ SCHEDULES: dict[str, Any] = {
     "timetable": TimetableSchedule,
     "timetable_v": TimetableSchedule,
 }
-Form = dict[str, Any]
-"""What a stage sends: local shape and dtype; of a DTensor, its axis and layout too."""
-
-
-def form_of(tensor: Tensor) -> Form:
-    """The description of a tensor between two stages.
-
-    Raises:
-        ValueError: its layout is neither replicated nor sharded over one axis.
-    """
-    own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    form: Form = {"shape": [*own.shape], "dtype": str(own.dtype).removeprefix("torch.")}
-    if isinstance(tensor, DTensor):
-        (placement,) = tensor.placements
-        if not isinstance(placement, Replicate | Shard):
-            raise ValueError(f"the hidden states between two stages are {placement}")
-        names = tensor.device_mesh.mesh_dim_names
-        assert names is not None
-        form["mesh"] = names[0]
-        form["dim"] = placement.dim if isinstance(placement, Shard) else None
-        form["whole"] = [*tensor.shape]  # the shards of a length may be uneven
-    return form
 
 
 class StageModule(nn.Module):  # type: ignore[misc]
@@ -91,23 +66,16 @@ class StageModule(nn.Module):  # type: ignore[misc]
         super().__init__()
         self.__dict__["model"] = model  # not a child: parameters keep their names
         self.stages, self.number, self.mesh = stages, number, mesh
-        self.taken: Form = {}
-        self.sent: Form = {}
+        self.taken: Message | None = None
+        self.sent: Message | None = None
         self.telling = True
 
     def parameters(self, recurse: bool = True) -> Any:
         return self.__dict__["model"].parameters(recurse)
 
-    def forward(self, received: Tensor | None = None, **kwargs: Any) -> Tensor:
-        if received is not None and "mesh" in self.taken:
-            mesh, dim = self.mesh[self.taken["mesh"]], self.taken["dim"]
-            placement = Replicate() if dim is None else Shard(dim)
-            whole = torch.Size(self.taken["whole"])
-            stride = torch.empty(whole, device="meta").stride()
-            received = DTensor.from_local(
-                received, mesh, [placement], run_check=False, shape=whole, stride=stride
-            )
+    def forward(self, *tensors: Tensor, **kwargs: Any) -> Any:
         step, features = kwargs.pop("step"), self.stages.features
+        received, values = self._received(tensors), self.stages.values
         if features is not None:
             received = features.taken(received, self.number)
         if self.number < self.stages.count - 1:  # the loss is the last stage's
@@ -122,8 +90,22 @@ class StageModule(nn.Module):  # type: ignore[misc]
             return loss
         if features is not None:
             output = features.beside(output)
-        self.sent = form_of(output)
-        return local_of(output)
+        self.sent, sent = Message.of(output, values.sent if values else None)
+        return tuple(map(local_of, sent))
+
+    def _received(self, tensors: Sequence[Tensor]) -> Tensor | None:
+        """The hidden states that a stage receives; what came beside is kept."""
+        values = self.stages.values
+        if values is not None:
+            values.received, values.sent = values.nothing(), values.nothing()
+        if not tensors:
+            return None
+        assert self.taken is not None
+        forms = zip(tensors, self.taken.forms, strict=True)
+        whole = [laid_out(tensor, form, self.mesh) for tensor, form in forms]
+        if values is not None:
+            values.received = self.taken.beside(whole)
+        return whole[0]
 
 
 class RunningStage(_PipelineStageBase):  # type: ignore[misc]
@@ -135,9 +117,9 @@ class RunningStage(_PipelineStageBase):  # type: ignore[misc]
         self.section = section
         self.first_chunk = True
         self.beside: dict[int, RunningStage] = {}
-        self.inbox: dict[int, Tensor] = {}
-        self.gradients: dict[int, Tensor] = {}
-        self._stage_meta.inputs = () if self.is_first else (None,)
+        self.inbox: dict[int, Sequence[Tensor]] = {}
+        self.gradients: dict[int, Sequence[Tensor]] = {}
+        self._stage_meta.inputs = ()
 
     # torch prepares its own stages with shapes, which are not known yet
 
@@ -179,74 +161,84 @@ class RunningStage(_PipelineStageBase):  # type: ignore[misc]
         if self.first_chunk:
             self.section.taken = self.told(peer)
             self.first_chunk = False
-        self.inbox[fwd_chunk_id] = self._empty(self.section.taken)
-        return [P2POp(distributed.irecv, self.inbox[fwd_chunk_id], peer, self.group)]
+        buffer = self.taken.empty(self.device)
+        self.inbox[fwd_chunk_id] = self.taken.parts(buffer)
+        return [P2POp(distributed.irecv, buffer, peer, self.group)]
 
-    def told(self, peer: int) -> Form:
+    def told(self, peer: int) -> Message:
         """What the stage before says of what it sends."""
         header = torch.zeros(HEADER, dtype=torch.uint8, device=self.device)
         distributed.recv(header, peer, group=self.group)
-        form: Form = json.loads(bytes(header.tolist()).rstrip(b"\0"))
-        return form
+        return Message.read(header)
 
-    def _empty(self, form: Form) -> Tensor:
-        return torch.empty(
-            form["shape"], dtype=getattr(torch, form["dtype"]), device=self.device
-        )
+    @property
+    def taken(self) -> Message:
+        """The form of what this stage receives."""
+        assert self.section.taken is not None
+        return self.section.taken
+
+    @property
+    def sent(self) -> Message:
+        """The form of what this stage sends."""
+        assert self.section.sent is not None
+        return self.section.sent
 
     def _retrieve_recv_activations(self, fwd_chunk_id: int) -> tuple[Tensor, ...]:
-        trains = self.has_backward and torch.is_grad_enabled()
-        return (self.inbox.pop(fwd_chunk_id).requires_grad_(trains),)
+        wanted = self.has_backward and torch.is_grad_enabled()
+        found = (*self.inbox.pop(fwd_chunk_id),)
+        self._stage_meta.inputs = (None,) * len(found)  # which have gradients
+        for tensor, form in zip(found, self.taken.forms, strict=True):
+            tensor.requires_grad_(wanted and trains(form))
+        return found
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[P2POp]:
         if self.is_last:
             return []
-        (sent,), _ = self.fwd_cache[fwd_chunk_id]
+        sent, _ = self.fwd_cache[fwd_chunk_id]
         peer = self._resolve_peer_global_rank(self.stage_index + 1)
         ops = []
         if self.section.telling:
-            text = json.dumps(self.section.sent).encode().ljust(HEADER, b"\0")
-            header = torch.tensor([*text], dtype=torch.uint8, device=self.device)
+            header = self.sent.header(self.device)
             ops.append(P2POp(distributed.isend, header, peer, self.group))
             self.section.telling = False
-        return [
-            *ops,
-            P2POp(distributed.isend, sent.detach().contiguous(), peer, self.group),
-        ]
+        packed = self.sent.packed(sent)
+        return [*ops, P2POp(distributed.isend, packed, peer, self.group)]
 
     def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
-        self.inbox[mb_index] = prev_stage_outputs.detach()
-        self.section.taken = self.beside[self.stage_index - 1].section.sent
+        self.inbox[mb_index] = [tensor.detach() for tensor in prev_stage_outputs]
+        self.section.taken = self.beside[self.stage_index - 1].sent
 
     # gradients
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[P2POp]:
         if not self.has_backward or self.is_last:
             return []
-        self.gradients[bwd_chunk_id] = self._empty(self.section.sent)
+        buffer = self.sent.gradients.empty(self.device)
+        self.gradients[bwd_chunk_id] = self.sent.gradients.parts(buffer)
         peer = self._resolve_peer_global_rank(self.stage_index + 1)
-        return [
-            P2POp(distributed.irecv, self.gradients[bwd_chunk_id], peer, self.group)
-        ]
+        return [P2POp(distributed.irecv, buffer, peer, self.group)]
 
-    def _retrieve_recv_grads(self, bwd_chunk_id: int) -> tuple[Tensor, ...]:
-        return (self.gradients.pop(bwd_chunk_id),)
+    def _retrieve_recv_grads(self, bwd_chunk_id: int) -> tuple[Tensor | None, ...]:
+        found = iter(self.gradients.pop(bwd_chunk_id))
+        return tuple(next(found) if trains(form) else None for form in self.sent.forms)
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[P2POp]:
         if not self.has_backward or self.is_first:
             return []
-        (gradient,) = self.bwd_cache.pop(bwd_chunk_id)
-        if gradient is None:
-            gradient = self._empty(self.section.taken).zero_()
+        packed = self.taken.gradients.packed(self.get_local_bwd_output(bwd_chunk_id))
         peer = self._resolve_peer_global_rank(self.stage_index - 1)
-        return [P2POp(distributed.isend, gradient.contiguous(), peer, self.group)]
+        return [P2POp(distributed.isend, packed, peer, self.group)]
 
     def get_local_bwd_output(self, mb_index: int) -> Any:
-        return self.bwd_cache.pop(mb_index) if self.has_backward else ()
+        if not self.has_backward:
+            return ()
+        own = zip(self.bwd_cache.pop(mb_index), self.taken.forms, strict=True)
+        return self.taken.gradients.whole(
+            [gradient for gradient, form in own if trains(form)], self.device
+        )
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
-        for gradient in next_stage_bwd_outputs:
-            self.gradients[mb_index] = gradient
+        self.gradients[mb_index] = next_stage_bwd_outputs
 
 
 class Schedule:

@@ -133,39 +133,38 @@ def microbatches(
 
 @contextmanager
 def ties_summed(stages: Stages, model: nn.Module) -> Iterator[None]:
-    """Sums over both ends what passes inside add to the gradients of parameters that
-    they share; what earlier passes have added is summed already.
+    """Sums over all ranks that hold them what passes inside add to the gradients of
+    parameters that stages share; what earlier passes have added is summed already.
     """
-    copies = [*stages.copies(model).values()]
-    before = [parameter.grad for parameter in copies]
-    for parameter in copies:
+    copies = [(p, ranks) for p, ranks in stages.copies(model) if p.requires_grad]
+    before = [parameter.grad for parameter, _ in copies]
+    for parameter, _ in copies:
         parameter.grad = None
     yield
-    for parameter, summed in zip(copies, before, strict=True):
-        if parameter.grad is not None:
-            exchange(stages, part_of(parameter.grad))
+    for (parameter, ranks), summed in zip(copies, before, strict=True):
+        if parameter.grad is None:  # the others have one
+            parameter.grad = torch.zeros_like(parameter)
+        exchange(stages, part_of(parameter.grad), ranks)
         if summed is not None:
-            if parameter.grad is not None:
-                summed.add_(parameter.grad)
-            parameter.grad = summed
+            parameter.grad = summed.add_(parameter.grad)
 
 
-def exchange(stages: Stages, own: Tensor) -> None:
-    """Adds the other end's tensor to a tensor of this end."""
-    other = torch.empty_like(own)
-    group = stages.mesh.get_group()
-    peer = stages.mesh.size() - 1 - stages.mesh.get_local_rank()
+def exchange(stages: Stages, own: Tensor, ranks: Sequence[int]) -> None:
+    """Adds the tensors of the other ranks that hold a parameter to a rank's own."""
+    group, me = stages.mesh.get_group(), stages.mesh.get_local_rank()
+    every = [own if rank == me else torch.empty_like(own) for rank in ranks]
     works = distributed.batch_isend_irecv(
         [
-            distributed.P2POp(distributed.isend, own, group=group, group_peer=peer),
-            distributed.P2POp(distributed.irecv, other, group=group, group_peer=peer),
+            distributed.P2POp(how, tensor, group=group, group_peer=rank)
+            for rank, other in zip(ranks, every, strict=True)
+            if rank != me
+            for how, tensor in ((distributed.isend, own), (distributed.irecv, other))
         ]
     )
     for work in works:
         work.wait()
-    # in one order on both ranks, so that their sums are equal to the bit
-    first, second = (own, other) if peer else (other, own)
-    own.copy_(first + second)
+    # in one order on all ranks, so that their sums are equal to the bit
+    own.copy_(sum(every[1:], every[0]))
 
 
 @contextmanager

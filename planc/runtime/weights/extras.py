@@ -28,7 +28,8 @@ from planc.runtime.standalone.pipeline import stages_of
 from planc.runtime.standalone.shards import Order, named_tensors, part_of, plain_name, rank_orders
 from planc.runtime.weights.optimizers import assembled, empty_shard
 
-_KEY, _TENSORS = "extra.", "extra_tensors."
+OWN, _TENSORS = "extra.", "extra_tensors."
+"""How keys begin: of what the ranks that read the same data have, and of tensors."""
 _STORED = "planc.stored"
 """The first element of a mark: (`planc.stored`, the path, the model's name or "", local or not)."""
 
@@ -186,7 +187,7 @@ def states(
         skeletons[name] = _mapped(each.state_dict(), keep)
     told = {place: int(value) for place, value in sums.items()}
     skeletons = _of_data_rank(data_rank, told, skeletons, staged, refused)
-    out |= {f"{_KEY}{name}.{data_rank}": _pickled(each) for name, each in skeletons.items()}
+    out |= {f"{OWN}{name}.{data_rank}": _pickled(each) for name, each in skeletons.items()}
     return out, [_refused(*one) for one in refused[:1]]
 
 
@@ -261,10 +262,10 @@ def read_states(
     found: dict[str, list[str]] = {}
     findings: list[Diagnostic] = []
     for name in extra:
-        own = [key for key in keys if key.rpartition(".")[0] == _KEY + name]
+        own = [key for key in keys if key.rpartition(".")[0] == OWN + name]
         if not own:
             findings.append(problem("PL496", f"the checkpoint holds no state of extra[{name!r}]"))
-        mine = f"{_KEY}{name}.{data_rank}"
+        mine = f"{OWN}{name}.{data_rank}"
         found[name] = [mine] if len(own) == data_size and mine in own else sorted(own)
     values: dict[str, Any] = dict.fromkeys(key for some in found.values() for key in some)
     if values:

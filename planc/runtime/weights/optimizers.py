@@ -17,8 +17,16 @@ from planc.diagnostic import Diagnostic
 from planc.runtime.preconditions import problem
 from planc.runtime.sharded_tensors import sharded_like, with_chunk_of
 from planc.runtime.standalone.dcp_chunks import Pieces, storable
+from planc.runtime.standalone.kept_states import state_values
 from planc.runtime.standalone.load_weights import listed_names
-from planc.runtime.standalone.shards import Order, irregular, named_tensors, rank_orders, tied_names
+from planc.runtime.standalone.shards import (
+    Order,
+    irregular,
+    named_tensors,
+    part_of,
+    rank_orders,
+    tied_names,
+)
 
 STATE, GROUPS = "state.", "param_groups."
 
@@ -30,8 +38,8 @@ def flat_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     out: dict[str, Any] = {}
     own = rank_orders(model)
     for name, parameter, group in _parameters(model, optimizer):
-        for key, value in optimizer.state.get(parameter, {}).items():
-            stored = value
+        for key, kept in optimizer.state.get(parameter, {}).items():
+            stored = value = state_values(kept, parameter)
             if isinstance(value, Tensor):  # one like its parameter has its order
                 order = own.get(name) if value.shape == parameter.shape else None
                 stored = storable(with_chunk_of(value, parameter), order)
@@ -72,7 +80,10 @@ def check_state(
 def empty_flat_state(
     model: nn.Module, optimizer: Optimizer, stored: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """A flattened state dict with a checkpoint's keys and memory for this rank's values."""
+    """A flattened state dict with a checkpoint's keys and memory for this rank's values, on the
+    host where they do not stay as they are.
+    """
+    groups = {name: group for name, _, group in _parameters(model, optimizer)}
     parameters = {name: p for name, p, _ in _parameters(model, optimizer)}
     out: dict[str, Any] = {}
     own = rank_orders(model)
@@ -83,6 +94,10 @@ def empty_flat_state(
         if isinstance(meta, TensorStorageMetadata):
             shape, dtype = tuple(meta.size), meta.properties.dtype
             if shape == tuple(parameter.shape):
+                away = groups[owner(key)].keys() & {"block", "host"}
+                if away:
+                    host = torch.empty_like(parameter, device="cpu")
+                    parameter = with_chunk_of(host, parameter)
                 out[key] = empty_shard(parameter, dtype, own.get(owner(key)))
             else:
                 out[key] = torch.empty(shape, dtype=dtype)
@@ -123,7 +138,11 @@ def assembled(value: Tensor, like: Tensor) -> Tensor:
     """The result of `empty_shard`; blocks become a DTensor with the placements of `like`."""
     if not isinstance(like, DTensor) or not isinstance(value, Pieces):
         return value
-    return sharded_like(value.part, like)
+    if value.device == like.device:
+        return sharded_like(value.part, like)
+    found = torch.empty_like(like.detach(), dtype=value.dtype, device=value.device)
+    part_of(found).copy_(value.part)
+    return found
 
 
 def _parameters(model: nn.Module, optimizer: Optimizer) -> list[tuple[str, Tensor, dict[str, Any]]]:

@@ -153,9 +153,8 @@ def _load_checkpoint(
     if _STEP in metadata:
         target[_STEP] = None
     with torch.no_grad():
-        attempt(
-            partial(checkpoint.load, target, checkpoint_id=folder), f"{folder} could not be read"
-        )
+        read = partial(checkpoint.load, target, checkpoint_id=folder, no_dist=True)
+        attempt(read, f"{folder} could not be read")
     extras.load_states(rest, states, filled)
     for start, each in every.items():
         loaded = {key: target[start + key] for key in flat[start]}

@@ -23,7 +23,7 @@ from planc.runtime.standalone import shards
 from planc.runtime.standalone.dcp_chunks import storable
 from planc.runtime.standalone.pipeline import stages_of
 from planc.runtime.standalone.safetensors_files import INDEX, SINGLE
-from planc.runtime.weights import extras
+from planc.runtime.weights import extras, writing
 from planc.runtime.weights.background import Background, snapshot
 from planc.runtime.weights.extras import Extra
 from planc.runtime.weights.left_out import checksums
@@ -74,9 +74,7 @@ def save(
     what = f"{folder} could not be written"
 
     def write(group: Any = None) -> None:
-        attempt(
-            partial(checkpoint.save, state, checkpoint_id=new, process_group=group), what, group
-        )
+        attempt(partial(writing.write, state, new, extras.OWN, group), what, group)
         raise_on_all_ranks(_on_rank0(lambda: _publish(folder, new, old)), group)
 
     if background:

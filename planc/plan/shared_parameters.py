@@ -1,0 +1,43 @@
+"""Which stages of a pipeline hold one parameter: an embedding that is the head's weight too, blocks
+that share a module, several heads that share a table.
+"""
+
+from dataclasses import replace
+
+from planc.model.facts import Facts, Modules, merged
+from planc.ops.pipeline import Copies, Pipeline
+
+
+def with_copies(op: Pipeline, facts: Facts) -> Pipeline:
+    """A pipeline with the parameters that modules of several of its stages share.
+
+    Args:
+        op: its blocks, bounds, inputs and outputs.
+        facts: the model with these modules.
+    """
+    held = [op.held(stage) for stage in range(op.stages)]
+    found: dict[tuple[int, ...], tuple[list[str], list[Modules]]] = {}
+    for names in facts.ties:
+        owners = [facts.find(name)[0] for name in names]
+        stages = tuple(
+            stage
+            for stage, parts in enumerate(held)
+            if any(owner.within(part) for owner in owners for part in parts)
+        )
+        if len(stages) > 1:
+            parameters, modules = found.setdefault(stages, ([], []))
+            parameters.append(names[0])
+            modules += owners
+    ties, shared = found.pop((0, op.stages - 1), ([], []))
+    every = tuple(range(op.stages))
+    again = tuple(replace(some, stages=every) for some in op.copies if not some.modules)
+    rest = (
+        Copies(stages=stages, parameters=tuple(names), modules=tuple(merged(dict.fromkeys(owners))))
+        for stages, (names, owners) in found.items()
+    )
+    return replace(
+        op,
+        ties=tuple(ties),
+        shared=tuple(merged(dict.fromkeys(shared))),
+        copies=(*again, *rest),
+    )
