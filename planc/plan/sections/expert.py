@@ -37,7 +37,7 @@ def _way(rule: ast.Rule, program: Program) -> ExpertRule | None:
     if not arguments.done(positional=1):
         return None
     if not (isinstance(value, str) and value in _WAYS):
-        hint = "`all_to_all` sends tokens to their experts, `all_reduce` sums what each rank computes"
+        hint = "`all_to_all` sends tokens to their experts, `all_reduce` sums what ranks compute"
         arguments.wrong(call, "`dispatch` needs a way for tokens to come to their experts", hint)
         return None
     if value != ALL_TO_ALL and chunks > 1:

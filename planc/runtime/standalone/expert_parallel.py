@@ -153,7 +153,7 @@ def dispatch_experts(
             ranks have, and the results are summed.
         shared: ranks that have the same tokens, for `all_to_all`: each sends a part.
         batched: see above.
-        chunks: of the tokens, for `all_to_all`: the next one is sent while one is computed.
+        chunks: of tokens, for `all_to_all`: one is sent while another is computed.
     """
     names = [name for name, p in module._parameters.items() if p is not None]
     for name in names:
@@ -206,7 +206,7 @@ class LocalExperts:
         forward: computes them.
         count: how many they are, as on every rank.
         group: the ranks that have the others.
-        chunks: into how many its tokens are cut; the next are sent while some are computed.
+        chunks: of its tokens: one is sent while the one before is computed.
     """
 
     def __init__(
@@ -218,19 +218,19 @@ class LocalExperts:
         self.chunks = chunks
 
     def send(self, rows: Tensor, sent: Sizes, received: Sizes) -> Callable[[], Tensor]:
-        """Sends rows; what it returns waits for those of other ranks, and gives them once."""
+        """Sends rows; what it returns waits for others' rows, and gives them once."""
         if self.chunks > 1:
             return Sending(rows, sent, received, self.group).arrived
         return [Exchange.apply(rows, sent, received, self.group)].pop
 
 
 def in_turn(chunks: list[Iterator[Tensor]]) -> Tensor:
-    """What experts make of tokens in chunks, each of which is sent while the one before it
-    is computed.
+    """What experts make of tokens in chunks, each of which is sent while the one before
+    it is computed.
 
     Args:
-        chunks: each is sent when it is first asked, computed when it is asked again, and
-            then gives what came back.
+        chunks: each is sent when it is first asked, computed when it is asked again,
+            and then gives what came back.
     """
     next(chunks[0])
     for one, after in zip_longest(chunks, chunks[1:]):
@@ -266,7 +266,7 @@ def chunk(
     out = back()
     every = out.new_zeros((count * chosen, out.shape[-1]))
     every[order] = out  # which keeps no rows for backward, as index_copy would
-    yield every.view(count, chosen, -1).sum(1)
+    yield every.view(count, chosen, out.shape[-1]).sum(1)
 
 
 def shares(own: LocalExperts, flats: list[Tensor]) -> list[Share]:
@@ -324,12 +324,15 @@ def batches_by_all_to_all(own: LocalExperts, tokens: Tensor) -> Tensor:
     mine = torch.full((1,), count, dtype=torch.int64, device=tokens.device)
     all_gather(counts, mine, group=own.group)
     parts, every = tokens.tensor_split(own.chunks), counts.tolist()
-    cut = ([n // own.chunks + (at < n % own.chunks) for n in every] for at in range(own.chunks))
+    cut = (
+        [n // own.chunks + (at < n % own.chunks) for n in every]
+        for at in range(own.chunks)
+    )
     return in_turn([batch_chunk(own, *some) for some in zip(parts, cut, strict=True)])
 
 
 def batch_chunk(own: LocalExperts, tokens: Tensor, counts: Sizes) -> Iterator[Tensor]:
-    """Some tokens of each expert on their way, as of `in_turn`; `counts` of each rank."""
+    """Some tokens of each expert on their way, as of `in_turn`; `counts` by rank."""
     local, ranks, (count, _, hidden) = own.count, own.group.size(), tokens.shape
     rows = tokens.reshape(count, ranks, local * hidden).transpose(0, 1).flatten(0, 1)
     there = own.send(rows, sent := [count] * ranks, counts)
@@ -337,7 +340,8 @@ def batch_chunk(own: LocalExperts, tokens: Tensor, counts: Sizes) -> Iterator[Te
     out = batch(own.forward, there().view(-1, local, hidden)).flatten(1)
     back = own.send(out, counts, sent)
     yield tokens
-    yield back().view(ranks, count, -1).transpose(0, 1).reshape(tokens.shape)
+    out = back().view(ranks, count, local * hidden)
+    yield out.transpose(0, 1).reshape(tokens.shape)
 
 
 def batches_by_all_reduce(own: LocalExperts, tokens: Tensor) -> Tensor:
