@@ -70,10 +70,17 @@ def forward_and_back(module, given, at, upstream):
 
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize(
-    ("dispatch", "ranks"), [("all_to_all", 2), ("all_to_all", 4), ("all_reduce", 2)]
+    ("dispatch", "ranks", "chunks"),
+    [
+        ("all_to_all", 2, 1),
+        ("all_to_all", 4, 1),
+        ("all_reduce", 2, 1),
+        ("all_to_all", 4, 2),
+        ("all_to_all", 2, 5),  # a chunk is empty: a rank sends 4 tokens, or 3
+    ],
 )
 @pytest.mark.parametrize("family", FAMILIES)
-def test_any_routing(family, dispatch, ranks, route):
+def test_any_routing(family, dispatch, ranks, chunks, route):
     """Outputs and all gradients are those of the whole module, also where a rank gets no token."""
     if family != "mixtral" and route in ("all to one", "no expert"):
         pytest.skip("one family shows it; gpt_oss has no number for no expert")
@@ -91,8 +98,8 @@ def test_any_routing(family, dispatch, ranks, route):
         divided = mesh_of_experts(root, ("dp_shard", "tp"), ("ep_shard", "ep"), ranks)
         shared = root["tp"] if dispatch == "all_to_all" else None
         module = parts[number]
-        batched = family == "llama4"
-        dispatch_experts(module, divided["ep"], dispatch, shared=shared, batched=batched)
+        options = {"shared": shared, "batched": family == "llama4", "chunks": chunks}
+        dispatch_experts(module, divided["ep"], dispatch, **options)
         found = forward_and_back(module, given, number // TENSOR, upstream)
         first = EXPERTS // ranks * divided["ep"].get_local_rank()
         for (name, mine), full in zip(module.named_parameters(), whole.parameters(), strict=True):

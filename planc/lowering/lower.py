@@ -410,6 +410,7 @@ def divided(plan: Plan) -> Iterator[DispatchExperts]:
                 axis=experts.ranks.name,
                 dispatch=rule.dispatch,
                 shared=alike if rule.dispatch == ALL_TO_ALL else (),
+                chunks=rule.chunks,
                 batched=module.fact(BATCHED_EXPERTS) is not None,
                 shapes=tuple(
                     Shape(name=p.name, shape=p.shape, local=local_shape(p, held, plan))

@@ -25,7 +25,7 @@ from planc.runtime.run import Run
 from planc.runtime.standalone import context_tokens, expert_parallel
 from planc.runtime.standalone.context import CONTEXT
 from planc.runtime.standalone.context_ring import RingMask
-from planc.runtime.standalone.expert_parallel import LocalExperts
+from planc.runtime.standalone.expert_parallel import LocalExperts, Share
 from planc.runtime.standalone.pipeline import stages_of
 from planc.runtime.standalone.pipeline_messages import HEADER, Message
 from planc.runtime.standalone.pipeline_schedule import RunningStage
@@ -96,14 +96,16 @@ class _OneDocument:
         return False
 
 
-def _equal_shares(own: LocalExperts, flat: Tensor) -> tuple[list[int], list[int], Tensor]:
+def _equal_shares(own: LocalExperts, flats: list[Tensor]) -> list[Share]:
     """`shares` where every rank sends as many tokens to every other."""
-    ranks = own.group.size()
-    each = [(len(flat) + rank) // ranks for rank in range(ranks)]
-    sizes = torch.empty(ranks * own.count, dtype=torch.long, device=flat.device)
+    ranks, every = own.group.size(), list[Share]()
+    sizes = torch.empty(ranks * own.count, len(flats), dtype=torch.long, device=flats[0].device)
     distributed.all_to_all_single(torch.empty_like(sizes), sizes, group=own.group)
-    tokens = torch.arange(len(flat), device=flat.device)
-    return each, each, tokens * own.count // max(1, len(flat))
+    for flat in flats:
+        each = [(len(flat) + rank) // ranks for rank in range(ranks)]
+        tokens = torch.arange(len(flat), device=flat.device)
+        every.append((each, each, tokens * own.count // max(1, len(flat))))
+    return every
 
 
 def _in_part(mask: RingMask) -> dict[tuple[int, int, int], list[bool]]:

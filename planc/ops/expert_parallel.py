@@ -25,6 +25,8 @@ class DispatchExperts(Op):
         dispatch: `all_to_all` sends tokens to the ranks of their experts and the results back; with
             `all_reduce` each rank computes its experts for all tokens, and the results are summed.
         shared: for `all_to_all`, axes whose ranks have the same tokens: each rank sends a part.
+        chunks: for `all_to_all`, into how many the tokens are cut: the next one is sent while the
+            experts compute one.
         batched: whether the forward takes the hidden states of all experts in one tensor, and no
             choice of experts, as that of Llama 4.
         shapes: of the parameters.
@@ -34,6 +36,7 @@ class DispatchExperts(Op):
     axis: Axis
     dispatch: Dispatch = ALL_TO_ALL
     shared: Axes = field(default=(), metadata=OMIT)
+    chunks: int = field(default=1, metadata=OMIT)
     batched: bool = field(default=False, metadata=OMIT)
     shapes: Some[Shape]
 
@@ -46,6 +49,7 @@ class DispatchExperts(Op):
         keywords = given(
             shared=MeshOf(self.shared) if self.shared else None,
             batched=True if self.batched else None,
+            chunks=self.chunks if self.chunks > 1 else None,
         )
         function = "standalone.expert_parallel:dispatch_experts"
         call = FunctionCall(function, (MeshOf((self.axis,)), self.dispatch), keywords)
@@ -56,12 +60,14 @@ class DispatchExperts(Op):
     WORDS: ClassVar = {
         "axis": ("on", phrases.value),
         "shared": ("sent in parts over", lambda axes: phrases.axes(axes) or "none"),
+        "chunks": ("chunks", phrases.value),
     }
 
     def headline(self, mesh: AxisSizes | None = None) -> str:
         how = f"{self.dispatch} on {phrases.axes((self.axis,), mesh)}"
         parts = f", tokens sent in parts over {phrases.axes(self.shared, mesh)}"
-        return how + (parts if self.shared else "")
+        chunks = f", in {self.chunks} chunks" if self.chunks > 1 else ""
+        return how + (parts if self.shared else "") + chunks
 
     @classmethod
     def section(cls, ops: Sequence[Self], mesh: AxisSizes) -> Iterator[str]:

@@ -353,10 +353,11 @@ class PipelineRule(Meaning):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertRule(Meaning):
-    """Fused experts that ranks divide among them, and how tokens come to them."""
+    """Fused experts that ranks divide, and how, in how many chunks, tokens come to them."""
 
     modules: Modules
     dispatch: Dispatch
+    chunks: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

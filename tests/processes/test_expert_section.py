@@ -50,6 +50,34 @@ def test_the_script_has_the_same_bits(four, way):
     assert [r["bits"] for r in mine] == [r["bits"] for r in script]
 
 
+CHUNKS = """plan chunks for any
+
+extend "PLAN"
+
+override expert on ep {
+    $experts : dispatch(all_to_all, chunks = 3)
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("model", "plan", "way"),
+    [
+        ("qwen3_moe", "qwen3_moe", "over tensor and data ranks"),
+        ("llama4", "llama4", "over data ranks"),
+        ("mixtral", "mixtral", "beside tensor ranks inside each expert"),
+    ],
+)
+def test_tokens_in_chunks(four, tmp_path, model, plan, way):
+    """Each is sent while another one is computed, in both directions."""
+    path = tmp_path / "chunks.plan"
+    path.write_text(CHUNKS.replace("PLAN", plan))
+    mine = compared(four, model, str(path), *given(way))
+    right(mine)
+    script = compared(four, model, str(path), *given(way), script=True)
+    assert [r["bits"] for r in mine] == [r["bits"] for r in script]
+
+
 def test_replicas_of_divided_experts(four):
     right(compared(four, "mixtral", "mixtral", "dp_replicate=2", "dp_shard=2", "ep=2"))
 

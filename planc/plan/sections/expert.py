@@ -2,6 +2,7 @@
 
 from planc.ops.expert_parallel import ALL_REDUCE, ALL_TO_ALL
 from planc.plan.call_arguments import Arguments, word
+from planc.plan.evaluate import whole
 from planc.plan.ir import ExpertRule
 from planc.plan.mesh_axes import EXPERTS
 from planc.plan.program import Program
@@ -21,21 +22,28 @@ def expert(program: Program) -> tuple[ExpertRule, ...]:
             hint = f"write `expert on {EXPERTS} {{`"
             program.sink.error("PL305", message, section.name_origin, help=hint)
         for rule, placed in rules_of(section, ("dispatch",), "expert action", program):
-            found, way = modules_of(rule, placed, program.scope), _way(rule.action, program)
-            if way is not None:
-                made = ExpertRule(modules=program.facts.model, dispatch=way, origin=rule.origin)
+            found, made = modules_of(rule, placed, program.scope), _way(rule, program)
+            if made is not None:
                 claims.add(found, "dispatch", made, rule.origin, override=rule.override)
     return claims.rules()
 
 
-def _way(call: ast.Call, program: Program) -> str | None:
-    """The argument of `dispatch(all_to_all)`, or None after a finding."""
-    arguments = Arguments(call, program.scope, _WAYS)
+def _way(rule: ast.Rule, program: Program) -> ExpertRule | None:
+    """What `dispatch(all_to_all, chunks = 2)` says, or None after a finding."""
+    call = rule.action
+    arguments = Arguments(call, program.scope, ("chunks",))
     value = word(arguments.positional[0].value, program.scope) if arguments.positional else None
+    chunks = arguments.read("chunks", 1, "a positive integer", lambda v: whole(v) and v > 0)
     if not arguments.done(positional=1):
         return None
-    if isinstance(value, str) and value in _WAYS:
-        return value
-    hint = "`all_to_all` sends tokens to their experts, `all_reduce` sums what each rank computes"
-    arguments.wrong(call, "`dispatch` needs a way for tokens to come to their experts", hint)
-    return None
+    if not (isinstance(value, str) and value in _WAYS):
+        hint = "`all_to_all` sends tokens to their experts, `all_reduce` sums what ranks compute"
+        arguments.wrong(call, "`dispatch` needs a way for tokens to come to their experts", hint)
+        return None
+    if value != ALL_TO_ALL and chunks > 1:
+        hint = "remove `chunks`, or write `all_to_all`"
+        arguments.wrong(call, f"`{value}` sends no tokens, so they have no chunks", hint)
+        return None
+    return ExpertRule(
+        modules=program.facts.model, dispatch=value, chunks=chunks, origin=rule.origin
+    )

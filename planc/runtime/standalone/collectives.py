@@ -67,6 +67,69 @@ def exchanged(rows: Tensor, sent: Sizes, received: Sizes, group: Any) -> Tensor:
     return out
 
 
+class Sending:
+    """Rows that are on their way to other ranks, as many to each as it says, while this
+    rank computes; their gradients are on the way back while it computes others.
+    """
+
+    def __init__(self, rows: Tensor, sent: Sizes, received: Sizes, group: Any) -> None:
+        self.sizes, self.group = (sent, received), group
+        self.work: Any = None
+        self.kept: Tensor | None = None
+        self.gradient: Tensor | None = None
+        self.rows: Tensor | None = SendRows.apply(rows, self)
+
+    def arrived(self) -> Tensor:
+        """The rows that other ranks have sent, by rank; once, as nothing is kept."""
+        rows, self.rows = self.rows, None
+        return ReceiveRows.apply(rows, self)
+
+    def start(self, rows: Tensor, sent: Sizes, received: Sizes) -> Tensor:
+        """Where rows will be when `end` has returned."""
+        out = rows.new_empty((sum(received), *rows.shape[1:]))
+        self.kept = rows.contiguous()  # until the other ranks have it
+        self.work = distributed.all_to_all_single(
+            out, self.kept, received, sent, group=self.group, async_op=True
+        )
+        return out
+
+    def end(self) -> None:
+        """Waits for what was started."""
+        self.work.wait()
+        self.work = self.kept = None
+
+
+class SendRows(torch.autograd.Function):  # type: ignore[misc]
+    """Begins to send rows; their gradients end here."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, sending: Sending) -> Tensor:
+        ctx.sending = sending
+        return sending.start(rows, *sending.sizes)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
+        gradient, ctx.sending.gradient = ctx.sending.gradient, None
+        ctx.sending.end()
+        return gradient, None
+
+
+class ReceiveRows(torch.autograd.Function):  # type: ignore[misc]
+    """Waits for rows; their gradients begin here."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, sending: Sending) -> Tensor:
+        ctx.sending = sending
+        sending.end()
+        return rows.view_as(rows)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        sending = ctx.sending  # autograd takes no gradient of another shape from here
+        sending.gradient = sending.start(gradient, *sending.sizes[::-1])
+        return gradient, None
+
+
 def swapped(value: Tensor, group: Any, source: int, target: int) -> Tensor:
     """Splits dim `source` over the ranks; concatenates their parts along `target`: from
     all heads of a part of the tokens to a part of the heads of all, or back.

@@ -1,8 +1,9 @@
 """Experts on ranks of their own: the mesh of these ranks, the exchange of tokens."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import wraps
 from inspect import signature
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -10,10 +11,11 @@ from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
-from planc.runtime.standalone.collectives import Exchange, all_gather
+from planc.runtime.standalone.collectives import Exchange, Sending, Sizes, all_gather
 from planc.runtime.standalone.tensor_styles import distribute, rank_part, with_views
 
 Forward = Callable[..., Tensor]
+Share = tuple[Sizes, Sizes, Tensor]
 
 
 def mesh_of_experts(
@@ -135,6 +137,7 @@ def dispatch_experts(
     *,
     shared: DeviceMesh | None = None,
     batched: bool = False,
+    chunks: int = 1,
 ) -> None:
     """Divides the experts of a module over the ranks of a mesh.
 
@@ -150,6 +153,7 @@ def dispatch_experts(
             ranks have, and the results are summed.
         shared: ranks that have the same tokens, for `all_to_all`: each sends a part.
         batched: see above.
+        chunks: of tokens, for `all_to_all`: one is sent while another is computed.
     """
     names = [name for name, p in module._parameters.items() if p is not None]
     for name in names:
@@ -158,7 +162,7 @@ def dispatch_experts(
     with_views(module, dict.fromkeys(names, rank_part))
     forward, order = counting(module, local), signature(module.forward)
     alike = None if shared is None else shared.get_group()
-    own = LocalExperts(forward, local, mesh.get_group())
+    own = LocalExperts(forward, local, mesh.get_group(), chunks)
 
     @wraps(forward)
     def spread(*args: Any, **kwargs: Any) -> Tensor:
@@ -202,51 +206,87 @@ class LocalExperts:
         forward: computes them.
         count: how many they are, as on every rank.
         group: the ranks that have the others.
+        chunks: of its tokens: one is sent while the one before is computed.
     """
 
-    def __init__(self, forward: Forward, count: int, group: Any) -> None:
+    def __init__(
+        self, forward: Forward, count: int, group: Any, chunks: int = 1
+    ) -> None:
         self.forward = forward
         self.count = count
         self.group = group
+        self.chunks = chunks
+
+    def send(self, rows: Tensor, sent: Sizes, received: Sizes) -> Callable[[], Tensor]:
+        """Sends rows; what it returns waits for others' rows, and gives them once."""
+        if self.chunks > 1:
+            return Sending(rows, sent, received, self.group).arrived
+        return [Exchange.apply(rows, sent, received, self.group)].pop
+
+
+def in_turn(chunks: list[Iterator[Tensor]]) -> Tensor:
+    """What experts make of tokens in chunks, each of which is sent while the one before
+    it is computed.
+
+    Args:
+        chunks: each is sent when it is first asked, computed when it is asked again,
+            and then gives what came back.
+    """
+    next(chunks[0])
+    for one, after in zip_longest(chunks, chunks[1:]):
+        if after is not None:
+            next(after)
+        next(one)
+    made = [next(one) for one in chunks]
+    return made[0] if len(made) == 1 else torch.cat(made)
 
 
 def by_all_to_all(
     own: LocalExperts, hidden: Tensor, index: Tensor, weights: Tensor
 ) -> Tensor:
     """Sends each token to the ranks of its experts, and adds up what they send back."""
-    group, (count, chosen) = own.group, index.shape
-    flat = index.flatten()
-    sent, received, numbers = shares(own, flat)
+    parts = [one.tensor_split(own.chunks) for one in (hidden, index, weights)]
+    ways = shares(own, [one.flatten() for one in parts[1]])
+    return in_turn([chunk(own, *some) for some in zip(*parts, ways, strict=True)])
+
+
+def chunk(
+    own: LocalExperts, hidden: Tensor, index: Tensor, weights: Tensor, way: Share
+) -> Iterator[Tensor]:
+    """Some tokens on their way, as of `in_turn`."""
+    (count, chosen), (sent, received, numbers) = index.shape, way
     # an index beyond the experts stands for none
-    order = flat.argsort(stable=True)[: sum(sent)]
-    out = computed(  # nothing here holds the rows that were sent and received
-        own.forward,
-        Exchange.apply(hidden[order // chosen], sent, received, group),
-        numbers,
-        Exchange.apply(weights.flatten()[order], sent, received, group),
-    )
-    out = Exchange.apply(out, received, sent, group)
+    order = index.flatten().argsort(stable=True)[: sum(sent)]
+    rows = own.send(hidden[order // chosen], sent, received)
+    shares = own.send(weights.flatten()[order], sent, received)
+    yield hidden
+    # nothing here holds the rows that were sent and received
+    back = own.send(computed(own.forward, rows(), numbers, shares()), received, sent)
+    yield hidden
+    out = back()
     every = out.new_zeros((count * chosen, out.shape[-1]))
     every[order] = out  # which keeps no rows for backward, as index_copy would
-    return every.view(count, chosen, -1).sum(1)
+    yield every.view(count, chosen, out.shape[-1]).sum(1)
 
 
-def shares(own: LocalExperts, flat: Tensor) -> tuple[list[int], list[int], Tensor]:
+def shares(own: LocalExperts, flats: list[Tensor]) -> list[Share]:
     """How many tokens this rank sends to each and receives from each, and the experts
-    of those that it receives.
+    of those that it receives, of each chunk.
 
     Args:
         own: the experts of this rank.
-        flat: the expert of each of its tokens.
+        flats: the experts of the tokens of each chunk.
     """
-    local, ranks = own.count, own.group.size()
-    sizes = torch.bincount(flat, minlength=ranks * local)[: ranks * local]
+    local, ranks, count = own.count, own.group.size(), len(flats)
+    every = [torch.bincount(f, minlength=ranks * local)[: ranks * local] for f in flats]
+    sizes = torch.stack(every, 1)  # [ranks * local, chunks], as ranks read it
     theirs = torch.empty_like(sizes)
     distributed.all_to_all_single(theirs, sizes, group=own.group)
-    sent = sizes.view(ranks, local).sum(1).tolist()
-    received = theirs.view(ranks, local).sum(1).tolist()
-    numbers = torch.arange(local, device=flat.device).repeat(ranks)
-    return sent, received, numbers.repeat_interleave(theirs)
+    sent = sizes.view(ranks, local, count).sum(1).T.tolist()
+    received = theirs.view(ranks, local, count).sum(1).T.tolist()
+    numbers = torch.arange(local, device=sizes.device).repeat(ranks)
+    own_rows = (numbers.repeat_interleave(some) for some in theirs.T)
+    return [*zip(sent, received, own_rows, strict=True)]
 
 
 def by_all_reduce(
@@ -279,17 +319,29 @@ def computed(forward: Forward, rows: Tensor, numbers: Tensor, shares: Tensor) ->
 
 def batches_by_all_to_all(own: LocalExperts, tokens: Tensor) -> Tensor:
     """Sends each expert's tokens [tokens, experts, hidden] to its rank, and back."""
-    local, group, (count, _, hidden) = own.count, own.group, tokens.shape
-    ranks = group.size()
+    count, ranks = len(tokens), own.group.size()
     counts = torch.empty(ranks, dtype=torch.int64, device=tokens.device)
     mine = torch.full((1,), count, dtype=torch.int64, device=tokens.device)
-    all_gather(counts, mine, group=group)
-    sent, received = [count] * ranks, counts.tolist()
+    all_gather(counts, mine, group=own.group)
+    parts, every = tokens.tensor_split(own.chunks), counts.tolist()
+    cut = (
+        [n // own.chunks + (at < n % own.chunks) for n in every]
+        for at in range(own.chunks)
+    )
+    return in_turn([batch_chunk(own, *some) for some in zip(parts, cut, strict=True)])
+
+
+def batch_chunk(own: LocalExperts, tokens: Tensor, counts: Sizes) -> Iterator[Tensor]:
+    """Some tokens of each expert on their way, as of `in_turn`; `counts` by rank."""
+    local, ranks, (count, _, hidden) = own.count, own.group.size(), tokens.shape
     rows = tokens.reshape(count, ranks, local * hidden).transpose(0, 1).flatten(0, 1)
-    rows = Exchange.apply(rows, sent, received, group).view(-1, local, hidden)
-    out = batch(own.forward, rows).flatten(1)
-    out = Exchange.apply(out, received, sent, group)
-    return out.view(ranks, count, -1).transpose(0, 1).reshape(tokens.shape)
+    there = own.send(rows, sent := [count] * ranks, counts)
+    yield tokens
+    out = batch(own.forward, there().view(-1, local, hidden)).flatten(1)
+    back = own.send(out, counts, sent)
+    yield tokens
+    out = back().view(ranks, count, local * hidden)
+    yield out.transpose(0, 1).reshape(tokens.shape)
 
 
 def batches_by_all_reduce(own: LocalExperts, tokens: Tensor) -> Tensor:
