@@ -96,6 +96,7 @@ UNREACHED = {
     "PL543": "needs a configuration beside the plan; tests/test_context_parallel.py has one",
     "PL544": "a batch at run time; tests/test_context_parallel.py has one",
     "PL545": "batches at run time; tests/test_one_loop.py has them",
+    "PL565": "needs a configuration; tests/test_pipeline.py writes one",
     "PL566": "needs a model of one's own; tests/test_pipeline.py makes one",
     "PL568": "needs a timetable beside the plan; tests/test_timetable.py writes some",
     "PL710": "a model of a family without a plan; tests/specs/suggest.md has one",

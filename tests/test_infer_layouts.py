@@ -17,7 +17,7 @@ from inferred import compiled_for, different, plan_of, sent, splits_of, styles
 
 from planc.compiler import compile_plan
 from planc.diagnostic import Sink
-from planc.model.dataflow import decode, encode
+from planc.model.dataflow import Operation, decode, encode
 from planc.model.facts import Facts
 from planc.model.load import load
 from planc.model.small.flow import flow_of, flow_source
@@ -302,3 +302,11 @@ def test_what_is_written_out_lowers_to_the_same(tmp_path, sequence):
     again, sink = short(tmp_path, written, model="deepseek-v3")
     assert not again.plan.sequence and not any(r.inferred for r in again.plan.tensor)
     assert styles(again.lowered) == styles(done.lowered)
+
+
+def test_what_memory_held_before_is_no_fact_of_a_flow():
+    """DeepSeek-V2 allocates its keys: where dims of `new_empty` go was read out of that memory."""
+    flow, _, _ = flow_and_rules("deepseek-v2-lite", "deepseek_v3")
+    inside = (e for call in flow.calls for e in call.body if isinstance(e, Operation))
+    made = [e.moves for e in inside if e.name == "new_empty"]
+    assert made and not any(made)

@@ -20,6 +20,7 @@ from planc.model.small.block_order import block_order
 from planc.ops.pipeline import SCHEDULES
 from planc.plan.stand_in import Unrepresented
 from planc.proof import layout_flow
+from planc.resources import PLANS
 from planc.runtime import training_step
 from planc.runtime.standalone import pipeline_schedule as schedule
 from planc.runtime.standalone import pipeline_step
@@ -402,3 +403,14 @@ def test_norms_of_later_steps_are_as_near_as_the_weights():
     assert _norm([1e-7, 5e-4]) == 1e-7
     assert _norm([5e-4, 1e-7]) == 5e-4
     assert _norm([1e-7, 2e-3]) == 2e-3
+
+
+def test_logits_of_routers_in_the_loss_are_refused(tmp_path):
+    """The last stage has those of its own blocks alone."""
+    path = tmp_path / "config.json"
+    values = json.loads((PLANS / "models" / "mixtral-8x7b.json").read_text())
+    path.write_text(json.dumps({**values, "output_router_logits": True}))
+    sink = Sink()
+    given = {"world_size": 4, "settings": [*TWO, "microbatches=2"]}
+    compile_plan(load(str(path), sink), "mixtral", sink, **given)
+    assert "PL565" in {d.code for d in sink}

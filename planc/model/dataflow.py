@@ -15,7 +15,7 @@ from functools import cached_property
 from math import prod
 from typing import Any, NamedTuple
 
-FORMAT = 8
+FORMAT = 9
 """Raised when the recorded facts or their encoding change."""
 
 VIEWS = frozenset(
