@@ -72,7 +72,7 @@ coverage: $(VENV)/.ready  ## every causal-LM family: init, check, four real proc
 	$(BIN)/python -W ignore tests/coverage/page.py > build/coverage/page.md
 	mv build/coverage/page.md docs/generated/coverage.md
 
-axes: $(VENV)/.ready  ## the other axes of every causal-LM family, with threads as ranks and on eight processes (two hours, goes on where it was)
+axes: $(VENV)/.ready  ## the other axes of every causal-LM family, with threads as ranks and on eight processes (an hour, goes on where it was)
 	$(BIN)/python -W ignore tests/coverage/axis_rows.py
 	$(BIN)/python -W ignore tests/coverage/axis_processes.py
 	$(BIN)/python -W ignore tests/coverage/page.py > build/coverage/page.md

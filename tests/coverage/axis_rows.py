@@ -149,9 +149,9 @@ class Together:
 
 def plan_together(case: Case, plans: dict[str, str], proved: list[str], folder: Path) -> Together:
     """The plan of the column `all`: the shipped one, or what `planc init` writes."""
-    if case.name in plans:
+    if family := plans.get(case.facts.family) or plans.get(case.name):
         sink = Sink()
-        files = plan_files.read(plans[case.name], sink)
+        files = plan_files.read(family, sink)
         text = text_of(files)
         own = {"pp": "pipeline on pp", "cp": "context on cp", "loss": "loss on tp"}
         has = [axis for axis, section in own.items() if section in text]
@@ -195,7 +195,7 @@ def together(case: Case, plans: dict[str, str], proved: list[str], folder: Path)
             "axes": plan.axes,
             "without": [axis for axis in proved if axis not in plan.axes],
             "sequence": way == ["sequence=true"],
-            "plan": plans.get(case.name, "init"),
+            "plan": plans.get(case.facts.family) or plans.get(case.name, "init"),
         }
         if found["verdict"] == "proved":
             break

@@ -1,17 +1,19 @@
 """The rows of build/coverage as docs/generated/coverage.md.
 
 The page has two parts, each made of rows of its own: four processes with tensor parallelism, and
-the other axes. A part whose rows are not here stays as it is in the page.
+the other axes. A part whose rows are not here stays as it is in the page, and so does what
+processes trained of a family that they did not train anew.
 """
 
 import argparse
 import json
+import re
 import sys
 from pathlib import Path
 
 import torch
 import transformers
-from axes_table import TITLE, section
+from axes_table import PROCESSES, TITLE, section
 from reasons import KEPT, THEIRS, UNPROVED
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as FAMILIES
 
@@ -33,9 +35,19 @@ def main():
     else:
         print(before.rstrip())
     if axes:
+        kept_processes(axes, after)
         print("\n" + section(axes, FAMILIES), end="")
     elif after:
         print(f"\n{TITLE}{after}", end="")
+
+
+def kept_processes(axes, after):
+    """Gives rows that eight processes have not trained anew the last cell that the page has."""
+    cells = re.findall(r"^\| (\S+) \|.*\| (\de-\d\d)[^|]*\|$", after, re.M)
+    kept = {name: {"verdict": "proved", "worst": float(worst)} for name, worst in cells}
+    for row in axes:
+        if row["type"] in kept:
+            row.setdefault(PROCESSES, kept[row["type"]])
 
 
 def processes(rows, folder):
