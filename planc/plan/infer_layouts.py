@@ -61,8 +61,8 @@ def inferred(plan: Plan, facts: Facts, sink: Sink) -> Plan:
         plan = section.observed(plan, found)
         if not isinstance(found, Unrepresented | str):
             _, _, small, flow = found
-            layouts = section.complete(flow, small)
-            section.cut(flow, small, layouts if isinstance(layouts, Layouts) else None)
+            if isinstance(layouts := section.complete(flow, small), Layouts):
+                section.cut(flow, small, layouts)
     return plan
 
 
@@ -189,10 +189,10 @@ class _Section:
         """What complete rules make of the flow."""
         return layouts_of(flow, _styles(small), sequence=bool(self.setting.wanted))
 
-    def cut(self, flow: DataFlow, small: tuple[TensorRule, ...], layouts: Layouts | None) -> None:
+    def cut(self, flow: DataFlow, small: tuple[TensorRule, ...], layouts: Layouts) -> None:
         """Reports PL151: linears in plain `colwise` whose outputs the model's code cuts."""
         lines: dict[Span, dict[str, None]] = {}
-        for module, line in layouts.cuts if layouts else ():
+        for module, line in layouts.cuts:
             for origin in _origins(flow, small)[module]:
                 text = f"`{generic(module)}`: {flow.lines[line]}"
                 lines.setdefault(origin, {})[text] = None

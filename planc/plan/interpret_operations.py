@@ -122,8 +122,7 @@ class FlowOperations:
                 met += (Met(t, varying, one.line, t in own) for t in given.of(Held.WHOLE))
                 self.follow(one, given, dims)
             kinds.update(dict.fromkeys(one.outputs, result or Held.WHOLE))
-        made = replace(state, kinds=kinds, dims=dims, met=tuple(met), work=work)
-        return replace(made, cuts=tuple(cuts))
+        return replace(state, kinds=kinds, dims=dims, met=tuple(met), cuts=tuple(cuts), work=work)
 
     def shorter(self, one: Operation, tensor: int, dim: int | None) -> bool:
         """Whether the outputs of an operation have a part of a tensor's dim."""

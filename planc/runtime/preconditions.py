@@ -227,11 +227,11 @@ def _shapes(op: Parallelize, name: str, module: nn.Module) -> Iterator[str]:
 # All ranks ---------------------------------------------------------------------------------------
 
 
-def of_all_ranks(own: T) -> list[T]:
-    """What every rank gives, by rank; a collective where there are several."""
-    every = [own] * distributed.get_world_size()
-    if len(every) > 1 and distributed.get_backend() != "fake":
-        distributed.all_gather_object(every, own)
+def of_all_ranks(own: T, group: Any = None) -> list[T]:
+    """What every rank of a group gives, by rank; a collective where there are several."""
+    every = [own] * distributed.get_world_size(group)
+    if len(every) > 1 and distributed.get_backend(group) != "fake":
+        distributed.all_gather_object(every, own, group=group)
     return every
 
 

@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from planc.runtime.preconditions import of_all_ranks
 from planc.runtime.standalone import shards
 from planc.runtime.standalone.dcp_chunks import Pieces
 
@@ -160,7 +161,7 @@ def write(state: Mapping[str, Any], folder: Path, own: str, group: Any = None) -
         CheckpointException: a rank has failed; on every rank.
     """
     held = on_every_rank(partial(HeldState, state, own), group)
-    told = gathered(held.told, group)
+    told = of_all_ranks(held.told, group)
     classes = classes_of(held, told, group)
     if classes is None:
         checkpoint.save(dict(state), checkpoint_id=folder, process_group=group)
@@ -178,14 +179,6 @@ def write(state: Mapping[str, Any], folder: Path, own: str, group: Any = None) -
     on_every_rank(finish, group)
 
 
-def gathered(own: Any, group: Any) -> list[Any]:
-    """What every rank gives, by rank."""
-    every = [own] * distributed.get_world_size(group)
-    if len(every) > 1 and distributed.get_backend(group) != "fake":
-        distributed.all_gather_object(every, own, group=group)
-    return every
-
-
 def on_every_rank(work: Any, group: Any) -> Any:
     """The result of a rank's own work.
 
@@ -197,7 +190,7 @@ def on_every_rank(work: Any, group: Any) -> Any:
         result = work()
     except Exception as error:  # such as a full disk
         failed = error
-    told = enumerate(gathered(failed, group))
+    told = enumerate(of_all_ranks(failed, group))
     errors: dict[int, Any] = {rank: (error, []) for rank, error in told if error is not None}
     if errors:
         raise checkpoint.CheckpointException("write", errors)
@@ -213,11 +206,12 @@ def classes_of(held: HeldState, told: Sequence[Told], group: Any) -> list[Class]
         members.setdefault(digest, []).append(rank)
     mine = members[held.told[0]]
     closed = all({*mesh.mesh.flatten().tolist()} <= {*mine} for mesh in held.meshes)
-    if not all(gathered(closed, group)) or any(irregular for *_, irregular in told):
+    if not all(of_all_ranks(closed, group)) or any(irregular for *_, irregular in told):
         return None
-    stored = [held.shared] * len(told)
+    stored: list[Any] = [held.shared] * len(told)
     if len(members) > 1:
-        stored = gathered(held.shared if mine[0] == distributed.get_rank(group) else None, group)
+        first = mine[0] == distributed.get_rank(group)
+        stored = of_all_ranks(held.shared if first else None, group)
     return [*joined(members.values(), stored, told)]
 
 
