@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(abspath $(VENV))/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo test quick processes fp8 lint bench estimate peaks mutants scripts silent fuzz coverage axes cluster docs pages clean
+.PHONY: help demo test quick processes fp8 lint bench estimate gpu peaks mutants scripts silent fuzz coverage axes cluster docs pages clean
 
 help:  ## this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## */  make \1	/'
@@ -43,6 +43,9 @@ bench: $(VENV)/.ready  ## one table of medians and ratios
 
 estimate: $(VENV)/.ready  ## estimates of memory and time beside measured and published runs
 	$(BIN)/python -W ignore tests/estimate/estimating.py | tee docs/generated/estimate-tables.md
+
+gpu: $(VENV)/.ready  ## what only a GPU shows, on one that the environment's torch can use (half an hour)
+	$(BIN)/python -W ignore tests/gpu/run.py build/gpu
 
 peaks: $(VENV)/.ready  ## memory of a step on four real gloo processes, for every combination that is not measured yet (half an hour)
 	$(BIN)/python -W ignore tests/estimate/gloo_peaks.py

@@ -2,6 +2,8 @@
 
 import json
 import resource
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -71,6 +73,23 @@ def test_out_of_memory_is_a_result(monkeypatch):
     assert "you tried to allocate" in rank.missed.said
     assert rank.moments["loss"]["parameters"]
     assert not rank.seconds
+
+
+def test_a_rank_in_a_process_of_its_own(monkeypatch):
+    """As ranks on CUDA are, which does not survive a fork."""
+    step = RankStep(rows=1, tokens=64, micro_batches=1, dtype="float32")
+    asked, plain = [], RankRunner.ask
+
+    def noted(runner, job):
+        asked.append((job, plain(runner, job)))
+        return asked[-1][1]
+
+    monkeypatch.setattr(RankRunner, "ask", noted)
+    count(compiled(num_hidden_layers=1), step, device="cpu")
+    [(job, forked)] = asked
+    words = [sys.executable, "-W", "ignore", "-m", RankRunner.MODULE, "alone"]
+    done = subprocess.run(words, input=job.dumps(), capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout)["moments"] == forked["moments"] != {}
 
 
 def test_fewer_layers():
