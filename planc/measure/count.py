@@ -162,7 +162,7 @@ def _not_run(plan: Plan, lowered: Lowered) -> Iterator[tuple[str, list[Span]]]:
     yield "compiled code does not run on fake tensors", [op.origin for op in plan.compile]
     rounded = [*dict.fromkeys(op.origin for op in plan.matmul)]
     yield "products in 8 bits are emulated here, which holds more than a GPU does", rounded
-    parked = [rule.origin for rule in plan.checkpoint if rule.offload]
+    parked = [rule.origin for rule in plan.checkpoint if rule.hosts]
     shards = [section.offload.origin] if section and section.offload else []
     yield "what is offloaded is not on the device", [*shards, *parked]
     quantized = [op.origin for op in lowered.ops if isinstance(op, Quantize)]
