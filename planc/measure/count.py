@@ -301,7 +301,10 @@ class _Work:
         self.at = max(block_lists(facts.model), key=length)
         kinds = kinds_of(self.at, plan, facts)
         pattern = _pattern(kinds) or _Pattern()
-        few = bool(pattern.windows) and not self.exact and not plan.budgets  # that all layers share
+        shared = (
+            plan.budgets or plan.optimizer
+        )  # what all layers share, and lists of so many elements
+        few = bool(pattern.windows) and not self.exact and not shared
         self.depths = [*self._shallow(facts, kinds, pattern)] if few else []
         self.depths = self.depths or [(_Depth(self.compiled, len(kinds), pattern), 0)]
 
