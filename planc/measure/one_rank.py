@@ -208,8 +208,8 @@ class _Rank:
                 beside = alone(run, self.form, values=values)
                 for one in (quiet(), fake, self._watched(run, names), beside):
                     around.enter_context(one)
-                if isinstance(self.held, Storages):
-                    around.enter_context(self.held.with_host())
+                around.enter_context(self.held.with_host())
+                if not values:
                     counted.enter_context(self.held.counting())
                 self._built(run.model)
                 optimizer, batches = self._optimizer(run), self._batches()

@@ -13,12 +13,15 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
+from itertools import chain
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
+
+from planc.runtime.standalone.pipeline import Inactive
 
 RESETS = "_reset_states"
 """The attribute of a model whose states end with a document."""
@@ -388,8 +391,11 @@ class StateResets:
 
 
 def replace_parts(model: nn.Module, parts: Set[str]) -> None:
-    """Replaces what the modules of a model call."""
-    for module in model.modules():
+    """Replaces what the modules of a model call, those of other stages of a rank too,
+    which something else stands for while one stage runs.
+    """
+    stand_ins = [m.module for m in model.modules() if isinstance(m, Inactive)]
+    for module in chain.from_iterable(m.modules() for m in (model, *stand_ins)):
         if not parts.isdisjoint(called_names(type(module))):
             module.register_forward_pre_hook(ask)
         for name in ("checkpoint_fn", "_gradient_checkpointing_func"):
