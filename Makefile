@@ -29,8 +29,10 @@ processes: $(VENV)/.ready  ## numerics of all plans and options on four gloo pro
 	$(BIN)/python -m pytest tests/processes
 	$(BIN)/python -m pytest -m slow --ignore tests/processes
 
-fp8: $(VENV)/.ready  ## products in 8 bits, emulated: the tests that need torchao, which is installed apart (peft 0.18 does not run beside it)
-	$(BIN)/pip install --quiet --no-deps --constraint constraints.txt --target $(VENV)/torchao torchao
+$(VENV)/torchao: $(VENV)/.ready
+	$(BIN)/pip install --quiet --no-deps --constraint constraints.txt --target $@ torchao
+
+fp8: $(VENV)/torchao  ## products in 8 bits, emulated: the tests that need torchao, which is installed apart (peft 0.18 does not run beside it)
 	PYTHONPATH=$(VENV)/torchao $(BIN)/python -m pytest -m '' tests/test_matmul.py tests/processes/test_matmul_numerics.py
 
 lint: $(VENV)/.ready  ## ruff and mypy
@@ -61,7 +63,7 @@ scripts: $(VENV)/.ready  ## random sequences of what training scripts do, on eve
 	$(BIN)/python -W ignore tests/scripts/playing.py --scripts $(SCRIPTS) --seed $(SEED)
 	$(BIN)/python -W ignore tests/scripts/playing.py --scripts $(shell expr $(SCRIPTS) / 10) --seed $(SEED) --processes
 
-silent: $(VENV)/.ready  ## silent errors that others have reported, replayed: what finds each, and the truth (ten minutes)
+silent: $(VENV)/torchao  ## silent errors that others have reported, replayed: what finds each, and the truth (ten minutes)
 	$(BIN)/python -W ignore tests/silent/replay.py
 
 FUZZ_CASES ?= 100000
