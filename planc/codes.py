@@ -247,6 +247,7 @@ _ROWS: tuple[tuple[str, str, Phase, str], ...] = (
     ("PL526", "error", "plan", "hidden states cannot be parts of the sequence"),
     ("PL527", "info", "plan", "hidden states are whole in some blocks"),
     ("PL528", "error", "plan", "an input that does not come"),
+    ("PL529", "error", "plan", "experts whose tokens cannot be limited"),
     ("PL530", "error", "plan", "the loss cannot be computed in this module"),
     ("PL531", "error", "plan", "a head whose style is not that of its loss"),
     ("PL540", "error", "plan", "context-parallel ranks whose gradients nothing averages"),

@@ -32,6 +32,7 @@ from planc.ops.backend import Backend
 from planc.ops.base import AxisRole
 from planc.ops.context import ContextParallel
 from planc.ops.contract import Flow, Grad, Side, contract
+from planc.ops.expert_capacity import LimitExperts
 from planc.ops.expert_parallel import ALL_TO_ALL, DispatchExperts
 from planc.ops.freeze import Freeze
 from planc.ops.fsdp import FullyShard
@@ -96,6 +97,8 @@ def _of(op: AnyOp, step: Step) -> Iterator[Sent]:
             yield from context_sends(op, step)
         case DispatchExperts():
             yield from again(_exchanges(op, step), _repeats(op, step))
+        case LimitExperts():
+            yield from again(_choices(op, step), _repeats(op, step))
         case ChunkLoss():
             yield from _loss(op, step)
         case Pipeline():
@@ -106,7 +109,7 @@ def _of(op: AnyOp, step: Step) -> Iterator[Sent]:
             yield from _scales(op, step)
 
 
-def _repeats(op: Parallelize | DispatchExperts, step: Step) -> Fraction:
+def _repeats(op: Parallelize | DispatchExperts | LimitExperts, step: Step) -> Fraction:
     """The share of the forward passes of modules that backward repeats for a checkpoint.
 
     Early stopping ends before the last collective of a block, which nothing saves after.
@@ -238,7 +241,9 @@ def _sizes(op: Parallelize, step: Step) -> tuple[int | None, int | None]:
     return step.size(into), step.size(out)
 
 
-def _sent(op: Parallelize | DispatchExperts | ChunkLoss, axes: tuple[str, ...]) -> Sent:
+def _sent(
+    op: Parallelize | DispatchExperts | LimitExperts | ChunkLoss, axes: tuple[str, ...]
+) -> Sent:
     """A gather in the forward pass of modules, without its times and its size."""
     return Sent(
         word=op.WORD,
@@ -339,15 +344,27 @@ def _exchanges(op: DispatchExperts, step: Step) -> Iterator[Sent]:
     part = ceil(step.tokens / split) / step.tokens if step.tokens else None
     rows = None if states is None or chosen is None or part is None else states * chosen * part
     share = None if weights is None or part is None else weights * part
-    yield replace(forward, size=8 * op.shapes[0].shape[0])
+    yield replace(forward, size=8 * op.shapes[0].shape[0] * op.chunks)
     # states to the experts and back, and their weights
     for one, times in ((forward, count * 2), (into, into.times + out.times)):
-        yield replace(one, times=times, size=None if rows is None else int(rows))
-        yield replace(one, size=None if share is None else int(share))
+        each = None if rows is None else int(rows / op.chunks)
+        yield replace(one, times=times * op.chunks, size=each)
+        each = None if share is None else int(share / op.chunks)
+        yield replace(one, times=one.times * op.chunks, size=each)
     if op.shared:  # early stopping ends before the results are joined
         joined = replace(into, kind=GATHER, axes=op.shared)
         yield replace(joined, size=states, times=count + into.times)
         yield replace(joined, size=weights)
+
+
+def _choices(op: LimitExperts, step: Step) -> Iterator[Sent]:
+    """The experts of all tokens of a row, and their weights, 8 bytes for each choice."""
+    if op.axis is None:
+        return
+    known = step.tokens is not None and step.chosen is not None
+    size = 8 * (step.tokens or 0) * (step.chosen or 0) * step.lowered.axis_size(op.axis)
+    times = len(op.modules) * step.passes
+    yield replace(_sent(op, (op.axis,)), times=times, size=size if known else None)
 
 
 def _loss(op: ChunkLoss, step: Step) -> Iterator[Sent]:

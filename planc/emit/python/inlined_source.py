@@ -34,6 +34,7 @@ _FILES = (
     "rng.py",
     "loss.py",
     "expert_parallel.py",
+    "expert_capacity.py",
     "collectives.py",
     "context_ring.py",
     "context_tokens.py",

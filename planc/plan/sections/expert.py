@@ -1,5 +1,6 @@
 """The expert section -> fused experts that ranks divide among them."""
 
+from planc.ops.expert_capacity import POSITION, PROBS
 from planc.ops.expert_parallel import ALL_REDUCE, ALL_TO_ALL
 from planc.plan.call_arguments import Arguments, word
 from planc.plan.evaluate import whole
@@ -29,11 +30,13 @@ def expert(program: Program) -> tuple[ExpertRule, ...]:
 
 
 def _way(rule: ast.Rule, program: Program) -> ExpertRule | None:
-    """What `dispatch(all_to_all, chunks = 2)` says, or None after a finding."""
+    """What `dispatch(all_to_all, chunks = 2, capacity = 1.25)` says, or None after a finding."""
     call = rule.action
-    arguments = Arguments(call, program.scope, ("chunks",))
+    arguments = Arguments(call, program.scope, ("chunks", "capacity", "drop"))
     value = word(arguments.positional[0].value, program.scope) if arguments.positional else None
     chunks = arguments.read("chunks", 1, "a positive integer", lambda v: whole(v) and v > 0)
+    capacity = arguments.number("capacity", None, "a positive number", lambda v: v > 0)
+    drop = arguments.word("drop", {PROBS: PROBS, POSITION: POSITION}, None)
     if not arguments.done(positional=1):
         return None
     if not (isinstance(value, str) and value in _WAYS):
@@ -44,6 +47,15 @@ def _way(rule: ast.Rule, program: Program) -> ExpertRule | None:
         hint = "remove `chunks`, or write `all_to_all`"
         arguments.wrong(call, f"`{value}` sends no tokens, so they have no chunks", hint)
         return None
+    if drop is not None and capacity is None:
+        hint = "add `capacity = 1.25`, or remove `drop`"
+        arguments.wrong(call, "without `capacity` no token is dropped", hint)
+        return None
     return ExpertRule(
-        modules=program.facts.model, dispatch=value, chunks=chunks, origin=rule.origin
+        modules=program.facts.model,
+        dispatch=value,
+        chunks=chunks,
+        capacity=capacity,
+        drop=drop or PROBS,
+        origin=rule.origin,
     )

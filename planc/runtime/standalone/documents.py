@@ -23,8 +23,9 @@ from torch.distributed.tensor import DTensor, Replicate
 RESETS = "_reset_states"
 """The attribute of a model whose states end with a document."""
 CURRENT = threading.local()
-"""Of the model whose forward this thread runs, or recomputes: its `documents`, and the
-`ranks` that each have a part of its rows (`StateRanks`).
+"""Of the model whose forward this thread runs, or recomputes: its `documents`, the
+`ranks` that each have a part of its rows (`StateRanks`), and the `rows` of experts with
+a capacity.
 """
 REPLACING = threading.Lock()
 TOKENS = {
@@ -323,20 +324,32 @@ def kernel_arguments(function: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def recomputed(checkpoint: Callable[..., Any]) -> Any:
-    """A checkpoint that recomputes with the documents and ranks of its forward."""
+    """A checkpoint that recomputes with what was known in its forward."""
 
     def called(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        facts = current()
-        if facts == (None, None):
+        facts = {**vars(CURRENT)}
+        if all(fact is None for fact in facts.values()):
             return checkpoint(function, *args, **kwargs)
 
         def again(*args: Any, **kwargs: Any) -> Any:
-            with running(*facts):
+            before = {**vars(CURRENT)}
+            vars(CURRENT).update(facts)
+            try:
                 return function(*args, **kwargs)
+            finally:
+                vars(CURRENT).update(dict.fromkeys(facts) | before)
 
         return checkpoint(again, *args, **kwargs)
 
     return called
+
+
+def carry_facts(model: nn.Module) -> None:
+    """Makes checkpoints recompute with what was known in their forward."""
+    for module in model.modules():
+        for name in ("checkpoint_fn", "_gradient_checkpointing_func"):
+            if name in module.__dict__:
+                replace(module, name, recomputed)
 
 
 class StateResets:
@@ -389,12 +402,10 @@ class StateResets:
 
 def replace_parts(model: nn.Module, parts: Set[str]) -> None:
     """Replaces what the modules of a model call."""
+    carry_facts(model)
     for module in model.modules():
         if not parts.isdisjoint(called_names(type(module))):
             module.register_forward_pre_hook(ask)
-        for name in ("checkpoint_fn", "_gradient_checkpointing_func"):
-            if name in module.__dict__:
-                replace(module, name, recomputed)
         for kind in type(module).__mro__:
             if kind.__module__.startswith("transformers.models."):
                 replace_of_class(module, kind, parts)
