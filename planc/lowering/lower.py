@@ -35,7 +35,7 @@ from planc.ops.configure import Configure
 from planc.ops.context import ContextParallel
 from planc.ops.documents import ResetStates, resets
 from planc.ops.expert_capacity import LimitExperts
-from planc.ops.expert_parallel import ALL_TO_ALL, DispatchExperts
+from planc.ops.expert_parallel import ALL_REDUCE, DispatchExperts
 from planc.ops.freeze import Freeze
 from planc.ops.fsdp import FullyShard
 from planc.ops.lora import BASE_LAYER, Adapt
@@ -418,7 +418,7 @@ def divided(plan: Plan) -> Iterator[DispatchExperts]:
                 modules=modules,
                 axis=experts.ranks.name,
                 dispatch=rule.dispatch,
-                shared=alike if rule.dispatch == ALL_TO_ALL else (),
+                shared=alike if rule.dispatch != ALL_REDUCE else (),
                 chunks=rule.chunks,
                 batched=module.fact(BATCHED_EXPERTS) is not None,
                 shapes=tuple(

@@ -7,10 +7,10 @@ known is named (`left_out`), not guessed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from fractions import Fraction
-from math import ceil, prod
+from math import ceil, comb, prod
 
 from planc.lowering.context_sends import context_sends
 from planc.lowering.optimizer_sends import optimizer_sends
@@ -33,7 +33,7 @@ from planc.ops.base import AxisRole
 from planc.ops.context import ContextParallel
 from planc.ops.contract import Flow, Grad, Side, contract
 from planc.ops.expert_capacity import LimitExperts
-from planc.ops.expert_parallel import ALL_TO_ALL, DispatchExperts
+from planc.ops.expert_parallel import ALL_REDUCE, DEEPEP, DispatchExperts
 from planc.ops.freeze import Freeze
 from planc.ops.fsdp import FullyShard
 from planc.ops.layouts import Layout, Partial, Replicate, Shard
@@ -74,6 +74,8 @@ def left_out(step: Step) -> tuple[str, ...]:
             names[f"{style_name(op.style)} of {op.modules}"] = None
         elif isinstance(op, Checkpoint) and op.save:
             names[f"what backward repeats of {op.modules}"] = None
+        elif isinstance(op, DispatchExperts) and op.dispatch == DEEPEP:
+            names[f"numbers and weights of tokens that DeepEP sends to {op.modules}"] = None
         elif isinstance(op, Backend):
             names[f"what {op.TITLE} gathers and reduces"] = None
         elif isinstance(op, LowPrecision) and _of_tensors(op, step):
@@ -335,26 +337,53 @@ def _exchanges(op: DispatchExperts, step: Step) -> Iterator[Sent]:
     states, weights = step.size(step.hidden), step.size(chosen)
     if op.batched:
         return
-    if op.dispatch != ALL_TO_ALL:
+    if op.dispatch == ALL_REDUCE:
         yield replace(forward, kind=REDUCE, size=states)
         yield replace(into, kind=REDUCE, size=states)
         yield replace(into, kind=REDUCE, size=weights)
         return
-    split = step.lowered.axis_size(*op.shared)
-    part = ceil(step.tokens / split) / step.tokens if step.tokens else None
-    rows = None if states is None or chosen is None or part is None else states * chosen * part
-    share = None if weights is None or part is None else weights * part
-    yield replace(forward, size=8 * op.shapes[0].shape[0] * op.chunks)
-    # states to the experts and back, and their weights
-    for one, times in ((forward, count * 2), (into, into.times + out.times)):
-        each = None if rows is None else int(rows / op.chunks)
-        yield replace(one, times=times * op.chunks, size=each)
-        each = None if share is None else int(share / op.chunks)
-        yield replace(one, times=one.times * op.chunks, size=each)
+    moves = (forward, count * 2), (into, into.times + out.times)  # to the experts, and back
+    if op.dispatch == DEEPEP:
+        each = _once_a_rank(op, step)
+        yield from (replace(one, size=each, times=times) for one, times in moves)
+    else:
+        yield from _in_chunks(op, step, moves)
     if op.shared:  # early stopping ends before the results are joined
         joined = replace(into, kind=GATHER, axes=op.shared)
         yield replace(joined, size=states, times=count + into.times)
         yield replace(joined, size=weights)
+
+
+def _in_chunks(
+    op: DispatchExperts, step: Step, moves: Iterable[tuple[Sent, int]]
+) -> Iterator[Sent]:
+    """How many tokens go to each expert; then the states of tokens, once for each of their experts,
+    and their weights, all in chunks.
+    """
+    states, weights, chosen = step.size(step.hidden), step.size(step.chosen), step.chosen
+    split = step.lowered.axis_size(*op.shared)
+    part = ceil(step.tokens / split) / step.tokens if step.tokens else None
+    rows = None if states is None or chosen is None or part is None else states * chosen * part
+    share = None if weights is None or part is None else weights * part
+    (forward, _), _ = moves = tuple(moves)
+    yield replace(forward, size=8 * op.shapes[0].shape[0] * op.chunks)
+    for one, times in moves:
+        each = None if rows is None else int(rows / op.chunks)
+        yield replace(one, times=times * op.chunks, size=each)
+        each = None if share is None else int(share / op.chunks)
+        yield replace(one, times=one.times * op.chunks, size=each)
+
+
+def _once_a_rank(op: DispatchExperts, step: Step) -> int | None:
+    """Bytes of the hidden states that go to experts, each once to a rank, where all choices are
+    as likely.
+    """
+    states, chosen = step.size(step.hidden), step.chosen
+    if states is None or chosen is None:
+        return None
+    every, ranks = op.shapes[0].shape[0], step.lowered.axis_size(op.axis)
+    missed = comb(every - every // ranks, chosen) / comb(every, chosen)
+    return int(states / step.lowered.axis_size(*op.shared) * ranks * (1 - missed))
 
 
 def _choices(op: LimitExperts, step: Step) -> Iterator[Sent]:

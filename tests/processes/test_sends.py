@@ -186,7 +186,7 @@ def run(four, tmp_path):
     plans = {n: f'plan {n} for llama\n\nextend "llama.plan"\n\n{p}\n' for n, p in PLANS.items()}
     own = {"cp": CP, "input": INPUT, "experts": EXPERTS, "muon_of_experts": MUON_OF_EXPERTS}
     own["chunks"] = DISPATCH.replace("HOW", "chunks = 2")
-    own["limited"] = DISPATCH.replace("HOW", "capacity = 1.25")
+    own["limited"] = DISPATCH.replace("HOW", "capacity = 4")  # which drops nothing
     for name, text in {**plans, **own}.items():
         (tmp_path / f"{name}.plan").write_text(text)
 

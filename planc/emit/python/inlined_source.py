@@ -35,6 +35,7 @@ _FILES = (
     "loss.py",
     "expert_parallel.py",
     "expert_capacity.py",
+    "expert_deepep.py",
     "collectives.py",
     "context_ring.py",
     "context_tokens.py",

@@ -1,7 +1,7 @@
 """The expert section -> fused experts that ranks divide among them."""
 
 from planc.ops.expert_capacity import POSITION, PROBS
-from planc.ops.expert_parallel import ALL_REDUCE, ALL_TO_ALL
+from planc.ops.expert_parallel import ALL_REDUCE, ALL_TO_ALL, DEEPEP
 from planc.plan.call_arguments import Arguments, word
 from planc.plan.evaluate import whole
 from planc.plan.ir import ExpertRule
@@ -11,7 +11,7 @@ from planc.plan.rule_conflicts import Claims
 from planc.plan.sections.tensor import modules_of, rules_of
 from planc.syntax import ast
 
-_WAYS = (ALL_TO_ALL, ALL_REDUCE)
+_WAYS = (ALL_TO_ALL, ALL_REDUCE, DEEPEP)
 
 
 def expert(program: Program) -> tuple[ExpertRule, ...]:
@@ -45,7 +45,7 @@ def _way(rule: ast.Rule, program: Program) -> ExpertRule | None:
         return None
     if value != ALL_TO_ALL and chunks > 1:
         hint = "remove `chunks`, or write `all_to_all`"
-        arguments.wrong(call, f"`{value}` sends no tokens, so they have no chunks", hint)
+        arguments.wrong(call, f"`{value}` does not send tokens in chunks", hint)
         return None
     if drop is not None and capacity is None:
         hint = "add `capacity = 1.25`, or remove `drop`"
