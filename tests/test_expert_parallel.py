@@ -207,6 +207,45 @@ def test_mistakes_are_refuted(uncached, fault):
     assert "error" in {d.severity for d in findings}
 
 
+def backwards(chunks):
+    """The outputs of chunks, the last one first."""
+    return torch.cat(in_turn(chunks).chunk(2)[::-1])
+
+
+def half(ctx, _):
+    gradient, ctx.sending.gradient = ctx.sending.gradient, None
+    ctx.sending.end()
+    return gradient / 2, None
+
+
+in_turn = expert_parallel.in_turn
+CHUNKS = """plan chunks for any
+
+extend "mixtral"
+
+override expert on ep {
+    $experts : dispatch(all_to_all, chunks = 2)
+}
+"""
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        (expert_parallel, "in_turn", backwards),
+        (collectives.SendRows, "backward", staticmethod(half)),
+        None,
+    ],
+    ids=["chunks in another order", "half the gradient of what was sent", "none"],
+)
+def test_mistakes_of_chunks_are_refuted(uncached, tmp_path, fault):
+    path = tmp_path / "chunks.plan"
+    path.write_text(CHUNKS)
+    with mock.patch.object(*fault) if fault else contextlib.nullcontext():
+        verdict, _ = simulated("mixtral-8x7b", path, ["ep=2"], world=8)
+    assert verdict.verdict == ("refuted" if fault else "proved")
+
+
 @pytest.mark.parametrize("model", sampled(["glm-4.5-air", "deepseek-v3", "qwen3.5-35b-a3b"], 1))
 def test_experts_of_a_block_that_is_recomputed_before_their_backward_pass(model):
     """Shared experts run after the others, so their backward pass, which computes the block again,

@@ -1,10 +1,11 @@
-"""PL550 to PL552: experts that ranks cannot divide, and FSDP over ranks with other experts."""
+"""PL529, PL550 to PL552: experts that ranks cannot divide, or whose tokens cannot be limited."""
 
 from planc.checks.queries import active, divisors, holds, several, unit_of, weighted
 from planc.diagnostic import Label, Sink, one_of
 from planc.model.facts import Facts
+from planc.model.module_table import BATCHED_EXPERTS
 from planc.ops.base import AxisRole
-from planc.ops.expert_parallel import ALL_REDUCE
+from planc.ops.expert_parallel import ALL_REDUCE, DEEPEP
 from planc.ops.lowered import ExpertMesh
 from planc.plan.experts import dividing, expert_count, splits_divided
 from planc.plan.ir import ExpertRule, Plan
@@ -28,8 +29,10 @@ def expert_parallel(plan: Plan, facts: Facts, sink: Sink) -> None:
                 *labels,
                 help="name fused experts, such as `model.layers.*.mlp.experts`",
             )
-        elif experts is not None:
-            _sizes(rule, experts, plan, sink)
+        else:
+            if experts is not None:
+                _sizes(rule, experts, plan, sink)
+            _limits(rule, plan, sink)
     if experts is not None and not {"expert", "fsdp"} & plan.broken and not any(reasons.values()):
         _units(experts, plan, facts, sink)
 
@@ -43,6 +46,8 @@ def _not_experts(rule: ExpertRule, plan: Plan) -> tuple[str, *tuple[Label, ...]]
         return (f"{name} ({module.cls}) has no fused experts: {text}",)
     if module.count > sum(p.numel for p in module.parameters):
         return (f"{name} has parameters inside other modules, which all of its experts share",)
+    if rule.dispatch == DEEPEP and module.fact(BATCHED_EXPERTS) is not None:
+        return (f"{name} ({module.cls}) gets no numbers of experts, which DeepEP goes by",)
     if reason := _style(rule, plan):
         return reason
     for compiled in plan.compile:
@@ -99,6 +104,36 @@ def _halved(rule: ExpertRule, plan: Plan) -> tuple[str, Label] | None:
         return None
     label = Label(span=precision.origin, text="reduces gradients in fp16")
     return f"`{rule.modules}` is on one rank each, where FSDP divides fp16 gradients twice", label
+
+
+def _limits(rule: ExpertRule, plan: Plan, sink: Sink) -> None:
+    """PL529: what decides which tokens of a row find a slot is not known where experts run."""
+    if rule.capacity is None:
+        return
+    name, label = f"`{rule.modules}`", Label(span=rule.origin, text="limited here")
+    if rule.modules.module.fact(BATCHED_EXPERTS) is not None:
+        message = f"{name} ({rule.modules.module.cls}) gets all tokens for each expert"
+        fact = "its router gives no numbers of experts, of which some could be dropped"
+        sink.error("PL529", message, label, facts=[fact], help="remove `capacity`")
+        return
+    wide = [r for r in plan.context if plan.mesh.size(r.axis) > 1]
+    for context in wide:
+        if len(wide) > 1 or context.op is None or context.op.balance == "per_document":
+            message = f"the tokens of a row that {name} gets have no order that is known"
+            sink.error(
+                "PL529",
+                message,
+                label,
+                Label(span=context.origin, text=f"ranks of {context.axis} share rows"),
+                help="write `balance = head_tail` or `none`, with an attention of planc's own",
+            )
+            return
+    for compiled in plan.compile:
+        if holds(compiled.modules, rule.modules):
+            message = f"{name} is compiled, where its rows are not known when it is computed again"
+            other = Label(span=compiled.origin, text="compiled here")
+            sink.error("PL529", message, label, other, help="remove `capacity`, or this line")
+            return
 
 
 def _sizes(rule: ExpertRule, experts: ExpertMesh, plan: Plan, sink: Sink) -> None:

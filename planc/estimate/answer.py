@@ -23,6 +23,7 @@ from planc.model.roles import TOWER, lists
 from planc.ops import phrases
 from planc.ops.base import AxisRole
 from planc.ops.optimizer import OptimizerClass
+from planc.plan.experts import fullest
 from planc.plan.ir import Plan
 from planc.source import Span
 
@@ -298,7 +299,8 @@ def assumed(found: Answer) -> Iterator[str]:
         if towers := sorted(str(m) for m in lists(found.facts) if TOWER.search(str(m))):
             yield f"text alone: nothing that {one_of(towers, last='and')} compute"
     experts, asked = found.plan.mesh.experts, found.request.batch
-    if experts and asked and (most := min(asked.imbalance, experts.ranks.size)) > 1:
+    some = min(asked.imbalance, experts.ranks.size) if experts and asked else 1.0
+    if (most := fullest(found.plan, some)) > 1:
         yield f"the experts of the fullest rank get {most:g} times the mean of tokens"
     dtype = {4: "fp32", 2: "16 bits", 8: "fp64"}.get(found.work.precision.rest, "8 bits")
     said = "" if found.masters else ", as "

@@ -41,7 +41,7 @@ from planc.ops.lowered import Lowered
 from planc.ops.pipeline import Pipeline, stages_of_rank
 from planc.ops.styles import Replicated
 from planc.plan.apply_adapters import styles
-from planc.plan.experts import expert_styles
+from planc.plan.experts import expert_styles, fullest
 from planc.plan.ir import Plan, TensorRule, Unit
 from planc.plan.parameter_owners import owned
 
@@ -152,8 +152,8 @@ class PlanWork:
 
     @property
     def imbalance(self) -> float:
-        """`Batch.imbalance`."""
-        return self.batch.imbalance
+        """`Batch.imbalance`, where no limit of tokens is below it."""
+        return fullest(self.plan, self.batch.imbalance)
 
     @property
     def divides(self) -> str:

@@ -22,7 +22,7 @@ from planc.ops.contract import Contract, Side, contract
 from planc.ops.expert_parallel import ALL_REDUCE
 from planc.ops.layouts import Replicate, Shard
 from planc.plan.experts import dividing
-from planc.plan.ir import LossRule, Plan, TensorRule
+from planc.plan.ir import ExpertRule, LossRule, Plan, TensorRule
 
 
 def _splits_between(made: Contract) -> bool:
@@ -104,8 +104,8 @@ class PartSplit:
         self.experts = experts.ranks.size if experts else 1
         self.senders = 1 if experts and experts.inside else self.ranks
         """The ranks with equal tokens that each send a part of them to divided experts."""
-        found = ((below(r.modules, self.name), r.dispatch) for r in dividing(work.plan))
-        self.divided = {name: way for name, way in found if name is not None}
+        found = ((below(r.modules, self.name), r) for r in dividing(work.plan))
+        self.divided = {name: rule for name, rule in found if name is not None}
         """How tokens come to the experts of modules that ranks divide."""
         low = ((below(op.modules, self.name), op) for op in work.plan.matmul)
         self.rounded = {name: op for name, op in low if name is not None}
@@ -130,7 +130,7 @@ class PartSplit:
         if not module and not self.name:  # the loss: its logits are whole
             return 1
         if way := self._dispatch(module):  # ranks with equal tokens send a part each
-            return self.experts if way == ALL_REDUCE else self.ranks
+            return self.experts if way.dispatch == ALL_REDUCE else self.ranks
         if made.splits is Side.IN or made.sums or _whole_module(made):
             return self.ranks
         if made.splits is Side.OUT:
@@ -146,7 +146,7 @@ class PartSplit:
             holder = holder.rpartition(".")[0]
         return self.stream
 
-    def _dispatch(self, module: str) -> str | None:
+    def _dispatch(self, module: str) -> ExpertRule | None:
         """How tokens come to the divided experts that a module is or is inside of."""
         inside = (way for name, way in self.divided.items() if f"{module}.".startswith(f"{name}."))
         return next(inside, None)
@@ -159,7 +159,7 @@ class PartSplit:
             m, n, k, count = p.rows, p.n, p.k, p.count
             if way := self._dispatch(p.module):
                 count = -(-count // self.experts)
-                m = m if way == ALL_REDUCE else -(-m * self.experts // self.senders)
+                m = m if way.dispatch == ALL_REDUCE else -(-m * self.experts // self.senders)
                 m = ceil(m * most)
                 if self.senders < self.ranks:
                     n, k = (-(-n // self.ranks), k) if n >= k else (n, -(-k // self.ranks))
@@ -217,18 +217,19 @@ class PartSplit:
     def routed(self) -> float:
         """Bytes of the rows of experts that exist beside what they keep: three copies in backward,
         the gradient as it comes, in the order of experts, and times their weights; and, where rows
-        are sent, one more of those received.
+        are sent, one more of those received. Of rows in chunks those of two, one of which is sent.
         """
         first = next((p for p in self.part.products if p.divided), None)
         if first is None:
             return 0.0
         way = self._dispatch(first.module)
-        if way == ALL_REDUCE:
+        chunks = max(1.0, way.chunks / 2) if way else 1.0
+        if way and way.dispatch == ALL_REDUCE:
             share, copies = self.experts, 3
         else:
             share, copies = (self.senders, 4) if way else (1, 3)
         most = self.work.imbalance if way else 1.0
-        return copies * first.m / share * first.k * self.work.width * most
+        return copies * first.m / share * first.k * self.work.width * most / chunks
 
     def replayed_for_weights(
         self, rule: Checkpoint | None, inside: Iterable[Holding]

@@ -34,7 +34,8 @@ from planc.ops.compile import Compile
 from planc.ops.configure import Configure
 from planc.ops.context import ContextParallel
 from planc.ops.documents import ResetStates, resets
-from planc.ops.expert_parallel import ALL_TO_ALL, DispatchExperts
+from planc.ops.expert_capacity import LimitExperts
+from planc.ops.expert_parallel import ALL_REDUCE, DispatchExperts
 from planc.ops.freeze import Freeze
 from planc.ops.fsdp import FullyShard
 from planc.ops.lora import BASE_LAYER, Adapt
@@ -48,7 +49,12 @@ from planc.ops.styles import Input, Output, Replicated, Sequence
 from planc.ops.tensor_parallel import Parallelize, Shape, Tie
 from planc.ops.towers import ShareTower
 from planc.plan.apply_adapters import PARAMETERLESS, styles
-from planc.plan.experts import dividing, expert_styles, splits_divided
+from planc.plan.experts import (
+    dividing,
+    expert_count,
+    expert_styles,
+    splits_divided,
+)
 from planc.plan.ir import AdapterRule, Plan, TensorRule
 from planc.plan.local_shapes import local_shape, ruled
 from planc.plan.parameter_owners import stepped
@@ -71,6 +77,7 @@ def on_activations(plan: Plan, facts: Facts) -> Lowered:
         *([plan.pipeline.op] if plan.pipeline else []),
         *_joined(_parallelize(_ordered([*_on_layers(_wide(plan), plan), *_derived(plan)]), plan)),
         *_joined(divided(plan)),
+        *_joined(limited(plan)),
         *_contexts(plan),
         *_joined(_inside_out(plan.checkpoint)),
         *_losses(plan),
@@ -119,6 +126,7 @@ def _stage(plan: Plan, facts: Facts, adapters: list[Adapt]) -> Stage:
         *_ties(facts, tensor, plan),
         *_joined(divided(plan)),
         *_joined(_parallelize(_ordered(inside), plan)),
+        *_joined(limited(plan)),
         *_contexts(plan),
         *_resets(plan, facts),
         *_freeze(tensor, plan),
@@ -207,6 +215,7 @@ Wrap = TypeVar(
     FullyShard,
     DrawByRank,
     DispatchExperts,
+    LimitExperts,
     Optimize,
 )
 
@@ -409,7 +418,7 @@ def divided(plan: Plan) -> Iterator[DispatchExperts]:
                 modules=modules,
                 axis=experts.ranks.name,
                 dispatch=rule.dispatch,
-                shared=alike if rule.dispatch == ALL_TO_ALL else (),
+                shared=alike if rule.dispatch != ALL_REDUCE else (),
                 chunks=rule.chunks,
                 batched=module.fact(BATCHED_EXPERTS) is not None,
                 shapes=tuple(
@@ -418,3 +427,22 @@ def divided(plan: Plan) -> Iterator[DispatchExperts]:
                 ),
                 origin=rule.origin,
             )
+
+
+def limited(plan: Plan) -> Iterator[LimitExperts]:
+    """The slots of experts, which are as many on one rank."""
+    part = next(_contexts(plan), None)
+    for rule in plan.experts:
+        count = expert_count(rule.modules.module)
+        if rule.capacity is None or count is None:
+            continue
+        yield LimitExperts(
+            modules=rule.modules,
+            experts=count,
+            capacity=rule.capacity,
+            drop=rule.drop,
+            sent=plan.mesh.experts is not None,
+            axis=part.axis if part else None,
+            balance=part.balance if part else "none",
+            origin=rule.origin,
+        )

@@ -11,6 +11,7 @@ from planc.model.facts import below
 from planc.ops import phrases
 from planc.ops.base import Op
 from planc.ops.context import ContextParallel
+from planc.ops.expert_capacity import LimitExperts
 from planc.ops.expert_parallel import DispatchExperts
 from planc.ops.fsdp import FullyShard
 from planc.ops.loss import ChunkLoss
@@ -214,7 +215,9 @@ def _module(call: RankCall, ops: Sequence[Op]) -> Op | None:
     best: Op | None = None
     length = -1
     for op in ops:
-        if not isinstance(op, Parallelize | DispatchExperts | ContextParallel | ChunkLoss):
+        if not isinstance(
+            op, Parallelize | DispatchExperts | LimitExperts | ContextParallel | ChunkLoss
+        ):
             continue
         if not {*call.axes} & {*_axes(op)}:
             continue

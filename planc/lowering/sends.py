@@ -7,10 +7,10 @@ known is named (`left_out`), not guessed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from fractions import Fraction
-from math import ceil, prod
+from math import ceil, comb, prod
 
 from planc.lowering.context_sends import context_sends
 from planc.lowering.optimizer_sends import optimizer_sends
@@ -32,7 +32,8 @@ from planc.ops.backend import Backend
 from planc.ops.base import AxisRole
 from planc.ops.context import ContextParallel
 from planc.ops.contract import Flow, Grad, Side, contract
-from planc.ops.expert_parallel import ALL_TO_ALL, DispatchExperts
+from planc.ops.expert_capacity import LimitExperts
+from planc.ops.expert_parallel import ALL_REDUCE, DEEPEP, DispatchExperts
 from planc.ops.freeze import Freeze
 from planc.ops.fsdp import FullyShard
 from planc.ops.layouts import Layout, Partial, Replicate, Shard
@@ -73,6 +74,8 @@ def left_out(step: Step) -> tuple[str, ...]:
             names[f"{style_name(op.style)} of {op.modules}"] = None
         elif isinstance(op, Checkpoint) and op.save:
             names[f"what backward repeats of {op.modules}"] = None
+        elif isinstance(op, DispatchExperts) and op.dispatch == DEEPEP:
+            names[f"numbers and weights of tokens that DeepEP sends to {op.modules}"] = None
         elif isinstance(op, Backend):
             names[f"what {op.TITLE} gathers and reduces"] = None
         elif isinstance(op, LowPrecision) and _of_tensors(op, step):
@@ -96,6 +99,8 @@ def _of(op: AnyOp, step: Step) -> Iterator[Sent]:
             yield from context_sends(op, step)
         case DispatchExperts():
             yield from again(_exchanges(op, step), _repeats(op, step))
+        case LimitExperts():
+            yield from again(_choices(op, step), _repeats(op, step))
         case ChunkLoss():
             yield from _loss(op, step)
         case Pipeline():
@@ -106,7 +111,7 @@ def _of(op: AnyOp, step: Step) -> Iterator[Sent]:
             yield from _scales(op, step)
 
 
-def _repeats(op: Parallelize | DispatchExperts, step: Step) -> Fraction:
+def _repeats(op: Parallelize | DispatchExperts | LimitExperts, step: Step) -> Fraction:
     """The share of the forward passes of modules that backward repeats for a checkpoint.
 
     Early stopping ends before the last collective of a block, which nothing saves after.
@@ -238,7 +243,9 @@ def _sizes(op: Parallelize, step: Step) -> tuple[int | None, int | None]:
     return step.size(into), step.size(out)
 
 
-def _sent(op: Parallelize | DispatchExperts | ChunkLoss, axes: tuple[str, ...]) -> Sent:
+def _sent(
+    op: Parallelize | DispatchExperts | LimitExperts | ChunkLoss, axes: tuple[str, ...]
+) -> Sent:
     """A gather in the forward pass of modules, without its times and its size."""
     return Sent(
         word=op.WORD,
@@ -330,24 +337,63 @@ def _exchanges(op: DispatchExperts, step: Step) -> Iterator[Sent]:
     states, weights = step.size(step.hidden), step.size(chosen)
     if op.batched:
         return
-    if op.dispatch != ALL_TO_ALL:
+    if op.dispatch == ALL_REDUCE:
         yield replace(forward, kind=REDUCE, size=states)
         yield replace(into, kind=REDUCE, size=states)
         yield replace(into, kind=REDUCE, size=weights)
         return
-    split = step.lowered.axis_size(*op.shared)
-    part = ceil(step.tokens / split) / step.tokens if step.tokens else None
-    rows = None if states is None or chosen is None or part is None else states * chosen * part
-    share = None if weights is None or part is None else weights * part
-    yield replace(forward, size=8 * op.shapes[0].shape[0])
-    # states to the experts and back, and their weights
-    for one, times in ((forward, count * 2), (into, into.times + out.times)):
-        yield replace(one, times=times, size=None if rows is None else int(rows))
-        yield replace(one, size=None if share is None else int(share))
+    moves = (forward, count * 2), (into, into.times + out.times)  # to the experts, and back
+    if op.dispatch == DEEPEP:
+        each = _once_a_rank(op, step)
+        yield from (replace(one, size=each, times=times) for one, times in moves)
+    else:
+        yield from _in_chunks(op, step, moves)
     if op.shared:  # early stopping ends before the results are joined
         joined = replace(into, kind=GATHER, axes=op.shared)
         yield replace(joined, size=states, times=count + into.times)
         yield replace(joined, size=weights)
+
+
+def _in_chunks(
+    op: DispatchExperts, step: Step, moves: Iterable[tuple[Sent, int]]
+) -> Iterator[Sent]:
+    """How many tokens go to each expert; then the states of tokens, once for each of their experts,
+    and their weights, all in chunks.
+    """
+    states, weights, chosen = step.size(step.hidden), step.size(step.chosen), step.chosen
+    split = step.lowered.axis_size(*op.shared)
+    part = ceil(step.tokens / split) / step.tokens if step.tokens else None
+    rows = None if states is None or chosen is None or part is None else states * chosen * part
+    share = None if weights is None or part is None else weights * part
+    (forward, _), _ = moves = tuple(moves)
+    yield replace(forward, size=8 * op.shapes[0].shape[0] * op.chunks)
+    for one, times in moves:
+        each = None if rows is None else int(rows / op.chunks)
+        yield replace(one, times=times * op.chunks, size=each)
+        each = None if share is None else int(share / op.chunks)
+        yield replace(one, times=one.times * op.chunks, size=each)
+
+
+def _once_a_rank(op: DispatchExperts, step: Step) -> int | None:
+    """Bytes of the hidden states that go to experts, each once to a rank, where all choices are
+    as likely.
+    """
+    states, chosen = step.size(step.hidden), step.chosen
+    if states is None or chosen is None:
+        return None
+    every, ranks = op.shapes[0].shape[0], step.lowered.axis_size(op.axis)
+    missed = comb(every - every // ranks, chosen) / comb(every, chosen)
+    return int(states / step.lowered.axis_size(*op.shared) * ranks * (1 - missed))
+
+
+def _choices(op: LimitExperts, step: Step) -> Iterator[Sent]:
+    """The experts of all tokens of a row, and their weights, 8 bytes for each choice."""
+    if op.axis is None:
+        return
+    known = step.tokens is not None and step.chosen is not None
+    size = 8 * (step.tokens or 0) * (step.chosen or 0) * step.lowered.axis_size(op.axis)
+    times = len(op.modules) * step.passes
+    yield replace(_sent(op, (op.axis,)), times=times, size=size if known else None)
 
 
 def _loss(op: ChunkLoss, step: Step) -> Iterator[Sent]:

@@ -20,6 +20,7 @@ _TOKENS = {
     "head_tail": "a run of each half",
     "per_document": "a run of each half of each document",
 }
+Balance = Annotated[str, choice(*_TOKENS)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +47,7 @@ class ContextParallel(Op):
 
     axis: Axis
     attention: Annotated[str, choice(*_EXCHANGES)] = "all_gather"
-    balance: Annotated[str, choice(*_TOKENS)] = "head_tail"
+    balance: Balance = "head_tail"
     exchange: Annotated[str, choice(*_STATES)] = field(default="state", metadata=OMIT)
     states: tuple[Name, ...] = field(default=(), metadata=OMIT)
     holder: Annotated[str, text("module", "a module, or none", r"[\w.-]*")] = field(

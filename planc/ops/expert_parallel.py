@@ -12,7 +12,8 @@ from planc.ops.tensor_parallel import Shape
 
 ALL_TO_ALL: Literal["all_to_all"] = "all_to_all"
 ALL_REDUCE: Literal["all_reduce"] = "all_reduce"
-Dispatch = Annotated[str, choice(ALL_TO_ALL, ALL_REDUCE)]
+DEEPEP: Literal["deepep"] = "deepep"
+Dispatch = Annotated[str, choice(ALL_TO_ALL, ALL_REDUCE, DEEPEP)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,8 +24,9 @@ class DispatchExperts(Op):
         modules: fused experts, whose parameters are [experts, ...].
         axis: of the ranks that divide them.
         dispatch: `all_to_all` sends tokens to the ranks of their experts and the results back; with
-            `all_reduce` each rank computes its experts for all tokens, and the results are summed.
-        shared: for `all_to_all`, axes whose ranks have the same tokens: each rank sends a part.
+            `all_reduce` each rank computes its experts for all tokens, and the results are summed;
+            `deepep` does as `all_to_all`, with DeepEP's kernels.
+        shared: but for `all_reduce`, axes whose ranks have the same tokens: each rank sends a part.
         chunks: for `all_to_all`, into how many the tokens are cut: the next one is sent while the
             experts compute one.
         batched: whether the forward takes the hidden states of all experts in one tensor, and no
@@ -51,8 +53,12 @@ class DispatchExperts(Op):
             batched=True if self.batched else None,
             chunks=self.chunks if self.chunks > 1 else None,
         )
-        function = "standalone.expert_parallel:dispatch_experts"
-        call = FunctionCall(function, (MeshOf((self.axis,)), self.dispatch), keywords)
+        mesh = MeshOf((self.axis,))
+        call = FunctionCall(
+            "standalone.expert_parallel:dispatch_experts", (mesh, self.dispatch), keywords
+        )
+        if self.dispatch == DEEPEP:
+            call = FunctionCall("standalone.expert_deepep:dispatch_by_deepep", (mesh,), keywords)
         yield Each(modules=self.modules, calls=(call,), note=self.place)
 
     WORD: ClassVar = "experts"

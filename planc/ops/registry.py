@@ -9,6 +9,7 @@ from planc.ops.compile import Compile
 from planc.ops.configure import Configure
 from planc.ops.context import ContextParallel
 from planc.ops.documents import ResetStates
+from planc.ops.expert_capacity import LimitExperts
 from planc.ops.expert_parallel import DispatchExperts
 from planc.ops.freeze import Freeze
 from planc.ops.fsdp import Divide, FullyShard, Prefetch
@@ -32,6 +33,7 @@ AnyOp = Annotated[
     | Parallelize
     | Tie
     | DispatchExperts
+    | LimitExperts
     | ContextParallel
     | ResetStates
     | Freeze

@@ -175,7 +175,8 @@ def _with_roles(mesh: Mesh | None, program: Program) -> Mesh | None:
 
 
 def _over_axes(program: Program, mesh: Mesh) -> Iterator[ast.Section]:
-    """The sections without the axes that are left out, and without those over them alone.
+    """The sections without the axes that are left out, and without those over them alone, but for
+    experts with a capacity, which one rank has too.
 
     A section over an optional axis is an offer, whose place one of an extending plan takes.
     """
@@ -201,9 +202,25 @@ def _over_axes(program: Program, mesh: Mesh) -> Iterator[ast.Section]:
     for i, section in enumerate(program.sections):
         if taken(section, program.sections[i + 1 :]):
             continue
+        if section.name == "expert" and _limits(section.items):
+            yield section
+            continue
         made = replace(section, axes=there(section.axes), replicate=there(section.replicate))
         if bool(made.axes or made.replicate) is bool(section.axes or section.replicate):
             yield made
+
+
+def _limits(items: Iterable[object]) -> bool:
+    """Whether a rule gives experts a capacity."""
+    for item in items:
+        match item:
+            case ast.Rule() if any(a.name == "capacity" for a in item.action.arguments):
+                return True
+            case ast.Block() if _limits(item.items):
+                return True
+            case ast.When() if _limits((*item.then, *item.otherwise)):
+                return True
+    return False
 
 
 def _axes(program: Program, mesh: Mesh) -> None:

@@ -42,6 +42,13 @@ def expert_count(module: Module) -> int | None:
     return module.fact(BATCHED_EXPERTS) if found is None else found
 
 
+def fullest(plan: Plan, imbalance: float) -> float:
+    """How many times the mean of tokens the experts of the fullest rank take at most."""
+    limits = [rule.capacity for rule in dividing(plan)]
+    some = [one for one in limits if one is not None]
+    return min(imbalance, max(some)) if some and None not in limits else imbalance
+
+
 def splits_divided(rule: TensorRule, plan: Plan) -> bool:
     """Whether a style splits the inside of divided experts."""
     experts = plan.mesh.experts

@@ -20,6 +20,7 @@ from planc.ops.base import AxisRole
 from planc.ops.compile import Compile
 from planc.ops.context import ContextParallel
 from planc.ops.contract import Split, weight_split
+from planc.ops.expert_capacity import PROBS
 from planc.ops.expert_parallel import Dispatch
 from planc.ops.freeze import Freeze
 from planc.ops.fsdp import Divide, Prefetch
@@ -353,11 +354,17 @@ class PipelineRule(Meaning):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertRule(Meaning):
-    """Fused experts that ranks divide, and how, in how many chunks, tokens come to them."""
+    """Fused experts that ranks divide, and how, in how many chunks, tokens come to them.
+
+    `capacity` is the number of slots that each has in a row over the mean number of its tokens,
+    None for as many as there are; `drop` says which tokens find none. Both are so on one rank too.
+    """
 
     modules: Modules
     dispatch: Dispatch
     chunks: int = 1
+    capacity: float | None = None
+    drop: str = PROBS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,6 +18,7 @@ from planc.ops.activation_checkpoint import Checkpoint, Save
 from planc.ops.backend import Backend
 from planc.ops.compile import Compile
 from planc.ops.contract import Split, part_sizes, weight_split
+from planc.ops.expert_capacity import LimitExperts
 from planc.ops.expert_parallel import DispatchExperts
 from planc.ops.freeze import Freeze
 from planc.ops.fsdp import Divide, FullyShard, Prefetch, Spread, along, offloading, where
@@ -108,7 +109,7 @@ class _Question:
             parameters=tuple(self._parameter(p) for p in parameters),
             count=self.parameter.numel if self.parameter else module.count,
             load=tuple(self._loaded()),
-            experts=tuple(self._on(DispatchExperts)),
+            experts=(*self._on(DispatchExperts), *self._on(LimitExperts)),
             loss=tuple(self._on(ChunkLoss)),
             adapter=tuple(self._adapted()),
             around=tuple(self._tensor(op) for op in self.styles if self._around(op)),
@@ -270,7 +271,8 @@ class _Question:
             yield self._reason(what, self._part(len(op.modules.path)), op)
 
     def _on(
-        self, kind: type[ChunkLoss] | type[DrawByRank] | type[DispatchExperts]
+        self,
+        kind: type[ChunkLoss] | type[DrawByRank] | type[DispatchExperts] | type[LimitExperts],
     ) -> Iterator[Reason]:
         for op in self.lowered.ops:
             if isinstance(op, kind) and op.modules.has(self.name):

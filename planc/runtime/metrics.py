@@ -21,11 +21,13 @@ from torch.optim import Optimizer
 from planc.model.module_table import routed_experts
 from planc.ops.compile import Compile
 from planc.ops.lowered import Lowered
+from planc.runtime.standalone.expert_capacity import CAPACITY
 
 GIB = 2**30
 _SAMPLES, _TOKENS, _POSITIONS, _SQUARES, _COUNTS = range(5)
 """Where the sums begin: rows, tokens without padding, positions, the squares of rows' lengths; then
-for each module of experts its routed tokens, those of each expert, and those of none.
+for each module of experts its routed tokens, those of each expert, those of none, and how many of
+all these find no slot.
 """
 _INPUTS = ("input_ids", "inputs_embeds")
 
@@ -79,13 +81,17 @@ class Meter:
         self.optimizer = ""
         self.counting = True  # not in a pass that makes up for a batch which this rank lacks
         self.at: dict[str, tuple[int, int]] = {}
+        self.limited: set[str] = set()
         end = _COUNTS
         for name, (module, count) in experts.items():
             self.at[name] = (end, count)
-            end += count + 2
+            end += count + 3
             takes = [*signature(type(module).forward).parameters][2]  # after self, hidden states
             hook = partial(self._routed, *self.at[name], takes)
             module.register_forward_pre_hook(hook, with_kwargs=True)
+            if limit := module.__dict__.get(CAPACITY):
+                limit.counted = partial(self._dropped, end - 1)
+                self.limited.add(name)
         self.own = torch.zeros(end, dtype=torch.int64, device=self.device)
         self.total, self.before = self.own.clone(), [0] * end
         self.balanced = [0] * end
@@ -96,15 +102,24 @@ class Meter:
     def _routed(
         self, at: int, count: int, name: str, _module: nn.Module, args: Any, kwargs: Any
     ) -> None:
-        """Counts the tokens of a pass; evaluation and what a checkpoint runs again do not count."""
-        again = torch._C._current_autograd_node() is not None
-        if again or not self.counting or not torch.is_grad_enabled():
+        """Counts the tokens of a pass, by what the router chose."""
+        if not self._counts():
             return
         chosen = kwargs[name] if name in kwargs else args[1]
         local = chosen.to_local() if isinstance(chosen, DTensor) else chosen
         flat = local.detach().flatten().clamp(max=count)  # beyond the experts stands for none
         self.own[at] += len(flat) // max(1, local.shape[-1])
         self.own[at + 1 : at + count + 2].scatter_add_(0, flat, torch.ones_like(flat))
+
+    def _dropped(self, at: int, tokens: Tensor) -> None:
+        """Counts the choices of a pass that find no slot."""
+        if self._counts():
+            self.own[at] += tokens
+
+    def _counts(self) -> bool:
+        """Whether a pass counts: not evaluation, nor what a checkpoint runs again."""
+        again = torch._C._current_autograd_node() is not None
+        return self.counting and not again and torch.is_grad_enabled()
 
     def steps_with(self, optimizer: Optimizer) -> None:
         """Notes what steps the parameters."""
@@ -146,12 +161,16 @@ class Meter:
 
     # numbers --------------------------------------------------------------------------------------
 
-    def read(self) -> dict[str, float]:
-        """The numbers of the steps since the last time; empty without any."""
+    def read(self, *, per_expert: bool = False) -> dict[str, float]:
+        """The numbers of the steps since the last time, with those `per_expert` where asked; empty
+        without any.
+        """
         total: list[int] = self.total.tolist()  # which waits for the device
         seconds = time.perf_counter() - self.since
         new = [now - before for now, before in zip(total, self.before, strict=True)]
         found = dict(self._numbers(total, new, seconds)) if self.steps else {}
+        for name, loads in self._tokens(new).items() if found and per_expert else ():
+            found |= {f"experts/tokens/{name}/{at}": float(one) for at, one in enumerate(loads)}
         self.before = total
         self._again()
         return found
@@ -169,6 +188,7 @@ class Meter:
         yield from self._flops(new, seconds)
         yield from self._memory()
         yield from self._imbalance(new)
+        yield from self._shares(new)
 
     def _flops(self, new: Sequence[int], seconds: float) -> Iterator[tuple[str, float]]:
         made = self.expected and self.expected.flops(new[_POSITIONS], new[_SQUARES])
@@ -196,6 +216,17 @@ class Meter:
             yield "experts/imbalance", max(found.values())
         yield from ((f"experts/imbalance/{name}", value) for name, value in found.items())
 
+    def _shares(self, new: Sequence[int]) -> Iterator[tuple[str, float]]:
+        """How much of what routers chose found no slot, where experts have a capacity."""
+        found = {
+            name: new[at + count + 2] / sum(new[at + 1 : at + 1 + count])
+            for name, (at, count) in self.at.items()
+            if name in self.limited and any(new[at + 1 : at + 1 + count])
+        }
+        if found:
+            yield "experts/dropped", max(found.values())
+        yield from ((f"experts/dropped/{name}", share) for name, share in found.items())
+
     def new_loads(self) -> dict[str, list[int]]:
         """The counts of each expert since the last call, by module; equal on all ranks, and in
         proportion to its tokens.
@@ -211,11 +242,13 @@ class Meter:
         Ranks that have the same tokens have counted them all: as often as a module was given more
         tokens than there are.
         """
-        total: list[int] = self.total.tolist()
+        return self._tokens(self.total.tolist())
+
+    def _tokens(self, counts: Sequence[int]) -> dict[str, list[int]]:
+        """The tokens of each module's experts in some counts, each once."""
         found = {}
-        for name, loads in self._loads(total).items():
-            routed = total[self.at[name][0]]
-            times = max(1, round(routed / max(1, total[_POSITIONS])))
+        for name, loads in self._loads(counts).items():
+            times = max(1, round(counts[self.at[name][0]] / max(1, counts[_POSITIONS])))
             found[name] = [tokens // times for tokens in loads]
         return found
 

@@ -311,7 +311,7 @@ class Run(InNotebooks):
             for module in trained:
                 module.training = True
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self, *, per_expert: bool = False) -> dict[str, float]:
         """Numbers of the training steps since the last call, for any logger; empty without a step.
 
         Steps sum over the ranks what they count, so a rank may call it alone. The time runs from
@@ -321,17 +321,17 @@ class Run(InNotebooks):
             `seconds_per_step`; `samples_per_second`, `tokens_per_second` of all ranks, tokens
             without padding where a batch has an `attention_mask` of two dims,
             `tokens_per_second_per_device` and `tokens_seen` since `apply`; `tflops_per_device` and
-            `mfu` as planc's estimate counts the model's FLOPs, padding included, the latter as a
-            share of the device's peak where planc knows that; `memory/allocated_gib` and
-            `memory/reserved_gib`, the peaks of this rank since the last call, on CUDA;
-            `memory/estimated_gib` of this rank where all batches have one shape; and for a mixture
-            `experts/imbalance/NAME`, the tokens of the busiest expert over the mean, and
-            `experts/imbalance`, that of the worst module. What is not known is left out.
+            `mfu` as planc's estimate counts the model's FLOPs, padding included, the latter of the
+            device's peak where planc knows that; `memory/allocated_gib`, `memory/reserved_gib`, the
+            peaks of this rank since the last call, on CUDA; `memory/estimated_gib` where batches
+            have one shape; for a mixture `experts/imbalance/NAME`, tokens of the busiest expert
+            over the mean, with a capacity `experts/dropped/NAME`, the share without a slot, both of
+            the worst module without a name; `per_expert`: `experts/tokens/NAME/NUMBER`, of each.
 
         Raises:
             ValueError: `apply` was not asked for metrics.
         """
-        return self._meter.read()
+        return self._meter.read(per_expert=per_expert)
 
     def tokens_per_expert(self) -> dict[str, list[int]]:
         """The tokens that each expert got in the training steps since `apply`, over all ranks, by
@@ -346,8 +346,8 @@ class Run(InNotebooks):
         return self._meter.tokens_per_expert()
 
     def balance_experts(self, rate: float = 1e-3) -> None:
-        """Moves the biases by which routers choose experts towards equal loads, as DeepSeek-V3 is
-        trained, without an auxiliary loss. Call it after each step of the optimizer, on every rank.
+        """Moves the biases by which routers choose experts towards equal loads, as in DeepSeek-V3,
+        without an auxiliary loss. Call it after each step of the optimizer, on every rank.
 
         Args:
             rate: what an expert gains that got fewer tokens than the mean since the last call, over

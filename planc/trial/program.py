@@ -6,7 +6,7 @@ clipping; then the second; then the parameters are compared.
 """
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -16,7 +16,9 @@ from torch import Tensor, distributed, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy, pad
 
+from planc.ops.base import Op
 from planc.ops.documents import parts_reset
+from planc.ops.expert_capacity import LimitExperts
 from planc.ops.loss import ChunkLoss
 from planc.ops.lowered import Lowered
 from planc.ops.matmul import LowPrecision
@@ -25,6 +27,7 @@ from planc.runtime.collectives import named_modules
 from planc.runtime.run import Run
 from planc.runtime.sharded_tensors import sharded_like
 from planc.runtime.standalone.documents import reset_states
+from planc.runtime.standalone.expert_capacity import limit_experts
 from planc.runtime.standalone.kept_states import state_values
 from planc.runtime.standalone.loss import IGNORED
 from planc.runtime.standalone.optimizer import PlannedOptimizer, planned_optimizer
@@ -160,9 +163,7 @@ def train_single(
     parts, each = _microbatches(lowered, batches)
     share = gradient_scale(lowered) / batches.ranks * each
     heads = [op for op in lowered.ops if isinstance(op, ChunkLoss)]
-    for op in heads:
-        with_terms(model, op)
-    reset_states(model, *parts_reset(lowered.ops))
+    _as_planned(model, lowered)
     for number, step in enumerate(batches.steps):
         for at, one in enumerate(step):
             for part in range(batches.ranks * parts):
@@ -481,6 +482,23 @@ def _require_finite(found: Reference) -> None:
     for name, value in {**logits, **losses, **found.gradients}.items():
         if not torch.isfinite(value).all():
             raise SingleError(f"{name} is not finite in one process")
+
+
+def _as_planned(model: nn.Module, lowered: Lowered) -> None:
+    """Gives a plain model what the plan changes of its numbers."""
+    for op in lowered.ops:
+        if isinstance(op, ChunkLoss):
+            with_terms(model, op)
+    reset_states(model, *parts_reset(lowered.ops))
+    limit_whole_rows(model, lowered.ops)
+
+
+def limit_whole_rows(model: nn.Module, ops: Iterable[Op]) -> None:
+    """Gives the experts of a plain model the slots that the plan gives them, in whole rows."""
+    for op in ops:
+        if isinstance(op, LimitExperts):
+            modules = [model.get_submodule(name) for name in op.modules.names()]
+            limit_experts(model, modules, **op.settings)
 
 
 def with_terms(model: nn.Module, op: ChunkLoss) -> None:

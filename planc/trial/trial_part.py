@@ -6,6 +6,7 @@ from dataclasses import replace
 from planc.model import cache
 from planc.ops.backend import Backend
 from planc.ops.compile import Compile
+from planc.ops.expert_parallel import ALL_TO_ALL, DEEPEP, DispatchExperts
 from planc.ops.fsdp import Divide, FullyShard, Prefetch
 from planc.ops.load import Load
 from planc.ops.lora import Adapt
@@ -50,6 +51,8 @@ def trial_part(
         if isinstance(op, Pipeline):
             # a timetable has passes for its own number of microbatches
             return op if op.timetable else replace(op, microbatches=op.stages)
+        if isinstance(op, DispatchExperts) and op.dispatch == DEEPEP:
+            return replace(op, dispatch=ALL_TO_ALL)
         return _small_unit(op, lowered, precision=precision) if isinstance(op, FullyShard) else op
 
     random = with_random_adapters(lowered, draws=draws)
@@ -104,5 +107,7 @@ def left_out(lowered: Lowered, *, precision: bool = False) -> Iterator[tuple[str
         yield "matmul", "torchao is not installed: products are not rounded to 8 bits"
     elif lowered.has(LowPrecision) and precision:
         yield "matmul", "products in 8 bits are compared in float64, by a run without `--precision`"
+    if any(isinstance(op, DispatchExperts) and op.dispatch == DEEPEP for op in lowered.ops):
+        yield "deepep", "tokens go to their experts by torch's all-to-all, not by DeepEP's kernels"
     if any(isinstance(op, Compile) for op in lowered.ops):
         yield "compile", "the modules run uncompiled"

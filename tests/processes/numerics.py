@@ -23,6 +23,7 @@ from planc.model.small.transformers_model import TransformersBuilder, add_denois
 from planc.ops.rng import DrawByRank, SyncRng
 from planc.ops.tensor_parallel import Parallelize
 from planc.runtime.standalone.shards import in_own_order, rank_orders
+from planc.trial.program import limit_whole_rows
 from planc.trial.random_numbers import Recorded, Replayed
 
 LENGTH, BATCH = 16, 4
@@ -159,6 +160,7 @@ def compare(model, plan, overrides=(), changes=None, script=False, without=None,
         plan = plan.map_ops(lambda _: kept)
     if seed is not None:
         torch.manual_seed(seed + distributed.get_rank())
+    limit_whole_rows(single, plan.ops)
     rank, size = (by_script if script else by_planc)(parallel, plan)
     rows = BATCH // size
     mine = slice(rank * rows, (rank + 1) * rows)

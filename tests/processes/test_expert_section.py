@@ -1,7 +1,11 @@
 """Experts on ranks of their own on four processes, beside the single process."""
 
 import pytest
+from numerics import build
 from test_plans import right, settings
+
+import planc
+from planc.ops.document import dumps
 
 FAMILIES = [
     ("mixtral", "mixtral"),
@@ -76,6 +80,61 @@ def test_tokens_in_chunks(four, tmp_path, model, plan, way):
     right(mine)
     script = compared(four, model, str(path), *given(way), script=True)
     assert [r["bits"] for r in mine] == [r["bits"] for r in script]
+
+
+LIMITED = """plan limited for any
+
+extend "PLAN"
+
+override expert on ep {
+    $experts : dispatch(all_to_all, capacity = 0.75, drop = DROP)
+}
+"""
+
+
+def limited(folder, plan, drop):
+    path = folder / "limited.plan"
+    path.write_text(LIMITED.replace("PLAN", plan).replace("DROP", drop))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("model", "plan", "drop", "mesh"),
+    [
+        ("qwen3_moe", "qwen3_moe", "probs", ["tp=2", "ep=4"]),
+        ("mixtral", "mixtral", "position", ["tp=2", "ep=2", "etp=2"]),
+        ("gpt_oss", "gpt_oss", "probs", ["tp=1", "ep=4"]),
+        ("deepseek_v3", "deepseek_v3", "probs", ["tp=2"]),
+        ("gpt_oss", "gpt_oss", "position", ["tp=2"]),
+    ],
+)
+def test_tokens_that_find_no_slot(four, tmp_path, model, plan, drop, mesh):
+    """The single process, whose experts have as many slots in a row, drops the same."""
+    path = limited(tmp_path, plan, drop)
+    mine = compared(four, model, path, *mesh)
+    right(mine)
+    script = compared(four, model, path, *mesh, script=True)
+    assert [r["bits"] for r in mine] == [r["bits"] for r in script]
+
+
+@pytest.mark.parametrize(
+    ("model", "drop", "mesh"),
+    [
+        ("qwen3_moe", "probs", ["cp=2", "ep=4"]),
+        ("mixtral", "position", ["cp=2", "tp=2"]),
+        ("qwen3_moe", "position", ["pp=2", "ep=2", "microbatches=2"]),
+    ],
+)
+def test_slots_of_rows_in_parts_and_stages(four, tmp_path, model, drop, mesh):
+    """Two steps of AdamW by the trial's program, with padding and packed rows."""
+    made = build(model)
+    path, overrides = limited(tmp_path, model, drop), settings(param_dtype="fp32")
+    plan = planc.lower(made, path, world_size=4, overrides=[*overrides, *mesh])
+    small = {**made.config.to_dict(), "architectures": [type(made).__name__]}
+    for found in four.run("coverage_jobs.prove", values=small, document=dumps(plan)):
+        errors = (found[n] for n in ("logits", "loss", "norm", "gradient", "parameters"))
+        assert max(errors) < 1e-4, found
+        assert found["padding"]
 
 
 def test_replicas_of_divided_experts(four):

@@ -25,6 +25,10 @@ CASES = {
     "ep and tp": ("Mixtral", "mixtral", ["ep=4", "tp=2", "recompute=false"]),
     "ep, sp and checkpoints": ("Mixtral", "mixtral", ["ep=2", "tp=2"]),
     "ep and checkpoints": ("Mixtral", "mixtral", ["ep=2"]),
+    "ep in chunks and checkpoints": ("Mixtral", "chunks.plan", ["ep=2"]),
+    "ep in chunks and tp": ("Mixtral", "chunks.plan", ["ep=4", "tp=2", "recompute=false"]),
+    "ep with a capacity and cp": ("Mixtral", "limited.plan", ["ep=4", "cp=2"]),
+    "capacity and cp": ("Mixtral", "limited.plan", ["cp=4", "recompute=false"]),
     "frozen blocks": ("Llama", "early.plan", ["recompute=false"]),
     "frozen blocks and sp": ("Llama", "early.plan", ["tp=2", "recompute=false"]),
     "frozen blocks, tp and checkpoints": (
@@ -131,6 +135,14 @@ optimizer {
     $experts                         : muon
 }
 """
+DISPATCH = """plan t for mixtral
+
+extend "mixtral.plan"
+
+override expert on ep {
+    $experts : dispatch(all_to_all, HOW)
+}
+"""
 INPUT = """plan input for llama
 
 mesh {
@@ -173,6 +185,8 @@ CHANGES = {
 def run(four, tmp_path):
     plans = {n: f'plan {n} for llama\n\nextend "llama.plan"\n\n{p}\n' for n, p in PLANS.items()}
     own = {"cp": CP, "input": INPUT, "experts": EXPERTS, "muon_of_experts": MUON_OF_EXPERTS}
+    own["chunks"] = DISPATCH.replace("HOW", "chunks = 2")
+    own["limited"] = DISPATCH.replace("HOW", "capacity = 4")  # which drops nothing
     for name, text in {**plans, **own}.items():
         (tmp_path / f"{name}.plan").write_text(text)
 

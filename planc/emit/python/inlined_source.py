@@ -34,6 +34,8 @@ _FILES = (
     "rng.py",
     "loss.py",
     "expert_parallel.py",
+    "expert_capacity.py",
+    "expert_deepep.py",
     "collectives.py",
     "context_ring.py",
     "context_tokens.py",

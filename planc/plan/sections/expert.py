@@ -1,6 +1,7 @@
 """The expert section -> fused experts that ranks divide among them."""
 
-from planc.ops.expert_parallel import ALL_REDUCE, ALL_TO_ALL
+from planc.ops.expert_capacity import POSITION, PROBS
+from planc.ops.expert_parallel import ALL_REDUCE, ALL_TO_ALL, DEEPEP
 from planc.plan.call_arguments import Arguments, word
 from planc.plan.evaluate import whole
 from planc.plan.ir import ExpertRule
@@ -10,7 +11,7 @@ from planc.plan.rule_conflicts import Claims
 from planc.plan.sections.tensor import modules_of, rules_of
 from planc.syntax import ast
 
-_WAYS = (ALL_TO_ALL, ALL_REDUCE)
+_WAYS = (ALL_TO_ALL, ALL_REDUCE, DEEPEP)
 
 
 def expert(program: Program) -> tuple[ExpertRule, ...]:
@@ -29,11 +30,13 @@ def expert(program: Program) -> tuple[ExpertRule, ...]:
 
 
 def _way(rule: ast.Rule, program: Program) -> ExpertRule | None:
-    """What `dispatch(all_to_all, chunks = 2)` says, or None after a finding."""
+    """What `dispatch(all_to_all, chunks = 2, capacity = 1.25)` says, or None after a finding."""
     call = rule.action
-    arguments = Arguments(call, program.scope, ("chunks",))
+    arguments = Arguments(call, program.scope, ("chunks", "capacity", "drop"))
     value = word(arguments.positional[0].value, program.scope) if arguments.positional else None
     chunks = arguments.read("chunks", 1, "a positive integer", lambda v: whole(v) and v > 0)
+    capacity = arguments.number("capacity", None, "a positive number", lambda v: v > 0)
+    drop = arguments.word("drop", {PROBS: PROBS, POSITION: POSITION}, None)
     if not arguments.done(positional=1):
         return None
     if not (isinstance(value, str) and value in _WAYS):
@@ -42,8 +45,17 @@ def _way(rule: ast.Rule, program: Program) -> ExpertRule | None:
         return None
     if value != ALL_TO_ALL and chunks > 1:
         hint = "remove `chunks`, or write `all_to_all`"
-        arguments.wrong(call, f"`{value}` sends no tokens, so they have no chunks", hint)
+        arguments.wrong(call, f"`{value}` does not send tokens in chunks", hint)
+        return None
+    if drop is not None and capacity is None:
+        hint = "add `capacity = 1.25`, or remove `drop`"
+        arguments.wrong(call, "without `capacity` no token is dropped", hint)
         return None
     return ExpertRule(
-        modules=program.facts.model, dispatch=value, chunks=chunks, origin=rule.origin
+        modules=program.facts.model,
+        dispatch=value,
+        chunks=chunks,
+        capacity=capacity,
+        drop=drop or PROBS,
+        origin=rule.origin,
     )

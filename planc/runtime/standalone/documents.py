@@ -26,8 +26,9 @@ from planc.runtime.standalone.pipeline import Inactive
 RESETS = "_reset_states"
 """The attribute of a model whose states end with a document."""
 CURRENT = threading.local()
-"""Of the model whose forward this thread runs, or recomputes: its `documents`, and the
-`ranks` that each have a part of its rows (`StateRanks`).
+"""Of the model whose forward this thread runs, or recomputes: its `documents`, the
+`ranks` that each have a part of its rows (`StateRanks`), and the `rows` of experts with
+a capacity.
 """
 REPLACING = threading.Lock()
 TOKENS = {
@@ -326,20 +327,40 @@ def kernel_arguments(function: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def recomputed(checkpoint: Callable[..., Any]) -> Any:
-    """A checkpoint that recomputes with the documents and ranks of its forward."""
+    """A checkpoint that recomputes with what was known in its forward."""
 
     def called(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        facts = current()
-        if facts == (None, None):
+        facts = {**vars(CURRENT)}
+        if all(fact is None for fact in facts.values()):
             return checkpoint(function, *args, **kwargs)
 
         def again(*args: Any, **kwargs: Any) -> Any:
-            with running(*facts):
+            before = {**vars(CURRENT)}
+            vars(CURRENT).update(facts)
+            try:
                 return function(*args, **kwargs)
+            finally:
+                vars(CURRENT).update(dict.fromkeys(facts) | before)
 
         return checkpoint(again, *args, **kwargs)
 
     return called
+
+
+def modules_of(model: nn.Module) -> Iterator[nn.Module]:
+    """The modules of a model, also those that something stands for while another stage
+    of the rank runs.
+    """
+    stand_ins = [m.module for m in model.modules() if isinstance(m, Inactive)]
+    return chain.from_iterable(m.modules() for m in (model, *stand_ins))
+
+
+def carry_facts(model: nn.Module) -> None:
+    """Makes checkpoints recompute with what was known in their forward."""
+    for module in modules_of(model):
+        for name in ("checkpoint_fn", "_gradient_checkpointing_func"):
+            if name in module.__dict__:
+                replace(module, name, recomputed)
 
 
 class StateResets:
@@ -391,16 +412,11 @@ class StateResets:
 
 
 def replace_parts(model: nn.Module, parts: Set[str]) -> None:
-    """Replaces what the modules of a model call, those of other stages of a rank too,
-    which something else stands for while one stage runs.
-    """
-    stand_ins = [m.module for m in model.modules() if isinstance(m, Inactive)]
-    for module in chain.from_iterable(m.modules() for m in (model, *stand_ins)):
+    """Replaces what the modules of a model call."""
+    carry_facts(model)
+    for module in modules_of(model):
         if not parts.isdisjoint(called_names(type(module))):
             module.register_forward_pre_hook(ask)
-        for name in ("checkpoint_fn", "_gradient_checkpointing_func"):
-            if name in module.__dict__:
-                replace(module, name, recomputed)
         for kind in type(module).__mro__:
             if kind.__module__.startswith("transformers.models."):
                 replace_of_class(module, kind, parts)

@@ -133,7 +133,7 @@ def summed_over(value: Tensor, group: Any) -> Tensor:
 def dispatch_experts(
     module: nn.Module,
     mesh: DeviceMesh,
-    dispatch: str,
+    dispatch: str | Forward,
     *,
     shared: DeviceMesh | None = None,
     batched: bool = False,
@@ -150,7 +150,7 @@ def dispatch_experts(
         mesh: of one dim; rank r has the r-th part of the experts.
         dispatch: `all_to_all`, tokens go to the ranks of their experts and back; or
             `all_reduce`, each rank computes its experts for the tokens, which all
-            ranks have, and the results are summed.
+            ranks have, and the results are summed; or a function as those of `KINDS`.
         shared: ranks that have the same tokens, for `all_to_all`: each sends a part.
         batched: see above.
         chunks: of tokens, for `all_to_all`: one is sent while another is computed.
@@ -163,6 +163,7 @@ def dispatch_experts(
     forward, order = counting(module, local), signature(module.forward)
     alike = None if shared is None else shared.get_group()
     own = LocalExperts(forward, local, mesh.get_group(), chunks)
+    way = KINDS[dispatch, batched] if isinstance(dispatch, str) else dispatch
 
     @wraps(forward)
     def spread(*args: Any, **kwargs: Any) -> Tensor:
@@ -176,7 +177,7 @@ def dispatch_experts(
         count = len(tokens[0])
         if alike is not None:
             tokens = [TakePart.apply(one, alike) for one in tokens]
-        out = KINDS[dispatch, batched](own, *tokens)
+        out = way(own, *tokens)
         if alike is not None:
             out = JoinParts.apply(out, count, alike)
         return (out.transpose(0, 1) if batched else out).reshape(hidden.shape)

@@ -1,0 +1,75 @@
+"""Experts that take a limited number of each row's tokens."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar, Literal
+
+from planc.model.facts import Modules
+from planc.ops import phrases
+from planc.ops.base import OMIT, Axis, AxisSizes, Op, Positive, Size, choice
+from planc.ops.call import (
+    MESH,
+    MODEL,
+    Context,
+    FunctionCall,
+    Index,
+    Members,
+    Once,
+    ScriptFunction,
+    Step,
+    given,
+)
+from planc.ops.context import Balance
+
+PROBS: Literal["probs"] = "probs"
+POSITION: Literal["position"] = "position"
+_DROPS = {PROBS: "of the lowest weights", POSITION: "of the last positions"}
+Drop = Annotated[str, choice(*_DROPS)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LimitExperts(Op):
+    """Gives each expert a number of slots in a row, and drops the tokens that find none.
+
+    Args:
+        modules: fused experts, whose forward takes the experts of each token and their weights.
+        experts: how many there are, on all ranks.
+        capacity: slots of an expert over the mean number of its tokens in a row.
+        drop: which of too many tokens: those with the lowest weights, or the last ones.
+        sent: whether ranks divide the experts, so that tokens that are dropped are not sent.
+        axis: whose ranks each have a part of every row; None for whole rows.
+        balance: which part, as of context parallelism.
+    """
+
+    modules: Modules
+    experts: Size
+    capacity: Positive
+    drop: Drop = PROBS
+    sent: bool = field(default=False, metadata=OMIT)
+    axis: Axis | None = field(default=None, metadata=OMIT)
+    balance: Balance = field(default="none", metadata=OMIT)
+
+    SCRIPT: ClassVar = ScriptFunction(
+        "limit_slots", "Gives experts a number of slots in each row of tokens."
+    )
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """How many of a whole row's tokens each expert takes."""
+        return {"experts": self.experts, "capacity": self.capacity, "drop": self.drop}
+
+    def calls(self, _context: Context) -> Iterator[Step]:
+        keywords = given(**self.settings, sent=self.sent or None)
+        if self.axis:
+            keywords += given(context=Index(MESH, (self.axis,)), balance=self.balance)
+        function = "standalone.expert_capacity:limit_experts"
+        call = FunctionCall(function, (MODEL, Members((self.modules,))), keywords)
+        yield Once(call=call, note=self.place)
+
+    WORD: ClassVar = "capacity"
+    ABOUT: ClassVar[tuple[str, ...]] = ("modules",)
+
+    def headline(self, mesh: AxisSizes | None = None) -> str:
+        rows = f", rows gathered over {phrases.axes((self.axis,), mesh)}" if self.axis else ""
+        times = f"{self.capacity:g} times the mean of a row"
+        return f"{times}, tokens {_DROPS[self.drop]} are dropped{rows}"
