@@ -63,7 +63,7 @@ scripts: $(VENV)/.ready  ## random sequences of what training scripts do, on eve
 	$(BIN)/python -W ignore tests/scripts/playing.py --scripts $(SCRIPTS) --seed $(SEED)
 	$(BIN)/python -W ignore tests/scripts/playing.py --scripts $(shell expr $(SCRIPTS) / 10) --seed $(SEED) --processes
 
-silent: $(VENV)/torchao  ## silent errors that others have reported, replayed: what finds each, and the truth (ten minutes)
+silent: $(VENV)/torchao  ## silent errors that others have reported, replayed: what finds each, and the truth (half an hour)
 	$(BIN)/python -W ignore tests/silent/replay.py
 
 FUZZ_CASES ?= 100000

@@ -49,8 +49,8 @@ def microbatches_with_the_first_mask():
     """Masks and positions stay those of the first rows."""
     cut = pipeline_step.microbatches
 
-    def first(batch, count):
-        parts = cut(batch, count)
+    def first(batch, *given):
+        parts = cut(batch, *given)
         kept = [n for n in ("attention_mask", "position_ids") if n in batch]
         return [{**part, **{n: parts[0][n] for n in kept}} for part in parts]
 
