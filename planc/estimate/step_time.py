@@ -231,7 +231,7 @@ class Passes:
         return self._copied(2 * hosted / (1 if whole else self.work.data.size))
 
     def update(self, place: int) -> float:
-        """Seconds of what the plan's optimizer sends and orthogonalizes."""
+        """Seconds of what the plan's optimizer sends, orthogonalizes and rounds."""
         if not self.work.updates:
             return 0.0
         update, hardware = self.work.updates[place], self.hardware
@@ -242,7 +242,7 @@ class Passes:
         ]
         shared = sum(seconds * count for seconds, count in each)
         longest = max((seconds for seconds, _ in each), default=0.0)  # an owner has whole ones
-        return sent + max(shared, longest)
+        return sent + max(shared, longest) + kernels.moved(update.moved, 0, hardware)
 
 
 def step_time(work: Workload, hardware: Hardware, stack: Stack) -> StepTime:

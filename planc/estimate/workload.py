@@ -247,6 +247,7 @@ class Update:
         turned: shapes of matrices that a rank orthogonalizes: rows, columns, iterations, whether in
             float32 rather than in 16 bits, and how many.
         held: bytes that a step holds for a moment.
+        moved: bytes that rounding states to 8 bits moves.
         origin: the first line of the section.
     """
 
@@ -254,6 +255,7 @@ class Update:
     exchanged: tuple[Collective, ...] = ()
     turned: tuple[tuple[int, int, int, bool, float], ...] = ()
     held: float = 0
+    moved: float = 0
     origin: Span | None = None
 
 
