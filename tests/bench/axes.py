@@ -4,7 +4,9 @@ Each function gives two steps of the same model on four ranks, by planc and as o
 torch for this one model. `steps.py time` has them take turns in the same processes.
 """
 
+import tempfile
 from copy import deepcopy
+from pathlib import Path
 
 import torch
 from torch import distributed, nn
@@ -20,6 +22,8 @@ from transformers import (
     AttentionInterface,
     LlamaConfig,
     LlamaForCausalLM,
+    Mamba2Config,
+    Mamba2ForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
 )
@@ -268,4 +272,47 @@ def dispatch():
     return {"hand": theirs_alone, "planc": ours}
 
 
-AXES = {"pipeline": pipeline, "context": context, "experts": experts, "dispatch": dispatch}
+# States -------------------------------------------------------------------------------------------
+
+STATES = {
+    "vocab_size": 1_000,
+    "hidden_size": 256,
+    "num_heads": 8,
+    "head_dim": 64,
+    "state_size": 64,
+    "n_groups": 1,
+    "chunk_size": 64,
+    "num_hidden_layers": 4,
+}
+EXCHANGING = """plan states for mamba2
+
+extend "mamba2"
+
+override context on cp {{
+    exchange = {exchange}
+}}
+"""
+
+
+def handing_on(exchange, ids):
+    """A step of Mamba 2 on four ranks that have a quarter of each row, by what they exchange."""
+    torch.manual_seed(0)
+    model = Mamba2ForCausalLM(Mamba2Config(**STATES)).train()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "states.plan"
+        path.write_text(EXCHANGING.format(exchange=exchange))
+        return by_planc(model, str(path), ids, "cp=4")
+
+
+def states():
+    ids = torch.randint(1_000, (2, 1_024), generator=torch.Generator().manual_seed(1))
+    return {"planc": handing_on("state", ids), "gathered": handing_on("gather", ids)}
+
+
+AXES = {
+    "states": states,
+    "pipeline": pipeline,
+    "context": context,
+    "experts": experts,
+    "dispatch": dispatch,
+}

@@ -198,6 +198,16 @@ def muon_rows(what, mesh, repeat):
         yield "MB that a rank sends in it", *sent, 1.0
 
 
+def state_rows(repeat):
+    """The fastest step of Mamba 2 with quarters of rows, whose states are exchanged, and the most
+    MB that it allocates, beside one that gathers what states are computed from.
+    """
+    found = steps("states", repeat)
+    what = "a step with states exchanged, against one that gathers"
+    yield what, found["planc"], found["gathered"], 1.0
+    yield "MB that it allocates", *(found[f"{w} bytes"] / 1e6 for w in ("planc", "gathered")), 1.0
+
+
 def memory():
     """MiB that a rank holds at most in three steps, each way in a process of its own; exact."""
     ways = ("hand", "planc", "whole", "chunked")
@@ -311,6 +321,7 @@ def main():
         ("its seconds on a core", stepped["planc cpu"], stepped["hand cpu"], 1.02),
         *(row for axis, what in AXES.items() for row in axis_rows(axis, what, repeat)),
         *(row for what, mesh in MUON.items() for row in muon_rows(what, mesh, repeat)),
+        *state_rows(repeat),
         ("rows compared in a step, against the step", compared["rows"], compared["planc"], 0.005),
         # planc also sorts, gathers and weighs the rows, and adds them up
         ("dispatch and back, against torch's all-to-all alone", sent["planc"], sent["hand"], 2.2),

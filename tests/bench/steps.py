@@ -1,6 +1,7 @@
 """The time and the memory of a training step, of an applied plan beside the same torch by hand.
 
-    python tests/bench/steps.py step|pipeline|context|experts|dispatch|rows|muon|"muon tp" REPEAT
+    python tests/bench/steps.py step|pipeline|context|experts|dispatch|states|rows REPEAT
+    python tests/bench/steps.py muon|"muon tp" REPEAT
     python tests/bench/steps.py memory hand|planc|whole|chunked
 
 Four ranks, gloo processes for the time, dp_shard 2 and tp 2, a llama of 19M parameters in fp32,
@@ -143,6 +144,11 @@ def memory(way):
         with record_function("steps"):
             for _ in range(3):
                 step(model, optimizer, tokens)
+    return most_held(profiler)
+
+
+def most_held(profiler):
+    """The most bytes during what is named `steps`."""
     events = profiler.profiler.kineto_results.events()
     begun = next(e.start_ns() for e in events if e.name() == "steps")
     held = most = 0
@@ -153,6 +159,20 @@ def memory(way):
     return most
 
 
+def held(ways):
+    """The most bytes that a step of each way allocates on this rank, beside what was there."""
+    found = {}
+    for way, one in ways.items():
+        distributed.barrier()
+        with (
+            profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler,
+            record_function("steps"),
+        ):
+            one()
+        found[f"{way} bytes"] = most_held(profiler)
+    return found
+
+
 def worker(rank, store, what, repeat, results):
     torch.set_num_threads(1)
     init = distributed.FileStore(store, RANKS)
@@ -161,7 +181,8 @@ def worker(rank, store, what, repeat, results):
         results.put(rows(repeat))
     else:
         ways = {"step": ways_of_a_step, **AXES, **UPDATES}[what]()
-        results.put(timed(ways, repeat) | (traffic(ways) if what in UPDATES else {}))
+        more = traffic if what in UPDATES else held if what == "states" else lambda ways: {}
+        results.put(timed(ways, repeat) | more(ways))
     distributed.barrier()
     os._exit(0)  # destroying the process group is slow, and nothing is left to do
 
