@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(abspath $(VENV))/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo test quick processes fp8 lint bench estimate peaks mutants scripts silent fuzz coverage axes cluster docs pages clean
+.PHONY: help demo test quick processes fp8 lint bench estimate gpu peaks mutants scripts silent fuzz coverage axes cluster docs pages clean
 
 help:  ## this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## */  make \1	/'
@@ -29,8 +29,10 @@ processes: $(VENV)/.ready  ## numerics of all plans and options on four gloo pro
 	$(BIN)/python -m pytest tests/processes
 	$(BIN)/python -m pytest -m slow --ignore tests/processes
 
-fp8: $(VENV)/.ready  ## products in 8 bits, emulated: the tests that need torchao, which is installed apart (peft 0.18 does not run beside it)
-	$(BIN)/pip install --quiet --no-deps --constraint constraints.txt --target $(VENV)/torchao torchao
+$(VENV)/torchao: $(VENV)/.ready
+	$(BIN)/pip install --quiet --no-deps --constraint constraints.txt --target $@ torchao
+
+fp8: $(VENV)/torchao  ## products in 8 bits, emulated: the tests that need torchao, which is installed apart (peft 0.18 does not run beside it)
 	PYTHONPATH=$(VENV)/torchao $(BIN)/python -m pytest -m '' tests/test_matmul.py tests/processes/test_matmul_numerics.py
 
 lint: $(VENV)/.ready  ## ruff and mypy
@@ -43,6 +45,9 @@ bench: $(VENV)/.ready  ## one table of medians and ratios
 
 estimate: $(VENV)/.ready  ## estimates of memory and time beside measured and published runs
 	$(BIN)/python -W ignore tests/estimate/estimating.py | tee docs/generated/estimate-tables.md
+
+gpu: $(VENV)/.ready  ## what only a GPU shows, on one that the environment's torch can use (half an hour)
+	$(BIN)/python -W ignore tests/gpu/run.py build/gpu
 
 peaks: $(VENV)/.ready  ## memory of a step on four real gloo processes, for every combination that is not measured yet (half an hour)
 	$(BIN)/python -W ignore tests/estimate/gloo_peaks.py
@@ -58,7 +63,7 @@ scripts: $(VENV)/.ready  ## random sequences of what training scripts do, on eve
 	$(BIN)/python -W ignore tests/scripts/playing.py --scripts $(SCRIPTS) --seed $(SEED)
 	$(BIN)/python -W ignore tests/scripts/playing.py --scripts $(shell expr $(SCRIPTS) / 10) --seed $(SEED) --processes
 
-silent: $(VENV)/.ready  ## silent errors that others have reported, replayed: what finds each, and the truth (ten minutes)
+silent: $(VENV)/torchao  ## silent errors that others have reported, replayed: what finds each, and the truth (ten minutes)
 	$(BIN)/python -W ignore tests/silent/replay.py
 
 FUZZ_CASES ?= 100000

@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 import transformers
+from console import call
 from torch.profiler import ProfilerActivity, profile
 
 import planc
@@ -18,12 +19,13 @@ from planc.diagnostic import Sink
 from planc.estimate import profiles
 from planc.ops.activation_checkpoint import GROUPS, Checkpoint, Save
 from planc.plan.ir import Budget
+from planc.runtime.standalone import activation_checkpoint as checkpointing
 
 STATE = 5056
 """Bytes of the random state that a checkpoint keeps on the CPU."""
 
 
-def table(seed, count=10):
+def table(seed, count=10, host=0.0):
     """A table of random calls, of which some cannot be kept."""
     draw = random.Random(seed)
     names = ("aten.mm.default", "attention", "aten.mul.Tensor")
@@ -35,18 +37,27 @@ def table(seed, count=10):
         calls.append(CountedCall(op, nth[op], size, work, 3 * size, 0, draw.random() < 0.2))
         nth[op] += 1
     saved = sum(c.size for c in calls) * 3 // 4
-    return CallTable(tuple(calls), count - 1, 500, saved)
+    return CallTable(tuple(calls), count - 1, 500, saved, host)
 
 
+def some_of(calls):
+    return itertools.chain(*(itertools.combinations(calls, n) for n in range(len(calls) + 1)))
+
+
+@pytest.mark.parametrize("host", [0.0, 20e9])
 @pytest.mark.parametrize("seed", range(8))
-def test_the_front_is_exact(seed):
-    """For every number of bytes no choice of calls is faster than the front's."""
-    counted = table(seed)
+def test_the_front_is_exact(seed, host):
+    """For every number of bytes no choice of calls is faster than the front's: of those that are
+    kept, and of those that are copied to the host, where that is sooner done.
+    """
+    counted = table(seed, host=host)
     free = [i for i, c in enumerate(counted.calls[: counted.stop]) if not c.fixed]
+    away = [i for i in free if counted.moves(counted.calls[i])]
+    assert bool(away) == bool(host)
     every = [
-        counted.point(kept)
-        for n in range(len(free) + 1)
-        for kept in itertools.combinations(free, n)
+        counted.point(kept, hosted)
+        for kept in some_of(free)
+        for hosted in some_of([i for i in away if i not in kept])
     ]
     every = [point for point in every if point.size < counted.saved]
     assert len(every) > 10
@@ -57,6 +68,8 @@ def test_the_front_is_exact(seed):
     times = [p.seconds for p in counted.front]
     assert sizes == sorted({*sizes}) and times == sorted({*times}, reverse=True)
     assert counted.front[0].kept == () and counted.front[-1].seconds == 0
+    assert set(counted.front[0].hosted) == set(away)
+    assert all({*p.hosted} == {*away} - {*p.kept} for p in counted.front if p.kept is not None)
 
 
 def share(size, *counts):
@@ -108,8 +121,10 @@ def test_lists_are_counted_as_torch_does():
     assert counted.keeping([every]).kept == tuple(matmuls[::2])
     some = Save(name="aten.mm.default", calls=(1,), ops=("aten.mm.default",))
     assert counted.keeping([some]).kept == (matmuls[1],)
-    point = counted.front[len(counted.front) // 2]
-    assert counted.keeping(counted.saves(point)) == point
+    for counted in (table(1), table(1, host=2e12)):
+        point = counted.front[len(counted.front) // 2]
+        assert counted.keeping(counted.saves(point)) == point
+    assert point.hosted and point.away == sum(counted.calls[i].size for i in point.hosted)
 
 
 # Plans -------------------------------------------------------------------------------------------
@@ -144,6 +159,22 @@ def plan(tmp_path, rule, family="llama"):
     return str(path)
 
 
+AWAY = ", offload = cpu, host_gb_s = 100000"
+"""A link so fast that all results are sooner copied than computed again."""
+
+
+def bytes_parked(patch):
+    """The sizes of what is copied to the host's memory from now on."""
+    parked, real = [], checkpointing._Parked.__init__
+
+    def noting(self, tensor, pin):
+        real(self, tensor, pin)
+        parked.append(self.held.untyped_storage().nbytes())
+
+    patch.setattr(checkpointing._Parked, "__init__", noting)
+    return parked
+
+
 def step(made, tokens):
     """Bytes that a forward pass leaves, and the gradients."""
     gc.collect()
@@ -166,6 +197,7 @@ def test_what_is_held_is_what_was_predicted(tmp_path, monkeypatch, ends_its_grou
         return tuple(known)
 
     monkeypatch.setattr(choose, "shares_of", noting)
+    parked = bytes_parked(monkeypatch)
 
     def ran(rule):
         made = model(family, **more)
@@ -174,11 +206,15 @@ def test_what_is_held_is_what_was_predicted(tmp_path, monkeypatch, ends_its_grou
         return *step(made, tokens), run
 
     full, right, _ = ran("full")
-    for part in (0.75, 0.3):
-        held, gradients, run = ran(f"budget({part}, rows = 2, seq = 32)")
+    for part, away in ((0.75, ""), (0.3, ""), (0.3, AWAY)):
+        parked.clear()
+        held, gradients, run = ran(f"budget({part}, rows = 2, seq = 32{away})")
         (own,) = known
         plain = sum(point.kept is None for point in own.points.values())
+        held -= sum(parked)  # the host's memory, which is the CPU's here
         assert held - full == own.held(own.points) - own.least - STATE * plain
+        assert sum(parked) == sum(point.away for point in own.points.values())
+        assert bool(parked) == bool(away)
         assert 0.9 * own.bytes < own.held(own.points) <= own.bytes
         assert all(torch.equal(*pair) for pair in zip(gradients, right, strict=True))
         rules = [op for op in run.lowered.ops if isinstance(op, Checkpoint)]
@@ -197,3 +233,57 @@ def test_the_plan_is_what_a_list_says(tmp_path):
     (op,) = (op for op in lowered.ops if isinstance(op, Checkpoint))
     assert op.headline() == "ops(save = [attention[0], mm[0,4]])"
     assert [save.calls for save in op.save] == [(0,), (0, 4)]
+
+
+@pytest.mark.parametrize(
+    ("seq", "link", "away"),
+    [
+        (4096, "", set()),
+        (16384, "", set()),
+        (32768, "", {"attention"}),
+        (4096, ", host_gb_s = 450", {"attention", "aten.mm.default"}),
+    ],
+)
+def test_where_offloading_pays(tmp_path, seq, link, away):
+    """Of a block of 8B that has room for little but its input: on PCIe 5 results of attention over
+    30,000 tokens or more, and on NVLink-C2C, as a GH200 has, those of large products too.
+    """
+    path = plan(tmp_path, f"budget(0.045, seq = {seq}, offload = cpu{link})")
+    lowered = planc.lower("llama-3.1-8b", path, world_size=8)
+    rules = [op for op in lowered.ops if isinstance(op, Checkpoint)]
+    hosted = {s.name for op in rules for s in op.save if s.hosted}
+    assert hosted & {"attention", "aten.mm.default"} == away
+
+
+def test_what_is_kept_in_the_hosts_memory_is_said(tmp_path):
+    """A list by a person; estimates, whose copies take the time of their bytes; and `why`."""
+    listed = "ops(save = [aten.mm.default(calls = [0, 4], offload = [4])])"
+    path = plan(tmp_path, listed)
+    lowered = planc.lower("llama-3.1-8b", path, world_size=8)
+    (op,) = (op for op in lowered.ops if isinstance(op, Checkpoint))
+    assert op.headline() == "ops(save = [mm[0], mm[4] on cpu])"
+    asked = {"world_size": 8, "batch": 8, "seq": 4096}
+    found = planc.estimate("llama-3.1-8b", path, **asked)
+    copied = 32 * 2 * 4096 * 14336 * 2 / 50e9  # 32 blocks, there and back, bf16
+    assert found.estimate.time.spent.host_copies == pytest.approx(copied)
+    with pytest.raises(planc.PlanError, match="PL727"):
+        planc.measure("llama-3.1-8b", path, **asked)
+    path = plan(tmp_path, "budget(0.045, seq = 4096, offload = cpu, host_gb_s = 450)")
+    said = call("why", "llama-3.1-8b", path, "model.layers.31", "--world-size", "8")[1]
+    assert "in the host's memory: " in said and "MiB, copied there and back in " in said
+    assert "keeps mm[4] on cpu: 112.0 MiB, saves 0.146 ms beside copies" in said
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        "ops(save = [aten.mm.default(calls = [0], offload = [1])])",
+        "ops(save = [matmul(offload = [1])])",
+        "ops(save = [aten.mm.default(calls = [0], offload = [0])], offload = cpu)",
+        "budget(0.5, seq = 64, host_gb_s = 50)",
+        "budget(0.5, seq = 64, offload = cpu, host_gb_s = 0)",
+    ],
+)
+def test_what_means_nothing_is_refused(tmp_path, rule):
+    with pytest.raises(planc.PlanError, match=r"PL012|PL013"):
+        planc.lower("llama-3.1-8b", plan(tmp_path, rule), world_size=8)

@@ -2,7 +2,8 @@
 
 Real hangs are in tests/processes/test_hangs.py; one of them made the files of tests/hangs, in which
 rank 1 of four does not clip its gradients in its third step.
-Those of NCCL's format have the same calls, in the form that torch's own analyzer describes.
+Those of NCCL's format have the same calls, in the form that torch's own analyzer describes; those
+of `h100` are of the same fault over NCCL, of four ranks that shared an H100.
 """
 
 import json
@@ -50,14 +51,19 @@ def planned():
     return made.lowered, order
 
 
-@pytest.mark.parametrize("format", ["gloo", "nccl"])
+@pytest.mark.parametrize("format", ["gloo", "nccl", "h100"])
 def test_who_waits_where(planned, format):
     found = hang.explain(dumps.read(FILES / format), *planned)
     lines = [*hang.lines(found)]
     assert found.cycle and not found.absent
     at = lines.index("rank 1: in all-reduce of 2 int64 over dp_shard * tp")
     assert at == 2  # first, for it has left something out
-    assert lines[at + 1] == "  the loop; at train.py:56"
+    where = {"gloo": (56, 58), "nccl": (56, 58), "h100": (64, 66)}[format]
+    assert lines[at + 1] == f"  the loop; at train.py:{where[0]}"
+    # where the call was made: over NCCL the process is in the next step already
+    assert lines[lines.index("rank 0: in all-reduce of 1 fp32 over tp") + 1] == (
+        f"  clipping; at train.py:{where[1]}"
+    )
     call = "all-reduce (sum) of 1 fp32 over dp_shard (clipping)"
     assert f"  rank 1 has left out before it: {call}, and 2 more" in lines
     assert found.ranks[0].planned.during == "clipping" and found.ranks[0].axes == ("tp",)

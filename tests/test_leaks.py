@@ -135,3 +135,24 @@ def test_rows_that_leak_are_refused(family, kind, code, whole, reset, tmp_path):
     failure = run_ranks(2, rank, seconds=60)
     assert failure is None, failure.message
     assert raised == ([(kind, code)] * 2 if code else [])
+
+
+def test_parts_of_packed_rows_are_taken(tmp_path):
+    """Ranks that exchange states keep documents apart without an operation of its own."""
+    section = "context on cp {{\n    attention = all_gather\n}}\n\nfsdp on dp_shard * cp {{"
+    text = PLAN.replace("dp_shard = 2", "dp_shard = 1\n    cp       = 2")
+    text = text.replace("fsdp on dp_shard {{", section)
+    (tmp_path / "own.plan").write_text(text.format(family="bamba"))
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model("bamba", **SIZES, **MODELS["bamba"])
+    )
+    models = [copy.deepcopy(model) for _ in range(2)]
+    lowered = planc.lower(model, tmp_path / "own.plan", world_size=2)
+    assert not lowered.has(ResetStates)
+
+    def rank(number):
+        run = planc.apply(models[number], lowered, device_type="cpu", require="nothing")
+        run.forward_backward([rows("packed")])
+
+    failure = run_ranks(2, rank, seconds=60)
+    assert failure is None, failure.message

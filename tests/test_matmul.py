@@ -14,6 +14,7 @@ from scale_faults import wrong_amax
 
 from planc.compiler import compile_plan
 from planc.diagnostic import PlanError, Sink
+from planc.ops.fsdp import FullyShard
 from planc.ops.matmul import LowPrecision, ScaleWeights
 from planc.trial.trial_part import left_out, trial_part
 
@@ -147,6 +148,19 @@ def test_a_trial_of_its_own(compiled, monkeypatch):
     assert trial_part(made.lowered).stages == trial_part(plain.lowered).stages
     monkeypatch.setattr("planc.trial.trial_part.cache.version", lambda _: "none")
     assert dict(left_out(made.lowered))["matmul"].startswith("torchao is not installed")
+
+
+def test_blocks_gather_what_their_own_recipes_leave(compiled):
+    """Every byte against the sizes of llama-3.1-8b; four processes count them in `make fp8`."""
+    islands = "override model.layers[3].mlp.*_proj : none"
+    made, _ = compiled(f"{LINEAR} : fp8(gather = fp8)\n{islands}", "tp=2")
+    units = {
+        str(m): op for op in made.lowered.ops if isinstance(op, FullyShard) for m in op.members
+    }
+    mlp, attention, norms = 3 * 4096 * 14336 // 2, (2 * 4096 + 2 * 1024) * 4096 // 2, 2 * 4096
+    alike, island = units["model.layers[0:3,4:31]"], units["model.layers[3]"]
+    assert (alike.gathered, alike.saved) == (mlp + attention + 2 * norms, mlp + attention)
+    assert (island.gathered, island.saved) == (2 * mlp + attention + 2 * norms, attention)
 
 
 def test_without_torchao(compiled, monkeypatch):

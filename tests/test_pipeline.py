@@ -4,12 +4,14 @@ import json
 import re
 from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from helpers import codes, sampled, simulated, slow
 from loop_plans import SIZES
 from torch import distributed
+from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import planc
@@ -153,6 +155,31 @@ def test_what_is_not_simulated_is_not_passed_in_silence(uncached, monkeypatch):
     monkeypatch.setattr(layout_flow, "small_case", lambda *_: Unrepresented(reason=reason))
     verdict, _ = simulated(*LLAMA, TWO, world=2)
     assert (verdict.verdict, verdict.reason) == ("unknown", reason)
+
+
+@pytest.mark.parametrize("fault", ["", "zeros"])
+def test_a_shared_parameter_that_no_stage_has_a_gradient_of(monkeypatch, fault):
+    """Zeros would have it decayed, and one process leaves it alone."""
+    if fault:
+        monkeypatch.setattr(
+            pipeline_step, "gradients_of", lambda stages, copies: [torch.ones(())] * len(copies)
+        )
+    seen = {}
+
+    def rank(number):
+        used, one_uses, unused = (torch.nn.Parameter(torch.ones(2)) for _ in range(3))
+        mesh = init_device_mesh("cpu", (2,))
+        copies = [(parameter, [0, 1]) for parameter in (used, one_uses, unused)]
+        stages = SimpleNamespace(mesh=mesh, copies=lambda model: copies)
+        used.grad = torch.full((2,), 10.0)  # of an earlier pass, summed already
+        with pipeline_step.ties_summed(stages, torch.nn.Module()):
+            used.grad = torch.full((2,), number + 1.0)
+            if number:
+                one_uses.grad = torch.full((2,), 5.0)
+        seen[number] = [p.grad if p.grad is None else p.grad[0].item() for p, _ in copies]
+
+    assert run_ranks(2, rank, 30) is None
+    assert seen[0] == seen[1] == [13.0, 5.0, 0.0 if fault else None]
 
 
 # Messages between threads ------------------------------------------------------------------------

@@ -75,6 +75,7 @@ def judged(family, **options):
         ("zaya", {}),
         ("zamba", {"pp": 4}),
         ("cpmant", {"blocks": "cpmant.encoder.layers"}),
+        ("zaya", {"schedule": "interleaved_1f1b"}),  # documents of both stages of a rank
         slow("gemma4_text", {"schedule": "interleaved_1f1b"}),
         slow("gemma4_text", {"schedule": "zbv"}),
         slow("gemma3n_text", {"pp": 4}),

@@ -24,6 +24,9 @@ SAMPLE = (
     "keys without a prefix",
     "norm of own shards",
     "tokens of one rank",
+    "shards of FSDP",
+    "embedding as a matrix",
+    "router in fp8",
 )
 RIGHT = dict.fromkeys(replay.LIMITS, 1e-6)
 WRONG = {**RIGHT, "gradients": 0.5}
@@ -57,6 +60,12 @@ def test_the_totals_are_those_of_the_rows(tmp_path, monkeypatch):
     }
     named = sum(map(bool, PAGE.values()))
     assert f"\nOf {len(PAGE)} cases {named - 1} are named" in silent_page.PAGE.read_text()
+
+
+def test_the_readme_has_the_totals():
+    named = sum(map(bool, PAGE.values()))
+    readme = (Path(__file__).parent.parent / "README.md").read_text()
+    assert f"- {named} of [{len(PAGE)} silent errors" in readme
 
 
 def test_what_a_run_logs_is_read_with_the_line_of_the_script(tmp_path):

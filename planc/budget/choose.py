@@ -185,6 +185,7 @@ def shares_of(rules: tuple[Budget, ...], plan: Plan, facts: Facts, sink: Sink) -
         tables = counted(plan, facts, modules, budget.rows, budget.seq)
     except UncountedError as error:
         return _uncounted(rules, str(error), sink, "write `ops(save = [attention, matmul])`")
+    tables = {n: replace(t, host=budget.host_gb_s * 1e9) for n, t in tables.items()}
     shares = []
     for passes in _passes(plan):
         groups: dict[tuple[CallTable, int], list[str]] = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import inf
 from typing import Any, NamedTuple
 
 from planc.ops.activation_checkpoint import GROUPS, Save
@@ -48,13 +49,17 @@ class Point(NamedTuple):
 
     Args:
         size: bytes that it holds until its backward pass, its input included.
-        seconds: that its recomputation takes.
+        seconds: that its recomputation takes, and copies to the host's memory and back.
         kept: the calls whose results are kept; None for a block that is not checkpointed.
+        hosted: those whose results are kept in the host's memory.
+        away: bytes of these.
     """
 
     size: int
     seconds: float
     kept: tuple[int, ...] | None
+    hosted: tuple[int, ...] = ()
+    away: int = 0
 
 
 @dataclass(frozen=True)
@@ -65,12 +70,15 @@ class CallTable:
         stop: the number of calls that a recomputation runs: it ends when autograd has all it needs.
         inputs: bytes of the block's input, which a checkpoint holds.
         saved: bytes that autograd holds of a block without a checkpoint.
+        host: bytes in a second that the link to the host's memory moves each way; 0 where no result
+            is kept there.
     """
 
     calls: tuple[CountedCall, ...]
     stop: int
     inputs: int
     saved: int
+    host: float = 0.0
 
     @classmethod
     def of(cls, data: Any) -> CallTable:
@@ -83,25 +91,43 @@ class CallTable:
         """Seconds of the forward pass."""
         return sum(call.seconds for call in self.calls)
 
-    def point(self, kept: Iterable[int]) -> Point:
-        """The block with the results of these calls kept."""
-        chosen = {*kept}
+    def copied(self, call: CountedCall) -> float:
+        """Seconds to copy a result to the host's memory and back: nothing runs meanwhile, as the
+        stream that computes makes the copies.
+        """
+        return 2 * call.size / self.host if self.host else inf
+
+    def moves(self, call: CountedCall) -> bool:
+        """Whether a result is sooner copied than computed again. Causal attention computes half of
+        the square that is counted.
+        """
+        return self.copied(call) < call.seconds / (2 if call.op == "attention" else 1)
+
+    def point(self, kept: Iterable[int], hosted: Iterable[int] = ()) -> Point:
+        """The block with the results of these calls kept, some of them in the host's memory."""
+        chosen, away = {*kept}, {*hosted}
         size = self.inputs + sum(self.calls[i].size for i in chosen)
-        again = (c.seconds for i, c in enumerate(self.calls[: self.stop]) if i not in chosen)
-        return Point(size, sum(again), tuple(sorted(chosen)))
+        others = {*range(self.stop)} - chosen - away
+        seconds = sum(self.calls[i].seconds for i in sorted(others))
+        seconds += sum(self.copied(self.calls[i]) for i in sorted(away))
+        there = sum(self.calls[i].size for i in away)
+        return Point(size, seconds, tuple(sorted(chosen)), tuple(sorted(away)), there)
 
     def keeping(self, saves: Sequence[Save]) -> Point:
         """The block under a list of what to save, as a plan or a person wrote it."""
-        kept = []
+        kept: list[int] = []
+        away: list[int] = []
         for save in saves:
             own = [i for i, c in enumerate(self.calls) if c.op == save.name or c.op in save.ops]
-            chosen = save.calls or range(0, len(own), save.every)
-            kept += [own[i] for i in chosen if i < len(own) and self.calls[own[i]].size]
-        return self.point(kept)
+            for nth in save.calls or range(0, len(own), save.every):
+                if nth < len(own) and self.calls[own[nth]].size:
+                    (away if nth in save.hosted else kept).append(own[nth])
+        return self.point(kept, away)
 
     def running(self, saves: Sequence[Save]) -> Iterator[tuple[bool, CountedCall]]:
         """Yields each call, with whether a recomputation runs it."""
-        kept = {*(self.keeping(saves).kept or ())}
+        point = self.keeping(saves)
+        kept = {*(point.kept or ()), *point.hosted}
         for i, call in enumerate(self.calls):
             yield i < self.stop and i not in kept, call
 
@@ -116,19 +142,22 @@ class CallTable:
 
         torch runs every call again that is not kept, so what keeping one saves is its own time,
         whatever else is kept: a 0/1 knapsack, solved exactly by its undominated states (Nemhauser
-        and Ullmann, 1969).
+        and Ullmann, 1969). A call that is sooner copied than computed takes no bytes in the host's
+        memory, so it is there or kept, and keeping it saves the copies.
         """
         items = [
             (i, call)
             for i, call in enumerate(self.calls[: self.stop])
             if not call.fixed and call.seconds > 0 and call.size < self.saved
         ]
+        away = {i for i, call in items if self.moves(call)}
+        gains = {i: self.copied(call) if i in away else call.seconds for i, call in items}
         states: list[tuple[int, float, int]] = [(0, 0.0, 0)]
-        for i, call in sorted(items, key=lambda item: item[1].size / item[1].seconds):
-            more = [(b + call.size, s + call.seconds, k | 1 << i) for b, s, k in states]
+        for i, call in sorted(items, key=lambda item: item[1].size / gains[item[0]]):
+            more = [(b + call.size, s + gains[i], k | 1 << i) for b, s, k in states]
             states = _undominated(sorted([*states, *more], key=lambda x: (x[0], -x[1])))
         chosen = (tuple(i for i, _ in items if k >> i & 1) for _, _, k in states)
-        points = [*map(self.point, chosen)]
+        points = [self.point(kept, away - {*kept}) for kept in chosen]
         least = min((p.size for p in points if not p.seconds), default=self.saved)
         points = [p for p in points if p.size < min(self.saved, least + 1)]
         return (*points, self.plain) if self.saved < least + 1 else tuple(points)
@@ -136,10 +165,18 @@ class CallTable:
     def saves(self, point: Point) -> tuple[Save, ...]:
         """What a checkpoint saves that keeps the calls of a point."""
         numbers: dict[str, list[int]] = {}
-        for i in point.kept or ():
+        away: dict[str, list[int]] = {}
+        for i in sorted((*(point.kept or ()), *point.hosted)):
             numbers.setdefault(self.calls[i].op, []).append(self.calls[i].nth)
+        for i in point.hosted:
+            away.setdefault(self.calls[i].op, []).append(self.calls[i].nth)
         return tuple(
-            Save(name=op, ops=GROUPS.get(op, (op,)), calls=tuple(numbers[op]))
+            Save(
+                name=op,
+                ops=GROUPS.get(op, (op,)),
+                calls=tuple(numbers[op]),
+                hosted=tuple(away.get(op, ())),
+            )
             for op in sorted(numbers)
         )
 

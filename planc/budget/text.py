@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from planc.budget.count import UncountedError, counted
 from planc.budget.table import CallTable, CountedCall
@@ -25,6 +26,7 @@ def of_block(name: str, plan: Plan, facts: Facts, saves: Sequence[Save] | None) 
         if any(at.has(name) for at in modules):
             try:
                 table = counted(plan, facts, modules, budget.rows, budget.seq)[name]
+                table = replace(table, host=budget.host_gb_s * 1e9)
             except UncountedError:  # where torch is missing, and the cache has been emptied since
                 return
             yield from _lines(table, saves, budget)
@@ -36,15 +38,24 @@ def _lines(table: CallTable, saves: Sequence[Save] | None, budget: Budget) -> It
         yield f"it holds {plain} for {tokens} until its backward pass, and computes nothing again"
         return
     point = table.keeping(saves)
+    hosted = [table.calls[i] for i in point.hosted]
+    copies = sum(map(table.copied, hosted))
+    held = f"it holds {phrases.size(point.size)} of {plain} until its backward pass"
     yield (
-        f"for {tokens} it holds {phrases.size(point.size)} of {plain} until its backward pass, and "
-        f"computes {_time(point.seconds)} again of a forward pass of {_time(table.forward)}"
+        f"for {tokens} {held}, and computes {_time(point.seconds - copies)} again of a forward "
+        f"pass of {_time(table.forward)}"
     )
+    if hosted:
+        there = phrases.size(point.away)
+        yield f"in the host's memory: {there}, copied there and back in {_time(copies)}"
     yield f"input: {phrases.size(table.inputs)}"
+    for call in sorted(hosted, key=lambda call: -call.seconds):
+        took = _time(call.seconds - table.copied(call))
+        yield f"keeps {_named(call)} on cpu: {phrases.size(call.size)}, saves {took} beside copies"
     kept = [table.calls[i] for i in point.kept or ()]
     for call in sorted(kept, key=lambda call: -call.seconds):
         yield f"keeps {_named(call)}: {phrases.size(call.size)}, saves {_time(call.seconds)}"
-    chosen = {*(point.kept or ())}
+    chosen = {*(point.kept or ()), *point.hosted}
     others = (c for i, c in enumerate(table.calls[: table.stop]) if i not in chosen)
     again = sorted((c for c in others if c.seconds and not c.fixed), key=lambda c: -c.seconds)
     for call in again[:_SHOWN]:

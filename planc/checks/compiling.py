@@ -41,7 +41,7 @@ def activation_offload(plan: Plan, facts: Facts, sink: Sink) -> None:
     hooks that move activations to the CPU are not part of that graph.
     """
     for rule in plan.checkpoint:
-        if not rule.offload:
+        if not rule.hosts:
             continue
         for compiled in plan.compile:
             if rule.modules.within(compiled.modules) or compiled.modules.within(rule.modules):

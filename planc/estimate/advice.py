@@ -108,7 +108,7 @@ def _float32_gathers(found: Answer, sink: Sink) -> None:
 def _slow_offload(found: Answer, sink: Sink) -> None:
     """Where copies to the host, and an optimizer there, take much of the step."""
     work, plan = found.work, found.plan
-    lines = [rule.origin for rule in plan.checkpoint if rule.offload]
+    lines = [rule.origin for rule in plan.checkpoint if rule.hosts]
     lines += [rule.origin for rule in plan.optimizer if rule.op.offload]
     if plan.fsdp and plan.fsdp.offload:
         lines.insert(0, plan.fsdp.offload.origin)
@@ -116,7 +116,10 @@ def _slow_offload(found: Answer, sink: Sink) -> None:
         return
 
     def home(layer: Layer, _: int) -> Layer:
-        return replace(layer, parked=False, states=layer.states + layer.hosted, hosted=0)
+        here = replace(
+            layer, parked=False, away=0, kept_selective=layer.kept_selective + layer.away
+        )
+        return replace(here, states=layer.states + layer.hosted, hosted=0)
 
     kept = replace(work.mapped(home), offload=False)
     other = estimate(kept, found.hardware, found.stack)

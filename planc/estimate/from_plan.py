@@ -456,6 +456,7 @@ class PlanWork:
             at_once=bool(self.plan.loss),
             recompute=recompute_of(rule),
             parked=rule is not None and rule.offload,
+            away=split.away(rule),
             width=_gathered_width(unit, inside),
             narrow=_narrow(inside, name),
             replayed=split.replayed(rule),

@@ -192,7 +192,7 @@ class Passes:
 
     def parked(self, layer: Layer) -> float:
         """Seconds to copy offloaded activations; on the compute stream, so not overlapped."""
-        return self._copied(layer.stays) if layer.parked else 0.0
+        return self._copied(layer.stays if layer.parked else layer.away)
 
     def _copied(self, size: float) -> float:
         return size / (self.hardware.host_gb_s * 1e9)

@@ -277,6 +277,11 @@ class PartSplit:
         size = self.part.boundary / self.stream + products(self.matmuls()) - products(again[0])
         return size + outputs(self.attention()) - outputs(again[1])
 
+    def away(self, rule: Checkpoint | None) -> float:
+        """Bytes of results that a list of calls keeps in the host's memory."""
+        table = self.work.calls(self.name)
+        return table.keeping(rule.save).away if rule is not None and table is not None else 0.0
+
     def replayed(
         self, rule: Checkpoint | None
     ) -> tuple[tuple[Matmul, ...], tuple[Attention, ...]] | None:

@@ -157,6 +157,7 @@ class Layer:
             the last one's (`reshard = except_last`).
         recompute: what the forward pass keeps of it.
         parked: whether what it keeps until backward is copied to the host's memory and back.
+        away: bytes that are copied there beside what it keeps.
         width: bytes of an element of its units while they are gathered, 0 for `compute`.
         narrow: elements of its largest unit that are gathered in one byte each.
         replayed: the matmuls and the attention that selective recomputing computes again, None for
@@ -195,6 +196,7 @@ class Layer:
     resident: float = 0
     recompute: Recompute = Recompute.NONE
     parked: bool = False
+    away: float = 0
     width: int = 0
     narrow: int = 0
     replayed: tuple[tuple[Matmul, ...], tuple[Attention, ...]] | None = None

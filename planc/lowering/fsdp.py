@@ -15,11 +15,12 @@ from planc.plan.unit_lists import lists
 
 
 def units_of(section: Fsdp, holdings: Holdings) -> Iterator[FullyShard]:
-    """The operations of a section's units, nested units first."""
-    for unit in _inner_first(section.units):
+    """The operations of a section's units, nested units first; equal ones are not yet joined."""
+    parts = ((u, part) for u in _inner_first(section.units) for part in holdings.parts(u))
+    for unit, members in parts:
         precision = section.policy(unit)
         shard, replicate = _wide(unit, section, holdings.plan)
-        nbytes, gathered, frozen, saved = holdings.of_unit(unit, precision)
+        nbytes, gathered, frozen, saved = holdings.of_unit(unit, precision, members)
         ignored = [i for i in section.ignored if any(i.modules.within(m) for m in unit.members)]
         spreads = _spreads(unit, section, holdings)
         named: list[tuple[str, Meaning | None]]
@@ -27,7 +28,7 @@ def units_of(section: Fsdp, holdings: Holdings) -> Iterator[FullyShard]:
         named += [(f"ignored.{i}", rule) for i, rule in enumerate(ignored)]
         named += [(f"spreads.{i}", rule) for i, rule in enumerate(spreads)]
         yield FullyShard(
-            members=unit.members,
+            members=members,
             group=unit.group,
             shard=shard,
             replicate=replicate,

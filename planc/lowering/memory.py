@@ -58,9 +58,9 @@ class Holdings:
     """All parameters of a model under a plan's tensor parallelism."""
 
     def __init__(self, facts: Facts, plan: Plan, tensor: Iterable[TensorRule]) -> None:
-        self.plan = plan
+        self.plan, self.tied = plan, _Tied(facts)
         rules = [r for r in tensor if not isinstance(r.style, PARAMETERLESS)]
-        tied, gathers = _Tied(facts), [op for op in plan.matmul if op.gather]
+        gathers = self.gathers = [op for op in plan.matmul if op.gather]
         self.all = [
             Holding(
                 modules=part,
@@ -76,7 +76,7 @@ class Holdings:
             for whole, on in ruled(owner.modules, rules)
             for part, low in ruled(whole, gathers)
             for parameter in part.module.parameters
-            if (count := tied.own(part, parameter))
+            if (count := self.tied.own(part, parameter))
             for local in [_local(part, parameter, on, plan)]
         ]
 
@@ -95,13 +95,29 @@ class Holdings:
             return 1
         return self.plan.mesh.size(*self.plan.fsdp.axes(placement)[0])
 
-    def of_unit(self, unit: Unit, precision: Precision | None) -> tuple[int, int, int, int]:
+    def parts(self, unit: Unit) -> list[tuple[Modules, ...]]:
+        """The members of a unit's calls: modules of which others are gathered in fp8 are apart."""
+        parts = list(unit.members)
+        for op in () if unit.group else self.gathers:
+            inner = Modules(op.modules.path[: len(parts[0].path)], parts[0].module)
+            cut = [(part.overlap(inner), part.minus(inner)) for part in parts]
+            parts = [p for both, rest in cut for p in (*((both,) if both else ()), *rest)]
+        return [unit.members] if unit.group else [(part,) for part in parts]
+
+    def of_unit(
+        self, unit: Unit, precision: Precision | None, part: tuple[Modules, ...] | None = None
+    ) -> tuple[int, int, int, int]:
         """Bytes of the parameters of one call: at rest on one rank, and all-gathered; what all
         calls gather that takes no gradient; and what fp8 saves one call of those that do.
+
+        Args:
+            part: the members of these calls, where they are not all (`parts`).
         """
         param = precision.param if precision else None
         inside = [h for h in self.all if h.unit is unit]
-        calls = 1 if unit.group else len(unit.members[0])
+        if part is not None and part != unit.members:
+            inside = [i for h in inside if (i := self._inside(h, part[0]))]
+        calls = 1 if unit.group else len((part or unit.members)[0])
         rest = sum(h.count * h.sharded(self.ranks(h)) for h in inside)
         gathered = [(h.count * h.whole(param), h.trains) for h in inside]
         frozen = sum(size for size, trains in gathered if not trains)
@@ -110,6 +126,12 @@ class Holdings:
         trained = (h.count for h in inside if h.trains)
         saved = sum(count * less for count, less in zip(trained, wide, strict=True))
         return rest // calls, size // calls, frozen, (size + saved) // calls - size // calls
+
+    def _inside(self, held: Holding, part: Modules) -> Holding | None:
+        """What some of the unit's modules have of equal parameters."""
+        inside = held.modules.inside(part)
+        count = self.tied.own(inside, held.parameter) if inside else 0
+        return replace(held, modules=inside, count=count) if inside and count else None
 
     def at_rest(self) -> int:
         """Bytes of all parameters that one rank holds between steps."""

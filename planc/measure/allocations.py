@@ -22,8 +22,10 @@ from torch.autograd.profiler import profile, record_function
 from torch.distributed.tensor import DTensor
 
 from planc.measure.ledger import Held, Ledger
+from planc.runtime.standalone import kept_states
 
 LABEL = "planc note "
+_HOST = "in the host's memory"
 
 
 class Allocated(NamedTuple):
@@ -74,6 +76,28 @@ class Allocations(Ledger):
             self.notes.append((kind, text, addresses))
 
     @contextmanager
+    def with_host(self) -> Iterator[None]:
+        """Leaves out what is in the host's memory, where that is the device's too; what is copied
+        to the device is counted.
+        """
+        real = kept_states.to_host
+
+        def away(values: Tensor) -> Tensor:
+            self._note("what", _HOST)
+            copy = real(values)
+            self._note("what", self.last)
+            return copy
+
+        def back(values: Tensor, _: Tensor) -> Tensor:
+            return values.clone()
+
+        with (
+            mock.patch.object(kept_states, "to_host", away),
+            mock.patch.object(kept_states, "to_device", back),
+        ):
+            yield
+
+    @contextmanager
     def counting(self) -> Iterator[None]:
         """Records what runs inside.
 
@@ -122,6 +146,8 @@ class Allocations(Ledger):
             while note is not None and after <= note:
                 what = self._noted(after, what, live)
                 after += 1
+            if size > 0 and what == _HOST:
+                continue
             if size > 0:
                 number = self.made(what)
                 live[address] = (number, size)
@@ -163,6 +189,11 @@ class CudaAllocations(Allocations):
     """
 
     OTHER = "ends of blocks"
+
+    @contextmanager
+    def with_host(self) -> Iterator[None]:
+        """Leaves nothing out: CUDA's allocator hands out no memory of the host."""
+        yield
 
     def __init__(self, what: Callable[[], str]) -> None:
         super().__init__(what)

@@ -162,7 +162,7 @@ def _not_run(plan: Plan, lowered: Lowered) -> Iterator[tuple[str, list[Span]]]:
     yield "compiled code does not run on fake tensors", [op.origin for op in plan.compile]
     rounded = [*dict.fromkeys(op.origin for op in plan.matmul)]
     yield "products in 8 bits are emulated here, which holds more than a GPU does", rounded
-    parked = [rule.origin for rule in plan.checkpoint if rule.offload]
+    parked = [rule.origin for rule in plan.checkpoint if rule.hosts]
     shards = [section.offload.origin] if section and section.offload else []
     yield "what is offloaded is not on the device", [*shards, *parked]
     quantized = [op.origin for op in lowered.ops if isinstance(op, Quantize)]
@@ -301,7 +301,10 @@ class _Work:
         self.at = max(block_lists(facts.model), key=length)
         kinds = kinds_of(self.at, plan, facts)
         pattern = _pattern(kinds) or _Pattern()
-        few = bool(pattern.windows) and not self.exact and not plan.budgets  # that all layers share
+        shared = (
+            plan.budgets or plan.optimizer
+        )  # what all layers share, and lists of so many elements
+        few = bool(pattern.windows) and not self.exact and not shared
         self.depths = [*self._shallow(facts, kinds, pattern)] if few else []
         self.depths = self.depths or [(_Depth(self.compiled, len(kinds), pattern), 0)]
 

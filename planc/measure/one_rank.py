@@ -2,7 +2,8 @@
 planc.measure.one_rank` reads jobs, one line of JSON each, and answers each with a line.
 
 Every rank is a fork of its own: torch's caches of DTensor keep meshes, so a process can be a rank
-once. This module imports torch.
+once. CUDA does not survive a fork, and an import may start it: a rank on it is a process that
+imports anew, with the argument `alone`. This module imports torch.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import subprocess
 import sys
 import time
 import traceback
@@ -17,7 +19,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 from unittest import mock
 
 # torch reads them when it is imported: the profiler says when it begins, and that a block is older
@@ -47,7 +49,7 @@ from planc.model.sources.huggingface import prepare, quiet, training_model
 from planc.ops.document import loads
 from planc.ops.lowered import Lowered
 from planc.ops.optimizer import Optimize
-from planc.rank_job import RankJob
+from planc.rank_job import RankJob, RankRunner
 from planc.runtime.collectives import Collectives, named_modules
 from planc.runtime.executor import apply_lowered
 from planc.runtime.run import Run
@@ -72,6 +74,14 @@ def main() -> int:
     os.dup2(2, 1)  # a model may print
     for line in sys.stdin:
         job = RankJob.loads(line)
+        if sys.argv[1:]:  # one job alone
+            print(json.dumps(_answer(job)), file=answers)
+            return 0
+        if job.device == "cuda":
+            words = [sys.executable, "-P", "-W", "ignore", "-m", RankRunner.MODULE, "alone"]
+            ran = subprocess.run(words, check=False, input=line, stdout=subprocess.PIPE, text=True)
+            _report(ran.stdout, ran.returncode, answers)
+            continue
         with suppress(Exception):  # what every rank imports; a rank reports what is wrong
             prepare(config_of(job.config, "the model"), Sink())
         reading, writing = os.pipe()
@@ -84,10 +94,13 @@ def main() -> int:
         os.close(writing)
         with os.fdopen(reading) as answer:
             text = answer.read()
-        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        print(text or json.dumps({"error": f"it ended with code {status}"}), file=answers)
-        answers.flush()
+        _report(text, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), answers)
     return 0
+
+
+def _report(text: str, status: int, answers: TextIO) -> None:
+    print(text.strip() or json.dumps({"error": f"it ended with code {status}"}), file=answers)
+    answers.flush()
 
 
 def _answer(job: RankJob) -> dict[str, Any]:
@@ -195,8 +208,8 @@ class _Rank:
                 beside = alone(run, self.form, values=values)
                 for one in (quiet(), fake, self._watched(run, names), beside):
                     around.enter_context(one)
-                if isinstance(self.held, Storages):
-                    around.enter_context(self.held.with_host())
+                around.enter_context(self.held.with_host())
+                if not values:
                     counted.enter_context(self.held.counting())
                 self._built(run.model)
                 optimizer, batches = self._optimizer(run), self._batches()

@@ -12,7 +12,7 @@ from typing import Annotated, ClassVar, Self
 from planc.model.facts import Modules
 from planc.model.indices import Indices
 from planc.ops import phrases
-from planc.ops.base import OMIT, AxisSizes, Form, Op, Operator, Size, Some
+from planc.ops.base import OMIT, AxisSizes, Form, Op, Operator, Size, Some, Where
 from planc.ops.call import Context, Each, FunctionCall, ImportedName, ScriptFunction, Step, given
 from planc.resources import GRAMMARS
 
@@ -60,17 +60,22 @@ class Save:
         every: of N calls in one module one is saved, the first one first.
         ops: names in torch: namespace, operator, overload.
         calls: the calls in one module whose outputs are saved, from 0, in place of `every`.
+        hosted: those of `calls` whose outputs are kept on the CPU until the backward pass, in
+            pinned memory where the device is CUDA.
     """
 
     name: Operator
     every: Size = 1
     ops: Some[Operator]
     calls: tuple[CallNumber, ...] = field(default=(), metadata=OMIT)
+    hosted: tuple[CallNumber, ...] = field(default=(), metadata=OMIT)
 
     def __str__(self) -> str:
         if self.calls:
             short = self.name.removeprefix("aten.").removesuffix(".default")
-            return f"{short}{Indices.of(self.calls)}"
+            here, away = Indices.of({*self.calls} - {*self.hosted}), Indices.of(self.hosted)
+            words = [f"{short}{here}"] * bool(here) + [f"{short}{away} on cpu"] * bool(away)
+            return ", ".join(words)
         return self.name if self.every == 1 else f"{self.name}(every = {self.every})"
 
 
@@ -128,6 +133,18 @@ class Checkpoint(Op):
     preserve_rng: bool = field(default=True, metadata=OMIT)
     early_stop: bool = field(default=True, metadata=OMIT)
 
+    def problems(self) -> Iterator[tuple[Where, str]]:
+        for i, save in enumerate(self.save):
+            if not {*save.hosted} <= {*save.calls}:
+                yield ("save", i, "hosted"), "only calls that are saved are kept on the CPU"
+            elif save.hosted and self.offload:
+                yield ("save", i, "hosted"), "`offload` keeps all calls on the CPU"
+
+    @property
+    def hosts(self) -> bool:
+        """Whether anything waits in the host's memory for the backward pass."""
+        return self.offload or any(save.hosted for save in self.save)
+
     SCRIPT: ClassVar = ScriptFunction(
         "checkpoint", "Recomputes activations in the backward pass, to save memory."
     )
@@ -173,7 +190,10 @@ class Checkpoint(Op):
         )
 
     def _saving(self) -> FunctionCall:
-        groups = tuple((save.calls or save.every, save.ops) for save in self.save)
+        groups = tuple(
+            (save.calls or save.every, save.ops, *([save.hosted] if save.hosted else []))
+            for save in self.save
+        )
         if self.offload:
             return FunctionCall(f"{_FUNCTIONS}saving_on_cpu", (self.pin, *groups))
         return FunctionCall(f"{_FUNCTIONS}saving", groups)

@@ -107,9 +107,12 @@ class RankDump:
     def code(self) -> str:
         """The line of the script that the rank is at; empty where no file says it."""
         one = self.waits
-        stack = self.about.get("stack") or (one.frames[::-1] if one else ())
-        own = [frame for frame in stack if not re.search(r"[/\\](torch|planc)[/\\]", frame)]
-        return Path(own[-1].partition(" ")[0]).name if own else ""
+        # over NCCL the process runs ahead of the call that its device waits in
+        for stack in (one.frames[::-1] if one else (), self.about.get("stack") or ()):
+            own = [frame for frame in stack if not re.search(r"[/\\](torch|planc)[/\\]", frame)]
+            if own:
+                return Path(own[-1].partition(" ")[0]).name
+        return ""
 
 
 class _Plain(pickle.Unpickler):

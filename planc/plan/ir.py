@@ -408,11 +408,14 @@ class Budget(Checkpoint):
         size: bytes that all modules on one rank may hold between their forward and backward passes;
             up to 1, the share of what they hold without checkpoints.
         rows, seq: of one forward pass of a rank: sequences, and tokens of each before it is split.
+        host_gb_s: GB in a second that the link to the host's memory moves each way, where results
+            may be kept there; 0 where they may not.
     """
 
     size: float
     rows: int
     seq: int
+    host_gb_s: float = 0.0
 
 
 Ruled = TypeVar(

@@ -257,7 +257,8 @@ class _Question:
     def _divide(self, op: FullyShard) -> Divide | None:
         """The last `Divide` on the unit, which is the one in force."""
         found = [o for o in self.lowered.ops if isinstance(o, Divide)]
-        found = [o for o in found if not o.units or o.units == op.members]
+        own = [o for o in found if any(m.overlap(u) for m in op.members for u in o.units)]
+        found = [o for o in found if not o.units or o in own]
         return found[-1] if found else None
 
     def _freezing(self) -> list[Freeze]:

@@ -2,8 +2,10 @@
 
 Importing torch and transformers takes seconds, so one process imports them while the command still
 compiles. Then it reads its job, one line of JSON, and forks one process per rank. It starts no
-thread before that, so forking is safe. Standard input stays open as long as the command runs: when
-it closes, for whatever reason, every process ends.
+thread before that, so forking is safe. But for CUDA, which does not survive a fork, and which some
+libraries start when they are imported: there each rank is a process of its own that imports anew.
+Standard input stays open as long as the command runs: when it closes, for whatever reason, every
+process ends.
 """
 
 import gc
@@ -20,20 +22,27 @@ GRACE = 3.0
 """Seconds for the other ranks to report after one has died."""
 
 
-def main() -> int:
-    """Returns 0 if every rank succeeded."""
+def main(rank: str = "", file: str = "") -> int:
+    """Returns 0 if every rank succeeded, or the rank whose job is in a file."""
     os.environ["OMP_NUM_THREADS"] = "1"
     gc.disable()
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # it asks the ranks alone where they wait
-    from planc.trial import worker
+    from planc.trial import numerics, worker
 
+    if rank:
+        end_with_the_command()
+        return worker.main(Job.loads(Path(file).read_text()), int(rank))
     text = sys.stdin.buffer.readline()
     if not text:
         return 2
     job = Job.loads(text.decode())
-    worker.prepare(job)
+    start = _fork
+    if numerics.device_for(job.ranks) == "cuda":
+        start = _spawn
+    else:
+        worker.prepare(job)
     gc.freeze()
-    children = {_fork(job, number): number for number in range(job.ranks)}
+    children = {start(job, number): number for number in range(job.ranks)}
     end_with_the_command()
     return _wait(children, Path(job.folder))
 
@@ -52,6 +61,13 @@ def _fork(job: Job, number: int) -> int:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)  # no cleanup: torch would wait for a rank that died
+
+
+def _spawn(job: Job, number: int) -> int:
+    file = Path(job.folder) / "job.json"
+    file.write_text(job.dumps())
+    words = ["-W", "ignore", "-m", "planc.trial.fork_server", str(number), str(file)]
+    return os.posix_spawn(sys.executable, [sys.executable, *words], os.environ)
 
 
 def end_with_the_command() -> None:
@@ -87,4 +103,4 @@ def _wait(children: dict[int, int], folder: Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(*sys.argv[1:]))

@@ -417,7 +417,8 @@ def _states(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
     orders = rank_orders(model)
     return {
         f"{name} ({key}{IN_EIGHT_BITS * bool(getattr(kept, 'block', 0))})": in_own_order(
-            full_copy(state), orders.get(name) if state.shape == parameter.shape else None
+            full_copy(state.to(parameter.device)),  # kept on the host, where NCCL sends nothing
+            orders.get(name) if state.shape == parameter.shape else None,
         )
         for name, parameter in parameters_by_name(model)
         for key, kept in sorted(optimizer.state.get(parameter, {}).items())

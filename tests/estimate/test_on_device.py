@@ -2,6 +2,8 @@
 
 import json
 import resource
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -73,6 +75,23 @@ def test_out_of_memory_is_a_result(monkeypatch):
     assert not rank.seconds
 
 
+def test_a_rank_in_a_process_of_its_own(monkeypatch):
+    """As ranks on CUDA are, which does not survive a fork."""
+    step = RankStep(rows=1, tokens=64, micro_batches=1, dtype="float32")
+    asked, plain = [], RankRunner.ask
+
+    def noted(runner, job):
+        asked.append((job, plain(runner, job)))
+        return asked[-1][1]
+
+    monkeypatch.setattr(RankRunner, "ask", noted)
+    count(compiled(num_hidden_layers=1), step, device="cpu")
+    [(job, forked)] = asked
+    words = [sys.executable, "-W", "ignore", "-m", RankRunner.MODULE, "alone"]
+    done = subprocess.run(words, input=job.dumps(), capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout)["moments"] == forked["moments"] != {}
+
+
 def test_fewer_layers():
     sink, every = Sink(), compiled(num_hidden_layers=8)
     few = shallower(every, 3, sink)
@@ -101,6 +120,29 @@ def test_the_command(folder, tmp_path):
     assert code == 2 and "leave --layers off" in errors
     code, _, errors = call("measure", *words, "--layers", "5")
     assert code == 1 and "PL727" in errors and "5 were asked for" in " ".join(errors.split())
+
+
+@pytest.mark.parametrize("state", ["", slow("state = int8, ")])
+def test_states_in_the_hosts_memory_are_not_on_the_device(folder, tmp_path, state):
+    """As on fake tensors, where the device is the host's memory too."""
+    held = []
+    for terms in (state.rstrip(", "), f"{state}offload = states"):
+        path = tmp_path / "own.plan"
+        rule = f"optimizer {{\n    root : adamw{f'({terms})' * bool(terms)}\n}}\n"
+        path.write_text(f'plan own for llama\n\nextend "llama"\n\n{rule}')
+        asked = {"world_size": 4, "batch": 8, "seq": 64}
+        ways = ({"device": "cpu"}, {"exact": True})
+        found = [planc.measure(folder, str(path), **asked, **way) for way in ways]
+        held += map(_states, found)
+    here, fake, left, fakes_left = held
+    assert here == pytest.approx(fake, rel=0.01) and here > 10_000
+    assert left == pytest.approx(fakes_left, abs=8192) and left < here / 10
+
+
+def _states(found):
+    """Bytes of the optimizer's states on the device, at the loss."""
+    (loss,) = (m for m in found.counted.ranks[0].moments if m.name == "loss")
+    return sum(item.size for item in loss.items if item.name == "optimizer state")
 
 
 @pytest.mark.slow

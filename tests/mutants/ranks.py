@@ -3,7 +3,7 @@
 Two steps of AdamW; the first accumulates two passes. Of these, the one has padding on the left and
 labels that are ignored unevenly over the data ranks, the other two packed documents in each row,
 where the model takes such inputs. Nothing of planc's own trial is used, so that the two judge
-each other.
+each other; adapters, and states that end with documents, are planc's in the single process too.
 """
 
 import contextlib
@@ -25,8 +25,12 @@ from planc.diagnostic import Sink
 from planc.model.small.input_search import BatchShape, rank_slice
 from planc.ops.context import ContextParallel
 from planc.ops.document import loads
+from planc.ops.documents import parts_reset
 from planc.ops.freeze import Freeze
 from planc.ops.fsdp import Divide, FullyShard
+from planc.ops.lora import Adapt
+from planc.runtime.executor import adapted
+from planc.runtime.standalone.documents import reset_states
 from planc.runtime.standalone.shards import in_own_order, rank_orders
 
 COUNT = "num_items_in_batch"
@@ -48,13 +52,19 @@ def lowered(job):
 def wanted(job):
     """What the single process depends on."""
     plan = lowered(job)
-    return json.dumps([job.values, frozen(plan), divided(plan)], sort_keys=True)
+    every = [job.values, frozen(plan), divided(plan), adapters(plan), parts_reset(plan.ops)]
+    return json.dumps(every, sort_keys=True)
 
 
 def frozen(plan):
     """What the plan freezes and unfreezes, in order."""
     ops = [op for op in plan.ops if isinstance(op, Freeze)]
     return [[op.trainable, sorted(op.modules.names())] for op in ops]
+
+
+def adapters(plan):
+    """What the plan adapts, in words."""
+    return [repr(op) for op in plan.ops if isinstance(op, Adapt)]
 
 
 def divided(plan):
@@ -152,10 +162,12 @@ class Routes:
                 module.register_forward_pre_hook(self._hook(plain(name)), with_kwargs=True)
 
     def _hook(self, name):
-        """Keeps the integers [tokens, k] that fused experts are given: the chosen ones of each."""
+        """Keeps the integers [tokens, k] that fused experts are given: the chosen ones of each; not
+        where one call makes all passes.
+        """
 
         def note(_, args, kwargs):
-            for given in (*args, *kwargs.values()):
+            for given in (*args, *kwargs.values()) if self.passes else ():
                 matrix = isinstance(given, torch.Tensor) and given.dim() == 2
                 if matrix and not given.is_floating_point():
                     self.passes[-1][name] = given.detach().sort(-1).values
@@ -172,7 +184,8 @@ class Routes:
 def single(job, path):
     """Trains without the plan, and writes all that the ranks compare with."""
     plan = lowered(job)
-    model = build(job.values)
+    model = adapted(build(job.values), plan)
+    reset_states(model, *parts_reset(plan.ops))  # in one process states of documents leak
     steps, counted = batches(job.values, model)
     for trainable, names in frozen(plan):
         for name in names:

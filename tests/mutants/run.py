@@ -38,8 +38,9 @@ CONTRADICTIONS = frozenset({"PL351", "PL411", "PL441", "PL451", "PL453"})
 """Errors that ask for one of two lines, whatever they train: ranks of `cp` without a context
 section, a unit of ignored parameters, a style for ignored ones, a train rule without effect, one of
 two tied parameters frozen."""
-AT_RUN_TIME = re.compile(r"PlanError: .*?error\[(PL488|PL544)\]")
-"""What hangs on the batch: every rank stops with a diagnostic, which counts as refuted."""
+AT_RUN_TIME = re.compile(r"PlanError: .*?error\[(PL488|PL544|PL570)\]")
+"""What hangs on the batch, or on the loop, such as losses that nothing scales for gradients in
+fp16: every rank stops with a diagnostic, which counts as refuted."""
 AHEAD = 6
 """Plans that the truth is asked about while checks go on."""
 

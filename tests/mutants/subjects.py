@@ -17,6 +17,7 @@ from planc.source import Source
 from planc.syntax import ast
 from planc.syntax.parse import parse
 
+PLANS = Path(__file__).parent.parent.parent / "plans"
 SUBJECTS = {
     "llama": "llama",
     "llama-tied": "llama",
@@ -43,16 +44,27 @@ SUBJECTS = {
     "qwen3, ring": "qwen3",
     "mixtral, experts": "mixtral",
     "qwen3_moe, experts": "qwen3_moe",
+    "nemotron_h, context": "nemotron_h",
+    "qwen3_next, context": "qwen3_next",
+    "qwen3_vl, context": "qwen3_vl",
+    "mixtral, adapters": "mixtral",
 }
 """The plan of each family of tests/processes; wan is a shrunken model of diffusers. Those with a
-second word are used along another axis."""
+second word are used along another axis, or with adapters on divided experts."""
 
 AXES = {
     "stages": ("pp=2", "microbatches=2"),
     "context": ("cp=2",),
     "ring": ("cp=2",),
     "experts": ("ep=2",),
+    "adapters": ("ep=2",),
 }
+ADAPTERS = """
+adapters {
+    $experts                : lora(rank = 4, init = random)
+    $blocks.self_attn.{q,o}_proj : lora(rank = 4, init = random)
+}
+"""
 
 DEPTHS = ("num_hidden_layers", "n_layer", "num_layers")
 LISTS = ("layer_types", "layers_block_type", "no_rope_layers")
@@ -116,8 +128,13 @@ FOUR = ("tp=4", "param_dtype=fp32")
 
 
 def texts(name):
-    """The texts of a family's plan by file name; ring attention is not what the plans ship."""
-    found = chain(SUBJECTS[name])
+    """The texts of a family's plan by file name. Ring attention and adapters are not what the plans
+    ship; the plan of images that states its layouts has no context.
+    """
+    plan = SUBJECTS[name]
+    found = chain(plan, PLANS if name == "qwen3_vl, context" else STATED)
+    if name.endswith(", adapters"):
+        return {**found, f"{plan}.plan": found[f"{plan}.plan"] + ADAPTERS}
     if not name.endswith(", ring"):
         return found
     ring = {file: text.replace("= all_gather", "= ring") for file, text in found.items()}
@@ -125,13 +142,15 @@ def texts(name):
     return ring
 
 
-def chain(plan):
-    """The texts of a plan that states all layouts, and of those that it extends, by file name."""
-    path = STATED / f"{plan}.plan"
+def chain(plan, folder=STATED):
+    """The texts of a plan, by default of one that states all layouts, and of those that it extends,
+    by file name.
+    """
+    path = folder / f"{plan}.plan"
     found = {path.name: path.read_text()}
     for item in parse(Source(path.name, found[path.name]), Sink()).statements:
         if isinstance(item, ast.Extend):
-            found |= chain(item.path.removesuffix(".plan"))
+            found |= chain(item.path.removesuffix(".plan"), folder)
     return found
 
 

@@ -1,5 +1,6 @@
 """What tests/processes/test_budgets_held.py runs on every rank: bytes held, and gradients."""
 
+import contextlib
 import gc
 from pathlib import Path
 from unittest import mock
@@ -13,6 +14,7 @@ import planc
 from planc.budget import choose
 from planc.measure.storages import Storages
 from planc.ops.activation_checkpoint import Checkpoint
+from planc.runtime.standalone import activation_checkpoint
 
 
 def _plan(folder, family, rule):
@@ -36,30 +38,45 @@ def _shares(plan, model, overrides):
     return lowered, found
 
 
-def held(folder, model, family, overrides, share, rows):
+@contextlib.contextmanager
+def _parking(parked):
+    """Notes the sizes of what is copied to the host's memory, which is the CPU's here."""
+    real = activation_checkpoint._Parked.__init__
+
+    def noting(self, tensor, pin):
+        real(self, tensor, pin)
+        parked.append(self.held.untyped_storage().nbytes())
+
+    with mock.patch.object(activation_checkpoint._Parked, "__init__", noting):
+        yield
+
+
+def held(folder, model, family, overrides, share, rows, more=""):
     """On this rank: bytes of activations that a forward pass leaves, more than with `full`: with a
     budget, as it was predicted, and without checkpoints; whether gradients have the bits of the
-    latter; and the number of operators that are kept.
+    latter; the number of operators that are kept; and bytes in the host's memory, and as predicted.
     """
-    found, gradients = [], []
-    for rule in ("full", f"budget({share}, rows = {rows}, seq = 16)", "none"):
+    found, gradients, parked = [], [], []
+    budget = f"budget({share}, rows = {rows}, seq = 16{more})"
+    for rule in ("full", budget, "none"):
         made, tokens, labels = applied(model, _plan(folder, family, rule), overrides, "sdpa")
         made(input_ids=tokens, labels=labels).loss.backward()  # FSDP makes room once, at first
         made.zero_grad()
         gc.collect()
         storages = Storages(lambda: "")
-        with storages.counting():
+        with storages.counting(), _parking(parked):
             loss = made(input_ids=tokens, labels=labels).loss
             gc.collect()
         found.append(sum(size for _, size, _ in storages.known.values()))
         loss.backward()
         gradients.append(gradients_of(made))
-    plan = _plan(folder, family, f"budget({share}, rows = {rows}, seq = 16)")
+    plan = _plan(folder, family, budget)
     lowered, (*_, own) = _shares(plan, model, overrides)
     predicted = own.held(own.points) - own.least
     kept = sum(len(op.save) for op in lowered.ops if isinstance(op, Checkpoint))
     same = all(torch.equal(gradients[1][name], right) for name, right in gradients[2].items())
-    return found[1] - found[0], predicted, found[2] - found[0], same, kept
+    away = sum(parked), sum(point.away for point in own.points.values())
+    return found[1] - found[0] - away[0], predicted, found[2] - found[0], same, kept, away
 
 
 def trained(folder, model, family, overrides, share, rows, changes=None):

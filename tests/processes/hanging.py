@@ -1,5 +1,6 @@
-"""Four gloo processes that train, one of which does something else in its third step: `python
-hanging.py FAULT FOLDER`. They hang until they are killed; their watchdogs write into FOLDER/dumps.
+"""Four processes that train, one of which does something else in its third step: `python
+hanging.py FAULT FOLDER [DEVICE]`, on `cpu` over gloo, or on `cuda` over NCCL. They hang until they
+are killed; their watchdogs write into FOLDER/dumps.
 """
 
 import os
@@ -26,7 +27,7 @@ def settings(fault):
     return SETTINGS.get(fault, ("tp=2",))
 
 
-def train(rank, fault, folder):
+def train(rank, fault, folder, device):
     import torch
     from torch import distributed, nn
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -36,14 +37,18 @@ def train(rank, fault, folder):
 
     torch.set_num_threads(1)
     store = distributed.FileStore(str(folder / "store"), WORLD)
-    distributed.init_process_group("gloo", rank=rank, world_size=WORLD, store=store)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    backend = distributed.get_default_backend_for_device(device)
+    distributed.init_process_group(backend, rank=rank, world_size=WORLD, store=store)
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig.from_pretrained(folder))
+    model = LlamaForCausalLM(LlamaConfig.from_pretrained(folder)).to(device)
     run = planc.apply(
         model, "llama", overrides=settings(fault), require="nothing", watchdog=SECONDS
     )
     optimizer = run.optimizer(torch.optim.AdamW(model.parameters(), lr=1e-4))
     ids = torch.randint(1, 96, (4, 16), generator=torch.Generator().manual_seed(run.data_rank))
+    ids = ids.to(device)
     for step in range(4):
         wrong = fault if step == 2 else ""
         if wrong in SIGNALS and rank == 3:
@@ -63,7 +68,8 @@ def train(rank, fault, folder):
         optimizer.zero_grad()
 
 
-def main(fault, folder):
+def main(fault, folder, device="cpu"):
+    folder = Path(folder)
     os.environ["PLANC_HANG_DIR"] = str(folder / "dumps")
     import torch  # noqa: F401 (once for all)
     from transformers import LlamaConfig
@@ -75,7 +81,7 @@ def main(fault, folder):
         if not pid:
             sys.stderr = (folder / f"{rank}.err").open("w", buffering=1)
             try:
-                train(rank, fault, folder)
+                train(rank, fault, folder, device)
             except BaseException:
                 sys.excepthook(*sys.exc_info())
             finally:
@@ -86,4 +92,4 @@ def main(fault, folder):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    main(*sys.argv[1:])

@@ -13,10 +13,13 @@ MESHES = {
     "experts": ("mixtral", "mixtral", ["ep=2"], 1),
     "experts and tp": ("qwen3_moe", "qwen3_moe", ["ep=2", "tp=2"], 2),
 }
+AWAY = ", offload = cpu, host_gb_s = 100000"
+"""A link so fast that all results are sooner copied than computed again."""
 
 
+@pytest.mark.parametrize("more", ["", AWAY], ids=["", "offload"])
 @pytest.mark.parametrize("name", MESHES)
-def test_what_is_held_is_predicted(four, tmp_path, name):
+def test_what_is_held_is_predicted(four, tmp_path, name, more):
     model, family, mesh, rows = MESHES[name]
     overrides = ["param_dtype=fp32", *mesh]
     results = four.run(
@@ -27,13 +30,15 @@ def test_what_is_held_is_predicted(four, tmp_path, name):
         overrides=overrides,
         share=0.6,
         rows=rows,
+        more=more,
     )
-    for measured, predicted, most, same, kept in results:
+    for measured, predicted, most, same, kept, (away, told) in results:
         assert same
         assert kept
         assert 0 < measured <= most, results
+        assert bool(away) == bool(more)
         if "experts" not in name:  # whose tokens are as they are routed
-            assert measured == predicted, results
+            assert (measured, away) == (predicted, told), results
 
 
 @pytest.mark.parametrize(
@@ -56,7 +61,7 @@ def test_gradients_of_parts(four, tmp_path, mesh, rows):
 
 def test_the_script_does_the_same(four, tmp_path):
     path = tmp_path / "b.plan"
-    rule = "budget(0.4, rows = 2, seq = 16)"
+    rule = f"budget(0.4, rows = 2, seq = 16{AWAY})"
     path.write_text(
         f'plan b for llama\nextend "llama"\noverride checkpoint {{\n    $blocks : {rule}\n}}\n'
     )

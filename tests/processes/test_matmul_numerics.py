@@ -10,6 +10,10 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, rea
 FP64 = ["param_dtype=fp64", "reduce_dtype=fp64", "recompute=false"]
 ALL, ATTENTION = "$blocks.{self_attn,mlp}.*_proj", "$blocks.self_attn.*_proj"
 LIMIT = 1e-5
+ISLANDS = """
+    override model.layers[0].mlp.*_proj : none
+    override model.layers[2].{self_attn,mlp}.*_proj : none
+"""
 
 
 @pytest.fixture
@@ -59,3 +63,16 @@ def test_faults(four, plan, action, mesh, fault):
     job = {"model": "llama", "plan": written, "overrides": overrides, "fault": fault}
     for first, *_ in four.run("matmul_jobs.train", **job):
         assert first > 1e-2
+
+
+@pytest.mark.parametrize("mesh", [["tp=1"], ["tp=2"], ["tp=1", "dp_replicate=2"]], ids=str)
+@pytest.mark.parametrize("islands", ["", ISLANDS], ids=["all", "islands"])
+def test_bytes_sent(four, plan, islands, mesh):
+    """Blocks of one rule of which some keep their precision, each with what it gathers."""
+    job = {"plan": plan("llama", ALL, f"fp8(gather = fp8){islands}"), "rows": 8}
+    settings = ["param_dtype=fp32", *mesh]
+    for counted, told, (calls, seen) in four.run(
+        "sending_jobs.counted", kind="Llama", settings=settings, **job
+    ):
+        assert calls == seen > 0
+        assert counted == told

@@ -490,6 +490,26 @@ def test_cuda_is_taken_where_there_is_a_device_for_every_rank(monkeypatch):
     assert (numerics.device_for(4), numerics.device_for(8)) == ("cuda", "cpu")
 
 
+def test_ranks_on_cuda_are_processes_of_their_own(tmp_path, monkeypatch):
+    """An import of theirs may start CUDA, which does not survive a fork; torchao's does."""
+    script = tmp_path / "server.py"
+    script.write_text(
+        "import sys\n"
+        "from planc.trial import fork_server, numerics\n"
+        "numerics.device_for = lambda ranks: 'cuda'  # in this process alone\n"
+        "fork_server._fork = None\n"
+        "sys.exit(fork_server.main())\n"
+    )
+    plain = subprocess.Popen
+    monkeypatch.setattr(
+        runtime.subprocess,
+        "Popen",
+        lambda words, **options: plain([*words[:-2], str(script)], **options),
+    )
+    found, sink = proved("llama-3.1-8b", "llama", settings=["tp=2"], world_size=2)
+    assert found.verdict == "verified", sink.diagnostics
+
+
 # Mixed precision ---------------------------------------------------------------------------------
 
 

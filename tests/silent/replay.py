@@ -28,9 +28,11 @@ import silent_faults
 import silent_page
 from pool import Pool, RankError
 from silent_axis_cases import AXIS_CASES
-from silent_cases import IGNORED, Case
+from silent_cases import EIGHT_BITS, IGNORED, Case
+from silent_eight_bit_cases import EIGHT_BIT_CASES
 from silent_fault_cases import FAULT_CASES, WAITING
 from silent_plan_cases import PLAN_CASES
+from silent_update_cases import UPDATE_CASES
 
 from planc import compiler
 from planc.codes import CODES
@@ -45,7 +47,7 @@ from planc.proof.verify_report import report_difference
 from planc.trial.launcher import LIMITS, comparison
 from planc.trial.trial_part import trial_part
 
-CASES = (*PLAN_CASES, *FAULT_CASES, *AXIS_CASES)
+CASES = (*PLAN_CASES, *UPDATE_CASES, *FAULT_CASES, *AXIS_CASES, *EIGHT_BIT_CASES)
 WORLD = 4
 
 
@@ -272,6 +274,8 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("names", nargs="*", help="parts of the names of cases; all by default")
     parser.add_argument("--write", action="store_true", help="put their rows on the page")
+    torchao = Path(sys.prefix) / "torchao"
+    parser.add_argument("--torchao", default=torchao, help="where products in 8 bits find it")
     options = parser.parse_args()
     picked = [c for c in CASES if not options.names or any(n in c.name for n in options.names)]
     committed, failed, every = silent_page.committed(), [], []
@@ -280,6 +284,9 @@ def main():
         with tempfile.TemporaryDirectory() as folder:
             for case in picked:
                 since = time.monotonic()
+                if case.kind == EIGHT_BITS and str(options.torchao) not in sys.path:
+                    sys.path.append(str(options.torchao))
+                    ranks.close()  # new ones find it too
                 # a folder of its own: a plan may extend one that an earlier case wrote
                 own = Path(tempfile.mkdtemp(dir=folder))
                 made = replay(case, own, ranks)

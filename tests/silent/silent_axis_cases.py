@@ -3,6 +3,7 @@
 from silent_cases import (
     DROPPED,
     FP32,
+    LAYOUT,
     LOST,
     NORMALIZER,
     OUTPUTS,
@@ -41,7 +42,19 @@ fsdp on dp_shard * cp {
     ),
     "settings": (),
 }
+IMAGES = {
+    "model": "qwen3_vl",  # the plan that states its layouts has neither axis
+    **own('plan own for qwen3_vl\n\nextend "qwen3_vl"\n', base=()),
+}
 EXPERTS = {"model": "mixtral", **whole("mixtral"), "settings": ("ep=2", *FP32)}
+ADAPTED = {
+    "model": "mixtral",
+    **own(
+        'plan own for mixtral\n\nextend "mixtral.plan"\n\nadapters {\n'
+        "    $experts : lora(rank = 4)\n}\n",
+        base=("mixtral",),
+    ),
+}
 
 
 def rows(arguments, *cases):
@@ -152,6 +165,57 @@ AXIS_CASES = (
             ("huggingface/diffusers#14265", "NVIDIA/Megatron-LM#1464"),
             "keys get the gradient of the queries of their own rank alone",
             {},
+        ),
+    ),
+    *rows(
+        {},
+        (
+            "documents of one state",
+            "documents_share_a_state",
+            LOST,
+            ("PrimeIntellect-ai/prime-rl#3000",),
+            "where a sequence is split, the state of a packed document goes on in the next one",
+            {"model": "nemotron_h", **whole("nemotron_h"), "settings": ("cp=2", *FP32)},
+        ),
+        (
+            "delta rule over documents",
+            "delta_rule_over_documents",
+            LOST,
+            ("THUDM/slime#1686", "NovaSky-AI/SkyRL#2056"),
+            "convolutions end with a packed document, and the state of the delta rule does not",
+            {"model": "qwen3_next", **whole("qwen3_next")},
+        ),
+        (
+            "images of one part",
+            "images_of_one_part",
+            UNSUMMED,
+            ("NVIDIA-NeMo/Megatron-Bridge#4784", "NVIDIA/Megatron-LM#3816"),
+            "features of images get the gradient of the tokens that one rank of a sequence has",
+            {**IMAGES, "settings": ("cp=2", *FP32)},
+        ),
+        (
+            "features of later stages",
+            "features_not_sent",
+            OUTPUTS,
+            ("vllm-project/vllm#40282",),
+            "blocks of later stages do not get the features of images that are added after them",
+            {**IMAGES, "settings": ("pp=2", "microbatches=2", "dp_shard=2", *FP32)},
+        ),
+        (
+            "adapters of split experts",
+            "factors_of_experts_not_summed",
+            UNSUMMED,
+            ("NVIDIA-NeMo/Megatron-Bridge#5634",),
+            "the factors that each rank of a tensor axis has whole keep their own gradients",
+            ADAPTED,
+        ),
+        (
+            "adapters of other experts",
+            "factors_of_other_experts",
+            LAYOUT,
+            ("unslothai/unsloth-zoo#1269",),
+            "each expert is changed by one factor of its own and one of another expert",
+            {**ADAPTED, "settings": ("ep=2", *FP32)},
         ),
     ),
     *rows(

@@ -6,19 +6,27 @@ import contextlib
 from unittest import mock
 
 import torch
+from torch import distributed
 from torch.nn.functional import pad
+from torch.utils._pytree import tree_map
 
 from planc.runtime import run, training_step
 from planc.runtime.standalone import (
     collectives,
     context,
     context_tokens,
+    documents,
     expert_parallel,
     fsdp,
+    lora_experts,
     pipeline_schedule,
     pipeline_step,
 )
+from planc.runtime.standalone.context_images import ContextBehindImages
+from planc.runtime.standalone.context_states import StateRanks
+from planc.runtime.standalone.documents import StateResets
 from planc.runtime.standalone.pipeline import Stages
+from planc.runtime.standalone.pipeline_images import SentFeatures
 from planc.runtime.standalone.shards import fsdp_units, groups_of
 
 # Pipelines ---------------------------------------------------------------------------------------
@@ -170,3 +178,70 @@ def router_without_gradient():
         return real(own, hidden, index, weights.detach())
 
     return mock.patch.dict(expert_parallel.KINDS, {("all_to_all", False): unweighted})
+
+
+# States, images and adapters of experts ----------------------------------------------------------
+
+
+def on_a_rank():
+    """Whether this thread or process is one of several ranks."""
+    return distributed.is_initialized() and distributed.get_world_size() > 1
+
+
+def documents_share_a_state():
+    init = StateRanks.__init__
+
+    def one(self, group, tokens, parts, gathers, documents):
+        init(self, group, tokens, parts, gathers, None)
+
+    return mock.patch.object(StateRanks, "__init__", one)
+
+
+def delta_rule_over_documents():
+    enter = StateResets.enter
+
+    def entered(self, *given):
+        found = enter(self, *given)
+        apart = documents.current()[0]
+        if apart is not None and on_a_rank():
+            apart.parts.discard("torch_chunk_gated_delta_rule")
+        return found
+
+    return mock.patch.object(StateResets, "enter", entered)
+
+
+def images_of_one_part():
+    """The other ranks of a sequence send no gradients to the tower."""
+    init = ContextBehindImages.__init__
+
+    def without_gradient(value):
+        if torch.is_tensor(value) and value.is_floating_point():
+            return value.detach() + 0 * value
+        return value
+
+    def made(self, *given, **settings):
+        init(self, *given, **settings)
+        if self.group.rank():
+            self.holder.visual.register_forward_hook(
+                lambda _module, _given, output: tree_map(without_gradient, output)
+            )
+
+    return mock.patch.object(ContextBehindImages, "__init__", made)
+
+
+def features_not_sent():
+    """Features that are 0, and whose gradients are."""
+
+    def nothing(self, whole, places, found):
+        return [torch.zeros_like(whole) + 0 * each.sum() for each in found]
+
+    return mock.patch.object(SentFeatures, "dense_of", nothing)
+
+
+def factors_of_other_experts():
+    sides = lora_experts.sides
+
+    def other(module, a, b):
+        return sides(module, a, b.roll(1, 0) if on_a_rank() else b)
+
+    return mock.patch.object(lora_experts, "sides", other)

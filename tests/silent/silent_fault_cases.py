@@ -15,7 +15,6 @@ from silent_cases import (
     RECOMPUTED,
     TOO_OFTEN,
     UNSUMMED,
-    UPDATE,
     VOCABULARY,
     Case,
     Waiting,
@@ -33,18 +32,6 @@ SPLIT_LOSS = own(
     OWN + "\nloss on tp {\n    lm_head : cross_entropy(chunks = 2, label_smoothing = 0.1)\n}\n"
 )
 TP4 = ("tp=4", *FP32)
-MUON = own(
-    OWN + "\noptimizer {\n    root : adamw\n    $blocks.{self_attn,mlp}.*_proj : muon\n}\n",
-)
-FUSED = {
-    "model": "phi3",
-    **own(
-        'plan own for phi3\n\nextend "phi3.plan"\n\noptimizer {\n    root : adamw\n'
-        "    $blocks.self_attn.qkv_proj : muon(parts = [64, 32, 32])\n"
-        "    $blocks.mlp.gate_up_proj   : muon(parts = 2)\n}\n",
-        base=("phi3",),
-    ),
-}
 
 
 def faults(kind, *rows):
@@ -60,37 +47,6 @@ def scripts(kind, *rows):
 
 
 FAULT_CASES = (
-    *faults(
-        UPDATE,
-        (
-            "each rank its shard",
-            "each_rank_orthogonalizes_its_shard",
-            ("deepspeedai/DeepSpeed#8437",),
-            "each rank orthogonalizes its shard of a matrix, and the gradients are right",
-            MUON,
-        ),
-        (
-            "factor of local rows",
-            "scaled_by_local_rows",
-            ("deepspeedai/DeepSpeed#8437",),
-            "the update is scaled by the number of rows of a shard",
-            MUON,
-        ),
-        (
-            "fused matrix",
-            "fused_weight_as_one_matrix",
-            ("InternLM/xtuner#2030", "deepspeedai/DeepSpeed#8580"),
-            "the weights of q, k and v, and of gate and up, are orthogonalized as one matrix",
-            FUSED,
-        ),
-        (
-            "parts in stored order",
-            "parts_in_stored_order",
-            ("NVIDIA/Megatron-LM#6326",),
-            "the parts of a fused weight are cut in the order in which ranks store its rows",
-            FUSED,
-        ),
-    ),
     *faults(
         UNSUMMED,
         (

@@ -5,10 +5,12 @@ A context works in the process of `planc check`, whose ranks are threads, and on
 
 import contextlib
 import threading
+from dataclasses import replace
 from functools import partial
 from unittest import mock
 
 import silent_axis_faults
+import silent_eight_bit_faults
 import silent_update_faults
 import torch
 from torch import distributed
@@ -19,7 +21,8 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional
 from torch.utils import checkpoint
 
-from planc.ops.tensor_parallel import Tie
+from planc.ops.styles import Experts
+from planc.ops.tensor_parallel import Parallelize, Tie
 from planc.runtime import executor, gradients
 from planc.runtime.run import Run
 from planc.runtime.standalone import clipping, loss, tensor_styles
@@ -32,9 +35,9 @@ def installed(name):
 
 
 def fault(name):
-    """The function of a fault, of this file or of those of axes."""
-    here = globals().get(name) or getattr(silent_update_faults, name, None)
-    return here or getattr(silent_axis_faults, name)
+    """The function of a fault, of this file or of the other ones."""
+    others = (silent_axis_faults, silent_update_faults, silent_eight_bit_faults)
+    return globals().get(name) or next(getattr(o, name) for o in others if hasattr(o, name))
 
 
 PLACES = ("planc.trial.simulate", "planc.trial.prove", "silent_jobs")
@@ -336,6 +339,21 @@ def computed_locally(name, layout):
         return DTensor.from_local(local, value.device_mesh, [layout], run_check=False)
 
     return after(change)
+
+
+def factors_of_experts_not_summed():
+    """Factors that a rank has whole are not said to be replicated."""
+
+    def unstated(op):
+        if not isinstance(op, Parallelize) or not isinstance(op.style, Experts):
+            return op
+        kept = tuple(pair for pair in op.style.layouts if str(pair[1]) != "replicate")
+        return replace(op, style=replace(op.style, layouts=kept))
+
+    def wrong(real, model, lowered, **arguments):
+        return real(model, lowered.map_ops(lambda ops: map(unstated, ops)), **arguments)
+
+    return applied(wrong)
 
 
 # Recomputation and inputs ------------------------------------------------------------------------

@@ -10,42 +10,72 @@ import silent_scripts
 import torch
 from numerics import data, error
 from safeguard_jobs import logged
-from torch import distributed, nn
+from torch import _meta_registrations, distributed, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import DTensor
 
 import planc
 from planc.codes import CODES
 from planc.diagnostic import Sink
+from planc.model.small.input_search import BatchShape
+from planc.model.small.transformers_model import TransformersBuilder
 from planc.model.small.user_model import builder_of
 from planc.ops.document import digest, loads
+from planc.ops.documents import parts_reset
 from planc.ops.loss import ChunkLoss
+from planc.ops.matmul import LowPrecision
 from planc.ops.optimizer import Optimize
 from planc.runtime.context import sequence_parts
 from planc.runtime.executor import alone, apply_lowered
+from planc.runtime.standalone.documents import reset_states
+from planc.runtime.standalone.images import placeholders
 from planc.runtime.standalone.optimizer import planned_optimizer
 from planc.runtime.standalone.shards import in_own_order, plain_name, rank_orders
 from planc.trial import worker
 from planc.trial.launcher import Job
+from planc.trial.numerics import for_trial
 from planc.trial.program import with_terms
-from planc.trial.trial_part import with_random_adapters
+from planc.trial.trial_part import trial_part, with_random_adapters
 
 PADS = 2
+IMAGES = ((1, 2, 0, 1), (0, 1, 1, 0), (2, 0, 0, 1))
 IGNORED = -100
 
 
-def batches(vocabulary):
-    """Two steps: of two passes (padding and uneven labels; packed documents), and of one."""
-    made = []
-    for seed in range(3):
-        tokens, labels = data(vocabulary, seed)
-        made.append({"input_ids": tokens, "labels": labels})
+def batches(model, lowered):
+    """Two steps: of two passes (padding and uneven labels; packed documents, or images on other
+    rows), and of one.
+
+    For products in 8 bits, which take multiples of 32 tokens, rows have twice the tokens, and
+    padding on the right: a query that sees nothing is NaN in float64.
+    """
+    eight = lowered.has(LowPrecision)
+    if placeholders(model.config):
+        made = [with_images(model.config, seed, of_rows) for seed, of_rows in enumerate(IMAGES)]
+    else:
+        made = [text(model.config.get_text_config().vocab_size, n, eight) for n in range(3)]
     rows, length = made[0]["input_ids"].shape
     made[0]["labels"][: rows // 2, :-1] = IGNORED
-    made[0]["attention_mask"] = torch.ones(rows, length, dtype=torch.long)
-    made[0]["attention_mask"][0, :PADS] = 0
-    first = length // 2 - 1
-    positions = torch.cat([torch.arange(first), torch.arange(length - first)])
-    made[1]["position_ids"] = positions.expand(rows, -1).contiguous()
+    if not placeholders(model.config):
+        made[0]["attention_mask"] = torch.ones(rows, length, dtype=torch.long)
+        made[0]["attention_mask"][0, slice(-PADS, None) if eight else slice(PADS)] = 0
+        first = length // 2 - 1
+        positions = torch.cat([torch.arange(first), torch.arange(length - first)])
+        made[1]["position_ids"] = positions.expand(rows, -1).contiguous()
     return [made[:2], made[2:]]
+
+
+def text(vocabulary, seed, wide):
+    """The tokens and labels of a pass, in rows of one length or, if `wide`, of two."""
+    parts = [data(vocabulary, n) for n in (seed, seed + 3)[: 1 + wide]]
+    tokens, labels = (torch.cat(some, dim=1) for some in zip(*parts, strict=True))
+    return {"input_ids": tokens, "labels": labels}
+
+
+def with_images(config, seed, images):
+    """A pass whose rows have so many images each."""
+    shape = BatchShape(rows=len(images), length=32, seed=seed, images=images)
+    return TransformersBuilder(config.to_dict()).sample(shape)
 
 
 def stepper(model, lowered, run=None):
@@ -64,9 +94,9 @@ def trained_alone(model, lowered):
     """Logits, loss, gradients, norms and parameters of a single process."""
     found = {"logits": [], "loss": 0.0, "gradients": {}, "norms": []}
     optimizer = stepper(model, lowered)
-    for step, passes in enumerate(batches(model.config.get_text_config().vocab_size)):
+    for step, passes in enumerate(batches(model, lowered)):
         count = sum((b["labels"][:, 1:] != IGNORED).sum() for b in passes).float()
-        for batch in passes:
+        for batch in by_data_rank(passes, lowered):
             output = model(**batch, num_items_in_batch=count)
             output.loss.backward()
             if step == 0:
@@ -83,6 +113,16 @@ def trained_alone(model, lowered):
     return found
 
 
+def by_data_rank(passes, lowered):
+    """The passes; in the rows of a data rank each where products are in 8 bits, since scales are of
+    the rows of a pass.
+    """
+    ranks = lowered.axis_size(*lowered.averaged) if lowered.has(LowPrecision) else 1
+    for batch in passes:
+        parts = {name: value.chunk(ranks) for name, value in batch.items()}
+        yield from ({n: part[rank] for n, part in parts.items()} for rank in range(ranks))
+
+
 def logits_of(output):
     """The logits of a pass; none where the loss is computed in chunks."""
     return [] if output.get("logits") is None else [whole(output.logits)]
@@ -91,11 +131,17 @@ def logits_of(output):
 @cache
 def reference(model, right, changes):
     """What a single process trains under a right plan; `changes` as JSON."""
-    made, lowered = silent_scripts.Script().build(model, json.loads(changes)), read(right)
+    lowered = read(right)
+    made = for_trial(silent_scripts.Script().build(model, json.loads(changes)), lowered)
     losses = [op for op in lowered.ops if isinstance(op, ChunkLoss)]
     for op in losses:
         with_terms(made, op)
-    found = trained_alone(alone(made, lowered), lowered)
+    made = alone(made, lowered)
+    reset_states(made, *parts_reset(lowered.ops))
+    found = trained_alone(made, lowered)
+    ranks = len(found["logits"]) // 2  # that have the rows of each of two passes
+    if ranks > 1:
+        found["logits"] = [torch.cat(found["logits"][n : n + ranks]) for n in (0, ranks)]
     return {**found, "logits": []} if losses else found
 
 
@@ -106,7 +152,7 @@ def trained(run, script, optimizer):
     found = {"logits": [], "loss": torch.zeros(()), "gradients": {}, "norms": []}
     model = run.model
     one_loop = run.lowered.pipeline is not None or sequence_parts(run.lowered) > 1
-    for step, passes in enumerate(batches(model.config.get_text_config().vocab_size)):
+    for step, passes in enumerate(batches(model, run.lowered)):
         mine = [script.rows(run, batch) for batch in passes]
         if one_loop:
             loss = run.forward_backward(mine)
@@ -180,17 +226,39 @@ def worst(mine, right):
 
 
 def read(document):
-    """A lowered plan, with adapters in which every error shows."""
-    return with_random_adapters(loads(document, "case", Sink()))
+    """A lowered plan, with adapters in which every error shows, and emulated products in 8 bits."""
+    lowered = loads(document, "case", Sink())
+    if lowered.has(LowPrecision):
+        return trial_part(lowered, eight_bits=True)
+    return with_random_adapters(lowered)
 
 
 def run_of(model, lowered, loop, changes, *, seed=7):
     """(the handle of a run of a lowered plan, what it trained), whatever planc says of the plan."""
-    made = loop.build(model, changes)
+    made = for_trial(loop.build(model, changes), lowered)
     early = loop.optimizer(made)
     torch.manual_seed(seed + distributed.get_rank())
-    run = apply_lowered(made, lowered, digest=digest(lowered), device_type="cpu")
+    terms = {"device_type": "cpu", "allow_code": True}  # a style of torchao's
+    run = apply_lowered(made, lowered, digest=digest(lowered), **terms)
+    with_the_checks_of_a_gpu(made)
     return run, trained(run, loop, early or stepper(made, lowered, run))
+
+
+def with_the_checks_of_a_gpu(model):
+    """Has layers in fp8 raise where torch's product does on a GPU, which no CPU path checks."""
+
+    def check(layer, _):
+        weight = layer.weight
+        rows, columns = (weight.to_local() if isinstance(weight, DTensor) else weight).shape
+        with FakeTensorMode():
+            like = {"dtype": torch.float8_e4m3fn, "device": "cuda"}
+            mine, right = torch.empty(32, columns, **like), torch.empty(rows, columns, **like).t()
+            scale = torch.empty((), device="cuda")
+            _meta_registrations.meta_scaled_mm(mine, right, scale, scale)
+
+    for layer in model.modules():
+        if type(layer).__name__ == "Float8Linear":
+            layer.register_forward_pre_hook(check)
 
 
 def truth(model, document, right, fault="", script="Script", changes=None):

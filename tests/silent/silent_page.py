@@ -21,9 +21,11 @@ right twin. `make silent` writes this page; [the argument](proof.md) says why a 
   torch's code is patched), or the training script.
 - **truth** is a run on four gloo processes against a single process, in float32, with padding,
   packed documents and unevenly ignored labels. It names the first of logits, loss, gradients, their
-  norm, and the parameters after two steps of AdamW that is off, with its largest relative error.
+  norm, and the parameters after two steps of the plan's optimizer, or of AdamW, that is off, with
+  its largest relative error. Products in 8 bits are emulated by torchao, those in fp8 in float64.
   A setting that is ignored trains the right model, without what was asked for. `raises` is a run
-  that these versions of torch and transformers stop, where the reported one trained on.
+  that these versions of torch and transformers stop, where the reported one trained on; that of
+  sizes in fp8 is stopped by torch's own check for a GPU.
 - **found by** is the first of `planc check`, `planc verify` (for mistakes in the runtime) and the
   run itself (`planc.apply` with the loop of [training.md](training.md)) that finds it, with its
   code and the line. That is one of the plan: of the rules for the module that shows the mistake

@@ -6,6 +6,9 @@ import numerics
 import torch
 from torch import distributed
 
+from planc.runtime.standalone.images import placeholders
+from planc.trial.batches import TrialPass
+
 MAX_NORM = 1.0
 
 
@@ -20,8 +23,9 @@ class Script:
         return None
 
     def rows(self, run, batch):
-        size = len(batch["input_ids"]) // run.data_size
-        return {n: v[run.data_rank * size :][:size] for n, v in batch.items()}
+        """A data rank's rows, with their images."""
+        every = TrialPass(inputs=batch, tokens=placeholders(run.model.config))
+        return every.of_rank(run.data_rank, run.data_size)
 
     def count(self, run, batches):
         return run.num_items_in_batch(*(b["labels"] for b in batches))

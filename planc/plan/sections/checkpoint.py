@@ -15,6 +15,8 @@ from planc.plan.sections.tensor import claimed
 from planc.syntax import ast
 
 _WAYS = ("full", "ops", "budget", "none")
+HOST_GB_S = 50.0
+"""Of the profile `h100-8x`, as the other rates that budgets are spent by (`planc.budget.table`)."""
 _TERMS = ("offload", "pin", "preserve_rng", "early_stop")
 
 
@@ -68,13 +70,17 @@ def _checkpoint(call: ast.Call, scope: Scope) -> Checkpoint | None:
     if pinned is not None and not op.offload and arguments.ok:
         hint = "write `offload = cpu` too"
         arguments.wrong(pinned, "`pin` has no effect without `offload`", hint)
+    if op.offload and any(s.hosted for s in save) and arguments.ok:
+        hint = "remove it, or the lists of calls to offload"
+        arguments.wrong(call, "`offload = cpu` keeps all that is saved on the CPU", hint)
     return op if arguments.done() else None
 
 
 def _budget(call: ast.Call, scope: Scope) -> Budget | None:
     """`budget(SIZE, seq = N)` on the whole model, or None after a finding."""
-    arguments = Arguments(call, scope, ("rows", "seq"))
+    arguments = Arguments(call, scope, ("rows", "seq", "offload", "host_gb_s"))
     rows, seq = arguments.integer("rows", 1), arguments.integer("seq", 0)
+    host = _host(arguments)
     hint = "write `budget(20GiB, rows = 1, seq = 4096)`: the bytes of a forward pass of such rows"
     given = evaluate(arguments.positional[0].value, scope) if arguments.positional else None
     if not arguments.positional:
@@ -88,7 +94,20 @@ def _budget(call: ast.Call, scope: Scope) -> Budget | None:
         arguments.wrong(call, "`rows` and `seq` are 1 or more: what a budget is for", hint)
     if not arguments.ok or not number(given):
         return None
-    return Budget(modules=scope.facts.model, size=given, rows=rows, seq=seq)
+    return Budget(modules=scope.facts.model, size=given, rows=rows, seq=seq, host_gb_s=host)
+
+
+def _host(arguments: Arguments) -> float:
+    """GB in a second to the host's memory, for `offload = cpu`; 0 without."""
+    stated = next((a for a in arguments.call.arguments if a.name == "host_gb_s"), None)
+    away = arguments.word("offload", {"cpu": True, "none": False}, False)
+    wanted = "GB in a second that the link to the host's memory moves each way"
+    rate = arguments.number("host_gb_s", HOST_GB_S, wanted, lambda value: value > 0)
+    if stated is not None and not away and arguments.ok:
+        arguments.wrong(
+            stated, "`host_gb_s` has no effect without `offload`", "write `offload = cpu`"
+        )
+    return rate if away else 0.0
 
 
 def _save(arguments: Arguments) -> tuple[Save, ...] | None:
@@ -129,15 +148,19 @@ def _saved(item: ast.Expr, arguments: Arguments) -> Save | None:
     scope = arguments.scope
     every = 1
     if isinstance(item, ast.Call):
-        inner = Arguments(item, scope, ("every", "calls"))
-        stated = inner.take("calls")
+        inner = Arguments(item, scope, ("every", "calls", "offload"))
+        stated, away = inner.take("calls"), inner.take("offload")
         every = inner.integer("every", 1)
         calls = () if stated is None else _calls(stated, inner, every)
+        hosted = () if away is None else _calls(away, inner, every)
+        if inner.ok and away is not None and not {*hosted} <= {*calls}:
+            hint = "write `mm(calls = [0, 2, 4], offload = [2])`"
+            inner.wrong(away, "`offload` lists which of the `calls` are kept on the CPU", hint)
         if inner.done() and every < 1:
             inner.wrong(item, f"`every` is 1 or more, not {every}", "2 keeps every second one")
         arguments.ok &= inner.ok
         found = _named(item.name, item, arguments, every) if inner.ok else None
-        return replace(found, calls=calls) if found else None
+        return replace(found, calls=calls, hosted=hosted) if found else None
     value = word(item, scope) if isinstance(item, ast.Name) else evaluate(item, scope)
     if isinstance(value, str):
         return _named(value, item, arguments, every)

@@ -9,6 +9,7 @@ from planc.diagnostic import PlanError
 from planc.runtime.leaks import DOCUMENTS, PADDING, leaks
 from planc.runtime.preconditions import stop
 from planc.runtime.script_line import script_line
+from planc.runtime.standalone.context import CONTEXT
 from planc.runtime.standalone.documents import RESETS, STATED
 
 _KEPT = "_planc_leaks"
@@ -45,8 +46,9 @@ def refuse(model: nn.Module, batch: Mapping[str, Any]) -> bool:
     name = kind.__name__ if kind else ""
     found = model.__dict__.get(_KEPT)
     if found is None:
-        reset = model.__dict__.get(RESETS)
-        parts = sorted(reset.parts) if reset else ()
+        reset, context = model.__dict__.get(RESETS), model.__dict__.get(CONTEXT)
+        # ranks with a part of each row keep documents apart as they exchange states
+        parts = sorted(reset.parts if reset else context.states if context else ())
         found = leaks(model.config.to_dict(), name, parts) if kind else {}
         model.__dict__[_KEPT] = found
     stated = any(batch.get(name) is not None for name in STATED)

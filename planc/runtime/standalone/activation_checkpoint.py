@@ -16,8 +16,10 @@ import torch.utils.checkpoint
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-Group = tuple[int | tuple[int, ...], tuple[str, ...]]
-"""(n, names): every n-th result of these operators, or those that n numbers."""
+Group = tuple[int | tuple[int, ...], tuple[str, ...], *tuple[tuple[int, ...], ...]]
+"""(n, names): every n-th result of these operators, or those that n numbers; a third
+item numbers those of them that are kept on the CPU.
+"""
 
 # Saving -------------------------------------------------------------------------------
 
@@ -34,30 +36,40 @@ def operators(names: Iterable[str]) -> Iterator[Any]:
 
 def _there(groups: Iterable[Group]) -> None:
     """Raises if a group consists of one operator that torch does not have."""
-    for _, names in groups:
+    for _, names, *_ in groups:
         if len(names) == 1 and not list(operators(names)):
             raise ValueError(f"torch has no operator {names[0]}")
 
 
-def _chooser(groups: Iterable[Group]) -> Callable[..., bool | None]:
-    """Decides for each call whether to save its result: every n-th, or those numbered.
+CPU = "cpu"
+"""What is decided of a call whose result is saved on the CPU alone."""
+
+
+def _chooser(groups: Iterable[Group]) -> Callable[..., bool | str | None]:
+    """Decides for each call whether to save its result: every n-th, or those numbered;
+    `CPU` for one that is kept there.
 
     The decision is None for an operator that is in no group. A call that draws random
     numbers is computed again, or what draws after it would draw its numbers.
     """
-    table: dict[Any, tuple[int, int | tuple[int, ...]]] = {}
-    for group, (every, names) in enumerate(groups):
-        table |= dict.fromkeys(operators(names), (group, every))
+    table: dict[Any, tuple[int, int | tuple[int, ...], tuple[int, ...]]] = {}
+    for group, (every, names, *more) in enumerate(groups):
+        away = more[0] if more else ()
+        table |= dict.fromkeys(operators(names), (group, every, away))
     counts: dict[tuple[bool, int], int] = {}
 
-    def chosen(op: Any, args: Any, kwargs: Any, again: bool = False) -> bool | None:
+    def chosen(
+        op: Any, args: Any, kwargs: Any, again: bool = False
+    ) -> bool | str | None:
         if op not in table:
             return None
-        group, every = table[op]
+        group, every, away = table[op]
         count = counts.get((again, group), 0)
         counts[again, group] = count + 1
         keep = count % every == 0 if isinstance(every, int) else count in every
-        return keep and not draws(op, args, kwargs)
+        if not keep or draws(op, args, kwargs):
+            return False
+        return CPU if count in away else True
 
     return chosen
 
@@ -102,9 +114,13 @@ class _Keep(torch.utils.checkpoint._CachingTorchDispatchMode):
     through an `_unsafe_view`, which has another counter: gradients would be wrong.
     """
 
-    def __init__(self, decide: Callable[..., Any], storage: dict[Any, Any]) -> None:
+    def __init__(
+        self, decide: Callable[..., Any], storage: dict[Any, Any], away: list[bool]
+    ) -> None:
         super().__init__(decide, storage)
         self.held: dict[int, _Held] = {}
+        self.away = away
+        """Whether the result of the last call is kept on the CPU."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -123,7 +139,7 @@ class _Keep(torch.utils.checkpoint._CachingTorchDispatchMode):
         return out
 
     def _hold(self, func: Any) -> None:
-        """Replaces the results that torch just saved by `_Held`."""
+        """Replaces the results that torch just saved by `_Held`, or by `_Parked`."""
         # torch 2.11: a list of what is saved; later: also what is not, by its number
         kept = self.storage.get(func, ())
         at = len(kept) - 1
@@ -131,6 +147,8 @@ class _Keep(torch.utils.checkpoint._CachingTorchDispatchMode):
         def own(leaf: Any) -> Any:
             if not isinstance(leaf.val, torch.Tensor):
                 return leaf
+            if self.away[0]:
+                return _park(leaf.val, func, True)
             held = self.held[_memory(leaf.val)] = _Held(leaf.val)
             return held
 
@@ -165,13 +183,15 @@ def saving(*groups: Group) -> Callable[[], tuple[Any, Any]]:
 
     def contexts() -> tuple[Any, Any]:
         chosen, policy = _chooser(groups), torch.utils.checkpoint.CheckpointPolicy
+        away = [False]
 
         def decide(context: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
             keep = chosen(op, args, kwargs, context.is_recompute)
+            away[0] = keep == CPU
             return policy.MUST_SAVE if keep else policy.PREFER_RECOMPUTE
 
         _, reuse = torch.utils.checkpoint.create_selective_checkpoint_contexts(decide)
-        return _Keep(decide, reuse.storage), reuse
+        return _Keep(decide, reuse.storage, away), reuse
 
     return contexts
 
@@ -203,6 +223,17 @@ class _Parked:
         sharded = DTensor.from_local
         return sharded(values, *self.spec, run_check=False, **self.sizes)
 
+    def get_val(self, _allow: bool) -> Tensor:
+        """The result, which torch calls for instead of recomputing."""
+        return self.back()
+
+
+def _park(tensor: Tensor, func: Any, pin: bool) -> _Parked:
+    """A result of an operator on the CPU."""
+    if func.namespace == "_c10d_functional":  # the collective may be unfinished
+        tensor = torch.ops._c10d_functional.wait_tensor(tensor)
+    return _Parked(tensor, pin)
+
 
 def offloading(pin: bool, **options: Any) -> Callable[..., Any]:
     """The `checkpoint_fn` that keeps a module's inputs on the CPU until backward."""
@@ -230,7 +261,10 @@ class _Park(torch.utils._python_dispatch.TorchDispatchMode):
     supports_higher_order_operators = True
 
     def __init__(
-        self, chosen: Callable[..., bool | None], pin: bool, kept: dict[Any, list[Any]]
+        self,
+        chosen: Callable[..., bool | str | None],
+        pin: bool,
+        kept: dict[Any, list[Any]],
     ) -> None:
         super().__init__()
         self.chosen, self.pin, self.kept = chosen, pin, kept
@@ -241,17 +275,16 @@ class _Park(torch.utils._python_dispatch.TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         keep = self.chosen(func, args, kwargs or {})
         if keep is not None:
-            park = self._park(out, func.namespace) if keep else None
-            self.kept.setdefault(func, []).append(park)
+            self.kept.setdefault(func, []).append(self._park(out, func, keep))
         return out
 
-    def _park(self, out: Any, namespace: str) -> Any:
+    def _park(self, out: Any, func: Any, keep: bool | str) -> Any:
         def one(tensor: Tensor) -> _Parked:
-            if namespace == "_c10d_functional":  # the collective may be unfinished
-                tensor = torch.ops._c10d_functional.wait_tensor(tensor)
-            return _Parked(tensor, self.pin)
+            return _park(tensor, func, self.pin)
 
-        return torch.utils._pytree.tree_map_only(torch.Tensor, one, out)
+        return (
+            torch.utils._pytree.tree_map_only(torch.Tensor, one, out) if keep else None
+        )
 
 
 class _Fetch(torch.utils._python_dispatch.TorchDispatchMode):

@@ -13,12 +13,15 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
+from itertools import chain
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
+
+from planc.runtime.standalone.pipeline import Inactive
 
 RESETS = "_reset_states"
 """The attribute of a model whose states end with a document."""
@@ -344,9 +347,17 @@ def recomputed(checkpoint: Callable[..., Any]) -> Any:
     return called
 
 
+def of_all_stages(model: nn.Module) -> Iterator[nn.Module]:
+    """The modules of a model, those of other stages of a rank too, which something else
+    stands for while one stage runs.
+    """
+    stand_ins = [m.module for m in model.modules() if isinstance(m, Inactive)]
+    return chain.from_iterable(m.modules() for m in (model, *stand_ins))
+
+
 def carry_facts(model: nn.Module) -> None:
     """Makes checkpoints recompute with what was known in their forward."""
-    for module in model.modules():
+    for module in of_all_stages(model):
         for name in ("checkpoint_fn", "_gradient_checkpointing_func"):
             if name in module.__dict__:
                 replace(module, name, recomputed)
@@ -403,7 +414,7 @@ class StateResets:
 def replace_parts(model: nn.Module, parts: Set[str]) -> None:
     """Replaces what the modules of a model call."""
     carry_facts(model)
-    for module in model.modules():
+    for module in of_all_stages(model):
         if not parts.isdisjoint(called_names(type(module))):
             module.register_forward_pre_hook(ask)
         for kind in type(module).__mro__:

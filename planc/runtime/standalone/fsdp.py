@@ -62,8 +62,6 @@ def spread(
 ) -> Callable[[nn.Parameter], Any]:
     """A `shard_placement_fn` for units with parameters on several meshes.
 
-    torch supports them since 2.12.
-
     Args:
         placed: the result of `placements`.
         rest: the sharding of the unit's other parameters.

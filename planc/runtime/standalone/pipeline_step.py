@@ -136,17 +136,35 @@ def ties_summed(stages: Stages, model: nn.Module) -> Iterator[None]:
     """Sums over all ranks that hold them what passes inside add to the gradients of
     parameters that stages share; what earlier passes have added is summed already.
     """
-    copies = [(p, ranks) for p, ranks in stages.copies(model) if p.requires_grad]
+    copies = [(p, tuple(r)) for p, r in stages.copies(model) if p.requires_grad]
     before = [parameter.grad for parameter, _ in copies]
     for parameter, _ in copies:
         parameter.grad = None
     yield
-    for (parameter, ranks), summed in zip(copies, before, strict=True):
-        if parameter.grad is None:  # the others have one
+    holders = gradients_of(stages, copies)
+    for (parameter, ranks), summed, count in zip(copies, before, holders, strict=True):
+        here = parameter.grad is not None
+        if not here:
             parameter.grad = torch.zeros_like(parameter)
         exchange(stages, part_of(parameter.grad), ranks)
-        if summed is not None:
+        if not here and not count:  # an optimizer leaves it alone, as in one process
+            parameter.grad = summed
+        elif summed is not None:
             parameter.grad = summed.add_(parameter.grad)
+
+
+def gradients_of(
+    stages: Stages, copies: Sequence[tuple[nn.Parameter, tuple[int, ...]]]
+) -> list[Tensor]:
+    """How many of the ranks that hold a parameter have a gradient of it, for each."""
+    counts: dict[int, Tensor] = {}
+    for ranks in dict.fromkeys(ranks for _, ranks in copies):
+        those = [parameter for parameter, other in copies if other == ranks]
+        device = part_of(those[0]).device
+        here = torch.tensor([p.grad is not None for p in those], device=device).int()
+        exchange(stages, here, ranks)
+        counts |= dict(zip(map(id, those), here.unbind(), strict=True))
+    return [counts[id(parameter)] for parameter, _ in copies]
 
 
 def exchange(stages: Stages, own: Tensor, ranks: Sequence[int]) -> None:

@@ -1,6 +1,6 @@
 """What only a GPU shows: a loss in chunks, random numbers by rank, and a plan that trains.
 
-    python tests/bench/on_gpu.py
+    python tests/gpu/losses.py
 
 Prints JSON: milliseconds and the most memory of head and loss, forward and backward, in bf16, with
 the largest relative error of the gradients beside whole logits; whether ranks draw as
