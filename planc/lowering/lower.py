@@ -1,8 +1,8 @@
 """IR -> lowered operations. The order of a parallel program is decided here only:
 
 mesh, pipeline (after adapters, where there are any), configure, adapters, tensor, ties, experts
-(and the styles on them), context or resets of states, freezing, 4-bit weights, checkpoint, compile,
-FSDP (nested units first, the root last), the settings of units, and the loss.
+(and the styles on them), context or resets of states, freezing, 4-bit weights, checkpoint, slots of
+experts, compile, FSDP (nested units first, the root last), the settings of units, and the loss.
 
 Adapters come first because peft reads the size of a layer from its weight, and a sharded weight has
 the size of a rank's shard; and before the pipeline, which remembers what other stages hold. Tensor
