@@ -113,6 +113,7 @@ MESHES = [
     ("probs", ["tp=2", "ep=2", "etp=2"]),
     ("probs", ["cp=2", "tp=2"]),
     ("position", ["pp=2", "ep=2"]),
+    ("probs", ["pp=2", "schedule=interleaved_1f1b"]),
     ("probs", []),
 ]
 

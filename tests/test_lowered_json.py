@@ -164,10 +164,10 @@ def test_all_that_is_wrong_is_said_with_its_place():
         "x.json, at stages[0].ops[5]: axes is missing",
         "x.json, at stages[0].ops[20].reshard: null is not of type boolean or integer",
         'x.json, at stages[0].ops[21].op: "explode" is not "pipeline", "configure", "load", '
-        '"adapt", "matmul", "parallelize", "tie", "dispatch_experts", "limit_experts", '
+        '"adapt", "matmul", "parallelize", "tie", "dispatch_experts", '
         '"context_parallel", "reset_states", '
-        '"freeze", "quantize", "checkpoint", "compile", "fully_shard", "megatron_shard", '
-        '"scale_weights", '
+        '"freeze", "quantize", "checkpoint", "limit_experts", "compile", "fully_shard", '
+        '"megatron_shard", "scale_weights", '
         '"divide", "prefetch", "chunk_loss", "share_tower", "draw", "draw_by_rank", '
         '"draw_apart" or "optimize"',
         "x.json, at stages[0].ops[22]: 3 is not of type object",

@@ -179,6 +179,43 @@ def test_tokens_that_a_checkpoint_routes_again_count_once():
     assert {sum(each) for each in loads[0].values()} == {2 * 32}
 
 
+LIMITED = """plan limited for any
+
+extend "mixtral"
+
+override expert on ep {
+    $experts : dispatch(all_to_all, capacity = CAPACITY, drop = position)
+}
+"""
+
+
+@pytest.mark.parametrize("recompute", ["true", "false"])
+def test_tokens_that_find_no_slot_count(tmp_path, recompute):
+    """Loads are what routers chose; the share that is dropped is of the last positions of rows."""
+    path, chosen = tmp_path / "limited.plan", {}
+    path.write_text(LIMITED.replace("CAPACITY", "1.0"))
+    model = small("mixtral")
+    sets = [f"recompute={recompute}", "param_dtype=fp32"]
+    run = planc.apply(model, str(path), device_type="cpu", metrics=True, overrides=sets)
+    for name in run.tokens_per_expert():
+
+        def note(_module, args, name=name):
+            chosen.setdefault(name, args[1].view(2, -1))  # of the first pass, two rows
+
+        model.get_submodule(name).register_forward_pre_hook(note)
+    trained(run, [rows(2, 16)])
+    numbers = run.metrics(per_expert=True)
+    for name, loads in run.tokens_per_expert().items():
+        count = len(loads)
+        each = torch.stack([row.bincount(minlength=count) for row in chosen[name]])
+        assert [numbers[f"experts/tokens/{name}/{at}"] for at in range(count)] == loads
+        assert loads == each.sum(0).tolist()
+        slots = -(-each[0].sum().item() // count)
+        dropped = (each - slots).clamp_min(0).sum().item() / each.sum().item()
+        assert numbers[f"experts/dropped/{name}"] == pytest.approx(dropped)
+    assert numbers["experts/dropped"] > 0
+
+
 def test_a_pass_for_a_batch_that_is_not_there_counts_for_nothing():
     model = small("mixtral")
     sets = ["param_dtype=fp32"]

@@ -1,8 +1,8 @@
 """IR -> lowered operations. The order of a parallel program is decided here only:
 
 mesh, pipeline (after adapters, where there are any), configure, adapters, tensor, ties, experts
-(and the styles on them), context or resets of states, freezing, 4-bit weights, checkpoint, compile,
-FSDP (nested units first, the root last), the settings of units, and the loss.
+(and the styles on them), context or resets of states, freezing, 4-bit weights, checkpoint, slots of
+experts, compile, FSDP (nested units first, the root last), the settings of units, and the loss.
 
 Adapters come first because peft reads the size of a layer from its weight, and a sharded weight has
 the size of a rank's shard; and before the pipeline, which remembers what other stages hold. Tensor
@@ -126,13 +126,13 @@ def _stage(plan: Plan, facts: Facts, adapters: list[Adapt]) -> Stage:
         *_ties(facts, tensor, plan),
         *_joined(divided(plan)),
         *_joined(_parallelize(_ordered(inside), plan)),
-        *_joined(limited(plan)),
         *_contexts(plan),
         *_resets(plan, facts),
         *_freeze(tensor, plan),
         *_joined(plan.train),
         *quantize(plan),
         *_joined(_inside_out(plan.checkpoint)),
+        *_joined(limited(plan)),  # which tells the checkpoints of all stages
         *_joined(plan.compile),
         *units,
         *_scales(plan),

@@ -33,12 +33,12 @@ AnyOp = Annotated[
     | Parallelize
     | Tie
     | DispatchExperts
-    | LimitExperts
     | ContextParallel
     | ResetStates
     | Freeze
     | Quantize
     | Checkpoint
+    | LimitExperts
     | Compile
     | FullyShard
     | Backend

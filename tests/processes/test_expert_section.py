@@ -82,6 +82,13 @@ def test_tokens_in_chunks(four, tmp_path, model, plan, way):
     assert [r["bits"] for r in mine] == [r["bits"] for r in script]
 
 
+def test_chunks_of_compiled_blocks(four, tmp_path):
+    """The graph of a block breaks where its tokens are sent."""
+    path = tmp_path / "chunks.plan"
+    path.write_text(CHUNKS.replace("PLAN", "qwen3_moe") + "compile {\n    $blocks : block\n}\n")
+    right(compared(four, "qwen3_moe", str(path), *given("over data ranks")))
+
+
 LIMITED = """plan limited for any
 
 extend "PLAN"

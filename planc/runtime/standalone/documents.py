@@ -347,9 +347,9 @@ def recomputed(checkpoint: Callable[..., Any]) -> Any:
     return called
 
 
-def modules_of(model: nn.Module) -> Iterator[nn.Module]:
-    """The modules of a model, also those that something stands for while another stage
-    of the rank runs.
+def of_all_stages(model: nn.Module) -> Iterator[nn.Module]:
+    """The modules of a model, those of other stages of a rank too, which something else
+    stands for while one stage runs.
     """
     stand_ins = [m.module for m in model.modules() if isinstance(m, Inactive)]
     return chain.from_iterable(m.modules() for m in (model, *stand_ins))
@@ -357,7 +357,7 @@ def modules_of(model: nn.Module) -> Iterator[nn.Module]:
 
 def carry_facts(model: nn.Module) -> None:
     """Makes checkpoints recompute with what was known in their forward."""
-    for module in modules_of(model):
+    for module in of_all_stages(model):
         for name in ("checkpoint_fn", "_gradient_checkpointing_func"):
             if name in module.__dict__:
                 replace(module, name, recomputed)
@@ -414,7 +414,7 @@ class StateResets:
 def replace_parts(model: nn.Module, parts: Set[str]) -> None:
     """Replaces what the modules of a model call."""
     carry_facts(model)
-    for module in modules_of(model):
+    for module in of_all_stages(model):
         if not parts.isdisjoint(called_names(type(module))):
             module.register_forward_pre_hook(ask)
         for kind in type(module).__mro__:

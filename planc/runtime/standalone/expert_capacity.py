@@ -185,7 +185,7 @@ def limit_experts(
     stay as they are.
 
     Args:
-        model: gets the rows.
+        model: gets the rows, and has its checkpoints, also in other stages of a rank.
         modules: of experts; their forward takes the hidden states of all tokens, the
             experts of each, and their weights.
         sent: whether their tokens go to other ranks: then those of what is dropped do
@@ -195,13 +195,7 @@ def limit_experts(
     for module in modules:
         limit_module(module, Capacity(**settings), sent)
     if note_rows not in model._forward_pre_hooks.values():
-
-        def first(model: nn.Module, _args: Any) -> None:
-            """Checkpoints are there by now."""
-            once.remove()
-            carry_facts(model)
-
-        once = model.register_forward_pre_hook(first)
+        carry_facts(model)
         model.register_forward_pre_hook(note_rows, with_kwargs=True)
         model.register_forward_hook(forget_rows, always_call=True)
 
