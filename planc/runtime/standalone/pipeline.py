@@ -219,8 +219,10 @@ class Stages:
         every = [*others, *((self.cut, name) for _, name in fed)]
         before = [(parent, name, parent._modules[name]) for parent, name in every]
         try:
-            for parent, name in others:
-                parent._modules[name] = self._inactive[parent, name]
+            for parent, name, module in before[: len(others)]:
+                stand_in = self._inactive[parent, name]
+                stand_in.__dict__["module"] = module  # a checkpoint has wrapped it since
+                parent._modules[name] = stand_in
             for i, name in fed:
                 assert self.values is not None
                 block = self.cut._modules[name]
