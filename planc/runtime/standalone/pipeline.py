@@ -221,7 +221,7 @@ class Stages:
         try:
             for parent, name, module in before[: len(others)]:
                 stand_in = self._inactive[parent, name]
-                stand_in.__dict__["module"] = module  # a checkpoint has wrapped it since
+                stand_in.__dict__["module"] = module  # in its checkpoint
                 parent._modules[name] = stand_in
             for i, name in fed:
                 assert self.values is not None
