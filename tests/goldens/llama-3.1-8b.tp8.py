@@ -228,10 +228,7 @@ def reshard_units(model):
 
 def groups_of(unit):
     """The parameter groups of an FSDP unit, which torch has no public name for."""
-    state = unit._get_fsdp_state()
-    if hasattr(state, "_fsdp_param_groups"):  # torch 2.12 and later
-        return list(state._fsdp_param_groups)
-    return [g for g in (state._fsdp_param_group,) if g is not None]
+    return list(unit._get_fsdp_state()._fsdp_param_groups)
 
 
 def set_config(model, path, value):
