@@ -18,7 +18,7 @@ from planc.proof.layout_flow import flow
 from planc.runtime.standalone import clipping, pipeline_step
 from planc.runtime.standalone.pipeline import Stages
 from planc.runtime.standalone.pipeline_messages import Message
-from planc.runtime.standalone.pipeline_values import SentValues
+from planc.runtime.standalone.pipeline_values import SentValues, argument
 from planc.source import Source
 from planc.syntax.parse import parse
 
@@ -154,6 +154,21 @@ def test_a_state_that_is_not_sent(uncached, monkeypatch):
 
     monkeypatch.setattr(SentValues, "keep", lost)
     assert judged("zaya")[0].verdict == "refuted"
+
+
+def test_values_that_a_stage_between_does_not_pass_on(uncached, monkeypatch):
+    """Two stages have none between them: a third run, of three, refutes it."""
+    keep = SentValues.keep
+
+    def own(self, stage, number, args, kwargs):
+        received, self.received = self.received, self.nothing()
+        for name in self.given:
+            self.received["given"][name][number] = argument(name, args, kwargs)
+        keep(self, stage, number, args, kwargs)
+        self.received = received
+
+    monkeypatch.setattr(SentValues, "keep", own)
+    assert judged("gemma4_text", pp=4)[0].verdict == "refuted"
 
 
 def test_a_gradient_that_is_not_sent_back(uncached, monkeypatch):

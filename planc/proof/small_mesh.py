@@ -31,13 +31,25 @@ def longer(size: int) -> int:
     return 3 if size % 4 and size % 3 == 0 else 4
 
 
-def simulated_sizes(axes: Iterable[MeshAxis], split: Collection[str]) -> Iterator[dict[str, int]]:
+def passes_on(plan: Plan) -> Collection[str]:
+    """The axis of stages between whose first and last ones others pass on values beside hidden
+    states, or hold parameters of several stages; none where 2 ranks have such stages too.
+    """
+    op = plan.pipeline.op if plan.pipeline else None
+    if op is None or not (op.given or op.states or op.copies):
+        return ()
+    return (op.axis,) if plan.mesh.size(op.axis) == op.stages > RANKS else ()
+
+
+def simulated_sizes(
+    axes: Iterable[MeshAxis], split: Collection[str], passing: Collection[str] = ()
+) -> Iterator[dict[str, int]]:
     """The small meshes on which layout flow simulates a plan; none if every axis has one rank.
 
     First every axis of more than one rank with 2 ranks, or 3 if it has that many. Then, without
     data axes, each longer tensor axis (`split`) in turn with 4 ranks or 3, since 2 ranks cannot
     tell a swap from a reversal, or 1/n from 1/2; the others stay, if `MOST` ranks suffice, or have
-    one.
+    one. An axis of `passing` (`passes_on`) that had 2 ranks has 3, alone.
     """
     axes = tuple(axes)
     first = {a.name: fewest(a.size) for a in axes}
@@ -55,6 +67,7 @@ def simulated_sizes(axes: Iterable[MeshAxis], split: Collection[str]) -> Iterato
             second = {axis.name: longer(axis.size)}
             both = {**tensor, **second}
             yield both if prod(both.values()) <= MOST else {**alone, **second}
+    yield from ({**alone, name: 3} for name in passing if first[name] != 3)
 
 
 def small_sizes(axes: Iterable[MeshAxis], processes: int) -> dict[str, int]:
