@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest import mock
 
@@ -21,6 +21,22 @@ from torch.utils._pytree import tree_leaves
 
 from planc.measure.ledger import Ledger
 from planc.runtime.standalone import kept_states
+
+
+@contextmanager
+def on_one_device(away: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Optimizer states go to the host's memory by a function, and come back as copies: host and
+    device are one.
+    """
+
+    def back(values: Tensor, _: Tensor) -> Tensor:
+        return values.clone()
+
+    with (
+        mock.patch.object(kept_states, "to_host", away),
+        mock.patch.object(kept_states, "to_device", back),
+    ):
+        yield
 
 
 class Storages(TorchDispatchMode, Ledger):  # type: ignore[misc]
@@ -67,8 +83,7 @@ class Storages(TorchDispatchMode, Ledger):  # type: ignore[misc]
             self.known[key] = (reference, size, number)
             self.events.append((number, size - before))
 
-    @contextmanager
-    def with_host(self) -> Iterator[None]:
+    def with_host(self) -> AbstractContextManager[None]:
         """Leaves the host's memory out, where all fake tensors are on one device; what is copied
         to the device is counted.
         """
@@ -80,14 +95,7 @@ class Storages(TorchDispatchMode, Ledger):  # type: ignore[misc]
             self.hosted.add(copy.untyped_storage()._cdata)
             return copy
 
-        def back(values: Tensor, _: Tensor) -> Tensor:
-            return values.clone()
-
-        with (
-            mock.patch.object(kept_states, "to_host", away),
-            mock.patch.object(kept_states, "to_device", back),
-        ):
-            yield
+        return on_one_device(away)
 
     @contextmanager
     def counting(self) -> Iterator[None]:

@@ -1,12 +1,10 @@
 """Runs a lowered plan on a model: exactly the operations of the list, in its order."""
 
-import gc
 import logging
 import time
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from operator import attrgetter
 from typing import assert_never
 
@@ -30,6 +28,7 @@ from planc.ops.optimizer import Optimize, OptimizerClass
 from planc.ops.tensor_parallel import Parallelize
 from planc.runtime import gradients, preconditions
 from planc.runtime.calls import Values, function_of, resolve
+from planc.runtime.garbage import without_collection
 from planc.runtime.known_verdict import KnownVerdict, Required, accept, strongest
 from planc.runtime.lora import remember, require_packages
 from planc.runtime.matmul import require_eight_bits
@@ -90,7 +89,7 @@ def apply_lowered(
     before = tuple(weakref.ref(p) for p in model.parameters())
     device = device_of(model, device_type)
     _require(model, lowered, device, allow_code)
-    with _without_collection():
+    with without_collection():
         modules, meshes, known, first, experts = _prepare(
             model, lowered, digest, device, known, require=require, compare=compare, metrics=metrics
         )
@@ -144,6 +143,7 @@ def _require(model: nn.Module, lowered: Lowered, device: str, allow_code: bool) 
         _code(lowered, allow_code)
         require_packages(lowered)
         require_eight_bits(lowered, device)
+        preconditions.require_dispatcher(lowered)
         if lowered.backend:
             lowered.backend.part("runtime").require(device)
         preconditions.require_recomputable(model, lowered, device)
@@ -175,18 +175,6 @@ _KINDS = {
     "optimizer": "torch.optim.Optimizer",
     "style": "torch.distributed.tensor.parallel.ParallelStyle",
 }
-
-
-@contextmanager
-def _without_collection() -> Iterator[None]:
-    """Disables garbage collection, which takes half the time, as torch creates many objects."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _prepare(

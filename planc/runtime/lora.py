@@ -3,7 +3,6 @@
 from torch import nn
 
 from planc.diagnostic import PlanError
-from planc.ops.expert_parallel import DEEPEP, DispatchExperts
 from planc.ops.lora import Adapt
 from planc.ops.lowered import Lowered
 from planc.ops.quantization import Quantize
@@ -30,10 +29,10 @@ def missing_peft(lowered: Lowered) -> str | None:
 
 
 def require_packages(lowered: Lowered) -> None:
-    """Checks that the packages that a plan needs, but for those of products, can be imported.
+    """Checks that the packages that a plan's adapters need can be imported.
 
     Raises:
-        PlanError: PL187, peft cannot be imported; PL685, bitsandbytes; PL532, deep_ep.
+        PlanError: PL187, peft cannot be imported; PL685, bitsandbytes cannot be imported.
     """
     if missing := missing_peft(lowered):
         raise PlanError([problem("PL187", missing, help="pip install 'planc[lora]'")])
@@ -43,15 +42,6 @@ def require_packages(lowered: Lowered) -> None:
         except Exception as error:  # loading its shared libraries can raise any exception
             text = f"the plan has 4-bit weights, and bitsandbytes cannot be imported: {error}"
             raise stop("PL685", text, help="pip install 'planc[qlora]'") from error
-    sent = (op for op in lowered.ops if isinstance(op, DispatchExperts) and op.dispatch == DEEPEP)
-    if (op := next(sent, None)) is not None:
-        try:
-            from deep_ep import ElasticBuffer  # noqa: F401
-        except Exception as error:  # as above
-            text = (
-                f"tokens are sent by DeepEP ({op.place}), and deep_ep cannot be imported: {error}"
-            )
-            raise stop("PL532", text, help="install DeepEP 2, or write `all_to_all`") from error
 
 
 def remember(model: nn.Module, op: Adapt) -> None:

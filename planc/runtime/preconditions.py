@@ -18,6 +18,7 @@ from planc.ops.base import Op
 from planc.ops.call import Context, modules_of
 from planc.ops.compile import Compile
 from planc.ops.configure import Configure
+from planc.ops.expert_parallel import DEEPEP, DispatchExperts
 from planc.ops.fsdp import FullyShard
 from planc.ops.load import Load
 from planc.ops.lora import Adapt
@@ -293,6 +294,22 @@ def _digests(digests: list[str]) -> Iterator[str]:
 
 
 _ON_CPU = "aten._scaled_dot_product_flash_attention_for_cpu.default"
+
+
+def require_dispatcher(lowered: Lowered) -> None:
+    """Checks that the package that sends tokens to their experts can be imported.
+
+    Raises:
+        PlanError: PL532, deep_ep cannot be imported.
+    """
+    sent = (op for op in lowered.ops if isinstance(op, DispatchExperts) and op.dispatch == DEEPEP)
+    if (op := next(sent, None)) is None:
+        return
+    try:
+        from deep_ep import ElasticBuffer  # noqa: F401
+    except Exception as error:  # loading its shared libraries can raise any exception
+        text = f"tokens are sent by DeepEP ({op.place}), and deep_ep cannot be imported: {error}"
+        raise stop("PL532", text, help="install DeepEP 2, or write `all_to_all`") from error
 
 
 def require_recomputable(model: nn.Module, lowered: Lowered, device: str) -> None:

@@ -39,6 +39,7 @@ def main(rank: str = "", file: str = "") -> int:
     start = _fork
     if numerics.device_for(job.ranks) == "cuda":
         start = _spawn
+        (Path(job.folder) / "job.json").write_text(text.decode())
     else:
         worker.prepare(job)
     gc.freeze()
@@ -64,9 +65,7 @@ def _fork(job: Job, number: int) -> int:
 
 
 def _spawn(job: Job, number: int) -> int:
-    file = Path(job.folder) / "job.json"
-    file.write_text(job.dumps())
-    words = ["-W", "ignore", "-m", "planc.trial.fork_server", str(number), str(file)]
+    words = ["-W", "ignore", "-m", "planc.trial.fork_server", str(number), f"{job.folder}/job.json"]
     return os.posix_spawn(sys.executable, [sys.executable, *words], os.environ)
 
 

@@ -171,7 +171,7 @@ def run(part: Part, folder: Path, until: float) -> dict[str, object]:
             subprocess.run(["pkill", "-9", "-s", str(process.pid)], check=False)
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
     said = {"part": part.name, "code": code, "seconds": round(time.monotonic() - began, 1)}
-    return {**said, "last": lines[-1:][0:1], "log": log.name}
+    return {**said, "last": lines[-1:], "log": log.name}
 
 
 def main() -> None:

@@ -5,6 +5,7 @@ with products in bf16 and in 8 bits, by recipe, compiled, and two of them not. `
 memory and parameters of a llama of 0.6B with AdamW's states in fp32, in 8 bits, and on the host.
 """
 
+import gc
 import json
 import os
 import statistics
@@ -77,6 +78,7 @@ def steps(sizes, plan, rows, length, count, overrides=()):
         "sum of parameters": sum(sums),
     }
     del model, run, optimizer
+    gc.collect()  # a model and its run know each other
     torch.cuda.empty_cache()
     return found
 

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from planc.runtime.standalone.collectives import all_gather
 from planc.runtime.standalone.context_states import of_local
 from planc.runtime.standalone.context_tokens import order_of
 from planc.runtime.standalone.documents import CURRENT, carry_facts
+from planc.runtime.standalone.shards import part_of
 
 CAPACITY = "_capacity"
 """The attribute of a module of experts that has its `Capacity`."""
@@ -208,7 +208,7 @@ def limit_module(module: nn.Module, limit: Capacity, sent: bool) -> None:
     @wraps(forward)
     def limited(*args: Any, **kwargs: Any) -> Tensor:
         hidden, index, weights = order.bind(*args, **kwargs).args
-        kept, dropped = limit.kept(local(index), local(weights))
+        kept, dropped = limit.kept(part_of(index), part_of(weights))
         if limit.counted is not None:
             limit.counted(dropped)
         if sent:
@@ -219,8 +219,3 @@ def limit_module(module: nn.Module, limit: Capacity, sent: bool) -> None:
         return out
 
     module.forward = limited
-
-
-def local(value: Tensor) -> Tensor:
-    """What a rank has of a tensor that is whole on each."""
-    return value.to_local() if isinstance(value, DTensor) else value

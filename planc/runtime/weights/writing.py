@@ -5,11 +5,9 @@ digest of what they hold and their coordinates in its meshes; who writes which s
 these by arithmetic, and so does the metadata, which rank 0 writes as torch does.
 """
 
-import gc
 import hashlib
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -34,6 +32,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from planc.runtime.garbage import without_collection
 from planc.runtime.preconditions import of_all_ranks
 from planc.runtime.standalone import shards
 from planc.runtime.standalone.dcp_chunks import Pieces
@@ -325,21 +324,7 @@ def reported(results: Iterable[WriteResult], plan: SavePlan, own: Mapping[str, A
 # Metadata -----------------------------------------------------------------------------------------
 
 
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """Without garbage collection, which would visit the objects that are made here, none of them
-    garbage, again and again: half of the time.
-    """
-    on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if on:
-            gc.enable()
-
-
-@_uncollected()
+@without_collection()
 def described(
     classes: Sequence[Class], reports: Sequence[RankFile]
 ) -> tuple[Metadata, list[list[WriteResult]]]:
