@@ -1,5 +1,6 @@
 """The expert section -> fused experts that ranks divide among them."""
 
+from planc.diagnostic import did_you_mean
 from planc.ops.expert_capacity import POSITION, PROBS
 from planc.ops.expert_parallel import ALL_REDUCE, ALL_TO_ALL, DEEPEP
 from planc.plan.call_arguments import Arguments, word
@@ -41,7 +42,8 @@ def _way(rule: ast.Rule, program: Program) -> ExpertRule | None:
         return None
     if not (isinstance(value, str) and value in _WAYS):
         hint = "`all_to_all` sends tokens to their experts, `all_reduce` sums what ranks compute"
-        arguments.wrong(call, "`dispatch` needs a way for tokens to come to their experts", hint)
+        meant = did_you_mean(value, _WAYS, hint) if isinstance(value, str) else hint
+        arguments.wrong(call, "`dispatch` needs a way for tokens to come to their experts", meant)
         return None
     if value != ALL_TO_ALL and chunks > 1:
         hint = "remove `chunks`, or write `all_to_all`"
