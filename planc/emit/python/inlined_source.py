@@ -37,6 +37,7 @@ _FILES = (
     "expert_capacity.py",
     "expert_deepep.py",
     "collectives.py",
+    "context_fused.py",
     "context_ring.py",
     "context_tokens.py",
     "context_positions.py",
