@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from planc.model.sources.huggingface import one_sequence_a_row
 from planc.runtime import training_step
 from planc.runtime.run import Run
+from planc.runtime.standalone import context as of_context
 from planc.runtime.standalone import context_tokens, expert_parallel
 from planc.runtime.standalone.context import CONTEXT
 from planc.runtime.standalone.context_ring import RingMask
@@ -54,6 +55,7 @@ def alone(run: Run, form: Sequence[Any] | None, *, values: bool = False) -> Iter
     own = (
         (training_step, "_require_as_many", _as_many),
         (RingMask, "seen", property(seen)),
+        (of_context, "batch_documents", lambda *_, **__: None),  # no row has a second one
     )
     with ExitStack() as stack:
         for place, name, made in others if values else (*others, *own):
