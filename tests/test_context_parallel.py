@@ -308,7 +308,7 @@ def test_dropped_weights_are_those_of_whole_rows_that_drop_the_same(recomputed, 
     """What the tiles of four ranks drew is put together, and a single process drops just that."""
     single, whole, ranks = small(num_hidden_layers=1, attention_dropout=0.3), batch(), 4
     models = [copy.deepcopy(single) for _ in range(ranks)]
-    monkeypatch.setattr(context_ring, "TILE", 2)
+    monkeypatch.setattr(context_ring, "TILE", 3)
     tile, drawn, found = context_ring.TileDropout.tile, {}, {}
 
     def noted(dropout, *place):
