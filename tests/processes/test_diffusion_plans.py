@@ -9,6 +9,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import diffused
+from helpers import sampled
 
 from planc.diagnostic import Sink
 from planc.proof.verify import verify
@@ -28,6 +29,17 @@ WAYS = [
     ["tp=2", "dp_replicate=2", "recompute=false"],
     ["tp=4", "recompute=true"],
 ]
+PARTS = {  # of images, over the ranks of cp
+    "data": ["cp=2"],
+    "tensor": ["cp=2", "tp=2"],
+    "alone": ["cp=4", "recompute=false"],
+    "ulysses, data": ["cp=2", "attention=ulysses", "recompute=false"],
+    "ulysses, alone": ["cp=4", "attention=ulysses"],
+    "ulysses, tensor": ["cp=2", "tp=2", "attention=ulysses"],
+    "ring, data": ["cp=2", "attention=ring"],
+    "ring, tensor": ["cp=2", "tp=2", "attention=ring", "recompute=false"],
+    "ring, alone": ["cp=4", "attention=ring", "recompute=false"],
+}
 
 
 @pytest.mark.parametrize("settings", WAYS, ids=" ".join)
@@ -36,6 +48,34 @@ def test_apply(four, model, plan, settings):
     overrides = [*settings, 'param_dtype="fp32"']
     for errors in four.run("diffusion_jobs.compare", name=model, plan=plan, overrides=overrides):
         assert {n: e for n, e in errors.items() if not e < LIMIT} == {}
+
+
+@pytest.fixture
+def exchanged(tmp_path):
+    """The path of a shipped plan with a setting for what attention exchanges."""
+
+    def written(plan):
+        text = (PLANS / f"{plan}.plan").read_text()
+        head, _, rest = text.partition("\n")
+        section = "override context on cp {\n    attention = attention\n}"
+        path = tmp_path / f"{plan}.plan"
+        path.write_text(f'{head}\n\noption attention = "all_gather"\n{rest}\n{section}\n')
+        return str(path)
+
+    return written
+
+
+SPLIT = [(model, plan, way) for way in PARTS for model, plan in CASES]
+
+
+@pytest.mark.parametrize(("model", "plan", "way"), sampled(SPLIT, 7))
+def test_images_are_split(four, exchanged, model, plan, way):
+    arguments = {"name": model, "plan": exchanged(plan)}
+    arguments["overrides"] = [*PARTS[way], 'param_dtype="fp32"']
+    applied = four.run("diffusion_jobs.compare", **arguments)
+    for errors in applied:
+        assert {n: e for n, e in errors.items() if not e < LIMIT} == {}
+    assert four.run("diffusion_jobs.compare", **arguments, script=True) == applied
 
 
 @pytest.mark.parametrize(("model", "plan"), CASES)

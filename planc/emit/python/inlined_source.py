@@ -46,6 +46,7 @@ _FILES = (
     "context_rows.py",
     "context_images.py",
     "context_blocks.py",
+    "context_patches.py",
     "configuration.py",
     "images.py",
     "pipeline_images.py",
