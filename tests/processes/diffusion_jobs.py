@@ -1,7 +1,7 @@
 """What one rank does with a small model of diffusers, as a user's own script would."""
 
 import torch
-from numerics import by_script, error, plain
+from numerics import by_script, error, plain, values_of
 from torch import distributed
 from torch.distributed.tensor import DTensor
 
@@ -11,20 +11,11 @@ from planc.runtime.standalone.shards import in_own_order, rank_orders
 ROWS = 4
 
 
-def small(name):
-    """The small configuration of a shipped model."""
-    from planc.diagnostic import Sink
-    from planc.model.load import load
-    from planc.model.small.shrink import shrink
-
-    return shrink(load(name, Sink()).config, ranks=2).values
-
-
 def made(name, seed=0):
     """The class of diffusers itself, with weights of which none is just 0 or 1."""
     import diffusers
 
-    values = small(name)
+    values = dict(values_of(name))
     torch.manual_seed(seed)
     model = getattr(diffusers, values.pop("_class_name")).from_config(values)
     with torch.no_grad():
@@ -37,7 +28,7 @@ def inputs(name, rank, size):
     """The rows of one rank; places of the picture are the same for all rows."""
     from planc.model.small.diffusers_model import DiffusersBuilder
 
-    given = DiffusersBuilder(small(name)).sample()
+    given = DiffusersBuilder(values_of(name)).sample()
     places = {n: given.pop(n)[0] for n in ("img_ids", "txt_ids") if n in given}
     return {n: v.chunk(size)[rank] for n, v in given.items()} | places
 
