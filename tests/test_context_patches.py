@@ -122,7 +122,7 @@ def added_mask(given):
     given["joint_attention_kwargs"] = {"attention_mask": (~mask).float() * -3}
 
 
-def test_a_mask_that_is_added(monkeypatch):
+def test_a_mask_that_is_added():
     for attention in ATTENTION[:2]:
         assert worst(FLUX, 2, attention, change=added_mask) < 1e-5
     with pytest.raises(AssertionError, match="a mask that is added to scores"):
@@ -136,12 +136,6 @@ def mask_of_patches_alone(given):
     mask_of_queries(given)
     mask = given["joint_attention_kwargs"]["attention_mask"][..., 1:]
     given["joint_attention_kwargs"] = {"attention_mask": mask}
-
-
-def more_text(given):
-    given["joint_attention_kwargs"] = {
-        "ip_hidden_states": [torch.zeros(len(given["hidden_states"]), 4, 64)]
-    }
 
 
 def residuals(given):
@@ -171,7 +165,7 @@ def run_alone(name, ranks, change=lambda _: None, attention="all_gather"):
 
 def test_a_mask_of_other_tokens():
     said = run_alone(FLUX, 2, mask_of_patches_alone)
-    assert "FluxAttention has a mask of [4, 1, 23, 23], for 24 tokens of text and patches" in said
+    assert "FluxAttention has a mask of [4, 1, 24, 23], for 24 tokens of text and patches" in said
 
 
 def test_what_is_added_to_whole_images():
@@ -183,6 +177,25 @@ def test_attention_that_nothing_replaces(monkeypatch):
     attention_of_a_kernel(monkeypatch)
     said = run_alone(FLUX, 2)
     assert "FluxAttnProcessor calls `scaled_dot_product_attention` 0 times, not once" in said
+
+
+def test_adapters_of_images():
+    """Their keys are no patches, and each of the two attentions needs others."""
+    from diffusers.models.transformers.transformer_flux import FluxIPAdapterAttnProcessor
+
+    model, given = small(FLUX)
+    adapter = FluxIPAdapterAttnProcessor(hidden_size=64, cross_attention_dim=64)
+    model.transformer_blocks[0].attn.set_processor(adapter)
+    rows = len(given["hidden_states"])
+    given["joint_attention_kwargs"] = {"ip_hidden_states": [torch.zeros(rows, 4, 64)]}
+
+    def rank(number):
+        mine = copy.deepcopy(model)
+        split(FLUX, mine, init_device_mesh("cpu", (2,)))
+        mine(**given)
+
+    said = str(run_ranks(2, rank, seconds=60))
+    assert "FluxAttention attends to other tokens than text and patches" in said
 
 
 def test_heads_that_do_not_divide():

@@ -88,3 +88,18 @@ def mixed(name, plan, overrides):
         optimizer.zero_grad()
         losses.append(loss.item())
     return losses
+
+
+def noise(name, plan, overrides, seed):
+    """The codes that a run with noise of each rank's own raises, or of each data rank's; and the
+    loss of a pass that raises nothing.
+    """
+    model = made(name)
+    run = planc.apply(model, plan, overrides=overrides, device_type="cpu")
+    torch.manual_seed(run.data_rank if seed == "data" else distributed.get_rank())
+    given = inputs(name, run.data_rank, run.data_size)
+    given["hidden_states"] = torch.randn_like(given["hidden_states"])
+    try:
+        return [], gave(model, given)[1].item()
+    except planc.PlanError as error:
+        return [(d.code, d.message) for d in error.diagnostics], None

@@ -78,6 +78,17 @@ def test_images_are_split(four, exchanged, model, plan, way):
     assert four.run("diffusion_jobs.compare", **arguments, script=True) == applied
 
 
+def test_ranks_with_parts_of_images_have_the_same_noise(four):
+    arguments = {"name": "flux.1-dev", "plan": "flux", "overrides": ["cp=2"]}
+    for found, loss in four.run("diffusion_jobs.noise", seed="data", **arguments):
+        assert found == [] and loss > 0
+    for found, _ in four.run("diffusion_jobs.noise", seed="rank", **arguments):
+        ((code, message),) = found
+        assert code == "PL483"
+        assert "of cp split the same layers and images and read different inputs" in message
+        assert message.endswith("`hidden_states` differs")
+
+
 @pytest.mark.parametrize(("model", "plan"), CASES)
 def test_the_emitted_python_does_the_same(four, model, plan):
     overrides = ["tp=2", 'param_dtype="fp32"']
