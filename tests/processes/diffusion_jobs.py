@@ -1,7 +1,7 @@
 """What one rank does with a small model of diffusers, as a user's own script would."""
 
 import torch
-from numerics import by_script, error, plain, values_of
+from numerics import by_script, error, plain, quick_compile, values_of
 from torch import distributed
 from torch.distributed.tensor import DTensor
 
@@ -73,6 +73,12 @@ def compare(name, plan, overrides, script=False):
         errors[short] = error(gradient, reference[short].grad, least)
     assert errors.keys() - {"output", "loss"} == reference.keys()
     return errors
+
+
+def compiled(**arguments):
+    """`compare`, where the plan compiles blocks: forward and backward are traced."""
+    with quick_compile():
+        return compare(**arguments)
 
 
 def mixed(name, plan, overrides):

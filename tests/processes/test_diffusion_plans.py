@@ -9,7 +9,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import diffused
-from helpers import sampled
+from helpers import sampled, slow
 
 from planc.diagnostic import Sink
 from planc.proof.verify import verify
@@ -78,6 +78,17 @@ def test_images_are_split(four, exchanged, model, plan, way):
     assert four.run("diffusion_jobs.compare", **arguments, script=True) == applied
 
 
+@pytest.mark.parametrize(("model", "plan"), sampled(CASES[1:], 4))
+def test_blocks_of_split_images_are_compiled(four, tmp_path, model, plan):
+    text = (PLANS / f"{plan}.plan").read_text()
+    path = tmp_path / "compiled.plan"
+    path.write_text(f"{text}\ncompile {{\n    $blocks : block\n}}\n")
+    overrides = ["cp=2", 'param_dtype="fp32"']
+    arguments = {"name": model, "plan": str(path), "overrides": overrides}
+    for errors in four.run("diffusion_jobs.compiled", **arguments):
+        assert {n: e for n, e in errors.items() if not e < LIMIT} == {}
+
+
 def test_ranks_with_parts_of_images_have_the_same_noise(four):
     arguments = {"name": "flux.1-dev", "plan": "flux", "overrides": ["cp=2"]}
     for found, loss in four.run("diffusion_jobs.noise", seed="data", **arguments):
@@ -97,17 +108,19 @@ def test_the_emitted_python_does_the_same(four, model, plan):
     assert four.run("diffusion_jobs.compare", **arguments, script=True) == applied
 
 
+@pytest.mark.parametrize("settings", [["tp=2"], slow(["cp=2"])], ids=str)
 @pytest.mark.parametrize(("model", "plan"), CASES)
-def test_bfloat16_trains(four, model, plan):
+def test_bfloat16_trains(four, model, plan, settings):
     """As the plan is shipped: gathered and computed in bf16, gradients summed in fp32."""
-    for losses in four.run("diffusion_jobs.mixed", name=model, plan=plan, overrides=["tp=2"]):
+    for losses in four.run("diffusion_jobs.mixed", name=model, plan=plan, overrides=settings):
         assert losses[-1] < 0.95 * losses[0]
 
 
+@pytest.mark.parametrize("settings", [["tp=2"], slow(["cp=2"])], ids=str)
 @pytest.mark.parametrize(("model", "plan"), CASES)
-def test_verify(model, plan):
+def test_verify(model, plan, settings):
     sink = Sink()
-    proof = verify(model, plan, sink, world_size=8, settings=["tp=2"])
+    proof = verify(model, plan, sink, world_size=8, settings=settings)
     assert proof.verdict == "verified", [d.message for d in sink]
     found = proof.certificate
     assert found["errors"]["logits"] < 1e-5 and found["errors"]["gradients"] < 1e-5
