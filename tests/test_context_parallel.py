@@ -23,6 +23,7 @@ from planc.runtime.standalone import (
     context_blocks,
     context_positions,
     context_ring,
+    context_rows,
     context_tokens,
 )
 from planc.runtime.standalone import context as parallel
@@ -720,14 +721,16 @@ def not_gathered(monkeypatch):
 
 
 def without_gradients(monkeypatch):
-    plain = context_blocks.GatherSequence
+    plain = context_rows.GatherSequence
     detached = SimpleNamespace(apply=lambda part, group: plain.apply(part.detach(), group))
-    monkeypatch.setattr(context_blocks, "GatherSequence", detached)
+    monkeypatch.setattr(context_rows, "GatherSequence", detached)
 
 
 def not_in_order(monkeypatch):
-    plain = context_blocks.order_of
-    monkeypatch.setattr(context_blocks, "order_of", lambda *given: plain(*given).flip(0))
+    plain = context_rows.ContextOfRows.own
+    monkeypatch.setattr(
+        context_rows.ContextOfRows, "own", lambda self, every: plain(self, every.flip(1))
+    )
 
 
 def of_the_first_rank(monkeypatch):

@@ -47,6 +47,7 @@ _FILES = (
     "context_rows.py",
     "context_images.py",
     "context_blocks.py",
+    "context_patches.py",
     "configuration.py",
     "images.py",
     "pipeline_images.py",
