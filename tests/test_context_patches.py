@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from planc.model.patches import patches_of_class
 from planc.model.small.shrink import shrink
-from planc.runtime.standalone import context_patches
+from planc.runtime.standalone import context_patches, context_ring
 from planc.runtime.standalone.context_patches import Joint, context_of_patches
 from planc.runtime.standalone.context_tokens import ContextError
 from planc.trial.simulate import simulate
@@ -287,12 +287,11 @@ def own_keys(monkeypatch):
 def text_of_every_rank(monkeypatch):
     """A ring counts the copies of text that come by."""
 
-    def tiles(self, owner):
-        for queries in self.every:
-            for keys in self.every:
-                yield queries, keys, None
+    def pieces(self, owner, **_):
+        every = slice(0, self.joint.text + self.joint.own)
+        yield context_ring.RingPiece(owner, every, every)
 
-    monkeypatch.setattr(context_patches.JointMask, "tiles", tiles)
+    monkeypatch.setattr(context_patches.JointMask, "pieces", pieces)
 
 
 def text_heads_of_the_first(monkeypatch):

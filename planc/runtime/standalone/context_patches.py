@@ -27,7 +27,13 @@ from torch.overrides import TorchFunctionMode
 
 from planc.runtime.standalone.collectives import GatherSequence
 from planc.runtime.standalone.context import CONTEXT, by_name
-from planc.runtime.standalone.context_ring import OTHERS, TILE, Ring, ring_attention
+from planc.runtime.standalone.context_ring import (
+    OTHERS,
+    TILE,
+    Ring,
+    RingPiece,
+    ring_attention,
+)
 from planc.runtime.standalone.context_rows import ContextOfRows
 from planc.runtime.standalone.context_tokens import ContextError, require_divisible
 
@@ -283,7 +289,7 @@ class Joint:
 
 
 class JointMask:
-    """Which keys this rank's queries see, in tiles of a ring; a rank's text is seen by
+    """Which keys this rank's queries see, in pieces of a ring; a rank's text is seen by
     its own queries alone, since every rank has a copy.
 
     Args:
@@ -300,25 +306,38 @@ class JointMask:
         self.joint, self.rank = joint, ring.rank
         self.mask = joint.of_queries(mask)
         text, own = joint.text, joint.own
-        begin = text if joint.first else 0
-        self.patches = cuts(begin, begin + own)
-        self.every = [*cuts(*((0, text) if joint.first else (own, own + text)))]
-        self.every += self.patches
+        self.patches = slice(text, text + own) if joint.first else slice(0, own)
+        self.words = slice(0, text) if joint.first else slice(own, own + text)
 
-    def tiles(self, owner: int) -> Iterator[tuple[slice, slice, Tensor | None]]:
-        """Queries, keys of a rank, and their mask."""
-        seen = self.every if owner == self.rank else self.patches
+    @functools.cached_property
+    def open(self) -> bool:
+        """Whether all queries see all patches: then the mask is of text alone."""
+        return self.mask is None or bool(self.joint.split(self.mask, -1)[1].all())
+
+    def pieces(self, owner: int, *, fused: bool) -> Iterator[RingPiece]:
+        """Queries and keys of a rank, in tiles where a kernel does not compute them."""
+        joined = slice(0, self.joint.text + self.joint.own)
         mask = self.mask
         if mask is not None:
             mask = self.joint.part(mask, mask.dim() - 1, owner)
-        for queries, keys in itertools.product(self.every, seen):
-            rows = queries if mask is not None and mask.shape[-2] > 1 else slice(None)
-            yield queries, keys, None if mask is None else mask[..., rows, keys]
+        runs = [self.words] * (owner == self.rank) + [self.patches]
+        for run in runs:
+            alone = self.mask is None or (self.open and run is self.patches)
+            if run.stop == run.start:
+                continue
+            if fused and alone:
+                yield RingPiece(owner, joined, run)
+                continue
+            for queries, keys in itertools.product(cuts(joined), cuts(run)):
+                rows = slice(None) if mask is None or mask.shape[-2] == 1 else queries
+                seen = None if mask is None or alone else mask[..., rows, keys]
+                yield RingPiece(owner, queries, keys, mask=seen)
 
 
-def cuts(begin: int, end: int) -> list[slice]:
+def cuts(run: slice) -> list[slice]:
     """The tiles of a run of tokens."""
-    return [slice(at, min(at + TILE, end)) for at in range(begin, end, TILE)]
+    every = range(run.start, run.stop, TILE)
+    return [slice(at, min(at + TILE, run.stop)) for at in every]
 
 
 class Replaced(TorchFunctionMode):  # type: ignore[misc]
