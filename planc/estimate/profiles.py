@@ -74,9 +74,15 @@ class Hardware:
 
     def alone(self) -> Hardware:
         """The machine of a rank whose collectives take no time: what they would hide shows."""
-        rates = ("node_gb_s", "node_reduce_gb_s", "network_gb_s", "network_reduce_gb_s")
-        free = dict.fromkeys(rates, inf) | {"node_latency_us": 0.0, "network_latency_us": 0.0}
-        return replace(self, **free)
+        return replace(
+            self,
+            node_gb_s=inf,
+            node_reduce_gb_s=inf,
+            node_latency_us=0.0,
+            network_gb_s=inf,
+            network_reduce_gb_s=inf,
+            network_latency_us=0.0,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
