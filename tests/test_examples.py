@@ -23,6 +23,7 @@ MODELS = {
     "mamba2": "mamba-codestral-7b",
     "gemma4_text": "gemma-4-e4b",
     "ernie4_5_moe": "ernie-4.5-21b-a3b",
+    "FluxTransformer2DModel": "flux.1-dev",
 }
 EXAMPLE = re.compile(r"## Example\n\n(.+?)\n\n## ", re.S)
 UNREACHED = {
