@@ -371,7 +371,7 @@ _ROWS: tuple[tuple[str, str, Phase, str], ...] = (
     ("PL719", "error", "input", "a profile that cannot be written"),
     ("PL720", "warning", "plan", "units that are gathered in float32"),
     ("PL721", "warning", "plan", "offloading that takes much of the time"),
-    ("PL727", "error", "plan", "a step that one rank alone cannot run"),
+    ("PL727", "error", "input", "a step that one rank alone cannot run"),
     ("PL730", "error", "input", "the file to import cannot be read"),
     ("PL731", "error", "input", "the file to import is not in its format"),
     ("PL732", "error", "input", "the file to import belongs to no library that planc knows"),

@@ -31,8 +31,13 @@ def no_clip(rank, run):
 @contextmanager
 def longer(rank, run):
     """Rows that a rank pads to another length."""
-    step = replace(rank.job.step, tokens=2 * rank.job.step.tokens)
-    with mock.patch.object(rank, "job", replace(rank.job, step=step)):
+    plain = type(run).forward_backward
+
+    def doubled(run, batches):
+        longer = ({n: v.repeat(1, 2) for n, v in batch.items()} for batch in batches)
+        return plain(run, [*longer])
+
+    with mock.patch.object(type(run), "forward_backward", doubled):
         yield
 
 
@@ -77,7 +82,7 @@ def prefetches(rank, run):
     layers = run.model.model.layers
     layers[0].set_modules_to_forward_prefetch([layers[1]])
     layers[0].set_modules_to_backward_prefetch([])
-    run.model.set_modules_to_forward_prefetch([layers[1]])
+    run.model.model.embed_tokens.set_modules_to_forward_prefetch([layers[1]])
     yield
 
 

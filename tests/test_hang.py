@@ -86,6 +86,26 @@ def test_a_rank_without_a_file(planned, tmp_path):
     assert "not there: rank 1, which left no dump" in text
 
 
+@pytest.mark.parametrize("other", [{"kind": "all_gather", "numel": 1}, {"numel": 3}])
+def test_ranks_that_come_to_another_call(planned, other):
+    """On one group, as that by which the others begin their step: no rank has missed a call."""
+    read = dumps.read(FILES / "gloo")
+    waits = read[1].waits
+    assert waits.ranks == (0, 1, 2, 3) and waits.kind == "all_reduce"
+    each = {rank: replace(dump, entries=read[1].entries) for rank, dump in read.items()}
+    asked = [replace(one, **other) if one is waits else one for one in read[1].entries]
+    each[2] = replace(read[2], entries=tuple(asked))
+    found = hang.explain(each, *planned)
+    assert {rank: one.awaited for rank, one in found.ranks.items()} == {
+        **dict.fromkeys((0, 1, 3), (2,)),
+        2: (0, 1, 3),
+    }
+    text = "\n".join(hang.lines(found))
+    kind = other.get("kind", "all_reduce").replace("_", "-")
+    assert "ranks 0, 1, 3: in all-reduce of 2 int64 over dp_shard * tp" in text
+    assert f"not there: rank 2, which is in {kind} of {other['numel']} int64" in text
+
+
 def test_without_an_order(planned):
     """A plan that cannot be run alone: the groups, the ranks and the script's lines are there."""
     found = hang.explain(dumps.read(FILES / "gloo"), planned[0], None)

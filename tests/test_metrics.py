@@ -95,12 +95,14 @@ def test_tokens_of_ranks_with_other_rows_are_summed():
     assert found == [3, 8 + 32, 8 + 32, 64 + 2 * 256]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("family", ["llama", "mixtral", "gemma3_text"])
-def test_flops_are_those_of_the_estimate(family):
-    model = small(family).to(torch.bfloat16)
-    run = planc.apply(model, device_type="cpu", metrics=True)
+def test_flops_are_those_of_the_estimate(family, dtype):
+    sets = {"overrides": ["param_dtype=fp32"] if dtype == torch.float32 else []}
+    model = small(family).to(dtype)
+    run = planc.apply(model, device_type="cpu", metrics=True, **sets)
     own = run.steps.meter.expected
-    asked = planc.estimate(small(family).to(torch.bfloat16), batch=4, seq=384, world_size=1)
+    asked = planc.estimate(small(family).to(dtype), batch=4, seq=384, world_size=1, **sets)
     flops = asked.work.model_flops
     assert flops > 0
     assert own.flops(4 * 384, 4 * 384**2) == pytest.approx(flops, rel=1e-9)

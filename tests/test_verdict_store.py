@@ -137,6 +137,17 @@ def test_a_world_size_that_was_not_proved(proved):
     assert ", but on 4 ranks (" in (told := verdict_store.recall(eight, facts, text).text)
     assert "and 2 ranks (" in told
     assert "but on" not in verdict_store.recall(eight, facts, "another text").text
+    alone = planc.lower(built(), "qwen3", world_size=1)
+    assert "never proved on 1 rank (" in verdict_store.recall(alone, facts, text).text
+
+
+def test_a_model_that_a_script_builds_from_keywords(proved):
+    """Its configuration names no class, as that of a folder does."""
+    keywords = {name: value for name, value in QWEN3.items() if name != "architectures"}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**keywords))
+    assert model.config.architectures is None
+    assert known(model).level == "proved"
 
 
 def test_apply_says_what_a_plan_was_proved_on(proved, caplog):

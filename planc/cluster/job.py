@@ -79,7 +79,7 @@ class ClusterJob:
                 f"# {self.written}",
                 f"# plan {self.lowered.plan} ({self.digest[:12]}) for {self.lowered.model}: {ranks}"
                 f" of {self.per_node}, rank = {self.per_node} * node + local rank",
-                f"# in a node: {inside or 'one rank'}; across nodes: {across or 'nothing'}",
+                f"# in a node: {inside or 'no axis'}; across nodes: {across or 'nothing'}",
                 *fewer,
             )
         )

@@ -18,7 +18,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "file",
         metavar="FILE",
         nargs="?",
-        help="CSV: model, plan, world_size, batch, seq, seconds; set, micro_batches, gib",
+        help="CSV: model, plan, world_size, batch, seq, seconds; set, micro_batches, gib, compute",
     )
     measured.add_argument(
         "--cpu",

@@ -187,6 +187,7 @@ def _estimated(target: Target, compiled: Compiled, options: argparse.Namespace, 
         return ""
     from planc.estimate.advice import advise
     from planc.estimate.answer import answer_for, judge_fit
+    from planc.estimate.memory import GIB
 
     asked = shared_arguments.request(options, options.device_memory)
     found = answer_for(compiled, asked, sink)
@@ -195,7 +196,9 @@ def _estimated(target: Target, compiled: Compiled, options: argparse.Namespace, 
     judge_fit(found, sink)
     if options.hardware:
         advise(found, sink)
-    return ", memory" if asked.batch else ", memory without activations"
+    what = "memory" if asked.batch else "memory without activations"
+    peak, room = found.estimate.fullest.peak / GIB, found.estimate.usable / GIB
+    return f", {what} ({peak:.1f} GiB of {room:.1f} usable)"
 
 
 def _fullest(target: Target, compiled: Compiled, options: argparse.Namespace) -> argparse.Namespace:

@@ -288,11 +288,13 @@ def _bytes(args: Any, out: Any) -> int:
 def _mode(recorder: _Recorder) -> Any:
     from torch.utils._python_dispatch import TorchDispatchMode
 
+    from planc.measure.storages import on_fakes
+
     class Mode(TorchDispatchMode):  # type: ignore[misc]
         def __torch_dispatch__(
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
-            out = func(*args, **(kwargs or {}))
+            out = on_fakes(func, args, kwargs or {})
             recorder.ran(func, args, out)
             return out
 

@@ -182,10 +182,11 @@ def text(found: MeasuredRanks) -> Iterator[str]:
         yield from _rank(memory, run, found)
     estimated = answer.estimate.ranks
     yield ""
-    for rank in found.counted.ranks:
+    for rank, run in _both(found):
         place = f" at place {rank.rank}" * (len(estimated) > 1)
         size, (unit, of) = estimated[rank.rank].peak, unit_of(rank.peak)
-        yield f"estimated{place}: {size / of:.2f} {unit}, {size / rank.peak - 1:+.1%}"
+        beside = "" if run.missed else f", {size / rank.peak - 1:+.1%}"
+        yield f"estimated{place}: {size / of:.2f} {unit}{beside}"
     if len(found.layers) > 1:
         some = " and ".join(map(str, found.layers))
         yield f"run with {some} layers, which the rest follows from; --exact runs all of them"
@@ -207,8 +208,9 @@ def _rank(rank: RankMemory, run: CountedRank, found: MeasuredRanks) -> Iterator[
     room = found.counted.usable
     place = f", place {rank.rank} of the pipeline" * (len(found.answer.estimate.ranks) > 1)
     unit, of = unit_of(rank.peak)
-    most = f"{rank.peak / of:.2f} {unit} at most ({rank.largest.name}{place})"
-    verdict = VERDICTS[rank.peak <= room]
+    reached = "when there was no more" if run.missed else "at most"
+    most = f"{rank.peak / of:.2f} {unit} {reached} ({rank.largest.name}{place})"
+    verdict = VERDICTS[rank.peak <= room and not run.missed]
     usable = f"{room / GIB:.1f}{' GiB' * (unit != 'GiB')} usable"
     yield f"memory of a rank: {most}; {usable}: {verdict}"
     yield from held_lines(rank, least=rank.peak / 1000)
@@ -238,6 +240,7 @@ def plain(found: MeasuredRanks) -> dict[str, Any]:
     return {
         **{name: value for name, value in made.items() if name != "time"},
         "device": found.device or "fake",
+        "fits": found.fits,
         "layers": found.layers,
         "compute": [dict(rank.seconds) for rank in found.ranks],
         "out_of_memory": [rank.missed and rank.missed._asdict() for rank in found.ranks],

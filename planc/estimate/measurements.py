@@ -8,7 +8,7 @@ import json
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from math import isfinite, log
+from math import inf, isfinite, log
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
@@ -33,6 +33,9 @@ ROWS = len(CONSTANTS) + 1
 APART = 1.5
 """How far two measurements of one setting may be apart, as a ratio."""
 
+_OUTLIER = 0.5
+"""The absolute logarithm of a ratio from which on it says no more."""
+
 
 class Timed(NamedTuple):
     """A workload with the seconds of a step; `alone`, those of its compute."""
@@ -43,7 +46,7 @@ class Timed(NamedTuple):
 
     def ratio(self, hardware: Hardware, stack: Stack) -> float:
         """What is estimated of it, to what was measured."""
-        time = step_time(self.work, hardware, stack)
+        time = step_time(self.work, hardware.alone() if self.alone else hardware, stack)
         return (time.spent.compute if self.alone else time.seconds) / self.seconds
 
 
@@ -202,17 +205,27 @@ def fitted(rows: Sequence[Measured], name: str) -> Hardware:
 def calibrated(hardware: Hardware, stack: Stack, measured: Sequence[Timed]) -> Hardware:
     """The profile whose step times are nearest to measured ones.
 
-    Each constant in turn is raised and lowered by a step that shrinks. Nearest is by the mean of
-    the absolute logarithm of the ratio, where a ratio beyond 1.65 counts as that: an outlier
-    says little.
+    Nearest is by the mean of the absolute logarithm of the ratio, where a ratio beyond 1.65 counts
+    as that: an outlier says little. Where most are, the profile is of another kind of machine, and
+    is brought near first.
 
     Args:
         measured: steps.
     """
+    far = median(abs(log(one.ratio(hardware, stack))) for one in measured) > _OUTLIER
+    for most in (inf, _OUTLIER) if far else (_OUTLIER,):
+        hardware = _nearest(hardware, stack, measured, most)
+    return hardware
+
+
+def _nearest(hardware: Hardware, stack: Stack, measured: Sequence[Timed], most: float) -> Hardware:
+    """Raises and lowers each constant in turn by a step that shrinks; no step counts for more than
+    `most`.
+    """
 
     def error(profile: Hardware) -> float:
         ratios = (log(one.ratio(profile, stack)) for one in measured)
-        return sum(min(abs(r), 0.5) for r in ratios) / len(measured)
+        return sum(min(abs(r), most) for r in ratios) / len(measured)
 
     best, step = error(hardware), 0.3
     while step > 0.02:

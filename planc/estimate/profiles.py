@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
+from math import inf
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -70,6 +71,18 @@ class Hardware:
     def rate(self, recipe: str) -> float:
         """TFLOP/s of large products in 8 bits by a recipe of a `matmul` section; 0 for none."""
         return float(getattr(self, f"{recipe}_tflops"))
+
+    def alone(self) -> Hardware:
+        """The machine of a rank whose collectives take no time: what they would hide shows."""
+        return replace(
+            self,
+            node_gb_s=inf,
+            node_reduce_gb_s=inf,
+            node_latency_us=0.0,
+            network_gb_s=inf,
+            network_reduce_gb_s=inf,
+            network_latency_us=0.0,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

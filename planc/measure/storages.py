@@ -137,7 +137,7 @@ class Storages(TorchDispatchMode, Ledger):  # type: ignore[misc]
         waits = torch.ops._c10d_functional.wait_tensor.default
         if func is waits and isinstance(args[0], FakeTensor):
             return args[0]  # on fake tensors it makes a copy
-        out = _on_fakes(func, args, kwargs or {})
+        out = on_fakes(func, args, kwargs or {})
         if not self.aside:
             if func.overloadpacket._qualified_op_name.endswith("resize_"):
                 self.note([args[0]])
@@ -145,7 +145,7 @@ class Storages(TorchDispatchMode, Ledger):  # type: ignore[misc]
         return out
 
 
-def _on_fakes(func: Any, args: Any, kwargs: Any) -> Any:
+def on_fakes(func: Any, args: Any, kwargs: Any) -> Any:
     """Calls an operator; grouped products of fake tensors are known to torch in bfloat16 alone."""
     one = args[0] if args else None
     if func is not torch.ops.aten._grouped_mm.default or not isinstance(one, FakeTensor):

@@ -16,6 +16,8 @@ from planc.order.record import Order
 
 _REDUCES = {"reduce_scatter": "all_reduce"}
 """What gloo records of another kind."""
+_EQUAL = ("all_reduce", "reduce_scatter")
+"""Calls in which all ranks have as many elements."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,10 +46,14 @@ class Waiting:
     left_out: tuple[RankCall, ...] = ()
 
     @property
-    def meets(self) -> tuple[tuple[int, ...], int] | None:
-        """What ranks that wait for each other's part have in common."""
+    def meets(self) -> tuple[tuple[int, ...], int, str, int] | None:
+        """What ranks that wait for each other's part have in common: their next call on a group, if
+        it is the same one.
+        """
         one = self.entry
-        return (one.ranks, one.sequence) if one and one.kind not in MESSAGES else None
+        if one is None or one.kind in MESSAGES:
+            return None
+        return one.ranks, one.sequence, one.kind, one.numel * (one.kind in _EQUAL)
 
     @property
     def what(self) -> str:

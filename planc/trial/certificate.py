@@ -66,11 +66,13 @@ def identity(facts: Facts) -> dict[str, Any]:
     """The parts of a model that decide a verdict: its configuration, its modules' classes and
     shapes, and the functions that it runs, where its libraries did not ship them.
 
-    The same for a model that is read from `config.json` and for one that a script built from it.
+    The same for a model that is read from `config.json` and for one that a script built from it, or
+    from keywords, of which a configuration names no class.
     """
     config = {k: v for k, v in facts.config.items() if k not in _OF_THE_COPY}
     own = {"planc.code": str(facts.own_code)} if facts.own_code else {}
-    return {**config, "planc.modules": structure(facts.root), **own}
+    made = {"architectures": [facts.name], "planc.modules": structure(facts.root)}
+    return {**config, **made, **own}
 
 
 def keepable(facts: Facts, lowered: Lowered) -> bool:

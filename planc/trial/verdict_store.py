@@ -84,7 +84,8 @@ def recall(lowered: Lowered, facts: Facts, plan: str = "") -> KnownVerdict:
 
 
 def _mesh(lowered: Lowered) -> str:
-    return f"{lowered.world_size:,} ranks ({phrases.mesh(lowered.axes)})"
+    ranks = f"{lowered.world_size:,} rank{'s' * (lowered.world_size > 1)}"
+    return f"{ranks} ({phrases.mesh(lowered.axes)})"
 
 
 def _proved_on(plan: str, facts: Facts) -> list[str]:

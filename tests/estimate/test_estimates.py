@@ -3,6 +3,7 @@
 import tomllib
 from collections import Counter
 from dataclasses import fields, replace
+from math import log
 from statistics import median
 
 import measured_steps
@@ -74,6 +75,27 @@ def test_the_a100s_after_calibrating_on_a_twentieth():
     found = [abs(step_time(r.work, fitted, software).seconds / r.seconds - 1) for r in others]
     assert median(found) < 0.10
     assert quantile(found, 0.95) < 0.30
+
+
+def test_a_machine_far_from_every_profile():
+    """As a CPU is: each step takes many times as long as the profile that is fitted says."""
+    machine, software = hardware("a100-8x"), stack("megatron")
+    far = replace(machine, matmul_tflops=5, memory_gb_s=60, launch_us=200, node_latency_us=90)
+    works = [run.work for run in list(vtrain())[::20]]
+    sample = [Timed(work, step_time(work, far, software).seconds) for work in works]
+    fitted = calibrated(machine, software, sample)
+    assert median([abs(log(one.ratio(machine, software))) for one in sample]) > 2
+    assert median([abs(log(one.ratio(fitted, software))) for one in sample]) < 0.05
+
+
+def test_a_rank_alone_knows_nothing_of_links():
+    """Nor of what they would hide: its launches are not behind them."""
+    machine, software = hardware("a100-8x"), stack("megatron")
+    slow = replace(machine, node_latency_us=1e4, node_reduce_gb_s=0.1, network_latency_us=1e4)
+    work = next(run.work for run in vtrain() if run.work.tensor.size > 1)
+    alone = Timed(work, 1.0, alone=True)
+    assert alone.ratio(machine, software) == alone.ratio(slow, software)
+    assert 0 < alone.ratio(machine, software) < Timed(work, 1.0).ratio(machine, software)
 
 
 @pytest.mark.parametrize("name", ["h100", "h200"])

@@ -51,8 +51,9 @@ def compiled(**fields):
     return made
 
 
-def test_out_of_memory_is_a_result(monkeypatch):
-    """The process that runs ranks may take 400 MiB more than it has, and logits need 512."""
+@pytest.fixture
+def little_memory(monkeypatch):
+    """The process that runs ranks may take 400 MiB more than it has."""
     plain = RankRunner.ask
 
     def limited(runner, job):
@@ -65,6 +66,11 @@ def test_out_of_memory_is_a_result(monkeypatch):
         return plain(runner, job)
 
     monkeypatch.setattr(RankRunner, "ask", limited)
+
+
+@pytest.mark.usefixtures("little_memory")
+def test_out_of_memory_is_a_result():
+    """Logits need 512 MiB."""
     large = RankStep(rows=64, tokens=64, micro_batches=1, dtype="float32")
     [rank] = count(compiled(num_hidden_layers=1, vocab_size=32768), large, device="cpu")
     assert rank.missed
@@ -73,6 +79,33 @@ def test_out_of_memory_is_a_result(monkeypatch):
     assert "you tried to allocate" in rank.missed.said
     assert rank.moments["loss"]["parameters"]
     assert not rank.seconds
+
+
+@pytest.mark.usefixtures("little_memory")
+def test_out_of_memory_does_not_fit(tmp_path):
+    """What it held until then is no peak, which an estimate could be held against."""
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "vocab_size": 32768}))
+    words = [
+        "measure",
+        str(tmp_path),
+        "llama",
+        "--world-size",
+        "4",
+        "--batch",
+        "256",
+        "--seq",
+        "64",
+    ]
+    code, out, errors = call(*words, "--layers", "1", "--device", "cpu")
+    assert code == 1, errors
+    first = next(line for line in out.splitlines() if line.startswith("memory of a rank"))
+    assert "when there was no more (loss); " in first and first.endswith(": DOES NOT FIT")
+    assert "out of memory (loss) for activations of LlamaForCausalLM" in out
+    [line] = (line for line in out.splitlines() if line.startswith("estimated: "))
+    assert "%" not in line
+    code, out, _ = call(*words, "--layers", "1", "--device", "cpu", "--format", "json")
+    found = json.loads(out)
+    assert code == 1 and found["fits"] is False and found["out_of_memory"][0]["moment"] == "loss"
 
 
 def test_a_rank_in_a_process_of_its_own(monkeypatch):
@@ -119,7 +152,7 @@ def test_the_command(folder, tmp_path):
     code, _, errors = call("measure", *words, "--layers", "2", "-o", str(path))
     assert code == 2 and "leave --layers off" in errors
     code, _, errors = call("measure", *words, "--layers", "5")
-    assert code == 1 and "PL727" in errors and "5 were asked for" in " ".join(errors.split())
+    assert code == 2 and "PL727" in errors and "5 were asked for" in " ".join(errors.split())
 
 
 @pytest.mark.parametrize("state", ["", slow("state = int8, ")])
