@@ -18,7 +18,6 @@ from planc.estimate.answer import Request, answer_for, document, text
 from planc.estimate.counted import MicroBatch
 from planc.estimate.from_plan import Batch, PlanWork
 from planc.estimate.kept_tensors import count
-from planc.estimate.measurements import Timed, calibrated
 from planc.estimate.memory import GIB
 from planc.estimate.step import estimate
 from planc.estimate.step_time import step_time
@@ -26,6 +25,7 @@ from planc.estimate.workload import Collective, Group, Recompute, Sharding
 from planc.lowering.step import GATHER, REDUCE, SCATTER
 from planc.lowering.timetable import SCHEDULES, in_flight, order, timetable
 from planc.model.load import load
+from planc.tuning.measurements import Timed, calibrated
 
 CHOICES = measured_steps.choices()
 SMALL = Decoder(layers=8, hidden=1024, heads=8, ffn=4096, vocabulary=32000)

@@ -13,7 +13,6 @@ from planc import compiler
 from planc.checks.queries import divisors
 from planc.codes import CODES
 from planc.diagnostic import Sink
-from planc.estimate.choice import LEANEST, Choice, Sizes, Space
 from planc.estimate.counted import Counted, MicroBatch
 from planc.estimate.from_plan import Batch, PlanWork
 from planc.estimate.memory import GIB, usable
@@ -30,6 +29,7 @@ from planc.source import Source
 from planc.syntax import ast
 from planc.syntax.formatter.layout import laid_out
 from planc.syntax.parse import parse
+from planc.tuning.choice import LEANEST, Choice, Sizes, Space
 
 UNSPLIT = "the mesh cannot split the batch"
 UNEVEN = "the rows of a rank are no multiple of the micro-batches"
