@@ -17,6 +17,7 @@ from planc.estimate.counted import Counted, MicroBatch
 from planc.estimate.from_plan import Batch, PlanWork
 from planc.estimate.memory import GIB, usable
 from planc.estimate.profiles import Hardware, Stack
+from planc.estimate.stages import with_timed_stages
 from planc.estimate.step import Estimate, estimate, peak
 from planc.estimate.workload import Workload
 from planc.lowering.step import Step
@@ -317,6 +318,7 @@ class Candidates:
             sink = Sink()
             size = self.space.world_size
             plan = elaborate(self._files(key, sink), self.facts, sink, world_size=size)
+            plan = plan and with_timed_stages(plan, self.facts, sink)
             if error := _first_error(sink):
                 self.tally.exclude(*error)
             self._works[key] = (

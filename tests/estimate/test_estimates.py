@@ -119,7 +119,6 @@ def test_every_pass_runs_once_and_after_what_it_needs(schedule, ranks, chunks, m
         micro_batches=micro,
         forward=[1.0] * (ranks * chunks),
         backward=[2.0] * (ranks * chunks),
-        hop=0.0,
     )
 
 
@@ -132,7 +131,6 @@ def table_of(schedule, ranks, chunks, micro):
         micro_batches=micro,
         forward=[1.0 / chunks] * stages,
         backward=[2.0 / chunks] * stages,
-        hop=0.0,
     )
 
 

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import planc
 from planc.compiler import compile_plan
 from planc.diagnostic import Sink
+from planc.lowering.pipeline_sends import arguments_of
 from planc.lowering.sends import sends
 from planc.lowering.step import EXCHANGE, GATHER, REDUCE, SCATTER, SEND, Step
 from planc.model.module_table import facts_of
@@ -99,7 +100,8 @@ def _along(run, axes):
 
 
 def untouched(kind, changes):
-    config = getattr(transformers, f"{kind}Config")(**{**SIZES, **(changes or {})})
+    name = f"{kind}TextConfig" if hasattr(transformers, f"{kind}TextConfig") else f"{kind}Config"
+    config = getattr(transformers, name)(**{**SIZES, **(changes or {})})
     return getattr(transformers, f"{kind}ForCausalLM")(config)
 
 
@@ -136,7 +138,13 @@ def counted(kind, plan, settings, rows, changes=None, passes=1):
     facts = facts_of(other, config=other.config, config_name="config")
     done = compile_plan(facts, plan, Sink(), world_size=4, settings=settings)
     assert done.lowered.ops == run.lowered.ops
-    step = Step(lowered=run.lowered, config=config.to_dict(), owned=owned(*done.applied), **given)
+    step = Step(
+        lowered=run.lowered,
+        config=config.to_dict(),
+        owned=owned(*done.applied),
+        arguments=arguments_of(run.lowered.pipeline, facts),
+        **given,
+    )
     told = Counter()
     for one in sends(step):
         ranks = _along(run, one.axes)
