@@ -22,7 +22,7 @@ MODELS = {
     "bloom": "bloom-7b1",
     "mamba2": "mamba-codestral-7b",
     "gemma4_text": "gemma-4-e4b",
-    "wan": "wan2.1-t2v-1.3b",
+    "WanTransformer3DModel": "wan2.1-t2v-1.3b",
     "ernie4_5_moe": "ernie-4.5-21b-a3b",
 }
 EXAMPLE = re.compile(r"## Example\n\n(.+?)\n\n## ", re.S)

@@ -10,7 +10,7 @@ from math import prod
 from typing import NamedTuple
 
 from planc.lowering.step import SEND, Sent, Step
-from planc.model.block_arguments import BlockArguments, block_arguments
+from planc.model.block_arguments import ArgumentForm, BlockArguments, block_arguments
 from planc.model.facts import DTYPE_BYTES, Facts, Modules
 from planc.ops.base import AxisRole
 from planc.ops.contract import contract
@@ -25,7 +25,7 @@ _ALIGNED = 16
 """
 
 
-class Messages(NamedTuple):
+class StageMessages(NamedTuple):
     """Bytes between a stage and the next one for a microbatch, None where they are not known.
 
     Args:
@@ -43,36 +43,53 @@ def arguments_of(op: Pipeline | None, facts: Facts) -> BlockArguments | None:
     return block_arguments(facts, str(op.blocks), sent) if op and sent else None
 
 
-def messages(op: Pipeline, step: Step) -> list[Messages]:
+def messages(op: Pipeline, step: Step) -> list[StageMessages]:
     """What each stage but the last one sends, in order."""
     return [_message(op, stage, step) for stage in range(op.stages - 1)]
 
 
-def _message(op: Pipeline, stage: int, step: Step) -> Messages:
+def _message(op: Pipeline, stage: int, step: Step) -> StageMessages:
     tensor = [a.name for a in step.lowered.axes if a.role is AxisRole.TENSOR]
     ranks, begins = step.lowered.axis_size(*tensor), op.bounds[stage + 1]
     if not (op.given or op.states):
         whole = step.size(step.hidden)
         if whole is None:
-            return Messages(None, None)
+            return StageMessages(None, None)
         # features of images that later blocks add
         each = whole // (ranks if _scattered(step) else 1) * (1 + max(0, op.added - begins))
-        return Messages(each, each)
-    if step.arguments is None or step.tokens is None or ranks > 1:
-        return Messages(None, None)
+        return StageMessages(each, each)
+    if step.arguments is None or step.tokens is None:
+        return StageMessages(None, None)
+    forms = step.arguments.sent(begins, op.given, op.states)
+    every = [_local(form, step, ranks) for form in forms]
+    trained = [size for size, form in zip(every, forms, strict=True) if form.trains]
+    return StageMessages(_packed(every), _packed(trained))
+
+
+def _packed(sizes: Sequence[int | None]) -> int | None:
+    """Bytes of a message with tensors of these sizes, None where one is not known."""
+    if len(sizes) == 1:
+        return sizes[0]
+    known = [-(-n // _ALIGNED) * _ALIGNED for n in sizes if n is not None]
+    return sum(known) if len(known) == len(sizes) else None
+
+
+def _local(form: ArgumentForm, step: Step, ranks: int) -> int | None:
+    """Bytes of a tensor on one of the ranks that split weights, None where it is not known how they
+    divide it: states of tokens as the hidden states, heads as the projection that gives them.
+    """
     assert step.batch is not None and step.sequence is not None
     rows, tokens = step.batch // step.divisors[0], step.sequence // step.parts
-    forms = step.arguments.sent(begins, op.given, op.states)
-    sizes = [(form.size(rows, tokens, step.width), form.trains) for form in forms]
-    return Messages(
-        there=_packed([size for size, _ in sizes]),
-        back=_packed([size for size, trains in sizes if trains]),
-    )
-
-
-def _packed(sizes: Sequence[int]) -> int:
-    """Bytes of a message with tensors of these sizes."""
-    return sizes[0] if len(sizes) == 1 else sum(-(-n // _ALIGNED) * _ALIGNED for n in sizes)
+    whole = form.size(rows, tokens, step.width)
+    if ranks == 1:
+        return whole
+    if form.shape[-3:-1] == (-1, -2):
+        return whole // (ranks if _scattered(step) else 1)
+    if len(form.shape) != 4 or (form.shape[0], form.shape[2]) != (-1, -2):
+        return None
+    features = form.shape[1] * form.shape[3]
+    split = (s for o in step.every(Parallelize) for s in o.shapes if s.name == "weight")
+    return whole // next((ranks for s in split if s.shape[0] == features != s.local[0]), 1)
 
 
 def pipeline_sends(op: Pipeline, step: Step) -> Iterator[Sent]:

@@ -205,10 +205,7 @@ class Pipeline(Op):
     def headline(self, mesh: AxisSizes | None = None) -> str:
         over = phrases.axes((self.axis,), mesh)
         parts = [f"{self.schedule} over {over}", f"{self.microbatches:,} microbatches"]
-        if self.timed:
-            rows, tokens = self.timed
-            parts.append(f"stages by the time of {rows:,} x {tokens:,} tokens")
-        return ", ".join(parts)
+        return ", ".join([*parts, *(f"stages by {fact.value}" for fact in self._timed())])
 
     def held(self, stage: int) -> tuple[Modules, ...]:
         """The modules of a stage: its blocks and, at the ends, what is before and after them."""
@@ -231,6 +228,12 @@ class Pipeline(Op):
             names += phrases.together(map(str, self.outputs))
         return ", ".join(names)
 
+    def _timed(self) -> Iterator[Fact]:
+        """By what stages are cut, where it is time."""
+        if self.timed:
+            rows, tokens = self.timed
+            yield Fact("cut by", f"the time of {rows:,} x {tokens:,} tokens")
+
     @classmethod
     def section(cls, ops: Sequence[Self], mesh: AxisSizes) -> Iterator[str]:
         yield phrases.head(cls.WORD, ops[0].headline(mesh))
@@ -251,6 +254,7 @@ class Pipeline(Op):
                     Fact("modules", self.modules_of(stage)),
                     Fact("schedule", self.schedule),
                     Fact("microbatches", self.microbatches),
+                    *self._timed(),
                     *(Fact(f"passes of rank {i}", row) for i, row in enumerate(self.timetable)),
                 ),
                 brief=f"{self.modules_of(stage)}, {self.headline()}",

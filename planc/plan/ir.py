@@ -362,10 +362,17 @@ class StageTimes(Meaning):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineRule(Meaning):
-    """How blocks become stages; `times` where they are cut by time."""
+    """How blocks become stages.
+
+    Args:
+        times: where they are cut by time.
+        before: modules without parameters whose results are in the first block's hidden states
+            alone: no other stage needs them.
+    """
 
     op: Pipeline
     times: StageTimes | None = None
+    before: tuple[Modules, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

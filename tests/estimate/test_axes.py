@@ -78,10 +78,7 @@ def test_a_message_within_a_rank_takes_no_time():
     pace = {"ranks": 2, "chunks": 2, "micro_batches": 4, "hops": [(0.5, 0.5)] * 3}
     passes = {"forward": [1.0] * 4, "backward": [2.0] * 4}
     assert timetable("zbv", **pace, **passes).busy == (24 + 4, 24 + 4)
-    assert (
-        timetable("interleaved_1f1b", **pace, **passes).busy[0]
-        == 24 + 4 * 1.5
-    )
+    assert timetable("interleaved_1f1b", **pace, **passes).busy[0] == 24 + 4 * 1.5
 
 
 def test_stages_hold_the_model_once():

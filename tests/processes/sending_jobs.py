@@ -4,6 +4,7 @@ from collections import Counter
 
 import torch
 import transformers
+from numerics import MODELS, build
 from torch import distributed
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
@@ -100,6 +101,9 @@ def _along(run, axes):
 
 
 def untouched(kind, changes):
+    """A model of a class of transformers, or of a family of `families.py`."""
+    if kind in MODELS:
+        return build(kind, **(changes or {}))
     name = f"{kind}TextConfig" if hasattr(transformers, f"{kind}TextConfig") else f"{kind}Config"
     config = getattr(transformers, name)(**{**SIZES, **(changes or {})})
     return getattr(transformers, f"{kind}ForCausalLM")(config)

@@ -3,6 +3,7 @@
 from collections import Counter
 
 import pytest
+from numerics import MODELS
 
 CASES = {
     "tp": ("Llama", "llama", ["tp=4", "sequence=false", "recompute=false"]),
@@ -206,6 +207,7 @@ BESIDE = {
         "use_mamba_kernels": False,
     },
     "Zaya": {"pad_token_id": 0},
+    "qwen3_vl": {"text_config": {**MODELS["qwen3_vl"]["text_config"], "num_hidden_layers": 4}},
 }
 STAGES = """plan stages for {family}
 
@@ -300,6 +302,11 @@ def test_messages_between_stages(run, more, changes):
         ("Gemma3n", "gemma3n_text", ["pp=4"]),
         ("Zamba", "zamba", ["schedule=interleaved_1f1b"]),
         ("Zaya", "zaya", []),
+        # parts of sequences and of heads, and heads alone
+        ("Gemma4", "gemma4", ["tp=2"]),
+        ("Gemma4", "gemma4", ["tp=2", "sequence=false"]),
+        # features of images that later blocks add: messages have room for them in any pass
+        ("qwen3_vl", "qwen3_vl", ["pp=4"]),
     ],
     ids=str,
 )
@@ -309,13 +316,15 @@ def test_values_beside_hidden_states(four, tmp_path, kind, family, settings):
     """
     path = tmp_path / "stages.plan"
     path.write_text(STAGES.format(family=family))
+    ours = family in ("gemma4", "qwen3_vl")
+    shipped = ["pp=2", "microbatches=4", "param_dtype=fp32"] if ours else []
     results = four.run(
         "sending_jobs.counted",
         kind=kind,
-        plan=str(path),
-        settings=settings,
+        plan=family if ours else str(path),
+        settings=[*shipped, *settings],
         rows=8,
-        changes=BESIDE[kind],
+        changes=BESIDE.get(kind),
     )
     every = [Counter(), Counter()]
     for counted, told, _ in results:

@@ -1,7 +1,9 @@
 """The pipeline section -> the stages of the model's blocks, and the schedule."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 from typing import NamedTuple
 
 from planc.diagnostic import nearest
@@ -13,7 +15,7 @@ from planc.ops.base import AxisRole
 from planc.ops.pipeline import SCHEDULES, TERMS, Copies, Pipeline
 from planc.plan.call_arguments import Arguments, unknown, word, wrong_value
 from planc.plan.evaluate import evaluate, whole
-from planc.plan.ir import PipelineRule, StageTimes
+from planc.plan.ir import PipelineRule, Plan, StageTimes
 from planc.plan.program import Program
 from planc.plan.rule_conflicts import Settings
 from planc.plan.scope import Scope
@@ -31,7 +33,7 @@ _WAYS = {"even": _EVEN, "balanced": ("each", "rows", "seq"), "weighted": ("block
 """The ways to make stages, and their arguments."""
 
 
-class Cut(NamedTuple):
+class BlockCut(NamedTuple):
     """The list of blocks, the first one of each stage with their number, and how stages are timed,
     if so: until they are, as much work is in each.
     """
@@ -68,7 +70,7 @@ def pipeline(program: Program) -> PipelineRule | None:
 
 def _cut(
     axis: str,
-    found: Cut,
+    found: BlockCut,
     settings: Settings,
     section: ast.Section,
     program: Program,
@@ -104,7 +106,9 @@ def _cut(
         origins=tuple((name, line.origin) for name, line in settings.lines.items()),
     )
     op = cut_at(op, bounds, program.facts)
-    return PipelineRule(op=op, times=times, origin=section.name_origin)
+    bare = (m for m in program.facts.model.below() if not m.module.parameters)
+    before = tuple(m for m in bare if {generic(n) for n in m.names()} <= order.before)
+    return PipelineRule(op=op, times=times, before=before, origin=section.name_origin)
 
 
 def _schedule(
@@ -172,10 +176,24 @@ def _complete(settings: Settings, section: ast.Section, program: Program) -> boo
     return all(value is not None for value in settings.values.values())
 
 
+def with_styled_inputs(plan: Plan) -> Plan:
+    """A plan in which what stands before the blocks, and has a tensor style but no parameters, is
+    on the first stage alone: elsewhere its results, laid out, would meet plain placeholders.
+    """
+    rule = plan.pipeline
+    if rule is None:
+        return plan
+    styled = (m for m in rule.before if any(r.modules.overlap(m) for r in plan.tensor))
+    more = tuple(m for m in styled if m not in rule.op.inputs)
+    return replace(
+        plan, pipeline=replace(rule, op=replace(rule.op, inputs=(*rule.op.inputs, *more)))
+    )
+
+
 # Stages ------------------------------------------------------------------------------------------
 
 
-def _stages(value: ast.Expr, ranks: int, each: int, scope: Scope) -> Cut | None:
+def _stages(value: ast.Expr, ranks: int, each: int, scope: Scope) -> BlockCut | None:
     """The list of blocks and the first block of each stage, or None after a finding; `each` is the
     number of stages of a rank where nothing is said.
     """
@@ -191,7 +209,7 @@ def _stages(value: ast.Expr, ranks: int, each: int, scope: Scope) -> Cut | None:
     return None
 
 
-def _counted(call: ast.Call, ranks: int, each: int, scope: Scope) -> Cut | None:
+def _counted(call: ast.Call, ranks: int, each: int, scope: Scope) -> BlockCut | None:
     """`even(SELECTOR, each = 1, by = work)`, `balanced(SELECTOR, seq = 4096)` or
     `weighted(SELECTOR, blocks = [3, 5])`.
     """
@@ -203,7 +221,8 @@ def _counted(call: ast.Call, ranks: int, each: int, scope: Scope) -> Cut | None:
     if "by" in known:
         by_work = arguments.word("by", {"blocks": False, "work": True}, False)
     times = _times(arguments) if timed else None
-    if by_work and (more := next((a for a in call.arguments if a.name in ("first", "last")), None)):
+    more = next((a for a in call.arguments if a.name in ("first", "last")), None)
+    if more is not None and by_work and not timed:
         hint = "`by = work` counts what the first and the last stage have besides blocks"
         arguments.wrong(more, f"`{more.name}` has no effect beside `by = work`", hint)
     given = arguments.take("blocks") if given_sizes else None
@@ -226,19 +245,28 @@ def _counted(call: ast.Call, ranks: int, each: int, scope: Scope) -> Cut | None:
     else:
         listed = evaluate(given, scope) if given is not None else ()
         sizes = [n for n in listed if isinstance(n, int)] if isinstance(listed, tuple) else []
+    if not _right(sizes, blocks, len(sizes) or ranks * numbers["each"], call, scope):
+        return None
+    return BlockCut(blocks, (0, *accumulate(sizes)), times)
+
+
+def _right(
+    sizes: Sequence[int], blocks: Modules, stages: int, call: ast.Call, scope: Scope
+) -> bool:
+    """Whether stages of these sizes hold all blocks, each at least one; reports PL560, PL563."""
+    count = length(blocks)
     if not sizes or min(sizes) < 1:
-        stages = len(sizes) or ranks * numbers["each"]
         message = f"{count} blocks are too few for {stages} stages of these sizes"
         shown = ", ".join(map(str, sizes))
         facts = [f"blocks of each stage: {shown}"] if sizes else []
         hint = "every stage holds at least one block: use fewer stages"
         scope.sink.error("PL563", message, call.origin, facts=facts, help=hint)
-        return None
+        return False
     if sum(sizes) != count:
         message = f"the stages hold {sum(sizes)} blocks, and `{blocks}` has {count}"
         scope.sink.error("PL560", message, call.origin, help=f"the sizes add up to {count}")
-        return None
-    return Cut(blocks, tuple(sum(sizes[:i]) for i in range(len(sizes) + 1)), times)
+        return False
+    return True
 
 
 def _times(arguments: Arguments) -> StageTimes:
@@ -250,7 +278,7 @@ def _times(arguments: Arguments) -> StageTimes:
     return StageTimes(rows=rows, seq=seq, origin=arguments.call.origin)
 
 
-def _listed(value: ast.List, scope: Scope) -> Cut | None:
+def _listed(value: ast.List, scope: Scope) -> BlockCut | None:
     """A list of selectors, one for each stage."""
     blocks: Modules | None = None
     order: list[int] = []
@@ -269,7 +297,7 @@ def _listed(value: ast.List, scope: Scope) -> Cut | None:
     if blocks is None or order != [*range(length(blocks))]:
         _report(scope, value, order, blocks)
         return None
-    return Cut(blocks, tuple(bounds))
+    return BlockCut(blocks, tuple(bounds))
 
 
 def _report(scope: Scope, node: ast.Node, order: list[int], blocks: Modules | None) -> None:
