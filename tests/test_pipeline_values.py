@@ -7,7 +7,7 @@ import json
 
 import pytest
 import torch
-from helpers import codes, slow
+from helpers import codes, compiled_of, slow
 from transformers import AutoConfig
 
 from planc.compiler import compile
@@ -95,6 +95,24 @@ def test_families(family, options):
     verdict, findings = judged(family, **options)
     assert (verdict.verdict, findings) == ("proved", [])
     assert verdict.outcome.worst < 2e-5
+
+
+@pytest.mark.parametrize(
+    ("model", "plan", "settings"),
+    [
+        # one unit has what blocks share, on a stage that holds it by modules of another one too
+        ("zamba2-2.7b", "zamba2", []),
+        # a table of positions without parameters, which is laid out before the first block
+        slow("xglm-564m", "xglm", ["tp=2"]),
+        slow("xglm-564m", "xglm", ["tp=2", "schedule=interleaved_1f1b"]),
+    ],
+    ids=str,
+)
+def test_shipped_plans(model, plan, settings):
+    done = compiled_of(model, plan, ["pp=2", "microbatches=2", *settings], 4)
+    verdict = flow(done, found := Sink())
+    errors = [d.code for d in found if d.severity == "error"]
+    assert (verdict.verdict, errors) == ("proved", [])
 
 
 def test_shared_blocks_are_on_the_stages_that_run_them():
