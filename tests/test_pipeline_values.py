@@ -117,6 +117,18 @@ def test_shipped_plans(model, plan, settings):
     assert (verdict.verdict, errors) == ("proved", [])
 
 
+def test_a_row_of_the_embedding_that_each_stage_reads():
+    """Sizes of gemma 4 with per-layer inputs fill the places of images with it."""
+    fields = {"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 128}
+    values = AutoConfig.for_model("gemma4").to_dict()
+    values["text_config"] |= fields
+    facts = load_values(json.loads(json.dumps(values, default=str)), "gemma4", sink := Sink())
+    settings = ["pp=2", "microbatches=2"]
+    compile(plan_files.read("gemma4_vision", sink), facts, sink, world_size=2, settings=settings)
+    (error,) = [d for d in sink if d.code == "PL566"]
+    assert "reads numbers of `model.language_model.embed_tokens.weight`" in error.message
+
+
 GEMMA3N = """plan t for gemma3n_text
 
 extend "blocks.plan"

@@ -77,6 +77,8 @@ def _order(flow: DataFlow, blocks: str, count: int, *, images: bool) -> BlockOrd
     elif not images and (read := next((n for n, _ in flow.root.arguments if n in _OF_TOWERS), "")):
         # the features take the places of tokens, which on a later stage are received already
         problem = f"on every stage its code puts features of `{read}` among the hidden states"
+    elif images and (weight := _read_around(flow, blocks)):
+        problem = f"on every stage its code reads numbers of `{weight}`, which only the first has"
     if problem:
         return BlockOrder(problem=problem)
     places = [flow.calls.index(every[i]) for i in (0, -1)]
@@ -94,6 +96,15 @@ def _order(flow: DataFlow, blocks: str, count: int, *, images: bool) -> BlockOrd
         again=again,
         before=_before(flow, flow.calls[: places[0]], every),
     )
+
+
+def _read_around(flow: DataFlow, blocks: str) -> str:
+    """A parameter of another module that the code of one around the blocks reads, or none."""
+    around = [c for c in flow.calls if below(blocks, c.name) or not c.name]
+    taken = (one.inputs for c in around for one in c.body if isinstance(one, Operation))
+    read = (flow.weights[t] for some in taken for t in some if t in flow.weights)
+    holders = {c.name for c in around}
+    return next((name for name in read if name.rpartition(".")[0] not in holders), "")
 
 
 def _inside(call: FlowCall, blocks: str) -> bool:
