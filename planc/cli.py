@@ -9,6 +9,7 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
+from planc.model.fused_kernels import hide
 from planc.version import VERSION
 
 COMMANDS = {
@@ -47,6 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _misspelled(arguments[0])
     try:
         options = _options(arguments or ["--help"])
+        if options.command != "preflight":  # which runs on the job's devices
+            hide()
         code: int = import_module(f"planc.commands.{options.command}").run(options)
         if not sys.stdout.closed:  # the language server's ends with the editor's
             sys.stdout.flush()

@@ -263,6 +263,7 @@ _ROWS: tuple[tuple[str, str, Phase, str], ...] = (
         "ranks of a context axis or a pipeline read other batches",
     ),
     ("PL546", "warning", "plan", "an exchange of states that the model does not have"),
+    ("PL547", "error", "plan", "patches of images that cannot be split over a context axis"),
     ("PL550", "error", "plan", "ranks that cannot divide the experts"),
     ("PL551", "error", "plan", "a module whose experts cannot be divided"),
     ("PL552", "error", "plan", "experts in a unit over ranks with other experts"),

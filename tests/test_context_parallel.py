@@ -23,6 +23,7 @@ from planc.runtime.standalone import (
     context_blocks,
     context_positions,
     context_ring,
+    context_rows,
     context_tokens,
 )
 from planc.runtime.standalone import context as parallel
@@ -308,7 +309,7 @@ def test_dropped_weights_are_those_of_whole_rows_that_drop_the_same(recomputed, 
     """What the tiles of four ranks drew is put together, and a single process drops just that."""
     single, whole, ranks = small(num_hidden_layers=1, attention_dropout=0.3), batch(), 4
     models = [copy.deepcopy(single) for _ in range(ranks)]
-    monkeypatch.setattr(context_ring, "TILE", 2)
+    monkeypatch.setattr(context_ring, "TILE", 3)
     tile, drawn, found = context_ring.TileDropout.tile, {}, {}
 
     def noted(dropout, *place):
@@ -720,14 +721,16 @@ def not_gathered(monkeypatch):
 
 
 def without_gradients(monkeypatch):
-    plain = context_blocks.GatherSequence
+    plain = context_rows.GatherSequence
     detached = SimpleNamespace(apply=lambda part, group: plain.apply(part.detach(), group))
-    monkeypatch.setattr(context_blocks, "GatherSequence", detached)
+    monkeypatch.setattr(context_rows, "GatherSequence", detached)
 
 
 def not_in_order(monkeypatch):
-    plain = context_blocks.order_of
-    monkeypatch.setattr(context_blocks, "order_of", lambda *given: plain(*given).flip(0))
+    plain = context_rows.ContextOfRows.own
+    monkeypatch.setattr(
+        context_rows.ContextOfRows, "own", lambda self, every: plain(self, every.flip(1))
+    )
 
 
 def of_the_first_rank(monkeypatch):

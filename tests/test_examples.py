@@ -24,6 +24,7 @@ MODELS = {
     "gemma4_text": "gemma-4-e4b",
     "WanTransformer3DModel": "wan2.1-t2v-1.3b",
     "ernie4_5_moe": "ernie-4.5-21b-a3b",
+    "FluxTransformer2DModel": "flux.1-dev",
 }
 EXAMPLE = re.compile(r"## Example\n\n(.+?)\n\n## ", re.S)
 UNREACHED = {

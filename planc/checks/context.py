@@ -1,10 +1,14 @@
-"""PL010, PL540, PL542, PL543, PL546: parts of sequences that a plan or a model cannot have."""
+"""PL010, PL540, PL542, PL543, PL546, PL547: parts of sequences that a plan or a model cannot
+have.
+"""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from planc.diagnostic import Label, Sink
+from planc.model.config import is_diffusers
 from planc.model.facts import Facts
+from planc.model.patches import KNOWN
 from planc.ops.context import ContextParallel
 from planc.plan.ir import ContextRule, Plan
 
@@ -26,6 +30,8 @@ def context(plan: Plan, facts: Facts, sink: Sink) -> None:
         elif plan.mesh.size(rule.axis) > 1:
             _averaged(rule, plan, sink)
             if rule.op is not None:
+                if is_diffusers(facts.config):
+                    _patches(rule.op, facts, sink)
                 if rule.op.attention == "ulysses":
                     _heads(rule, plan, facts, sink)
                 if rule.op.attention == "ring":
@@ -103,6 +109,28 @@ def _states(op: ContextParallel, facts: Facts, sink: Sink) -> None:
                 origin,
                 help="remove it: attention exchanges what `attention` says",
             )
+
+
+def _patches(op: ContextParallel, facts: Facts, sink: Sink) -> None:
+    """PL547: models of images whose patches cannot be split, or not as a line says."""
+    balance = next((origin for name, origin in op.origins if name == "balance"), None)
+    image = facts.config.get("image_condition_type")
+    if not op.patches:
+        what = f"planc does not know where {facts.name} has the patches of an image"
+        help = f"set the axis to 1; known are {', '.join(KNOWN)}"
+        sink.error("PL547", what, op.origin, help=help)
+    elif op.attention == "gather":
+        what = "`gather` is for attention of which planc knows nothing"
+        help = "`attention = all_gather` gathers keys and values of patches"
+        sink.error("PL547", what, op.origin, help=help)
+    elif image == "token_replace":
+        what = "blocks that treat the patches of the first frame apart cannot have a part of them"
+        where = facts.source("image_condition_type")
+        said = [f"image_condition_type = {image}  ({where})"]
+        sink.error("PL547", what, op.origin, facts=said, help="set the axis to 1")
+    elif op.balance != "none" and balance is not None:
+        what = "patches see all others, so a run of them is as much work for each rank"
+        sink.error("PL547", what, balance, help="remove it, or write `balance = none`")
 
 
 def _rotary_kinds(config: Mapping[str, Any]) -> Iterator[str]:

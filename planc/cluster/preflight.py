@@ -18,6 +18,7 @@ from planc.cluster.peers import Peers
 from planc.cluster.small_model import SmallModelRun
 from planc.compiler import Compiled
 from planc.diagnostic import Diagnostic, Severity, Sink, first_line
+from planc.model.fused_kernels import hide
 from planc.ops import phrases
 from planc.ops.lowered import Lowered
 from planc.runtime.weights.loading import Compared
@@ -168,6 +169,8 @@ def _links(lowered: Lowered, ranks: Peers) -> list[list[Link]]:
 def _start(ranks: Peers) -> None:
     if device() == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    else:
+        hide()
     distributed.init_process_group(
         distributed.get_default_backend_for_device(device()),
         rank=ranks.rank,

@@ -29,7 +29,7 @@ from planc.ops.lora import HALVES, factor_name
 from planc.plan.apply_adapters import is_factor
 from planc.runtime.standalone.context import RUNNING, ContextParallel, register
 from planc.runtime.standalone.context_blocks import ContextInBlocks
-from planc.runtime.standalone.context_ring import Ring, RingMask
+from planc.runtime.standalone.context_ring import Ring, RingMask, RingPiece
 from planc.runtime.standalone.lora_experts import add_factors
 
 
@@ -76,8 +76,8 @@ class RingAlone(Ring):
 class Halves(RingMask):
     """Half of the keys of each rank are computed, as where causal attention is balanced."""
 
-    def tiles(self, _owner: int) -> Iterator[tuple[slice, slice, Tensor | None]]:
-        yield slice(self.own), slice(-(-self.own // 2)), None
+    def pieces(self, owner: int, **_: bool) -> Iterator[RingPiece]:
+        yield RingPiece(owner, slice(self.own), slice(-(-self.own // 2)))
 
 
 class RowsAlone(ContextInBlocks):

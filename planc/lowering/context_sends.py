@@ -5,6 +5,7 @@ from dataclasses import replace
 from fractions import Fraction
 
 from planc.lowering.step import EXCHANGE, GATHER, SCATTER, SEND, During, Sent, Step, again
+from planc.model.patches import ALONE, outputs_of
 from planc.ops.activation_checkpoint import Checkpoint
 from planc.ops.base import AxisRole
 from planc.ops.context import ContextParallel
@@ -14,6 +15,9 @@ def context_sends(op: ContextParallel, step: Step) -> Iterator[Sent]:
     """Yields what attention and states exchange, and what masks need to know of the tokens of all
     ranks.
     """
+    if op.patches:
+        yield from _of_patches(op, step)
+        return
     heads, keys, dim, split = _heads(step)
     both = keys and dim and 2 * keys // split * dim
     if "kv_lora_rank" in step.config:  # keys and values have widths of their own
@@ -32,6 +36,28 @@ def context_sends(op: ContextParallel, step: Step) -> Iterator[Sent]:
     yield from again(iter(found), repeats)
 
 
+def _of_patches(op: ContextParallel, step: Step) -> Iterator[Sent]:
+    """What a model of images exchanges: keys and values of patches, and its outputs for them. Text
+    is whole on each rank; how many tokens it has is not known.
+    """
+    heads, _, dim, split = _heads(step)
+    both = heads and dim and 2 * heads // split * dim
+    modules, joint = sum(map(len, op.seeing)), op.patches != ALONE
+    repeats = Fraction(any(not o.save for o in step.every(Checkpoint)))
+    one = Sent(word=op.WORD, where="keys and values", kind=GATHER, axes=(op.axis,), times=0, size=0)
+    one = replace(one, times=step.passes * modules, during=During.FORWARD)
+    found = [*_of_attention(op, step, one, both)]
+    if joint and op.attention == "ring":
+        found = [replace(f, size=None) for f in found]
+    if joint and op.attention == "ulysses":
+        text = replace(one, where="outputs of text", size=None)
+        found += [text, replace(text, kind=SCATTER, during=During.BACKWARD)]
+    yield from again(iter(found), repeats)
+    size = step.size(step.parts, outputs_of(step.config))
+    whole = replace(one, where="outputs of patches", times=step.passes, size=size)
+    yield from (whole, replace(whole, kind=SCATTER, during=During.BACKWARD))
+
+
 def _heads(step: Step) -> tuple[int | None, int | None, int | None, int]:
     """Heads of queries, and of keys and values; their width, None where these have several; and
     the ranks that have some of them each.
@@ -39,7 +65,9 @@ def _heads(step: Step) -> tuple[int | None, int | None, int | None, int]:
     tensor = (a.name for a in step.lowered.axes if a.role is AxisRole.TENSOR)
     heads = step.number("num_attention_heads", "n_head")
     keys = step.number("num_key_value_heads") or heads
-    dim = step.number("head_dim") or (step.hidden // heads if step.hidden and heads else None)
+    dim = step.number("head_dim", "attention_head_dim") or (
+        step.hidden // heads if step.hidden and heads else None
+    )
     dim = None if "kv_lora_rank" in step.config else dim
     return heads, keys, dim, step.lowered.axis_size(*tensor)
 

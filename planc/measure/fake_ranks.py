@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from planc.model.sources.huggingface import one_sequence_a_row
 from planc.runtime import training_step
 from planc.runtime.run import Run
+from planc.runtime.standalone import context as of_context
 from planc.runtime.standalone import context_tokens, expert_parallel
 from planc.runtime.standalone.context import CONTEXT
 from planc.runtime.standalone.context_ring import RingMask
@@ -49,11 +50,13 @@ def alone(run: Run, form: Sequence[Any] | None, *, values: bool = False) -> Iter
         (Message, "parts", _received),
         (distributed.ProcessGroup, "send", _sent),
     )
+    context = run.model.__dict__.get(CONTEXT)
+    seen = partial(_causal, halves=getattr(context, "balance", "none") != "none")
     own = (
         (training_step, "_require_as_many", _as_many),
-        (RingMask, "seen", property(_in_part)),
+        (RingMask, "seen", property(seen)),
+        (of_context, "batch_documents", lambda *_, **__: None),  # no row has a second one
     )
-    context = run.model.__dict__.get(CONTEXT)
     with ExitStack() as stack:
         for place, name, made in others if values else (*others, *own):
             stack.enter_context(mock.patch.object(place, name, made))
@@ -108,11 +111,30 @@ def _equal_shares(own: LocalExperts, flats: list[Tensor]) -> list[Share]:
     return every
 
 
-def _in_part(mask: RingMask) -> dict[tuple[int, int, int], list[bool]]:
-    """`seen` where every tile has pairs that count and pairs that do not."""
-    runs = [run.start for run in mask.cuts]
-    every = itertools.product(range(mask.ring.size), runs, runs)
-    return {place: [True, False] for place in every}
+def _causal(mask: RingMask, halves: bool) -> dict[tuple[int, int, int], list[bool]]:
+    """`seen` of a causal mask.
+
+    Args:
+        mask: of a rank.
+        halves: whether a rank has a run of each half of a sequence.
+    """
+    ranks, cuts = mask.ring.size, len(mask.cuts)
+    halves = halves and cuts > 1
+
+    def place(rank: int, cut: int) -> int:
+        """That of a tile in the sequence."""
+        if not halves:
+            return rank * cuts + cut
+        back, within = divmod(cut, cuts // 2)
+        return (2 * ranks - 1 - rank if back else rank) * (cuts // 2) + within
+
+    found = {}
+    for owner, (at, queries), (to, keys) in itertools.product(
+        range(ranks), enumerate(mask.cuts), enumerate(mask.cuts)
+    ):
+        one, other = place(mask.ring.rank, at), place(owner, to)
+        found[owner, queries.start, keys.start] = [other <= one, other < one, other == one]
+    return found
 
 
 def _as_many(_: Any, __: Any, device_type: str) -> None:

@@ -44,6 +44,7 @@ from planc.measure.fake_ranks import alone, sent_by
 from planc.measure.storages import Storages
 from planc.model.config import config_of
 from planc.model.facts import generic
+from planc.model.fused_kernels import hide
 from planc.model.small.stack_frames import of_a_model
 from planc.model.sources.huggingface import prepare, quiet, training_model
 from planc.ops.document import loads
@@ -82,6 +83,7 @@ def main() -> int:
             ran = subprocess.run(words, check=False, input=line, stdout=subprocess.PIPE, text=True)
             _report(ran.stdout, ran.returncode, answers)
             continue
+        hide()
         with suppress(Exception):  # what every rank imports; a rank reports what is wrong
             prepare(config_of(job.config, "the model"), Sink())
         reading, writing = os.pipe()

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, ClassVar
 
 from planc.model.facts import Modules
+from planc.model.patches import AFTER_TEXT, ALONE, BEFORE_TEXT
 from planc.ops import call, phrases
 from planc.ops.base import OMIT, Axis, AxisSizes, Name, Op, choice, text
 
@@ -15,6 +16,7 @@ _EXCHANGES = {
     "gather": "attention gathers the tokens of all",
 }
 _STATES = {"state": "states are handed on", "gather": "what states come from is gathered"}
+_PATCHES = (ALONE, AFTER_TEXT, BEFORE_TEXT)
 _TOKENS = {
     "none": "a run of tokens",
     "head_tail": "a run of each half",
@@ -40,9 +42,14 @@ class ContextParallel(Op):
         states: the functions, methods and modules that hand states on.
         holder: the module that puts features of images among the embeddings of whole rows, which
             are cut in front of its language model; empty for a model of text alone.
-        blocks: the first and the last block, between which `gather` leaves each rank its tokens.
+        blocks: the first and the last block, between which `gather` leaves each rank its tokens;
+            of a model of images the first block, and the module whose outputs are gathered.
         heads: the modules behind them that compute logits.
-        seeing: the modules in blocks that `gather` the tokens of all ranks.
+        seeing: the modules in blocks that `gather` the tokens of all ranks, or in which patches of
+            images see each other.
+        patches: of a model of images, which gets whole ones: where its patches, of which each rank
+            has a part, are among the tokens of attention: `alone`, `after_text` or `before_text`;
+            text is whole on each rank. Empty for a model of text.
     """
 
     axis: Axis
@@ -56,6 +63,7 @@ class ContextParallel(Op):
     blocks: tuple[Name, ...] = field(default=(), metadata=OMIT)
     heads: tuple[Modules, ...] = field(default=(), metadata=OMIT)
     seeing: tuple[Modules, ...] = field(default=(), metadata=OMIT)
+    patches: Annotated[str, choice("", *_PATCHES)] = field(default="", metadata=OMIT)
 
     SCRIPT: ClassVar = call.ScriptFunction(
         "split_sequences",
@@ -65,7 +73,7 @@ class ContextParallel(Op):
     @property
     def of_rows(self) -> bool:
         """Whether the model gets whole rows, which are cut inside of it."""
-        return bool(self.holder) or self.attention == "gather"
+        return bool(self.holder or self.patches) or self.attention == "gather"
 
     @property
     def runs(self) -> int:
@@ -78,7 +86,14 @@ class ContextParallel(Op):
             keywords += call.given(exchange=self.exchange, states=self.states)
         mesh = call.Index(call.MESH, (self.axis,))
         function = "standalone.context:context_parallel"
-        if self.attention == "gather":
+        if self.patches:
+            keywords += call.given(
+                blocks=call.Items(self.blocks),
+                seeing=call.Members(self.seeing),
+                patches=self.patches,
+            )
+            function = "standalone.context_patches:context_of_patches"
+        elif self.attention == "gather":
             keywords += call.given(
                 blocks=call.Items(self.blocks),
                 heads=call.Members(self.heads),
@@ -99,5 +114,8 @@ class ContextParallel(Op):
         axis = phrases.axes((self.axis,), mesh)
         states = f", {_STATES[self.exchange]}" if self.states else ""
         tokens = f"each rank has {_TOKENS[self.balance]}"
+        if self.patches:
+            text = "" if self.patches == ALONE else ", and all text"
+            tokens = f"each rank has a run of the patches{text}"
         tokens += " behind the images" if self.holder else ""
         return f"{_EXCHANGES[self.attention]} over {axis}{states}, {tokens}"

@@ -13,6 +13,7 @@ from math import prod
 from typing import Any, TypeVar
 
 from planc.model.facts import Facts, Modules, Parameter, Segment
+from planc.model.patches import patches_of_class
 from planc.model.roles import attention, roles
 from planc.ops.activation_checkpoint import Checkpoint
 from planc.ops.backend import Backend
@@ -414,7 +415,13 @@ class ContextRule(Meaning):
 
     def on(self, facts: Facts) -> ContextRule:
         """The rule with the modules of a model between which each rank has its tokens."""
-        if self.op is None or self.op.attention != "gather":
+        if self.op is None:
+            return self
+        if (known := patches_of_class(facts)) is not None:
+            seen, blocks = known.attention(facts), known.ends(facts)
+            op = replace(self.op, blocks=blocks, seeing=seen, patches=known.place)
+            return replace(self, op=op)
+        if self.op.attention != "gather":
             return self
         found, seeing = roles(facts), attention(facts)
         names = [name for blocks in found.blocks for name in blocks.names()]

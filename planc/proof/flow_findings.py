@@ -264,14 +264,19 @@ def _context(group: list[Discrepancy], small: Plan, sink: Sink) -> None:
     mismatch, subject = group[0], generic(group[0].subject)
     measured = f"relative error {mismatch.error:.1e}" if mismatch.error else ""
     facts = [mismatch.detail or measured, "with whole sequences on each rank it is right"]
+    help = (
+        "ranks see each other's tokens through transformers' attention interface, not through "
+        "convolutions, recurrences, or attention that the model calls otherwise; with `attention = "
+        "gather` each attention module gets the tokens of all ranks"
+    )
+    if any(rule.op is not None and rule.op.patches for rule in small.context):
+        help = "set the axis to 1: the attention of these versions of diffusers is not known"
     sink.error(
         "PL541",
         f"`{subject or 'the model'}` is wrong where each rank has a part of the sequence",
         *(rule.origin for rule in small.context),
         facts=[*facts, *_source(mismatch), _SEEN],
-        help="ranks see each other's tokens through transformers' attention interface, not through "
-        "convolutions, recurrences, or attention that the model calls otherwise; with `attention = "
-        "gather` each attention module gets the tokens of all ranks",
+        help=help,
     )
 
 

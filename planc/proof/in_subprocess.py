@@ -18,6 +18,7 @@ from typing import Any, NoReturn, get_args
 from planc.compiler import Compiled
 from planc.diagnostic import Sink
 from planc.model.facts import Facts
+from planc.model.fused_kernels import hide
 from planc.proof.layout_flow import Verdict, flow
 from planc.runtime.known_verdict import KnownVerdict, Level
 from planc.syntax import plan_files
@@ -212,4 +213,5 @@ def _main() -> None:
 
 
 if __name__ == "__main__":
+    hide()
     _main()

@@ -28,6 +28,7 @@ SECTIONS = (
     "matmul",
     "checkpoint",
     "compile",
+    "context",
     "experts",
     "loss",
     "unit",
@@ -106,6 +107,7 @@ class Reasons:
         around: styles on its ancestors, which redistribute inputs and outputs there.
         inside: styles on its submodules.
         checkpoint, compile: of the module, of its ancestors and of its submodules.
+        context: what attention exchanges where its ranks have parts of sequences or images.
         experts: how tokens come to its experts, which ranks divide.
         loss: how the loss is computed in it.
         unit: the unit that contains it, then the units inside it.
@@ -132,6 +134,7 @@ class Reasons:
     inside: tuple[Reason, ...] = ()
     checkpoint: tuple[Reason, ...] = ()
     compile: tuple[Reason, ...] = ()
+    context: tuple[Reason, ...] = ()
     experts: tuple[Reason, ...] = ()
     loss: tuple[Reason, ...] = ()
     unit: tuple[Reason, ...] = ()
@@ -181,6 +184,7 @@ def _below(answer: Reasons) -> Iterator[list[Segment]]:
     yield from _targeted("matmul", _together(answer.matmul))
     yield from _reasons("checkpoint", answer.checkpoint, answer)
     yield from _reasons("compile", answer.compile, answer)
+    yield from _reasons("context", answer.context, answer)
     yield from _reasons("experts", answer.experts, answer)
     yield from _reasons("loss", answer.loss, answer)
     yield from _reasons("unit", answer.unit, answer)

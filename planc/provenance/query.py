@@ -17,6 +17,7 @@ from planc.ops import phrases
 from planc.ops.activation_checkpoint import Checkpoint, Save
 from planc.ops.backend import Backend
 from planc.ops.compile import Compile
+from planc.ops.context import ContextParallel
 from planc.ops.contract import Split, part_sizes, weight_split
 from planc.ops.expert_capacity import LimitExperts
 from planc.ops.expert_parallel import DispatchExperts
@@ -111,6 +112,7 @@ class _Question:
             count=self.parameter.numel if self.parameter else module.count,
             load=tuple(self._loaded()),
             stage=tuple(self._staged()),
+            context=tuple(self._exchanged()),
             experts=(*self._on(DispatchExperts), *self._on(LimitExperts)),
             loss=tuple(self._on(ChunkLoss)),
             adapter=tuple(self._adapted()),
@@ -290,6 +292,11 @@ class _Question:
     ) -> Iterator[Reason]:
         for op in self.lowered.ops:
             if isinstance(op, kind) and op.modules.has(self.name):
+                yield self._reason(op.headline(self.lowered), self.name, op)
+
+    def _exchanged(self) -> Iterator[Reason]:
+        for op in self.lowered.ops:
+            if isinstance(op, ContextParallel) and any(m.has(self.name) for m in op.seeing):
                 yield self._reason(op.headline(self.lowered), self.name, op)
 
     def _towers(self) -> Iterator[Reason]:

@@ -16,6 +16,7 @@ import threading
 import time
 from pathlib import Path
 
+from planc.model.fused_kernels import hide
 from planc.trial.launcher import Job
 
 GRACE = 3.0
@@ -41,6 +42,7 @@ def main(rank: str = "", file: str = "") -> int:
         start = _spawn
         (Path(job.folder) / "job.json").write_text(text.decode())
     else:
+        hide()
         worker.prepare(job)
     gc.freeze()
     children = {start(job, number): number for number in range(job.ranks)}

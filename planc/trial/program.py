@@ -38,7 +38,7 @@ from planc.trial.coupled_rows import UnevenUse, UsedParameters, coupling_module
 from planc.trial.numerics import FLOOR, full_copy, gradient_scale, parameters_by_name, relative
 from planc.trial.outcome import LIMIT
 from planc.trial.random_numbers import DifferentDraw, Recorded, Replayed
-from planc.trial.sequence_parts import BatchPart, mean_of_parts, part_rank, parts_of
+from planc.trial.sequence_parts import RankPart, mean_of_parts, part_rank, parts_of
 from planc.trial.trace import Trace, caller
 
 RATE = 1e-3
@@ -77,7 +77,7 @@ class RankResult:
 
     data_rank: int = 0
     part_rank: int = 0
-    parts: list[BatchPart] = field(default_factory=list)
+    parts: list[RankPart] = field(default_factory=list)
     phase: str = "apply"
     traces: list[Trace] = field(default_factory=list)
     logits: list[torch.Tensor] = field(default_factory=list)

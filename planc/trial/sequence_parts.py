@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from planc.model.patches import AFTER_TEXT
 from planc.ops.context import ContextParallel
 from planc.runtime.gradients import mean_over
 from planc.runtime.run import Run
@@ -18,8 +19,36 @@ def context_axes(run: Run) -> tuple[str, ...]:
     return tuple(op.axis for op in run.lowered.ops if isinstance(op, ContextParallel))
 
 
+class RankPart:
+    """What a rank has of the tensors of a single process."""
+
+    behind = False
+    """Whether whole rows are cut inside of the model: modules before that have whole ones."""
+    __slots__ = ()
+
+    def of(self, value: Tensor) -> Tensor:
+        """The rank's part of an output."""
+        raise NotImplementedError
+
+    def _seen(self, right: Seen, mine: Seen | None) -> Seen:
+        """The rank's part of what a module got or gave; `mine` is what it did on the rank."""
+        raise NotImplementedError
+
+    def of_trace(self, trace: Trace, own: Trace) -> Trace:
+        """The calls of the single process, with the rank's part of each tensor; `own` are those of
+        the rank.
+        """
+        calls = {}
+        for name, call in trace.calls.items():
+            mine = own.calls.get(name, call) if self.behind else ModuleCall(line="")
+            inputs = {k: self._seen(v, mine.inputs.get(k)) for k, v in call.inputs.items()}
+            output = call.output and self._seen(call.output, mine.output)
+            calls[name] = ModuleCall(line=call.line, inputs=inputs, output=output)
+        return Trace(calls=calls, finished=trace.finished)
+
+
 @dataclass(frozen=True, slots=True)
-class BatchPart:
+class BatchPart(RankPart):
     """The part of a batch that a rank has: indices `[rows, tokens]` in sequences of a length.
 
     `behind`: whole rows are cut inside of the model, so that modules before that have whole ones.
@@ -46,18 +75,6 @@ class BatchPart:
             return self.of(value.unflatten(0, (rows, -1))).flatten(0, 1)
         return value
 
-    def of_trace(self, trace: Trace, own: Trace) -> Trace:
-        """The calls of the single process, with the rank's part of each tensor; `own` are those of
-        the rank.
-        """
-        calls = {}
-        for name, call in trace.calls.items():
-            mine = own.calls.get(name, call) if self.behind else ModuleCall(line="")
-            inputs = {k: self._seen(v, mine.inputs.get(k)) for k, v in call.inputs.items()}
-            output = call.output and self._seen(call.output, mine.output)
-            calls[name] = ModuleCall(line=call.line, inputs=inputs, output=output)
-        return Trace(calls=calls, finished=trace.finished)
-
     def _seen(self, right: Seen, mine: Seen | None) -> Seen:
         """The rank's part of a tensor, or all of it where the rank has as much."""
         if mine is not None and mine.tensor.shape == right.tensor.shape:
@@ -65,13 +82,53 @@ class BatchPart:
         return Seen(self.of(right.tensor))
 
 
+@dataclass(frozen=True, slots=True)
+class ImagePart(RankPart):
+    """The patches that a rank has of images, which the model gets and gives whole.
+
+    Args:
+        rank, size: which part of how many.
+        first: whether text stands before the patches where both attend jointly.
+    """
+
+    rank: int
+    size: int
+    first: bool
+    behind: bool = True
+
+    def of(self, value: Tensor) -> Tensor:
+        """Outputs of the model are whole."""
+        return value
+
+    def _seen(self, right: Seen, mine: Seen | None) -> Seen:
+        """The rank's part of a tensor: text, and its run of the patches."""
+        if mine is None or mine.tensor.dim() != right.tensor.dim():
+            return right
+        pairs = zip(right.tensor.shape, mine.tensor.shape, strict=True)
+        unlike = [dim for dim, (every, own) in enumerate(pairs) if every != own]
+        if len(unlike) != 1:
+            return right
+        dim, kept = unlike[0], mine.tensor.shape[unlike[0]]
+        own = (right.tensor.shape[dim] - kept) // (self.size - 1)
+        text, patches = kept - own, right.tensor.shape[dim] - (kept - own)
+        at = (text if self.first else 0) + self.rank * own
+        whole = (0 if self.first else patches, text)
+        parts = [right.tensor.narrow(dim, *some) for some in (whole, (at, own))]
+        return Seen(torch.cat(parts if self.first else parts[::-1], dim))
+
+
 def part_rank(run: Run) -> int:
     """Which part of its sequences this rank has."""
     return sum(run.submesh(axis).get_local_rank() for axis in context_axes(run))
 
 
-def parts_of(run: Run, inputs: Mapping[str, Any]) -> Iterator[BatchPart]:
+def parts_of(run: Run, inputs: Mapping[str, Any]) -> Iterator[RankPart]:
     """Yields the part of a batch that this rank has; nothing where it has all of it."""
+    for op in run.lowered.ops:
+        if isinstance(op, ContextParallel) and op.patches:
+            size, first = run.lowered.axis_size(op.axis), op.patches == AFTER_TEXT
+            yield ImagePart(rank=part_rank(run), size=size, first=first)
+            return
     ids = inputs.get("input_ids")
     if context_axes(run) and isinstance(ids, Tensor):
         index = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)

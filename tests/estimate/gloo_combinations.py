@@ -61,6 +61,15 @@ MODELS = {
     | {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "head_dim": 32}
     | {"moe_intermediate_size": 176, "decoder_sparse_step": 1, "mlp_only_layers": []},
 }
+MODELS["bamba"] = DECODER | {
+    "model_type": "bamba",
+    "architectures": ["BambaForCausalLM"],
+    "attn_layer_indices": [1, 3],
+    "mamba_n_heads": 4,
+    "mamba_d_head": 64,
+    "mamba_d_state": 16,
+    "mamba_chunk_size": 32,
+}
 FINE = "fine qwen3_moe"
 """Rows of experts are most of what it holds."""
 MODELS[FINE] = MODELS["qwen3_moe"] | {
@@ -87,7 +96,13 @@ override checkpoint {{
     model.layers.* : ops(save = [attention, matmul(every = 2)])
 }}
 """
-PLANS = {"lora": LORA, "selective": SELECTIVE}
+RING = """plan ring for {family}
+
+extend "{family}.plan"
+
+override context on cp {{ attention = ring }}
+"""
+PLANS = {"lora": LORA, "selective": SELECTIVE, "ring": RING}
 """What a plan adds to that of a family."""
 WHOLE = "recompute=false"
 
@@ -158,7 +173,7 @@ def _combinations():
         "tp 2, no sp, no checkpoints": {"settings": ("tp=2", "sequence=false", WHOLE)},
         "hsdp 2": {"settings": ("dp_replicate=2", WHOLE)},
     }
-    for model in [*MODELS][:-1]:
+    for model in [*MODELS][:-2]:
         for name, more in every.items():
             yield f"{model}{', ' * bool(name)}{name}", Combination(model, **more)
     for model in ("phi3", "gpt2"):  # the others' two heads of keys cannot be split over four ranks
@@ -184,9 +199,13 @@ def _combinations():
         "cp 2": {"settings": ("cp=2",)},
         "cp 2, no checkpoints": {"settings": ("cp=2", WHOLE)},
         "cp 4": {"settings": ("cp=4", WHOLE)},
+        "cp 2, ring": {"extends": "ring", "settings": ("cp=2",)},
+        "cp 4, ring, no checkpoints": {"extends": "ring", "settings": ("cp=4", WHOLE)},
     }
     for name, more in llama.items():
         yield f"llama, {name}", Combination("llama", **more)
+    for name, settings in (("cp 2", ("cp=2",)), ("cp 4, no checkpoints", ("cp=4", WHOLE))):
+        yield f"bamba, {name}", Combination("bamba", settings)
     replicas = ("dp_replicate=2", "dp_shard=1", "tp=2")
     for model in ("llama", "tied llama"):
         yield f"{model}, replicas, tp 2, 2 batches", Combination(model, replicas, batches=2)

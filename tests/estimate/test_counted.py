@@ -34,6 +34,8 @@ KERNELS = 0.003
         "llama, 2 batches",
         "tied llama, pp 2, tp 2",
         "llama, cp 4",
+        "llama, cp 4, ring, no checkpoints",
+        "bamba, cp 2",
         slow("llama, tp 2"),
         slow("llama, pp 2, zbv, no checkpoints"),
         slow("gpt2, hsdp 2"),

@@ -1,10 +1,11 @@
 """What only a GPU shows, on one GPU: `python tests/gpu/run.py FOLDER [PARTS] [--seconds N]`.
 
 Parts are `counted` and `measure` (one rank of a plan, on fake tensors and on the GPU), `products`
-(in 8 bits), `states` (in 8 bits, on the host) and `losses`, which run alone, for their times, and,
-of several ranks that share the GPU over NCCL (`shared/`), `verify` (proofs), `saving`, `hang` and
-`preflight`. FOLDER gets what each command printed; a line for each is printed. The ranks that share
-it are faster under `nvidia-cuda-mps-control -d`, by which their kernels run side by side.
+(in 8 bits), `states` (in 8 bits, on the host), `losses` and `attention` (in a ring), which run
+alone, for their times, and, of ranks that share the GPU over NCCL (`shared/`), `verify`
+(proofs), `saving`, `hang` and `preflight`. FOLDER gets what commands printed; a line for each is
+printed. The ranks that share it are faster under `nvidia-cuda-mps-control -d`, by which their
+kernels run side by side.
 """
 
 import argparse
@@ -132,8 +133,8 @@ def parts(kind: str, folder: Path) -> Iterable[Part]:
             yield Part(name, (*there, "-o", "rows.csv"), 120)
     elif kind in ("products", "states"):
         yield Part(kind, (*RUN, str(HERE / "training.py"), kind), 200)
-    elif kind == "losses":
-        yield Part("losses", (*RUN, str(HERE / "losses.py")), 120)
+    elif kind in ("losses", "attention"):
+        yield Part(kind, (*RUN, str(HERE / f"{kind}.py")), 120)
     elif kind == "verify":
         for name, words in VERIFIED.items():
             yield Part(name, verified(words), 170, shared=True)
@@ -183,6 +184,7 @@ def main() -> None:
         "products",
         "states",
         "losses",
+        "attention",
         "saving",
         "preflight",
         "hang",
@@ -192,13 +194,19 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=1800)
     parser.add_argument("--at-once", type=int, default=3, help="proofs beside each other")
     parser.add_argument("--timed-at-once", type=int, default=1, help="where times do not matter")
+    parser.add_argument("--names", nargs="*", default=[""], help="parts of the names of parts")
     given = parser.parse_args()
     folder = given.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in PLANS.items():
         (folder / f"{name}.plan").write_text(text)
     until = time.monotonic() + given.seconds
-    every = [part for kind in given.parts for part in parts(kind, folder)]
+    every = [
+        part
+        for kind in given.parts
+        for part in parts(kind, folder)
+        if any(name in part.name for name in given.names)
+    ]
     for count, shared in ((given.timed_at_once, False), (given.at_once, True)):
         with ThreadPoolExecutor(count) as pool:
             those = [part for part in every if part.shared == shared]

@@ -1,7 +1,7 @@
 """What one rank does with a small model of diffusers, as a user's own script would."""
 
 import torch
-from numerics import by_script, error, plain
+from numerics import by_script, error, plain, quick_compile, values_of
 from torch import distributed
 from torch.distributed.tensor import DTensor
 
@@ -11,20 +11,11 @@ from planc.runtime.standalone.shards import in_own_order, rank_orders
 ROWS = 4
 
 
-def small(name):
-    """The small configuration of a shipped model."""
-    from planc.diagnostic import Sink
-    from planc.model.load import load
-    from planc.model.small.shrink import shrink
-
-    return shrink(load(name, Sink()).config, ranks=2).values
-
-
 def made(name, seed=0):
     """The class of diffusers itself, with weights of which none is just 0 or 1."""
     import diffusers
 
-    values = small(name)
+    values = dict(values_of(name))
     torch.manual_seed(seed)
     model = getattr(diffusers, values.pop("_class_name")).from_config(values)
     with torch.no_grad():
@@ -37,7 +28,7 @@ def inputs(name, rank, size):
     """The rows of one rank; places of the picture are the same for all rows."""
     from planc.model.small.diffusers_model import DiffusersBuilder
 
-    given = DiffusersBuilder(small(name)).sample()
+    given = DiffusersBuilder(values_of(name)).sample()
     places = {n: given.pop(n)[0] for n in ("img_ids", "txt_ids") if n in given}
     return {n: v.chunk(size)[rank] for n, v in given.items()} | places
 
@@ -84,6 +75,12 @@ def compare(name, plan, overrides, script=False):
     return errors
 
 
+def compiled(**arguments):
+    """`compare`, where the plan compiles blocks: forward and backward are traced."""
+    with quick_compile():
+        return compare(**arguments)
+
+
 def mixed(name, plan, overrides):
     """The losses of ten steps in bfloat16 on one batch."""
     model = made(name)
@@ -97,3 +94,18 @@ def mixed(name, plan, overrides):
         optimizer.zero_grad()
         losses.append(loss.item())
     return losses
+
+
+def noise(name, plan, overrides, seed):
+    """The codes that a run with noise of each rank's own raises, or of each data rank's; and the
+    loss of a pass that raises nothing.
+    """
+    model = made(name)
+    run = planc.apply(model, plan, overrides=overrides, device_type="cpu")
+    torch.manual_seed(run.data_rank if seed == "data" else distributed.get_rank())
+    given = inputs(name, run.data_rank, run.data_size)
+    given["hidden_states"] = torch.randn_like(given["hidden_states"])
+    try:
+        return [], gave(model, given)[1].item()
+    except planc.PlanError as error:
+        return [(d.code, d.message) for d in error.diagnostics], None

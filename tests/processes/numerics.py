@@ -18,6 +18,7 @@ from torch import distributed
 from torch.distributed.tensor import DTensor
 
 import planc
+from planc.model.config import is_diffusers
 from planc.model.small.input_search import rank_slice
 from planc.model.small.transformers_model import TransformersBuilder, add_denoising_loss
 from planc.ops.rng import DrawByRank, SyncRng
@@ -62,11 +63,26 @@ MODELS = {
 
 def build(model, **changes):
     """A small model with weights that are nowhere 0 or 1, the same on every rank."""
-    return build_values({**MODELS[model], **changes})
+    return build_values({**values_of(model), **changes})
+
+
+def values_of(model):
+    """The configuration of a name of `MODELS`, or a small one of a shipped model of diffusers."""
+    if model in MODELS:
+        return MODELS[model]
+    from planc.diagnostic import Sink
+    from planc.model.load import load
+    from planc.model.small.shrink import shrink
+
+    return shrink(load(model, Sink()).config, ranks=2).values
 
 
 def build_values(values):
     """The same for the fields of a configuration."""
+    if is_diffusers(values):
+        from planc.model.small.diffusers_model import DiffusersBuilder
+
+        return DiffusersBuilder(values).build(0)
     config = transformers.AutoConfig.for_model(**values)
     torch.manual_seed(0)
     made = class_of(config)._from_config(config, attn_implementation="eager")

@@ -4,7 +4,7 @@ from collections import Counter
 
 import torch
 import transformers
-from numerics import MODELS, build
+from numerics import MODELS, build, values_of
 from torch import distributed
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
@@ -17,6 +17,8 @@ from planc.lowering.pipeline_sends import arguments_of
 from planc.lowering.sends import sends
 from planc.lowering.step import EXCHANGE, GATHER, REDUCE, SCATTER, SEND, Step
 from planc.model.module_table import facts_of
+from planc.model.small.diffusers_model import DiffusersBuilder
+from planc.model.sources.diffusers import normal
 from planc.ops.optimizer import Optimize
 from planc.plan.parameter_owners import owned
 
@@ -155,6 +157,29 @@ def counted(kind, plan, settings, rows, changes=None, passes=1):
         told[one.kind, ranks, one.size] += one.times
     calls = sizes.calls if chunked(run) else debug.get_total_counts()
     return dict(sizes.found), dict(told), (calls, sizes.calls)
+
+
+def counted_images(name, plan, settings):
+    """What the ranks of `cp` sent in a pass of a model of diffusers, and what was told, each
+    {(kind, bytes): times}.
+    """
+    model = build(name)
+    run = planc.apply(model, plan, overrides=settings, device_type="cpu", compare=0)
+    every = DiffusersBuilder(values_of(name)).sample()
+    rows, count = len(every["target"]), LENGTH
+    given = {n: v.chunk(run.data_size)[run.data_rank] for n, v in every.items()}
+    sizes = Sizes()
+    model(**given).loss.backward()
+    with sizes:
+        model(**given).loss.backward()
+    values = normal(model.config, values_of(name)["_class_name"])
+    step = Step(lowered=run.lowered, config=values, batch=rows, sequence=count)
+    told, group = Counter(), _along(run, ("cp",))
+    for one in sends(step):
+        if one.axes == ("cp",):
+            told[one.kind, one.size] += one.times
+    found = {(kind, size): n for (kind, ranks, size), n in sizes.found.items() if ranks == group}
+    return found, dict(told)
 
 
 def chunked(run):

@@ -9,6 +9,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import diffused
+from helpers import sampled, slow
 
 from planc.diagnostic import Sink
 from planc.proof.verify import verify
@@ -28,6 +29,17 @@ WAYS = [
     ["tp=2", "dp_replicate=2", "recompute=false"],
     ["tp=4", "recompute=true"],
 ]
+PARTS = {  # of images, over the ranks of cp
+    "data": ["cp=2"],
+    "tensor": ["cp=2", "tp=2"],
+    "alone": ["cp=4", "recompute=false"],
+    "ulysses, data": ["cp=2", "attention=ulysses", "recompute=false"],
+    "ulysses, alone": ["cp=4", "attention=ulysses"],
+    "ulysses, tensor": ["cp=2", "tp=2", "attention=ulysses"],
+    "ring, data": ["cp=2", "attention=ring"],
+    "ring, tensor": ["cp=2", "tp=2", "attention=ring", "recompute=false"],
+    "ring, alone": ["cp=4", "attention=ring", "recompute=false"],
+}
 
 
 @pytest.mark.parametrize("settings", WAYS, ids=" ".join)
@@ -38,6 +50,56 @@ def test_apply(four, model, plan, settings):
         assert {n: e for n, e in errors.items() if not e < LIMIT} == {}
 
 
+@pytest.fixture
+def exchanged(tmp_path):
+    """The path of a shipped plan with a setting for what attention exchanges."""
+
+    def written(plan):
+        text = (PLANS / f"{plan}.plan").read_text()
+        head, _, rest = text.partition("\n")
+        section = "override context on cp {\n    attention = attention\n}"
+        path = tmp_path / f"{plan}.plan"
+        path.write_text(f'{head}\n\noption attention = "all_gather"\n{rest}\n{section}\n')
+        return str(path)
+
+    return written
+
+
+SPLIT = [(model, plan, way) for way in PARTS for model, plan in CASES]
+
+
+@pytest.mark.parametrize(("model", "plan", "way"), sampled(SPLIT, 7))
+def test_images_are_split(four, exchanged, model, plan, way):
+    arguments = {"name": model, "plan": exchanged(plan)}
+    arguments["overrides"] = [*PARTS[way], 'param_dtype="fp32"']
+    applied = four.run("diffusion_jobs.compare", **arguments)
+    for errors in applied:
+        assert {n: e for n, e in errors.items() if not e < LIMIT} == {}
+    assert four.run("diffusion_jobs.compare", **arguments, script=True) == applied
+
+
+@pytest.mark.parametrize(("model", "plan"), sampled(CASES[1:], 4))
+def test_blocks_of_split_images_are_compiled(four, tmp_path, model, plan):
+    text = (PLANS / f"{plan}.plan").read_text()
+    path = tmp_path / "compiled.plan"
+    path.write_text(f"{text}\ncompile {{\n    $blocks : block\n}}\n")
+    overrides = ["cp=2", 'param_dtype="fp32"']
+    arguments = {"name": model, "plan": str(path), "overrides": overrides}
+    for errors in four.run("diffusion_jobs.compiled", **arguments):
+        assert {n: e for n, e in errors.items() if not e < LIMIT} == {}
+
+
+def test_ranks_with_parts_of_images_have_the_same_noise(four):
+    arguments = {"name": "flux.1-dev", "plan": "flux", "overrides": ["cp=2"]}
+    for found, loss in four.run("diffusion_jobs.noise", seed="data", **arguments):
+        assert found == [] and loss > 0
+    for found, _ in four.run("diffusion_jobs.noise", seed="rank", **arguments):
+        ((code, message),) = found
+        assert code == "PL483"
+        assert "of cp split the same layers and images and read different inputs" in message
+        assert message.endswith("`hidden_states` differs")
+
+
 @pytest.mark.parametrize(("model", "plan"), CASES)
 def test_the_emitted_python_does_the_same(four, model, plan):
     overrides = ["tp=2", 'param_dtype="fp32"']
@@ -46,17 +108,19 @@ def test_the_emitted_python_does_the_same(four, model, plan):
     assert four.run("diffusion_jobs.compare", **arguments, script=True) == applied
 
 
+@pytest.mark.parametrize("settings", [["tp=2"], slow(["cp=2"])], ids=str)
 @pytest.mark.parametrize(("model", "plan"), CASES)
-def test_bfloat16_trains(four, model, plan):
+def test_bfloat16_trains(four, model, plan, settings):
     """As the plan is shipped: gathered and computed in bf16, gradients summed in fp32."""
-    for losses in four.run("diffusion_jobs.mixed", name=model, plan=plan, overrides=["tp=2"]):
+    for losses in four.run("diffusion_jobs.mixed", name=model, plan=plan, overrides=settings):
         assert losses[-1] < 0.95 * losses[0]
 
 
+@pytest.mark.parametrize("settings", [["tp=2"], slow(["cp=2"])], ids=str)
 @pytest.mark.parametrize(("model", "plan"), CASES)
-def test_verify(model, plan):
+def test_verify(model, plan, settings):
     sink = Sink()
-    proof = verify(model, plan, sink, world_size=8, settings=["tp=2"])
+    proof = verify(model, plan, sink, world_size=8, settings=settings)
     assert proof.verdict == "verified", [d.message for d in sink]
     found = proof.certificate
     assert found["errors"]["logits"] < 1e-5 and found["errors"]["gradients"] < 1e-5

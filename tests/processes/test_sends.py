@@ -2,6 +2,7 @@
 
 from collections import Counter
 
+import diffused
 import pytest
 from numerics import MODELS
 
@@ -270,6 +271,64 @@ def test_times_and_bytes(run, name):
         assert counted == told
     assert exchanged[0] == exchanged[1]
     assert bool(exchanged[0]) == (name.split()[0].strip(",") in ("ep", "ulysses", "muon"))
+
+
+IMAGES = """plan t for CLASS
+
+option attention = "all_gather"
+option full      = false
+
+mesh {
+    dp_shard = auto
+    cp       = 2
+}
+
+context on cp {
+    attention = attention
+}
+
+when full {
+    checkpoint {
+        LIST.* : full
+    }
+}
+
+fsdp on dp_shard * cp {
+    precision(param = fp32, reduce = fp32)
+    LIST.* : unit
+    root   : unit
+}
+"""
+OF_IMAGES = {
+    "patches alone": ("wan2.1-t2v-1.3b", "blocks", []),
+    "patches alone and checkpoints": ("wan2.1-t2v-1.3b", "blocks", ["full=true"]),
+    "heads of patches alone": ("wan2.1-t2v-1.3b", "blocks", ["attention=ulysses", "full=true"]),
+    "a ring of patches alone": ("wan2.1-t2v-1.3b", "blocks", ["attention=ring"]),
+    "patches and text": ("sd3-medium", "transformer_blocks", ["full=true"]),
+    "heads of patches and text": ("sd3-medium", "transformer_blocks", ["attention=ulysses"]),
+    "a ring of patches and text": ("sd3-medium", "transformer_blocks", ["attention=ring"]),
+}
+
+
+@diffused.needed
+@pytest.mark.parametrize("name", OF_IMAGES)
+def test_parts_of_images(four, tmp_path, name):
+    """Bytes of text are not told, since a plan does not know how much there is."""
+    model, blocks, settings = OF_IMAGES[name]
+    kind = "WanTransformer3DModel" if model.startswith("wan") else "SD3Transformer2DModel"
+    path = tmp_path / "t.plan"
+    path.write_text(IMAGES.replace("CLASS", kind).replace("LIST", blocks))
+    arguments = {"name": model, "plan": str(path), "settings": settings}
+    for found, told in four.run("sending_jobs.counted_images", **arguments):
+        unknown = Counter({kind: times for (kind, size), times in told.items() if size is None})
+        assert bool(unknown) == name.startswith(("heads of patches and", "a ring of patches and"))
+        left = Counter(found)
+        left.subtract({key: times for key, times in told.items() if key[1] is not None})
+        assert min(left.values()) >= 0
+        of_text = Counter()
+        for (kind, _), times in left.items():
+            of_text[kind] += times
+        assert +of_text == unknown
 
 
 @pytest.mark.parametrize("settings", [[], ["tp=2"], ["dp_replicate=2"], ["dp_replicate=4"]])

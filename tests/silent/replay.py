@@ -93,7 +93,7 @@ def compiled(case, files, folder, changes):
     """(the compiled plan, its findings) of one version of a case."""
     for name, text in files.items():
         (folder / name).write_text(text)
-    facts = load_values({**numerics.MODELS[case.model], **changes}, case.model, Sink())
+    facts = load_values({**numerics.values_of(case.model), **changes}, case.model, Sink())
     sink, checks = Sink(), Sink()
     read = compiler.read(str(folder / case.plan), sink)
     done = compiler.compile(

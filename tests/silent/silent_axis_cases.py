@@ -46,6 +46,24 @@ IMAGES = {
     "model": "qwen3_vl",  # the plan that states its layouts has neither axis
     **own('plan own for qwen3_vl\n\nextend "qwen3_vl"\n', base=()),
 }
+PARTS_OF_IMAGES = """override context on cp {
+    attention = ulysses
+}
+"""
+DENOISED = {
+    "model": "flux.1-dev",
+    **own('plan own for FluxTransformer2DModel\n\nextend "flux"\n', base=()),
+    "settings": ("cp=2", *FP32),
+}
+DENOISED_VIDEO = {
+    "model": "hunyuanvideo",
+    **own(
+        "plan own for HunyuanVideoTransformer3DModel\n\n"
+        f'extend "hunyuan_video"\n\n{PARTS_OF_IMAGES}',
+        base=(),
+    ),
+    "settings": ("cp=2", *FP32),
+}
 EXPERTS = {"model": "mixtral", **whole("mixtral"), "settings": ("ep=2", *FP32)}
 ADAPTED = {
     "model": "mixtral",
@@ -192,6 +210,24 @@ AXIS_CASES = (
             ("NVIDIA-NeMo/Megatron-Bridge#4784", "NVIDIA/Megatron-LM#3816"),
             "features of images get the gradient of the tokens that one rank of a sequence has",
             {**IMAGES, "settings": ("cp=2", *FP32)},
+        ),
+        (
+            "loss of all patches",
+            "patches_without_a_scale",
+            NORMALIZER,
+            ("verl-project/verl-omni#59",),
+            "each rank gives its own patches the gradient of one loss, and the mean over the ranks "
+            "divides it again",
+            DENOISED,
+        ),
+        (
+            "mask of text and patches",
+            "mask_in_another_order",
+            LOST,
+            ("verl-project/verl-omni#59",),
+            "where heads are exchanged for tokens, the mask stands in another order than text and "
+            "patches of all ranks",
+            DENOISED_VIDEO,
         ),
         (
             "features of later stages",

@@ -23,6 +23,7 @@ from planc.runtime.standalone import (
     pipeline_step,
 )
 from planc.runtime.standalone.context_images import ContextBehindImages
+from planc.runtime.standalone.context_patches import ContextOfPatches
 from planc.runtime.standalone.context_states import StateRanks
 from planc.runtime.standalone.documents import StateResets
 from planc.runtime.standalone.pipeline import Stages
@@ -155,6 +156,28 @@ def keys_of_one_rank():
         return grad.chunk(ctx.group.size(), 2)[ctx.group.rank()].contiguous(), None
 
     return mock.patch.object(collectives.GatherSequence, "backward", staticmethod(backward))
+
+
+def patches_without_a_scale():
+    """The gradient of the gathered outputs is cut, not summed over the ranks' equal losses."""
+    gather = ContextOfPatches._gather
+
+    def of_one_loss(self, module, args, output):
+        scaled = output / self.size + (output - output / self.size).detach()
+        return gather(self, module, args, scaled)
+
+    return mock.patch.object(ContextOfPatches, "_gather", of_one_loss)
+
+
+def mask_in_another_order():
+    """The mask of a rank's text, and then of its patches, for each rank in turn."""
+    of_heads = ContextOfPatches.of_heads
+
+    def other(self, module, joint, all_, mask, rest):
+        moved = None if mask is None else mask.roll(joint.text, -1)
+        return of_heads(self, module, joint, all_, moved, rest)
+
+    return mock.patch.object(ContextOfPatches, "of_heads", other)
 
 
 # Divided experts ---------------------------------------------------------------------------------

@@ -39,7 +39,7 @@ class Case:
         kind: the kind of mistake, a heading of the page.
         public: issues and pull requests that report it, such as `pytorch/torchtitan#4054`.
         how: what is wrong in this replay, in a sentence without a full stop.
-        model: a name of `numerics.MODELS`, with `changes` to its configuration.
+        model: as of `numerics.values_of`, with `changes` to its configuration.
         plan: the file that is compiled, of those in `right` and `wrong`.
         right, wrong: the texts of plan files by name.
         settings: `name=value`, as for `--set`.

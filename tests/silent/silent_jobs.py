@@ -17,9 +17,11 @@ from torch.distributed.tensor import DTensor
 import planc
 from planc.codes import CODES
 from planc.diagnostic import Sink
+from planc.model.small.diffusers_model import DiffusersBuilder
 from planc.model.small.input_search import BatchShape
 from planc.model.small.transformers_model import TransformersBuilder
 from planc.model.small.user_model import builder_of
+from planc.model.sources.diffusers import normal
 from planc.ops.document import digest, loads
 from planc.ops.documents import parts_reset
 from planc.ops.loss import ChunkLoss
@@ -50,6 +52,9 @@ def batches(model, lowered):
     padding on the right: a query that sees nothing is NaN in float64.
     """
     eight = lowered.has(LowPrecision)
+    if not hasattr(model.config, "get_text_config"):
+        made = [images_to_denoise(model, seed) for seed in range(3)]
+        return [made[:2], made[2:]]
     if placeholders(model.config):
         made = [with_images(model.config, seed, of_rows) for seed, of_rows in enumerate(IMAGES)]
     else:
@@ -78,6 +83,21 @@ def with_images(config, seed, images):
     return TransformersBuilder(config.to_dict()).sample(shape)
 
 
+def images_to_denoise(model, seed):
+    """A pass of a model of diffusers; text has two lengths where there is a mask of it."""
+    kind = next(k for k in type(model).__mro__ if k.__module__.startswith("diffusers."))
+    values = normal(model.config, kind.__name__)
+    return DiffusersBuilder(values).sample(BatchShape(seed=seed))
+
+
+def counted(passes):
+    """How a model counts a step's labels; a model of images takes the mean over its outputs."""
+    if "labels" not in passes[0]:
+        return {}
+    count = sum((b["labels"][:, 1:] != IGNORED).sum() for b in passes).float()
+    return {"num_items_in_batch": count}
+
+
 def stepper(model, lowered, run=None):
     """The plan's own optimizer, on whole parameters or those of a run; AdamW where it has none."""
     if not lowered.has(Optimize):
@@ -95,13 +115,14 @@ def trained_alone(model, lowered):
     found = {"logits": [], "loss": 0.0, "gradients": {}, "norms": []}
     optimizer = stepper(model, lowered)
     for step, passes in enumerate(batches(model, lowered)):
-        count = sum((b["labels"][:, 1:] != IGNORED).sum() for b in passes).float()
+        given = counted(passes)
         for batch in by_data_rank(passes, lowered):
-            output = model(**batch, num_items_in_batch=count)
-            output.loss.backward()
+            output = model(**batch, **given)
+            loss = output.loss if given else output.loss / len(passes)
+            loss.backward()
             if step == 0:
                 found["logits"] += logits_of(output)
-                found["loss"] += output.loss.detach()
+                found["loss"] += loss.detach()
         if step == 0:
             grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
             found["gradients"] = {plain_name(n): g.clone() for n, g in grads.items()}

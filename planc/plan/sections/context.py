@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from planc.model.config import is_diffusers
 from planc.model.module_table import puts_images
 from planc.ops.context import ContextParallel
 from planc.ops.documents import resets
@@ -51,6 +52,7 @@ def _rule(
         states = () if attention == _GATHER else resets(program.facts)
         # masks of whole rows are as much work for each rank; a ring leaves tiles out
         even = attention == _GATHER or (bool(states) and attention != "ring")
+        even |= is_diffusers(program.facts.config)
         balance = "none" if even else "head_tail"
         op = ContextParallel(
             axis=axis,

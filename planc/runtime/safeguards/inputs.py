@@ -131,18 +131,22 @@ _SAMPLER = "a sampler takes num_replicas=run.data_size and rank=run.data_rank: t
 
 
 def same_rows(lowered: Lowered, meshes: Meshes, passes: int) -> SameRows | None:
-    """The inputs of the model's forward on ranks that split its layers, along each tensor axis.
+    """The inputs of the model's forward on ranks that split its layers, along each tensor axis, or
+    images, which it gets whole.
 
     None if there are none, or if a style of the model itself says what each rank passes.
     """
-    axes = [a.name for a in lowered.axes if a.role is AxisRole.TENSOR]
+    images = [op.axis for op in lowered.ops if isinstance(op, ContextParallel) and op.patches]
+    axes = [a.name for a in lowered.axes if a.role is AxisRole.TENSOR] + images
     styled = (op for op in lowered.ops if isinstance(op, Parallelize))
     if any(not op.modules.path for op in styled):
         return None
     help = _SAMPLER.format("tensor axis") + "read the same rows"
-    return _along(
-        lowered, axes, meshes, passes, "PL483", "forward pass", "split the same layers", help
-    )
+    of = "split the same layers"
+    if images:
+        help = _SAMPLER.format("tensor or a context axis") + "read the same rows, and draw the "
+        help, of = help + "same noise and timesteps", f"{of} and images"
+    return _along(lowered, axes, meshes, passes, "PL483", "forward pass", of, help)
 
 
 def same_batches(lowered: Lowered, meshes: Meshes, passes: int) -> SameRows | None:

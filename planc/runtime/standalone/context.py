@@ -231,12 +231,8 @@ class ContextParallel:
         return swapped(value, self.group, source, target)
 
     def _arguments(self, args: Any, kwargs: Any) -> dict[str, Any]:
-        """The arguments of a forward by name."""
-        given = self.signature.bind_partial(*args, **kwargs).arguments
-        for parameter in self.signature.parameters.values():
-            if parameter.kind == parameter.VAR_KEYWORD:
-                given |= given.pop(parameter.name, {})
-        return given
+        """The arguments of the model's forward by name."""
+        return by_name(self.signature, args, kwargs)
 
     def _leave(self, model: nn.Module, _args: Any, output: Any) -> Any:
         self.tokens = self.positions = RUNNING.context = None
@@ -390,6 +386,15 @@ class PartLoss:
         own, share = self.labels("labels")
         output["loss"] = torch.where(own > 0, output.loss * (own / share), 0.0)
         return output
+
+
+def by_name(signature: inspect.Signature, args: Any, kwargs: Any) -> dict[str, Any]:
+    """The arguments of a call by name, those of `**` as the others."""
+    given = signature.bind_partial(*args, **kwargs).arguments
+    for parameter in signature.parameters.values():
+        if parameter.kind == parameter.VAR_KEYWORD:
+            given |= given.pop(parameter.name, {})
+    return given
 
 
 def register() -> None:

@@ -11,11 +11,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from planc.runtime.standalone.collectives import GatherSequence
 from planc.runtime.standalone.context import CONTEXT
 from planc.runtime.standalone.context_rows import ContextOfRows
-from planc.runtime.standalone.context_states import of_local
-from planc.runtime.standalone.context_tokens import order_of
 
 
 class ContextInBlocks(ContextOfRows):
@@ -74,25 +71,6 @@ class ContextInBlocks(ContextOfRows):
     def _enter(self, model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         self._enter_rows(model, self._arguments(args, kwargs))
         return args, kwargs
-
-    def whole(self, part: Tensor) -> Tensor:
-        """The tokens of all ranks, `[rows, tokens, ...]`, in the order of the row."""
-
-        def gathered(local: Tensor) -> Tensor:
-            order = order_of(local, self.size, self.balance).argsort()
-            return GatherSequence.apply(local[None], self.group)[0][:, order]
-
-        return of_local(gathered, part, 1)
-
-    def own(self, every: Tensor) -> Tensor:
-        """This rank's tokens of a tensor that `whole` returns."""
-
-        def cut(local: Tensor) -> Tensor:
-            part = local[:, : local.shape[1] // self.size]
-            order = order_of(part, self.size, self.balance).view(self.size, -1)
-            return local[:, order[self.rank]]
-
-        return of_local(cut, every, 1)
 
     def _cut(self, _module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Cuts hidden states, the first argument; all else is of whole rows."""

@@ -1,8 +1,10 @@
 """Ring attention: keys and values go around the ranks, and queries stay.
 
 A rank has its own keys and values and those of one other rank at a time. Pairs of
-queries and keys are computed in tiles: what tiles find is merged by the largest score
+queries and keys are computed in pieces: what pieces find is merged by the largest score
 and the sum of a softmax over all keys, and the backward pass computes the scores again.
+Pieces whose pairs all count, or are causal, are as large as can be and computed by
+fused kernels (`context_fused.py`); the others are tiles whose scores are there at once.
 """
 
 import functools
@@ -14,6 +16,7 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.tensor import DTensor
 
+from planc.runtime.standalone.context_fused import Fused, is_fused
 from planc.runtime.standalone.context_tokens import ContextError
 
 TILE = 512
@@ -114,8 +117,14 @@ class RingMask:
         self.made, self.own, self.ring, self.evenly = made, own, ring, evenly
         self.shape = own, own * ring.size
         # where causal attention is balanced, a rank has a run of each half
-        long = -(-own // (2 * -(-own // (2 * TILE))))
-        self.cuts = [slice(at, min(at + long, own)) for at in range(0, own, long)]
+        half = -(-own // 2)
+        long = -(-half // -(-half // TILE))
+        runs = ((0, half), (half, own))
+        self.cuts = [
+            slice(at, min(at + long, end))
+            for start, end in runs
+            for at in range(start, end, long)
+        ]
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -136,7 +145,9 @@ class RingMask:
 
     @functools.cached_property
     def seen(self) -> dict[tuple[int, int, int], list[bool]]:
-        """Of each tile, whether some and whether all of its pairs count."""
+        """Of each tile, whether some and whether all of its pairs count, and whether it
+        is causal: the n-th query sees the first n keys.
+        """
         facts, blind = {}, []
         for queries in self.cuts:
             see: Any = False
@@ -144,26 +155,90 @@ class RingMask:
                 mask = self.tile(owner, queries, keys)
                 see = see | mask.any(-1)
                 at = owner, queries.start, keys.start
-                facts[at] = torch.stack([mask.any(), mask.all()])
+                causal = torch.ones_like(mask).tril() == mask
+                facts[at] = torch.stack([mask.any(), mask.all(), causal.all()])
             blind.append(~see.all())
         # the accelerator is waited for once
-        *pairs, (lost, _) = torch.stack(
-            [*facts.values(), torch.stack(blind).any().expand(2)]
+        *pairs, (lost, *_) = torch.stack(
+            [*facts.values(), torch.stack(blind).any().expand(3)]
         ).tolist()
         every = self.evenly and lost
         return {
-            at: [some or every, all_]
-            for at, (some, all_) in zip(facts, pairs, strict=True)
+            at: [some or every, *rest]
+            for at, (some, *rest) in zip(facts, pairs, strict=True)
         }
 
-    def tiles(self, owner: int) -> Iterator[tuple[slice, slice, Tensor | None]]:
-        """Queries, keys of a rank, and their mask where not all are seen; without tiles
-        of which no query sees a key.
+    def pieces(self, owner: int, *, fused: bool) -> Iterator["RingPiece"]:
+        """What this rank's queries see of a rank's keys, in pieces that do not overlap.
+
+        Args:
+            owner: the rank that the keys belong to.
+            fused: whether pieces whose pairs all count, or are causal, may be larger
+                than a tile, and causal ones come without a mask.
         """
-        for queries, keys in itertools.product(self.cuts, self.cuts):
-            some, all_ = self.seen[owner, queries.start, keys.start]
-            if some:
-                yield queries, keys, None if all_ else self.tile(owner, queries, keys)
+        yield from self._within(owner, self.cuts, self.cuts, fused)
+
+    def _within(
+        self, owner: int, rows: list[slice], columns: list[slice], fused: bool
+    ) -> Iterator["RingPiece"]:
+        queries = slice(rows[0].start, rows[-1].stop)
+        keys = slice(columns[0].start, columns[-1].stop)
+        found = [
+            [self.seen[owner, one.start, other.start] for other in columns]
+            for one in rows
+        ]
+        tile = len(rows) == len(columns) == 1
+        if not any(some for row in found for some, *_ in row):
+            return
+        if (fused or tile) and all(every for row in found for _, every, _ in row):
+            yield RingPiece(owner, queries, keys)
+        elif fused and is_causal(found) and same_lengths(rows, columns):
+            yield RingPiece(owner, queries, keys, causal=True)
+        elif tile:
+            yield RingPiece(owner, queries, keys, mask=self.tile(owner, queries, keys))
+        else:
+            for some, others in itertools.product(in_two(rows), in_two(columns)):
+                yield from self._within(owner, some, others, fused)
+
+
+class RingPiece:
+    """Queries and keys of a rank, and which pairs count: all, the causal ones, or those
+    of a mask `[rows, 1, queries, keys]`.
+    """
+
+    def __init__(
+        self,
+        owner: int,
+        queries: slice,
+        keys: slice,
+        *,
+        causal: bool = False,
+        mask: Tensor | None = None,
+    ) -> None:
+        self.place = owner, queries.start, keys.start
+        self.queries, self.keys, self.causal, self.mask = queries, keys, causal, mask
+
+
+def in_two(cuts: list[slice]) -> list[list[slice]]:
+    """Both halves of them; where causal attention is balanced, the runs of a rank."""
+    half = -(-len(cuts) // 2)
+    return [cuts[:half], cuts[half:]] if len(cuts) > 1 else [cuts]
+
+
+def is_causal(found: list[list[list[bool]]]) -> bool:
+    """Whether tiles are causal together: on the diagonal, all below and none above."""
+    return len(found) == len(found[0]) and all(
+        causal if at == to else every if to < at else not some
+        for at, row in enumerate(found)
+        for to, (some, every, causal) in enumerate(row)
+    )
+
+
+def same_lengths(rows: list[slice], columns: list[slice]) -> bool:
+    """Whether a causal kernel's n-th query is the n-th of each tile too."""
+    return [one.stop - one.start for one in rows] == [
+        one.stop - one.start for one in columns
+    ]
 
 
 class TileDropout:
@@ -194,15 +269,21 @@ class TileDropout:
 
 
 def multiplied(one: Tensor, two: Tensor) -> Tensor:
-    """The product `[batch, n, m]` in float32, whatever the dtype of its factors."""
+    """The product `[batch, n, m]`, in float32 at least, whatever its factors have."""
+    kind = widest(one.dtype)
     with torch.autocast(one.device.type, enabled=False):
         if one.is_cuda and one.dtype.itemsize == 2:
-            return torch.bmm(one, two, out_dtype=torch.float32)
-        return torch.bmm(one.float(), two.float())
+            return torch.bmm(one, two, out_dtype=kind)
+        return torch.bmm(one.to(kind), two.to(kind))
+
+
+def widest(dtype: torch.dtype) -> torch.dtype:
+    """Of the numbers that are added up: float32 at least."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 class Scores:
-    """The scores of a tile, `[rows, heads, queries, keys]` in float32.
+    """The scores of a tile, `[rows, heads, queries, keys]`, in float32 at least.
 
     Args:
         query: `[rows, heads, queries, features]`.
@@ -254,85 +335,105 @@ class RingAttention(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def forward(ctx: Any, *given: Any) -> Tensor:
-        query, key, value, sinks, *ctx.rest = given
-        mask, ring, dropout, *of_scores = ctx.rest
+        query, key, value, sinks, mask, ring, *of_scores = given
+        ctx.rest = mask, ring, PieceAttention(query, value, *of_scores)
         shape = (*query.shape[:3], value.shape[-1])
-        output = query.new_zeros(shape, dtype=torch.float32)
+        output = query.new_zeros(shape, dtype=widest(query.dtype))
         total = torch.zeros_like(output[..., :1])
         top = torch.full_like(total, LEAST)
         for owner, block in ring.around(torch.cat([key, value], -1)):
-            keys_of, values_of = halves(block, key)
-            for queries, keys, seen in mask.tiles(owner):
-                tile = Scores(
-                    query[:, :, queries], keys_of[:, :, keys], seen, *of_scores
-                )
-                drop = dropout.tile(owner, queries.start, keys.start)
-                gives = functools.partial(
-                    tile.averaged, value=values_of[:, :, keys], drop=drop
-                )
-                merge(
-                    tile.values,
-                    gives,
-                    *(t[:, :, queries] for t in (top, total, output)),
-                )
+            for piece in mask.pieces(owner, fused=ctx.rest[2].fused):
+                of_keys = halves(block[:, :, piece.keys], key)
+                found = ctx.rest[2].found(piece, query[:, :, piece.queries], of_keys)
+                merge(*found, *(t[:, :, piece.queries] for t in (top, total, output)))
         if sinks is not None:
             merge(
                 by_head(sinks).expand_as(top).clone(), lambda _: 0, top, total, output
             )
         if not mask.evenly:
             total.masked_fill_(top == LEAST, torch.inf)
-        found = (output / total).to(query.dtype).transpose(1, 2).contiguous()
-        ctx.save_for_backward(query, key, value, sinks, found, top, total)
-        return found
+        result = (output / total).to(query.dtype).transpose(1, 2).contiguous()
+        ctx.save_for_backward(query, key, value, sinks, result, top, total)
+        return result
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         query, key, value, sinks, output, top, total = ctx.saved_tensors
-        mask, ring, dropout, *of_scores = ctx.rest
+        mask, ring, computed = ctx.rest
         # the part of the gradients of scores that all keys of a query share
-        shared = (grad.float() * output).sum(-1, keepdim=True).transpose(1, 2)
-        facts = query, grad.transpose(1, 2), shared, top, total
-        found = torch.zeros_like(query, dtype=torch.float32)
+        shared = (grad.to(top.dtype) * output).sum(-1, keepdim=True).transpose(1, 2)
+        both = grad.transpose(1, 2), output.transpose(1, 2)
+        facts = query, *both, shared, top, total
+        found = torch.zeros_like(query, dtype=top.dtype)
         own, coming = shared, None  # gradients of this rank's block, and of another's
         for owner, block in ring.around(torch.cat([key, value], -1)):
-            given = torch.zeros_like(block, dtype=torch.float32)
-            for queries, keys, seen in mask.tiles(owner):
-                some, of_keys = [t[:, :, queries] for t in facts], block[:, :, keys]
-                drop = dropout.tile(owner, queries.start, keys.start)
-                one, other = gradients(
-                    some, halves(of_keys, key), seen, drop, of_scores
-                )
-                found[:, :, queries] += one
-                given[:, :, keys] += other
+            given = torch.zeros_like(block, dtype=top.dtype)
+            for piece in mask.pieces(owner, fused=computed.fused):
+                some = [t[:, :, piece.queries] for t in facts]
+                of_keys = halves(block[:, :, piece.keys], key)
+                one, *others = computed.gradients(piece, some, of_keys)
+                found[:, :, piece.queries] += one
+                for part, other in zip(halves(given, key), others, strict=True):
+                    part[:, :, piece.keys] += other
             if owner == ring.rank:
                 own = given
             else:
                 given += 0 if coming is None else coming.wait()
                 coming = ring.pass_on(given)
-        both = own if coming is None else own + coming.wait()
+        every = own if coming is None else own + coming.wait()
         lost = None
         if sinks is not None:
             weights = (by_head(sinks) - top).exp() / total
             lost = -(weights * shared).sum((0, 2, 3)).to(sinks.dtype).view_as(sinks)
-        back = found.to(query.dtype), *halves(both.to(key.dtype), key), lost
-        return (*back, *[None] * len(ctx.rest))
+        back = found.to(query.dtype), *halves(every.to(key.dtype), key), lost
+        return (*back, *[None] * 5)
 
 
-def gradients(
-    facts: list[Tensor],
-    block: tuple[Tensor, ...],
-    seen: Tensor | None,
-    drop: Callable[[Tensor], Tensor],
-    of_scores: Any,
-) -> tuple[Tensor, Tensor]:
-    """Those of a tile's queries, and of its keys and values."""
-    query, grad, shared, top, total = facts
-    tile, value = Scores(query, block[0], seen, *of_scores), block[1]
-    weights, given = tile.values.sub_(top).exp_().div_(total), tile.joined(grad)
-    changes = drop(tile.apart(multiplied(given, value.flatten(0, 1).mT)))
-    slopes = changes.sub_(shared).mul_(weights).mul_(tile.slope)
-    both = tile.summed(slopes, tile.query), tile.summed(drop(weights), given)
-    return tile.averaged(slopes, block[0]), torch.cat(both, -1)
+class PieceAttention:
+    """What pieces find, and their gradients.
+
+    Args:
+        query, value: as `RingAttention` has them.
+        dropout: of weights.
+        scale, cap: of the scores.
+    """
+
+    def __init__(
+        self, query: Tensor, value: Tensor, dropout: TileDropout, scale: Any, cap: Any
+    ) -> None:
+        self.fused = is_fused(query, value, scale, cap, dropout.rate)
+        self.dropout, self.scale, self.cap = dropout, scale, cap
+
+    def found(
+        self, piece: RingPiece, query: Tensor, block: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        """Scores of queries, and what these give by their weights, for `merge`."""
+        if self.fused and piece.mask is None:
+            gives, scores = Fused(query, *block, piece.causal, self.scale).forward()
+            return scores.to(widest(query.dtype)), functools.partial(torch.mul, gives)
+        tile = Scores(query, block[0], piece.mask, self.scale, self.cap)
+        drop = self.dropout.tile(*piece.place)
+        return tile.values, functools.partial(tile.averaged, value=block[1], drop=drop)
+
+    def gradients(
+        self, piece: RingPiece, facts: list[Tensor], block: tuple[Tensor, Tensor]
+    ) -> list[Tensor]:
+        """Those of a piece's queries, its keys and its values."""
+        query, grad, output, shared, top, total = facts
+        if self.fused and piece.mask is None:
+            part = Fused(query, *block, piece.causal, self.scale)
+            return part.backward(grad, output, top + total.log())
+        tile, value = (
+            Scores(query, block[0], piece.mask, self.scale, self.cap),
+            block[1],
+        )
+        drop = self.dropout.tile(*piece.place)
+        weights, given = tile.values.sub_(top).exp_().div_(total), tile.joined(grad)
+        changes = drop(tile.apart(multiplied(given, value.flatten(0, 1).mT)))
+        slopes = changes.sub_(shared).mul_(weights).mul_(tile.slope)
+        of_queries = tile.averaged(slopes, block[0])
+        of_keys = tile.summed(slopes, tile.query)
+        return [of_queries, of_keys, tile.summed(drop(weights), given)]
 
 
 def merge(
@@ -358,4 +459,4 @@ def halves(block: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def by_head(sinks: Tensor) -> Tensor:
-    return sinks.float().view(1, -1, 1, 1)
+    return sinks.to(widest(sinks.dtype)).view(1, -1, 1, 1)

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from planc.runtime.standalone.collectives import GatherSequence
 from planc.runtime.standalone.context import ContextParallel, PartLoss
+from planc.runtime.standalone.context_states import of_local
 from planc.runtime.standalone.context_tokens import (
     NO_TARGET,
     ContextError,
@@ -59,6 +61,25 @@ class ContextOfRows(ContextParallel):
         mine = order_of(part, self.size, self.balance).view(self.size, -1)[self.rank]
         row = torch.arange(rows, device=ids.device)[:, None]
         return row, mine.expand(rows, -1)
+
+    def whole(self, part: Tensor) -> Tensor:
+        """The tokens of all ranks, `[rows, tokens, ...]`, in the order of the row."""
+
+        def gathered(local: Tensor) -> Tensor:
+            order = order_of(local, self.size, self.balance).argsort()
+            return GatherSequence.apply(local[None], self.group)[0][:, order]
+
+        return of_local(gathered, part, 1)
+
+    def own(self, every: Tensor) -> Tensor:
+        """This rank's tokens of a tensor that `whole` returns."""
+
+        def cut(local: Tensor) -> Tensor:
+            part = local[:, : local.shape[1] // self.size]
+            order = order_of(part, self.size, self.balance).view(self.size, -1)
+            return local[:, order[self.rank]]
+
+        return of_local(cut, every, 1)
 
     def _enter_rows(self, model: Any, given: Mapping[str, Any]) -> Tensor:
         """Notes the rows of a pass, which it returns, and what its loss is."""
