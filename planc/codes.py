@@ -272,6 +272,7 @@ _ROWS: tuple[tuple[str, str, Phase, str], ...] = (
     ("PL561", "error", "plan", "microbatches that the schedule cannot run"),
     ("PL562", "error", "plan", "stages that the schedule cannot run"),
     ("PL563", "error", "plan", "more stages than blocks"),
+    ("PL564", "error", "plan", "stages whose time cannot be estimated"),
     ("PL565", "error", "plan", "the loss takes more than hidden states from earlier stages"),
     ("PL566", "error", "plan", "a model that cannot be cut into stages"),
     ("PL567", "error", "plan", "not supported in a pipeline"),

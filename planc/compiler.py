@@ -1,4 +1,4 @@
-"""The compiler on one page: text -> AST -> IR -> adapters -> checks -> budgets -> lowered ops."""
+"""The compiler on one page: text -> AST -> IR -> stages -> adapters -> checks -> budgets -> ops."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -7,6 +7,7 @@ from functools import partial
 from planc.budget.choose import budgeted
 from planc.checks import check
 from planc.diagnostic import Sink
+from planc.estimate.stages import with_timed_stages
 from planc.lowering import lower, lowered_file
 from planc.model.facts import Facts
 from planc.model.load import load
@@ -65,15 +66,14 @@ def compile(
     done = Compiled(files=files, settings=tuple(settings), world_size=world_size, facts=facts)
     if isinstance(files, lowered_file.LoweredFile):
         return replace(done, lowered=lowered_file.fitted(files, facts, world_size, settings, sink))
-    if files is None or facts is None:
-        return done
-    if world_size is not None and world_size < 1:
-        sink.error("PL301", f"the world size is a positive number of ranks, not {world_size}")
-        return done
     before = sink.errors
-    plan = elaborate(files, facts, sink, world_size=world_size, settings=settings)
-    if plan is None:
+    if files and facts and world_size is not None and world_size < 1:
+        sink.error("PL301", f"the world size is a positive number of ranks, not {world_size}")
+    if files is None or facts is None or sink.errors > before:
         return done
+    if (plan := elaborate(files, facts, sink, world_size=world_size, settings=settings)) is None:
+        return done
+    plan = with_timed_stages(plan, facts, sink)
     applied = adapted(plan, facts)
     check(*applied, sink if checks is None else checks, bare=(plan, facts))
     if sink.errors == before:

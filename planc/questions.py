@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from planc.compiler import Compiled
     from planc.draft.init import InitResult
     from planc.estimate.answer import Answer as Estimate
-    from planc.estimate.measured import MeasuredRanks
     from planc.proof.verify import Proof
     from planc.provenance.answer import Reasons
+    from planc.tuning.measured import MeasuredRanks
 
 
 def init(
@@ -171,8 +171,8 @@ def measure(
             run the step (PL727).
         ValueError: a size is not positive, or there is no such optimizer, attention or device.
     """
-    from planc.estimate.measured import measure as measured
     from planc.measure.count import NotCountedError, shallower
+    from planc.tuning.measured import measure as measured
 
     if device not in ("", "cpu", "cuda"):
         raise ValueError(f"device is cpu or cuda, not {device!r}")

@@ -22,6 +22,7 @@ MODELS = {
     "bloom": "bloom-7b1",
     "mamba2": "mamba-codestral-7b",
     "gemma4_text": "gemma-4-e4b",
+    "WanTransformer3DModel": "wan2.1-t2v-1.3b",
     "ernie4_5_moe": "ernie-4.5-21b-a3b",
     "FluxTransformer2DModel": "flux.1-dev",
 }

@@ -9,15 +9,15 @@ from helpers import slow
 from planc import compiler
 from planc.checks.queries import divisors
 from planc.diagnostic import Sink
-from planc.estimate import suggest as suggesting
 from planc.estimate.answer import Request, answer
-from planc.estimate.candidates import Candidates
 from planc.estimate.from_plan import Batch
-from planc.estimate.suggest import Asked, suggest
 from planc.model.load import load
 from planc.source import Source
 from planc.syntax.formatter.files import formatted_files
 from planc.syntax.parse import parse
+from planc.tuning import suggest as suggesting
+from planc.tuning.candidates import Candidates
+from planc.tuning.suggest import Asked, suggest
 
 GIB = 2**30
 

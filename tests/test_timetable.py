@@ -124,5 +124,6 @@ def test_an_estimate_reads_it(schedule):
     name, rows = reader.timetable(text, ranks=4, stages=4, microbatches=8)
     assert name == "timetable"
     assert orders("timetable", 4, 1, 8, rows) == orders(schedule, 4, 1, 8)
-    pace = dict(ranks=4, chunks=1, micro_batches=8, forward=[1.0] * 4, backward=[2.0] * 4, hop=0.1)
+    pace = dict(ranks=4, chunks=1, micro_batches=8, forward=[1.0] * 4, backward=[2.0] * 4)
+    pace["hops"] = [(0.1, 0.2)] * 3
     assert timetable("timetable", rows=rows, **pace) == timetable(schedule, **pace)

@@ -9,10 +9,10 @@ from pathlib import Path
 from planc.commands import output, shared_arguments, terminal
 from planc.diagnostic import Sink
 from planc.estimate.answer import answer_for
-from planc.estimate.measured import MeasuredRanks, measure, plain, text
-from planc.estimate.measurements import add
 from planc.estimate.memory import GIB
 from planc.measure.count import NotCountedError, shallower
+from planc.tuning.measured import MeasuredRanks, measure, plain, text
+from planc.tuning.measurements import add
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

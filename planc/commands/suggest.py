@@ -8,9 +8,9 @@ from pathlib import Path
 
 from planc.commands import output, shared_arguments
 from planc.diagnostic import Sink
-from planc.estimate.suggest import Asked, suggest
-from planc.estimate.suggestion_text import document, text
 from planc.model.load import load
+from planc.tuning.suggest import Asked, suggest
+from planc.tuning.suggestion_text import document, text
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

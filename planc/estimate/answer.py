@@ -8,9 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from planc.compiler import Compiled
 from planc.diagnostic import Diagnostic, Label, Sink, one_of
 from planc.estimate import profiles
 from planc.estimate.from_plan import Batch, PlanWork, masters
@@ -26,6 +25,9 @@ from planc.ops.optimizer import OptimizerClass
 from planc.plan.experts import fullest
 from planc.plan.ir import Plan
 from planc.source import Span
+
+if TYPE_CHECKING:
+    from planc.compiler import Compiled
 
 FORMAT = 1
 """Raised when a field of the document is removed or changes its meaning."""

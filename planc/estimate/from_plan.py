@@ -27,9 +27,10 @@ from planc.estimate.tensor_split import (
     recompute_of,
     unsplit,
 )
-from planc.estimate.workload import ElementSizes, Group, Layer, Sharding, Update, Workload
+from planc.estimate.workload import ElementSizes, Group, Layer, Sharding, Update, Ways, Workload
 from planc.lowering.lower import lower, on_activations
 from planc.lowering.memory import Holding, Holdings
+from planc.lowering.pipeline_sends import arguments_of, messages
 from planc.lowering.sends import by_pass
 from planc.lowering.step import During, Sent, Step
 from planc.model.facts import DTYPE_BYTES, Facts
@@ -203,6 +204,7 @@ class PlanWork:
             lowered=self.sending,
             config=self.facts.config,
             owned=owned(self.plan, self.facts),
+            arguments=arguments_of(self.pipeline, self.facts),
             batch=self.batch.global_batch,
             sequence=self.batch.sequence,
             micro_batches=self.batch.micro_batches,
@@ -210,19 +212,9 @@ class PlanWork:
 
     def workload(self, counted: Counted | None) -> Workload:
         """The step's work; without counts, parameters alone."""
-        self.step = replace(self.of_batch(), computes=self.compute_dtype)
-        if counted is not None:
-            self.tables = self._calls()
-        passed = (one for one in by_pass(self.step) if one.during is not During.STEP)
-        group = cache(self.group)
-        self.sent = tuple((one, group(*one.axes)) for one in passed)
-        op, layers = self.pipeline, [*self._layers(counted)]
-        stages = range(op.stages if op else 1)
+        op, stages = self.pipeline, self.stages(counted)
         return Workload(
-            stages=tuple(
-                tuple((replace(x, resident=r[i] / n[i]), n[i]) for x, n, r in layers if n[i])
-                for i in stages
-            ),
+            stages=stages,
             **self.groups(),
             micro_batches=op.microbatches if op else self.batch.micro_batches,
             runs=self.batch.micro_batches if op else 1,
@@ -230,7 +222,7 @@ class PlanWork:
             timetable=op.timetable if op else (),
             chunks=len(stages) // self._ranks,
             staged=op is not None,
-            crossing=max((x.boundary for x, *_ in layers), default=0) if op else 0,
+            messages=self._messages(stages),
             world=self.plan.mesh.world_size,
             tokens=self.batch.global_batch * self.batch.sequence,
             sharding=Sharding.FULL if self.plan.fsdp else Sharding.REPLICATED,
@@ -238,6 +230,31 @@ class PlanWork:
             offload=self.plan.fsdp is not None and self.plan.fsdp.offload is not None,
             updates=tuple(self._updates()),
             origin=self.plan.fsdp.origin if self.plan.fsdp else None,
+        )
+
+    def _messages(self, stages: tuple[tuple[tuple[Layer, int], ...], ...]) -> Ways:
+        """`Workload.messages`; what is not known counts as the input of a layer."""
+        if self.pipeline is None:
+            return ()
+        usual = max((x.boundary for own in stages for x, _ in own), default=0.0)
+        every = messages(self.pipeline, self.step)
+        return tuple(
+            (usual if one.there is None else one.there, usual if one.back is None else one.back)
+            for one in every
+        )
+
+    def stages(self, counted: Counted | None) -> tuple[tuple[tuple[Layer, int], ...], ...]:
+        """`Workload.stages`."""
+        self.step = replace(self.of_batch(), computes=self.compute_dtype)
+        if counted is not None:
+            self.tables = self._calls()
+        passed = (one for one in by_pass(self.step) if one.during is not During.STEP)
+        group = cache(self.group)
+        self.sent = tuple((one, group(*one.axes)) for one in passed)
+        layers = [*self._layers(counted)]
+        return tuple(
+            tuple((replace(x, resident=r[i] / n[i]), n[i]) for x, n, r in layers if n[i])
+            for i in range(self.pipeline.stages if self.pipeline else 1)
         )
 
     def calls(self, name: str) -> CallTable | None:

@@ -86,9 +86,10 @@ class _Rank:
         self.begins = [stage == 0 for stage in own]
         """Whether a stage takes the inputs, so that its backward passes are not split."""
         self.stages = [work.stages[stage] for stage in own]
-        last, others = len(work.stages) - 1, {*range(len(work.stages))} - {*own}
-        self.sends = [work.crossing * (stage < last and stage + 1 in others) for stage in own]
-        self.returns = [work.crossing * (stage - 1 in others) for stage in own]
+        others = {*range(len(work.stages))} - {*own}
+        ways = dict(enumerate(work.messages if work.staged else ()))
+        self.sends = [ways[s][0] if s in ways and s + 1 in others else 0.0 for s in own]
+        self.returns = [ways[s - 1][1] if s - 1 in ways and s - 1 in others else 0.0 for s in own]
         self.layers = [pair for stage in self.stages for pair in stage]
         self.elements = sum(layer.parameters * n for layer, n in self.layers)
         self.trained = self.elements - sum(layer.frozen * n for layer, n in self.layers)

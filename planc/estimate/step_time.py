@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from planc.estimate import kernels
 from planc.estimate.profiles import Hardware, Stack
-from planc.estimate.workload import Collective, Group, Layer, Recompute, Sharding, Workload
+from planc.estimate.workload import Collective, Group, Layer, Recompute, Sharding, Ways, Workload
 from planc.lowering.step import GATHER, REDUCE, SCATTER
 from planc.lowering.timetable import timetable
 
@@ -258,7 +258,7 @@ def step_time(work: Workload, hardware: Hardware, stack: Stack) -> StepTime:
         micro_batches=count,
         forward=[s.total for s in forward],
         backward=[s.total for s in backward],
-        hop=_hop(work, hardware),
+        hops=hops(work, hardware),
         rows=work.timetable,
     )
     last = [sum(backward[stage].total for stage in work.of_rank(r)) for r in range(ranks)]
@@ -311,12 +311,13 @@ def _sum(parts: Iterable[tuple[Spent, int]]) -> Spent:
     return total
 
 
-def _hop(work: Workload, hardware: Hardware) -> float:
-    """Seconds to receive a micro-batch's activations from the neighboring stage."""
-    if work.pipeline.size == 1:
-        return 0.0
-    size = max(layer.boundary for stage in work.stages for layer, _ in stage)
-    return kernels.point_to_point(size, work.pipeline, hardware)
+def hops(work: Workload, hardware: Hardware) -> Ways:
+    """Seconds that each message between two stages takes, as `Workload.messages`."""
+
+    def seconds(size: float) -> float:
+        return kernels.point_to_point(size, work.pipeline, hardware)
+
+    return tuple((seconds(there), seconds(back)) for there, back in work.messages)
 
 
 def _bottleneck(spent: Spent, work: Workload, hardware: Hardware) -> str:

@@ -14,6 +14,9 @@ from math import prod
 from planc.ops.pipeline import stages_of_rank
 from planc.source import Span
 
+Ways = tuple[tuple[float, float], ...]
+"""Bytes from each stage but the last one to the next, and back."""
+
 
 class Recompute(StrEnum):
     """What the forward pass keeps of a layer: everything, all but the attention's core, its
@@ -275,7 +278,8 @@ class Workload:
         chunks: stages that one rank holds (interleaved schedules).
         staged: whether units stay gathered after a backward pass and gradients whole until all
             passes are done, as `run.forward_backward` has it in a pipeline.
-        crossing: bytes that a stage keeps of what it sent, for each micro-batch in flight.
+        messages: bytes that each stage but the last one sends to the next for a micro-batch, and
+            gets back: what it sent, it keeps until then.
         world: the number of ranks, 0 for the product of the groups.
         tokens: of the step, over all ranks.
         origin: the section of the plan that places parameters on ranks, if any.
@@ -298,7 +302,7 @@ class Workload:
     timetable: tuple[str, ...] = ()
     chunks: int = 1
     staged: bool = False
-    crossing: float = 0
+    messages: Ways = ()
     world: int = 0
     tokens: int
     sharding: Sharding = Sharding.FULL

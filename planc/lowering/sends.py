@@ -10,16 +10,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from fractions import Fraction
-from math import ceil, comb, prod
+from math import ceil, comb
 
 from planc.lowering.context_sends import context_sends
 from planc.lowering.optimizer_sends import optimizer_sends
+from planc.lowering.pipeline_sends import pipeline_sends
 from planc.lowering.step import (
     EXCHANGE,
     GATHER,
     REDUCE,
     SCATTER,
-    SEND,
     During,
     Sent,
     Step,
@@ -29,7 +29,6 @@ from planc.lowering.step import (
 from planc.model.facts import DTYPE_BYTES, Modules
 from planc.ops.activation_checkpoint import Checkpoint
 from planc.ops.backend import Backend
-from planc.ops.base import AxisRole
 from planc.ops.context import ContextParallel
 from planc.ops.contract import Flow, Grad, Side, contract
 from planc.ops.expert_capacity import LimitExperts
@@ -41,7 +40,7 @@ from planc.ops.lora import Adapt
 from planc.ops.loss import ChunkLoss
 from planc.ops.matmul import LowPrecision, ScaleWeights
 from planc.ops.optimizer import Adafactor, Optimize
-from planc.ops.pipeline import Pipeline, stages_of_rank
+from planc.ops.pipeline import Pipeline
 from planc.ops.registry import AnyOp
 from planc.ops.styles import Colwise, Experts, Input, Sequence, style_name
 from planc.ops.tensor_parallel import Parallelize, Tie
@@ -104,7 +103,7 @@ def _of(op: AnyOp, step: Step) -> Iterator[Sent]:
         case ChunkLoss():
             yield from _loss(op, step)
         case Pipeline():
-            yield from _pipeline(op, step)
+            yield from pipeline_sends(op, step)
         case Optimize():
             yield from optimizer_sends(op, step)
         case ScaleWeights():
@@ -409,49 +408,3 @@ def _loss(op: ChunkLoss, step: Step) -> Iterator[Sent]:
     ranks = step.lowered.axis_size(*op.axes)
     size = None if step.tokens is None else 12 * ceil(step.tokens / op.chunks) * ranks
     yield replace(one, where="each token", times=step.passes * op.chunks, size=size)
-
-
-def _pipeline(op: Pipeline, step: Step) -> Iterator[Sent]:
-    """Once for all stages: the ranks of a stage send to those of the next, and back. Of one place
-    alone what its ranks send.
-    """
-    if op != step.lowered.pipeline:
-        return
-    own = op.own if len(step.lowered.stages) == 1 else range(op.stages)
-    ranks = step.lowered.axis_size(op.axis)
-    home = {s: r for r in range(ranks) for s in stages_of_rank(op.schedule, r, ranks, op.stages)}
-    tensor = [a.name for a in step.lowered.axes if a.role is AxisRole.TENSOR]
-    split = step.lowered.axis_size(*tensor) if _scattered(step) else 1
-    whole = step.size(step.hidden)
-    beside = op.given or op.states  # of sizes that the model's code decides
-    size = None if whole is None or beside else whole // split
-    one = Sent(word=op.WORD, where="", kind=SEND, axes=(op.axis,), times=step.passes, size=size)
-    for stage in range(op.stages - 1):
-        for start, end in ((stage, stage + 1), (stage + 1, stage)):
-            if home[stage] != home[stage + 1] and start in own:
-                yield replace(one, where=f"stage {start} -> {end}")
-    for some in op.shares:  # each rank that holds one sends its gradient to the others
-        places = {home[stage] for stage in some.stages}
-        here = len(places & {home[stage] for stage in own}) * (len(places) - 1)
-        for name in some.parameters if here else ():
-            size = _shard(name, some.modules, step)
-            yield replace(one, where=name, times=here, size=size)
-
-
-def _shard(name: str, modules: tuple[Modules, ...], step: Step) -> int | None:
-    """Bytes of a rank's part of a shared parameter's gradient."""
-    path, _, last = name.rpartition(".")
-    owner = next((m for m in modules if m.has(path)), None)
-    found = next((p for p in owner.module.parameters if p.name == last), None) if owner else None
-    if found is None:
-        return None
-    split = [s for o in step.every(Parallelize) if o.modules.has(path) for s in o.shapes]
-    local = next((prod(s.local) for s in split if s.name == last), found.numel)
-    ranks = next((step.lowered.axis_size(*o.shard) for o in step.every(FullyShard)), 1)
-    return local // ranks * DTYPE_BYTES[found.dtype]
-
-
-def _scattered(step: Step) -> bool:
-    """Whether the hidden states between blocks are parts of the sequence."""
-    flows = (flow for op in step.every(Parallelize) for flow in contract(op.style).gives)
-    return any(_kind(*flow.forward) == SCATTER for flow in flows)

@@ -26,7 +26,7 @@ def of_ranks(plan: ir.Plan, facts: Facts) -> Iterator[tuple[ir.Plan, Facts]]:
         own = stages_of_rank(op.schedule, rank, ranks, op.stages)
         mine = replace(op, own=own)
         gone, kept = tuple(elsewhere(mine)), mine.kept
-        left = plan.placed(partial(_outside, gone, kept))
+        left = _with_kept(plan, plan.placed(partial(_outside, gone, kept)), gone, kept)
         rule = replace(plan.pipeline, op=mine)
         yield replace(left, pipeline=rule), _facts_without(facts, gone, kept)
 
@@ -50,6 +50,26 @@ def _outside(
     away = (part for other in gone if (part := modules.inside(other)) is not None)
     shared = (both for part in away for k in kept if (both := part.inside(k)) is not None)
     return (*modules.outside(gone), *shared)
+
+
+def _with_kept(
+    plan: ir.Plan, left: ir.Plan, gone: tuple[Modules, ...], kept: tuple[Modules, ...]
+) -> ir.Plan:
+    """What is left of a plan, with the kept modules in the groups that they are inside of: FSDP
+    shards a parameter of several modules in one unit.
+    """
+    if plan.fsdp is None or left.fsdp is None:
+        return left
+
+    def place(unit: ir.Unit, modules: Modules, at: Span) -> tuple[Modules, ...]:
+        found = _outside(gone, kept, modules, at)
+        away = (m for other in gone if (m := modules.inside(other)) is not None)
+        inner = (m for part in away for k in kept if (m := k.inside(part)) is not None)
+        more = (m for m in inner if len(m.path) > len(modules.path))
+        return (*found, *more) if unit.group else found
+
+    units = (part for unit in plan.fsdp.units for part in unit.placed(partial(place, unit)))
+    return replace(left, fsdp=replace(left.fsdp, units=tuple(units)))
 
 
 def _facts_without(facts: Facts, gone: tuple[Modules, ...], kept: tuple[Modules, ...]) -> Facts:

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from planc.diagnostic import Label, Sink
 from planc.lowering.backward import Backward
+from planc.model.block_arguments import BlockArguments
 from planc.model.config import chosen_experts, integer_of
 from planc.model.facts import DTYPE_BYTES, Modules
 from planc.ops.base import AxisRole, Op
@@ -86,6 +87,7 @@ class Step:
         batch, sequence: rows of all ranks, and tokens of a row; None where they are not given.
         micro_batches: passes of a rank that accumulate gradients.
         computes: the dtype of activations; None for that of FSDP's units.
+        arguments: of blocks, where the stages of a pipeline send more than hidden states.
         owned: the modules with parameters, which say what takes gradients; none where they are not
             known: everything is taken to.
     """
@@ -97,6 +99,7 @@ class Step:
     micro_batches: int = 1
     computes: str | None = None
     owned: tuple[Owned, ...] = ()
+    arguments: BlockArguments | None = None
 
     @cached_property
     def backward(self) -> Backward:

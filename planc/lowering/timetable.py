@@ -167,14 +167,15 @@ def timetable(
     micro_batches: int,
     forward: Sequence[float],
     backward: Sequence[float],
-    hop: float,
+    hops: Sequence[tuple[float, float]] = (),
     rows: tuple[str, ...] = (),
 ) -> Timetable:
     """Runs the passes of all ranks, each after what it depends on.
 
     Args:
         forward, backward: seconds of each stage's pass; a split backward's halves are equal.
-        hop: seconds to receive a micro-batch from the stage before or after, on another rank.
+        hops: seconds that a micro-batch takes from each stage but the last one to the next, on
+            another rank, and its gradient back; none for no time.
         rows: the plan's own timetable.
     """
     lists, stages = orders(schedule, ranks, chunks, micro_batches, rows), ranks * chunks
@@ -194,7 +195,8 @@ def timetable(
                 if ready is None:
                     break
                 takes = (forward if each.forward else backward)[stage] / (2 if each.part else 1)
-                takes += 0.0 if first or before in own[rank] else hop
+                if hops and not first and before not in own[rank]:
+                    takes += hops[min(stage, before)][0 if each.forward else 1]
                 clock[rank] = max(clock[rank], ready) + takes
                 busy[rank] += takes
                 if each.part != "W":

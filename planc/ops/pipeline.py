@@ -113,6 +113,8 @@ class Pipeline(Op):
             inputs and of weights apart, as `torch.distributed.pipelining` writes them.
         added: the number of first blocks to whose outputs features of images are added, if the
             first stage has fewer; else 0.
+        timed: the rows of a microbatch and the tokens of each, where stages are cut by the time
+            that they take for it; it decides nothing else.
     """
 
     axis: Axis
@@ -131,6 +133,7 @@ class Pipeline(Op):
     states: tuple[Argument, ...] = field(default=(), metadata=OMIT)
     timetable: tuple[Row, ...] = field(default=(), metadata=OMIT)
     added: Count = field(default=0, metadata=OMIT)
+    timed: tuple[Size, ...] = field(default=(), metadata=OMIT)
 
     SCRIPT: ClassVar = call.ScriptFunction(
         "keep_stages", "Keeps the parameters of this rank's stages."
@@ -201,7 +204,8 @@ class Pipeline(Op):
 
     def headline(self, mesh: AxisSizes | None = None) -> str:
         over = phrases.axes((self.axis,), mesh)
-        return f"{self.schedule} over {over}, {self.microbatches:,} microbatches"
+        parts = [f"{self.schedule} over {over}", f"{self.microbatches:,} microbatches"]
+        return ", ".join([*parts, *(f"stages by {fact.value}" for fact in self._timed())])
 
     def held(self, stage: int) -> tuple[Modules, ...]:
         """The modules of a stage: its blocks and, at the ends, what is before and after them."""
@@ -214,7 +218,7 @@ class Pipeline(Op):
         first = self.inputs if stage == 0 else ()
         return (*first, *blocks, *(self.outputs if stage == self.stages - 1 else ()))
 
-    def _text(self, stage: int) -> str:
+    def modules_of(self, stage: int) -> str:
         """The modules of a stage: `model.embed_tokens, model.layers[0:8]`."""
         wanted = Indices.of(range(*self.bounds[stage : stage + 2]))
         names = [f"{self.blocks}{wanted}"]
@@ -224,6 +228,12 @@ class Pipeline(Op):
             names += phrases.together(map(str, self.outputs))
         return ", ".join(names)
 
+    def _timed(self) -> Iterator[Fact]:
+        """By what stages are cut, where it is time."""
+        if self.timed:
+            rows, tokens = self.timed
+            yield Fact("cut by", f"the time of {rows:,} x {tokens:,} tokens")
+
     @classmethod
     def section(cls, ops: Sequence[Self], mesh: AxisSizes) -> Iterator[str]:
         yield phrases.head(cls.WORD, ops[0].headline(mesh))
@@ -232,7 +242,7 @@ class Pipeline(Op):
         if sent := (*ops[0].given, *ops[0].states):
             yield phrases.head("", f"sent beside hidden states: {', '.join(map(_argument, sent))}")
         for stage in range(ops[0].stages):
-            yield phrases.head("", f"stage {stage}  {ops[0]._text(stage)}")
+            yield phrases.head("", f"stage {stage}  {ops[0].modules_of(stage)}")
 
     def entries(self, _common: object) -> Iterator[Entry]:
         for stage in self.own:
@@ -241,12 +251,13 @@ class Pipeline(Op):
                 place=self.place,
                 label=f"stage {stage}",
                 facts=(
-                    Fact("modules", self._text(stage)),
+                    Fact("modules", self.modules_of(stage)),
                     Fact("schedule", self.schedule),
                     Fact("microbatches", self.microbatches),
+                    *self._timed(),
                     *(Fact(f"passes of rank {i}", row) for i, row in enumerate(self.timetable)),
                 ),
-                brief=f"{self._text(stage)}, {self.headline()}",
+                brief=f"{self.modules_of(stage)}, {self.headline()}",
             )
 
 

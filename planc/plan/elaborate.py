@@ -25,7 +25,7 @@ from planc.plan.sections.load import load
 from planc.plan.sections.loss import loss
 from planc.plan.sections.matmul import matmul
 from planc.plan.sections.optimizer import optimizer
-from planc.plan.sections.pipeline import pipeline
+from planc.plan.sections.pipeline import pipeline, with_styled_inputs
 from planc.plan.sections.tensor import tensor
 from planc.plan.sections.train import train
 from planc.syntax import ast, plan_files
@@ -110,7 +110,7 @@ def elaborate(
         broken=frozenset(program.broken),
         origin=program.header.origin,
     )
-    return settled(inferred(plan, facts, sink), facts, sink)
+    return settled(with_styled_inputs(inferred(plan, facts, sink)), facts, sink)
 
 
 def _options(program: Program) -> dict[str, object]:

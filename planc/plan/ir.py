@@ -347,10 +347,33 @@ class LossRule(Meaning):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StageTimes(Meaning):
+    """Stages that take as much time each, as `planc.estimate.stages` has it.
+
+    Args:
+        rows, seq: of a microbatch of a data rank: sequences, and tokens of each before it is split.
+        seconds: that each stage takes for a microbatch, forward and backward; none until
+            `planc.estimate.stages` has cut them.
+    """
+
+    rows: int
+    seq: int
+    seconds: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineRule(Meaning):
-    """How blocks become stages."""
+    """How blocks become stages.
+
+    Args:
+        times: where they are cut by time.
+        before: modules without parameters whose results are in the first block's hidden states
+            alone: no other stage needs them.
+    """
 
     op: Pipeline
+    times: StageTimes | None = None
+    before: tuple[Modules, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -106,8 +106,21 @@ BY = PlanSetting(
     word="stages",
     default="blocks",
     section="pipeline",
-    others=("work",),
-    meaning="what each stage has as much of: blocks, or work (the head counts as some blocks)",
+    others=("work", "balanced"),
+    meaning="blocks: as many in each stage; work: as many multiplications by weights, the head's "
+    "too; balanced: as much estimated time",
+)
+STAGES_ROWS = PlanSetting(
+    word="stages_rows",
+    default=1,
+    section="pipeline",
+    meaning="rows of a rank's microbatch whose time is estimated for stages=balanced",
+)
+STAGES_SEQ = PlanSetting(
+    word="stages_seq",
+    default=4096,
+    section="pipeline",
+    meaning="tokens of each of these rows",
 )
 PARAM_DTYPE = PlanSetting(
     word="param_dtype",
@@ -126,7 +139,7 @@ SETTINGS = {
     each.word: each
     for each in (
         TP, PP, CP, EP, ETP, DP_REPLICATE, SEQUENCE, RECOMPUTE, LOSS_CHUNKS, MICROBATCHES, SCHEDULE,
-        BY, PARAM_DTYPE, REDUCE_DTYPE,
+        BY, STAGES_ROWS, STAGES_SEQ, PARAM_DTYPE, REDUCE_DTYPE,
     )
 }  # fmt: skip
 """All settings, by their words."""

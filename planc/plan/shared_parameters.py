@@ -5,7 +5,15 @@ that share a module, several heads that share a table.
 from dataclasses import replace
 
 from planc.model.facts import Facts, Modules, merged
+from planc.model.layer_kinds import blocks_added_to
 from planc.ops.pipeline import Copies, Pipeline
+
+
+def cut_at(op: Pipeline, bounds: tuple[int, ...], facts: Facts) -> Pipeline:
+    """A pipeline whose stages begin at other blocks of a model."""
+    added = blocks_added_to(op.blocks, facts)
+    op = replace(op, bounds=bounds, added=added if added > bounds[1] else 0)
+    return with_copies(op, facts)
 
 
 def with_copies(op: Pipeline, facts: Facts) -> Pipeline:

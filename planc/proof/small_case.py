@@ -274,6 +274,8 @@ def _sized(compiled: Compiled, sizes: Sizes, sink: Sink) -> Plan | None:
         settings=compiled.settings,
         sizes=sizes,
     )
+    if plan and compiled.plan and plan.pipeline and plan.pipeline.times:
+        plan = replace(plan, pipeline=compiled.plan.pipeline)  # cut for the real model
     return None if sink.errors else plan
 
 

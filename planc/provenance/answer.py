@@ -18,6 +18,7 @@ Segment = tuple[str, str]
 _HEAD = 12
 SECTIONS = (
     "load",
+    "stage",
     "adapter",
     "tensor",
     "around",
@@ -100,6 +101,7 @@ class Reasons:
         parameters: of the module itself, or the one that was asked for.
         count: the number of elements in all its parameters, those of submodules included.
         load: how weights are loaded, and their dtype.
+        stage: the stages of the pipeline that hold it, and what they take where time decides.
         adapter: the adapter on the layer, or the one that contains the module.
         tensor: styles on the module itself.
         around: styles on its ancestors, which redistribute inputs and outputs there.
@@ -125,6 +127,7 @@ class Reasons:
     parameters: tuple[ParameterAnswer, ...]
     count: int
     load: tuple[Reason, ...] = ()
+    stage: tuple[Reason, ...] = ()
     adapter: tuple[Reason, ...] = ()
     tensor: tuple[Reason, ...] = ()
     around: tuple[Reason, ...] = ()
@@ -169,6 +172,8 @@ def _below(answer: Reasons) -> Iterator[list[Segment]]:
     yield []
     for reason in answer.load:
         yield from _reason("load", reason.what, reason)
+    for i, reason in enumerate(answer.stage):
+        yield from _reason("" if i else "stage", reason.what, reason)
     yield from _targeted("adapter", answer.adapter)
     yield from _reasons("tensor", answer.tensor, answer)
     for reason in answer.around:

@@ -28,6 +28,7 @@ from planc.ops.lora import Adapt
 from planc.ops.loss import ChunkLoss
 from planc.ops.lowered import Lowered
 from planc.ops.matmul import LowPrecision
+from planc.ops.pipeline import Pipeline
 from planc.ops.quantization import Quantize
 from planc.ops.registry import AnyOp, units_of
 from planc.ops.rng import DrawByRank
@@ -35,7 +36,7 @@ from planc.ops.styles import Custom, style_name
 from planc.ops.tensor_parallel import Parallelize, Tie
 from planc.ops.towers import ShareTower
 from planc.plan.apply_adapters import FOUR_BIT, with_adapters
-from planc.plan.ir import AdapterRule, Plan
+from planc.plan.ir import AdapterRule, Plan, StageTimes
 from planc.provenance.answer import ParameterAnswer, Reason, Reasons
 from planc.provenance.module_lookup import found
 from planc.source import NOWHERE, Span
@@ -110,6 +111,7 @@ class _Question:
             parameters=tuple(self._parameter(p) for p in parameters),
             count=self.parameter.numel if self.parameter else module.count,
             load=tuple(self._loaded()),
+            stage=tuple(self._staged()),
             context=tuple(self._exchanged()),
             experts=(*self._on(DispatchExperts), *self._on(LimitExperts)),
             loss=tuple(self._on(ChunkLoss)),
@@ -167,6 +169,18 @@ class _Question:
         for op in self.lowered.ops if self.at.module.parameters else ():
             if isinstance(op, Load):
                 yield self._reason(op.headline(), "root", op)
+
+    def _staged(self) -> Iterator[Reason]:
+        times = self.plan.pipeline.times if self.plan and self.plan.pipeline else None
+        for op in (o for o in self.lowered.ops if isinstance(o, Pipeline)):
+            for stage in op.own:
+                if any(self.at.inside(held) is not None for held in op.held(stage)):
+                    line = op.origin_of("stages") or op.origin
+                    what = f"{stage} of {op.stages}: {op.modules_of(stage)}"
+                    yield self._reason(what, self.name, op, line)
+                    if times and times.seconds:
+                        what = _taken(times, stage)
+                        yield self._reason(what, self.name, op, NOWHERE)
 
     def _adapted(self) -> Iterator[Reason]:
         for op in (o for o in self.lowered.ops if isinstance(o, Adapt)):
@@ -368,6 +382,14 @@ class _Question:
             computed=computed,
             ties=tuple(n for n in group if n != full),
         )
+
+
+def _taken(times: StageTimes, stage: int) -> str:
+    """What a stage takes for a microbatch, and what the others do."""
+    each = [f"{seconds * 1e3:.1f}" for seconds in times.seconds]
+    others = ", ".join(one for i, one in enumerate(each) if i != stage)
+    size = f"a microbatch of {times.rows:,} x {times.seq:,} tokens"
+    return f"estimated: {each[stage]} ms for {size}, forward and backward; the others {others} ms"
 
 
 def _wrapped(op: Checkpoint | Compile | LowPrecision) -> str:

@@ -38,8 +38,11 @@ def trial_dtype(lowered: Lowered) -> torch.dtype:
 
 def for_trial(model: nn.Module, lowered: Lowered) -> nn.Module:
     """The model as a trial runs it, by `trial_dtype`."""
-    if trial_dtype(lowered) == torch.float32:
-        return model
+    return model if trial_dtype(lowered) == torch.float32 else in_float64(model)
+
+
+def in_float64(model: nn.Module) -> nn.Module:
+    """The model, computing in float64."""
     for module in model.modules():
         config: Any = getattr(module, "config", None)
         if hasattr(config, "_experts_implementation"):

@@ -9,8 +9,9 @@ exception of the real code.
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from planc.diagnostic import first_line
 from planc.model.small.user_model import ModelBuilder
@@ -27,7 +28,7 @@ from planc.runtime.lora import missing_peft
 from planc.trial import program
 from planc.trial.batches import batches
 from planc.trial.discrepancies import Runs, compare_runs, failed_run, uneven_use
-from planc.trial.numerics import for_trial
+from planc.trial.numerics import for_trial, in_float64
 from planc.trial.observed_layouts import redistributions
 from planc.trial.outcome import Outcome
 from planc.trial.random_numbers import RankRandom
@@ -51,7 +52,8 @@ def simulate(
     """Trains a small model with and without the plan, and compares; `quick` is one pass with the
     tensor axes alone, `draws` keeps the dropout of adapters, `eight_bits` the products in 8 bits,
     which the single process has too. Where only the last pass is wrong, all is tried again with a
-    length that the tensor axes divide.
+    length that the tensor axes divide; where all numbers are nearly right, in float64, which tells
+    a fault from the rounding of a model that amplifies it.
     """
     if reason := busy():
         return Outcome(verdict="unknown", reason=reason)
@@ -59,6 +61,11 @@ def simulate(
     if (missing := missing_peft(lowered)) is not None:
         return Outcome(verdict="unknown", reason=missing)
     first, at_last = _outcome(builder, lowered, quick=quick, uneven=True)
+    if _nearly(first) and not quick:
+        wide: Any = InFloat64(builder)
+        exact, _ = _outcome(wide, lowered, quick=quick, uneven=True)
+        if exact.verdict == "proved":
+            return exact
     if not at_last:
         return first
     other, _ = _outcome(builder, lowered, quick=quick, uneven=False)
@@ -66,6 +73,35 @@ def simulate(
         return other
     uneven = replace(first.discrepancies[0], kind="lengths")
     return replace(other, discrepancies=(*other.discrepancies, uneven))
+
+
+_NEARLY = 1e-2
+"""The largest relative error of a number that rounding may explain."""
+
+
+def _nearly(outcome: Outcome) -> bool:
+    """Whether numbers alone are wrong, and all by little."""
+    kinds = ("output", "gradient", "norm", "parameter")
+    return outcome.verdict == "refuted" and all(
+        d.kind in kinds and 0 < d.error < _NEARLY for d in outcome.discrepancies
+    )
+
+
+class InFloat64:
+    """Builds models, and their batches, as another builder does, in float64."""
+
+    def __init__(self, builder: ModelBuilder) -> None:
+        self.builder = builder
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.builder, name)
+
+    def build(self, seed: int) -> nn.Module:
+        return in_float64(self.builder.build(seed))
+
+    def sample(self, shape: Any) -> dict[str, Tensor]:
+        made = self.builder.sample(shape).items()
+        return {n: v.double() if v.is_floating_point() else v for n, v in made}
 
 
 def _outcome(

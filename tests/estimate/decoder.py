@@ -170,8 +170,10 @@ def workload(model: Decoder, run: Run, stack: Stack, kernels: Kernels | None = N
         )
         for first, n, last in split(model, run.pipeline * run.chunks)
     )
+    boundary = max(layer.boundary for stage in stages for layer, _ in stage)
     return Workload(
         stages=stages,
+        messages=((boundary, boundary),) * (len(stages) - 1),
         data=data,
         replicate=replicate,
         tensor=tensor,

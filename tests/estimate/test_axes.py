@@ -65,9 +65,9 @@ def test_torchs_timetables_run_each_pass_once(schedule, ranks):
         held = in_flight(passes, 2)
         assert max(sum(each.held) for each in held) < 16
         assert all(w <= h for each in held for w, h in zip(each.waiting, each.held, strict=True))
-    pace = {"ranks": ranks, "chunks": 2, "micro_batches": 8, "hop": 0.0}
+    pace = {"ranks": ranks, "chunks": 2, "micro_batches": 8}
     table = timetable(schedule, forward=[0.5] * 2 * ranks, backward=[1.0] * 2 * ranks, **pace)
-    plain = {"ranks": ranks, "chunks": 1, "micro_batches": 8, "hop": 0.0}
+    plain = {"ranks": ranks, "chunks": 1, "micro_batches": 8}
     simple = timetable("1f1b", forward=[1.0] * ranks, backward=[2.0] * ranks, **plain)
     assert table.busy == simple.busy == (24.0,) * ranks
     assert 24 < table.seconds < simple.seconds
@@ -75,10 +75,10 @@ def test_torchs_timetables_run_each_pass_once(schedule, ranks):
 
 def test_a_message_within_a_rank_takes_no_time():
     """The fold of a V: both stages in the middle are on the last rank."""
-    pace = {"ranks": 2, "chunks": 2, "micro_batches": 4}
+    pace = {"ranks": 2, "chunks": 2, "micro_batches": 4, "hops": [(0.5, 0.5)] * 3}
     passes = {"forward": [1.0] * 4, "backward": [2.0] * 4}
-    assert timetable("zbv", hop=0.5, **pace, **passes).busy == (24 + 4, 24 + 4)
-    assert timetable("interleaved_1f1b", hop=0.5, **pace, **passes).busy[0] == 24 + 4 * 1.5
+    assert timetable("zbv", **pace, **passes).busy == (24 + 4, 24 + 4)
+    assert timetable("interleaved_1f1b", **pace, **passes).busy[0] == 24 + 4 * 1.5
 
 
 def test_stages_hold_the_model_once():

@@ -19,7 +19,6 @@ from planc.estimate.answer import Request, answer_for, document, text
 from planc.estimate.counted import MicroBatch
 from planc.estimate.from_plan import Batch, PlanWork
 from planc.estimate.kept_tensors import count
-from planc.estimate.measurements import Timed, calibrated
 from planc.estimate.memory import GIB
 from planc.estimate.step import estimate
 from planc.estimate.step_time import step_time
@@ -27,6 +26,7 @@ from planc.estimate.workload import Collective, Group, Recompute, Sharding
 from planc.lowering.step import GATHER, REDUCE, SCATTER
 from planc.lowering.timetable import SCHEDULES, in_flight, order, timetable
 from planc.model.load import load
+from planc.tuning.measurements import Timed, calibrated
 
 CHOICES = measured_steps.choices()
 SMALL = Decoder(layers=8, hidden=1024, heads=8, ffn=4096, vocabulary=32000)
@@ -141,7 +141,6 @@ def test_every_pass_runs_once_and_after_what_it_needs(schedule, ranks, chunks, m
         micro_batches=micro,
         forward=[1.0] * (ranks * chunks),
         backward=[2.0] * (ranks * chunks),
-        hop=0.0,
     )
 
 
@@ -154,7 +153,6 @@ def table_of(schedule, ranks, chunks, micro):
         micro_batches=micro,
         forward=[1.0 / chunks] * stages,
         backward=[2.0 / chunks] * stages,
-        hop=0.0,
     )
 
 

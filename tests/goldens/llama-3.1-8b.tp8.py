@@ -315,7 +315,7 @@ def tensor_parallel(model, mesh):
 
 def checkpoint(model):
     """Recomputes activations in the backward pass, to save memory."""
-    for i, block in enumerate(model.model.layers):  # plans/blocks.plan:39
+    for i, block in enumerate(model.model.layers):  # plans/blocks.plan:43
         model.model.layers[i] = checkpoint_wrapper(
             block,
             checkpoint_impl=CheckpointImpl.NO_REENTRANT,
@@ -329,15 +329,15 @@ def shard(model, mesh):
         reduce_dtype=torch.float32,
     )
     fsdp = {"mesh": mesh["dp_shard"], "mp_policy": policy}
-    for i in range(0, 31):  # plans/blocks.plan:48
+    for i in range(0, 31):  # plans/blocks.plan:52
         fully_shard(model.model.layers[i], **fsdp, reshard_after_forward=True)
-    # plans/blocks.plan:48
+    # plans/blocks.plan:52
     fully_shard(model.model.layers[31], **fsdp, reshard_after_forward=False)
     # plans/decoder.plan:23
     fully_shard(model.model.embed_tokens, **fsdp, reshard_after_forward=True)
     # plans/decoder.plan:24
     fully_shard([model.model.norm, model.lm_head], **fsdp, reshard_after_forward=False)
-    fully_shard(model, **fsdp, reshard_after_forward=False)  # plans/blocks.plan:49
+    fully_shard(model, **fsdp, reshard_after_forward=False)  # plans/blocks.plan:53
     shards_at_rest(model)
 
 

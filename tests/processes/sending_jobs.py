@@ -4,7 +4,7 @@ from collections import Counter
 
 import torch
 import transformers
-from numerics import build, values_of
+from numerics import MODELS, build, values_of
 from torch import distributed
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import planc
 from planc.compiler import compile_plan
 from planc.diagnostic import Sink
+from planc.lowering.pipeline_sends import arguments_of
 from planc.lowering.sends import sends
 from planc.lowering.step import EXCHANGE, GATHER, REDUCE, SCATTER, SEND, Step
 from planc.model.module_table import facts_of
@@ -102,7 +103,11 @@ def _along(run, axes):
 
 
 def untouched(kind, changes):
-    config = getattr(transformers, f"{kind}Config")(**{**SIZES, **(changes or {})})
+    """A model of a class of transformers, or of a family of `families.py`."""
+    if kind in MODELS:
+        return build(kind, **(changes or {}))
+    name = f"{kind}TextConfig" if hasattr(transformers, f"{kind}TextConfig") else f"{kind}Config"
+    config = getattr(transformers, name)(**{**SIZES, **(changes or {})})
     return getattr(transformers, f"{kind}ForCausalLM")(config)
 
 
@@ -139,7 +144,13 @@ def counted(kind, plan, settings, rows, changes=None, passes=1):
     facts = facts_of(other, config=other.config, config_name="config")
     done = compile_plan(facts, plan, Sink(), world_size=4, settings=settings)
     assert done.lowered.ops == run.lowered.ops
-    step = Step(lowered=run.lowered, config=config.to_dict(), owned=owned(*done.applied), **given)
+    step = Step(
+        lowered=run.lowered,
+        config=config.to_dict(),
+        owned=owned(*done.applied),
+        arguments=arguments_of(run.lowered.pipeline, facts),
+        **given,
+    )
     told = Counter()
     for one in sends(step):
         ranks = _along(run, one.axes)

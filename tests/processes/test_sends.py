@@ -4,6 +4,7 @@ from collections import Counter
 
 import diffused
 import pytest
+from numerics import MODELS
 
 CASES = {
     "tp": ("Llama", "llama", ["tp=4", "sequence=false", "recompute=false"]),
@@ -182,6 +183,55 @@ CHANGES = {
 }
 
 
+GEMMA = {
+    "head_dim": 16,
+    "global_head_dim": 16,
+    "hidden_size_per_layer_input": 24,
+    "vocab_size_per_layer_input": 96,
+    "num_key_value_heads": 2,
+    "num_kv_shared_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "activation_sparsity_pattern": [0.0] * 4,
+    "laurel_rank": 4,
+    "pad_token_id": 0,
+}
+BESIDE = {
+    "Gemma4": GEMMA,
+    "Gemma3n": GEMMA,
+    "Zamba": {
+        "layers_block_type": ["mamba", "hybrid"] * 2,
+        "attention_hidden_size": 128,
+        "attention_head_dim": 32,
+        "mamba_dt_rank": 4,
+        "n_mamba_heads": 2,
+        "pad_token_id": 0,
+        "use_mamba_kernels": False,
+    },
+    "Zaya": {"pad_token_id": 0},
+    "qwen3_vl": {"text_config": {**MODELS["qwen3_vl"]["text_config"], "num_hidden_layers": 4}},
+}
+STAGES = """plan stages for {family}
+
+option schedule = "1f1b"
+
+mesh {{
+    pp       = 2
+    dp_shard = auto
+}}
+
+pipeline on pp {{
+    schedule     = schedule
+    microbatches = 4
+    stages       = even(model.layers.*)
+}}
+
+fsdp on dp_shard {{
+    precision(param = fp32, reduce = fp32)
+    root : unit
+}}
+"""
+
+
 @pytest.fixture
 def run(four, tmp_path):
     plans = {n: f'plan {n} for llama\n\nextend "llama.plan"\n\n{p}\n' for n, p in PLANS.items()}
@@ -301,3 +351,46 @@ def test_messages_between_stages(run, more, changes):
                     total[size] += times
     # what is told of both ends of a pair is sent by one of them
     assert every[0] == {size: times // 2 for size, times in every[1].items()}
+
+
+@pytest.mark.parametrize(
+    ("kind", "family", "settings"),
+    [
+        ("Gemma4", "gemma4_text", []),
+        ("Gemma4", "gemma4_text", ["pp=4"]),
+        ("Gemma3n", "gemma3n_text", ["pp=4"]),
+        ("Zamba", "zamba", ["schedule=interleaved_1f1b"]),
+        ("Zaya", "zaya", []),
+        # parts of sequences and of heads, and heads alone
+        ("Gemma4", "gemma4", ["tp=2"]),
+        ("Gemma4", "gemma4", ["tp=2", "sequence=false"]),
+        # features of images that later blocks add: messages have room for them in any pass
+        ("qwen3_vl", "qwen3_vl", ["pp=4"]),
+    ],
+    ids=str,
+)
+def test_values_beside_hidden_states(four, tmp_path, kind, family, settings):
+    """Per-layer inputs, keys and values that blocks share, embeddings, states of routers: the bytes
+    of all messages of a step, and of their gradients.
+    """
+    path = tmp_path / "stages.plan"
+    path.write_text(STAGES.format(family=family))
+    ours = family in ("gemma4", "qwen3_vl")
+    shipped = ["pp=2", "microbatches=4", "param_dtype=fp32"] if ours else []
+    results = four.run(
+        "sending_jobs.counted",
+        kind=kind,
+        plan=family if ours else str(path),
+        settings=[*shipped, *settings],
+        rows=8,
+        changes=BESIDE.get(kind),
+    )
+    every = [Counter(), Counter()]
+    for counted, told, _ in results:
+        for found, total in zip((counted, told), every, strict=True):
+            for (what, _, size), times in found.items():
+                if what == "send":
+                    total[size] += times
+    stages = 4 if "pp=4" in settings else 2
+    # all ranks of the pipeline tell of all its messages
+    assert every[0] == {size: times // stages for size, times in every[1].items()}

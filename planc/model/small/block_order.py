@@ -7,7 +7,7 @@ besides the hidden states is known to the model's own code alone.
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 
 from planc.model.dataflow import DataFlow, FlowCall, Operation
@@ -35,6 +35,8 @@ class BlockOrder:
         states: arguments of blocks that earlier blocks computed.
         again: modules before the blocks that compute other arguments, from positions alone; each
             stage runs them.
+        before: modules without parameters whose results are a part of the first block's hidden
+            states, and of no other argument of a block.
         problem: why the list cannot be cut at all; empty if it can.
     """
 
@@ -44,6 +46,7 @@ class BlockOrder:
     given: tuple[str, ...] = ()
     states: tuple[str, ...] = ()
     again: frozenset[str] = frozenset()
+    before: frozenset[str] = frozenset()
     problem: str = ""
 
 
@@ -74,6 +77,8 @@ def _order(flow: DataFlow, blocks: str, count: int, *, images: bool) -> BlockOrd
     elif not images and (read := next((n for n, _ in flow.root.arguments if n in _OF_TOWERS), "")):
         # the features take the places of tokens, which on a later stage are received already
         problem = f"on every stage its code puts features of `{read}` among the hidden states"
+    elif images and (weight := _read_around(flow, blocks)):
+        problem = f"on every stage its code reads numbers of `{weight}`, which only the first has"
     if problem:
         return BlockOrder(problem=problem)
     places = [flow.calls.index(every[i]) for i in (0, -1)]
@@ -89,7 +94,17 @@ def _order(flow: DataFlow, blocks: str, count: int, *, images: bool) -> BlockOrd
         given=given,
         states=states,
         again=again,
+        before=_before(flow, flow.calls[: places[0]], every),
     )
+
+
+def _read_around(flow: DataFlow, blocks: str) -> str:
+    """A parameter of another module that the code of one around the blocks reads, or none."""
+    around = [c for c in flow.calls if below(blocks, c.name) or not c.name]
+    taken = (one.inputs for c in around for one in c.body if isinstance(one, Operation))
+    read = (flow.weights[t] for some in taken for t in some if t in flow.weights)
+    holders = {c.name for c in around}
+    return next((name for name in read if name.rpartition(".")[0] not in holders), "")
 
 
 def _inside(call: FlowCall, blocks: str) -> bool:
@@ -124,6 +139,21 @@ def _crossing(
     return tuple(given), tuple(states), frozenset(again)
 
 
+def _before(
+    flow: DataFlow, calls: Sequence[FlowCall], blocks: Sequence[FlowCall]
+) -> frozenset[str]:
+    """`BlockOrder.before`, of the calls before the first block."""
+    hidden = _sources([t for _, t in blocks[0].arguments[:1]], flow)
+    others = _sources([t for call in blocks for _, t in call.arguments[1:]], flow)
+    return frozenset(
+        generic(call.name)
+        for call in calls
+        if not any(inner.weights for inner in call.below())
+        and not hidden.isdisjoint(call.given)
+        and others.isdisjoint(call.given)
+    )
+
+
 def _after_blocks(flow: DataFlow, blocks: Set[str]) -> set[int]:
     """The tensors that depend on what a block returns."""
     found = set[int]()
@@ -144,10 +174,16 @@ def _after_blocks(flow: DataFlow, blocks: Set[str]) -> set[int]:
 
 def _made_of(tensor: int, flow: DataFlow) -> set[str]:
     """The names of the parameters that a tensor depends on."""
-    known, waiting = {tensor}, [tensor]
+    return {flow.weights[n] for n in _sources([tensor], flow) if n in flow.weights}
+
+
+def _sources(tensors: Iterable[int], flow: DataFlow) -> set[int]:
+    """Some tensors, and those that they are computed from."""
+    known = {*tensors}
+    waiting = [*known]
     while waiting:
         makers = flow.makers.get(waiting.pop(), ())
         more = {n for one in makers for n in one.inputs} - known
         known |= more
         waiting += more
-    return {flow.weights[n] for n in known if n in flow.weights}
+    return known

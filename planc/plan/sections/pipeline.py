@@ -1,18 +1,21 @@
 """The pipeline section -> the stages of the model's blocks, and the schedule."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
+from typing import NamedTuple
 
 from planc.diagnostic import nearest
 from planc.model.facts import Facts, Modules, generic
 from planc.model.indices import Indices
-from planc.model.layer_kinds import blocks_added_to, length
+from planc.model.layer_kinds import length
 from planc.model.small.block_order import BlockOrder, block_order
 from planc.ops.base import AxisRole
 from planc.ops.pipeline import SCHEDULES, TERMS, Copies, Pipeline
 from planc.plan.call_arguments import Arguments, unknown, word, wrong_value
 from planc.plan.evaluate import evaluate, whole
-from planc.plan.ir import PipelineRule
+from planc.plan.ir import PipelineRule, Plan, StageTimes
 from planc.plan.program import Program
 from planc.plan.rule_conflicts import Settings
 from planc.plan.scope import Scope
@@ -20,13 +23,24 @@ from planc.plan.sections.stage_sizes import balanced, even, work
 from planc.plan.sections.timetable import TimetableError, timetable
 from planc.plan.sections.word_settings import one_word, read_settings
 from planc.plan.selectors import select
-from planc.plan.shared_parameters import with_copies
+from planc.plan.shared_parameters import cut_at
 from planc.syntax import ast
 
 _SETTINGS = dict.fromkeys(("schedule", "microbatches", "stages"))
 _EVEN = ("each", "first", "last", "by")
 _EXAMPLE = "write `stages = even(model.layers.*)`"
-Bounds = tuple[int, ...]
+_WAYS = {"even": _EVEN, "balanced": ("each", "rows", "seq"), "weighted": ("blocks",)}
+"""The ways to make stages, and their arguments."""
+
+
+class BlockCut(NamedTuple):
+    """The list of blocks, the first one of each stage with their number, and how stages are timed,
+    if so: until they are, as much work is in each.
+    """
+
+    blocks: Modules
+    bounds: tuple[int, ...]
+    times: StageTimes | None = None
 
 
 def pipeline(program: Program) -> PipelineRule | None:
@@ -56,13 +70,13 @@ def pipeline(program: Program) -> PipelineRule | None:
 
 def _cut(
     axis: str,
-    found: tuple[Modules, Bounds],
+    found: BlockCut,
     settings: Settings,
     section: ast.Section,
     program: Program,
 ) -> PipelineRule | None:
     """The pipeline whose stages are known, or None after a finding."""
-    blocks, bounds = found
+    blocks, bounds, times = found
     order = block_order(program.facts, str(blocks))
     rest = _rest(program.facts, blocks, order)
     if order.problem or isinstance(rest, str):
@@ -70,7 +84,6 @@ def _cut(
         message = f"the model cannot be cut between the blocks of `{blocks}`: {reason}"
         program.sink.error("PL566", message, origin, help="without a pipeline, set its axis to 1")
         return None
-    added = blocks_added_to(blocks, program.facts)
     schedule, rows = _schedule(axis, len(bounds) - 1, settings, program)
     if not schedule:
         return None
@@ -88,11 +101,14 @@ def _cut(
         given=order.given,
         states=order.states,
         timetable=rows,
-        added=added if added > bounds[1] else 0,
+        timed=(times.rows, times.seq) if times else (),
         origin=section.name_origin,
         origins=tuple((name, line.origin) for name, line in settings.lines.items()),
     )
-    return PipelineRule(op=with_copies(op, program.facts), origin=section.name_origin)
+    op = cut_at(op, bounds, program.facts)
+    bare = (m for m in program.facts.model.below() if not m.module.parameters)
+    before = tuple(m for m in bare if {generic(n) for n in m.names()} <= order.before)
+    return PipelineRule(op=op, times=times, before=before, origin=section.name_origin)
 
 
 def _schedule(
@@ -160,32 +176,53 @@ def _complete(settings: Settings, section: ast.Section, program: Program) -> boo
     return all(value is not None for value in settings.values.values())
 
 
+def with_styled_inputs(plan: Plan) -> Plan:
+    """A plan in which what stands before the blocks, and has a tensor style but no parameters, is
+    on the first stage alone: elsewhere its results, laid out, would meet plain placeholders.
+    """
+    rule = plan.pipeline
+    if rule is None:
+        return plan
+    styled = (m for m in rule.before if any(r.modules.overlap(m) for r in plan.tensor))
+    more = tuple(m for m in styled if m not in rule.op.inputs)
+    return replace(
+        plan, pipeline=replace(rule, op=replace(rule.op, inputs=(*rule.op.inputs, *more)))
+    )
+
+
 # Stages ------------------------------------------------------------------------------------------
 
 
-def _stages(value: ast.Expr, ranks: int, each: int, scope: Scope) -> tuple[Modules, Bounds] | None:
+def _stages(value: ast.Expr, ranks: int, each: int, scope: Scope) -> BlockCut | None:
     """The list of blocks and the first block of each stage, or None after a finding; `each` is the
     number of stages of a rank where nothing is said.
     """
     if isinstance(value, ast.List):
         return _listed(value, scope)
-    if isinstance(value, ast.Call) and value.name in ("even", "weighted"):
+    if isinstance(value, ast.Call) and value.name in _WAYS:
         return _counted(value, ranks, each, scope)
     if isinstance(value, ast.Call):
-        unknown(value, ("even", "weighted"), "way to make stages", scope)
+        unknown(value, tuple(_WAYS), "way to make stages", scope)
     else:
-        message = "`stages` is `even(...)`, `weighted(...)` or a list of selectors"
+        message = "`stages` is `even(...)`, `balanced(...)`, `weighted(...)` or a list of selectors"
         scope.sink.error("PL012", message, value.origin, help=_EXAMPLE)
     return None
 
 
-def _counted(call: ast.Call, ranks: int, each: int, scope: Scope) -> tuple[Modules, Bounds] | None:
-    """`even(SELECTOR, each = 1, by = work)` or `weighted(SELECTOR, blocks = [3, 5])`."""
-    given_sizes = call.name == "weighted"
-    arguments = Arguments(call, scope, ("blocks",) if given_sizes else _EVEN)
-    numbers = {n: arguments.integer(n, d) for n, d in (("each", each), ("first", 0), ("last", 0))}
-    by_work = arguments.word("by", {"blocks": False, "work": True}, False)
-    if by_work and (more := next((a for a in call.arguments if a.name in ("first", "last")), None)):
+def _counted(call: ast.Call, ranks: int, each: int, scope: Scope) -> BlockCut | None:
+    """`even(SELECTOR, each = 1, by = work)`, `balanced(SELECTOR, seq = 4096)` or
+    `weighted(SELECTOR, blocks = [3, 5])`.
+    """
+    given_sizes, timed, known = call.name == "weighted", call.name == "balanced", _WAYS[call.name]
+    arguments = Arguments(call, scope, known)
+    numbers = {"each": each, "first": 0, "last": 0}
+    numbers |= {n: arguments.integer(n, d) for n, d in numbers.items() if n in known}
+    by_work = timed
+    if "by" in known:
+        by_work = arguments.word("by", {"blocks": False, "work": True}, False)
+    times = _times(arguments) if timed else None
+    more = next((a for a in call.arguments if a.name in ("first", "last")), None)
+    if more is not None and by_work and not timed:
         hint = "`by = work` counts what the first and the last stage have besides blocks"
         arguments.wrong(more, f"`{more.name}` has no effect beside `by = work`", hint)
     given = arguments.take("blocks") if given_sizes else None
@@ -208,22 +245,40 @@ def _counted(call: ast.Call, ranks: int, each: int, scope: Scope) -> tuple[Modul
     else:
         listed = evaluate(given, scope) if given is not None else ()
         sizes = [n for n in listed if isinstance(n, int)] if isinstance(listed, tuple) else []
+    if not _right(sizes, blocks, len(sizes) or ranks * numbers["each"], call, scope):
+        return None
+    return BlockCut(blocks, (0, *accumulate(sizes)), times)
+
+
+def _right(
+    sizes: Sequence[int], blocks: Modules, stages: int, call: ast.Call, scope: Scope
+) -> bool:
+    """Whether stages of these sizes hold all blocks, each at least one; reports PL560, PL563."""
+    count = length(blocks)
     if not sizes or min(sizes) < 1:
-        stages = len(sizes) or ranks * numbers["each"]
         message = f"{count} blocks are too few for {stages} stages of these sizes"
         shown = ", ".join(map(str, sizes))
         facts = [f"blocks of each stage: {shown}"] if sizes else []
         hint = "every stage holds at least one block: use fewer stages"
         scope.sink.error("PL563", message, call.origin, facts=facts, help=hint)
-        return None
+        return False
     if sum(sizes) != count:
         message = f"the stages hold {sum(sizes)} blocks, and `{blocks}` has {count}"
         scope.sink.error("PL560", message, call.origin, help=f"the sizes add up to {count}")
-        return None
-    return blocks, tuple(sum(sizes[:i]) for i in range(len(sizes) + 1))
+        return False
+    return True
 
 
-def _listed(value: ast.List, scope: Scope) -> tuple[Modules, Bounds] | None:
+def _times(arguments: Arguments) -> StageTimes:
+    """What a microbatch is whose time decides; reports numbers below 1."""
+    rows, seq = arguments.integer("rows", 1), arguments.integer("seq", 4096)
+    if min(rows, seq) < 1:
+        hint = "write `balanced(model.layers.*, rows = 1, seq = 4096)`"
+        arguments.wrong(arguments.call, "`rows` and `seq` are 1 or more", hint)
+    return StageTimes(rows=rows, seq=seq, origin=arguments.call.origin)
+
+
+def _listed(value: ast.List, scope: Scope) -> BlockCut | None:
     """A list of selectors, one for each stage."""
     blocks: Modules | None = None
     order: list[int] = []
@@ -242,7 +297,7 @@ def _listed(value: ast.List, scope: Scope) -> tuple[Modules, Bounds] | None:
     if blocks is None or order != [*range(length(blocks))]:
         _report(scope, value, order, blocks)
         return None
-    return blocks, tuple(bounds)
+    return BlockCut(blocks, tuple(bounds))
 
 
 def _report(scope: Scope, node: ast.Node, order: list[int], blocks: Modules | None) -> None:

@@ -14,8 +14,8 @@ from functools import cache
 from itertools import islice
 from math import inf
 
-from planc.estimate.candidates import Candidate, Candidates, Tally
-from planc.estimate.choice import FASTEST, LEANEST, Choice, Sizes
+from planc.tuning.candidates import Candidate, Candidates, Tally
+from planc.tuning.choice import FASTEST, LEANEST, Choice, Sizes
 
 MESHES = 12
 """How many meshes are searched in full."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from planc.estimate.candidates import Candidate
 from planc.estimate.memory import GIB
-from planc.estimate.suggest import Suggestion
+from planc.tuning.candidates import Candidate
+from planc.tuning.suggest import Suggestion
 
 FORMAT = 1
 """Raised when a field of the document is removed or changes its meaning."""

@@ -208,7 +208,7 @@ class Space:
             count = int(str(options[microbatches]))
             changes[microbatches] = {max(1, count // 2), count * 2}
             changes[schedule] = SCHEDULES if self._open(schedule) else ()
-            changes[BY.word] = (BY.default, *BY.others) if self._open(BY.word) else ()
+            changes[BY.word] = (BY.default, "work") if self._open(BY.word) else ()
         split = self.mesh(choice.sizes).size(*self._named(AxisRole.TENSOR)) > 1
         if split and self._open(SEQUENCE.word):
             changes[SEQUENCE.word] = (SEQUENCE.default, False)

@@ -13,13 +13,9 @@ from planc import compiler
 from planc.diagnostic import Sink
 from planc.estimate import profiles
 from planc.estimate.answer import Request
-from planc.estimate.candidates import WAYS_OUT, Candidate, Candidates, Tally
-from planc.estimate.choice import Choice, Space
 from planc.estimate.from_plan import Batch, masters
 from planc.estimate.kept_tensors import count
-from planc.estimate.measured import run_first
 from planc.estimate.memory import GIB
-from planc.estimate.search import Found, search
 from planc.model.facts import Facts
 from planc.plan import elaborate, former
 from planc.plan.evaluate import evaluate, truth
@@ -33,6 +29,10 @@ from planc.source import Source
 from planc.syntax import ast
 from planc.syntax.parse import parse
 from planc.syntax.plan_files import locate, plan_of_family
+from planc.tuning.candidates import WAYS_OUT, Candidate, Candidates, Tally
+from planc.tuning.choice import Choice, Space
+from planc.tuning.measured import run_first
+from planc.tuning.search import Found, search
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,6 @@ from typing import Any
 from planc.compiler import Compiled
 from planc.diagnostic import Sink
 from planc.estimate.answer import VERDICTS, Answer, Request, assumed, document, held_lines, unit_of
-from planc.estimate.candidates import Candidate, Candidates
 from planc.estimate.from_plan import Batch, masters
 from planc.estimate.memory import GIB, Item, Moment, RankMemory
 from planc.estimate.step import Estimate
@@ -21,6 +20,7 @@ from planc.ops.base import AxisRole
 from planc.plan.ir import Plan, Unit
 from planc.rank_job import RankRunner, RankStep
 from planc.source import Span
+from planc.tuning.candidates import Candidate, Candidates
 
 _BY_UNITS = (
     *("parameters", "gradients", "optimizer state", "gathered parameters"),

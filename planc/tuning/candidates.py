@@ -13,11 +13,11 @@ from planc import compiler
 from planc.checks.queries import divisors
 from planc.codes import CODES
 from planc.diagnostic import Sink
-from planc.estimate.choice import LEANEST, Choice, Sizes, Space
 from planc.estimate.counted import Counted, MicroBatch
 from planc.estimate.from_plan import Batch, PlanWork
 from planc.estimate.memory import GIB, usable
 from planc.estimate.profiles import Hardware, Stack
+from planc.estimate.stages import with_timed_stages
 from planc.estimate.step import Estimate, estimate, peak
 from planc.estimate.workload import Workload
 from planc.lowering.step import Step
@@ -30,6 +30,7 @@ from planc.source import Source
 from planc.syntax import ast
 from planc.syntax.formatter.layout import laid_out
 from planc.syntax.parse import parse
+from planc.tuning.choice import LEANEST, Choice, Sizes, Space
 
 UNSPLIT = "the mesh cannot split the batch"
 UNEVEN = "the rows of a rank are no multiple of the micro-batches"
@@ -317,6 +318,7 @@ class Candidates:
             sink = Sink()
             size = self.space.world_size
             plan = elaborate(self._files(key, sink), self.facts, sink, world_size=size)
+            plan = plan and with_timed_stages(plan, self.facts, sink)
             if error := _first_error(sink):
                 self.tally.exclude(*error)
             self._works[key] = (
