@@ -288,7 +288,7 @@ def _bytes(args: Any, out: Any) -> int:
 def _mode(recorder: _Recorder) -> Any:
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    from planc.measure.storages import on_fakes
+    from planc.model.small.fakes import on_fakes
 
     class Mode(TorchDispatchMode):  # type: ignore[misc]
         def __torch_dispatch__(

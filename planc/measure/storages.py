@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from planc.measure.ledger import Ledger
+from planc.model.small.fakes import on_fakes
 from planc.runtime.standalone import kept_states
 
 
@@ -143,13 +144,3 @@ class Storages(TorchDispatchMode, Ledger):  # type: ignore[misc]
                 self.note([args[0]])
             self.note(leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor))
         return out
-
-
-def on_fakes(func: Any, args: Any, kwargs: Any) -> Any:
-    """Calls an operator; grouped products of fake tensors are known to torch in bfloat16 alone."""
-    one = args[0] if args else None
-    if func is not torch.ops.aten._grouped_mm.default or not isinstance(one, FakeTensor):
-        return func(*args, **kwargs)
-    half = (a.bfloat16() if isinstance(a, Tensor) and a.is_floating_point() else a for a in args)
-    made = func(*half, **{name: v for name, v in kwargs.items() if name != "out_dtype"})
-    return made.to(kwargs.get("out_dtype") or one.dtype)
