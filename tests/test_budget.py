@@ -235,6 +235,26 @@ def test_the_plan_is_what_a_list_says(tmp_path):
     assert [save.calls for save in op.save] == [(0,), (0, 4)]
 
 
+def test_a_plan_without_mixed_precision_counts_what_the_estimate_assumes(tmp_path):
+    """The configuration says bf16, and the script that the docs have steps and computes float32."""
+    given = {
+        "assumed": "",
+        "stated": "load { dtype = fp32 }",
+        "bf16": "load { dtype = bf16 }",
+    }
+    kept = {}
+    for name, text in given.items():
+        path = tmp_path / f"{name}.plan"
+        path.write_text(
+            "plan own for llama\nmesh { dp_shard = auto }\n"
+            f"checkpoint {{ model.layers.* : budget(4GiB, seq = 4096) }}\n{text}\n"
+            "fsdp on dp_shard {\n    model.layers.* : unit\n    root : unit\n}\n"
+        )
+        lowered = planc.lower("llama-3.1-8b", str(path), world_size=8)
+        kept[name] = [op.headline() for op in lowered.ops if isinstance(op, Checkpoint)]
+    assert kept["assumed"] == kept["stated"] != kept["bf16"]
+
+
 @pytest.mark.parametrize(
     ("seq", "link", "away"),
     [

@@ -20,6 +20,7 @@ from planc.ops.activation_checkpoint import Checkpoint
 from planc.ops.document import digest, dumps
 from planc.ops.quantization import Quantize
 from planc.plan.ir import Plan
+from planc.plan.masters import masters
 from planc.plan.stand_in import kinds_of
 from planc.rank_job import RankJob, RankRunner, RankStep
 from planc.resources import cache_folder
@@ -48,6 +49,7 @@ def counted(
         UncountedError: a rank alone, without values, cannot run them.
     """
     _require_countable(plan, facts)
+    plan = masters(plan, facts) or plan
     every = tuple(modules)
     rules = tuple(Checkpoint(modules=at) for at in every)
     bare = replace(plan, pipeline=None, optimizer=(), checkpoint=rules, budgets=())

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from planc.diagnostic import Diagnostic, Label, Sink, one_of
 from planc.estimate import profiles
-from planc.estimate.from_plan import Batch, PlanWork, masters
+from planc.estimate.from_plan import Batch, PlanWork
 from planc.estimate.memory import GIB, Item, RankMemory
 from planc.estimate.step import Estimate, estimate
 from planc.estimate.workload import Recompute, Workload
@@ -24,6 +24,7 @@ from planc.ops.base import AxisRole
 from planc.ops.optimizer import OptimizerClass
 from planc.plan.experts import fullest
 from planc.plan.ir import Plan
+from planc.plan.masters import masters
 from planc.source import Span
 
 if TYPE_CHECKING:

@@ -37,30 +37,17 @@ from planc.model.facts import DTYPE_BYTES, Facts
 from planc.model.indices import Indices
 from planc.ops.activation_checkpoint import Checkpoint
 from planc.ops.base import AxisRole
-from planc.ops.load import Load
 from planc.ops.lowered import Lowered
 from planc.ops.pipeline import Pipeline, stages_of_rank
 from planc.ops.styles import Replicated
 from planc.plan.apply_adapters import styles
 from planc.plan.experts import expert_styles, fullest
 from planc.plan.ir import Plan, TensorRule, Unit
+from planc.plan.masters import masters
 from planc.plan.parameter_owners import owned
 
 OPTIMIZERS = {"adamw": 2, "adam": 2, "sgd": 0, "momentum": 1}
 """The number of states that an optimizer keeps for a parameter, in the parameter's dtype."""
-
-
-def masters(plan: Plan, facts: Facts) -> Plan | None:
-    """The plan whose optimizer steps float32, as the documented script has it, where neither the
-    plan nor a model that a script built says otherwise; None where they do, and with adapters,
-    whose frozen weights are as they are stored.
-    """
-    load = plan.load or Load()
-    if facts.built or load.dtype or plan.adapters is not None:
-        return None
-    stored = {p.dtype for part in facts.model.below() for p in part.module.parameters}
-    half = stored & {"bfloat16", "float16"}
-    return replace(plan, load=replace(load, dtype="float32")) if half else None
 
 
 Spread = tuple[tuple[str, ...], tuple[str, ...]]

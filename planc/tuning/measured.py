@@ -10,7 +10,7 @@ from typing import Any
 from planc.compiler import Compiled
 from planc.diagnostic import Sink
 from planc.estimate.answer import VERDICTS, Answer, Request, assumed, document, held_lines, unit_of
-from planc.estimate.from_plan import Batch, masters
+from planc.estimate.from_plan import Batch
 from planc.estimate.memory import GIB, Item, Moment, RankMemory
 from planc.estimate.step import Estimate
 from planc.measure.count import CountedRank, NotCountedError, count
@@ -18,6 +18,7 @@ from planc.model.facts import Facts, Modules, generic
 from planc.ops import phrases
 from planc.ops.base import AxisRole
 from planc.plan.ir import Plan, Unit
+from planc.plan.masters import masters
 from planc.rank_job import RankRunner, RankStep
 from planc.source import Span
 from planc.tuning.candidates import Candidate, Candidates

@@ -13,13 +13,14 @@ from planc import compiler
 from planc.diagnostic import Sink
 from planc.estimate import profiles
 from planc.estimate.answer import Request
-from planc.estimate.from_plan import Batch, masters
+from planc.estimate.from_plan import Batch
 from planc.estimate.kept_tensors import count
 from planc.estimate.memory import GIB
 from planc.model.facts import Facts
 from planc.plan import elaborate, former
 from planc.plan.evaluate import evaluate, truth
 from planc.plan.ir import Plan
+from planc.plan.masters import masters
 from planc.plan.mesh_axes import EXPERTS
 from planc.plan.scope import Definition, Scope
 from planc.plan.settings import EP, ETP, FORMER, RECOMPUTE, REDUCE_DTYPE
