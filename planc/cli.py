@@ -9,7 +9,6 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
-from planc.model.fused_kernels import hide
 from planc.version import VERSION
 
 COMMANDS = {
@@ -36,6 +35,8 @@ COMMANDS = {
     "cache": "pack what is known of models and plans, for planc without torch",
 }
 """Each is a module of `planc.commands` with `arguments(parser)` and `run(options)`."""
+HAVE_NO_CPU_MODELS = {"fmt", "explain", "completion", "list", "preflight"}
+"""Commands that run no model, or one on the job's devices."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -48,8 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _misspelled(arguments[0])
     try:
         options = _options(arguments or ["--help"])
-        if options.command != "preflight":  # which runs on the job's devices
-            hide()
+        if options.command not in HAVE_NO_CPU_MODELS:
+            import_module("planc.model.fused_kernels").hide()
         code: int = import_module(f"planc.commands.{options.command}").run(options)
         if not sys.stdout.closed:  # the language server's ends with the editor's
             sys.stdout.flush()
