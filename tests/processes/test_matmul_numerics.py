@@ -9,7 +9,8 @@ import pytest
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="needs torchao")
 FP64 = ["param_dtype=fp64", "reduce_dtype=fp64", "recompute=false"]
 ALL, ATTENTION = "$blocks.{self_attn,mlp}.*_proj", "$blocks.self_attn.*_proj"
-LIMIT = 1e-5
+LIMIT, ROUNDED = 1e-12, 1e-5
+"""Of sums in float64; and of attention to parts of rows, whose softmax is in float32."""
 ISLANDS = """
     override model.layers[0].mlp.*_proj : none
     override model.layers[2].{self_attn,mlp}.*_proj : none
@@ -44,10 +45,8 @@ def plan(tmp_path):
 def test_gradients(four, plan, family, layers, action, mesh):
     written = plan(family, layers, action)
     job = {"model": family, "plan": written, "overrides": [*FP64, *mesh]}
-    for first, *later in four.run("matmul_jobs.train", **job):
-        assert first < LIMIT
-        if "tp=1" in mesh:  # under tp, numbers on a border fall to other sides after a step
-            assert max(later) < LIMIT
+    for steps in four.run("matmul_jobs.train", **job):
+        assert max(steps) < (ROUNDED if "cp=2" in mesh else LIMIT)
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,15 @@
 """Linear layers of torchao, whose matrix products are of numbers in 8 bits."""
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torchao.float8 import Float8LinearConfig, precompute_float8_dynamic_scale_for_fsdp
 from torchao.float8.float8_linear import Float8Linear
+from torchao.float8.float8_ops import FLOAT8_OPS_TABLE
 from torchao.prototype.moe_training.config import (
     MXFP8TrainingOpConfig,
     MXFP8TrainingRecipe,
@@ -24,12 +28,34 @@ def fp8_linear(
             dtype of the parameters.
         gather: whether FSDP all-gathers the weight in fp8.
     """
+    if device == "cpu":
+        for op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+            if not hasattr(FLOAT8_OPS_TABLE[op], "__wrapped__"):
+                FLOAT8_OPS_TABLE[op] = in_float64(FLOAT8_OPS_TABLE[op])
     config = dataclasses.replace(
         Float8LinearConfig.from_recipe_name(recipe),
         emulate=device == "cpu",
         enable_fsdp_float8_all_gather=gather,
     )
     return Float8Linear.from_float(layer, config)
+
+
+def in_float64(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """torchao's emulated product, which is in float32: in float64 where parameters are.
+
+    Else sums in another order differ by the rounding of float32, by which a number on
+    the border between two of 8 bits falls to the other side.
+    """
+
+    @functools.wraps(product)
+    def called(op: Any, args: tuple[Any, ...], kwargs: Any = None) -> Tensor:
+        *bias, one, two = args
+        if one._orig_dtype != torch.float64:
+            return product(op, args, kwargs)
+        found: Tensor = op(*bias, *(t._data.double() / t._scale for t in (one, two)))
+        return found
+
+    return called
 
 
 def mxfp8_linear(layer: nn.Linear, device: str) -> nn.Linear:
