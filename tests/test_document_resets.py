@@ -335,6 +335,46 @@ def test_a_fused_kernel_that_takes_neither_is_not_called(monkeypatch):
         assert function(3) is None
 
 
+class Adapted(torch.nn.Module):
+    """A linear layer with something added to it, as an adapter is."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base, self.weight, self.bias = base, base.weight, base.bias
+        self.factor = torch.nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        return self.base(x) * self.factor
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_a_fused_kernel_does_not_pass_by_what_a_plan_changed(changed, monkeypatch):
+    """It takes the weights of `out_proj`: an adapter there would get no gradient, in silence."""
+    from transformers.models.bamba import modeling_bamba as home
+
+    called = []
+
+    def mamba_split_conv1d_scan_combined(zxbcdt, *_, outproj_weight=None, **__):
+        called.append(outproj_weight)
+        return zxbcdt[..., : len(outproj_weight)] * 1.0
+
+    plain = inspect.unwrap(home.mamba2_split_conv1d_scan_combined)
+    given = "mamba_split_conv1d_scan_combined", "a_mamba_ssm", plain
+    kernel = kernel_of(*given, mamba_split_conv1d_scan_combined, monkeypatch)
+    monkeypatch.setattr(home, "mamba2_split_conv1d_scan_combined", kernel)
+    model, parts, _ = made("bamba")
+    mixers = [m for m in model.modules() if type(m).__name__ == "BambaMixer"]
+    if changed:
+        for mixer in mixers:
+            mixer.out_proj = Adapted(mixer.out_proj)
+    reset_states(model, *parts)
+    model(input_ids=packed(model)[0]).logits.sum().backward()
+    if changed:
+        assert not called and all(m.out_proj.factor.grad is not None for m in mixers)
+    else:
+        assert len(called) == len(mixers)
+
+
 def test_a_layer_of_another_function_is_refused():
     """As a kernel of a whole layer, which is not told where documents begin."""
     model, parts, _ = made("bamba")

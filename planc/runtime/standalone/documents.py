@@ -373,7 +373,7 @@ class StateResets:
     """
 
     def __init__(self, model: nn.Module, parts: Iterable[str]) -> None:
-        self.parts, self.replaced = {*parts}, False
+        self.parts, self.replaced, self.looked = {*parts}, False, False
         self.before: Documents | None = None  # of a model that runs this one
         self.raised: Callable[[str], Exception] = DocumentsError  # what is raised
         self.masks = not self.parts.isdisjoint(UNMASKED)
@@ -383,6 +383,9 @@ class StateResets:
         model.register_forward_hook(self.leave, always_call=True)
 
     def enter(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
+        if not self.looked:
+            self.looked = True
+            call_changed_modules(model)
         self.before = getattr(CURRENT, "documents", None)
         given = dict(zip(self.taken, args, strict=False)) | kwargs
         masks = self.masks and not given.get("use_cache")
@@ -440,6 +443,38 @@ def replace_of_class(module: nn.Module, kind: type, parts: Set[str]) -> None:
             replace(home, name, kept_apart, name)
     if hasattr(home, MASK):
         replace(home, MASK, unshortened)
+
+
+def call_changed_modules(model: nn.Module) -> None:
+    """Leaves kernels of a whole layer out where a plan has changed one of its modules:
+    they take its weights, and would pass by adapters, splits and products in 8 bits.
+    """
+    for module in of_all_stages(model):
+        for kind in type(module).__mro__:
+            if "forward" not in vars(kind):
+                continue
+            home = sys.modules[kind.__module__]
+            names = {*FUSED} & {*called_names(kind)} & {*vars(home)}
+            if names and any(map(is_changed, module.children())):
+                for name in names:
+                    replace(home, name, passed_by)
+
+
+def is_changed(module: nn.Module) -> bool:
+    """Whether a module of a layer does more than torch's class does."""
+    own = type(module).__module__.partition(".")[0] in ("torch", "transformers")
+    hooks = module._forward_hooks or module._forward_pre_hooks
+    return not own or bool(hooks) or "forward" in module.__dict__
+
+
+def passed_by(function: Callable[..., Any]) -> Any:
+    """A kernel that is not called: the model goes on by its modules."""
+
+    @functools.wraps(function)
+    def called(*_: Any, **__: Any) -> None:
+        return None
+
+    return called
 
 
 def unshortened(function: Callable[..., Any]) -> Any:
