@@ -508,7 +508,12 @@ def test_every_word_means_something_to_the_compiler():
     assert set(table) == {*SECTIONS, "keywords", "layouts"}
     terminals = (GRAMMARS / "plan.lark").read_text()
     assert all(f'"{word}"' in terminals for word in table["keywords"])
-    assert set(SCHEDULES) == set(meanings("pipeline", "values")) - {"even", "weighted", "file"}
+    assert set(SCHEDULES) == set(meanings("pipeline", "values")) - {
+        "even",
+        "balanced",
+        "weighted",
+        "file",
+    }
     for section in SECTIONS:
         assert table[section]["about"].endswith(".")
         for word in meanings(section, "actions"):

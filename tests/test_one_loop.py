@@ -71,6 +71,7 @@ def test_the_script_trains_the_same_under_plans_that_join_axes(trained, tmp_path
     same(trained, plans, saved(tmp_path / "weights", "Llama"), "llama")
 
 
+@pytest.mark.slow
 def test_the_script_trains_a_mixture_the_same(trained, tmp_path):
     weights = saved(tmp_path / "weights", "Mixtral", **EXPERTS)
     same(trained, {"ep and tp": MIXTURES["ep and tp"]}, weights, "mixtral")

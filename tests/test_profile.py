@@ -1,6 +1,7 @@
 """`run.profile()` in one process; tests/processes/test_run_profile.py runs it on processes."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import planc
 
 pytestmark = pytest.mark.usefixtures("ends_its_group")
 
+PLANS = Path(__file__).parent.parent / "plans"
 COMPILED = """plan compiled for llama
 
 extend "llama"
@@ -46,7 +48,9 @@ def test_only_the_active_steps_are_in_the_trace(tmp_path):
     assert profile.path == tmp_path / "a" / "b" / "rank_0.json"
     assert {n for n in found if n.startswith("mine")} >= {"mine 2", "mine 3"}
     assert {n for n in found if n.startswith("mine")} <= {"mine 2", "mine 3", "mine 4"}
-    assert found.count("plans/blocks.plan:39 model.layers.1 checkpoint") == 2 * 2
+    lines = (PLANS / "blocks.plan").read_text().splitlines()
+    line = lines.index("        $blocks : full") + 1
+    assert found.count(f"plans/blocks.plan:{line} model.layers.1 checkpoint") == 2 * 2
     assert found.count("plans/decoder.plan:23 model.embed_tokens fsdp") == 2
 
 

@@ -75,6 +75,7 @@ def test_the_line_to_blame(tmp_path, old, new, settings, marks, help):
     assert error.labels[0].text.startswith(told)
 
 
+@pytest.mark.slow
 def test_two_lines_are_to_blame_where_neither_alone_is_enough(tmp_path):
     path = mutant(tmp_path, "llama", *PARTIAL)
     path.write_text(

@@ -37,7 +37,7 @@ def with_timed_stages(plan: Plan, facts: Facts, sink: Sink) -> Plan:
         return plan
     counted = count(applied[1], found, cuts.work.micro_batch)
     if counted is None:
-        reason = next(d for d in found if d.code == "PL703").message.partition(": ")[2]
+        reason = next(d for d in found if d.severity == "warning").message.partition(": ")[2]
         hint = f"write `even({rule.op.blocks}.*, by = work)`"
         message = f"stages cannot be cut by time: {reason}"
         sink.error("PL564", message, rule.times.origin, help=hint)

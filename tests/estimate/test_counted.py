@@ -158,6 +158,7 @@ def llama(folder):
     return str(folder)
 
 
+@pytest.mark.slow
 def test_rows_for_calibrate(tmp_path):
     """Rows of other runs stay, settings with spaces are read as they were given, and rows without
     seconds count for the memory alone.
@@ -180,6 +181,7 @@ def test_rows_for_calibrate(tmp_path):
     assert out.startswith("before: time error median")
 
 
+@pytest.mark.slow
 def test_the_function(tmp_path):
     folder = llama(tmp_path)
     found = planc.measure(folder, "llama", world_size=4, batch=8, seq=64, overrides=["tp=2"])

@@ -155,6 +155,7 @@ def test_the_command(folder, tmp_path):
     assert code == 2 and "PL727" in errors and "5 were asked for" in " ".join(errors.split())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("state", ["", slow("state = int8, ")])
 def test_states_in_the_hosts_memory_are_not_on_the_device(folder, tmp_path, state):
     """As on fake tensors, where the device is the host's memory too."""
