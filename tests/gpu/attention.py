@@ -26,10 +26,10 @@ HEADS = 32, 8
 
 
 class Alone(Ring):
-    """A rank that is given every block."""
+    """The first rank, that is given every block."""
 
-    def __init__(self, rank, blocks):
-        self.rank, self.size, self.blocks = rank, len(blocks), blocks
+    def __init__(self, blocks):
+        self.rank, self.size, self.blocks = 0, len(blocks), blocks
 
     def around(self, block):
         for step in range(self.size):
@@ -48,18 +48,18 @@ class Kept:
         return self.value
 
 
-def case(ranks, own, kind=torch.bfloat16):
-    """(queries, keys and values of all ranks, which pairs a rank's queries see)."""
+def case(ranks, own):
+    """(queries of the first rank, keys and values of all, the tokens that they belong to)."""
     torch.manual_seed(0)
-    length, rank = ranks * own, 0
+    length, kind = ranks * own, torch.bfloat16
     runs = torch.arange(length, device="cuda").view(2 * ranks, -1)
     at = torch.cat([runs[[r, 2 * ranks - 1 - r]].flatten() for r in range(ranks)])
     query = torch.randn(ROWS, HEADS[0], own, WIDTH, device="cuda", dtype=kind, requires_grad=True)
     both = [torch.randn(ROWS, HEADS[1], length, WIDTH, device="cuda", dtype=kind) for _ in range(2)]
-    return query, both, at, rank
+    return query, both, at
 
 
-def ring(query, both, at, ranks, *, fused=True):
+def ring(query, both, at, *, fused=True):
     """A forward and a backward pass, with gradients of queries and of the rank's own block."""
     own = query.shape[2]
 
@@ -68,7 +68,7 @@ def ring(query, both, at, ranks, *, fused=True):
         return (of[1] <= of[0])[None, None]
 
     blocks = list(torch.cat(both, -1).split(own, 2))
-    alone = Alone(0, blocks)
+    alone = Alone(blocks)
     mask = RingMask(made, own, alone, evenly=False)
     parts = [t[:, :, :own].clone().requires_grad_() for t in both]
     dropout = TileDropout(0.0, query.device)
@@ -107,11 +107,11 @@ def error(one, other):
 
 def errors(ranks, own):
     """Of output, and gradients of queries, keys and values of the own block."""
-    query, both, at, _ = case(ranks, own)
+    query, both, at = case(ranks, own)
     wide = query.detach().float().requires_grad_(), [t.float() for t in both]
     right = gathered(*wide, at)()
     right = [right[0], right[1], *(t[:, :, :own] for t in right[2:])]
-    steps = {"ring": ring(query, both, at, ranks), "gathered": gathered(query, both, at)}
+    steps = {"ring": ring(query, both, at), "gathered": gathered(query, both, at)}
     return {
         name: [
             error(a[:, :, : b.shape[2]] if a.shape != b.shape else a, b)
@@ -124,10 +124,10 @@ def errors(ranks, own):
 def main():
     found = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
     for ranks, own in ((2, 4096), (2, 16384), (4, 8192)):
-        query, both, at, _ = case(ranks, own)
+        query, both, at = case(ranks, own)
         ways = {
-            "ring": ring(query, both, at, ranks),
-            "ring, tiles": ring(query, both, at, ranks, fused=False),
+            "ring": ring(query, both, at),
+            "ring, tiles": ring(query, both, at, fused=False),
             "gathered": gathered(query, both, at),
         }
         for name, step in ways.items():

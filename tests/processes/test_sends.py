@@ -76,7 +76,7 @@ CASES = {
         ["tp=2", "ep=2", "etp=2", "recompute=false"],
     ),
 }
-CP = """plan cp for llama
+PARTS = """plan cp for CLASS
 
 option attention = "all_gather"
 option full      = false
@@ -92,16 +92,17 @@ context on cp {
 
 when full {
     checkpoint {
-        model.layers.* : full
+        LIST.* : full
     }
 }
 
 fsdp on dp_shard * cp {
     precision(param = fp32, reduce = fp32)
-    model.layers.* : unit
-    root           : unit
+    LIST.* : unit
+    root   : unit
 }
 """
+"""Of a class with a list of blocks; the ranks of cp have parts of its tokens."""
 PLANS = {
     "early": "train {\n    model.embed_tokens : frozen\n    model.layers[0:2]  : frozen\n}",
     "late": "train {\n    model.layers[2:4] : frozen\n}",
@@ -235,7 +236,8 @@ fsdp on dp_shard {{
 @pytest.fixture
 def run(four, tmp_path):
     plans = {n: f'plan {n} for llama\n\nextend "llama.plan"\n\n{p}\n' for n, p in PLANS.items()}
-    own = {"cp": CP, "input": INPUT, "experts": EXPERTS, "muon_of_experts": MUON_OF_EXPERTS}
+    cp = PARTS.replace("CLASS", "llama").replace("LIST", "model.layers")
+    own = {"cp": cp, "input": INPUT, "experts": EXPERTS, "muon_of_experts": MUON_OF_EXPERTS}
     own["chunks"] = DISPATCH.replace("HOW", "chunks = 2")
     own["limited"] = DISPATCH.replace("HOW", "capacity = 4")  # which drops nothing
     for name, text in {**plans, **own}.items():
@@ -273,32 +275,6 @@ def test_times_and_bytes(run, name):
     assert bool(exchanged[0]) == (name.split()[0].strip(",") in ("ep", "ulysses", "muon"))
 
 
-IMAGES = """plan t for CLASS
-
-option attention = "all_gather"
-option full      = false
-
-mesh {
-    dp_shard = auto
-    cp       = 2
-}
-
-context on cp {
-    attention = attention
-}
-
-when full {
-    checkpoint {
-        LIST.* : full
-    }
-}
-
-fsdp on dp_shard * cp {
-    precision(param = fp32, reduce = fp32)
-    LIST.* : unit
-    root   : unit
-}
-"""
 OF_IMAGES = {
     "patches alone": ("wan2.1-t2v-1.3b", "blocks", []),
     "patches alone and checkpoints": ("wan2.1-t2v-1.3b", "blocks", ["full=true"]),
@@ -317,7 +293,7 @@ def test_parts_of_images(four, tmp_path, name):
     model, blocks, settings = OF_IMAGES[name]
     kind = "WanTransformer3DModel" if model.startswith("wan") else "SD3Transformer2DModel"
     path = tmp_path / "t.plan"
-    path.write_text(IMAGES.replace("CLASS", kind).replace("LIST", blocks))
+    path.write_text(PARTS.replace("CLASS", kind).replace("LIST", blocks))
     arguments = {"name": model, "plan": str(path), "settings": settings}
     for found, told in four.run("sending_jobs.counted_images", **arguments):
         unknown = Counter({kind: times for (kind, size), times in told.items() if size is None})

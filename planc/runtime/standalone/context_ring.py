@@ -116,6 +116,7 @@ class RingMask:
     ) -> None:
         self.made, self.own, self.ring, self.evenly = made, own, ring, evenly
         self.shape = own, own * ring.size
+        self.found: dict[tuple[int, bool], list[tuple[slice, slice, str]]] = {}
         # where causal attention is balanced, a rank has a run of each half
         half = -(-own // 2)
         long = -(-half // -(-half // TILE))
@@ -176,11 +177,18 @@ class RingMask:
             fused: whether pieces whose pairs all count, or are causal, may be larger
                 than a tile, and causal ones come without a mask.
         """
-        yield from self._within(owner, self.cuts, self.cuts, fused)
+        # all layers that have this mask ask, in both passes
+        if (owner, fused) not in self.found:
+            within = self._within(owner, self.cuts, self.cuts, fused)
+            self.found[owner, fused] = list(within)
+        for queries, keys, kind in self.found[owner, fused]:
+            mask = self.tile(owner, queries, keys) if kind == "masked" else None
+            causal = kind == "causal"
+            yield RingPiece(owner, queries, keys, causal=causal, mask=mask)
 
     def _within(
         self, owner: int, rows: list[slice], columns: list[slice], fused: bool
-    ) -> Iterator["RingPiece"]:
+    ) -> Iterator[tuple[slice, slice, str]]:
         queries = slice(rows[0].start, rows[-1].stop)
         keys = slice(columns[0].start, columns[-1].stop)
         found = [
@@ -191,11 +199,11 @@ class RingMask:
         if not any(some for row in found for some, *_ in row):
             return
         if (fused or tile) and all(every for row in found for _, every, _ in row):
-            yield RingPiece(owner, queries, keys)
+            yield queries, keys, "all"
         elif fused and is_causal(found) and same_lengths(rows, columns):
-            yield RingPiece(owner, queries, keys, causal=True)
+            yield queries, keys, "causal"
         elif tile:
-            yield RingPiece(owner, queries, keys, mask=self.tile(owner, queries, keys))
+            yield queries, keys, "masked"
         else:
             for some, others in itertools.product(in_two(rows), in_two(columns)):
                 yield from self._within(owner, some, others, fused)
