@@ -2,7 +2,8 @@
 
 Bytes of each moment are a constant and a multiple of the layers, as long as layers of the same
 kinds follow each other. So a deep model is run with a few layers, and with one period of them
-more; where that cannot be done, as it is.
+more; where that cannot be done, as it is. A pipeline's microbatches do the same, once as many as
+its schedule keeps are on the way.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from planc.compiler import Compiled, compile
@@ -23,7 +25,7 @@ from planc.model.load import load_values
 from planc.model.small.depth import Depth
 from planc.ops.document import dumps
 from planc.ops.lowered import Lowered
-from planc.ops.pipeline import stages_of_rank
+from planc.ops.pipeline import Pipeline, stages_of_rank
 from planc.ops.quantization import Quantize
 from planc.plan.ir import Plan
 from planc.plan.stand_in import kinds_of
@@ -35,6 +37,16 @@ LEAST = 3
 most that is held between them grows at its first layer or at its last one, whichever grows more,
 and so it does with every other one.
 """
+
+
+FILLED = 3
+"""How often the places of a pipeline are filled with microbatches, before each round of them holds
+as much more as every other one: schedules of two stages a rank have up to two rounds on the way.
+"""
+
+
+Held = Sequence[tuple[str, Mapping[str, int]]]
+"""Moments by their names, in order, each with bytes by what they are."""
 
 
 class OutOfMemory(NamedTuple):
@@ -52,6 +64,7 @@ class CountedRank:
         place: in the pipeline.
         moments: by their names, in the order of a step, what is held then: bytes by what they are.
         layers: the numbers of layers that were run; all of them where there is only one number.
+        microbatches: the same of those of a pipeline.
         seconds: of the parts of a step, on a device.
         reserved: bytes that the allocator of CUDA took of the device; 0 elsewhere.
         missed: where a device had no more memory.
@@ -60,6 +73,7 @@ class CountedRank:
     place: int
     moments: Mapping[str, Mapping[str, int]]
     layers: tuple[int, ...]
+    microbatches: tuple[int, ...] = (1,)
     seconds: Mapping[str, float] = field(default_factory=dict)
     reserved: int = 0
     missed: OutOfMemory | None = None
@@ -309,6 +323,26 @@ class _Work:
         self.depths = self.depths or [(_Depth(self.compiled, len(kinds), pattern), 0)]
 
     @property
+    def rounds(self) -> list[tuple[int, int]]:
+        """Numbers of microbatches: enough to fill the pipeline, then a round more, each with how
+        many rounds are left out; all where there are few, or no even rounds.
+        """
+        assert self.compiled.plan is not None
+        rule, each, every = self.compiled.plan.pipeline, self.places, self.microbatches
+        few = FILLED * each
+        whole = self.exact or rule is None or rule.op.timetable or every % each
+        if whole or every < 2 * few + each:
+            return [(every, 0)]
+        return [(few, 0), (few + each, (every - few) // each)]
+
+    @property
+    def microbatches(self) -> int:
+        """Of the pipeline."""
+        assert self.compiled.plan is not None
+        rule = self.compiled.plan.pipeline
+        return rule.op.microbatches if rule else 1
+
+    @property
     def places(self) -> int:
         plan = self.compiled.plan
         assert plan is not None
@@ -338,43 +372,47 @@ class _Work:
     def rank(self, place: int) -> CountedRank:
         """What the rank at a place of the pipeline holds."""
         if place and not self.form:  # what the first stage sends has the form of all
-            self._run(self.depths[0][0], 0, "")
-        answers = [self._run(depth, place, self.device) for depth, _ in self.depths]
-        first, lefts = answers[0], (left for _, left in self.depths)
-        base, *others = zip((a["moments"] for a in answers), lefts, strict=True)
-        names = [name for name, _ in base[0]]
-        if any([name for name, _ in run] != names for run, _ in others):
-            raise NotCountedError("its moments differ by the number of layers: use --exact")
-        moments: dict[str, dict[str, int]] = {}
-        for at, (name, held) in enumerate(base[0]):
-            if name == "parameters" and names[1:]:
-                continue
-            found: Counter[str] = Counter(held)
-            for run, left in others:
-                more = Counter(run[at][1])
-                more.subtract(held)
-                for what, size in more.items():
-                    found[what] += size * left
-            if sum(found.values()) > sum(moments.get(name, {}).values()):
-                moments[name] = {what: size for what, size in found.items() if size}
+            self._run(self.depths[0][0], 0, "", self.rounds[0][0])
+        rounds = self.rounds
+        runs = [self._runs(place, many) for many, _ in rounds]
+        held = [self._held(answers) for answers in runs]
+        if _less(held):  # at other microbatches most is held then, and rounds are not alike
+            rounds = [(self.microbatches, 0)]
+            runs = [self._runs(place, self.microbatches)]
+            held = [self._held(runs[0])]
+        first, names = runs[0][0], [name for name, _ in runs[0][0]["moments"]]
         layers = tuple(d.blocks for d, _ in self.depths)
         missed = first.get("missed")
         return CountedRank(
             place=place,
-            moments=moments,
+            moments=dict(_grown(held, rounds)),
             layers=layers,
+            microbatches=tuple(many for many, _ in rounds),
             seconds=first.get("seconds", {}),
             reserved=first.get("reserved", 0),
             missed=OutOfMemory(names[-1], *missed) if missed else None,
         )
 
-    def _run(self, depth: _Depth, place: int, device: str) -> dict[str, Any]:
+    def _runs(self, place: int, microbatches: int) -> list[dict[str, Any]]:
+        """What a rank answers of the model of each depth."""
+        return [self._run(depth, place, self.device, microbatches) for depth, _ in self.depths]
+
+    def _held(self, answers: list[dict[str, Any]]) -> Held:
+        """What it holds in the whole model."""
+        return _largest(_grown([answer["moments"] for answer in answers], self.depths))
+
+    def _run(self, depth: _Depth, place: int, device: str, microbatches: int) -> dict[str, Any]:
         plan, lowered = depth.compiled.plan, depth.compiled.lowered
         assert plan is not None and lowered is not None and depth.compiled.facts is not None
         facts, op = depth.compiled.facts, plan.pipeline
+        rows = self.step.rows
+        if op:
+            rows = rows // op.op.microbatches * microbatches
+            lowered = _with_microbatches(lowered, microbatches)
+        dtype = self.step.dtype or most_stored(facts)
         answer = self.runner.ask(
             RankJob(
-                step=replace(self.step, dtype=self.step.dtype or most_stored(facts)),
+                step=replace(self.step, rows=rows, dtype=dtype),
                 config={**facts.config, "architectures": [facts.name]},
                 lowered=dumps(lowered),
                 digest=depth.compiled.digest,
@@ -410,3 +448,61 @@ class _Work:
             for at, (start, _) in enumerate(own):
                 moment = "backward of a layer" if at else "end of backward"
                 yield f"{self.at}.{start + period - 1}", moment
+
+
+def _grown(runs: Sequence[Held], parts: Sequence[tuple[object, int]]) -> Held:
+    """The moments of a first run, each with what other runs hold more, as often as is left out.
+
+    Args:
+        runs: of different parts of a step or a model.
+        parts: of each run, and how many are left out that are like what it has more.
+
+    Raises:
+        NotCountedError: the runs have other moments.
+    """
+    base, *others = runs
+    names = [name for name, _ in base]
+    if any([name for name, _ in run] != names for run in others):
+        raise NotCountedError("its moments differ by what is run of it: use --exact")
+    made = []
+    for at, (name, held) in enumerate(base):
+        found: Counter[str] = Counter(held)
+        for run, (_, left) in zip(others, parts[1:], strict=True):
+            more = Counter(run[at][1])
+            more.subtract(held)
+            for each, size in more.items():
+                found[each] += size * left
+        made.append((name, {what: size for what, size in found.items() if size}))
+    return made
+
+
+def _largest(moments: Held) -> Held:
+    """Of the moments with one name that at which most is held; what comes before all is left out
+    where there are others.
+    """
+    found: dict[str, Mapping[str, int]] = {}
+    for name, held in moments:
+        if name == "parameters" and moments[1:]:
+            continue
+        if sum(held.values()) > sum(found.get(name, {}).values()):
+            found[name] = held
+    return [*found.items()]
+
+
+def _less(runs: Sequence[Held]) -> bool:
+    """Whether a part of what is held at a moment gets less from a run to the next one."""
+    return any(
+        name != other or any(size > more.get(what, 0) for what, size in held.items())
+        for one, next_one in pairwise(runs)
+        for (name, held), (other, more) in zip(one, next_one, strict=False)
+    )
+
+
+def _with_microbatches(lowered: Lowered, many: int) -> Lowered:
+    """The plan with another number of microbatches."""
+
+    def of(op: Any) -> Any:
+        return replace(op, microbatches=many) if isinstance(op, Pipeline) else op
+
+    stages = (replace(stage, ops=tuple(map(of, stage.ops))) for stage in lowered.stages)
+    return replace(lowered, stages=tuple(stages))

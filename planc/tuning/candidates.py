@@ -262,21 +262,26 @@ class Candidates:
     def _usable(self) -> float:
         return usable(self.hardware, self.stack)
 
+    def timed(self, found: Candidate) -> Candidate | None:
+        """The candidate with stages that take as much time each; None where it has no stages, or
+        is no slower.
+        """
+        rows = self._rows(found)
+        choice = rows and self.space.timed(found.choice, rows)
+        other = self._changed(found, choice) if choice else None
+        return other if other and other.seconds < found.seconds else None
+
     def budgeted(self, found: Candidate) -> Candidate | None:
         """The candidate with the largest budget that fits, in place of its way to checkpoint; None
         where it has none, or is no slower.
         """
-        work = self._work(found.choice)
-        if work is None or not self.space.checkpoints(found.choice):
+        rows = self._rows(found)
+        if not rows or not self.space.checkpoints(found.choice):
             return None
-        here = copy.copy(work)
-        here.batch = replace(self.batch, micro_batches=found.micro_batches)
-        here.plan = replace(work.plan, mesh=self.space.mesh(found.choice.sizes))
 
         def of(step: int) -> Candidate | None:
-            budget = (step / STEPS, here.rows, self.batch.sequence)
-            choice = replace(found.choice, save="", budget=budget)
-            return self.verified(replace(found, choice=choice, words=self.space.words(choice)))
+            budget = (step / STEPS, rows, self.batch.sequence)
+            return self._changed(found, replace(found.choice, save="", budget=budget))
 
         low, high = LEAST, STEPS
         best = of(low)
@@ -287,6 +292,19 @@ class Candidates:
             else:
                 high = middle
         return best if best and best.seconds < found.seconds else None
+
+    def _rows(self, found: Candidate) -> int:
+        """The rows of a pass of a rank; 0 where its plan cannot be elaborated."""
+        work = copy.copy(self._work(found.choice))
+        if work is None:
+            return 0
+        work.batch = replace(self.batch, micro_batches=found.micro_batches)
+        work.plan = replace(work.plan, mesh=self.space.mesh(found.choice.sizes))
+        return work.rows
+
+    def _changed(self, found: Candidate, choice: Choice) -> Candidate | None:
+        """The candidate with another choice on its mesh, as `verified`."""
+        return self.verified(replace(found, choice=choice, words=self.space.words(choice)))
 
     def verified(self, found: Candidate) -> Candidate | None:
         """The candidate as its plan is estimated, if that compiles without errors and fits."""

@@ -21,6 +21,8 @@ from planc.plan.settings import (
     RECOMPUTE,
     SCHEDULE,
     SEQUENCE,
+    STAGES_ROWS,
+    STAGES_SEQ,
 )
 
 LARGEST = {
@@ -218,6 +220,19 @@ class Space:
                 for value in values
                 if value != options.get(name, self.defaults.get(name))
             )
+
+    def timed(self, choice: Choice, rows: int) -> Choice | None:
+        """A choice with stages that take as much time each, for passes of so many rows; None where
+        its stages cannot be cut so.
+        """
+        way = {
+            BY.word: "balanced",
+            STAGES_ROWS.word: rows,
+            STAGES_SEQ.word: self.batch.sequence,
+        }
+        if MICROBATCHES.word not in dict(choice.options) or not all(map(self._open, way)):
+            return None
+        return replace(choice, options=tuple({**dict(choice.options), **way}.items()))
 
     def probe(self, sizes: Sizes, wanted: Mapping[str, object]) -> Choice:
         """The choice with some options, where the plan has them; the others stay."""

@@ -51,6 +51,11 @@ class MeasuredRanks:
         return self.ranks[0].layers
 
     @property
+    def microbatches(self) -> tuple[int, ...]:
+        """The fewest numbers of microbatches of a pipeline that were run."""
+        return min(rank.microbatches for rank in self.ranks)
+
+    @property
     def fits(self) -> bool:
         """Whether the fullest of the ranks that were run fits on the device."""
         return self.counted.fits and not any(rank.missed for rank in self.ranks)
@@ -188,9 +193,10 @@ def text(found: MeasuredRanks) -> Iterator[str]:
         size, (unit, of) = estimated[rank.rank].peak, unit_of(rank.peak)
         beside = "" if run.missed else f", {size / rank.peak - 1:+.1%}"
         yield f"estimated{place}: {size / of:.2f} {unit}{beside}"
-    if len(found.layers) > 1:
-        some = " and ".join(map(str, found.layers))
-        yield f"run with {some} layers, which the rest follows from; --exact runs all of them"
+    parts = {"layers": found.layers, "microbatches": found.microbatches}
+    some = [f"{' and '.join(map(str, n))} {what}" for what, n in parts.items() if len(n) > 1]
+    if some:
+        yield f"run with {', '.join(some)}, which the rest follows from; --exact runs all of them"
     yield _NOT_MEASURED if found.device else _NOT_COUNTED
 
 
@@ -243,6 +249,7 @@ def plain(found: MeasuredRanks) -> dict[str, Any]:
         "device": found.device or "fake",
         "fits": found.fits,
         "layers": found.layers,
+        "microbatches": found.microbatches,
         "compute": [dict(rank.seconds) for rank in found.ranks],
         "out_of_memory": [rank.missed and rank.missed._asdict() for rank in found.ranks],
         "estimated": [rank.peak for rank in found.answer.estimate.ranks],

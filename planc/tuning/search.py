@@ -27,8 +27,8 @@ the best a mesh may be to be searched further."""
 VARIED = 3
 """How many of the fastest choices on a mesh are varied further."""
 
-BUDGETED = 3
-"""How many of the fastest plans get a budget, where one is asked for: their calls are counted."""
+REFINED = 3
+"""How many of the fastest plans get stages of equal time, and, where it is asked for, a budget."""
 
 NAMED = 10
 """How many plans are named in the end."""
@@ -72,8 +72,8 @@ def search(
     )
     order = sorted(ranked.values(), key=lambda c: (c.seconds, len(space.text(c.choice))))
     best = sorted(islice(_named(candidates, order), NAMED), key=lambda c: c.seconds)
-    if budgets:
-        more = filter(None, map(candidates.budgeted, best[:BUDGETED]))
+    for refined in (candidates.timed, *((candidates.budgeted,) if budgets else ())):
+        more = filter(None, map(refined, best[:REFINED]))
         best = sorted((*best, *more), key=lambda c: c.seconds)[:NAMED]
     costs = {
         condition: next(_named(candidates, order, frozenset({condition})), None)

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from statistics import median
 
 import gloo_peaks
@@ -19,7 +20,7 @@ from planc.measure import count as module
 from planc.measure import one_rank
 from planc.measure.count import NotCountedError, count
 from planc.model.load import load_values
-from planc.rank_job import RankStep
+from planc.rank_job import RankRunner, RankStep
 from tests.console import call
 from tests.helpers import slow
 
@@ -83,6 +84,29 @@ def test_a_few_layers_tell_of_all(made, layers):
     few, all_ = count(every, STEP), count(every, STEP, exact=True)
     assert [rank.layers for rank in few] == [layers] * len(few)
     assert [rank.moments for rank in few] == [rank.moments for rank in all_]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "microbatches", "run"),
+    [
+        ("1f1b", 16, {6, 8}),
+        slow("interleaved_1f1b", 16, {6, 8}),
+        slow("zbv", 16, {6, 8}),
+        slow("gpipe", 24, {6, 8, 24}),  # most is held at other microbatches
+        slow("1f1b", 15, {15}),  # no even rounds
+    ],
+)
+def test_a_few_microbatches_tell_of_all(schedule, microbatches, run, monkeypatch):
+    """Each moment and each of its parts, to the byte."""
+    asked, ask = [], RankRunner.ask
+    monkeypatch.setattr(RankRunner, "ask", lambda *job: asked.append(job[1]) or ask(*job))
+    terms = ("pp=2", f"microbatches={microbatches}", f"schedule={schedule}")
+    every = compiled("llama", "llama", *terms, num_hidden_layers=4)
+    step = replace(STEP, rows=microbatches)
+    few = count(every, step)
+    assert {job.step.rows for job in asked} == run
+    assert {many for rank in few for many in rank.microbatches} == run
+    assert [rank.moments for rank in few] == [r.moments for r in count(every, step, exact=True)]
 
 
 def test_layers_that_do_not_repeat_are_all_run():

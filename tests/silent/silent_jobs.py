@@ -35,7 +35,7 @@ from planc.runtime.standalone.optimizer import planned_optimizer
 from planc.runtime.standalone.shards import in_own_order, plain_name, rank_orders
 from planc.trial import worker
 from planc.trial.launcher import Job
-from planc.trial.numerics import for_trial
+from planc.trial.numerics import for_trial, in_float64
 from planc.trial.program import with_terms
 from planc.trial.trial_part import trial_part, with_random_adapters
 
@@ -48,10 +48,11 @@ def batches(model, lowered):
     """Two steps: of two passes (padding and uneven labels; packed documents, or images on other
     rows), and of one.
 
-    For products in 8 bits, which take multiples of 32 tokens, rows have twice the tokens, and
-    padding on the right: a query that sees nothing is NaN in float64.
+    For products in 8 bits, which take multiples of 32 tokens, rows have twice the tokens. In
+    float64 padding is on the right: a query that sees nothing is NaN there.
     """
     eight = lowered.has(LowPrecision)
+    right = eight or coded(lowered)
     if not hasattr(model.config, "get_text_config"):
         made = [images_to_denoise(model, seed) for seed in range(3)]
         return [made[:2], made[2:]]
@@ -63,7 +64,7 @@ def batches(model, lowered):
     made[0]["labels"][: rows // 2, :-1] = IGNORED
     if not placeholders(model.config):
         made[0]["attention_mask"] = torch.ones(rows, length, dtype=torch.long)
-        made[0]["attention_mask"][0, slice(-PADS, None) if eight else slice(PADS)] = 0
+        made[0]["attention_mask"][0, slice(-PADS, None) if right else slice(PADS)] = 0
         first = length // 2 - 1
         positions = torch.cat([torch.arange(first), torch.arange(length - first)])
         made[1]["position_ids"] = positions.expand(rows, -1).contiguous()
@@ -110,6 +111,18 @@ def adamw(model):
     return torch.optim.AdamW(trained, lr=1e-3, eps=1e-6, foreach=False)
 
 
+def exact(model, lowered):
+    """The model as a trial runs it; in float64 too where states are in 8 bits, of which single
+    numbers on the border between two fall to either side by the rounding of float32 alone.
+    """
+    return in_float64(model) if coded(lowered) else for_trial(model, lowered)
+
+
+def coded(lowered):
+    """Whether states are in 8 bits."""
+    return any(op.block for op in lowered.ops if isinstance(op, Optimize))
+
+
 def trained_alone(model, lowered):
     """Logits, loss, gradients, norms and parameters of a single process."""
     found = {"logits": [], "loss": 0.0, "gradients": {}, "norms": []}
@@ -153,7 +166,7 @@ def logits_of(output):
 def reference(model, right, changes):
     """What a single process trains under a right plan; `changes` as JSON."""
     lowered = read(right)
-    made = for_trial(silent_scripts.Script().build(model, json.loads(changes)), lowered)
+    made = exact(silent_scripts.Script().build(model, json.loads(changes)), lowered)
     losses = [op for op in lowered.ops if isinstance(op, ChunkLoss)]
     for op in losses:
         with_terms(made, op)
@@ -249,14 +262,14 @@ def worst(mine, right):
 def read(document):
     """A lowered plan, with adapters in which every error shows, and emulated products in 8 bits."""
     lowered = loads(document, "case", Sink())
-    if lowered.has(LowPrecision):
+    if lowered.has(LowPrecision) or coded(lowered):
         return trial_part(lowered, eight_bits=True)
     return with_random_adapters(lowered)
 
 
 def run_of(model, lowered, loop, changes, *, seed=7):
     """(the handle of a run of a lowered plan, what it trained), whatever planc says of the plan."""
-    made = for_trial(loop.build(model, changes), lowered)
+    made = exact(loop.build(model, changes), lowered)
     early = loop.optimizer(made)
     torch.manual_seed(seed + distributed.get_rank())
     terms = {"device_type": "cpu", "allow_code": True}  # a style of torchao's
