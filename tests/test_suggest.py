@@ -266,6 +266,22 @@ def test_a_pipeline_is_searched_with_its_microbatches_and_schedules():
     assert free.seconds <= made.found.best[0].seconds
 
 
+def test_stages_of_equal_time_where_that_is_faster():
+    """The last of four stages has the head, for 256,000 words; plans without stages have none."""
+    space, candidates = everything("gemma-2-9b", 64, 256, 8192)
+    found = {}
+    for pp in (1, 4):
+        sizes = dict(pp=pp, dp_replicate=1, cp=4, tp=2)
+        found[pp] = candidates.candidate(space.probe(tuple(sizes.items()), {"recompute": False}))
+    timed = candidates.timed(found[4])
+    assert timed.seconds < found[4].seconds
+    assert dict(timed.choice.options)["stages"] == "balanced"
+    assert '"balanced"' in timed.text and "= 8192" in timed.text
+    assert candidates.timed(found[1]) is None
+    candidates.space = replace(space, fixed={**space.fixed, "stages": "work"})
+    assert candidates.timed(found[4]) is None
+
+
 def test_a_plan_without_other_axes_is_searched_as_it_is():
     space, _ = everything("llama-3.1-8b", 8, 16, 8192)
     assert space.optional == ("cp", "pp") and not space.sizing
