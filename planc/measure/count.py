@@ -39,7 +39,7 @@ and so it does with every other one.
 """
 
 
-FILLED = 3
+FILLED = 4
 """How often the places of a pipeline are filled with microbatches, before each round of them holds
 as much more as every other one: schedules of two stages a rank have up to two rounds on the way.
 """
