@@ -5,10 +5,10 @@ from typing import Any
 
 from torch import distributed
 
+from planc.ops.lora import Adapt
 from planc.ops.lowered import Lowered
 from planc.plan.mesh_axes import LOADED
 from planc.runtime.context import sequence_parts
-from planc.runtime.lora import adapts
 from planc.runtime.run import Run
 
 
@@ -46,7 +46,7 @@ def save_weights(run: Run, folder: str | os.PathLike[str]) -> None:
     """Writes what a loop keeps of a model: its adapters in peft's files where the plan has some,
     else all weights for `from_pretrained`.
     """
-    if adapts(run.lowered):
+    if run.lowered.has(Adapt):
         run.save_adapters(folder)
     else:
         run.export(folder, replace=True)
@@ -54,7 +54,7 @@ def save_weights(run: Run, folder: str | os.PathLike[str]) -> None:
 
 def load_weights(run: Run, folder: str | os.PathLike[str]) -> None:
     """Reads what `save_weights` wrote."""
-    if adapts(run.lowered):
+    if run.lowered.has(Adapt):
         run.load_adapters(folder)
     else:
         run.load(folder)

@@ -23,7 +23,7 @@ def context_sends(op: ContextParallel, step: Step) -> Iterator[Sent]:
     if "kv_lora_rank" in step.config:  # keys and values have widths of their own
         widths = [step.number(f"{n}_head_dim") for n in ("qk_nope", "qk_rope", "v")]
         both = heads // split * sum(n or 0 for n in widths) if heads else None
-    repeats = Fraction(any(not o.save for o in step.every(Checkpoint)))
+    repeats = Fraction(any(not o.save for o in step.lowered.every(Checkpoint)))
     one = Sent(word=op.WORD, where="positions", kind=GATHER, axes=(op.axis,), times=0, size=None)
     stages, blocks = attending(step)
     facts = step.tokens and 8 * step.tokens * step.parts
@@ -43,7 +43,7 @@ def _of_patches(op: ContextParallel, step: Step) -> Iterator[Sent]:
     heads, _, dim, split = _heads(step)
     both = heads and dim and 2 * heads // split * dim
     modules, joint = sum(map(len, op.seeing)), op.patches != ALONE
-    repeats = Fraction(any(not o.save for o in step.every(Checkpoint)))
+    repeats = Fraction(any(not o.save for o in step.lowered.every(Checkpoint)))
     one = Sent(word=op.WORD, where="keys and values", kind=GATHER, axes=(op.axis,), times=0, size=0)
     one = replace(one, times=step.passes * modules, during=During.FORWARD)
     found = [*_of_attention(op, step, one, both)]

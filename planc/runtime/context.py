@@ -17,7 +17,7 @@ from planc.runtime.standalone.context_tokens import ContextError
 
 def sequence_parts(lowered: Lowered) -> int:
     """The number of ranks that planc splits a sequence over."""
-    ops = [op for op in lowered.ops if isinstance(op, ContextParallel)]
+    ops = lowered.every(ContextParallel)
     return lowered.axis_size(*(op.axis for op in ops))
 
 

@@ -137,7 +137,7 @@ class TrainingStep:
         if self.ranged:
             return
         self.ranged = True
-        units = [op for op in run.lowered.ops if isinstance(op, FullyShard)]
+        units = run.lowered.every(FullyShard)
         own = (p.dtype for p in run.model.parameters() if p.requires_grad)
         stated = any("float16" in (op.param, op.reduce) for op in units)
         casts = any(op.param not in (None, "float16") for op in units)

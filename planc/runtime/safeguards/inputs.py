@@ -136,10 +136,9 @@ def same_rows(lowered: Lowered, meshes: Meshes, passes: int) -> SameRows | None:
 
     None if there are none, or if a style of the model itself says what each rank passes.
     """
-    images = [op.axis for op in lowered.ops if isinstance(op, ContextParallel) and op.patches]
+    images = [op.axis for op in lowered.every(ContextParallel) if op.patches]
     axes = [a.name for a in lowered.axes if a.role is AxisRole.TENSOR] + images
-    styled = (op for op in lowered.ops if isinstance(op, Parallelize))
-    if any(not op.modules.path for op in styled):
+    if any(not op.modules.path for op in lowered.every(Parallelize)):
         return None
     help = _SAMPLER.format("tensor axis") + "read the same rows"
     of = "split the same layers"
@@ -151,7 +150,7 @@ def same_rows(lowered: Lowered, meshes: Meshes, passes: int) -> SameRows | None:
 
 def same_batches(lowered: Lowered, meshes: Meshes, passes: int) -> SameRows | None:
     """The batches of ranks that share sequences, or are stages of a pipeline."""
-    axes = [op.axis for op in lowered.ops if isinstance(op, ContextParallel)]
+    axes = [op.axis for op in lowered.every(ContextParallel)]
     axes += [lowered.pipeline.axis] if lowered.pipeline else []
     help = _SAMPLER.format("context axis, and of a pipeline,") + "read the same rows"
     return _along(lowered, axes, meshes, passes, "PL545", "batch", "run the same batches", help)
@@ -381,8 +380,7 @@ def kinds_hook(model: nn.Module, lowered: Lowered, meshes: Meshes) -> Hook | Non
     parts = [meshes.part(axis) for axis in axes]
     units = [
         model.get_submodule(name)
-        for op in lowered.ops
-        if isinstance(op, FullyShard)
+        for op in lowered.every(FullyShard)
         for members in op.members
         for name in members.names()
         if name
