@@ -103,7 +103,7 @@ def blocks_without_unit(plan: Plan, facts: Facts, sink: Sink) -> None:
 
 
 def _covered(modules: Modules, members: Sequence[tuple[Modules, object]]) -> bool:
-    inner = [m for m, _ in members if len(m.path) > len(modules.path) and m.within(modules)]
+    inner = [m for m, _ in members if m.deeper(modules)]
     held = sum(m.module.count * len(m) for m in inner)
     return held >= modules.module.count * len(modules)
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from planc.diagnostic import Sink
+from planc.diagnostic import Sink, io_reason
 
 # Each command imports what it needs, so that `planc fmt` starts quickly.
 if TYPE_CHECKING:
@@ -229,6 +229,5 @@ def write(text: str, output: str | None) -> int:
     try:
         atomic_write.write(Path(output), text)
     except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-        return refused("PL020", f"cannot write {output}: {reason}")
+        return refused("PL020", f"cannot write {output}: {io_reason(error)}")
     return CLEAN

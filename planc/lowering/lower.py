@@ -382,11 +382,7 @@ def _ties(facts: Facts, tensor: list[TensorRule], plan: Plan) -> Iterator[Tie]:
 def _inside_out(rules: Iterable[Checkpoint]) -> list[Checkpoint]:
     """Nested modules first: after wrapping, a path through the wrapper is invalid."""
     rules = list(rules)
-    nested = any(
-        len(a.modules.path) > len(b.modules.path) and a.modules.within(b.modules)
-        for a in rules
-        for b in rules
-    )
+    nested = any(a.modules.deeper(b.modules) for a in rules for b in rules)
     return sorted(rules, key=lambda r: -len(r.modules.path)) if nested else rules
 
 

@@ -12,7 +12,7 @@ from functools import cached_property
 from math import prod
 from typing import Any
 
-from planc.diagnostic import Label, Sink
+from planc.diagnostic import Sink
 from planc.lowering.backward import Backward
 from planc.model.block_arguments import BlockArguments
 from planc.model.config import chosen_experts, integer_of
@@ -199,7 +199,7 @@ def require_divisible(step: Step, mesh: Mesh | None, sink: Sink) -> None:
         sink.error(
             "PL702",
             f"{size} {what} cannot be split among {among}" + (f" ({named})" if named else ""),
-            *(Label(span=a.origin, text=f"{a.name} is {a.size}") for a in wide),
+            *(axis.label for axis in wide),
             help=f"use a multiple of {among}, or another mesh",
         )
 

@@ -10,7 +10,7 @@ from errno import ENOENT
 from pathlib import Path
 from typing import Any
 
-from planc.diagnostic import Sink
+from planc.diagnostic import Sink, io_reason
 from planc.resources import GRAMMARS, PLANS
 
 _MAX_BYTES = 5_000_000
@@ -240,7 +240,7 @@ def read(place: ConfigFile, sink: Sink) -> Config | None:
         with place.path.open("rb") as stream:
             data = stream.read(_MAX_BYTES + 1)
     except OSError as error:
-        message = f"cannot read {place.name}: {(error.strerror or str(error)).lower()}"
+        message = f"cannot read {place.name}: {io_reason(error)}"
         help = "a model's folder contains config.json" if error.errno == ENOENT else None
         sink.error("PL601", message, help=help)
         return None

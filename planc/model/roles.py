@@ -81,7 +81,7 @@ def ends(facts: Facts) -> Ends:
         gives = {_outputs(m) for m in outside if m.module.kind == "linear"}
         vocabulary = next((n for n in rows if n in gives), max(rows, default=None))
     named = [m for m in tables if _outputs(m) == vocabulary] or tables[:1]
-    tied = {name.rpartition(".")[0] for group in facts.ties for name in group}
+    tied = facts.tied_modules
     last = (m for m in outside if m.module.kind == "linear" and not _BETWEEN.search(str(m)))
     return Ends(
         embeddings=tuple(sorted(named, key=lambda m: str(m) not in tied)),

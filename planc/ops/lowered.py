@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Annotated, TypeVar
 
-from planc.diagnostic import Diagnostic
+from planc.diagnostic import Diagnostic, Label
 from planc.notebook import InNotebooks
 from planc.ops import base
 from planc.ops.backend import Backend
@@ -48,6 +48,11 @@ class MeshAxis:
     origin: base.Origin = field(
         default=NOWHERE, compare=False, repr=False, metadata=base.key("place")
     )
+
+    @property
+    def label(self) -> Label:
+        """The line that decided the size, which it says."""
+        return Label(span=self.origin, text=f"{self.name} is {self.size}")
 
     @property
     def place(self) -> str:

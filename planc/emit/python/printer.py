@@ -171,7 +171,7 @@ def inner_first(steps: Sequence[calls.Step]) -> list[calls.Step]:
     """
     each = [step for step in steps if isinstance(step, calls.Each)]
     pairs = ((a.modules, b.modules) for a in each for b in each if b.replaces)
-    nested = any(len(a.path) > len(b.path) and a.within(b) for a, b in pairs)
+    nested = any(a.deeper(b) for a, b in pairs)
     if not nested or len(each) < len(steps):
         return list(steps)
     return sorted(steps, key=lambda s: -len(s.modules.path) if isinstance(s, calls.Each) else 0)
