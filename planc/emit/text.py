@@ -48,7 +48,7 @@ def _title(lowered: Lowered, digest: str) -> str:
 
 def _data(lowered: Lowered) -> str:
     """The number of samplers, by which a rank's batch size is multiplied."""
-    names = [a.name for a in lowered.axes if a.name in lowered.data and a.size > 1]
+    names = lowered.wide_data
     if not names:
         return "the same on every rank"
     return f"split {lowered.axis_size(*names):,} ways, over {' * '.join(names)}"

@@ -217,6 +217,11 @@ class Lowered(InNotebooks):
         return prod(axis.size for axis in self.axes)
 
     @property
+    def wide_data(self) -> tuple[str, ...]:
+        """The data axes of more than one rank."""
+        return tuple(a.name for a in self.axes if a.name in self.data and a.size > 1)
+
+    @property
     def averaged(self) -> tuple[str, ...]:
         """The axes that gradients are averaged over: data and sequence axes."""
         units = [op for op in self.ops if isinstance(op, FullyShard | Backend)]

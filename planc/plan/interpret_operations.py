@@ -216,10 +216,13 @@ class FlowOperations:
                 return False
             tensor = rest[0].inputs[0]
 
+    def styles(self, call: FlowCall) -> tuple[st.Style, ...]:
+        """The styles of a module that the plan states."""
+        return (*self.splits.get(call.name, ()), *self.stated.get(call.name, ()))
+
     def wrapped(self, call: FlowCall) -> bool:
         """Whether a style returns the output of a module."""
-        styles = (*self.splits.get(call.name, ()), *self.stated.get(call.name, ()))
-        return any(contract(style).gives for style in styles)
+        return any(contract(style).gives for style in self.styles(call))
 
     def part(self, tensor: int) -> Shard:
         """The layout of a part of the sequence."""

@@ -165,8 +165,7 @@ def _along(
 
 def _innermost(lowered: Lowered, meshes: Meshes) -> DeviceMesh | None:
     """The ranks along the innermost data axis, which has a process group in every plan; or None."""
-    axes = [a.name for a in lowered.axes if a.name in lowered.data and a.size > 1]
-    return meshes.part(axes[-1]) if axes else None
+    return meshes.part(lowered.wide_data[-1]) if lowered.wide_data else None
 
 
 @dataclass(slots=True)
@@ -374,10 +373,9 @@ def kinds_hook(model: nn.Module, lowered: Lowered, meshes: Meshes) -> Hook | Non
     arguments = inspect.signature(model.forward)
     shared = {*OF_IMAGES, *chain(*OF_IMAGES.values())} if lowered.has(ShareTower) else set()
     names = [n for n in arguments.parameters if _OTHERS.search(n) and n not in shared]
-    axes = [a.name for a in lowered.axes if a.name in lowered.data and a.size > 1]
-    if not (names and axes and _TEXT in arguments.parameters):
+    if not (names and lowered.wide_data and _TEXT in arguments.parameters):
         return None
-    parts = [meshes.part(axis) for axis in axes]
+    parts = [meshes.part(axis) for axis in lowered.wide_data]
     units = [
         model.get_submodule(name)
         for op in lowered.every(FullyShard)
