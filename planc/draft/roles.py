@@ -160,11 +160,7 @@ def _blocks(at: Modules, ran: RunRecord | None) -> Blocks:
         for name, modules in found.items():
             if sum(len(p.shape) == 3 for p in modules.module.parameters) > 1:
                 experts[name] = modules.module
-    return Blocks(
-        path=path,
-        projection_groups=list(projection_groups.values()),
-        experts=experts,
-    )
+    return Blocks(path=path, projection_groups=list(projection_groups.values()), experts=experts)
 
 
 def _calls(

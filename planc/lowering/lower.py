@@ -49,12 +49,7 @@ from planc.ops.styles import Input, Output, Replicated, Sequence
 from planc.ops.tensor_parallel import Parallelize, Shape, Tie
 from planc.ops.towers import ShareTower
 from planc.plan.apply_adapters import PARAMETERLESS, styles
-from planc.plan.experts import (
-    dividing,
-    expert_count,
-    expert_styles,
-    splits_divided,
-)
+from planc.plan.experts import dividing, expert_count, expert_styles, splits_divided
 from planc.plan.ir import AdapterRule, Plan, TensorRule
 from planc.plan.local_shapes import local_shape, ruled
 from planc.plan.parameter_owners import stepped

@@ -107,10 +107,7 @@ class FlowOperations:
                 why = f"`{one.name.strip('_')}` writes into the local output of a style"
                 raise Clash(why, one.line, mixed=real, rules=self.givers_of(*real))
             self.check(one, given, dims)
-            result = next(
-                (k for k in (Held.PART, Held.VARYING, Held.GATHERED) if k in have),
-                None,
-            )
+            result = next((k for k in (Held.PART, Held.VARYING, Held.GATHERED) if k in have), None)
             if result is Held.PART:
                 # a sum of residuals
                 twice = have.count(Held.PART) > 1

@@ -285,8 +285,7 @@ class _Question:
             yield self._reason(what, self._part(len(op.modules.path)), op)
 
     def _on(
-        self,
-        kind: type[ChunkLoss] | type[DrawByRank] | type[DispatchExperts] | type[LimitExperts],
+        self, kind: type[ChunkLoss] | type[DrawByRank] | type[DispatchExperts] | type[LimitExperts]
     ) -> Iterator[Reason]:
         for op in self.lowered.ops:
             if isinstance(op, kind) and op.modules.has(self.name):

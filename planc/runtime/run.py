@@ -420,10 +420,7 @@ class Run(InNotebooks):
     ) -> Tensor:
         """`torch.nn.utils.clip_grad_norm_` over every mesh; returns the full model's norm."""
         return clip_grad_norm(
-            self.model,
-            max_norm,
-            norm_type=norm_type,
-            error_if_nonfinite=error_if_nonfinite,
+            self.model, max_norm, norm_type=norm_type, error_if_nonfinite=error_if_nonfinite
         )
 
     def full_state_dict(self, *, every_rank: bool = False) -> dict[str, Tensor]:

@@ -14,21 +14,9 @@ from planc.ops.base import AxisRole
 from planc.ops.lowered import ExpertMesh, MeshAxis
 from planc.ops.phrases import literal
 from planc.plan.ir import Mesh, Plan, Unit
-from planc.plan.settings import (
-    BY,
-    LOSS_CHUNKS,
-    MICROBATCHES,
-    RECOMPUTE,
-    SCHEDULE,
-    SEQUENCE,
-)
+from planc.plan.settings import BY, LOSS_CHUNKS, MICROBATCHES, RECOMPUTE, SCHEDULE, SEQUENCE
 
-LARGEST = {
-    AxisRole.TENSOR: 64,
-    AxisRole.SEQUENCE: 64,
-    AxisRole.EXPERT: 512,
-    AxisRole.STAGE: 64,
-}
+LARGEST = {AxisRole.TENSOR: 64, AxisRole.SEQUENCE: 64, AxisRole.EXPERT: 512, AxisRole.STAGE: 64}
 """The largest size of an axis that is tried; data axes have no limit."""
 
 EXTENDED = (AxisRole.STAGE, AxisRole.SEQUENCE, AxisRole.EXPERT)

@@ -69,11 +69,7 @@ def pipeline(program: Program) -> PipelineRule | None:
 
 
 def _cut(
-    axis: str,
-    found: BlockCut,
-    settings: Settings,
-    section: ast.Section,
-    program: Program,
+    axis: str, found: BlockCut, settings: Settings, section: ast.Section, program: Program
 ) -> PipelineRule | None:
     """The pipeline whose stages are known, or None after a finding."""
     blocks, bounds, times = found
