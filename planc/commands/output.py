@@ -41,7 +41,6 @@ def compiled_target(
 
     Args:
         target: the model, and perhaps the plan.
-        sink: receives the findings.
         allow_code: whether Python code that they name may be run.
         drafts: whether a family without a plan gets a draft; PL022 otherwise.
     """
@@ -199,7 +198,6 @@ def exit_code(sink: Sink, *, strict: bool = False) -> int:
     """The exit code for the findings.
 
     Args:
-        sink: the findings.
         strict: whether warnings without errors give 1.
     """
     from planc.codes import exit_code

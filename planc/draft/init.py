@@ -103,7 +103,6 @@ def draft(
     """A first plan for a model.
 
     Args:
-        facts: the facts of the model.
         sink: receives PL660 (what could not be decided or proved) and PL661 (a rule of
             transformers' own plan that matches nothing).
         sizes: of the axes `pp`, `cp` and `ep`, where they are above one.

@@ -73,7 +73,6 @@ class PlanWork:
     """
     Args:
         plan, facts: as checked and lowered, with adapters applied.
-        batch: of the step.
         optimizer: a name of `OPTIMIZERS`.
         alike: the work of other plans for the model, by what decides who holds which parameters.
         tables: the calls of modules whose plan says which are kept, counted for this step.

@@ -47,7 +47,6 @@ def leaves(name: str, text: str, function: str | None, sink: Sink) -> tuple[Conf
         name: the file; its suffix decides how it is read.
         text: its content.
         function: of a Python file, the function whose configuration is meant.
-        sink: receives the findings.
     """
     kind = Path(name).suffix.lower()
     try:

@@ -79,7 +79,6 @@ class Step:
     """The plan and the batch of a step.
 
     Args:
-        lowered: the plan.
         config: of the model.
         batch, sequence: rows of all ranks, and tokens of a row; None where they are not given.
         micro_batches: passes of a rank that accumulate gradients.

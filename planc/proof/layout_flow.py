@@ -189,7 +189,6 @@ def flow(
 
     Args:
         compiled: the plan for its model.
-        sink: receives the findings.
         strict: makes unknown (PL504) an error.
         allow_code: whether Python code that the plan or the model names may be run.
         draft: what drafts a plan where no file is for the family. If given, what is to blame for a

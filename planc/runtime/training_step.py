@@ -98,7 +98,6 @@ class TrainingStep:
         """The passes of a step; returns the mean loss over all ranks, a scalar on every rank.
 
         Args:
-            run: the handle of the run.
             batches: of this rank, of one step.
             trains: whether gradients are computed and accumulated.
             passes: of every rank; None for as many as there are batches. What a rank lacks, it

@@ -325,8 +325,6 @@ def quotable(place: PlanFile, content: str, origin: Span | None, sink: Sink) -> 
     symlink. Such a file is quoted only if it begins as a plan does.
 
     Args:
-        place: the file.
-        content: its text.
         origin: the `extend` that names it, if one does.
         sink: receives PL009 if it is no plan.
     """

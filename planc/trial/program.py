@@ -277,7 +277,6 @@ def train_rank(
 
     Args:
         model: spread by the plan.
-        run: its handle.
         batches: the batches of all data ranks.
         result: filled while the rank runs, so that what came before an error is known.
         traced: whether to record the inputs and outputs of modules, which gathers DTensors.

@@ -102,7 +102,6 @@ class Tally:
 
     Args:
         tried: how many choices were estimated.
-        excluded: by reason.
         nearest: of those that do not fit and meet all requirements, the one that needs least.
     """
 

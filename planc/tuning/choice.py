@@ -81,7 +81,6 @@ class Space:
         optional: the axes that the mesh has where they have more than one rank.
         exchange: what attention exchanges between ranks with parts of sequences.
         experts: the name and the axes of ranks that can divide experts, None without any.
-        batch: of a step.
         name: of the plan in `extend`.
         family: of the model.
         fixed: axes and options that the user sets.

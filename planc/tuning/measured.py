@@ -75,7 +75,6 @@ def measure(
     """Runs ranks of a plan, and says what they hold.
 
     Args:
-        compiled: the plan.
         found: its estimate, for a step with a batch.
         exact, places, device, allow_code: as of `count`.
 

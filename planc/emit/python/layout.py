@@ -21,7 +21,6 @@ class Bracketed:
     Args:
         head: the text before the items, with the opening bracket.
         items: in order.
-        close: the closing bracket.
         notes: a comment for each item; a group with notes is always split.
         comma: the separator after each item.
         single: the text after a single item on one line: a tuple's comma.

@@ -178,7 +178,6 @@ def _tokens_asked_for(why: str, model: Any) -> int:
     Args:
         why: transformers' error, such as `Image features and image tokens do not match, tokens: 8,
             features 16`; some models count feature vectors, others their elements.
-        model: the small model.
     """
     match = re.search(r"tokens: \d+, features:? (\d+)", why)
     if match is None:

@@ -258,7 +258,6 @@ def chunks_at(one: Stored, at: Coordinate) -> list[Chunk]:
     """The chunks of a shard that are not empty.
 
     Args:
-        one: the tensor.
         at: the place along the dims that shard it.
     """
     assert one.shape is not None
