@@ -43,9 +43,7 @@ from planc.ops.optimizer import Adafactor, Optimize
 from planc.ops.pipeline import Pipeline
 from planc.ops.registry import AnyOp
 from planc.ops.styles import Colwise, Experts, Input, Sequence, style_name
-from planc.ops.tensor_parallel import Parallelize, Tie
-
-_SILENT = (Tie, Checkpoint)
+from planc.ops.tensor_parallel import Parallelize
 
 
 def sends(step: Step) -> tuple[Sent, ...]:

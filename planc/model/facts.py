@@ -68,10 +68,6 @@ class Parameter:
     def numel(self) -> int:
         return prod(self.shape)
 
-    @property
-    def nbytes(self) -> int:
-        return self.numel * DTYPE_BYTES.get(self.dtype, 4)
-
 
 @dataclass(frozen=True)
 class Module:

@@ -171,12 +171,6 @@ class Lowered(InNotebooks):
         """Bytes of the largest unit of any stage while it is all-gathered."""
         return max(stage.gathered for stage in self.stages)
 
-    @property
-    def stage(self) -> Stage:
-        """The only stage of a plan without a pipeline."""
-        (only,) = self.stages
-        return only
-
     def map_ops(self, change: Callable[[tuple[AnyOp, ...]], Iterable[AnyOp]]) -> Lowered:
         """This plan with other operations: `change` maps those of each stage."""
         stages = (replace(stage, ops=tuple(change(stage.ops))) for stage in self.stages)

@@ -152,11 +152,6 @@ class Pipeline(Op):
         return self.schedule in ("zero_bubble", "zbv", "dualpipe_v")
 
     @property
-    def last(self) -> bool:
-        """Whether these ranks compute the loss."""
-        return self.stages - 1 in self.own
-
-    @property
     def shares(self) -> tuple[Copies, ...]:
         """All parameters that several stages hold."""
         ends = (0, self.stages - 1)

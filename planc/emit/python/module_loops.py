@@ -54,10 +54,6 @@ class Loop:
     owner: str = "model"
     place: str = ""
 
-    @property
-    def indent(self) -> str:
-        return "    " * len(self.head)
-
 
 def loop_over(modules: Modules, lists: Lists, *, assigned: bool = False) -> Loop:
     """Loops over all modules of a set.
