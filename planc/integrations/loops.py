@@ -8,7 +8,6 @@ from torch import distributed
 from planc.ops.lora import Adapt
 from planc.ops.lowered import Lowered
 from planc.plan.mesh_axes import LOADED
-from planc.runtime.context import sequence_parts
 from planc.runtime.run import Run
 
 
@@ -21,7 +20,7 @@ def require_served(lowered: Lowered, loop: str) -> None:
     """
     names = [axis.name for axis in lowered.axes if axis.size > 1]
     other = [name for name in names if name not in LOADED]
-    if lowered.pipeline is not None or sequence_parts(lowered) > 1 or other:
+    if lowered.pipeline is not None or lowered.sequence_parts > 1 or other:
         raise ValueError(
             f"{loop} serves plans with the axes {', '.join(LOADED)}; this one has "
             f"{', '.join(names)}: use run.forward_backward, as docs/training.md shows"

@@ -79,7 +79,7 @@ def _local(form: ArgumentForm, step: Step, ranks: int) -> int | None:
     divide it: states of tokens as the hidden states, heads as the projection that gives them.
     """
     assert step.batch is not None and step.sequence is not None
-    rows, tokens = step.batch // step.divisors[0], step.sequence // step.parts
+    rows, tokens = step.batch // step.divisors[0], step.sequence // step.lowered.sequence_parts
     whole = form.size(rows, tokens, step.width)
     if ranks == 1:
         return whole

@@ -117,11 +117,6 @@ class Step:
         return 1 if once else self.micro_batches
 
     @cached_property
-    def parts(self) -> int:
-        """The ranks that each sequence is split over."""
-        return self.lowered.axis_size(*(op.axis for op in self.lowered.every(ContextParallel)))
-
-    @cached_property
     def ranks(self) -> int:
         """The ranks that read different rows."""
         return self.lowered.axis_size(*self.lowered.data)
@@ -134,14 +129,14 @@ class Step:
     @property
     def divisors(self) -> tuple[int, int]:
         """The divisors of the rows of a step and of the tokens of a row."""
-        return self.ranks * self.passes, self.parts * self.runs
+        return self.ranks * self.passes, self.lowered.sequence_parts * self.runs
 
     @cached_property
     def tokens(self) -> int | None:
         """The tokens of a pass on one rank."""
         if self.batch is None or self.sequence is None:
             return None
-        return self.batch // self.divisors[0] * (self.sequence // self.parts)
+        return self.batch // self.divisors[0] * (self.sequence // self.lowered.sequence_parts)
 
     @cached_property
     def width(self) -> int:

@@ -40,11 +40,15 @@ def buildable(values: Mapping[str, Any]) -> bool:
     return "model_type" in values or is_diffusers(values)
 
 
+def text_of(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The fields of a model's language model; empty where it has none of its own."""
+    inner = values.get("text_config")
+    return inner if isinstance(inner, Mapping) else {}
+
+
 def integer_of(values: Mapping[str, Any], *names: str) -> int | None:
     """The first of some fields that is an integer, of the model or of its language model."""
-    inner = values.get("text_config")
-    parts = (values, inner if isinstance(inner, Mapping) else {})
-    found = (part.get(name) for part in parts for name in names)
+    found = (part.get(name) for part in (values, text_of(values)) for name in names)
     return next((v for v in found if isinstance(v, int)), None)
 
 

@@ -16,6 +16,7 @@ from planc.notebook import InNotebooks
 from planc.ops import base
 from planc.ops.backend import Backend
 from planc.ops.call import Context
+from planc.ops.context import ContextParallel
 from planc.ops.fsdp import FullyShard
 from planc.ops.load import Load
 from planc.ops.optimizer import Optimize, OptimizerClass
@@ -209,6 +210,11 @@ class Lowered(InNotebooks):
     @property
     def world_size(self) -> int:
         return prod(axis.size for axis in self.axes)
+
+    @property
+    def sequence_parts(self) -> int:
+        """The ranks that each sequence is split over."""
+        return self.axis_size(*(op.axis for op in self.every(ContextParallel)))
 
     @property
     def wide_data(self) -> tuple[str, ...]:
