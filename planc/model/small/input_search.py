@@ -328,4 +328,3 @@ def rank_slice(inputs: Mapping[str, Any], rank: int, ranks: int) -> Inputs:
         rows = len(value) // ranks
         found[name] = value[rank * rows : (rank + 1) * rows]
     return found
-
