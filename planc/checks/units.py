@@ -85,9 +85,7 @@ def blocks_without_unit(plan: Plan, facts: Facts, sink: Sink) -> None:
         some = [(m, u) for m, u in members if m.key == modules.key]
         if not some or modules.key in done or _covered(modules, members):
             continue
-        left = [modules]
-        for member, _ in some:
-            left = [rest for part in left for rest in part.minus(member)]
+        left = modules.outside(member for member, _ in some)
         if not left:
             continue
         done.add(modules.key)
