@@ -94,6 +94,7 @@ class Pipeline(Op):
 
     Args:
         axis: whose ranks are stages.
+        blocks: the list of blocks.
         own: the stages of these ranks.
         bounds: the index of the first block of each stage, and the number of blocks.
         inputs: modules of the first stage besides its blocks.
