@@ -94,8 +94,8 @@ class Pipeline(Op):
 
     Args:
         axis: whose ranks are stages.
-        blocks: the list of blocks.
         own: the stages of these ranks.
+        blocks: the list of blocks.
         bounds: the index of the first block of each stage, and the number of blocks.
         inputs: modules of the first stage besides its blocks.
         outputs: modules of the last stage besides its blocks.
