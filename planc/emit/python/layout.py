@@ -68,7 +68,6 @@ def lay(source: Source, indent: str = "", *, note: str = "", end: str = "") -> I
 
 
 def headed(head: str, source: Source) -> Source:
-    """Source with a prefix."""
     return (
         replace(source, head=head + source.head) if isinstance(source, Bracketed) else head + source
     )

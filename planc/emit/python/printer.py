@@ -60,7 +60,6 @@ class Printer:
         return loop_over(modules, self._lists)
 
     def step(self, step: calls.Step) -> Lines:
-        """The lines of one step."""
         match step:
             case calls.Each():
                 loop = loop_over(step.modules, self._lists, assigned=step.replaces)

@@ -134,7 +134,6 @@ def _schedule(
 
 
 def _axis(section: ast.Section, program: Program) -> str | None:
-    """The axis of the stages."""
     names = [axis.path for axis in (*section.axes, *section.replicate)]
     found = program.mesh.axis(names[0]) if program.mesh and len(names) == 1 else None
     if found is not None and found.role is AxisRole.STAGE:
