@@ -174,6 +174,11 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
+def io_reason(error: OSError) -> str:
+    """Why a file cannot be read or written, as a message says it after a colon."""
+    return (error.strerror or str(error)).lower()
+
+
 class PlanError(Exception):
     """Raised by the Python API when a plan has errors; carries every diagnostic of the run."""
 

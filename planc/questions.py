@@ -189,12 +189,7 @@ def measure(
             attention=attention,
         )
         return measured(
-            compiled,
-            found,
-            exact=exact,
-            places=tuple(stages),
-            device=device,
-            allow_code=allow_code,
+            compiled, found, exact=exact, places=tuple(stages), device=device, allow_code=allow_code
         )
     except NotCountedError as error:
         error.report(sink)

@@ -37,7 +37,6 @@ class RankStep:
 class RankJob:
     """
     Args:
-        step: what the rank does.
         config: the fields of the model's configuration.
         lowered, digest: the plan.
         rank: of the mesh.

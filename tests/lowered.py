@@ -165,7 +165,7 @@ def with_fields(lowered, **changes):
     """The plan with other fields, of its own or of its only stage."""
     of_stage = {n: v for n, v in changes.items() if n in Stage.__dataclass_fields__}
     rest = {n: v for n, v in changes.items() if n not in of_stage}
-    stage = dataclasses.replace(lowered.stage, **of_stage)
+    stage = dataclasses.replace(lowered.stages[0], **of_stage)
     return dataclasses.replace(lowered, **rest, stages=(stage,))
 
 

@@ -1,6 +1,5 @@
 """The list of torch's operators, and saving by op where torch's own is silently wrong."""
 
-from collections import defaultdict
 from functools import partial
 
 import pytest
@@ -10,14 +9,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
     checkpoint_wrapper,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import (
-    SAC_IGNORED_OPS,
-    CheckpointPolicy,
-    SelectiveCheckpointContext,
-    _CachingTorchDispatchMode,
-    _VersionWrapper,
     create_selective_checkpoint_contexts,
 )
 
@@ -98,60 +90,6 @@ def test_a_result_that_is_changed_in_place_is_kept_as_it_was():
     assert not same(right, gradients(lambda: create_selective_checkpoint_contexts(ops)))
     assert same(right, gradients(saving(GROUP)))
     assert same(right, gradients(None, offloading(False, context_fn=saving_on_cpu(False, GROUP))))
-
-
-class Caching(_CachingTorchDispatchMode):
-    """The forward's mode as torch 2.11 has it: saved results are a list, and no call is counted."""
-
-    def __init__(self, policy, storage):
-        TorchDispatchMode.__init__(self)
-        self.policy_fn, self.storage = policy, storage
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func in SAC_IGNORED_OPS:
-            return func(*args, **(kwargs or {}))
-        policy = self.policy_fn(SelectiveCheckpointContext(is_recompute=False), func, *args)
-        out = func(*args, **(kwargs or {}))
-        if policy is CheckpointPolicy.MUST_SAVE:
-            self.storage[func].append(tree_map(lambda x: _VersionWrapper(x.detach()), out))
-        return out
-
-
-class Cached(TorchDispatchMode):
-    """The mode of the recomputation as torch 2.11 has it: it takes results off the list."""
-
-    def __init__(self, policy, storage):
-        super().__init__()
-        self.policy_fn, self.storage = policy, storage
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func not in SAC_IGNORED_OPS:
-            policy = self.policy_fn(SelectiveCheckpointContext(is_recompute=True), func, *args)
-            if policy is CheckpointPolicy.MUST_SAVE:
-                return tree_map(lambda x: x.get_val(False), self.storage[func].pop(0))
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("every", [1, 2])
-def test_torch_2_11_saves_in_lists(monkeypatch, every):
-    kinds = set()
-
-    class Keep(activation_checkpoint._Keep, Caching):
-        def _hold(self, func):
-            super()._hold(func)
-            kinds.update(type(saved).__name__ for saved in self.storage[func])
-            assert not hasattr(self, "func_counter")
-
-    def contexts(policy):
-        storage = defaultdict(list)
-        return Caching(policy, storage), Cached(policy, storage)
-
-    right = gradients(None)
-    monkeypatch.setattr(torch.utils.checkpoint, "create_selective_checkpoint_contexts", contexts)
-    monkeypatch.delattr(torch.utils.checkpoint, "_detach_helper")
-    monkeypatch.setattr(activation_checkpoint, "_Keep", Keep)
-    assert same(right, gradients(saving((every, GROUP[1]))))
-    assert kinds == {"_Held"}
 
 
 class Product(nn.Module):

@@ -17,6 +17,7 @@ from transformers.masking_utils import causal_mask_function
 from planc.diagnostic import PlanError
 from planc.emit.python.script import render
 from planc.ops.document import digest
+from planc.ops.lowered import Lowered
 from planc.runtime.executor import apply_lowered
 from planc.runtime.standalone import (
     collectives,
@@ -537,7 +538,7 @@ def own_keys(monkeypatch):
 
 
 def whole_count(monkeypatch):
-    monkeypatch.setattr("planc.runtime.run.sequence_parts", lambda _: 1)
+    monkeypatch.setattr(Lowered, "sequence_parts", 1)
 
 
 FAULTS = {

@@ -332,8 +332,8 @@ def test_the_dtype_of_a_module_is_known_and_that_of_a_configuration_is_not(folde
     assert "PL420" in {d.code for d in planc.check(half, "qwen3", **arguments)}
     assert "PL420" not in {d.code for d in planc.check(whole, "qwen3", **arguments)}
     assert "PL420" not in {d.code for d in planc.check(str(folder), "qwen3", **arguments)}
-    assert planc.lower(half, "qwen3", **SETTINGS).stage.steps == ("bfloat16",)
-    assert planc.lower(whole, "qwen3", **SETTINGS).stage.steps == ("float32",)
+    assert planc.lower(half, "qwen3", **SETTINGS).stages[0].steps == ("bfloat16",)
+    assert planc.lower(whole, "qwen3", **SETTINGS).stages[0].steps == ("float32",)
     for parameter in half.parameters():
         parameter.requires_grad_(False)
     half.lm_head.float().requires_grad_(True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 
-from planc.budget.count import UncountedError, counted
+from planc.budget.count import UncountedError, counted_for
 from planc.budget.table import CallTable, Point
 from planc.diagnostic import Sink, one_of
 from planc.lowering.timetable import in_flight, orders
@@ -182,10 +182,9 @@ def shares_of(rules: tuple[Budget, ...], plan: Plan, facts: Facts, sink: Sink) -
         reason = "torch.compile decides itself what compiled modules keep"
         return _uncounted(rules, reason, sink, "write `full` or `ops`", compiled.origin)
     try:
-        tables = counted(plan, facts, modules, budget.rows, budget.seq)
+        tables = counted_for(budget, plan, facts, modules)
     except UncountedError as error:
         return _uncounted(rules, str(error), sink, "write `ops(save = [attention, matmul])`")
-    tables = {n: replace(t, host=budget.host_gb_s * 1e9) for n, t in tables.items()}
     shares = []
     for passes in _passes(plan):
         groups: dict[tuple[CallTable, int], list[str]] = {}

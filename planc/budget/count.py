@@ -19,7 +19,7 @@ from planc.model.layer_kinds import block_lists
 from planc.ops.activation_checkpoint import Checkpoint
 from planc.ops.document import digest, dumps
 from planc.ops.quantization import Quantize
-from planc.plan.ir import Plan
+from planc.plan.ir import Budget, Plan
 from planc.plan.masters import masters
 from planc.plan.stand_in import kinds_of
 from planc.rank_job import RankJob, RankRunner, RankStep
@@ -80,6 +80,14 @@ def counted(
             )
             _KNOWN[key] = _tables(_run(job, key))
     return _KNOWN[key]
+
+
+def counted_for(
+    budget: Budget, plan: Plan, facts: Facts, modules: Iterable[Modules]
+) -> dict[str, CallTable]:
+    """`counted` for the rows of a budget, with the link to the host's memory that it states."""
+    tables = counted(plan, facts, modules, budget.rows, budget.seq)
+    return {name: replace(table, host=budget.host_gb_s * 1e9) for name, table in tables.items()}
 
 
 def _require_countable(plan: Plan, facts: Facts) -> None:

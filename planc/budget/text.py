@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
-from planc.budget.count import UncountedError, counted
+from planc.budget.count import UncountedError, counted_for
 from planc.budget.table import CallTable, CountedCall
 from planc.model.facts import Facts
 from planc.ops import phrases
@@ -25,8 +24,7 @@ def of_block(name: str, plan: Plan, facts: Facts, saves: Sequence[Save] | None) 
         modules, budget = tuple(rule.modules for rule in rules), rules[0]
         if any(at.has(name) for at in modules):
             try:
-                table = counted(plan, facts, modules, budget.rows, budget.seq)[name]
-                table = replace(table, host=budget.host_gb_s * 1e9)
+                table = counted_for(budget, plan, facts, modules)[name]
             except UncountedError:  # where torch is missing, and the cache has been emptied since
                 return
             yield from _lines(table, saves, budget)

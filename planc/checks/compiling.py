@@ -23,8 +23,7 @@ def nested_checkpoints(plan: Plan, facts: Facts, sink: Sink) -> None:
 def _nested(rules: Sequence[Checkpoint | Compile], code: str, word: str, sink: Sink) -> None:
     for inner in rules:
         for outer in rules:
-            deeper = len(inner.modules.path) > len(outer.modules.path)
-            if deeper and inner.modules.within(outer.modules):
+            if inner.modules.deeper(outer.modules):
                 sink.error(
                     code,
                     f"`{inner.modules}` is {word}, and so is `{outer.modules}`, which contains it",
@@ -101,8 +100,7 @@ def compile_graph_breaks(plan: Plan, facts: Facts, sink: Sink) -> None:
     for compiled in plan.compile if "compile" not in plan.broken else ():
         for unit in plan.fsdp.units if plan.fsdp and compiled.fullgraph else ():
             for member in unit.members:
-                deeper = len(member.path) > len(compiled.modules.path)
-                if deeper and member.module.count and member.within(compiled.modules):
+                if member.module.count and member.deeper(compiled.modules):
                     sink.error(
                         "PL434",
                         f"`{compiled.modules}` cannot be one graph: it contains the unit "
@@ -173,12 +171,11 @@ def randomness(plan: Plan, facts: Facts, sink: Sink) -> None:
         drawn = f"; SpecAugment draws masks with numpy ({', '.join(masks)})" if masks else ""
         shared = rules[0].axis if rules else apart[0].name
         numpy = [f"numpy's seed is the script's: alike on the ranks of {shared}"] if masks else []
-        labels = [Label(span=a.origin, text=f"{a.name} is {a.size}") for a in apart]
         sink.info(
             "PL670",
             f"training draws random numbers: {', '.join(fields)}{drawn}",
             *([axis_label(plan, rules[0])] if rules else []),
-            *labels,
+            *(axis.label for axis in apart),
             facts=[*(_how(plan, rules) if rules else ()), *_apart(plan), *numpy],
             help="set the seed before `apply`, or afterwards the same seed on all ranks of a "
             "tensor axis",

@@ -142,7 +142,7 @@ def _sizes(rule: ExpertRule, experts: ExpertMesh, plan: Plan, sink: Sink) -> Non
     count = expert_count(rule.modules.module) or 0
     alike = (a.name for a in plan.mesh.of_role(AxisRole.TENSOR) if a.name in experts.axes)
     tensor = plan.mesh.size(*alike)
-    label = Label(span=ranks.origin, text=f"{ranks.name} is {ranks.size}")
+    label = ranks.label
     outside = [
         a
         for a in plan.mesh.of_role(AxisRole.TENSOR)

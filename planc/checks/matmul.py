@@ -14,7 +14,7 @@ from planc.checks.queries import (
     weighted,
 )
 from planc.diagnostic import Label, Sink, one_of
-from planc.model.facts import Facts, Modules, Parameter
+from planc.model.facts import Facts, Modules
 from planc.ops.base import AxisRole
 from planc.ops.matmul import BLOCK, LowPrecision
 from planc.ops.styles import Custom
@@ -82,9 +82,9 @@ def _kind(op: LowPrecision) -> _Found | None:
 def _kept(op: LowPrecision, plan: Plan, facts: Facts) -> _Found | None:
     """What a linear layer is that must not be rounded, and why; None for any other."""
     modules, what = op.modules, ("", "")
-    tied = {name.rpartition(".")[0] for group in facts.ties for name in group}
+    tied = facts.tied_modules
     adapted = plan.adapters.rules if plan.adapters else ()
-    role = looked_up(modules, _weight(op), facts)
+    role = looked_up(modules, op.modules.module.weight, facts)
     if any(modules.inside(rule.modules) is not None for rule in adapted):
         what = "a layer with an adapter", "peft wraps the layer, and its factors are narrow"
     elif any(name in tied for name in modules.names()):
@@ -115,16 +115,12 @@ def _under(op: LowPrecision, plan: Plan) -> Iterator[_Found]:
         yield from _gathered(op, plan)
 
 
-def _weight(op: LowPrecision) -> Parameter:
-    return next(p for p in op.modules.module.parameters if p.name == "weight")
-
-
 def _sizes(op: LowPrecision, plan: Plan) -> Iterator[_Found]:
     """The features of a product must be multiples of a size, those of a rank's shard too.
 
     No CPU path of torchao checks it; `torch._scaled_mm` raises on a GPU.
     """
-    step, weight = BLOCK[op.recipe], _weight(op)
+    step, weight = BLOCK[op.recipe], op.modules.module.weight
     for _, rules in ruled(op.modules, active(plan)):
         local = local_shape(weight, rules, plan)
         wrong = next((dim for dim in (0, 1) if local[dim] % step), None)
@@ -166,7 +162,7 @@ def _scales(op: LowPrecision, plan: Plan) -> Iterator[_Found]:
                 "PL626",
                 message=f"{{}}: a scale would be of the tokens of one rank of {axis.name}",
                 origin=op.origin,
-                labels=(Label(span=axis.origin, text=f"{axis.name} is {axis.size}"),),
+                labels=(axis.label,),
                 fact="tensorwise, one scale is for all tokens of a pass: one process has another",
                 help="write `fp8(recipe = rowwise)`, whose scales are of single tokens",
             )

@@ -238,7 +238,7 @@ def _unaligned(
         return text, "write `lora(...)` for it, or use `colwise` or `rowwise`"
     if rule.quantize.double:
         return "with `double`, scales depend on the full weight", "write `double = false`"
-    weight = next(p for p in part.module.parameters if p.name == "weight")
+    weight = part.module.weight
     split = base.split(weight)
     if split is None:
         return None

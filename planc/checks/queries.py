@@ -26,7 +26,7 @@ def axis_label(plan: Plan, rule: TensorRule) -> Label:
     """The place that sets the size of the rule's axis."""
     axis = plan.mesh.axis(rule.axis)
     assert axis is not None  # a rule over an axis that is not there was reported earlier
-    return Label(span=axis.origin, text=f"{axis.name} is {axis.size}")
+    return axis.label
 
 
 def parents(facts: Facts, modules: Modules) -> tuple[Modules, ...]:

@@ -66,7 +66,8 @@ def _together(modules: list[Modules]) -> Modules:
 
 def _splits(rules: tuple[TensorRule, ...], size: int) -> Iterator[HeadSplit]:
     for rule in rules:
-        shape = next((p.shape for p in rule.modules.module.parameters if p.name == "weight"), ())
+        weight = rule.modules.module.parameter("weight")
+        shape = weight.shape if weight else ()
         if len(shape) != 2 or rule.modules.module.kind != "linear":
             continue
         if not isinstance(rule.style, Colwise | Rowwise):

@@ -65,7 +65,7 @@ def _sequence_axes(plan: Plan, sink: Sink) -> None:
             "PL351",
             f"the {context.size} ranks of {context.name} read the same batch, and no section "
             "says that its sequences are sliced",
-            Label(span=context.origin, text=f"{context.name} is {context.size}"),
+            context.label,
             Label(span=section.origin, text="only parameters are sharded over it"),
             facts=["its ranks would all compute the same"],
             help=f"write `context on {context.name} {{ attention = all_gather }}`, or `script` "
@@ -179,9 +179,8 @@ def _names(rule: TensorRule, style: Parameters | Experts, sink: Sink) -> None:
 def _inside(rule: TensorRule, plan: Plan, sink: Sink) -> None:
     """A module with `replicate(gradient = sum)` around a module whose weights have a style."""
     for other in plan.tensor:
-        deeper = len(other.modules.path) > len(rule.modules.path)
         decides = not isinstance(other.style, PARAMETERLESS) and other.style != Replicated()
-        if deeper and decides and other.modules.within(rule.modules):
+        if decides and other.modules.deeper(rule.modules):
             sink.error(
                 "PL224",
                 f"`{other.modules}` is inside `{rule.modules}`, which is replicated as a whole",

@@ -32,8 +32,7 @@ def partial_reshard(plan: Plan, facts: Facts, sink: Sink) -> None:
         if size == 1 and plan.mesh.assumed:
             continue
         choices = [n for n in range(2, min(size, 1024)) if size % n == 0]
-        axes = (a for a in plan.mesh.axes if a.name in shard)
-        labels = [Label(span=a.origin, text=f"{a.name} is {a.size}") for a in axes]
+        labels = [a.label for a in plan.mesh.axes if a.name in shard]
         words = {
             1: "the shard of one rank would be the full parameter: write `never`",
             size: "write `always`",

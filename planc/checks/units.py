@@ -85,9 +85,7 @@ def blocks_without_unit(plan: Plan, facts: Facts, sink: Sink) -> None:
         some = [(m, u) for m, u in members if m.key == modules.key]
         if not some or modules.key in done or _covered(modules, members):
             continue
-        left = [modules]
-        for member, _ in some:
-            left = [rest for part in left for rest in part.minus(member)]
+        left = modules.outside(member for member, _ in some)
         if not left:
             continue
         done.add(modules.key)
@@ -103,7 +101,7 @@ def blocks_without_unit(plan: Plan, facts: Facts, sink: Sink) -> None:
 
 
 def _covered(modules: Modules, members: Sequence[tuple[Modules, object]]) -> bool:
-    inner = [m for m, _ in members if len(m.path) > len(modules.path) and m.within(modules)]
+    inner = [m for m, _ in members if m.deeper(modules)]
     held = sum(m.module.count * len(m) for m in inner)
     return held >= modules.module.count * len(modules)
 

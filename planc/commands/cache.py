@@ -6,7 +6,7 @@ import argparse
 import sys
 
 from planc.commands import output
-from planc.diagnostic import Sink
+from planc.diagnostic import Sink, io_reason
 from planc.model import cache
 from planc.proof import pack
 from planc.resources import cache_folder
@@ -58,8 +58,7 @@ def _unpack(file: str, sink: Sink) -> None:
     try:
         pack.install(found)
     except OSError as error:
-        why = (error.strerror or str(error)).lower()
-        sink.error("PL020", f"cannot write {cache_folder()}: {why}")
+        sink.error("PL020", f"cannot write {cache_folder()}: {io_reason(error)}")
         return
     print(f"unpacked {file}: {found}")
     if not cache.missing():

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from planc import atomic_write
-from planc.diagnostic import Diagnostic
+from planc.diagnostic import Diagnostic, io_reason
 from planc.source import Source, Span
 
 
@@ -35,8 +35,7 @@ def correct(found: Iterable[Diagnostic]) -> None:
         try:
             atomic_write.write(path, text)
         except OSError as error:
-            reason = (error.strerror or str(error)).lower()
-            done = [f"not corrected: cannot write {path}: {reason}"]
+            done = [f"not corrected: cannot write {path}: {io_reason(error)}"]
         print("\n".join(done), file=sys.stderr)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from planc.diagnostic import Sink
+from planc.diagnostic import Sink, io_reason
 
 # Each command imports what it needs, so that `planc fmt` starts quickly.
 if TYPE_CHECKING:
@@ -41,7 +41,6 @@ def compiled_target(
 
     Args:
         target: the model, and perhaps the plan.
-        sink: receives the findings.
         allow_code: whether Python code that they name may be run.
         drafts: whether a family without a plan gets a draft; PL022 otherwise.
     """
@@ -199,7 +198,6 @@ def exit_code(sink: Sink, *, strict: bool = False) -> int:
     """The exit code for the findings.
 
     Args:
-        sink: the findings.
         strict: whether warnings without errors give 1.
     """
     from planc.codes import exit_code
@@ -229,6 +227,5 @@ def write(text: str, output: str | None) -> int:
     try:
         atomic_write.write(Path(output), text)
     except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-        return refused("PL020", f"cannot write {output}: {reason}")
+        return refused("PL020", f"cannot write {output}: {io_reason(error)}")
     return CLEAN

@@ -25,13 +25,18 @@ def sizes(text: str) -> tuple[int, ...]:
 
 
 def seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
+    value = _number(text)
     if not 0 < value < 1e6:
         raise argparse.ArgumentTypeError(f"must be a positive number of seconds, not {text!r}")
     return value
+
+
+def _number(text: str) -> float:
+    """The number that a text is; 0 for any other text."""
+    try:
+        return float(text)
+    except ValueError:
+        return 0.0
 
 
 def timeout(parser: argparse.ArgumentParser, default: float) -> None:
@@ -43,20 +48,14 @@ def memory_size(text: str) -> float:
     units = {"gib": 2.0**30, "gb": 1e9, "mib": 2.0**20, "mb": 1e6}
     number = text.lower().rstrip("bgim ")
     unit = text.lower()[len(number) :].strip()
-    try:
-        value = float(number) * units[unit]
-    except (KeyError, ValueError):
-        value = 0.0
+    value = _number(number) * units.get(unit, 0.0)
     if not 0 < value < 1e18:
         raise argparse.ArgumentTypeError(f"must be a size such as 80GiB, not {text!r}")
     return value
 
 
 def factor(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
+    value = _number(text)
     if not 1 <= value < 1e6:
         raise argparse.ArgumentTypeError(f"must be a number from 1 on, not {text!r}")
     return value

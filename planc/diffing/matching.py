@@ -24,7 +24,7 @@ def place_of(kind: str) -> int:
 
 def groups(lowered: Lowered) -> set[Group]:
     """The groups that are one FSDP unit, as the paths of their members."""
-    return {op.paths for op in lowered.ops if isinstance(op, FullyShard) and op.group}
+    return {op.paths for op in lowered.every(FullyShard) if op.group}
 
 
 def entries(lowered: Lowered, common: Set[Group]) -> Iterator[Entry]:

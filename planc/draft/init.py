@@ -103,7 +103,6 @@ def draft(
     """A first plan for a model.
 
     Args:
-        facts: the facts of the model.
         sink: receives PL660 (what could not be decided or proved) and PL661 (a rule of
             transformers' own plan that matches nothing).
         sizes: of the axes `pp`, `cp` and `ep`, where they are above one.
@@ -188,7 +187,7 @@ def _small(facts: Facts) -> tuple[Facts, SmallModel | None, RunRecord | str]:
 def _draft_plan(facts: Facts, known: Facts, found: Roles, ran: RunRecord | None) -> Draft:
     """The parts of the draft that are decided before any split: names and units."""
     head = found.heads[-1] if found.heads else None
-    names = {name.rpartition(".")[0] for group in known.ties for name in group}
+    names = known.tied_modules
     draft_plan = Draft(
         name=re.sub(r"\W", "_", facts.family),
         family=facts.family,

@@ -147,8 +147,7 @@ def _blocks(at: Modules, ran: RunRecord | None) -> Blocks:
     path = str(at)
     experts: dict[str, Module] = {}
     projection_groups: dict[str, ProjectionGroup] = {}
-    for child in at.module.children:
-        block = Modules((*at.path, child.segment), child.module)
+    for child, block in zip(at.module.children, at.children, strict=True):
         first = f"{path}.{next(iter(child.indices))}" if child.indices is not None else path
         rows = _rows(block, path)
         found = {_inner(next(m.names()), path, rows): m for m in block.below()}
@@ -161,11 +160,7 @@ def _blocks(at: Modules, ran: RunRecord | None) -> Blocks:
         for name, modules in found.items():
             if sum(len(p.shape) == 3 for p in modules.module.parameters) > 1:
                 experts[name] = modules.module
-    return Blocks(
-        path=path,
-        projection_groups=list(projection_groups.values()),
-        experts=experts,
-    )
+    return Blocks(path=path, projection_groups=list(projection_groups.values()), experts=experts)
 
 
 def _calls(

@@ -153,7 +153,7 @@ class Search:
     def _judged(self, done: Compiled) -> Outcome:
         self.runs += 1
         assert self.small is not None and done.lowered is not None
-        if not any(isinstance(op, Parallelize) for op in done.lowered.ops):
+        if not done.lowered.has(Parallelize):
             return Outcome(verdict="nothing", reason="none of its parameters can be sharded")
         return judge(SmallCase(model=self.small, compiled=done), quick=True)
 

@@ -8,7 +8,6 @@ from planc.editor.cursor import Cursor, cursor
 from planc.editor.hover import described, meanings
 from planc.editor.judge import Judged
 from planc.model.config import shipped_models
-from planc.model.facts import Modules
 from planc.model.roles import LACKS
 from planc.plan.elaborate import SECTIONS
 from planc.plan.evaluate import describe, evaluate
@@ -98,8 +97,7 @@ def _modules(at: Cursor, judged: Judged) -> Iterator[Item]:
         yield from _names(at, judged)
         return
     for base in judged.selected(*at.blocks, *([_selector(above)] if dot else [])):
-        for child in base.module.children:
-            inner = Modules((*base.path, child.segment), child.module)
+        for child, inner in zip(base.module.children, base.children, strict=True):
             yield "*" if child.indices else child.name, "module", described(inner)
 
 

@@ -28,7 +28,7 @@ def _lines(lowered: Lowered, digest: str) -> Iterator[str]:
         yield phrases.head("", f"{' * '.join(parts.axes)} as {split}")
     yield phrases.head("data", _data(lowered))
     for kind in KINDS:
-        ops: list[Any] = [op for op in lowered.ops if isinstance(op, kind)]
+        ops: list[Any] = lowered.every(kind)
         yield from ops[0].section(ops, lowered) if ops else ()
     if not lowered.ops:
         yield phrases.head("nothing", "to do: the model stays as it is")
@@ -48,7 +48,7 @@ def _title(lowered: Lowered, digest: str) -> str:
 
 def _data(lowered: Lowered) -> str:
     """The number of samplers, by which a rank's batch size is multiplied."""
-    names = [a.name for a in lowered.axes if a.name in lowered.data and a.size > 1]
+    names = lowered.wide_data
     if not names:
         return "the same on every rank"
     return f"split {lowered.axis_size(*names):,} ways, over {' * '.join(names)}"

@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
-from math import prod
 from typing import TYPE_CHECKING, Any
 
 from planc.diagnostic import Diagnostic, Label, Sink, one_of
@@ -88,7 +87,7 @@ class Answer:
     def passes(self) -> tuple[int, int]:
         """The passes of a rank in a step, and the rows of each."""
         batch, count = self.request.batch, self.work.micro_batches * self.work.runs
-        ranks = prod(axis.size for axis in self.plan.mesh.of_role(AxisRole.DATA))
+        ranks = self.plan.mesh.ranks_of(AxisRole.DATA)
         return count, batch.global_batch // (ranks * count) if batch else 0
 
     @property
@@ -247,7 +246,7 @@ def _changes(found: Answer) -> Iterator[tuple[str, Workload]]:
     full = _checkpointed(work)
     if full != work:
         yield "checkpoint every layer in full", full
-    ranks = prod(axis.size for axis in found.plan.mesh.of_role(AxisRole.DATA))
+    ranks = found.plan.mesh.ranks_of(AxisRole.DATA)
     rows = batch.global_batch // ranks if batch else 0
     if batch and rows > batch.micro_batches and found.counted:
         smaller = replace(batch, micro_batches=rows)

@@ -116,7 +116,7 @@ def cuts_of(plan: Plan, facts: Facts, rule: PipelineRule) -> Cuts:
     """The ways to cut a plan with its adapters, for the microbatch that it states."""
     hardware, stack = profiles.hardware("h100-8x", Sink()), profiles.stack("torch", Sink())
     assert rule.times and hardware and stack
-    ranks = plan.mesh.size(*(axis.name for axis in plan.mesh.of_role(AxisRole.DATA)))
+    ranks = plan.mesh.ranks_of(AxisRole.DATA)
     rows = rule.times.rows * ranks * rule.op.microbatches
     batch = Batch(global_batch=rows, sequence=rule.times.seq)
     return Cuts(PlanWork(plan, facts, batch, stack), rule, hardware, stack)

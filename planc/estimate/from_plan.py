@@ -73,9 +73,9 @@ class PlanWork:
     """
     Args:
         plan, facts: as checked and lowered, with adapters applied.
-        batch: of the step.
         optimizer: a name of `OPTIMIZERS`.
         alike: the work of other plans for the model, by what decides who holds which parameters.
+        tables: the calls of modules whose plan says which are kept, counted for this step.
     """
 
     plan: Plan
@@ -109,9 +109,6 @@ class PlanWork:
             self.holdings, self.spread, self.inside = like.holdings, like.spread, like.inside
         self.sending = on_activations(self.plan, self.facts)
 
-    def size(self, role: AxisRole) -> int:
-        return prod(a.size for a in self.plan.mesh.of_role(role))
-
     @property
     def pipeline(self) -> Pipeline | None:
         return self.plan.pipeline.op if self.plan.pipeline else None
@@ -129,7 +126,7 @@ class PlanWork:
     @property
     def rows(self) -> int:
         """Rows of one rank's micro-batch."""
-        return self.batch.global_batch // (self.size(AxisRole.DATA) * self.parts)
+        return self.batch.global_batch // (self.plan.mesh.ranks_of(AxisRole.DATA) * self.parts)
 
     @property
     def exchange(self) -> tuple[str, int]:
@@ -152,7 +149,7 @@ class PlanWork:
     @property
     def tokens(self) -> int:
         """Positions of a row on one rank."""
-        return self.batch.sequence // self.size(AxisRole.SEQUENCE)
+        return self.batch.sequence // self.plan.mesh.ranks_of(AxisRole.SEQUENCE)
 
     @property
     def micro_batch(self) -> MicroBatch:
@@ -243,10 +240,6 @@ class PlanWork:
             tuple((replace(x, resident=r[i] / n[i]), n[i]) for x, n, r in layers if n[i])
             for i in range(self.pipeline.stages if self.pipeline else 1)
         )
-
-    def calls(self, name: str) -> CallTable | None:
-        """The calls of a module whose plan says which of them are kept, counted for this step."""
-        return self.tables.get(name)
 
     def _calls(self) -> Mapping[str, CallTable]:
         budgets = tuple(rule.modules for rule in self.plan.budgets)

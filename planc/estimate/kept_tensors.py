@@ -38,7 +38,6 @@ def count(facts: Facts, sink: Sink, job: MicroBatch, *, attention: str = "sdpa")
     """Runs one forward with loss of a transformers model on fake tensors.
 
     Args:
-        facts: the model.
         job: what the forward is given.
         attention: transformers' `attn_implementation`; models that have no `sdpa` get the one that
             transformers chooses.

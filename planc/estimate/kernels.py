@@ -67,11 +67,7 @@ def orthogonal(rows: int, columns: int, hardware: Hardware, *, full: bool) -> fl
     return sum(matmul(one, hardware) for one in products) * (FULL if full else 1)
 
 
-CASTS = {
-    "tensorwise": (6, 0, 5, 3, 6),
-    "rowwise": (5, 3, 3, 7, 8),
-    "mxfp8": (3, 3, 3, 3, 6),
-}
+CASTS = {"tensorwise": (6, 0, 5, 3, 6), "rowwise": (5, 3, 3, 7, 8), "mxfp8": (3, 3, 3, 3, 6)}
 """Bytes read and written to round an element of an input in the forward and the backward pass, of
 a weight likewise, and of a gradient: a largest value, and both layouts that the products take.
 

@@ -9,7 +9,7 @@ from planc.estimate.workload import Collective, Group, Update
 from planc.lowering.memory import Holding, Holdings
 from planc.lowering.optimizer_sends import Buckets, Matrices, buckets_of
 from planc.lowering.step import Step
-from planc.model.facts import DTYPE_BYTES
+from planc.model.facts import DTYPE_BYTES, Parameter
 from planc.ops.base import kind_of
 from planc.ops.lowered import Stage
 from planc.ops.optimizer import AT_ONCE, BUCKET, Adafactor, Muon, Optimize
@@ -104,13 +104,19 @@ _MOVED = 90
 took 42 ms longer for 617M parameters (docs/how-to/optimizers.md)."""
 
 
+def _shards(holdings: Holdings, plan: Plan) -> Iterator[tuple[Parameter, int, int, OptimizerRule]]:
+    """Each parameter of a rank, how many like it a rule steps, and the elements of a shard."""
+    for held in holdings.all:
+        shard = held.sharded(holdings.ranks(held)) // DTYPE_BYTES[held.parameter.dtype]
+        for count, rule in _stepped(held, plan):
+            yield held.parameter, count, shard, rule
+
+
 def _rounded(holdings: Holdings, plan: Plan) -> Iterator[float]:
     """How many states a rank rounds to 8 bits."""
-    for held in holdings.all:
-        own = held.sharded(holdings.ranks(held)) // DTYPE_BYTES[held.parameter.dtype]
-        for count, rule in _stepped(held, plan):
-            if rule.op.in_eight_bits(held.parameter.shape):
-                yield count * own * rule.op.algorithm.state_size((1,))
+    for parameter, count, shard, rule in _shards(holdings, plan):
+        if rule.op.in_eight_bits(parameter.shape):
+            yield count * shard * rule.op.algorithm.state_size((1,))
 
 
 _ROUNDING = 8
@@ -122,17 +128,14 @@ def _copies(holdings: Holdings, plan: Plan) -> Iterable[float]:
     states in its dtype where they have another.
     """
     factored = 0.0  # updates of a bucket
-    for held in holdings.all:
-        width = DTYPE_BYTES[held.parameter.dtype]
-        shard = held.sharded(holdings.ranks(held)) // width
-        for count, rule in _stepped(held, plan):
-            if isinstance(rule.op.algorithm, Adafactor):
-                factored += count * shard * width
-            elif not isinstance(rule.op.algorithm, Muon):
-                eight = rule.op.in_eight_bits(held.parameter.shape)
-                other = rule.op.state not in (None, held.parameter.dtype)
-                other = other or eight or rule.op.offload
-                states = rule.op.algorithm.state_size((1,)) if other else 0
-                rounded = eight * shard * _ROUNDING
-                yield min(count * shard, max(shard, AT_ONCE)) * width * (1 + states) + rounded
+    for parameter, count, shard, rule in _shards(holdings, plan):
+        width = DTYPE_BYTES[parameter.dtype]
+        if isinstance(rule.op.algorithm, Adafactor):
+            factored += count * shard * width
+        elif not isinstance(rule.op.algorithm, Muon):
+            eight = rule.op.in_eight_bits(parameter.shape)
+            other = rule.op.state not in (None, parameter.dtype) or eight or rule.op.offload
+            states = rule.op.algorithm.state_size((1,)) if other else 0
+            rounded = eight * shard * _ROUNDING
+            yield min(count * shard, max(shard, AT_ONCE)) * width * (1 + states) + rounded
     yield min(factored, BUCKET * 4)

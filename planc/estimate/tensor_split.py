@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from itertools import compress
 from math import ceil, prod
@@ -66,6 +66,7 @@ class Work(Protocol):
     rules: tuple[TensorRule, ...]
     step: Step
     sent: tuple[tuple[Sent, Group], ...]
+    tables: Mapping[str, CallTable]
 
     @property
     def exchange(self) -> tuple[str, int]: ...
@@ -79,11 +80,7 @@ class Work(Protocol):
     @property
     def divides(self) -> str: ...
 
-    def size(self, role: AxisRole) -> int: ...
-
     def stage_of(self, name: str) -> int: ...
-
-    def calls(self, name: str) -> CallTable | None: ...
 
 
 class PartSplit:
@@ -99,7 +96,7 @@ class PartSplit:
         self.name = name or part.like[0]
         rules = ((below(r.modules, self.name), r) for r in work.rules)
         self.ruled = {name: r for name, r in rules if name is not None}
-        self.ranks = work.size(AxisRole.TENSOR)
+        self.ranks = work.plan.mesh.ranks_of(AxisRole.TENSOR)
         experts = work.plan.mesh.experts
         self.experts = experts.ranks.size if experts else 1
         self.senders = 1 if experts and experts.inside else self.ranks
@@ -187,7 +184,8 @@ class PartSplit:
                 batch=a.batch,
                 heads=-(-a.heads // self.factor(a.module)),
                 queries=a.queries,
-                keys=a.keys * (1 if parts > 1 or a.linear else self.work.size(AxisRole.SEQUENCE)),
+                keys=a.keys
+                * (1 if parts > 1 or a.linear else self.work.plan.mesh.ranks_of(AxisRole.SEQUENCE)),
                 head_dim=a.head_dim,
                 masked=parts > 1,
                 linear=a.linear,
@@ -203,7 +201,7 @@ class PartSplit:
 
     def kept(self) -> float:
         """Bytes that autograd keeps."""
-        if table := self.work.calls(self.name):
+        if table := self.work.tables.get(self.name):
             return table.saved
         return sum(self._own(s) for s in self.part.saved)
 
@@ -264,7 +262,7 @@ class PartSplit:
         again = self.replayed(rule)
         if rule is None or again is None:
             return 0.0
-        if table := self.work.calls(self.name):
+        if table := self.work.tables.get(self.name):
             return table.keeping(rule.save).size
         width = self.work.width
 
@@ -279,7 +277,7 @@ class PartSplit:
 
     def away(self, rule: Checkpoint | None) -> float:
         """Bytes of results that a list of calls keeps in the host's memory."""
-        table = self.work.calls(self.name)
+        table = self.work.tables.get(self.name)
         return table.keeping(rule.save).away if rule is not None and table is not None else 0.0
 
     def replayed(
@@ -290,7 +288,7 @@ class PartSplit:
             return None
         every = {s.name: s.every for s in rule.save}
         matmuls, attention = tuple(self.matmuls()), tuple(self.attention())
-        if table := self.work.calls(self.name):
+        if table := self.work.tables.get(self.name):
             runs = [*table.running(rule.save)]
             products = [run for run, call in runs if call.flops and call.op != "attention"]
             attends = [run for run, call in runs if call.op == "attention"]
@@ -302,7 +300,7 @@ class PartSplit:
 
     def moved_again(self, rule: Checkpoint | None) -> float:
         """`Layer.moved_again`."""
-        table = self.work.calls(self.name)
+        table = self.work.tables.get(self.name)
         if rule is None or not rule.save or table is None:
             return 1.0
         runs = [(run, call.moved) for run, call in table.running(rule.save) if not call.flops]

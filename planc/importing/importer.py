@@ -24,7 +24,6 @@ class Imported:
 
     Args:
         peer: whose file it was.
-        text: the plan.
         fate: for each leaf of the file, `plan`, `same` (as without the key), `left`, `lost`, `cost`
             (lost, and no number depends on it) or `unknown`; and the line of the plan that it
             became, or the reason.

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from planc.diagnostic import Sink, first_line, one_of
+from planc.diagnostic import Sink, first_line, io_reason, one_of
 from planc.importing.peer import ConfigKey
 from planc.importing.python_config import python_leaves
 
@@ -33,7 +33,7 @@ def text_of(name: str, sink: Sink) -> str | None:
     except UnicodeDecodeError:
         reason = "it is not UTF-8 text"
     except OSError as error:
-        reason = (error.strerror or str(error)).lower()
+        reason = io_reason(error)
     except ValueError as error:  # a NUL in the name
         reason = str(error)
     sink.error("PL730", f"cannot read {name}: {reason}")
@@ -47,7 +47,6 @@ def leaves(name: str, text: str, function: str | None, sink: Sink) -> tuple[Conf
         name: the file; its suffix decides how it is read.
         text: its content.
         function: of a Python file, the function whose configuration is meant.
-        sink: receives the findings.
     """
     kind = Path(name).suffix.lower()
     try:

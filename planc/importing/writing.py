@@ -151,7 +151,6 @@ class Writer:
         self.aliases.update((each, word) for each in by)
 
     def fate_of(self, word: str) -> tuple[str, str]:
-        """The fate of a setting."""
         return self.fate.get(self.aliases.get(word, word), ("lost", "import cannot write it here"))
 
     # Sections ---------------------------------------------------------------------------------

@@ -5,10 +5,9 @@ from typing import Any
 
 from torch import distributed
 
+from planc.ops.lora import Adapt
 from planc.ops.lowered import Lowered
 from planc.plan.mesh_axes import LOADED
-from planc.runtime.context import sequence_parts
-from planc.runtime.lora import adapts
 from planc.runtime.run import Run
 
 
@@ -21,7 +20,7 @@ def require_served(lowered: Lowered, loop: str) -> None:
     """
     names = [axis.name for axis in lowered.axes if axis.size > 1]
     other = [name for name in names if name not in LOADED]
-    if lowered.pipeline is not None or sequence_parts(lowered) > 1 or other:
+    if lowered.pipeline is not None or lowered.sequence_parts > 1 or other:
         raise ValueError(
             f"{loop} serves plans with the axes {', '.join(LOADED)}; this one has "
             f"{', '.join(names)}: use run.forward_backward, as docs/training.md shows"
@@ -46,7 +45,7 @@ def save_weights(run: Run, folder: str | os.PathLike[str]) -> None:
     """Writes what a loop keeps of a model: its adapters in peft's files where the plan has some,
     else all weights for `from_pretrained`.
     """
-    if adapts(run.lowered):
+    if run.lowered.has(Adapt):
         run.save_adapters(folder)
     else:
         run.export(folder, replace=True)
@@ -54,7 +53,7 @@ def save_weights(run: Run, folder: str | os.PathLike[str]) -> None:
 
 def load_weights(run: Run, folder: str | os.PathLike[str]) -> None:
     """Reads what `save_weights` wrote."""
-    if adapts(run.lowered):
+    if run.lowered.has(Adapt):
         run.load_adapters(folder)
     else:
         run.load(folder)

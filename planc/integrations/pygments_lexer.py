@@ -34,10 +34,7 @@ class PlanLexer(RegexLexer):  # type: ignore[misc]
             (r"<[A-Za-z_]\w*>", token.Name.Class),
             (_SECTION, token.Name.Namespace),
             (r"(?<=[\w)\]] )\*(?= )", token.Operator),
-            (
-                rf"(?=[\w.]*(?:[*$]|{_PICKED}))(?![0-9\[.])(?:[\w.*$]|{_PICKED})+",
-                token.Name.Tag,
-            ),
+            (rf"(?=[\w.]*(?:[*$]|{_PICKED}))(?![0-9\[.])(?:[\w.*$]|{_PICKED})+", token.Name.Tag),
             (
                 rf"(:)(\s*)({_NAME}(?:\.\w+)*)",
                 bygroups(token.Punctuation, token.Text, token.Name.Function),

@@ -238,9 +238,7 @@ def _require_tried(kind: type, run: Run) -> None:
             f"are {', '.join(_TRIED)}; write its loss into a loop of your own, as docs/training.md "
             "shows"
         )
-    sharded = any(
-        isinstance(op, Parallelize) and isinstance(op.style, Sequence) for op in run.lowered.ops
-    )
+    sharded = any(isinstance(op.style, Sequence) for op in run.lowered.every(Parallelize))
     if theirs[0] != "RewardTrainer" and sharded:
         raise ValueError(
             f"TRL's {theirs[0]} multiplies the last hidden state by the head's weight itself, and "

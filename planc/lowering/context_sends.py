@@ -23,10 +23,10 @@ def context_sends(op: ContextParallel, step: Step) -> Iterator[Sent]:
     if "kv_lora_rank" in step.config:  # keys and values have widths of their own
         widths = [step.number(f"{n}_head_dim") for n in ("qk_nope", "qk_rope", "v")]
         both = heads // split * sum(n or 0 for n in widths) if heads else None
-    repeats = Fraction(any(not o.save for o in step.every(Checkpoint)))
+    repeats = Fraction(any(not o.save for o in step.lowered.every(Checkpoint)))
     one = Sent(word=op.WORD, where="positions", kind=GATHER, axes=(op.axis,), times=0, size=None)
     stages, blocks = attending(step)
-    facts = step.tokens and 8 * step.tokens * step.parts
+    facts = step.tokens and 8 * step.tokens * step.lowered.sequence_parts
     yield replace(one, times=step.passes * stages, size=facts)
     one = replace(one, during=During.FORWARD, where="keys and values", times=step.passes * blocks)
     found = [*_of_attention(op, step, one, both)]
@@ -43,7 +43,7 @@ def _of_patches(op: ContextParallel, step: Step) -> Iterator[Sent]:
     heads, _, dim, split = _heads(step)
     both = heads and dim and 2 * heads // split * dim
     modules, joint = sum(map(len, op.seeing)), op.patches != ALONE
-    repeats = Fraction(any(not o.save for o in step.every(Checkpoint)))
+    repeats = Fraction(any(not o.save for o in step.lowered.every(Checkpoint)))
     one = Sent(word=op.WORD, where="keys and values", kind=GATHER, axes=(op.axis,), times=0, size=0)
     one = replace(one, times=step.passes * modules, during=During.FORWARD)
     found = [*_of_attention(op, step, one, both)]
@@ -53,7 +53,7 @@ def _of_patches(op: ContextParallel, step: Step) -> Iterator[Sent]:
         text = replace(one, where="outputs of text", size=None)
         found += [text, replace(text, kind=SCATTER, during=During.BACKWARD)]
     yield from again(iter(found), repeats)
-    size = step.size(step.parts, outputs_of(step.config))
+    size = step.size(step.lowered.sequence_parts, outputs_of(step.config))
     whole = replace(one, where="outputs of patches", times=step.passes, size=size)
     yield from (whole, replace(whole, kind=SCATTER, during=During.BACKWARD))
 
@@ -79,11 +79,11 @@ def _of_attention(op: ContextParallel, step: Step, one: Sent, both: int | None) 
     if op.attention == "gather":
         both, one = step.hidden, replace(one, where="hidden states")
     if op.attention in ("gather", "all_gather"):
-        size = step.size(step.parts, both)
+        size = step.size(step.lowered.sequence_parts, both)
         yield replace(one, size=size)
         yield replace(one, size=size, kind=SCATTER, during=During.BACKWARD)
     elif op.attention == "ring":  # gradients are summed in float32
-        size, times = step.size(both), one.times * (step.parts - 1)
+        size, times = step.size(both), one.times * (step.lowered.sequence_parts - 1)
         one = replace(one, kind=SEND, times=times, size=size)
         back = replace(one, during=During.BACKWARD)
         summed = size and size // step.width * 4

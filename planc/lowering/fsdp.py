@@ -137,5 +137,4 @@ def _inner_first(units: Iterable[Unit]) -> list[Unit]:
 
 
 def _holds(outer: Unit, inner: Unit) -> bool:
-    pairs = ((o, i) for o in outer.members for i in inner.members)
-    return any(len(i.path) > len(o.path) and i.within(o) for o, i in pairs)
+    return any(i.deeper(o) for o in outer.members for i in inner.members)

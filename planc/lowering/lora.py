@@ -63,6 +63,6 @@ def scales(plan: Plan) -> int:
 
 def _scales(rule: AdapterRule, ranks: int) -> int:
     assert rule.quantize is not None
-    weight = next(p for p in rule.modules.module.parameters if p.name == "weight")
+    weight = rule.modules.module.weight
     blocks = -(-prod(weight.shape) // (ranks * rule.quantize.block))
     return blocks + 4 * -(-blocks // 256) if rule.quantize.double else 4 * blocks

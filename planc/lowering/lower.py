@@ -22,7 +22,6 @@ from typing import TypeVar
 from planc.lowering.fsdp import settings, units_of
 from planc.lowering.lora import adapt, quantize, scales
 from planc.lowering.memory import Holdings
-from planc.lowering.optimizer import optimize
 from planc.lowering.rng import draw_apart, draw_by_rank, sync_rng
 from planc.lowering.stages import of_ranks
 from planc.model.facts import MODULE_DICT, Facts, Module, Modules
@@ -42,21 +41,17 @@ from planc.ops.lora import BASE_LAYER, Adapt
 from planc.ops.loss import ChunkLoss
 from planc.ops.lowered import Lowered, Stage
 from planc.ops.matmul import LowPrecision, ScaleWeights
-from planc.ops.optimizer import Optimize
+from planc.ops.optimizer import Cut, Muon, Optimize
 from planc.ops.registry import AnyOp
 from planc.ops.rng import DrawByRank
 from planc.ops.styles import Input, Output, Replicated, Sequence
 from planc.ops.tensor_parallel import Parallelize, Shape, Tie
 from planc.ops.towers import ShareTower
 from planc.plan.apply_adapters import PARAMETERLESS, styles
-from planc.plan.experts import (
-    dividing,
-    expert_count,
-    expert_styles,
-    splits_divided,
-)
-from planc.plan.ir import AdapterRule, Plan, TensorRule
+from planc.plan.experts import dividing, expert_count, expert_styles, splits_divided
+from planc.plan.ir import AdapterRule, OptimizerRule, Plan, TensorRule
 from planc.plan.local_shapes import local_shape, ruled
+from planc.plan.optimizer_groups import cut_of, steps_of
 from planc.plan.parameter_owners import stepped
 
 
@@ -382,11 +377,7 @@ def _ties(facts: Facts, tensor: list[TensorRule], plan: Plan) -> Iterator[Tie]:
 def _inside_out(rules: Iterable[Checkpoint]) -> list[Checkpoint]:
     """Nested modules first: after wrapping, a path through the wrapper is invalid."""
     rules = list(rules)
-    nested = any(
-        len(a.modules.path) > len(b.modules.path) and a.modules.within(b.modules)
-        for a in rules
-        for b in rules
-    )
+    nested = any(a.modules.deeper(b.modules) for a in rules for b in rules)
     return sorted(rules, key=lambda r: -len(r.modules.path)) if nested else rules
 
 
@@ -446,3 +437,23 @@ def limited(plan: Plan) -> Iterator[LimitExperts]:
             balance=part.balance if part else "none",
             origin=rule.origin,
         )
+
+
+def optimize(plan: Plan, facts: Facts) -> Iterator[Optimize]:
+    """Rules of other algorithms, outer modules first; then the matrices of each `muon`, on the
+    modules that hold them.
+    """
+    for rule in plan.optimizer:
+        if not isinstance(rule.op.algorithm, Muon):
+            yield replace(rule.op, modules=rule.modules, origin=rule.origin)
+    found: dict[tuple[Modules, OptimizerRule], list[tuple[str, Cut]]] = {}
+    for step in steps_of(plan, facts):
+        if step.rule is None or not isinstance(step.rule.op.algorithm, Muon):
+            continue
+        cut = cut_of(step, plan, facts)
+        if isinstance(cut, Cut):
+            found.setdefault((step.modules, step.rule), []).append((step.parameter.name, cut))
+    for (modules, rule), cuts in found.items():
+        assert isinstance(rule.op.algorithm, Muon)
+        algorithm = replace(rule.op.algorithm, units=tuple(cuts))
+        yield replace(rule.op, modules=modules, algorithm=algorithm, origin=rule.origin)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from planc.diagnostic import Sink
+from planc.diagnostic import Sink, io_reason
 from planc.model.facts import Facts
 from planc.ops.document import loads
 from planc.ops.lowered import Lowered
@@ -23,7 +23,7 @@ def read(path: str, sink: Sink) -> LoweredFile | None:
     try:
         text = Path(path).read_text(encoding="utf-8", errors="replace")
     except OSError as error:
-        sink.error("PL006", f"cannot read {path}: {(error.strerror or str(error)).lower()}")
+        sink.error("PL006", f"cannot read {path}: {io_reason(error)}")
         return None
     lowered = loads(text, path, sink)
     return None if lowered is None else LoweredFile(name=path, lowered=lowered)

@@ -58,7 +58,7 @@ class Holdings:
     """All parameters of a model under a plan's tensor parallelism."""
 
     def __init__(self, facts: Facts, plan: Plan, tensor: Iterable[TensorRule]) -> None:
-        self.plan, self.tied = plan, _Tied(facts)
+        self.plan, self.tied = plan, Tied(facts)
         rules = [r for r in tensor if not isinstance(r.style, PARAMETERLESS)]
         gathers = self.gathers = [op for op in plan.matmul if op.gather]
         self.all = [
@@ -76,7 +76,7 @@ class Holdings:
             for whole, on in ruled(owner.modules, rules)
             for part, low in ruled(whole, gathers)
             for parameter in part.module.parameters
-            if (count := self.tied.own(part, parameter))
+            if (count := self.tied.owners(part, parameter.name))
             for local in [_local(part, parameter, on, plan)]
         ]
 
@@ -130,7 +130,7 @@ class Holdings:
     def _inside(self, held: Holding, part: Modules) -> Holding | None:
         """What some of the unit's modules have of equal parameters."""
         inside = held.modules.inside(part)
-        count = self.tied.own(inside, held.parameter) if inside else 0
+        count = self.tied.owners(inside, held.parameter.name) if inside else 0
         return replace(held, modules=inside, count=count) if inside and count else None
 
     def at_rest(self) -> int:
@@ -168,7 +168,7 @@ def kept_shape(
     return (*local[:dim], -(-local[dim] // ranks), *local[dim + 1 :])
 
 
-class _Tied:
+class Tied:
     """Which parameters are another parameter by a second name.
 
     Modules are visited one by one only where some of their set are tied.
@@ -179,9 +179,9 @@ class _Tied:
         parts = (name.split(".") for name in self.names)
         self.keys = {tuple("[]" if p.isdecimal() else p for p in name) for name in parts}
 
-    def own(self, modules: Modules, parameter: Parameter) -> int:
-        """The number of modules that own the parameter."""
-        if (*modules.key, parameter.name) not in self.keys:
+    def owners(self, modules: Modules, parameter: str) -> int:
+        """The number of modules that own a parameter; the others share it."""
+        if (*modules.key, parameter) not in self.keys:
             return len(modules)
-        full = (".".join(filter(None, [name, parameter.name])) for name in modules.names())
+        full = (".".join(filter(None, [name, parameter])) for name in modules.names())
         return sum(name not in self.names for name in full)

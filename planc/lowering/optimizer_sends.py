@@ -105,7 +105,7 @@ def _matrices(stage: Stage, step: Step) -> Iterator[Matrices]:
         for modules, place in divided_by(op.modules, placed):
             around = place.shard if place else ()
             for name, cut in op.algorithm.units:
-                found = next((p for p in modules.module.parameters if p.name == name), None)
+                found = modules.module.parameter(name)
                 if found and load:
                     found = replace(found, dtype=found.cast(load))
                 for part, axes in _split(modules, name, splits):

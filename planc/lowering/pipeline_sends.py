@@ -79,7 +79,7 @@ def _local(form: ArgumentForm, step: Step, ranks: int) -> int | None:
     divide it: states of tokens as the hidden states, heads as the projection that gives them.
     """
     assert step.batch is not None and step.sequence is not None
-    rows, tokens = step.batch // step.divisors[0], step.sequence // step.parts
+    rows, tokens = step.batch // step.divisors[0], step.sequence // step.lowered.sequence_parts
     whole = form.size(rows, tokens, step.width)
     if ranks == 1:
         return whole
@@ -88,7 +88,7 @@ def _local(form: ArgumentForm, step: Step, ranks: int) -> int | None:
     if len(form.shape) != 4 or (form.shape[0], form.shape[2]) != (-1, -2):
         return None
     features = form.shape[1] * form.shape[3]
-    split = (s for o in step.every(Parallelize) for s in o.shapes if s.name == "weight")
+    split = (s for o in step.lowered.every(Parallelize) for s in o.shapes if s.name == "weight")
     return whole // next((ranks for s in split if s.shape[0] == features != s.local[0]), 1)
 
 
@@ -134,13 +134,15 @@ def _shard(name: str, modules: tuple[Modules, ...], step: Step) -> int | None:
     found = next((p for p in owner.module.parameters if p.name == last), None) if owner else None
     if found is None:
         return None
-    split = [s for o in step.every(Parallelize) if o.modules.has(path) for s in o.shapes]
+    split = [s for o in step.lowered.every(Parallelize) if o.modules.has(path) for s in o.shapes]
     local = next((prod(s.local) for s in split if s.name == last), found.numel)
-    ranks = next((step.lowered.axis_size(*o.shard) for o in step.every(FullyShard)), 1)
+    ranks = next((step.lowered.axis_size(*o.shard) for o in step.lowered.every(FullyShard)), 1)
     return local // ranks * DTYPE_BYTES[found.dtype]
 
 
 def _scattered(step: Step) -> bool:
     """Whether the hidden states between blocks are parts of the sequence."""
-    flows = (flow.forward for op in step.every(Parallelize) for flow in contract(op.style).gives)
+    flows = (
+        flow.forward for op in step.lowered.every(Parallelize) for flow in contract(op.style).gives
+    )
     return any(isinstance(a, Partial) and isinstance(b, Shard) for a, b in flows)

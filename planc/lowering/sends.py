@@ -43,9 +43,7 @@ from planc.ops.optimizer import Adafactor, Optimize
 from planc.ops.pipeline import Pipeline
 from planc.ops.registry import AnyOp
 from planc.ops.styles import Colwise, Experts, Input, Sequence, style_name
-from planc.ops.tensor_parallel import Parallelize, Tie
-
-_SILENT = (Tie, Checkpoint)
+from planc.ops.tensor_parallel import Parallelize
 
 
 def sends(step: Step) -> tuple[Sent, ...]:
@@ -115,7 +113,7 @@ def _repeats(op: Parallelize | DispatchExperts | LimitExperts, step: Step) -> Fr
 
     Early stopping ends before the last collective of a block, which nothing saves after.
     """
-    for one in step.every(Checkpoint):
+    for one in step.lowered.every(Checkpoint):
         if not one.save and op.modules.within(one.modules):
             stops = one.early_stop and isinstance(op, Parallelize) and _sums(op)
             stopped = stops and op.modules == _last(one.modules, step)
@@ -138,7 +136,7 @@ def _last(block: Modules, step: Step) -> Modules | None:
     last = inside[max(inside)] if inside else []
     sums = [o for o in last if isinstance(o, Parallelize) and _sums(o)]
     known = all(isinstance(o, Parallelize) and (_sums(o) or _before(o)) for o in last)
-    adapted = (m for op in step.every(Adapt) for m in op.members)
+    adapted = (m for op in step.lowered.every(Adapt) for m in op.members)
     if not sums or not known or any(sums[-1].modules.within(m) for m in adapted):
         return None
     return sums[-1].modules
@@ -160,7 +158,7 @@ def _before(op: Parallelize) -> bool:
 
 def _tensor(op: Parallelize, step: Step) -> Iterator[Sent]:
     # the loss runs in place of the head
-    if any(op.modules.within(head.modules) for head in step.every(ChunkLoss)):
+    if any(op.modules.within(head.modules) for head in step.lowered.every(ChunkLoss)):
         return
     made, one = contract(op.style, op.modules.module.kind), _sent(op, op.axes)
     back, back_again = step.backward.inputs(op.modules), step.backward.outputs(op.modules)
@@ -191,7 +189,7 @@ def _replicated(op: Parallelize, style: Experts, step: Step) -> Iterator[int]:
     each expert: every rank has a part of the sum that is their gradient.
     """
     stated, experts = dict(style.layouts), step.lowered.experts
-    split = any(op.modules.overlap(one.modules) for one in step.every(DispatchExperts))
+    split = any(op.modules.overlap(one.modules) for one in step.lowered.every(DispatchExperts))
     ranks = experts.ranks.size if split and experts is not None else 1
     for own in op.modules.module.parameters:
         if own.trainable and own.name in stated and not isinstance(stated[own.name].layout, Shard):
@@ -224,7 +222,7 @@ def _sums_here(op: Parallelize, flow: Flow, step: Step) -> bool:
         case Grad.PARTIAL:
             return not _fed(op, step)
         case Grad.VARYING:
-            every = step.every(Parallelize)
+            every = step.lowered.every(Parallelize)
             return any(one.modules.within(op.modules) and _asks(one) for one in every)
 
 
@@ -264,7 +262,7 @@ def _fed(op: Parallelize, step: Step) -> bool:
     """
     return op.modules.path[-2:-1] != ("lora_B",) and any(
         isinstance(one.style, Input) and not one.style.local and op.modules.within(one.modules)
-        for one in step.every(Parallelize)
+        for one in step.lowered.every(Parallelize)
     )
 
 
@@ -295,9 +293,11 @@ def _fsdp(op: FullyShard, step: Step) -> Iterator[Sent]:
 
 def _scales(op: ScaleWeights, step: Step) -> Iterator[Sent]:
     """The largest values of all weights that FSDP gathers in fp8, before each forward pass."""
-    weights = [one.modules for one in step.every(LowPrecision) if one.gather]
-    shard = next(o.shard for o in step.every(FullyShard) if o.shard and o.saved)
-    split = (o for o in step.every(Parallelize) if any(o.modules.overlap(m) for m in weights))
+    weights = [one.modules for one in step.lowered.every(LowPrecision) if one.gather]
+    shard = next(o.shard for o in step.lowered.every(FullyShard) if o.shard and o.saved)
+    split = (
+        o for o in step.lowered.every(Parallelize) if any(o.modules.overlap(m) for m in weights)
+    )
     stored = next(p.dtype for m in weights for p in parameters_of(m) if p.name == "weight")
     sent = Sent(
         word=op.WORD,
@@ -313,7 +313,7 @@ def _scales(op: ScaleWeights, step: Step) -> Iterator[Sent]:
 
 def _of_tensors(op: LowPrecision, step: Step) -> bool:
     """Whether each scale is of activations that several ranks have a part of."""
-    split = (o for o in step.every(Parallelize) if step.wide(o.axes))
+    split = (o for o in step.lowered.every(Parallelize) if step.wide(o.axes))
     return op.recipe == "tensorwise" and any(o.modules.overlap(op.modules) for o in split)
 
 
@@ -322,7 +322,7 @@ def _gathered_again(op: FullyShard, step: Step) -> int:
     the first of them, which FSDP prefetches.
     """
     reached = step.backward.outputs(op.members[-1])
-    found = step.backward.nearest(o.members[-1] for o in step.every(FullyShard) if o.shard)
+    found = step.backward.nearest(o.members[-1] for o in step.lowered.every(FullyShard) if o.shard)
     return (min(reached, 1) if op.group else reached) + (found is op.members[-1])
 
 
@@ -399,7 +399,9 @@ def _loss(op: ChunkLoss, step: Step) -> Iterator[Sent]:
     if not op.axes:
         return
     one = replace(_sent(op, op.axes), times=step.passes)
-    heads = [contract(o.style) for o in step.every(Parallelize) if op.modules.within(o.modules)]
+    heads = [
+        contract(o.style) for o in step.lowered.every(Parallelize) if op.modules.within(o.modules)
+    ]
     states = step.size(step.hidden)
     if any(_kind(*flow.forward) for head in heads for flow in head.takes):
         yield replace(one, size=states)

@@ -36,12 +36,10 @@ def elsewhere(op: Pipeline) -> Iterator[Modules]:
     for stage, modules in ((0, op.inputs), (op.stages - 1, op.outputs)):
         if stage not in op.own:
             yield from (part for m in modules for part in m.outside(op.kept))
-    kept = Indices(0)
+    gone = Indices.all(op.bounds[-1])
     for stage in op.own:
-        kept |= Indices.of(range(*op.bounds[stage : stage + 2]))
-    for child in op.blocks.module.children:
-        if child.indices is not None and (rest := child.indices - kept):
-            yield Modules((*op.blocks.path, rest), child.module)
+        gone -= op.blocks_of(stage)
+    yield from op.blocks.entries_in(gone)
 
 
 def _outside(

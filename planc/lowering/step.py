@@ -10,14 +10,14 @@ from enum import StrEnum
 from fractions import Fraction
 from functools import cached_property
 from math import prod
-from typing import Any, TypeVar
+from typing import Any
 
-from planc.diagnostic import Label, Sink
+from planc.diagnostic import Sink
 from planc.lowering.backward import Backward
 from planc.model.block_arguments import BlockArguments
 from planc.model.config import chosen_experts, integer_of
 from planc.model.facts import DTYPE_BYTES, Modules
-from planc.ops.base import AxisRole, Op
+from planc.ops.base import AxisRole
 from planc.ops.context import ContextParallel
 from planc.ops.fsdp import FullyShard
 from planc.ops.lowered import Lowered
@@ -26,9 +26,6 @@ from planc.plan.parameter_owners import Owned
 
 GATHER, SCATTER, REDUCE = "all-gather", "reduce-scatter", "all-reduce"
 EXCHANGE, SEND = "all-to-all", "send"
-
-
-OpT = TypeVar("OpT", bound=Op)
 
 
 class During(StrEnum):
@@ -82,7 +79,6 @@ class Step:
     """The plan and the batch of a step.
 
     Args:
-        lowered: the plan.
         config: of the model.
         batch, sequence: rows of all ranks, and tokens of a row; None where they are not given.
         micro_batches: passes of a rank that accumulate gradients.
@@ -116,18 +112,9 @@ class Step:
         """How often gradients are reduced: those of FSDP units, or of any. Shards are in each
         pass of a plan without stages, what is replicated at the end of the step.
         """
-        some = units or self.every(FullyShard)
+        some = units or self.lowered.every(FullyShard)
         once = self.lowered.pipeline or not any(self.wide(op.shard) for op in some)
         return 1 if once else self.micro_batches
-
-    @cached_property
-    def parts(self) -> int:
-        """The ranks that each sequence is split over."""
-        return self.lowered.axis_size(*(op.axis for op in self.every(ContextParallel)))
-
-    def every(self, kind: type[OpT]) -> list[OpT]:
-        """The operations of a kind, in order."""
-        return [op for op in self.lowered.ops if isinstance(op, kind)]
 
     @cached_property
     def ranks(self) -> int:
@@ -137,26 +124,26 @@ class Step:
     @cached_property
     def runs(self) -> int:
         """The runs of tokens that a rank has of each sequence."""
-        return prod(op.runs for op in self.every(ContextParallel))
+        return prod(op.runs for op in self.lowered.every(ContextParallel))
 
     @property
     def divisors(self) -> tuple[int, int]:
         """The divisors of the rows of a step and of the tokens of a row."""
-        return self.ranks * self.passes, self.parts * self.runs
+        return self.ranks * self.passes, self.lowered.sequence_parts * self.runs
 
     @cached_property
     def tokens(self) -> int | None:
         """The tokens of a pass on one rank."""
         if self.batch is None or self.sequence is None:
             return None
-        return self.batch // self.divisors[0] * (self.sequence // self.parts)
+        return self.batch // self.divisors[0] * (self.sequence // self.lowered.sequence_parts)
 
     @cached_property
     def width(self) -> int:
         """Bytes of a number of an activation."""
         if self.computes:
             return DTYPE_BYTES[self.computes]
-        units = self.every(FullyShard)
+        units = self.lowered.every(FullyShard)
         given = next((op.param for op in units if op.param), None)
         stored = (p.dtype for op in units for m in op.members for p in parameters_of(m))
         return DTYPE_BYTES[given or next(stored, "float32")]
@@ -206,7 +193,7 @@ def require_divisible(step: Step, mesh: Mesh | None, sink: Sink) -> None:
         sink.error(
             "PL702",
             f"{size} {what} cannot be split among {among}" + (f" ({named})" if named else ""),
-            *(Label(span=a.origin, text=f"{a.name} is {a.size}") for a in wide),
+            *(axis.label for axis in wide),
             help=f"use a multiple of {among}, or another mesh",
         )
 

@@ -10,7 +10,7 @@ from errno import ENOENT
 from pathlib import Path
 from typing import Any
 
-from planc.diagnostic import Sink
+from planc.diagnostic import Sink, io_reason
 from planc.resources import GRAMMARS, PLANS
 
 _MAX_BYTES = 5_000_000
@@ -40,11 +40,15 @@ def buildable(values: Mapping[str, Any]) -> bool:
     return "model_type" in values or is_diffusers(values)
 
 
+def text_of(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The fields of a model's language model; empty where it has none of its own."""
+    inner = values.get("text_config")
+    return inner if isinstance(inner, Mapping) else {}
+
+
 def integer_of(values: Mapping[str, Any], *names: str) -> int | None:
     """The first of some fields that is an integer, of the model or of its language model."""
-    inner = values.get("text_config")
-    parts = (values, inner if isinstance(inner, Mapping) else {})
-    found = (part.get(name) for part in parts for name in names)
+    found = (part.get(name) for part in (values, text_of(values)) for name in names)
     return next((v for v in found if isinstance(v, int)), None)
 
 
@@ -240,7 +244,7 @@ def read(place: ConfigFile, sink: Sink) -> Config | None:
         with place.path.open("rb") as stream:
             data = stream.read(_MAX_BYTES + 1)
     except OSError as error:
-        message = f"cannot read {place.name}: {(error.strerror or str(error)).lower()}"
+        message = f"cannot read {place.name}: {io_reason(error)}"
         help = "a model's folder contains config.json" if error.errno == ENOENT else None
         sink.error("PL601", message, help=help)
         return None

@@ -68,10 +68,6 @@ class Parameter:
     def numel(self) -> int:
         return prod(self.shape)
 
-    @property
-    def nbytes(self) -> int:
-        return self.numel * DTYPE_BYTES.get(self.dtype, 4)
-
 
 @dataclass(frozen=True)
 class Module:
@@ -101,6 +97,15 @@ class Module:
         """Whether it is an nn.ModuleList or ModuleDict, which have no forward."""
         listed = self.kind == "list" and self.cls in ("ModuleList", MODULE_DICT)
         return self.kind == "dict" or listed
+
+    def parameter(self, name: str) -> Parameter | None:
+        """Its own parameter of a name, if it has one."""
+        return next((p for p in self.parameters if p.name == name), None)
+
+    @property
+    def weight(self) -> Parameter:
+        """The `weight` of a linear layer or an embedding."""
+        return next(p for p in self.parameters if p.name == "weight")
 
     def fact(self, name: str) -> int | None:
         return dict(self.facts).get(name)
@@ -214,6 +219,10 @@ class Modules:
         """Whether some module of this set is a module of the other set or a descendant of one."""
         return self.inside(other) is not None
 
+    def deeper(self, other: Modules) -> bool:
+        """Whether some module of this set is a descendant of a module of the other set."""
+        return len(self.path) > len(other.path) and self.within(other)
+
     def inside(self, other: Modules) -> Modules | None:
         """The modules of this set that are modules of the other set or descendants of them."""
         path = self.path
@@ -254,6 +263,12 @@ class Modules:
         """The children of these modules, in order; all entries of a list that are alike as one."""
         inner = self.module.children
         return tuple(Modules((*self.path, child.segment), child.module) for child in inner)
+
+    def entries_in(self, wanted: Indices) -> Iterator[Modules]:
+        """Yields the entries of these lists that have one of some indices."""
+        for child in self.module.children:
+            if child.indices is not None and child.indices & wanted:
+                yield Modules((*self.path, child.indices & wanted), child.module)
 
     def below(self) -> Iterator[Modules]:
         """Yields these modules and all their descendants, parents first."""
@@ -351,6 +366,11 @@ class Facts:
     def names(self) -> tuple[str, str]:
         """What a plan's header may name: the class, and the family."""
         return self.name, self.family
+
+    @property
+    def tied_modules(self) -> set[str]:
+        """The torch names of the modules that share a parameter with another."""
+        return {name.rpartition(".")[0] for group in self.ties for name in group}
 
     @property
     def count(self) -> int:

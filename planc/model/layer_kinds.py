@@ -17,8 +17,7 @@ _APART = re.compile(r"^rope_|_(indexes|indices|idxs|ids)$")
 
 def block_lists(at: Modules) -> Iterator[Modules]:
     """Yields the outermost lists whose entries have children, below (and without) `at`."""
-    for child in at.module.children:
-        below = Modules((*at.path, child.segment), child.module)
+    for child, below in zip(at.module.children, at.children, strict=True):
         if child.module.kind == "list" and any(c.module.children for c in child.module.children):
             yield below
         elif child.indices is None:

@@ -20,7 +20,6 @@ def load(model: str, sink: Sink, *, allow_code: bool = False, cache: bool = True
     Args:
         model: a folder with `config.json`, a JSON file, the name of a shipped model, the name of a
             hub model that is in the local cache, or `package.module:factory`.
-        sink: receives the findings.
         allow_code: whether planc may run `package.module:factory`, or the code in a model's folder.
         cache: whether to read facts from, and write them to, the cache.
     """
@@ -76,8 +75,6 @@ def load_values(
 
     Args:
         values: the fields.
-        name: its name in messages.
-        sink: receives the findings.
         folder: of a model whose own code the user allowed, else empty.
         cache: as of `load`.
     """

@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+from planc.model.config import text_of
+
 SOFTCAP = "final_logit_softcapping"
 """gemma's: `softcap * tanh(logits / softcap)`."""
 FACTORS = {"logit_scale": 1, "lm_head_multiplier": 1, "logits_scaling": -1}
@@ -26,8 +28,7 @@ def softcap_of(config: Mapping[str, Any]) -> float | None:
 
 def _field(config: Mapping[str, Any], name: str) -> float | None:
     """A positive number of the configuration, or of its part for text."""
-    text = config.get("text_config")
-    for part in (config, text if isinstance(text, Mapping) else {}):
+    for part in (config, text_of(config)):
         value = part.get(name)
         if isinstance(value, int | float) and not isinstance(value, bool) and value > 0:
             return value

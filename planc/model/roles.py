@@ -2,8 +2,8 @@
 
 import re
 from dataclasses import dataclass, fields
-from typing import Any
 
+from planc.model.config import integer_of
 from planc.model.facts import Facts, Modules
 from planc.model.layer_kinds import block_lists
 from planc.model.module_table import BATCHED_EXPERTS, FUSED_EXPERTS
@@ -75,13 +75,13 @@ def ends(facts: Facts) -> Ends:
     every = (m for m in facts.model.below() if not str(m).startswith("["))
     outside = [m for m in every if not any(m.within(at) for at in blocks)]
     tables = [m for m in outside if m.module.kind == "embedding"]
-    vocabulary = stated = facts.config.get("vocab_size") or _text(facts).get("vocab_size")
+    vocabulary = stated = integer_of(facts.config, "vocab_size")
     rows = [_outputs(m) for m in tables]
     if vocabulary not in rows:
         gives = {_outputs(m) for m in outside if m.module.kind == "linear"}
         vocabulary = next((n for n in rows if n in gives), max(rows, default=None))
     named = [m for m in tables if _outputs(m) == vocabulary] or tables[:1]
-    tied = {name.rpartition(".")[0] for group in facts.ties for name in group}
+    tied = facts.tied_modules
     last = (m for m in outside if m.module.kind == "linear" and not _BETWEEN.search(str(m)))
     return Ends(
         embeddings=tuple(sorted(named, key=lambda m: str(m) not in tied)),
@@ -136,8 +136,3 @@ def _fused(modules: Modules) -> bool:
 
 def _outputs(modules: Modules) -> int:
     return modules.module.parameters[0].shape[0] if modules.module.parameters else 0
-
-
-def _text(facts: Facts) -> Any:
-    inner = facts.config.get("text_config")
-    return inner if isinstance(inner, dict) else {}

@@ -38,7 +38,6 @@ class Entry:
         kind: one of `planc.diffing.matching.KINDS`.
         over: the axes of a tensor-parallel style.
         label: the subject, where that is not a set of modules.
-        modules: the set.
         style: of a tensor-parallel rule.
         facts: all other statements.
         place: the line of the `.plan` file.

@@ -279,7 +279,6 @@ def mesh_source(mesh: MeshOf, context: Context) -> Value:
     concatenated as FSDP does it (torch.distributed.fsdp._fully_shard._fsdp_init).
 
     Args:
-        mesh: the submesh.
         context: the sizes of all axes.
     """
     if not mesh.replicate or not mesh.shard:

@@ -248,7 +248,6 @@ def facts(record: Any, *, without: tuple[str, ...] = ()) -> Iterator[Fact]:
     layouts of an argument (`hidden_states.source`).
 
     Args:
-        record: the dataclass.
         without: the names of fields to leave out.
     """
     kind: Any = type(record)

@@ -9,14 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Annotated
+from typing import Annotated, TypeVar
 
-from planc.diagnostic import Diagnostic
+from planc.diagnostic import Diagnostic, Label
 from planc.notebook import InNotebooks
 from planc.ops import base
 from planc.ops.backend import Backend
 from planc.ops.call import Context
+from planc.ops.context import ContextParallel
 from planc.ops.fsdp import FullyShard
+from planc.ops.load import Load
 from planc.ops.optimizer import Optimize, OptimizerClass
 from planc.ops.pipeline import Pipeline
 from planc.ops.registry import AnyOp
@@ -25,6 +27,7 @@ from planc.ops.tensor_parallel import Parallelize
 from planc.source import NOWHERE
 
 FORMAT_VERSION = 2
+OpT = TypeVar("OpT", bound=base.Op)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +49,11 @@ class MeshAxis:
     origin: base.Origin = field(
         default=NOWHERE, compare=False, repr=False, metadata=base.key("place")
     )
+
+    @property
+    def label(self) -> Label:
+        """The line that decided the size, which it says."""
+        return Label(span=self.origin, text=f"{self.name} is {self.size}")
 
     @property
     def place(self) -> str:
@@ -143,6 +151,11 @@ class Lowered(InNotebooks):
         return next((op for op in self.ops if isinstance(op, Backend)), None)
 
     @property
+    def load(self) -> Load:
+        """How weights are loaded; as without a load section where there is none."""
+        return next(iter(self.every(Load)), Load())
+
+    @property
     def ops(self) -> tuple[AnyOp, ...]:
         """The operations of all stages, in order; what is the same on several, once."""
         if len(self.stages) == 1:
@@ -159,16 +172,18 @@ class Lowered(InNotebooks):
         """Bytes of the largest unit of any stage while it is all-gathered."""
         return max(stage.gathered for stage in self.stages)
 
-    @property
-    def stage(self) -> Stage:
-        """The only stage of a plan without a pipeline."""
-        (only,) = self.stages
-        return only
-
     def map_ops(self, change: Callable[[tuple[AnyOp, ...]], Iterable[AnyOp]]) -> Lowered:
         """This plan with other operations: `change` maps those of each stage."""
         stages = (replace(stage, ops=tuple(change(stage.ops))) for stage in self.stages)
         return replace(self, stages=tuple(stages))
+
+    def without(self, *kinds: type[base.Op]) -> Lowered:
+        """This plan without operations of these kinds."""
+        return self.map_ops(lambda ops: (op for op in ops if not isinstance(op, kinds)))
+
+    def every(self, kind: type[OpT]) -> list[OpT]:
+        """The operations of a kind, in order."""
+        return [op for op in self.ops if isinstance(op, kind)]
 
     def has(self, *kinds: type[base.Op]) -> bool:
         """Whether there is an operation of one of these kinds."""
@@ -177,25 +192,34 @@ class Lowered(InNotebooks):
     @property
     def rooted(self) -> bool:
         """Whether the model itself is a unit of FSDP, with all other units inside."""
-        units = (op for op in self.ops if isinstance(op, FullyShard))
-        return any(not modules.path for op in units for modules in op.members)
+        return any(not modules.path for op in self.every(FullyShard) for modules in op.members)
 
     @property
     def code(self) -> tuple[str, ...]:
         """`package.module:Class` of each style and optimizer of the user's: `apply` imports it."""
-        styles = (op.style for op in self.ops if isinstance(op, Parallelize))
+        styles = (op.style for op in self.every(Parallelize))
         paths = [s.path for s in styles if isinstance(s, Custom)]
         return tuple(dict.fromkeys((*paths, *(op.path for op in self.optimizer_classes))))
 
     @property
     def optimizer_classes(self) -> tuple[OptimizerClass, ...]:
         """The user-defined optimizers."""
-        algorithms = (op.algorithm for op in self.ops if isinstance(op, Optimize))
+        algorithms = (op.algorithm for op in self.every(Optimize))
         return tuple(a for a in algorithms if isinstance(a, OptimizerClass))
 
     @property
     def world_size(self) -> int:
         return prod(axis.size for axis in self.axes)
+
+    @property
+    def sequence_parts(self) -> int:
+        """The ranks that each sequence is split over."""
+        return self.axis_size(*(op.axis for op in self.every(ContextParallel)))
+
+    @property
+    def wide_data(self) -> tuple[str, ...]:
+        """The data axes of more than one rank."""
+        return tuple(a.name for a in self.axes if a.name in self.data and a.size > 1)
 
     @property
     def averaged(self) -> tuple[str, ...]:

@@ -153,11 +153,6 @@ class Pipeline(Op):
         return self.schedule in ("zero_bubble", "zbv", "dualpipe_v")
 
     @property
-    def last(self) -> bool:
-        """Whether these ranks compute the loss."""
-        return self.stages - 1 in self.own
-
-    @property
     def shares(self) -> tuple[Copies, ...]:
         """All parameters that several stages hold."""
         ends = (0, self.stages - 1)
@@ -209,19 +204,17 @@ class Pipeline(Op):
 
     def held(self, stage: int) -> tuple[Modules, ...]:
         """The modules of a stage: its blocks and, at the ends, what is before and after them."""
-        wanted = Indices.of(range(*self.bounds[stage : stage + 2]))
-        blocks = [
-            Modules((*self.blocks.path, both), child.module)
-            for child in self.blocks.module.children
-            if child.indices is not None and (both := child.indices & wanted)
-        ]
+        blocks = self.blocks.entries_in(self.blocks_of(stage))
         first = self.inputs if stage == 0 else ()
         return (*first, *blocks, *(self.outputs if stage == self.stages - 1 else ()))
 
+    def blocks_of(self, stage: int) -> Indices:
+        """The numbers of a stage's blocks."""
+        return Indices.of(range(*self.bounds[stage : stage + 2]))
+
     def modules_of(self, stage: int) -> str:
         """The modules of a stage: `model.embed_tokens, model.layers[0:8]`."""
-        wanted = Indices.of(range(*self.bounds[stage : stage + 2]))
-        names = [f"{self.blocks}{wanted}"]
+        names = [f"{self.blocks}{self.blocks_of(stage)}"]
         if stage == 0:
             names = [*phrases.together(map(str, self.inputs)), *names]
         if stage == self.stages - 1:

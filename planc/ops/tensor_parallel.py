@@ -7,19 +7,7 @@ from typing import Annotated, ClassVar, Self
 
 from planc.model.facts import Modules
 from planc.ops import call, phrases
-from planc.ops.base import (
-    OMIT,
-    Axis,
-    AxisSizes,
-    Dims,
-    Entry,
-    Group,
-    Name,
-    Op,
-    Some,
-    Where,
-    text,
-)
+from planc.ops.base import OMIT, Axis, AxisSizes, Dims, Entry, Group, Name, Op, Some, Where, text
 from planc.ops.styles import Input, Output, Style, style_arguments, style_call, style_name
 
 INFERRED = "~"

@@ -51,7 +51,6 @@ def order(compiled: Compiled, sink: Sink, *, allow_code: bool = False) -> OrderV
 
     Args:
         compiled: a plan without errors.
-        sink: receives the findings.
         allow_code: whether Python code that the plan names may be run.
     """
     ran, wrong = [], False

@@ -25,7 +25,6 @@ class Waiting:
     """Where a rank is.
 
     Args:
-        rank: the rank.
         entry: that it waits in; None where it waits in none.
         planned: the call of the plan that this is, or the next one that the plan has after what the
             rank has called; None where that is not known.
@@ -89,7 +88,6 @@ class Waiting:
 class Hang:
     """
     Args:
-        lowered: the plan.
         ranks: where each rank is that has left a dump.
         absent: ranks that have left none.
         cycle: ranks each of which waits for the next; empty without one.
@@ -110,7 +108,6 @@ def explain(dumps: Mapping[int, RankDump], lowered: Lowered, order: Order | None
 
     Args:
         dumps: by rank.
-        lowered: the plan.
         order: what the first rank of each place of the pipeline calls; None where it is not known.
     """
     groups = Groups(lowered)

@@ -149,12 +149,7 @@ def small_orders(
         # what another rank would send of a batch or a stage has no values, which code may read
         real = not (plan.pipeline or plan.context)
         yield recorded(
-            small.compiled,
-            every,
-            runner,
-            micro_batches=passes,
-            allow_code=allow_code,
-            real=real,
+            small.compiled, every, runner, micro_batches=passes, allow_code=allow_code, real=real
         )
 
 

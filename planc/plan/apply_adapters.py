@@ -66,8 +66,7 @@ def lora_modules(rule: AdapterRule) -> tuple[Modules, Modules]:
 
 def in_out_features(module: Module) -> tuple[int, int]:
     """(input features, output features) of a layer that can have an adapter."""
-    weight = next(p for p in module.parameters if p.name == "weight")
-    one, two = weight.shape
+    one, two = module.weight.shape
     return (two, one) if module.kind == "linear" else (one, two)
 
 
@@ -181,7 +180,7 @@ def _packed(module: Module, rule: AdapterRule) -> Module:
     quant = rule.quantize
     if quant is None or module.kind != "linear":
         return module
-    weight = next(p for p in module.parameters if p.name == "weight")
+    weight = module.weight
     width = 2 * DTYPE_BYTES[quant.storage]
     packed = replace(weight, shape=(-(-prod(weight.shape) // width), 1), dtype=quant.storage)
     kept = tuple(packed if p is weight else p for p in module.parameters)
@@ -196,7 +195,7 @@ def _stored(rule: AdapterRule, plan: Plan) -> Quantize | None:
     """
     if rule.quantize is None or rule.quantize.storage:
         return rule.quantize
-    weight = next((p for p in rule.modules.module.parameters if p.name == "weight"), None)
+    weight = rule.modules.module.parameter("weight")
     common = plan.fsdp.precision.param if plan.fsdp and plan.fsdp.precision else None
     own = plan.dtype(weight) if weight else "float32"
     return replace(rule.quantize, storage=common or own)
@@ -205,8 +204,7 @@ def _stored(rule: AdapterRule, plan: Plan) -> Quantize | None:
 def _children(module: Module, rule: AdapterRule) -> tuple[Child, ...]:
     if module.kind not in KINDS:
         return ()  # a check reports it
-    weight = next(p for p in module.parameters if p.name == "weight")
-    dtype = rule.adapt.dtype or weight.dtype
+    dtype = rule.adapt.dtype or module.weight.dtype
     one, two = in_out_features(module)
     embeds = module.kind == "embedding"
     shapes = {"A": (rule.adapt.rank, one), "B": (two, rule.adapt.rank)}

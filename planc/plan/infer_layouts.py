@@ -30,6 +30,7 @@ from planc.ops.styles import (
 from planc.plan.flow_types import Clash, FoundRule, Layouts, Tried
 from planc.plan.ir import Inferred, Plan, SequenceSetting, TensorRule
 from planc.plan.kept_layouts import Known, layouts_of
+from planc.plan.random_numbers import split_axes
 from planc.plan.stand_in import StandInModel, Unrepresented, variants
 from planc.source import NOWHERE, Span
 
@@ -78,9 +79,8 @@ def _stated(
     plan: Plan, facts: Facts, sink: Sink
 ) -> Iterator[tuple["_Section", tuple[TensorRule, ...]]]:
     """Yields the sections that state all layouts, each with its rules."""
-    axes = dict.fromkeys(r.axis for r in plan.tensor if plan.mesh.size(r.axis) > 1)
     inferred_axes = {setting.axis for setting in plan.sequence}
-    for axis in (each for each in axes if each not in inferred_axes):
+    for axis in (each for each in split_axes(plan) if each not in inferred_axes):
         own = tuple(replace(r, open=False) for r in plan.tensor if r.axis == axis)
         parts = any(_parts(rule.style) for rule in own)
         setting = SequenceSetting(axis=axis, wanted=parts, origin=own[0].origin)

@@ -107,10 +107,7 @@ class FlowOperations:
                 why = f"`{one.name.strip('_')}` writes into the local output of a style"
                 raise Clash(why, one.line, mixed=real, rules=self.givers_of(*real))
             self.check(one, given, dims)
-            result = next(
-                (k for k in (Held.PART, Held.VARYING, Held.GATHERED) if k in have),
-                None,
-            )
+            result = next((k for k in (Held.PART, Held.VARYING, Held.GATHERED) if k in have), None)
             if result is Held.PART:
                 # a sum of residuals
                 twice = have.count(Held.PART) > 1
@@ -216,10 +213,13 @@ class FlowOperations:
                 return False
             tensor = rest[0].inputs[0]
 
+    def styles(self, call: FlowCall) -> tuple[st.Style, ...]:
+        """The styles of a module that the plan states."""
+        return (*self.splits.get(call.name, ()), *self.stated.get(call.name, ()))
+
     def wrapped(self, call: FlowCall) -> bool:
         """Whether a style returns the output of a module."""
-        styles = (*self.splits.get(call.name, ()), *self.stated.get(call.name, ()))
-        return any(contract(style).gives for style in styles)
+        return any(contract(style).gives for style in self.styles(call))
 
     def part(self, tensor: int) -> Shard:
         """The layout of a part of the sequence."""

@@ -82,6 +82,10 @@ class Mesh(Meaning):
             parts *= self.size(*self.experts.inside)
         return parts * prod(a.size for a in self.axes if a.name in names)
 
+    def ranks_of(self, role: AxisRole) -> int:
+        """The number of ranks along the axes of a role."""
+        return prod(a.size for a in self.of_role(role))
+
     def wide(self, names: Iterable[str]) -> tuple[str, ...]:
         """The given axes with more than one rank."""
         return tuple(name for name in names if self.size(name) > 1)

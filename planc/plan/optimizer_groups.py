@@ -20,11 +20,6 @@ class Stepped:
     parameter: Parameter
     rule: OptimizerRule | None
 
-    @property
-    def matrix(self) -> bool:
-        """Whether Muon takes it: the weight of a layer, or the weights of fused experts."""
-        return is_matrix(self.modules, self.parameter)
-
 
 def is_matrix(modules: Modules, parameter: Parameter) -> bool:
     """Whether a parameter is a matrix, or a stack of experts' matrices."""

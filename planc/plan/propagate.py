@@ -105,8 +105,7 @@ class _Inference(FlowOperations):
         """The modules with plain `colwise` whose local outputs are cut along the split dim."""
         for tensor, line in state.cuts:
             for call in self.sources(tensor, state):
-                styles = (*self.splits.get(call.name, ()), *self.stated.get(call.name, ()))
-                some = [s for s in styles if isinstance(s, st.Colwise)]
+                some = [s for s in self.styles(call) if isinstance(s, st.Colwise)]
                 if any(s.local and s.parts == 1 for s in some):
                     yield call.name, line
 

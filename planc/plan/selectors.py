@@ -211,10 +211,7 @@ def _advance(at: Modules, step: SelectorStep, scope: Scope) -> Iterator[Modules]
                 if child.indices is None and matches(child.name):
                     yield Modules((*at.path, child.name), child.module)
         case Picked(text):
-            wanted = _indices(text, _length(at))
-            for child in at.module.children:
-                if child.indices is not None and wanted & child.indices:
-                    yield Modules((*at.path, child.indices & wanted), child.module)
+            yield from at.entries_in(_indices(text, _length(at)))
         case Kept(cls, has):
             if cls is not None and at.module.cls != cls:
                 return

@@ -65,11 +65,7 @@ ETP = PlanSetting(
     meaning="1, or the size of tp: its ranks split each divided expert",
 )
 DP_REPLICATE = PlanSetting(
-    word=COPIES,
-    default=1,
-    axis=True,
-    section="fsdp",
-    meaning="copies of the sharded model",
+    word=COPIES, default=1, axis=True, section="fsdp", meaning="copies of the sharded model"
 )
 SEQUENCE = PlanSetting(
     word="sequence",
@@ -117,10 +113,7 @@ STAGES_ROWS = PlanSetting(
     meaning="rows of a rank's microbatch whose time is estimated for stages=balanced",
 )
 STAGES_SEQ = PlanSetting(
-    word="stages_seq",
-    default=4096,
-    section="pipeline",
-    meaning="tokens of each of these rows",
+    word="stages_seq", default=4096, section="pipeline", meaning="tokens of each of these rows"
 )
 PARAM_DTYPE = PlanSetting(
     word="param_dtype",

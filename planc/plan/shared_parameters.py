@@ -44,8 +44,5 @@ def with_copies(op: Pipeline, facts: Facts) -> Pipeline:
         for stages, (names, owners) in found.items()
     )
     return replace(
-        op,
-        ties=tuple(ties),
-        shared=tuple(merged(dict.fromkeys(shared))),
-        copies=(*again, *rest),
+        op, ties=tuple(ties), shared=tuple(merged(dict.fromkeys(shared))), copies=(*again, *rest)
     )

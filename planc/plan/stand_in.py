@@ -281,9 +281,7 @@ class StandInModel:
             of = next((made for made, all in _by_structure(small).items() if entry in all), None)
             first = of is not None and _by_structure(small)[of].first == entry
             wanted = _by_structure(at).get(of, Indices(0)) if first else Indices(0)
-        for child in at.module.children:
-            if child.indices is not None and child.indices & wanted:
-                yield Modules((*at.path, child.indices & wanted), child.module)
+        yield from at.entries_in(wanted)
 
     def _stated(self, kinds: list[Kind], rules: list[Rules], there: list[Kind]) -> list[int]:
         """The blocks that were kept where the configuration was made small."""
@@ -332,7 +330,7 @@ class StandInModel:
 
     def _child(self, at: Modules, name: str, origin: Span) -> Iterator[Modules]:
         found = [c.module for c in at.module.children if c.indices is None and c.name == name]
-        if not found and any(p.name == name for p in at.module.parameters):
+        if not found and at.module.parameter(name):
             found = [at.module]  # the last part of a path may be a parameter's name
         if not found:
             self.lacks(f"`{at}` of the small model has no `{name}`", origin)
@@ -354,9 +352,7 @@ class StandInModel:
             chosen = Indices(0)
             text = f"`{real}` has {there:,} entries, and the small model {here:,}"
             self.lacks(f"{text}: which of them stand for `{wanted}` is not known", origin)
-        for child in at.module.children:
-            if child.indices is not None and child.indices & chosen:
-                yield Modules((*at.path, child.indices & chosen), child.module)
+        yield from at.entries_in(chosen)
 
 
 def _by_structure(at: Modules) -> dict[Any, Indices]:

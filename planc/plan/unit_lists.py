@@ -27,7 +27,6 @@ def lists(plan: Plan, facts: Facts) -> tuple[tuple[Modules, ...], ...]:
 
 
 def entries(units: tuple[Modules, ...] | list[Modules]) -> Indices:
-    """The entries of a list that have units."""
     result = Indices(0)
     for modules in units:
         result |= modules.entries

@@ -75,7 +75,7 @@ def _means(outcome: Outcome, mesh: Mesh, sink: Sink) -> None:
     ranks is not that of the whole batch (PL510), at the axes whose ranks read rows of their own.
     """
     axes = [axis for axis in mesh.of_role(AxisRole.DATA) if axis.size > 1]
-    labels = [Label(span=a.origin, text=f"{a.name} is {a.size}") for a in axes]
+    labels = [axis.label for axis in axes]
     for mismatch in outcome.of_kind("rows"):
         sink.warning(
             "PL513",
@@ -114,7 +114,7 @@ def _lengths(outcome: Outcome, mesh: Mesh, sink: Sink) -> None:
             "PL516",
             f"sequences of a length that the tensor axis does not divide fail or are wrong in "
             f"{_where(mismatch)}; those of other lengths are right",
-            *(Label(span=a.origin, text=f"{a.name} is {a.size}") for a in axes),
+            *(axis.label for axis in axes),
             facts=[*([mismatch.detail] if mismatch.detail else []), *_source(mismatch), _SEEN],
             help="pad rows on the right to a length that it divides; or keep shards of a "
             "sequence DTensors (`local = false`): a local shard does not say the whole length",

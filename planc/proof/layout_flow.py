@@ -189,7 +189,6 @@ def flow(
 
     Args:
         compiled: the plan for its model.
-        sink: receives the findings.
         strict: makes unknown (PL504) an error.
         allow_code: whether Python code that the plan or the model names may be run.
         draft: what drafts a plan where no file is for the family. If given, what is to blame for a
@@ -217,8 +216,8 @@ def _flow(
     if facts is None or ir is None or lowered is None:
         return Verdict(outcome=Outcome(verdict="nothing"))
     report_leaks(facts, lowered, sink)
-    axes = {axis for op in lowered.ops if isinstance(op, Parallelize) for axis in op.axes}
-    parts = {op.axis for op in lowered.ops if isinstance(op, ContextParallel)}
+    axes = {axis for op in lowered.every(Parallelize) for axis in op.axes}
+    parts = {op.axis for op in lowered.every(ContextParallel)}
     divided = lowered.has(DispatchExperts, Pipeline)
     if lowered.code and not allow_code:
         reason = f"{lowered.code[0]} is custom code, imported only with --allow-code"
@@ -301,7 +300,7 @@ def _eight_bits(compiled: Compiled, sink: Sink, strict: bool) -> Iterator[Sectio
     assert lowered is not None
     if plan is None or not lowered.has(LowPrecision) or not emulates():
         return
-    split = {axis for op in lowered.ops if isinstance(op, Parallelize) for axis in op.axes}
+    split = {axis for op in lowered.every(Parallelize) for axis in op.axes}
     sizes = next(simulated_sizes(plan.mesh.axes, split), None)
     if sizes is None:
         return
@@ -369,7 +368,7 @@ def _released(
     axes = (*ir.fsdp.shard, *ir.fsdp.replicate) if ir.fsdp is not None else ()
     if isinstance(small, SmallCase) and _simulated(small, axes):
         return False
-    units = (m for op in lowered.ops if isinstance(op, FullyShard) for m in op.members)
+    units = (m for op in lowered.every(FullyShard) for m in op.members)
     return any(below(outcome.recomputed, unit) for at in units for unit in at.names() if unit)
 
 
@@ -395,7 +394,7 @@ def _unknown(
 def _of_model_axes(
     lowered: Lowered, outcome: Outcome, small: SmallCase | Unrepresented
 ) -> Iterator[SectionVerdict]:
-    axes = [("context", op.axis) for op in lowered.ops if isinstance(op, ContextParallel)]
+    axes = [("context", op.axis) for op in lowered.every(ContextParallel)]
     axes += [("pipeline", lowered.pipeline.axis)] if lowered.pipeline else []
     if lowered.experts and lowered.has(DispatchExperts):
         axes.append(("expert", lowered.experts.ranks.name))
@@ -415,7 +414,7 @@ def _sections(
     run = outcome.verdict if outcome.verdict != "nothing" else "proved"
     by = "simulation" if outcome.verdict != "nothing" else "structure"
     made = partial(SectionVerdict, verdict=run, by=by, reason=outcome.reason)
-    for axes in dict.fromkeys(op.axes for op in lowered.ops if isinstance(op, Parallelize)):
+    for axes in dict.fromkeys(op.axes for op in lowered.every(Parallelize)):
         yield made(name=f"tensor on {' * '.join(axes)}")
     if lowered.has(Checkpoint):
         section = made(name="checkpoint")

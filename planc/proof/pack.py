@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from planc.diagnostic import Sink
+from planc.diagnostic import Sink, io_reason
 from planc.model import cache, dataflow
 from planc.model.config import too_deep
 from planc.model.facts import Module
@@ -104,7 +104,7 @@ def read(path: str, sink: Sink) -> Pack | None:
         with Path(path).open("rb") as stream:
             data = stream.read(MOST_BYTES + 1)
     except OSError as error:
-        sink.error("PL761", f"cannot read {path}: {(error.strerror or str(error)).lower()}")
+        sink.error("PL761", f"cannot read {path}: {io_reason(error)}")
         return None
     try:
         if len(data) > MOST_BYTES:

@@ -225,7 +225,6 @@ def _proves(
 
 
 def _one(modules: Modules, name: str) -> Modules:
-    """One module of a set."""
     words = zip(modules.path, name.split("."), strict=True)
     path = (Indices.of([int(w)]) if isinstance(s, Indices) else w for s, w in words)
     return Modules(tuple(path), modules.module)

@@ -19,7 +19,6 @@ def rule_labels(name: str, plan: Plan) -> Iterator[Label]:
 
     Args:
         name: the torch name of a module of the plan's model; empty for the model.
-        plan: the plan.
     """
     known = [(r.modules, r.origin) for r in plan.loss]
     known += [(r.modules, r.origin) for r in plan.experts]

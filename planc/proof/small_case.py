@@ -210,7 +210,7 @@ def without_optimizer_classes(compiled: Compiled) -> Compiled:
         compiled,
         plan=replace(plan, optimizer=()),
         applied=(replace(applied[0], optimizer=()), applied[1]),
-        lowered=lowered.map_ops(lambda ops: (op for op in ops if not isinstance(op, Optimize))),
+        lowered=lowered.without(Optimize),
     )
 
 

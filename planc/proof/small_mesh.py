@@ -78,7 +78,6 @@ def small_sizes(axes: Iterable[MeshAxis], processes: int) -> dict[str, int]:
 
     Args:
         axes: the axes of the original mesh.
-        processes: the number of processes.
     """
     axes = tuple(axes)
     inner_first = axes[::-1]

@@ -109,7 +109,7 @@ def report_difference(
     ]
     if found.errors["gradients"] > limits["gradients"]:
         facts.append(f"worst gradient: {found.worst['gradients']}")
-    styled = any(isinstance(op, Parallelize) for op in lowered.ops)
+    styled = lowered.has(Parallelize)
     if styled and not any(r.modules.has(name) for r in plan.tensor):
         facts.append(f"no tensor rule covers {name or 'the model'}")
     sink.error("PL520", message, *labels, facts=facts)

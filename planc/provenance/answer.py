@@ -95,7 +95,6 @@ class Reasons:
     Args:
         name: in torch; `root` for the model itself.
         parameter: the parameter's name in the module, None where the module was asked for.
-        cls: the module's class.
         kind: `linear`, `norm` and so on.
         like: the set of equal modules that contains the module.
         parameters: of the module itself, or the one that was asked for.

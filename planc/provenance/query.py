@@ -58,16 +58,15 @@ def why(name: str, compiled: Compiled, sink: Sink) -> Reasons | None:
 
 def _adapted(facts: Facts, lowered: Lowered) -> Facts:
     rules = []
-    for op in (o for o in lowered.ops if isinstance(o, Adapt)):
+    for op in lowered.every(Adapt):
         for members in op.members:
             layers = Modules(members.path, facts.at(next(members.names())).module)
-            four = (o for o in lowered.ops if isinstance(o, Quantize))
-            found = (o for o in four if any(phrases.layer(m).overlap(layers) for m in o.members))
+            every = lowered.every(Quantize)
+            found = (o for o in every if any(phrases.layer(m).overlap(layers) for m in o.members))
             four_bit = next(found, None)
             rule = AdapterRule(modules=layers, adapt=op, quantize=four_bit, origin=op.origin)
             rules.append(rule)
-    load = next((op for op in lowered.ops if isinstance(op, Load)), Load())
-    return with_adapters(facts, rules, load.kept) if rules else facts
+    return with_adapters(facts, rules, lowered.load.kept) if rules else facts
 
 
 class _Question:
@@ -82,7 +81,7 @@ class _Question:
     ) -> None:
         self.facts, self.lowered, self.plan = facts, lowered, plan
         self.at, self.parameter = at, parameter = named
-        self.styles = [op for op in lowered.ops if isinstance(op, Parallelize)]
+        self.styles = lowered.every(Parallelize)
         self.name = next(at.names())
         self.full = _joined(self.name, parameter.name) if parameter else self.name
         # a backend makes units of its own at each call
@@ -166,13 +165,12 @@ class _Question:
                 yield self._reason(f"{what}  {op.sizes}".strip(), _after(both, self.at), op)
 
     def _loaded(self) -> Iterator[Reason]:
-        for op in self.lowered.ops if self.at.module.parameters else ():
-            if isinstance(op, Load):
-                yield self._reason(op.headline(), "root", op)
+        for op in self.lowered.every(Load) if self.at.module.parameters else ():
+            yield self._reason(op.headline(), "root", op)
 
     def _staged(self) -> Iterator[Reason]:
         times = self.plan.pipeline.times if self.plan and self.plan.pipeline else None
-        for op in (o for o in self.lowered.ops if isinstance(o, Pipeline)):
+        for op in self.lowered.every(Pipeline):
             for stage in op.own:
                 if any(self.at.inside(held) is not None for held in op.held(stage)):
                     line = op.origin_of("stages") or op.origin
@@ -183,12 +181,12 @@ class _Question:
                         yield self._reason(what, self.name, op, NOWHERE)
 
     def _adapted(self) -> Iterator[Reason]:
-        for op in (o for o in self.lowered.ops if isinstance(o, Adapt)):
+        for op in self.lowered.every(Adapt):
             for members in op.members:
                 if self.at.inside(members) is not None:
                     target = self._part(len(members.path))
                     yield self._reason(op.headline(), target, op)
-        for four in (o for o in self.lowered.ops if isinstance(o, Quantize)):
+        for four in self.lowered.every(Quantize):
             for members in map(phrases.layer, four.members):
                 if self.at.overlap(members) is not None:
                     what = f"in 4 bits, {four.headline()}"
@@ -272,14 +270,14 @@ class _Question:
 
     def _divide(self, op: FullyShard) -> Divide | None:
         """The last `Divide` on the unit, which is the one in force."""
-        found = [o for o in self.lowered.ops if isinstance(o, Divide)]
+        found = self.lowered.every(Divide)
         own = [o for o in found if any(m.overlap(u) for m in op.members for u in o.units)]
         found = [o for o in found if not o.units or o in own]
         return found[-1] if found else None
 
     def _freezing(self) -> list[Freeze]:
-        ops = (op for op in self.lowered.ops if isinstance(op, Freeze))
-        return [op for op in ops if self.at.inside(op.modules) is not None]
+        every = self.lowered.every(Freeze)
+        return [op for op in every if self.at.inside(op.modules) is not None]
 
     def _training(self) -> Iterator[Reason]:
         for op in self._freezing()[-1:]:
@@ -287,28 +285,27 @@ class _Question:
             yield self._reason(what, self._part(len(op.modules.path)), op)
 
     def _on(
-        self,
-        kind: type[ChunkLoss] | type[DrawByRank] | type[DispatchExperts] | type[LimitExperts],
+        self, kind: type[ChunkLoss] | type[DrawByRank] | type[DispatchExperts] | type[LimitExperts]
     ) -> Iterator[Reason]:
         for op in self.lowered.ops:
             if isinstance(op, kind) and op.modules.has(self.name):
                 yield self._reason(op.headline(self.lowered), self.name, op)
 
     def _exchanged(self) -> Iterator[Reason]:
-        for op in self.lowered.ops:
-            if isinstance(op, ContextParallel) and any(m.has(self.name) for m in op.seeing):
+        for op in self.lowered.every(ContextParallel):
+            if any(m.has(self.name) for m in op.seeing):
                 yield self._reason(op.headline(self.lowered), self.name, op)
 
     def _towers(self) -> Iterator[Reason]:
-        for op in self.lowered.ops:
-            if isinstance(op, ShareTower) and (op.modules.has(self.name) or op.runs(self.name)):
+        for op in self.lowered.every(ShareTower):
+            if op.modules.has(self.name) or op.runs(self.name):
                 yield self._reason(op.headline(self.lowered), str(op.modules), op)
 
     def _ties(self) -> Iterator[Reason]:
         names = {_joined(self.name, p.name) for p in self.at.module.parameters}
         names = {self.full} if self.parameter else names
-        for op in self.lowered.ops:
-            if isinstance(op, Tie) and {op.parameter, op.source} & names:
+        for op in self.lowered.every(Tie):
+            if {op.parameter, op.source} & names:
                 yield self._reason("tied again after tensor parallelism", op.parameter, op)
 
     def _missing(self, section: str) -> str:
@@ -364,8 +361,7 @@ class _Question:
         shard = kept_shape(local, placement, self.lowered)
         dtype = parameter.dtype
         if not self.lowered.has(Adapt):  # else the facts are cast already
-            load = (op for op in self.lowered.ops if isinstance(op, Load))
-            dtype = next(load, Load()).kept(parameter)
+            dtype = self.lowered.load.kept(parameter)
         computed = (unit.param if unit else None) or dtype
         trains = [op.trainable for op in self._freezing()]
         group = next((g for g in self.facts.ties if full in g), ())

@@ -34,7 +34,6 @@ def terminal(text: str, color: bool, width: int = 0) -> str:
 
     Args:
         text: the Markdown of the page.
-        color: whether to use colors.
         width: of the terminal, to which prose is wrapped; 0 keeps the lines as they are.
     """
     if width:

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from planc.diagnostic import Diagnostic, Severity
-from planc.report.sorting import is_file, labels_with_source, notes, primary_span, sorted_findings
+from planc.report import sorting
 from planc.report.terminal_width import visible_lines
 from planc.source import Span
 
@@ -20,11 +20,11 @@ _PROPERTY = {**_DATA, ":": "%3A", ",": "%2C"}
 
 def render(diagnostics: Iterable[Diagnostic]) -> str:
     """One command per finding; its message contains the other labels, the facts and the help."""
-    return "".join(_command(diagnostic) + "\n" for diagnostic in sorted_findings(diagnostics))
+    return "".join(f"{_command(found)}\n" for found in sorting.sorted_findings(diagnostics))
 
 
 def _command(diagnostic: Diagnostic) -> str:
-    properties = {**_place(primary_span(diagnostic)), "title": diagnostic.code}
+    properties = {**_place(sorting.primary_span(diagnostic)), "title": diagnostic.code}
     listed = ",".join(f"{name}={_escaped(value, _PROPERTY)}" for name, value in properties.items())
     message = _escaped(_message(diagnostic), _DATA)
     return f"::{_LEVELS[diagnostic.severity]} {listed}::{message}"
@@ -35,7 +35,7 @@ def _place(span: Span | None) -> dict[str, str]:
 
     GitHub accepts columns only for an annotation of one line.
     """
-    if span is None or not is_file(span):
+    if span is None or not sorting.is_file(span):
         return {}
     line, column = span.source.position(span.start)
     end_line, end_column = span.source.position(span.end)
@@ -58,11 +58,10 @@ def _in_workspace(name: str) -> str:
 
 def _message(diagnostic: Diagnostic) -> str:
     lines = [diagnostic.message]
-    for index, label in enumerate(labels_with_source(diagnostic)):
-        place = label.span.place
+    for index, label in enumerate(sorting.labels_with_source(diagnostic)):
         if label.text or index > 0 or label.span.source.argument:
-            lines.append(f"{place}: {label.text}" if label.text else place)
-    return "\n".join((*lines, *notes(diagnostic)))
+            lines.append(sorting.placed(label))
+    return "\n".join((*lines, *sorting.notes(diagnostic)))
 
 
 def _escaped(text: str, signs: dict[str, str]) -> str:

@@ -13,7 +13,7 @@ from urllib.parse import quote
 from planc.codes import CODES
 from planc.diagnostic import Diagnostic, Label, Severity
 from planc.report.explain import explain
-from planc.report.sorting import is_file, labels_with_source, notes, sorted_findings
+from planc.report.sorting import is_file, labels_with_source, notes, placed, sorted_findings
 from planc.report.terminal_width import visible_lines
 from planc.version import VERSION
 
@@ -47,10 +47,8 @@ def _rules(codes: Iterable[str]) -> list[dict[str, Any]]:
 def _result(diagnostic: Diagnostic, rule: int) -> dict[str, Any]:
     labels = labels_with_source(diagnostic)
     files = [label for label in labels if is_file(label.span)]
-    lines = [diagnostic.message]
-    for label in labels:
-        if label not in files:  # an argument or standard input is not an artifact
-            lines.append(f"{label.span.place}: {label.text}" if label.text else label.span.place)
+    # an argument or standard input is not an artifact
+    lines = [diagnostic.message, *(placed(label) for label in labels if label not in files)]
     result: dict[str, Any] = {
         "ruleId": diagnostic.code,
         "ruleIndex": rule,

@@ -41,6 +41,12 @@ def is_file(span: Span) -> bool:
     return not span.source.argument and not span.source.name.startswith("<")
 
 
+def placed(label: Label) -> str:
+    """A label in words, with its place."""
+    place = label.span.place
+    return f"{place}: {label.text}" if label.text else place
+
+
 def notes(diagnostic: Diagnostic) -> list[str]:
     """The facts and the help of a finding, as lines of text."""
     help = [f"help: {diagnostic.help}"] if diagnostic.help else []

@@ -5,20 +5,12 @@ from typing import Any
 
 from torch import nn
 
-from planc.ops.context import ContextParallel
-from planc.ops.lowered import Lowered
 from planc.runtime.preconditions import stop
 from planc.runtime.safeguards.inputs import SameRows, leaves_of
 from planc.runtime.safeguards.leaking_rows import refuse
 from planc.runtime.script_line import script_line
 from planc.runtime.standalone.context import CONTEXT
 from planc.runtime.standalone.context_tokens import ContextError
-
-
-def sequence_parts(lowered: Lowered) -> int:
-    """The number of ranks that planc splits a sequence over."""
-    ops = [op for op in lowered.ops if isinstance(op, ContextParallel)]
-    return lowered.axis_size(*(op.axis for op in ops))
 
 
 def rank_part(model: nn.Module, batch: Mapping[str, Any], same: SameRows | None) -> dict[str, Any]:

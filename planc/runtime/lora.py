@@ -13,13 +13,9 @@ NAME = "default"  # peft's name for the adapter
 _OPS = "_planc_adapters"  # the model's attribute with the operations that added its adapters
 
 
-def adapts(lowered: Lowered) -> tuple[Adapt, ...]:
-    return tuple(op for op in lowered.ops if isinstance(op, Adapt))
-
-
 def missing_peft(lowered: Lowered) -> str | None:
     """Why a plan's adapters cannot be created here; None if they can, or if it has none."""
-    if not adapts(lowered):
+    if not lowered.has(Adapt):
         return None
     try:
         import peft  # noqa: F401

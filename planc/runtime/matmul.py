@@ -21,7 +21,7 @@ def require_eight_bits(lowered: Lowered, device: str) -> None:
     Raises:
         PlanError: PL627, torchao cannot be imported; PL628, the device has no such products.
     """
-    recipes = {op.recipe: op for op in lowered.ops if isinstance(op, LowPrecision)}
+    recipes = {op.recipe: op for op in lowered.every(LowPrecision)}
     if not recipes:
         return
     try:

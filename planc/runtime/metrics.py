@@ -67,7 +67,6 @@ class Meter:
     """Counts what the steps of a run do.
 
     Args:
-        lowered: the plan.
         mesh: of all ranks.
         experts: as of `experts_of`, now as the plan has made them.
     """

@@ -20,7 +20,6 @@ from planc.ops.compile import Compile
 from planc.ops.configure import Configure
 from planc.ops.expert_parallel import DEEPEP, DispatchExperts
 from planc.ops.fsdp import FullyShard
-from planc.ops.load import Load
 from planc.ops.lora import Adapt
 from planc.ops.lowered import Lowered
 from planc.ops.tensor_parallel import Parallelize, Tie
@@ -163,7 +162,7 @@ def _fits(
         name = type(model).__name__
         yield problem("PL494", f"the plan was lowered for {lowered.model}, and this is {name}")
         return
-    if any(isinstance(op, Load) and op.meta for op in lowered.ops):
+    if lowered.load.meta:
         full = next((n for n, p in model.named_parameters() if not p.is_meta), None)
         if full is not None:
             message = f"the plan starts on the meta device, and {full} is already allocated"
@@ -184,8 +183,8 @@ def _inside_adapters(
     lowered: Lowered, modules: dict[str, nn.Module]
 ) -> Iterator[tuple[str, nn.Module]]:
     """The modules that adapters will add; those of A and B are placeholders."""
-    for op in lowered.ops:
-        for name in op.names() if isinstance(op, Adapt) and not op.parameters else ():
+    for op in lowered.every(Adapt):
+        for name in op.names() if not op.parameters else ():
             if name in modules:
                 yield f"{name}.base_layer", modules[name]
                 for half in ("lora_A", "lora_B"):
@@ -302,7 +301,7 @@ def require_dispatcher(lowered: Lowered) -> None:
     Raises:
         PlanError: PL532, deep_ep cannot be imported.
     """
-    sent = (op for op in lowered.ops if isinstance(op, DispatchExperts) and op.dispatch == DEEPEP)
+    sent = (op for op in lowered.every(DispatchExperts) if op.dispatch == DEEPEP)
     if (op := next(sent, None)) is None:
         return
     try:
@@ -328,7 +327,7 @@ def require_recomputable(model: nn.Module, lowered: Lowered, device: str) -> Non
     """
     if device != "cpu":
         return
-    split = [n for op in lowered.ops if isinstance(op, Parallelize) for n in op.modules.names()]
+    split = [n for op in lowered.every(Parallelize) for n in op.modules.names()]
     modules = dict(model.named_modules())
     for op, compiled, name, outer in _recomputed(lowered):
         inner = modules.get(name)
@@ -344,10 +343,9 @@ def require_recomputable(model: nn.Module, lowered: Lowered, device: str) -> Non
 
 def _recomputed(lowered: Lowered) -> Iterator[tuple[Checkpoint, Compile, str, str]]:
     """(checkpoint, compilation, names of both modules) where compiled attention is recomputed."""
-    every = (op for op in lowered.ops if isinstance(op, Compile))
-    compiled = [(op, name) for op in every for name in op.modules.names()]
-    for op in lowered.ops if compiled else ():
-        if isinstance(op, Checkpoint) and not any(_ON_CPU in saved.ops for saved in op.save):
+    compiled = [(op, name) for op in lowered.every(Compile) for name in op.modules.names()]
+    for op in lowered.every(Checkpoint) if compiled else ():
+        if not any(_ON_CPU in saved.ops for saved in op.save):
             for name in op.modules.names():
                 for by, outer in compiled:
                     if name == outer or below(name, outer):

@@ -101,8 +101,6 @@ class LineRanges(Collectives):
     """Names what runs by the plan's lines.
 
     Args:
-        model: of the run.
-        lowered: the plan.
         rank: of the mesh.
     """
 

@@ -19,7 +19,7 @@ from planc.ops.lowered import Lowered
 from planc.ops.optimizer import Optimize
 from planc.runtime import gradients
 from planc.runtime.accumulation import Accumulation, accumulation
-from planc.runtime.context import rank_part, sequence_parts
+from planc.runtime.context import rank_part
 from planc.runtime.counted_labels import rule_of
 from planc.runtime.expert_bias import balance
 from planc.runtime.known_verdict import KnownVerdict
@@ -243,7 +243,7 @@ class Run(InNotebooks):
         self.first.labels_counted()
         shifted = rule_of(self.model).shifted
         count = gradients.num_items_in_batch(labels, self.data_mesh, shifted=shifted)
-        return count / sequence_parts(self.lowered)
+        return count / self.lowered.sequence_parts
 
     def accumulation(self, global_batch: int, *, rows: int | None = None) -> Accumulation:
         """The rows of a step that this rank reads, so that all ranks together read the same ones
@@ -420,10 +420,7 @@ class Run(InNotebooks):
     ) -> Tensor:
         """`torch.nn.utils.clip_grad_norm_` over every mesh; returns the full model's norm."""
         return clip_grad_norm(
-            self.model,
-            max_norm,
-            norm_type=norm_type,
-            error_if_nonfinite=error_if_nonfinite,
+            self.model, max_norm, norm_type=norm_type, error_if_nonfinite=error_if_nonfinite
         )
 
     def full_state_dict(self, *, every_rank: bool = False) -> dict[str, Tensor]:

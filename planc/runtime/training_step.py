@@ -19,7 +19,6 @@ from planc.ops.compile import Compile
 from planc.ops.fsdp import FullyShard
 from planc.ops.lowered import Lowered
 from planc.runtime import gradients
-from planc.runtime.context import sequence_parts
 from planc.runtime.counted_labels import (
     SHIFTED,
     UNCLEAR,
@@ -98,7 +97,6 @@ class TrainingStep:
         """The passes of a step; returns the mean loss over all ranks, a scalar on every rank.
 
         Args:
-            run: the handle of the run.
             batches: of this rank, of one step.
             trains: whether gradients are computed and accumulated.
             passes: of every rank; None for as many as there are batches. What a rank lacks, it
@@ -112,7 +110,7 @@ class TrainingStep:
         if trains:
             run.first.labels_counted()
             self._require_range(run)
-        parts = sequence_parts(run.lowered)
+        parts = run.lowered.sequence_parts
         self.items = _items(run, batches, self._rule(run.model))
         stages = stages_of(run.model)
         with _observed(run.model, self, compiled=run.lowered.has(Compile)):
@@ -137,7 +135,7 @@ class TrainingStep:
         if self.ranged:
             return
         self.ranged = True
-        units = [op for op in run.lowered.ops if isinstance(op, FullyShard)]
+        units = run.lowered.every(FullyShard)
         own = (p.dtype for p in run.model.parameters() if p.requires_grad)
         stated = any("float16" in (op.param, op.reduce) for op in units)
         casts = any(op.param not in (None, "float16") for op in units)
@@ -210,7 +208,7 @@ class TrainingStep:
         if self.counts:
             return loss
         valid = self._rule(run.model).count(batch).to(self.items.device)
-        share = valid / sequence_parts(run.lowered) / self.items
+        share = valid / run.lowered.sequence_parts / self.items
         return torch.where(valid > 0, loss * share, 0.0)  # the mean over no label is no number
 
     def _rule(self, model: nn.Module) -> LabelRule:
@@ -223,7 +221,7 @@ class TrainingStep:
         """The data ranks share what a pass has shown of the loss; where it shows nothing to any of
         them, the next one may. What was counted by another rule is counted again.
         """
-        whole = sequence_parts(run.lowered) == 1
+        whole = run.lowered.sequence_parts == 1
         shown, ignored = self.labels.shown(batch if whole else {})
         if self.called and self.seen_counts is None:  # the loss was 0
             shown = UNCLEAR
@@ -325,4 +323,4 @@ def _items(run: RunParts, batches: Sequence[Batch], rule: LabelRule) -> Tensor:
     as `run.num_items_in_batch`.
     """
     count = torch.stack([rule.count(batch) for batch in batches]).sum().float()
-    return gradients.mean_over(count, run.data_mesh) / sequence_parts(run.lowered)
+    return gradients.mean_over(count, run.data_mesh) / run.lowered.sequence_parts

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from planc.compiler import Compiled
 from planc.diagnostic import Sink
+from planc.lowering.memory import Tied
 from planc.model.facts import Facts, Modules, Segment
 from planc.model.indices import Indices
 from planc.ops.base import Op
@@ -69,7 +70,7 @@ def tree(compiled: Compiled) -> Row:
 class _Tree:
     def __init__(self, compiled: Compiled, lowered: Lowered, facts: Facts) -> None:
         self.compiled, self.lowered, pipeline = compiled, lowered, lowered.pipeline
-        self.tied = {name for group in facts.ties for name in group[1:]}
+        self.tied = Tied(facts)
         self.ops = [(op, tuple(_modules(op))) for op in lowered.ops]
         self.held = [pipeline.held(i) for i in range(pipeline.stages)] if pipeline else []
         self.sets = [m for found in (*(s for _, s in self.ops), *self.held) for m in found]
@@ -90,7 +91,7 @@ class _Tree:
             inside.append(row)
         answer = why(first, self.compiled, Sink())
         assert answer is not None
-        own = (p.at_rest * self._count(at, p.name) for p in answer.parameters)
+        own = (p.at_rest * self.tied.owners(at, p.name) for p in answer.parameters)
         return Row(
             modules=at,
             name=name,
@@ -99,12 +100,6 @@ class _Tree:
             size=sum(own) + sum(row.size for row in inside),
             inside=tuple(inside),
         )
-
-    def _count(self, at: Modules, parameter: str) -> int:
-        """The modules that own a parameter; the others share it by a tie."""
-        if not self.tied:
-            return len(at)
-        return sum(f"{name}.{parameter}" not in self.tied for name in at.names())
 
     def _marks(self, name: str, stage: int | None) -> Iterator[ModuleMark]:
         if stage is not None and (pipeline := self.lowered.pipeline):

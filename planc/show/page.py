@@ -72,7 +72,7 @@ def render(compiled: Compiled, known: Known) -> str:
 
 def _kept(lowered: Lowered) -> Bars:
     """The numbers that are sure without an estimate; where some do not train, parameters alone."""
-    whole = not any(isinstance(op, Freeze | Adapt) for op in lowered.ops)
+    whole = not lowered.has(Freeze, Adapt)
     parts = [("parameters", 1, ""), ("gradients", 1, ""), ("optimizer state", 2, "of AdamW")]
     return {
         f"stage {i}" if len(lowered.stages) > 1 else "between two steps": [

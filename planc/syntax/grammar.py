@@ -5,6 +5,7 @@ import json
 import sys
 from collections.abc import Iterator
 from functools import cache
+from typing import Any
 
 import lark
 from lark import Lark, Token
@@ -84,8 +85,38 @@ def table(text: str) -> str:
     """The table of a grammar as JSON, in the format of lark's stand-alone parser generator."""
     data, memo = _build(text).memo_serialize([TerminalDef, Rule])
     data["options"]["postlex"] = None
+    data["parser"]["parser"] = _renumbered(data["parser"]["parser"])
     content = {"made_from": _made_from(text), "data": data, "memo": memo}
     return json.dumps(content, separators=(",", ":"), sort_keys=True) + "\n"
+
+
+def _renumbered(rules: dict[str, Any]) -> dict[str, Any]:
+    """The parser's actions with tokens and states in the order in which the grammar reaches them:
+    lark numbers them by addresses in memory, another way in each process.
+    """
+    names: dict[int, str] = rules["tokens"]
+    states = {
+        state: sorted((names[token], *action) for token, action in actions.items())
+        for state, actions in rules["states"].items()
+    }
+    reached = list(rules["start_states"].values())
+    for state in reached:  # which grows meanwhile
+        shifts = (at for _, kind, at in states[state] if kind == 0)
+        reached += [at for at in dict.fromkeys(shifts) if at not in reached]
+    state_of = {state: number for number, state in enumerate(reached)}
+    token_of = {name: number for number, name in enumerate(sorted({*names.values()}))}
+    return {
+        "tokens": {number: name for name, number in token_of.items()},
+        "states": {
+            number: {
+                token_of[name]: (kind, at if kind else state_of[at])
+                for name, kind, at in states[state]
+            }
+            for state, number in state_of.items()
+        },
+        "start_states": {name: state_of[at] for name, at in rules["start_states"].items()},
+        "end_states": {name: state_of[at] for name, at in rules["end_states"].items()},
+    }
 
 
 def _made_from(text: str) -> str:

@@ -28,8 +28,6 @@ def parse_file(source: Source, sink: Sink, path: str | None) -> ast.File:
     """The AST of a text, as `parse` gives it, from the cache if it was parsed before.
 
     Args:
-        source: the text.
-        sink: receives the parser's findings.
         path: of its file, absolute and without links; None for a text that no file has.
     """
     if path:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from planc.diagnostic import Sink, did_you_mean, one_of
+from planc.diagnostic import Sink, did_you_mean, io_reason, one_of
 from planc.project import ProjectError, plan_folders
 from planc.resources import PLANS
 from planc.source import MAX_CHARACTERS, Source, Span
@@ -325,8 +325,6 @@ def quotable(place: PlanFile, content: str, origin: Span | None, sink: Sink) -> 
     symlink. Such a file is quoted only if it begins as a plan does.
 
     Args:
-        place: the file.
-        content: its text.
         origin: the `extend` that names it, if one does.
         sink: receives PL009 if it is no plan.
     """
@@ -351,7 +349,7 @@ def text(place: PlanFile, origin: Span | None, sink: Sink) -> str | None:
     try:
         return _bytes(place).decode("utf-8-sig", errors="replace")
     except OSError as error:
-        reason = (error.strerror or str(error)).lower()
+        reason = io_reason(error)
     except ValueError as error:
         reason = str(error)
     help = "a path is relative to the file that names it" if origin else None

@@ -110,7 +110,7 @@ def batches(
     ranks = lowered.axis_size(*lowered.data)
     parts = lowered.pipeline.microbatches if lowered.pipeline else 1
     rows = ranks * math.lcm(max(1, 4 // ranks), parts)
-    blocks = [BLOCK[op.recipe] for op in lowered.ops if isinstance(op, LowPrecision)]
+    blocks = [BLOCK[op.recipe] for op in lowered.every(LowPrecision)]
     length = math.lcm(LENGTH, lowered.world_size, *blocks)
 
     def plain(number: int, length: int = length, images: tuple[int, ...] = ()) -> Inputs:
@@ -151,7 +151,7 @@ def _uneven_length(lowered: Lowered, length: int) -> int | None:
     and those of a context axis as many as they take; None without such axes.
     """
     sizes = [a.size for a in lowered.axes if a.role is AxisRole.TENSOR and a.size > 1]
-    context = [op for op in lowered.ops if isinstance(op, ContextParallel)]
+    context = lowered.every(ContextParallel)
     parts = math.prod(lowered.axis_size(op.axis) for op in context)
     runs = parts * (2 if any(op.balance != "none" for op in context) else 1)
     found = (n for n in range(length - runs, 0, -runs) if any(n // parts % s for s in sizes))

@@ -110,7 +110,7 @@ def compare_runs(runs: Runs) -> Outcome:
 
 def _head(runs: Runs) -> str:
     """The module whose loss is computed in chunks, which hides its logits; empty for none."""
-    heads = (op.modules for op in runs.lowered.ops if isinstance(op, ChunkLoss))
+    heads = (op.modules for op in runs.lowered.every(ChunkLoss))
     return next((name for modules in heads for name in modules.names()), "")
 
 

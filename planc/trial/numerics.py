@@ -32,7 +32,7 @@ def trial_dtype(lowered: Lowered) -> torch.dtype:
     """The dtype of a trial: float64 where products are in fp8, since a number on the border between
     two falls to either side by the rounding of float32 alone. torchao has no mxfp8 in float64.
     """
-    recipes = {op.recipe for op in lowered.ops if isinstance(op, LowPrecision)}
+    recipes = {op.recipe for op in lowered.every(LowPrecision)}
     return torch.float64 if recipes and "mxfp8" not in recipes else torch.float32
 
 
@@ -52,7 +52,7 @@ def in_float64(model: nn.Module) -> nn.Module:
 
 def gradient_scale(lowered: Lowered) -> float:
     """The factor between the plan's gradients, with its `divide`, and mean gradients."""
-    factors = [op.factor for op in lowered.ops if isinstance(op, Divide) and not op.units]
+    factors = [op.factor for op in lowered.every(Divide) if not op.units]
     return lowered.axis_size(*lowered.averaged) / factors[-1] if factors else 1.0
 
 
@@ -139,7 +139,7 @@ class Operations(TorchDispatchMode):  # type: ignore[misc]  # torch has no types
 
 def tolerance(lowered: Lowered, operations: int) -> float:
     """The largest relative error, in a tensor's 2-norm, of `operations` that round in a forward."""
-    units = [op for op in lowered.ops if isinstance(op, FullyShard)]
+    units = lowered.every(FullyShard)
     compute = max((UNIT_ROUNDOFF[op.param or "float32"] for op in units), default=0.0)
     reduce = max((UNIT_ROUNDOFF[op.reduce or op.param or "float32"] for op in units), default=0.0)
     sums = math.log2(max(2, lowered.world_size))

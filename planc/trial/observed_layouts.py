@@ -24,11 +24,10 @@ from planc.trial.trace import ModuleCall, Seen, Trace, caller
 
 def stated_inputs(lowered: Lowered) -> Iterator[tuple[str, str, ir.Layout, str]]:
     """Yields what the styles of a plan state of inputs: module, input, layout and axis."""
-    for op in lowered.ops:
-        if isinstance(op, Parallelize):
-            for which, layout in _inputs(op.style):
-                for name in op.modules.names():
-                    yield name, which, layout, op.axes[0]
+    for op in lowered.every(Parallelize):
+        for which, layout in _inputs(op.style):
+            for name in op.modules.names():
+                yield name, which, layout, op.axes[0]
 
 
 def _inputs(style: ir.Style) -> Iterator[tuple[str, ir.Layout]]:

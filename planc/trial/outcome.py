@@ -90,7 +90,6 @@ class Outcome:
         return next((p for p in self.discrepancies if p.kind in ("crash", "output")), None)
 
     def of_kind(self, kind: str) -> list[Discrepancy]:
-        """The discrepancies of one kind."""
         return [one for one in self.discrepancies if one.kind == kind]
 
     def document(self) -> dict[str, Any]:

@@ -162,7 +162,7 @@ def train_single(
     reference.before, used = _parameters_of(_changes, model, optimizer), UsedParameters()
     parts, each = _microbatches(lowered, batches)
     share = gradient_scale(lowered) / batches.ranks * each
-    heads = [op for op in lowered.ops if isinstance(op, ChunkLoss)]
+    heads = lowered.every(ChunkLoss)
     _as_planned(model, lowered)
     for number, step in enumerate(batches.steps):
         for at, one in enumerate(step):
@@ -277,7 +277,6 @@ def train_rank(
 
     Args:
         model: spread by the plan.
-        run: its handle.
         batches: the batches of all data ranks.
         result: filled while the rank runs, so that what came before an error is known.
         traced: whether to record the inputs and outputs of modules, which gathers DTensors.
@@ -486,9 +485,8 @@ def _require_finite(found: Reference) -> None:
 
 def _as_planned(model: nn.Module, lowered: Lowered) -> None:
     """Gives a plain model what the plan changes of its numbers."""
-    for op in lowered.ops:
-        if isinstance(op, ChunkLoss):
-            with_terms(model, op)
+    for op in lowered.every(ChunkLoss):
+        with_terms(model, op)
     reset_states(model, *parts_reset(lowered.ops))
     limit_whole_rows(model, lowered.ops)
 

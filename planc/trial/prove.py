@@ -83,7 +83,7 @@ def trained(
         raise program.SingleError(
             "the random numbers of a pipeline's microbatches are not compared"
         )
-    if reference.draws and any(isinstance(op, ContextParallel) for op in lowered.ops):
+    if reference.draws and lowered.has(ContextParallel):
         raise program.SingleError(program.DRAWS_PARTS)
     report("apply")
     if reference.uneven and lowered.has(FullyShard):

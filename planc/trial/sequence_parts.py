@@ -16,7 +16,7 @@ from planc.trial.trace import ModuleCall, Seen, Trace
 
 def context_axes(run: Run) -> tuple[str, ...]:
     """The axes that the plan splits sequences over."""
-    return tuple(op.axis for op in run.lowered.ops if isinstance(op, ContextParallel))
+    return tuple(op.axis for op in run.lowered.every(ContextParallel))
 
 
 class RankPart:
@@ -124,8 +124,8 @@ def part_rank(run: Run) -> int:
 
 def parts_of(run: Run, inputs: Mapping[str, Any]) -> Iterator[RankPart]:
     """Yields the part of a batch that this rank has; nothing where it has all of it."""
-    for op in run.lowered.ops:
-        if isinstance(op, ContextParallel) and op.patches:
+    for op in run.lowered.every(ContextParallel):
+        if op.patches:
             size, first = run.lowered.axis_size(op.axis), op.patches == AFTER_TEXT
             yield ImagePart(rank=part_rank(run), size=size, first=first)
             return
@@ -133,7 +133,7 @@ def parts_of(run: Run, inputs: Mapping[str, Any]) -> Iterator[RankPart]:
     if context_axes(run) and isinstance(ids, Tensor):
         index = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
         mine = run.batch({**inputs, "labels": index})["labels"]
-        behind = any(isinstance(op, ContextParallel) and op.of_rows for op in run.lowered.ops)
+        behind = any(op.of_rows for op in run.lowered.every(ContextParallel))
         yield BatchPart(mine.cpu(), ids.shape[1], behind)
 
 

@@ -131,14 +131,14 @@ def _prepared(
         data = batches(builder, lowered, 0, quick=quick, uneven=uneven)
         single = alone(for_trial(builder.build(0), lowered), lowered)
         reference = program.train_single(single, data, lowered)
-        if reference.draws and any(isinstance(op, ContextParallel) for op in lowered.ops):
+        if reference.draws and lowered.has(ContextParallel):
             raise program.SingleError(program.DRAWS_PARTS)
         # adapters too are drawn here, one model after the other, from the same seed
         models = [
             adapted(for_trial(builder.build(0), lowered), lowered)
             for _ in range(lowered.world_size)
         ]
-        lowered = lowered.map_ops(lambda ops: (op for op in ops if not isinstance(op, Adapt)))
+        lowered = lowered.without(Adapt)
     except program.SingleError as error:
         return Outcome(verdict="unknown", reason=f"the small model does not train: {error}")
     except Exception as error:
@@ -178,6 +178,6 @@ def _run(models: list[nn.Module], runs: Runs) -> RankFailure | None:
 
 def _styled(lowered: Lowered) -> Iterator[str]:
     """Yields the modules whose computation a style distributes."""
-    for op in lowered.ops:
-        if isinstance(op, Parallelize) and not isinstance(op.style, ir.Input | ir.Output):
+    for op in lowered.every(Parallelize):
+        if not isinstance(op.style, ir.Input | ir.Output):
             yield from op.modules.names()

@@ -86,7 +86,7 @@ def with_random_adapters(lowered: Lowered, *, draws: bool = False) -> Lowered:
 
 def rounds(lowered: Lowered) -> bool:
     """Whether a plan computes or reduces in less than float32."""
-    units = [op for op in lowered.ops if isinstance(op, FullyShard)]
+    units = lowered.every(FullyShard)
     return any({op.param, op.reduce, op.output} - {None, "float32", "float64"} for op in units)
 
 
@@ -101,13 +101,13 @@ def left_out(lowered: Lowered, *, precision: bool = False) -> Iterator[tuple[str
         yield "the optimizer", "AdamW makes steps of one size, also of what is only rounding"
     elif rounds(lowered):
         yield "mixed precision", "everything runs in float32"
-    if any(isinstance(op, Quantize) for op in lowered.ops):
+    if lowered.has(Quantize):
         yield "4 bits", "frozen weights stay in full precision"
     if lowered.has(LowPrecision) and not emulates():
         yield "matmul", "torchao is not installed: products are not rounded to 8 bits"
     elif lowered.has(LowPrecision) and precision:
         yield "matmul", "products in 8 bits are compared in float64, by a run without `--precision`"
-    if any(isinstance(op, DispatchExperts) and op.dispatch == DEEPEP for op in lowered.ops):
+    if any(op.dispatch == DEEPEP for op in lowered.every(DispatchExperts)):
         yield "deepep", "tokens go to their experts by torch's all-to-all, not by DeepEP's kernels"
-    if any(isinstance(op, Compile) for op in lowered.ops):
+    if lowered.has(Compile):
         yield "compile", "the modules run uncompiled"

@@ -7,7 +7,6 @@ from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache
-from math import prod
 
 from planc import compiler
 from planc.checks.queries import divisors
@@ -103,7 +102,6 @@ class Tally:
 
     Args:
         tried: how many choices were estimated.
-        excluded: by reason.
         nearest: of those that do not fit and meet all requirements, the one that needs least.
     """
 
@@ -164,7 +162,7 @@ class Candidates:
             (AxisRole.DATA, rows, f"{rows} rows", 1),
             (AxisRole.SEQUENCE, tokens, f"{tokens} tokens", runs),
         ):
-            ranks = prod(axis.size for axis in mesh.of_role(role))
+            ranks = mesh.ranks_of(role)
             if size % (ranks * each):
                 more = f", {each} runs each" if each > 1 else ""
                 self.tally.exclude(UNSPLIT, f"{what} among {ranks} ranks{more}")
@@ -254,7 +252,8 @@ class Candidates:
     def _divisions(self, work: PlanWork) -> tuple[int, ...]:
         """The micro-batches that a rank's rows can be divided into, the fewest first."""
         parts = work.pipeline.microbatches if work.pipeline else 1
-        rows, over = divmod(self.batch.global_batch // work.size(AxisRole.DATA), parts)
+        data = work.plan.mesh.ranks_of(AxisRole.DATA)
+        rows, over = divmod(self.batch.global_batch // data, parts)
         counts = () if over else divisors(rows)
         return tuple(n for n in counts if n == (self.micro_batches or n))
 

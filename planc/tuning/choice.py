@@ -25,12 +25,7 @@ from planc.plan.settings import (
     STAGES_SEQ,
 )
 
-LARGEST = {
-    AxisRole.TENSOR: 64,
-    AxisRole.SEQUENCE: 64,
-    AxisRole.EXPERT: 512,
-    AxisRole.STAGE: 64,
-}
+LARGEST = {AxisRole.TENSOR: 64, AxisRole.SEQUENCE: 64, AxisRole.EXPERT: 512, AxisRole.STAGE: 64}
 """The largest size of an axis that is tried; data axes have no limit."""
 
 EXTENDED = (AxisRole.STAGE, AxisRole.SEQUENCE, AxisRole.EXPERT)
@@ -95,7 +90,6 @@ class Space:
         optional: the axes that the mesh has where they have more than one rank.
         exchange: what attention exchanges between ranks with parts of sequences.
         experts: the name and the axes of ranks that can divide experts, None without any.
-        batch: of a step.
         name: of the plan in `extend`.
         family: of the model.
         fixed: axes and options that the user sets.

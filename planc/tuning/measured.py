@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import prod
 from typing import Any
 
 from planc.compiler import Compiled
@@ -81,7 +80,6 @@ def measure(
     """Runs ranks of a plan, and says what they hold.
 
     Args:
-        compiled: the plan.
         found: its estimate, for a step with a batch.
         exact, places, device, allow_code: as of `count`.
 
@@ -100,7 +98,7 @@ def measure(
 
 def _step(plan: Plan, facts: Facts, request: Request, batch: Batch) -> RankStep:
     """What a rank does in a step."""
-    data = prod(axis.size for axis in plan.mesh.of_role(AxisRole.DATA))
+    data = plan.mesh.ranks_of(AxisRole.DATA)
     return RankStep(
         rows=batch.global_batch // (data * batch.micro_batches),
         tokens=batch.sequence,

@@ -27,7 +27,6 @@ from planc.ops.documents import parts_reset
 from planc.ops.loss import ChunkLoss
 from planc.ops.matmul import LowPrecision
 from planc.ops.optimizer import Optimize
-from planc.runtime.context import sequence_parts
 from planc.runtime.executor import alone, apply_lowered
 from planc.runtime.standalone.documents import reset_states
 from planc.runtime.standalone.images import placeholders
@@ -185,7 +184,7 @@ def trained(run, script, optimizer):
     """
     found = {"logits": [], "loss": torch.zeros(()), "gradients": {}, "norms": []}
     model = run.model
-    one_loop = run.lowered.pipeline is not None or sequence_parts(run.lowered) > 1
+    one_loop = run.lowered.pipeline is not None or run.lowered.sequence_parts > 1
     for step, passes in enumerate(batches(model, run.lowered)):
         mine = [script.rows(run, batch) for batch in passes]
         if one_loop:

@@ -21,7 +21,6 @@ class Bracketed:
     Args:
         head: the text before the items, with the opening bracket.
         items: in order.
-        close: the closing bracket.
         notes: a comment for each item; a group with notes is always split.
         comma: the separator after each item.
         single: the text after a single item on one line: a tuple's comma.
@@ -69,7 +68,6 @@ def lay(source: Source, indent: str = "", *, note: str = "", end: str = "") -> I
 
 
 def headed(head: str, source: Source) -> Source:
-    """Source with a prefix."""
     return (
         replace(source, head=head + source.head) if isinstance(source, Bracketed) else head + source
     )

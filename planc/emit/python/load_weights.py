@@ -4,7 +4,6 @@ from collections.abc import Iterator
 
 from planc.emit.python.layout import Bracketed, lay, literal
 from planc.emit.python.module_loops import IN
-from planc.ops.load import Load
 from planc.ops.lora import Adapt
 from planc.ops.lowered import Lowered
 
@@ -24,8 +23,7 @@ _GIVEN = {"slices": "", "rank0": ", device", "checkpoint": ", folder"}
 
 def load_function(lowered: Lowered) -> list[str]:
     """The function that loads weights, in a list; empty where the plan does not set `weights`."""
-    load = next((op for op in lowered.ops if isinstance(op, Load) and op.weights), Load())
-    way = load.weights
+    load, way = lowered.load, lowered.load.weights
     if way is None:
         return []
     lines = [
@@ -34,7 +32,7 @@ def load_function(lowered: Lowered) -> list[str]:
         "",
         f'    {_ONE_FORM}"""',
     ]
-    adapts = [op for op in lowered.ops if isinstance(op, Adapt)]
+    adapts = lowered.every(Adapt)
     if adapts:
         lines.append("    unset = unset_adapters(model)")
     function, *given = _CHECKED[way]

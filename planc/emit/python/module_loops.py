@@ -54,16 +54,11 @@ class Loop:
     owner: str = "model"
     place: str = ""
 
-    @property
-    def indent(self) -> str:
-        return "    " * len(self.head)
-
 
 def loop_over(modules: Modules, lists: Lists, *, assigned: bool = False) -> Loop:
     """Loops over all modules of a set.
 
     Args:
-        modules: the set.
         lists: of the model.
         assigned: whether the modules are replaced, so that their indices are needed.
     """
@@ -122,7 +117,6 @@ def comprehension(
 
     Args:
         head, close: the brackets.
-        modules: the set.
         lists: of the model.
         entry: the expression that is paired with each module, such as `i`.
     """

@@ -60,7 +60,6 @@ class Printer:
         return loop_over(modules, self._lists)
 
     def step(self, step: calls.Step) -> Lines:
-        """The lines of one step."""
         match step:
             case calls.Each():
                 loop = loop_over(step.modules, self._lists, assigned=step.replaces)
@@ -171,7 +170,7 @@ def inner_first(steps: Sequence[calls.Step]) -> list[calls.Step]:
     """
     each = [step for step in steps if isinstance(step, calls.Each)]
     pairs = ((a.modules, b.modules) for a in each for b in each if b.replaces)
-    nested = any(len(a.path) > len(b.path) and a.within(b) for a, b in pairs)
+    nested = any(a.deeper(b) for a, b in pairs)
     if not nested or len(each) < len(steps):
         return list(steps)
     return sorted(steps, key=lambda s: -len(s.modules.path) if isinstance(s, calls.Each) else 0)

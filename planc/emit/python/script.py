@@ -20,7 +20,6 @@ from planc.model.facts import Modules, Segment
 from planc.model.indices import Indices
 from planc.ops.call import PARALLELIZE, Context, Each, FunctionCall, Step, Value
 from planc.ops.context import ContextParallel
-from planc.ops.load import Load
 from planc.ops.lora import Adapt
 from planc.ops.lowered import Lowered, Stage
 from planc.ops.matmul import LowPrecision
@@ -49,8 +48,7 @@ def render(lowered: Lowered, *, digest: str) -> str:
 
     It is laid out as `ruff format` would.
     """
-    fills = any(isinstance(op, Load) and op.weights for op in lowered.ops)
-    context = lowered.context(fills=fills)
+    context = lowered.context(fills=lowered.load.weights is not None)
     lists = Lists(lowered.layers, lowered.module_dicts)
     printer = Printer(context, lists, {**_FRAME, **imported()})
     places = [tuple(_written(stage, context, printer)) for stage in lowered.stages]
@@ -118,11 +116,11 @@ def _body(steps: Sequence[Step], printer: Printer) -> Lines:
 def _docstring(lowered: Lowered, digest: str, packed: bool) -> str:
     needed = "torch alone"
     kinds = {type(op) for op in lowered.ops}
-    if any(isinstance(op, Load) and op.weights in ("slices", "rank0") for op in lowered.ops):
+    if lowered.load.weights in ("slices", "rank0"):
         needed = "torch and safetensors alone"
     if ContextParallel in kinds:
         needed = "torch and transformers alone"
-    if any(isinstance(op, Adapt) and not op.parameters for op in lowered.ops):
+    if not all(op.parameters for op in lowered.every(Adapt)):
         needed = "torch and peft alone"
     if Quantize in kinds:
         needed = "torch, peft and bitsandbytes alone"

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from planc.diagnostic import first_line
 from planc.model.small.sample_inputs import INPUT_KINDS, InputKind, Inputs
 
 
@@ -137,7 +138,7 @@ def _reached(
         loss.backward()
         return sum(p.grad is not None for p in model.parameters()), ""
     except Exception as error:
-        return -1, _first(error)
+        return -1, first_line(error)[:120]
     finally:
         model.zero_grad(set_to_none=True)
 
@@ -178,7 +179,6 @@ def _tokens_asked_for(why: str, model: Any) -> int:
     Args:
         why: transformers' error, such as `Image features and image tokens do not match, tokens: 8,
             features 16`; some models count feature vectors, others their elements.
-        model: the small model.
     """
     match = re.search(r"tokens: \d+, features:? (\d+)", why)
     if match is None:
@@ -328,8 +328,3 @@ def rank_slice(inputs: Mapping[str, Any], rank: int, ranks: int) -> Inputs:
         rows = len(value) // ranks
         found[name] = value[rank * rows : (rank + 1) * rows]
     return found
-
-
-def _first(error: Exception) -> str:
-    text = (str(error).strip().splitlines() or [""])[0]
-    return text[:120] or type(error).__name__

@@ -69,11 +69,7 @@ def pipeline(program: Program) -> PipelineRule | None:
 
 
 def _cut(
-    axis: str,
-    found: BlockCut,
-    settings: Settings,
-    section: ast.Section,
-    program: Program,
+    axis: str, found: BlockCut, settings: Settings, section: ast.Section, program: Program
 ) -> PipelineRule | None:
     """The pipeline whose stages are known, or None after a finding."""
     blocks, bounds, times = found
@@ -138,7 +134,6 @@ def _schedule(
 
 
 def _axis(section: ast.Section, program: Program) -> str | None:
-    """The axis of the stages."""
     names = [axis.path for axis in (*section.axes, *section.replicate)]
     found = program.mesh.axis(names[0]) if program.mesh and len(names) == 1 else None
     if found is not None and found.role is AxisRole.STAGE:

@@ -11,13 +11,7 @@ from planc.plan.ir import SequenceSetting, TensorRule
 from planc.plan.program import Program
 from planc.plan.rule_conflicts import Claims, Placed, Settings, flatten
 from planc.plan.scope import Scope
-from planc.plan.sections.tensor_styles import (
-    STYLES,
-    custom,
-    equivalent,
-    style_of,
-    style_of_torch,
-)
+from planc.plan.sections.tensor_styles import STYLES, custom, equivalent, style_of, style_of_torch
 from planc.plan.selectors import select
 from planc.syntax import ast
 

@@ -79,11 +79,10 @@ class Applied:
 
     def sequence_outputs(self) -> Iterable[tuple[str, Parallelize]]:
         """The modules whose output the plan shards along the sequence."""
-        for op in self.lowered.ops:
-            if isinstance(op, Parallelize):
-                layout = output_layout(op.style)
-                if isinstance(layout, Shard) and layout.dim in (1, -2):
-                    yield from ((name, op) for name in op.modules.names())
+        for op in self.lowered.every(Parallelize):
+            layout = output_layout(op.style)
+            if isinstance(layout, Shard) and layout.dim in (1, -2):
+                yield from ((name, op) for name in op.modules.names())
 
 
 # Calls of the model ------------------------------------------------------------------------------
@@ -256,8 +255,8 @@ def _guard_compiling(modules: Mapping[str, nn.Module], lowered: Lowered) -> None
     """Refuses to compile an embedding that is split by the vocabulary, as PL435 does in a plan:
     torch fails in the middle of it, with a message about fake tensors.
     """
-    for op in lowered.ops:
-        if isinstance(op, Parallelize) and isinstance(op.style, Rowwise):
+    for op in lowered.every(Parallelize):
+        if isinstance(op.style, Rowwise):
             for name in op.modules.names():
                 if isinstance(modules.get(name), nn.Embedding):
                     modules[name].register_forward_pre_hook(partial(_traced, name))

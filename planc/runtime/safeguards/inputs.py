@@ -136,10 +136,9 @@ def same_rows(lowered: Lowered, meshes: Meshes, passes: int) -> SameRows | None:
 
     None if there are none, or if a style of the model itself says what each rank passes.
     """
-    images = [op.axis for op in lowered.ops if isinstance(op, ContextParallel) and op.patches]
+    images = [op.axis for op in lowered.every(ContextParallel) if op.patches]
     axes = [a.name for a in lowered.axes if a.role is AxisRole.TENSOR] + images
-    styled = (op for op in lowered.ops if isinstance(op, Parallelize))
-    if any(not op.modules.path for op in styled):
+    if any(not op.modules.path for op in lowered.every(Parallelize)):
         return None
     help = _SAMPLER.format("tensor axis") + "read the same rows"
     of = "split the same layers"
@@ -151,7 +150,7 @@ def same_rows(lowered: Lowered, meshes: Meshes, passes: int) -> SameRows | None:
 
 def same_batches(lowered: Lowered, meshes: Meshes, passes: int) -> SameRows | None:
     """The batches of ranks that share sequences, or are stages of a pipeline."""
-    axes = [op.axis for op in lowered.ops if isinstance(op, ContextParallel)]
+    axes = [op.axis for op in lowered.every(ContextParallel)]
     axes += [lowered.pipeline.axis] if lowered.pipeline else []
     help = _SAMPLER.format("context axis, and of a pipeline,") + "read the same rows"
     return _along(lowered, axes, meshes, passes, "PL545", "batch", "run the same batches", help)
@@ -166,8 +165,7 @@ def _along(
 
 def _innermost(lowered: Lowered, meshes: Meshes) -> DeviceMesh | None:
     """The ranks along the innermost data axis, which has a process group in every plan; or None."""
-    axes = [a.name for a in lowered.axes if a.name in lowered.data and a.size > 1]
-    return meshes.part(axes[-1]) if axes else None
+    return meshes.part(lowered.wide_data[-1]) if lowered.wide_data else None
 
 
 @dataclass(slots=True)
@@ -375,14 +373,12 @@ def kinds_hook(model: nn.Module, lowered: Lowered, meshes: Meshes) -> Hook | Non
     arguments = inspect.signature(model.forward)
     shared = {*OF_IMAGES, *chain(*OF_IMAGES.values())} if lowered.has(ShareTower) else set()
     names = [n for n in arguments.parameters if _OTHERS.search(n) and n not in shared]
-    axes = [a.name for a in lowered.axes if a.name in lowered.data and a.size > 1]
-    if not (names and axes and _TEXT in arguments.parameters):
+    if not (names and lowered.wide_data and _TEXT in arguments.parameters):
         return None
-    parts = [meshes.part(axis) for axis in axes]
+    parts = [meshes.part(axis) for axis in lowered.wide_data]
     units = [
         model.get_submodule(name)
-        for op in lowered.ops
-        if isinstance(op, FullyShard)
+        for op in lowered.every(FullyShard)
         for members in op.members
         for name in members.names()
         if name

@@ -92,7 +92,6 @@ class Watchdog(threading.Thread):
                 self._tell(f"no collective has moved for {self.seconds:g} s")
 
     def end(self) -> None:
-        """Ends the thread."""
         self.ended.set()
         if sys.excepthook == self._failed:
             sys.excepthook = self.hook

@@ -16,7 +16,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from planc.diagnostic import PlanError
-from planc.ops.load import Load
 from planc.ops.lowered import Lowered
 from planc.runtime.meshes import rows_of
 from planc.runtime.preconditions import of_all_ranks, stop
@@ -58,8 +57,7 @@ def unequal(
     if len(set(totals)) == 1:
         return None
     built = of_all_ranks(own)
-    sent = any(isinstance(op, Load) and op.weights == "rank0" for op in lowered.ops)
-    if sent and not any(sums.meta for sums in built):
+    if lowered.load.weights == "rank0" and not any(sums.meta for sums in built):
         _send(model, device)
         return None
     found = difference([sums.by_name for sums in built], range(len(built)))

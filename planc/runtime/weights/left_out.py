@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 
 from planc.diagnostic import Diagnostic
 from planc.ops.freeze import Freeze
+from planc.ops.lora import Adapt
 from planc.ops.lowered import Lowered
-from planc.runtime.lora import adapts
 from planc.runtime.preconditions import problem
 from planc.runtime.safeguards.checksums import MULTIPLIER
 from planc.runtime.standalone import shards
@@ -28,9 +28,9 @@ def frozen_by(model: nn.Module, lowered: Lowered) -> frozenset[str]:
     """The parameters that the plan freezes and that are frozen: not those that a script froze,
     which may have been trained before.
     """
-    freezes = [op for op in lowered.ops if isinstance(op, Freeze)]
+    freezes = lowered.every(Freeze)
     last = {name: (i, op.trainable) for i, op in enumerate(freezes) for name in op.modules.names()}
-    adapted = bool(adapts(lowered))
+    adapted = lowered.has(Adapt)
 
     def trains(name: str) -> bool:
         parts = name.split(".")

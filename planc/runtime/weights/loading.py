@@ -266,7 +266,6 @@ def different_files(
     One small collective, in which every rank takes part.
 
     Args:
-        folder: the folder that each rank reads.
         compare: `samples`, sizes, headers and a block of each tensor; `files`, all bytes.
         findings: those of this rank; with any, here or elsewhere, nothing is compared.
     """

@@ -17,7 +17,7 @@ from planc.diagnostic import Diagnostic
 from planc.ops.lora import Adapt, either
 from planc.ops.lowered import Lowered
 from planc.runtime.gradients import on_rank_0
-from planc.runtime.lora import NAME, adapts
+from planc.runtime.lora import NAME
 from planc.runtime.preconditions import problem
 from planc.runtime.sharded_tensors import reshard
 from planc.runtime.standalone import shards
@@ -54,7 +54,7 @@ def save(model: nn.Module, lowered: Lowered, folder: Path) -> None:
         if distributed.get_rank() == 0 or stages_of(model):
             own[name] = value.to("cpu", copy=True).contiguous()
     full = on_rank_0(own, model)
-    pairs = peft_experts.pairs_of(adapts(lowered))
+    pairs = peft_experts.pairs_of(lowered.every(Adapt))
     names = _names(full, pairs)
     failed: list[Diagnostic] = []
     if distributed.get_rank() == 0:
@@ -77,7 +77,7 @@ def load(model: nn.Module, lowered: Lowered, folder: Path) -> None:
     findings = _require_adapters(lowered, "to load")
     reshard(model)
     tensors, order = dict(shards.named_tensors(model)), shards.rank_orders(model)
-    pairs = peft_experts.pairs_of(adapts(lowered))
+    pairs = peft_experts.pairs_of(lowered.every(Adapt))
     wanted = {stored: name for name, stored in _names(_trained(model), pairs).items()}
     if any(tensors[name].is_meta for name in wanted.values()):
         text = "the model is on the meta device, and has no memory for adapters"
@@ -111,7 +111,7 @@ def load(model: nn.Module, lowered: Lowered, folder: Path) -> None:
 
 
 def _require_adapters(lowered: Lowered, what: str) -> list[Diagnostic]:
-    if adapts(lowered):
+    if lowered.has(Adapt):
         return []
     text = f"the plan {lowered.plan} has no adapters {what}"
     return [problem("PL189", text, help="`run.save` and `run.load` are for the whole model")]
@@ -202,7 +202,7 @@ def _config(model: nn.Module, lowered: Lowered, stored: Iterable[str]) -> Any:
     """
     import peft
 
-    ops = adapts(lowered)
+    ops = lowered.every(Adapt)
     stabilized = all(op.rslora for op in ops)  # one flag, for all layers
     alphas = {op: op.alpha if stabilized else op.scale * op.rank for op in ops}
     counted: Counter[tuple[int, float]] = Counter()
@@ -262,7 +262,7 @@ def _read(
         kind = ", ".join([f"peft_type = {config.get('peft_type')}", *unsupported])
         text = f"{folder} holds adapters that a plan cannot describe: {kind}"
         findings.append(problem("PL496", text))
-    for op in adapts(lowered):
+    for op in lowered.every(Adapt):
         for name in op.names():
             alpha, rank = (_of(config, n, [name, *op.parameters]) for n in ("alpha", "rank"))
             scaled = replace(op, alpha=alpha or 1, rank=int(rank) or 1)

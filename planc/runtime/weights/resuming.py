@@ -13,7 +13,6 @@ from torch.distributed import checkpoint
 from torch.optim import Optimizer
 
 from planc.diagnostic import Diagnostic, one_of
-from planc.ops.load import Load
 from planc.ops.lowered import Lowered
 from planc.runtime.preconditions import problem, stop
 from planc.runtime.sharded_tensors import reshard
@@ -58,8 +57,7 @@ def load(
     if weights not in (None, *get_args(loading.Weights)):
         known = one_of(map(repr, get_args(loading.Weights)))
         raise ValueError(f"weights is {weights!r}, it can be {known}")
-    section = next((op for op in lowered.ops if isinstance(op, Load)), Load())
-    planned = section.weights
+    planned = lowered.load.weights
     problems: list[Diagnostic] = []
     if weights and planned and weights != planned:
         text = f"this call has weights = {weights}, the plan's load section {planned}"
@@ -91,7 +89,7 @@ def load(
         device=device,
         compare=compare,
         excused=excused,
-        section=section,
+        section=lowered.load,
     )
     return None
 

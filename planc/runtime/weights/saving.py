@@ -310,13 +310,12 @@ def _describe(folder: Path, model: nn.Module, lowered: Lowered, index: Any) -> N
     if not callable(getattr(config, "to_json_string", None)):
         return
     values = json.loads(config.to_json_string())
-    for op in lowered.ops:
-        if isinstance(op, Configure):  # for training only, such as `use_cache = false`
-            owner, _, name = op.name.rpartition(".")
-            inner = values
-            for part in owner.split(".") if owner else ():
-                inner = inner.get(part, {})
-            inner.pop(name, None)
+    for op in lowered.every(Configure):  # for training only, such as `use_cache = false`
+        owner, _, name = op.name.rpartition(".")
+        inner = values
+        for part in owner.split(".") if owner else ():
+            inner = inner.get(part, {})
+        inner.pop(name, None)
     dtypes = {str(p.dtype).removeprefix("torch.") for p in model.parameters()}
     values["architectures"] = [lowered.model]
     if len(dtypes) == 1:

@@ -258,7 +258,6 @@ def chunks_at(one: Stored, at: Coordinate) -> list[Chunk]:
     """The chunks of a shard that are not empty.
 
     Args:
-        one: the tensor.
         at: the place along the dims that shard it.
     """
     assert one.shape is not None
@@ -304,7 +303,6 @@ def write_file(
 
 
 def reported(results: Iterable[WriteResult], plan: SavePlan, own: Mapping[str, Any]) -> RankFile:
-    """What a rank's file has."""
     every = {result.index: result.storage_data for result in results}
     objects, lengths = dict[str, tuple[int, int]](), dict[Any, int]()
     start = end = 0

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from planc import atomic_write
-from planc.diagnostic import Sink
+from planc.diagnostic import Sink, io_reason
 from planc.source import Source
 from planc.syntax.formatter.layout import formatted
 from planc.syntax.plan_files import PlanFile, quotable, text
@@ -41,8 +41,7 @@ class FormattedFile:
         try:
             atomic_write.write(self.path, self.after)
         except OSError as error:
-            reason = (error.strerror or str(error)).lower()
-            sink.error("PL020", f"cannot write {self.name}: {reason}")
+            sink.error("PL020", f"cannot write {self.name}: {io_reason(error)}")
             return False
         return True
 
