@@ -207,7 +207,7 @@ def test_blocks_that_a_mesh_cuts_name_those_that_fit(tmp_path):
     path, sink = written(tmp_path, text + " root : adamw(state = int8)\n}\n"), Sink()
     settings = ["ep=2", "tp=2", "etp=2"]
     compile_plan("qwen3-30b-a3b", str(path), sink, world_size=8, settings=settings)
-    [first, _] = [d for d in sink if d.code == "PL590"]
+    [first] = [d for d in sink if d.code == "PL590"]
     assert "a rank has 384 numbers of a row" in first.facts[0]
     assert "`block = 128`" in first.help
     path, sink = written(tmp_path, text + " root : adamw(state = int8, block = 128)\n}\n"), Sink()
@@ -331,15 +331,107 @@ def test_findings(rules, code, tmp_path):
     assert code in codes(sink)
 
 
+UNSPLIT = """
+plan t for {family}
+mesh {{ dp_shard = auto }}
+optimizer {{
+    root : adamw
+    {rule}
+}}
+fsdp on dp_shard {{
+    {blocks} : unit
+    root : unit
+}}
+"""
+
+
+def found_of(model, family, blocks, rule, tmp_path):
+    sink = Sink()
+    text = UNSPLIT.format(family=family, blocks=blocks, rule=rule)
+    compile_plan(model, str(written(tmp_path, text)), sink, world_size=8)
+    return list(sink)
+
+
+@pytest.mark.parametrize(
+    ("model", "family", "blocks", "expected"),
+    [
+        ("phi-4", "phi3", "model.layers", {"self_attn.qkv_proj": 3, "mlp.gate_up_proj": 2}),
+        ("qwen3-30b-a3b", "qwen3_moe", "model.layers", {"mlp.experts.gate_up_proj": 2}),
+        ("gpt2", "gpt2", "transformer.h", {"attn.c_attn": 3}),
+        ("starcoder", "gpt_bigcode", "transformer.h", {"attn.c_attn": 3}),
+        ("mpt-7b", "mpt", "transformer.blocks", {"attn.Wqkv": 3}),
+        ("falcon-7b", "falcon", "transformer.h", {"self_attention.query_key_value": 3}),
+        ("bloom-7b1", "bloom", "transformer.h", {"self_attention.query_key_value": 3}),
+        ("pythia-6.9b", "gpt_neox", "gpt_neox.layers", {"attention.query_key_value": 3}),
+        (
+            "deepseek-v3",
+            "deepseek_v3",
+            "model.layers",
+            {"self_attn.kv_a_proj_with_mqa": 2, "mlp.experts.gate_up_proj": 2},
+        ),
+        ("qwen3.5-9b", "qwen3_5_text", "model.layers", {}),
+        ("llama-3.1-8b", "llama", "model.layers", {}),
+    ],
+)
+def test_fused_weights_are_known_by_the_models_code(model, family, blocks, expected, tmp_path):
+    """Whatever their names are; a head's two parts, as for rotary positions, are one projection."""
+    sink = found_of(model, family, f"{blocks}.*", f"{blocks}.* : muon", tmp_path)
+    fused = [d for d in sink if d.code == "PL578"]
+    said = {d.message.partition(" projections")[0] for d in fused}
+    names = {text.partition("].")[2].replace(".weight", "").replace("`", "") for text in said}
+    assert names == {f"{name} is {parts}" for name, parts in expected.items()}
+    assert len(fused) == len(expected)
+    assert all(".py:" in d.facts[0] for d in fused)
+
+
+@pytest.mark.parametrize(
+    ("model", "family", "blocks", "rule", "expected"),
+    [
+        (
+            "jamba-v0.1",
+            "jamba",
+            "model.layers.*",
+            "model.layers.*.mamba : muon(per = matrix)",
+            "mamba.A_log is no factor of a product",
+        ),
+        (
+            "llava-1.5-7b",
+            "llava",
+            "model.language_model.layers.*",
+            "lm_head : muon",
+            "lm_head.weight is the head",
+        ),
+        (
+            "gpt-oss-20b",
+            "gpt_oss",
+            "model.layers.*",
+            "model.layers.*.mlp : muon(per = matrix)",
+            "model.layers[0:24].mlp.router.weight is a router",
+        ),
+    ],
+)
+def test_what_is_no_matrix_is_said_once(model, family, blocks, rule, expected, tmp_path):
+    [found] = found_of(model, family, blocks, rule, tmp_path)
+    assert found.code == "PL576"
+    assert expected in found.message.replace("`", "")
+
+
 def test_a_router_is_no_matrix(tmp_path):
+    """The last block, a unit of its own, is named with the others."""
     text = 'plan t for qwen3_moe\nextend "qwen3_moe.plan"\noptimizer {\n root : adamw\n'
     path, sink = written(tmp_path, text + " model.layers.* : muon\n}\n"), Sink()
     compile_plan("qwen3-30b-a3b", str(path), sink, world_size=8)
     found = [d.message for d in sink if d.code == "PL576"]
-    assert found == [
-        f"`model.layers[{layers}].mlp.gate.weight` is a router, which Muon is not made for"
-        for layers in ("0:47", "47")  # the last block is a unit of its own
-    ]
+    assert found == ["`model.layers[0:48].mlp.gate.weight` is a router, which Muon is not made for"]
+
+
+@pytest.mark.parametrize("per", ["part", "head"])
+def test_units_that_do_not_fit_are_said_once(per, tmp_path):
+    text = 'plan t for llama\nextend "llama.plan"\noptimizer {\n root : adamw\n'
+    rule = f" model.layers.*.mlp.down_proj : muon(per = {per})\n}}\n"
+    path, sink = written(tmp_path, text + rule), Sink()
+    compile_plan("llama-3.1-8b", str(path), sink, world_size=8)
+    assert codes(sink) == ["PL577"]
 
 
 def _planned(module, **terms):
