@@ -353,11 +353,54 @@ def found_of(model, family, blocks, rule, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("model", "family", "rule", "cut"),
+    [
+        ("gpt2", "gpt2", "transformer.h.*.attn.c_attn : muon(per = head)", (1, (64,) * 36)),
+        ("gpt2", "gpt2", "transformer.h.*.attn.c_attn : muon(parts = 3)", (1, (768,) * 3)),
+        ("phi-4", "phi3", "model.layers.*.mlp.gate_up_proj : muon(parts = 2)", (0, (17920,) * 2)),
+        (
+            "llama-4-scout",
+            "llama4_text",
+            "model.layers.*.feed_forward.experts : muon(parts = 2)",
+            (2, (8192,) * 2),
+        ),
+        (
+            "qwen3-30b-a3b",
+            "qwen3_moe",
+            "model.layers.*.mlp.experts : muon(parts = 2)",
+            (1, (768,) * 2),
+        ),
+    ],
+)
+def test_units_are_of_the_outputs(model, family, rule, cut, tmp_path):
+    """Which are the columns of a Conv1D, and of experts whose weights are [experts, in, out]."""
+    blocks = rule.split("*")[0] + "*"
+    text = UNSPLIT.format(family=family, blocks=blocks, rule=rule)
+    ops = compiled_of(model, written(tmp_path, text)).lowered.ops
+    [muon] = {op.algorithm for op in ops if isinstance(op, Optimize) and "muon" in op.headline()}
+    [(_, found)] = [unit for unit in muon.units if unit[0] in ("weight", "gate_up_proj")]
+    assert (found.dim, found.sizes) == cut
+
+
+@pytest.mark.parametrize("per", ["expert", "matrix"])
+def test_an_expert_is_one_matrix_where_the_plan_says_so(per, tmp_path):
+    """Although a tensor rule has parts of its weight."""
+    text = 'plan t for qwen3_moe\nextend "qwen3_moe.plan"\noptimizer {\n root : adamw\n'
+    text += f" model.layers.*.mlp.experts : muon(per = {per})\n}}\n"
+    ops = compiled_of("qwen3-30b-a3b", written(tmp_path, text)).lowered.ops
+    every = [op.algorithm for op in ops if isinstance(op, Optimize) and "muon" in op.headline()]
+    units = [muon.units for muon in every]
+    assert units
+    assert all(cut.sizes == () for some in units for _, cut in some)
+
+
+@pytest.mark.parametrize(
     ("model", "family", "blocks", "expected"),
     [
         ("phi-4", "phi3", "model.layers", {"self_attn.qkv_proj": 3, "mlp.gate_up_proj": 2}),
         ("qwen3-30b-a3b", "qwen3_moe", "model.layers", {"mlp.experts.gate_up_proj": 2}),
         ("gpt2", "gpt2", "transformer.h", {"attn.c_attn": 3}),
+        ("llama-4-scout", "llama4_text", "model.layers", {"feed_forward.experts.gate_up_proj": 2}),
         ("starcoder", "gpt_bigcode", "transformer.h", {"attn.c_attn": 3}),
         ("mpt-7b", "mpt", "transformer.blocks", {"attn.Wqkv": 3}),
         ("falcon-7b", "falcon", "transformer.h", {"self_attention.query_key_value": 3}),
@@ -425,10 +468,19 @@ def test_a_router_is_no_matrix(tmp_path):
     assert found == ["`model.layers[0:48].mlp.gate.weight` is a router, which Muon is not made for"]
 
 
-@pytest.mark.parametrize("per", ["part", "head"])
-def test_units_that_do_not_fit_are_said_once(per, tmp_path):
+@pytest.mark.parametrize(
+    "rule",
+    [
+        "mlp.down_proj : muon(per = part)",
+        "mlp.down_proj : muon(per = head)",
+        "mlp.down_proj : muon(per = expert)",
+        "self_attn.o_proj : muon(per = head)",
+    ],
+)
+def test_units_that_do_not_fit_are_said_once(rule, tmp_path):
+    """The columns of an output projection are of heads, and its rows are not."""
     text = 'plan t for llama\nextend "llama.plan"\noptimizer {\n root : adamw\n'
-    rule = f" model.layers.*.mlp.down_proj : muon(per = {per})\n}}\n"
+    rule = f" model.layers.*.{rule}\n}}\n"
     path, sink = written(tmp_path, text + rule), Sink()
     compile_plan("llama-3.1-8b", str(path), sink, world_size=8)
     assert codes(sink) == ["PL577"]

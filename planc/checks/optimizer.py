@@ -108,6 +108,8 @@ def _matrix(step: Stepped, plan: Plan, facts: Facts, use: WeightUse) -> Iterator
     own = step.parameter.name, step.rule.origin
     error, warning = (partial(_Finding, s, *own) for s in (Severity.ERROR, Severity.WARNING))
     cut = cut_of(step, plan, facts)
+    if step.rule.per == "head" and not use.heads:
+        cut = "the model's code makes no heads of its rows"
     if isinstance(cut, str):
         yield error(
             "PL577",

@@ -36,11 +36,13 @@ class WeightUse:
 
     Args:
         elementwise: whether it is added or multiplied elementwise, and a factor of no product.
+        heads: whether the code views features of its product as heads.
         parts: into how many the code cuts the features of its product; 1 where it does not.
         line: where it does, as a text.
     """
 
     elementwise: bool = False
+    heads: bool = True
     parts: int = 1
     line: str = ""
 
@@ -68,15 +70,35 @@ def _use(weight: int, flow: DataFlow) -> WeightUse:
         products += [one] if one.name in _PRODUCTS else []
     if not products:
         return WeightUse(elementwise=bool(names) and names <= _ELEMENTWISE)
-    for product in products:
-        for tensor in product.outputs:
-            if len(made := cut_into(tensor, flow)) > 1:
-                return WeightUse(
-                    parts=len(made), line=str(flow.lines[flow.makers[made[0]][0].line])
-                )
-            if (few := viewed_parts(tensor, flow)) > 1:
-                return WeightUse(parts=few, line=str(flow.lines[flow.users[tensor][0].line]))
-    return WeightUse()
+    given = [tensor for product in products for tensor in product.outputs]
+    heads = any(_of_heads(tensor, flow) for tensor in given)
+    for tensor in given:
+        made = cut_into(tensor, flow)
+        parts = len(made) or viewed_parts(tensor, flow)
+        if parts > 1:
+            by = flow.makers[made[0]][0] if made else flow.users[tensor][0]
+            return WeightUse(heads=heads, parts=parts, line=str(flow.lines[by.line]))
+    return WeightUse(heads=heads)
+
+
+def _of_heads(tensor: int, flow: DataFlow) -> bool:
+    """Whether the features of a product, or ranges of them, may be heads: those of one that is
+    added to hidden states, before anything views it as heads, are none.
+    """
+    waiting, seen, added = [tensor], set[int](), False
+    while waiting:
+        seen.add(at := waiting.pop())
+        if viewed(at, flow):
+            return True
+        shape = flow.shapes[at]
+        for one in flow.users.get(at, ()):
+            others = (t for t in one.inputs if t != at and t in flow.live)
+            if one.name in _PRODUCTS or any(flow.shapes[t] == shape for t in others):
+                added |= one.adds
+                continue
+            waiting += [t for t in one.outputs if flow.shapes[t][-1:] == shape[-1:]]
+        waiting = [t for t in (*waiting, *ranges(at, flow)) if t not in seen]
+    return not added
 
 
 def _after(tensor: int, flow: DataFlow, through: frozenset[str]) -> Iterator[Operation]:
@@ -113,8 +135,7 @@ def cut_into(tensor: int, flow: DataFlow) -> tuple[int, ...]:
         for view in one.outputs if one.name in _SAME else ():
             inner = len(flow.shapes[view]) - lead
             made = _cut(view, flow, inner) if inner > 1 else ()
-            whole = {flow.shapes[view][lead]} == {flow.shapes[t][lead] for t in made}
-            if made and (len(made) > 2 or not whole):
+            if len(made) > 2 or any(flow.shapes[t][lead] < flow.shapes[view][lead] for t in made):
                 return made
             if len(made := _turned(view, flow)) > 2:
                 return made
@@ -155,6 +176,6 @@ def viewed(tensor: int, flow: DataFlow) -> tuple[int, ...]:
     for one in flow.users.get(tensor, ()):
         for made in (flow.shapes[t] for t in one.outputs):
             dims = made[len(shape) - 1 :]
-            if len(made) > len(shape) and prod(dims) == shape[-1]:
+            if len(made) > len(shape) > 0 and prod(dims) == shape[-1]:
                 return dims
     return ()

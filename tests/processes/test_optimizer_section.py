@@ -79,6 +79,28 @@ def test_float64_leaves_nothing_but_rounding(four, plan, sets):
         assert result["others"][0] < 1e-6, result["others"]
 
 
+@pytest.mark.parametrize(
+    ("model", "family", "sets"),
+    [
+        *CASES,
+        ("llama", "llama", ["pp=2", "microbatches=2"]),
+        ("phi3", "phi3", ["tp=1"]),
+        ("phi3", "phi3", ["dp_replicate=2"]),
+        ("phi3", "phi3", ["pp=2", "tp=2", "microbatches=2"]),
+        ("qwen3_moe", "qwen3_moe", ["tp=2"]),
+        ("qwen3_moe", "qwen3_moe", ["ep=4"]),
+    ],
+    ids=_named,
+)
+def test_steps_of_the_same_gradients_are_exact(four, plan, model, family, sets):
+    """Whatever the mesh, also of fused and divided weights, of which some ranks hold nothing."""
+    for (error, name), muon in four.run(
+        "optimizer_jobs.exact", model=model, plan=plan(family), overrides=[*FP64, *sets]
+    ):
+        assert error < 1e-12, name
+        assert muon > 1
+
+
 @pytest.mark.parametrize("family", ["llama", "phi3"])
 def test_the_emitted_script_steps_alike(four, plan, family):
     for one, other in four.run(
@@ -111,7 +133,7 @@ def test_a_run_goes_on_on_another_mesh(four, plan, tmp_path, family, old, new):
         assert result["losses"] == pytest.approx(result["right"], rel=1e-4)
 
 
-@pytest.mark.parametrize(
+MESHES = pytest.mark.parametrize(
     ("mesh", "dims"),
     [
         ((4,), [0]),
@@ -122,6 +144,15 @@ def test_a_run_goes_on_on_another_mesh(four, plan, tmp_path, family, old, new):
     ],
     ids=str,
 )
+
+
+@MESHES
+def test_muon_on_shards_is_that_of_one_process(four, mesh, dims):
+    for error in four.run("optimizer_jobs.few_rows", mesh=mesh, dims=dims):
+        assert error < 1e-12
+
+
+@MESHES
 def test_adafactor_on_shards_is_torchs_in_one_process(four, mesh, dims):
     for error in four.run("optimizer_jobs.factored", mesh=mesh, dims=dims):
         assert error < 1e-12
