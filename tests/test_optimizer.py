@@ -459,6 +459,37 @@ def test_what_is_no_matrix_is_said_once(model, family, blocks, rule, expected, t
     assert expected in found.message.replace("`", "")
 
 
+@pytest.mark.parametrize(
+    ("rules", "found"),
+    [
+        ("root : adamw\n lm_head : sgd", ["PL102"]),
+        (
+            "model.embed_tokens : adamw\n lm_head : sgd\n model.layers.* : adamw\n"
+            " model.norm : adamw",
+            ["PL102"],
+        ),
+        ("root : adamw\n model.embed_tokens : adamw(lr = 2)", []),
+        ("root : adamw\n lm_head : adamw(lr = 2)\n model.embed_tokens : adamw(lr = 2)", []),
+    ],
+)
+def test_a_tied_weight_has_one_rule(rules, found, tmp_path):
+    """It was stepped by the rule of its first name, whatever another one said of the other."""
+    text = f'plan t for llama\nextend "llama.plan"\noptimizer {{\n {rules}\n}}\n'
+    path, sink = written(tmp_path, text), Sink()
+    compile_plan("llama-3.2-1b", str(path), sink, world_size=8)
+    assert codes(sink) == found
+
+
+def test_biases_that_nothing_steps_are_named(tmp_path):
+    rules = "$embedding : adamw\n $head : adamw\n $final_norm : adamw\n"
+    rules += " model.layers.*.*layernorm : adamw\n model.layers.*.{self_attn,mlp} : muon"
+    text = f'plan t for llama\nextend "llama.plan"\noptimizer {{\n {rules}\n}}\n'
+    path, sink = written(tmp_path, text), Sink()
+    compile_plan("qwen2.5-7b", str(path), sink, world_size=8)
+    [found] = [d.message for d in sink if d.code == "PL575"]
+    assert "`model.layers[0:28].self_attn.{q,k,v}_proj.bias`" in found
+
+
 def test_a_router_is_no_matrix(tmp_path):
     """The last block, a unit of its own, is named with the others."""
     text = 'plan t for qwen3_moe\nextend "qwen3_moe.plan"\noptimizer {\n root : adamw\n'

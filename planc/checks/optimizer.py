@@ -1,13 +1,13 @@
 """PL575 to PL579, PL590: what the optimizer section steps, as matrices, with states in 8 bits."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from math import gcd
 
 from planc.checks.queries import looked_up, several
-from planc.diagnostic import Severity, Sink
+from planc.diagnostic import Label, Severity, Sink, one_of
 from planc.model.facts import Facts, Modules, generic
 from planc.model.products import WeightUse, weight_uses
 from planc.ops.optimizer import Muon
@@ -35,6 +35,7 @@ def optimizer(plan: Plan, facts: Facts, sink: Sink) -> None:
         return
     steps = [*steps_of(plan, facts)]
     _undecided(steps, plan, sink)
+    _tied(steps, facts, sink)
     used = {id(step.rule) for step in steps}
     for rule in plan.optimizer:
         if id(rule) not in used:
@@ -56,7 +57,13 @@ def _undecided(steps: list[Stepped], plan: Plan, sink: Sink) -> None:
     left = [s for s in steps if s.rule is None]
     if not left:
         return
-    names = several(dict.fromkeys(s.modules for s in left))
+    partly = {s.modules for s in steps if s.rule is not None}
+    sets: dict[str, list[Modules]] = {}
+    for step in left:
+        own = f".{step.parameter.name}" if step.modules in partly else ""
+        sets.setdefault(own, []).append(step.modules)
+    texts = [several(dict.fromkeys(some), own) for own, some in sets.items()]
+    names = one_of(texts, last="and")
     sink.error(
         "PL575",
         f"no rule of the optimizer section steps {names}",
@@ -65,6 +72,35 @@ def _undecided(steps: list[Stepped], plan: Plan, sink: Sink) -> None:
         help="add `root : adamw` for all that has no rule of its own; what must not train is "
         "`frozen` in a train section",
     )
+
+
+def _tied(steps: list[Stepped], facts: Facts, sink: Sink) -> None:
+    """PL102 where a parameter that several modules hold is not stepped as a rule of one says: its
+    first name decides, or a wider rule around the others.
+    """
+    for group in facts.ties:
+        first, *others = (_step_of(name, steps) for name in group)
+        for other in others:
+            if first is None or other is None or first.rule is None or other.rule is None:
+                continue
+            one, two = first.rule, other.rule
+            same = replace(one.op, modules=two.op.modules) == two.op
+            same = same and (one.per, one.parts) == (two.per, two.parts)
+            if same or first.modules.within(two.modules):
+                continue
+            sink.error(
+                "PL102",
+                f"two rules decide the optimizer of one tensor, `{group[0]}`",
+                one.origin,
+                Label(span=two.origin, text="and here"),
+                facts=[f"`{other.modules}.{other.parameter.name}` is tied to it"],
+                help="write one rule on both modules",
+            )
+
+
+def _step_of(name: str, steps: list[Stepped]) -> Stepped | None:
+    owner, _, own = name.rpartition(".")
+    return next((s for s in steps if s.parameter.name == own and s.modules.has(owner)), None)
 
 
 def _blocks(step: Stepped, rule: OptimizerRule, slices: tuple[int, ...]) -> Iterator[_Finding]:
