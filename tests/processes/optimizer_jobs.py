@@ -1,5 +1,8 @@
 """What test_optimizer_section.py runs on every rank of the pool."""
 
+import logging
+from unittest import mock
+
 import torch
 from loading_jobs import fresh
 from numerics import bits, build, data, emitted, error, plain
@@ -158,6 +161,52 @@ def resume(model, plan, old, new, folder):
         "states": sorted(saved),
         "dtypes": sorted({str(dtype) for dtype in kept}),
     }
+
+
+def changed(model, plans, overrides, folder):
+    """A checkpoint of one optimizer section loaded under another one, on the same mesh.
+
+    Returns:
+        of each parameter: whether a step of the new section is that of the old one, and that of
+        an optimizer which begins anew; of each group its algorithm and numbers after the next step
+        of the schedule; and what planc logged of states that begin anew.
+    """
+    said = []
+
+    def begun(plan, *, states):
+        run = fresh(model, plan, overrides)
+        optimizer = run.optimizer(**TERMS)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+        if states:
+            heard = mock.patch.object(logging.getLogger("planc"), "warning")
+            with heard as warned:
+                run.load(folder, optimizer=optimizer, extra={"schedule": schedule})
+            said.extend(call.args[0] % call.args[1:] for call in warned.call_args_list)
+        else:
+            run.load(folder)
+            for group in optimizer.param_groups:
+                group["lr"] *= 0.25
+        return run, optimizer, schedule
+
+    run = applied(model, plans[0], overrides)
+    optimizer = run.optimizer(**TERMS)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+    for seed in range(2):
+        _step(run, optimizer, seed)
+        schedule.step()
+    run.save(folder, optimizer=optimizer, extra={"schedule": schedule})
+    ends = []
+    for plan, states in ((plans[0], True), (plans[1], True), (plans[1], False)):
+        run, optimizer, schedule = begun(plan, states=states)
+        _step(run, optimizer, 2)
+        ends.append({plain(n): bits(p.detach()) for n, p in run.model.named_parameters()})
+        if states:
+            schedule.step()
+            numbers = ("algorithm", "lr", "weight_decay", "betas", "momentum")
+            groups = [tuple(g.get(n) for n in numbers) for g in optimizer.param_groups]
+    old, new, anew = ends
+    same = {name: (new[name] == old[name], new[name] == anew[name]) for name in new}
+    return same, groups, said
 
 
 def _states(run, optimizer):

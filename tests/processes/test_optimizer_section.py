@@ -146,6 +146,48 @@ MESHES = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.parametrize("sets", [["tp=2"], ["dp_replicate=2"]], ids=_named)
+def test_a_run_goes_on_with_another_section(four, plan, tmp_path, sets):
+    """What the same algorithm steps goes on to the bit; what another one steps begins anew, and is
+    named. The plan decides numbers and factors, and the schedule goes on.
+    """
+    old = """
+    root                            : adamw(eps = 1e-6)
+    model.layers.*.mlp.*_proj       : sgd(momentum = 0.9)
+    model.layers.*.self_attn.*_proj : muon
+"""
+    new = """
+    root                            : adamw(eps = 1e-6)
+    model.layers.*.*layernorm       : adamw(eps = 1e-6, beta2 = 0.9, weight_decay = 0, lr = 2)
+    model.layers.*.mlp.*_proj       : muon
+    model.layers.*.self_attn.{q,k,v}_proj : adamw(eps = 1e-6)
+    model.layers.*.self_attn.o_proj : muon
+"""
+    plans = [plan("llama", text, name) for text, name in ((old, "a"), (new, "b"))]
+    every = four.run(
+        "optimizer_jobs.changed",
+        model="llama",
+        plans=plans,
+        overrides=[*FP32, *sets],
+        folder=str(tmp_path / "run"),
+    )
+    [(said,), *others] = [said for _, _, said in every]
+    assert others == [[]] * 3
+    assert "model.layers.*.mlp.up_proj.weight (2 of them)" in said
+    assert not any(name in said for name in ("o_proj", "norm", "embed"))
+    for same, groups, _ in every:
+        for name, found in same.items():
+            if "layernorm" not in name:
+                other = "mlp" in name or name.rpartition("self_attn.")[2][0] in "qkv"
+                assert found == ((False, True) if other else (True, False)), name
+        rate = 0.01 * 0.5**3
+        assert sorted(groups, key=str) == [
+            ("adamw", pytest.approx(rate), 0.1, (0.9, 0.999), None),
+            ("adamw", pytest.approx(2 * rate), 0.0, (0.9, 0.9), None),
+            ("muon", pytest.approx(rate), 0.1, None, 0.95),
+        ]
+
+
 @MESHES
 def test_muon_on_shards_is_that_of_one_process(four, mesh, dims):
     for error in four.run("optimizer_jobs.few_rows", mesh=mesh, dims=dims):

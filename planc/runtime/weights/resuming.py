@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Mapping
 from functools import partial
 from pathlib import Path
@@ -15,10 +16,11 @@ from torch.optim import Optimizer
 from planc.diagnostic import Diagnostic, one_of
 from planc.ops.load import Load
 from planc.ops.lowered import Lowered
-from planc.runtime.preconditions import problem, stop
+from planc.runtime.preconditions import of_all_ranks, problem, stop
 from planc.runtime.sharded_tensors import reshard
 from planc.runtime.standalone.load_weights import (
     checkpoint_targets,
+    listed_names,
     on_other_stages,
     tensors_in_checkpoint,
 )
@@ -31,6 +33,7 @@ from planc.runtime.weights.loading import Compared, Excused, different_files
 from planc.runtime.weights.saving import METADATA, attempt, saved
 
 _OPTIMIZER, _STEP = "optimizer.", "step"
+_log = logging.getLogger("planc")
 
 
 def load(
@@ -140,6 +143,10 @@ def _load_checkpoint(
     flat = {start: _flat(metadata, start, others) for start in every}
     for start, each in every.items():  # nothing is allocated before every check has passed
         _check_optimizer(model, each, findings, start=start, flat=flat[start], folder=folder)
+        if not findings:
+            read = partial(_values, folder, start)
+            flat[start], anew = optimizers.own_state(model, each, flat[start], read)
+            _say_anew(anew)
     rest = extras.others_in(model, extra)
     states, missing = extras.read_states(rest, folder, metadata, *data)
     loading.raise_on_all_ranks([*findings, *missing])
@@ -159,8 +166,26 @@ def _load_checkpoint(
     for start, each in every.items():
         loaded = {key: target[start + key] for key in flat[start]}
         optimizers.load_flat_state(model, each, loaded)
+    for other in rest.values():
+        optimizers.rates_of(other)
     step = target.get(_STEP)
     return int(step) if step is not None else None
+
+
+def _values(folder: Path, start: str, keys: list[str]) -> dict[str, Any]:
+    """The values of keys of an optimizer that hold no tensors."""
+    target: dict[str, Any] = dict.fromkeys(start + key for key in keys)
+    if target:
+        checkpoint.load(target, checkpoint_id=folder, no_dist=True)
+    return {key: target[start + key] for key in keys}
+
+
+def _say_anew(names: list[str]) -> None:
+    """Names the parameters of all ranks whose saved states another algorithm made, on rank 0."""
+    every = dict.fromkeys(name for some in of_all_ranks(names) for name in some)
+    if every and distributed.get_rank() == 0:
+        text = "%s: another algorithm steps them than when the checkpoint was saved, so their "
+        _log.warning(f"{text}states begin anew", listed_names(every))
 
 
 def _check_optimizer(
