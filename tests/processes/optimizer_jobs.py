@@ -15,14 +15,17 @@ from torch.distributed.tensor import (
     distribute_tensor,
     init_device_mesh,
 )
+from torch.utils._pytree import tree_leaves
 from training_jobs import applied
 
 import planc
 from planc.runtime.executor import alone
 from planc.runtime.sharded_tensors import sharded_like
+from planc.runtime.standalone.dcp_chunks import Pieces
 from planc.runtime.standalone.kept_states import state_values
 from planc.runtime.standalone.optimizer import optimize, planned_optimizer
-from planc.runtime.standalone.shards import rank_orders, slices_of, taken, whole_of
+from planc.runtime.standalone.shards import part_of, rank_orders, slices_of, taken, whole_of
+from planc.runtime.weights.background import snapshot
 
 TERMS = {"lr": 0.01, "weight_decay": 0.1}
 
@@ -161,6 +164,30 @@ def resume(model, plan, old, new, folder):
         "states": sorted(saved),
         "dtypes": sorted({str(dtype) for dtype in kept}),
     }
+
+
+def copied(model, plan, overrides, folder):
+    """Bytes that a save in the background copies on this rank, and those that are estimated."""
+    from planc.runtime.weights import saving
+
+    run, world = applied(model, plan, overrides), distributed.get_world_size()
+    optimizer = run.optimizer(**TERMS)
+    _step(run, optimizer, 0)
+    counted = []
+
+    def noted(state):
+        found = snapshot(state)
+        leaves = (leaf for leaf in tree_leaves(found) if isinstance(leaf, torch.Tensor))
+        own = (leaf.part if isinstance(leaf, Pieces) else part_of(leaf) for leaf in leaves)
+        counted.append(sum(part.numel() * part.element_size() for part in own if part.dim()))
+        return found
+
+    with mock.patch.object(saving, "snapshot", noted):
+        run.save(folder, optimizer=optimizer, asynchronous=True)
+        run.finish_save()
+    size = {"world_size": world, "batch": 4, "seq": 16, "overrides": overrides}
+    found = planc.estimate(build(model), plan, **size).estimate
+    return counted[0], max(rank.copied for rank in found.ranks)
 
 
 def changed(model, plans, overrides, folder):

@@ -26,6 +26,11 @@ RULES = {
     }
 """,
 }
+EIGHT = """
+    root                            : adamw(eps = 1e-6, state = int8, block = 8)
+    model.layers.*.self_attn.o_proj : muon(state = int8, block = 4)
+    model.layers.*.mlp.*proj        : sgd(momentum = 0.9, state = int8, block = 8)
+"""
 FACTORED = "root : adafactor\n model.layers.*.*layernorm : adamw(eps = 1e-6)"
 
 
@@ -146,6 +151,28 @@ MESHES = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.parametrize(
+    ("model", "rules", "sets"),
+    [
+        ("llama", RULES["llama"], ["tp=2"]),
+        ("llama", "root : adamw(state = int8, block = 8, offload = states)", ["dp_replicate=2"]),
+        ("phi3", EIGHT, ["tp=2"]),
+    ],
+    ids=lambda value: "" if isinstance(value, str) and ":" in value else _named(value),
+)
+def test_the_copy_of_a_save_in_the_background_is_estimated(
+    four, plan, tmp_path, model, rules, sets
+):
+    for found, estimated in four.run(
+        "optimizer_jobs.copied",
+        model=model,
+        plan=plan(model, rules),
+        overrides=[*FP32, *sets],
+        folder=str(tmp_path / "run"),
+    ):
+        assert found == pytest.approx(estimated, rel=0.01)
+
+
 @pytest.mark.parametrize("sets", [["tp=2"], ["dp_replicate=2"]], ids=_named)
 def test_a_run_goes_on_with_another_section(four, plan, tmp_path, sets):
     """What the same algorithm steps goes on to the bit; what another one steps begins anew, and is
@@ -257,11 +284,6 @@ def test_states_keep_their_dtype_when_they_are_loaded(four, plan, tmp_path):
         assert result["dtypes"] == ["torch.bfloat16", "torch.float32"]  # and the step
 
 
-EIGHT = """
-    root                            : adamw(eps = 1e-6, state = int8, block = 8)
-    model.layers.*.self_attn.o_proj : muon(state = int8, block = 4)
-    model.layers.*.mlp.*proj        : sgd(momentum = 0.9, state = int8, block = 8)
-"""
 MIXED = """
     root                            : adamw(eps = 1e-6{0})
     model.layers.*.self_attn.o_proj : muon({1})
