@@ -4,7 +4,7 @@ Keys are `state.NAME.exp_avg` and `param_groups.NAME.lr`. A name is the same und
 a parameter's index and its shards are not.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -175,11 +175,12 @@ def load_flat_state(model: nn.Module, optimizer: Optimizer, loaded: Mapping[str,
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
-def rates_of(schedule: Any) -> None:
-    """Gives a schedule of a plan's optimizer, which both were loaded, the rates of its groups: a
-    plan with other groups may have saved it.
+def rates_of(objects: Iterable[Any]) -> None:
+    """Gives schedules of a plan's optimizer, which were loaded like it, the rates of its groups: a
+    plan with other groups may have saved them.
     """
-    for each in (schedule, *getattr(schedule, "_schedulers", ())):
+    inner = (each for one in objects for each in (one, *getattr(one, "_schedulers", ())))
+    for each in inner:
         optimizer = getattr(each, "optimizer", None)
         if isinstance(optimizer, PlannedOptimizer) and hasattr(each, "base_lrs"):
             each.base_lrs = [group["initial_lr"] for group in optimizer.param_groups]

@@ -143,13 +143,10 @@ def _load_checkpoint(
     flat = {start: _flat(metadata, start, others) for start in every}
     for start, each in every.items():  # nothing is allocated before every check has passed
         _check_optimizer(model, each, findings, start=start, flat=flat[start], folder=folder)
-        if not findings:
-            read = partial(_values, folder, start)
-            flat[start], anew = optimizers.own_state(model, each, flat[start], read)
-            _say_anew(anew)
     rest = extras.others_in(model, extra)
     states, missing = extras.read_states(rest, folder, metadata, *data)
     loading.raise_on_all_ranks([*findings, *missing])
+    flat = _carried(model, folder, every, flat)
     loading.allocate(model, left_out.differences(model, folder, metadata), device)
     filled, missing = extras.empty(model, rest, states, metadata)
     loading.raise_on_all_ranks(missing)
@@ -166,10 +163,8 @@ def _load_checkpoint(
     for start, each in every.items():
         loaded = {key: target[start + key] for key in flat[start]}
         optimizers.load_flat_state(model, each, loaded)
-    for other in rest.values():
-        optimizers.rates_of(other)
-    step = target.get(_STEP)
-    return int(step) if step is not None else None
+    optimizers.rates_of(rest.values())
+    return None if (step := target.get(_STEP)) is None else int(step)
 
 
 def _values(folder: Path, start: str, keys: list[str]) -> dict[str, Any]:
@@ -180,12 +175,26 @@ def _values(folder: Path, start: str, keys: list[str]) -> dict[str, Any]:
     return {key: target[start + key] for key in keys}
 
 
-def _say_anew(names: list[str]) -> None:
-    """Names the parameters of all ranks whose saved states another algorithm made, on rank 0."""
-    every = dict.fromkeys(name for some in of_all_ranks(names) for name in some)
-    if every and distributed.get_rank() == 0:
+def _carried(
+    model: nn.Module,
+    folder: Path,
+    every: Mapping[str, Optimizer],
+    flat: Mapping[str, Mapping[str, Any]],
+) -> dict[str, dict[str, Any]]:
+    """What optimizers take of their states in a checkpoint; names the parameters of all ranks whose
+    saved states another algorithm made, on rank 0.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    names: list[str] = []
+    for start, each in every.items():
+        read = partial(_values, folder, start)
+        found[start], anew = optimizers.own_state(model, each, flat[start], read)
+        names += anew
+    told = dict.fromkeys(name for some in of_all_ranks(names) for name in some)
+    if told and distributed.get_rank() == 0:
         text = "%s: another algorithm steps them than when the checkpoint was saved, so their "
-        _log.warning(f"{text}states begin anew", listed_names(every))
+        _log.warning(f"{text}states begin anew", listed_names(told))
+    return found
 
 
 def _check_optimizer(
