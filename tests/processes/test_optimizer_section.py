@@ -119,6 +119,7 @@ def test_the_emitted_script_steps_alike(four, plan, family):
     [
         ("llama", ["tp=2"], ["tp=1"]),
         ("phi3", ["tp=2"], ["tp=1"]),
+        ("phi3", ["tp=2"], ["tp=2"]),
         ("qwen3_moe", ["ep=2"], ["tp=2"]),
     ],
     ids=_named,
@@ -134,8 +135,9 @@ def test_a_run_goes_on_on_another_mesh(four, plan, tmp_path, family, old, new):
     ):
         assert result["equal"]
         assert any(name.endswith("momentum_buffer") for name in result["states"])
-        # the other mesh rounds otherwise, and the iteration enlarges that
-        assert result["losses"] == pytest.approx(result["right"], rel=1e-4)
+        # another mesh rounds otherwise, and the iteration enlarges that
+        near = pytest.approx(result["right"], rel=1e-4)
+        assert result["losses"] == (result["right"] if old == new else near)
 
 
 MESHES = pytest.mark.parametrize(
