@@ -3,6 +3,7 @@
 import gc
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from planc.budget import choose
 from planc.budget import table as rates
 from planc.budget.choose import Alike, Share
 from planc.budget.table import CallTable, CountedCall
+from planc.compiler import compile_plan
 from planc.diagnostic import Sink
 from planc.estimate import profiles
 from planc.ops.activation_checkpoint import GROUPS, Checkpoint, Save
@@ -110,6 +112,25 @@ def test_rates_are_those_of_the_profile():
     assert hardware.matmul_tflops * 1e12 == rates.FLOPS
     assert hardware.memory_gb_s * 1e9 == rates.MEMORY
     assert hardware.node_gb_s * 1e9 == rates.LINK
+
+
+def test_a_block_of_8b_is_computed_again_as_the_docs_say(tmp_path, monkeypatch):
+    """Also with other rates and without its input among the bytes, as others count."""
+    written = plan(tmp_path, "budget(8GiB, rows = 1, seq = 4096)")
+    sink = Sink()
+    applied, facts = compile_plan("llama-3.1-8b", written, sink, world_size=8).applied
+    modules = [rule.modules for rule in next(iter(applied.budget_lines))]
+    counted = choose.counted(applied, facts, modules, 1, 4096)["model.layers.1"]
+
+    def again(table):
+        shares = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8)
+        fits = ([p for p in table.front if p.size <= table.saved * share] for share in shares)
+        return [round(100 * points[-1].seconds / table.forward) for points in fits]
+
+    assert again(counted) == [80, 68, 56, 44, 31, 20, 18, 13]
+    monkeypatch.setattr(rates, "FLOPS", 600e12)
+    monkeypatch.setattr(rates, "MEMORY", 3000e9)
+    assert again(replace(counted, inputs=0)) == [68, 62, 48, 36, 22, 16, 14, 10]
 
 
 def test_lists_are_counted_as_torch_does():

@@ -207,7 +207,7 @@ def test_blocks_that_a_mesh_cuts_name_those_that_fit(tmp_path):
     path, sink = written(tmp_path, text + " root : adamw(state = int8)\n}\n"), Sink()
     settings = ["ep=2", "tp=2", "etp=2"]
     compile_plan("qwen3-30b-a3b", str(path), sink, world_size=8, settings=settings)
-    [first, _] = [d for d in sink if d.code == "PL590"]
+    [first] = [d for d in sink if d.code == "PL590"]
     assert "a rank has 384 numbers of a row" in first.facts[0]
     assert "`block = 128`" in first.help
     path, sink = written(tmp_path, text + " root : adamw(state = int8, block = 128)\n}\n"), Sink()
@@ -331,15 +331,190 @@ def test_findings(rules, code, tmp_path):
     assert code in codes(sink)
 
 
+UNSPLIT = """
+plan t for {family}
+mesh {{ dp_shard = auto }}
+optimizer {{
+    root : adamw
+    {rule}
+}}
+fsdp on dp_shard {{
+    {blocks} : unit
+    root : unit
+}}
+"""
+
+
+def found_of(model, family, blocks, rule, tmp_path):
+    sink = Sink()
+    text = UNSPLIT.format(family=family, blocks=blocks, rule=rule)
+    compile_plan(model, str(written(tmp_path, text)), sink, world_size=8)
+    return list(sink)
+
+
+@pytest.mark.parametrize(
+    ("model", "family", "rule", "cut"),
+    [
+        ("gpt2", "gpt2", "transformer.h.*.attn.c_attn : muon(per = head)", (1, (64,) * 36)),
+        ("gpt2", "gpt2", "transformer.h.*.attn.c_attn : muon(parts = 3)", (1, (768,) * 3)),
+        ("phi-4", "phi3", "model.layers.*.mlp.gate_up_proj : muon(parts = 2)", (0, (17920,) * 2)),
+        (
+            "llama-4-scout",
+            "llama4_text",
+            "model.layers.*.feed_forward.experts : muon(parts = 2)",
+            (2, (8192,) * 2),
+        ),
+        (
+            "qwen3-30b-a3b",
+            "qwen3_moe",
+            "model.layers.*.mlp.experts : muon(parts = 2)",
+            (1, (768,) * 2),
+        ),
+    ],
+)
+def test_units_are_of_the_outputs(model, family, rule, cut, tmp_path):
+    """Which are the columns of a Conv1D, and of experts whose weights are [experts, in, out]."""
+    blocks = rule.split("*")[0] + "*"
+    text = UNSPLIT.format(family=family, blocks=blocks, rule=rule)
+    ops = compiled_of(model, written(tmp_path, text)).lowered.ops
+    [muon] = {op.algorithm for op in ops if isinstance(op, Optimize) and "muon" in op.headline()}
+    [(_, found)] = [unit for unit in muon.units if unit[0] in ("weight", "gate_up_proj")]
+    assert (found.dim, found.sizes) == cut
+
+
+@pytest.mark.parametrize("per", ["expert", "matrix"])
+def test_an_expert_is_one_matrix_where_the_plan_says_so(per, tmp_path):
+    """Although a tensor rule has parts of its weight."""
+    text = 'plan t for qwen3_moe\nextend "qwen3_moe.plan"\noptimizer {\n root : adamw\n'
+    text += f" model.layers.*.mlp.experts : muon(per = {per})\n}}\n"
+    ops = compiled_of("qwen3-30b-a3b", written(tmp_path, text)).lowered.ops
+    every = [op.algorithm for op in ops if isinstance(op, Optimize) and "muon" in op.headline()]
+    units = [muon.units for muon in every]
+    assert units
+    assert all(cut.sizes == () for some in units for _, cut in some)
+
+
+@pytest.mark.parametrize(
+    ("model", "family", "blocks", "expected"),
+    [
+        ("phi-4", "phi3", "model.layers", {"self_attn.qkv_proj": 3, "mlp.gate_up_proj": 2}),
+        ("qwen3-30b-a3b", "qwen3_moe", "model.layers", {"mlp.experts.gate_up_proj": 2}),
+        ("gpt2", "gpt2", "transformer.h", {"attn.c_attn": 3}),
+        ("llama-4-scout", "llama4_text", "model.layers", {"feed_forward.experts.gate_up_proj": 2}),
+        ("starcoder", "gpt_bigcode", "transformer.h", {"attn.c_attn": 3}),
+        ("mpt-7b", "mpt", "transformer.blocks", {"attn.Wqkv": 3}),
+        ("falcon-7b", "falcon", "transformer.h", {"self_attention.query_key_value": 3}),
+        ("bloom-7b1", "bloom", "transformer.h", {"self_attention.query_key_value": 3}),
+        ("pythia-6.9b", "gpt_neox", "gpt_neox.layers", {"attention.query_key_value": 3}),
+        (
+            "deepseek-v3",
+            "deepseek_v3",
+            "model.layers",
+            {"self_attn.kv_a_proj_with_mqa": 2, "mlp.experts.gate_up_proj": 2},
+        ),
+        ("qwen3.5-9b", "qwen3_5_text", "model.layers", {}),
+        ("llama-3.1-8b", "llama", "model.layers", {}),
+    ],
+)
+def test_fused_weights_are_known_by_the_models_code(model, family, blocks, expected, tmp_path):
+    """Whatever their names are; a head's two parts, as for rotary positions, are one projection."""
+    sink = found_of(model, family, f"{blocks}.*", f"{blocks}.* : muon", tmp_path)
+    fused = [d for d in sink if d.code == "PL578"]
+    said = {d.message.partition(" projections")[0] for d in fused}
+    names = {text.partition("].")[2].replace(".weight", "").replace("`", "") for text in said}
+    assert names == {f"{name} is {parts}" for name, parts in expected.items()}
+    assert len(fused) == len(expected)
+    assert all(".py:" in d.facts[0] for d in fused)
+
+
+@pytest.mark.parametrize(
+    ("model", "family", "blocks", "rule", "expected"),
+    [
+        (
+            "jamba-v0.1",
+            "jamba",
+            "model.layers.*",
+            "model.layers.*.mamba : muon(per = matrix)",
+            "mamba.A_log is no factor of a product",
+        ),
+        (
+            "llava-1.5-7b",
+            "llava",
+            "model.language_model.layers.*",
+            "lm_head : muon",
+            "lm_head.weight is the head",
+        ),
+        (
+            "gpt-oss-20b",
+            "gpt_oss",
+            "model.layers.*",
+            "model.layers.*.mlp : muon(per = matrix)",
+            "model.layers[0:24].mlp.router.weight is a router",
+        ),
+    ],
+)
+def test_what_is_no_matrix_is_said_once(model, family, blocks, rule, expected, tmp_path):
+    [found] = found_of(model, family, blocks, rule, tmp_path)
+    assert found.code == "PL576"
+    assert expected in found.message.replace("`", "")
+
+
+@pytest.mark.parametrize(
+    ("rules", "found"),
+    [
+        ("root : adamw\n lm_head : sgd", ["PL102"]),
+        (
+            "model.embed_tokens : adamw\n lm_head : sgd\n model.layers.* : adamw\n"
+            " model.norm : adamw",
+            ["PL102"],
+        ),
+        ("root : adamw\n model.embed_tokens : adamw(lr = 2)", []),
+        ("root : adamw\n lm_head : adamw(lr = 2)\n model.embed_tokens : adamw(lr = 2)", []),
+    ],
+)
+def test_a_tied_weight_has_one_rule(rules, found, tmp_path):
+    """It was stepped by the rule of its first name, whatever another one said of the other."""
+    text = f'plan t for llama\nextend "llama.plan"\noptimizer {{\n {rules}\n}}\n'
+    path, sink = written(tmp_path, text), Sink()
+    compile_plan("llama-3.2-1b", str(path), sink, world_size=8)
+    assert codes(sink) == found
+
+
+def test_biases_that_nothing_steps_are_named(tmp_path):
+    rules = "$embedding : adamw\n $head : adamw\n $final_norm : adamw\n"
+    rules += " model.layers.*.*layernorm : adamw\n model.layers.*.{self_attn,mlp} : muon"
+    text = f'plan t for llama\nextend "llama.plan"\noptimizer {{\n {rules}\n}}\n'
+    path, sink = written(tmp_path, text), Sink()
+    compile_plan("qwen2.5-7b", str(path), sink, world_size=8)
+    [found] = [d.message for d in sink if d.code == "PL575"]
+    assert "`model.layers[0:28].self_attn.{q,k,v}_proj.bias`" in found
+
+
 def test_a_router_is_no_matrix(tmp_path):
+    """The last block, a unit of its own, is named with the others."""
     text = 'plan t for qwen3_moe\nextend "qwen3_moe.plan"\noptimizer {\n root : adamw\n'
     path, sink = written(tmp_path, text + " model.layers.* : muon\n}\n"), Sink()
     compile_plan("qwen3-30b-a3b", str(path), sink, world_size=8)
     found = [d.message for d in sink if d.code == "PL576"]
-    assert found == [
-        f"`model.layers[{layers}].mlp.gate.weight` is a router, which Muon is not made for"
-        for layers in ("0:47", "47")  # the last block is a unit of its own
-    ]
+    assert found == ["`model.layers[0:48].mlp.gate.weight` is a router, which Muon is not made for"]
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        "mlp.down_proj : muon(per = part)",
+        "mlp.down_proj : muon(per = head)",
+        "mlp.down_proj : muon(per = expert)",
+        "self_attn.o_proj : muon(per = head)",
+    ],
+)
+def test_units_that_do_not_fit_are_said_once(rule, tmp_path):
+    """The columns of an output projection are of heads, and its rows are not."""
+    text = 'plan t for llama\nextend "llama.plan"\noptimizer {\n root : adamw\n'
+    rule = f" model.layers.*.{rule}\n}}\n"
+    path, sink = written(tmp_path, text + rule), Sink()
+    compile_plan("llama-3.1-8b", str(path), sink, world_size=8)
+    assert codes(sink) == ["PL577"]
 
 
 def _planned(module, **terms):

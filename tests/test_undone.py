@@ -11,6 +11,8 @@ from torch.optim.swa_utils import AveragedModel
 
 sys.path.append(str(Path(__file__).parent / "processes"))
 import numerics
+import own_optimizers
+import transformers
 
 import planc
 from planc.runtime.safeguards import guards
@@ -147,6 +149,35 @@ def test_an_optimizer_that_cannot_step_is_refused(code, make, before):
     assert isinstance(error, planc.PlanError)
     assert code in str(error) and "test_undone.py" in str(error)
     assert ran(lambda run: run.optimizer(torch.optim.Adagrad(run.model.parameters())))[1] is None
+
+
+@pytest.mark.parametrize("settings", [[], ["tp=2"]], ids=str)
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (own_optimizers.Lion, ""),
+        (own_optimizers.Normalized, ""),
+        (own_optimizers.LocalNorm, "LocalNorm steps shards otherwise than whole parameters, by 0."),
+        (torch.optim.Adafactor, "Adafactor cannot step shards: RuntimeError: "),
+        (transformers.Adafactor, "Adafactor cannot step shards: RuntimeError: "),
+        (lambda own: torch.optim.Muon([p for p in own if p.ndim == 2]), ""),
+        (lambda own: torch.optim.LBFGS([*own]), ""),
+    ],
+    ids=["lion", "normalized", "local", "adafactor", "transformers", "muon", "closure"],
+)
+def test_an_optimizer_of_the_script_is_tried_on_small_shards(make, said, settings):
+    """Whatever its name is; its parameters and states stay as they are."""
+
+    def script(run):
+        made = make(run.model.parameters())
+        given = [(p, p.detach().clone()) for group in made.param_groups for p in group["params"]]
+        run.optimizer(made)
+        assert not made.state
+        assert all(torch.equal(numerics.whole(p), numerics.whole(was)) for p, was in given)
+
+    _, error = ran(script, *FP32, *settings)
+    assert (said in str(error) and "test_undone.py" in str(error)) if said else error is None
+    assert not said or "PL465" in str(error)
 
 
 def test_torch_still_has_no_adafactor_of_shards():

@@ -1,6 +1,7 @@
 """Questions that several rules ask about a plan and a model: containment, units, active styles."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from planc.diagnostic import Label, one_of
 from planc.model.facts import Facts, Modules, Parameter, merged
@@ -101,18 +102,25 @@ def looked_up(modules: Modules, parameter: Parameter, facts: Facts) -> str | Non
         return "an embedding"
     if len(parameter.shape) != 2 or name.endswith("_proj"):
         return None
-    if rows == facts.config.get("vocab_size") and "[" not in name:
+    if rows in _stated(facts.config, ("vocab_size",)) and "[" not in name:
         return "the head"
-    if rows > 1 and rows in {facts.config.get(field) for field in EXPERTS}:
+    if rows > 1 and rows in _stated(facts.config, EXPERTS):
         return "a router"
     return None
 
 
-def several(sets: Iterable[Modules]) -> str:
+def _stated(config: Mapping[str, Any], fields: Collection[str]) -> set[Any]:
+    """The values of fields of a configuration, and of those in it, such as of a language model."""
+    inner = (_stated(value, fields) for value in config.values() if isinstance(value, dict))
+    return {config[field] for field in fields if isinstance(config.get(field), int)}.union(*inner)
+
+
+def several(sets: Iterable[Modules], own: str = "") -> str:
     """Sets of modules as one text, `model.layers[0:26].self_attn.{q,k}_norm` in backticks: sets
-    that differ in their indices or their last name only are written once.
+    that differ in their indices or their last name only are written once. With `own`, such as
+    `.weight`, after each.
     """
-    return one_of((f"`{path}`" for path in together(map(str, merged(sets)))), last="and")
+    return one_of((f"`{path}{own}`" for path in together(map(str, merged(sets)))), last="and")
 
 
 def divisors(number: int, largest: int | None = None) -> tuple[int, ...]:

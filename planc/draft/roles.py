@@ -18,6 +18,7 @@ from math import prod
 
 from planc.model.dataflow import DataFlow, FlowCall
 from planc.model.facts import Facts, Module, Modules
+from planc.model.products import ranges, settled, viewed, viewed_parts
 from planc.model.roles import ends, lists, same_tensor
 
 ROUTER = re.compile(
@@ -189,35 +190,18 @@ def _linear(name: str, module: Module) -> Linear:
 
 def _cut(linear: Linear, tensor: int, flow: DataFlow) -> Linear:
     """A linear with the parts and heads of its output, by the shapes that the code makes of it."""
-    shape, users = flow.shapes[tensor], flow.users.get(tensor, ())
-    made = [t for one in users for t in one.outputs]
-    if len(made) == 1 and flow.shapes[made[0]] == shape:
-        return _cut(linear, made[0], flow)
-    sizes = tuple(flow.shapes[t][-1] for t in made if flow.shapes[t][:-1] == shape[:-1])
-    if len(sizes) > 1 and sum(sizes) == shape[-1]:
-        views = [_view(flow.shapes[t], flow, t) for t in made]
+    tensor = settled(tensor, flow)
+    made, shape = ranges(tensor, flow), flow.shapes[tensor]
+    if made:
+        sizes = tuple(flow.shapes[t][-1] for t in made)
+        views = [viewed(t, flow) for t in made]
     else:
-        dims = _view(shape, flow, tensor)
-        few = dims[0] if len(dims) > 2 and dims[0] in _FEW else 0
-        sizes = (shape[-1] // few,) * few if few else ()
-        views = [dims[1:] if few else dims]
+        few, dims = viewed_parts(tensor, flow), viewed(tensor, flow)
+        sizes = (shape[-1] // few,) * few if few > 1 else ()
+        views = [dims[1:] if sizes else dims]
     heads = {n for dims in views for n in (*dims[:-1], prod(dims[:-1])) if n > 1}
     size = min((dims[-1] for dims in views if dims), default=0)
     return replace(linear, parts=sizes, heads=frozenset(heads), size=size)
-
-
-_FEW = (2, 3)
-"""How many parts a view can have: keys and values, with or without queries."""
-
-
-def _view(shape: tuple[int, ...], flow: DataFlow, tensor: int) -> tuple[int, ...]:
-    """The dims that the features of a tensor are viewed as; empty for no such view."""
-    for one in flow.users.get(tensor, ()):
-        for made in (flow.shapes[t] for t in one.outputs):
-            dims = made[len(shape) - 1 :]
-            if len(made) > len(shape) and prod(dims) == shape[-1]:
-                return dims
-    return ()
 
 
 def _projection_groups(

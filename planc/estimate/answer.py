@@ -341,6 +341,13 @@ def _memory(found: Answer, explain: bool) -> Iterator[str]:
     for rank in step.ranks:
         if rank is not step.fullest:
             yield f"  {rank.peak / GIB:8.2f}  at place {rank.rank}: {rank.largest.name}"
+    if explain:
+        copied = max(rank.copied for rank in step.ranks)
+        unit, of = unit_of(copied)
+        yield (
+            f"memory of a rank's host: {copied / of:.2f} {unit} more while a save in the "
+            "background writes parameters and states (`run.save(..., asynchronous=True)`)"
+        )
 
 
 def held_lines(rank: RankMemory, *, least: float = 0.0, explain: bool = False) -> Iterator[str]:
@@ -408,6 +415,7 @@ def document(found: Answer) -> dict[str, Any]:
             {
                 "peak": rank.peak,
                 "largest": rank.largest.name,
+                "copied_by_save": rank.copied,
                 "moments": [
                     {"name": m.name, "size": m.size, "items": [_plain(i) for i in m.items]}
                     for m in rank.moments

@@ -17,7 +17,7 @@ from planc.budget.count import UncountedError
 from planc.budget.count import counted as counted_calls
 from planc.budget.table import CallTable
 from planc.estimate.counted import Counted, MicroBatch, Part
-from planc.estimate.optimizer_step import states_of, update_of
+from planc.estimate.optimizer_step import Where, states_of, update_of
 from planc.estimate.profiles import Stack
 from planc.estimate.tensor_split import (
     PartSplit,
@@ -473,8 +473,9 @@ class PlanWork:
             "parameters": sum(prod(h.local) * h.count for h in inside),
             "apart": sum(prod(h.local) * h.count for h in inside if self._apart(h.unit)),
             "frozen": sum(prod(h.local) * h.count for h in inside if not h.trains),
-            "states": sum(map(self._states, inside)),
-            "hosted": sum(self._states(h, offloaded=True) for h in inside),
+            "states": sum(self._states(h, "device") for h in inside),
+            "hosted": sum(self._states(h, "host") for h in inside),
+            "stored": sum(self._states(h, "checkpoint") for h in inside),
             "unsplit": sum(map(unsplit, inside)),
             "tied": sum(prod(h.local) for h in inside if h.trains and self._shared(h)),
         }
@@ -485,11 +486,11 @@ class PlanWork:
         names = {f"{name}.{holding.parameter.name}" for name in holding.modules.names()}
         return self.pipeline is None and any(names & {*group} for group in self.facts.ties)
 
-    def _states(self, holding: Holding, *, offloaded: bool = False) -> int:
+    def _states(self, holding: Holding, where: Where) -> int:
         if not self.plan.optimizer:
             return 0
         ranks = self.holdings.ranks(holding)
-        return states_of(holding, self.plan, ranks, offloaded=offloaded)
+        return states_of(holding, self.plan, ranks, where)
 
     def _name(self, part: Part, unit: Unit | None) -> str:
         if part.at:

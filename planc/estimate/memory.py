@@ -51,10 +51,13 @@ class RankMemory:
     Args:
         rank: in the pipeline.
         moments: candidates for the peak, in the order of a step.
+        copied: bytes of the host's memory that a save in the background takes while it writes: of
+            parameters and states, whether they train or not.
     """
 
     rank: int
     moments: tuple[Moment, ...]
+    copied: float = 0.0
 
     @property
     def largest(self) -> Moment:
@@ -133,7 +136,7 @@ class _Rank:
             end = (*whole, *self.gradients(), *self.reduced())
         moments.append(Moment(name="end of backward", items=end))
         moments.append(Moment(name="optimizer step", items=(*held, *self.stepped())))
-        return RankMemory(rank=self.rank, moments=tuple(moments))
+        return RankMemory(rank=self.rank, moments=tuple(moments), copied=self.copied())
 
     def rest(self) -> tuple[Item, ...]:
         if self.work.offload:
@@ -143,6 +146,13 @@ class _Rank:
             self._sharded("parameters", self.elements, precision.rest, self.shard),
             self.states(),
         )
+
+    def copied(self) -> float:
+        """`RankMemory.copied`; replicas copy all, whichever of them writes it."""
+        states = self.trained * self.work.precision.states
+        if self.work.updates:
+            states = sum(layer.stored * n for layer, n in self.layers)
+        return (self.elements * self.work.precision.rest + states) * self.shard
 
     def states(self) -> Item:
         precision, name = self.work.precision, "optimizer state"

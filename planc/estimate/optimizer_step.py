@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from math import ceil, prod
+from typing import Literal
 
 from planc.estimate.workload import Collective, Group, Update
 from planc.lowering.memory import Holding, Holdings
@@ -16,19 +17,23 @@ from planc.ops.optimizer import AT_ONCE, BUCKET, Adafactor, Muon, Optimize
 from planc.plan.ir import OptimizerRule, Plan
 from planc.plan.optimizer_groups import is_matrix, rules_around
 
+Where = Literal["device", "host", "checkpoint"]
 
-def states_of(holding: Holding, plan: Plan, ranks: int, *, offloaded: bool = False) -> int:
+
+def states_of(holding: Holding, plan: Plan, ranks: int, where: Where) -> int:
     """Bytes of the states of some parameters, as the optimizer section has them, on all of the
-    ranks that shard them: of those that stay on the device, or of those that are offloaded.
+    ranks that shard them: of those that stay on the device, of those that are offloaded, or of all
+    as a checkpoint has them.
     """
     size = 0
     for count, rule in _stepped(holding, plan):
         whole, shape, copies = holding.parameter.shape, holding.local, 1
         if isinstance(rule.op.algorithm, Adafactor) and len(shape) > 1:  # whole on each
             shape, copies = whole, ranks
-        if rule.op.offload == offloaded:
-            own = rule.op.state_bytes(whole, shape, holding.parameter.dtype)
-            size += count * copies * own
+        stored = where == "checkpoint"
+        if stored or rule.op.offload == (where == "host"):
+            count_of = rule.op.saved_bytes if stored else rule.op.state_bytes
+            size += count * copies * count_of(whole, shape, holding.parameter.dtype)
     return size
 
 

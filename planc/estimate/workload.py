@@ -133,6 +133,7 @@ class Layer:
         hosted: bytes of those of the optimizer's states that the plan offloads, likewise.
         states: bytes of the optimizer's states before FSDP's sharding, where the plan says how it
             is stepped.
+        stored: bytes of all of them in a checkpoint.
         unsplit: elements of other ranks that gradients have until they are reduced over the model's
             axes: for an embedding that is split by its vocabulary, `embedding_dense_backward` gives
             a partial sum of the whole gradient.
@@ -175,6 +176,7 @@ class Layer:
     frozen: int = 0
     states: int = 0
     hosted: int = 0
+    stored: int = 0
     unsplit: int = 0
     tied: int = 0
     matmuls: tuple[Matmul, ...] = ()

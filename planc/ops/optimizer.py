@@ -220,6 +220,12 @@ class Optimize(Op):
         blocks = self.algorithm.state_size((*rows, ceil(width / self.block)))
         return blocks * (self.block + DTYPE_BYTES["float32"])
 
+    def saved_bytes(self, whole: tuple[int, ...], shape: tuple[int, ...], dtype: str) -> int:
+        """As `state_bytes`, in a checkpoint, which has values of states in 8 bits in float32."""
+        if self.in_eight_bits(whole):
+            return self.algorithm.state_size(shape) * DTYPE_BYTES["float32"]
+        return self.state_bytes(whole, shape, dtype)
+
     WORD: ClassVar = "optimizer"
     ABOUT: ClassVar[tuple[str, ...]] = ("modules",)
 

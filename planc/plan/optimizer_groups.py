@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from planc.model.facts import Facts, Modules, Parameter
+from planc.model.module_table import BATCHED_EXPERTS, TRANSPOSED_EXPERTS
 from planc.ops.contract import Split, part_sizes
 from planc.ops.optimizer import Cut, Muon
 from planc.plan.experts import expert_count
@@ -86,14 +87,15 @@ def cut_of(step: Stepped, plan: Plan, facts: Facts) -> Cut | str:
             size = _head_dim(step, facts)
             if size is None:
                 return "its module has no `head_dim`"
-            if shape[0] % size:
-                return f"its {shape[0]:,} rows are not whole heads of {size:,}"
-            return Cut(sizes=(size,) * (shape[0] // size))
+            dim = _outputs(step)
+            if shape[dim] % size:
+                return f"its {shape[dim]:,} outputs are not whole heads of {size:,}"
+            return Cut(dim=dim, sizes=(size,) * (shape[dim] // size))
         case "part" if fused is None:
             return "no tensor rule says its parts"
         case "expert" if len(shape) != 3:
             return "it is no stack of experts"
-        case "matrix":
+        case "matrix" | "expert":
             fused = None
     if fused is None:
         return Cut()
@@ -114,9 +116,11 @@ def fused_parts(step: Stepped, plan: Plan) -> Split | None:
 
 def _outputs(step: Stepped) -> int:
     """The dim of a weight's output features."""
+    module = step.modules.module
     if len(step.parameter.shape) == 3:
-        return 1
-    return 1 if step.modules.module.kind == "conv1d" else 0
+        turned = any(module.fact(f) is not None for f in (TRANSPOSED_EXPERTS, BATCHED_EXPERTS))
+        return 2 if turned else 1
+    return 1 if module.kind == "conv1d" else 0
 
 
 def _head_dim(step: Stepped, facts: Facts) -> int | None:

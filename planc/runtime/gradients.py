@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from planc.runtime.preconditions import stop
 from planc.runtime.script_line import script_line
+from planc.runtime.script_optimizers import require_whole_steps
 from planc.runtime.sharded_tensors import reshard
 from planc.runtime.standalone import shards
 from planc.runtime.standalone.loss import IGNORED
@@ -34,7 +34,7 @@ def require_current(
         replaced: the parameters that the model had before the plan and has no longer.
 
     Raises:
-        PlanError: PL486; PL464, its states are on meta; PL465, it cannot step sharded parameters.
+        PlanError: PL486; PL464, its states are on meta; PL465, it steps shards otherwise.
     """
     name = type(optimizer).__name__
     states = (value for state in optimizer.state.values() for value in state.values())
@@ -56,14 +56,7 @@ def require_current(
             *script_line("the optimizer arrives here"),
             help="create the optimizer after `planc.apply`",
         )
-    if name == "Adafactor" and any(isinstance(parameter, DTensor) for parameter in stepped):
-        raise stop(
-            "PL465",
-            "Adafactor takes norms of whole matrices, which torch cannot take of sharded ones",
-            *script_line("the optimizer arrives here"),
-            help="write `optimizer { root : adafactor }` in the plan, which steps shards alike; "
-            "AdamW does too, and `muon` has one state for each matrix",
-        )
+    require_whole_steps(optimizer)
 
 
 def required_rate(optimizer: Optimizer | None, lr: float | None, *, planned: bool) -> float:

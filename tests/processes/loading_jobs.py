@@ -333,6 +333,31 @@ def memory(plan, overrides, folder, weights):
     return {"peak": most, "shard": own, "largest": max(sizes), "whole": sum(sizes)}
 
 
+def quantized_memory(model, how, overrides, folder):
+    """As `memory`, of weights in fewer bits."""
+    changes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 32}
+    block, folder = 32, Path(folder)
+    written(model, folder / "model", changes)
+    if distributed.get_rank() == 0:
+        files = (folder / "model").glob("*.safetensors")
+        bits, _ = in_fewer_bits({n: t for f in files for n, t in load_file(f).items()}, how, block)
+        (folder / "bits").mkdir()
+        tensors = {n: t.contiguous() for n, t in bits.items()}
+        save_file(tensors, folder / "bits" / "model.safetensors", {"format": "pt"})
+        text = f'plan mine for {model}\nextend "{model}.plan"\nload {{ dequantize = {how} }}\n'
+        (folder / "mine.plan").write_text(text)
+    distributed.barrier()
+    made = on_meta(model, changes)
+    made.config.quantization_config = {"quant_method": how, "weight_block_size": [block, block]}
+    plan = folder / "mine.plan"
+    run = planc.apply(made, plan, overrides=overrides, device_type="cpu", require="nothing")
+    most = peak(lambda: run.load(folder / "bits"), folder / "bits")
+    tensors = list(run.model.parameters())
+    parts = [(t.to_local() if isinstance(t, DTensor) else t) for t in tensors]
+    own = sum(part.numel() * part.element_size() for part in parts)
+    return {"peak": most, "shard": own, "largest": max(t.nbytes for t in tensors)}
+
+
 def cast(folder):
     """Weights of bfloat16 in a model of float32, and the other way round."""
     from safetensors.torch import load_file, save_file

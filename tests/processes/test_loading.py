@@ -272,6 +272,22 @@ def test_the_peak_of_a_rank_is_its_shard_and_one_tensor(four, tmp_path, mesh, we
             assert result["peak"] <= result["shard"] + checked, result
 
 
+@pytest.mark.parametrize(
+    ("model", "how", "mesh"), [("llama", "fp8", "tp=2"), ("gpt_oss", "mxfp4", "ep=2")]
+)
+def test_quantized_weights_take_the_shard_and_one_tensor(four, tmp_path, model, how, mesh):
+    for result in four.run(
+        "loading_jobs.quantized_memory",
+        model=model,
+        how=how,
+        overrides=[*FP32, mesh],
+        folder=str(tmp_path),
+    ):
+        checked = 2 * 2**20 + 2**16  # to hash what was read, as above
+        assert result["shard"] <= result["peak"], result
+        assert result["peak"] <= result["shard"] + result["largest"] + checked, result
+
+
 @pytest.mark.parametrize("kind", ["files", "checkpoint"])
 def test_a_stale_copy_on_one_rank_stops_all(four, tmp_path, kind):
     name = "__0_0.distcp" if kind == "checkpoint" else "model.safetensors"

@@ -148,8 +148,10 @@ def layout(parameter):
     return " ".join(parameter.device_mesh.mesh_dim_names)
 
 
-def clip_by_hand():
-    """Gradients on every kind of layout at once: two meshes, replicated, partial, plain, none."""
+def clip_by_hand(dtype):
+    """Gradients on every kind of layout at once: two meshes, replicated, partial, plain, none; a
+    rank has nothing of one of them.
+    """
     from torch import nn
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
@@ -163,25 +165,26 @@ def clip_by_hand():
         "uneven": (mesh["tp"], [Shard(0)]),
         "copied": (mesh["tp"], [Replicate()]),
         "crossed": (mesh, [Replicate(), Shard(0)]),
-        "empty": (mesh["dp_shard"], [Shard(0)]),
+        "empty": (mesh, [Shard(0), Replicate()]),
     }
+    dtype = getattr(torch, dtype)
     shapes = {"both": (4, 6), "shard": (8,), "uneven": (5, 3)}
     shapes |= {"copied": (7,), "crossed": (6, 2), "empty": (1, 3)}
     generator = torch.Generator().manual_seed(0)
     model, grads = nn.Module(), {}
     for name, (where, how) in placements.items():
-        full = torch.randn(shapes[name], generator=generator)
-        grads[name] = torch.randn(shapes[name], generator=generator)
+        full = torch.randn(shapes[name], generator=generator, dtype=dtype)
+        grads[name] = torch.randn(shapes[name], generator=generator, dtype=dtype)
         parameter = nn.Parameter(distribute_tensor(full, where, how))
         parameter.grad = distribute_tensor(grads[name].clone(), where, how)
         model.register_parameter(name, parameter)
-    grads["norm"], grads["plain"] = torch.randn(2, 7, generator=generator).unbind()
-    norm = nn.Parameter(distribute_tensor(torch.ones(7), mesh["tp"], [Replicate()]))
+    grads["norm"], grads["plain"] = torch.randn(2, 7, generator=generator, dtype=dtype).unbind()
+    norm = nn.Parameter(distribute_tensor(torch.ones(7, dtype=dtype), mesh["tp"], [Replicate()]))
     # a sequence parallel norm's gradient: each rank has a part of the sum
     part = grads["norm"] * (0.25 if mesh["tp"].get_local_rank() == 0 else 0.75)
     norm.grad = DTensor.from_local(part, mesh["tp"], [Partial()])
     model.register_parameter("norm", norm)
-    model.register_parameter("plain", nn.Parameter(torch.zeros(7)))
+    model.register_parameter("plain", nn.Parameter(torch.zeros(7, dtype=dtype)))
     model.plain.grad = grads["plain"].clone()
     model.register_parameter("unused", nn.Parameter(torch.zeros(3)))
     right = torch.cat([g.flatten() for g in grads.values()]).norm()

@@ -37,7 +37,8 @@ def clip_grad_norm(
         error_if_nonfinite: whether to raise if the norm is not finite.
 
     Returns:
-        The norm before scaling, a scalar of float32, the same on every rank.
+        The norm before scaling, a scalar of float32, of a model with parameters in
+        float64 of that; the same on every rank.
 
     Raises:
         RuntimeError: the norm is not finite and `error_if_nonfinite` is set.
@@ -71,9 +72,12 @@ def norm_of_gradients(model: nn.Module, norm_type: float) -> Tensor:
         counted = not any(parameter is copy for copy in copies)
         if part is not None and part.numel() and counted:
             parts.append(part)
-    total = torch.zeros((), device=device)
+    # also of a rank that holds nothing: ranks exchange numbers of one dtype
+    double = any(p.dtype == torch.float64 for p in model.parameters())
+    wide = torch.float64 if double else torch.float32
+    total = torch.zeros((), device=device, dtype=wide)
     for dims, parts in parts_of.items():
-        own = power_over(parts, dims, norm_type, device)
+        own = power_over(parts, dims, norm_type, total)
         total = added_power(total, own, norm_type)
     if stages is not None:
         group = stages.mesh.get_group()
@@ -104,17 +108,16 @@ def device_of_norm(parameter: Tensor) -> Any:
 
 
 def power_over(
-    parts: list[Tensor], dims: Dims, norm_type: float, device: Any
+    parts: list[Tensor], dims: Dims, norm_type: float, like: Tensor
 ) -> Tensor:
-    """The sum of powers (or the maximum) over the shards of all ranks."""
-    total = torch.zeros((), device=device)
-    wide = (
-        torch.float64 if any(p.dtype == torch.float64 for p in parts) else torch.float32
-    )
-    norms = torch._foreach_norm(parts, norm_type, dtype=wide) if parts else ()
+    """The sum of powers (or the maximum) over the shards of all ranks, in the dtype and
+    on the device of a scalar.
+    """
+    total = torch.zeros_like(like)
+    norms = torch._foreach_norm(parts, norm_type, dtype=like.dtype) if parts else ()
     for norm in norms:
         power = norm if math.isinf(norm_type) else norm**norm_type
-        total = added_power(total, power.to(device), norm_type)
+        total = added_power(total, power.to(like.device), norm_type)
     for mesh, dim in dims:
         group = mesh.get_group(dim)
         distributed.all_reduce(total, op=kind_of_norm(norm_type), group=group)

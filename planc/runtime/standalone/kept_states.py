@@ -18,6 +18,30 @@ KEEPING = ("state", "block", "host")
 """What groups say of states: their dtype, the block of those in 8 bits, the place."""
 
 
+def planned(terms: dict[str, Any], kind: Any) -> tuple[float, float, str]:
+    """What a plan says of a group: the factors of `lr` and `weight_decay`, and a text
+    of all else, with the class that steps it.
+    """
+    rest = sorted((k, v) for k, v in terms.items() if k not in ("lr", "weight_decay"))
+    return terms["lr"], terms["weight_decay"], repr((rest, kind))
+
+
+def resumed(own: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
+    """The values of a group after a load: those of the checkpoint, or, where another
+    plan saved it, what the plan says, with the rates that a schedule had come to.
+    """
+    same = own["algorithm"] == saved.get("algorithm", own["algorithm"])
+    was = saved.get("planned", own["planned"] if same else None)
+    if was == own["planned"]:
+        return {**own, **{k: v for k, v in saved.items() if k not in KEEPING}}
+    rates = {"lr": 0, "initial_lr": 0, "weight_decay": 1}
+    found = dict(own)
+    for key, factor in rates.items():
+        if was is not None and key in saved and was[factor]:
+            found[key] = saved[key] / was[factor] * own["planned"][factor]
+    return found
+
+
 def dynamic_codes(signed: bool) -> Tensor:
     """The 256 values that codes of a dynamic exponent and fraction have, in order.
 

@@ -22,9 +22,10 @@ from torch.optim.sgd import sgd
 
 from planc.runtime.standalone.adafactor import Factored
 from planc.runtime.standalone.kept_states import (
-    KEEPING,
     kept,
+    planned,
     read_as,
+    resumed,
     state_like,
     state_values,
     written_back,
@@ -102,7 +103,8 @@ def planned_optimizer(
             # operators of a class take parameters of one mesh
             mesh = getattr(parameter, "device_mesh", None) if own[0] else None
             key = repr(terms), repr(own), mesh
-            group = groups.setdefault(key, {**terms, "params": []})
+            said = planned(terms, own)
+            group = groups.setdefault(key, {**terms, "planned": said, "params": []})
             group["params"].append(parameter)
             classes[key] = own
     for group in groups.values():
@@ -194,12 +196,13 @@ class PlannedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         """Loads states in their own dtype, and keeps them as the plan of this optimizer
         says; torch casts them to the parameters', on the parameters' devices.
         """
-        own = [{k: g[k] for k in KEEPING if k in g} for g in self.param_groups]
+        both = zip(self.param_groups, state_dict["param_groups"], strict=True)
+        own = [resumed(group, saved) for group, saved in both]
         super().load_state_dict({**state_dict, "state": {}})
-        for group, said in zip(self.param_groups, own, strict=True):
-            for key in KEEPING:
-                group.pop(key, None)
-            group.update(said)
+        for group, values in zip(self.param_groups, own, strict=True):
+            group.update({**values, "params": group["params"]})
+            for key in [key for key in group if key not in values]:
+                del group[key]
         loaded = [n for group in state_dict["param_groups"] for n in group["params"]]
         pairs = ((p, group) for group in self.param_groups for p in group["params"])
         for number, (p, group) in zip(loaded, pairs, strict=True):

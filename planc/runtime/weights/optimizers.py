@@ -4,7 +4,7 @@ Keys are `state.NAME.exp_avg` and `param_groups.NAME.lr`. A name is the same und
 a parameter's index and its shards are not.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from planc.runtime.sharded_tensors import sharded_like, with_chunk_of
 from planc.runtime.standalone.dcp_chunks import Pieces, storable
 from planc.runtime.standalone.kept_states import state_values
 from planc.runtime.standalone.load_weights import listed_names
+from planc.runtime.standalone.optimizer import PlannedOptimizer
 from planc.runtime.standalone.shards import (
     Order,
     irregular,
@@ -48,6 +49,53 @@ def flat_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
             if key != "params":
                 out[f"{GROUPS}{name}.{key}"] = value
     return out
+
+
+def own_state(
+    model: nn.Module,
+    optimizer: Optimizer,
+    stored: Mapping[str, Any],
+    read: Callable[[list[str]], Mapping[str, Any]],
+) -> tuple[dict[str, Any], list[str]]:
+    """What an optimizer takes of a checkpoint's state, and the parameters that begin anew: the
+    states of one algorithm are nothing to another one.
+
+    Args:
+        stored: torch's metadata of each key.
+        read: gives the values of keys that hold no tensors.
+    """
+    groups = {name: group for name, _, group in _parameters(model, optimizer)}
+    keys: dict[str, set[str]] = {}
+    for key in stored:
+        if key.startswith(GROUPS):
+            keys.setdefault(owner(key), set()).add(key.rpartition(".")[2])
+    told = (f"{GROUPS}{n}.{k}" for n, some in keys.items() for k in _TOLD if k in some)
+    values = read([*told])
+    anew = []
+    for name, some in keys.items():
+        saved = {k: values.get(f"{GROUPS}{name}.{k}") for k in some}
+        before, after = _algorithm(saved), _algorithm(groups.get(name, {}))
+        if before and after and before != after:
+            anew.append(name)
+    out = {*anew}
+    kept = {k: m for k, m in stored.items() if k.startswith(GROUPS) or owner(k) not in out}
+    with_state = {owner(k) for k in stored if k.startswith(STATE)}
+    return kept, [name for name in anew if name in with_state]
+
+
+_TOLD = ("algorithm", "planned")
+"""What a plan's optimizer says of a group."""
+_MARKS = {"ns_steps": "muon", "dampening": "sgd", "beta2_decay": "adafactor", "amsgrad": "adamw"}
+"""By what alone groups of torch's own optimizers have, the algorithm with their states."""
+
+
+def _algorithm(group: Mapping[str, Any]) -> str:
+    """What steps a group, as far as its values tell: of a class with its name and arguments."""
+    known = group.get("algorithm")
+    if known is None:
+        return next((name for mark, name in _MARKS.items() if mark in group), "")
+    planned = group.get("planned")
+    return f"class {planned[2]}" if known == "class" and planned else str(known)
 
 
 def check_state(
@@ -125,6 +173,18 @@ def load_flat_state(model: nn.Module, optimizer: Optimizer, loaded: Mapping[str,
         name = by_id[id(group["params"][0])] if params else ""
         groups.append({**group, **values.get(name, {}), "params": params})  # one may be empty
     optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def rates_of(objects: Iterable[Any]) -> None:
+    """Gives schedules of a plan's optimizer, which were loaded like it, the rates of its groups: a
+    plan with other groups may have saved them.
+    """
+    inner = (each for one in objects for each in (one, *getattr(one, "_schedulers", ())))
+    for each in inner:
+        optimizer = getattr(each, "optimizer", None)
+        if isinstance(optimizer, PlannedOptimizer) and hasattr(each, "base_lrs"):
+            each.base_lrs = [group["initial_lr"] for group in optimizer.param_groups]
+            each._last_lr = [group["lr"] for group in optimizer.param_groups]
 
 
 def empty_shard(like: Tensor, dtype: torch.dtype, order: Order | None = None) -> Tensor:

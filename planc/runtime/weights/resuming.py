@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Mapping
 from functools import partial
 from pathlib import Path
@@ -14,10 +15,11 @@ from torch.optim import Optimizer
 
 from planc.diagnostic import Diagnostic, one_of
 from planc.ops.lowered import Lowered
-from planc.runtime.preconditions import problem, stop
+from planc.runtime.preconditions import of_all_ranks, problem, stop
 from planc.runtime.sharded_tensors import reshard
 from planc.runtime.standalone.load_weights import (
     checkpoint_targets,
+    listed_names,
     on_other_stages,
     tensors_in_checkpoint,
 )
@@ -30,6 +32,7 @@ from planc.runtime.weights.loading import Compared, Excused, different_files
 from planc.runtime.weights.saving import METADATA, attempt, saved
 
 _OPTIMIZER, _STEP = "optimizer.", "step"
+_log = logging.getLogger("planc")
 
 
 def load(
@@ -141,6 +144,7 @@ def _load_checkpoint(
     rest = extras.others_in(model, extra)
     states, missing = extras.read_states(rest, folder, metadata, *data)
     loading.raise_on_all_ranks([*findings, *missing])
+    flat = _carried(model, folder, every, flat)
     loading.allocate(model, left_out.differences(model, folder, metadata), device)
     filled, missing = extras.empty(model, rest, states, metadata)
     loading.raise_on_all_ranks(missing)
@@ -157,8 +161,38 @@ def _load_checkpoint(
     for start, each in every.items():
         loaded = {key: target[start + key] for key in flat[start]}
         optimizers.load_flat_state(model, each, loaded)
-    step = target.get(_STEP)
-    return int(step) if step is not None else None
+    optimizers.rates_of(rest.values())
+    return None if (step := target.get(_STEP)) is None else int(step)
+
+
+def _values(folder: Path, start: str, keys: list[str]) -> dict[str, Any]:
+    """The values of keys of an optimizer that hold no tensors."""
+    target: dict[str, Any] = dict.fromkeys(start + key for key in keys)
+    if target:
+        checkpoint.load(target, checkpoint_id=folder, no_dist=True)
+    return {key: target[start + key] for key in keys}
+
+
+def _carried(
+    model: nn.Module,
+    folder: Path,
+    every: Mapping[str, Optimizer],
+    flat: Mapping[str, Mapping[str, Any]],
+) -> dict[str, dict[str, Any]]:
+    """What optimizers take of their states in a checkpoint; names the parameters of all ranks whose
+    saved states another algorithm made, on rank 0.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    names: list[str] = []
+    for start, each in every.items():
+        read = partial(_values, folder, start)
+        found[start], anew = optimizers.own_state(model, each, flat[start], read)
+        names += anew
+    told = dict.fromkeys(name for some in of_all_ranks(names) for name in some)
+    if told and distributed.get_rank() == 0:
+        text = "%s: another algorithm steps them than when the checkpoint was saved, so their "
+        _log.warning(f"{text}states begin anew", listed_names(told))
+    return found
 
 
 def _check_optimizer(

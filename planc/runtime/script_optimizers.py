@@ -1,0 +1,144 @@
+"""Optimizers that a script brings: tried once on small shards, beside whole parameters, before the
+first step of a run would show what they cannot do.
+"""
+
+import copy
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn, optim
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.optim import Optimizer
+
+from planc.diagnostic import Diagnostic, first_line
+from planc.runtime.preconditions import problem
+from planc.runtime.script_line import script_line
+from planc.runtime.standalone.shards import splits
+from planc.runtime.weights.loading import raise_on_all_ranks
+
+_ELEMENTWISE = (
+    *(optim.AdamW, optim.Adam, optim.SGD, optim.Adagrad, optim.Adadelta, optim.Adamax),
+    *(optim.NAdam, optim.RAdam, optim.RMSprop, optim.Rprop, optim.ASGD),
+)
+"""Classes of torch whose steps of shards are those of whole parameters."""
+_STEPS = 2
+_MOST = 0.15
+"""The largest error of a change that may be rounding: of torch's Muon, which iterates in bf16. What
+takes the norm of one of two shards for the whole is off by 0.3.
+"""
+
+_Layout = tuple[Any, tuple[Placement, ...], int]
+
+
+def require_whole_steps(optimizer: Optimizer) -> None:
+    """Checks that an optimizer steps shards as whole parameters. Every rank calls it, as its steps
+    may be collectives; nothing of the optimizer changes.
+
+    Raises:
+        PlanError: PL465.
+    """
+    if type(optimizer) not in _ELEMENTWISE and distributed.get_backend() != "fake":
+        raise_on_all_ranks(_tried(optimizer))
+
+
+def _tried(optimizer: Optimizer) -> list[Diagnostic]:
+    """PL465 where small shards are stepped otherwise than whole parameters, or not at all."""
+    groups = [_layouts(group["params"]) for group in optimizer.param_groups]
+    if not any(mesh is not None for layouts in groups for mesh, _, _ in layouts):
+        return []
+    whole = _stepped(optimizer, groups, lambda value, _: value)
+    if isinstance(whole, str):  # it wants a closure, or a device, or other parameters
+        return []
+    parts = _stepped(optimizer, groups, _distributed)
+    name = type(optimizer).__name__
+    if isinstance(parts, str):
+        return [_found(f"{name} cannot step shards: {parts}")]
+    worst = max(map(_error, parts, whole), default=0.0)
+    if worst <= _MOST:
+        return []
+    wrong = f"steps shards otherwise than whole parameters, by {worst:.2g} of a step"
+    return [_found(f"{name} {wrong}")]
+
+
+def _found(message: str) -> Diagnostic:
+    help = (
+        "write `optimizer { root : adafactor }` in the plan, which steps shards alike; AdamW does "
+        "too, and `muon` has one state for each matrix"
+    )
+    return problem("PL465", message, *script_line("the optimizer arrives here"), help=help)
+
+
+def _layouts(parameters: Sequence[Tensor]) -> list[_Layout]:
+    """The meshes, placements and numbers of dims of some parameters, each once; parts in another
+    order are as those in this one.
+    """
+    found: dict[_Layout, None] = {}
+    for p in parameters:
+        mesh, placements = None, list[Placement]()
+        if isinstance(p, DTensor):
+            mesh, plain = p.device_mesh, p.placements
+            placements = [Shard(q.dim) if splits(q) else Replicate() for q in plain]
+        found[mesh, tuple(placements), p.dim()] = None
+    return [*found]
+
+
+def _distributed(value: Tensor, layout: _Layout) -> Tensor:
+    mesh, placements, _ = layout
+    if mesh is None:
+        return value
+    return distribute_tensor(value.to(mesh.device_type), mesh, placements, src_data_rank=None)
+
+
+def _stepped(
+    optimizer: Optimizer,
+    groups: Sequence[Sequence[_Layout]],
+    made: Callable[[Tensor, _Layout], Tensor],
+) -> list[tuple[Tensor, Tensor]] | str:
+    """What some steps make of a small parameter of each layout, as (before, after), or why not."""
+    draw = torch.Generator().manual_seed(0)
+    other = object.__new__(type(optimizer))
+    for key, value in vars(optimizer).items():
+        other.__dict__[key] = copy.copy(value) if isinstance(value, dict | list | set) else value
+    for key in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        other.__dict__[key] = OrderedDict()  # the script's own
+    other.__dict__.pop("step", None)  # as a scheduler wraps it
+    other.state, other.param_groups, parameters = defaultdict(dict), [], []
+    for group, layouts in zip(optimizer.param_groups, groups, strict=True):
+        values = [torch.randn(_shape(at), generator=draw, dtype=torch.float64) for at in layouts]
+        own = [nn.Parameter(made(v.clone(), at)) for v, at in zip(values, layouts, strict=True)]
+        other.param_groups.append({**group, "params": own})
+        parameters += [*zip(values, own, layouts, strict=True)]
+    try:
+        for _ in range(_STEPS):
+            for value, p, at in parameters:
+                gradient = torch.randn(value.shape, generator=draw, dtype=torch.float64)
+                p.grad = made(gradient, at)
+            other.step()
+        return [(value, _whole(p)) for value, p, _ in parameters]
+    except Exception as error:  # whatever the class raises
+        return f"{type(error).__name__}: {first_line(error)}"
+
+
+def _shape(layout: _Layout) -> tuple[int, ...]:
+    """Sizes that every rank has a part of."""
+    mesh, placements, dims = layout
+    ranks = [
+        prod(mesh.size(i) for i, p in enumerate(placements) if isinstance(p, Shard) and p.dim == d)
+        for d in range(dims)
+    ]
+    return tuple(2 * over if over > 1 else 6 for over in ranks)
+
+
+def _whole(parameter: Tensor) -> Tensor:
+    value = parameter.detach()
+    return (value.full_tensor() if isinstance(value, DTensor) else value).cpu()
+
+
+def _error(part: tuple[Tensor, Tensor], whole: tuple[Tensor, Tensor]) -> float:
+    before, after = whole
+    right = after - before
+    error = (part[1] - after).norm() / right.norm().clamp(min=1e-30)
+    return float(error)
