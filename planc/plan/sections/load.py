@@ -1,14 +1,19 @@
 """The load section -> where weights start, how they are loaded, and their dtype."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
 
 from planc.model.facts import Facts, Modules
 from planc.ops.load import Load
+from planc.plan.call_arguments import Arguments
+from planc.plan.evaluate import whole
 from planc.plan.program import Program
 from planc.plan.rule_conflicts import SectionLine, Settings
 from planc.plan.sections.fsdp_policies import DTYPES
 from planc.plan.sections.tensor import no_axes
-from planc.plan.sections.word_settings import word_settings
+from planc.plan.sections.word_settings import one_word, read_settings
+from planc.syntax import ast
 
 WORDS: dict[str, dict[str, str]] = {
     "init": {"meta": "meta"},
@@ -28,11 +33,12 @@ def load(program: Program) -> Load | None:
     settings = Settings(program.sink)
     for section in program.named("load"):
         no_axes(section, program)
-        word_settings(section, WORDS, settings, program, "weights = slices")
+        read = partial(_read, program=program)
+        read_settings(section, WORDS, settings, program, "weights = slices", read=read)
     values, lines = settings.values, settings.lines
     if not any(values.values()):
         return None
-    dtype = values.get("dtype")
+    dtype, (stored, block) = values.get("dtype"), values.get("dequantize") or (None, ())
     if "islands" in values and dtype is None:
         message = "`islands` names what a cast leaves in fp32, and nothing is cast"
         help = "set the dtype of the parameters, such as `dtype = bf16`, or remove this"
@@ -44,8 +50,8 @@ def load(program: Program) -> Load | None:
         meta=values.get("init") == "meta",
         weights=values.get("weights"),
         dtype=dtype,
-        dequantize=values.get("dequantize"),
-        block=_block(values.get("dequantize"), lines, program),
+        dequantize=stored,
+        block=_block(stored, block, lines["dequantize"], program) if stored else (),
         fp32=tuple(_islands(cast, program.facts)) if cast else (),
         origin=origin,
         origins=tuple((_FIELDS.get(name, name), origin) for name, origin in others),
@@ -54,18 +60,45 @@ def load(program: Program) -> Load | None:
     return found
 
 
+def _read(item: ast.Setting, program: Program) -> Any:
+    """The value of a setting; of `dequantize` its word, and the block that `fp8` states."""
+    if item.name != "dequantize":
+        return one_word(item, WORDS[item.name], program.scope)
+    call = item.value
+    if not isinstance(call, ast.Call) or call.name != "fp8":
+        found = one_word(item, WORDS[item.name], program.scope)
+        return (found, ()) if found else None
+    arguments = Arguments(call, program.scope, ("block",))
+    wanted = "a size, or the rows and the columns, `[128, 64]`"
+    block = arguments.read("block", (), wanted, lambda value: bool(_sizes(value)))
+    return ("fp8", _sizes(block)) if arguments.done() else None
+
+
+def _sizes(block: Any) -> tuple[int, ...]:
+    """The rows and columns of a block, which may be one number; empty if it is neither."""
+    both = (
+        (block, block) if whole(block) else tuple(block) if isinstance(block, list | tuple) else ()
+    )
+    return both if len(both) == 2 and all(whole(n) and n > 0 for n in both) else ()
+
+
 def _block(
-    dequantize: str | None, lines: Mapping[str, SectionLine], program: Program
+    method: str, block: tuple[int, ...], line: SectionLine, program: Program
 ) -> tuple[int, ...]:
-    """The rows and columns that share a scale in fp8: the configuration's, else 128 of each."""
-    stated = program.facts.config.get("quantization_config") or {}
-    method = stated.get("quant_method")
-    if dequantize and method not in (None, dequantize):
-        message = f"`dequantize = {dequantize}`, and the model's weights are stored as {method}"
-        fact = f"quantization_config.quant_method = {method}"
-        program.sink.error("PL691", message, lines["dequantize"].origin, facts=[fact])
-    block = stated.get("weight_block_size") or _BLOCK
-    return tuple(map(int, block)) if dequantize == "fp8" else ()
+    """The rows and columns that share a scale in fp8: those of the plan, or of the configuration,
+    else 128 of each.
+    """
+    config = program.facts.config.get("quantization_config") or {}
+    stored, size = config.get("quant_method"), tuple(config.get("weight_block_size") or ())
+    if stored not in (None, method):
+        message = f"`dequantize = {method}`, and the model's weights are stored as {stored}"
+        fact = f"quantization_config.quant_method = {stored}"
+        program.sink.error("PL691", message, line.origin, facts=[fact])
+    elif block and size and block != size:
+        message = "the model's weights have scales of other blocks"
+        fact = f"quantization_config.weight_block_size = {[*size]}"
+        program.sink.error("PL691", message, line.origin, facts=[fact])
+    return (block or tuple(map(int, size)) or _BLOCK) if method == "fp8" else ()
 
 
 def _islands(dtype: str, facts: Facts) -> Iterator[Modules]:
