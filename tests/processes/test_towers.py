@@ -54,6 +54,41 @@ def test_deepstack_and_parts_of_the_sequence_in_a_script(four):
     right(four, "qwen3_vl", overrides=[*FP32, "tp=2", "sequence=true"], script=True)
 
 
+# Images divided over ranks -----------------------------------------------------------------------
+
+ROWS = [*FP32, "images=rows"]
+
+
+@pytest.mark.parametrize("axes", [["tp=2"], ["tp=2", "sequence=true"], ["cp=2"]], ids="-".join)
+@pytest.mark.parametrize("model", PLANS)
+def test_images_divided_over_ranks(four, model, axes):
+    """Three images over two ranks, those of one data rank; the other one has none."""
+    right(four, model, overrides=[*ROWS, *axes])
+
+
+@pytest.mark.parametrize(
+    ("axes", "images"),
+    [
+        (["tp=4"], (1, 1, 0, 0)),  # more ranks than images
+        (["tp=4"], (0, 0, 0, 0)),
+        (["cp=4"], (0, 1, 0, 1)),
+        (["cp=4"], (0, 0, 0, 0)),
+        (["tp=2", "cp=2"], (2, 1, 1, 0)),
+        (["tp=2", "cp=2"], (0, 1, 0, 0)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("model", ["qwen3_vl", "qwen2_5_vl", "gemma3-vision"])
+def test_more_ranks_than_images(four, model, axes, images):
+    right(four, model, overrides=[*ROWS, *axes], images=images)
+
+
+@pytest.mark.parametrize("axes", [["tp=2"], ["cp=2"]], ids="-".join)
+@pytest.mark.parametrize("model", ["qwen3_vl", "llava_next"])
+def test_divided_images_in_a_script(four, model, axes):
+    right(four, model, overrides=[*ROWS, *axes], script=True)
+
+
 # Context parallelism -----------------------------------------------------------------------------
 
 
