@@ -158,3 +158,35 @@ def test_features_that_a_later_stage_does_not_get(four):
     given = {"model": "qwen3_vl", "plan": "qwen3_vl", "overrides": overrides}
     found = four.run("tower_jobs.judge", **given, broken="unsent")
     assert max(result["gradient"] for result in found) > 1e-2
+
+
+# Videos, and documents in one row ----------------------------------------------------------------
+
+AXES = [
+    [],
+    ["tp=2", "sequence=true"],
+    ["tp=2", "images=rows"],
+    ["cp=2"],
+    ["cp=2", "images=rows"],
+    ["pp=2", "microbatches=2"],
+]
+
+
+@pytest.mark.parametrize("videos", ["some", "all"])
+@pytest.mark.parametrize("axes", AXES, ids="-".join)
+@pytest.mark.parametrize("model", ["qwen3_vl", "qwen2_5_vl"])
+def test_videos(four, model, axes, videos):
+    """A video of two frames, with images or without; a data rank or a microbatch has none."""
+    images = (2, 1, 0, 0) if "pp=2" not in axes else (2, 0, 0, 0)
+    right(four, model, overrides=[*FP32, *axes], images=images, videos=videos)
+
+
+@pytest.mark.parametrize("axes", AXES, ids="-".join)
+@pytest.mark.parametrize(
+    ("model", "packed"), [("qwen3_vl", "dims"), ("qwen2_5_vl", "dims"), ("gemma3-vision", "rows")]
+)
+def test_documents_with_images(four, model, packed, axes):
+    """Two documents a row, which positions tell apart."""
+    images = (2, 1, 0, 0) if "pp=2" not in axes else (2, 0, 0, 0)
+    overrides = [*FP32, *axes]
+    right(four, model, overrides=overrides, images=images, packed=packed, padded=False)
