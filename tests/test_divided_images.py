@@ -14,7 +14,7 @@ from planc.ops.tensor_parallel import Parallelize
 from planc.ops.towers import DivideImages
 from planc.plan.divided_images import with_divided_images
 from planc.runtime.standalone.divided_images import columns_of, runs_of_images
-from planc.runtime.standalone.images import ImagesError
+from planc.runtime.standalone.images import ImagesError, some_images
 from planc.trial.simulate import simulate
 
 ROWS = "images=rows"
@@ -199,3 +199,17 @@ def test_features_are_columns():
     assert [(c.layer, c.by_image, c.sizes) for c in two] == [(0, True, [2, 3]), (1, False, [5])]
     with pytest.raises(ImagesError, match="2 tensors for 3 images"):
         columns_of("pooler_output", rows, 3)
+
+
+def test_values_of_images_may_be_lists():
+    """Seconds between the frames of a video: without them its positions would be others."""
+    videos = {
+        "pixel_values_videos": torch.zeros(12, 3),
+        "video_grid_thw": torch.tensor([[1, 2, 2], [2, 2, 2]]),
+        "second_per_grid_ts": [0.5, 2.0],
+    }
+    found = some_images(videos, "pixel_values_videos", 1, 2)
+    assert found["second_per_grid_ts"] == [2.0]
+    assert found["pixel_values_videos"].shape == (8, 3) and len(found["video_grid_thw"]) == 1
+    with pytest.raises(ImagesError, match=r"`second_per_grid_ts` has \[3\] for 2 images"):
+        some_images({**videos, "second_per_grid_ts": [1.0] * 3}, "pixel_values_videos", 0, 1)

@@ -71,7 +71,7 @@ def left_out(step: Step) -> tuple[str, ...]:
     """Names what may send, and is not counted."""
     names: dict[str, None] = {}
     for op in step.lowered.ops:
-        if isinstance(op, Parallelize) and step.wide(op.axes) and not contract(op.style).counted:
+        if isinstance(op, Parallelize) and step.wide(op.axes) and not _counted(op):
             names[f"{style_name(op.style)} of {op.modules}"] = None
         elif isinstance(op, Checkpoint) and op.save:
             names[f"what backward repeats of {op.modules}"] = None
@@ -90,6 +90,10 @@ def left_out(step: Step) -> tuple[str, ...]:
         elif isinstance(op, ContextParallel | Pipeline) and step.backward.skips:
             names[f"what backward leaves out of {op.WORD} for frozen blocks"] = None
     return tuple(names)
+
+
+def _counted(op: Parallelize) -> bool:
+    return contract(op.style).counted or _sums_all(op)
 
 
 def _of(op: AnyOp, step: Step) -> Iterator[Sent]:
@@ -181,16 +185,20 @@ def _tensor(op: Parallelize, step: Step) -> Iterator[Sent]:
             if (kind := _kind(*flow.backward)) and _sums_here(op, flow, step):
                 times = behind * step.passes
                 yield replace(one, kind=kind, times=times, during=During.BACKWARD)
-    if made.sums and step.lowered.has(FullyShard):
+    if (made.sums or _sums_all(op)) and step.lowered.has(FullyShard):
         times = step.backward.trained(op.modules) * step.reductions()
-        inside = isinstance(op.style, Replicated)
-        for parameter, copies in _parameters(op.modules.module, inside=inside):
+        for parameter, copies in _parameters(op.modules.module, inside=_sums_all(op)):
             sent = replace(one, kind=REDUCE, times=times * copies, during=During.STEP)
             yield replace(sent, size=parameter.numel * step.width)
     if isinstance(op.style, Experts) and step.lowered.has(FullyShard):
         times = step.backward.trained(op.modules) * step.reductions()
         for size in _replicated(op, op.style, step):
             yield replace(one, kind=REDUCE, times=times, size=size, during=During.STEP)
+
+
+def _sums_all(op: Parallelize) -> bool:
+    """Whether the gradients of all parameters inside are summed; activations stay."""
+    return isinstance(op.style, Replicated) and op.style.summed
 
 
 def _parameters(module: Module, *, inside: bool) -> Iterator[tuple[Parameter, int]]:

@@ -69,8 +69,8 @@ def test_images_divided_over_ranks(four, model, axes):
 @pytest.mark.parametrize(
     ("axes", "images"),
     [
-        (["tp=4"], (1, 1, 0, 0)),  # more ranks than images
-        (["tp=4"], (0, 0, 0, 0)),
+        (["tp=2"], (1, 0, 0, 0)),  # a rank has no image, and a data rank has none
+        (["tp=2"], (0, 0, 0, 0)),
         (["cp=4"], (0, 1, 0, 1)),
         (["cp=4"], (0, 0, 0, 0)),
         (["tp=2", "cp=2"], (2, 1, 1, 0)),
@@ -87,6 +87,17 @@ def test_more_ranks_than_images(four, model, axes, images):
 @pytest.mark.parametrize("model", ["qwen3_vl", "llava_next"])
 def test_divided_images_in_a_script(four, model, axes):
     right(four, model, overrides=[*ROWS, *axes], script=True)
+
+
+@pytest.mark.parametrize("dropped", [False, True])
+def test_dropout_in_a_divided_tower(four, dropped):
+    """Ranks draw as many numbers as their images need, and alike behind the tower: three images
+    are two and one.
+    """
+    found = four.run("tower_jobs.drawn", overrides=[*ROWS, "tp=2"], dropped=dropped)
+    assert all(draws == 2 for draws, *_ in found)  # the tower, and what projects its features
+    for one, other in (found[:2], found[2:]):
+        assert (one[1:] == other[1:]) is (not dropped)
 
 
 # Context parallelism -----------------------------------------------------------------------------

@@ -231,3 +231,23 @@ def _scripted(made, lowered, batch):
     distributed.all_reduce(total)
     stages = lowered.axis_size(lowered.pipeline.axis) if lowered.pipeline else 1
     return [total * stages / distributed.get_world_size()]
+
+
+def drawn(overrides, dropped=()):
+    """What a rank has after a pass with dropout in the tower and in the decoder: its random state,
+    its loss, and gradients that the ranks of a tensor axis have alike; without operations of some
+    kinds.
+    """
+    parts = {n: MODELS["gemma3-vision"][n] for n in ("vision_config", "text_config")}
+    changes = {n: {**part, "attention_dropout": 0.2} for n, part in parts.items()}
+    model = build("gemma3-vision", **changes)
+    lowered = planc.lower(model, "gemma3_vision", world_size=4, overrides=overrides)
+    draws = [op for op in lowered.ops if op.WORD == "draws" and "vision" in str(op.modules)]
+    lowered = lowered.map_ops(lambda ops: (op for op in ops if op not in draws or not dropped))
+    torch.manual_seed(distributed.get_rank() // 2)
+    run = planc.apply(model, lowered, device_type="cpu", compare=0)
+    batch = batch_of("gemma3-vision", (2, 1, 1, 0))
+    loss = run.forward_backward([batch.of_rank(run.data_rank, run.data_size)])
+    norms = [p for n, p in model.named_parameters() if n.endswith("language_model.norm.weight")]
+    (gradient,) = [whole(norm.grad).tolist() for norm in norms]
+    return len(draws), torch.get_rng_state().tolist(), float(loss), gradient

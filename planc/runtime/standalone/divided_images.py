@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from functools import wraps
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +38,7 @@ def runs_of_images(sizes: list[int], ranks: int) -> list[int]:
     return [sum(owner < rank for owner in owners) for rank in range(ranks + 1)]
 
 
-class GatherWay(NamedTuple):
+class GatherWay:
     """How features go to all ranks of a group, and their gradients back.
 
     Args:
@@ -48,9 +48,8 @@ class GatherWay(NamedTuple):
         times: what the gradient is multiplied by.
     """
 
-    group: Any
-    parts: bool
-    times: int
+    def __init__(self, group: Any, parts: bool, times: int) -> None:
+        self.group, self.parts, self.times = group, parts, times
 
 
 class GatherRows(torch.autograd.Function):  # type: ignore[misc]
@@ -69,17 +68,17 @@ class GatherRows(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        (group, parts, times), sizes = ctx.way, ctx.sizes
-        mine = sizes[group.rank()]
-        if parts:
+        way, sizes = ctx.way, ctx.sizes
+        group, mine = way.group, ctx.sizes[way.group.rank()]
+        if way.parts:
             sent = exchanged(gradient, sizes, [mine] * len(sizes), group)
             own = sent.unflatten(0, (len(sizes), mine)).sum(0)
         else:
             own = gradient.split(sizes)[group.rank()]
-        return own * times if times > 1 else own, None, None
+        return own * way.times if way.times > 1 else own, None, None
 
 
-class Column(NamedTuple):
+class Column:
     """Rows of features: of one field of what a tower returns, or of one of its layers.
 
     Args:
@@ -90,11 +89,11 @@ class Column(NamedTuple):
         sizes: the rows of each image; of one tensor, those of all.
     """
 
-    name: str
-    layer: int | None
-    by_image: bool
-    rows: Tensor
-    sizes: Sizes
+    def __init__(
+        self, name: str, layer: int | None, by_image: bool, rows: Tensor, sizes: Sizes
+    ) -> None:
+        self.name, self.layer, self.by_image = name, layer, by_image
+        self.rows, self.sizes = rows, sizes
 
 
 class DividedImages:

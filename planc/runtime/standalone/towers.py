@@ -117,7 +117,8 @@ class SharedTower:
         if self.mesh.get_local_rank() == donor:
             try:
                 found = some_images(given, name, 0, 1)
-                box = [{n: value.detach().cpu() for n, value in found.items()}]
+                tensors = {n: v for n, v in found.items() if isinstance(v, Tensor)}
+                box = [{n: value.detach().cpu() for n, value in tensors.items()}]
             except ImagesError as error:
                 box = [str(error)]
         group = self.mesh.get_group()
