@@ -171,6 +171,17 @@ def test_a_module_with_two_uses_is_refused():
     assert found.code == "PL572" and "`project`" in found.message.replace("root.", "")
 
 
+# Documents with images ---------------------------------------------------------------------------
+
+
+def test_documents_with_images_are_in_the_proof():
+    """Blocks of images see each other where the row has them, and documents are apart."""
+    case = simulated_case("gemma-3-4b", "gemma3_vision", ("cp=2",))
+    assert case.model.builder().build(0).config.mm_tokens_per_image > 1
+    found = simulate(case.model.builder(), case.compiled.lowered)
+    assert found.verdict == "proved" and "two packed documents" in found.passes
+
+
 # Runs of images ----------------------------------------------------------------------------------
 
 

@@ -211,8 +211,8 @@ class KeyTokens:
         """Whether a query sees a key, as transformers' mask functions say it.
 
         Args:
-            function: of the model, of indices in the row, whichever documents it has:
-                it may look up what is there.
+            function: of the model, of indices in the sequence, or in a document where
+                documents are packed.
             packed: whether the model tells documents apart.
 
         Returns:
@@ -221,7 +221,7 @@ class KeyTokens:
 
         def inside(row: Any, head: Any, query: Any, key: Any) -> Any:
             number = self.documents if packed else None
-            at = self.places
+            at = self.places if number is None else self.positions
             found = function(row, head, at[row, query], at[row, key])
             if number is not None:
                 found = found & (number[row, query] == number[row, key])
