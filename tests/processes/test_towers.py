@@ -96,8 +96,9 @@ def test_dropout_in_a_divided_tower(four, dropped):
     """
     found = four.run("tower_jobs.drawn", overrides=[*ROWS, "tp=2"], dropped=dropped)
     assert all(draws == 2 for draws, *_ in found)  # the tower, and what projects its features
-    for one, other in (found[:2], found[2:]):
-        assert (one[1:] == other[1:]) is (not dropped)
+    (one, other), (third, fourth) = found[:2], found[2:]
+    assert (one[1:] == other[1:]) is (not dropped)
+    assert third[1:] == fourth[1:]  # each of which runs the one image
 
 
 # Context parallelism -----------------------------------------------------------------------------

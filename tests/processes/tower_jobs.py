@@ -233,16 +233,20 @@ def _scripted(made, lowered, batch):
     return [total * stages / distributed.get_world_size()]
 
 
-def drawn(overrides, dropped=()):
-    """What a rank has after a pass with dropout in the tower and in the decoder: its random state,
-    its loss, and gradients that the ranks of a tensor axis have alike; without operations of some
-    kinds.
+def drawn(overrides, dropped):
+    """What a rank has after a pass with dropout in the tower and in the decoder: how many draws of
+    the tower are by rank, its random state, its loss, and a gradient that the ranks of a tensor
+    axis have alike.
+
+    Args:
+        dropped: whether the tower draws as everything else.
     """
     parts = {n: MODELS["gemma3-vision"][n] for n in ("vision_config", "text_config")}
     changes = {n: {**part, "attention_dropout": 0.2} for n, part in parts.items()}
     model = build("gemma3-vision", **changes)
     lowered = planc.lower(model, "gemma3_vision", world_size=4, overrides=overrides)
-    draws = [op for op in lowered.ops if op.WORD == "draws" and "vision" in str(op.modules)]
+    towers = ("model.vision_tower", "model.multi_modal_projector")
+    draws = [op for op in lowered.ops if op.WORD == "draws" and str(op.modules) in towers]
     lowered = lowered.map_ops(lambda ops: (op for op in ops if op not in draws or not dropped))
     torch.manual_seed(distributed.get_rank() // 2)
     run = planc.apply(model, lowered, device_type="cpu", compare=0)
