@@ -1,4 +1,4 @@
-"""PL010, PL540, PL542, PL543, PL546, PL547: parts of sequences that a plan or a model cannot
+"""PL010, PL540 to PL543, PL546, PL547: parts of sequences that a plan or a model cannot
 have.
 """
 
@@ -29,7 +29,9 @@ def context(plan: Plan, facts: Facts, sink: Sink) -> None:
             sink.error("PL010", what, rule.origin, help="use torch's FSDP")
         elif plan.mesh.size(rule.axis) > 1:
             _averaged(rule, plan, sink)
-            if rule.op is not None:
+            if rule.op is not None and facts.config.get("is_encoder_decoder"):
+                _encoder(rule.op, facts, sink)
+            elif rule.op is not None:
                 if is_diffusers(facts.config):
                     _patches(rule.op, facts, sink)
                 if rule.op.attention == "ulysses":
@@ -38,6 +40,16 @@ def context(plan: Plan, facts: Facts, sink: Sink) -> None:
                     _ring(rule, facts, sink)
                 _rotary(rule, facts, sink)
                 _states(rule.op, facts, sink)
+
+
+def _encoder(op: ContextParallel, facts: Facts, sink: Sink) -> None:
+    sink.error(
+        "PL541",
+        f"{facts.name} is an encoder with a decoder: it has two sequences, and planc splits one",
+        Label(span=op.origin, text=f"splits sequences over {op.axis}"),
+        facts=[f"is_encoder_decoder = true  ({facts.source('is_encoder_decoder')})"],
+        help=f"set `{op.axis} = 1`",
+    )
 
 
 def _averaged(rule: ContextRule, plan: Plan, sink: Sink) -> None:

@@ -20,6 +20,7 @@ from planc.draft.recipes import SplitChoice, SplitRecipe, split_choices
 from planc.draft.roles import Roles, RunRecord
 from planc.model.facts import Facts, Module, generic
 from planc.ops.tensor_parallel import Parallelize
+from planc.plan.infer_layouts import NO_TOKENS
 from planc.plan.settings import AUTO
 from planc.proof.flow_findings import what_is_wrong
 from planc.proof.judge import judge
@@ -120,7 +121,7 @@ class Search:
                     self.no_sequence = f"with it, {first}"
                 return
         if self.ran is not None and self.ran.flow.tokens is None:
-            self.no_sequence = "planc knows a sequence by its token ids, and this model takes none"
+            self.no_sequence = NO_TOKENS
         else:
             self.no_sequence = self._clash(sink) or "no hidden states are parts of the sequence"
 

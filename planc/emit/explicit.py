@@ -20,11 +20,14 @@ def explicit(files: Sequence[ast.File], plan: Plan, facts: Facts) -> str:
         replaced = [s for s in own.statements if _over(s, setting.axis)]
         based = (s for f in files[:-1] for s in ast.branches(f.statements))
         others = any(_over(s, setting.axis) for s in based)
-        every = ast.branches(own.statements)
-        inner = any(_over(s, setting.axis) and s not in replaced for s in every)
+        nested = ast.branches(own.statements)
+        inner = any(_over(s, setting.axis) and s not in replaced for s in nested)
         word = "override tensor" if others or inner else "tensor"
-        rules = [rule for rule in plan.tensor if rule.axis == setting.axis]
-        body = "\n".join(_body(rules, facts))
+        divided = [i for i in plan.images if i.axis == setting.axis and i.divided and not i.parts]
+        summed = {images.origin for images in divided}  # by the setting, which stays
+        every = (rule for rule in plan.tensor if rule.axis == setting.axis)
+        rules = [rule for rule in every if rule.origin not in summed]
+        body = "\n".join((*("images = rows" for _ in divided), *_body(rules, facts)))
         section = f"{word} on {setting.axis} {{\n{body}\n}}"
         first = min((s.origin.start for s in replaced), default=len(source.text))
         for statement in sorted(replaced, key=lambda s: -s.origin.start):

@@ -25,7 +25,7 @@ from planc.lowering.memory import Holdings
 from planc.lowering.rng import draw_apart, draw_by_rank, sync_rng
 from planc.lowering.stages import of_ranks
 from planc.model.facts import MODULE_DICT, Facts, Module, Modules
-from planc.model.module_table import BATCHED_EXPERTS, puts_images
+from planc.model.module_table import BATCHED_EXPERTS, parts_of_images, puts_images
 from planc.ops.activation_checkpoint import Checkpoint
 from planc.ops.backend import Backend
 from planc.ops.base import AxisRole
@@ -46,7 +46,7 @@ from planc.ops.registry import AnyOp
 from planc.ops.rng import DrawByRank
 from planc.ops.styles import Input, Output, Replicated, Sequence
 from planc.ops.tensor_parallel import Parallelize, Shape, Tie
-from planc.ops.towers import ShareTower
+from planc.ops.towers import DivideImages, ShareTower
 from planc.plan.apply_adapters import PARAMETERLESS, styles
 from planc.plan.experts import dividing, expert_count, expert_styles, splits_divided
 from planc.plan.ir import AdapterRule, OptimizerRule, Plan, TensorRule
@@ -133,6 +133,7 @@ def _stage(plan: Plan, facts: Facts, adapters: list[Adapt]) -> Stage:
         *_scales(plan),
         *settings(plan, facts),
         *_losses(plan),
+        *_images(plan, facts),
         *_towers(plan, facts),
         *sync_rng(plan, facts),
         *_joined(draw_by_rank(plan, facts)),
@@ -176,6 +177,25 @@ def _resets(plan: Plan, facts: Facts) -> Iterator[ResetStates]:
     parts = resets(facts)
     if parts and all(op.attention == "gather" for op in _contexts(plan)):
         yield ResetStates(parts=parts)
+
+
+def _images(plan: Plan, facts: Facts) -> Iterator[DivideImages]:
+    """Ranks that have the same images, each of which runs the tower on some of them: those of a
+    tensor axis divide the images that a rank of a context axis has.
+    """
+    for setting in plan.images:
+        if setting.divided and plan.mesh.size(setting.axis) > 1:
+            yield from (
+                DivideImages(
+                    modules=holder,
+                    tower=tuple(f"{holder}.{n}".removeprefix(".") for n in parts_of_images(holder)),
+                    axis=setting.axis,
+                    parts=setting.parts,
+                    times=setting.times,
+                    origin=setting.origin,
+                )
+                for holder in puts_images(facts)
+            )
 
 
 def _towers(plan: Plan, facts: Facts) -> Iterator[ShareTower]:

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from planc.model.facts import Facts, Modules
+from planc.model.module_table import towers
 from planc.ops import styles as ir
 from planc.ops.contract import contract
 from planc.ops.layouts import Shard
@@ -32,8 +33,11 @@ def draw_by_rank(plan: Plan, facts: Facts) -> Iterator[DrawByRank]:
 
     With several tensor axes, ranks draw alike: a stream by rank would need all their layouts.
     """
+    if not drawing_fields(plan, facts):
+        return
+    yield from _divided(plan, facts)
     axes = split_axes(plan)
-    if len(axes) != 1 or not drawing_fields(plan, facts):
+    if len(axes) != 1:
         return
     adapted = [r.modules for r in plan.adapters.rules if r.adapt.dropout] if plan.adapters else []
     found = []
@@ -49,6 +53,22 @@ def draw_by_rank(plan: Plan, facts: Facts) -> Iterator[DrawByRank]:
         yield from found
         whole = Modules((), facts.root)
         yield DrawByRank(modules=whole, axis=axes[0], inside=False, after=False)
+
+
+def _divided(plan: Plan, facts: Facts) -> Iterator[DrawByRank]:
+    """Towers whose ranks have other images each, and so draw other numbers and as many as they
+    need; ranks of a context axis draw apart everywhere.
+    """
+    for setting in plan.images:
+        if setting.divided and not setting.parts and plan.mesh.size(setting.axis) > 1:
+            for modules in towers(facts):
+                yield DrawByRank(
+                    modules=modules,
+                    axis=setting.axis,
+                    inside=True,
+                    after=False,
+                    origin=setting.origin,
+                )
 
 
 def draw_apart(plan: Plan, facts: Facts) -> Iterator[DrawApart]:

@@ -7,7 +7,7 @@ known is named (`left_out`), not guessed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from fractions import Fraction
 from math import ceil, comb
@@ -26,7 +26,8 @@ from planc.lowering.step import (
     again,
     parameters_of,
 )
-from planc.model.facts import DTYPE_BYTES, Modules
+from planc.model.facts import DTYPE_BYTES, Module, Modules, Parameter
+from planc.model.layer_kinds import DEEPSTACK_FIELD
 from planc.ops.activation_checkpoint import Checkpoint
 from planc.ops.backend import Backend
 from planc.ops.context import ContextParallel
@@ -42,8 +43,9 @@ from planc.ops.matmul import LowPrecision, ScaleWeights
 from planc.ops.optimizer import Adafactor, Optimize
 from planc.ops.pipeline import Pipeline
 from planc.ops.registry import AnyOp
-from planc.ops.styles import Colwise, Experts, Input, Sequence, style_name
+from planc.ops.styles import Colwise, Experts, Input, Replicated, Sequence, style_name
 from planc.ops.tensor_parallel import Parallelize
+from planc.ops.towers import DivideImages
 
 
 def sends(step: Step) -> tuple[Sent, ...]:
@@ -67,12 +69,14 @@ def left_out(step: Step) -> tuple[str, ...]:
     """Names what may send, and is not counted."""
     names: dict[str, None] = {}
     for op in step.lowered.ops:
-        if isinstance(op, Parallelize) and step.wide(op.axes) and not contract(op.style).counted:
+        if isinstance(op, Parallelize) and step.wide(op.axes) and not _counted(op):
             names[f"{style_name(op.style)} of {op.modules}"] = None
         elif isinstance(op, Checkpoint) and op.save:
             names[f"what backward repeats of {op.modules}"] = None
         elif isinstance(op, DispatchExperts) and op.dispatch == DEEPEP:
             names[f"numbers and weights of tokens that DeepEP sends to {op.modules}"] = None
+        elif isinstance(op, DivideImages):
+            names[f"how many features each image has, 8 bytes an image over {op.axis}"] = None
         elif isinstance(op, Backend):
             names[f"what {op.TITLE} gathers and reduces"] = None
         elif isinstance(op, LowPrecision) and _of_tensors(op, step):
@@ -84,6 +88,10 @@ def left_out(step: Step) -> tuple[str, ...]:
         elif isinstance(op, ContextParallel | Pipeline) and step.backward.skips:
             names[f"what backward leaves out of {op.WORD} for frozen blocks"] = None
     return tuple(names)
+
+
+def _counted(op: Parallelize) -> bool:
+    return contract(op.style).counted or _sums_all(op)
 
 
 def _of(op: AnyOp, step: Step) -> Iterator[Sent]:
@@ -100,6 +108,8 @@ def _of(op: AnyOp, step: Step) -> Iterator[Sent]:
             yield from again(_choices(op, step), _repeats(op, step))
         case ChunkLoss():
             yield from _loss(op, step)
+        case DivideImages():
+            yield from _images(op, step)
         case Pipeline():
             yield from pipeline_sends(op, step)
         case Optimize():
@@ -173,15 +183,45 @@ def _tensor(op: Parallelize, step: Step) -> Iterator[Sent]:
             if (kind := _kind(*flow.backward)) and _sums_here(op, flow, step):
                 times = behind * step.passes
                 yield replace(one, kind=kind, times=times, during=During.BACKWARD)
-    if made.sums and step.lowered.has(FullyShard):
+    if (made.sums or _sums_all(op)) and step.lowered.has(FullyShard):
         times = step.backward.trained(op.modules) * step.reductions()
-        for parameter in op.modules.module.parameters:
-            size = parameter.numel * step.width
-            yield replace(one, kind=REDUCE, times=times, size=size, during=During.STEP)
+        for parameter, copies in _parameters(op.modules.module, inside=_sums_all(op)):
+            sent = replace(one, kind=REDUCE, times=times * copies, during=During.STEP)
+            yield replace(sent, size=parameter.numel * step.width)
     if isinstance(op.style, Experts) and step.lowered.has(FullyShard):
         times = step.backward.trained(op.modules) * step.reductions()
         for size in _replicated(op, op.style, step):
             yield replace(one, kind=REDUCE, times=times, size=size, during=During.STEP)
+
+
+def _sums_all(op: Parallelize) -> bool:
+    """Whether the gradients of all parameters inside are summed; activations stay."""
+    return isinstance(op.style, Replicated) and op.style.summed
+
+
+def _parameters(module: Module, *, inside: bool) -> Iterator[tuple[Parameter, int]]:
+    """The parameters of a module, and of those inside, each with the number of its copies."""
+    yield from ((parameter, 1) for parameter in module.parameters)
+    for child in module.children if inside else ():
+        copies = len(child.indices) if child.indices is not None else 1
+        for parameter, times in _parameters(child.module, inside=True):
+            yield parameter, times * copies
+
+
+def _images(op: DivideImages, step: Step) -> Iterator[Sent]:
+    """The features of the images of rows whose tokens are all of images, once for the embeddings,
+    and once for each block that adds some; and their gradients, where each rank has a part.
+    """
+    found, config = step.lowered.every(DivideImages), step.config.get("vision_config")
+    layers = config.get(DEEPSTACK_FIELD) if isinstance(config, Mapping) else None
+    tensors = 1 + len(layers if isinstance(layers, list) else ())
+    # the rows of a context axis are whole, of whose images those of a tensor axis have a run
+    outer = any(other.parts for other in found if other is not op)
+    size = step.size(1 if outer else step.lowered.sequence_parts, step.hidden)
+    one = replace(_sent(op, (op.axis,)), times=step.passes * tensors, size=size)
+    yield one
+    if op.parts and step.backward.trained(op.modules):
+        yield replace(one, kind=EXCHANGE, during=During.BACKWARD)
 
 
 def _replicated(op: Parallelize, style: Experts, step: Step) -> Iterator[int]:
@@ -241,7 +281,8 @@ def _sizes(op: Parallelize, step: Step) -> tuple[int | None, int | None]:
 
 
 def _sent(
-    op: Parallelize | DispatchExperts | LimitExperts | ChunkLoss, axes: tuple[str, ...]
+    op: Parallelize | DispatchExperts | LimitExperts | ChunkLoss | DivideImages,
+    axes: tuple[str, ...],
 ) -> Sent:
     """A gather in the forward pass of modules, without its times and its size."""
     return Sent(

@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from inspect import signature, unwrap
+from types import FunctionType
 from typing import Any, TypeVar
 
 from planc.model.facts import MODULE_DICT, Child, Facts, Module, Modules, Parameter, Segment
@@ -58,6 +59,9 @@ TRANSPOSED_EXPERTS = "transposed_experts"
 """The fact of fused experts whose weights are [experts, in, out]."""
 PUTS_IMAGES = "puts_images"
 """The fact of a module that puts features of images among the embeddings of its language model."""
+OF_IMAGES = "images: "
+"""What precedes the name of a part of such a module in the fact that features of images are
+computed by it: 1, or 2 where other code of the module names it too."""
 LANGUAGE_MODEL = "language_model"
 """The name of that language model in it."""
 
@@ -96,6 +100,25 @@ def puts_images(facts: Facts) -> Iterator[Modules]:
         if modules.module.fact(PUTS_IMAGES):
             beside = (c for c in modules.module.children if c.name != LANGUAGE_MODEL)
             if any(child.module.count for child in beside):
+                yield modules
+
+
+def parts_of_images(holder: Modules) -> dict[str, int]:
+    """The modules and parameters of a module that `puts_images` yields that compute features of
+    images, by their names in it, with the value of `OF_IMAGES`.
+    """
+    found = holder.module.facts
+    return {n.removeprefix(OF_IMAGES): value for n, value in found if n.startswith(OF_IMAGES)}
+
+
+def towers(facts: Facts) -> Iterator[Modules]:
+    """The modules with parameters that compute features of images, and are next to a language
+    model that `puts_images` knows.
+    """
+    for holder in puts_images(facts):
+        for modules in holder.below():
+            inside = len(modules.path) == len(holder.path) + 1 and modules.module.count
+            if inside and modules.path[-1] in parts_of_images(holder):
                 yield modules
 
 
@@ -289,9 +312,33 @@ def _puts_images(module: Any) -> Iterator[tuple[str, int]]:
     if LANGUAGE_MODEL not in module._modules or "video_tower" in module._modules:
         return
     names = unwrap(type(module).forward).__code__.co_names
-    asked = [n for n in names if n in ("get_input_embeddings", "get_image_features")]
-    if asked == ["get_input_embeddings", "get_image_features"]:
+    asked = [n for n in names if n in ("get_input_embeddings", _FEATURES[0])]
+    if asked == ["get_input_embeddings", _FEATURES[0]]:
         yield PUTS_IMAGES, 1
+        own, others = (_named(type(module), n) for n in (_FEATURES, ("forward",)))
+        for name in (*module._modules, *module._parameters):
+            if name in own and name != LANGUAGE_MODEL:
+                yield f"{OF_IMAGES}{name}", 1 + (name in others)
+
+
+_FEATURES = ("get_image_features", "get_video_features")
+"""The methods that compute features of images."""
+
+
+def _named(cls: Any, methods: Sequence[str]) -> set[str]:
+    """The names in the code of methods, and of those that it calls, but for `_FEATURES`."""
+    found, waiting, seen = set[str](), [*methods], {*_FEATURES} - {*methods}
+    while waiting:
+        if (name := waiting.pop()) in seen:
+            continue
+        seen.add(name)
+        method: Any = getattr(cls, name, None)
+        method = unwrap(method)
+        own = str(getattr(method, "__module__", "")).partition(".")[0] != "torch"
+        if own and isinstance(method, FunctionType):
+            found.update(method.__code__.co_names)
+            waiting += method.__code__.co_names
+    return found
 
 
 def _kind(module: Any) -> str:

@@ -22,7 +22,7 @@ from planc.ops.pipeline import Pipeline
 from planc.ops.quantization import Quantize
 from planc.ops.rng import DrawApart, DrawByRank, SyncRng
 from planc.ops.tensor_parallel import Parallelize, Tie
-from planc.ops.towers import ShareTower
+from planc.ops.towers import DivideImages, ShareTower
 
 AnyOp = Annotated[
     Pipeline
@@ -46,6 +46,7 @@ AnyOp = Annotated[
     | Divide
     | Prefetch
     | ChunkLoss
+    | DivideImages
     | ShareTower
     | SyncRng
     | DrawByRank

@@ -1,14 +1,27 @@
-"""A vision tower that data ranks run together, whether or not their batches have images."""
+"""A vision tower that ranks run together: those that have the same images divide them, and data
+ranks run it whether or not their batches have images.
+"""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from planc.model.facts import Modules, below
 from planc.model.module_table import LANGUAGE_MODEL
 from planc.ops import phrases
-from planc.ops.base import Axes, AxisSizes, Op
-from planc.ops.call import MODEL, Context, Each, FunctionCall, MeshOf, ScriptFunction, Step
+from planc.ops.base import OMIT, Axes, Axis, AxisSizes, Name, Op, Size
+from planc.ops.call import (
+    MESH,
+    MODEL,
+    Context,
+    Each,
+    FunctionCall,
+    Index,
+    MeshOf,
+    ScriptFunction,
+    Step,
+    given,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,9 +48,52 @@ class ShareTower(Op):
         return any(not below(parameter, f"{name}.{LANGUAGE_MODEL}") for name in inside)
 
     def calls(self, _context: Context) -> Iterator[Step]:
-        given = (MeshOf(self.axes), MODEL)
-        call = FunctionCall("standalone.towers:tower_on_all_ranks", given)
+        function = "standalone.towers:tower_on_all_ranks"
+        call = FunctionCall(function, (MeshOf(self.axes), MODEL))
         yield Each(modules=self.modules, calls=(call,))
 
     def headline(self, mesh: AxisSizes | None = None) -> str:
         return f"run on all ranks of {phrases.axes(self.axes, mesh)}, where some have images"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DivideImages(Op):
+    """Divides the images of a batch over ranks that all have them: each rank runs the tower on its
+    own, and all get the features of all.
+
+    Args:
+        modules: the module whose code puts features of images among the embeddings of tokens.
+        tower: what computes these features, modules and parameters of its own.
+        axis: its ranks have the same images.
+        parts: whether each rank has a part of the gradient of the features, that of its tokens;
+            else each has the whole gradient.
+        times: what gradients of features are multiplied by: the ranks of the axis, where FSDP takes
+            their mean.
+    """
+
+    modules: Modules
+    tower: tuple[Name, ...]
+    axis: Axis
+    parts: bool = field(default=False, metadata=OMIT)
+    times: Size = field(default=1, metadata=OMIT)
+
+    SCRIPT: ClassVar = ScriptFunction(
+        "divide_images", "Each rank of an axis runs the tower on some of the images."
+    )
+    WORD: ClassVar = "images"
+    ABOUT: ClassVar[tuple[str, ...]] = ("modules", "tower", "axis")
+
+    def runs(self, name: str) -> bool:
+        """Whether a module or a parameter of that name is the tower's."""
+        return any(name == part or below(name, part) for part in self.tower)
+
+    def calls(self, _context: Context) -> Iterator[Step]:
+        keywords = given(parts=self.parts or None, times=None if self.times == 1 else self.times)
+        mesh = Index(MESH, (self.axis,))
+        call = FunctionCall("standalone.divided_images:images_by_rank", (mesh,), keywords)
+        yield Each(modules=self.modules, calls=(call,), note=self.place)
+
+    def headline(self, mesh: AxisSizes | None = None) -> str:
+        axis = phrases.axes((self.axis,), mesh)
+        times = f", whose gradients are multiplied by {self.times}" if self.times > 1 else ""
+        return f"divided over {axis}, each rank gets the features of all{times}"

@@ -1,13 +1,13 @@
 """AST + model facts -> IR."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import TypeVar
 
 from planc.diagnostic import Sink, did_you_mean, elsewhere, one_of
 from planc.model.facts import Facts
 from planc.ops.base import AxisRole
 from planc.ops.lowered import MeshAxis
+from planc.plan.divided_images import with_divided_images
 from planc.plan.evaluate import evaluate
 from planc.plan.infer_layouts import inferred
 from planc.plan.ir import Mesh, Plan
@@ -29,8 +29,6 @@ from planc.plan.sections.pipeline import pipeline, with_styled_inputs
 from planc.plan.sections.tensor import tensor
 from planc.plan.sections.train import train
 from planc.syntax import ast, plan_files
-
-T = TypeVar("T")
 
 SECTIONS = (
     "mesh",
@@ -79,15 +77,10 @@ def elaborate(
     if sizes is not None:
         program.scope.sized = program.scope.sized_by(sizes, mesh)
 
-    def part(name: str, read: Callable[[], T]) -> T:
-        before, result = sink.errors, read()
-        if sink.errors > before:
-            program.broken.add(name)
-        return result
-
+    part = program.part
     require(program)
     _axes(program, mesh)
-    rules, sequence = part("tensor", lambda: tensor(program))
+    rules, sequence, images = part("tensor", lambda: tensor(program))
     plan = Plan(
         name=program.header.name,
         families=tuple(f.path for f in program.header.families),
@@ -96,6 +89,7 @@ def elaborate(
         load=part("load", lambda: load(program)),
         tensor=rules,
         sequence=sequence,
+        images=images,
         checkpoint=part("checkpoint", lambda: checkpoint(program)),
         compile=part("compile", lambda: compile_rules(program)),
         train=part("train", lambda: train(program)),
@@ -110,7 +104,15 @@ def elaborate(
         broken=frozenset(program.broken),
         origin=program.header.origin,
     )
-    return settled(with_styled_inputs(inferred(plan, facts, sink)), facts, sink)
+    return _completed(plan, facts, sink)
+
+
+def _completed(plan: Plan, facts: Facts, sink: Sink) -> Plan:
+    """A plan with what follows from its lines."""
+    images = (*plan.images, *(rule.images for rule in plan.context if rule.images))
+    complete = inferred(replace(plan, images=images), facts, sink)
+    complete = with_divided_images(complete, facts, sink)
+    return settled(with_styled_inputs(complete), facts, sink)
 
 
 def _options(program: Program) -> dict[str, object]:

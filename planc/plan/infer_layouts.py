@@ -36,6 +36,8 @@ from planc.source import NOWHERE, Span
 
 Recorded = tuple[FlowSource, StandInModel, tuple[TensorRule, ...], DataFlow]
 """A small model, how it stands for the real one, the rules on it, and its data flow."""
+NO_TOKENS = "planc knows a sequence by its token ids, and this model takes none"
+"""Why no hidden states of a model of sound are parts of the sequence."""
 _DEPTHS = (2, 6, 10, 16)
 """The least numbers of layers of the small models that are tried."""
 
@@ -294,6 +296,7 @@ class _Section:
     ) -> None:
         setting, facts = self.setting, _lines(flow, why[-3:])
         if setting.wanted:
+            facts = facts or ([NO_TOKENS] if flow.tokens is None else [])
             message = "no hidden states can be parts of the sequence"
             help = "write `sequence = auto`, or `sequence = false`"
             self.sink.error("PL526", message, setting.origin, facts=facts, help=help)

@@ -184,6 +184,23 @@ class TensorRule(Meaning):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ImagesSetting(Meaning):
+    """The setting `images` of a tensor or a context section.
+
+    Args:
+        divided: whether each rank of the axis runs the tower on some of the images (`rows`), or all
+            do on all.
+        parts: whether its ranks have parts of the rows, and so of the features' gradient.
+        times: what this gradient is multiplied by, where FSDP takes the mean over the axis.
+    """
+
+    axis: str
+    divided: bool
+    parts: bool = False
+    times: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Precision(Meaning):
     """FSDP's `MixedPrecisionPolicy`: torch dtype names, None for the parameter's dtype."""
 
@@ -412,10 +429,13 @@ class OptimizerRule(Meaning):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContextRule(Meaning):
-    """An axis whose ranks have parts of each sequence; no `op` if the script slices them."""
+    """An axis whose ranks have parts of each sequence; no `op` if the script slices them; and the
+    setting `images`, if there is one.
+    """
 
     axis: str
     op: ContextParallel | None = None
+    images: ImagesSetting | None = None
 
     def on(self, facts: Facts) -> ContextRule:
         """The rule with the modules of a model between which each rank has its tokens."""
@@ -481,6 +501,7 @@ class Plan(Meaning):
         options: the value of every option, after `--set`.
         tensor, experts: the rules of sections; kept over one rank too, where lowering drops them.
         sequence: the axes over which layouts are inferred.
+        images: the axes whose ranks divide the images of a batch, or might.
         draws: lines of the model's code that draw random numbers in the recorded forward, beside
             nn.Dropout and what the configuration states.
         context: the axes whose ranks have parts of each sequence.
@@ -497,6 +518,7 @@ class Plan(Meaning):
     load: Load | None = None
     tensor: tuple[TensorRule, ...] = ()
     sequence: tuple[SequenceSetting, ...] = ()
+    images: tuple[ImagesSetting, ...] = ()
     draws: tuple[str, ...] = ()
     matmul: tuple[LowPrecision, ...] = ()
     checkpoint: tuple[Checkpoint, ...] = ()

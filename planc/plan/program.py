@@ -1,8 +1,9 @@
 """Combines the files of a plan: extended files first, overrides applied, `when`s decided."""
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from planc.diagnostic import Label, Sink, did_you_mean, one_of
 from planc.model.facts import Facts
@@ -16,6 +17,8 @@ from planc.plan.sections.tensor_styles import STYLES
 from planc.plan.settings import SETTINGS
 from planc.source import Source, Span
 from planc.syntax import ast
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -49,6 +52,13 @@ class Program:
 
     def named(self, name: str) -> Iterator[ast.Section]:
         return (s for s in self.sections if s.name == name)
+
+    def part(self, name: str, read: Callable[[], T]) -> T:
+        """What a section is read as; `broken` names it where that reports errors."""
+        before, result = self.sink.errors, read()
+        if self.sink.errors > before:
+            self.broken.add(name)
+        return result
 
 
 def gather(

@@ -75,6 +75,13 @@ SEQUENCE = PlanSetting(
     others=(True, False),
     meaning="hidden states between blocks are sharded on the sequence dim; auto: where all can be",
 )
+IMAGES = PlanSetting(
+    word="images",
+    default="whole",
+    section="tensor",
+    others=("rows",),
+    meaning="rows: each rank of tp and of cp encodes a part of the images; whole: each all of them",
+)
 RECOMPUTE = PlanSetting(
     word="recompute",
     default=True,
@@ -131,8 +138,8 @@ REDUCE_DTYPE = PlanSetting(
 SETTINGS = {
     each.word: each
     for each in (
-        TP, PP, CP, EP, ETP, DP_REPLICATE, SEQUENCE, RECOMPUTE, LOSS_CHUNKS, MICROBATCHES, SCHEDULE,
-        BY, STAGES_ROWS, STAGES_SEQ, PARAM_DTYPE, REDUCE_DTYPE,
+        TP, PP, CP, EP, ETP, DP_REPLICATE, SEQUENCE, IMAGES, RECOMPUTE, LOSS_CHUNKS, MICROBATCHES,
+        SCHEDULE, BY, STAGES_ROWS, STAGES_SEQ, PARAM_DTYPE, REDUCE_DTYPE,
     )
 }  # fmt: skip
 """All settings, by their words."""

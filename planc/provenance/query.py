@@ -34,7 +34,7 @@ from planc.ops.registry import AnyOp, units_of
 from planc.ops.rng import DrawByRank
 from planc.ops.styles import Custom, style_name
 from planc.ops.tensor_parallel import Parallelize, Tie
-from planc.ops.towers import ShareTower
+from planc.ops.towers import DivideImages, ShareTower
 from planc.plan.apply_adapters import FOUR_BIT, with_adapters
 from planc.plan.ir import AdapterRule, Plan, StageTimes
 from planc.provenance.answer import ParameterAnswer, Reason, Reasons
@@ -297,7 +297,8 @@ class _Question:
                 yield self._reason(op.headline(self.lowered), self.name, op)
 
     def _towers(self) -> Iterator[Reason]:
-        for op in self.lowered.every(ShareTower):
+        towers: list[ShareTower | DivideImages] = [*self.lowered.every(ShareTower)]
+        for op in (*towers, *self.lowered.every(DivideImages)):
             if op.modules.has(self.name) or op.runs(self.name):
                 yield self._reason(op.headline(self.lowered), str(op.modules), op)
 

@@ -196,8 +196,11 @@ def _document_part(op: Op, lowered: Lowered) -> int:
 
 
 def _packed(model: nn.Module, inputs: Inputs, part: int) -> TrialPass:
-    """Two documents in each row, of a multiple of `part` tokens: positions begin again."""
-    if not _text(inputs) or not set(inputs) <= {"input_ids", "labels"}:
+    """Two documents in each row, of a multiple of `part` tokens, with the row's images in either:
+    positions begin again.
+    """
+    alone = set(inputs) <= {"input_ids", "labels"}
+    if not _text(inputs) or not (alone or placeholders(getattr(model, "config", None))):
         return TrialPass(inputs=inputs)
     rows, length = inputs["input_ids"].shape
     first = (length // 2 - 1) // part * part

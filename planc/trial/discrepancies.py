@@ -15,6 +15,7 @@ from planc.ops import styles as ir
 from planc.ops.loss import ChunkLoss
 from planc.ops.lowered import Lowered
 from planc.ops.matmul import LowPrecision
+from planc.ops.towers import DivideImages
 from planc.trial import observed_layouts
 from planc.trial.batches import Batches
 from planc.trial.numerics import FLOOR, relative
@@ -40,6 +41,11 @@ class Runs:
         """The largest error of outputs and gradients that counts as equal."""
         return EIGHT_BITS_LIMIT if self.lowered.has(LowPrecision) else LIMIT
 
+    @property
+    def divided(self) -> list[DivideImages]:
+        """The operations by which ranks have images of their own."""
+        return [op for op in self.lowered.ops if isinstance(op, DivideImages)]
+
     def views(self) -> Iterator[View]:
         """Yields what the ranks of equal rows computed in a pass, beside the right one."""
         names = [one.name for one in self.batches.steps[0]]
@@ -49,8 +55,15 @@ class Runs:
                 ranks = [r for r in ranks if len(r.traces) > number]
                 for part in dict.fromkeys(r.part_rank for r in ranks):
                     mine = [r for r in ranks if r.part_rank == part]
-                    trace = mine[0].of_trace(number, right.traces[number])
+                    trace = self._compared(mine[0].of_trace(number, right.traces[number]))
                     yield View(name, trace, [r.traces[number] for r in mine])
+
+    def _compared(self, right: Trace) -> Trace:
+        """What a single process showed, without towers that each rank runs on images of its own."""
+        if not self.divided:
+            return right
+        calls = {n: c for n, c in right.calls.items() if not any(op.runs(n) for op in self.divided)}
+        return Trace(calls=calls, finished=[n for n in right.finished if n in calls])
 
 
 @dataclass(slots=True)
@@ -238,6 +251,7 @@ def _modules(runs: Runs, gradients: list[Discrepancy]) -> tuple[tuple[str, float
     calls = runs.reference.passes[0].traces[0].calls
     # in a pipeline the loss and the gradients are compared, and they depend on every output
     found: dict[str, float | None] = dict.fromkeys(calls, 0.0 if runs.lowered.pipeline else None)
+    found |= {n: 0.0 for n in calls if any(op.runs(n) for op in runs.divided)}  # by the features
     lost: set[str] = set()
     for view in runs.views():
         for name, right in view.right.calls.items():

@@ -182,6 +182,34 @@ def counted_images(name, plan, settings):
     return found, dict(told)
 
 
+def counted_features(name, plan, settings, axis):
+    """What the ranks of an axis sent in a pass of a model of images that they divide, and what was
+    told of it for rows that are images alone, each {(kind, bytes): times}; and the share of the
+    tokens that are of images.
+    """
+    from tower_jobs import batch_of, of_rank
+
+    model = build(name)
+    run = planc.apply(model, plan, overrides=settings, device_type="cpu", compare=0)
+    batch = batch_of(name, (1, 1, 1, 1), padded=False)
+    given = run.batch(of_rank(batch, run.data_rank, run.data_size))
+    sizes = Sizes()
+    model(**given).loss.backward()
+    with sizes:
+        model(**given).loss.backward()
+    ids = batch.inputs["input_ids"]
+    rows, length = ids.shape
+    shape = {"batch": rows, "sequence": length}
+    step = Step(lowered=run.lowered, config=model.config.to_dict(), **shape, computes="float32")
+    told, group = Counter(), _along(run, (axis,))
+    for one in sends(step):
+        if one.axes == (axis,) and one.word == "images":
+            told[one.kind, one.size] += one.times
+    found = {(kind, size): n for (kind, ranks, size), n in sizes.found.items() if ranks == group}
+    share = (ids == model.config.image_token_id).sum().item() / ids.numel()
+    return found, dict(told), share
+
+
 def chunked(run):
     """Whether tokens go to experts in chunks."""
     return any(getattr(op, "chunks", 1) > 1 for op in run.lowered.ops)

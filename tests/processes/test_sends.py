@@ -275,6 +275,21 @@ def test_times_and_bytes(run, name):
     assert bool(exchanged[0]) == (name.split()[0].strip(",") in ("ep", "ulysses", "muon"))
 
 
+@pytest.mark.parametrize(
+    ("axis", "kinds"), [("tp", {"all-gather"}), ("cp", {"all-gather", "all-to-all"})]
+)
+def test_features_of_divided_images(four, axis, kinds):
+    """Each image has as many tokens, and each rank one image."""
+    arguments = {"name": "gemma3-vision", "plan": "gemma3_vision", "axis": axis}
+    settings = [f"{axis}=2", "images=rows", "param_dtype=fp32"]
+    for found, told, share in four.run(
+        "sending_jobs.counted_features", **arguments, settings=settings
+    ):
+        assert {kind for kind, _ in told} == kinds
+        for (kind, size), times in told.items():
+            assert found[kind, round(size * share)] == times
+
+
 OF_IMAGES = {
     "patches alone": ("wan2.1-t2v-1.3b", "blocks", []),
     "patches alone and checkpoints": ("wan2.1-t2v-1.3b", "blocks", ["full=true"]),

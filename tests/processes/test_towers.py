@@ -54,6 +54,53 @@ def test_deepstack_and_parts_of_the_sequence_in_a_script(four):
     right(four, "qwen3_vl", overrides=[*FP32, "tp=2", "sequence=true"], script=True)
 
 
+# Images divided over ranks -----------------------------------------------------------------------
+
+ROWS = [*FP32, "images=rows"]
+
+
+@pytest.mark.parametrize("axes", [["tp=2"], ["tp=2", "sequence=true"], ["cp=2"]], ids="-".join)
+@pytest.mark.parametrize("model", PLANS)
+def test_images_divided_over_ranks(four, model, axes):
+    """Three images over two ranks, those of one data rank; the other one has none."""
+    right(four, model, overrides=[*ROWS, *axes])
+
+
+@pytest.mark.parametrize(
+    ("axes", "images"),
+    [
+        (["tp=2"], (1, 0, 0, 0)),  # a rank has no image, and a data rank has none
+        (["tp=2"], (0, 0, 0, 0)),
+        (["cp=4"], (0, 1, 0, 1)),
+        (["cp=4"], (0, 0, 0, 0)),
+        (["tp=2", "cp=2"], (2, 1, 1, 0)),
+        (["tp=2", "cp=2"], (0, 1, 0, 0)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("model", ["qwen3_vl", "qwen2_5_vl", "gemma3-vision"])
+def test_more_ranks_than_images(four, model, axes, images):
+    right(four, model, overrides=[*ROWS, *axes], images=images)
+
+
+@pytest.mark.parametrize("axes", [["tp=2"], ["cp=2"]], ids="-".join)
+@pytest.mark.parametrize("model", ["qwen3_vl", "llava_next"])
+def test_divided_images_in_a_script(four, model, axes):
+    right(four, model, overrides=[*ROWS, *axes], script=True)
+
+
+@pytest.mark.parametrize("dropped", [False, True])
+def test_dropout_in_a_divided_tower(four, dropped):
+    """Ranks draw as many numbers as their images need, and alike behind the tower: three images
+    are two and one.
+    """
+    found = four.run("tower_jobs.drawn", overrides=[*ROWS, "tp=2"], dropped=dropped)
+    assert all(draws == 2 for draws, *_ in found)  # the tower, and what projects its features
+    (one, other), (third, fourth) = found[:2], found[2:]
+    assert (one[1:] == other[1:]) is (not dropped)
+    assert third[1:] == fourth[1:]  # each of which runs the one image
+
+
 # Context parallelism -----------------------------------------------------------------------------
 
 
@@ -123,3 +170,35 @@ def test_features_that_a_later_stage_does_not_get(four):
     given = {"model": "qwen3_vl", "plan": "qwen3_vl", "overrides": overrides}
     found = four.run("tower_jobs.judge", **given, broken="unsent")
     assert max(result["gradient"] for result in found) > 1e-2
+
+
+# Videos, and documents in one row ----------------------------------------------------------------
+
+AXES = [
+    [],
+    ["tp=2", "sequence=true"],
+    ["tp=2", "images=rows"],
+    ["cp=2"],
+    ["cp=2", "images=rows"],
+    ["pp=2", "microbatches=2"],
+]
+
+
+@pytest.mark.parametrize("videos", ["some", "all"])
+@pytest.mark.parametrize("axes", AXES, ids="-".join)
+@pytest.mark.parametrize("model", ["qwen3_vl", "qwen2_5_vl"])
+def test_videos(four, model, axes, videos):
+    """A video of two frames, with images or without; a data rank or a microbatch has none."""
+    images = (2, 1, 0, 0) if "pp=2" not in axes else (2, 0, 0, 0)
+    right(four, model, overrides=[*FP32, *axes], images=images, videos=videos)
+
+
+@pytest.mark.parametrize("axes", AXES, ids="-".join)
+@pytest.mark.parametrize(
+    ("model", "packed"), [("qwen3_vl", "dims"), ("qwen2_5_vl", "dims"), ("gemma3-vision", "rows")]
+)
+def test_documents_with_images(four, model, packed, axes):
+    """Two documents a row, which positions tell apart."""
+    images = (2, 1, 0, 0) if "pp=2" not in axes else (2, 0, 0, 0)
+    overrides = [*FP32, *axes]
+    right(four, model, overrides=overrides, images=images, packed=packed, padded=False)

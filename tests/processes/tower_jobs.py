@@ -31,15 +31,21 @@ def made(model, changes=()):
     return build(model, **parts)
 
 
-def batch_of(model, images, seed=5, padded=True):
+def batch_of(model, images, seed=5, padded=True, videos="", packed=""):
     """A batch whose rows have so many images each, padded on the right, for a model of
-    `numerics.MODELS`; and the tokens that images take the place of.
+    `numerics.MODELS`; and the tokens that images take the place of. `videos` are `some` of the
+    images or `all`, and rows are `packed` by positions of as many dims.
     """
     config = build(model).config
     builder = TransformersBuilder(config.to_dict())
     found = builder.sample(BatchShape(rows=len(images), length=32, seed=seed, images=images))
     generator = torch.Generator().manual_seed(seed)
     found["labels"][torch.rand(found["labels"].shape, generator=generator) < 0.3] = -100
+    if videos:
+        found = with_videos(config, found, every=videos == "all")
+    if packed:
+        found["position_ids"] = packed_positions(build(model), found, packed)
+        assert not padded
     if padded:
         mask = torch.ones_like(found["input_ids"])
         mask[1::2, -3:] = 0
@@ -48,17 +54,90 @@ def batch_of(model, images, seed=5, padded=True):
     return TrialPass(inputs=found, tokens=placeholders(config))
 
 
+def with_videos(config, batch, every):
+    """The batch with videos in the place of its wide images, of two frames each, or of all images.
+
+    Qwen3-VL has text between the frames of a video.
+    """
+    ids, grids = batch["input_ids"], batch.pop("image_grid_thw")
+    sizes = grids.prod(1)
+    patches = dict(enumerate(batch.pop("pixel_values").split(sizes.tolist())))
+    owner = torch.arange(len(grids)).repeat_interleave(sizes // 4)
+    wide = grids[:, 2] > grids[:, 1]
+    frames = torch.where(wide, 2, 1)
+    chosen = torch.ones_like(wide) if every else wide
+    grids = torch.where(wide[:, None], grids * grids.new_tensor([2, 1, 1]), grids)
+    grids[wide, 2] //= 2
+    row, place = (ids == config.image_token_id).nonzero(as_tuple=True)
+    ids[row, place] = torch.where(chosen[owner], config.video_token_id, config.image_token_id)
+    batch["mm_token_type_ids"][row, place] = torch.where(chosen[owner], 2, 1)
+    if config.model_type != "qwen2_5_vl":
+        for one in (chosen & (frames > 1)).nonzero().flatten().tolist():
+            mine = (owner == one).nonzero().flatten()
+            at, places = row[mine[0]], place[mine]
+            ids[at, places[-1] + 1] = config.video_token_id
+            ids[at, places[len(places) // 2]] = 5
+            batch["mm_token_type_ids"][at, places[-1] + 1] = 2
+            batch["mm_token_type_ids"][at, places[len(places) // 2]] = 0
+    for some, values, grid in (
+        (~chosen, "pixel_values", "image_grid_thw"),
+        (chosen, "pixel_values_videos", "video_grid_thw"),
+    ):
+        if some.any():
+            kept = some.nonzero().flatten().tolist()
+            batch[values] = torch.cat([patches[i] for i in kept])
+            batch[grid] = grids[some]
+    if config.model_type == "qwen2_5_vl" and chosen.any():
+        batch["second_per_grid_ts"] = torch.arange(1.0, 1 + int(chosen.sum())) / 4
+    return batch
+
+
+def packed_positions(model, batch, dims):
+    """Positions of two documents a row, the first of which has the row's first image: `[rows,
+    length]`, or of time, height and width beside those of text, `[4, rows, length]`.
+    """
+    ids = batch["input_ids"]
+    tokens = [*placeholders(model.config).values()]
+    text = ~torch.isin(ids, torch.tensor(tokens))
+    # a token of text after another one, behind the first image
+    follows = text & text.roll(1, 1)
+    begins = [int(own[8:].nonzero()[0]) + 8 for own in follows]
+    flat = torch.arange(ids.shape[1]).repeat(len(ids), 1)
+    for row, at in zip(flat, begins, strict=True):
+        row[at:] -= at
+    if dims == "rows":
+        return flat
+    grids = {n: batch.get(n) for n in ("image_grid_thw", "video_grid_thw")}
+    kinds = batch["mm_token_type_ids"]
+    places, _ = model.model.get_rope_index(ids, mm_token_type_ids=kinds, **grids)
+    for row, at in enumerate(begins):
+        places[:, row, at:] -= places[:, row, at].min()
+    return torch.cat([flat[None], places])
+
+
+def of_rank(batch, rank, size):
+    """The rows that a data rank reads; positions in several dims have them on dim 1."""
+    places = batch.inputs.get("position_ids")
+    if places is None or places.dim() == 2:
+        return batch.of_rank(rank, size)
+    rest = {name: value for name, value in batch.inputs.items() if name != "position_ids"}
+    own = TrialPass(inputs=rest, tokens=batch.tokens).of_rank(rank, size)
+    return own | {"position_ids": places.chunk(size, 1)[rank]}
+
+
 def valid(inputs):
     return (inputs["labels"][:, 1:] != -100).sum()
 
 
 @functools.cache
-def reference(images, padded, model, changes, double):
-    """The loss, the loss without gradients, and gradients of one process; rows without images are
-    in one batch with others.
+def reference(images, rows, model, changes, double):
+    """The loss and gradients of one process; rows without images are in one batch with others.
+
+    Args:
+        rows: the other arguments of `batch_of`, as items.
     """
     single = doubled(made(model, changes)) if double else made(model, changes)
-    inputs = batch_of(model, images, padded=padded).inputs
+    inputs = batch_of(model, images, **dict(rows)).inputs
     count = valid(inputs)
     loss = single(**inputs, num_items_in_batch=count, use_cache=False).loss
     loss.backward()
@@ -82,7 +161,7 @@ def judge(model, plan, overrides=(), changes=(), double=False, **case):
         return _judge(spread, lowered, wanted, **case)
 
 
-def _judge(spread, lowered, wanted, images=(1, 2, 0, 0), script=False, padded=True, broken=""):
+def _judge(spread, lowered, wanted, images=(1, 2, 0, 0), script=False, broken="", **rows):
     """Errors of a model that is spread by a plan.
 
     Args:
@@ -91,9 +170,10 @@ def _judge(spread, lowered, wanted, images=(1, 2, 0, 0), script=False, padded=Tr
         script: whether the emitted Python spreads the model and runs the step.
         broken: what is wrong on purpose: `features`, which go to other places than their own, or
             are `unsent` to later stages.
+        rows: as of `batch_of`.
     """
-    batch = batch_of(wanted[0], images, padded=padded)
-    loss, gradients = reference(images, padded, *wanted)
+    batch = batch_of(wanted[0], images, **rows)
+    loss, gradients = reference(images, tuple(rows.items()), *wanted)
     if script:
         with functions_kept(spread):
             found = _scripted(spread, lowered, batch)
@@ -103,7 +183,7 @@ def _judge(spread, lowered, wanted, images=(1, 2, 0, 0), script=False, padded=Tr
             stages.features.dense_of = _nothing
         if broken == "features":
             spread.model.language_model.register_forward_pre_hook(_first_ones, with_kwargs=True)
-        own = batch.of_rank(run.data_rank, run.data_size)
+        own = of_rank(batch, run.data_rank, run.data_size)
         evaluated = run.evaluate([own])
         spread.zero_grad()
         found = run.forward_backward([own]), evaluated
@@ -136,7 +216,7 @@ def _first_ones(_module, args, kwargs):
 def _scripted(made, lowered, batch):
     """The losses of the emitted script's step, the mean over all ranks; none for early stages."""
     rank, size, names = emitted(made, lowered)
-    own = batch.of_rank(rank, size)
+    own = of_rank(batch, rank, size)
     parts = lowered.axis_size("cp") if lowered.has(ContextParallel) else 1
     own["num_items_in_batch"] = valid(batch.inputs) / size / parts
     if parts > 1:
@@ -151,3 +231,27 @@ def _scripted(made, lowered, batch):
     distributed.all_reduce(total)
     stages = lowered.axis_size(lowered.pipeline.axis) if lowered.pipeline else 1
     return [total * stages / distributed.get_world_size()]
+
+
+def drawn(overrides, dropped):
+    """What a rank has after a pass with dropout in the tower and in the decoder: how many draws of
+    the tower are by rank, its random state, its loss, and a gradient that the ranks of a tensor
+    axis have alike.
+
+    Args:
+        dropped: whether the tower draws as everything else.
+    """
+    parts = {n: MODELS["gemma3-vision"][n] for n in ("vision_config", "text_config")}
+    changes = {n: {**part, "attention_dropout": 0.2} for n, part in parts.items()}
+    model = build("gemma3-vision", **changes)
+    lowered = planc.lower(model, "gemma3_vision", world_size=4, overrides=overrides)
+    towers = ("model.vision_tower", "model.multi_modal_projector")
+    draws = [op for op in lowered.ops if op.WORD == "draws" and str(op.modules) in towers]
+    lowered = lowered.map_ops(lambda ops: (op for op in ops if op not in draws or not dropped))
+    torch.manual_seed(distributed.get_rank() // 2)
+    run = planc.apply(model, lowered, device_type="cpu", compare=0)
+    batch = batch_of("gemma3-vision", (2, 1, 1, 0))
+    loss = run.forward_backward([batch.of_rank(run.data_rank, run.data_size)])
+    norms = [p for n, p in model.named_parameters() if n.endswith("language_model.norm.weight")]
+    (gradient,) = [whole(norm.grad).tolist() for norm in norms]
+    return len(draws), torch.get_rng_state().tolist(), float(loss), gradient

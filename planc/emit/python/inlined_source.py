@@ -57,6 +57,7 @@ _FILES = (
     "pipeline_schedule.py",
     "pipeline_step.py",
     "towers.py",
+    "divided_images.py",
     "clipping.py",
     "kept_states.py",
     "adafactor.py",

@@ -142,7 +142,8 @@ def _composite(config: Mapping[str, Any], small: dict[str, Any]) -> None:
         return
     tokens = config.get("mm_tokens_per_image")
     if isinstance(tokens, int):  # pooled: proportional to the number of patches
-        small["mm_tokens_per_image"] = max(1, round(tokens * (GRID * patch / size) ** 2))
+        # at least two a side: in one token nothing would show that those of an image see each other
+        small["mm_tokens_per_image"] = max(4, round(tokens * (GRID * patch / size) ** 2))
     points = config.get("image_grid_pinpoints")
     if isinstance(points, list):
         small["image_grid_pinpoints"] = [[n * GRID * patch // size for n in p] for p in points]

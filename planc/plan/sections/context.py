@@ -6,10 +6,10 @@ from planc.model.config import is_diffusers
 from planc.model.module_table import puts_images
 from planc.ops.context import ContextParallel
 from planc.ops.documents import resets
-from planc.plan.ir import ContextRule
+from planc.plan.ir import ContextRule, ImagesSetting
 from planc.plan.program import Program
 from planc.plan.rule_conflicts import Settings
-from planc.plan.sections.word_settings import word_settings
+from planc.plan.sections.word_settings import IMAGES, ROWS, word_settings
 from planc.syntax import ast
 
 _SCRIPT, _GATHER = "script", "gather"
@@ -17,6 +17,7 @@ WORDS = {
     "attention": {w: w for w in ("all_gather", "ulysses", "ring", _GATHER, _SCRIPT)},
     "balance": {w: w for w in ("head_tail", "none", "per_document")},
     "exchange": {w: w for w in ("state", "gather")},
+    "images": IMAGES,
 }
 
 
@@ -47,6 +48,9 @@ def _rule(
         if "balance" in lines:
             message = "`balance` says which tokens planc gives a rank; here the script slices"
             program.sink.error("PL012", message, lines["balance"].origin, help="remove it")
+        if values.get("images") == ROWS:
+            message = "planc divides images where it cuts rows; here the script slices"
+            program.sink.error("PL012", message, lines["images"].origin, help="remove it")
         yield ContextRule(axis=axis, op=None, origin=origin)
     elif attention is not None:
         states = () if attention == _GATHER else resets(program.facts)
@@ -64,7 +68,8 @@ def _rule(
             origin=origin,
             origins=tuple((n, lines[n].origin) for n in ("balance", "exchange") if n in lines),
         )
-        rule = ContextRule(axis=axis, op=op, origin=origin).on(program.facts)
+        images = _images(axis, settings)
+        rule = ContextRule(axis=axis, op=op, images=images, origin=origin).on(program.facts)
         if attention == _GATHER and rule.op and not rule.op.seeing:
             program.sink.error(
                 "PL571",
@@ -74,3 +79,11 @@ def _rule(
                 help="remove `attention = gather`, or set `cp = 1`",
             )
         yield rule
+
+
+def _images(axis: str, settings: Settings) -> ImagesSetting | None:
+    """The setting `images`: ranks of a context axis have parts of the gradient of features."""
+    if "images" not in settings.lines:
+        return None
+    divided, line = settings.values["images"] == ROWS, settings.lines["images"].origin
+    return ImagesSetting(axis=axis, divided=divided, parts=True, origin=line)

@@ -6,7 +6,7 @@ from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
 
-from planc.diagnostic import nearest
+from planc.diagnostic import Sink, nearest
 from planc.model.facts import Facts, Modules, generic
 from planc.model.indices import Indices
 from planc.model.layer_kinds import length
@@ -24,6 +24,7 @@ from planc.plan.sections.timetable import TimetableError, timetable
 from planc.plan.sections.word_settings import one_word, read_settings
 from planc.plan.selectors import select
 from planc.plan.shared_parameters import cut_at
+from planc.source import Span
 from planc.syntax import ast
 
 _SETTINGS = dict.fromkeys(("schedule", "microbatches", "stages"))
@@ -58,6 +59,10 @@ def pipeline(program: Program) -> PipelineRule | None:
     if ranks == 1:
         return None
     complete, stages = _complete(settings, section, program), settings.lines.get("stages")
+    if program.facts.config.get("is_encoder_decoder"):
+        origin = stages.origin if stages else section.name_origin
+        _uncut(f"{program.facts.name} is an encoder with a decoder", origin, program.sink)
+        return None
     schedule = settings.values.get("schedule", "1f1b")
     usual = (TERMS[schedule].each or 2) if isinstance(schedule, str) else 1
     found = None
@@ -77,8 +82,7 @@ def _cut(
     rest = _rest(program.facts, blocks, order)
     if order.problem or isinstance(rest, str):
         reason, origin = order.problem or rest, settings.lines["stages"].origin
-        message = f"the model cannot be cut between the blocks of `{blocks}`: {reason}"
-        program.sink.error("PL566", message, origin, help="without a pipeline, set its axis to 1")
+        _uncut(str(reason), origin, program.sink, f"between the blocks of `{blocks}`")
         return None
     schedule, rows = _schedule(axis, len(bounds) - 1, settings, program)
     if not schedule:
@@ -105,6 +109,11 @@ def _cut(
     bare = (m for m in program.facts.model.below() if not m.module.parameters)
     before = tuple(m for m in bare if {generic(n) for n in m.names()} <= order.before)
     return PipelineRule(op=op, times=times, before=before, origin=section.name_origin)
+
+
+def _uncut(reason: str, origin: Span, sink: Sink, where: str = "into stages") -> None:
+    message = f"the model cannot be cut {where}: {reason}"
+    sink.error("PL566", message, origin, help="without a pipeline, set its axis to 1")
 
 
 def _schedule(

@@ -7,11 +7,12 @@ from planc import diagnostic
 from planc.model.facts import Modules
 from planc.ops.styles import SPLITS, Style
 from planc.plan.call_arguments import unknown, word, wrong_value
-from planc.plan.ir import SequenceSetting, TensorRule
+from planc.plan.ir import ImagesSetting, SequenceSetting, TensorRule
 from planc.plan.program import Program
 from planc.plan.rule_conflicts import Claims, Placed, Settings, flatten
 from planc.plan.scope import Scope
 from planc.plan.sections.tensor_styles import STYLES, custom, equivalent, style_of, style_of_torch
+from planc.plan.sections.word_settings import IMAGES, ROWS, one_word
 from planc.plan.selectors import select
 from planc.syntax import ast
 
@@ -26,7 +27,10 @@ _EXAMPLES = {
     "optimizer": "model.layers.*.mlp.*_proj : muon",
     "adapters": "model.layers.*.self_attn.q_proj : lora(rank = 16)",
 }
-_SETTINGS = {"tensor": ", and `sequence`", "adapters": ", and the settings `units` and `seed`"}
+_SETTINGS = {
+    "tensor": ", and the settings `sequence` and `images`",
+    "adapters": ", and the settings `units` and `seed`",
+}
 T = TypeVar("T")
 
 _ASPECTS = ("input", "output", "attributes")
@@ -39,8 +43,10 @@ def aspect(style: str) -> str:
 
 _SEQUENCE = {"auto": None, "true": True, "false": False}
 
+Found = tuple[tuple[TensorRule, ...], tuple[SequenceSetting, ...], tuple[ImagesSetting, ...]]
 
-def tensor(program: Program) -> tuple[tuple[TensorRule, ...], tuple[SequenceSetting, ...]]:
+
+def tensor(program: Program) -> Found:
     """The rules of the tensor sections, in the plan's order, and their settings."""
     scope = program.scope
     claims: dict[str, Claims[TensorRule | None]] = {}
@@ -50,10 +56,11 @@ def tensor(program: Program) -> tuple[tuple[TensorRule, ...], tuple[SequenceSett
         axis = _axis(section, program)
 
         def setting(item: ast.Setting, axis: str | None = axis) -> bool:
-            if item.name == "sequence":
+            read = _SETTING.get(item.name)
+            if read is not None:
                 held = settings.setdefault(axis or "", Settings(program.sink))
-                held.add(item, lambda item: _sequence(item, axis or "", scope))
-            return item.name == "sequence"
+                held.add(item, lambda item: read(item, axis or "", scope))
+            return read is not None
 
         found_rules = rules_of(
             section, known, "style", program, elsewhere=_elsewhere, setting=setting
@@ -69,7 +76,9 @@ def tensor(program: Program) -> tuple[tuple[TensorRule, ...], tuple[SequenceSett
         hint = "use it or remove it"
         program.sink.warning("PL104", f"style `{unused}` is never used", origin, help=hint)
     rules = (rule for held in claims.values() for rule in held.rules())
-    return tuple(rules), tuple(s.values["sequence"] for s in settings.values())
+    values = [value for s in settings.values() for value in s.values.values()]
+    sequence = tuple(value for value in values if isinstance(value, SequenceSetting))
+    return tuple(rules), sequence, tuple(v for v in values if isinstance(v, ImagesSetting))
 
 
 def _sequence(item: ast.Setting, axis: str, scope: Scope) -> SequenceSetting:
@@ -81,6 +90,18 @@ def _sequence(item: ast.Setting, axis: str, scope: Scope) -> SequenceSetting:
         wrong_value(item.value, "sequence", "`auto`, `true` or `false`", value, scope)
         value = "false"
     return SequenceSetting(axis=axis, wanted=_SEQUENCE[value], origin=item.origin)
+
+
+def _images(item: ast.Setting, axis: str, scope: Scope) -> ImagesSetting:
+    """`images = rows` or `whole`."""
+    divided = one_word(item, IMAGES, scope) == ROWS
+    return ImagesSetting(axis=axis, divided=divided, origin=item.origin)
+
+
+_SETTING: dict[str, Callable[[ast.Setting, str, Scope], SequenceSetting | ImagesSetting]] = {
+    "sequence": _sequence,
+    "images": _images,
+}
 
 
 def _open(style: Style, call: ast.Call) -> bool:

@@ -12,6 +12,10 @@ from planc.syntax import ast
 Words = Mapping[str, Mapping[str, str]]
 """The values of each setting, by the words that a plan writes."""
 
+ROWS = "rows"
+IMAGES = {ROWS: ROWS, "whole": "whole"}
+"""The values of `images`, in tensor and in context sections."""
+
 
 def read_settings(
     section: ast.Section,

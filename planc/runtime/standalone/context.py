@@ -70,6 +70,9 @@ class ContextParallel:
         ContextError: the model's tokens see each other otherwise.
     """
 
+    length = 0
+    """Of the rows of a pass, where the model makes masks of whole rows."""
+
     def __init__(
         self,
         model: nn.Module,
@@ -411,10 +414,11 @@ def register() -> None:
 
     def whole_alone(positions: Tensor) -> Tensor | None:
         """Finds no document in a part of the positions. Mask functions ask by this
-        name, where the model gives them positions and no padding.
+        name, where the model gives them positions and no padding. Those of whole rows
+        are asked for in front of a language model that gets a part of them.
         """
         context = getattr(RUNNING, "context", None)
-        if context is None:
+        if context is None or positions.shape[1] == context.length:
             found: Tensor | None = plain(positions)
             return found
         context.packs = True

@@ -27,7 +27,6 @@ class ContextOfRows(ContextParallel):
 
     mine: tuple[Tensor, Tensor] | None = None
     """The rows and tokens of a pass."""
-    length = 0
 
     def batch(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """Whole rows, with this rank's part of the labels and of `shift_labels`.

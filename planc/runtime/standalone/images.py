@@ -65,8 +65,8 @@ def patches(batch: Mapping[str, Any], first: str) -> list[int]:
 
 def some_images(
     batch: Mapping[str, Any], first: str, start: int, stop: int
-) -> dict[str, Tensor]:
-    """The arguments of images `start` to `stop`.
+) -> dict[str, Any]:
+    """The arguments of images `start` to `stop`; those that are lists, too.
 
     Raises:
         ImagesError: an argument has another number of images.
@@ -75,7 +75,7 @@ def some_images(
     found = {}
     for name in (first, *OF_IMAGES[first]):
         value = batch.get(name)
-        if not isinstance(value, Tensor):
+        if value is None:
             continue
         if name == first and len(value) == sum(sizes) != len(sizes):
             ends = [0, *accumulate(sizes)]
@@ -83,8 +83,8 @@ def some_images(
         elif len(value) == len(sizes):
             found[name] = value[start:stop]
         else:
-            shape, count = list(value.shape), len(sizes)
-            raise ImagesError(f"`{name}` has {shape} for {count} images")
+            shape = list(getattr(value, "shape", [len(value)]))
+            raise ImagesError(f"`{name}` has {shape} for {len(sizes)} images")
     return found
 
 
@@ -110,7 +110,7 @@ def images_of_rows(batch: Mapping[str, Any], first: str, token: int) -> list[int
 
 def rows_of_images(
     batch: Mapping[str, Any], count: int, tokens: Tokens
-) -> list[dict[str, Tensor | None]]:
+) -> list[dict[str, Any]]:
     """The arguments of images of each of some parts of a batch, of equally many rows;
     those of a part without images are None. Where images are arguments with a value for
     each row, or have no placeholders, they are not here.
@@ -123,7 +123,7 @@ def rows_of_images(
     Raises:
         ImagesError: images cannot be told apart.
     """
-    parts: list[dict[str, Tensor | None]] = [{} for _ in range(count)]
+    parts: list[dict[str, Any]] = [{} for _ in range(count)]
     ids = batch.get("input_ids")
     for first, token in tokens.items():
         if not isinstance(batch.get(first), Tensor) or ids is None:

@@ -117,7 +117,8 @@ class SharedTower:
         if self.mesh.get_local_rank() == donor:
             try:
                 found = some_images(given, name, 0, 1)
-                box = [{n: value.detach().cpu() for n, value in found.items()}]
+                tensors = {n: v for n, v in found.items() if isinstance(v, Tensor)}
+                box = [{n: value.detach().cpu() for n, value in tensors.items()}]
             except ImagesError as error:
                 box = [str(error)]
         group = self.mesh.get_group()
@@ -144,12 +145,16 @@ class SharedTower:
         gradient where images are.
         """
         if isinstance(made, Mapping):
-            read = inspect.unwrap(type(self.holder).forward).__code__.co_names
-            apart = OF_TOWER if FEATURES in made else ()
-            names = [n for n in made if n in read and n not in apart]
-            made = [made[name] for name in names]
+            made = [made[name] for name in read_fields(self.holder, made)]
         leaves = _pytree.tree_leaves(made)
         yield from (leaf for leaf in leaves if isinstance(leaf, Tensor))
+
+
+def read_fields(holder: nn.Module, made: Mapping[str, Any]) -> list[str]:
+    """The fields of what a tower returns that the code of the holder reads."""
+    read = inspect.unwrap(type(holder).forward).__code__.co_names
+    apart = OF_TOWER if FEATURES in made else ()
+    return [n for n in made if n in read and n not in apart]
 
 
 def differ(names: list[str], own: bool) -> Exception:
