@@ -69,7 +69,10 @@ def facts(plan: str, error: str, files: Sequence[str], compare: Compared, save: 
 def _digests(path: Path, compare: Compared) -> Iterator[tuple[str, str]]:
     try:
         if path.is_dir():
-            yield from ((f"{path}/{name}", found) for name, found in file_digests(path, compare))
+            found = [*file_digests(path, compare)]
+            yield from ((f"{path}/{name}", digest) for name, digest in found)
+            if not found:
+                yield str(path), "without weights"
         else:
             yield str(path), sha256(path.read_bytes()).hexdigest()
     except OSError as error:

@@ -67,7 +67,8 @@ def judged(every: Sequence[RankFacts], lowered: Lowered, needed: Needed) -> Iter
     """What else is wrong: files, the places of ranks, memory, disk, speed."""
     for name in sorted({name for facts in every for name in facts.files}):
         values = [facts.files.get(name, "not there") for facts in every]
-        for facts, ranks in _odd(every, values):
+        read = [value for value in values if " " not in value]
+        for facts, ranks in _odd(every, values, _usual(read) if read else ""):
             own = facts.files.get(name, "not there")
             what = own if " " in own else "another file"
             text = f"{name} is {what} on {_named(ranks, every)}"
@@ -123,10 +124,12 @@ def _usual(values: Sequence[T]) -> T:
 
 
 def _odd(
-    every: Sequence[RankFacts], values: Sequence[Hashable]
+    every: Sequence[RankFacts], values: Sequence[Hashable], usual: Hashable = None
 ) -> Iterator[tuple[RankFacts, tuple[int, ...]]]:
-    """The ranks whose value is not that of most: one of them, and all with the same value."""
-    usual = _usual(values)
+    """The ranks whose value is not the usual one, by default that of most: one of them, and all
+    with the same value.
+    """
+    usual = _usual(values) if usual is None else usual
     for value in dict.fromkeys(values):
         if value != usual:
             ranks = tuple(rank for rank, other in enumerate(values) if other == value)

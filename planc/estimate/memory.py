@@ -317,11 +317,12 @@ class _Rank:
                 yield _of_layer("recomputed for the weights", layer, size, how)
 
     def resident(self, *, every: bool = True) -> Iterable[Item]:
-        """FSDP's units that stay gathered; in the backward pass of a block the last one is one of
-        the two that `gathered` has, or is resharded.
+        """FSDP's units that are gathered from the loss on; in the backward pass of a block the last
+        one is one of the two that `gathered` has, or is resharded.
         """
         for layer, count in self.layers if self.full else ():
-            if n := round(layer.resident * count) if every else count * int(layer.resident):
+            staying = _staying(layer)
+            if n := round(staying * count) if every else count * int(staying):
                 width = layer.width or self.work.precision.compute
                 of = f"{layer.parameters:,} elements x {width} bytes{_narrow(layer)}"
                 how, name = f"{of}, until the end of the step", f"gathered {layer.name}"
@@ -333,7 +334,7 @@ class _Rank:
         if not self.full:
             return
         precision = self.work.precision
-        units = [(_unit(x), n, x) for x, n in self.layers if x.resident < 1 and not x.lookup]
+        units = [(_unit(x), n, x) for x, n in self.layers if _staying(x) < 1 and not x.lookup]
         most, count, layer = max(units, key=lambda u: u[:2], default=(0, 0, None))
         narrow = _narrow(layer) if layer else ""
         how = f"{min(2, count)} x {most:,} elements x {precision.compute} bytes{narrow}"
@@ -347,7 +348,7 @@ class _Rank:
                 yield self._sharded("gradients being reduced", most, precision.reduce)
             return
         outside = [(x, n) for x, n in self.layers if x.loss or not x.matmuls]
-        held = sum(x.parameters * n for x, n in outside if x.resident)
+        held = sum(x.parameters * n for x, n in outside if _staying(x))
         yield Item(
             name="gradients before reduction",
             size=most * (precision.compute + precision.reduce) + held * precision.compute,
@@ -372,15 +373,32 @@ class _Rank:
         """
         if not self.full:
             return
-        precision = self.work.precision
-        largest = max((_unit(x) for x, _ in self.layers), default=0)
-        tied = max((x.tied for x, _ in self.layers), default=0)
-        reduced = self._sharded("gradients being reduced", largest, precision.reduce)
-        added = tied * (4 * precision.compute - self.part * precision.rest)  # it has no shard yet
-        if added > reduced.size:
-            how = f"4 x {tied:,} elements x {precision.compute} bytes, less the shard to come"
-            reduced = replace(reduced, name="tied gradients being added", size=added, how=how)
+        precision, layers = self.work.precision, [layer for layer, _ in self.layers]
+        most = max(layers, key=lambda x: (_trained(x), x.last))
+        reduced = self._sharded("gradients being reduced", _trained(most), precision.reduce)
+        if self.work.data.size > 1:  # torch holds the last gradient until the unit is reduced
+            last, how = most.last * precision.compute, f"{most.last:,} x {precision.compute}"
+            how = f"{reduced.how}, and {how} bytes of its last parameter's"
+            reduced = replace(reduced, size=reduced.size + last, how=how)
+        for layer in layers:
+            added = self.tied(layer)
+            reduced = added if added.size > reduced.size else reduced
         yield reduced
+
+    def tied(self, layer: Layer) -> Item:
+        """The gathered unit of tied weights and its gradients, of these weights those of the head,
+        of the embedding and their sum; and what the last block's reduce-scatter reads, until the
+        next one.
+        """
+        precision = self.work.precision
+        own = _trained(layer) if layer.tied else 0
+        size = 2 * (own + layer.tied) * precision.compute - own * self.part * precision.rest
+        how = f"2 x {own + layer.tied:,} elements x {precision.compute} bytes, less the shard"
+        blocks = (x for x, _ in self.layers if not (x.loss or x.lookup or x.root))
+        if layer.tied and (first := next(blocks, None)):
+            size += _trained(first) * precision.reduce
+            how += f", and {_trained(first):,} x {precision.reduce} bytes of a block"
+        return Item(name="tied gradients being added", size=size, how=how, origin=self.work.origin)
 
     def stepped(self) -> Iterable[Item]:
         copies = 0 if self.work.offload else self.stack.optimizer_copies
@@ -412,6 +430,18 @@ def _of_layers(
 def _narrow(layer: Layer) -> str:
     """Says which elements of a gathered unit take one byte."""
     return f", {layer.narrow:,} of them in 1 byte" if layer.narrow else ""
+
+
+def _staying(layer: Layer) -> float:
+    """The share of equal layers that are gathered from the loss on, where the root's backward pass
+    begins.
+    """
+    return 1.0 if layer.root else layer.resident
+
+
+def _trained(layer: Layer) -> int:
+    """Elements of the largest FSDP unit of a layer that train."""
+    return layer.root or max(0, _unit(layer) - layer.frozen)
 
 
 def _unit(layer: Layer) -> int:
