@@ -68,6 +68,8 @@ def slurm(job: ClusterJob) -> str:
 {_EXPORTS}
 MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export MASTER_ADDR MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
+# srun does not take over what sbatch was given
+[ -z "${{SLURM_CPUS_PER_TASK:-}}" ] || export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
 
 ranks() {{  # each task gets the variables by which torch finds the others
     srun --kill-on-bad-exit=1{started} bash -c 'export RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS

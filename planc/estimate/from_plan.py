@@ -445,8 +445,7 @@ class PlanWork:
         again, left = split.replayed_for_weights(rule, inside)
         return Layer(
             name=self._name(part, unit),
-            **self._elements(inside, len(part.like)),
-            root=self._root(unit),
+            **self._elements(inside, unit, len(part.like)),
             matmuls=matmuls,
             uneven=sum(m.flops for m in matmuls) - sum(m.flops for m in split.matmuls(1.0)),
             attention=tuple(split.attention()),
@@ -482,8 +481,8 @@ class PlanWork:
             return max(split.routed(), split.rounding())
         return logit_copies(self.plan, counted.logits, self.width, self.stack.loss_transient)
 
-    def _elements(self, inside: list[Holding], times: int) -> dict[str, int]:
-        """The elements of one of `times` equal layers, by their names in `Layer`."""
+    def _elements(self, inside: list[Holding], unit: Unit | None, times: int) -> dict[str, int]:
+        """The elements of one of `times` equal layers in a unit, by their names in `Layer`."""
         every = {
             "parameters": sum(prod(h.local) * h.count for h in inside),
             "apart": sum(prod(h.local) * h.count for h in inside if self._apart(h.unit)),
@@ -495,7 +494,8 @@ class PlanWork:
         }
         trained = [h for h in inside if h.trains and not self._apart(h.unit)]
         each = {name: count // times for name, count in every.items()}
-        return {**each, "last": prod(trained[-1].local) if trained else 0}
+        last = prod(trained[-1].local) if trained else 0
+        return {**each, "last": last, "root": self._root(unit)}
 
     def _root(self, unit: Unit | None) -> int:
         """`Layer.root` of a layer in a unit."""

@@ -18,7 +18,7 @@ from planc.estimate.answer import Request, answer
 from planc.estimate.from_plan import Batch
 from planc.measure import count as module
 from planc.measure import one_rank
-from planc.measure.count import NotCountedError, count
+from planc.measure.count import NotCountedError, count, shallower
 from planc.model.load import load_values
 from planc.rank_job import RankStep
 from tests.console import call
@@ -154,10 +154,22 @@ def own(folder, text):
     return str(plan)
 
 
-@pytest.mark.parametrize(("text", "reason"), [(COMPILED, "compiled"), (OFFLOADED, "offloaded")])
-def test_what_cannot_be_run(tmp_path, text, reason):
-    with pytest.raises(NotCountedError, match=reason):
-        count(compiled("llama", own(tmp_path, text)), STEP)
+@pytest.mark.parametrize(
+    ("text", "device", "reason"),
+    [
+        (COMPILED, "", "compiled code does not run on fake tensors"),
+        (COMPILED, "cpu", "compiled blocks show none"),
+        (OFFLOADED, "", "offloaded"),
+    ],
+)
+def test_what_cannot_be_run(tmp_path, text, device, reason):
+    made = compiled("llama", own(tmp_path, text))
+    for ask in (
+        lambda: count(made, STEP, device=device),
+        lambda: shallower(made, 2, Sink(), device),
+    ):
+        with pytest.raises(NotCountedError, match=reason):
+            ask()
 
 
 def test_a_rank_that_dies_is_said(monkeypatch):
