@@ -110,7 +110,7 @@ class _Rank:
         most = self.fullest(first)
         usual = self.fullest(moment.inside for moment in first)
         before = (*early, *self.grown_at(most))
-        passing = (*self.transient(loss=True), *self.copied_out())
+        passing = (*self.transient(loss=True), *self.copied_out(), *self.prefetched())
         loss = (*before, *self.activations(most), *self.resident(), *passing)
         inner = (*self.resident(every=False), *self.gathered(), *self.recomputed())
         activations = (*self.activations(usual, loss=False), *inner, *self.transient(loss=False))
@@ -298,6 +298,18 @@ class _Rank:
         how = f"{of}, until the forward pass ends"
         yield _of_layer("the last all-gather's buffer", last, last.whole(width), how)
 
+    def prefetched(self) -> Iterable[Item]:
+        """The buffer of the last block's all-gather, which begins with the backward pass of the
+        root's unit, and so with that of the loss.
+        """
+        layers = [layer for layer, _ in self.layers]
+        blocks = [x for x in layers if not (x.loss or x.lookup) and _staying(x) < 1]
+        if self.full and blocks and any(x.root and x.loss and not x.at_once for x in layers):
+            width = blocks[-1].width or self.work.precision.compute
+            how = f"{_unit(blocks[-1]):,} elements x {width} bytes, before its backward pass"
+            name = "the next all-gather's buffer"
+            yield _of_layer(name, blocks[-1], blocks[-1].whole(width), how)
+
     def recomputed(self) -> Iterable[Item]:
         """What one checkpointed layer keeps while it is recomputed."""
         kinds = [layer for layer, _ in self.layers if self.kept(layer) < layer.kept]
@@ -376,10 +388,12 @@ class _Rank:
         precision, layers = self.work.precision, [layer for layer, _ in self.layers]
         most = max(layers, key=lambda x: (_trained(x), x.last))
         reduced = self._sharded("gradients being reduced", _trained(most), precision.reduce)
-        if self.work.data.size > 1:  # torch holds the last gradient until the unit is reduced
-            last, how = most.last * precision.compute, f"{most.last:,} x {precision.compute}"
-            how = f"{reduced.how}, and {how} bytes of its last parameter's"
-            reduced = replace(reduced, size=reduced.size + last, how=how)
+        if self.work.data.size > 1 and not self.whole:
+            # all of its gradients, before it has a shard, or the last one, which torch holds longer
+            every = _trained(most) * (precision.compute - self.part * precision.rest)
+            more = max(every, most.last * precision.compute)
+            how = f"{reduced.how}, and {more / 2**20:,.1f} MiB that they are copied from"
+            reduced = replace(reduced, size=reduced.size + more, how=how)
         for layer in layers:
             added = self.tied(layer)
             reduced = added if added.size > reduced.size else reduced
