@@ -300,11 +300,13 @@ class _Rank:
 
     def prefetched(self) -> Iterable[Item]:
         """The buffer of the last block's all-gather, which begins with the backward pass of the
-        root's unit, and so with that of the loss.
+        root's unit, and so with that of the loss, unless the block is gathered still.
         """
         layers = [layer for layer, _ in self.layers]
         blocks = [x for x in layers if not (x.loss or x.lookup) and _staying(x) < 1]
-        if self.full and blocks and any(x.root and x.loss and not x.at_once for x in layers):
+        if not blocks or blocks[-1].resident:
+            return
+        if self.full and any(x.root and x.loss and not x.at_once for x in layers):
             width = blocks[-1].width or self.work.precision.compute
             how = f"{_unit(blocks[-1]):,} elements x {width} bytes, before its backward pass"
             name = "the next all-gather's buffer"
