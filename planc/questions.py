@@ -179,7 +179,7 @@ def measure(
     compiled, sink = compiled_for(model, plan, world_size, overrides, allow_code)
     try:
         if layers is not None:
-            compiled = shallower(compiled, layers, sink)
+            compiled = shallower(compiled, layers, sink, device)
         found = _estimated(
             compiled,
             sink,

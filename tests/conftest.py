@@ -1,6 +1,7 @@
 import difflib
 import json
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -101,7 +102,7 @@ def _copy_models(source, target):
         if path.name.startswith("verify-") or (target / path.name).exists():
             continue
         text = path.read_text()
-        if '"kind":"verdict' not in text.partition("\n")[0]:
+        if not re.search('"kind":"(verdict|proved on)', text.partition("\n")[0]):
             made = target / f".{path.name}.{os.getpid()}"
             made.write_text(text)
             made.rename(target / path.name)

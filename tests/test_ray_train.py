@@ -110,5 +110,11 @@ def test_a_storage_that_is_no_folder_is_refused(ray):
     assert not ray.reported
 
 
+def test_a_checkpoint_that_is_not_written_yet_is_refused(ray):
+    with pytest.raises(ValueError, match="leave out asynchronous"):
+        save(None, 1, {}, asynchronous=True)
+    assert not ray.reported
+
+
 def test_functions_that_use_planc_are_sent_to_workers():
     assert pickle.loads(pickle.dumps(planc)) is planc

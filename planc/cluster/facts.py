@@ -1,8 +1,10 @@
 """What a rank says of itself: its node, its versions, its plan, its files, its memory."""
 
 import os
+import re
 import shutil
 import socket
+import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -22,6 +24,8 @@ class RankFacts:
     """
     Args:
         host: the name of the node.
+        nvlink: the NVLink domain of several nodes that its GPU is in; empty where the machine tells
+            of none.
         local_world_size: by the launcher, None where it says nothing.
         versions: of planc and of what it runs on, and of the device.
         plan: the digest of the lowered plan; empty where it could not be compiled.
@@ -32,6 +36,7 @@ class RankFacts:
     """
 
     host: str
+    nvlink: str
     local_world_size: int | None
     versions: dict[str, str]
     plan: str
@@ -40,6 +45,11 @@ class RankFacts:
     memory: int | None
     disk: int | None
     compute: float
+
+    @property
+    def place(self) -> str:
+        """What has fast links inside: the NVLink domain, else the node."""
+        return self.nvlink or self.host
 
     def document(self) -> dict[str, Any]:
         return asdict(self)
@@ -55,6 +65,7 @@ def facts(plan: str, error: str, files: Sequence[str], compare: Compared, save: 
     on = torch.cuda.get_device_name() if device() == "cuda" else "cpu"
     return RankFacts(
         host=socket.gethostname(),
+        nvlink=nvlink_domain(_nvidia_smi()) if device() == "cuda" else "",
         local_world_size=int(local) if local.isdecimal() else None,
         versions={"planc": VERSION, **cache.environment(), "device": on},
         plan=plan,
@@ -66,10 +77,33 @@ def facts(plan: str, error: str, files: Sequence[str], compare: Compared, save: 
     )
 
 
+def _nvidia_smi() -> str:
+    """What the driver tells of the GPU of this rank; empty if it does not answer."""
+    gpu = torch.cuda.get_device_properties(int(os.environ.get("LOCAL_RANK", "0"))).uuid
+    words = ["nvidia-smi", "-q", "-i", f"GPU-{gpu}"]
+    try:
+        return subprocess.run(words, capture_output=True, text=True, timeout=10, check=False).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+def nvlink_domain(told: str) -> str:
+    """The NVLink domain in the output of `nvidia-smi -q`: the cluster and the clique of its fabric.
+    A node whose links end in it has a cluster of zeros, or none.
+    """
+    found = dict(re.findall(r"^\s*(CliqueId|ClusterUUID)\s*:\s*(\S+)\s*$", told, re.MULTILINE))
+    cluster = found.get("ClusterUUID", "")
+    named = re.fullmatch(r"[0-9a-fA-F-]+", cluster) and re.search(r"[1-9a-fA-F]", cluster)
+    return f"{cluster}.{found.get('CliqueId', '')}" if named else ""
+
+
 def _digests(path: Path, compare: Compared) -> Iterator[tuple[str, str]]:
     try:
         if path.is_dir():
-            yield from ((f"{path}/{name}", found) for name, found in file_digests(path, compare))
+            found = [*file_digests(path, compare)]
+            yield from ((f"{path}/{name}", digest) for name, digest in found)
+            if not found:
+                yield str(path), "without weights"
         else:
             yield str(path), sha256(path.read_bytes()).hexdigest()
     except OSError as error:

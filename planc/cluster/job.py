@@ -3,6 +3,7 @@
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import PurePath
 
 from planc.diagnostic import Sink, one_of
 from planc.ops import phrases
@@ -35,6 +36,7 @@ class ClusterJob:
         nodes, per_node: the number of nodes, and of ranks on each.
         fewer: the smaller numbers of nodes that it goes on with, largest first, and the digest of
             the plan on each.
+        proof: what earlier proofs say of the plan, by the number of ranks.
         gpu: the name of the GPU, empty if none was given.
         preflight, script: the words of both commands, which every rank runs, one after the other.
         written: the command that writes the file.
@@ -45,6 +47,7 @@ class ClusterJob:
     nodes: int
     per_node: int
     fewer: Mapping[int, str]
+    proof: Mapping[int, str]
     gpu: str
     preflight: tuple[str, ...]
     script: tuple[str, ...]
@@ -68,19 +71,20 @@ class ClusterJob:
     def header(self) -> str:
         """Comments that say which plan runs where."""
         inside, across = map(phrases.mesh, by_node(self.lowered, self.per_node))
-        ranks = f"{self.lowered.world_size} ranks on {self.nodes} node{'s' * (self.nodes > 1)}"
+        ranks = f"{_ranks(self.lowered.world_size)} on {self.nodes} node{'s' * (self.nodes > 1)}"
         fewer = [
-            f"# goes on with {nodes * self.per_node} ranks on {nodes} node{'s' * (nodes > 1)}"
+            f"# goes on with {_ranks(nodes * self.per_node)} on {nodes} node{'s' * (nodes > 1)}"
             f" ({digest[:12]})"
             for nodes, digest in self.fewer.items()
         ]
         return "\n".join(
             (
-                f"# {self.written}",
+                "# " + self.written.replace("\n", "\n# "),
                 f"# plan {self.lowered.plan} ({self.digest[:12]}) for {self.lowered.model}: {ranks}"
                 f" of {self.per_node}, rank = {self.per_node} * node + local rank",
                 f"# in a node: {inside or 'no axis'}; across nodes: {across or 'nothing'}",
                 *fewer,
+                *(f"# on {_ranks(n)}: {text}" for n, text in self.proof.items()),
             )
         )
 
@@ -90,10 +94,23 @@ class ClusterJob:
         return shlex.quote(f"{shlex.join(self.preflight)} && exec {shlex.join(self.script)}")
 
 
+def _ranks(count: int) -> str:
+    return f"{count} rank{'s' * (count > 1)}"
+
+
 def command_of(words: Sequence[str]) -> tuple[str, ...]:
     """What follows `--`: a script, or options of Python's own, are run by Python."""
     python = words[0].endswith(".py") or words[0].startswith("-")
     return ("python", *words) if python else tuple(words)
+
+
+def python_file(words: Sequence[str]) -> str:
+    """The script among the words that follow `--`, empty for a module or another program."""
+    python, *more = command_of(words)
+    if not PurePath(python).name.startswith("python"):
+        return ""
+    first = next((word for word in more if not word.startswith("-")), "")
+    return first if first.endswith(".py") else ""
 
 
 def by_node(lowered: Lowered, per_node: int) -> tuple[list[MeshAxis], list[MeshAxis]]:

@@ -67,7 +67,8 @@ def judged(every: Sequence[RankFacts], lowered: Lowered, needed: Needed) -> Iter
     """What else is wrong: files, the places of ranks, memory, disk, speed."""
     for name in sorted({name for facts in every for name in facts.files}):
         values = [facts.files.get(name, "not there") for facts in every]
-        for facts, ranks in _odd(every, values):
+        read = [value for value in values if " " not in value]
+        for facts, ranks in _odd(every, values, _usual(read) if read else ""):
             own = facts.files.get(name, "not there")
             what = own if " " in own else "another file"
             text = f"{name} is {what} on {_named(ranks, every)}"
@@ -90,21 +91,27 @@ def judged(every: Sequence[RankFacts], lowered: Lowered, needed: Needed) -> Iter
 
 
 def _places(every: Sequence[RankFacts], lowered: Lowered) -> Iterator[Diagnostic]:
-    """LOCAL_WORLD_SIZE beside the ranks of a node, and tensor axes that leave their node."""
+    """LOCAL_WORLD_SIZE beside the ranks of a node, and tensor axes that leave their node, or the
+    NVLink domain that has it.
+    """
     on = Counter(facts.host for facts in every)
     for facts, ranks in _odd(
         every, [(f.local_world_size or on[f.host]) - on[f.host] for f in every]
     ):
         text = f"LOCAL_WORLD_SIZE is {facts.local_world_size} on {_named(ranks, every)}"
         yield problem("PL643", f"{text}, where {on[facts.host]} ranks run", help="start them again")
+    most = max(Counter(facts.place for facts in every).values())
     for axis in lowered.axes:
-        if axis.role is not AxisRole.TENSOR or axis.size > max(on.values()):
+        if axis.role is not AxisRole.TENSOR or axis.size > most:
             continue
-        apart = [g for g in groups(lowered, axis) if len({every[r].host for r in g}) > 1]
+        apart = [g for g in groups(lowered, axis) if len({every[r].place for r in g}) > 1]
         if apart:
-            hosts = one_of(dict.fromkeys(every[rank].host for rank in apart[0]), last="and")
+            members = [every[rank] for rank in apart[0]]
+            where = one_of(dict.fromkeys(facts.host for facts in members), last="and")
+            if domains := dict.fromkeys(facts.nvlink for facts in members if facts.nvlink):
+                where += f", in NVLink domain {one_of(domains, last='and')}"
             more = f", and {len(apart) - 1} more groups" if apart[1:] else ""
-            text = f"the ranks {list(apart[0])} of {axis.name} are on {hosts}{more}"
+            text = f"the ranks {list(apart[0])} of {axis.name} are on {where}{more}"
             help = "number the ranks node by node, and make the axis an inner one of the mesh"
             labels = (Label(span=axis.origin),) if axis.place else ()
             yield problem("PL641", text, *labels, help=help)
@@ -123,10 +130,12 @@ def _usual(values: Sequence[T]) -> T:
 
 
 def _odd(
-    every: Sequence[RankFacts], values: Sequence[Hashable]
+    every: Sequence[RankFacts], values: Sequence[Hashable], usual: Hashable = None
 ) -> Iterator[tuple[RankFacts, tuple[int, ...]]]:
-    """The ranks whose value is not that of most: one of them, and all with the same value."""
-    usual = _usual(values)
+    """The ranks whose value is not the usual one, by default that of most: one of them, and all
+    with the same value.
+    """
+    usual = _usual(values) if usual is None else usual
     for value in dict.fromkeys(values):
         if value != usual:
             ranks = tuple(rank for rank, other in enumerate(values) if other == value)

@@ -87,7 +87,8 @@ class Report:
             yield f"preflight {how} in {self.seconds:.1f} s"
             return
         hosts = len({facts.host for facts in self.every})
-        on = f"{len(self.every)} ranks on {hosts} node{'s' * (hosts > 1)}"
+        ranks = f"{len(self.every)} rank{'s' * (len(self.every) > 1)}"
+        on = f"{ranks} on {hosts} node{'s' * (hosts > 1)}"
         mesh = phrases.mesh(self.lowered.axes)
         yield f"preflight of {self.lowered.plan} on {mesh}, {on}: {how} in {self.seconds:.1f} s"
         versions = self.every[0].versions.items()

@@ -9,6 +9,11 @@ from planc.cluster.job import ENVIRONMENT, RESTARTS, ClusterJob
 _EXPORTS = "\n".join(f"export {name}={value}" for name, value in ENVIRONMENT.items())
 
 
+def _quoted(text: str) -> str:
+    """Text as YAML and Python read it: JSON, but that writes an emoji as two halves."""
+    return json.dumps(text, ensure_ascii=False)
+
+
 def _torchrun_words(job: ClusterJob, head: str, number: str) -> str:
     """The command that one node runs for all of its ranks.
 
@@ -63,6 +68,8 @@ def slurm(job: ClusterJob) -> str:
 {_EXPORTS}
 MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export MASTER_ADDR MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
+# srun does not take over what sbatch was given
+[ -z "${{SLURM_CPUS_PER_TASK:-}}" ] || export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
 
 ranks() {{  # each task gets the variables by which torch finds the others
     srun --kill-on-bad-exit=1{started} bash -c 'export RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS
@@ -104,7 +111,7 @@ spec:
     env:
 {variables}    command: [torchrun, --max-restarts={RESTARTS}, --no-python, bash, -c]
     args:
-      - {json.dumps(shlex.split(job.rank)[0])}
+      - {_quoted(shlex.split(job.rank)[0])}
 """
 
 
@@ -192,7 +199,7 @@ PLAN = {json.dumps(job.digest[:12])}
 NODES, PER_NODE, RESTARTS = {(job.nodes, *job.fewer)}, {job.per_node}, {RESTARTS}
 ENVIRONMENT = {json.dumps(ENVIRONMENT, indent=4)[:-2]},
 }}
-COMMAND = {json.dumps(shlex.split(job.rank)[0])}
+COMMAND = {_quoted(shlex.split(job.rank)[0])}
 {_RAY}"""
 
 

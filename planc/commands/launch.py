@@ -1,14 +1,20 @@
 """`planc launch`: the file that starts a plan on a cluster."""
 
 import argparse
+import re
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from planc.cluster import job
 from planc.cluster.targets import TARGETS
 from planc.commands import output, shared_arguments
-from planc.diagnostic import Sink
+from planc.compiler import Compiled
+from planc.diagnostic import PlanError, Sink
+from planc.runtime.known_verdict import accept
+from planc.syntax import plan_files
+from planc.trial.verdict_store import recall
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,13 +35,18 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def _gpus(text: str) -> tuple[str, int]:
     name, _, count = text.rpartition(":")
+    if not re.fullmatch(r"[\w.-]*", name):
+        raise argparse.ArgumentTypeError(f"must name a GPU by one word, not {name!r}")
     return name, shared_arguments.size(count)
 
 
 def run(options: argparse.Namespace) -> int:
     sink = Sink()
-    if not options.script:
+    if not "".join(options.script[:1]):
         sink.error("PL642", "no script to start", help="write it last, after `--`: -- train.py")
+    if options.plan == "-":
+        text = "each rank reads the plan, and standard input is not there"
+        sink.error("PL642", text, help="write the plan to a file that the nodes have")
     if options.to == "skypilot" and not options.gpus_per_node[0]:
         help = f"write --gpus-per-node H100:{options.gpus_per_node[1]}"
         sink.error("PL642", "SkyPilot takes the name of a GPU, and none was given", help=help)
@@ -49,7 +60,19 @@ def run(options: argparse.Namespace) -> int:
     output.show(sink, "full", sys.stderr, quiet=True)
     if made is None or sink.failed:
         return output.exit_code(sink)
+    if options.output and _is_another(Path(options.output)):
+        text = f"cannot write {options.output}: a file that planc launch did not write is there"
+        return output.refused("PL020", text, "name another, or remove it")
     return output.write(TARGETS[options.to](made), options.output)
+
+
+def _is_another(file: Path) -> bool:
+    """Whether a file is there that is not a job, such as the script that the job starts."""
+    try:
+        text = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
+    except OSError:  # to write it says why
+        return False
+    return bool(text) and "# planc launch " not in text
 
 
 def _job(options: argparse.Namespace, sink: Sink) -> job.ClusterJob | None:
@@ -64,6 +87,7 @@ def _job(options: argparse.Namespace, sink: Sink) -> job.ClusterJob | None:
     nodes, per = zip(*(job.nodes_of(plan, gpus, sink, most=most) for plan in plans), strict=True)
     if options.to != "ray" and not sink.failed:
         job.require_range(nodes, per[0], sink)
+    known = [_known(one, sink) for one in every]
     digests = [one.digest for one in every]
     said = [*_said(options, [plan.world_size for plan in plans])]
     return job.ClusterJob(
@@ -72,11 +96,26 @@ def _job(options: argparse.Namespace, sink: Sink) -> job.ClusterJob | None:
         nodes=nodes[0],
         per_node=per[0],
         fewer=dict(zip(nodes[1:], digests[1:], strict=True)),
+        proof={plan.world_size: text for plan, text in zip(plans, known, strict=True) if text},
         gpu=name,
         preflight=("planc", "preflight", *said, *_compared(options, digests)),
         script=job.command_of(options.script),
         written=shlex.join(["planc", "launch", *said, *_asked(options)]),
     )
+
+
+def _known(compiled: Compiled, sink: Sink) -> str:
+    """What earlier proofs say of a plan; nothing of a lowered file. Reports PL480 of a refuted one,
+    which `planc.apply` would refuse on the nodes.
+    """
+    if compiled.lowered is None or compiled.facts is None:
+        return ""
+    known = recall(compiled.lowered, compiled.facts, plan_files.digest(compiled.files))
+    try:
+        accept(known, None)
+    except PlanError as error:
+        sink.add(*error.diagnostics)
+    return known.text
 
 
 def _said(options: argparse.Namespace, ranks: Sequence[int]) -> Iterator[str]:
@@ -100,7 +139,7 @@ def _asked(options: argparse.Namespace) -> Iterator[str]:
 def _compared(options: argparse.Namespace, digests: Sequence[str]) -> Iterator[str]:
     """What preflight compares besides."""
     yield from ("--digest", ",".join(digest[:12] for digest in digests))
-    if options.script[0].endswith(".py"):
-        yield from ("--file", options.script[0])
+    if script := job.python_file(options.script):
+        yield from ("--file", script)
     if options.weights:
         yield from ("--weights", options.weights)

@@ -76,7 +76,7 @@ def run(options: argparse.Namespace) -> int:
 def _measured(options: argparse.Namespace, sink: Sink) -> MeasuredRanks | None:
     compiled = output.compiled(options, sink)
     if options.layers and not sink.failed:
-        compiled = shallower(compiled, options.layers, sink)
+        compiled = shallower(compiled, options.layers, sink, options.device)
     found = answer_for(compiled, shared_arguments.request(options), sink)
     if found is None or sink.failed:
         return None

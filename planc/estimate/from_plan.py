@@ -337,16 +337,23 @@ class PlanWork:
                 one = part if last else replace(bare, like=("",) * times)
                 layer = self._layer(one, inside, counted, stage if last else None)
                 n = Counter({stage: len(one.like)})
-                yield layer, n, n if unit is not None and unit.reshard is False else Counter()
+                yield layer, n, n if self._stays(unit) else Counter()
 
     def _staying(self, part: Part, inside: list[Holding]) -> list[str]:
         """The layers of a part whose units stay gathered after a forward pass."""
         own = (h.unit for h in inside if not self._apart(h.unit))
-        units = {id(u): u for u in own if u is not None and u.reshard is False}.values()
-        names = (name.split(".") for u in units for m in u.members for name in m.names())
+        units = {id(u): u for u in own if u is not None and self._stays(u)}.values()
+        names = [name for u in units for m in u.members for name in m.names()]
         depth = len(part.at.split("."))
-        staying = {".".join(parts[:depth]) for parts in names}
-        return [name for name in part.like if name in staying]
+        staying = {".".join(name.split(".")[:depth]) for name in names}
+        outer = tuple(name and f"{name}." for name in names)
+        return [name for name in part.like if name in staying or name.startswith(outer)]
+
+    def _stays(self, unit: Unit | None) -> bool:
+        """Whether a unit stays gathered after a forward pass, as replicas always do."""
+        if unit is None or self.plan.fsdp is None:
+            return False
+        return unit.reshard is False or not self.plan.fsdp.axes(unit)[0]
 
     def stage_of(self, name: str) -> int:
         """The stage of the pipeline that has a module; what computes the loss is in the last."""
@@ -431,7 +438,7 @@ class PlanWork:
         again, left = split.replayed_for_weights(rule, inside)
         return Layer(
             name=self._name(part, unit),
-            **self._elements(inside, len(part.like)),
+            **self._elements(inside, unit, len(part.like)),
             matmuls=matmuls,
             uneven=sum(m.flops for m in matmuls) - sum(m.flops for m in split.matmuls(1.0)),
             attention=tuple(split.attention()),
@@ -467,8 +474,8 @@ class PlanWork:
             return max(split.routed(), split.rounding())
         return logit_copies(self.plan, counted.logits, self.width, self.stack.loss_transient)
 
-    def _elements(self, inside: list[Holding], times: int) -> dict[str, int]:
-        """The elements of one of `times` equal layers, by their names in `Layer`."""
+    def _elements(self, inside: list[Holding], unit: Unit | None, times: int) -> dict[str, int]:
+        """The elements of one of `times` equal layers in a unit, by their names in `Layer`."""
         every = {
             "parameters": sum(prod(h.local) * h.count for h in inside),
             "apart": sum(prod(h.local) * h.count for h in inside if self._apart(h.unit)),
@@ -479,7 +486,17 @@ class PlanWork:
             "unsplit": sum(map(unsplit, inside)),
             "tied": sum(prod(h.local) for h in inside if h.trains and self._shared(h)),
         }
-        return {name: count // times for name, count in every.items()}
+        trained = [h for h in inside if h.trains and not self._apart(h.unit)]
+        each = {name: count // times for name, count in every.items()}
+        last = prod(trained[-1].local) if trained else 0
+        return {**each, "last": last, "root": self._root(unit)}
+
+    def _root(self, unit: Unit | None) -> int:
+        """`Layer.root` of a layer in a unit."""
+        if unit is None or self.pipeline or not _of_root(unit):
+            return 0
+        every = (h for h in self.holdings.all if h.unit is unit and h.trains)
+        return sum(prod(h.local) * h.count for h in every)
 
     def _shared(self, holding: Holding) -> bool:
         """Whether other modules of this rank have the same parameter."""
@@ -501,6 +518,11 @@ class PlanWork:
         """The rule that checkpoints a layer."""
         found = (r for r in self.plan.checkpoint if r.modules.has(name))
         return next(found, None) if name else None
+
+
+def _of_root(unit: Unit) -> bool:
+    """Whether it is the unit of the whole model."""
+    return any(not members.path for members in unit.members)
 
 
 def _gathered_width(unit: Unit | None, inside: list[Holding]) -> int:

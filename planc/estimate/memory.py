@@ -113,7 +113,7 @@ class _Rank:
         most = self.fullest(first)
         usual = self.fullest(moment.inside for moment in first)
         before = (*early, *self.grown_at(most))
-        passing = (*self.transient(loss=True), *self.copied_out())
+        passing = (*self.transient(loss=True), *self.copied_out(), *self.prefetched())
         loss = (*before, *self.activations(most), *self.resident(), *passing)
         inner = (*self.resident(every=False), *self.gathered(), *self.recomputed())
         activations = (*self.activations(usual, loss=False), *inner, *self.transient(loss=False))
@@ -308,6 +308,20 @@ class _Rank:
         how = f"{of}, until the forward pass ends"
         yield _of_layer("the last all-gather's buffer", last, last.whole(width), how)
 
+    def prefetched(self) -> Iterable[Item]:
+        """The buffer of the last block's all-gather, which begins with the backward pass of the
+        root's unit, and so with that of the loss, unless the block is gathered still.
+        """
+        layers = [layer for layer, _ in self.layers]
+        blocks = [x for x in layers if not (x.loss or x.lookup) and _staying(x) < 1]
+        if not blocks or blocks[-1].resident:
+            return
+        if self.full and any(x.root and x.loss and not x.at_once for x in layers):
+            width = blocks[-1].width or self.work.precision.compute
+            how = f"{_unit(blocks[-1]):,} elements x {width} bytes, before its backward pass"
+            name = "the next all-gather's buffer"
+            yield _of_layer(name, blocks[-1], blocks[-1].whole(width), how)
+
     def recomputed(self) -> Iterable[Item]:
         """What one checkpointed layer keeps while it is recomputed."""
         kinds = [layer for layer, _ in self.layers if self.kept(layer) < layer.kept]
@@ -327,11 +341,12 @@ class _Rank:
                 yield _of_layer("recomputed for the weights", layer, size, how)
 
     def resident(self, *, every: bool = True) -> Iterable[Item]:
-        """FSDP's units that stay gathered; in the backward pass of a block the last one is one of
-        the two that `gathered` has, or is resharded.
+        """FSDP's units that are gathered from the loss on; in the backward pass of a block the last
+        one is one of the two that `gathered` has, or is resharded.
         """
         for layer, count in self.layers if self.full else ():
-            if n := round(layer.resident * count) if every else count * int(layer.resident):
+            staying = _staying(layer)
+            if n := round(staying * count) if every else count * int(staying):
                 width = layer.width or self.work.precision.compute
                 of = f"{layer.parameters:,} elements x {width} bytes{_narrow(layer)}"
                 how, name = f"{of}, until the end of the step", f"gathered {layer.name}"
@@ -343,7 +358,7 @@ class _Rank:
         if not self.full:
             return
         precision = self.work.precision
-        units = [(_unit(x), n, x) for x, n in self.layers if x.resident < 1 and not x.lookup]
+        units = [(_unit(x), n, x) for x, n in self.layers if _staying(x) < 1 and not x.lookup]
         most, count, layer = max(units, key=lambda u: u[:2], default=(0, 0, None))
         narrow = _narrow(layer) if layer else ""
         how = f"{min(2, count)} x {most:,} elements x {precision.compute} bytes{narrow}"
@@ -357,7 +372,7 @@ class _Rank:
                 yield self._sharded("gradients being reduced", most, precision.reduce)
             return
         outside = [(x, n) for x, n in self.layers if x.loss or not x.matmuls]
-        held = sum(x.parameters * n for x, n in outside if x.resident)
+        held = sum(x.parameters * n for x, n in outside if _staying(x))
         yield Item(
             name="gradients before reduction",
             size=most * (precision.compute + precision.reduce) + held * precision.compute,
@@ -382,15 +397,34 @@ class _Rank:
         """
         if not self.full:
             return
-        precision = self.work.precision
-        largest = max((_unit(x) for x, _ in self.layers), default=0)
-        tied = max((x.tied for x, _ in self.layers), default=0)
-        reduced = self._sharded("gradients being reduced", largest, precision.reduce)
-        added = tied * (4 * precision.compute - self.part * precision.rest)  # it has no shard yet
-        if added > reduced.size:
-            how = f"4 x {tied:,} elements x {precision.compute} bytes, less the shard to come"
-            reduced = replace(reduced, name="tied gradients being added", size=added, how=how)
+        precision, layers = self.work.precision, [layer for layer, _ in self.layers]
+        most = max(layers, key=lambda x: (_trained(x), x.last))
+        reduced = self._sharded("gradients being reduced", _trained(most), precision.reduce)
+        if self.work.data.size > 1 and not self.whole:
+            # all of its gradients, before it has a shard, or the last one, which torch holds longer
+            every = _trained(most) * (precision.compute - self.part * precision.rest)
+            more = max(every, most.last * precision.compute)
+            how = f"{reduced.how}, and {more / 2**20:,.1f} MiB that they are copied from"
+            reduced = replace(reduced, size=reduced.size + more, how=how)
+        for layer in layers:
+            added = self.tied(layer)
+            reduced = added if added.size > reduced.size else reduced
         yield reduced
+
+    def tied(self, layer: Layer) -> Item:
+        """The gathered unit of tied weights and its gradients, of these weights those of the head,
+        of the embedding and their sum; and what the last block's reduce-scatter reads, until the
+        next one.
+        """
+        precision = self.work.precision
+        own = _trained(layer) if layer.tied else 0
+        size = 2 * (own + layer.tied) * precision.compute - own * self.part * precision.rest
+        how = f"2 x {own + layer.tied:,} elements x {precision.compute} bytes, less the shard"
+        blocks = (x for x, _ in self.layers if not (x.loss or x.lookup or x.root))
+        if layer.tied and (first := next(blocks, None)):
+            size += _trained(first) * precision.reduce
+            how += f", and {_trained(first):,} x {precision.reduce} bytes of a block"
+        return Item(name="tied gradients being added", size=size, how=how, origin=self.work.origin)
 
     def stepped(self) -> Iterable[Item]:
         copies = 0 if self.work.offload else self.stack.optimizer_copies
@@ -422,6 +456,18 @@ def _of_layers(
 def _narrow(layer: Layer) -> str:
     """Says which elements of a gathered unit take one byte."""
     return f", {layer.narrow:,} of them in 1 byte" if layer.narrow else ""
+
+
+def _staying(layer: Layer) -> float:
+    """The share of equal layers that are gathered from the loss on, where the root's backward pass
+    begins.
+    """
+    return 1.0 if layer.root else layer.resident
+
+
+def _trained(layer: Layer) -> int:
+    """Elements of the largest FSDP unit of a layer that train."""
+    return layer.root or max(0, _unit(layer) - layer.frozen)
 
 
 def _unit(layer: Layer) -> int:

@@ -138,6 +138,8 @@ class Layer:
             axes: for an embedding that is split by its vocabulary, `embedding_dense_backward` gives
             a partial sum of the whole gradient.
         tied: those of parameters that a lookup and a product of this rank share.
+        root: elements that train of the unit of the whole model, if its parameters are in it.
+        last: those of the last parameter of its unit.
         matmuls, attention: of one forward.
         uneven: FLOPs of it that other ranks do not have, whose experts get fewer tokens.
         moved: bytes that memory-bound kernels of one forward read and write.
@@ -158,7 +160,7 @@ class Layer:
         loss: whether it computes the loss, so that backward frees first what it keeps.
         at_once: whether the loss computes its gradients in the forward pass, as one in chunks does.
         resident: the share of equal layers whose gathered parameters stay from forward on, such as
-            the last one's (`reshard = except_last`).
+            the last one's (`reshard = except_last`) and those of replicas.
         recompute: what the forward pass keeps of it.
         parked: whether what it keeps until backward is copied to the host's memory and back.
         away: bytes that are copied there beside what it keeps.
@@ -179,6 +181,8 @@ class Layer:
     stored: int = 0
     unsplit: int = 0
     tied: int = 0
+    root: int = 0
+    last: int = 0
     matmuls: tuple[Matmul, ...] = ()
     attention: tuple[Attention, ...] = ()
     uneven: float = 0

@@ -98,16 +98,19 @@ def save(run: Run, step: int, metrics: Mapping[str, Any], **more: Any) -> None:
         run: the handle of the run.
         step: the number that `load` returns.
         metrics: numbers that Ray shows, those of rank 0.
-        more: other arguments of `Run.save`, such as `optimizer` and `extra`, not `asynchronous`.
+        more: other arguments of `Run.save`, such as `optimizer` and `extra`.
 
     Raises:
-        ValueError: the storage of the run is no folder.
+        ValueError: the storage of the run is no folder, or the checkpoint would be reported before
+            it is written (`asynchronous`).
         PlanError: as `Run.save`.
     """
     from ray import train
     from ray.train import Checkpoint
     from ray.train.v2.api.report_config import CheckpointUploadMode
 
+    if more.get("asynchronous"):
+        raise ValueError("a checkpoint is reported when it is written: leave out asynchronous")
     storage = train.get_context().get_storage()
     if storage.storage_filesystem.type_name != "local":
         kind = storage.storage_filesystem.type_name

@@ -136,7 +136,7 @@ def count(
     Raises:
         NotCountedError: the plan or the model cannot be run so.
     """
-    require_runnable(compiled)
+    require_runnable(compiled, device)
     if compiled.lowered and (code := compiled.lowered.code) and not allow_code:
         raise NotCountedError(f"{code[0]} is code, imported only with --allow-code")
     with nullcontext(runner) if runner else RankRunner() as running:
@@ -148,8 +148,8 @@ def count(
         return [work.rank(place) for place in places or every]
 
 
-def require_runnable(compiled: Compiled) -> None:
-    """Refuses what a rank alone, without values, cannot run."""
+def require_runnable(compiled: Compiled, device: str = "") -> None:
+    """Refuses what a rank alone, on a device or without values, cannot run."""
     facts, plan = compiled.facts, compiled.plan
     if facts is None or plan is None or compiled.lowered is None:
         raise NotCountedError("a lowered plan does not say how its modules are split")
@@ -163,17 +163,19 @@ def require_runnable(compiled: Compiled) -> None:
     for reason, applies in reasons.items():
         if applies:
             raise NotCountedError(reason)
-    for reason, lines in _not_run(plan, compiled.lowered):
+    for reason, lines in _not_run(plan, compiled.lowered, device):
         if lines:
             raise NotCountedError(reason, *lines)
 
 
-def _not_run(plan: Plan, lowered: Lowered) -> Iterator[tuple[str, list[Span]]]:
+def _not_run(plan: Plan, lowered: Lowered, device: str) -> Iterator[tuple[str, list[Span]]]:
     """What of a plan one rank alone cannot run, each with the lines that ask for it."""
     section, backend = plan.fsdp, lowered.backend
     name = backend.TITLE if backend else ""
     yield f"{name} needs its library and all ranks", [op.origin for op in [backend] if op]
-    yield "compiled code does not run on fake tensors", [op.origin for op in plan.compile]
+    shown = "bytes and times are told apart by modules, and compiled blocks show none"
+    compiled = shown if device else "compiled code does not run on fake tensors"
+    yield compiled, [op.origin for op in plan.compile]
     rounded = [*dict.fromkeys(op.origin for op in plan.matmul)]
     yield "products in 8 bits are emulated here, which holds more than a GPU does", rounded
     parked = [rule.origin for rule in plan.checkpoint if rule.hosts]
@@ -252,17 +254,18 @@ class _Chosen(Depth):
         return made
 
 
-def shallower(compiled: Compiled, layers: int, sink: Sink) -> Compiled:
+def shallower(compiled: Compiled, layers: int, sink: Sink, device: str = "") -> Compiled:
     """The same plan for the model with fewer layers, which lie evenly between the first and the
     last, so that each kind is there as often as in the model.
 
     Args:
         sink: receives what is wrong with the plan then.
+        device: as of `count`.
 
     Raises:
-        NotCountedError: the model has fewer layers, or none in a list.
+        NotCountedError: the plan cannot be run so, the model has fewer layers, or none in a list.
     """
-    require_runnable(compiled)
+    require_runnable(compiled, device)
     assert compiled.facts is not None
     at = max(block_lists(compiled.facts.model), key=length)
     every = length(at)

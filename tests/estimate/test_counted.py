@@ -18,7 +18,7 @@ from planc.estimate.answer import Request, answer
 from planc.estimate.from_plan import Batch
 from planc.measure import count as module
 from planc.measure import one_rank
-from planc.measure.count import NotCountedError, count
+from planc.measure.count import NotCountedError, count, shallower
 from planc.model.load import load_values
 from planc.rank_job import RankRunner, RankStep
 from tests.console import call
@@ -121,11 +121,41 @@ def test_what_the_last_gather_leaves_in_a_loss_in_chunks(model):
     head is gathered first, with the embedding, and the last one gathered is a block.
     """
     every = compiled(model, "llama", "loss_chunks=4", "recompute=false", vocab_size=32768)
-    [rank] = count(every, STEP)
-    batch = Batch(global_batch=8, sequence=STEP.tokens, micro_batches=1)
-    found = answer(*every.applied, Request(batch=batch), Sink())
-    [loss] = [m for m in found.estimate.ranks[0].moments if m.name == "loss"]
-    assert loss.size / sum(rank.moments["loss"].values()) == pytest.approx(1, abs=0.01)
+    estimated, run = both(every, "loss")
+    assert estimated / run == pytest.approx(1, abs=0.01)
+
+
+def both(made, moment, tokens=STEP.tokens):
+    """Bytes of a moment, estimated and counted."""
+    [rank] = count(made, replace(STEP, tokens=tokens))
+    batch = Batch(global_batch=8, sequence=tokens, micro_batches=1)
+    found = answer(*made.applied, Request(batch=batch), Sink())
+    [estimated] = [m for m in found.estimate.ranks[0].moments if m.name == moment]
+    return estimated.size, sum(rank.moments[moment].values())
+
+
+@pytest.mark.parametrize("setting", ["param_dtype=bf16", "param_dtype=fp32"])
+@pytest.mark.parametrize("model", ["llama", "tied llama"])
+def test_gradients_of_a_large_vocabulary(model, setting):
+    """torch holds the last gradient of a unit until it is reduced, and those of tied weights wait
+    while what the first block's reduce-scatter reads is there.
+    """
+    made = compiled(model, "llama", setting, vocab_size=32768, num_hidden_layers=9)
+    estimated, run = both(made, "end of backward")
+    assert estimated / run == pytest.approx(1, abs=0.005)
+
+
+@pytest.mark.parametrize("section", ["replicate on dp", "fsdp on dp"])
+def test_a_unit_of_the_whole_model(tmp_path, section):
+    """Which is gathered while the loss is computed; so are replicas of blocks."""
+    plan = tmp_path / "own.plan"
+    for units in ("root : unit", "transformer.h.* : unit\n    root : unit"):
+        plan.write_text(
+            f"plan own for gpt2\nmesh {{\n    dp = auto\n}}\n{section} {{\n    {units}\n}}\n"
+        )
+        made = compiled("gpt2", str(plan), vocab_size=8192, num_attention_heads=4)
+        estimated, run = both(made, "loss", tokens=512)
+        assert estimated / run == pytest.approx(1, abs=0.005), units
 
 
 def test_it_sees_what_a_plan_changes():
@@ -148,10 +178,22 @@ def own(folder, text):
     return str(plan)
 
 
-@pytest.mark.parametrize(("text", "reason"), [(COMPILED, "compiled"), (OFFLOADED, "offloaded")])
-def test_what_cannot_be_run(tmp_path, text, reason):
-    with pytest.raises(NotCountedError, match=reason):
-        count(compiled("llama", own(tmp_path, text)), STEP)
+@pytest.mark.parametrize(
+    ("text", "device", "reason"),
+    [
+        (COMPILED, "", "compiled code does not run on fake tensors"),
+        (COMPILED, "cpu", "compiled blocks show none"),
+        (OFFLOADED, "", "offloaded"),
+    ],
+)
+def test_what_cannot_be_run(tmp_path, text, device, reason):
+    made = compiled("llama", own(tmp_path, text))
+    for ask in (
+        lambda: count(made, STEP, device=device),
+        lambda: shallower(made, 2, Sink(), device),
+    ):
+        with pytest.raises(NotCountedError, match=reason):
+            ask()
 
 
 def test_a_rank_that_dies_is_said(monkeypatch):

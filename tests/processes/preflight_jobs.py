@@ -68,6 +68,10 @@ def install(fault, rank):
         return ["--digest", "0123456789ab"]
     if fault == "another world size":
         return ["--world-size", "4"]
+    if fault == "no script":
+        return ["--file", "other.py"]
+    if fault == "no weights":
+        return ["--weights", "elsewhere"]
     if fault == "slow link" and rank in (4, 5):
         all_reduce_that(slow_link)
     if rank == (0 if fault == "no rank 0" else VICTIM):
@@ -123,6 +127,8 @@ FAULTS = (
     "slow link",
     "written for another plan",
     "another world size",
+    "no script",
+    "no weights",
     *VICTIMS,
 )
 

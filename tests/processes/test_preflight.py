@@ -19,6 +19,8 @@ NAMED = {
     "another world size": "PL490]: the plan is lowered for 4 ranks",
     "stale weights": "PL461]: weights/model.safetensors is another file on rank 5 on node1",
     "stale script": "PL461]: train.py is another file on rank 5 on node1",
+    "no script": "PL461]: other.py is unreadable: No such file or directory on ranks 0, 1, ",
+    "no weights": "PL461]: elsewhere is without weights on ranks 0, 1, ",
     "swapped": "PL641]: the ranks [2, 3] of tp are on node0 and node1",
     "local size": "PL643]: LOCAL_WORLD_SIZE is 8 on rank 5 on node1, where 4 ranks run",
     "disk": "PL646]: rank 5 on node1 has 1000 B of disk free",
