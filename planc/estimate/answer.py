@@ -14,7 +14,7 @@ from planc.estimate import profiles
 from planc.estimate.from_plan import Batch, PlanWork
 from planc.estimate.memory import GIB, Item, RankMemory
 from planc.estimate.step import Estimate, estimate
-from planc.estimate.workload import Recompute, Workload
+from planc.estimate.workload import Layer, Recompute, Workload
 from planc.lowering.step import require_divisible
 from planc.model.facts import Facts
 from planc.model.roles import TOWER, lists
@@ -242,7 +242,12 @@ def _changes(found: Answer) -> Iterator[tuple[str, Workload]]:
         axes = " * ".join((*section.replicate, *section.shard))
         every = replace(work.data, size=work.data.size * work.replicate.size)
         other = replace(work, data=every, replicate=replace(work.replicate, size=1))
-        yield f"shard over the replicas too, `fsdp on {axes}`", other
+        shard = f"shard over the replicas too, `fsdp on {axes}`"
+        yield shard, other
+        if (apart := _units(other)) != other:
+            yield f"{shard}, with a unit for each block", apart
+    if (apart := _units(work)) != work:
+        yield "make each block a unit, `$blocks : unit`", apart
     full = _checkpointed(work)
     if full != work:
         yield "checkpoint every layer in full", full
@@ -261,6 +266,21 @@ def _more_ranks(found: Answer) -> Iterator[tuple[str, Workload]]:
     for times in (2, 4, 8, 16, 32, 64):
         more = replace(work.data, size=work.data.size * times)
         yield f"shard over {times} times the ranks", replace(work, data=more)
+
+
+def _units(work: Workload) -> Workload:
+    """The work with the blocks that are in the unit of the whole model in units of their own, of
+    which the last one stays gathered.
+    """
+    layers = [(x, n) for stage in work.stages for x, n in stage if x.root and n > 1]
+    own = sum(x.parameters * n for x, n in layers)
+
+    def apart(layer: Layer, n: int) -> Layer:
+        if layer.root and n > 1:
+            return replace(layer, root=0, resident=1 / n)
+        return replace(layer, root=max(0, layer.root - own))
+
+    return work.mapped(apart) if layers else work
 
 
 def _checkpointed(work: Workload) -> Workload:

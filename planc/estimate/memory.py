@@ -113,8 +113,7 @@ class _Rank:
         most = self.fullest(first)
         usual = self.fullest(moment.inside for moment in first)
         before = (*early, *self.grown_at(most))
-        passing = (*self.transient(loss=True), *self.copied_out(), *self.prefetched())
-        loss = (*before, *self.activations(most), *self.resident(), *passing)
+        loss = (*before, *self.activations(most), *self.resident(), *self.beside_loss())
         inner = (*self.resident(every=False), *self.gathered(), *self.recomputed())
         activations = (*self.activations(usual, loss=False), *inner, *self.transient(loss=False))
         backward = (*early, *self.grown_at(usual), *activations)
@@ -287,26 +286,38 @@ class _Rank:
                     how = f"{size / 2**20:,.1f} MiB x {count} micro-batches"
                     yield Item(name=name, size=size * count, how=how)
 
-    def transient(self, *, loss: bool) -> Iterable[Item]:
+    def transient(self, *, loss: bool, share: float = 1.0) -> Iterable[Item]:
         """Copies of logits beside what is kept, or gradients inside one layer."""
         kinds = [layer for layer, _ in self.layers if layer.loss == loss and layer.transient]
         for layer in sorted(kinds, key=lambda x: -x.transient)[:1]:
             how = "tensors that exist during its forward or backward only"
-            yield _of_layer("working memory", layer, layer.transient, how)
+            yield _of_layer("working memory", layer, share * layer.transient, how)
+
+    def beside_loss(self) -> tuple[Item, ...]:
+        """What is held beside the loss and what it keeps: at the end of its forward pass, where
+        whole logits have no gradients yet, or at the beginning of its backward pass.
+        """
+        once = any(layer.loss and layer.at_once for layer, _ in self.layers)
+        share = 1.0 if once else 1 - min(4, self.work.precision.compute) / LOGIT_COPIES
+        forward = (*self.transient(loss=True, share=share), *self.copied_out())
+        backward = (*self.transient(loss=True), *self.prefetched())
+        return max(backward, forward, key=lambda items: sum(item.size for item in items))
 
     def copied_out(self) -> Iterable[Item]:
-        """The buffer of a forward pass' last all-gather, which FSDP keeps until the pass ends; a
-        loss in chunks computes its gradients before that, but for one behind a pipeline's stage.
+        """The buffer of a forward pass' last all-gather, which FSDP keeps until the pass ends, but
+        for one behind a pipeline's stage. The root's unit is gathered first.
         """
         layers = [layer for layer, _ in self.layers]
-        if not self.full or self.work.staged or not any(x.loss and x.at_once for x in layers):
+        if not self.full or self.work.staged or not any(layer.loss for layer in layers):
             return
         tied = not any(x.lookup for x in layers)  # the head is gathered with the embedding, first
-        last = [x for x in layers if not x.lookup and not (tied and x.loss)][-1]
+        others = [x for x in layers if not (x.lookup or x.root or (tied and x.loss))]
+        last = (others or layers)[-1]
+        elements = _unit(last) if others else round(sum(_unit(x) * n for x, n in self.layers))
         width = last.width or self.work.precision.compute
-        of = f"{_unit(last):,} elements x {width} bytes{_narrow(last)}"
-        how = f"{of}, until the forward pass ends"
-        yield _of_layer("the last all-gather's buffer", last, last.whole(width), how)
+        size = last.whole(width) if others else elements * width
+        how = f"{elements:,} elements x {width} bytes{_narrow(last)}, until the forward pass ends"
+        yield _of_layer("the last all-gather's buffer", last, size, how)
 
     def prefetched(self) -> Iterable[Item]:
         """The buffer of the last block's all-gather, which begins with the backward pass of the
@@ -451,6 +462,13 @@ def _of_layers(
     if size := each * n * times:
         how = f"{each / 2**20:,.1f} MiB x {n} layers x {times} {state}"
         yield _of_layer(what, layer, size, how)
+
+
+LOGIT_COPIES = 8
+"""Bytes of a logit beside what the loss keeps, in its backward pass: 2 and 2 of itself and of its
+gradient in 16 bits, 4 of that in float32. In its forward pass there are 2 and a copy of 4; in
+float32 logits have no copy, and one gradient.
+"""
 
 
 def _narrow(layer: Layer) -> str:

@@ -158,6 +158,21 @@ def test_a_unit_of_the_whole_model(tmp_path, section):
         assert estimated / run == pytest.approx(1, abs=0.005), units
 
 
+def test_the_last_gather_beside_a_large_unit(tmp_path):
+    """Its buffer stays until the forward pass ends, when whole logits have no gradient yet: with
+    few tokens that is more than what the backward pass of the loss holds.
+    """
+    plan = tmp_path / "own.plan"
+    plan.write_text(
+        "plan own for llama\nmesh {\n    dp = auto\n}\nfsdp on dp {\n    root : unit\n}\n"
+    )
+    few = compiled("llama", str(plan), num_hidden_layers=6)
+    head = compiled("llama", "llama", vocab_size=65536)
+    for made, tokens in ((few, 32), (head, 64)):
+        estimated, run = both(made, "loss", tokens=tokens)
+        assert estimated / run == pytest.approx(1, abs=0.01)
+
+
 def test_it_sees_what_a_plan_changes():
     plain, kept = (
         count(compiled("llama", "llama", *more, num_hidden_layers=8), STEP)[0]
