@@ -22,6 +22,7 @@ from planc.model.small.input_search import BatchShape
 from planc.model.small.transformers_model import TransformersBuilder
 from planc.model.small.user_model import builder_of
 from planc.model.sources.diffusers import normal
+from planc.ops.context import ContextParallel
 from planc.ops.document import digest, loads
 from planc.ops.documents import parts_reset
 from planc.ops.loss import ChunkLoss
@@ -184,7 +185,8 @@ def trained(run, script, optimizer):
     """
     found = {"logits": [], "loss": torch.zeros(()), "gradients": {}, "norms": []}
     model = run.model
-    one_loop = run.lowered.pipeline is not None or run.lowered.sequence_parts > 1
+    split = run.lowered.axis_size(*(op.axis for op in run.lowered.every(ContextParallel))) > 1
+    one_loop = run.lowered.pipeline is not None or split
     for step, passes in enumerate(batches(model, run.lowered)):
         mine = [script.rows(run, batch) for batch in passes]
         if one_loop:
