@@ -303,12 +303,18 @@ class _Rank:
         backward = (*self.transient(loss=True), *self.prefetched())
         return max(backward, forward, key=lambda items: sum(item.size for item in items))
 
+    @property
+    def gathers(self) -> bool:
+        """Whether units are gathered from other ranks, into a buffer."""
+        return self.full and self.work.data.size > 1
+
     def copied_out(self) -> Iterable[Item]:
         """The buffer of a forward pass' last all-gather, which FSDP keeps until the pass ends, but
-        for one behind a pipeline's stage. The root's unit is gathered first.
+        for one behind a pipeline's stage.
+        The root's unit is gathered first.
         """
         layers = [layer for layer, _ in self.layers]
-        if not self.full or self.work.staged or not any(layer.loss for layer in layers):
+        if not self.gathers or self.work.staged or not any(layer.loss for layer in layers):
             return
         tied = not any(x.lookup for x in layers)  # the head is gathered with the embedding, first
         others = [x for x in layers if not (x.lookup or x.root or (tied and x.loss))]
@@ -327,7 +333,7 @@ class _Rank:
         blocks = [x for x in layers if not (x.loss or x.lookup) and _staying(x) < 1]
         if not blocks or blocks[-1].resident:
             return
-        if self.full and any(x.root and x.loss and not x.at_once for x in layers):
+        if self.gathers and any(x.root and x.loss and not x.at_once for x in layers):
             width = blocks[-1].width or self.work.precision.compute
             how = f"{_unit(blocks[-1]):,} elements x {width} bytes, before its backward pass"
             name = "the next all-gather's buffer"

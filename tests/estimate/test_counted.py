@@ -162,13 +162,13 @@ def test_the_last_gather_beside_a_large_unit(tmp_path):
     """Its buffer stays until the forward pass ends, when whole logits have no gradient yet: with
     few tokens that is more than what the backward pass of the loss holds.
     """
-    plan = tmp_path / "own.plan"
-    plan.write_text(
-        "plan own for llama\nmesh {\n    dp = auto\n}\nfsdp on dp {\n    root : unit\n}\n"
-    )
-    few = compiled("llama", str(plan), num_hidden_layers=6)
-    head = compiled("llama", "llama", vocab_size=65536)
-    for made, tokens in ((few, 32), (head, 64)):
+    cases = [(compiled("llama", "llama", vocab_size=65536), 64)]
+    for section in ("fsdp", "replicate"):  # replicas gather nothing
+        plan = tmp_path / f"{section}.plan"
+        mesh = "mesh {\n    dp = auto\n}\n"
+        plan.write_text(f"plan own for llama\n{mesh}{section} on dp {{\n    root : unit\n}}\n")
+        cases.append((compiled("llama", str(plan), num_hidden_layers=6), 32))
+    for made, tokens in cases:
         estimated, run = both(made, "loss", tokens=tokens)
         assert estimated / run == pytest.approx(1, abs=0.01)
 
