@@ -12,7 +12,7 @@ from console import call
 from torch.profiler import ProfilerActivity, profile
 
 import planc
-from planc.budget import choose
+from planc.budget import choose, count
 from planc.budget import table as rates
 from planc.budget.choose import Alike, Share
 from planc.budget.table import CallTable, CountedCall
@@ -120,7 +120,7 @@ def test_a_block_of_8b_is_computed_again_as_the_docs_say(tmp_path, monkeypatch):
     sink = Sink()
     applied, facts = compile_plan("llama-3.1-8b", written, sink, world_size=8).applied
     modules = [rule.modules for rule in next(iter(applied.budget_lines))]
-    counted = choose.counted(applied, facts, modules, 1, 4096)["model.layers.1"]
+    counted = count.counted(applied, facts, modules, 1, 4096)["model.layers.1"]
 
     def again(table):
         shares = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8)

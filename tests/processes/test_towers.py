@@ -89,6 +89,13 @@ def test_divided_images_in_a_script(four, model, axes):
     right(four, model, overrides=[*ROWS, *axes], script=True)
 
 
+@pytest.mark.parametrize("model", ["qwen3_vl", "gemma3-vision"])
+def test_divided_images_in_stages(four, model):
+    """The ranks of the first stage divide the images of a microbatch, another one has none."""
+    overrides = [*ROWS, "pp=2", "tp=2", "microbatches=2"]
+    right(four, model, overrides=overrides, images=(2, 1, 0, 0))
+
+
 @pytest.mark.parametrize("dropped", [False, True])
 def test_dropout_in_a_divided_tower(four, dropped):
     """Ranks draw as many numbers as their images need, and alike behind the tower: three images
@@ -121,15 +128,16 @@ def test_parts_of_rows_with_images_and_of_weights(four, model, more, script):
     right(four, model, overrides=[*FP32, "cp=2", *more], script=script)
 
 
+@pytest.mark.parametrize("images", ["whole", "rows"])
 @pytest.mark.parametrize("attention", ["ring", "ulysses"])
 @pytest.mark.parametrize("model", ["qwen3_vl", "gemma3-vision"])
-def test_other_exchanges_of_parts_with_images(four, tmp_path, model, attention):
+def test_other_exchanges_of_parts_with_images(four, tmp_path, model, attention, images):
     path = tmp_path / "t.plan"
     base = f'extend "{PLANS[model]}.plan"\n\ncontext on cp {{\n'
     base += f"    override attention = {attention}\n"
     family = {"qwen3_vl": "qwen3_vl", "gemma3-vision": "gemma3"}[model]
     path.write_text(f"plan t for {family}\n\n{base}    balance = none\n}}\n")
-    right(four, model, str(path), overrides=[*FP32, "cp=2"])
+    right(four, model, str(path), overrides=[*FP32, "cp=2", f"images={images}"])
 
 
 def test_features_at_the_places_of_others(four):
