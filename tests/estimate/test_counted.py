@@ -92,7 +92,7 @@ def test_a_few_layers_tell_of_all(made, layers):
         ("1f1b", 18, {8, 10}),
         slow("interleaved_1f1b", 20, {8, 10}),
         slow("zbv", 20, {8, 10}),
-        slow("gpipe", 24, {8, 10}),
+        slow("gpipe", 24, {8, 10, 24}),  # most is held at other microbatches
         slow("1f1b", 19, {19}),  # no even rounds
     ],
 )
