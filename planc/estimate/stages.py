@@ -35,9 +35,10 @@ def with_timed_stages(plan: Plan, facts: Facts, sink: Sink) -> Plan:
     require_divisible(cuts.work.of_batch(), plan.mesh, sink)
     if sink.errors > before:
         return plan
-    counted = count(applied[1], found, cuts.work.micro_batch)
+    unknown = Sink()
+    counted = count(applied[1], unknown, cuts.work.micro_batch)
     if counted is None:
-        reason = next(d for d in found if d.severity == "warning").message.partition(": ")[2]
+        reason = next(iter(unknown)).message.partition(": ")[2]
         hint = f"write `even({rule.op.blocks}.*, by = work)`"
         message = f"stages cannot be cut by time: {reason}"
         sink.error("PL564", message, rule.times.origin, help=hint)

@@ -7,6 +7,7 @@ import pytest
 
 from planc.compiler import compile_plan
 from planc.diagnostic import Sink
+from planc.estimate import kept_tensors
 from planc.estimate.answer import Request, answer
 from planc.estimate.from_plan import Batch
 from planc.ops.base import AxisRole
@@ -95,3 +96,23 @@ def test_longer_rows_make_the_loss_a_smaller_part():
         return timed("llama-3.1-8b", "llama", 8, terms, 1, tokens)[1][-1]
 
     assert last(4096) < last(131072) <= 8
+
+
+def test_the_reason_is_that_of_the_layers(tmp_path, monkeypatch):
+    """Beside a warning of the checks, which is about something else."""
+
+    def unknown(_facts, sink, _job):
+        sink.warning("PL703", "what the model's layers keep is unknown: it reads values")
+
+    monkeypatch.setattr(kept_tensors, "count", unknown)
+    plan = tmp_path / "own.plan"
+    plan.write_text(
+        'plan own for llama\nextend "llama.plan"\n'
+        "optimizer {\n    root : adamw\n    $head : muon\n}\n"
+    )
+    sink = Sink()
+    terms = ["pp=2", "stages=balanced"]
+    compile_plan("llama-3.1-8b", str(plan), sink, world_size=8, settings=terms)
+    found = {d.code: d.message for d in sink}
+    assert "PL576" in found
+    assert found["PL564"] == "stages cannot be cut by time: it reads values"

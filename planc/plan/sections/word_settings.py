@@ -57,6 +57,11 @@ def word_settings(
 
 def one_word(item: ast.Setting, words: Mapping[str, str], scope: Scope) -> str | None:
     """The value of a setting, by one of a few words; None after PL012."""
+    call = item.value
+    if isinstance(call, ast.Call) and call.name in words:
+        help = f"write `{item.name} = {call.name}`"
+        scope.sink.error("PL012", f"`{call.name}` takes no arguments here", call.origin, help=help)
+        return None
     value = word(item.value, scope)
     if isinstance(value, str) and value in words:
         return words[value]
