@@ -286,20 +286,28 @@ class _Rank:
                     how = f"{size / 2**20:,.1f} MiB x {count} micro-batches"
                     yield Item(name=name, size=size * count, how=how)
 
-    def transient(self, *, loss: bool, share: float = 1.0) -> Iterable[Item]:
-        """Copies of logits beside what is kept, or gradients inside one layer."""
+    def transient(self, *, loss: bool, gradients: bool = True) -> Iterable[Item]:
+        """Copies of logits beside what is kept, or gradients inside one layer.
+
+        Whole logits have `loss_transient` bytes each: in 16 bits 2 and 2 of themselves and of their
+        gradient, and 4 of that in float32. Before there are `gradients` a copy of 4 is there; in
+        float32 logits have no copy, and one gradient.
+        """
         kinds = [layer for layer, _ in self.layers if layer.loss == loss and layer.transient]
         for layer in sorted(kinds, key=lambda x: -x.transient)[:1]:
+            size = layer.transient
+            if not gradients:
+                one = min(4, self.work.precision.compute)
+                size *= max(0.0, 1 - one / self.stack.loss_transient)
             how = "tensors that exist during its forward or backward only"
-            yield _of_layer("working memory", layer, share * layer.transient, how)
+            yield _of_layer("working memory", layer, size, how)
 
     def beside_loss(self) -> tuple[Item, ...]:
         """What is held beside the loss and what it keeps: at the end of its forward pass, where
         whole logits have no gradients yet, or at the beginning of its backward pass.
         """
         once = any(layer.loss and layer.at_once for layer, _ in self.layers)
-        share = 1.0 if once else 1 - min(4, self.work.precision.compute) / LOGIT_COPIES
-        forward = (*self.transient(loss=True, share=share), *self.copied_out())
+        forward = (*self.transient(loss=True, gradients=once), *self.copied_out())
         backward = (*self.transient(loss=True), *self.prefetched())
         return max(backward, forward, key=lambda items: sum(item.size for item in items))
 
@@ -310,8 +318,7 @@ class _Rank:
 
     def copied_out(self) -> Iterable[Item]:
         """The buffer of a forward pass' last all-gather, which FSDP keeps until the pass ends, but
-        for one behind a pipeline's stage.
-        The root's unit is gathered first.
+        for one behind a pipeline's stage. The root's unit is gathered first.
         """
         layers = [layer for layer, _ in self.layers]
         if not self.gathers or self.work.staged or not any(layer.loss for layer in layers):
@@ -468,13 +475,6 @@ def _of_layers(
     if size := each * n * times:
         how = f"{each / 2**20:,.1f} MiB x {n} layers x {times} {state}"
         yield _of_layer(what, layer, size, how)
-
-
-LOGIT_COPIES = 8
-"""Bytes of a logit beside what the loss keeps, in its backward pass: 2 and 2 of itself and of its
-gradient in 16 bits, 4 of that in float32. In its forward pass there are 2 and a copy of 4; in
-float32 logits have no copy, and one gradient.
-"""
 
 
 def _narrow(layer: Layer) -> str:

@@ -17,6 +17,7 @@ its own hook is the last.
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from itertools import product
 from typing import TypeVar
 
 from planc.lowering.fsdp import settings, units_of
@@ -183,19 +184,16 @@ def _images(plan: Plan, facts: Facts) -> Iterator[DivideImages]:
     """Ranks that have the same images, each of which runs the tower on some of them: those of a
     tensor axis divide the images that a rank of a context axis has.
     """
-    for setting in plan.images:
-        if setting.divided and plan.mesh.size(setting.axis) > 1:
-            yield from (
-                DivideImages(
-                    modules=holder,
-                    tower=tuple(f"{holder}.{n}".removeprefix(".") for n in parts_of_images(holder)),
-                    axis=setting.axis,
-                    parts=setting.parts,
-                    times=setting.times,
-                    origin=setting.origin,
-                )
-                for holder in puts_images(facts)
-            )
+    wide = [s for s in plan.images if s.divided and plan.mesh.size(s.axis) > 1]
+    for setting, holder in product(wide, puts_images(facts)):
+        yield DivideImages(
+            modules=holder,
+            tower=tuple(f"{holder}.{n}".removeprefix(".") for n in parts_of_images(holder)),
+            axis=setting.axis,
+            parts=setting.parts,
+            times=setting.times,
+            origin=setting.origin,
+        )
 
 
 def _towers(plan: Plan, facts: Facts) -> Iterator[ShareTower]:

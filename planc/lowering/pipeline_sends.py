@@ -131,7 +131,7 @@ def _shard(name: str, modules: tuple[Modules, ...], step: Step) -> int | None:
     path, _, last = name.rpartition(".")
     every = (*modules, *(o.modules for o in step.owned))
     owner = next((m for m in every if m.has(path)), None)
-    found = next((p for p in owner.module.parameters if p.name == last), None) if owner else None
+    found = owner.module.parameter(last) if owner else None
     if found is None:
         return None
     split = [s for o in step.lowered.every(Parallelize) if o.modules.has(path) for s in o.shapes]

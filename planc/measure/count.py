@@ -27,6 +27,7 @@ from planc.ops.document import dumps
 from planc.ops.lowered import Lowered
 from planc.ops.pipeline import Pipeline, stages_of_rank
 from planc.ops.quantization import Quantize
+from planc.ops.registry import AnyOp
 from planc.plan.ir import Plan
 from planc.plan.stand_in import kinds_of
 from planc.rank_job import RankJob, RankRunner, RankStep
@@ -181,7 +182,7 @@ def _not_run(plan: Plan, lowered: Lowered, device: str) -> Iterator[tuple[str, l
     parked = [rule.origin for rule in plan.checkpoint if rule.hosts]
     shards = [section.offload.origin] if section and section.offload else []
     yield "what is offloaded is not on the device", [*shards, *parked]
-    quantized = [op.origin for op in lowered.ops if isinstance(op, Quantize)]
+    quantized = [op.origin for op in lowered.every(Quantize)]
     yield "quantized weights have values", quantized
 
 
@@ -504,8 +505,7 @@ def _less(runs: Sequence[Held]) -> bool:
 def _with_microbatches(lowered: Lowered, many: int) -> Lowered:
     """The plan with another number of microbatches."""
 
-    def of(op: Any) -> Any:
+    def of(op: AnyOp) -> AnyOp:
         return replace(op, microbatches=many) if isinstance(op, Pipeline) else op
 
-    stages = (replace(stage, ops=tuple(map(of, stage.ops))) for stage in lowered.stages)
-    return replace(lowered, stages=tuple(stages))
+    return lowered.map_ops(lambda ops: map(of, ops))

@@ -116,10 +116,8 @@ def towers(facts: Facts) -> Iterator[Modules]:
     model that `puts_images` knows.
     """
     for holder in puts_images(facts):
-        for modules in holder.below():
-            inside = len(modules.path) == len(holder.path) + 1 and modules.module.count
-            if inside and modules.path[-1] in parts_of_images(holder):
-                yield modules
+        parts = parts_of_images(holder)
+        yield from (m for m in holder.children if m.module.count and m.path[-1] in parts)
 
 
 def divided(

@@ -44,7 +44,7 @@ class Runs:
     @property
     def divided(self) -> list[DivideImages]:
         """The operations by which ranks have images of their own."""
-        return [op for op in self.lowered.ops if isinstance(op, DivideImages)]
+        return self.lowered.every(DivideImages)
 
     def views(self) -> Iterator[View]:
         """Yields what the ranks of equal rows computed in a pass, beside the right one."""

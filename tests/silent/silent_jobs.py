@@ -185,6 +185,7 @@ def trained(run, script, optimizer):
     """
     found = {"logits": [], "loss": torch.zeros(()), "gradients": {}, "norms": []}
     model = run.model
+    # `sequence_parts` may be a seeded fault
     split = run.lowered.axis_size(*(op.axis for op in run.lowered.every(ContextParallel))) > 1
     one_loop = run.lowered.pipeline is not None or split
     for step, passes in enumerate(batches(model, run.lowered)):

@@ -62,12 +62,10 @@ def load(program: Program) -> Load | None:
 
 def _read(item: ast.Setting, program: Program) -> Any:
     """The value of a setting; of `dequantize` its word, and the block that `fp8` states."""
-    if item.name != "dequantize":
-        return one_word(item, WORDS[item.name], program.scope)
-    call = item.value
-    if not isinstance(call, ast.Call) or call.name != "fp8":
+    call, sized = item.value, item.name == "dequantize"
+    if not sized or not isinstance(call, ast.Call) or call.name != "fp8":
         found = one_word(item, WORDS[item.name], program.scope)
-        return (found, ()) if found else None
+        return (found, ()) if found and sized else found
     arguments = Arguments(call, program.scope, ("block",))
     wanted = "a size, or the rows and the columns, `[128, 64]`"
     block = arguments.read("block", (), wanted, lambda value: bool(_sizes(value)))
@@ -76,9 +74,8 @@ def _read(item: ast.Setting, program: Program) -> Any:
 
 def _sizes(block: Any) -> tuple[int, ...]:
     """The rows and columns of a block, which may be one number; empty if it is neither."""
-    both = (
-        (block, block) if whole(block) else tuple(block) if isinstance(block, list | tuple) else ()
-    )
+    given = (block, block) if whole(block) else block
+    both = tuple(given) if isinstance(given, list | tuple) else ()
     return both if len(both) == 2 and all(whole(n) and n > 0 for n in both) else ()
 
 
