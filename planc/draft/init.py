@@ -18,11 +18,11 @@ from planc.model import cache
 from planc.model.facts import Facts, generic
 from planc.model.layer_kinds import block_lists
 from planc.model.load import load
+from planc.model.randomness import random_numbers_kept
 from planc.model.roles import RoleModules
 from planc.model.roles import roles as role_modules
 from planc.model.small.flow import FlowSource, flow_of
 from planc.model.sources.huggingface import defaults
-from planc.model.sources.isolation import random_numbers_kept
 from planc.plan.mesh_axes import CONTEXT, EXPERTS, STAGES
 from planc.proof.layout_flow import advice, flow
 from planc.proof.small_case import SmallModel, small_model

@@ -152,10 +152,11 @@ def divided(
 
 def already_parallel(module: Any) -> str | None:
     """Why the model counts as parallelized already, or None if it does not."""
-    for name, child in module.named_modules():
-        kinds = {k.__name__ for k in type(child).__mro__}
+    first = {type(child): name for name, child in reversed([*module.named_modules()])}
+    for kind, name in first.items():  # few types, many modules
+        kinds = {base.__name__ for base in kind.__mro__}
         if kinds & {"FSDPModule", "FullyShardedDataParallel", "DistributedDataParallel"}:
-            return f"{name or 'the model'} is sharded ({type(child).__name__})"
+            return f"{name or 'the model'} is sharded ({kind.__name__})"
         if "CheckpointWrapper" in kinds:
             return f"{name} is wrapped for checkpointing"
     for name, parameter in module.named_parameters():

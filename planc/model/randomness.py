@@ -1,5 +1,7 @@
-"""The random numbers that a model draws in training, as stated by its configuration."""
+"""The random numbers that a model draws in training, and those that a script draws after it."""
 
+import contextlib
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -66,3 +68,18 @@ def _fields(config: Mapping[str, Any], owner: str = "") -> Iterator[tuple[str, f
             continue  # gpt2's `summary_first_dropout` belongs to a summary head
         elif isinstance(value, int | float) and not isinstance(value, bool) and value > 0:
             yield f"{owner}{name}", value
+
+
+@contextlib.contextmanager
+def random_numbers_kept() -> Iterator[None]:
+    """A script draws afterwards what it would have drawn without the block. Else ranks of a run
+    would go on differently, where one finds in the cache what another has to run.
+    """
+    if sys.modules.get("torch") is None:  # nothing was drawn
+        yield
+        return
+    import torch
+
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices=devices):
+        yield

@@ -162,8 +162,8 @@ def _size(setting: ast.Setting, program: Program) -> int | None:
     if plain or (isinstance(value, ast.Literal) and value.value == "auto"):
         return 0
     name = value.path if isinstance(value, ast.Name) else ""
-    help = None if program.scope.knows(name) else did_you_mean(name, ("auto",))
-    if help:
+    wrong = bool(name) and not program.scope.knows(name)
+    if wrong and (help := did_you_mean(name, ("auto",))):
         message = f"axis `{setting.name}` has no size: `{name}` names nothing"
         program.sink.error("PL300", message, value.origin, help=help)
         return None

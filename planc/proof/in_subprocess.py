@@ -8,7 +8,6 @@ import json
 import os
 import signal
 import sys
-import tempfile
 import time
 import warnings
 from collections.abc import Callable
@@ -145,6 +144,8 @@ def answer_of_copy(answer: Callable[[], object]) -> Any:
     Raises:
         NoAnswerError: it raises, it takes longer than `SECONDS`, or the system has no such copies.
     """
+    import tempfile  # slow to import, and a warm check needs none
+
     if not hasattr(os, "fork"):
         raise NoAnswerError("this system cannot copy a process that runs the script's own code")
     with tempfile.TemporaryFile() as found, warnings.catch_warnings():

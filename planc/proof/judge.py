@@ -25,7 +25,8 @@ def judge(
     run = trial_part(lowered, tensor=quick, draws=draws, eight_bits=eight_bits)
     part = digest(replace(run, plan=""))
     kind = f"flow {_FORMAT} {quick} {draws}"
-    kind += f" torchao {cache.version('torchao')}" * eight_bits
+    if eight_bits:
+        kind += f" torchao {cache.version('torchao')}"
     key = cache.entry_name(kind, part, config=model.values, sources=source_digest())
     user_code = bool(model.of_the_user or lowered.code)  # can change while its name stays the same
     kept = None if user_code else outcome_of(cache.recall(key))

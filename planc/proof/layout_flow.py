@@ -17,7 +17,7 @@ from planc.compiler import Compiled, Draft
 from planc.diagnostic import Severity, Sink
 from planc.model import cache
 from planc.model.facts import Facts, below
-from planc.model.sources.isolation import random_numbers_kept
+from planc.model.randomness import random_numbers_kept
 from planc.ops.activation_checkpoint import Checkpoint
 from planc.ops.context import ContextParallel
 from planc.ops.expert_parallel import DispatchExperts

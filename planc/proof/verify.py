@@ -11,7 +11,7 @@ from planc.lowering.lowered_file import LoweredFile
 from planc.model import cache
 from planc.model.facts import Facts
 from planc.model.load import load
-from planc.model.sources.isolation import random_numbers_kept
+from planc.model.randomness import random_numbers_kept
 from planc.ops.document import digest
 from planc.ops.lowered import Lowered
 from planc.ops.matmul import LowPrecision

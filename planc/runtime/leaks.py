@@ -52,9 +52,9 @@ def leaks(config: Mapping[str, Any], name: str, parts: Sequence[str] = ()) -> di
 def _measured(values: dict[str, Any], parts: Sequence[str]) -> dict[str, float]:
     import torch
 
+    from planc.model.randomness import random_numbers_kept
     from planc.model.small.input_search import BatchShape
     from planc.model.small.transformers_model import TransformersBuilder, without_cache
-    from planc.model.sources.isolation import random_numbers_kept
     from planc.runtime.standalone.documents import reset_states
 
     try:

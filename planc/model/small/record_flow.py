@@ -19,11 +19,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from planc.model.dataflow import VIEWS, DataFlow, FlowCall, Line, Operation
+from planc.model.randomness import random_numbers_kept
 from planc.model.small.input_search import BatchShape
 from planc.model.small.stack_frames import of_a_model
 from planc.model.small.transformers_model import without_cache
 from planc.model.small.user_model import ModelBuilder
-from planc.model.sources.isolation import random_numbers_kept
 
 _SHAPES = (
     BatchShape(rows=3, length=13),
@@ -333,8 +333,9 @@ class _Run(NamedTuple):
                 got = self.again(swap)[0]
             except Exception:
                 continue
-            if got.shape == out.shape and (varying := [*_varying(got)]):
-                found[dim] = varying[0]
+            varying = _first_varying(got) if got.shape == out.shape else None
+            if varying is not None:
+                found[dim] = varying
         kept = source.dim() == out.dim() and all(a == b for a, b in found.items())
         every = all(d in found for d in range(source.dim()) if source.shape[d] > 1)
         return None if kept and every else found
@@ -344,11 +345,13 @@ def _swapped(one: torch.Tensor, other: torch.Tensor, value: Any) -> Any:
     return other if value is one else value
 
 
-def _varying(tensor: torch.Tensor) -> Iterator[int]:
+def _first_varying(tensor: torch.Tensor) -> int | None:
     for dim in range(tensor.dim()):
-        first = tensor.narrow(dim, 0, min(1, tensor.shape[dim]))  # a dim may be empty
-        if not torch.isclose(tensor, first.expand_as(tensor), equal_nan=True).all():
-            yield dim
+        first = tensor.narrow(dim, 0, min(1, tensor.shape[dim])).expand_as(tensor)  # may be empty
+        same = torch.equal(tensor, first)  # far quicker, and what most have
+        if not same and not torch.isclose(tensor, first, equal_nan=True).all():
+            return dim
+    return None
 
 
 def _close(one: torch.Tensor, two: torch.Tensor) -> bool:

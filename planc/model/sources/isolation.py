@@ -6,7 +6,6 @@ it builds the model, and sizes for which building would take hours.
 
 import contextlib
 import logging
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -106,21 +105,6 @@ def isolated() -> Iterator[None]:
             hooks.register_module_parameter_registration_hook,
         ):
             stack.callback(register(counted).remove)
-        yield
-
-
-@contextlib.contextmanager
-def random_numbers_kept() -> Iterator[None]:
-    """A script draws afterwards what it would have drawn without the block. Else ranks of a run
-    would go on differently, where one finds in the cache what another has to run.
-    """
-    if sys.modules.get("torch") is None:  # nothing was drawn
-        yield
-        return
-    import torch
-
-    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
-    with torch.random.fork_rng(devices=devices):
         yield
 
 

@@ -83,7 +83,7 @@ def _backend(state: _Section, section: str) -> Backend | None:
     torch's FSDP, and after a finding.
     """
     lines, chosen = state.settings.lines, state.settings.values.get("backend", _TORCH)
-    kind = backend(chosen) if chosen in names() else None
+    kind = backend(chosen) if chosen != _TORCH and chosen in names() else None
     for name, item in lines.items() if chosen else ():
         own = name in (*_POLICIES, "divide", "backend", *(kind.SETTINGS if kind else ()))
         if not own and (word := _owner(name)):
