@@ -370,6 +370,12 @@ def found_of(model, family, blocks, rule, tmp_path):
             "model.layers.*.mlp.experts : muon(parts = 2)",
             (1, (768,) * 2),
         ),
+        (
+            "gpt-oss-20b",
+            "gpt_oss",
+            "model.layers.*.mlp.experts : muon(parts = 2, interleaved = true)",
+            (2, (2880,) * 2),
+        ),
     ],
 )
 def test_units_are_of_the_outputs(model, family, rule, cut, tmp_path):
@@ -380,6 +386,56 @@ def test_units_are_of_the_outputs(model, family, rule, cut, tmp_path):
     [muon] = {op.algorithm for op in ops if isinstance(op, Optimize) and "muon" in op.headline()}
     [(_, found)] = [unit for unit in muon.units if unit[0] in ("weight", "gate_up_proj")]
     assert (found.dim, found.sizes) == cut
+    assert found.interleaved is ("interleaved" in rule)
+
+
+@pytest.mark.parametrize(
+    ("model", "family", "rule", "how"),
+    [
+        ("gpt-oss-20b", "gpt_oss", "model.layers.*.mlp.experts : muon(parts = 2)", "every n-th"),
+        (
+            "phi-4",
+            "phi3",
+            "model.layers.*.mlp.gate_up_proj : muon(parts = 2, interleaved = true)",
+            "ranges",
+        ),
+    ],
+)
+def test_parts_are_those_that_the_models_code_takes(model, family, rule, how, tmp_path):
+    [finding] = found_of(model, family, rule.split("*")[0] + "*", rule, tmp_path)
+    assert finding.code == "PL577"
+    assert f"the model's code takes {how} of its features: " in finding.message
+    assert ("interleaved = true" in finding.help) is (how == "every n-th")
+
+
+def test_the_tensor_rule_says_that_parts_alternate(tmp_path):
+    text = 'plan t for gpt_oss\nextend "gpt_oss.plan"\noptimizer {\n root : adamw\n'
+    path = written(tmp_path, text + " $blocks.mlp.experts : muon\n}\n")
+    ops = compiled_of("gpt-oss-20b", path).lowered.ops
+    [muon] = {o.algorithm for o in ops if isinstance(o, Optimize) and "alternate" in o.headline()}
+    cuts = {name: (cut.sizes, cut.interleaved) for name, cut in muon.units}
+    assert cuts == {"gate_up_proj": ((2880, 2880), True), "down_proj": ((), False)}
+
+
+@pytest.mark.parametrize(("shape", "dim"), [((12, 5), 0), ((3, 4, 10), 2)])
+def test_parts_that_alternate_step_as_parameters_of_their_own(shape, dim):
+    torch.manual_seed(0)
+    whole = torch.nn.ParameterDict({"both": torch.randn(shape)})
+    index = [(..., slice(i, None, 2)) if dim else slice(i, None, 2) for i in range(2)]
+    apart = torch.nn.ParameterDict({f"p{i}": whole["both"][at] for i, at in enumerate(index)})
+    muon = {"momentum": 0.9, "nesterov": True, "ns_steps": 5, "adjust_lr": "original"}
+    muon |= {"algorithm": "muon", "compute": None}
+    cut = dim, (shape[dim] // 2,) * 2, 2
+    optimizers = [_planned(whole, **muon, units={"both": cut})]
+    optimizers.append(_planned(apart, **muon, units={"p0": (), "p1": ()}))
+    for _ in range(3):
+        whole["both"].grad = torch.randn(shape)
+        for i, at in enumerate(index):
+            apart[f"p{i}"].grad = whole["both"].grad[at].clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    for i, at in enumerate(index):
+        torch.testing.assert_close(whole["both"][at], apart[f"p{i}"])
 
 
 @pytest.mark.parametrize("per", ["expert", "matrix"])
@@ -412,6 +468,7 @@ def test_an_expert_is_one_matrix_where_the_plan_says_so(per, tmp_path):
             "model.layers",
             {"self_attn.kv_a_proj_with_mqa": 2, "mlp.experts.gate_up_proj": 2},
         ),
+        ("gpt-oss-20b", "gpt_oss", "model.layers", {"mlp.experts.gate_up_proj": 2}),
         ("qwen3.5-9b", "qwen3_5_text", "model.layers", {}),
         ("llama-3.1-8b", "llama", "model.layers", {}),
     ],

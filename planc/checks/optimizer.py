@@ -10,7 +10,7 @@ from planc.checks.queries import looked_up, several
 from planc.diagnostic import Label, Severity, Sink, one_of
 from planc.model.facts import Facts, Modules, generic
 from planc.model.products import WeightUse, weight_uses
-from planc.ops.optimizer import Muon
+from planc.ops.optimizer import Cut, Muon
 from planc.plan.ir import OptimizerRule, Plan
 from planc.plan.optimizer_groups import Stepped, cut_of, cut_rows, steps_of
 from planc.source import Span
@@ -85,7 +85,7 @@ def _tied(steps: list[Stepped], facts: Facts, sink: Sink) -> None:
                 continue
             one, two = first.rule, other.rule
             same = replace(one.op, modules=two.op.modules) == two.op
-            same = same and (one.per, one.parts) == (two.per, two.parts)
+            same = same and all(getattr(one, name) == getattr(two, name) for name in _UNITS)
             if same or first.modules.within(two.modules):
                 continue
             sink.error(
@@ -96,6 +96,9 @@ def _tied(steps: list[Stepped], facts: Facts, sink: Sink) -> None:
                 facts=[f"`{other.modules}.{other.parameter.name}` is tied to it"],
                 help="write one rule on both modules",
             )
+
+
+_UNITS = ("per", "parts", "interleaved")
 
 
 def _step_of(name: str, steps: list[Stepped]) -> Stepped | None:
@@ -139,6 +142,16 @@ def _matrices(
         yield step, _matrix(step, plan, facts, uses.get(name, WeightUse()))
 
 
+_ROWS = "`muon(parts = [a, b, c])` with the rows of each"
+_EITHER = f"{_ROWS}, or `muon(per = head)` where each head has its own"
+
+
+def _of_other_parts(cut: Cut, rule: OptimizerRule, use: WeightUse) -> bool:
+    """Whether the code takes ranges of features where the cut has every n-th, or the reverse."""
+    parts = use.parts > 1 and cut.sizes and rule.per != "head"
+    return bool(parts) and use.alternate != cut.interleaved
+
+
 def _matrix(step: Stepped, plan: Plan, facts: Facts, use: WeightUse) -> Iterator[_Finding]:
     assert step.rule is not None
     own = step.parameter.name, step.rule.origin
@@ -146,13 +159,16 @@ def _matrix(step: Stepped, plan: Plan, facts: Facts, use: WeightUse) -> Iterator
     cut = cut_of(step, plan, facts)
     if step.rule.per == "head" and not use.heads:
         cut = "the model's code makes no heads of its rows"
+    elif isinstance(cut, Cut) and _of_other_parts(cut, step.rule, use):
+        which = "every n-th" if use.alternate else "ranges"
+        cut = f"the model's code takes {which} of its features: {use.line}"
+    alternate = f"`muon(parts = {use.parts}, interleaved = true)`" if use.alternate else ""
     if isinstance(cut, str):
         yield error(
             "PL577",
             f"{{}} has no such units: {cut}",
             facts=(f"its shape is {list(step.parameter.shape)}",),
-            help="say what is one matrix: `muon(per = matrix)`, or `muon(parts = [a, b, c])` "
-            "with the rows of each",
+            help=f"say what is one matrix: `muon(per = matrix)`, or {alternate or _ROWS}",
         )
         return
     role = looked_up(step.modules, step.parameter, facts)
@@ -174,6 +190,6 @@ def _matrix(step: Stepped, plan: Plan, facts: Facts, use: WeightUse) -> Iterator
                 f"the model's code takes what it gives apart: {use.line}",
                 "the update is another one than that of each projection by itself",
             ),
-            help="say the rows of each, `muon(parts = [a, b, c])`, or `muon(per = head)` where "
-            "each head has its own; or, where one matrix is meant, `muon(per = matrix)`",
+            help=f"write {alternate or _EITHER}; or, where one matrix is meant, "
+            "`muon(per = matrix)`",
         )

@@ -15,7 +15,7 @@ from functools import cached_property
 from math import prod
 from typing import Any, NamedTuple
 
-FORMAT = 9
+FORMAT = 10
 """Raised when the recorded facts or their encoding change."""
 
 VIEWS = frozenset(
@@ -47,6 +47,7 @@ class Operation:
         draws: whether it draws random numbers.
         moves: the output's dim for each dim of the one input; None where dims keep their distance
             from the end, or where there are several inputs.
+        skips: whether the output has every second, or every n-th, of the last dim's numbers.
         line: in the model's code.
     """
 
@@ -57,6 +58,7 @@ class Operation:
     in_place: bool = False
     draws: bool = False
     moves: Mapping[int, int] | None = None
+    skips: bool = False
     line: int = 0
 
     @property
@@ -273,7 +275,7 @@ def _call(call: FlowCall) -> list[Any]:
             e.name,
             e.inputs,
             e.outputs,
-            e.tokenwise + 2 * e.in_place + 4 * e.draws,
+            e.tokenwise + 2 * e.in_place + 4 * e.draws + 8 * e.skips,
             e.line,
             *([] if e.moves is None else [list(e.moves.items())]),
         ]
@@ -312,6 +314,7 @@ def _operation(data: list[Any]) -> Operation:
         tokenwise=bool(flags & 1),
         in_place=bool(flags & 2),
         draws=bool(flags & 4),
+        skips=bool(flags & 8),
         moves=dict(moves[0]) if moves else None,
         line=line,
     )

@@ -38,12 +38,14 @@ class WeightUse:
         elementwise: whether it is added or multiplied elementwise, and a factor of no product.
         heads: whether the code views features of its product as heads.
         parts: into how many the code cuts the features of its product; 1 where it does not.
+        alternate: whether each part is every n-th of them, not a range.
         line: where it does, as a text.
     """
 
     elementwise: bool = False
     heads: bool = True
     parts: int = 1
+    alternate: bool = False
     line: str = ""
 
 
@@ -77,7 +79,8 @@ def _use(weight: int, flow: DataFlow) -> WeightUse:
         parts = len(made) or viewed_parts(tensor, flow)
         if parts > 1:
             by = flow.makers[made[0]][0] if made else flow.users[tensor][0]
-            return WeightUse(heads=heads, parts=parts, line=str(flow.lines[by.line]))
+            where = str(flow.lines[by.line])
+            return WeightUse(heads=heads, parts=parts, alternate=by.skips, line=where)
     return WeightUse(heads=heads)
 
 

@@ -103,10 +103,25 @@ class Adafactor:
 class Cut:
     """The matrices of a parameter: `sizes` along `dim`; none for the whole parameter, or for each
     entry of a stack.
+
+    Args:
+        interleaved: whether their rows or columns alternate, as many of each.
     """
 
     dim: Annotated[int, Form({"minimum": 0, "maximum": 2})] = field(default=0, metadata=OMIT)
     sizes: tuple[Size, ...] = field(default=(), metadata=OMIT)
+    interleaved: bool = field(default=False, metadata=OMIT)
+
+    @property
+    def terms(self) -> tuple[Any, ...]:
+        """What `standalone.optimizer` knows of it."""
+        if not self.sizes:
+            return ()
+        return (self.dim, self.sizes, *((len(self.sizes),) if self.interleaved else ()))
+
+    def __str__(self) -> str:
+        alternate = " that alternate" if self.interleaved else ""
+        return f"in {len(self.sizes)} of dim {self.dim}{alternate}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,8 +208,8 @@ class Optimize(Op):
             case Muon(units=units, compute=compute):
                 some = ("momentum", "nesterov", "ns_steps", "adjust_lr")
                 terms += [(name, getattr(self.algorithm, name)) for name in some]
-                cuts = ((n, (c.dim, c.sizes) if c.sizes else ()) for n, c in units)
-                terms += [("compute", dtype(compute)), ("units", Table(tuple(cuts)))]
+                cuts = tuple((name, cut.terms) for name, cut in units)
+                terms += [("compute", dtype(compute)), ("units", Table(cuts))]
             case OptimizerClass(path=path, arguments=given):
                 own_terms = Table(tuple((name, plain(value)) for name, value in given))
                 terms += [("kind", ImportedName(path)), ("arguments", own_terms)]
@@ -252,7 +267,7 @@ class Optimize(Op):
         if isinstance(self.algorithm, OptimizerClass):
             return f' "{self.algorithm.path}"'
         cuts = dict(self.algorithm.units) if isinstance(self.algorithm, Muon) else {}
-        found = {f"{name} in {len(c.sizes)} of dim {c.dim}" for name, c in cuts.items() if c.sizes}
+        found = {f"{name} {cut}" for name, cut in cuts.items() if cut.sizes}
         return f" ({', '.join(sorted(found))})" if found else ""
 
 

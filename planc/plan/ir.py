@@ -419,12 +419,14 @@ class OptimizerRule(Meaning):
     Args:
         op: on the whole model; Muon's units are decided with the tensor rules.
         per, parts: what Muon orthogonalizes; None and 1 follow the tensor rules.
+        interleaved: whether the features of `parts` alternate.
     """
 
     modules: Modules
     op: Optimize
     per: str | None = None
     parts: Parts = 1
+    interleaved: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

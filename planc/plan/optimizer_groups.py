@@ -81,7 +81,7 @@ def cut_of(step: Stepped, plan: Plan, facts: Facts) -> Cut | str:
     fused = fused_parts(step, plan)
     if rule.parts != 1:
         dim = fused.dim if fused else _outputs(step)
-        fused = Split(dim, rule.parts)
+        fused = Split(dim, rule.parts, rule.interleaved)
     match rule.per:
         case "head":
             size = _head_dim(step, facts)
@@ -99,12 +99,10 @@ def cut_of(step: Stepped, plan: Plan, facts: Facts) -> Cut | str:
             fused = None
     if fused is None:
         return Cut()
-    if fused.interleaved:
-        return "its parts alternate"
     sizes = part_sizes(fused, shape[fused.dim])
     if sum(sizes) != shape[fused.dim]:
         return f"its dim {fused.dim} is {shape[fused.dim]:,}, the parts are {sum(sizes):,}"
-    return Cut(dim=fused.dim, sizes=sizes)
+    return Cut(dim=fused.dim, sizes=sizes, interleaved=fused.interleaved)
 
 
 def fused_parts(step: Stepped, plan: Plan) -> Split | None:

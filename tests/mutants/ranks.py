@@ -111,26 +111,32 @@ def batches(values, model):
     if set(one) == {"input_ids", "labels"}:
         mask = torch.ones_like(one["input_ids"])
         mask[0, :2], mask[2, :3] = 0, 0
-        one = taken(model, one, {"attention_mask": mask})
+        one = taken(model, one, {"attention_mask": mask}, mask == 0)
         first = torch.arange(LENGTH // 2 - 1)
         positions = torch.cat([first, torch.arange(LENGTH - len(first))]).expand(ROWS, -1)
-        two = taken(model, two, {"position_ids": positions.contiguous()})
+        earlier = (torch.arange(LENGTH) < len(first)).expand(ROWS, -1)
+        two = taken(model, two, {"position_ids": positions.contiguous()}, earlier)
     if counted:
         one["labels"] = one["labels"].clone()
         one["labels"][: ROWS // 2, :-1] = IGNORED
     return [[one, two], [three]], counted
 
 
-def taken(model, given, more):
-    """The inputs with more of them, if the model runs with these."""
+def taken(model, given, more, hidden):
+    """The inputs with more of them, if the model runs with these, and the tokens elsewhere do not
+    see the hidden ones: planc.apply refuses such rows of other models (PL517, PL518).
+    """
     if not set(more) <= set(inspect.signature(model.forward).parameters):
         return given
+    both, ids = {**given, **more}, given["input_ids"]
+    other = {**both, "input_ids": torch.where(hidden, ids.flip(0), ids)}
     try:
         with torch.no_grad():
-            good = torch.isfinite(model(**given, **more).loss)
+            first, second = model(**both), model(**other)
     except Exception:
         return given
-    return {**given, **more} if good else given
+    apart = torch.allclose(first.logits[~hidden], second.logits[~hidden], atol=1e-5)
+    return both if apart and torch.isfinite(first.loss) else given
 
 
 def counts(model, given):

@@ -292,15 +292,15 @@ def factored(mesh, dims):
     return _apart(module, right, full, (mine, theirs))
 
 
-MATRICES = ((2, 16), (10, 7), (3, 8), (1, 12), (12, 5), (3, 6, 10))
+MATRICES = ((2, 16), (10, 7), (3, 8), (1, 12), (12, 5), (3, 6, 10), (12, 6), (3, 4, 10))
 
 
 def few_rows(mesh, dims):
-    """As `factored`, of Muon: some ranks hold nothing of some matrices, and one has parts."""
+    """As `factored`, of Muon: some ranks hold nothing of some matrices, and three have parts."""
     module, right, full = _on_shards(MATRICES, mesh, dims)
     for each in (module, right):
         units = dict.fromkeys((name for name, _ in each.named_parameters()), ())
-        units["p4"] = (0, (4, 4, 4))
+        units |= {"p4": (0, (4, 4, 4)), "p6": (0, (4, 4, 4), 3), "p7": (2, (5, 5), 2)}
         terms = {"momentum": 0.95, "nesterov": True, "ns_steps": 5, "adjust_lr": "original"}
         same = {"lr": 1.0, "weight_decay": 1.0, "state": None, "compute": None, "units": units}
         optimize(each, "muon", **terms, **same)

@@ -25,6 +25,11 @@ RULES = {
         mlp.experts                 : muon
     }
 """,
+    "gpt_oss": """
+    root                            : adamw(eps = 1e-6)
+    model.layers.*.self_attn.*_proj : muon
+    model.layers.*.mlp.experts      : muon
+""",
 }
 EIGHT = """
     root                            : adamw(eps = 1e-6, state = int8, block = 8)
@@ -94,6 +99,8 @@ def test_float64_leaves_nothing_but_rounding(four, plan, sets):
         ("phi3", "phi3", ["pp=2", "tp=2", "microbatches=2"]),
         ("qwen3_moe", "qwen3_moe", ["tp=2"]),
         ("qwen3_moe", "qwen3_moe", ["ep=4"]),
+        ("gpt_oss", "gpt_oss", ["tp=2"]),
+        ("gpt_oss", "gpt_oss", ["ep=2", "tp=2", "etp=2"]),
     ],
     ids=_named,
 )

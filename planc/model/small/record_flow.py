@@ -250,6 +250,7 @@ class _Recorder(TorchFunctionMode):  # type: ignore[misc]
                 in_place=writes,
                 draws=run.draws,
                 moves=run.moves(inputs[0]) if one else None,
+                skips=run.name == "__getitem__" and _skips(inputs[0], run.outputs[0]),
                 line=self.line(),
             )
         )
@@ -343,6 +344,12 @@ class _Run(NamedTuple):
 
 def _swapped(one: torch.Tensor, other: torch.Tensor, value: Any) -> Any:
     return other if value is one else value
+
+
+def _skips(whole: torch.Tensor, part: torch.Tensor) -> bool:
+    """Whether an indexed part has every n-th of the last dim's numbers."""
+    same = whole.dim() > 0 and part.dim() == whole.dim() and part._base is not None
+    return same and part.shape[-1] > 1 and part.stride(-1) > whole.stride(-1)
 
 
 def _first_varying(tensor: torch.Tensor) -> int | None:

@@ -57,7 +57,7 @@ def _rule(call: ast.Call, program: Program) -> OptimizerRule | None:
         return _class(call, program)
     kind = _ALGORITHMS[call.name]
     own = [f.name for f in fields(kind) if f.name != "units"]
-    more = ("per", "parts") if kind is Muon else ()
+    more = ("per", "parts", "interleaved") if kind is Muon else ()
     arguments = Arguments(call, program.scope, (*_SHARED, *more, *own))
     values: dict[str, object] = {}
     for f in fields(kind):
@@ -77,10 +77,7 @@ def _rule(call: ast.Call, program: Program) -> OptimizerRule | None:
             case _:
                 values[f.name] = arguments.number(f.name, default, *_RANGES.get(f.name, _BELOW_ONE))
     per = arguments.word("per", _PER, None) if more else None
-    parts, alternate = parts_of(arguments) if more else (1, False)
-    if alternate:
-        hint = "orthogonalize heads, `per = head`, or the whole weight, `per = matrix`"
-        arguments.wrong(call, "parts that alternate have no rows of their own", hint)
+    parts, interleaved = parts_of(arguments) if more else (1, False)
     op = Optimize(
         modules=program.facts.model,
         algorithm=kind(**values),
@@ -91,7 +88,14 @@ def _rule(call: ast.Call, program: Program) -> OptimizerRule | None:
     )
     if not arguments.done():
         return None
-    return OptimizerRule(modules=op.modules, op=op, per=per, parts=parts, origin=call.origin)
+    return OptimizerRule(
+        modules=op.modules,
+        op=op,
+        per=per,
+        parts=parts,
+        interleaved=interleaved,
+        origin=call.origin,
+    )
 
 
 def _class(call: ast.Call, program: Program) -> OptimizerRule | None:

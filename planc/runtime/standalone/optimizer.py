@@ -53,7 +53,8 @@ AT_ONCE = 2**25
 """About how many elements a rank computes with at once: 128 MiB of float32."""
 
 Cut = tuple[Any, ...]
-"""(dim, sizes) of the matrices in a parameter; () for a whole one, or a stack."""
+"""(dim, sizes) of the matrices in a parameter, and of those whose positions alternate
+their number; () for a whole one, or a stack."""
 
 # Groups -------------------------------------------------------------------------------
 
@@ -69,7 +70,8 @@ def optimize(module: nn.Module, algorithm: str, **terms: Any) -> None:
             `host`, whether the states are in the host's memory between steps; those of
             the algorithm. `units` of Muon has the names of the
             module's own parameters that it takes, each with the dim along which the
-            parameter is cut into matrices and their sizes; () for a whole matrix.
+            parameter is cut into matrices and their sizes, and the number of those
+            that alternate; () for a whole matrix.
             `kind` is a class, with its own `arguments`; it has no `state`.
     """
     module.optimizer_terms = {"algorithm": algorithm, **terms}
@@ -378,7 +380,7 @@ class Matrix:
 
 def block_size(block: Block) -> int:
     """The elements of a block."""
-    return math.prod(s.stop - s.start for s in block[0])
+    return math.prod(s.stop - s.start for s in block[1])
 
 
 def units_of(
@@ -396,7 +398,7 @@ def units_of(
     Args:
         parameter: of two dims, or of three: a stack of matrices.
         order: the order in which the parameter is stored, if not the model's.
-        cut: (dim, sizes) of the matrices in it; () for a whole matrix.
+        cut: the matrices in it.
         where: the ranks that hold it.
         known: what parameters of one shape and layout share, filled here.
     """
@@ -409,7 +411,7 @@ def units_of(
         held = held_by(parameter, order, where)
         known[key] = [
             (
-                tuple(stop - start for start, stop in window[-2:]),
+                tuple(map(len, window[-2:])),
                 [blocks_in(blocks, window) for blocks in held],
             )
             for window in windows_of(shape, cut)
@@ -428,18 +430,21 @@ def held_by(parameter: Tensor, order: Order | None, where: Ranks) -> list[list[B
     ]
 
 
-def windows_of(shape: tuple[int, ...], cut: Cut) -> Iterator[list[tuple[int, int]]]:
-    """For each matrix of a parameter, its range [start, stop) in each dim."""
-    whole = [(0, size) for size in shape]
-    dim, sizes = cut or (len(shape) - 2, (shape[-2],))
+def windows_of(shape: tuple[int, ...], cut: Cut) -> Iterator[list[range]]:
+    """For each matrix of a parameter, its positions in each dim."""
+    whole = [range(size) for size in shape]
+    dim, sizes, *number = cut or (len(shape) - 2, (shape[-2],))
     ends = [*accumulate(sizes)]
+    every = [range(start, stop) for start, stop in zip([0, *ends], ends, strict=False)]
+    if number:
+        every = [range(first, shape[dim], *number) for first in range(*number)]
     for entry in range(shape[0]) if len(shape) == 3 else (None,):
-        for start, stop in zip([0, *ends], ends, strict=False):
-            window = whole if entry is None else [(entry, entry + 1), *whole[1:]]
-            yield [*window[:dim], (start, stop), *window[dim + 1 :]]
+        for some in every:
+            window = whole if entry is None else [range(entry, entry + 1), *whole[1:]]
+            yield [*window[:dim], some, *window[dim + 1 :]]
 
 
-def blocks_in(blocks: Iterable[Block], window: list[tuple[int, int]]) -> list[Block]:
+def blocks_in(blocks: Iterable[Block], window: list[range]) -> list[Block]:
     """The blocks of a rank in a matrix: (slices of the shard, slices of the matrix)."""
     found = (block_in(block, window) for block in blocks)
     return [(inner, outer[-2:]) for inner, outer in filter(None, found)]

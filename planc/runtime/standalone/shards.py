@@ -283,19 +283,21 @@ def blocks_of(ranges: Sequence[Runs]) -> Iterator[Block]:
         yield tuple(inner for inner, _ in block), tuple(outer for _, outer in block)
 
 
-def block_in(block: Block, window: Iterable[tuple[int, int]]) -> Block | None:
-    """The part of a block in a window of the full tensor, a range [start, stop) by dim;
-    positions in the full tensor are then those in the window. None if there is none.
+def block_in(block: Block, window: Iterable[range]) -> Block | None:
+    """The part of a block in a window of the full tensor, by dim; its positions in the
+    full tensor are then those in the window. None if there is none.
     """
     inner: list[slice] = []
     outer: list[slice] = []
-    for own, full, (first, last) in zip(*block, window, strict=True):
-        start, stop = max(full.start, first), min(full.stop, last)
-        if start >= stop:
+    for own, full, some in zip(*block, window, strict=True):
+        first, step = some.start, some.step
+        at = max(0, -(-(full.start - first) // step))
+        end = min(len(some), -(-(full.stop - first) // step))
+        if at >= end:
             return None
-        at = own.start - full.start
-        inner.append(slice(at + start, at + stop))
-        outer.append(slice(start - first, stop - first))
+        start = own.start - full.start + first + at * step
+        inner.append(slice(start, start + (end - at - 1) * step + 1, step))
+        outer.append(slice(at, end))
     return tuple(inner), tuple(outer)
 
 

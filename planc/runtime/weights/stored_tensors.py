@@ -53,7 +53,7 @@ class ConvertedTensor(StoredTensor):
 
 
 def _copy(target: Tensor, opened: Any, piece: Piece, ranges: Sequence[Runs]) -> None:
-    window = [(at, at + size) for at, size in zip(piece.start, piece.size, strict=True)]
+    window = [range(at, at + size) for at, size in zip(piece.start, piece.size, strict=True)]
     for block in blocks_of(ranges):
         if (part := block_in(block, window)) is not None:
             into, of_piece = part
