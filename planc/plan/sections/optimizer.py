@@ -59,23 +59,7 @@ def _rule(call: ast.Call, program: Program) -> OptimizerRule | None:
     own = [f.name for f in fields(kind) if f.name != "units"]
     more = ("per", "parts", "interleaved") if kind is Muon else ()
     arguments = Arguments(call, program.scope, (*_SHARED, *more, *own))
-    values: dict[str, object] = {}
-    for f in fields(kind):
-        default: Any = f.default
-        match f.name:
-            case "units":
-                values[f.name] = ()
-            case "nesterov":
-                values[f.name] = arguments.truth(f.name, default)
-            case "ns_steps":
-                values[f.name] = arguments.integer(f.name, default)
-            case "adjust_lr":
-                ways = {word: word for word in ("original", "match_rms_adamw")}
-                values[f.name] = arguments.word(f.name, ways, default)
-            case "compute":
-                values[f.name] = arguments.word(f.name, _STATES, default)
-            case _:
-                values[f.name] = arguments.number(f.name, default, *_RANGES.get(f.name, _BELOW_ONE))
+    values = _terms(kind, arguments)
     per = arguments.word("per", _PER, None) if more else None
     parts, interleaved = parts_of(arguments) if more else (1, False)
     op = Optimize(
@@ -96,6 +80,28 @@ def _rule(call: ast.Call, program: Program) -> OptimizerRule | None:
         interleaved=interleaved,
         origin=call.origin,
     )
+
+
+def _terms(kind: Any, arguments: Arguments) -> dict[str, object]:
+    """The arguments of an algorithm's own."""
+    values: dict[str, object] = {}
+    for f in fields(kind):
+        default: Any = f.default
+        match f.name:
+            case "units":
+                values[f.name] = ()
+            case "nesterov":
+                values[f.name] = arguments.truth(f.name, default)
+            case "ns_steps":
+                values[f.name] = arguments.integer(f.name, default)
+            case "adjust_lr":
+                ways = {word: word for word in ("original", "match_rms_adamw")}
+                values[f.name] = arguments.word(f.name, ways, default)
+            case "compute":
+                values[f.name] = arguments.word(f.name, _STATES, default)
+            case _:
+                values[f.name] = arguments.number(f.name, default, *_RANGES.get(f.name, _BELOW_ONE))
+    return values
 
 
 def _class(call: ast.Call, program: Program) -> OptimizerRule | None:
