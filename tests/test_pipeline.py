@@ -250,6 +250,17 @@ def test_microbatches_have_the_images_of_their_rows():
     assert [part["image_grid_thw"] is None for part in parts] == [False, True]
 
 
+def test_a_run_of_placeholders_is_an_image():
+    """Crops of an image have other numbers of tokens than patches say."""
+    batch = {**with_images(5, 1, 0, 2), "image_sizes": torch.tensor([[1, 2], [2, 2], [2, 1]])}
+    batch = {n: v for n, v in batch.items() if n != "image_grid_thw"}
+    batch["pixel_values"] = torch.zeros(3, 4, 1)
+    parts = microbatches(batch, 4, {"pixel_values": IMAGE})
+    sizes = [part["image_sizes"] for part in parts]
+    assert sizes.pop(2) is None
+    assert [size.tolist() for size in sizes] == [[[1, 2]], [[2, 2]], [[2, 1]]]
+
+
 def test_images_that_no_row_has():
     for placeholders in ((5, 1, 0, 2), (0, 0, 0, 0), (6, 0, 0, 6)):
         with pytest.raises(MicrobatchError, match="the images of `pixel_values` are not those of"):
