@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers import compiled_of, sampled, simulated_case
 
+from planc.compiler import compile_plan
 from planc.diagnostic import Sink
 from planc.model.module_table import facts_of, parts_of_images, puts_images
 from planc.ops.tensor_parallel import Parallelize
@@ -167,6 +168,15 @@ def test_what_computes_features_of_images(made, shared):
     """Also through methods; not what is for sound, nor the language model."""
     (holder,) = puts_images(facts_of(made()))
     assert parts_of_images(holder) == {"visual": 1, "project": shared, "between": 1}
+
+
+def test_adapters_in_units_of_their_own_are_refused(tmp_path):
+    """FSDP would take the mean of frozen weights' gradients, and nothing would sum theirs."""
+    path, sink = tmp_path / "own.plan", Sink()
+    path.write_text(OWN + "adapters {\n    units = own\n    $tower.attn.qkv : lora(rank = 2)\n}\n")
+    compile_plan("qwen3-vl-8b", str(path), sink, world_size=4, settings=(ROWS, "tp=2"))
+    (found,) = [d for d in sink if d.code == "PL572"]
+    assert "lora_A" in found.message
 
 
 def test_a_module_with_two_uses_is_refused():

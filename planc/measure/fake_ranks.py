@@ -167,7 +167,7 @@ def _received(message: Message, packed: Tensor) -> list[Tensor]:
 
 
 def _as_own(own: DividedImages, columns: list[Column], *_: Any) -> list[list[Sizes]]:
-    """Features of images of all ranks, where each has as many as this one."""
+    """What all ranks have of images, where each has as many as this one."""
     sizes = [column.sizes for column in columns]
     most = max(map(len, sizes))
     mine = torch.zeros(len(columns), most, dtype=torch.int64)

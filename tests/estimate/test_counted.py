@@ -155,8 +155,7 @@ def with_images(images, *settings):
 def test_images_of_each_row(settings):
     """Each image holds as much as the one before it."""
     tower = "activations of model.vision_tower.encoder.layer.*"
-    none, *some = (with_images(n, *settings).get(tower, 0) for n in (0, 2, 4, 8))
-    assert none == 0 < some[0]
+    some = [with_images(n, *settings).get(tower, 0) for n in (2, 4, 8)]
     assert some[2] - some[1] == 2 * (some[1] - some[0]) > 0
 
 

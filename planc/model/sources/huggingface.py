@@ -387,7 +387,7 @@ def one_sequence_a_row() -> contextlib.AbstractContextManager[Any]:
 
 
 def uncounted_images() -> contextlib.AbstractContextManager[Any]:
-    """Features of images take the places of tokens as they are: transformers compares how many
+    """What a tower gives takes the places of tokens as it is: transformers compares how many
     there are of both, which fake tensors do not say.
     """
     return mock.patch.dict("os.environ", {"TRANSFORMERS_DISABLE_TORCH_CHECK": "1"})

@@ -119,7 +119,7 @@ class DividedImages:
     def _divided(self, first: str, plain: Callable[..., Any]) -> Callable[..., Any]:
         names = [*inspect.signature(plain).parameters]
         # `image_cu_seqlens` and others that may be computed before a pass
-        kind = METHODS[first].removeprefix("get_").removesuffix("features")
+        kind = METHODS[first].split("_")[1] + "_"
 
         @wraps(plain)
         def divided(*args: Any, **kwargs: Any) -> Any:
