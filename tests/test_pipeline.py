@@ -452,3 +452,14 @@ def test_logits_of_routers_in_the_loss_are_refused(tmp_path):
     given = {"world_size": 4, "settings": [*TWO, "microbatches=2"]}
     compile_plan(load(str(path), sink), "mixtral", sink, **given)
     assert "PL565" in {d.code for d in sink}
+
+
+def test_a_stage_that_trains_nothing(tmp_path):
+    """An optimizer of its rank would have no parameters."""
+    path, sink = tmp_path / "own.plan", Sink()
+    train = "train {\n    model   : frozen\n    lm_head : trainable\n}\n"
+    path.write_text(f'plan own for llama\nextend "llama.plan"\n{train}')
+    settings = ("pp=2", "microbatches=2")
+    compile_plan("llama-3.1-8b", str(path), sink, world_size=4, settings=settings)
+    (found,) = [d for d in sink if d.code == "PL567"]
+    assert found.message.startswith("stage 0 has nothing to train")
