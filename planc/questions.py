@@ -148,6 +148,7 @@ def measure(
     stages: Iterable[int] = (),
     device: str = "",
     layers: int | None = None,
+    images: int = 0,
     allow_code: bool = False,
 ) -> MeasuredRanks:
     """The bytes that ranks of a plan hold in a step, counted by running one of each place of the
@@ -159,7 +160,9 @@ def measure(
         stages: places in the pipeline; none for all.
         device: `cpu` or `cuda`, on whose memory all layers are run and timed; empty for fake
             tensors, which have none.
-        layers: of a model with fewer; None for all. The rest as for `check`.
+        layers: of a model with fewer; None for all.
+        images: of each row, of the size that the configuration says; 0 for text alone. The rest as
+            for `check`.
 
     Returns:
         `.counted` has what was counted in the form of an estimate (`.fits`, `.fullest.peak` in
@@ -189,7 +192,13 @@ def measure(
             attention=attention,
         )
         return measured(
-            compiled, found, exact=exact, places=tuple(stages), device=device, allow_code=allow_code
+            compiled,
+            found,
+            exact=exact,
+            places=tuple(stages),
+            device=device,
+            allow_code=allow_code,
+            images=images,
         )
     except NotCountedError as error:
         error.report(sink)

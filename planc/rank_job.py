@@ -23,6 +23,7 @@ class RankStep:
         dtype: that the parameters are built in; empty for the configuration's own.
         optimizer: `adamw`, `adam`, `sgd` or `momentum`, where the plan has no optimizer section.
         attention: transformers' `attn_implementation`.
+        images: of each row, of the size that the configuration says; on fake tensors alone.
     """
 
     rows: int
@@ -31,6 +32,7 @@ class RankStep:
     dtype: str
     optimizer: str = "adamw"
     attention: str = "sdpa"
+    images: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,17 +3,24 @@ summed once.
 """
 
 import dataclasses
+from unittest import mock
 
 import pytest
 import torch
 from helpers import compiled_of, sampled, simulated_case
 
+from planc.compiler import compile_plan
 from planc.diagnostic import Sink
 from planc.model.module_table import facts_of, parts_of_images, puts_images
 from planc.ops.tensor_parallel import Parallelize
 from planc.ops.towers import DivideImages
 from planc.plan.divided_images import with_divided_images
-from planc.runtime.standalone.divided_images import columns_of, runs_of_images
+from planc.runtime.standalone.divided_images import (
+    DividedImages,
+    columns_of,
+    images_by_rank,
+    runs_of_images,
+)
 from planc.runtime.standalone.images import ImagesError, some_images
 from planc.trial.simulate import simulate
 
@@ -163,6 +170,15 @@ def test_what_computes_features_of_images(made, shared):
     assert parts_of_images(holder) == {"visual": 1, "project": shared, "between": 1}
 
 
+def test_adapters_in_units_of_their_own_are_refused(tmp_path):
+    """FSDP would take the mean of frozen weights' gradients, and nothing would sum theirs."""
+    path, sink = tmp_path / "own.plan", Sink()
+    path.write_text(OWN + "adapters {\n    units = own\n    $tower.attn.qkv : lora(rank = 2)\n}\n")
+    compile_plan("qwen3-vl-8b", str(path), sink, world_size=4, settings=(ROWS, "tp=2"))
+    (found,) = [d for d in sink if d.code == "PL572"]
+    assert "lora_A" in found.message
+
+
 def test_a_module_with_two_uses_is_refused():
     facts, sink = facts_of(Shared()), Sink()
     plan = compiled_of("qwen3-vl-8b", "qwen3_vl", (ROWS, "tp=2")).plan
@@ -210,6 +226,32 @@ def test_features_are_columns():
     assert [(c.layer, c.by_image, c.sizes) for c in two] == [(0, True, [2, 3]), (1, False, [5])]
     with pytest.raises(ImagesError, match="2 tensors for 3 images"):
         columns_of("pooler_output", rows, 3)
+
+
+class Precomputed(torch.nn.Module):
+    def get_image_features(self, pixel_values, image_grid_thw=None, **kwargs):
+        return {"pooler_output": pixel_values}
+
+    def forward(self, pixel_values, **kwargs):
+        return self.get_image_features(pixel_values, **kwargs).pooler_output
+
+
+def test_what_is_precomputed_of_images_cannot_be_divided():
+    """transformers takes `image_cu_seqlens` and others, whose values are of all images; what is of
+    text, or of videos, does not meet the images.
+    """
+    mesh = mock.Mock(**{"size.return_value": 2, "get_local_rank.return_value": 0})
+    holder = Precomputed()
+    images_by_rank(holder, mesh)
+    given = {"pixel_values": torch.zeros(8, 2), "image_grid_thw": torch.tensor([[1, 2, 2]] * 2)}
+    cut = mock.Mock(side_effect=lambda made, *_: made)
+    with mock.patch.object(DividedImages, "_gathered", cut):
+        found = holder.get_image_features(
+            **given, cu_seq_lens_q=torch.zeros(3), video_cu_seqlens=torch.zeros(3)
+        )
+        assert len(found["pooler_output"]) == 4
+        with pytest.raises(ImagesError, match="`image_cu_seqlens` cannot be divided"):
+            holder.get_image_features(**given, image_cu_seqlens=torch.tensor([0, 4, 8]))
 
 
 def test_values_of_images_may_be_lists():

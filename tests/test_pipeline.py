@@ -250,6 +250,17 @@ def test_microbatches_have_the_images_of_their_rows():
     assert [part["image_grid_thw"] is None for part in parts] == [False, True]
 
 
+def test_a_run_of_placeholders_is_an_image():
+    """Crops of an image have other numbers of tokens than patches say."""
+    batch = {**with_images(5, 1, 0, 2), "image_sizes": torch.tensor([[1, 2], [2, 2], [2, 1]])}
+    batch = {n: v for n, v in batch.items() if n != "image_grid_thw"}
+    batch["pixel_values"] = torch.zeros(3, 4, 1)
+    parts = microbatches(batch, 4, {"pixel_values": IMAGE})
+    sizes = [part["image_sizes"] for part in parts]
+    assert sizes.pop(2) is None
+    assert [size.tolist() for size in sizes] == [[[1, 2]], [[2, 2]], [[2, 1]]]
+
+
 def test_images_that_no_row_has():
     for placeholders in ((5, 1, 0, 2), (0, 0, 0, 0), (6, 0, 0, 6)):
         with pytest.raises(MicrobatchError, match="the images of `pixel_values` are not those of"):
@@ -441,3 +452,14 @@ def test_logits_of_routers_in_the_loss_are_refused(tmp_path):
     given = {"world_size": 4, "settings": [*TWO, "microbatches=2"]}
     compile_plan(load(str(path), sink), "mixtral", sink, **given)
     assert "PL565" in {d.code for d in sink}
+
+
+def test_a_stage_that_trains_nothing(tmp_path):
+    """An optimizer of its rank would have no parameters."""
+    path, sink = tmp_path / "own.plan", Sink()
+    train = "train {\n    model   : frozen\n    lm_head : trainable\n}\n"
+    path.write_text(f'plan own for llama\nextend "llama.plan"\n{train}')
+    settings = ("pp=2", "microbatches=2")
+    compile_plan("llama-3.1-8b", str(path), sink, world_size=4, settings=settings)
+    (found,) = [d for d in sink if d.code == "PL567"]
+    assert found.message.startswith("stage 0 has nothing to train")

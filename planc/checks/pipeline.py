@@ -9,6 +9,7 @@ from planc.diagnostic import Label, Sink
 from planc.model.facts import Facts
 from planc.ops.pipeline import TERMS, Pipeline
 from planc.plan.ir import PipelineRule, Plan
+from planc.plan.parameter_owners import owned
 from planc.source import Span
 
 
@@ -19,7 +20,10 @@ def pipeline(plan: Plan, facts: Facts, sink: Sink) -> None:
         return
     _schedule(plan, rule.op, sink)
     _router_logits(facts, rule, sink)
-    for what, line, help in _unsupported(plan, rule.op):
+    for what, line, help in (
+        *_without_training(plan, facts, rule.op),
+        *_unsupported(plan, rule.op),
+    ):
         label = Label(span=rule.origin, text="a pipeline")
         sink.error("PL567", what, Label(span=line), label, help=help)
     if rule.op.splits and plan.checkpoint:
@@ -78,14 +82,26 @@ def _router_logits(facts: Facts, rule: PipelineRule, sink: Sink) -> None:
         )
 
 
+def _without_training(plan: Plan, facts: Facts, op: Pipeline) -> Iterator[tuple[str, Span, str]]:
+    """As `_unsupported`, of stages that train nothing: an optimizer takes no empty list."""
+    section = plan.adapters if plan.adapters and plan.adapters.rules else None
+    if section is None and not plan.train:
+        return
+    trained = [own.modules for own in owned(plan, facts) if own.trained]
+    for stage in range(op.stages):
+        if any(modules.within(part) for modules in trained for part in op.held(stage)):
+            continue
+        if section:
+            text = f"stage {stage} has no adapter, and nothing to train"
+            yield text, section.origin, "adapt layers of every stage"
+        else:
+            text = f"stage {stage} has nothing to train: all of its parameters are frozen"
+            yield text, plan.train[0].origin, f"train a part of every stage, or set `{op.axis} = 1`"
+
+
 def _unsupported(plan: Plan, op: Pipeline) -> Iterator[tuple[str, Span, str]]:
     """(what is not supported with a pipeline, its line, what to do)."""
     alone = f"set `{op.axis} = 1`"
-    if plan.adapters is not None and (rules := plan.adapters.rules):
-        for stage in range(op.stages):
-            if not any(r.modules.within(part) for r in rules for part in op.held(stage)):
-                text = f"stage {stage} has no adapter, and nothing to train"
-                yield text, plan.adapters.origin, "adapt layers of every stage"
     for context in plan.context if op.added else ():
         if plan.mesh.size(context.axis) > 1:
             text = f"features of images are added to {op.added} blocks, and stage 0 has "

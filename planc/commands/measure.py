@@ -40,6 +40,13 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="a model with so many layers, for a device that is smaller than the rank",
     )
+    parser.add_argument(
+        "--images",
+        type=shared_arguments.size,
+        metavar="N",
+        default=0,
+        help="images of each row, of the size that the configuration says; by default text alone",
+    )
     parser.add_argument("--format", choices=("text", "json"), default="text")
     parser.add_argument(
         "-o",
@@ -89,6 +96,7 @@ def _measured(options: argparse.Namespace, sink: Sink) -> MeasuredRanks | None:
             places=places,
             device=device,
             allow_code=options.allow_code,
+            images=options.images,
         )
 
 

@@ -313,13 +313,16 @@ def text(found: Answer, *, explain: bool = False) -> Iterator[str]:
         yield from _sources(found)
 
 
-def assumed(found: Answer) -> Iterator[str]:
-    """What the numbers rest on and no line of the plan says."""
+def assumed(found: Answer, images: str = "") -> Iterator[str]:
+    """What the numbers rest on and no line of the plan says; `images` are those of the step."""
     if found.request.batch:
         passes, rows = found.passes
         yield f"{passes} micro-batch{'es' * (passes > 1)} of {rows} row{'s' * (rows != 1)} a rank"
-        if towers := sorted(str(m) for m in lists(found.facts) if TOWER.search(str(m))):
-            yield f"text alone: nothing that {one_of(towers, last='and')} compute"
+        if images:
+            yield images
+        elif towers := not_counted(found):
+            inside = one_of(towers, last="and")
+            yield f"text alone: images or sound are not counted, nor what {inside} compute"
     experts, asked = found.plan.mesh.experts, found.request.batch
     some = min(asked.imbalance, experts.ranks.size) if experts and asked else 1.0
     if (most := fullest(found.plan, some)) > 1:
@@ -341,6 +344,11 @@ def assumed(found: Answer) -> Iterator[str]:
         yield "products in 8 bits at published rates, compiled: planc measured no GPU with them"
     assumed = " (assumed, as docs/training.md has it; `load { dtype = ... }` says another)"
     yield f"{found.optimizer} on parameters in {dtype}{said}{assumed * found.masters}"
+
+
+def not_counted(found: Answer) -> list[str]:
+    """The lists of blocks of towers for images and sound, of which a step of text runs none."""
+    return sorted(str(m) for m in lists(found.facts) if TOWER.search(str(m)))
 
 
 def _memory(found: Answer, explain: bool) -> Iterator[str]:
@@ -424,6 +432,7 @@ def document(found: Answer) -> dict[str, Any]:
         "stack": found.stack.name,
         "batch": batch and {"rows": batch.global_batch, "tokens": batch.sequence},
         "passes": found.passes if batch else None,
+        "not_counted": not_counted(found),
         "optimizer": {
             "name": found.optimizer,
             "bytes": found.work.precision.rest,

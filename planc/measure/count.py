@@ -18,10 +18,12 @@ from typing import Any, NamedTuple
 
 from planc.compiler import Compiled, compile
 from planc.diagnostic import Sink
+from planc.measure.images import image_shape
 from planc.model import cache
 from planc.model.facts import Facts, Modules, most_stored
 from planc.model.layer_kinds import block_lists, length
 from planc.model.load import load_values
+from planc.model.module_table import puts_images
 from planc.model.small.depth import Depth
 from planc.ops.document import dumps
 from planc.ops.lowered import Lowered
@@ -138,6 +140,7 @@ def count(
         NotCountedError: the plan or the model cannot be run so.
     """
     require_runnable(compiled, device)
+    _require_images(compiled, step, device)
     if compiled.lowered and (code := compiled.lowered.code) and not allow_code:
         raise NotCountedError(f"{code[0]} is code, imported only with --allow-code")
     with nullcontext(runner) if runner else RankRunner() as running:
@@ -147,6 +150,19 @@ def count(
         if other := [place for place in places if place not in every]:
             raise NotCountedError(f"the pipeline has places 0 to {every[-1]}, and no {other[0]}")
         return [work.rank(place) for place in places or every]
+
+
+def _require_images(compiled: Compiled, step: RankStep, device: str) -> None:
+    """Refuses images where it is not known how large they are, or which tokens are theirs."""
+    facts = compiled.facts
+    if not step.images or facts is None:
+        return
+    if device:
+        raise NotCountedError("images are run on fake tensors alone: random tokens are of none")
+    if next(puts_images(facts), None) is None:
+        raise NotCountedError("it is no model that puts images among tokens as planc knows it")
+    if image_shape(facts.config) is None:
+        raise NotCountedError("its configuration does not say how large images are")
 
 
 def require_runnable(compiled: Compiled, device: str = "") -> None:

@@ -19,13 +19,15 @@ import torch
 from torch import Tensor, distributed
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from planc.model.sources.huggingface import one_sequence_a_row
+from planc.model.sources.huggingface import one_sequence_a_row, uncounted_images
 from planc.runtime import training_step
 from planc.runtime.run import Run
 from planc.runtime.standalone import context as of_context
-from planc.runtime.standalone import context_tokens, expert_parallel
+from planc.runtime.standalone import context_tokens, expert_parallel, pipeline_step
+from planc.runtime.standalone.collectives import Sizes, all_gather
 from planc.runtime.standalone.context import CONTEXT
 from planc.runtime.standalone.context_ring import RingMask
+from planc.runtime.standalone.divided_images import Column, DividedImages
 from planc.runtime.standalone.expert_parallel import LocalExperts, Share
 from planc.runtime.standalone.pipeline import stages_of
 from planc.runtime.standalone.pipeline_messages import HEADER, Message
@@ -56,6 +58,8 @@ def alone(run: Run, form: Sequence[Any] | None, *, values: bool = False) -> Iter
         (training_step, "_require_as_many", _as_many),
         (RingMask, "seen", property(seen)),
         (of_context, "batch_documents", lambda *_, **__: None),  # no row has a second one
+        (DividedImages, "_sizes", _as_own),
+        (pipeline_step, "rows_of_images", _equal_images),
     )
     with ExitStack() as stack:
         for place, name, made in others if values else (*others, *own):
@@ -63,6 +67,7 @@ def alone(run: Run, form: Sequence[Any] | None, *, values: bool = False) -> Iter
         if not values:
             run.steps.counts = run.steps.settled = True
             stack.enter_context(one_sequence_a_row())
+            stack.enter_context(uncounted_images())
         if context is not None and not values:
             plain = context.batch
             stack.enter_context(mock.patch.object(context, "batch", partial(_part, plain)))
@@ -159,6 +164,24 @@ def _received(message: Message, packed: Tensor) -> list[Tensor]:
     """What another stage would send: garbage would be no numbers, which meet routers."""
     found = _PARTS(message, packed)
     return [part.normal_() if part.is_floating_point() else part for part in found]
+
+
+def _as_own(own: DividedImages, columns: list[Column], *_: Any) -> list[list[Sizes]]:
+    """What all ranks have of images, where each has as many as this one."""
+    sizes = [column.sizes for column in columns]
+    most = max(map(len, sizes))
+    mine = torch.zeros(len(columns), most, dtype=torch.int64)
+    every = mine.new_empty((own.ranks, *mine.shape))
+    all_gather(every.flatten(0, 1), mine, group=own.way.group)
+    return [[each] * own.ranks for each in sizes]
+
+
+def _equal_images(batch: Mapping[str, Any], count: int, _: Any) -> list[dict[str, Any]]:
+    """The images of parts of a batch, where each row has as many."""
+    pixels = batch.get("pixel_values")
+    if pixels is None:
+        return [{} for _ in range(count)]
+    return [{"pixel_values": part} for part in pixels.chunk(count)]
 
 
 class _Holding:

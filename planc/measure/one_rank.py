@@ -41,10 +41,12 @@ from planc.diagnostic import Sink
 from planc.measure.allocations import Allocations, Clock, CudaAllocations
 from planc.measure.calls import BlockCalls
 from planc.measure.fake_ranks import alone, sent_by
+from planc.measure.images import image_shape
 from planc.measure.storages import Storages
 from planc.model.config import config_of
 from planc.model.facts import generic
 from planc.model.fused_kernels import hide
+from planc.model.small.input_search import forward_arguments
 from planc.model.small.stack_frames import of_a_model
 from planc.model.sources.huggingface import prepare, quiet, training_model
 from planc.ops.document import loads
@@ -64,6 +66,8 @@ _OPTIMIZERS = {
 }
 
 
+_KINDS = ("token_type_ids", "mm_token_type_ids")
+"""Arguments that say which tokens are of images."""
 TIMED_STEPS, TIMED_SECONDS = 5, 10.0
 """The most steps that are timed, and the seconds after which no other one begins."""
 
@@ -137,6 +141,7 @@ class _Rank:
         self.passing = 0
         self.failed = ""
         self.clock: Clock | None = None
+        self.takes: tuple[str, ...] = ()
         self.device = job.device or "cpu"
         self.form = job.form or None
         kinds = {"cpu": Allocations, "cuda": CudaAllocations}
@@ -161,6 +166,7 @@ class _Rank:
         """The model without memory, as the plan has it, and the kinds of its modules."""
         job = self.job
         model = _model(job)
+        self.takes = forward_arguments(type(model))
         names = {id(m): _layer(n) for n, m in named_modules(model).items()}
         names[id(model)] = type(model).__name__
         run = apply_lowered(
@@ -266,7 +272,16 @@ class _Rank:
             tokens = torch.randint(self._words(), size, device=self.device)
         else:
             tokens = torch.zeros(size, dtype=torch.long, device=self.device)
-        return [{"input_ids": one, "labels": one} for one in tokens]
+        return [{"input_ids": one, "labels": one, **self._images(one)} for one in tokens]
+
+    def _images(self, tokens: Tensor) -> dict[str, Tensor]:
+        """Images of a batch, and what its tokens are; the places of images have no values."""
+        shape = image_shape(self.job.config)
+        if not self.job.step.images or shape is None:
+            return {}
+        pixels = torch.zeros(len(tokens) * self.job.step.images, *shape)
+        kinds = {n: torch.zeros_like(tokens) for n in _KINDS if n in self.takes}
+        return {"pixel_values": pixels, **kinds}
 
     def _words(self) -> int:
         config = self.job.config

@@ -10,6 +10,7 @@ from planc.model.facts import Facts, Modules
 from planc.model.module_table import parts_of_images, puts_images, towers
 from planc.ops import styles as st
 from planc.ops.layouts import Replicate
+from planc.plan.apply_adapters import adapted
 from planc.plan.ir import ImagesSetting, Inferred, Plan, TensorRule
 from planc.plan.parameter_owners import Owned, owned
 
@@ -50,12 +51,17 @@ def _over_copies(
     if other := next((n for n, times in parts_of_images(holder).items() if times > 1), None):
         _also_elsewhere(setting, holder, other, sink)
         return plan, setting
-    tower = [own for own in owned(plan, facts) if _of_tower(own.modules, holder) and own.trained]
     over, others = list[Owned](), list[Owned]()
-    for own in tower:
+    applied, with_factors = adapted(plan, facts)
+    for own in owned(applied, with_factors):
         placed = own.spread or own.unit
         axes = plan.fsdp.extra_axes(placed) if plan.fsdp and placed else ()
-        (over if setting.axis in axes else others).append(own)
+        if not _of_tower(own.modules, holder):
+            continue
+        if setting.axis in axes:
+            over.append(own)
+        elif own.trained:
+            others.append(own)
     if over and others:
         _mixed(setting, over[0], others[0], sink)
         return plan, setting

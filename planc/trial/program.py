@@ -177,7 +177,8 @@ def train_single(
                 backward, noted = Trace(), used.of(model, number, at, rank)
                 used.looked |= getattr(draws, "looked", False)
                 with backward.of(named_modules(model)), noted:
-                    (loss * (share * batches.weight(number))).backward()
+                    if loss.requires_grad:  # text alone reaches nothing that trains in a tower
+                        (loss * (share * batches.weight(number))).backward()
                 reference.draws = reference.draws or bool(drawn or result.drawn[-1])
                 reference.different_draws += getattr(draws, "different_draws", [])
                 reference.recomputed = reference.recomputed or next(iter(backward.calls), "")

@@ -13,6 +13,7 @@ from planc.estimate.from_plan import Batch
 from planc.estimate.memory import GIB, Item, Moment, RankMemory
 from planc.estimate.step import Estimate
 from planc.measure.count import CountedRank, NotCountedError, count
+from planc.measure.images import said
 from planc.model.facts import Facts, Modules, generic
 from planc.ops import phrases
 from planc.ops.base import AxisRole
@@ -37,12 +38,14 @@ class MeasuredRanks:
         counted: the same, with what a rank of each place of the pipeline held.
         ranks: what was run.
         device: where; empty for fake tensors.
+        images: of each row.
     """
 
     answer: Answer
     counted: Estimate
     ranks: tuple[CountedRank, ...]
     device: str = ""
+    images: int = 0
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -76,11 +79,13 @@ def measure(
     places: tuple[int, ...] = (),
     device: str = "",
     allow_code: bool = False,
+    images: int = 0,
 ) -> MeasuredRanks:
     """Runs ranks of a plan, and says what they hold.
 
     Args:
         found: its estimate, for a step with a batch.
+        images: of each row, of the size that the configuration says.
         exact, places, device, allow_code: as of `count`.
 
     Raises:
@@ -88,12 +93,13 @@ def measure(
     """
     assert found.request.batch
     step = _step(found.plan, found.facts, found.request, found.request.batch)
+    step = replace(step, images=images)
     ranks = tuple(
         count(compiled, step, exact=exact, places=places, device=device, allow_code=allow_code)
     )
     memories = tuple(_memory(rank, found.plan) for rank in ranks)
     counted = replace(found.estimate, ranks=memories)
-    return MeasuredRanks(answer=found, counted=counted, ranks=ranks, device=device)
+    return MeasuredRanks(answer=found, counted=counted, ranks=ranks, device=device, images=images)
 
 
 def _step(plan: Plan, facts: Facts, request: Request, batch: Batch) -> RankStep:
@@ -180,7 +186,8 @@ def text(found: MeasuredRanks) -> Iterator[str]:
     on, tokens = phrases.mesh(answer.plan.mesh.axes), f"{batch.global_batch} x {batch.sequence}"
     yield f"{answer.plan.name} on {on}, {tokens} tokens a step; {answer.hardware.name}"
     where = f"on {found.device}" if found.device else "on fake tensors"
-    yield f"two steps of one rank, {where}, with {'; '.join(assumed(answer))}"
+    images = said(found.images, answer.facts.config) if found.images else ""
+    yield f"two steps of one rank, {where}, with {'; '.join(assumed(answer, images))}"
     yield ""
     for memory, run in sorted(_both(found), key=lambda both: -both[0].peak):
         yield from _rank(memory, run, found)
@@ -190,6 +197,7 @@ def text(found: MeasuredRanks) -> Iterator[str]:
         place = f" at place {rank.rank}" * (len(estimated) > 1)
         size, (unit, of) = estimated[rank.rank].peak, unit_of(rank.peak)
         beside = "" if run.missed else f", {size / rank.peak - 1:+.1%}"
+        beside += ", of text alone" * bool(found.images)
         yield f"estimated{place}: {size / of:.2f} {unit}{beside}"
     parts = {"layers": found.layers, "microbatches": found.microbatches}
     some = [f"{' and '.join(map(str, n))} {what}" for what, n in parts.items() if len(n) > 1]
@@ -244,6 +252,8 @@ def plain(found: MeasuredRanks) -> dict[str, Any]:
     made = document(replace(found.answer, estimate=found.counted))
     return {
         **{name: value for name, value in made.items() if name != "time"},
+        "not_counted": [] if found.images else made["not_counted"],
+        "images": found.images,
         "device": found.device or "fake",
         "fits": found.fits,
         "layers": found.layers,

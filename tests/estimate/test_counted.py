@@ -110,6 +110,73 @@ def test_a_few_microbatches_tell_of_all(schedule, microbatches, run, monkeypatch
     assert [rank.moments for rank in few] == [r.moments for r in count(every, step, exact=True)]
 
 
+TEXT = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 128,
+}
+INTERNVL = {
+    "model_type": "internvl",
+    "architectures": ["InternVLForConditionalGeneration"],
+    "image_token_id": 100,
+    "downsample_ratio": 0.5,
+    "image_seq_length": 4,
+    "text_config": {"model_type": "qwen2", **TEXT},
+    "vision_config": {
+        "model_type": "internvl_vision",
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "image_size": [32, 32],
+        "patch_size": [8, 8],
+    },
+}
+
+
+def with_images(images, *settings):
+    """What is held in the loss on the first place of the pipeline, by what it is."""
+    facts = load_values(INTERNVL, "internvl", Sink())
+    made = compile_plan(facts, "internvl", Sink(), world_size=4, settings=settings)
+    return count(made, replace(STEP, images=images), places=(0,))[0].moments["loss"]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("recompute=false",),
+        slow(("recompute=false", "pp=2", "microbatches=2")),
+        slow(("recompute=false", "cp=2")),
+    ],
+)
+def test_images_of_each_row(settings):
+    """Each image holds as much as the one before it."""
+    tower = "activations of model.vision_tower.encoder.layer.*"
+    some = [with_images(n, *settings).get(tower, 0) for n in (2, 4, 8)]
+    assert some[2] - some[1] == 2 * (some[1] - some[0]) > 0
+
+
+def test_divided_images():
+    """Each of two ranks has half of them."""
+    tower, settings = "activations of model.vision_tower.encoder.layer.*", ("recompute=false",)
+    whole = with_images(2, *settings)[tower]
+    for axis in ("tp=2", "cp=2"):
+        assert with_images(4, *settings, axis, "images=rows")[tower] == whole
+
+
+def test_images_of_unknown_sizes():
+    grids = compile_plan("qwen3-vl-8b", "qwen3_vl", Sink(), world_size=4)
+    with pytest.raises(NotCountedError, match="does not say how large images are"):
+        count(grids, replace(STEP, images=1))
+    with pytest.raises(NotCountedError, match="no model that puts images"):
+        count(compiled("llama", "llama"), replace(STEP, images=1))
+    with pytest.raises(NotCountedError, match="on fake tensors alone"):
+        count(compiled("llama", "llama"), replace(STEP, images=1), device="cpu")
+
+
 def test_layers_that_do_not_repeat_are_all_run():
     every = compiled("llama", "llama", num_hidden_layers=4)
     assert count(every, STEP)[0].layers == (4,)

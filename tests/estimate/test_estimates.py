@@ -458,7 +458,8 @@ def test_a_language_model_behind_a_tower_is_counted_as_one_alone():
 def test_what_towers_compute_is_said_not_to_be_counted(model, plan, tower):
     compiled = compile_plan(model, plan, Sink(), world_size=64, settings=())
     made = answer_for(compiled, Request(batch=Batch(global_batch=64, sequence=1024)), Sink())
-    assert made.counted and f"text alone: nothing that {tower} compute" in str(made)
+    assert made.counted and f"not counted, nor what {tower} compute" in str(made)
+    assert document(made)["not_counted"] == [tower]
 
 
 def test_the_bottleneck_is_the_largest_part():

@@ -108,6 +108,127 @@ def test_dropout_in_a_divided_tower(four, dropped):
     assert third[1:] == fourth[1:]  # each of which runs the one image
 
 
+# What else a plan or a script does with towers ---------------------------------------------------
+
+TOWER_AXES = [
+    ["tp=2"],
+    ["tp=2", "images=rows"],
+    ["cp=2", "images=rows"],
+    ["tp=2", "cp=2", "images=rows"],
+    ["pp=2", "microbatches=2"],
+    ["pp=2", "tp=2", "microbatches=2", "images=rows"],
+]
+ADAPTERS = {
+    "qwen3_vl": """
+    $tower.attn.qkv                       : lora(rank = 3, init = random)
+    $tower.mlp.linear_fc{1,2}             : lora(rank = 4, init = random)
+    model.visual.merger.linear_fc2        : lora(rank = 2, init = random)
+    $blocks.self_attn.{q,o}_proj          : lora(rank = 3, init = random)
+""",
+    "gemma3-vision": """
+    $tower.self_attn.{q,k,v,out}_proj     : lora(rank = 3, init = random)
+    $tower.mlp.fc2                        : lora(rank = 4, init = random)
+    $blocks.self_attn.{q,o}_proj          : lora(rank = 3, init = random)
+""",
+}
+TARGETS = {
+    "qwen3_vl": (
+        (r"model\.visual\.blocks\.\d\.attn\.qkv", 3),
+        (r"model\.visual\.blocks\.\d\.mlp\.linear_fc[12]", 4),
+        (r"model\.visual\.merger\.linear_fc2", 2),
+        (r"model\.language_model\.layers\.\d\.self_attn\.[qo]_proj", 3),
+    ),
+    "gemma3-vision": (
+        (r"model\.vision_tower\.encoder\.layers\.\d\.self_attn\.(q|k|v|out)_proj", 3),
+        (r"model\.vision_tower\.encoder\.layers\.\d\.mlp\.fc2", 4),
+        (r"model\.language_model\.layers\.\d\.self_attn\.[qo]_proj", 3),
+    ),
+}
+FAMILY = {"qwen3_vl": "qwen3_vl", "qwen2_5_vl": "qwen2_5_vl", "gemma3-vision": "gemma3"}
+
+
+def written(folder, model, more):
+    """A plan that extends a model's own."""
+    path = folder / "t.plan"
+    path.write_text(f'plan t for {FAMILY[model]}\n\nextend "{PLANS[model]}.plan"\n\n{more}')
+    return str(path)
+
+
+def images_for(axes, passes=1):
+    """Images of rows, so that a data rank, a pass or a microbatch has none."""
+    if passes > 1:
+        return (0, 1, 2, 0, 1, 0, 0, 1)
+    return (2, 1, 0, 0) if "pp=2" in axes else (1, 2, 0, 0)
+
+
+@pytest.mark.parametrize("script", [False, True], ids=["apply", "script"])
+@pytest.mark.parametrize("axes", TOWER_AXES, ids="-".join)
+@pytest.mark.parametrize("model", ADAPTERS)
+def test_adapters_in_towers(four, tmp_path, model, axes, script):
+    plan = written(tmp_path, model, f"adapters {{{ADAPTERS[model]}}}\n")
+    case = {"adapters": TARGETS[model], "script": script, "images": images_for(axes)}
+    right(four, model, plan, overrides=[*FP32, *axes], **case)
+
+
+PROJECTORS = {
+    "qwen3_vl": "model.visual.merger, model.visual.deepstack_merger_list",
+    "gemma3-vision": "model.multi_modal_projector",
+}
+
+
+@pytest.mark.parametrize("script", [False, True], ids=["apply", "script"])
+@pytest.mark.parametrize("axes", [[], *TOWER_AXES], ids="-".join)
+@pytest.mark.parametrize("model", PROJECTORS)
+def test_projectors_that_train_alone(four, tmp_path, model, axes, script):
+    """Text alone reaches nothing that trains; of stages the last one trains its norm, too."""
+    trained = PROJECTORS[model]
+    if "pp=2" in axes:
+        trained += ", model.language_model.norm"
+    train = f"train {{\n    model, lm_head : frozen\n    {trained} : trainable\n}}\n"
+    plan = written(tmp_path, model, train)
+    case = {"script": script, "images": images_for(axes)}
+    right(four, model, plan, overrides=[*FP32, *axes], **case)
+
+
+@pytest.mark.parametrize("script", [False, True], ids=["apply", "script"])
+@pytest.mark.parametrize("axes", [[], *TOWER_AXES], ids="-".join)
+@pytest.mark.parametrize("model", ["qwen3_vl", "qwen2_5_vl", "gemma3-vision"])
+def test_passes_of_a_step(four, model, axes, script):
+    """A data rank has images in one pass, and none in the next."""
+    case = {"passes": 2, "images": images_for(axes, 2), "script": script}
+    right(four, model, overrides=[*FP32, *axes], **case)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("axes", [[], *TOWER_AXES], ids="-".join)
+@pytest.mark.parametrize("model", ["qwen3_vl", "gemma3-vision"])
+def test_checkpoints_of_the_model(four, model, axes, reentrant):
+    overrides = [*FP32, *axes, "recompute=false"]
+    right(four, model, overrides=overrides, reentrant=reentrant, images=images_for(axes))
+
+
+@pytest.mark.parametrize("axes", [[], ["cp=2", "images=rows"]], ids="-".join)
+@pytest.mark.parametrize("recompute", ["false", "true"])
+def test_compiled_towers(four, tmp_path, recompute, axes):
+    """With tp the embedding, which is whole, has no compiled blocks behind it: PL432."""
+    plan = written(tmp_path, "qwen3_vl", "compile {\n    $tower, $blocks : block\n}\n")
+    overrides = [*FP32, *axes, f"recompute={recompute}"]
+    right(four, "qwen3_vl", plan, overrides=overrides)
+
+
+@pytest.mark.parametrize("axes", [["tp=2"], ["cp=2"], ["tp=2", "cp=2"]], ids="-".join)
+@pytest.mark.parametrize("model", ["qwen3_vl", "gemma3-vision"])
+def test_divided_images_in_bf16(four, model, axes):
+    """As near to fp32 as where each rank runs the tower on all images."""
+    errors = {}
+    for images in ("whole", "rows"):
+        overrides = ["param_dtype=bf16", "reduce_dtype=fp32", *axes, f"images={images}"]
+        found = four.run("tower_jobs.judge", model=model, plan=PLANS[model], overrides=overrides)
+        errors[images] = [max(one[what] for one in found) for what in ("loss", "gradient")]
+    for one, other in zip(errors["rows"], errors["whole"], strict=True):
+        assert one < max(2 * other, 1e-3) and other < 0.1
+
+
 # Context parallelism -----------------------------------------------------------------------------
 
 
@@ -171,6 +292,13 @@ def test_several_stages_of_a_rank(four, schedule):
     overrides = [*FP32, "pp=2", "microbatches=4", f"schedule={schedule}"]
     images = (1, 2, 0, 0, 0, 0, 1, 1)
     right(four, "qwen3_vl", overrides=overrides, changes=DEEP, images=images)
+
+
+@pytest.mark.parametrize("axes", [[], ["tp=2", "images=rows"], ["pp=2", "microbatches=2"]])
+@pytest.mark.parametrize("model", ["llava_next", "llava_onevision"])
+def test_images_of_other_numbers_of_tokens(four, model, axes):
+    """No argument says how many tokens an image has: microbatches have its run of placeholders."""
+    right(four, model, overrides=[*FP32, *axes], images=(2, 1, 0, 0), turned=True)
 
 
 def test_features_that_a_later_stage_does_not_get(four):

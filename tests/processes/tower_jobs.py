@@ -4,7 +4,7 @@ import contextlib
 import functools
 
 import torch
-from numerics import MODELS, build, emitted, error, gradients_of, whole
+from numerics import MODELS, build, emitted, error, gradients_of, inject, quick_compile, whole
 from state_jobs import doubled, float64, functions_kept
 from torch import distributed
 
@@ -31,16 +31,22 @@ def made(model, changes=()):
     return build(model, **parts)
 
 
-def batch_of(model, images, seed=5, padded=True, videos="", packed=""):
+def batch_of(model, images, seed=5, padded=True, videos="", packed="", turned=False):
     """A batch whose rows have so many images each, padded on the right, for a model of
     `numerics.MODELS`; and the tokens that images take the place of. `videos` are `some` of the
-    images or `all`, and rows are `packed` by positions of as many dims.
+    images or `all`, rows are `packed` by positions of as many dims, and every second image may be
+    `turned`, of a model that gives it another number of tokens then.
     """
     config = build(model).config
     builder = TransformersBuilder(config.to_dict())
     found = builder.sample(BatchShape(rows=len(images), length=32, seed=seed, images=images))
+    own = torch.isin(found["input_ids"], torch.tensor([*placeholders(config).values()])).any(1)
+    assert own.tolist() == [one > 0 for one in images], "other rows have images"
+    assert any(images) == ("pixel_values" in found)
     generator = torch.Generator().manual_seed(seed)
     found["labels"][torch.rand(found["labels"].shape, generator=generator) < 0.3] = -100
+    if turned:
+        found = with_turned(build(model), found)
     if videos:
         found = with_videos(config, found, every=videos == "all")
     if packed:
@@ -52,6 +58,26 @@ def batch_of(model, images, seed=5, padded=True, videos="", packed=""):
         found["labels"][mask == 0] = -100
         found["attention_mask"] = mask
     return TrialPass(inputs=found, tokens=placeholders(config))
+
+
+def with_turned(model, batch):
+    """The batch with images whose width and height are exchanged, the second, fourth and so on: the
+    last of their rows, since they have more tokens.
+    """
+    ids, token = batch["input_ids"], placeholders(model.config)["pixel_values"]
+    batch["image_sizes"] = batch["image_sizes"].clone()
+    batch["image_sizes"][1::2] = batch["image_sizes"][1::2].flip(1)
+    images = {name: batch[name] for name in ("pixel_values", "image_sizes")}
+    with torch.no_grad():
+        found = model.get_image_features(**images, return_dict=True).pooler_output
+    places = ids == token
+    begins = places.clone()
+    begins[:, 1:] &= ~places[:, :-1]
+    for (row, at), tokens in zip(begins.nonzero().tolist(), map(len, found), strict=True):
+        ids[row, at : at + tokens] = token
+    assert len({len(one) for one in found}) == 2
+    assert (ids == token).sum() == sum(map(len, found))
+    return batch
 
 
 def with_videos(config, batch, every):
@@ -125,18 +151,36 @@ def of_rank(batch, rank, size):
     return own | {"position_ids": places.chunk(size, 1)[rank]}
 
 
+def of_passes(batch, rank, size, passes):
+    """What a data rank reads in each pass of a step: the rows of `run.accumulation`."""
+    return [of_rank(batch, rank * passes + at, size * passes) for at in range(passes)]
+
+
 def valid(inputs):
     return (inputs["labels"][:, 1:] != -100).sum()
 
 
+def adapted(model, adapters):
+    """The model with peft's adapters, which begin as those of a plan with `init = random`.
+
+    Args:
+        adapters: for each rule, a pattern of names of layers, and the rank.
+    """
+    for seed, (pattern, rank) in enumerate(adapters):
+        inject(model, pattern, seed, r=rank, lora_alpha=rank, init_lora_weights=False)
+    return model
+
+
 @functools.cache
-def reference(images, rows, model, changes, double):
+def reference(images, rows, model, changes, double, adapters):
     """The loss and gradients of one process; rows without images are in one batch with others.
 
     Args:
         rows: the other arguments of `batch_of`, as items.
+        adapters: as of `adapted`.
     """
-    single = doubled(made(model, changes)) if double else made(model, changes)
+    single = adapted(made(model, changes), adapters)
+    single = doubled(single) if double else single
     inputs = batch_of(model, images, **dict(rows)).inputs
     count = valid(inputs)
     loss = single(**inputs, num_items_in_batch=count, use_cache=False).loss
@@ -145,48 +189,64 @@ def reference(images, rows, model, changes, double):
     return loss.detach(), gradients
 
 
-def judge(model, plan, overrides=(), changes=(), double=False, **case):
+def judge(model, plan, overrides=(), changes=(), double=False, adapters=(), **case):
     """Errors of the loss, in training and evaluation, and of the worst gradient.
 
     Args:
         double: whether all is computed in float64, in which models with states are judged.
+        adapters: of the plan, as of `adapted`.
         case: the arguments of `_judge`.
     """
     world = distributed.get_world_size()
     first = made(model, changes)
     lowered = planc.lower(first, plan, world_size=world, overrides=overrides)
-    wanted = model, changes, double
+    wanted = model, changes, double, adapters
     with float64() if double else contextlib.nullcontext():  # in which other weights are drawn
         spread = doubled(made(model, changes)) if double else first
         return _judge(spread, lowered, wanted, **case)
 
 
-def _judge(spread, lowered, wanted, images=(1, 2, 0, 0), script=False, broken="", **rows):
+def _judge(
+    spread,
+    lowered,
+    wanted,
+    images=(1, 2, 0, 0),
+    passes=1,
+    script=False,
+    reentrant=None,
+    broken="",
+    **rows,
+):
     """Errors of a model that is spread by a plan.
 
     Args:
-        wanted: the model, its changes, and whether in float64, of `reference`.
+        wanted: the model, its changes, whether in float64, and adapters, of `reference`.
         images: of each row; the rows are divided over the data ranks in order.
+        passes: over equally many rows of a data rank, which a step accumulates.
         script: whether the emitted Python spreads the model and runs the step.
+        reentrant: the kind of the model's own checkpoints; None for none.
         broken: what is wrong on purpose: `features`, which go to other places than their own, or
             are `unsent` to later stages.
         rows: as of `batch_of`.
     """
+    if reentrant is not None:
+        spread.gradient_checkpointing_enable({"use_reentrant": reentrant})
     batch = batch_of(wanted[0], images, **rows)
     loss, gradients = reference(images, tuple(rows.items()), *wanted)
     if script:
         with functions_kept(spread):
-            found = _scripted(spread, lowered, batch)
+            found = _scripted(spread, lowered, batch, passes)
     else:
-        run = planc.apply(spread, lowered, device_type="cpu")
+        with quick_compile():
+            run = planc.apply(spread, lowered, device_type="cpu")
         if broken == "unsent" and (stages := stages_of(spread)).features is not None:
             stages.features.dense_of = _nothing
         if broken == "features":
             spread.model.language_model.register_forward_pre_hook(_first_ones, with_kwargs=True)
-        own = of_rank(batch, run.data_rank, run.data_size)
-        evaluated = run.evaluate([own])
+        own = of_passes(batch, run.data_rank, run.data_size, passes)
+        evaluated = run.evaluate(own)
         spread.zero_grad()
-        found = run.forward_backward([own]), evaluated
+        found = run.forward_backward(own), evaluated
     own = gradients_of(spread, gradients)
     least = 1e-3 * max(g.abs().max().item() for g in gradients.values())
     errors = {n: error(g, gradients[n], least) for n, g in own.items() if n in gradients}
@@ -213,20 +273,24 @@ def _first_ones(_module, args, kwargs):
     return args, kwargs
 
 
-def _scripted(made, lowered, batch):
+def _scripted(made, lowered, batch, passes):
     """The losses of the emitted script's step, the mean over all ranks; none for early stages."""
     rank, size, names = emitted(made, lowered)
-    own = of_rank(batch, rank, size)
     parts = lowered.axis_size("cp") if lowered.has(ContextParallel) else 1
-    own["num_items_in_batch"] = valid(batch.inputs) / size / parts
+    every = of_passes(batch, rank, size, passes)
+    for own in every:
+        own["num_items_in_batch"] = valid(batch.inputs) / size / parts
     if parts > 1:
-        own = made.context_parallel.batch(own)
+        every = [made.context_parallel.batch(own) for own in every]
+    total = torch.zeros(())
     if lowered.pipeline:
         mesh = names["build_mesh"]("cpu")
-        total = sum(names["forward_backward"](made, mesh, [own]), torch.zeros(()))
+        total = sum(names["forward_backward"](made, mesh, every), total)
     else:
-        total = made(**own).loss
-        total.backward()
+        for own in every:
+            loss = made(**own).loss
+            loss.backward()
+            total = total + whole(loss)
     total = whole(total).clone()
     distributed.all_reduce(total)
     stages = lowered.axis_size(lowered.pipeline.axis) if lowered.pipeline else 1

@@ -260,7 +260,10 @@ def add_tower_inputs(
     return {n: v for n, v in made.items() if n in names or n == "labels"}
 
 
-_COUNTED = ("places", "grids", "images")
+_COUNTED = (
+    *("shapes", "places", "merged grids", "grids", "grids of images"),
+    *("crops", "sized images", "images"),
+)
 """The kinds of input with an entry for each image, whichever row it is in."""
 _BETWEEN = 2
 """Tokens between two images of a row."""

@@ -118,6 +118,8 @@ class DividedImages:
 
     def _divided(self, first: str, plain: Callable[..., Any]) -> Callable[..., Any]:
         names = [*inspect.signature(plain).parameters]
+        # `image_cu_seqlens` and others that may be computed before a pass
+        kind = METHODS[first].split("_")[1] + "_"
 
         @wraps(plain)
         def divided(*args: Any, **kwargs: Any) -> Any:
@@ -126,7 +128,9 @@ class DividedImages:
             self.running = True
             try:
                 given = dict(zip(names, args, strict=False)) | kwargs
-                given = {n: v for n, v in given.items() if n in names}
+                for other in given.keys() - names:  # of text, unless of a kind
+                    if not other.startswith(kind):
+                        given.pop(other)
                 start, stop, bounds = self._run(first, given)
                 if bounds is None:
                     return plain(*args, **kwargs)

@@ -92,13 +92,18 @@ def images_of_rows(batch: Mapping[str, Any], first: str, token: int) -> list[int
     """How many images there are before each row, and in all.
 
     An image has as many placeholders as its patches, times a number that is the same
-    for all.
+    for all. Where no argument says how many patches each has, and there are as many
+    runs of placeholders as images, each run is one.
 
     Raises:
         ImagesError: a row ends within an image.
     """
-    wanted = (batch["input_ids"] == token).sum(1).tolist()
+    places = batch["input_ids"] == token
+    begins = places[:, :1].sum(1) + (places[:, 1:] & ~places[:, :-1]).sum(1)
+    runs, wanted = begins.tolist(), places.sum(1).tolist()
     sizes = patches(batch, first)
+    if sum(runs) == len(sizes) == sum(sizes):
+        return [0, *accumulate(runs)]
     total, whole = sum(wanted), sum(sizes)
     ends = {end * total: at for at, end in enumerate([0, *accumulate(sizes)])}
     before = [0, *accumulate(wanted)]

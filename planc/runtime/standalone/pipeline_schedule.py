@@ -27,7 +27,7 @@ OF_THE_LOSS = (
 OF_THE_TOWER = (
     *("pixel_values", "pixel_values_videos"),
     *("pixel_attention_mask", "pixel_mask"),
-    *("image_position_ids", "video_position_ids"),
+    *("image_position_ids", "video_position_ids", "mm_encoder_outputs"),
 )
 """Arguments of the first stage alone: without them a model runs no tower, whose outputs
 are in the hidden states that a later stage receives.
