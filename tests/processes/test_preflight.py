@@ -35,11 +35,10 @@ NAMED = {
     "absent": "PL644]: rank 5 never came",
     "no rank 0": "PL644]: rank 0 does not answer rank 1 at 127.0.0.1:",
     "rank 0 dies": "and perhaps rank 0 on node0, whose last word was: ",
-    "rank 0 stops": "and perhaps rank 0 on node0, whose last word was: ",
 }
 BESIDE = "rank 0 stops beside its store"
 NAMED[BESIDE] = "PL644]: rank 0 on node0 gives no sign of life; its last was at: all-reduce of "
-MISSED = (BESIDE, "dies", "stops", "absent", "no rank 0", "rank 0 dies", "rank 0 stops")
+MISSED = (BESIDE, "dies", "stops", "absent", "no rank 0", "rank 0 dies")
 SAMPLED = ("none", "stale weights", "slow link", "dies")
 
 
@@ -76,7 +75,6 @@ AS_DATA = {
     "absent": ("rank 5 never came", 0),
     "no rank 0": ("rank 0 does not answer rank 1", 0),
     "rank 0 dies": ("and perhaps rank 0 on node0", 0),
-    "rank 0 stops": ("and perhaps rank 0 on node0", 0),
     BESIDE: ("rank 0 on node0 gives no sign of life", 0),
 }
 """What is said of a rank, and the number of ranks whose facts are known."""
