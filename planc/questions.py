@@ -175,6 +175,7 @@ def measure(
         ValueError: a size is not positive, or there is no such optimizer, attention or device.
     """
     from planc.measure.count import NotCountedError, shallower
+    from planc.model.fused_kernels import run_on
     from planc.tuning.measured import measure as measured
 
     if device not in ("", "cpu", "cuda"):
@@ -190,6 +191,7 @@ def measure(
             hardware=os.fspath(hardware),
             optimizer=optimizer,
             attention=attention,
+            kernels=run_on(device),
         )
         return measured(
             compiled,

@@ -119,17 +119,90 @@ def keeps_tokens(rank, run):
         yield
 
 
+@contextmanager
+def gathers_inside(rank, run):
+    """A layer whose code gathers something on one rank, as `if rank == 2` in a hook."""
+    import torch
+
+    layer, group = run.model.model.layers[1].mlp, run.meshes["tp"].get_group()
+
+    def gather(_module, args):
+        value = torch.zeros(2)
+        torch.distributed.all_gather_into_tensor(torch.zeros(4), value, group=group)
+
+    handle = layer.register_forward_pre_hook(gather)
+    yield
+    handle.remove()
+
+
+@contextmanager
+def recomputes_nothing(rank, run):
+    """A rank that keeps all activations: it does not gather them again in the backward pass."""
+    from torch.distributed.algorithms._checkpoint import checkpoint_wrapper
+
+    def plain(wrapper, *args, **kwargs):
+        return wrapper._checkpoint_wrapped_module(*args, **kwargs)
+
+    with mock.patch.object(checkpoint_wrapper.CheckpointWrapper, "forward", plain):
+        yield
+
+
+@contextmanager
+def evaluates(rank, run):
+    """A rank that looks at the loss of one more batch."""
+    import torch
+
+    yield
+    with torch.no_grad():
+        run.model(input_ids=torch.zeros((1, 64), dtype=torch.long))
+
+
+@contextmanager
+def sums_later(rank, run):
+    """A stage that sums its loss over the stages behind the norm of the gradients, of one size."""
+    from torch import distributed
+
+    plain, waiting = distributed.all_reduce, []
+    stages = run.meshes["pp"].get_group()
+
+    def reduce(tensor, *args, **kwargs):
+        if kwargs.get("group") is stages and tensor.numel() == 1 and not waiting:
+            waiting.append((tensor, args, kwargs))
+            return None
+        return plain(tensor, *args, **kwargs)
+
+    with mock.patch.object(distributed, "all_reduce", reduce):
+        yield
+    for tensor, args, kwargs in waiting:
+        plain(tensor, *args, **kwargs)
+
+
+@contextmanager
+def prefetches_experts(rank, run):
+    """A rank that gathers the experts of the next layer before those of this one."""
+    layers = run.model.model.layers
+    layers[0].set_modules_to_forward_prefetch([layers[1].mlp.experts])
+    yield
+
+
 RANKS = {
-    "no_clip": 1,
-    "longer": 2,
-    "skips_layer": 3,
-    "sums": 1,
-    "logs": 0,
-    "prefetches": 1,
-    "no_loss": 3,
-    "keeps_tokens": 1,
+    "no_clip": {1},
+    "one_clips": {0, 2, 3},
+    "longer": {2},
+    "skips_layer": {3},
+    "sums": {1},
+    "logs": {0},
+    "prefetches": {1},
+    "no_loss": {3},
+    "keeps_tokens": {1},
+    "gathers_inside": {2},
+    "recomputes_nothing": {1},
+    "evaluates": {3},
+    "sums_later": {2, 3},
+    "prefetches_experts": {1},
 }
-"""The rank that has each fault."""
+"""The ranks that have each fault."""
+one_clips = no_clip
 
 
 def main():
@@ -141,7 +214,7 @@ def main():
             super().__init__(replace(job, digest=digest))
 
         def _step(self, run, optimizer, batches):
-            has = RANKS.get(self.fault) == self.job.rank
+            has = self.job.rank in RANKS.get(self.fault, ())
             with globals()[self.fault](self, run) if has else nullcontext():
                 super()._step(run, optimizer, batches)
 

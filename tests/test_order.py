@@ -19,6 +19,8 @@ from tests.order_faults import Faulty
 TENSOR = ("llama-3.1-8b", 4, "tp=2")
 STAGES = ("llama-3.1-8b", 4, "pp=4", "microbatches=4")
 EXPERTS = ("mixtral-8x7b", 4, "ep=2")
+SHARDED_EXPERTS = ("mixtral-8x7b", 8, "ep=2")
+BOTH = ("llama-3.1-8b", 4, "pp=2", "microbatches=2")
 
 
 RING = """plan ring for llama
@@ -186,6 +188,17 @@ def test_few_ranks_stand_for_many():
         slow("prefetches", TENSOR, "PL615 PL613", ["model.layers.0", "model.layers.1"]),
         slow("no_loss", STAGES, "PL613", ["over pp", "all-reduce (sum) of 1 fp32"]),
         slow("keeps_tokens", EXPERTS, "PL615 PL614", ["all-to-all", "over ep", "experts"]),
+        slow("one_clips", TENSOR, "PL615 PL614", ["rank 1", "clipping"]),
+        slow("gathers_inside", TENSOR, "PL615 PL613", ["rank 2", "all-gather of 2 fp32 over tp"]),
+        slow(
+            "recomputes_nothing",
+            TENSOR,
+            "PL615 PL613",
+            ["rank 1", "recomputation of model.layers."],
+        ),
+        slow("evaluates", TENSOR, "PL615 PL614", ["rank 3"]),
+        slow("sums_later", BOTH, "PL613", ["over pp", "clipping"]),
+        slow("prefetches_experts", SHARDED_EXPERTS, "PL615 PL613", ["rank 1", "experts"]),
     ],
 )
 def test_faults_of_a_program(recorded, fault, case, codes, said):
@@ -269,6 +282,21 @@ def test_collectives_that_cross():
     ranks = {0: made(0, "ar:01", "ar:012"), 1: made(1, "ar:012", "ar:01"), 2: made(2, "ar:012")}
     [found] = fits(ranks)
     assert isinstance(found, Stuck) and found.cycle == (0, 1)
+
+
+def test_groups_of_the_same_ranks():
+    """Two groups that have one name each: each has calls of its own, in its own order."""
+    both = [
+        replace(call, group=name)
+        for call, name in zip(made(0, "ar:01", "ar:01"), "ab", strict=True)
+    ]
+    other = [
+        replace(call, group=name)
+        for call, name in zip(made(1, "ar:01", "ar:01"), "ba", strict=True)
+    ]
+    [found] = fits({0: both, 1: other})
+    assert isinstance(found, Stuck) and found.cycle == (0, 1)
+    assert not [*fits({0: both, 1: [replace(c, rank=1) for c in both]})]
 
 
 def test_a_rank_that_ends():

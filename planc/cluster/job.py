@@ -90,8 +90,13 @@ class ClusterJob:
 
     @property
     def rank(self) -> str:
-        """The command of a rank where torchrun has set its variables, as one word of bash."""
-        return shlex.quote(f"{shlex.join(self.preflight)} && exec {shlex.join(self.script)}")
+        """The command of a rank where torchrun has set its variables, as one word of bash: the
+        file that PREFLIGHT names gets the exit code of a preflight that has not passed.
+        """
+        ends = 'echo $? > "$PREFLIGHT"; exit 0'
+        return shlex.quote(
+            f"{shlex.join(self.preflight)} || {{ {ends}; }}; exec {shlex.join(self.script)}"
+        )
 
 
 def _ranks(count: int) -> str:

@@ -9,13 +9,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 from torch.distributed import PrefixStore, TCPStore
 
-from planc.diagnostic import Diagnostic, one_of
+from planc.diagnostic import Diagnostic, first_line, one_of
 from planc.runtime.preconditions import problem
 
 BEAT, QUIET = 0.5, 8.0
@@ -31,7 +32,8 @@ class Peers:
         rank, world_size: by torchrun's variables.
         store: of all ranks, held by torchrun, else by rank 0.
         limit: seconds for everything; a rank that did not come by half of it is missed.
-        missed: what rank 0 does with the findings about ranks that are missed.
+        missed: what rank 0 does with the findings about ranks that are missed, or rank 1 where
+            rank 0 is.
         doing: what this rank does now.
     """
 
@@ -46,6 +48,9 @@ class Peers:
     _last: dict[int, tuple[int, float]] = field(default_factory=dict)
     _failed: float = 0.0
     _code: int | None = None
+    _missed: set[int] = field(default_factory=set)
+    _first: tuple[str, str] = ("", "")
+    _telling: threading.Lock = field(default_factory=threading.Lock)
     _ended: threading.Event = field(default_factory=threading.Event)
     _threads: list[threading.Thread] = field(default_factory=list)
 
@@ -53,7 +58,7 @@ class Peers:
         """Begins to give signs of life, and to watch for those of others."""
         self.at(self.doing)
         for loop in (self._beat, self._watch):
-            thread = threading.Thread(target=self._until_the_end, args=(loop,), daemon=True)
+            thread = threading.Thread(target=loop, args=(self.store.clone(),), daemon=True)
             self._threads.append(thread)
             thread.start()
 
@@ -71,6 +76,12 @@ class Peers:
         which may be why.
         """
         self.store.set(f"failed/{self.rank}", f"{self.doing}: {error}")
+        self.wait()
+
+    def wait(self) -> None:
+        """Waits for this process to be ended, by the watch of rank 0, or of this one where rank 0
+        is missed.
+        """
         self._ended.wait()
 
     def gather(self, name: str, value: Any) -> list[Any]:
@@ -91,10 +102,12 @@ class Peers:
         self.store.wait([name], timedelta(seconds=self.limit + 2 * QUIET))
         return json.loads(self.store.get(name))
 
-    def end(self, code: int) -> int:
-        """The exit code, which is that of rank 0 everywhere."""
-        self._code = code
+    def end(self, code: int, show: Callable[[], None]) -> int:
+        """The exit code, which is that of rank 0 everywhere; `show` gives its report."""
+        with self._telling:  # one report: the watch gives another where a rank is missed
+            self._code = code
         if self.rank == 0:
+            show()
             self._tell(code)
             self._ended.set()
         self._ended.wait()
@@ -103,49 +116,74 @@ class Peers:
         return self._code
 
     def _tell(self, code: int) -> None:
-        """Gives the others time to read the code: the store ends with this process."""
+        """Gives the others time to read the code: the store may end with this process."""
         store = self.store.clone()
         store.set("code", str(code))
-        others = [f"left/{rank}" for rank in range(1, self.world_size)]
-        until = time.monotonic() + 6 * BEAT  # not of those that are missed
-        while not store.check(others) and time.monotonic() < until:
+        others = {*range(1, self.world_size)} - {self.rank, *self._missed}
+        left, until = [f"left/{rank}" for rank in others], time.monotonic() + QUIET
+        while left and not store.check(left) and time.monotonic() < until:
             time.sleep(BEAT / 5)
-
-    def _until_the_end(self, loop: Callable[[PrefixStore], None]) -> None:
-        try:
-            loop(self.store.clone())
-        except RuntimeError as error:
-            if self._code is None:
-                print(f"rank {self.rank}: the store of rank 0 is gone: {error}", file=sys.stderr)
-                os._exit(1)
 
     def _beat(self, store: PrefixStore) -> None:
         count = 0
-        while not self._ended.is_set():
-            count += 1
-            store.set(f"beat/{self.rank}", str(count))
-            self._ended.wait(BEAT)
+        with suppress(RuntimeError):  # the watch says it
+            while not self._ended.is_set():
+                count += 1
+                store.set(f"beat/{self.rank}", str(count))
+                self._ended.wait(BEAT)
 
     def _watch(self, store: PrefixStore) -> None:
-        while self._code is None or self.rank:
-            time.sleep(BEAT)
-            if self.rank == 0:
-                if self._code is None and (found := self._wrong(store)):
-                    self.missed(found)
-                    self._tell(1)
-                    os._exit(1)
-            elif store.check(["code"]):
-                ending, self._code = self._code is not None, int(store.get("code"))
-                store.set(f"left/{self.rank}", "")
-                if not ending:  # the main thread may wait in a collective
-                    os._exit(self._code)
-                self._ended.set()
+        try:
+            while not (self._watch_all if self.rank == 0 else self._watch_first)(store):
+                time.sleep(BEAT)
+        except RuntimeError as error:
+            if self.rank == 0 and self._code is not None:
                 return
+            time.sleep(QUIET)  # a launcher that ends all ranks has done so by then
+            doing, host = self._first
+            text = f"the store of all ranks is gone ({first_line(error)}), and perhaps rank 0"
+            text += f" on {host}, whose last word was: {doing}" if host else ""
+            self._stop([problem("PL644", text, help=_HELP)])
+
+    def _watch_all(self, store: PrefixStore) -> bool:
+        """Ends all ranks where one is missed; whether there is nothing more to watch."""
+        with self._telling:
+            if self._code is None and (found := self._wrong(store)):
+                self._stop(found, store)
+            return self._code is not None
+
+    def _watch_first(self, store: PrefixStore) -> bool:
+        """Ends this rank with the code of rank 0, or without where that is missed: rank 1 says so,
+        and the others follow it.
+        """
+        if store.check(["code"]):
+            ending, self._code = self._code is not None, int(store.get("code"))
+            store.set(f"left/{self.rank}", "")
+            if not ending:  # the main thread may wait in a collective
+                os._exit(self._code)
+            self._ended.set()
+            return True
+        self._first = self._said(store, 0)
+        if found := [*self._silent(store, [self._first], QUIET if self.rank == 1 else 2 * QUIET)]:
+            self._stop(found, store)
+        return False
+
+    def _stop(self, found: list[Diagnostic], store: PrefixStore | None = None) -> NoReturn:
+        """Says why, and ends this process, and all others by the store."""
+        try:
+            if self.rank < 2:
+                self.missed(found)
+            else:
+                print(*(one.one_line for one in found), sep="\n", file=sys.stderr, flush=True)
+            if store is not None:
+                self._tell(1)
+        finally:
+            os._exit(1)
 
     def _wrong(self, store: PrefixStore) -> list[Diagnostic]:
         """Why not to wait any longer."""
         said = [self._said(store, rank) for rank in range(self.world_size)]
-        if found := list(self._silent(store, said)):
+        if found := [*self._silent(store, said, QUIET)]:
             return found
         failed = [rank for rank in range(self.world_size) if store.check([f"failed/{rank}"])]
         self._failed = self._failed or (self.seconds if failed else 0.0)
@@ -172,17 +210,26 @@ class Peers:
         doing, host = json.loads(store.get(key)) if store.check([key := f"at/{rank}"]) else ("", "")
         return doing, host
 
-    def _silent(self, store: PrefixStore, said: list[tuple[str, str]]) -> Iterator[Diagnostic]:
+    def _silent(
+        self, store: PrefixStore, said: list[tuple[str, str]], quiet: float
+    ) -> Iterator[Diagnostic]:
+        """The ranks that are missed, by what the first of all said last.
+
+        Args:
+            quiet: seconds after which one is missed.
+        """
         for rank, (doing, host) in enumerate(said):
             known = store.check([key := f"beat/{rank}"])
             count = int(store.get(key)) if known else 0
             before, since = self._last.setdefault(rank, (count, self.seconds))
             if count != before:
                 self._last[rank] = count, self.seconds
-            elif known and self.seconds - since > QUIET:
+            elif known and self.seconds - since > quiet:
+                self._missed.add(rank)
                 text = f"rank {rank} on {host} gives no sign of life; its last was at: {doing}"
                 yield problem("PL644", text, help=_HELP)
-            elif not known and self.seconds > self.limit / 2:
+            elif not known and self.seconds > self.limit / 2 + quiet - QUIET:
+                self._missed.add(rank)
                 text = f"rank {rank} never came: no word of it in {self.limit / 2:.0f} s"
                 yield problem("PL644", text, help=_HELP)
 

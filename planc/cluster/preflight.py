@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -17,7 +17,7 @@ from planc.cluster.links import Link
 from planc.cluster.peers import Peers
 from planc.cluster.small_model import SmallModelRun
 from planc.compiler import Compiled
-from planc.diagnostic import Diagnostic, Severity, Sink, first_line
+from planc.diagnostic import Severity, Sink, first_line
 from planc.model.fused_kernels import hide
 from planc.ops import phrases
 from planc.ops.lowered import Lowered
@@ -46,26 +46,26 @@ class Wanted:
     allow_code: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Report:
-    """What rank 0 found.
+    """What rank 0 has found so far: a rank that is missed ends it at any time.
 
     Args:
         sink: the findings.
         seconds: that it took.
-        lowered: the plan of rank 0; None where it could not be compiled.
+        lowered: the plan of rank 0; None where it was not compiled.
         every: the facts of each rank.
         seen: the links of each rank; empty where no collective was tried.
         needed: bytes.
         small: the small model that all ranks have trained.
     """
 
-    sink: Sink
-    seconds: float
+    sink: Sink = field(default_factory=Sink)
+    seconds: float = 0.0
     lowered: Lowered | None = None
     every: Sequence[RankFacts] = ()
     seen: Sequence[Sequence[Link]] = ()
-    needed: Needed = Needed()  # noqa: RUF009, frozen
+    needed: Needed = field(default_factory=Needed)
     small: SmallModelRun = NOT_TRIED
 
     @property
@@ -99,7 +99,7 @@ class Report:
         yield from self._free("disk", self.needed.disk)
         yield f"  model     small one {self.small}"
         if not self.seen:
-            yield "  links     not tried"
+            yield "  links     not measured"
             return
         for at, axis in enumerate(links.wide(self.lowered)):
             slowest = [
@@ -116,46 +116,44 @@ class Report:
             yield f"  {what:9} {has}, {phrases.size(needed)} needed on each rank"
 
 
-def preflight(ranks: Peers, compiled: Callable[[Sink], Compiled], asked: Wanted) -> Report:
-    """Checks this job; every rank calls it. The report is that of rank 0."""
+def preflight(
+    ranks: Peers, compiled: Callable[[Sink], Compiled], asked: Wanted, report: Report
+) -> None:
+    """Checks this job; every rank calls it, and that of rank 0 fills its report."""
     ranks.at("reading the plan")
-    sink = Sink()
-    plan = compiled(sink)
-    error = next((d.one_line for d in sink if d.severity is Severity.ERROR), "")
+    plan = compiled(report.sink)
+    error = next((d.one_line for d in report.sink if d.severity is Severity.ERROR), "")
     ranks.at("reading files")
     own = facts(plan.digest, error, asked.files, asked.compare, asked.save)
-    every = [RankFacts(**told) for told in ranks.gather("facts", own.document())]
-    needed = asked.needed(plan) if every and plan.lowered else Needed()
-    if every and plan.lowered:
-        sink = Sink()
-        sink.add(*differing(every, plan.lowered, asked.digest))
-    fits = ranks.told("whether the plan is the same everywhere", not sink.failed)
-    if every and plan.lowered:
-        sink.add(*judged(every, plan.lowered, needed))
-    seen: list[list[Link]] = []
-    small = NOT_TRIED
+    report.lowered = plan.lowered
+    report.sink = Sink() if plan.lowered else report.sink  # of all ranks
+    report.every = [RankFacts(**told) for told in ranks.gather("facts", own.document())]
+    if report.every and plan.lowered:
+        report.needed = asked.needed(plan)
+        report.sink.add(*differing(report.every, plan.lowered, asked.digest))
+    fits = ranks.told("whether the plan is the same everywhere", not report.sink.failed)
+    if report.every and plan.lowered:
+        report.sink.add(*judged(report.every, plan.lowered, report.needed))
     if fits and plan.lowered:
         try:
-            seen = _links(plan.lowered, ranks)
-            if seen:
-                sink.add(*links.slow(plan.lowered, seen, [facts.host for facts in every]))
-            if ranks.told("whether all else is right", not sink.failed):
-                small = small_model.trained(plan, ranks, allow_code=asked.allow_code)
-                sink.add(*small.findings)
+            _together(ranks, plan, asked, report)
         except Exception as error:  # often because another rank is gone
             ranks.failed(first_line(error))
             raise
         ranks.at("leaving the process group")
         distributed.destroy_process_group()
-    return Report(
-        sink=sink,
-        seconds=ranks.seconds,
-        lowered=plan.lowered,
-        every=every,
-        seen=seen,
-        needed=needed,
-        small=small,
-    )
+    report.seconds = ranks.seconds
+
+
+def _together(ranks: Peers, plan: Compiled, asked: Wanted, report: Report) -> None:
+    """What only all ranks can try: their links, and the training of a small model."""
+    assert plan.lowered is not None
+    report.seen = _links(plan.lowered, ranks)
+    if report.seen:
+        report.sink.add(*links.slow(plan.lowered, report.seen, [f.host for f in report.every]))
+    if ranks.told("whether all else is right", not report.sink.failed):
+        report.small = small_model.trained(plan, ranks, allow_code=asked.allow_code)
+        report.sink.add(*report.small.findings)
 
 
 def _links(lowered: Lowered, ranks: Peers) -> list[list[Link]]:
@@ -179,10 +177,3 @@ def _start(ranks: Peers) -> None:
         store=PrefixStore("group", ranks.store),
         timeout=timedelta(seconds=2 * ranks.limit),  # the watch of rank 0 comes first
     )
-
-
-def missed(found: list[Diagnostic], seconds: float) -> Report:
-    """The report where some ranks are missed."""
-    sink = Sink()
-    sink.add(*found)
-    return Report(sink=sink, seconds=seconds)

@@ -10,12 +10,23 @@ _EXPORTS = "\n".join(f"export {name}={value}" for name, value in ENVIRONMENT.ite
 
 
 def _quoted(text: str) -> str:
-    """Text as YAML and Python read it: JSON, but that writes an emoji as two halves."""
+    """Text as Python reads it: JSON, but that writes an emoji as two halves."""
     return json.dumps(text, ensure_ascii=False)
 
 
-def _torchrun_words(job: ClusterJob, head: str, number: str) -> str:
-    """The command that one node runs for all of its ranks.
+def _ended_once(torchrun: str) -> str:
+    """The lines of bash that run torchrun on a node. It starts again what fails, which mends
+    nothing of what preflight finds: then ranks end as if all were done, and the node with its code.
+    """
+    return f"""export PREFLIGHT=$(mktemp)  # the exit code of one that fails
+{torchrun} &
+trap "kill $!" INT TERM
+wait $! || wait $!  # a signal ends the first
+exit $(<"$PREFLIGHT")"""
+
+
+def _meeting(job: ClusterJob, head: str, number: str) -> str:
+    """The command of torchrun for all ranks of one node.
 
     Args:
         head: the host where the nodes meet, in bash.
@@ -42,7 +53,7 @@ def torchrun(job: ClusterJob) -> str:
 # {how} bash FILE; what fails is started again {RESTARTS} times, and resumes from its checkpoint
 set -eu
 {_EXPORTS}
-exec {_torchrun_words(job, "$HEAD", "NODE")}
+{_ended_once(_meeting(job, "$HEAD", "NODE"))}
 """
 
 
@@ -94,6 +105,8 @@ def kubeflow(job: ClusterJob) -> str:
         f"      - {{name: {name}, value: {json.dumps(value)}}}\n"
         for name, value in ENVIRONMENT.items()
     )
+    run = _ended_once(f"torchrun --max-restarts={RESTARTS} --no-python bash -c {job.rank}")
+    run = run.replace("\n", "\n        ")
     return f"""{job.header}
 # kubectl create -f FILE; the image of the runtime, or of the trainer, has planc and the script
 apiVersion: trainer.kubeflow.org/v1alpha1
@@ -109,9 +122,10 @@ spec:
     resourcesPerNode:
       limits: {{nvidia.com/gpu: {job.per_node}}}
     env:
-{variables}    command: [torchrun, --max-restarts={RESTARTS}, --no-python, bash, -c]
+{variables}    command: [bash, -euc]
     args:
-      - {_quoted(shlex.split(job.rank)[0])}
+      - |
+        {run}
 """
 
 
@@ -119,7 +133,7 @@ def skypilot(job: ClusterJob) -> str:
     """A task of SkyPilot, which gives each node the addresses of all."""
     variables = "".join(f"  {name}: {json.dumps(value)}\n" for name, value in ENVIRONMENT.items())
     head = '$(head -n 1 <<< "$SKYPILOT_NODE_IPS")'
-    run = _torchrun_words(job, head, "SKYPILOT_NODE_RANK").replace("\n", "\n  ")
+    run = _ended_once(_meeting(job, head, "SKYPILOT_NODE_RANK")).replace("\n", "\n  ")
     return f"""{job.header}
 # sky jobs launch FILE; add a `setup` that installs what the script needs
 name: {job.name}
@@ -127,10 +141,9 @@ num_nodes: {job.nodes}
 workdir: .
 resources:
   accelerators: {job.gpu}:{job.per_node}
-  job_recovery:
-    max_restarts_on_errors: {RESTARTS}
 envs:
 {variables}run: |
+  set -eu
   {run}
 """
 
@@ -149,7 +162,10 @@ def node(head, nodes, number):
     words += [f"--rdzv-conf=is_host={number == 0}"]
     words += [f"--local-addr={ray.util.get_node_ip_address()}"]
     words += ["--no-python", "bash", "-c", COMMAND]
-    subprocess.run(words, env={**os.environ, **ENVIRONMENT}, check=True)
+    with tempfile.NamedTemporaryFile("r") as preflight:  # the exit code of one that fails
+        environment = {**os.environ, **ENVIRONMENT, "PREFLIGHT": preflight.name}
+        subprocess.run(words, env=environment, check=True)
+        return preflight.read()
 
 
 def reserved():  # as many nodes as there are within a minute, and waits for the fewest
@@ -169,17 +185,19 @@ def started():
     try:
         head = ray.get(address.options(scheduling_strategy=on[0]).remote())
         at = [node.options(num_gpus=PER_NODE, scheduling_strategy=each) for each in on]
-        ray.get([each.remote(head, nodes, number) for number, each in enumerate(at)])
+        found = ray.get([each.remote(head, nodes, number) for number, each in enumerate(at)])
     except ray.exceptions.RayError as error:
         print(error)
         return False
     finally:
         remove_placement_group(group)
+    if any(found):
+        raise SystemExit(1)
     return True
 
 
 ray.init()
-# what fails is started again, and resumes from its checkpoint
+# what fails is started again, and resumes from its checkpoint; not what preflight finds
 raise SystemExit(not any(started() for _ in range(1 + RESTARTS)))
 """
 
@@ -190,6 +208,7 @@ def ray(job: ClusterJob) -> str:
 # ray job submit --working-dir . -- python FILE
 import os
 import subprocess
+import tempfile
 
 import ray
 from ray.util import placement_group, remove_placement_group

@@ -42,6 +42,7 @@ EXITS = {
     "hang": "0 no rank waits, 1 some wait or are not there",
     "import": "0 done, 1 something that a number may depend on is left to decide",
     "lower": "0 done, 1 errors in the plan, or a file that would change (--check)",
+    "preflight": "0 passed, 1 findings",
     "verify": "0 verified, 1 refuted",
 }
 """The exit codes of commands for which 1 is not errors in the plan; all have 2 for no answer."""

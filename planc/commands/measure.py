@@ -4,6 +4,7 @@ import argparse
 import json
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from planc.commands import output, shared_arguments, terminal
@@ -11,6 +12,7 @@ from planc.diagnostic import Sink
 from planc.estimate.answer import answer_for
 from planc.estimate.memory import GIB
 from planc.measure.count import NotCountedError, shallower
+from planc.model.fused_kernels import run_on
 from planc.tuning.measured import MeasuredRanks, measure, plain, text
 from planc.tuning.measurements import add
 
@@ -84,7 +86,8 @@ def _measured(options: argparse.Namespace, sink: Sink) -> MeasuredRanks | None:
     compiled = output.compiled(options, sink)
     if options.layers and not sink.failed:
         compiled = shallower(compiled, options.layers, sink, options.device)
-    found = answer_for(compiled, shared_arguments.request(options), sink)
+    asked = replace(shared_arguments.request(options), kernels=run_on(options.device))
+    found = answer_for(compiled, asked, sink)
     if found is None or sink.failed:
         return None
     places, device = tuple(options.stage), options.device

@@ -5,18 +5,21 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from typing import TYPE_CHECKING
+from contextlib import redirect_stdout
+from functools import partial
+from typing import TYPE_CHECKING, TextIO
 
 from planc.commands import output, shared_arguments, terminal
 from planc.diagnostic import Sink, first_line, one_of
 from planc.model.cache import require_torch
 
 if TYPE_CHECKING:
-    from planc.cluster.judge import Needed
-    from planc.cluster.preflight import Wanted
-    from planc.compiler import Compiled
+    from collections.abc import Callable
 
-_LOOK = "look at rank 0, and at the network between the nodes"
+    from planc.cluster.judge import Needed
+    from planc.cluster.preflight import Report, Wanted
+    from planc.compiler import Compiled
+    from planc.diagnostic import Diagnostic
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,35 +45,65 @@ def run(options: argparse.Namespace) -> int:
     from torch.distributed import DistError
 
     from planc.cluster.peers import Peers, joined
-    from planc.cluster.preflight import Report, missed, preflight
+    from planc.cluster.preflight import Report, preflight
     from planc.runtime.launchers import NEEDED
-
-    def show(report: Report) -> None:
-        if options.format == "json":
-            output.show(report.sink, "json", sys.stdout, also=report.document)
-        else:
-            output.show(report.sink, "full", sys.stdout, quiet=True)
-            terminal.show("".join(f"{line}\n" for line in report.lines()))
-        sys.stdout.flush()
 
     if missing := [name for name in NEEDED if name not in os.environ]:
         text = f"{one_of(missing, last='and')} not set: preflight is a rank of the job it checks"
         return output.refused("PL642", text, "start it as the script, under torchrun or srun")
     options.world_size = _size(options.world_size or (None,), os.environ["WORLD_SIZE"])
+    report = Report()
+    show = partial(_show, report, options.format, _for_the_report())
+
+    def missed(found: list[Diagnostic]) -> None:
+        report.sink.add(*found)
+        report.seconds = ranks.seconds
+        show()
+
     try:
-        ranks: Peers = joined(options.timeout, lambda found: show(missed(found, ranks.seconds)))
+        ranks: Peers = joined(options.timeout, missed)
     except RuntimeError as error:
-        at = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        text = f"rank 0 does not answer rank {os.environ['RANK']} at {at}: {first_line(error)}"
-        return output.refused("PL644", text, _LOOK)
+        return _without_first(first_line(error), report, show)
     try:
-        report = preflight(ranks, lambda sink: output.compiled(options, sink), _wanted(options))
-    except DistError as error:
-        text = f"rank {ranks.rank} has lost the store of rank 0: {first_line(error)}"
-        return output.refused("PL644", text, _LOOK)
-    if ranks.rank == 0:
-        show(report)
-    return ranks.end(output.exit_code(report.sink))
+        compiled = partial(output.compiled, options)
+        preflight(ranks, compiled, _wanted(options), report)
+    except DistError:  # the watch says why
+        ranks.wait()
+    return ranks.end(output.exit_code(report.sink), show)
+
+
+def _without_first(error: str, report: Report, show: Callable[[], None]) -> int:
+    """Says that rank 0 never came: rank 1 in the place of its report, the others beside it."""
+    rank, at = os.environ["RANK"], f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    text = f"rank 0 does not answer rank {rank} at {at}: {error}"
+    help = "look at rank 0, and at the network between the nodes"
+    if rank != "1":
+        return output.refused("PL644", text, help)
+    report.sink.error("PL644", text, help=help)
+    show()
+    return output.exit_code(report.sink)
+
+
+def _show(report: Report, format: str, stream: TextIO) -> None:
+    with redirect_stdout(stream):
+        if format == "json":
+            output.show(report.sink, "json", stream, also=report.document)
+        else:
+            output.show(report.sink, "full", stream, quiet=True)
+            terminal.show("".join(f"{line}\n" for line in report.lines()))
+    stream.flush()
+
+
+def _for_the_report() -> TextIO:
+    """Standard output; what a model and libraries write there goes to standard error instead."""
+    stream = sys.stdout
+    try:
+        if stream.fileno() == 1:
+            stream = os.fdopen(os.dup(1), "w", encoding=stream.encoding, errors=stream.errors)
+            os.dup2(2, 1)
+    except OSError:  # no file of the system
+        pass
+    return stream
 
 
 def _wanted(options: argparse.Namespace) -> Wanted:

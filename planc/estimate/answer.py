@@ -20,6 +20,7 @@ from planc.model.facts import Facts
 from planc.model.roles import TOWER, lists
 from planc.ops import phrases
 from planc.ops.base import AxisRole
+from planc.ops.documents import resets
 from planc.ops.optimizer import OptimizerClass
 from planc.plan.experts import fullest
 from planc.plan.ir import Plan
@@ -42,6 +43,7 @@ class Request:
         hardware, stack: names or paths of profiles.
         optimizer: a name of `from_plan.OPTIMIZERS`.
         attention: transformers' `attn_implementation`.
+        kernels: as of `MicroBatch`.
         device_memory: bytes of a device in place of the hardware's.
     """
 
@@ -50,6 +52,7 @@ class Request:
     stack: str = "torch"
     optimizer: str = "adamw"
     attention: str = "sdpa"
+    kernels: bool = True
     device_memory: float | None = None
 
 
@@ -133,7 +136,7 @@ def answer(plan: Plan, facts: Facts, request: Request, sink: Sink) -> Answer | N
     if hardware and request.device_memory:
         hardware = replace(hardware, memory_gib=request.device_memory / GIB)
     batch = _possible(plan, request.batch or Batch(global_batch=1, sequence=1), sink)
-    work = stack and PlanWork(plan, facts, batch, stack, request.optimizer)
+    work = stack and PlanWork(plan, facts, batch, stack, request.optimizer, kernels=request.kernels)
     if work and request.batch:
         require_divisible(work.of_batch(), plan.mesh, sink)
     if not (hardware and stack and work) or sink.errors > before:
@@ -337,6 +340,8 @@ def assumed(found: Answer, images: str = "") -> Iterator[str]:
         said += "the plan or the configuration has them"
     if any(a.linear for part in found.work.stages for x, _ in part for a in x.attention):
         yield "linear attention in fused kernels (fla, mamba_ssm)"
+    elif not found.request.kernels and resets(found.facts):
+        yield "states by torch's operators, which hold more than kernels (fla, mamba_ssm)"
     algorithms = (rule.op.algorithm for rule in found.plan.optimizer)
     if own := sorted({str(a.path) for a in algorithms if isinstance(a, OptimizerClass)}):
         yield f"two states for each parameter of {one_of(own, last='and')}, which was not run"

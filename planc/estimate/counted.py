@@ -18,12 +18,18 @@ class MicroBatch(NamedTuple):
         rows, tokens: of its input.
         dtype: of parameters and activations, such as `bfloat16`.
         exchange: what attention exchanges between parts of a sequence, and how many there are.
+        states: what is exchanged of states, `state` or `gather`, and in how many runs of tokens a
+            rank has its part; empty where none go on.
+        kernels: whether states are computed by the kernels of fla and mamba_ssm, or by the torch
+            operators that transformers has in their place.
     """
 
     rows: int
     tokens: int
     dtype: str
     exchange: tuple[str, int] = ("", 1)
+    states: tuple[str, int] = ("", 1)
+    kernels: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -75,6 +75,7 @@ class PlanWork:
         plan, facts: as checked and lowered, with adapters applied.
         optimizer: a name of `OPTIMIZERS`.
         alike: the work of other plans for the model, by what decides who holds which parameters.
+        kernels: as of `MicroBatch`.
         tables: the calls of modules whose plan says which are kept, counted for this step.
     """
 
@@ -84,6 +85,7 @@ class PlanWork:
     stack: Stack
     optimizer: str = "adamw"
     alike: dict[object, PlanWork] = field(default_factory=dict)
+    kernels: bool = True
     rules: tuple[TensorRule, ...] = field(init=False)
     holdings: Holdings = field(init=False)
     spread: tuple[Spread, Spread | None] = field(init=False)
@@ -154,7 +156,11 @@ class PlanWork:
     @property
     def micro_batch(self) -> MicroBatch:
         """What of the step is counted without parallelism."""
-        return MicroBatch(self.rows, self.tokens, self.compute_dtype, self.exchange)
+        ops = (r.op for r in self.plan.context if r.op and self.plan.mesh.size(r.axis) > 1)
+        every = ((op.exchange, op.runs) for op in ops if op.states)
+        states = next(every, ("", 1))
+        job = self.rows, self.tokens, self.compute_dtype, self.exchange, states, self.kernels
+        return MicroBatch(*job)
 
     @property
     def compute_dtype(self) -> str:

@@ -11,7 +11,7 @@ import json
 import logging
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,7 @@ from planc.model.small.depth import Depth, Fields, nested
 if TYPE_CHECKING:
     from planc.estimate.stand_ins import Kernel
 
-_FORMAT = "counted 7"
+_FORMAT = "counted 8"
 """Raised when what is counted changes."""
 _KNOWN: dict[str, Counted] = {}
 """What this process has counted or read: a search asks for few shapes many times."""
@@ -49,7 +49,7 @@ def count(facts: Facts, sink: Sink, job: MicroBatch, *, attention: str = "sdpa")
     if "model_type" not in facts.config or facts.code:
         _unknown(sink, "it is not a transformers model that planc can build", "")
         return None
-    asked = f"{_FORMAT} {job.rows} x {job.tokens} {job.dtype} {attention} {job.exchange}"
+    asked = f"{_FORMAT} {job.rows} x {job.tokens} {job.dtype} {attention} {job[3:]}"
     frozen = any(not p.trainable for some in facts.model.below() for p in some.module.parameters)
     trained = repr(facts.root) if frozen else ""
     key = entry_name(asked, json.dumps(facts.config, sort_keys=True, default=str) + trained)
@@ -114,9 +114,10 @@ def _run(
     kind, several = job.exchange
     length = job.tokens * (several if kind == "gather" else 1)  # whole rows, cut before blocks
     tokens = torch.zeros((job.rows, length), dtype=torch.long)
-    parts = exchanging(model, facts, job.exchange)
-    kernels = fused(model, recorder.fused)
-    with quiet(), _unlogged(), recorder.running(), one_sequence_a_row(), parts, kernels:
+    kernels = fused(model, recorder.fused) if job.kernels else nullcontext()
+    with quiet(), _unlogged(), recorder.running(), one_sequence_a_row(), ExitStack() as around:
+        around.enter_context(kernels)  # what exchanges states calls them
+        around.enter_context(exchanging(model, facts, job))
         output = model(input_ids=tokens, labels=tokens[:, : job.tokens])
     return Counted(parts=tuple(recorder.parts()), logits=output.logits.numel())
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -23,13 +23,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from planc.estimate.counted import MicroBatch
 from planc.model.facts import Facts, Module
 from planc.model.roles import attention, roles
+from planc.ops.documents import resets
 from planc.ops.lora import HALVES, factor_name
 from planc.plan.apply_adapters import is_factor
 from planc.runtime.standalone.context import RUNNING, ContextParallel, register
 from planc.runtime.standalone.context_blocks import ContextInBlocks
 from planc.runtime.standalone.context_ring import Ring, RingMask, RingPiece
+from planc.runtime.standalone.context_states import StateRanks
+from planc.runtime.standalone.documents import FUSED, replace_parts, running
 from planc.runtime.standalone.lora_experts import add_factors
 
 
@@ -105,18 +109,59 @@ def _of_any(name: str) -> str:
     return re.sub(r"\.\d+", ".*", name)
 
 
+class StatesAlone(StateRanks):
+    """A rank that has its own tokens and states in the place of all others'."""
+
+    def __init__(self, job: MicroBatch, parts: Sequence[str]) -> None:
+        self.size, self.rows, self.length = job.exchange[1], job.rows, job.tokens * job.exchange[1]
+        self.parts, self.gathers = {*parts, *FUSED}, job.states[0] == "gather"
+        self.asked = self.kept = False
+        self.documents = None
+        tokens: Any = TokensAlone(job.tokens)
+        self.tokens = tokens
+        self.runs = [0, 2 * self.size - 1][: job.states[1]]
+
+    def whole(self, value: Any, dim: int) -> Any:
+        return torch.cat([value] * self.size, dim) if self.has(value, dim) else value
+
+    def own(self, found: Any, dim: int) -> Any:
+        if isinstance(found, tuple | list):
+            return tuple(self.own(value, dim) for value in found)
+        if not isinstance(found, Tensor) or found.dim() <= dim or found.shape[dim] < self.length:
+            return None
+        return found.narrow(dim, 0, self.tokens.own).clone()
+
+    def in_sequence(self, runs: Tensor) -> Tensor:
+        return torch.cat([runs] * self.size)
+
+
+class TokensAlone(NamedTuple):
+    """The number of tokens of a rank."""
+
+    own: int
+
+
 @contextmanager
-def exchanging(model: nn.Module, facts: Facts, exchange: tuple[str, int]) -> Iterator[None]:
-    """Makes a model attend to the parts of other ranks; nothing where a rank has all."""
-    if exchange[0] == "gather":
-        RowsAlone(model, facts, exchange[1])
-    elif exchange[1] > 1:
-        RUNNING.context = StandIn(model, *exchange)
+def exchanging(model: nn.Module, facts: Facts, job: MicroBatch) -> Iterator[None]:
+    """Makes a model attend to the parts of other ranks, and go on with their states; nothing where
+    a rank has all.
+    """
+    kind, parts = job.exchange
+    if kind == "gather":
+        RowsAlone(model, facts, parts)
+    elif parts > 1:
+        RUNNING.context = StandIn(model, kind, parts)
         register()
-    try:
+    ranks = None
+    with ExitStack() as stack:
+        if job.states[0]:
+            ranks = StatesAlone(job, resets(facts))
+            for file in {type(module).__module__ for module in model.modules()}:
+                stack.enter_context(mock.patch.dict(vars(sys.modules[file])))
+            replace_parts(model, {*resets(facts)})
+        stack.enter_context(running(None, ranks))
+        stack.callback(setattr, RUNNING, "context", None)
         yield
-    finally:
-        RUNNING.context = None
 
 
 def train_as(facts: Facts, model: nn.Module, named: Mapping[str, tuple[str, ...]]) -> list[Tensor]:
@@ -193,6 +238,7 @@ class Kernel(NamedTuple):
         heads, tokens, head_dim: of it.
         flops: of one token of one head; 0 for a kernel that memory bounds.
         kept: elements that it keeps beside its inputs.
+        state: the shape of what it hands on.
     """
 
     shape: tuple[int, ...]
@@ -201,6 +247,7 @@ class Kernel(NamedTuple):
     head_dim: int
     flops: float
     kept: int = 0
+    state: tuple[int, ...] = ()
 
 
 def _delta_rule(_query: Any, key: Any, value: Any, chunk: int = 64) -> Kernel:
@@ -211,7 +258,8 @@ def _delta_rule(_query: Any, key: Any, value: Any, chunk: int = 64) -> Kernel:
     narrow = key.shape[-1]
     flops = 6 * chunk * narrow + 4 * chunk * wide + 6 * narrow * wide
     kept = rows * tokens * heads * chunk
-    return Kernel((rows, tokens, heads, wide), heads, tokens, wide, flops, kept)
+    state = rows, heads, narrow, wide
+    return Kernel((rows, tokens, heads, wide), heads, tokens, wide, flops, kept, state)
 
 
 def _chunk_scan(hidden: Any, _dt: Any, _a: Any, b: Any, _c: Any, chunk: int = 256) -> Kernel:
@@ -219,13 +267,15 @@ def _chunk_scan(hidden: Any, _dt: Any, _a: Any, b: Any, _c: Any, chunk: int = 25
     rows, tokens, heads, wide = hidden.shape
     groups, state = b.shape[-2:]
     flops = 2 * chunk * wide + 4 * state * wide + 2 * chunk * state * groups / heads
-    return Kernel((rows, tokens, heads, wide), heads, tokens, wide, flops, hidden.numel())
+    shape, last = (rows, tokens, heads, wide), (rows, heads, wide, state)
+    return Kernel(shape, heads, tokens, wide, flops, hidden.numel(), last)
 
 
-def _selective_scan(hidden: Any, *_others: Any, chunk: int = 0) -> Kernel:
+def _selective_scan(hidden: Any, _dt: Any, a: Any, *_others: Any, chunk: int = 0) -> Kernel:
     """`selective_scan_fn` of mamba_ssm."""
     rows, channels, tokens = hidden.shape
-    return Kernel((rows, channels, tokens), channels, tokens, 1, 0.0, hidden.numel())
+    last = rows, channels, a.shape[-1]
+    return Kernel((rows, channels, tokens), channels, tokens, 1, 0.0, hidden.numel(), last)
 
 
 _KERNELS: dict[str, tuple[Callable[..., Kernel], int, bool]] = {
@@ -237,6 +287,7 @@ _KERNELS: dict[str, tuple[Callable[..., Kernel], int, bool]] = {
 """By transformers' function in a modeling file: what it computes, of how many of its first
 arguments, and whether it returns the last state too."""
 
+_STATES_ASKED = ("output_final_state", "return_final_states", "return_last_state")
 Noted = Callable[[Kernel, int], AbstractContextManager[None]]
 """Notes a kernel and the bytes that it reads; its own operators run in the context."""
 
@@ -260,7 +311,8 @@ def _stand_in(kernel: Callable[..., Kernel], count: int, states: bool, noted: No
         def forward(ctx: Any, made: Kernel, *inputs: Any) -> Any:
             kept = [inputs[0].new_empty(made.kept)] if made.kept else []
             ctx.save_for_backward(*inputs, *kept)
-            return inputs[0].new_empty(made.shape)
+            last = torch.empty(made.state, dtype=torch.float32, device=inputs[0].device)
+            return inputs[0].new_empty(made.shape), last
 
     def run(*args: Any, **kwargs: Any) -> Any:
         size = kwargs.get("chunk_size")
@@ -268,7 +320,8 @@ def _stand_in(kernel: Callable[..., Kernel], count: int, states: bool, noted: No
         inputs = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)]
         moved = sum(t.numel() * t.element_size() for t in inputs)
         with noted(made, moved):
-            out = Fused.apply(made, *inputs)
-        return (out, None) if states else out
+            out, last = Fused.apply(made, *inputs)
+        asked = any(kwargs.get(name) for name in _STATES_ASKED)
+        return (out, last if asked else None) if states or asked else out
 
     return run

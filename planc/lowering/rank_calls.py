@@ -38,6 +38,7 @@ class RankCall:
         number: of the call in the step, from 0.
         kind: `all_reduce`, `send`, ..., or `wait` for a message.
         ranks: of the group, in its order.
+        group: its name, by which it is told from others of the same ranks.
         numel, dtype: of the tensor that the rank gives; of a message, of what is sent.
         reduces: `sum`, `avg`, ...; of a broadcast, the rank that it is from.
         uneven: whether the rank gives each other one another size.
@@ -55,6 +56,7 @@ class RankCall:
     number: int
     kind: str
     ranks: tuple[int, ...] = ()
+    group: str = ""
     numel: int = 0
     dtype: str = ""
     reduces: str = ""

@@ -251,7 +251,7 @@ class _Rank:
 
     def _built(self, model: nn.Module) -> None:
         """Gives the model memory; values that are no numbers would meet routers."""
-        model.to_empty(device=self.device)
+        _with_memory(model, self.device)
         if self.job.device:
             generator = torch.Generator(self.device).manual_seed(0)
             with torch.no_grad():
@@ -425,6 +425,19 @@ def _model(job: RankJob) -> nn.Module:
     with torch.device("meta"):
         model: nn.Module = training_model(*prepared, job.step.dtype, job.step.attention)
     return model
+
+
+def _with_memory(model: nn.Module, device: str) -> None:
+    """`to_empty`, which would make a parameter of its own for each module that has a tied one."""
+    places: dict[int, list[tuple[dict[str, Any], str]]] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                places.setdefault(id(parameter), []).append((module._parameters, name))
+    model.to_empty(device=device)
+    for (first, name), *others in places.values():
+        for own, other in others:
+            own[other] = first[name]
 
 
 def _on_device(state: Any) -> list[Tensor]:

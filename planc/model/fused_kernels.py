@@ -5,9 +5,15 @@ device a tensor is on: a small model on a CPU would not run.
 """
 
 import sys
+from importlib.util import find_spec
 from typing import Any
 
 PACKAGES = ("causal_conv1d", "fla", "mamba_ssm")
+
+
+def run_on(device: str) -> bool:
+    """Whether models call some of them on a device of this machine."""
+    return device == "cuda" and any(find_spec(name) is not None for name in PACKAGES)
 
 
 def hide() -> None:

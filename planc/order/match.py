@@ -69,9 +69,13 @@ def difference(one: RankCall, other: RankCall) -> str:
             return f"{a or 'none'} and {b or 'none'}".replace("_", "-")
     if not (one.uneven or other.uneven) and one.numel != other.numel:
         return f"{one.numel:,} and {other.numel:,} elements"
+    if one.during != other.during and {one.during, other.during} & _AFTER:
+        return " and ".join(call.during or "the loop" for call in (one, other))
     return "" if one.unit == other.unit else f"{one.unit or 'none'} and {other.unit or 'none'}"
 
 
+_AFTER = {"clipping", "optimizer"}
+"""What all ranks do at one time: sums of a loss and of norms have one size."""
 Unit = tuple[int, bool, int]
 """Messages of a rank that are started together."""
 
@@ -82,7 +86,7 @@ class _Simulation:
     network: Network
     at: dict[int, int] = field(init=False)
     different: dict[Hashable, Different] = field(init=False, default_factory=dict)
-    arrived: dict[tuple[tuple[int, ...], int], RankCall] = field(init=False, default_factory=dict)
+    arrived: dict[tuple[Hashable, int], RankCall] = field(init=False, default_factory=dict)
     ends: dict[tuple[Hashable, str], deque[RankCall]] = field(
         init=False, default_factory=lambda: defaultdict(deque)
     )
@@ -130,13 +134,14 @@ class _Simulation:
 
     def _together(self, rank: int, call: RankCall) -> bool:
         """Lets the ranks of a collective go on, if all of them are there."""
-        self.arrived[call.ranks, rank] = call
-        if not all((call.ranks, other) in self.arrived for other in call.ranks):
+        group = _group(call)
+        self.arrived[group, rank] = call
+        if not all((group, other) in self.arrived for other in call.ranks):
             return False
-        every = [self.arrived.pop((call.ranks, other)) for other in call.ranks]
+        every = [self.arrived.pop((group, other)) for other in call.ranks]
         for other in every[1:]:
             if why := difference(every[0], other):
-                self.different.setdefault(call.ranks, Different(one=every[0], other=other, why=why))
+                self.different.setdefault(group, Different(one=every[0], other=other, why=why))
         for one in every:
             self.at[one.rank] += 1
         return True
@@ -169,12 +174,13 @@ class _Simulation:
 
     def _communicator(self, call: RankCall) -> Hashable:
         alone = self.network is Network.NCCL and not call.batch
-        return (call.ranks, frozenset((call.rank, call.peer))) if alone else call.ranks
+        group = _group(call)
+        return (group, frozenset((call.rank, call.peer))) if alone else group
 
     def _channel(self, call: RankCall) -> Hashable:
         """Messages of a rank to another: the n-th that is sent is the n-th that is taken."""
         ends = (call.rank, call.peer) if call.kind == "send" else (call.peer, call.rank)
-        of = self._communicator(call) if self.network is not Network.GLOO else call.ranks
+        of = self._communicator(call) if self.network is not Network.GLOO else _group(call)
         return of, ends
 
     def stuck(self) -> Stuck | None:
@@ -187,7 +193,7 @@ class _Simulation:
             if call is None:
                 continue
             others = [call.peer] if call.peer >= 0 else call.ranks
-            absent = (o for o in others if call.peer >= 0 or (call.ranks, o) not in self.arrived)
+            absent = (o for o in others if call.peer >= 0 or (_group(call), o) not in self.arrived)
             waits[rank] = call, tuple(absent)
         if not waits:
             return None
@@ -211,6 +217,11 @@ class _Simulation:
 
     def _next(self, rank: int) -> RankCall | None:
         return _at(self.ranks[rank], self.at[rank])
+
+
+def _group(call: RankCall) -> Hashable:
+    """What a call has in common with those that it meets."""
+    return call.group, call.ranks
 
 
 def _unit(call: RankCall) -> Unit:

@@ -66,9 +66,9 @@ class Collectives(TorchDispatchMode):  # type: ignore[misc]
         stepping: says what runs after the backward pass, such as `clipping`; empty before.
 
     Attributes:
-        calls: since the start, each with `kind`, `ranks`, `numel`, `dtype`, `reduces`, `uneven`,
-            `module`, `during` and `unit` (of FSDP); a message with `peer`, `batch` (0 alone) and
-            `work`, a `wait` with the `work` that it waits for.
+        calls: since the start, each with `kind`, `ranks`, `group`, `numel`, `dtype`, `reduces`,
+            `uneven`, `module`, `during` and `unit` (of FSDP); a message with `peer`, `batch` (0
+            alone) and `work`, a `wait` with the `work` that it waits for.
     """
 
     def __init__(self, names: dict[int, str], stepping: Callable[[], str]) -> None:
@@ -117,6 +117,7 @@ class Collectives(TorchDispatchMode):  # type: ignore[misc]
         call = {
             "kind": kind,
             "ranks": ranks,
+            "group": group.group_name,
             "numel": 0 if data is None else data.numel(),
             "dtype": "" if data is None else str(data.dtype).removeprefix("torch."),
             "reduces": _reduction(given.get("reduce_op")),

@@ -47,6 +47,20 @@ def test_as_on_real_processes(name):
         assert -KERNELS < rank.peak / median(sizes) - 1 <= 1e-4, name
 
 
+def test_tied_weights_are_held_once(tmp_path):
+    """Also where no unit has them, and nothing but the model ties them."""
+    path = tmp_path / "alone.plan"
+    path.write_text("plan alone for llama\n\nmesh {\n    dp = auto\n}\n")
+    held = []
+    for tied in (False, True):
+        [rank] = count(compiled("llama", str(path), ranks=1, tie_word_embeddings=tied), STEP)
+        held.append(rank.moments["optimizer step"])
+    embedding = 4 * MODELS["llama"]["vocab_size"] * MODELS["llama"]["hidden_size"]
+    apart, once = held
+    assert apart["parameters"] - once["parameters"] == embedding
+    assert apart["optimizer state"] - once["optimizer state"] == 2 * embedding + 4  # its steps
+
+
 def test_equal_shares_of_experts():
     """Real ranks hold as many rows as are routed to them: 47 to 52 MB of equal ranks."""
     [rank] = COMBINATIONS["mixtral, ep 2"].counted()

@@ -1,5 +1,7 @@
 """Runs `planc preflight` as eight gloo processes on what looks like two nodes, with a fault on one
-of them. Prints a JSON object: the exit code of rank 0, its report, and the seconds of each fault.
+of them. Prints a JSON object by fault: the exit code of rank 0, or of rank 1 where 0 is gone, all
+that ranks wrote to standard output, the seconds, and the exit codes of the others. Its arguments
+are the format of the report, and faults.
 """
 
 import contextlib
@@ -53,6 +55,12 @@ def stops(nbytes, group):
         os.kill(os.getpid(), signal.SIGSTOP)
 
 
+def finds_little(of_rank):
+    """Of memory, which is a finding before the rank dies."""
+    of_rank._free_memory = lambda _: 1000
+    all_reduce_that(dies)
+
+
 def slow_link(nbytes, group):
     if group == [4, 5] and nbytes > 2**20:
         time.sleep(0.1)
@@ -74,7 +82,7 @@ def install(fault, rank):
         return ["--weights", "elsewhere"]
     if fault == "slow link" and rank in (4, 5):
         all_reduce_that(slow_link)
-    if rank == (0 if fault == "no rank 0" else VICTIM):
+    if rank == (0 if fault in OF_FIRST else VICTIM):
         return VICTIMS.get(fault, lambda: None)() or []
     return []
 
@@ -120,7 +128,13 @@ VICTIMS = {
     "wrong sums": wrong_sums,
     "absent": lambda: os._exit(0),
     "no rank 0": lambda: os._exit(0),
+    "rank 0 dies": lambda: all_reduce_that(dies),
+    "rank 0 stops beside its store": lambda: all_reduce_that(stops),
+    "little memory, and dies": lambda: finds_little(of_rank),
 }
+BESIDE = "rank 0 stops beside its store"
+"""The store is torchrun's, which goes on."""
+OF_FIRST = ("no rank 0", "rank 0 dies", BESIDE)
 FAULTS = (
     "none",
     "swapped",
@@ -133,28 +147,33 @@ FAULTS = (
 )
 
 
-def child(rank, fault, port, out):
+def child(rank, fault, port, out, format):
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(WORLD), LOCAL_RANK=str(rank % 4))
     os.environ.update(LOCAL_WORLD_SIZE="4", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    sys.stdout = sys.stderr = out.open("w")
+    sys.stdout, sys.stderr = out.open("w"), out.with_suffix(".err").open("w")
     more = install(fault, rank)
-    code = cli.main(["preflight", *PLAN, *MORE, "--timeout", LIMIT, *more])
+    code = cli.main(["preflight", *PLAN, *MORE, "--timeout", LIMIT, "--format", format, *more])
     sys.stdout.flush()
     os._exit(code)
 
 
-def run(fault):
+def run(fault, format):
     port, began = random.randint(20_000, 30_000), time.time()
     outs = [Path(f"out{rank}") for rank in range(WORLD)]
     children = []
+    if fault == BESIDE:
+        store = torch.distributed.TCPStore(
+            "127.0.0.1", port, is_master=True, wait_for_workers=False
+        )
+        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = str(store.port == port)
     for rank, out in enumerate(outs):
         if (child_id := os.fork()) == 0:
             try:
-                child(rank, fault, port, out)
+                child(rank, fault, port, out, format)
             finally:
                 os._exit(99)
         children.append(child_id)
-    teller = 1 if fault == "no rank 0" else 0
+    teller = int(fault in OF_FIRST)
     code = os.waitstatus_to_exitcode(os.waitpid(children[teller], 0)[1])
     seconds = time.time() - began
     others = []
@@ -162,7 +181,7 @@ def run(fault):
         if rank != teller:
             ended = wait(child_id)
             others.append(ended)
-    return code, outs[teller].read_text(), round(seconds, 1), others
+    return code, "".join(out.read_text() for out in outs), round(seconds, 1), others
 
 
 def wait(child_id):
@@ -203,5 +222,6 @@ if __name__ == "__main__":
 
     from planc.trial import worker  # noqa: F401
 
-    found = {fault: run(fault) for fault in sys.argv[1:] or FAULTS}
+    format, *faults = sys.argv[1:]
+    found = {fault: run(fault, format) for fault in faults or FAULTS}
     print(json.dumps(found))

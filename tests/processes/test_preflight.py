@@ -34,7 +34,11 @@ NAMED = {
     "wrong sums": "PL520]: ",
     "absent": "PL644]: rank 5 never came",
     "no rank 0": "PL644]: rank 0 does not answer rank 1 at 127.0.0.1:",
+    "rank 0 dies": "and perhaps rank 0 on node0, whose last word was: ",
 }
+BESIDE = "rank 0 stops beside its store"
+NAMED[BESIDE] = "PL644]: rank 0 on node0 gives no sign of life; its last was at: all-reduce of "
+MISSED = (BESIDE, "dies", "stops", "absent", "no rank 0", "rank 0 dies")
 SAMPLED = ("none", "stale weights", "slow link", "dies")
 
 
@@ -42,21 +46,60 @@ SAMPLED = ("none", "stale weights", "slow link", "dies")
     "fault", [f if f in SAMPLED else pytest.param(f, marks=pytest.mark.slow) for f in NAMED]
 )
 def test_a_fault_is_named(fault):
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(JOBS), fault],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=True,
-    )
-    code, report, seconds, others = json.loads(done.stdout)[fault]
+    code, report, seconds, others = ran("text", fault)
     said = " ".join(report.split())
     assert NAMED[fault] in said, report
     assert said.count("error[") <= (2 if fault == "no plan" else 1), report
     assert code == (fault != "none")
     assert seconds < 60
-    if fault not in ("dies", "stops", "absent", "no rank 0"):
+    if fault not in MISSED:
         assert {*others} == {code}
+
+
+def ran(format, fault):
+    """Exit code, standard output of all ranks, seconds, and the exit codes of the others."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(JOBS), format, fault],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
+    )
+    return json.loads(done.stdout)[fault]
+
+
+AS_DATA = {
+    "none": (None, 8),
+    "dies": ("rank 5 on node1 gives no sign of life", 8),
+    "stops": ("rank 5 on node1 gives no sign of life", 8),
+    "absent": ("rank 5 never came", 0),
+    "no rank 0": ("rank 0 does not answer rank 1", 0),
+    "rank 0 dies": ("and perhaps rank 0 on node0", 0),
+    BESIDE: ("rank 0 on node0 gives no sign of life", 0),
+}
+"""What is said of a rank, and the number of ranks whose facts are known."""
+
+
+@pytest.mark.parametrize(
+    "fault", [f if f == "stops" else pytest.param(f, marks=pytest.mark.slow) for f in AS_DATA]
+)
+def test_a_report_is_one_document_whoever_is_missed(fault):
+    code, written, _, others = ran("json", fault)
+    message, known = AS_DATA[fault]
+    document = json.loads(written)  # of all ranks
+    assert code == (fault != "none") and document["passed"] == (fault == "none")
+    assert len(document["ranks"]) == known and 0 < document["seconds"] < 60
+    assert [d["code"] for d in document["diagnostics"]] == ["PL644"] * (fault != "none")
+    assert message is None or message in document["diagnostics"][0]["message"]
+    assert {*others} <= {code, 0, 9, -9, None}
+    assert others.count(code) >= 6
+
+
+@pytest.mark.slow
+def test_what_was_found_before_is_in_the_report():
+    code, written, _, _ = ran("json", "little memory, and dies")
+    document = json.loads(written)
+    assert code == 1 and [d["code"] for d in document["diagnostics"]] == ["PL646", "PL644"]
 
 
 def test_no_thread_is_in_the_store_while_python_ends(monkeypatch):
@@ -66,5 +109,5 @@ def test_no_thread_is_in_the_store_while_python_ends(monkeypatch):
         monkeypatch.setenv(name, value)
     ranks = joined(20, missed=lambda _found: None)
     assert all(thread.is_alive() for thread in ranks._threads) and len(ranks._threads) == 2
-    assert ranks.end(0) == 0
+    assert ranks.end(0, show=lambda: None) == 0
     assert not any(thread.is_alive() for thread in ranks._threads)
