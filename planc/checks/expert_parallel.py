@@ -2,7 +2,7 @@
 
 from planc.checks.queries import active, divisors, holds, several, unit_of, weighted
 from planc.diagnostic import Label, Sink, one_of
-from planc.model.facts import Facts
+from planc.model.facts import Facts, Modules
 from planc.model.module_table import BATCHED_EXPERTS
 from planc.ops.base import AxisRole
 from planc.ops.expert_parallel import ALL_REDUCE, DEEPEP
@@ -128,12 +128,33 @@ def _limits(rule: ExpertRule, plan: Plan, sink: Sink) -> None:
                 help="write `balance = head_tail` or `none`, with an attention of planc's own",
             )
             return
+    _compiled_limits(rule, plan, sink)
+
+
+def _compiled_limits(rule: ExpertRule, plan: Plan, sink: Sink) -> None:
+    """PL529: a compiled graph has no place for what is looked up of a row; one that is computed
+    again has lost the row.
+    """
+    name, label = f"`{rule.modules}`", Label(span=rule.origin, text="limited here")
+    again = (c for c in plan.checkpoint if _some(rule.modules, c.modules))
+    checkpoint = next(again, None)
     for compiled in plan.compile:
-        if holds(compiled.modules, rule.modules):
-            message = f"{name} is compiled, where its rows are not known when it is computed again"
-            other = Label(span=compiled.origin, text="compiled here")
-            sink.error("PL529", message, label, other, help="remove `capacity`, or this line")
-            return
+        if not _some(rule.modules, compiled.modules) or not (checkpoint or compiled.fullgraph):
+            continue
+        message = f"{name} is compiled, where its rows are not known when it is computed again"
+        more = [Label(span=checkpoint.origin, text="computed again")] if checkpoint else []
+        help = "remove `capacity`, the checkpoints, or this line"
+        if compiled.fullgraph:
+            message = f"{name} is compiled as one graph, in which the rows of tokens are not known"
+            more, help = [], "remove `fullgraph`"
+        other = Label(span=compiled.origin, text="compiled here")
+        sink.error("PL529", message, label, other, *more, help=help)
+        return
+
+
+def _some(modules: Modules, outer: Modules) -> bool:
+    """Whether some of the modules are, or are inside, the outer ones."""
+    return sum(map(len, modules.outside([outer]))) < len(modules)
 
 
 def _sizes(rule: ExpertRule, experts: ExpertMesh, plan: Plan, sink: Sink) -> None:
