@@ -206,7 +206,7 @@ def test_settings(library, key, value, line, tmp_path):
             "megatron",
             "--num-layers 2 --micro-batch-size 1 --moe-expert-capacity-factor -1.0 "
             "--moe-token-drop-policy position",
-            "no token is dropped: moe-expert-capacity-factor = -1.0, moe-token-drop-policy",
+            "not set: moe-expert-capacity-factor | no token is dropped: moe-token-drop-policy",
             "dispatch",
         ),
         (

@@ -2,7 +2,7 @@
 
 from planc.checks.queries import active, divisors, holds, several, unit_of, weighted
 from planc.diagnostic import Label, Sink, one_of
-from planc.model.facts import Facts, Modules
+from planc.model.facts import Facts
 from planc.model.module_table import BATCHED_EXPERTS
 from planc.ops.base import AxisRole
 from planc.ops.expert_parallel import ALL_REDUCE, DEEPEP
@@ -136,10 +136,12 @@ def _compiled_limits(rule: ExpertRule, plan: Plan, sink: Sink) -> None:
     again has lost the row.
     """
     name, label = f"`{rule.modules}`", Label(span=rule.origin, text="limited here")
-    again = (c for c in plan.checkpoint if _some(rule.modules, c.modules))
-    checkpoint = next(again, None)
     for compiled in plan.compile:
-        if not _some(rule.modules, compiled.modules) or not (checkpoint or compiled.fullgraph):
+        inside = rule.modules.inside(compiled.modules)
+        if inside is None:
+            continue
+        checkpoint = next((c for c in plan.checkpoint if inside.inside(c.modules)), None)
+        if not (checkpoint or compiled.fullgraph):
             continue
         message = f"{name} is compiled, where its rows are not known when it is computed again"
         more = [Label(span=checkpoint.origin, text="computed again")] if checkpoint else []
@@ -150,11 +152,6 @@ def _compiled_limits(rule: ExpertRule, plan: Plan, sink: Sink) -> None:
         other = Label(span=compiled.origin, text="compiled here")
         sink.error("PL529", message, label, other, *more, help=help)
         return
-
-
-def _some(modules: Modules, outer: Modules) -> bool:
-    """Whether some of the modules are, or are inside, the outer ones."""
-    return sum(map(len, modules.outside([outer]))) < len(modules)
 
 
 def _sizes(rule: ExpertRule, experts: ExpertMesh, plan: Plan, sink: Sink) -> None:
