@@ -8,7 +8,7 @@ from torch.nn.functional import cross_entropy
 
 from planc.runtime.standalone import pipeline_step
 
-PLAN = """plan own for Predicting, Shared
+PLAN = """plan own for Predicting, Shared, Embedded
 
 mesh {
     pp       = 2
@@ -84,6 +84,21 @@ class Shared(Predicting):
     own = False
 
 
+class Embedded(Predicting):
+    """Joins what the table gave in front of the blocks, which the last stage does not have."""
+
+    def __init__(self):
+        super().__init__()
+        self.join = nn.Bilinear(32, 32, 32)
+
+    def forward(self, tokens, targets=None):
+        x = first = self.table(tokens)
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(self.join(x, first))
+        return logits, cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
 @pytest.mark.parametrize("units", ["", slow(GROUP)], ids=["whole", "group"])
 @pytest.mark.parametrize("schedule", ["1f1b", slow("interleaved_1f1b")])
 def test_a_second_token_in_stages(schedule, units, tmp_path):
@@ -98,8 +113,15 @@ def test_a_gradient_of_one_holder_alone_is_refuted(tmp_path, monkeypatch, uncach
     assert "PL502" in checked(Predicting(), text, tmp_path)
 
 
-def test_a_table_that_two_stages_call_is_refused(tmp_path):
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (Shared, "`table` runs before the last block and after the first one"),
+        (Embedded, "behind its blocks `join` takes what modules before them compute"),
+    ],
+)
+def test_what_two_stages_need_is_refused(kind, said, tmp_path):
     text = PLAN.replace("SCHEDULE", "1f1b").replace("UNITS", "")
-    found = checked(Shared(), text, tmp_path)
+    found = checked(kind(), text, tmp_path)
     assert list(found) == ["PL566"]
-    assert "`table` runs before the last block and after the first one" in found["PL566"].message
+    assert said in found["PL566"].message
