@@ -232,9 +232,22 @@ def test_documents_that_the_model_does_not_tell_apart(family, attention):
 
 @pytest.mark.parametrize("kind", ["plain", "padding", "packed"])
 @pytest.mark.parametrize("balance", ["none", "head_tail"])
-@pytest.mark.parametrize("family", [name for name in OWN if name != "bart"])
-def test_what_the_code_of_models_counts(family, balance, kind):
-    assert compared(family, 2, "all_gather", balance, kind) < 5e-6
+@pytest.mark.parametrize(
+    ("family", "attention"),
+    [*((name, "all_gather") for name in OWN if name != "bart"), ("deepseek_v32", "ring")],
+)
+def test_what_the_code_of_models_counts(family, attention, balance, kind):
+    assert compared(family, 2, attention, balance, kind) < 5e-6
+
+
+@pytest.mark.parametrize("kind", ["padding", "packed"])
+def test_chosen_keys_in_small_tiles(kind, monkeypatch):
+    """Of three ranks, whose tiles have some chosen keys, all or none."""
+    monkeypatch.setattr(context_ring, "TILE", 3)
+    assert compared("deepseek_v32", 3, "ring", "head_tail", kind) < 5e-6
+    sdpa = {**OWN["deepseek_v32"], "attn_implementation": "sdpa"}
+    monkeypatch.setitem(OWN, "deepseek_v32", sdpa)
+    assert compared("deepseek_v32", 3, "ring", "none", kind) < 5e-6
 
 
 @pytest.mark.parametrize("kind", ["plain", "padding"])
@@ -255,7 +268,6 @@ def test_exchanges_of_models_that_count(family, attention):
         ("bart", "all_gather", "none", "packed", "takes no `position_ids`"),
         ("llama4_text", "all_gather", "per_document", "packed", "counts the tokens of a row"),
         ("deepseek_v32", "ulysses", "none", "plain", "an indexer chooses keys"),
-        ("deepseek_v32", "ring", "none", "plain", "the model's code reads its mask"),
     ],
 )
 def test_what_models_cannot_count(family, attention, balance, kind, said):
@@ -296,7 +308,7 @@ def test_queries_that_see_no_key(family):
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"indices": torch.zeros(1)}, "gives its attention `indices`"),
+        ({"block_indices": torch.zeros(1)}, "gives its attention `block_indices`"),
         ({"output_attentions": True}, "gives its attention `output_attentions`"),
     ],
 )
@@ -493,6 +505,17 @@ def chunks_of_the_part(monkeypatch):
 
 def keys_that_were_not_chosen(monkeypatch):
     monkeypatch.setattr(parallel, "of_chosen", lambda mask, _: mask)
+    monkeypatch.setattr(parallel, "ChosenMask", lambda mask, _: mask)
+
+
+def chosen_keys_of_the_first_rank(monkeypatch):
+    """The numbers of keys count those of all ranks."""
+    plain = context_ring.ChosenMask.among
+
+    def among(self, queries, keys, _first):
+        return plain(self, queries, keys, 0)
+
+    monkeypatch.setattr(context_ring.ChosenMask, "among", among)
 
 
 def chosen_among_repeated_keys(monkeypatch):
@@ -643,6 +666,12 @@ def test_faults_of_a_ring_show(fault, monkeypatch):
     RING_FAULTS[fault](monkeypatch)
     kinds = ("padding", "packed")
     assert max(compared("gemma3_text", 4, "ring", "head_tail", kind) for kind in kinds) > 1e-2
+
+
+@pytest.mark.parametrize("fault", [keys_that_were_not_chosen, chosen_keys_of_the_first_rank])
+def test_faults_of_chosen_keys_in_a_ring_show(fault, monkeypatch):
+    fault(monkeypatch)
+    assert compared("deepseek_v32", 2, "ring", "head_tail", "plain") > 1e-2
 
 
 OWN_FAULTS = [

@@ -116,6 +116,20 @@ def test_a_mask_with_a_row_for_each_query(attention):
     assert worst(FLUX, 2, attention, change=mask_of_queries) < 1e-5
 
 
+def test_a_mask_is_looked_at_once_a_pass(monkeypatch):
+    """By all attention modules of a rank, in the forward and in the backward pass."""
+    made, plain = [], context_patches.JointMask
+
+    def counted(*args):
+        made.append(args)
+        return plain(*args)
+
+    monkeypatch.setattr(context_patches, "JointMask", counted)
+    monkeypatch.setattr(context_patches, "TILE", 3)
+    assert worst(HUNYUAN, 2, "ring") < 1e-5
+    assert len(made) == 2
+
+
 def added_mask(given):
     mask_of_queries(given)
     mask = given["joint_attention_kwargs"]["attention_mask"]

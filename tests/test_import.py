@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from console import call
 
+import planc
 from planc.compiler import compile_plan
 from planc.diagnostic import Sink
 from planc.importing.family import family_of, named_by
@@ -16,6 +17,7 @@ from planc.importing.importer import imported
 from planc.importing.peer import NAMES, REASONS, peers
 from planc.importing.reading import leaves, text_of
 from planc.importing.settings import Unknown, value_of
+from planc.ops.expert_capacity import LimitExperts
 from planc.source import Source
 from planc.syntax.formatter.layout import laid_out
 from planc.syntax.parse import parse
@@ -33,6 +35,7 @@ FILES = {  # file: (library, model, ranks)
     "transformers.json": ("transformers", "qwen3-8b", 8),
     "deepspeed.json": ("deepspeed", "llama-3.1-8b", 8),
     "megatron.sh": ("megatron", "llama-3.1-70b", 32),
+    "megatron_moe.sh": ("megatron", "mixtral-8x7b", 8),
     "bridge.yaml": ("bridge", "llama-3.1-70b", 32),
     "prime_rl.toml": ("prime-rl", "qwen3-8b", 8),
     "trainer.json": ("trainer", "llama-3.1-8b", 8),
@@ -194,6 +197,19 @@ def test_settings(library, key, value, line, tmp_path):
         ),
         ("megatron", "--num-layers 2 --main-grads-dtype fp32", "off: main-grads-dtype", "decide"),
         (
+            "megatron",
+            "--num-layers 2 --micro-batch-size 1 --moe-expert-capacity-factor 1.25",
+            "$experts : dispatch(all_to_all, capacity = 1.25, drop = probs) # moe-expert-capacity",
+            "decide",
+        ),
+        (  # a factor below 0 is none
+            "megatron",
+            "--num-layers 2 --micro-batch-size 1 --moe-expert-capacity-factor -1.0 "
+            "--moe-token-drop-policy position",
+            "not set: moe-expert-capacity-factor | no token is dropped: moe-token-drop-policy",
+            "dispatch",
+        ),
+        (
             "deepspeed",
             {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8}},
             "override $blocks : unit(reshard = 8) # zero_optimization.zero_hpz",
@@ -295,6 +311,21 @@ def test_a_wrapped_class_is_the_blocks_of_a_family_without_a_plan(classes, kind,
     result = imported(str(tmp_path / "a.yaml"), Sink(), peer=None, model=None)
     assert [of for leaf, of, _ in result.fate if key in leaf.path] == [kind]
     assert line in result.text and ("let blocks" in result.text) is bool(line)
+
+
+def test_a_capacity_is_one_of_the_plan(tmp_path):
+    """With the numbers of the file, also where no rank divides experts; padding changes none."""
+    result, sink = run("megatron_moe.sh", model="mixtral-8x7b")
+    fates = {leaf.path: kind for leaf, kind, _ in result.fate if "moe-" in leaf.path}
+    assert fates["moe-pad-expert-input-to-capacity"] == "cost"
+    assert {d.code for d in sink} == {"PL736"}  # the dispatcher alone
+    (tmp_path / "a.plan").write_text(result.text)
+    for ranks in ("4", "1"):
+        lowered = planc.lower(
+            "mixtral-8x7b", str(tmp_path / "a.plan"), world_size=8, overrides=[f"ep={ranks}"]
+        )
+        (op,) = lowered.every(LimitExperts)
+        assert (op.capacity, op.drop, op.sent) == (1.5, "position", ranks != "1")
 
 
 def test_a_plan_of_no_family_is_proved_for_any(tmp_path):

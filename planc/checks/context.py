@@ -36,8 +36,6 @@ def context(plan: Plan, facts: Facts, sink: Sink) -> None:
                     _patches(rule.op, facts, sink)
                 if rule.op.attention == "ulysses":
                     _heads(rule, plan, facts, sink)
-                if rule.op.attention == "ring":
-                    _ring(rule, facts, sink)
                 _rotary(rule, facts, sink)
                 _states(rule.op, facts, sink)
 
@@ -83,19 +81,6 @@ def _heads(rule: ContextRule, plan: Plan, facts: Facts, sink: Sink) -> None:
                 help="`attention = all_gather` splits no heads",
             )
             return
-
-
-def _ring(rule: ContextRule, facts: Facts, sink: Sink) -> None:
-    """PL010: what `ring_attention` in runtime/standalone/context_ring.py raises."""
-    field = "index_topk"
-    if facts.config.get(field):
-        sink.error(
-            "PL010",
-            "ring attention with an indexer that chooses keys is not supported yet",
-            rule.origin,
-            facts=[f"{field} = {facts.config[field]}  ({facts.source(field)})"],
-            help="`attention = all_gather` computes the same",
-        )
 
 
 def _rotary(rule: ContextRule, facts: Facts, sink: Sink) -> None:

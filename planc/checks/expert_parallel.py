@@ -128,12 +128,30 @@ def _limits(rule: ExpertRule, plan: Plan, sink: Sink) -> None:
                 help="write `balance = head_tail` or `none`, with an attention of planc's own",
             )
             return
+    _compiled_limits(rule, plan, sink)
+
+
+def _compiled_limits(rule: ExpertRule, plan: Plan, sink: Sink) -> None:
+    """PL529: a compiled graph has no place for what is looked up of a row; one that is computed
+    again has lost the row.
+    """
+    name, label = f"`{rule.modules}`", Label(span=rule.origin, text="limited here")
     for compiled in plan.compile:
-        if holds(compiled.modules, rule.modules):
-            message = f"{name} is compiled, where its rows are not known when it is computed again"
-            other = Label(span=compiled.origin, text="compiled here")
-            sink.error("PL529", message, label, other, help="remove `capacity`, or this line")
-            return
+        inside = rule.modules.inside(compiled.modules)
+        if inside is None:
+            continue
+        checkpoint = next((c for c in plan.checkpoint if inside.inside(c.modules)), None)
+        if not (checkpoint or compiled.fullgraph):
+            continue
+        message = f"{name} is compiled, where its rows are not known when it is computed again"
+        more = [Label(span=checkpoint.origin, text="computed again")] if checkpoint else []
+        help = "remove `capacity`, the checkpoints, or this line"
+        if compiled.fullgraph:
+            message = f"{name} is compiled as one graph, in which the rows of tokens are not known"
+            more, help = [], "remove `fullgraph`"
+        other = Label(span=compiled.origin, text="compiled here")
+        sink.error("PL529", message, label, other, *more, help=help)
+        return
 
 
 def _sizes(rule: ExpertRule, experts: ExpertMesh, plan: Plan, sink: Sink) -> None:

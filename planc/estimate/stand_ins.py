@@ -53,7 +53,7 @@ class StandIn(ContextParallel):
 
     def mask(self, q_length: int, kv_length: int, arguments: dict[str, Any]) -> Any:
         if self.ring is not None:
-            return Halves(self.mask, q_length, self.ring, evenly=False)
+            return Halves(self.mask, q_length, self.ring, evenly=False, read=True)
         queries = q_length * (self.size if self.exchanges else 1)
         shape = (arguments["batch_size"], 1, queries, kv_length * self.size)
         eager = self.implementation(arguments["config"]) == "eager"
@@ -80,8 +80,12 @@ class RingAlone(Ring):
 class Halves(RingMask):
     """Half of the keys of each rank are computed, as where causal attention is balanced."""
 
+    @property
+    def whole(self) -> Tensor:
+        return torch.ones((1, 1, self.own, self.own * self.ring.size), dtype=torch.bool)
+
     def pieces(self, owner: int, **_: bool) -> Iterator[RingPiece]:
-        yield RingPiece(owner, slice(self.own), slice(-(-self.own // 2)))
+        yield RingPiece(owner, slice(0, self.own), slice(0, -(-self.own // 2)))
 
 
 class RowsAlone(ContextInBlocks):

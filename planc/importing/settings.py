@@ -15,7 +15,7 @@ _SETTINGS = {
     "casts adapter_on checkpoint_off reduce_fp32 fp8 fp8_gather",
     "strategy": "sharding_strategy",
     "dtype": "param_dtype reduce_dtype output_dtype load_dtype",
-    "number": "lora_alpha lora_dropout alpha_of_rank",
+    "number": "lora_alpha lora_dropout alpha_of_rank capacity",
     "names": "lora_targets lora_parameters trained_too",
     "text": "model flavor block_class rule",
 }
@@ -44,6 +44,7 @@ _WORDS = {
     "attention": "all_gather: allgather varlenllama3; ulysses: a2a ulysses deepspeed; "
     "ring: p2p ring alltoall batchring batchzigzag batchstripe",
     "adapter": "lora: lora peftconfig; qlora: qlora",
+    "drop": "probs: probs; position: position",
 }
 """The words of each kind in lower case, without punctuation, after what they mean."""
 

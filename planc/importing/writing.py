@@ -91,9 +91,9 @@ class Writer:
         self._strategy()
         lines = [f'extend "{self.name}"', ""]
         for part in (
-            self._blocks, self._options, self._mesh, self._stages, self._context, self._load,
-            self._adapters, self._train, self._rules, self._checkpoint, self._compile, self._matmul,
-            self._fsdp,
+            self._blocks, self._options, self._mesh, self._stages, self._context, self._experts,
+            self._load, self._adapters, self._train, self._rules, self._checkpoint, self._compile,
+            self._matmul, self._fsdp,
         ):  # fmt: skip
             lines += part()
         return lines
@@ -329,6 +329,16 @@ class Writer:
             return self._not("same", "keys and values are all-gathered", "attention")
         line = self._line(f"    override attention = {how}", "attention")
         return ["context on cp {", *line, "}", ""]
+
+    def _experts(self) -> list[str]:
+        """How many tokens an expert takes, and which of too many it drops."""
+        capacity, drop = self.given.get("capacity"), self.given.get("drop") or "probs"
+        if not capacity:
+            return self._not("same", "no token is dropped", "capacity", "drop")
+        text = f"    $experts : dispatch(all_to_all, capacity = {capacity:g}, drop = {drop})"
+        line = self._line(text, *(word for word in ("capacity", "drop") if word in self.given))
+        note = f"# A plan counts slots in each row, {self.peer.title} in each rank's micro-batch"
+        return [note, "override expert on ep {", *line, "}", ""]
 
     def _load(self) -> list[str]:
         lines = self._not("same", "`run.load` decides how weights are read", "from_rank0")

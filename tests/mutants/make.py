@@ -198,6 +198,8 @@ def actions(name, action):
         case "dispatch":
             yield "all-reduce", "dispatch(all_reduce)"
             yield "all-to-all", "dispatch(all_to_all)"
+            yield "other tokens dropped", action.replace("drop = position", "drop = probs")
+            yield "chunks", action.replace("(all_to_all", "(all_to_all, chunks = 2")
             yield "replicated", "replicate"
         case "full":
             yield "none", "none"

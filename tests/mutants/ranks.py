@@ -3,7 +3,8 @@
 Two steps of AdamW; the first accumulates two passes. Of these, the one has padding on the left and
 labels that are ignored unevenly over the data ranks, the other two packed documents in each row,
 where the model takes such inputs. Nothing of planc's own trial is used, so that the two judge
-each other; adapters, and states that end with documents, are planc's in the single process too.
+each other; adapters, states that end with documents, and slots of experts are planc's in the single
+process too.
 """
 
 import contextlib
@@ -26,11 +27,13 @@ from planc.model.small.input_search import BatchShape, rank_slice
 from planc.ops.context import ContextParallel
 from planc.ops.document import loads
 from planc.ops.documents import parts_reset
+from planc.ops.expert_capacity import LimitExperts
 from planc.ops.freeze import Freeze
 from planc.ops.fsdp import Divide, FullyShard
 from planc.ops.lora import Adapt
 from planc.runtime.executor import adapted
 from planc.runtime.standalone.documents import reset_states
+from planc.runtime.standalone.expert_capacity import limit_experts
 from planc.runtime.standalone.shards import in_own_order, rank_orders
 
 COUNT = "num_items_in_batch"
@@ -53,6 +56,7 @@ def wanted(job):
     """What the single process depends on."""
     plan = lowered(job)
     every = [job.values, frozen(plan), divided(plan), adapters(plan), parts_reset(plan.ops)]
+    every += [[*op.modules.names(), op.settings] for op in plan.every(LimitExperts)]
     return json.dumps(every, sort_keys=True)
 
 
@@ -192,6 +196,9 @@ def single(job, path):
     plan = lowered(job)
     model = adapted(build(job.values), plan)
     reset_states(model, *parts_reset(plan.ops))  # in one process states of documents leak
+    for op in plan.every(LimitExperts):  # an expert has the slots of whole rows
+        limited = [model.get_submodule(name) for name in op.modules.names()]
+        limit_experts(model, limited, **op.settings)
     steps, counted = batches(job.values, model)
     for trainable, names in frozen(plan):
         for name in names:

@@ -48,9 +48,11 @@ SUBJECTS = {
     "qwen3_next, context": "qwen3_next",
     "qwen3_vl, context": "qwen3_vl",
     "mixtral, adapters": "mixtral",
+    "qwen3_moe, capacity": "qwen3_moe",
 }
 """The plan of each family of tests/processes; wan is a shrunken model of diffusers. Those with a
-second word are used along another axis, or with adapters on divided experts."""
+second word are used along another axis, with adapters on divided experts, or with experts that take
+a number of a row's tokens."""
 
 AXES = {
     "stages": ("pp=2", "microbatches=2"),
@@ -58,6 +60,7 @@ AXES = {
     "ring": ("cp=2",),
     "experts": ("ep=2",),
     "adapters": ("ep=2",),
+    "capacity": ("ep=2", "cp=2"),
 }
 ADAPTERS = """
 adapters {
@@ -65,6 +68,11 @@ adapters {
     $blocks.self_attn.{q,o}_proj : lora(rank = 4, init = random)
 }
 """
+
+REPLACED = {
+    "ring": ("= all_gather", "= ring"),
+    "capacity": ("(all_to_all)", "(all_to_all, capacity = 0.75, drop = position)"),
+}
 
 DEPTHS = ("num_hidden_layers", "n_layer", "num_layers")
 LISTS = ("layer_types", "layers_block_type", "no_rope_layers")
@@ -128,18 +136,19 @@ FOUR = ("tp=4", "param_dtype=fp32")
 
 
 def texts(name):
-    """The texts of a family's plan by file name. Ring attention and adapters are not what the plans
-    ship; the plan of images that states its layouts has no context.
+    """The texts of a family's plan by file name. Ring attention, adapters and slots of experts are
+    not what the plans ship; the plan of images that states its layouts has no context.
     """
     plan = SUBJECTS[name]
     found = chain(plan, PLANS if name == "qwen3_vl, context" else STATED)
     if name.endswith(", adapters"):
         return {**found, f"{plan}.plan": found[f"{plan}.plan"] + ADAPTERS}
-    if not name.endswith(", ring"):
-        return found
-    ring = {file: text.replace("= all_gather", "= ring") for file, text in found.items()}
-    assert ring != found
-    return ring
+    for axis, (old, new) in REPLACED.items():
+        if name.endswith(f", {axis}"):
+            other = {file: text.replace(old, new) for file, text in found.items()}
+            assert other != found
+            return other
+    return found
 
 
 def chain(plan, folder=STATED):

@@ -7,6 +7,7 @@ from torch.nn.functional import cross_entropy, pad
 
 import planc
 from planc.model.small.input_search import rank_slice
+from planc.ops.context import ContextParallel
 
 ROWS, LENGTH = 4, 26
 CUTS = ((0, 9, 10, 21), (0, 5, 13, 14), (0, 17), (0, 2, 4, 20))
@@ -50,8 +51,12 @@ def alone(model, batch):
     return torch.cat(logits).view(ROWS, LENGTH, -1), torch.tensor(total)
 
 
-def compare(model, plan, overrides, script=False):
-    """Relative errors of this rank's `logits`, of the `loss` and of the worst `gradient`."""
+def compare(model, plan, overrides, script=False, passes=1):
+    """Relative errors of this rank's `logits`, of the `loss` and of the worst `gradient`.
+
+    Args:
+        passes: into which the rows of a data rank are cut, whose gradients are accumulated.
+    """
     single, parallel = build(model), build(model)
     batch = packed(single.config.vocab_size)
     logits, loss = alone(single, batch)
@@ -64,7 +69,7 @@ def compare(model, plan, overrides, script=False):
         rank, size = run.data_rank, run.data_size
     mine = rank_slice(batch, rank, size)
     found = {"logits": 0.0}
-    if lowered.pipeline is None:
+    if lowered.pipeline is None and not lowered.has(ContextParallel):
         output = parallel(**{name: mine[name] for name in ("input_ids", "position_ids")}).logits
         found["logits"] = error(output, logits.chunk(size)[rank])
     if script:
@@ -72,7 +77,8 @@ def compare(model, plan, overrides, script=False):
         (summed(output, mine["labels"]) * size / count).backward()
         found["loss"] = 0.0
     else:
-        found["loss"] = error(run.forward_backward([mine]), loss)
+        each = [rank_slice(mine, at, passes) for at in range(passes)]
+        found["loss"] = error(run.forward_backward(each), loss)
     right = {name: p.grad for name, p in single.named_parameters()}
     least = 1e-3 * max(grad.abs().max().item() for grad in right.values())
     errors = {n: error(g, right[n], least) for n, g in gradients_of(parallel).items()}

@@ -76,8 +76,8 @@ BIASES = ("e_score_correction_bias", "expert_bias")
 RATE = 0.001
 
 
-def biases_by_hand(model):
-    """The biases of the routers after the steps of one process that moves them, by name."""
+def biases_by_hand(model, count=STEPS):
+    """The biases of the routers after some steps of one process that moves them, by name."""
     single = build(model)
     biases = {n: t for n, t in single.state_dict(keep_vars=True).items() if n.endswith(BIASES)}
     loads = {}
@@ -91,7 +91,7 @@ def biases_by_hand(model):
 
             module.register_forward_pre_hook(note)
     optimizer = torch.optim.SGD(single.parameters(), lr=0.01)
-    for step in range(STEPS):
+    for step in range(count):
         loads.clear()
         parts = batches(step, single.config.vocab_size)
         valid = sum(int((part["labels"][:, 1:] != -100).sum()) for part in parts)
@@ -109,26 +109,38 @@ def biases_by_hand(model):
 
 
 def balanced(model, plan, overrides, folder, others=None):
-    """The biases after the steps of a run, and after it is resumed under another mesh."""
+    """The biases after the steps of a run, after it is resumed under another mesh, and after as
+    many steps there.
+    """
+    run, found = _run(model, plan, overrides), []
+    _stepped(run, range(STEPS))
+    found.append(run.full_state_dict(every_rank=True))
+    if others is not None:
+        run.save(folder, step=STEPS)
+        run = _run(model, plan, others)
+        run.load(folder)
+        found.append(run.full_state_dict(every_rank=True))
+        _stepped(run, range(STEPS, 2 * STEPS))
+        found.append(run.full_state_dict(every_rank=True))
+    return [{n: t.flatten().tolist() for n, t in s.items() if n.endswith(BIASES)} for s in found]
+
+
+def _run(model, plan, overrides):
     given = {"device_type": "cpu", "metrics": True}
-    made = build(model)
-    run = planc.apply(made, plan, overrides=["param_dtype=fp32", *overrides], **given)
-    optimizer = run.optimizer(torch.optim.SGD(made.parameters(), lr=0.01))
+    return planc.apply(build(model), plan, overrides=["param_dtype=fp32", *overrides], **given)
+
+
+def _stepped(run, steps):
+    """Trains, and moves the biases after each step."""
+    optimizer = run.optimizer(torch.optim.SGD(run.model.parameters(), lr=0.01))
     rows = ROWS // run.data_size
-    for step in range(STEPS):
-        parts = batches(step, made.config.vocab_size)
+    for step in steps:
+        parts = batches(step, run.model.config.vocab_size)
         mine = [{n: v[run.data_rank * rows :][:rows] for n, v in part.items()} for part in parts]
         run.forward_backward(mine)
         optimizer.step()
         optimizer.zero_grad()
         run.balance_experts(RATE)
-    found = [run.full_state_dict(every_rank=True)]
-    if others is not None:
-        run.save(folder, step=STEPS)
-        run = planc.apply(build(model), plan, overrides=["param_dtype=fp32", *others], **given)
-        run.load(folder)
-        found.append(run.full_state_dict(every_rank=True))
-    return [{n: t.flatten().tolist() for n, t in s.items() if n.endswith(BIASES)} for s in found]
 
 
 def without(model, plan, overrides):

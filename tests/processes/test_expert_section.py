@@ -1,5 +1,7 @@
 """Experts on ranks of their own on four processes, beside the single process."""
 
+from pathlib import Path
+
 import pytest
 from numerics import build
 from test_plans import right, settings
@@ -122,6 +124,14 @@ def test_tokens_that_find_no_slot(four, tmp_path, model, plan, drop, mesh):
     right(mine)
     script = compared(four, model, path, *mesh, script=True)
     assert [r["bits"] for r in mine] == [r["bits"] for r in script]
+
+
+@pytest.mark.parametrize("mesh", [["tp=2", "ep=4"], ["tp=2"]])
+def test_slots_in_compiled_blocks(four, tmp_path, mesh):
+    """The graph of a block breaks where tokens look for a slot; nothing is computed again."""
+    path = Path(limited(tmp_path, "qwen3_moe", "probs"))
+    path.write_text(path.read_text() + "compile {\n    $blocks : block\n}\n")
+    right(compared(four, "qwen3_moe", str(path), *mesh, "recompute=false"))
 
 
 @pytest.mark.parametrize(

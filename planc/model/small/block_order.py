@@ -79,6 +79,8 @@ def _order(flow: DataFlow, blocks: str, count: int, *, images: bool) -> BlockOrd
         problem = f"on every stage its code puts features of `{read}` among the hidden states"
     elif images and (weight := _read_around(flow, blocks)):
         problem = f"on every stage its code reads numbers of `{weight}`, which only the first has"
+    elif taken := _taken_behind(flow, every, blocks):
+        problem = f"behind its blocks `{taken}` takes what modules before them compute"
     if problem:
         return BlockOrder(problem=problem)
     places = [flow.calls.index(every[i]) for i in (0, -1)]
@@ -105,6 +107,22 @@ def _read_around(flow: DataFlow, blocks: str) -> str:
     read = (flow.weights[t] for some in taken for t in some if t in flow.weights)
     holders = {c.name for c in around}
     return next((name for name in read if name.rpartition(".")[0] not in holders), "")
+
+
+def _taken_behind(flow: DataFlow, every: Sequence[FlowCall], blocks: str) -> str:
+    """A module behind the blocks that takes activations from before them, or none."""
+    later = _after_blocks(flow, {call.name for call in every})
+    behind = flow.calls[flow.calls.index(every[-1]) :]
+    return next(
+        (
+            generic(call.name)
+            for call in behind
+            if not _inside(call, blocks)
+            for tensor in call.taken
+            if tensor in flow.live - later and flow.hidden(tensor)
+        ),
+        "",
+    )
 
 
 def _inside(call: FlowCall, blocks: str) -> bool:

@@ -16,7 +16,7 @@ from planc.plan.sections.tensor import claimed
 from planc.source import Span
 from planc.syntax import ast
 
-_ARGUMENTS = ("rank", "alpha", "dropout", "dtype", "init", "rslora", "parameters")
+_ARGUMENTS = ("rank", "alpha", "dropout", "dtype", "init", "rslora", "dora", "parameters")
 _QUANT = ("quant", "storage", "compute", "double", "block")
 _DTYPES = {word: name for word, name in DTYPES.items() if name != "float64"}
 
@@ -32,7 +32,13 @@ def lora(call: ast.Call, origin: Span, scope: Scope) -> AdapterRule | None:
     init = arguments.word("init", {name: name for name in INITS}, "default")
     rslora, parameters = arguments.truth("rslora", False), _parameters(arguments)
     quant = _quantize(arguments, origin) if four else None
+    dora = arguments.truth("dora", False)
     if not arguments.done():
+        return None
+    if dora:
+        reason = "its norms of `W + B A` need sums over the ranks where inputs are split"
+        message = f"DoRA is not supported yet: {reason}"
+        scope.sink.error("PL010", message, places["dora"], help="remove `dora`")
         return None
     if rank is None:
         example = f"write `{call.name}(rank = 16, alpha = 32)`"

@@ -21,12 +21,19 @@ from torch.distributed.tensor import DTensor
 
 from planc.runtime.standalone.collectives import GatherSequence, swapped
 from planc.runtime.standalone.context_positions import (
+    UPDATE,
     PartCache,
     cache_readers,
     counting_of,
+    names_in,
     position_tables,
 )
-from planc.runtime.standalone.context_ring import Ring, RingMask, ring_attention
+from planc.runtime.standalone.context_ring import (
+    ChosenMask,
+    Ring,
+    RingMask,
+    ring_attention,
+)
 from planc.runtime.standalone.context_states import StateRanks
 from planc.runtime.standalone.context_tokens import (
     NO_TARGET,
@@ -72,6 +79,8 @@ class ContextParallel:
 
     length = 0
     """Of the rows of a pass, where the model makes masks of whole rows."""
+    indexed = False
+    """Whether an indexer chooses keys, whose code reads the mask."""
 
     def __init__(
         self,
@@ -117,7 +126,9 @@ class ContextParallel:
         self.plain = own_configs(model)
         for module in model.modules():
             module.__dict__[CONTEXT] = self
-        for reader in cache_readers(model):
+        readers = cache_readers(model)
+        self.indexed = any(names_in(m, UPDATE) for m in readers)
+        for reader in readers:
             reader.register_forward_pre_hook(self._answer, with_kwargs=True)
 
     def batch(self, batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -270,7 +281,8 @@ class ContextParallel:
         name, length = self.implementation(config), self.size * tokens.own
         if self.ring is not None:
             made = functools.partial(ALL_MASK_ATTENTION_FUNCTIONS["sdpa"], **arguments)
-            return RingMask(made, tokens.own, self.ring, evenly=name == "eager")
+            evenly, read = name == "eager", self.indexed
+            return RingMask(made, tokens.own, self.ring, evenly=evenly, read=read)
         arguments |= {
             "q_length": length if self.exchanges else tokens.own,
             "kv_length": length,
@@ -311,12 +323,15 @@ class ContextParallel:
         if key.shape[2] != own or mask is None or mask.shape[-2:] != wanted:
             text = "sees other keys than transformers' mask functions say"
             raise ContextError(f"{name} {text}")
+        chosen = kwargs.pop("indices", None)
         if self.ring is not None:
-            both = query, key, value
-            return ring_attention(module, both, mask, self.ring, kwargs), None
+            every, both = mask, (query, key, value)
+            if chosen is not None:
+                every = ChosenMask(mask, chosen)
+            return ring_attention(module, both, every, self.ring, kwargs), None
         attention = self._own_attention(module)
-        if kwargs.get("indices") is not None:
-            mask = of_chosen(mask, kwargs.pop("indices"))
+        if chosen is not None:
+            mask = of_chosen(mask, chosen)
         if not self.exchanges:
             both = self.gathered(torch.cat([key, value], -1))
             key, value = both.split([key.shape[-1], value.shape[-1]], -1)

@@ -71,6 +71,7 @@ class ContextOfPatches(ContextOfRows):
     ) -> None:
         super().__init__(model, mesh, **settings)
         self.first, self.config = patches == "after_text", model.config
+        self.masks: dict[tuple[int, ...], JointMask] = {}  # of a pass, in a ring
         begin, end = map(model.get_submodule, blocks)
         begin.register_forward_pre_hook(self._cut, with_kwargs=True)
         end.register_forward_hook(self._gather)
@@ -113,6 +114,7 @@ class ContextOfPatches(ContextOfRows):
         return dict(batch)
 
     def _enter(self, model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        self.masks.clear()
         given = self._arguments(args, kwargs)
         for name in ADDED:
             if given.get(name) is not None:
@@ -224,7 +226,11 @@ class ContextOfPatches(ContextOfRows):
     ) -> Tensor:
         """Attention to patches that go around the ranks."""
         assert self.ring is not None
-        rows = JointMask(joint, mask, self.ring)
+        # all attention modules of a pass that have this mask share what it says
+        at = id(mask), joint.text, joint.own
+        if at not in self.masks:
+            self.masks[at] = JointMask(joint, mask, self.ring)
+        rows = self.masks[at]
         given = {"scaling": rest.get("scale"), "dropout": rest.get("dropout_p", 0.0)}
         return ring_attention(module, all_, rows, self.ring, given).transpose(1, 2)
 
@@ -304,24 +310,30 @@ class JointMask:
         if mask is not None and mask.dtype != torch.bool:
             raise ContextError(f"a mask that is added to scores: {OTHERS}")
         self.joint, self.rank = joint, ring.rank
-        self.mask = joint.of_queries(mask)
+        self.given, self.mask = mask, joint.of_queries(mask)
         text, own = joint.text, joint.own
         self.patches = slice(text, text + own) if joint.first else slice(0, own)
         self.words = slice(0, text) if joint.first else slice(own, own + text)
+        self.found: dict[tuple[int, bool], list[RingPiece]] = {}
 
     @functools.cached_property
     def open(self) -> bool:
         """Whether all queries see all patches: then the mask is of text alone."""
         return self.mask is None or bool(self.joint.split(self.mask, -1)[1].all())
 
-    def pieces(self, owner: int, *, fused: bool) -> Iterator[RingPiece]:
+    def pieces(self, owner: int, *, fused: bool) -> list[RingPiece]:
         """Queries and keys of a rank, in tiles where a kernel does not compute them."""
+        # all layers that have this mask ask, in both passes
+        if (owner, fused) not in self.found:
+            self.found[owner, fused] = list(self._pieces(owner, fused))
+        return self.found[owner, fused]
+
+    def _pieces(self, owner: int, fused: bool) -> Iterator[RingPiece]:
         joined = slice(0, self.joint.text + self.joint.own)
-        mask = self.mask
-        if mask is not None:
-            mask = self.joint.part(mask, mask.dim() - 1, owner)
-        runs = [self.words] * (owner == self.rank) + [self.patches]
-        for run in runs:
+        # where keys are among those of all ranks: text may stand behind all patches
+        others = 0 if self.joint.first else self.joint.patches - self.joint.own
+        runs = [(self.words, others)] * (owner == self.rank)
+        for run, moved in (*runs, (self.patches, owner * self.joint.own)):
             alone = self.mask is None or (self.open and run is self.patches)
             if run.stop == run.start:
                 continue
@@ -329,9 +341,14 @@ class JointMask:
                 yield RingPiece(owner, joined, run)
                 continue
             for queries, keys in itertools.product(cuts(joined), cuts(run)):
-                rows = slice(None) if mask is None or mask.shape[-2] == 1 else queries
-                seen = None if mask is None or alone else mask[..., rows, keys]
+                seen = None if alone else self.tile(queries, keys, moved)
                 yield RingPiece(owner, queries, keys, mask=seen)
+
+    def tile(self, queries: slice, keys: slice, moved: int) -> Tensor:
+        """A part of the mask, whose keys are of all ranks."""
+        assert self.mask is not None
+        rows = slice(None) if self.mask.shape[-2] == 1 else queries
+        return self.mask[..., rows, keys.start + moved : keys.stop + moved]
 
 
 def cuts(run: slice) -> list[slice]:

@@ -10,6 +10,9 @@ from torch import Tensor, nn
 
 from planc.runtime.standalone.context_tokens import ContextError, order_of
 
+UPDATE = "update_indexer"
+"""What an indexer asks a cache for: the keys by which it chooses."""
+
 
 def counting_of(
     model: nn.Module,
@@ -76,7 +79,7 @@ def cache_readers(model: nn.Module) -> list[nn.Module]:
     by which an indexer chooses.
     """
     models = {*inner_models(model)}
-    asked = ("get_seq_length", "update_indexer")
+    asked = ("get_seq_length", UPDATE)
     return [m for m in model.modules() if m not in models and names_in(m, *asked)]
 
 
@@ -108,7 +111,7 @@ class PartCache:
 
     def update_indexer(self, keys: Tensor, *_: Any) -> Tensor:
         """The keys of all ranks, `[rows, tokens, features]`."""
-        if self.context.attention != "all_gather":
+        if self.context.exchanges:
             raise ContextError("an indexer chooses keys: use `attention = all_gather`")
         found: Tensor = self.context.gathered(keys.unsqueeze(1))
         return found.squeeze(1)

@@ -23,7 +23,7 @@ TILE = 512
 """The queries of a tile, and its keys, at most."""
 LEAST = torch.finfo(torch.float32).min
 """Added to the score of a key that a query does not see."""
-UNKNOWN = ("indices", "block_indices", "sinks", "head_mask", "output_attentions")
+UNKNOWN = ("block_indices", "sinks", "head_mask", "output_attentions")
 """What some models give their attention, and a ring does not know."""
 OTHERS = "use `attention = all_gather`"
 
@@ -41,7 +41,7 @@ def ring_attention(
     Args:
         module: calls the attention interface.
         own: queries, keys and values of this rank.
-        mask: a `RingMask`.
+        mask: a `RingMask`, or a `ChosenMask`.
         ring: the ranks.
         given: the other arguments of the interface.
 
@@ -109,12 +109,20 @@ class RingMask:
         ring: the ranks.
         evenly: whether a query that sees no key gets the mean of all values, as where a
             mask is added to the scores; else zeros.
+        read: whether the model has an indexer, whose code reads all of it.
     """
 
     def __init__(
-        self, made: Callable[..., Tensor], own: int, ring: Ring, *, evenly: bool
+        self,
+        made: Callable[..., Tensor],
+        own: int,
+        ring: Ring,
+        *,
+        evenly: bool,
+        read: bool = False,
     ) -> None:
         self.made, self.own, self.ring, self.evenly = made, own, ring, evenly
+        self.read = read
         self.shape = own, own * ring.size
         self.found: dict[tuple[int, bool], list[tuple[slice, slice, str]]] = {}
         # where causal attention is balanced, a rank has a run of each half
@@ -132,8 +140,14 @@ class RingMask:
             raise AttributeError(name)
         raise ContextError(f"the model's code reads its mask: {OTHERS}")
 
-    def __getitem__(self, _index: Any) -> Any:
-        return self.values
+    def __getitem__(self, index: Any) -> Any:
+        return self.whole[index] if self.read else self.values
+
+    @functools.cached_property
+    def whole(self) -> Tensor:
+        """The mask of this rank's queries and the keys of all, rank by rank."""
+        every = slice(0, self.own * self.ring.size)
+        return self.tile(0, slice(0, self.own), every)
 
     def tile(self, owner: int, queries: slice, keys: slice) -> Tensor:
         """The mask of this rank's queries and a rank's keys."""
@@ -207,6 +221,34 @@ class RingMask:
         else:
             for some, others in itertools.product(in_two(rows), in_two(columns)):
                 yield from self._within(owner, some, others, fused)
+
+
+class ChosenMask:
+    """A `RingMask` of those keys alone that an indexer chose.
+
+    Args:
+        mask: the `RingMask`.
+        chosen: keys of all ranks, rank by rank, `[rows, queries, number]`.
+    """
+
+    def __init__(self, mask: Any, chosen: Tensor) -> None:
+        self.mask, self.chosen, self.evenly = mask, chosen, mask.evenly
+
+    def pieces(self, owner: int, **_: bool) -> Iterator["RingPiece"]:
+        """The tiles of the mask, whose pairs no kernel knows."""
+        for piece in self.mask.pieces(owner, fused=False):
+            seen = self.among(piece.queries, piece.keys, owner * self.mask.own)
+            mask = seen if piece.mask is None else seen & piece.mask
+            yield RingPiece(owner, piece.queries, piece.keys, mask=mask)
+
+    def among(self, queries: slice, keys: slice, first: int) -> Tensor:
+        """Which keys of a rank were chosen; `first` is the number of its first one."""
+        count = keys.stop - keys.start
+        index = self.chosen[:, queries].long() - (first + keys.start)
+        index = index.where((index >= 0) & (index < count), count)
+        shape = (*index.shape[:2], count + 1)  # the last stands for all others
+        found = torch.zeros(shape, dtype=torch.bool, device=index.device)
+        return found.scatter_(-1, index, True)[:, None, :, :count]
 
 
 class RingPiece:

@@ -112,6 +112,7 @@ class Capacity:
         self.counted: Callable[[Tensor], None] | None = None
         """Gets the number of choices that a pass drops, where one asks."""
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def kept(self, index: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """Which choices are not dropped, and how many are, beside those of padding.
