@@ -3,6 +3,7 @@ in one still says where, and one that is dead or stopped is missed.
 """
 
 import json
+import math
 import os
 import socket
 import sys
@@ -12,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any, NoReturn
 
 from torch.distributed import PrefixStore, TCPStore
@@ -50,6 +52,7 @@ class Peers:
     _code: int | None = None
     _missed: set[int] = field(default_factory=set)
     _first: tuple[str, str] = ("", "")
+    _answered: float = 0.0
     _telling: threading.Lock = field(default_factory=threading.Lock)
     _ended: threading.Event = field(default_factory=threading.Event)
     _threads: list[threading.Thread] = field(default_factory=list)
@@ -57,8 +60,14 @@ class Peers:
     def start(self) -> None:
         """Begins to give signs of life, and to watch for those of others."""
         self.at(self.doing)
-        for loop in (self._beat, self._watch):
-            thread = threading.Thread(target=loop, args=(self.store.clone(),), daemon=True)
+        stores = [self.store.clone() for _ in range(2)]
+        loops: list[Callable[[], None]] = [
+            partial(self._beat, stores[0]),
+            partial(self._watch, stores[1]),
+            *([self._guard] if self.rank else []),
+        ]
+        for loop in loops:
+            thread = threading.Thread(target=loop, daemon=True)
             self._threads.append(thread)
             thread.start()
 
@@ -135,15 +144,29 @@ class Peers:
     def _watch(self, store: PrefixStore) -> None:
         try:
             while not (self._watch_all if self.rank == 0 else self._watch_first)(store):
+                self._answered = self.seconds
                 time.sleep(BEAT)
+            self._answered = math.inf
         except RuntimeError as error:
             if self.rank == 0 and self._code is not None:
                 return
             time.sleep(QUIET)  # a launcher that ends all ranks has done so by then
-            doing, host = self._first
-            text = f"the store of all ranks is gone ({first_line(error)}), and perhaps rank 0"
-            text += f" on {host}, whose last word was: {doing}" if host else ""
-            self._stop([problem("PL644", text, help=_HELP)])
+            self._stop([self._storeless(f"is gone ({first_line(error)})")])
+
+    def _guard(self) -> None:
+        """Ends this rank where the store stops to answer, as one that a stopped rank 0 holds: a
+        call to it waits for ever, so that the watch cannot say so. It makes no such call.
+        """
+        quiet = (2 if self.rank == 1 else 3) * QUIET
+        while not self._ended.wait(BEAT):
+            if self.seconds > self._answered + quiet:
+                self._stop([self._storeless(f"has not answered for {quiet:.0f} s")])
+
+    def _storeless(self, how: str) -> Diagnostic:
+        doing, host = self._first
+        text = f"the store of all ranks {how}, and perhaps rank 0"
+        text += f" on {host}, whose last word was: {doing}" if host else ""
+        return problem("PL644", text, help=_HELP)
 
     def _watch_all(self, store: PrefixStore) -> bool:
         """Ends all ranks where one is missed; whether there is nothing more to watch."""

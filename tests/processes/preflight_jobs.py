@@ -129,12 +129,13 @@ VICTIMS = {
     "absent": lambda: os._exit(0),
     "no rank 0": lambda: os._exit(0),
     "rank 0 dies": lambda: all_reduce_that(dies),
+    "rank 0 stops": lambda: all_reduce_that(stops),
     "rank 0 stops beside its store": lambda: all_reduce_that(stops),
     "little memory, and dies": lambda: finds_little(of_rank),
 }
 BESIDE = "rank 0 stops beside its store"
 """The store is torchrun's, which goes on."""
-OF_FIRST = ("no rank 0", "rank 0 dies", BESIDE)
+OF_FIRST = ("no rank 0", "rank 0 dies", "rank 0 stops", BESIDE)
 FAULTS = (
     "none",
     "swapped",

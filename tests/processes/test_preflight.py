@@ -35,10 +35,11 @@ NAMED = {
     "absent": "PL644]: rank 5 never came",
     "no rank 0": "PL644]: rank 0 does not answer rank 1 at 127.0.0.1:",
     "rank 0 dies": "and perhaps rank 0 on node0, whose last word was: ",
+    "rank 0 stops": "PL644]: the store of all ranks has not answered for 16 s, and perhaps rank 0 ",
 }
 BESIDE = "rank 0 stops beside its store"
 NAMED[BESIDE] = "PL644]: rank 0 on node0 gives no sign of life; its last was at: all-reduce of "
-MISSED = (BESIDE, "dies", "stops", "absent", "no rank 0", "rank 0 dies")
+MISSED = (BESIDE, "dies", "stops", "absent", "no rank 0", "rank 0 dies", "rank 0 stops")
 SAMPLED = ("none", "stale weights", "slow link", "dies")
 
 
@@ -75,6 +76,7 @@ AS_DATA = {
     "absent": ("rank 5 never came", 0),
     "no rank 0": ("rank 0 does not answer rank 1", 0),
     "rank 0 dies": ("and perhaps rank 0 on node0", 0),
+    "rank 0 stops": ("has not answered for 16 s", 0),
     BESIDE: ("rank 0 on node0 gives no sign of life", 0),
 }
 """What is said of a rank, and the number of ranks whose facts are known."""
