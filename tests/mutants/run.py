@@ -35,9 +35,9 @@ from planc.proof.layout_flow import flow
 ROOT = Path(__file__).parent.parent.parent
 WORLD = 4
 CONTRADICTIONS = frozenset({"PL188", "PL351", "PL411", "PL441", "PL451", "PL453"})
-"""Errors that ask for one of two lines, whatever they train: what adapters freeze already frozen
-again, ranks of `cp` without a context section, a unit of ignored parameters, a style for ignored ones, a train rule without effect, one of
-two tied parameters frozen."""
+"""Errors that ask for one of two lines, whatever they train: what adapters freeze frozen again,
+ranks of `cp` without a context section, a unit of ignored parameters, a style for ignored ones, a
+train rule without effect, one of two tied parameters frozen."""
 AT_RUN_TIME = re.compile(r"PlanError: .*?error\[(PL488|PL544|PL570)\]")
 """What hangs on the batch, or on the loop, such as losses that nothing scales for gradients in
 fp16: every rank stops with a diagnostic, which counts as refuted."""

@@ -40,6 +40,7 @@ def shards_at_rest(model: nn.Module) -> None:
         group.pre_forward = listed_again(group, group.pre_forward)
         if stacks := [each for each in group.fsdp_params if is_stack(each)]:
             group.post_backward = filled(group, stacks)
+        group.post_backward = if_gathered(group, group.post_backward)
     model.register_forward_pre_hook(before_pass, prepend=True)
     model.register_forward_hook(after_pass)
     for part in model.children():
@@ -155,6 +156,18 @@ def once_differentiated(plain: Any) -> Any:
         plain(*args)
 
     return pre_backward
+
+
+def if_gathered(group: Any, plain: Any) -> Any:
+    """A group's `post_backward`, but of a group that no pass has gathered so far, as a
+    tower's before the first image: torch takes it for gathered in accumulated passes.
+    """
+
+    def post_backward(*args: Any) -> None:
+        if all(hasattr(each, "_unsharded_param") for each in group.fsdp_params):
+            plain(*args)
+
+    return post_backward
 
 
 def is_stack(each: Any) -> bool:
