@@ -265,7 +265,7 @@ def test_a_warm_check_imports_no_parser(tmp_path):
     words = "check", "llama-3.1-8b", plan, "--world-size", "8"
     first, again = modules_after(*words), modules_after(*words)
     assert first[0] == again[0]
-    assert {"lark", "torch"} <= first[1]
+    assert "lark" in first[1]
     parsers = {"lark", "pickle", "jsonschema"}
     slow = {"asyncio", "importlib.metadata", "subprocess", "tempfile", "unittest"}
     assert not again[1] & {*parsers, *slow, "torch", "transformers"}
