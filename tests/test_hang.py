@@ -264,6 +264,12 @@ def test_a_rank_that_raises_writes(alone, capfd):
     assert "1 of 1 ranks wrote what they wait for" in capfd.readouterr().err
 
 
+def test_the_line_of_a_script_whatever_its_folder_is_called():
+    stack = ["/home/me/planc/train.py:9 main", "/venv/planc/runtime/run.py:3 forward_backward"]
+    dump = dumps.RankDump(rank=0, entries=(), about={"stack": stack})
+    assert dump.code == "train.py:9"
+
+
 def test_a_watchdog_needs_time(monkeypatch):
     watchdog.require_usable(300)
     for wrong, kind in ((0, ValueError), (-1, ValueError), ("5", TypeError), (True, TypeError)):

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import yaml
@@ -100,7 +101,8 @@ def ran(folder, text, programs):
         (folder / name).chmod(0o755)
     seen, given = folder / "seen", folder / "preflight"
     given.touch()
-    variables = {"PATH": f"{folder}:{os.environ['PATH']}", "SEEN": str(seen)}
+    places = folder, Path(sys.executable).parent, os.environ["PATH"]
+    variables = {"PATH": ":".join(map(str, places)), "SEEN": str(seen)}
     variables |= {"PREFLIGHT": str(given), "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node0"}
     variables |= {"TMPDIR": str(folder)}
     done = subprocess.run(

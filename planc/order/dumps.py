@@ -109,10 +109,22 @@ class RankDump:
         one = self.waits
         # over NCCL the process runs ahead of the call that its device waits in
         for stack in (one.frames[::-1] if one else (), self.about.get("stack") or ()):
-            own = [frame for frame in stack if not re.search(r"[/\\](torch|planc)[/\\]", frame)]
+            own = [frame for frame in stack if not _of_a_library(frame)]
             if own:
                 return Path(own[-1].partition(" ")[0]).name
         return ""
+
+
+_PACKAGE = Path(__file__).parents[1]
+
+
+def _of_a_library(frame: str) -> bool:
+    """Whether a frame, `path:line name`, is of torch or of planc; a script's own folder may have
+    that name too.
+    """
+    path = frame.partition(" ")[0].rpartition(":")[0].replace("\\", "/")
+    _, ours, inner = path.rpartition("/planc/")
+    return "/torch/" in path or (bool(ours) and (_PACKAGE / inner).is_file())
 
 
 class _Plain(pickle.Unpickler):

@@ -59,6 +59,7 @@ def shards_at_rest(model):
         group.pre_forward = listed_again(group, group.pre_forward)
         if stacks := [each for each in group.fsdp_params if is_stack(each)]:
             group.post_backward = filled(group, stacks)
+        group.post_backward = if_gathered(group, group.post_backward)
     model.register_forward_pre_hook(before_pass, prepend=True)
     model.register_forward_hook(after_pass)
     for part in model.children():
@@ -162,6 +163,18 @@ def once_differentiated(plain):
         plain(*args)
 
     return pre_backward
+
+
+def if_gathered(group, plain):
+    """A group's `post_backward`, but of a group that no pass has gathered so far, as a
+    tower's before the first image: torch takes it for gathered in accumulated passes.
+    """
+
+    def post_backward(*args):
+        if all(hasattr(each, "_unsharded_param") for each in group.fsdp_params):
+            plain(*args)
+
+    return post_backward
 
 
 def is_stack(each):
