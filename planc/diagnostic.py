@@ -260,6 +260,8 @@ _ELSEWHERE = {
     "adapters { $experts : lora(rank = 16) }": "target_parameters lora_target_parameters",
     "train { model.embed_tokens : frozen }": "freeze frozen requires_grad",
     "load { dtype = bf16 }": "torch_dtype",
+    "true": "True yes on",
+    "false": "False no off",
     "bf16": "torch.bfloat16",
     "fp32": "torch.float32",
     "fp16": "torch.float16",

@@ -182,9 +182,12 @@ def parts_of(arguments: Arguments) -> tuple[ir.Parts, bool]:
         arguments.ok = False
         return 1, False
     if len(good) < len(sizes) or not good or (interleaved and isinstance(value, tuple)):
-        what = "the number of the parts" if interleaved else "a number of equal parts, or a list"
-        hint = "write `parts = 2`, or the size of each: `parts = [4096, 1024, 1024]`"
-        arguments.wrong(expression, f"`parts` is {what} of positive integers", hint)
+        if interleaved:
+            what, hint = "how many parts alternate, a positive integer", "write `parts = 2`"
+        else:
+            what = "a number of equal parts, or a list of positive integers"
+            hint = "write `parts = 2`, or the size of each: `parts = [4096, 1024, 1024]`"
+        arguments.wrong(expression, f"`parts` is {what}", hint)
         return 1, False
     return (tuple(good) if isinstance(value, tuple) else good[0]), interleaved
 
