@@ -425,7 +425,7 @@ def test_parts_that_alternate_step_as_parameters_of_their_own(shape, dim):
     apart = torch.nn.ParameterDict({f"p{i}": whole["both"][at] for i, at in enumerate(index)})
     muon = {"momentum": 0.9, "nesterov": True, "ns_steps": 5, "adjust_lr": "original"}
     muon |= {"algorithm": "muon", "compute": None}
-    cut = dim, (shape[dim] // 2,) * 2, 2
+    cut = dim, (shape[dim] // 2,) * 2, True
     optimizers = [_planned(whole, **muon, units={"both": cut})]
     optimizers.append(_planned(apart, **muon, units={"p0": (), "p1": ()}))
     for _ in range(3):

@@ -72,6 +72,11 @@ class Peers:
             thread.start()
 
     @property
+    def _quiet(self) -> float:
+        """Seconds after which rank 0 is missed: rank 1 is the first to say so."""
+        return QUIET if self.rank == 1 else 2 * QUIET
+
+    @property
     def seconds(self) -> float:
         return time.monotonic() - self.began
 
@@ -157,7 +162,7 @@ class Peers:
         """Ends this rank where the store stops to answer, as one that a stopped rank 0 holds: a
         call to it waits for ever, so that the watch cannot say so. It makes no such call.
         """
-        quiet = (2 if self.rank == 1 else 3) * QUIET
+        quiet = QUIET + self._quiet
         while not self._ended.wait(BEAT):
             if self.seconds > self._answered + quiet:
                 self._stop([self._storeless(f"has not answered for {quiet:.0f} s")])
@@ -187,7 +192,7 @@ class Peers:
             self._ended.set()
             return True
         self._first = self._said(store, 0)
-        if found := [*self._silent(store, [self._first], QUIET if self.rank == 1 else 2 * QUIET)]:
+        if found := [*self._silent(store, [self._first], self._quiet)]:
             self._stop(found, store)
         return False
 

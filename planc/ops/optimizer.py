@@ -117,7 +117,7 @@ class Cut:
         """What `standalone.optimizer` knows of it."""
         if not self.sizes:
             return ()
-        return (self.dim, self.sizes, *((len(self.sizes),) if self.interleaved else ()))
+        return (self.dim, self.sizes, *((True,) if self.interleaved else ()))
 
     def __str__(self) -> str:
         alternate = " that alternate" if self.interleaved else ""

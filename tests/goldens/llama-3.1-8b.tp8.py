@@ -165,13 +165,18 @@ def once_differentiated(plain):
     return pre_backward
 
 
+def was_gathered(group):
+    """Whether a pass has gathered a group's parameters so far."""
+    return all(hasattr(each, "_unsharded_param") for each in group.fsdp_params)
+
+
 def if_gathered(group, plain):
     """A group's `post_backward`, but of a group that no pass has gathered so far, as a
     tower's before the first image: torch takes it for gathered in accumulated passes.
     """
 
     def post_backward(*args):
-        if all(hasattr(each, "_unsharded_param") for each in group.fsdp_params):
+        if was_gathered(group):
             plain(*args)
 
     return post_backward
@@ -222,8 +227,7 @@ def gathered_once(model):
     """
     with torch.inference_mode(False):
         for unit in fsdp_units(model):
-            every = [each for group in groups_of(unit) for each in group.fsdp_params]
-            if not all(hasattr(each, "_unsharded_param") for each in every):
+            if not all(map(was_gathered, groups_of(unit))):
                 unit.unshard()
                 unit.reshard()
 

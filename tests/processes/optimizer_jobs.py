@@ -300,7 +300,7 @@ def few_rows(mesh, dims):
     module, right, full = _on_shards(MATRICES, mesh, dims)
     for each in (module, right):
         units = dict.fromkeys((name for name, _ in each.named_parameters()), ())
-        units |= {"p4": (0, (4, 4, 4)), "p6": (0, (4, 4, 4), 3), "p7": (2, (5, 5), 2)}
+        units |= {"p4": (0, (4, 4, 4)), "p6": (0, (4, 4, 4), True), "p7": (2, (5, 5), True)}
         terms = {"momentum": 0.95, "nesterov": True, "ns_steps": 5, "adjust_lr": "original"}
         same = {"lr": 1.0, "weight_decay": 1.0, "state": None, "compute": None, "units": units}
         optimize(each, "muon", **terms, **same)

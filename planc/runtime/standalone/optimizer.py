@@ -53,8 +53,8 @@ AT_ONCE = 2**25
 """About how many elements a rank computes with at once: 128 MiB of float32."""
 
 Cut = tuple[Any, ...]
-"""(dim, sizes) of the matrices in a parameter, and of those whose positions alternate
-their number; () for a whole one, or a stack."""
+"""(dim, sizes) of the matrices in a parameter, and True where their positions
+alternate; () for a whole one, or a stack."""
 
 # Groups -------------------------------------------------------------------------------
 
@@ -70,8 +70,8 @@ def optimize(module: nn.Module, algorithm: str, **terms: Any) -> None:
             `host`, whether the states are in the host's memory between steps; those of
             the algorithm. `units` of Muon has the names of the
             module's own parameters that it takes, each with the dim along which the
-            parameter is cut into matrices and their sizes, and the number of those
-            that alternate; () for a whole matrix.
+            parameter is cut into matrices and their sizes, and True where their
+            positions alternate; () for a whole matrix.
             `kind` is a class, with its own `arguments`; it has no `state`.
     """
     module.optimizer_terms = {"algorithm": algorithm, **terms}
@@ -433,11 +433,12 @@ def held_by(parameter: Tensor, order: Order | None, where: Ranks) -> list[list[B
 def windows_of(shape: tuple[int, ...], cut: Cut) -> Iterator[list[range]]:
     """For each matrix of a parameter, its positions in each dim."""
     whole = [range(size) for size in shape]
-    dim, sizes, *number = cut or (len(shape) - 2, (shape[-2],))
-    ends = [*accumulate(sizes)]
-    every = [range(start, stop) for start, stop in zip([0, *ends], ends, strict=False)]
-    if number:
-        every = [range(first, shape[dim], *number) for first in range(*number)]
+    dim, sizes, *alternate = cut or (len(shape) - 2, (shape[-2],))
+    ends, count = [*accumulate(sizes)], len(sizes)
+    if alternate:
+        every = [range(first, shape[dim], count) for first in range(count)]
+    else:
+        every = [*map(range, [0, *ends], ends)]
     for entry in range(shape[0]) if len(shape) == 3 else (None,):
         for some in every:
             window = whole if entry is None else [range(entry, entry + 1), *whole[1:]]

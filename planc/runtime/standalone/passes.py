@@ -158,13 +158,18 @@ def once_differentiated(plain: Any) -> Any:
     return pre_backward
 
 
+def was_gathered(group: Any) -> bool:
+    """Whether a pass has gathered a group's parameters so far."""
+    return all(hasattr(each, "_unsharded_param") for each in group.fsdp_params)
+
+
 def if_gathered(group: Any, plain: Any) -> Any:
     """A group's `post_backward`, but of a group that no pass has gathered so far, as a
     tower's before the first image: torch takes it for gathered in accumulated passes.
     """
 
     def post_backward(*args: Any) -> None:
-        if all(hasattr(each, "_unsharded_param") for each in group.fsdp_params):
+        if was_gathered(group):
             plain(*args)
 
     return post_backward
@@ -215,7 +220,6 @@ def gathered_once(model: nn.Module) -> None:
     """
     with torch.inference_mode(False):
         for unit in fsdp_units(model):
-            every = [each for group in groups_of(unit) for each in group.fsdp_params]
-            if not all(hasattr(each, "_unsharded_param") for each in every):
+            if not all(map(was_gathered, groups_of(unit))):
                 unit.unshard()
                 unit.reshard()
