@@ -3,22 +3,13 @@
 import pytest
 import torch
 from helpers import checked, sampled
+from own_block import Block
 from test_own_module import PLAN as OWN
 from torch import nn
 
 import planc
 
 PLAN = "plan own for Pictures, Paired, Stated\n" + OWN.partition("\n")[2]
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.LayerNorm(32)
-        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
-
-    def forward(self, x):
-        return x + self.down(torch.relu(self.up(self.norm(x))))
 
 
 class Pictures(nn.Module):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from helpers import checked, slow
+from own_block import Block
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -30,16 +31,6 @@ fsdp on dp_shard {
 GROUP = "group(table, second.table, head) : unit"
 
 
-class Step(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.LayerNorm(32)
-        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
-
-    def forward(self, x):
-        return x + self.down(torch.relu(self.up(self.norm(x))))
-
-
 class Second(nn.Module):
     """One more block, of hidden states joined with the next token (DeepSeek-V3, section 2.2)."""
 
@@ -48,7 +39,7 @@ class Second(nn.Module):
         if table is not None:
             self.table = nn.Embedding(50, 32)
             self.table.weight = table.weight
-        self.join, self.block = nn.Linear(64, 32), Step()
+        self.join, self.block = nn.Linear(64, 32), Block()
 
     def forward(self, x, tokens, table):
         found = (table or self.table)(tokens[:, 1:])
@@ -61,7 +52,7 @@ class Predicting(nn.Module):
     def __init__(self):
         super().__init__()
         self.table = nn.Embedding(50, 32)
-        self.blocks = nn.ModuleList([Step() for _ in range(4)])
+        self.blocks = nn.ModuleList([Block() for _ in range(4)])
         self.norm = nn.LayerNorm(32)
         self.second = Second(self.table if self.own else None)
         self.head = nn.Linear(32, 50, bias=False)
