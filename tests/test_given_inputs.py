@@ -3,7 +3,7 @@
 import pytest
 import torch
 from helpers import checked, sampled
-from own_block import Block
+from one_block import Block
 from test_own_module import PLAN as OWN
 from torch import nn
 

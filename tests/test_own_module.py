@@ -3,7 +3,7 @@
 import pytest
 import torch
 from helpers import checked, slow
-from own_block import Block
+from one_block import Block
 from torch import nn
 
 import planc
