@@ -257,6 +257,7 @@ _ELSEWHERE = {
     "adapters { model.layers.*.self_attn.q_proj : lora(rank = 16) }": "lora peft LoraConfig",
     "adapters { **.{q_proj,v_proj} : lora(rank = 16) }": "target_modules lora_target_modules",
     "lora(rank = 16, rslora = true)": "use_rslora",
+    "lora(rank = 16, dora = true)": "use_dora",
     "adapters { $experts : lora(rank = 16) }": "target_parameters lora_target_parameters",
     "train { model.embed_tokens : frozen }": "freeze frozen requires_grad",
     "load { dtype = bf16 }": "torch_dtype",

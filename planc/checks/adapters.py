@@ -8,7 +8,7 @@ from planc.plan.apply_adapters import (
     KINDS,
     adapted_tensor_rules,
     in_out_features,
-    of_layer,
+    of_rule,
     weights_of_experts,
 )
 from planc.plan.ir import AdapterRule, Adapters, Plan, TensorRule
@@ -44,6 +44,8 @@ def adapters(plan: Plan, facts: Facts, sink: Sink) -> None:
             )
             continue
         _rank(rule, sink)
+        if rule.adapt.dora:
+            _dora(rule, plan, sink)
     _own(plan.adapters, plan, sink)
     _frozen(plan.adapters, plan, sink)
     if "tensor" not in plan.broken:
@@ -73,7 +75,37 @@ def _experts(rule: AdapterRule, sink: Sink) -> bool:
             facts=["peft has none for the weights of experts: it changes weights, not inputs"],
             help="write `dropout = 0` for it, in a rule of its own",
         )
+    elif rule.adapt.dora:
+        sink.error(
+            "PL582",
+            f"the adapter of `{rule.modules}` cannot have DoRA",
+            rule.origin,
+            facts=["peft has none for the weights of experts"],
+            help="leave `dora` out, in a rule of its own",
+        )
     return wrong is None
+
+
+def _dora(rule: AdapterRule, plan: Plan, sink: Sink) -> None:
+    """PL180 where DoRA is of an embedding, or of a layer that trains itself."""
+    trained = next((t for t in plan.train if t.trainable and t.modules.overlap(rule.modules)), None)
+    if rule.modules.module.kind == "embedding":
+        sink.error(
+            "PL180",
+            f"the adapter of `{rule.modules}` cannot have DoRA: it is an embedding",
+            rule.origin,
+            facts=["the magnitudes of an embedding are of its columns, of all tokens"],
+            help="leave `dora` out, in a rule of its own",
+        )
+    elif trained is not None:
+        sink.error(
+            "PL180",
+            f"the adapter of `{rule.modules}` cannot have DoRA: the layer itself trains",
+            rule.origin,
+            Label(span=trained.origin, text="trained here"),
+            facts=["the norms of DoRA are of a frozen weight"],
+            help="leave the layer frozen, or remove `dora`",
+        )
 
 
 def _rank(rule: AdapterRule, sink: Sink) -> None:
@@ -100,13 +132,18 @@ def _own(section: Adapters, plan: Plan, sink: Sink) -> None:
         message = "adapters cannot be separate units: the plan has no fsdp section"
         sink.error("PL186", message, section.units_origin, help="remove `units = own`")
     for rule in section.rules:
+        fact = ""
         if rule.modules.module.kind == "embedding" or rule.adapt.parameters:
+            fact = "its factors are parameters, which no forward of their own gathers"
+        elif rule.adapt.dora:
+            fact = "the norms of DoRA are of the layer's weight and both factors together"
+        if fact:
             sink.error(
                 "PL186",
                 f"the adapter of `{rule.modules}` cannot be a separate unit",
                 rule.origin,
                 Label(span=section.units_origin, text="requested here"),
-                facts=["its factors are parameters, which no forward of their own gathers"],
+                facts=[fact],
                 help="write `units = with_layer`",
             )
 
@@ -125,7 +162,7 @@ def _frozen(section: Adapters, plan: Plan, sink: Sink) -> None:
 
 
 def _style(rule: AdapterRule, base: TensorRule, part: Modules, plan: Plan, sink: Sink) -> None:
-    derived = of_layer(base.style, part.module.kind)
+    derived = of_rule(base.style, rule)
     if not isinstance(derived, str):
         return
     sink.error(

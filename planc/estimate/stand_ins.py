@@ -27,7 +27,7 @@ from planc.estimate.counted import MicroBatch
 from planc.model.facts import Facts, Module
 from planc.model.roles import attention, roles
 from planc.ops.documents import resets
-from planc.ops.lora import HALVES, factor_name
+from planc.ops.lora import HALVES, MAGNITUDE, factor_name
 from planc.plan.apply_adapters import is_factor
 from planc.runtime.standalone.context import RUNNING, ContextParallel, register
 from planc.runtime.standalone.context_blocks import ContextInBlocks
@@ -194,7 +194,7 @@ def train_as(facts: Facts, model: nn.Module, named: Mapping[str, tuple[str, ...]
             weights += factors
         elif halves := _halves(known, next(module.parameters(recurse=False), None)):
             weights += halves
-            module.register_forward_hook(partial(_add, *halves))
+            module.register_forward_hook(partial(_add, halves))
     return weights
 
 
@@ -207,11 +207,11 @@ def _real(name: str, named: Mapping[str, tuple[str, ...]]) -> str:
 
 
 def _halves(known: Module, weight: Tensor | None) -> list[Tensor]:
-    linear = HALVES[:2]
+    linear = (*HALVES[:2], MAGNITUDE)
     own = {c.name: c.module.children[0].module for c in known.children if c.name in linear}
     if weight is None or not own:
         return []
-    shapes = (own[name].parameters[0].shape for name in linear)
+    shapes = (own[name].parameters[0].shape for name in linear if name in own)
     return [torch.empty(shape, dtype=weight.dtype, requires_grad=True) for shape in shapes]
 
 
@@ -230,8 +230,12 @@ def _as_input(_module: nn.Module, _args: Any, output: Tensor) -> None:
         output.requires_grad_()
 
 
-def _add(first: Tensor, second: Tensor, _module: nn.Module, args: Any, output: Tensor) -> Tensor:
-    return output + functional.linear(functional.linear(args[0], first), second)
+def _add(halves: list[Tensor], _module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    first, second, *magnitudes = halves
+    change = functional.linear(functional.linear(args[0], first), second)
+    for one in magnitudes:  # of DoRA, whose gradient is of both outputs
+        change = (one - 1) * (output + 0) + one * change
+    return output + change
 
 
 class Kernel(NamedTuple):

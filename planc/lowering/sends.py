@@ -37,7 +37,7 @@ from planc.ops.expert_parallel import ALL_REDUCE, DEEPEP, DispatchExperts
 from planc.ops.freeze import Freeze
 from planc.ops.fsdp import FullyShard
 from planc.ops.layouts import Layout, Partial, Replicate, Shard
-from planc.ops.lora import Adapt
+from planc.ops.lora import BASE_LAYER, MAGNITUDE, Adapt
 from planc.ops.loss import ChunkLoss
 from planc.ops.matmul import LowPrecision, ScaleWeights
 from planc.ops.optimizer import Adafactor, Optimize
@@ -91,11 +91,14 @@ def left_out(step: Step) -> tuple[str, ...]:
 
 
 def _counted(op: Parallelize) -> bool:
-    return contract(op.style).counted or _sums_all(op)
+    known = contract(op.style).counted or _sums_all(op)
+    return known or op.modules.path[-2:-1] == (MAGNITUDE,)  # `_norms` has what is sent for it
 
 
 def _of(op: AnyOp, step: Step) -> Iterator[Sent]:
     match op:
+        case Adapt():
+            yield from _norms(op, step)
         case Parallelize():
             yield from _tensor(op, step)
         case FullyShard():
@@ -171,6 +174,7 @@ def _tensor(op: Parallelize, step: Step) -> Iterator[Sent]:
     if any(op.modules.within(head.modules) for head in step.lowered.every(ChunkLoss)):
         return
     made, one = contract(op.style, op.modules.module.kind), _sent(op, op.axes)
+    runs = _runs(op, step)
     back, back_again = step.backward.inputs(op.modules), step.backward.outputs(op.modules)
     for flows, size, behind in zip(
         (made.takes, made.gives), _sizes(op, step), (back, back_again), strict=True
@@ -178,10 +182,10 @@ def _tensor(op: Parallelize, step: Step) -> Iterator[Sent]:
         for flow in flows:
             one = replace(one, size=step.size(step.chosen) if flow.routed else size)
             if kind := _kind(*flow.forward):
-                sent = replace(one, kind=kind, times=len(op.modules) * step.passes)
+                sent = replace(one, kind=kind, times=len(op.modules) * step.passes * runs)
                 yield from again(iter([sent]), _repeats(op, step))
             if (kind := _kind(*flow.backward)) and _sums_here(op, flow, step):
-                times = behind * step.passes
+                times = behind * step.passes * runs
                 yield replace(one, kind=kind, times=times, during=During.BACKWARD)
     if (made.sums or _sums_all(op)) and step.lowered.has(FullyShard):
         times = step.backward.trained(op.modules) * step.reductions()
@@ -192,6 +196,43 @@ def _tensor(op: Parallelize, step: Step) -> Iterator[Sent]:
         times = step.backward.trained(op.modules) * step.reductions()
         for size in _replicated(op, op.style, step):
             yield replace(one, kind=REDUCE, times=times, size=size, during=During.STEP)
+
+
+def _norms(op: Adapt, step: Step) -> Iterator[Sent]:
+    """What DoRA sends of the norms of rows, of layers whose columns several ranks have, or whose
+    output is gathered: a number a row, in float32.
+    """
+    for one in step.lowered.every(Parallelize) if op.dora else ():
+        if not _on(op, one) or not any(_kind(*f.forward) for f in contract(one.style).gives):
+            continue
+        _, rows = _features(one)
+        sent = replace(
+            _sent(one, one.axes),
+            word=op.WORD,
+            where=f"norms of {_layer(one)}",
+            kind=REDUCE if _sums(one) else GATHER,
+            times=len(one.modules) * step.passes,
+            size=None if rows is None else 4 * rows,
+        )
+        yield from again(iter([sent]), _repeats(one, step))
+
+
+def _on(op: Adapt, one: Parallelize) -> bool:
+    """Whether a style is of a layer that has the adapter."""
+    layer = _layer(one)
+    inside = one.modules.path[-1:] == (BASE_LAYER,)
+    return inside and any(layer.overlap(members) for members in op.members)
+
+
+def _layer(one: Parallelize) -> Modules:
+    """The layer that peft wraps, by the module inside it."""
+    return Modules(one.modules.path[:-1], one.modules.module)
+
+
+def _runs(op: Parallelize, step: Step) -> int:
+    """How often a forward pass runs modules: DoRA with dropout runs its layer on both inputs."""
+    both = (a for a in step.lowered.every(Adapt) if a.dora and a.dropout and _on(a, op))
+    return 2 if any(both) else 1
 
 
 def _sums_all(op: Parallelize) -> bool:
@@ -275,9 +316,15 @@ def _sizes(op: Parallelize, step: Step) -> tuple[int | None, int | None]:
     """Bytes of an input and of an output of a module."""
     if contract(op.style).splits not in (Side.OUT, Side.IN):
         return step.size(step.hidden), step.size(step.hidden)
+    into, out = _features(op)
+    return step.size(into), step.size(out)
+
+
+def _features(op: Parallelize) -> tuple[int | None, int | None]:
+    """The features of an input and of an output of a module whose weight is split."""
     shape = next((s.shape for s in op.shapes if s.name == "weight"), (None, None))
     out, into = shape[::-1] if op.modules.module.kind in ("embedding", "conv1d") else shape
-    return step.size(into), step.size(out)
+    return into, out
 
 
 def _sent(

@@ -77,7 +77,10 @@ BASE_LAYER = "base_layer"
 """The layer that peft wraps."""
 
 HALVES = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B")
-"""The adapter's submodules of a peft layer; those for other kinds of layers are empty."""
+"""The factors' submodules of a peft layer; those for other kinds of layers are empty."""
+
+MAGNITUDE = "lora_magnitude_vector"
+"""The submodule with the magnitudes of DoRA, one for each output feature."""
 
 
 def factor_name(weight: str, half: str) -> str:
@@ -109,6 +112,8 @@ class Adapt(Op):
         init: `default`, `gaussian` or `random`, peft's `init_lora_weights`.
         seed: of the initial values, which are equal on every rank.
         rslora: whether the factors' product is multiplied by alpha / sqrt(rank), not alpha / rank.
+        dora: whether the rows of the sum of weight and product are divided by their norms, and
+            multiplied by magnitudes that train.
         parameters: the weights of fused experts, in the order of the module; none for layers.
     """
 
@@ -120,6 +125,7 @@ class Adapt(Op):
     init: Annotated[str, choice(*INITS)] = "default"
     seed: Count = 0
     rslora: bool = field(default=False, metadata=OMIT)
+    dora: bool = field(default=False, metadata=OMIT)
     parameters: tuple[Name, ...] = field(default=(), metadata=OMIT)
 
     @property
@@ -160,6 +166,7 @@ class Adapt(Op):
             lora_dropout=self.dropout or None,
             init_lora_weights=self.initial if self.init != "default" else None,
             use_rslora=self.rslora or None,
+            use_dora=self.dora or None,
             target_modules=self.pattern,
         )
         # initial values are equal on every rank
@@ -167,7 +174,8 @@ class Adapt(Op):
         yield Once(call=call, replaces=self.members, note=self.place)
         if self.dtype is None:
             return
-        casts = tuple(FunctionCall(f".{half}.to", (dtype(self.dtype),)) for half in HALVES)
+        inner = (*HALVES, MAGNITUDE) if self.dora else HALVES
+        casts = tuple(FunctionCall(f".{name}.to", (dtype(self.dtype),)) for name in inner)
         yield from (Each(modules=modules, calls=casts) for modules in self.members)
 
     @property
@@ -182,6 +190,7 @@ class Adapt(Op):
         """The adapter's settings; defaults of planc are left out."""
         parts = ["lora", f"rank {self.rank:,}", f"alpha {self.alpha:g}"]
         parts += ["rslora"] if self.rslora else []
+        parts += ["dora"] if self.dora else []
         parts += [f"dropout {self.dropout:g}"] if self.dropout else []
         parts += [phrases.dtype(self.dtype)] if self.dtype else []
         parts += [f"init {self.init}"] if self.init != "default" else []

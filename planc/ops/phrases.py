@@ -99,8 +99,10 @@ def layer(modules: Modules) -> Modules:
 
 
 def adapter(path: str) -> tuple[str, str]:
-    """(layer, `.lora_A` or `.lora_B`) of a path inside an adapter; (path, "") for any other."""
-    for half in (".lora_A", ".lora_B"):
+    """(layer, `.lora_A`, `.lora_B` or `.lora_magnitude_vector`) of a path inside an adapter;
+    (path, "") for any other.
+    """
+    for half in (".lora_A", ".lora_B", ".lora_magnitude_vector"):
         if path.endswith(f"{half}.default"):
             return path.removesuffix(f"{half}.default"), half
     return path, ""

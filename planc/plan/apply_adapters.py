@@ -12,7 +12,7 @@ from math import prod
 from planc.model.facts import DTYPE_BYTES, Child, Facts, Module, Modules, Parameter
 from planc.model.module_table import TRANSPOSED_EXPERTS, Path, divided
 from planc.ops import styles as ir
-from planc.ops.lora import factor_dims, factor_name
+from planc.ops.lora import MAGNITUDE, factor_dims, factor_name
 from planc.ops.quantization import Quantize
 from planc.plan.experts import expert_count
 from planc.plan.ir import AdapterRule, Plan, TensorRule, Unit
@@ -57,11 +57,16 @@ def with_adapters(facts: Facts, rules: Iterable[AdapterRule], kept: _Kept) -> Fa
 
 def lora_modules(rule: AdapterRule) -> tuple[Modules, Modules]:
     """`lora_A` and `lora_B` of a rule's layers, the linear modules."""
-    two = []
-    for child in _children(rule.modules.module, rule)[:2]:
-        inner = child.module.children[0].module
-        two.append(Modules((*rule.modules.path, child.name, NAME), inner))
-    return two[0], two[1]
+    first, second, *_ = _inner(rule)
+    return first, second
+
+
+def _inner(rule: AdapterRule) -> tuple[Modules, ...]:
+    """What a rule adds to its linear layers: `lora_A`, `lora_B`, and the magnitudes of DoRA."""
+    return tuple(
+        Modules((*rule.modules.path, child.name, NAME), child.module.children[0].module)
+        for child in _children(rule.modules.module, rule)
+    )
 
 
 def in_out_features(module: Module) -> tuple[int, int]:
@@ -208,13 +213,17 @@ def _children(module: Module, rule: AdapterRule) -> tuple[Child, ...]:
     one, two = in_out_features(module)
     embeds = module.kind == "embedding"
     shapes = {"A": (rule.adapt.rank, one), "B": (two, rule.adapt.rank)}
-    return tuple(
+    factors = tuple(
         Child(
             module=(_parameter_dict if embeds else _module_dict)(shape, dtype),
             name=f"lora_embedding_{half}" if embeds else f"lora_{half}",
         )
         for half, shape in shapes.items()
     )
+    if embeds or not rule.adapt.dora:
+        return factors
+    inside = _module_dict((two,), dtype, cls="DoraLinearLayer", kind="other")
+    return (*factors, Child(module=inside, name=MAGNITUDE))
 
 
 def _parameter_dict(shape: tuple[int, ...], dtype: str) -> Module:
@@ -222,10 +231,12 @@ def _parameter_dict(shape: tuple[int, ...], dtype: str) -> Module:
     return Module(cls="ParameterDict", kind="dict", parameters=(parameter,))
 
 
-def _module_dict(shape: tuple[int, ...], dtype: str) -> Module:
+def _module_dict(
+    shape: tuple[int, ...], dtype: str, cls: str = "Linear", kind: str = "linear"
+) -> Module:
     weight = Parameter(name="weight", shape=shape, dtype=dtype)
-    linear = Module(cls="Linear", kind="linear", parameters=(weight,))
-    return Module(cls="ModuleDict", kind="dict", children=(Child(module=linear, name=NAME),))
+    inner = Module(cls=cls, kind=kind, parameters=(weight,))
+    return Module(cls="ModuleDict", kind="dict", children=(Child(module=inner, name=NAME),))
 
 
 # Styles ------------------------------------------------------------------------------------------
@@ -235,13 +246,13 @@ def styles(plan: Plan) -> tuple[TensorRule, ...]:
     """The styles of adapters, which follow from the styles of their layers."""
     found: list[TensorRule] = []
     for rule, base, part in adapted_tensor_rules(plan):
-        derived = of_layer(base.style, rule.modules.module.kind)
+        derived = of_rule(base.style, rule)
         if isinstance(derived, str) or rule.modules.module.kind not in KINDS[:2]:
             continue  # a check reports it
-        two = lora_modules(replace(rule, modules=part))
-        for half, style in zip(two, derived, strict=True):
+        inner = _inner(replace(rule, modules=part))
+        for modules, style in zip(inner, derived, strict=True):
             if style is not None:
-                own = TensorRule(modules=half, axis=base.axis, style=style, origin=rule.origin)
+                own = TensorRule(modules=modules, axis=base.axis, style=style, origin=rule.origin)
                 found.append(own)
     return tuple(found)
 
@@ -256,6 +267,37 @@ def adapted_tensor_rules(plan: Plan) -> Iterator[tuple[AdapterRule, TensorRule, 
             part = rule.modules.overlap(base.modules)
             if part is not None and not isinstance(base.style, PARAMETERLESS):
                 yield rule, base, part
+
+
+def of_rule(style: ir.Style, rule: AdapterRule) -> tuple[ir.Style | None, ...] | str:
+    """The styles of what a rule adds to a layer of a style, or why there are none."""
+    factors = of_layer(style, rule.modules.module.kind)
+    if isinstance(factors, str) or not rule.adapt.dora:
+        return factors
+    magnitudes = of_magnitudes(style)
+    return magnitudes if isinstance(magnitudes, str) else (*factors, magnitudes)
+
+
+def of_magnitudes(style: ir.Style) -> ir.Style | str | None:
+    """The style of the magnitudes of DoRA for a layer's style, or why there is none.
+
+    They multiply the layer's output after it is redistributed: a rank has those of the features
+    that it has there. Where it has some of the tokens, their gradient is summed. A rank computes
+    the norms of its part of the weight, and ranks with some of the columns sum the squares.
+    """
+    match style:
+        case ir.Colwise(output=ir.Shard() as shard) if _features(shard):
+            own = ir.ParameterLayout(
+                layout=ir.Shard(0), parts=style.parts, interleaved=style.interleaved
+            )
+            return ir.Parameters(layouts=(("weight", own),))
+        case ir.Rowwise(output=ir.Shard() as shard) if _features(shard):
+            return "the norms of DoRA are of all columns, and a rank has some, and some of the rows"
+        case ir.Colwise(output=ir.Shard()) | ir.Rowwise(output=ir.Shard()) | ir.Sequence():
+            return ir.Replicated(summed=True)
+        case ir.Replicated(summed=True):
+            return style
+    return None
 
 
 def of_layer(style: ir.Style, kind: str) -> tuple[ir.Style | None, ir.Style | None] | str:

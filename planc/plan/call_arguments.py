@@ -16,6 +16,7 @@ _RENAMED = {
     "lora_alpha": "alpha",
     "lora_dropout": "dropout",
     "use_rslora": "rslora",
+    "use_dora": "dora",
     "target_parameters": "parameters",
     "param_dtype": "param",
     "reduce_dtype": "reduce",

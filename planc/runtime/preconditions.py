@@ -20,7 +20,7 @@ from planc.ops.compile import Compile
 from planc.ops.configure import Configure
 from planc.ops.expert_parallel import DEEPEP, DispatchExperts
 from planc.ops.fsdp import FullyShard
-from planc.ops.lora import Adapt
+from planc.ops.lora import MAGNITUDE, Adapt
 from planc.ops.lowered import Lowered
 from planc.ops.tensor_parallel import Parallelize, Tie
 from planc.runtime.meshes import start
@@ -182,13 +182,13 @@ def _fits(
 def _inside_adapters(
     lowered: Lowered, modules: dict[str, nn.Module]
 ) -> Iterator[tuple[str, nn.Module]]:
-    """The modules that adapters will add; those of A and B are placeholders."""
+    """The modules that adapters will add; those of their parameters are placeholders."""
     for op in lowered.every(Adapt):
         for name in op.names() if not op.parameters else ():
             if name in modules:
                 yield f"{name}.base_layer", modules[name]
-                for half in ("lora_A", "lora_B"):
-                    yield f"{name}.{half}.default", nn.Module()
+                for inner in ("lora_A", "lora_B", *([MAGNITUDE] if op.dora else [])):
+                    yield f"{name}.{inner}.default", nn.Module()
 
 
 def _misfits(

@@ -44,6 +44,10 @@ def load_function(lowered: Lowered) -> list[str]:
     for op in adapts:
         lines += _init_adapters(op)
     lines.append(f"    read_{way}(model, found{_GIVEN[way]})")
+    for op in (op for op in adapts if op.dora):
+        named = ("model", "unset - found.keys()", f'r"{op.pattern}"')
+        values = (f"init={literal(op.initial)}", f"seed={op.seed}")
+        lines += lay(Bracketed("initialize_magnitudes(", (*named, *values)), IN)
     return ["\n".join(lines) + "\n"]
 
 

@@ -35,10 +35,10 @@ def lora(call: ast.Call, origin: Span, scope: Scope) -> AdapterRule | None:
     dora = arguments.truth("dora", False)
     if not arguments.done():
         return None
-    if dora:
-        reason = "its norms of `W + B A` need sums over the ranks where inputs are split"
-        message = f"DoRA is not supported yet: {reason}"
-        scope.sink.error("PL010", message, places["dora"], help="remove `dora`")
+    if dora and four:
+        message = "DoRA of 4-bit weights is not supported yet: its norms are of their values"
+        hint = "write `lora(..., dora = true)`, or remove `dora`"
+        scope.sink.error("PL010", message, places["dora"], help=hint)
         return None
     if rank is None:
         example = f"write `{call.name}(rank = 16, alpha = 32)`"
@@ -56,6 +56,7 @@ def lora(call: ast.Call, origin: Span, scope: Scope) -> AdapterRule | None:
         dtype=dtype,
         init=init,
         rslora=rslora,
+        dora=dora,
         parameters=parameters,
         origin=origin,
     )

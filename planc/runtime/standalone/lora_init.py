@@ -14,6 +14,7 @@ from planc.runtime.standalone.shards import (
     rank_orders,
     slices_of,
     taken,
+    whole_of,
 )
 
 
@@ -129,6 +130,70 @@ def drawn(
     if init is not False:
         nn.init.zeros_(b)
     return a, b
+
+
+def initialize_magnitudes(
+    model: nn.Module, unset: set[str], pattern: str, *, init: bool | str, seed: int
+) -> None:
+    """Sets the magnitudes of DoRA of one `LoraConfig` to the norms of the rows, as peft
+    does; where factors are random, to these times 0.5 to 1.5, so that no gradient says
+    nothing. A collective where weights are sharded.
+
+    Args:
+        model: a model whose weights and factors have their values.
+        unset: the names of adapter parameters that get values.
+        pattern: the configuration's `target_modules`.
+        init: its `init_lora_weights`.
+        seed: the seed of the values.
+    """
+    orders = rank_orders(model)
+    with torch.no_grad():
+        for name, layer in adapter_layers(model).items():
+            found = re.fullmatch(pattern, name)
+            for half, parameter in halves_of(layer).items() if found else ():
+                full = f"{name}.{half}"
+                if "lora_magnitude_vector" not in half or full not in unset:
+                    continue
+                value = row_norms(layer)
+                if init is False:
+                    own_seed = (seed << 32) + crc32(full.encode())
+                    generator = torch.Generator().manual_seed(own_seed)
+                    factors = torch.rand(value.shape, generator=generator) + 0.5
+                    value = value * factors.to(value)
+                ranges = slices_of(parameter, orders.get(full))
+                part_of(parameter).copy_(taken(value, ranges))
+
+
+def row_norms(layer: Any) -> Tensor:
+    """The norms of the rows of a layer's weight and its adapter's change [out], whole;
+    a collective where they are sharded.
+    """
+    rows = whole_weight(layer.base_layer) + whole_change(layer)
+    norms: Tensor = torch.linalg.norm(rows.T if layer.fan_in_fan_out else rows, dim=1)
+    return norms
+
+
+def whole_change(layer: Any) -> Tensor:
+    """The product of a layer's factors in the layout of its weight; a collective where
+    they are sharded.
+
+    The arithmetic is that of peft's `get_delta_weight`, in the adapter's dtype.
+    """
+    if layer.lora_embedding_A:
+        (name,) = layer.lora_embedding_A
+        halves = (layer.lora_embedding_A, layer.lora_embedding_B)
+        a, b = (whole_of(half[name]) for half in halves)
+    else:
+        (name,) = layer.lora_A
+        a, b = (whole_weight(half[name]) for half in (layer.lora_A, layer.lora_B))
+    turned = layer.lora_embedding_A or getattr(layer, "fan_in_fan_out", False)
+    change: Tensor = (b @ a).T if turned else b @ a
+    return change * layer.scaling[name]
+
+
+def whole_weight(module: Any) -> Tensor:
+    """A module's weight in the model's order; a collective where it is sharded."""
+    return whole_of(module.weight, getattr(module, "_rank_order", {}).get("weight"))
 
 
 def values_of_experts(

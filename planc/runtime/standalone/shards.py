@@ -34,7 +34,8 @@ def plain_name(name: str, wrappers: tuple[str, ...] = (*WRAPPERS, "base_layer"))
 def is_adapter(name: str) -> bool:
     """Whether a name is that of an adapter's tensor."""
     factors = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B")
-    return any(part.endswith(factors) for part in name.split("."))
+    inside = (*factors, "lora_magnitude_vector")
+    return any(part.endswith(inside) for part in name.split("."))
 
 
 def named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from planc.diagnostic import Diagnostic, PlanError, one_of
 from planc.model.checkpoint_conversion import recipes
 from planc.ops.load import Load
-from planc.runtime.lora import init_adapters
+from planc.runtime.lora import init_adapters, renew_magnitudes
 from planc.runtime.preconditions import of_all_ranks, problem
 from planc.runtime.sharded_tensors import reshard
 from planc.runtime.standalone.buffers import computed_buffers
@@ -129,6 +129,7 @@ def load_files(
             read_slices(model, found)
         else:
             read_rank0(model, found, device)
+        renew_magnitudes(model)
     except Exception as error:
         text = f"reading failed midway: {type(error).__name__}: {error}"
         findings.append(problem("PL497", text))

@@ -14,15 +14,20 @@ from safetensors.torch import save_file
 from torch import Tensor, distributed, nn
 
 from planc.diagnostic import Diagnostic
-from planc.ops.lora import Adapt, either
+from planc.ops.lora import MAGNITUDE, Adapt, either
 from planc.ops.lowered import Lowered
 from planc.runtime.gradients import on_rank_0
-from planc.runtime.lora import NAME
+from planc.runtime.lora import NAME, keep_magnitudes
 from planc.runtime.preconditions import problem
 from planc.runtime.sharded_tensors import reshard
 from planc.runtime.standalone import shards
 from planc.runtime.standalone.load_weights import on_other_stages
-from planc.runtime.standalone.lora_init import adapter_layers
+from planc.runtime.standalone.lora_init import (
+    adapter_layers,
+    row_norms,
+    whole_change,
+    whole_weight,
+)
 from planc.runtime.standalone.pipeline import stages_of
 from planc.runtime.standalone.safetensors_files import StoredTensor, tensors_in_file
 from planc.runtime.weights import peft_experts
@@ -33,7 +38,7 @@ Tuned = Literal["merged", "left_out"]
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _Found = tuple[StoredTensor, StoredTensor]
 _PREFIX = "base_model.model."
-_OTHER = ("use_dora", "lora_bias", "fan_in_fan_out")
+_OTHER = ("lora_bias", "fan_in_fan_out")
 """Fields of peft's configuration that a plan cannot express; if one is set, the adapter is of
 another kind."""
 
@@ -42,9 +47,11 @@ def save(model: nn.Module, lowered: Lowered, folder: Path) -> None:
     """Writes peft's two files, with other trainable modules as `modules_to_save`; every rank calls
     it.
 
-    Raises PL189, PL497, or PL688, a layer trains beside its own adapter, on every rank.
+    Raises PL189, also where some adapters have DoRA and others not, PL497, or PL688, a layer trains
+    beside its own adapter, on every rank.
     """
-    raise_on_all_ranks([*_require_adapters(lowered, "to save"), *_trained_with_adapter(model)])
+    findings = [*_require_adapters(lowered, "to save"), *_both_kinds(lowered)]
+    raise_on_all_ranks([*findings, *_trained_with_adapter(model)])
     reshard(model)
     tensors, order = dict(shards.named_tensors(model)), shards.rank_orders(model)
     own: dict[str, Tensor] = {}
@@ -100,6 +107,7 @@ def load(model: nn.Module, lowered: Lowered, folder: Path) -> None:
         with torch.no_grad():
             for pair, found, swap in swaps:
                 peft_experts.read(pair, found, swap, tensors, order)
+            keep_magnitudes(model, wanted.values())
             for stored, name in wanted.items():
                 if name in of_pairs:
                     continue
@@ -115,6 +123,14 @@ def _require_adapters(lowered: Lowered, what: str) -> list[Diagnostic]:
         return []
     text = f"the plan {lowered.plan} has no adapters {what}"
     return [problem("PL189", text, help="`run.save` and `run.load` are for the whole model")]
+
+
+def _both_kinds(lowered: Lowered) -> list[Diagnostic]:
+    """PL189 for DoRA on some layers alone: peft's files have one flag for all."""
+    alike = len({op.dora for op in lowered.every(Adapt)}) < 2
+    text = "some adapters have DoRA and others have not: peft's files have one flag for all"
+    how_to = "`run.save` keeps both; or write `dora = true` for all, or for none"
+    return [] if alike else [problem("PL189", text, help=how_to)]
 
 
 def _trained(model: nn.Module) -> list[str]:
@@ -155,7 +171,11 @@ def _trained_with_adapter(model: nn.Module) -> list[Diagnostic]:
 def _names(names: Iterable[str], pairs: Iterable[Pair]) -> dict[str, str]:
     """The names of some tensors in peft's files."""
     own = {n: f"{s}.weight" for p in pairs for n, s in zip(p.names, p.stored, strict=True)}
-    plain = {n: n.removesuffix(f".{NAME}").replace(f".{NAME}.weight", ".weight") for n in names}
+    magnitude = (f"{MAGNITUDE}.{NAME}.weight", MAGNITUDE)
+    plain = {
+        n: n.removesuffix(f".{NAME}").replace(*magnitude).replace(f".{NAME}.weight", ".weight")
+        for n in names
+    }
     return {name: f"{_PREFIX}{own.get(name, stored)}" for name, stored in plain.items()}
 
 
@@ -220,6 +240,7 @@ def _config(model: nn.Module, lowered: Lowered, stored: Iterable[str]) -> Any:
         target_modules=_targets(model, layers) if layers else [],
         target_parameters=peft_experts.targets(model, experts) if experts else None,
         use_rslora=stabilized,
+        use_dora=any(op.dora for op in ops),
         rank_pattern={_pattern(op): op.rank for op in ops if op.rank != rank},
         alpha_pattern={_pattern(op): alphas[op] for op in ops if alphas[op] != alpha},
         # the shapes of experts are those of this version
@@ -345,16 +366,13 @@ def changes(model: nn.Module) -> dict[str, Callable[[], Tensor]]:
 def change(layer: Any) -> Tensor:
     """The change of a layer's weight by its adapter; a collective if the adapter is sharded.
 
-    The arithmetic is that of peft's `get_delta_weight`, in the adapter's dtype.
+    DoRA's is to the whole that peft's `merge` makes of both.
     """
-    embedding = bool(layer.lora_embedding_A)
-    if embedding:
-        a, b = (shards.whole_of(d[NAME]) for d in (layer.lora_embedding_A, layer.lora_embedding_B))
-    else:
-        a, b = (
-            shards.whole_of(m.weight, getattr(m, "_rank_order", {}).get("weight"))
-            for m in (layer.lora_A[NAME], layer.lora_B[NAME])
-        )
-    turned = embedding or getattr(layer, "fan_in_fan_out", False)
-    product = b @ a
-    return (product.T if turned else product) * layer.scaling[NAME]
+    added = whole_change(layer)
+    if not getattr(layer, MAGNITUDE, None):
+        return added
+    weight = whole_weight(layer.base_layer)
+    scale = whole_weight(getattr(layer, MAGNITUDE)[NAME]) / row_norms(layer)
+    scale = scale if layer.fan_in_fan_out else scale[:, None]
+    merged: Tensor = scale * (weight + added)
+    return merged - weight

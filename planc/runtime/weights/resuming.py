@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from planc.diagnostic import Diagnostic, one_of
 from planc.ops.lowered import Lowered
+from planc.runtime.lora import renew_magnitudes
 from planc.runtime.preconditions import of_all_ranks, problem, stop
 from planc.runtime.sharded_tensors import reshard
 from planc.runtime.standalone.load_weights import (
@@ -157,6 +158,7 @@ def _load_checkpoint(
     with torch.no_grad():
         read = partial(checkpoint.load, target, checkpoint_id=folder, no_dist=True)
         attempt(read, f"{folder} could not be read")
+    renew_magnitudes(model, found)
     extras.load_states(rest, states, filled)
     for start, each in every.items():
         loaded = {key: target[start + key] for key in flat[start]}
