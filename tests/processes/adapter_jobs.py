@@ -1,7 +1,9 @@
 """What test_adapting runs on every rank: a plan with adapters beside peft in one process."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
+from zlib import crc32
 
 import numerics
 import torch
@@ -11,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 import planc
 from planc.ops.load import Load
+from planc.ops.lora import MAGNITUDE
 from planc.ops.pipeline import Pipeline
 from planc.ops.tensor_parallel import Parallelize
 from planc.runtime.standalone.shards import (
@@ -20,6 +23,7 @@ from planc.runtime.standalone.shards import (
     plain_name,
     rank_orders,
 )
+from planc.trial.random_numbers import Recorded, Replayed
 
 PLAN = """plan tuned for {family}, qwen2
 
@@ -34,6 +38,7 @@ LLAMA = """
     $blocks.mlp.{gate,up,down}_proj  : lora(rank = 6, init = random)
     lm_head                         : lora(rank = 3, init = random)
 """
+DORA = LLAMA.replace("init = random", "init = random, dora = true")
 TARGETS = (  # by hand: what the rules above say, in peft's words, one call each
     (r"model\.layers\.\d\.self_attn\.[qkvo]_proj", 4, 8),
     (r"model\.layers\.\d\.mlp\.(gate|up|down)_proj", 6, 6),
@@ -41,12 +46,33 @@ TARGETS = (  # by hand: what the rules above say, in peft's words, one call each
 )
 
 
-def single(family, targets=TARGETS, init=False, first=0):
-    """The model with peft's adapters, in this process alone."""
+def single(family, targets=TARGETS, init=False, first=0, **config):
+    """The model with peft's adapters, in this process alone.
+
+    Args:
+        config: of all, beside rank and alpha: `use_dora`, whose magnitudes begin as random as the
+            factors, `use_rslora`, `lora_dropout`.
+    """
     model = numerics.build(family)
     for seed, (pattern, rank, alpha) in enumerate(targets, first):
-        numerics.inject(model, pattern, seed, r=rank, lora_alpha=alpha, init_lora_weights=init)
+        own = {"r": rank, "lora_alpha": alpha, "init_lora_weights": init, **config}
+        numerics.inject(model, pattern, seed, **own)
+        for name, parameter in model.named_parameters() if init is False else ():
+            if re.fullmatch(rf"({pattern})\.lora_magnitude_vector\..*", name):
+                generator = torch.Generator().manual_seed((seed << 32) + crc32(name.encode()))
+                factors = torch.rand(parameter.shape, generator=generator) + 0.5
+                parameter.data *= factors
     return model
+
+
+def config_of(body):
+    """What some rules say beside rank and alpha, in peft's words."""
+    dropout = re.search(r"dropout = ([0-9.]+)", body)
+    return {
+        "use_dora": "dora = true" in body,
+        "use_rslora": "rslora = true" in body,
+        "lora_dropout": float(dropout[1]) if dropout else 0.0,
+    }
 
 
 def written(family, body):
@@ -73,19 +99,25 @@ def compare(
         restyle: (the end of a path, a style of planc's, or None for none at all), to break one
             derived style on purpose.
     """
-    right_model = single(family, targets, first=seed)
+    right_model = single(family, targets, first=seed, **config_of(body))
     tokens, labels = numerics.data(right_model.config.vocab_size)
-    right = right_model(input_ids=tokens, labels=labels, use_cache=False)
-    right.loss.backward()
     plan = lowered(family, body, overrides)
     if restyle:
         plan = plan.map_ops(lambda _: tuple(restyled(plan.ops, *restyle)))
     model = numerics.build(family)
+    torch.manual_seed(7 + distributed.get_rank())
     rank, size = (numerics.by_script if script else numerics.by_planc)(model, plan)
     rows = numerics.BATCH // size
     mine = slice(rank * rows, (rank + 1) * rows)
-    output = model(input_ids=tokens[mine], labels=labels[mine])
+    with Recorded() as recorded:
+        output = model(input_ids=tokens[mine], labels=labels[mine])
     output.loss.backward()
+    drawn = [None] * distributed.get_world_size()
+    distributed.all_gather_object(drawn, recorded.drawn)
+    assert any(drawn) == ("dropout" in body)
+    with Replayed(of_all_rows(drawn, size), lambda: ("", "")) as replayed:
+        right = right_model(input_ids=tokens, labels=labels, use_cache=False)
+    right.loss.backward()
     loss = numerics.whole(output.loss).clone()
     distributed.all_reduce(loss)
     loss /= distributed.get_world_size()
@@ -101,8 +133,18 @@ def compare(
         "gradient": errors[worst],
         "worst": worst,
         "count": len(errors),
+        "unlike": sorted({one.problem for one in replayed.different_draws}),
         "bits": numerics.bits(output.logits, loss, *mine_grads.values()),
     }
+
+
+def of_all_rows(drawn, size):
+    """What ranks drew, those of other rows joined: one list for each rank of the same rows."""
+    ranks = len(drawn) // size
+    return [
+        [torch.cat(parts) for parts in zip(*drawn[first::ranks], strict=True)]
+        for first in range(ranks)
+    ]
 
 
 def gradients(model, alike=True):
@@ -175,11 +217,12 @@ def applied(overrides, family="llama", body=LLAMA, meta=False, model=None):
     return planc.apply(model, plan, device_type="cpu")
 
 
-def begins(overrides):
+def begins(overrides, body=LLAMA, count=30):
     """Whether adapters begin with the values that peft draws in one process, layer by layer."""
-    mine = applied(overrides).full_state_dict(every_rank=True)
-    right = {plain_name(n): t for n, t in single("llama").state_dict().items()}
-    assert mine.keys() == right.keys() and sum("lora_" in n for n in mine) == 30
+    mine = applied(overrides, body=body).full_state_dict(every_rank=True)
+    peft = single("llama", init=body.count("init = random") == 0, **config_of(body))
+    right = {plain_name(n): t for n, t in peft.state_dict().items()}
+    assert mine.keys() == right.keys() and sum("lora_" in n for n in mine) == count
     return all(torch.equal(mine[n], right[n]) for n in mine)
 
 
@@ -222,12 +265,14 @@ def saved(folder, overrides, others, named="qwen2"):
     }
 
 
-def merged(folder, overrides):
-    """An export with adapters merged is what peft's merge gives, bit for bit."""
+def merged(folder, overrides, body=LLAMA):
+    """An export with adapters merged is what peft's merge gives, bit for bit; with DoRA, which adds
+    what it changes, but for rounding.
+    """
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    run = applied(overrides)
+    run = applied(overrides, body=body)
     stepped(run, run.model)
     run.save_adapters(f"{folder}/adapters")
     try:
@@ -245,13 +290,14 @@ def merged(folder, overrides):
     assert read.keys() == right.keys() == base.keys()
     different = [n for n in right if not torch.equal(right[n], plain[n])]
     assert len(different) == 15
-    assert not [n for n in right if not torch.equal(read[n], right[n])]
+    least = 1e-6 if "dora" in body else 0
+    assert not [n for n in right if numerics.error(read[n], right[n]) > least]
     assert all(torch.equal(base[n], plain[n]) for n in plain)
 
 
-def from_meta(folder, overrides, weights):
+def from_meta(folder, overrides, weights, body=LLAMA):
     """A model on meta takes the base weights from files; its adapters begin as on the CPU."""
-    body = LLAMA.replace("init = random", "init = gaussian", 1)
+    body = body.replace("init = random", "init = gaussian", 1)
     run = applied(overrides, body=body)
     if distributed.get_rank() == 0 and not Path(folder).exists():
         numerics.build("llama").save_pretrained(folder)
@@ -304,13 +350,59 @@ def script_from_meta(folder, overrides, weights, body=None, changes=None, broken
     return bits if same else [*bits, "logits"], ""
 
 
-def resumed(folder, overrides, others):
+def other_base(folder, overrides, body):
+    """What base weights that are loaded over others make of magnitudes that no file gave, and of
+    those that one gave: those of a plan applied to the model with them, and none.
+    """
+    run, right = (applied(overrides, body=body, model=m) for m in (None, changed_base()))
+    if distributed.get_rank() == 0:
+        changed_base().save_pretrained(f"{folder}/base")
+    distributed.barrier()
+    run.load(f"{folder}/base")
+    mine, new = (r.full_state_dict(every_rank=True) for r in (run, right))
+    fresh = all(torch.equal(mine[n], new[n]) for n in new)
+    stepped(run, run.model)
+    run.save_adapters(f"{folder}/adapters")
+    again = applied(overrides, body=body)
+    before = again.full_state_dict(every_rank=True)
+    again.load_adapters(f"{folder}/adapters")
+    again.load(f"{folder}/base")
+    kept, saved = (r.full_state_dict(every_rank=True) for r in (again, run))
+    changed = any(not torch.equal(kept[n], before[n]) for n in kept if MAGNITUDE in n)
+    return fresh, changed and all(torch.equal(kept[n], saved[n]) for n in saved)
+
+
+def trained(overrides, named):
+    """How far parameters are from those of peft in one process after two steps of AdamW."""
+    family, body, targets = CASES[named]
+    run, right = applied(overrides, family, body), single(family, targets, **config_of(body))
+    tokens, labels = numerics.data(right.config.vocab_size)
+    rows = numerics.BATCH // run.data_size
+    mine = slice(run.data_rank * rows, (run.data_rank + 1) * rows)
+    # where a gradient is 0 but for rounding, AdamW steps by its sign; not with so large an eps
+    one, two = (
+        torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], lr=0.01, eps=1e-3)
+        for m in (run.model, right)
+    )
+    for _ in range(2):
+        run.forward_backward([{"input_ids": tokens[mine], "labels": labels[mine]}])
+        right(input_ids=tokens, labels=labels, use_cache=False).loss.backward()
+        for optimizer in (one, two):
+            optimizer.step()
+            optimizer.zero_grad()
+    found = run.full_state_dict(every_rank=True)
+    wanted = {plain_name(n): t for n, t in right.state_dict().items()}
+    assert found.keys() == wanted.keys()
+    return max(numerics.error(found[n], wanted[n]) for n in found)
+
+
+def resumed(folder, overrides, others, body=LLAMA):
     """A checkpoint under one plan goes on under another, optimizer and adapters included."""
-    run = applied(overrides)
+    run = applied(overrides, body=body)
     optimizer = stepped(run, run.model)
     run.save(folder, optimizer=optimizer, step=1)
     mine = run.full_state_dict(every_rank=True)
-    other = applied(others)
+    other = applied(others, body=body)
     second = torch.optim.AdamW([p for p in other.model.parameters() if p.requires_grad], lr=0.05)
     assert other.load(folder, optimizer=second) == 1
     again = other.full_state_dict(every_rank=True)
@@ -318,12 +410,12 @@ def resumed(folder, overrides, others):
     return len(second.state)
 
 
-def without_base(folder, overrides, others):
+def without_base(folder, overrides, others, body=LLAMA):
     """A checkpoint without the base model goes on under another plan, from its folder; and the
     findings of one that cannot.
     """
     base, folder = Path(folder) / "base", Path(folder) / "run"
-    run = applied(overrides)
+    run = applied(overrides, body=body)
     if distributed.get_rank() == 0:
         numerics.build("llama").save_pretrained(base)
     optimizer = stepped(run, run.model)
@@ -333,7 +425,7 @@ def without_base(folder, overrides, others):
     assert stored and all(map(is_adapter, stored))
     mine, found = run.full_state_dict(every_rank=True), []
     for how in ({"meta": True}, {"model": changed_base()}):
-        other = applied(others, **how)
+        other = applied(others, body=body, **how)
         before = [p.is_meta or numerics.whole(p).clone() for p in other.model.parameters()]
         try:
             other.load(folder)
@@ -341,7 +433,7 @@ def without_base(folder, overrides, others):
             found += [(d.code, d.message) for d in error.diagnostics]
         after = [p.is_meta or numerics.whole(p) for p in other.model.parameters()]
         assert all(a is b or torch.equal(a, b) for a, b in zip(before, after, strict=True))
-    other = applied(others, meta=True)
+    other = applied(others, body=body, meta=True)
     second = torch.optim.AdamW([p for p in other.model.parameters() if p.requires_grad], lr=0.05)
     other.load(base)
     assert other.load(folder, optimizer=second) == 1
@@ -402,6 +494,15 @@ def both(folder, overrides):
         return [d.code for d in error.diagnostics]
 
 
+def unsaved(folder, overrides, named):
+    """The findings of saving adapters of a case."""
+    family, body, _ = CASES[named]
+    try:
+        applied(overrides, family, body).save_adapters(folder)
+    except planc.PlanError as error:
+        return [d.code for d in error.diagnostics]
+
+
 def dropped(overrides):
     """(what dropout changes, whether checkpointing changes nothing, eval's distance from peft)."""
     rule = "$blocks.{self_attn.o_proj,mlp.down_proj} : lora(rank = 4, init = random, dropout = 0.5)"
@@ -424,6 +525,30 @@ def dropped(overrides):
     targets = ((r"model\.layers\.\d\.(self_attn\.o_proj|mlp\.down_proj)", 4, 4),)
     right = single("llama", targets)
     return numerics.error(one, calm), alike, numerics.error(calm, logits(right, rows))
+
+
+PHI3 = """
+    $blocks.self_attn.{qkv,o}_proj   : lora(rank = 4, alpha = 8, init = random)
+    $blocks.mlp.{gate_up,down}_proj  : lora(rank = 6, init = random)
+    lm_head                         : lora(rank = 3, init = random)
+"""
+PHI3_TARGETS = (
+    (r"model\.layers\.\d\.self_attn\.(qkv|o)_proj", 4, 8),
+    (r"model\.layers\.\d\.mlp\.(gate_up|down)_proj", 6, 6),
+    ("lm_head", 3, 3),
+)
+GPT2 = (
+    "    transformer.h.*.{attn.c_attn,attn.c_proj,mlp.c_fc,mlp.c_proj} : "
+    "lora(rank = 4, init = random)"
+)
+GPT2_TARGETS = ((r"transformer\.h\.\d\.(attn|mlp)\.c_\w+", 4, 4),)
+
+
+COMPILED = "}\ncompile {\n    $blocks : block\n"
+
+
+def with_dora(body, more=""):
+    return body.replace("init = random", f"init = random, dora = true{more}")
 
 
 CASES = {
@@ -453,23 +578,20 @@ CASES = {
     "tied head": ("llama-tied", LLAMA, TARGETS),
     "packed": (
         "phi3",
-        """
-    $blocks.self_attn.{qkv,o}_proj   : lora(rank = 4, alpha = 8, init = random)
-    $blocks.mlp.{gate_up,down}_proj  : lora(rank = 6, init = random)
-    lm_head                         : lora(rank = 3, init = random)
-""",
-        (
-            (r"model\.layers\.\d\.self_attn\.(qkv|o)_proj", 4, 8),
-            (r"model\.layers\.\d\.mlp\.(gate_up|down)_proj", 6, 6),
-            ("lm_head", 3, 3),
-        ),
+        PHI3,
+        PHI3_TARGETS,
     ),
-    "conv1d": (
-        "gpt2",
-        "    transformer.h.*.{attn.c_attn,attn.c_proj,mlp.c_fc,mlp.c_proj} : "
-        "lora(rank = 4, init = random)",
-        ((r"transformer\.h\.\d\.(attn|mlp)\.c_\w+", 4, 4),),
-    ),
+    "conv1d": ("gpt2", GPT2, GPT2_TARGETS),
+    "dora": ("llama", DORA, TARGETS),
+    "dora compiled": ("llama", DORA + COMPILED, TARGETS),
+    "dora on some": ("llama", DORA.replace("dora = true", "dora = false", 1), TARGETS),
+    "dora rslora": ("llama", with_dora(LLAMA, ", rslora = true"), TARGETS),
+    "dora biases": ("qwen2", DORA, TARGETS),
+    "dora packed": ("phi3", with_dora(PHI3), PHI3_TARGETS),
+    "dora conv1d": ("gpt2", with_dora(GPT2), GPT2_TARGETS),
+    "dropout": ("llama", LLAMA.replace("init = random", "init = random, dropout = 0.2"), TARGETS),
+    "dora dropout": ("llama", with_dora(LLAMA, ", dropout = 0.2"), TARGETS),
+    "dora dropout biases": ("gpt2", with_dora(GPT2, ", dropout = 0.2"), GPT2_TARGETS),
     "embedding": (
         "llama",
         "    model.embed_tokens : lora(rank = 4, init = random)",

@@ -4,6 +4,7 @@ lora_B begins with random values here: where it is 0, so are the gradients of lo
 """
 
 import pytest
+from adapter_jobs import DORA
 from pool import RankError
 
 from planc.ops.styles import Colwise, Partial, Rowwise, Shard
@@ -15,6 +16,11 @@ LIMIT = 1e-5
 
 def settings(**values):
     return [f"{name}={str(value).lower()}" for name, value in values.items()]
+
+
+TP = settings(tp=2, sequence=True, param_dtype="fp32")
+WHOLE = settings(tp=1, param_dtype="fp32")
+STAGES = settings(pp=2, microbatches=2, param_dtype="fp32")
 
 
 def right(results, count):
@@ -92,11 +98,102 @@ def test_a_wrong_style_of_an_adapter_is_seen(four, end, style, sequence_parallel
     assert max(max(r["logits"], r["gradient"]) for r in results) > 1e-4
 
 
-# Files -------------------------------------------------------------------------------------------
+# DoRA --------------------------------------------------------------------------------------------
 
-TP = settings(tp=2, sequence=True, param_dtype="fp32")
-WHOLE = settings(tp=1, param_dtype="fp32")
-STAGES = settings(pp=2, microbatches=2, param_dtype="fp32")
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+@pytest.mark.parametrize(
+    ("case", "count"),
+    [
+        ("dora", 45),
+        ("dora rslora", 45),
+        ("dora biases", 45),
+        ("dora packed", 27),
+        ("dora conv1d", 24),
+        ("dora dropout", 45),
+        ("dora dropout biases", 24),
+    ],
+)
+def test_dora_trains_as_in_one_process(four, case, count, sequence_parallel):
+    overrides = settings(tp=2, sequence=sequence_parallel, param_dtype="fp32")
+    results = four.run("adapter_jobs.case", name=case, overrides=overrides)
+    right(results, count=count)
+    assert all(result["unlike"] == [] for result in results)
+
+
+@pytest.mark.parametrize(
+    ("case", "count", "overrides"),
+    [
+        ("dora", 45, settings(tp=1, param_dtype="fp32")),
+        ("dora compiled", 45, settings(tp=2, param_dtype="fp32")),
+        ("dora dropout", 45, settings(tp=2, recompute=True, param_dtype="fp32")),
+    ],
+)
+def test_dora_elsewhere(four, case, count, overrides):
+    right(four.run("adapter_jobs.case", name=case, overrides=overrides), count=count)
+
+
+@pytest.mark.parametrize("case", ["dora", "dora conv1d"])
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_dora_after_steps_of_adamw(four, case, sequence_parallel):
+    overrides = settings(tp=2, sequence=sequence_parallel, param_dtype="fp32")
+    assert max(four.run("adapter_jobs.trained", overrides=overrides, named=case)) < LIMIT
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_the_script_of_dora_is_the_same(four, sequence_parallel):
+    overrides = settings(tp=2, sequence=sequence_parallel, param_dtype="fp32")
+    applied = four.run("adapter_jobs.case", name="dora", overrides=overrides)
+    written = four.run("adapter_jobs.case", name="dora", overrides=overrides, script=True)
+    assert written == applied  # bit for bit
+
+
+@pytest.mark.parametrize("body", [DORA, DORA.replace("init = random, ", "")])
+def test_magnitudes_begin_as_in_one_process(four, body):
+    arguments = {"overrides": TP, "body": body, "count": 45}
+    assert four.run("adapter_jobs.begins", **arguments) == [True] * 4
+
+
+@pytest.mark.parametrize(("overrides", "others"), [(TP, WHOLE), (STAGES, TP)])
+@pytest.mark.parametrize("case", ["dora", "dora packed"])
+def test_dora_as_peft_reads_it(four, tmp_path, case, overrides, others):
+    folder = str(tmp_path / "adapters")
+    meshes = {"overrides": overrides, "others": others}
+    for found in four.run("adapter_jobs.saved", folder=folder, named=case, **meshes):
+        assert found["logits"] < LIMIT
+        assert '"use_dora": true' in found["config"]
+
+
+def test_dora_on_some_layers_alone_has_no_file(four, tmp_path):
+    arguments = {"folder": str(tmp_path / "a"), "overrides": WHOLE, "named": "dora on some"}
+    assert four.run("adapter_jobs.unsaved", **arguments) == [["PL189"]] * 4
+
+
+def test_an_export_with_dora_merged(four, tmp_path):
+    four.run("adapter_jobs.merged", folder=str(tmp_path), overrides=TP, body=DORA)
+
+
+@pytest.mark.parametrize("weights", ["slices", "rank0"])
+def test_dora_of_a_model_on_meta(four, tmp_path, weights):
+    arguments = {"overrides": TP, "weights": weights, "body": DORA}
+    one = four.run("adapter_jobs.from_meta", folder=str(tmp_path / "one"), **arguments)
+    assert one == [True] * 4
+    two = four.run("adapter_jobs.script_from_meta", folder=str(tmp_path / "two"), **arguments)
+    assert two == [([], "")] * 4
+
+
+def test_magnitudes_follow_base_weights_until_a_file_gives_them(four, tmp_path):
+    arguments = {"folder": str(tmp_path), "overrides": TP, "body": DORA}
+    assert four.run("adapter_jobs.other_base", **arguments) == [(True, True)] * 4
+
+
+def test_a_checkpoint_with_dora_goes_on_under_another_plan(four, tmp_path):
+    meshes = {"overrides": TP, "others": WHOLE, "body": DORA}
+    assert four.run("adapter_jobs.resumed", folder=str(tmp_path / "run"), **meshes) == [45] * 4
+    four.run("adapter_jobs.without_base", folder=str(tmp_path / "other"), **meshes)
+
+
+# Files -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("overrides", [TP, WHOLE, STAGES])
