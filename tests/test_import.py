@@ -235,6 +235,24 @@ def test_settings(library, key, value, line, tmp_path):
             "lora(rank = 16, alpha = 32, rslora = true) #",
             "decide",
         ),
+        (
+            "axolotl",
+            {"base_model": "x", "adapter": "lora", "lora_r": 16, "peft_use_dora": True},
+            "lora(rank = 16, dora = true) #",
+            "decide",
+        ),
+        (
+            "llamafactory",
+            {"finetuning_type": "lora", "lora_rank": 8, "lora_target": "all", "use_dora": True},
+            "$blocks.**<Linear> : lora(rank = 8, alpha = 16, dora = true)",
+            "decide",
+        ),
+        (
+            "axolotl",
+            {"base_model": "x", "adapter": "qlora", "lora_r": 16, "peft_use_dora": True},
+            "no DoRA of 4-bit weights",
+            "left: peft_use_dora",
+        ),
         (  # peft has no dropout on the weights of experts
             "axolotl",
             {"base_model": "x", "adapter": "lora", "lora_r": 16, "lora_dropout": 0.1,

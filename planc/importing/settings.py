@@ -11,7 +11,7 @@ _SETTINGS = {
     "truth": "sequence_parallel compile bf16 fp16 offload from_rank0 lora_all "
     "double_quantized distributed_optimizer full_sharding chunked_loss loss_over_tp "
     "activation_offload frozen_embeddings frozen_vision frozen_projector frozen_language "
-    "rank_stabilized no_loss_over_tp no_compile reduce_as_param reduce_bf16 "
+    "rank_stabilized dora no_loss_over_tp no_compile reduce_as_param reduce_bf16 "
     "casts adapter_on checkpoint_off reduce_fp32 fp8 fp8_gather",
     "strategy": "sharding_strategy",
     "dtype": "param_dtype reduce_dtype output_dtype load_dtype",

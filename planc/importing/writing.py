@@ -350,7 +350,7 @@ class Writer:
 
     def _adapters(self) -> list[str]:
         given = self.given
-        words = ["adapter", *_LORA.values(), "lora_targets", "lora_all", "rank_stabilized",
+        words = ["adapter", *_LORA.values(), "lora_targets", "lora_all", "rank_stabilized", "dora",
                  "lora_parameters", "four_bits", "double_quantized"]  # fmt: skip
         for word in ("finetuning", "adapter_on"):
             if given.get(word) in ("lora", True):
@@ -369,12 +369,16 @@ class Writer:
         if given.get("alpha_of_rank"):  # the library's default is a multiple of the rank
             arguments["alpha"] = arguments["alpha"] or rank * given["alpha_of_rank"]
         arguments["rslora"] = "true" if given.get("rank_stabilized") else None
+        arguments["dora"] = "true" if kind == "lora" and given.get("dora") else None
         arguments["double"] = "true" if kind == "qlora" and given.get("double_quantized") else None
         shown = _shown(arguments)
         names = given.get("lora_targets") or ("*",)
         target = _named(names)
         if given.get("lora_all") or "*" in names:
             target = f"{BLOCKS}.**<Linear>"
+        if kind == "qlora":
+            words.remove("dora")
+            self._not("lost", "no DoRA of 4-bit weights: `lora(..., dora = true)`", "dora")
         if kind == "lora":
             words.remove("double_quantized")
             self._not("same", "without effect: no 4-bit weights", "double_quantized")
@@ -390,10 +394,10 @@ class Writer:
         for name in self.given.get("lora_parameters") or ():
             module, _, weight = name.rpartition(".")
             found.setdefault(module or "experts", []).append(weight)
-        lines = []
-        for module, weights in found.items():  # peft has no dropout there
+        lines, left = [], ("dropout", "dora", "double")  # peft has none there
+        for module, weights in found.items():
             named = f"[{', '.join(weights)}]"
-            shown = _shown({**arguments, "dropout": None, "double": None, "parameters": named})
+            shown = _shown({**arguments, **dict.fromkeys(left), "parameters": named})
             words = ("adapter", "lora_parameters", "rank_stabilized", *_LORA.values())
             used = [word for word in words if word in self.given]
             lines += self._line(f"    {_named((module,))} : lora({shown})", *used)
