@@ -1,5 +1,6 @@
 """What test_adapting runs on every rank: a plan with adapters beside peft in one process."""
 
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -77,7 +78,7 @@ def config_of(body):
 
 def written(family, body):
     """A plan of these adapters over the family's, as a file of this rank's own."""
-    path = Path(f"/tmp/planc-adapters-{distributed.get_rank()}.plan")
+    path = Path(f"/tmp/planc-adapters-{os.getpid()}.plan")
     path.write_text(PLAN.format(family=PLANS.get(family, family), body=body))
     return str(path)
 

@@ -19,6 +19,7 @@ from planc.lowering.step import EXCHANGE, GATHER, REDUCE, SCATTER, SEND, Step
 from planc.model.module_table import facts_of
 from planc.model.small.diffusers_model import DiffusersBuilder
 from planc.model.sources.diffusers import normal
+from planc.ops.lora import Adapt
 from planc.ops.optimizer import Optimize
 from planc.plan.parameter_owners import owned
 
@@ -136,7 +137,8 @@ def counted(kind, plan, settings, rows, changes=None, passes=1):
         step()
     # it loses count of modules that take others' places, and of those that run again or whose
     # gradients wait for others
-    if run.lowered.pipeline is None and passes == 1 and not chunked(run):
+    alone = chunked(run) or any(op.dora and op.dropout for op in run.lowered.every(Adapt))
+    if run.lowered.pipeline is None and passes == 1 and not alone:
         with debug:
             step()
     given = {"batch": rows * passes, "sequence": LENGTH, "micro_batches": passes}
@@ -155,7 +157,7 @@ def counted(kind, plan, settings, rows, changes=None, passes=1):
     for one in sends(step):
         ranks = _along(run, one.axes)
         told[one.kind, ranks, one.size] += one.times
-    calls = sizes.calls if chunked(run) else debug.get_total_counts()
+    calls = sizes.calls if alone else debug.get_total_counts()
     return dict(sizes.found), dict(told), (calls, sizes.calls)
 
 

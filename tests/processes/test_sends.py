@@ -49,6 +49,14 @@ CASES = {
     "adapters and sp": ("Llama", "lora.plan", ["tp=2", "recompute=false"]),
     "adapters, tp and checkpoints": ("Llama", "lora.plan", ["tp=2", "sequence=false"]),
     "adapters, sp and checkpoints": ("Llama", "lora.plan", ["tp=2"]),
+    "dora and tp": ("Llama", "dora.plan", ["tp=2", "sequence=false", "recompute=false"]),
+    "dora, sp and checkpoints": ("Llama", "dora.plan", ["tp=2"]),
+    "dora with dropout, and tp": (
+        "Llama",
+        "dropped.plan",
+        ["tp=2", "sequence=false", "recompute=false"],
+    ),
+    "dora with dropout, sp and checkpoints": ("Llama", "dropped.plan", ["tp=2"]),
     "adapters of experts and tp": (
         "Mixtral",
         "experts.plan",
@@ -113,6 +121,15 @@ PLANS = {
     "lora": """adapters {
     $blocks.self_attn.{q,k,v,o}_proj : lora(rank = 4, alpha = 8, init = random)
     $blocks.mlp.{gate,up,down}_proj  : lora(rank = 4, init = random)
+}""",
+    "dora": """adapters {
+    $blocks.self_attn.{q,o}_proj  : lora(rank = 4, dora = true, init = random)
+    $blocks.mlp.{gate,down}_proj  : lora(rank = 4, dora = true, init = random)
+    lm_head                       : lora(rank = 4, dora = true, init = random)
+}""",
+    "dropped": """adapters {
+    $blocks.self_attn.{q,o}_proj  : lora(rank = 4, dora = true, init = random, dropout = 0.1)
+    $blocks.mlp.down_proj         : lora(rank = 4, dora = true, init = random, dropout = 0.1)
 }""",
     "muon": """optimizer {
     root                             : adamw

@@ -161,8 +161,7 @@ def _load_checkpoint(
     renew_magnitudes(model, found)
     extras.load_states(rest, states, filled)
     for start, each in every.items():
-        loaded = {key: target[start + key] for key in flat[start]}
-        optimizers.load_flat_state(model, each, loaded)
+        optimizers.load_flat_state(model, each, {k: target[start + k] for k in flat[start]})
     optimizers.rates_of(rest.values())
     return None if (step := target.get(_STEP)) is None else int(step)
 
