@@ -490,7 +490,8 @@ Ruled = TypeVar(
 )
 """What one line decides for its `modules`."""
 
-_RULES = "tensor matmul checkpoint compile train attention loss experts optimizer".split()
+_ON_LAYERS = ("tensor", "matmul", "checkpoint", "compile", "train", "attention")
+_RULES = (*_ON_LAYERS, "loss", "experts", "optimizer")
 """The fields of a plan that are rules for modules."""
 
 
