@@ -22,6 +22,7 @@ from planc.runtime.executor import apply_lowered
 from planc.runtime.standalone import (
     collectives,
     context_blocks,
+    context_exchange,
     context_positions,
     context_ring,
     context_rows,
@@ -155,13 +156,16 @@ def error(mine, right):
     return float((mine - right).abs().max() / right.abs().max().clamp_min(1e-3))
 
 
-def compared(family, ranks, attention, balance, kind, *, counted=True):
+def compared(family, ranks, attention, balance, kind, *, counted=True, layers=(), **settings):
     """The largest errors of logits, loss and gradients.
 
     Args:
         counted: whether the model is given the number of labels; else it takes the mean over them.
+        layers: of some blocks, what their attention exchanges.
+        settings: of context parallelism.
     """
-    single, whole = small(family), batch(kind, 2 * ranks)
+    heads = {"num_key_value_heads": 4} if layers else {}
+    single, whole = small(family, **heads), batch(kind, 2 * ranks)
     models = [copy.deepcopy(single) for _ in range(ranks)]
     valid = (whole["labels"][:, 1:] != -100).sum()
     given = {"num_items_in_batch": valid} if counted else {}
@@ -170,8 +174,10 @@ def compared(family, ranks, attention, balance, kind, *, counted=True):
     errors = []
 
     def rank(number):
-        mesh, model = init_device_mesh("cpu", (ranks,)), models[number]
-        parallel.context_parallel(model, mesh, attention=attention, balance=balance)
+        mesh, model = init_device_mesh("cpu", (ranks,), mesh_dim_names=("cp",)), models[number]
+        parallel.context_parallel(model, mesh, attention=attention, balance=balance, **settings)
+        for block, exchange in layers:
+            parallel.attend_by([model.model.layers[block]], mesh, **exchange)
         part = model.context_parallel.batch(whole)
         index = model.context_parallel.batch({**whole, "input_ids": indices()})["input_ids"]
         output = model(**part, **given)
@@ -214,6 +220,89 @@ def test_heads_for_tokens(balance, kind):
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_keys_and_values_go_around(ranks, balance, kind):
     assert compared("llama", ranks, "ring", balance, kind) < 5e-6
+
+
+@pytest.mark.parametrize("kind", ["plain", "padding", "packed"])
+@pytest.mark.parametrize("balance", ["none", "head_tail", "per_document"])
+@pytest.mark.parametrize("attention", ["all_gather", "ring"])
+def test_heads_for_tokens_among_neighbours(attention, balance, kind):
+    """And keys and values of those from the others."""
+    assert compared("llama", 4, attention, balance, kind, ulysses=2) < 5e-6
+
+
+@pytest.mark.parametrize("attention", ["all_gather", "ring"])
+@pytest.mark.parametrize("family", list(FAMILIES)[1:])
+def test_families_whose_neighbours_exchange_heads(family, attention):
+    kinds = ("padding", "packed") if family != "gpt_oss" else ("padding",)
+    for kind in kinds:
+        assert compared(family, 4, attention, "head_tail", kind, ulysses=2) < 2e-5
+
+
+CHOICES = {
+    "a ring, and one that gathers": ("ring", [(1, {"attention": "all_gather"})]),
+    "gathered, and one with all heads": ("all_gather", [(0, {"attention": "ulysses"})]),
+    "heads, and a ring of half": ("ulysses", [(1, {"attention": "ring", "ulysses": 2})]),
+}
+
+
+@pytest.mark.parametrize("kind", ["plain", "padding", "packed"])
+@pytest.mark.parametrize("family", ["gemma3_text", "gpt_oss"])
+@pytest.mark.parametrize("choice", CHOICES)
+def test_layers_that_exchange_otherwise(choice, family, kind):
+    attention, layers = CHOICES[choice]
+    kind = "padding" if family == "gpt_oss" else kind
+    assert compared(family, 4, attention, "head_tail", kind, layers=layers) < 2e-5
+
+
+def others_of_the_first(monkeypatch):
+    plain = context_exchange.KeyExchange.__init__
+
+    def first(self, *args):
+        plain(self, *args)
+        self.rank = 0
+
+    monkeypatch.setattr(context_exchange.KeyExchange, "__init__", first)
+
+
+def keys_of_neighbours_alone(monkeypatch):
+    monkeypatch.setattr(
+        context_exchange.KeyExchange, "gathered", lambda _, part: torch.cat([part] * 2, 2)
+    )
+
+
+def groups_that_change_places(monkeypatch):
+    plain = context_exchange.KeyExchange.__init__
+
+    def turned(self, *args):
+        plain(self, *args)
+        self.groups = self.groups[::-1]
+
+    monkeypatch.setattr(context_exchange.KeyExchange, "__init__", turned)
+
+
+def sinks_of_the_first(monkeypatch):
+    monkeypatch.setattr(
+        context_exchange.KeyExchange, "heads_of", lambda self, v: v[: len(v) // self.heads]
+    )
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        others_of_the_first,
+        keys_of_neighbours_alone,
+        groups_that_change_places,
+        sinks_of_the_first,
+    ],
+)
+def test_faults_among_neighbours_show(fault, monkeypatch):
+    fault(monkeypatch)
+    assert compared("gpt_oss", 4, "all_gather", "head_tail", "padding", ulysses=2) > 1e-2
+
+
+def test_neighbours_that_do_not_divide_the_ranks():
+    with pytest.raises(AssertionError, match="4 ranks of the context axis are not divisible by 3"):
+        compared("llama", 4, "ring", "none", "plain", ulysses=3)
 
 
 @pytest.mark.parametrize("kind", ["plain", "padding", "packed"])
@@ -339,7 +428,7 @@ def test_dropped_weights_are_those_of_whole_rows_that_drop_the_same(recomputed, 
     monkeypatch.setattr(context_ring.TileDropout, "tile", noted)
 
     def rank(number):
-        mesh, model = init_device_mesh("cpu", (ranks,)), models[number]
+        mesh, model = init_device_mesh("cpu", (ranks,), mesh_dim_names=("cp",)), models[number]
         if recomputed:
             model.model.layers[0] = checkpoint_wrapper(model.model.layers[0])
         parallel.context_parallel(model, mesh, attention="ring", balance="none")

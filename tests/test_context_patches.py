@@ -31,7 +31,7 @@ def small(name, seed=0):
     return builder.build(seed), builder.sample()
 
 
-def split(name, model, mesh, attention="all_gather"):
+def split(name, model, mesh, attention="all_gather", ulysses=1):
     """Gives each rank of a mesh a part of the patches, as the lowered plan does."""
     known, real = patches_of_class(facts(name)), facts(name)
     names = {m for modules in known.attention(real) for m in modules.names()}
@@ -39,6 +39,7 @@ def split(name, model, mesh, attention="all_gather"):
         model,
         mesh,
         attention=attention,
+        ulysses=ulysses,
         balance="none",
         blocks=known.ends(real),
         seeing=[module for n, module in model.named_modules() if n in names],
@@ -50,7 +51,7 @@ def error(mine, right, least=1e-12):
     return float((mine - right).abs().max() / right.abs().max().clamp_min(least))
 
 
-def compared(name, ranks, attention, change=None):
+def compared(name, ranks, attention, change=None, ulysses=1):
     """The largest errors of the output, the loss and each gradient, by name."""
     single, given = small(name)
     if change is not None:
@@ -62,8 +63,8 @@ def compared(name, ranks, attention, change=None):
     errors = {}
 
     def rank(number):
-        mesh, model = init_device_mesh("cpu", (ranks,)), models[number]
-        split(name, model, mesh, attention)
+        mesh, model = init_device_mesh("cpu", (ranks,), mesh_dim_names=("cp",)), models[number]
+        split(name, model, mesh, attention, ulysses)
         output = model(**model.context_parallel.batch(given))
         output.loss.backward()
         every = {"output": error(output.logits, right.logits)}
@@ -89,6 +90,12 @@ WAYS = [(name, ranks, how) for name in diffused.TOTALS for ranks in (2, 4) for h
 @pytest.mark.parametrize(("name", "ranks", "attention"), sampled(WAYS, 5))
 def test_patches_of_all_ranks(name, ranks, attention):
     assert worst(name, ranks, attention) < 1e-5
+
+
+@pytest.mark.parametrize("attention", ["all_gather", "ring"])
+@pytest.mark.parametrize("name", diffused.TOTALS)
+def test_patches_of_which_neighbours_have_some_heads(name, attention):
+    assert worst(name, 4, attention, ulysses=2) < 1e-5
 
 
 def times_of_patches(given):

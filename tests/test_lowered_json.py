@@ -165,7 +165,7 @@ def test_all_that_is_wrong_is_said_with_its_place():
         "x.json, at stages[0].ops[20].reshard: null is not of type boolean or integer",
         'x.json, at stages[0].ops[21].op: "explode" is not "pipeline", "configure", "load", '
         '"adapt", "matmul", "parallelize", "tie", "dispatch_experts", '
-        '"context_parallel", "reset_states", '
+        '"context_parallel", "attend", "reset_states", '
         '"freeze", "quantize", "checkpoint", "limit_experts", "compile", "fully_shard", '
         '"megatron_shard", "scale_weights", '
         '"divide", "prefetch", "chunk_loss", "divide_images", "share_tower", "draw", '

@@ -9,6 +9,7 @@ from planc.diagnostic import Label, Sink
 from planc.model.config import is_diffusers
 from planc.model.facts import Facts
 from planc.model.patches import KNOWN
+from planc.ops.base import AxisRole
 from planc.ops.context import ContextParallel
 from planc.plan.ir import ContextRule, Plan
 
@@ -34,8 +35,7 @@ def context(plan: Plan, facts: Facts, sink: Sink) -> None:
             elif rule.op is not None:
                 if is_diffusers(facts.config):
                     _patches(rule.op, facts, sink)
-                if rule.op.attention == "ulysses":
-                    _heads(rule, plan, facts, sink)
+                _heads(rule, plan, facts, sink)
                 _rotary(rule, facts, sink)
                 _states(rule.op, facts, sink)
 
@@ -66,21 +66,35 @@ def _averaged(rule: ContextRule, plan: Plan, sink: Sink) -> None:
 
 
 def _heads(rule: ContextRule, plan: Plan, facts: Facts, sink: Sink) -> None:
-    """PL542: each rank gets some heads of all tokens, after tensor parallelism has split them."""
-    split = plan.mesh.wide(plan.axes_of_heads)
-    ranks = plan.mesh.size(*split)
+    """PL542: each rank gets some heads of more tokens, after tensor parallelism has split them."""
+    tensor = plan.mesh.wide(a.name for a in plan.mesh.of_role(AxisRole.TENSOR))
     kinds = {"num_key_value_heads": "key/value heads", "num_attention_heads": "attention heads"}
-    for field, kind in kinds.items():
-        heads = facts.config.get(field)
-        if isinstance(heads, int) and heads % ranks:
-            sink.error(
-                "PL542",
-                f"{heads} {kind} cannot be split over {' * '.join(split)} = {ranks}",
-                rule.origin,
-                facts=[f"{field} = {heads}  ({facts.source(field)})"],
-                help="`attention = all_gather` splits no heads",
-            )
+    size = plan.mesh.size(rule.axis)
+    for op in plan.exchanges:
+        if op.axis != rule.axis:
+            continue
+        if size % op.ulysses:
+            message = f"{rule.axis} = {size} is not divisible by `ulysses = {op.ulysses}`"
+            help = f"write a divisor of {size}"
+            sink.error("PL542", message, op.origin, help=help)
             return
+        ranks = op.neighbours(size)
+        every = plan.mesh.size(*tensor) * ranks
+        for field, kind in kinds.items():
+            heads = facts.config.get(field)
+            if isinstance(heads, int) and heads % every and ranks > 1:
+                some = rule.axis if ranks == size else f"{ranks} ranks of {rule.axis}"
+                where = " * ".join((*tensor, some)) + f" = {every}" * (
+                    ranks == size or bool(tensor)
+                )
+                sink.error(
+                    "PL542",
+                    f"{heads} {kind} cannot be split over {where}",
+                    op.origin,
+                    facts=[f"{field} = {heads}  ({facts.source(field)})"],
+                    help="`attention = all_gather` splits no heads",
+                )
+                return
 
 
 def _rotary(rule: ContextRule, facts: Facts, sink: Sink) -> None:

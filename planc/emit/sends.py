@@ -19,6 +19,9 @@ def lines(step: Step) -> Iterator[str]:
 
 def _row(one: Sent, step: Step) -> Sequence[str]:
     over = phrases.axes(one.axes, step.lowered)
+    if one.among is not None:
+        ranks, every = one.among
+        over = f"{ranks} of {over}" + f", {every} apart" * (every > 1)
     times, size = f"{one.times:,} x", "?" if one.size is None else phrases.size(one.size)
     total = "" if one.size is None else phrases.size(one.times * one.size)
     return one.word, one.where, f"{one.kind} over {over}", times, size, total
@@ -34,6 +37,7 @@ def document(step: Step) -> dict[str, Any]:
             "axes": [*one.axes],
             "times": one.times,
             "bytes": one.size,
+            **({"among": [*one.among]} if one.among else {}),
         }
         for one in sends(step)
     ]

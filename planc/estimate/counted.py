@@ -17,7 +17,8 @@ class MicroBatch(NamedTuple):
     Args:
         rows, tokens: of its input.
         dtype: of parameters and activations, such as `bfloat16`.
-        exchange: what attention exchanges between parts of a sequence, and how many there are.
+        exchange: what attention exchanges between parts of a sequence, how many there are, and
+            how many ranks exchange heads for tokens, where not all do.
         states: what is exchanged of states, `state` or `gather`, and in how many runs of tokens a
             rank has its part; empty where none go on.
         kernels: whether states are computed by the kernels of fla and mamba_ssm, or by the torch
@@ -27,7 +28,7 @@ class MicroBatch(NamedTuple):
     rows: int
     tokens: int
     dtype: str
-    exchange: tuple[str, int] = ("", 1)
+    exchange: tuple[str, int, int] = ("", 1, 1)
     states: tuple[str, int] = ("", 1)
     kernels: bool = True
 

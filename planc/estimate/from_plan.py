@@ -131,11 +131,13 @@ class PlanWork:
         return self.batch.global_batch // (self.plan.mesh.ranks_of(AxisRole.DATA) * self.parts)
 
     @property
-    def exchange(self) -> tuple[str, int]:
-        """What attention exchanges between parts of a sequence, and how many there are."""
+    def exchange(self) -> tuple[str, int, int]:
+        """As of `MicroBatch`."""
         ops = (r.op for r in self.plan.context if r.op and self.plan.mesh.size(r.axis) > 1)
         found = next(ops, None)
-        return (found.attention, self.plan.mesh.size(found.axis)) if found else ("", 1)
+        if found is None:
+            return "", 1, 1
+        return found.attention, self.plan.mesh.size(found.axis), found.ulysses
 
     @property
     def imbalance(self) -> float:
@@ -240,7 +242,7 @@ class PlanWork:
             self.tables = self._calls()
         passed = (one for one in by_pass(self.step) if one.during is not During.STEP)
         group = cache(self.group)
-        self.sent = tuple((one, group(*one.axes)) for one in passed)
+        self.sent = tuple((one, _of_some(group(*one.axes), one)) for one in passed)
         layers = [*self._layers(counted)]
         return tuple(
             tuple((replace(x, resident=r[i] / n[i]), n[i]) for x, n, r in layers if n[i])
@@ -524,6 +526,14 @@ class PlanWork:
         """The rule that checkpoints a layer."""
         found = (r for r in self.plan.checkpoint if r.modules.has(name))
         return next(found, None) if name else None
+
+
+def _of_some(group: Group, sent: Sent) -> Group:
+    """The group of a collective among some of the ranks of an axis."""
+    if sent.among is None:
+        return group
+    ranks, every = sent.among
+    return replace(group, size=ranks, stride=group.stride * every)
 
 
 def _of_root(unit: Unit) -> bool:

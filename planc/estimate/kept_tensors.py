@@ -111,7 +111,7 @@ def _run(
 
     named = _layers(facts, kept)
     recorder = _Recorder(model, named, train_as(facts, model, named))
-    kind, several = job.exchange
+    kind, several, _ = job.exchange
     length = job.tokens * (several if kind == "gather" else 1)  # whole rows, cut before blocks
     tokens = torch.zeros((job.rows, length), dtype=torch.long)
     kernels = fused(model, recorder.fused) if job.kernels else nullcontext()

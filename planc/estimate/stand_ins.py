@@ -31,10 +31,27 @@ from planc.ops.lora import HALVES, MAGNITUDE, factor_name
 from planc.plan.apply_adapters import is_factor
 from planc.runtime.standalone.context import RUNNING, ContextParallel, register
 from planc.runtime.standalone.context_blocks import ContextInBlocks
+from planc.runtime.standalone.context_exchange import KeyExchange
 from planc.runtime.standalone.context_ring import Ring, RingMask, RingPiece
 from planc.runtime.standalone.context_states import StateRanks
 from planc.runtime.standalone.documents import FUSED, replace_parts, running
 from planc.runtime.standalone.lora_experts import add_factors
+
+
+class KeysAlone(KeyExchange):
+    """A rank that has its own keys and values in the place of all others'."""
+
+    def __init__(self, attention: str, size: int, ulysses: int) -> None:
+        self.heads = size if attention == "ulysses" else ulysses
+        self.others, self.rank, self.among = size // self.heads, 0, 0
+        self.ring = RingAlone(self.others) if attention == "ring" else None
+
+    def gathered(self, part: Tensor) -> Tensor:
+        return torch.cat([part] * self.others, 2)
+
+    def swapped(self, value: Tensor, source: int, target: int, name: str) -> Tensor:
+        parts = value.unflatten(source, (self.heads, -1)).movedim(source, target)
+        return parts.contiguous().flatten(target, target + 1)
 
 
 class StandIn(ContextParallel):
@@ -42,29 +59,24 @@ class StandIn(ContextParallel):
     Args:
         attention: `all_gather`, `ring` or `ulysses`.
         size: how many parts a sequence has.
+        ulysses: how many ranks exchange heads for tokens.
     """
 
-    def __init__(self, model: nn.Module, attention: str, size: int) -> None:
-        self.size, self.attention = size, attention
-        self.exchanges = attention == "ulysses"
-        self.ring = RingAlone(size) if attention == "ring" else None
+    def __init__(self, model: nn.Module, attention: str, size: int, ulysses: int = 1) -> None:
+        self.size, self.keys, self.others = size, KeysAlone(attention, size, ulysses), {}
         self.rank, self.balance, self.tokens = 0, "none", None
         self.prepare(model)
 
     def mask(self, q_length: int, kv_length: int, arguments: dict[str, Any]) -> Any:
-        if self.ring is not None:
-            return Halves(self.mask, q_length, self.ring, evenly=False, read=True)
-        queries = q_length * (self.size if self.exchanges else 1)
+        queries = q_length * self.keys.heads
+        if self.keys.ring is not None:
+            return Halves(self.mask, queries, self.keys.ring, evenly=False, read=True)
         shape = (arguments["batch_size"], 1, queries, kv_length * self.size)
         eager = self.implementation(arguments["config"]) == "eager"
         return torch.ones(shape, dtype=arguments["dtype"] if eager else torch.bool)
 
     def gathered(self, part: Tensor) -> Tensor:
         return torch.cat([part] * self.size, 2)
-
-    def exchanged(self, value: Tensor, source: int, target: int) -> Tensor:
-        parts = value.unflatten(source, (self.size, -1)).movedim(source, target)
-        return parts.contiguous().flatten(target, target + 1)
 
 
 class RingAlone(Ring):
@@ -150,11 +162,11 @@ def exchanging(model: nn.Module, facts: Facts, job: MicroBatch) -> Iterator[None
     """Makes a model attend to the parts of other ranks, and go on with their states; nothing where
     a rank has all.
     """
-    kind, parts = job.exchange
+    kind, parts, ulysses = job.exchange
     if kind == "gather":
         RowsAlone(model, facts, parts)
     elif parts > 1:
-        RUNNING.context = StandIn(model, kind, parts)
+        RUNNING.context = StandIn(model, kind, parts, ulysses)
         register()
     ranks = None
     with ExitStack() as stack:

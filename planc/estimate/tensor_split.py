@@ -18,6 +18,7 @@ from planc.model.facts import Modules
 from planc.model.indices import Indices
 from planc.ops.activation_checkpoint import Checkpoint
 from planc.ops.base import AxisRole
+from planc.ops.context import Attend
 from planc.ops.contract import Contract, Side, contract
 from planc.ops.expert_parallel import ALL_REDUCE
 from planc.ops.layouts import Replicate, Shard
@@ -69,7 +70,7 @@ class Work(Protocol):
     tables: Mapping[str, CallTable]
 
     @property
-    def exchange(self) -> tuple[str, int]: ...
+    def exchange(self) -> tuple[str, int, int]: ...
 
     @property
     def width(self) -> int: ...
@@ -178,7 +179,7 @@ class PartSplit:
         return max((m.m * m.k + m.k * m.n + m.m * m.n for m in rounded), default=0)
 
     def attention(self) -> Iterable[Attention]:
-        _, parts = self.work.exchange  # a script's exchange is not counted
+        _, parts, _ = self.work.exchange  # a script's exchange is not counted
         for a in self.part.attended:
             yield Attention(
                 batch=a.batch,
@@ -330,7 +331,11 @@ class PartSplit:
         if sent.modules is None:  # blocks that attend exchange with other parts of the sequence
             attends = self.part.attended or any(p.count > 1 for p in self.part.products)
             blocks = attending(step)[1] if self.part.at and attends else 0
-            return sent.times // (step.passes * blocks) if blocks else 0
+            own = [
+                op for op in step.lowered.every(Attend) if below(op.modules, self.name) is not None
+            ]
+            blocks -= sum(len(op.modules) for op in step.lowered.every(Attend))
+            return sent.times // (step.passes * blocks) if blocks > 0 and not own else 0
         name = below(sent.modules, self.name)
         if name is None or (not self.name and self.work.stage_of(name) != stage):
             return 0

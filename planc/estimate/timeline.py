@@ -60,7 +60,7 @@ def bytes_sent(step: Step) -> dict[str, float]:
     for stage in lowered.stages:
         found: dict[str, float] = {}
         for one in sends(replace(step, lowered=replace(lowered, stages=(stage,)))):
-            ranks, name = lowered.axis_size(*one.axes), " x ".join(one.axes)
+            ranks, name = one.ranks(lowered), " x ".join(one.axes)
             share = 1 if one.kind == SEND else (ranks - 1) / ranks * (1 + (one.kind == REDUCE))
             found[name] = found.get(name, 0.0) + share * one.times * (one.size or 0)
         most = max(most, found, key=lambda sent: sum(sent.values()))

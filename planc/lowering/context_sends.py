@@ -8,7 +8,7 @@ from planc.lowering.step import EXCHANGE, GATHER, SCATTER, SEND, During, Sent, S
 from planc.model.patches import ALONE, outputs_of
 from planc.ops.activation_checkpoint import Checkpoint
 from planc.ops.base import AxisRole
-from planc.ops.context import ContextParallel
+from planc.ops.context import Attend, ContextParallel, KeysOp
 
 
 def context_sends(op: ContextParallel, step: Step) -> Iterator[Sent]:
@@ -18,22 +18,39 @@ def context_sends(op: ContextParallel, step: Step) -> Iterator[Sent]:
     if op.patches:
         yield from _of_patches(op, step)
         return
-    heads, keys, dim, split = _heads(step)
-    both = keys and dim and 2 * keys // split * dim
-    if "kv_lora_rank" in step.config:  # keys and values have widths of their own
-        widths = [step.number(f"{n}_head_dim") for n in ("qk_nope", "qk_rope", "v")]
-        both = heads // split * sum(n or 0 for n in widths) if heads else None
     repeats = Fraction(any(not o.save for o in step.lowered.every(Checkpoint)))
     one = Sent(word=op.WORD, where="positions", kind=GATHER, axes=(op.axis,), times=0, size=None)
     stages, blocks = attending(step)
     facts = step.tokens and 8 * step.tokens * step.lowered.sequence_parts
     yield replace(one, times=step.passes * stages, size=facts)
     one = replace(one, during=During.FORWARD, where="keys and values", times=step.passes * blocks)
-    found = [*_of_attention(op, step, one, both)]
+    layers = [*step.lowered.every(Attend)]
+    most = max(0, blocks - sum(len(layer.modules) for layer in layers))
+    found = [*_of_attention(op, step, replace(one, times=step.passes * most), _both(step))]
     if op.states:  # what a state is depends on the family
         one = replace(one, kind=GATHER, where="states", times=step.passes * blocks, size=None)
         found += [one, replace(one, kind=SCATTER, during=During.BACKWARD)]
     yield from again(iter(found), repeats)
+
+
+def layer_sends(op: Attend, step: Step) -> Iterator[Sent]:
+    """Yields what attention exchanges in some layers."""
+    repeats = Fraction(any(not o.save for o in step.lowered.every(Checkpoint)))
+    times = step.passes * len(op.modules)
+    one = Sent(
+        word=op.WORD, where="keys and values", kind=GATHER, axes=(op.axis,), times=times, size=None
+    )
+    one = replace(one, modules=op.modules, during=During.FORWARD)
+    yield from again(_of_attention(op, step, one, _both(step)), repeats)
+
+
+def _both(step: Step) -> int | None:
+    """The features of keys and values that a rank has of a token."""
+    heads, keys, dim, split = _heads(step)
+    if "kv_lora_rank" in step.config:  # keys and values have widths of their own
+        widths = [step.number(f"{n}_head_dim") for n in ("qk_nope", "qk_rope", "v")]
+        return heads // split * sum(n or 0 for n in widths) if heads else None
+    return keys and dim and 2 * keys // split * dim
 
 
 def _of_patches(op: ContextParallel, step: Step) -> Iterator[Sent]:
@@ -49,7 +66,7 @@ def _of_patches(op: ContextParallel, step: Step) -> Iterator[Sent]:
     found = [*_of_attention(op, step, one, both)]
     if joint and op.attention == "ring":
         found = [replace(f, size=None) for f in found]
-    if joint and op.attention == "ulysses":
+    if joint and op.neighbours(step.lowered.sequence_parts) > 1:
         text = replace(one, where="outputs of text", size=None)
         found += [text, replace(text, kind=SCATTER, during=During.BACKWARD)]
     yield from again(iter(found), repeats)
@@ -72,32 +89,37 @@ def _heads(step: Step) -> tuple[int | None, int | None, int | None, int]:
     return heads, keys, dim, step.lowered.axis_size(*tensor)
 
 
-def _of_attention(op: ContextParallel, step: Step, one: Sent, both: int | None) -> Iterator[Sent]:
+def _of_attention(op: KeysOp, step: Step, one: Sent, both: int | None) -> Iterator[Sent]:
     """What attention exchanges in the blocks; `both` are the features of keys and values that a
     rank has of a token.
     """
+    several = op.neighbours(step.lowered.sequence_parts)
+    others = step.lowered.sequence_parts // several
     if op.attention == "gather":
         both, one = step.hidden, replace(one, where="hidden states")
-    if op.attention in ("gather", "all_gather"):
-        size = step.size(step.lowered.sequence_parts, both)
-        yield replace(one, size=size)
-        yield replace(one, size=size, kind=SCATTER, during=During.BACKWARD)
-    elif op.attention == "ring":  # gradients are summed in float32
-        size, times = step.size(both), one.times * (step.lowered.sequence_parts - 1)
+    nested = several > 1 < others
+    if several > 1:
+        yield from _of_heads(step, replace(one, among=(several, 1) if nested else None))
+    one = replace(one, among=(others, several) if nested else None)
+    if op.attention == "ring":  # gradients are summed in float32
+        size, times = step.size(both), one.times * (others - 1)
         one = replace(one, kind=SEND, times=times, size=size)
         back = replace(one, during=During.BACKWARD)
         summed = size and size // step.width * 4
         yield from (one, back, replace(back, where="gradients", size=summed))
-    else:
-        heads, keys, dim, split = _heads(step)
-        for where, n, number in (
-            ("queries", 1, heads),
-            (one.where, 2, keys),
-            ("outputs", 1, heads),
-        ):
-            size = step.size(number and number // split, dim)
-            each = replace(one, kind=EXCHANGE, where=where, times=one.times * n, size=size)
-            yield from (each, replace(each, during=During.BACKWARD))
+    elif others > 1:
+        size = step.size(others, both)
+        yield replace(one, size=size)
+        yield replace(one, size=size, kind=SCATTER, during=During.BACKWARD)
+
+
+def _of_heads(step: Step, one: Sent) -> Iterator[Sent]:
+    """Heads for tokens, and back."""
+    heads, keys, dim, split = _heads(step)
+    for where, n, number in (("queries", 1, heads), (one.where, 2, keys), ("outputs", 1, heads)):
+        size = step.size(number and number // split, dim)
+        each = replace(one, kind=EXCHANGE, where=where, times=one.times * n, size=size)
+        yield from (each, replace(each, during=During.BACKWARD))
 
 
 def attending(step: Step) -> tuple[int, int]:

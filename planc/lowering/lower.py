@@ -32,7 +32,7 @@ from planc.ops.backend import Backend
 from planc.ops.base import AxisRole
 from planc.ops.compile import Compile
 from planc.ops.configure import Configure
-from planc.ops.context import ContextParallel
+from planc.ops.context import Attend, ContextParallel
 from planc.ops.documents import ResetStates, resets
 from planc.ops.expert_capacity import LimitExperts
 from planc.ops.expert_parallel import ALL_REDUCE, DispatchExperts
@@ -75,6 +75,7 @@ def on_activations(plan: Plan, facts: Facts) -> Lowered:
         *_joined(divided(plan)),
         *_joined(limited(plan)),
         *_contexts(plan),
+        *_joined(_exchanges(plan)),
         *_joined(_inside_out(plan.checkpoint)),
         *_losses(plan),
     ]
@@ -123,6 +124,7 @@ def _stage(plan: Plan, facts: Facts, adapters: list[Adapt]) -> Stage:
         *_joined(divided(plan)),
         *_joined(_parallelize(_ordered(inside), plan)),
         *_contexts(plan),
+        *_joined(_exchanges(plan)),
         *_resets(plan, facts),
         *_freeze(tensor, plan),
         *_joined(plan.train),
@@ -164,6 +166,11 @@ def _scales(plan: Plan) -> Iterator[ScaleWeights]:
     """Weights that FSDP gathers in fp8 have scales of all ranks."""
     if any(op.gather for op in plan.matmul):
         yield ScaleWeights()
+
+
+def _exchanges(plan: Plan) -> Iterator[Attend]:
+    """Layers whose attention exchanges otherwise over an axis of several ranks."""
+    yield from (op for op in plan.attention if plan.mesh.size(op.axis) > 1)
 
 
 def _contexts(plan: Plan) -> Iterator[ContextParallel]:
@@ -229,6 +236,7 @@ Wrap = TypeVar(
     DrawByRank,
     DispatchExperts,
     LimitExperts,
+    Attend,
     Optimize,
 )
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from fractions import Fraction
 from math import ceil, comb
 
-from planc.lowering.context_sends import context_sends
+from planc.lowering.context_sends import context_sends, layer_sends
 from planc.lowering.optimizer_sends import optimizer_sends
 from planc.lowering.pipeline_sends import pipeline_sends
 from planc.lowering.step import (
@@ -30,7 +30,7 @@ from planc.model.facts import DTYPE_BYTES, Module, Modules, Parameter
 from planc.model.layer_kinds import DEEPSTACK_FIELD
 from planc.ops.activation_checkpoint import Checkpoint
 from planc.ops.backend import Backend
-from planc.ops.context import ContextParallel
+from planc.ops.context import Attend, ContextParallel
 from planc.ops.contract import Flow, Grad, Side, contract
 from planc.ops.expert_capacity import LimitExperts
 from planc.ops.expert_parallel import ALL_REDUCE, DEEPEP, DispatchExperts
@@ -105,6 +105,8 @@ def _of(op: AnyOp, step: Step) -> Iterator[Sent]:
             yield from _fsdp(op, step)
         case ContextParallel():
             yield from context_sends(op, step)
+        case Attend():
+            yield from layer_sends(op, step)
         case DispatchExperts():
             yield from again(_exchanges(op, step), _repeats(op, step))
         case LimitExperts():

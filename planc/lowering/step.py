@@ -54,6 +54,7 @@ class Sent:
             batch, which is not given, or are not known.
         during: the pass that it is part of; a step where that is not known.
         modules: whose forward and backward passes send it, if some do.
+        among: how many ranks of its axis are in a group, and how far apart; None for all of them.
     """
 
     word: str
@@ -64,6 +65,11 @@ class Sent:
     size: int | None
     during: During = During.STEP
     modules: Modules | None = None
+    among: tuple[int, int] | None = None
+
+    def ranks(self, lowered: Lowered) -> int:
+        """How many ranks are in a group."""
+        return self.among[0] if self.among else lowered.axis_size(*self.axes)
 
 
 def again(found: Iterator[Sent], share: Fraction) -> Iterator[Sent]:

@@ -1,13 +1,14 @@
 """Ranks that each compute a part of every sequence."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Annotated, ClassVar
+from dataclasses import dataclass, field, replace
+from math import gcd
+from typing import Annotated, ClassVar, Self
 
 from planc.model.facts import Modules
 from planc.model.patches import AFTER_TEXT, ALONE, BEFORE_TEXT
 from planc.ops import call, phrases
-from planc.ops.base import OMIT, Axis, AxisSizes, Name, Op, choice, text
+from planc.ops.base import OMIT, Axis, AxisSizes, Name, Op, Size, choice, text
 
 _EXCHANGES = {
     "all_gather": "keys and values are all-gathered",
@@ -26,14 +27,49 @@ Balance = Annotated[str, choice(*_TOKENS)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ContextParallel(Op):
-    """Splits each sequence over an axis; attention sees the tokens of all its ranks.
+class KeysOp(Op):
+    """Says what attention exchanges over an axis.
 
     Args:
         axis: its ranks read the same rows.
-        attention: what attention exchanges: `all_gather` of keys and values, `ring`, where each
-            rank sends them to the next, `ulysses`, an all-to-all of heads for tokens, or `gather`
-            of all that modules with code of their own compute attention from.
+        attention: `all_gather` of keys and values, `ring`, where each rank sends them to the next,
+            `ulysses`, an all-to-all of heads for tokens, or `gather` of all that modules with code
+            of their own compute attention from.
+        ulysses: with `all_gather` and `ring`: of so many neighbours each first gets some heads of
+            the tokens of all, and keys and values come from the others.
+    """
+
+    axis: Axis
+    attention: Annotated[str, choice(*_EXCHANGES)] = "all_gather"
+    ulysses: Size = field(default=1, metadata=OMIT)
+
+    def neighbours(self, ranks: int) -> int:
+        """How many of an axis' ranks have some heads each of the same tokens."""
+        return ranks if self.attention == "ulysses" else gcd(self.ulysses, ranks)
+
+    def among(self, ranks: int, real: int) -> Self:
+        """The operation on an axis of a small mesh, where the real one has `real` ranks."""
+        least = 2 if ranks > 2 and 1 < self.ulysses < real else gcd(self.ulysses, ranks)
+        return replace(self, ulysses=least)
+
+    @property
+    def keys(self) -> tuple[tuple[str, call.Value], ...]:
+        """The arguments of the runtime's functions."""
+        several = self.ulysses if self.ulysses > 1 else None
+        return call.given(attention=self.attention, ulysses=several)
+
+    def said(self, mesh: AxisSizes | None) -> str:
+        """`keys and values go around cp = 8, heads are exchanged for tokens among 2 neighbours`."""
+        text = f"{_EXCHANGES[self.attention]} over {phrases.axes((self.axis,), mesh)}"
+        among = f", heads are exchanged for tokens among {self.ulysses} neighbours"
+        return text + among * (self.ulysses > 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContextParallel(KeysOp):
+    """Splits each sequence over an axis; attention sees the tokens of all its ranks.
+
+    Args:
         balance: which tokens a rank has: `none`, one run; `head_tail`, one of 2 x ranks runs from
             the beginning and its mirror image from the end; `per_document`, the same in each
             packed document.
@@ -52,8 +88,6 @@ class ContextParallel(Op):
             text is whole on each rank. Empty for a model of text.
     """
 
-    axis: Axis
-    attention: Annotated[str, choice(*_EXCHANGES)] = "all_gather"
     balance: Balance = "head_tail"
     exchange: Annotated[str, choice(*_STATES)] = field(default="state", metadata=OMIT)
     states: tuple[Name, ...] = field(default=(), metadata=OMIT)
@@ -81,7 +115,7 @@ class ContextParallel(Op):
         return 1 if self.balance == "none" else 2
 
     def calls(self, _context: call.Context) -> Iterator[call.Step]:
-        keywords = call.given(attention=self.attention, balance=self.balance)
+        keywords = self.keys + call.given(balance=self.balance)
         if self.states:
             keywords += call.given(exchange=self.exchange, states=self.states)
         mesh = call.Index(call.MESH, (self.axis,))
@@ -111,11 +145,37 @@ class ContextParallel(Op):
 
     def headline(self, mesh: AxisSizes | None = None) -> str:
         """`keys and values are all-gathered over cp = 2, each rank has a run of each half`."""
-        axis = phrases.axes((self.axis,), mesh)
         states = f", {_STATES[self.exchange]}" if self.states else ""
         tokens = f"each rank has {_TOKENS[self.balance]}"
         if self.patches:
             text = "" if self.patches == ALONE else ", and all text"
             tokens = f"each rank has a run of the patches{text}"
         tokens += " behind the images" if self.holder else ""
-        return f"{_EXCHANGES[self.attention]} over {axis}{states}, {tokens}"
+        return f"{self.said(mesh)}{states}, {tokens}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attend(KeysOp):
+    """Attention modules that exchange otherwise than others of the model.
+
+    Args:
+        modules: that call the attention interface, or have such modules inside.
+    """
+
+    modules: Modules
+
+    SCRIPT: ClassVar = call.ScriptFunction(
+        "choose_exchanges", "Attention of some layers exchanges otherwise than that of others."
+    )
+
+    def calls(self, _context: call.Context) -> Iterator[call.Step]:
+        mesh = call.Index(call.MESH, (self.axis,))
+        arguments = call.Members((self.modules,)), mesh
+        made = call.FunctionCall("standalone.context:attend_by", arguments, self.keys)
+        yield call.Once(call=made, note=self.place)
+
+    WORD: ClassVar = "attention"
+    ABOUT: ClassVar[tuple[str, ...]] = ("modules",)
+
+    def headline(self, mesh: AxisSizes | None = None) -> str:
+        return self.said(mesh)

@@ -7,7 +7,7 @@ from planc.ops.backend import Backend
 from planc.ops.base import Form, Op
 from planc.ops.compile import Compile
 from planc.ops.configure import Configure
-from planc.ops.context import ContextParallel
+from planc.ops.context import Attend, ContextParallel
 from planc.ops.documents import ResetStates
 from planc.ops.expert_capacity import LimitExperts
 from planc.ops.expert_parallel import DispatchExperts
@@ -34,6 +34,7 @@ AnyOp = Annotated[
     | Tie
     | DispatchExperts
     | ContextParallel
+    | Attend
     | ResetStates
     | Freeze
     | Quantize

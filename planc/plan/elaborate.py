@@ -81,6 +81,7 @@ def elaborate(
     require(program)
     _axes(program, mesh)
     rules, sequence, images = part("tensor", lambda: tensor(program))
+    parts, exchanges = part("context", lambda: context(program))
     plan = Plan(
         name=program.header.name,
         families=tuple(f.path for f in program.header.families),
@@ -94,7 +95,8 @@ def elaborate(
         compile=part("compile", lambda: compile_rules(program)),
         train=part("train", lambda: train(program)),
         fsdp=part("fsdp", lambda: fsdp(program)),
-        context=part("context", lambda: tuple(context(program))),
+        context=parts,
+        attention=exchanges,
         adapters=part("adapters", lambda: adapters(program)),
         matmul=part("matmul", lambda: matmul(program)),
         loss=part("loss", lambda: loss(program)),

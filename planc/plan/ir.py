@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from math import prod
+from math import lcm, prod
 from typing import Any, TypeVar
 
 from planc.model.facts import Facts, Modules, Parameter, Segment
@@ -19,7 +19,7 @@ from planc.ops.activation_checkpoint import Checkpoint
 from planc.ops.backend import Backend
 from planc.ops.base import AxisRole
 from planc.ops.compile import Compile
-from planc.ops.context import ContextParallel
+from planc.ops.context import Attend, ContextParallel
 from planc.ops.contract import Split, weight_split
 from planc.ops.expert_capacity import PROBS
 from planc.ops.expert_parallel import Dispatch
@@ -490,7 +490,8 @@ Ruled = TypeVar(
 )
 """What one line decides for its `modules`."""
 
-_RULES = ("tensor", "matmul", "checkpoint", "compile", "train", "loss", "experts", "optimizer")
+_ON_LAYERS = ("tensor", "matmul", "checkpoint", "compile", "train", "attention")
+_RULES = (*_ON_LAYERS, "loss", "experts", "optimizer")
 """The fields of a plan that are rules for modules."""
 
 
@@ -507,6 +508,7 @@ class Plan(Meaning):
         draws: lines of the model's code that draw random numbers in the recorded forward, beside
             nn.Dropout and what the configuration states.
         context: the axes whose ranks have parts of each sequence.
+        attention: modules in which these exchange otherwise than in others.
         budgets: the rules that `checkpoint` has been chosen for.
         train: what the train sections freeze or unfreeze, outer modules first.
         adapted: whether the model's facts already have the adapters and the dtypes of `load`.
@@ -529,6 +531,7 @@ class Plan(Meaning):
     train: tuple[Freeze, ...] = ()
     fsdp: Fsdp | None = None
     context: tuple[ContextRule, ...] = ()
+    attention: tuple[Attend, ...] = ()
     adapters: Adapters | None = None
     loss: tuple[LossRule, ...] = ()
     pipeline: PipelineRule | None = None
@@ -579,12 +582,17 @@ class Plan(Meaning):
         return replace(self, fsdp=fsdp, adapters=adapters, **rules)
 
     @property
-    def axes_of_heads(self) -> tuple[str, ...]:
-        """The axes that split the heads of attention: those of tensor parallelism, and one that
-        exchanges heads for tokens.
+    def exchanges(self) -> Iterator[ContextParallel | Attend]:
+        """What attention exchanges over the axes that split sequences."""
+        yield from (rule.op for rule in self.context if rule.op)
+        yield from self.attention
+
+    def split_of_heads(self, sizes: Mapping[str, int]) -> int:
+        """How many ranks have some heads each of attention: those of tensor parallelism, and those
+        that exchange heads for tokens, on a mesh with axes of these sizes.
         """
-        exchanged = (r.axis for r in self.context if r.op and r.op.attention == "ulysses")
-        return (*(a.name for a in self.mesh.of_role(AxisRole.TENSOR)), *exchanged)
+        tensor = prod(sizes[a.name] for a in self.mesh.of_role(AxisRole.TENSOR))
+        return tensor * lcm(*(op.neighbours(sizes[op.axis]) for op in self.exchanges))
 
     def dtype(self, parameter: Parameter) -> str:
         """The parameter's dtype after `load`."""

@@ -85,13 +85,20 @@ def stand_in(
         load=plan.load and replace(plan.load, fp32=tuple(state.all(plan.load.fp32, plan.load))),
         tensor=tuple(rule.sized(small) for rule in made.tensor),
         pipeline=_pipeline(plan, state),
-        context=tuple(rule.on(small) for rule in made.context),
+        context=tuple(_among(rule.on(small), plan.mesh, sizes) for rule in made.context),
+        attention=tuple(op.among(sizes[op.axis], plan.mesh.size(op.axis)) for op in made.attention),
     )
     acting = {node.origin for node, _ in made.acting}
     for node, modules in plan.acting:
         if node.origin not in acting:
             state.lacks(f"the small model has nothing that stands for `{modules}`", node.origin)
     return state.problems[0] if state.problems else made
+
+
+def _among(rule: ir.ContextRule, mesh: ir.Mesh, sizes: Mapping[str, int]) -> ir.ContextRule:
+    """The rule on an axis of a small mesh."""
+    op = rule.op and rule.op.among(sizes[rule.axis], mesh.size(rule.axis))
+    return replace(rule, op=op)
 
 
 def _inferred(node: Any) -> str:

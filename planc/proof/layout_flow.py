@@ -36,7 +36,7 @@ from planc.proof.layer_verdicts import NOT_SPLIT, LayerVerdict, layer_verdicts
 from planc.proof.random_draws import drawing_case, report_draws
 from planc.proof.remedy import blamed_first, remedy
 from planc.proof.small_case import SmallCase, small_case, without_optimizer_classes
-from planc.proof.small_mesh import for_timetable, passes_on, simulated_sizes, with_experts
+from planc.proof.small_mesh import for_timetable, pairs, passes_on, simulated_sizes, with_experts
 from planc.source import Span
 from planc.trial.outcome import Outcome
 from planc.trial.trial_part import emulates, left_out
@@ -260,7 +260,8 @@ def _judge_all(
     first: tuple[Outcome, SmallCase | Unrepresented] | None = None
     mesh = compiled.plan.mesh
     alone = [dict.fromkeys(mesh.names, 1)] if compiled.plan.loss else []
-    for found in [*simulated_sizes(mesh.axes, split, passes_on(compiled.plan))] or alone:
+    plan = compiled.plan
+    for found in [*simulated_sizes(mesh.axes, split, passes_on(plan), pairs(plan))] or alone:
         sizes = for_timetable(found, compiled.plan)
         small = small_case(compiled, with_experts(sizes, mesh))
         if isinstance(small, Unrepresented):

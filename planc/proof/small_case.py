@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import gcd, prod
+from math import gcd
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -135,7 +135,7 @@ def small_model(
 
 
 def _shrunk(facts: Facts, ranks: Mapping[str, int], plan: Plan | None) -> SmallModel | str:
-    real = plan.mesh.size(*plan.axes_of_heads) if plan else None
+    real = plan.split_of_heads({a.name: a.size for a in plan.mesh.axes}) if plan else None
     made = small_values(facts, ranks, real=real, variants=variants(plan, facts) if plan else {})
     return made if isinstance(made, str) else SmallModel(values=made.values, kept=made.kept)
 
@@ -179,8 +179,7 @@ def small_case(
     if op and op.timetable and sizes[op.axis] not in (1, compiled.plan.mesh.size(op.axis)):
         real = compiled.plan.mesh.size(op.axis)
         return Unrepresented(reason=f"its timetable is for {real} ranks of {op.axis}")
-    by_heads = compiled.plan.axes_of_heads
-    ranks[AxisRole.TENSOR] = max(RANKS, prod(sizes[axis] for axis in by_heads))
+    ranks[AxisRole.TENSOR] = max(RANKS, compiled.plan.split_of_heads(sizes))
     staged = with_stages(compiled.plan, sizes)
     model = small_model(compiled.facts, ranks, staged)
     if isinstance(model, str):

@@ -41,18 +41,27 @@ def passes_on(plan: Plan) -> Collection[str]:
     return (op.axis,) if plan.mesh.size(op.axis) == op.stages > RANKS else ()
 
 
+def pairs(plan: Plan) -> Collection[str]:
+    """The axes over which neighbours exchange heads for tokens, and others keys and values."""
+    return {op.axis for op in plan.exchanges if 1 < op.ulysses < plan.mesh.size(op.axis)}
+
+
 def simulated_sizes(
-    axes: Iterable[MeshAxis], split: Collection[str], passing: Collection[str] = ()
+    axes: Iterable[MeshAxis],
+    split: Collection[str],
+    passing: Collection[str] = (),
+    paired: Collection[str] = (),
 ) -> Iterator[dict[str, int]]:
     """The small meshes on which layout flow simulates a plan; none if every axis has one rank.
 
     First every axis of more than one rank with 2 ranks, or 3 if it has that many. Then, without
     data axes, each longer tensor axis (`split`) in turn with 4 ranks or 3, since 2 ranks cannot
     tell a swap from a reversal, or 1/n from 1/2; the others stay, if `MOST` ranks suffice, or have
-    one. An axis of `passing` (`passes_on`) that had 2 ranks has 3, alone.
+    one. An axis of `passing` (`passes_on`) that had 2 ranks has 3, alone; one of `paired` (`pairs`)
+    has 4 at first.
     """
     axes = tuple(axes)
-    first = {a.name: fewest(a.size) for a in axes}
+    first = {a.name: 2 * RANKS if a.name in paired else fewest(a.size) for a in axes}
     for axis in sorted(axes, key=lambda a: a.role is AxisRole.STAGE):
         # the outermost first: an axis that replicates
         if prod(first.values()) > MOST and axis.name not in split:

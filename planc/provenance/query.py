@@ -17,7 +17,7 @@ from planc.ops import phrases
 from planc.ops.activation_checkpoint import Checkpoint, Save
 from planc.ops.backend import Backend
 from planc.ops.compile import Compile
-from planc.ops.context import ContextParallel
+from planc.ops.context import Attend, ContextParallel
 from planc.ops.contract import Split, part_sizes, weight_split
 from planc.ops.expert_capacity import LimitExperts
 from planc.ops.expert_parallel import DispatchExperts
@@ -292,8 +292,12 @@ class _Question:
                 yield self._reason(op.headline(self.lowered), self.name, op)
 
     def _exchanged(self) -> Iterator[Reason]:
-        for op in self.lowered.every(ContextParallel):
-            if any(m.has(self.name) for m in op.seeing):
+        ops: list[tuple[ContextParallel | Attend, tuple[Modules, ...]]] = [
+            *((op, op.seeing) for op in self.lowered.every(ContextParallel)),
+            *((op, (op.modules,)) for op in self.lowered.every(Attend)),
+        ]
+        for op, modules in ops:
+            if any(m.has(self.name) for m in modules):
                 yield self._reason(op.headline(self.lowered), self.name, op)
 
     def _towers(self) -> Iterator[Reason]:

@@ -156,6 +156,11 @@ def counted(kind, plan, settings, rows, changes=None, passes=1):
     told = Counter()
     for one in sends(step):
         ranks = _along(run, one.axes)
+        if one.among is not None:
+            count, every = one.among
+            own = ranks.index(distributed.get_rank())
+            first = own % every if every > 1 else own // count * count
+            ranks = ranks[first : first + count * every : every]
         told[one.kind, ranks, one.size] += one.times
     calls = sizes.calls if alone else debug.get_total_counts()
     return dict(sizes.found), dict(told), (calls, sizes.calls)

@@ -109,6 +109,21 @@ def test_planc_splits_sequences(four, parts, way):
     assert max(r["gradient"] for r in results) < LIMIT
 
 
+@pytest.mark.parametrize("attention", ["ring", "all_gather"])
+@pytest.mark.parametrize("compiled", ["", "compile {\n    model.layers.* : block\n}\n"])
+def test_neighbours_exchange_heads_and_layers_choose(four, attention, compiled, tmp_path):
+    path = tmp_path / "neighbours.plan"
+    other = "all_gather" if attention == "ring" else "ring"
+    own = f"attention = {attention}(ulysses = 2)\n    model.layers.1.self_attn : {other}"
+    text = SPLIT.replace("attention = attention", own).replace("cp       = 2", "cp       = 4")
+    path.write_text(text.replace("fsdp on", f"{compiled}\nfsdp on"))
+    arguments = dict(model="llama", plan=str(path), overrides=[])
+    mine = four.run("context_jobs.split", **arguments)
+    script = four.run("context_jobs.split", script=True, **arguments)
+    assert max(r["gradient"] for r in mine) < LIMIT
+    assert [r["bits"] for r in mine] == [r["bits"] for r in script]
+
+
 COUNTS = """plan t for roberta, bart, llama4_text, deepseek_v32, gemma3_text, gpt_oss, deepseek_v3
 
 option attention = "all_gather"

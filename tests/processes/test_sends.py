@@ -17,6 +17,8 @@ CASES = {
     "ulysses": ("Llama", "cp.plan", ["attention=ulysses"]),
     "ring": ("Llama", "cp.plan", ["attention=ring"]),
     "ring of four and checkpoints": ("Llama", "cp.plan", ["attention=ring", "cp=4", "full=true"]),
+    "ulysses among two, and a ring": ("Llama", "ring of heads.plan", ["cp=4"]),
+    "ulysses among two, and checkpoints": ("Llama", "heads.plan", ["cp=4", "full=true"]),
     "experts and tp": (
         "Mixtral",
         "mixtral",
@@ -255,6 +257,9 @@ def run(four, tmp_path):
     plans = {n: f'plan {n} for llama\n\nextend "llama.plan"\n\n{p}\n' for n, p in PLANS.items()}
     cp = PARTS.replace("CLASS", "llama").replace("LIST", "model.layers")
     own = {"cp": cp, "input": INPUT, "experts": EXPERTS, "muon_of_experts": MUON_OF_EXPERTS}
+    for name, how in (("heads", "all_gather"), ("ring of heads", "ring")):
+        both = f"attention = {how}(ulysses = 2)\n    model.layers.1.self_attn : ring"
+        own[name] = cp.replace("attention = attention", both)
     own["chunks"] = DISPATCH.replace("HOW", "chunks = 2")
     own["limited"] = DISPATCH.replace("HOW", "capacity = 4")  # which drops nothing
     for name, text in {**plans, **own}.items():
@@ -262,7 +267,11 @@ def run(four, tmp_path):
 
     def counted(kind, plan, settings, changes=None, passes=1):
         own = plan.endswith(".plan")
-        precise = [] if plan in ("cp.plan", "input.plan") else ["param_dtype=fp32"]
+        precise = (
+            []
+            if plan in ("cp.plan", "input.plan", "heads.plan", "ring of heads.plan")
+            else ["param_dtype=fp32"]
+        )
         return four.run(
             "sending_jobs.counted",
             kind=kind,

@@ -43,6 +43,7 @@ _FILES = (
     "context_positions.py",
     "documents.py",
     "context_states.py",
+    "context_exchange.py",
     "context.py",
     "context_rows.py",
     "context_images.py",

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from planc.diagnostic import did_you_mean, one_of
 from planc.plan.call_arguments import word, wrong_value
 from planc.plan.program import Program
-from planc.plan.rule_conflicts import Settings, flatten
+from planc.plan.rule_conflicts import Placed, Settings, flatten
 from planc.plan.scope import Scope
 from planc.syntax import ast
 
@@ -25,11 +25,16 @@ def read_settings(
     example: str,
     *,
     read: Callable[[ast.Setting], object],
+    rule: Callable[[ast.Rule, Placed], None] | None = None,
 ) -> None:
-    """Adds the settings of a section, those that are `known`; reports PL011 and PL105."""
+    """Adds the settings of a section, those that are `known`; reports PL011 and PL105. `rule` takes
+    its rules, where it has some.
+    """
     for placed in flatten(section, program.scope):
         item = placed.item
-        if not isinstance(item, ast.Setting) or placed.nested:
+        if isinstance(item, ast.Rule) and rule is not None:
+            rule(item, placed)
+        elif not isinstance(item, ast.Setting) or placed.nested:
             program.sink.error(
                 "PL011",
                 f"this has no place in a `{section.name}` section",

@@ -19,7 +19,12 @@ from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from planc.runtime.standalone.collectives import GatherSequence, swapped
+from planc.runtime.standalone.collectives import GatherSequence
+from planc.runtime.standalone.context_exchange import (
+    KeyExchange,
+    SeveralMasks,
+    SomeHeads,
+)
 from planc.runtime.standalone.context_positions import (
     UPDATE,
     PartCache,
@@ -30,7 +35,6 @@ from planc.runtime.standalone.context_positions import (
 )
 from planc.runtime.standalone.context_ring import (
     ChosenMask,
-    Ring,
     RingMask,
     ring_attention,
 )
@@ -66,6 +70,8 @@ class ContextParallel:
         mesh: the ranks that share a sequence.
         attention: `all_gather` of keys and values, `ring`, where they go around the
             ranks, or `ulysses`, which exchanges heads for tokens.
+        ulysses: with `all_gather` and `ring`, of so many neighbours each first gets
+            some of the heads of the tokens of all.
         balance: which tokens a rank has: `none` for a run of them, `head_tail` for one
             of the beginning and one of the end, so that causal attention is as much
             work for each rank; `per_document` for the same in each packed document.
@@ -89,6 +95,7 @@ class ContextParallel:
         attention: str,
         balance: str,
         *,
+        ulysses: int = 1,
         exchange: str = "state",
         states: Sequence[str] = (),
     ) -> None:
@@ -96,10 +103,10 @@ class ContextParallel:
             raise ContextError(reason)
         self.group = mesh.get_group()
         self.size, self.rank = mesh.size(), mesh.get_local_rank()
-        self.attention, self.balance = attention, balance
+        self.balance = balance
         self.exchange, self.states, self.replaced = exchange, {*states}, False
-        self.exchanges = attention == "ulysses"
-        self.ring = Ring(self.group) if attention == "ring" else None
+        self.keys = KeyExchange(mesh, attention, ulysses)
+        self.others: dict[int, KeyExchange] = {}
         self.counting, self.tables = counting_of(model), self.tables_of(model)
         self.signature = inspect.signature(model.forward)
         self.counted = "position_ids" not in self.signature.parameters
@@ -240,9 +247,9 @@ class ContextParallel:
         found: Tensor = GatherSequence.apply(part, self.group)
         return found
 
-    def exchanged(self, value: Tensor, source: int, target: int) -> Tensor:
-        """A tensor with a part of dim `source`, and dim `target` of all ranks."""
-        return swapped(value, self.group, source, target)
+    def keys_of(self, module: nn.Module) -> KeyExchange:
+        """What the ranks exchange in an attention module."""
+        return self.others.get(id(module), self.keys)
 
     def _arguments(self, args: Any, kwargs: Any) -> dict[str, Any]:
         """The arguments of the model's forward by name."""
@@ -259,9 +266,7 @@ class ContextParallel:
 
     def mask(self, q_length: int, kv_length: int, arguments: dict[str, Any]) -> Any:
         """The mask that the model's own attention takes, over the keys of all ranks."""
-        from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-
-        tokens, config = self.tokens, arguments["config"]
+        tokens = self.tokens
         if tokens is None:
             raise ContextError("a mask is made outside of the model's forward")
         if q_length != tokens.own or kv_length != tokens.own:
@@ -278,18 +283,33 @@ class ContextParallel:
             "allow_is_causal_skip": False,
             "allow_is_bidirectional_skip": False,
         }
-        name, length = self.implementation(config), self.size * tokens.own
-        if self.ring is not None:
+        make = functools.partial(self.mask_of, tokens.own, arguments)
+        if self.others:
+            return SeveralMasks(make, tokens.own, self.size)
+        return make(self.keys)
+
+    def mask_of(self, own: int, arguments: dict[str, Any], keys: KeyExchange) -> Any:
+        """The mask of attention modules that exchange these keys.
+
+        Args:
+            own: the tokens of a rank.
+            arguments: of transformers' mask functions.
+            keys: what the ranks exchange.
+        """
+        from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+        name, several = self.implementation(arguments["config"]), own * keys.heads
+        if keys.ring is not None:
             made = functools.partial(ALL_MASK_ATTENTION_FUNCTIONS["sdpa"], **arguments)
             evenly, read = name == "eager", self.indexed
-            return RingMask(made, tokens.own, self.ring, evenly=evenly, read=read)
-        arguments |= {
-            "q_length": length if self.exchanges else tokens.own,
-            "kv_length": length,
-            "q_offset": 0 if self.exchanges else self.rank * tokens.own,
+            return RingMask(made, several, keys.ring, evenly=evenly, read=read)
+        given = arguments | {
+            "q_length": several,
+            "kv_length": own * self.size,
+            "q_offset": keys.rank * several,
             "kv_offset": 0,
         }
-        return ALL_MASK_ATTENTION_FUNCTIONS[name](**arguments)
+        return ALL_MASK_ATTENTION_FUNCTIONS[name](**given)
 
     def implementation(self, config: Any) -> str:
         """The attention that a configuration asked for."""
@@ -314,37 +334,52 @@ class ContextParallel:
         Returns:
             `[rows, tokens, heads, features]`, and the weights where the model has them.
         """
-        name, own = type(module).__name__, query.shape[2]
+        name, own, keys = type(module).__name__, query.shape[2], self.keys_of(module)
+        if isinstance(mask, SeveralMasks):
+            mask = mask.of(keys)
         if any(isinstance(t, DTensor) for t in (query, key, value)):
             raise ContextError(f"{name} gets DTensors: local tensors are needed")
         if kwargs.get("position_bias") is not None:
             raise ContextError(f"{name} has a bias for each pair of positions")
-        wanted = (own * self.size if self.exchanges else own, own * self.size)
+        wanted = (own * keys.heads, own * self.size)
         if key.shape[2] != own or mask is None or mask.shape[-2:] != wanted:
             text = "sees other keys than transformers' mask functions say"
             raise ContextError(f"{name} {text}")
-        chosen = kwargs.pop("indices", None)
-        if self.ring is not None:
-            every, both = mask, (query, key, value)
-            if chosen is not None:
-                every = ChosenMask(mask, chosen)
-            return ring_attention(module, both, every, self.ring, kwargs), None
-        attention = self._own_attention(module)
-        if chosen is not None:
-            mask = of_chosen(mask, chosen)
-        if not self.exchanges:
-            both = self.gathered(torch.cat([key, value], -1))
-            key, value = both.split([key.shape[-1], value.shape[-1]], -1)
-            output, seen = attention(module, query, key, value, mask, **kwargs)
-            return output, seen
-        for heads in (query.shape[1], key.shape[1]):
-            if heads % self.size:
-                text = f"{heads} heads of {name} are not divisible by {self.size} ranks"
-                raise ContextError(f"{text} of the context axis")
-        query, key, value = (self.exchanged(t, 1, 2) for t in (query, key, value))
-        output, _ = attention(module, query, key, value, mask, **kwargs)
-        output = self.exchanged(output.transpose(1, 2), 2, 1)
+        if keys.heads == 1:
+            return self._of_heads(module, module, (query, key, value), mask, kwargs)
+        both = tuple(keys.swapped(t, 1, 2, name) for t in (query, key, value))
+        caller: Any = module
+        if kwargs.get("s_aux") is not None:
+            kwargs["s_aux"] = keys.heads_of(kwargs["s_aux"])
+            caller = SomeHeads(module, kwargs["s_aux"])
+        output, _ = self._of_heads(module, caller, both, mask, kwargs)
+        output = keys.swapped(output.transpose(1, 2), 2, 1, name)
         return output.transpose(1, 2).contiguous(), None
+
+    def _of_heads(
+        self, module: nn.Module, caller: Any, both: Any, mask: Any, given: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attention of the heads that this rank has.
+
+        Args:
+            module: whose attention it is.
+            caller: the same to code that reads what belongs to heads.
+            both: queries, keys and values, `[rows, heads, tokens, features]`.
+            mask: of these queries and the keys of all ranks.
+            given: the other arguments of the interface.
+        """
+        keys = self.keys_of(module)
+        if (chosen := given.pop("indices", None)) is not None:
+            mask = (of_chosen if keys.ring is None else ChosenMask)(mask, chosen)
+        if keys.ring is not None:
+            return ring_attention(module, both, mask, keys.ring, given), None
+        query, key, value = both
+        if keys.others > 1:
+            every = keys.gathered(torch.cat([key, value], -1))
+            key, value = every.split([key.shape[-1], value.shape[-1]], -1)
+        attention = self._own_attention(module)
+        output, seen = attention(caller, query, key, value, mask, **given)
+        return output, seen
 
     def _own_attention(self, module: nn.Module) -> Callable[..., Any]:
         """The function that the model would have called."""
@@ -519,3 +554,18 @@ def context_parallel(model: nn.Module, mesh: DeviceMesh, **settings: Any) -> Non
     `model.context_parallel.batch(batch)` is a rank's part of a batch.
     """
     ContextParallel(model, mesh, **settings)
+
+
+def attend_by(
+    modules: Sequence[nn.Module], mesh: DeviceMesh, attention: str, ulysses: int = 1
+) -> None:
+    """Makes attention modules of a model with `ContextParallel` exchange otherwise.
+
+    Args:
+        modules: that call the attention interface, or have such modules inside.
+        mesh, attention, ulysses: as of `ContextParallel`.
+    """
+    keys = KeyExchange(mesh, attention, ulysses)
+    for module in modules:
+        context: ContextParallel = module.__dict__[CONTEXT]
+        context.others |= {id(inner): keys for inner in module.modules()}

@@ -186,13 +186,22 @@ class ContextOfPatches(ContextOfRows):
             rest: other arguments of `scaled_dot_product_attention`.
         """
         joint.require(module, all_, mask)
-        if self.ring is not None:
-            return self.around(module, joint, all_, mask, rest)
-        if self.exchanges:
+        if self.keys.heads > 1:
             return self.of_heads(module, joint, all_, mask, rest)
+        return self.among(module, joint, all_, mask, rest)
+
+    def among(
+        self, module: nn.Module, joint: Joint, all_: Any, mask: Any, rest: Any
+    ) -> Tensor:
+        """Attention to the patches of all, of the heads that this rank has."""
+        if self.keys.ring is not None:
+            return self.around(module, joint, all_, mask, rest)
         query, key, value = all_
+        if self.keys.others == 1:
+            given = {**rest, "attn_mask": mask}
+            return scaled_dot_product_attention(query, key, value, **given)
         text, both = joint.split(torch.cat([key, value], -1))
-        every = joint.join(text, self.gathered(both))
+        every = joint.join(text, self.keys.gathered(both))
         key, value = every.split([key.shape[-1], value.shape[-1]], -1)
         mask = joint.of_queries(mask)
         return scaled_dot_product_attention(query, key, value, attn_mask=mask, **rest)
@@ -200,39 +209,39 @@ class ContextOfPatches(ContextOfRows):
     def of_heads(
         self, module: nn.Module, joint: Joint, all_: Any, mask: Any, rest: Any
     ) -> Tensor:
-        """Attention of some heads of all tokens; text has all heads on every rank."""
-        for value in all_:
-            if value.shape[1] % self.size:
-                text = f"{value.shape[1]} heads of {type(module).__name__}"
-                text = f"{text} are not divisible by {self.size} ranks"
-                raise ContextError(f"{text} of the context axis")
+        """Attention of some heads of more tokens; text has all heads on every rank."""
+        keys, name = self.keys, type(module).__name__
 
         def some(value: Tensor) -> Tensor:
             text, patches = joint.split(value)
-            mine = text.unflatten(1, (self.size, -1))[:, self.rank]
-            return joint.join(mine, self.exchanged(patches, 1, 2))
+            own = keys.swapped(patches, 1, 2, name)
+            mine = text.unflatten(1, (keys.heads, -1))[:, keys.among]
+            return joint.join(mine, own)
 
-        query, key, value = map(some, all_)
-        made = scaled_dot_product_attention(query, key, value, attn_mask=mask, **rest)
-        text, patches = joint.split(made)
-        back = self.exchanged(patches, 2, 1)
+        wider = Joint(
+            joint.own * keys.heads, joint.text, self.first, keys.rank, keys.others
+        )
+        made = self.among(module, wider, tuple(map(some, all_)), mask, rest)
+        text, patches = wider.split(made)
+        back = keys.swapped(patches, 2, 1, name)
         if not text.shape[2]:
             return back
-        every = GatherSequence.apply(text.transpose(1, 2), self.group)
+        every = GatherSequence.apply(text.transpose(1, 2), keys.groups[1])
         return joint.join(every.transpose(1, 2), back)
 
     def around(
         self, module: nn.Module, joint: Joint, all_: Any, mask: Any, rest: Any
     ) -> Tensor:
         """Attention to patches that go around the ranks."""
-        assert self.ring is not None
+        ring = self.keys.ring
+        assert ring is not None
         # all attention modules of a pass that have this mask share what it says
         at = id(mask), joint.text, joint.own
         if at not in self.masks:
-            self.masks[at] = JointMask(joint, mask, self.ring)
+            self.masks[at] = JointMask(joint, mask, ring)
         rows = self.masks[at]
         given = {"scaling": rest.get("scale"), "dropout": rest.get("dropout_p", 0.0)}
-        return ring_attention(module, all_, rows, self.ring, given).transpose(1, 2)
+        return ring_attention(module, all_, rows, ring, given).transpose(1, 2)
 
 
 class Joint:

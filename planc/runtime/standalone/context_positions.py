@@ -111,7 +111,7 @@ class PartCache:
 
     def update_indexer(self, keys: Tensor, *_: Any) -> Tensor:
         """The keys of all ranks, `[rows, tokens, features]`."""
-        if self.context.exchanges:
+        if self.context.keys.heads > 1 or self.context.others:
             raise ContextError("an indexer chooses keys: use `attention = all_gather`")
         found: Tensor = self.context.gathered(keys.unsqueeze(1))
         return found.squeeze(1)

@@ -1,0 +1,114 @@
+"""What the ranks of a context axis exchange in an attention module.
+
+Of neighbours each gets some heads of the tokens of all of them (DeepSpeed Ulysses), and
+keys and values of these tokens are gathered from the other neighbours, or go around
+them; either can be all ranks of the axis (USP, arXiv:2405.07719).
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from planc.runtime.standalone.collectives import GatherSequence, swapped
+from planc.runtime.standalone.context_ring import OTHERS, Ring
+from planc.runtime.standalone.context_tokens import ContextError
+
+
+class KeyExchange:
+    """How queries of a rank meet the keys of all.
+
+    Args:
+        mesh: the ranks that share a sequence.
+        attention: as of `ContextParallel`.
+        ulysses: how many neighbours exchange heads for tokens, where not all do.
+    """
+
+    ring: Ring | None = None
+    """The ranks around which keys and values go."""
+
+    def __init__(self, mesh: DeviceMesh, attention: str, ulysses: int) -> None:
+        every = mesh.size()
+        self.heads = every if attention == "ulysses" else ulysses
+        """How many ranks have some heads each of the same tokens."""
+        if every % self.heads:
+            text = (
+                f"{every} ranks of the context axis are not divisible by {self.heads}"
+            )
+            raise ContextError(f"`ulysses`: {text}")
+        self.others = every // self.heads
+        """How many ranks have other tokens, and the same heads."""
+        self.rank, self.among = divmod(mesh.get_local_rank(), self.heads)
+        if 1 < self.heads < every:
+            both = mesh._unflatten(0, (self.others, self.heads), ("others", "heads"))
+            self.groups = [both.get_group(n) for n in ("others", "heads")]
+        else:
+            self.groups = [mesh.get_group()] * 2
+        if attention == "ring":
+            self.ring = Ring(self.groups[0])
+
+    def gathered(self, part: Tensor) -> Tensor:
+        """A tensor `[rows, heads, tokens, ...]` of the other ranks, rank by rank."""
+        found: Tensor = GatherSequence.apply(part, self.groups[0])
+        return found
+
+    def swapped(self, value: Tensor, source: int, target: int, name: str) -> Tensor:
+        """A part of dim `source`, heads or tokens, with dim `target` of all neighbours.
+
+        Args:
+            value: `[rows, heads, tokens, features]`.
+            source, target: dims.
+            name: of the attention module, for messages.
+        """
+        if value.shape[source] % self.heads:
+            text = f"{value.shape[1]} heads of {name} are not divisible by {self.heads}"
+            raise ContextError(f"{text} ranks of the context axis")
+        return swapped(value, self.groups[1], source, target)
+
+    def heads_of(self, every: Tensor) -> Tensor:
+        """The numbers of this rank's heads, of those of each head in dim 0."""
+        return every.unflatten(0, (self.heads, -1))[self.among]
+
+
+class SomeHeads:
+    """An attention module to code that reads its sinks, one of each head.
+
+    Args:
+        module: whose other attributes are as they are.
+        sinks: of this rank's heads.
+    """
+
+    def __init__(self, module: nn.Module, sinks: Tensor) -> None:
+        self.module, self.sinks = module, sinks
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.module, name)
+
+
+class SeveralMasks:
+    """The masks of attention modules that exchange keys in several ways, as they ask.
+
+    Args:
+        make: the mask for a `KeyExchange`.
+        own: the tokens of a rank.
+        ranks: how many share a sequence.
+    """
+
+    def __init__(
+        self, make: Callable[[KeyExchange], Any], own: int, ranks: int
+    ) -> None:
+        self.make, self.shape = make, (own, own * ranks)
+        self.found: dict[tuple[int, bool], Any] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise ContextError(f"the model's code reads its mask: {OTHERS} in all layers")
+
+    def of(self, keys: KeyExchange) -> Any:
+        """The mask of modules that exchange these keys."""
+        at = keys.heads, keys.ring is not None
+        if at not in self.found:
+            self.found[at] = self.make(keys)
+        return self.found[at]
