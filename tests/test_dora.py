@@ -80,12 +80,12 @@ def test_magnitudes_are_of_the_features_that_a_rank_has(plan):
 
 def test_magnitudes_of_a_fused_weight_are_cut_in_its_parts(plan):
     lowered = compiled_of("phi-3-mini", plan(PHI3, "phi3"), ["tp=2"]).lowered
-    own = magnitudes(lowered)["qkv_proj"].layouts
+    own = magnitudes(lowered)["gate_up_proj"].layouts
     ((_, layout),) = own
     bases = [
         op.style
         for op in lowered.every(Parallelize)
-        if op.modules.path[-2:] == ("qkv_proj", "base_layer")
+        if op.modules.path[-2:] == ("gate_up_proj", "base_layer")
     ]
     assert layout.parts == bases[0].parts != 1
 
