@@ -135,8 +135,8 @@ PLANS = {
 }""",
     "muon": """optimizer {
     root                             : adamw
-    $blocks.self_attn.{q,k,v,o}_proj : muon(per = head)
-    $blocks.mlp.*                    : muon
+    $blocks.self_attn.{q,k,v}_proj   : muon(per = head)
+    $blocks.{self_attn.o_proj,mlp.*} : muon
 }""",
 }
 EXPERTS = """plan experts for mixtral
