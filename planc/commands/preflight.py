@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import time
 from contextlib import redirect_stdout
 from functools import partial
 from typing import TYPE_CHECKING, TextIO
@@ -52,7 +53,7 @@ def run(options: argparse.Namespace) -> int:
         text = f"{one_of(missing, last='and')} not set: preflight is a rank of the job it checks"
         return output.refused("PL642", text, "start it as the script, under torchrun or srun")
     options.world_size = _size(options.world_size or (None,), os.environ["WORLD_SIZE"])
-    report = Report()
+    report, began = Report(), time.monotonic()
     show = partial(_show, report, options.format, _for_the_report())
 
     def missed(found: list[Diagnostic]) -> None:
@@ -63,6 +64,7 @@ def run(options: argparse.Namespace) -> int:
     try:
         ranks: Peers = joined(options.timeout, missed)
     except RuntimeError as error:
+        report.seconds = time.monotonic() - began
         return _without_first(first_line(error), report, show)
     try:
         compiled = partial(output.compiled, options)

@@ -187,7 +187,7 @@ def run(fault, format):
 
 def wait(child_id):
     """The exit code of a child; None of one that had to be killed, as launchers do."""
-    for _ in range(100):
+    for _ in range(400):  # ranks of a busy machine begin seconds apart
         ended, status = os.waitpid(child_id, os.WNOHANG)
         if ended:
             return os.waitstatus_to_exitcode(status)
