@@ -219,14 +219,16 @@ def test_compiled_towers(four, tmp_path, recompute, axes):
 @pytest.mark.parametrize("axes", [["tp=2"], ["cp=2"], ["tp=2", "cp=2"]], ids="-".join)
 @pytest.mark.parametrize("model", ["qwen3_vl", "gemma3-vision"])
 def test_divided_images_in_bf16(four, model, axes):
-    """As near to fp32 as where each rank runs the tower on all images."""
+    """As near to fp32 as where each rank runs the tower on all images: all gradients together,
+    since that of one weight is rounded by chance.
+    """
     errors = {}
     for images in ("whole", "rows"):
         overrides = ["param_dtype=bf16", "reduce_dtype=fp32", *axes, f"images={images}"]
         found = four.run("tower_jobs.judge", model=model, plan=PLANS[model], overrides=overrides)
-        errors[images] = [max(one[what] for one in found) for what in ("loss", "gradient")]
+        errors[images] = [max(one[what] for one in found) for what in ("loss", "gradients")]
     for one, other in zip(errors["rows"], errors["whole"], strict=True):
-        assert one < max(2 * other, 1e-3) and other < 0.1
+        assert one < max(1.5 * other, 1e-3) and other < 0.05
 
 
 # Context parallelism -----------------------------------------------------------------------------

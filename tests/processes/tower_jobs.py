@@ -251,11 +251,17 @@ def _judge(
     own = gradients_of(spread, gradients)
     least = 1e-3 * max(g.abs().max().item() for g in gradients.values())
     errors = {n: error(g, gradients[n], least) for n, g in own.items() if n in gradients}
+    pairs = [(whole(g).float(), gradients[n].float()) for n, g in own.items() if n in gradients]
+    far, long = (
+        sum(float(t.square().sum()) for t in some)
+        for some in ([mine - right for mine, right in pairs], [right for _, right in pairs])
+    )
     extra = [n for n, g in own.items() if n not in gradients and whole(g).abs().max() > 0]
     worst = max(errors, key=errors.get)
     return {
         "loss": max(error(one, loss) for one in found),
         "gradient": errors[worst],
+        "gradients": (far / long) ** 0.5,
         "worst": worst,
         "extra": extra,
         "count": len(errors),
