@@ -646,7 +646,7 @@ def own_keys(monkeypatch):
         def apply(part, group):
             return torch.cat([part] * group.size(), 2)
 
-    monkeypatch.setattr(parallel, "GatherSequence", Repeated)
+    monkeypatch.setattr(context_exchange, "GatherSequence", Repeated)
 
 
 def whole_count(monkeypatch):

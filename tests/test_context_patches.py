@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from planc.model.patches import patches_of_class
 from planc.model.small.shrink import shrink
-from planc.runtime.standalone import context_patches, context_ring
+from planc.runtime.standalone import context_exchange, context_patches, context_ring
 from planc.runtime.standalone.context_patches import Joint, context_of_patches
 from planc.runtime.standalone.context_tokens import ContextError
 from planc.trial.simulate import simulate
@@ -300,9 +300,9 @@ def outputs_not_scaled(monkeypatch):
 
 def own_keys(monkeypatch):
     def gathered(self, part):
-        return torch.cat([part] * self.size, 2)
+        return torch.cat([part] * self.others, 2)
 
-    monkeypatch.setattr(context_patches.ContextOfPatches, "gathered", gathered)
+    monkeypatch.setattr(context_exchange.KeyExchange, "gathered", gathered)
 
 
 def text_of_every_rank(monkeypatch):

@@ -61,7 +61,8 @@ def test_models_that_are_no_plain_list(tmp_path, capsys, family, schedule):
     """Blocks that share a module; states of routers; per-layer inputs, shared keys and values."""
     values = {**AutoConfig.for_model(family).to_dict(), **FIELDS.get(family, {})}
     (tmp_path / "config.json").write_text(json.dumps(values, default=str))
-    text = PLAN.format(family=family, pp=2, schedule=schedule, blocks="model.layers")
+    given = dict(family=family, pp=2, schedule=schedule, blocks="model.layers", more="")
+    text = PLAN.format(**given)
     (tmp_path / "t.plan").write_text(text)
     assert main(["verify", str(tmp_path), str(tmp_path / "t.plan"), "--world-size", "4"]) == 0
     assert "Verified on 4 processes" in capsys.readouterr().out
