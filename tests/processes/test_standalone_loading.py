@@ -125,7 +125,7 @@ def test_the_peak_of_a_rank_with_experts(four, plan, tmp_path, weights):
         changes={"hidden_size": 256, "moe_intermediate_size": 256, "num_experts": 8},
     )
     for result in results:
-        room = 2**21 if weights == "slices" else result["largest"]  # checksums of 1 MiB at a time
+        room = 2**21 + (weights == "rank0") * result["largest"]  # checksums of 1 MiB at a time
         assert result["shard"] <= result["peak"] <= result["shard"] + room + 2**16, result
         assert result["peak"] < result["whole"]
 
