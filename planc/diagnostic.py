@@ -239,6 +239,7 @@ _ELSEWHERE = {
     "replicate": "NoParallel",
     "tensor on tp { ... }": "tensor_parallel tp_plan parallelize_module",
     "unit(reshard = always)`; false is `unit(reshard = never)": "reshard_after_forward",
+    "context on cp { attention = ring(ulysses = 2) }": "ulysses ulysses_degree ring_degree",
     "fsdp on dp_shard { ... }": "fully_shard fsdp_config",
     "replicate on dp_replicate { ... }": "ddp DDP DistributedDataParallel",
     "fsdp on dp_shard, replicate on dp_replicate { ... }": "hsdp HSDP",

@@ -71,8 +71,6 @@ def _heads(rule: ContextRule, plan: Plan, facts: Facts, sink: Sink) -> None:
     kinds = {"num_key_value_heads": "key/value heads", "num_attention_heads": "attention heads"}
     size = plan.mesh.size(rule.axis)
     for op in plan.exchanges:
-        if op.axis != rule.axis:
-            continue
         if size % op.ulysses:
             message = f"{rule.axis} = {size} is not divisible by `ulysses = {op.ulysses}`"
             help = f"write a divisor of {size}"

@@ -258,11 +258,10 @@ def _judge_all(
     """The outcome over all small meshes, and its case; `parts` are axes that split sequences."""
     assert compiled.plan is not None
     first: tuple[Outcome, SmallCase | Unrepresented] | None = None
-    mesh = compiled.plan.mesh
-    alone = [dict.fromkeys(mesh.names, 1)] if compiled.plan.loss else []
-    plan = compiled.plan
+    plan, mesh = compiled.plan, compiled.plan.mesh
+    alone = [dict.fromkeys(mesh.names, 1)] if plan.loss else []
     for found in [*simulated_sizes(mesh.axes, split, passes_on(plan), pairs(plan))] or alone:
-        sizes = for_timetable(found, compiled.plan)
+        sizes = for_timetable(found, plan)
         small = small_case(compiled, with_experts(sizes, mesh))
         if isinstance(small, Unrepresented):
             return Outcome(verdict="unknown", reason=small.reason), small

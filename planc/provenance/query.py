@@ -285,20 +285,17 @@ class _Question:
             yield self._reason(what, self._part(len(op.modules.path)), op)
 
     def _on(
-        self, kind: type[ChunkLoss] | type[DrawByRank] | type[DispatchExperts] | type[LimitExperts]
+        self, kind: type[Attend | ChunkLoss | DrawByRank | DispatchExperts | LimitExperts]
     ) -> Iterator[Reason]:
         for op in self.lowered.ops:
             if isinstance(op, kind) and op.modules.has(self.name):
                 yield self._reason(op.headline(self.lowered), self.name, op)
 
     def _exchanged(self) -> Iterator[Reason]:
-        ops: list[tuple[ContextParallel | Attend, tuple[Modules, ...]]] = [
-            *((op, op.seeing) for op in self.lowered.every(ContextParallel)),
-            *((op, (op.modules,)) for op in self.lowered.every(Attend)),
-        ]
-        for op, modules in ops:
-            if any(m.has(self.name) for m in modules):
+        for op in self.lowered.every(ContextParallel):
+            if any(m.has(self.name) for m in op.seeing):
                 yield self._reason(op.headline(self.lowered), self.name, op)
+        yield from self._on(Attend)
 
     def _towers(self) -> Iterator[Reason]:
         towers: list[ShareTower | DivideImages] = [*self.lowered.every(ShareTower)]

@@ -102,8 +102,7 @@ def _layers(
     rules: tuple[ContextRule, ...], layers: Claims[Attend | None], program: Program
 ) -> tuple[Attend, ...]:
     """The layers that exchange otherwise than the rest, which calls the attention interface."""
-    found = tuple(op for op in layers.rules() if op is not None)
-    op = rules[0].op if rules else None
+    found, op = layers.rules(), rules[0].op
     for layer in found:
         if op is None or op.attention == _GATHER or op.patches:
             message = "layers choose what attention exchanges where planc exchanges keys and values"

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 
-from planc.diagnostic import did_you_mean, one_of
+from planc.diagnostic import did_you_mean, elsewhere, one_of
 from planc.plan.call_arguments import word, wrong_value
 from planc.plan.program import Program
 from planc.plan.rule_conflicts import Placed, Settings, flatten
@@ -42,7 +42,8 @@ def read_settings(
                 help=f"it holds settings: `{example}`",
             )
         elif item.name not in known:
-            hint = did_you_mean(item.name, known, f"there is {one_of(known, last='and')}")
+            there = f"there is {one_of(known, last='and')}"
+            hint = elsewhere(item.name) or did_you_mean(item.name, known, there)
             message = f"there is no setting `{item.name}`"
             program.sink.error("PL105", message, item.name_origin, help=hint)
         else:

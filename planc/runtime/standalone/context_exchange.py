@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from planc.runtime.standalone.collectives import GatherSequence, swapped
-from planc.runtime.standalone.context_ring import OTHERS, Ring
+from planc.runtime.standalone.context_ring import OTHERS, MaskUnread, Ring
 from planc.runtime.standalone.context_tokens import ContextError
 
 
@@ -86,7 +86,7 @@ class SomeHeads:
         return getattr(self.module, name)
 
 
-class SeveralMasks:
+class SeveralMasks(MaskUnread):
     """The masks of attention modules that exchange keys in several ways, as they ask.
 
     Args:
@@ -95,16 +95,13 @@ class SeveralMasks:
         ranks: how many share a sequence.
     """
 
+    way_out = f"{OTHERS} in all layers"
+
     def __init__(
         self, make: Callable[[KeyExchange], Any], own: int, ranks: int
     ) -> None:
         self.make, self.shape = make, (own, own * ranks)
         self.found: dict[tuple[int, bool], Any] = {}
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        raise ContextError(f"the model's code reads its mask: {OTHERS} in all layers")
 
     def of(self, keys: KeyExchange) -> Any:
         """The mask of modules that exchange these keys."""

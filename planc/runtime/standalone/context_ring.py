@@ -100,7 +100,18 @@ class Ring:
         return PassedOn(gradient, self.group)
 
 
-class RingMask:
+class MaskUnread:
+    """A mask that the model's code hands on, and must not read."""
+
+    way_out = OTHERS
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise ContextError(f"the model's code reads its mask: {self.way_out}")
+
+
+class RingMask(MaskUnread):
     """Which keys this rank's queries see; one tile of it exists at a time.
 
     Args:
@@ -134,11 +145,6 @@ class RingMask:
             for start, end in runs
             for at in range(start, end, long)
         ]
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        raise ContextError(f"the model's code reads its mask: {OTHERS}")
 
     def __getitem__(self, index: Any) -> Any:
         return self.whole[index] if self.read else self.values
