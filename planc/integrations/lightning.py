@@ -8,7 +8,6 @@ It stands where Lightning has its own strategy for models that DTensors and FSDP
 
 from __future__ import annotations
 
-import atexit
 import os
 import shutil
 from pathlib import Path
@@ -67,8 +66,6 @@ class PlancStrategyMixin(_Strategy):  # type: ignore[misc]
     def setup_environment(self) -> None:
         self.accelerator.setup_device(self.root_device)
         self._setup_distributed()
-        if distributed.get_backend() != "nccl":  # with which Lightning does so itself
-            atexit.register(_destroy_groups)
 
     def setup(self, trainer: Any) -> None:
         self.accelerator.setup(trainer)
@@ -143,12 +140,6 @@ class PlancStrategyMixin(_Strategy):  # type: ignore[misc]
         if len(self.optimizers) > 1:
             raise ValueError("a plan's checkpoint has the state of one optimizer")
         return self.optimizers[0] if self.optimizers else None
-
-
-def _destroy_groups() -> None:
-    """Ends gloo's threads before the interpreter does, which now and then is an abort."""
-    if distributed.is_initialized():
-        distributed.destroy_process_group()
 
 
 class _Kept:

@@ -17,6 +17,7 @@ from planc.ops.lowered import Lowered, Stage
 from planc.ops.uneven_groups import uneven_groups
 from planc.plan.mesh_axes import DATA, axes_of
 from planc.runtime.calls import Values
+from planc.runtime.end_of_process import wait_for_threads_at_exit
 from planc.runtime.launchers import require_known_to_torch
 from planc.runtime.standalone.collectives import all_gather
 
@@ -53,6 +54,7 @@ def no_group_after_an_error() -> Iterator[None]:
 
 def start(device_type: str) -> None:
     """Starts the default process group if there is none: torchrun's, or a group of one rank."""
+    wait_for_threads_at_exit()
     if distributed.is_initialized():
         return
     local = os.environ.get("LOCAL_RANK")
