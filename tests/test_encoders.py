@@ -22,15 +22,15 @@ ENCODERS = [
     ("modernbert", "ModernBertModel", ["attn.Wqkv:colwise(parts=3)", "attn.Wo:rowwise"], True),
 ]
 SLOW = [
-    ("bert", "BertModel", ["attention.self.{query,key,value}:colwise"], False),
+    ("bert", "BertModel", ["attention.self.{query,key,value}:colwise"], True),
     ("dinov2", "Dinov2Model", ["mlp.fc1:colwise"], False),
     ("wav2vec2", "Wav2Vec2Model", ["attention.{q,k,v}_proj:colwise"], False),
     ("clip_vision_model", "CLIPVisionModel", ["self_attn.{q,k,v}_proj:colwise"], False),
     ("siglip_vision_model", "SiglipVisionModel", ["self_attn.{q,k,v}_proj:colwise"], False),
-    ("siglip", "SiglipModel", ["self_attn.{q,k,v}_proj:colwise"], False),
-    ("clip", "CLIPModel", ["self_attn.{q,k,v}_proj:colwise"], False),
+    ("siglip", "SiglipModel", ["self_attn.{q,k,v}_proj:colwise"], True),
+    ("clip", "CLIPModel", ["self_attn.{q,k,v}_proj:colwise"], True),
     ("hubert", "HubertModel", ["attention.{q,k,v}_proj:colwise"], False),
-    ("whisper", "WhisperEncoder", ["self_attn.{q,k,v}_proj:colwise(->replicate)"], False),
+    ("whisper", "WhisperEncoder", ["self_attn.{q,k,v}_proj:colwise", "num_heads=split"], False),
     ("vit", "ViTForImageClassification", ["attention.{q,k,v}_proj:colwise"], False),
 ]
 

@@ -96,7 +96,8 @@ PLAIN = (*SPLIT, "sequence=false", "recompute=false")
 )
 def test_families_are_proved(uncached, model, plan, world):
     verdict, findings = simulated(model, plan, SPLIT, world=world)
-    assert (verdict.verdict, findings) == ("proved", [])
+    leaks = ["PL517"] if plan == "gpt_oss" else []  # of transformers: documents see each other
+    assert (verdict.verdict, [d.code for d in findings]) == ("proved", leaks)
     assert verdict.outcome.worst < 1e-5
 
 

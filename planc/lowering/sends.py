@@ -316,15 +316,17 @@ def _asks(op: Parallelize) -> bool:
 
 def _sizes(op: Parallelize, step: Step) -> tuple[int | None, int | None]:
     """Bytes of an input and of an output of a module."""
-    if contract(op.style).splits not in (Side.OUT, Side.IN):
+    split = contract(op.style).splits in (Side.OUT, Side.IN)
+    if not split and op.modules.module.kind not in ("linear", "conv1d"):
         return step.size(step.hidden), step.size(step.hidden)
     into, out = _features(op)
     return step.size(into), step.size(out)
 
 
 def _features(op: Parallelize) -> tuple[int | None, int | None]:
-    """The features of an input and of an output of a module whose weight is split."""
-    shape = next((s.shape for s in op.shapes if s.name == "weight"), (None, None))
+    """The features of an input and of an output of a module, by its weight."""
+    known = (*op.shapes, *op.modules.module.parameters)  # of an adapter's layer, the former alone
+    shape = next((s.shape for s in known if s.name == "weight"), (None, None))
     out, into = shape[::-1] if op.modules.module.kind in ("embedding", "conv1d") else shape
     return into, out
 

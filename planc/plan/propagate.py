@@ -418,10 +418,11 @@ class _Inference(FlowOperations):
                 inner = inner.typed(own, Held.VARYING)
             if isinstance(style, st.Input):
                 places = ((str(i), change) for i, change in enumerate(style.positional))
+                outside = inner  # a tensor can be given twice, as query and as key
                 for key, change in (*places, *style.named):
                     tensor = dict(call.arguments).get(key)
                     if change is not None and tensor is not None:
-                        self.meets(call, tensor, change.source, inner)
+                        self.meets(call, tensor, change.source, outside)
                         kind = self.kind_of(tensor, change.target, style.local)
                         inner = inner.typed((tensor,), kind)
         weights = (st.Colwise, st.Rowwise, st.Sequence, st.Experts, st.MlaKv, st.Custom)
