@@ -325,8 +325,9 @@ def _sizes(op: Parallelize, step: Step) -> tuple[int | None, int | None]:
 
 def _features(op: Parallelize) -> tuple[int | None, int | None]:
     """The features of an input and of an output of a module, by its weight."""
-    known = (*op.shapes, *op.modules.module.parameters)  # of an adapter's layer, the former alone
-    shape = next((s.shape for s in known if s.name == "weight"), (None, None))
+    known = {p.name: p.shape for p in op.modules.module.parameters}
+    known |= {s.name: s.shape for s in op.shapes}  # of an adapter's layer, these alone
+    shape = known.get("weight", (None, None))
     out, into = shape[::-1] if op.modules.module.kind in ("embedding", "conv1d") else shape
     return into, out
 

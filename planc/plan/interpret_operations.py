@@ -44,7 +44,8 @@ class FlowOperations:
     Attributes:
         splits, stated: styles by the first name of a module.
         ruled: the modules with styles; `above`, those that contain one.
-        makers: what gives each tensor.
+        makers: what gives each tensor; `reached`, the modules with rules that tensors come from, as
+            far as they were asked for.
     """
 
     def __init__(self, flow: DataFlow, splits: Styles, stated: Styles) -> None:
@@ -56,6 +57,7 @@ class FlowOperations:
         for name in self.ruled:
             self.above.update(accumulate(name.split(".")[:-1], "{}.{}".format))
         self.makers: Makers = {}
+        self.reached: dict[tuple[int, ...], tuple[str, ...]] = {}
         for call in flow.calls:
             for event in call.body:
                 if isinstance(event, Operation):
@@ -171,6 +173,11 @@ class FlowOperations:
 
     def givers_of(self, *tensors: int) -> tuple[str, ...]:
         """The modules with rules whose outputs reach tensors by operations and plain modules."""
+        if tensors not in self.reached:
+            self.reached[tensors] = tuple(self._reaching(tensors))
+        return self.reached[tensors]
+
+    def _reaching(self, tensors: Iterable[int]) -> Iterator[str]:
         found, seen, waiting = dict[str, None](), set[int](), [*tensors]
         while waiting:
             tensor = waiting.pop()
@@ -182,7 +189,7 @@ class FlowOperations:
                     found[event.name] = None
                 else:
                     waiting += event.inputs if isinstance(event, Operation) else event.taken
-        return tuple(found)
+        yield from found
 
     def follow(self, one: Operation, given: Inputs, dims: dict[int, int | None]) -> None:
         """Where the split dim of a varying input is in the outputs."""
