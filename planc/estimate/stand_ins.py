@@ -111,7 +111,7 @@ class RowsAlone(ContextInBlocks):
         seen = {_of_any(name) for modules in attention(facts) for name in modules.names()}
         heads = [model.get_submodule(n) for modules in roles(facts).head for n in modules.names()]
         seeing = [module for name, module in model.named_modules() if _of_any(name) in seen]
-        self.attach(blocks[0], blocks[-1], heads, seeing)
+        self.attach(blocks, heads, seeing)
 
     def whole(self, part: Tensor) -> Tensor:
         return torch.cat([part] * self.size, 1)

@@ -185,6 +185,15 @@ def test_keys_and_values_go_around(tmp_path):
     assert attended["ring"] == pytest.approx(attended["all_gather"] / 2, rel=0.01)
 
 
+@pytest.mark.slow
+def test_experts_that_are_chosen_by_ids_get_those_of_own_tokens():
+    """Ids are of whole rows, where hidden states are gathered for attention alone."""
+    whole, parts = (found("deepseek-v4-flash", "deepseek_v4", 4, 8, 512, f"cp={n}") for n in (1, 2))
+    assert whole.counted and parts.counted
+    kept = [sum(layer.kept for layer, _ in made.work.stages[0]) for made in (whole, parts)]
+    assert kept[0] < kept[1] < 2 * kept[0]  # as many tokens of a rank, attention to twice as many
+
+
 def test_what_a_pipeline_sends_is_reduced_once():
     made = found("llama-3.1-8b", "llama", 8, 64, 1024, "pp=2")
     two = estimate(replace(made.work, runs=2), hardware("h100-8x"), stack("torch"))

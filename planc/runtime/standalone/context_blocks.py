@@ -35,24 +35,28 @@ class ContextInBlocks(ContextOfRows):
         **settings: Any,
     ) -> None:
         super().__init__(model, mesh, **settings)
-        first, last = map(model.get_submodule, blocks)
-        self.attach(first, last, heads, seeing)
-        for path in {name.rpartition(".")[0] for name in blocks}:
-            for block in model.get_submodule(path).children():
-                for part in block.children():
-                    if not {*part.modules()} & {*seeing}:
-                        part.register_forward_pre_hook(self._of_own, with_kwargs=True)
+        lists = dict.fromkeys(name.rpartition(".")[0] for name in blocks)
+        every = [b for path in lists for b in model.get_submodule(path).children()]
+        first, last = (every.index(model.get_submodule(name)) for name in blocks)
+        self.attach(every[first : last + 1], heads, seeing)
 
     def attach(
         self,
-        first: nn.Module,
-        last: nn.Module,
+        blocks: Sequence[nn.Module],
         heads: Sequence[nn.Module],
         seeing: Sequence[nn.Module],
     ) -> None:
-        """Makes modules leave, and get, the tokens of other ranks."""
-        first.register_forward_pre_hook(self._cut, with_kwargs=True)
-        last.register_forward_hook(self._after_blocks)
+        """Makes modules leave, and get, the tokens of other ranks.
+
+        Args:
+            blocks: all, in order.
+            heads, seeing: as of the class.
+        """
+        blocks[0].register_forward_pre_hook(self._cut, with_kwargs=True)
+        blocks[-1].register_forward_hook(self._after_blocks)
+        for part in (part for block in blocks for part in block.children()):
+            if not {*part.modules()} & {*seeing}:
+                part.register_forward_pre_hook(self._of_own, with_kwargs=True)
         for head in heads:  # code before it may count on whole rows
             head.register_forward_pre_hook(self._cut, with_kwargs=True)
         for module in seeing:
