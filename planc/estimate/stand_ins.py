@@ -30,7 +30,7 @@ from planc.ops.documents import resets
 from planc.ops.lora import HALVES, MAGNITUDE, factor_name
 from planc.plan.apply_adapters import is_factor
 from planc.runtime.standalone.context import RUNNING, ContextParallel, register
-from planc.runtime.standalone.context_blocks import ContextInBlocks
+from planc.runtime.standalone.context_blocks import ContextInBlocks, lists_with
 from planc.runtime.standalone.context_exchange import KeyExchange
 from planc.runtime.standalone.context_ring import Ring, RingMask, RingPiece
 from planc.runtime.standalone.context_states import StateRanks
@@ -106,8 +106,7 @@ class RowsAlone(ContextInBlocks):
     def __init__(self, model: nn.Module, facts: Facts, size: int) -> None:
         self.size = size
         names = (name for modules in roles(facts).blocks for name in modules.names())
-        lists = dict.fromkeys(name.rpartition(".")[0] for name in names)
-        blocks = [block for path in lists for block in model.get_submodule(path).children()]
+        blocks = lists_with(model, names)
         seen = {_of_any(name) for modules in attention(facts) for name in modules.names()}
         heads = [model.get_submodule(n) for modules in roles(facts).head for n in modules.names()]
         seeing = [module for name, module in model.named_modules() if _of_any(name) in seen]

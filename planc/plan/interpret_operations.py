@@ -174,11 +174,11 @@ class FlowOperations:
     def givers_of(self, *tensors: int) -> tuple[str, ...]:
         """The modules with rules whose outputs reach tensors by operations and plain modules."""
         if tensors not in self.reached:
-            self.reached[tensors] = tuple(self._reaching(tensors))
+            self.reached[tensors] = tuple(dict.fromkeys(self._reaching(tensors)))
         return self.reached[tensors]
 
     def _reaching(self, tensors: Iterable[int]) -> Iterator[str]:
-        found, seen, waiting = dict[str, None](), set[int](), [*tensors]
+        seen, waiting = set[int](), [*tensors]
         while waiting:
             tensor = waiting.pop()
             if tensor in seen:
@@ -186,10 +186,9 @@ class FlowOperations:
             seen.add(tensor)
             for event in self.makers.get(tensor, ()):
                 if isinstance(event, FlowCall) and event.name in self.ruled:
-                    found[event.name] = None
+                    yield event.name
                 else:
                     waiting += event.inputs if isinstance(event, Operation) else event.taken
-        yield from found
 
     def follow(self, one: Operation, given: Inputs, dims: dict[int, int | None]) -> None:
         """Where the split dim of a varying input is in the outputs."""

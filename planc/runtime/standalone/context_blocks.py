@@ -5,7 +5,7 @@ states of its blocks are of each rank's tokens. A module that needs the tokens o
 such as attention, gets them gathered, and keeps this rank's of what it computes.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -35,8 +35,7 @@ class ContextInBlocks(ContextOfRows):
         **settings: Any,
     ) -> None:
         super().__init__(model, mesh, **settings)
-        lists = dict.fromkeys(name.rpartition(".")[0] for name in blocks)
-        every = [b for path in lists for b in model.get_submodule(path).children()]
+        every = lists_with(model, blocks)
         first, last = (every.index(model.get_submodule(name)) for name in blocks)
         self.attach(every[first : last + 1], heads, seeing)
 
@@ -115,6 +114,12 @@ class ContextInBlocks(ContextOfRows):
             made = (self.own(v) if is_hidden(v) else v for v in output)
             return type(output)(made)
         return self.own(output)
+
+
+def lists_with(model: nn.Module, blocks: Iterable[str]) -> list[nn.Module]:
+    """All entries of the lists that some blocks are in, in order."""
+    paths = dict.fromkeys(name.rpartition(".")[0] for name in blocks)
+    return [block for path in paths for block in model.get_submodule(path).children()]
 
 
 def of_each(change: Callable[[Any], Any], args: Any, kwargs: Any) -> tuple[Any, Any]:
