@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 from functools import cache
+from math import inf
+from types import SimpleNamespace
 
 import pytest
 from helpers import slow
@@ -15,6 +17,7 @@ from planc.model.load import load
 from planc.source import Source
 from planc.syntax.formatter.files import formatted_files
 from planc.syntax.parse import parse
+from planc.tuning import search as searching
 from planc.tuning import suggest as suggesting
 from planc.tuning.candidates import Candidates
 from planc.tuning.suggest import Asked, suggest
@@ -288,4 +291,39 @@ def test_a_plan_without_other_axes_is_searched_as_it_is():
     assert space.experts is None
     assert all(dict(sizes)["pp"] == 1 for sizes in space.meshes())
     [first, *_] = space.meshes()
-    assert {dict(sizes)["pp"] for sizes in space.neighbors(first)} == {1, 2, 4, 8}
+    between = tuple((name, 4 if name == "pp" else size) for name, size in first)
+    for sizes, more, fewer in ((first, [2, 4, 8], []), (between, [8], [2, 1])):
+        beside = [[dict(other)["pp"] for other in some] for some in space.neighbors(sizes)]
+        assert more in beside and fewer in beside
+
+
+@pytest.mark.parametrize(
+    ("start", "seconds", "tried"),
+    [
+        (10, {2: 11, 4: 10, 8: 1}, [2, 4]),  # two that are no faster
+        (10, {2: 11, 4: 9, 8: 11}, [2, 4, 8]),
+        (10, {2: 13, 4: 1, 8: 1}, [2]),  # one that is much slower
+        (14, {2: 13, 4: 12, 8: 11}, [2, 4, 8]),
+        (10, {4: 11, 8: 1}, [2, 4]),  # 2 does not fit
+        (10, {2: 9, 4: 8, 8: 7}, [2, 4, 8]),
+        (inf, {8: 1}, [2, 4, 8]),  # nothing fits yet
+    ],
+)
+def test_an_axis_ends_behind_two_sizes_that_are_no_faster(start, seconds, tried, monkeypatch):
+    space, candidates = everything("llama-3.1-8b", 8, 16, 8192)
+    [first, *_] = space.meshes()
+    asked = []
+
+    def found(candidates, choices):
+        [size] = {dict(choice.sizes)["pp"] for choice in choices}
+        asked.append(size)
+        candidates.tally.tried += 1
+        return {size: SimpleNamespace(seconds=seconds[size])} if size in seconds else {}
+
+    monkeypatch.setattr(searching, "_tried", found)
+    monkeypatch.setattr(Candidates, "legal", lambda *_: True)
+    beside, near = next(space.neighbors(first)), 1.2 * start
+    near_ones = {size for size in tried if seconds.get(size, inf) < near}
+    assert {*searching._along(candidates, beside, set(), start, near)} == near_ones
+    assert asked == tried
+    assert candidates.extended == {*beside}

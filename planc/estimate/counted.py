@@ -6,7 +6,8 @@ what the plan's tensor-parallel rules split.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
@@ -134,3 +135,54 @@ class Counted:
             return Part(**{**fields, **lists, "like": tuple(fields["like"])})
 
         return Counted(parts=tuple(part(p) for p in data["parts"]), logits=data["logits"])
+
+
+Count = Callable[[MicroBatch], Counted | None]
+"""What counts a micro-batch; None where it cannot."""
+
+
+def by_rows(count: Count) -> Count:
+    """Counts with `count`, of batches that differ by their rows alone two with several rows: with
+    the rows grows each number by the same, and the others are on the line. One row is apart: it
+    needs no copies where several rows do.
+    """
+    known: dict[MicroBatch, Counted | None] = {}
+    several: dict[MicroBatch, list[tuple[int, Any]]] = {}
+
+    def counted(job: MicroBatch) -> Counted | None:
+        if job in known:
+            return known[job]
+        alike = several.setdefault(job._replace(rows=0), [])
+        found = None
+        if job.rows > 1 and len(alike) > 1:
+            (one, first), (two, second) = alike[:2]
+            with suppress(ValueError):
+                data = _on_a_line(first, second, job.rows - one, two - one)
+                found = Counted.of(data)
+        if found is None and (found := count(job)) and job.rows > 1:
+            alike.append((job.rows, found.document()))
+        known[job] = found
+        return found
+
+    return counted
+
+
+def _on_a_line(first: Any, second: Any, at: int, distance: int) -> Any:
+    """Numbers in plain data, `at` beyond the first ones, where the second are `distance` beyond.
+
+    Raises:
+        ValueError: the data have other parts, or a number would be no integer.
+    """
+    if isinstance(first, dict):
+        if first.keys() == second.keys():
+            return {n: _on_a_line(one, second[n], at, distance) for n, one in first.items()}
+    elif isinstance(first, list | tuple):
+        pairs = zip(first, second, strict=True)
+        return [_on_a_line(one, two, at, distance) for one, two in pairs]
+    elif first == second:
+        return first
+    elif type(first) is type(second) is int:
+        more, over = divmod((second - first) * at, distance)
+        if not over:
+            return first + more
+    raise ValueError("the counts are on no line")

@@ -118,7 +118,9 @@ def _run(
     with quiet(), _unlogged(), recorder.running(), one_sequence_a_row(), ExitStack() as around:
         around.enter_context(kernels)  # what exchanges states calls them
         around.enter_context(exchanging(model, facts, job))
-        output = model(input_ids=tokens, labels=tokens[:, : job.tokens])
+        # a class for each row, or the tokens that the rank has
+        classes = type(model).__name__.endswith("ForSequenceClassification")
+        output = model(input_ids=tokens, labels=tokens[:, 0 if classes else slice(job.tokens)])
     return Counted(parts=tuple(recorder.parts()), logits=output.logits.numel())
 
 
@@ -286,6 +288,7 @@ def _bytes(args: Any, out: Any) -> int:
 
 
 def _mode(recorder: _Recorder) -> Any:
+    import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 
     from planc.model.small.fakes import on_fakes
@@ -294,6 +297,8 @@ def _mode(recorder: _Recorder) -> Any:
         def __torch_dispatch__(
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
+            if func is torch.ops.prim.device.default:  # autograd asks it of each operator's tensors
+                return args[0].fake_device
             out = on_fakes(func, args, kwargs or {})
             recorder.ran(func, args, out)
             return out

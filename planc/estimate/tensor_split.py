@@ -94,6 +94,8 @@ class PartSplit:
     def __init__(self, work: Work, part: Part, name: str = "") -> None:
         self.work, self.part = work, part
         self.factors: dict[str, int] = {}
+        self.ways: dict[str, ExpertRule | None] = {}
+        self.shares: dict[str, tuple[int, float]] = {}
         self.name = name or part.like[0]
         rules = ((below(r.modules, self.name), r) for r in work.rules)
         self.ruled = {name: r for name, r in rules if name is not None}
@@ -146,8 +148,11 @@ class PartSplit:
 
     def _dispatch(self, module: str) -> ExpertRule | None:
         """How tokens come to the divided experts that a module is or is inside of."""
-        inside = (way for name, way in self.divided.items() if f"{module}.".startswith(f"{name}."))
-        return next(inside, None)
+        if module not in self.ways:
+            every = self.divided.items()
+            inside = (way for name, way in every if f"{module}.".startswith(f"{name}."))
+            self.ways[module] = next(inside, None)
+        return self.ways[module]
 
     def matmuls(self, most: float | None = None) -> Iterable[Matmul]:
         """Products of one rank, whose experts get `most` times the mean of tokens."""
@@ -197,8 +202,11 @@ class PartSplit:
 
     def _own(self, one: Moved | Saved) -> float:
         """Bytes on one rank: for divided experts, on the one whose experts get most tokens."""
-        most = self.work.imbalance if self._dispatch(one.module) else 1.0
-        return one.size / self.factor(one.module) * most
+        if one.module not in self.shares:
+            most = self.work.imbalance if self._dispatch(one.module) else 1.0
+            self.shares[one.module] = self.factor(one.module), most
+        factor, most = self.shares[one.module]
+        return one.size / factor * most
 
     def kept(self) -> float:
         """Bytes that autograd keeps."""

@@ -336,6 +336,7 @@ class Facts:
         inputs_and_loss: what the script says of its inputs and its loss.
         built: whether a script built the model, so that its dtypes are those that train; otherwise
             they are what the configuration says of the stored weights.
+        memo: what this process found of the model and of plans for it.
     """
 
     name: str
@@ -350,6 +351,7 @@ class Facts:
     own_code: OwnCode = field(default_factory=OwnCode)
     inputs_and_loss: tuple[Any, Any] = field(default=(None, None), compare=False, repr=False)
     built: bool = field(default=False, compare=False)
+    memo: dict[Any, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     @cached_property
     def model(self) -> Modules:

@@ -5,6 +5,7 @@ Checks, random numbers, collectives and estimates read it; they do not know styl
 
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import lru_cache
 from typing import assert_never
 
 from planc.model.facts import Module
@@ -84,6 +85,7 @@ class Contract:
     counted: bool = True
 
 
+@lru_cache(maxsize=4096)
 def contract(style: ir.Style, kind: str = "linear") -> Contract:
     """The contract of a style on a module of a kind."""
     ids = kind == "embedding"  # which have no gradient

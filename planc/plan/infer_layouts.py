@@ -9,6 +9,7 @@ proof does not know which rule was inferred.
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from planc.diagnostic import Label, Sink, one_of
 from planc.model.dataflow import DataFlow, Operation
@@ -119,10 +120,13 @@ class _Section:
         if layouts is None:
             return replace(plan, broken=plan.broken | {"tensor"})
         self.cut(flow, small, layouts)
-        made = _Carried(flow, state, small, layouts, setting)
-        if problem := made.uneven or made.unsized(source.facts):
-            return self._unknown(problem)
-        rules = tuple(rule.sized(self.facts) for rule in made.rules(own))
+        memo, key = self.facts.memo, (*_named(own), setting.wanted, setting.origin)
+        if key not in memo:
+            made = _Carried(flow, state, small, layouts, setting)
+            if problem := made.uneven or made.unsized(source.facts):
+                return self._unknown(problem)
+            memo[key] = tuple(rule.sized(self.facts) for rule in made.rules(own))
+        rules = memo[key]
         others = tuple(r for r in plan.tensor if r.axis != setting.axis)
         settled = replace(setting, parts=layouts.parts > 0)
         if setting.wanted is not False and not layouts.everywhere:
@@ -211,8 +215,16 @@ class _Section:
 
     def recorded(self, own: tuple[TensorRule, ...]) -> Recorded | Unrepresented | str:
         """The shallowest small model whose blocks stand for all real ones, the rules on it, and its
-        data flow; or why there is none.
+        data flow, remembered with the facts: a search tries many plans with the same rules; or why
+        there is none.
         """
+        memo, key = self.facts.memo, _named(own)
+        found = memo[key] if key in memo else self._recorded(own)
+        if not isinstance(found, Unrepresented | str):
+            memo[key] = found
+        return found
+
+    def _recorded(self, own: tuple[TensorRule, ...]) -> Recorded | Unrepresented | str:
         bare = _alone(self.plan, own)
         apart = variants(bare, self.facts, ends=True)
         problem: Unrepresented | str = ""
@@ -364,6 +376,11 @@ def _why(found: Layouts | Clash | None) -> tuple[Tried, ...]:
     if isinstance(found, Clash):
         return (Tried("", str(found), found.line, found.rules),)
     return ()
+
+
+def _named(rules: Iterable[TensorRule]) -> tuple[Any, ...]:
+    """What tells some rules from others, with their lines."""
+    return tuple((r.modules.path, r.axis, r.style, r.open, r.origin, r.written) for r in rules)
 
 
 def _alone(plan: Plan, rules: tuple[TensorRule, ...]) -> Plan:

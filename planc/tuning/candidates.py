@@ -12,7 +12,7 @@ from planc import compiler
 from planc.checks.queries import divisors
 from planc.codes import CODES
 from planc.diagnostic import Sink
-from planc.estimate.counted import Counted, MicroBatch
+from planc.estimate.counted import Count
 from planc.estimate.from_plan import Batch, PlanWork
 from planc.estimate.memory import GIB, usable
 from planc.estimate.profiles import Hardware, Stack
@@ -133,7 +133,7 @@ class Candidates:
     hardware: Hardware
     stack: Stack
     optimizer: str
-    count: Callable[[MicroBatch], Counted | None]
+    count: Count
     violated: Callable[[Choice], frozenset[str]]
     micro_batches: int | None = None
     tally: Tally = field(default_factory=Tally)

@@ -139,11 +139,16 @@ class Space:
                 return
         yield tuple(sizes.items())
 
-    def neighbors(self, sizes: Sizes) -> Iterator[Sizes]:
-        """The meshes with another size of one of the extended axes."""
+    def neighbors(self, sizes: Sizes) -> Iterator[list[Sizes]]:
+        """The meshes with another size of one of the extended axes: for each axis those with more
+        ranks and those with fewer, the nearest first.
+        """
         axes = [a for a in self.axes if a.role in EXTENDED and a.name != self.rest.name]
         for axis in [*axes, *([self.experts.ranks] if self.experts else [])]:
-            yield from self._resized(sizes, axis)
+            others = list(self._resized(sizes, axis))
+            here = dict(sizes).get(axis.name, 1)
+            yield [o for o in others if dict(o)[axis.name] > here]
+            yield [o for o in reversed(others) if dict(o)[axis.name] < here]
 
     def divided(self, sizes: Sizes) -> list[Sizes]:
         """The mesh with each other number of ranks that divide its experts, the fewest first."""

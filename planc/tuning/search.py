@@ -24,6 +24,9 @@ ROUNDS, STARTS, NEAR = 2, 3, 1.2
 """How often the extended axes are tried, on how many of the best meshes, and how much slower than
 the best a mesh may be to be searched further."""
 
+SLOWER = 2
+"""After how many meshes in a row that are no faster no other size of an axis is tried."""
+
 VARIED = 3
 """How many of the fastest choices on a mesh are varied further."""
 
@@ -152,18 +155,48 @@ def _extended(candidates: Candidates, ranked: dict[Choice, Candidate]) -> dict[C
     if not starts and nearest:
         starts = [nearest.choice.sizes]
     known = {choice.sizes for choice in ranked} | candidates.extended
-    beside = dict.fromkeys(n for start in starts for n in space.neighbors(start))
-    new = [sizes for sizes in beside if sizes not in known]
-    candidates.extended.update(new)
     near = NEAR * min((c.seconds for c in ranked.values()), default=inf)
+    found: dict[Choice, Candidate] = {}
+    for start in starts:
+        here = (c.seconds for c in ranked.values() if c.choice.sizes == start)
+        seconds = min(here, default=inf)
+        for beside in space.neighbors(start):
+            found |= _along(candidates, beside, known, seconds, near)
+    return found
 
-    def probed(candidates: Candidates, sizes: Sizes) -> dict[Choice, Candidate]:
+
+def _along(
+    candidates: Candidates, beside: Sequence[Sizes], known: set[Sizes], seconds: float, near: float
+) -> dict[Choice, Candidate]:
+    """The probes of the meshes that are not `known` and are faster than `near`. They end behind one
+    that is slower than that, and behind two in a row that do not fit or are no faster than the
+    fastest so far: what an axis sends or repeats grows with its ranks.
+
+    Args:
+        seconds: of the mesh that they are beside; infinite where nothing fits yet, and all are
+            tried.
+    """
+    space, tally, slower, fastest = candidates.space, candidates.tally, 0, seconds
+    found: dict[Choice, Candidate] = {}
+    for sizes in beside:
+        if sizes in known:
+            continue
+        known.add(sizes)
+        candidates.extended.add(sizes)
+        before = tally.tried
         probes = (space.probe(sizes, options) for options in (LEANEST, FASTEST))
         here = _tried(candidates, probes)
-        fast = min((c.seconds for c in here.values()), default=inf) < near
-        return here if fast and candidates.legal(sizes) else {}
-
-    return _each(candidates, new, probed)
+        fast = min((c.seconds for c in here.values()), default=inf)
+        if fast < near and candidates.legal(sizes):
+            found |= here
+        if tally.tried > before:
+            far = near <= fast < inf
+            slower = 0 if fast < fastest else SLOWER if far else slower + 1
+            fastest = min(fast, fastest)
+        if slower >= SLOWER and seconds < inf:
+            candidates.extended.update(beside)
+            break
+    return found
 
 
 def _apart(candidates: Candidates, best: Candidate, order: list[Candidate]) -> Candidate | None:

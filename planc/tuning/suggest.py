@@ -6,13 +6,14 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 from planc import compiler
 from planc.diagnostic import Sink
 from planc.estimate import profiles
 from planc.estimate.answer import Request
+from planc.estimate.counted import by_rows
 from planc.estimate.from_plan import Batch
 from planc.estimate.kept_tensors import count
 from planc.estimate.memory import GIB
@@ -123,7 +124,7 @@ def suggest(
         hardware=hardware,
         stack=stack,
         optimizer=request.optimizer,
-        count=cache(partial(count, facts, sink, attention=request.attention)),
+        count=by_rows(partial(count, facts, sink, attention=request.attention)),
         violated=lambda choice: _violated(choice, space, facts, conditions),
         micro_batches=asked.micro_batches,
     )

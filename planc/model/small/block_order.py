@@ -57,12 +57,16 @@ def block_order(facts: Facts, blocks: str) -> BlockOrder:
         facts: the model; if it has code, running it is allowed.
         blocks: the torch name of the list, such as `model.layers`.
     """
-    source = flow_source(facts, {}, _LAYERS)
-    flow = source if isinstance(source, str) else flow_of(source, facts)
-    if isinstance(source, str) or isinstance(flow, str):
-        return BlockOrder(problem=str(flow))
-    images = any(puts_images(facts))
-    return _order(flow, blocks, length(source.facts.at(blocks)), images=images)
+    key = ("block_order", blocks)
+    if key not in facts.memo:
+        source = flow_source(facts, {}, _LAYERS)
+        flow = source if isinstance(source, str) else flow_of(source, facts)
+        if isinstance(source, str) or isinstance(flow, str):
+            return BlockOrder(problem=str(flow))
+        count, images = length(source.facts.at(blocks)), any(puts_images(facts))
+        facts.memo[key] = _order(flow, blocks, count, images=images)
+    found: BlockOrder = facts.memo[key]
+    return found
 
 
 def _order(flow: DataFlow, blocks: str, count: int, *, images: bool) -> BlockOrder:

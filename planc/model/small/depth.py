@@ -170,12 +170,22 @@ def neighbors(kinds: Sequence[Kind], least: int) -> list[int]:
         if (kinds[one], kinds[two]) not in wanted:
             kept.update(range(one, two))
 
-    def spare(layer: int) -> bool:
-        rest = sorted(kept - {layer})
-        return len(rest) >= least and edges([kinds[r] for r in rest]) == wanted
+    def spare() -> list[int]:
+        """The shortest run of layers that can be left out: one where two of a kind may follow each
+        other, two where two kinds take turns; empty for none.
+        """
+        order = sorted(kept)
+        for size in range(1, min(LONGEST, len(order) - least) + 1):
+            for at in range(1, len(order) - size):
+                run = order[at : at + size]
+                rest = (kinds[layer] for layer in order if layer not in run)
+                ends = kinds[order[at - 1]], kinds[order[at + size]]
+                if needed.isdisjoint(run) and ends in wanted and edges([*rest]) == wanted:
+                    return run
+        return []
 
-    while (layer := next(filter(spare, sorted(kept - needed)), None)) is not None:
-        kept.remove(layer)
+    while run := spare():
+        kept.difference_update(run)
     return sorted(kept)
 
 

@@ -367,7 +367,7 @@ def training_model(cls: Any, part: Any, dtype: str, attention: str) -> Any:
         without |= dict.fromkeys(names, 0.0)
     for config in (part, *vars(part).values()):  # towers and language models have their own
         for name, value in without.items():
-            if hasattr(config, name):
+            if getattr(config, name, None):  # mpt takes no 0.0 for its 0
                 setattr(config, name, value)
     chosen = None if attention == "sdpa" else attention
     with quiet(), isolated():
