@@ -2,6 +2,7 @@
 by chance.
 """
 
+import pickle
 import subprocess
 import sys
 from dataclasses import replace
@@ -15,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent / "coverage"))
 
 from inferred import compiled_for, different, plan_of, sent, splits_of, styles
 
-from planc.compiler import compile_plan
+from planc.compiler import compile, compile_plan, read
 from planc.diagnostic import Sink
 from planc.model.dataflow import Operation, decode, encode
 from planc.model.facts import Facts
@@ -110,6 +111,33 @@ def test_a_flow_is_read_back_as_it_was_and_small():
     assert len(text) < 30_000
     for wrong in ("", "nonsense", text[:-40], 3, None):
         assert decode(wrong) is None
+
+
+def test_the_same_rules_are_inferred_once_for_a_model(monkeypatch):
+    """A search tries many plans with them; what is remembered goes to no other process."""
+    model, files = facts(), read("llama", Sink())
+
+    def compiled(model, *more, files=files):
+        settings = ["tp=2", *more]
+        return compile(files, model, Sink(), world_size=8, settings=settings)
+
+    first = compiled(model, "sequence=true")
+    assert model.memo and not replace(model).memo and not pickle.loads(pickle.dumps(model)).memo
+    monkeypatch.setattr("planc.plan.infer_layouts.flow_source", None)
+    again = compiled(model, "sequence=true", "recompute=false")
+    assert again.plan.tensor == first.plan.tensor and again.lowered != first.lowered
+    assert compiled(model, "sequence=false").plan.tensor != first.plan.tensor
+    for other, text in ((facts(), files), (model, read("llama", Sink()))):
+        with pytest.raises(TypeError, match="not callable"):
+            compiled(other, files=text)
+
+
+def test_what_a_model_remembers_has_an_end():
+    model = facts()
+    for number in range(1000):
+        model.remember(number, number)
+        assert model.memo[number] == number
+    assert len(model.memo) < 300
 
 
 def test_a_warm_check_imports_no_torch(tmp_path):

@@ -6,9 +6,10 @@ what the plan's tensor-parallel rules split.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 
@@ -91,7 +92,7 @@ class Moved:
     size: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Part:
     """All of one layer, or of what is outside every layer.
 
@@ -108,6 +109,28 @@ class Part:
     products: tuple[Product, ...] = ()
     attended: tuple[Attended, ...] = ()
     moved: tuple[Moved, ...] = ()
+
+    @cached_property
+    def bytes_moved(self) -> Mapping[str, int]:
+        """By module."""
+        return _sums(self.moved)
+
+    @cached_property
+    def bytes_saved(self) -> Mapping[str, int]:
+        """By module."""
+        return _sums(self.saved)
+
+    @cached_property
+    def largest_saved(self) -> Mapping[str, int]:
+        """The bytes of the largest tensor that each module keeps."""
+        return {s.module: s.size for s in sorted(self.saved, key=lambda one: one.size)}
+
+
+def _sums(some: Iterable[Moved | Saved]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for one in some:
+        found[one.module] = found.get(one.module, 0) + one.size
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

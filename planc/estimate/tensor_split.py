@@ -9,7 +9,7 @@ from math import ceil, prod
 from typing import Protocol
 
 from planc.budget.table import CallTable
-from planc.estimate.counted import Moved, Part, Saved
+from planc.estimate.counted import Part
 from planc.estimate.workload import Attention, Collective, Group, Matmul, Recompute
 from planc.lowering.context_sends import attending
 from planc.lowering.memory import Holding
@@ -38,10 +38,6 @@ def _splits_between(made: Contract) -> bool:
         case Side.INSIDE:
             return not made.gives
     return False
-
-
-def _by_size(saved: Saved) -> tuple[int, str]:
-    return saved.size, saved.module
 
 
 def _whole_module(made: Contract) -> bool:
@@ -95,7 +91,6 @@ class PartSplit:
         self.work, self.part = work, part
         self.factors: dict[str, int] = {}
         self.ways: dict[str, ExpertRule | None] = {}
-        self.shares: dict[str, tuple[int, float]] = {}
         self.name = name or part.like[0]
         rules = ((below(r.modules, self.name), r) for r in work.rules)
         self.ruled = {name: r for name, r in rules if name is not None}
@@ -198,21 +193,18 @@ class PartSplit:
             )
 
     def moved(self) -> float:
-        return sum(self._own(m) for m in self.part.moved)
+        return sum(self._own(*one) for one in self.part.bytes_moved.items())
 
-    def _own(self, one: Moved | Saved) -> float:
+    def _own(self, module: str, size: int) -> float:
         """Bytes on one rank: for divided experts, on the one whose experts get most tokens."""
-        if one.module not in self.shares:
-            most = self.work.imbalance if self._dispatch(one.module) else 1.0
-            self.shares[one.module] = self.factor(one.module), most
-        factor, most = self.shares[one.module]
-        return one.size / factor * most
+        most = self.work.imbalance if self._dispatch(module) else 1.0
+        return size / self.factor(module) * most
 
     def kept(self) -> float:
         """Bytes that autograd keeps."""
         if table := self.work.tables.get(self.name):
             return table.saved
-        return sum(self._own(s) for s in self.part.saved)
+        return sum(self._own(*one) for one in self.part.bytes_saved.items())
 
     def outputs(self, inside: Iterable[Holding]) -> float:
         """`Layer.outputs`."""
@@ -252,7 +244,7 @@ class PartSplit:
             if h.parameter.trainable and (name := below(h.modules, self.name)) is not None:
                 many = len(h.parameter.shape) > 1 and h.parameter.name != "weight"
                 order[name] = order.get(name, 0) + 1 if many else order.get(name, 1)
-        taken = {s.module: self._own(s) for s in sorted(self.part.saved, key=_by_size)}
+        taken = {name: self._own(name, size) for name, size in self.part.largest_saved.items()}
         last = next((s.module for s in self.part.saved[::-1] if s.module in order), None)
         if rule is None or last is None:
             return 0.0, 0.0

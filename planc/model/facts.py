@@ -318,6 +318,10 @@ class OwnCode:
         return f"{self.code} {self.values}" if self else ""
 
 
+_REMEMBERED = 256
+"""The most entries of `Facts.memo`."""
+
+
 @dataclass(frozen=True)
 class Facts:
     """The model facts that a plan is checked against.
@@ -352,6 +356,16 @@ class Facts:
     inputs_and_loss: tuple[Any, Any] = field(default=(None, None), compare=False, repr=False)
     built: bool = field(default=False, compare=False)
     memo: dict[Any, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The facts alone, for another process."""
+        return {**self.__dict__, "memo": {}}
+
+    def remember(self, key: Any, value: Any) -> None:
+        """Puts something into `memo`; an editor, which reads a plan again and again, fills it."""
+        if len(self.memo) >= _REMEMBERED:
+            self.memo.clear()
+        self.memo[key] = value
 
     @cached_property
     def model(self) -> Modules:

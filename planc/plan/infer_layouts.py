@@ -125,7 +125,8 @@ class _Section:
             made = _Carried(flow, state, small, layouts, setting)
             if problem := made.uneven or made.unsized(source.facts):
                 return self._unknown(problem)
-            memo[key] = tuple(rule.sized(self.facts) for rule in made.rules(own))
+            sized = tuple(rule.sized(self.facts) for rule in made.rules(own))
+            self.facts.remember(key, sized)
         rules = memo[key]
         others = tuple(r for r in plan.tensor if r.axis != setting.axis)
         settled = replace(setting, parts=layouts.parts > 0)
@@ -220,8 +221,8 @@ class _Section:
         """
         memo, key = self.facts.memo, _named(own)
         found = memo[key] if key in memo else self._recorded(own)
-        if not isinstance(found, Unrepresented | str):
-            memo[key] = found
+        if key not in memo and not isinstance(found, Unrepresented | str):
+            self.facts.remember(key, found)
         return found
 
     def _recorded(self, own: tuple[TensorRule, ...]) -> Recorded | Unrepresented | str:

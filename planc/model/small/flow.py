@@ -67,8 +67,11 @@ def flow_of(source: FlowSource, facts: Facts) -> DataFlow | str:
 
 @lru_cache(maxsize=64)
 def _decoded(text: Any) -> DataFlow | None:
-    """One object for a text, which remembers what was inferred from it."""
-    return decode(text)
+    """One object for a text, which remembers it, and what was inferred from it."""
+    found = decode(text)
+    if found is not None:
+        found.memo["text"] = text
+    return found
 
 
 def _recorded(values: dict[str, Any], facts: Facts) -> DataFlow | str:
