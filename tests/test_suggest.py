@@ -285,6 +285,24 @@ def test_stages_of_equal_time_where_that_is_faster():
     assert candidates.timed(found[4]) is None
 
 
+@pytest.mark.parametrize(
+    ("model", "world_size", "rows", "tokens"),
+    [("llama-3.2-1b", 64, 4, 32768), slow("qwen3-next-80b-a3b", 256, 32, 65536)],
+)
+def test_long_rows_are_divided_where_there_are_fewer_than_data_ranks(
+    model, world_size, rows, tokens
+):
+    """No mesh of data and tensor ranks can split the batch: one of 8 key/value heads, say, and of
+    64 ranks leaves 8 for 4 rows.
+    """
+    _, made, _ = suggested(model, world_size, rows, tokens)
+    for candidate in made.found.best:
+        sizes = dict(candidate.mesh)
+        assert sizes["cp"] > 1 or sizes["pp"] > 1
+        assert rows % (sizes["dp_shard"] * sizes["dp_replicate"]) == 0
+    assert dict(made.found.best[0].mesh)["cp"] > 1
+
+
 def test_a_plan_without_other_axes_is_searched_as_it_is():
     space, _ = everything("llama-3.1-8b", 8, 16, 8192)
     assert space.optional == ("cp", "pp") and not space.sizing

@@ -124,6 +124,7 @@ class Candidates:
         violated: the requirements that a choice does not meet.
         tally: of the choices that were tried.
         extended: meshes that were tried beside the best ones.
+        unsplit: meshes with more data ranks than rows, or with a number that does not divide them.
     """
 
     space: Space
@@ -138,6 +139,7 @@ class Candidates:
     micro_batches: int | None = None
     tally: Tally = field(default_factory=Tally)
     extended: set[Sizes] = field(default_factory=set)
+    unsplit: list[Sizes] = field(default_factory=list)
     _parsed: dict[str, ast.File] = field(default_factory=dict)
     _legal: dict[Sizes, tuple[tuple[str, str] | None, int]] = field(default_factory=dict)
     _works: dict[Choice, PlanWork | None] = field(default_factory=dict)
@@ -166,6 +168,7 @@ class Candidates:
             if size % (ranks * each):
                 more = f", {each} runs each" if each > 1 else ""
                 self.tally.exclude(UNSPLIT, f"{what} among {ranks} ranks{more}")
+                self.unsplit += [sizes] if role is AxisRole.DATA else []
                 return False
         return True
 

@@ -143,8 +143,7 @@ class Space:
         """The meshes with another size of one of the extended axes: for each axis those with more
         ranks and those with fewer, the nearest first.
         """
-        axes = [a for a in self.axes if a.role in EXTENDED and a.name != self.rest.name]
-        for axis in [*axes, *([self.experts.ranks] if self.experts else [])]:
+        for axis in (a for a in self.axes if a.role in EXTENDED and a.name != self.rest.name):
             others = list(self._resized(sizes, axis))
             here = dict(sizes).get(axis.name, 1)
             yield [o for o in others if dict(o)[axis.name] > here]

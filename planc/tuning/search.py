@@ -14,6 +14,7 @@ from functools import cache
 from itertools import islice
 from math import inf
 
+from planc.ops.base import AxisRole
 from planc.tuning.candidates import Candidate, Candidates, Tally
 from planc.tuning.choice import FASTEST, LEANEST, Choice, Sizes
 
@@ -149,11 +150,14 @@ def _divided(candidates: Candidates, sizes: Sizes) -> dict[Choice, Candidate]:
 
 
 def _extended(candidates: Candidates, ranked: dict[Choice, Candidate]) -> dict[Choice, Candidate]:
-    """The probes of meshes beside the best ones, which have other sizes of one extended axis."""
+    """The probes of meshes beside the best ones, which have other sizes of one extended axis, and
+    beside those that have too many data ranks for the batch.
+    """
     space, nearest = candidates.space, candidates.tally.nearest
     starts = _best_meshes(ranked.values())[:STARTS]
     if not starts and nearest:
         starts = [nearest.choice.sizes]
+    starts += _too_wide(candidates)[:STARTS]
     known = {choice.sizes for choice in ranked} | candidates.extended
     near = NEAR * min((c.seconds for c in ranked.values()), default=inf)
     found: dict[Choice, Candidate] = {}
@@ -162,7 +166,18 @@ def _extended(candidates: Candidates, ranked: dict[Choice, Candidate]) -> dict[C
         seconds = min(here, default=inf)
         for beside in space.neighbors(start):
             found |= _along(candidates, beside, known, seconds, near)
+        # times rise where ranks begin to divide experts, then fall and rise again
+        found |= _along(candidates, space.divided(start), known, inf, near)
     return found
+
+
+def _too_wide(candidates: Candidates) -> list[Sizes]:
+    """The meshes that cannot split the batch, those with the fewest data ranks first; of those that
+    differ by replicas alone the first.
+    """
+    space = candidates.space
+    different = {space.alike(space.probe(s, {})).sizes: s for s in reversed(candidates.unsplit)}
+    return sorted(different.values(), key=lambda s: space.mesh(s).ranks_of(AxisRole.DATA))
 
 
 def _along(
@@ -173,8 +188,7 @@ def _along(
     fastest so far: what an axis sends or repeats grows with its ranks.
 
     Args:
-        seconds: of the mesh that they are beside; infinite where nothing fits yet, and all are
-            tried.
+        seconds: of the mesh that they are beside; infinite where all are tried.
     """
     space, tally, slower, fastest = candidates.space, candidates.tally, 0, seconds
     found: dict[Choice, Candidate] = {}
