@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from planc.diagnostic import Sink
 from planc.model.config import shipped_models
 from planc.model.facts import Facts, Modules
-from planc.model.load import load
+from planc.model.load import load, load_values
 from planc.model.module_table import already_parallel, facts_of
 
 # The totals that the publishers state; tied parameters count once.
@@ -422,3 +422,13 @@ def test_shipped_models(name):
     assert facts.config_name == f"plans/models/{name}.json"
     assert facts.stated_fields >= {"model_type"}
     assert facts.stated_fields & {"vocab_size", "text_config"}
+
+
+@pytest.mark.parametrize("family", ["pegasus", "bart"])
+def test_a_decoder_alone_says_so(family):
+    """Pegasus changes a copy of the configuration that it is given, and bart that one."""
+    values = {"model_type": family, "architectures": [f"{family.title()}ForCausalLM"]}
+    sizes = dict(d_model=64, vocab_size=128, encoder_layers=1, encoder_attention_heads=4)
+    found = load_values({**values, **sizes, "decoder_layers": 2}, "of a test", Sink())
+    assert found.name == values["architectures"][0]
+    assert found.config["is_encoder_decoder"] is False

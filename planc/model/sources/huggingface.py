@@ -40,7 +40,9 @@ def from_config(config: Config, sink: Sink) -> Facts | None:
     with quiet(), refusals("transformers", config, sink), isolated():
         made = _on_meta(lambda: cls._from_config(part))
         stated_fields = frozenset(config.values)
-        return facts_of(made, config=part, config_name=config.name, stated_fields=stated_fields)
+        return facts_of(
+            made, config=made.config, config_name=config.name, stated_fields=stated_fields
+        )
     return None
 
 
@@ -120,7 +122,7 @@ def own_facts(folder: str, values: Mapping[str, Any] | None, name: str, sink: Si
         try:
             cls, part = prepare_own(folder, values)
             made = _on_meta(lambda: cls._from_config(part))
-            found = facts_of(made, config=part, config_name=name)
+            found = facts_of(made, config=made.config, config_name=name)
             return replace(found, own_code=own_code(made))
         except (Exception, SystemExit) as error:
             message = f"the code that {name} names failed: {reason(error)}"
