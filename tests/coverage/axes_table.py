@@ -15,8 +15,8 @@ number is the largest error. The column `all` has tensor parallelism and every a
 proved with, on eight ranks, as far as the plan of the family offers them: the one that ships, or
 the one that `planc init --set` writes; `all but` names those that its plan does not have.
 The last column is that plan and that small model on eight gloo processes
-(`tests/coverage/axis_processes.py`); a family that was not trained anew keeps the number of the
-run before.
+(`tests/coverage/axis_processes.py`), in float64 where float32 is nearly right; a family that was
+not trained anew keeps the number of the run before.
 
 *Refused* is a plan that a rule of planc, or its own, refuses by name, with the diagnostic in the
 cell; *refuted* one whose small model comes out wrong or raises, which `planc check` reports too.

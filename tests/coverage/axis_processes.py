@@ -28,6 +28,9 @@ from planc.trial.outcome import LIMIT, PARAMETER_LIMIT
 from planc.trial.trial_part import trial_part
 
 SECONDS = 300
+NEARLY = 1e-2
+"""The largest relative error of a number that rounding may explain."""
+
 KINDS = ("logits", "loss", "gradient", "norm")
 
 
@@ -44,17 +47,23 @@ def trained(case: Case, row: dict, plans: dict[str, str], folder: Path, pool: Po
     small = small_case(done, with_experts(small_sizes(mesh.axes, RANKS), mesh))
     if isinstance(small, Unrepresented):
         return {"verdict": "unknown", "reason": small.reason}
-    try:
-        results = pool.run(
-            "coverage_jobs.prove",
-            values=small.model.values,
-            document=dumps(trial_part(small.compiled.lowered)),
-            timeout=SECONDS,
-        )
-    except RankError as error:
-        return {"verdict": "raised", "reason": str(error).strip().splitlines()[-1][:300]}
-    worst = {kind: max(r[kind] for r in results) for kind in (*KINDS, "parameters")}
-    right = max(worst[kind] for kind in KINDS) < LIMIT and worst["parameters"] < PARAMETER_LIMIT
+    given = {
+        "values": small.model.values,
+        "document": dumps(trial_part(small.compiled.lowered)),
+        "timeout": SECONDS,
+    }
+    for wide in (False, True):  # as of simulated ranks: what is nearly right, in float64
+        try:
+            results = pool.run("coverage_jobs.prove", **given, wide=wide)
+        except RankError as error:
+            if wide:
+                break
+            return {"verdict": "raised", "reason": str(error).strip().splitlines()[-1][:300]}
+        worst = {kind: max(r[kind] for r in results) for kind in (*KINDS, "parameters")}
+        most = max(worst[kind] for kind in KINDS)
+        right = most < LIMIT and worst["parameters"] < PARAMETER_LIMIT
+        if right or not max(worst.values()) < NEARLY:
+            break
     said = {} if right else {"code": "PL520", "reason": f"errors: {worst}"}
     return {
         "verdict": "proved" if right else "refuted",

@@ -8,19 +8,22 @@ from planc.model.small.transformers_model import TransformersBuilder
 from planc.ops.document import digest, loads
 from planc.trial import prove as trial
 from planc.trial.batches import batches
+from planc.trial.simulate import InFloat64
 
 
-def prove(values, document, seed=0):
+def prove(values, document, seed=0, wide=False):
     """The errors of a lowered plan beside one process: logits, loss, the worst gradient, the clip
     norm, and the worst parameter after two steps of AdamW; and what the inputs had.
 
     Args:
         values: the small model's configuration.
         document: the lowered plan.
+        wide: in float64, which tells a fault from the rounding of a model that amplifies it.
     """
     torch.manual_seed(0)
     lowered = loads(document, "coverage", Sink())
     builder = TransformersBuilder(values)
+    builder = InFloat64(builder) if wide else builder
     found = trial.prove(builder, lowered, digest(lowered), seed, lambda _: None)
     distributed.barrier()
     worst = max(found.gradients, key=found.gradients.get)
