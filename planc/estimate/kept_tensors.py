@@ -107,7 +107,7 @@ def _run(
     import torch
 
     from planc.estimate.stand_ins import exchanging, fused, train_as
-    from planc.model.sources.huggingface import one_sequence_a_row, quiet
+    from planc.model.sources.huggingface import classifies_rows, one_sequence_a_row, quiet
 
     named = _layers(facts, kept)
     recorder = _Recorder(model, named, train_as(facts, model, named))
@@ -118,9 +118,8 @@ def _run(
     with quiet(), _unlogged(), recorder.running(), one_sequence_a_row(), ExitStack() as around:
         around.enter_context(kernels)  # what exchanges states calls them
         around.enter_context(exchanging(model, facts, job))
-        # a class for each row, or the tokens that the rank has
-        classes = type(model).__name__.endswith("ForSequenceClassification")
-        output = model(input_ids=tokens, labels=tokens[:, 0 if classes else slice(job.tokens)])
+        labels = tokens[:, 0] if classifies_rows(type(model)) else tokens[:, : job.tokens]
+        output = model(input_ids=tokens, labels=labels)
     return Counted(parts=tuple(recorder.parts()), logits=output.logits.numel())
 
 

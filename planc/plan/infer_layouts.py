@@ -220,8 +220,11 @@ class _Section:
         there is none.
         """
         memo, key = self.facts.memo, _named(own)
-        found = memo[key] if key in memo else self._recorded(own)
-        if key not in memo and not isinstance(found, Unrepresented | str):
+        if key in memo:
+            kept: Recorded = memo[key]
+            return kept
+        found = self._recorded(own)
+        if not isinstance(found, Unrepresented | str):
             self.facts.remember(key, found)
         return found
 

@@ -75,7 +75,7 @@ def simulate(
     return replace(other, discrepancies=(*other.discrepancies, uneven))
 
 
-_NEARLY = 1e-2
+NEARLY = 1e-2
 """The largest relative error of a number that rounding may explain."""
 
 
@@ -83,7 +83,7 @@ def _nearly(outcome: Outcome) -> bool:
     """Whether numbers alone are wrong, and all by little."""
     kinds = ("output", "gradient", "norm", "parameter")
     return outcome.verdict == "refuted" and all(
-        d.kind in kinds and 0 < d.error < _NEARLY for d in outcome.discrepancies
+        d.kind in kinds and 0 < d.error < NEARLY for d in outcome.discrepancies
     )
 
 

@@ -96,7 +96,7 @@ def _each(
     candidates: Candidates,
     meshes: Sequence[Sizes],
     find: Callable[[Candidates, Sizes], dict[Choice, Candidate]],
-    progress: Callable[[int], None] = lambda _done: None,
+    progress: Callable[[int], None],
 ) -> dict[Choice, Candidate]:
     """What is found on each mesh.
 

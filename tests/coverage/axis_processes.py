@@ -25,12 +25,10 @@ from planc.plan.stand_in import Unrepresented
 from planc.proof.small_case import small_case
 from planc.proof.small_mesh import small_sizes, with_experts
 from planc.trial.outcome import LIMIT, PARAMETER_LIMIT
+from planc.trial.simulate import NEARLY
 from planc.trial.trial_part import trial_part
 
 SECONDS = 300
-NEARLY = 1e-2
-"""The largest relative error of a number that rounding may explain."""
-
 KINDS = ("logits", "loss", "gradient", "norm")
 
 

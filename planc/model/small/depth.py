@@ -12,7 +12,8 @@ from planc.model.small.config_fields import LAYERS, NESTED
 Fields = Mapping[str, Any]
 Kind = tuple[str, ...]
 LONGEST = 16
-"""The most consecutive layers that are kept where kinds of layer come at fixed periods."""
+"""The most consecutive layers that are kept where kinds of layer come at fixed periods, and that
+are left out at once."""
 
 
 def nested(config: Fields) -> list[tuple[str, Fields]]:

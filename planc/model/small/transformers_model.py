@@ -23,7 +23,7 @@ from planc.model.small.input_search import (
     tower_inputs,
 )
 from planc.model.small.output_loss import loss_and_output, with_output_loss
-from planc.model.sources.huggingface import prepare, prepare_own, quiet
+from planc.model.sources.huggingface import classifies_rows, prepare, prepare_own, quiet
 from planc.model.sources.isolation import isolated
 
 _SPREAD = 0.05
@@ -141,7 +141,7 @@ class TransformersBuilder:
         if self.codebooks:
             return codebook_inputs(shape, self.vocabulary, self.codebooks)
         sample = shape.text(self.vocabulary, least)
-        if self._cls.__name__.endswith("ForSequenceClassification"):
+        if classifies_rows(self._cls):
             sample["labels"] = sample["labels"][:, 0] % self._part.num_labels
         if takes_more_than_text(self._cls):
             given = (sample, choice, self._part, self.names)

@@ -378,6 +378,11 @@ def training_model(cls: Any, part: Any, dtype: str, attention: str) -> Any:
     return made.train()
 
 
+def classifies_rows(cls: Any) -> bool:
+    """Whether a class of model has a label for each row, and not for each token."""
+    return str(cls.__name__).endswith("ForSequenceClassification")
+
+
 def one_sequence_a_row() -> contextlib.AbstractContextManager[Any]:
     """Each row of a batch counts as one sequence: to find several, transformers reads data, which
     fake tensors do not have.
