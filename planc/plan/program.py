@@ -209,15 +209,13 @@ def _define(
     if statement.override and not (earlier or used):
         what = f"{kind} `{statement.name}`"
         nothing_to_override(program.sink, what, statement.name_origin)
-    own = _given(name, statement.value, program, given) if kind == "option" else None
-    definition = Definition(
-        name=statement.name,
-        kind=kind,
-        value=statement.value,
-        origin=statement.name_origin,
-        given=own,
+    if kind == "option" and earlier and not _fits(name, statement.value, earlier.value, program):
+        return
+    value, origin = statement.value, statement.name_origin
+    own = _given(name, value, program, given) if kind == "option" else None
+    program.scope.define(
+        Definition(name=statement.name, kind=kind, value=value, origin=origin, given=own)
     )
-    program.scope.define(definition)
 
 
 def _size_axis(statement: ast.Option | ast.Let, name: str, program: Program) -> None:
@@ -241,30 +239,47 @@ def _size_axis(statement: ast.Option | ast.Let, name: str, program: Program) -> 
     )
 
 
+_KINDS = (bool, int | float, str)
+
+
 def _given(
     name: str, default: ast.Expr, program: Program, given: dict[str, ast.Literal]
 ) -> ast.Literal | None:
-    """The value of `--set` for an option, if it has the type of its default: not `sequence=1`."""
-    value, setting = given.get(name), SETTINGS.get(name)
-    known = (setting.default, *setting.others) if setting else ()
-    if value and any(value.value == one and type(value.value) is type(one) for one in known):
+    """The value of `--set` for an option, if it has the type of its default."""
+    value = given.get(name)
+    if value is None or _fits(name, value, default, program):
         return value
-    if value is None or not isinstance(default, ast.Literal) or default.value is None:
-        return value
-    kinds = (bool, int | float, str)
-    wanted = next(k for k in kinds if isinstance(default.value, k))
-    bad = not isinstance(value.value, wanted)
-    if not bad and (wanted is bool or not isinstance(value.value, bool)):
-        return value
+    del given[name]
+    return None
+
+
+def _fits(name: str, value: ast.Expr, default: ast.Expr, program: Program) -> bool:
+    """Whether a value that is stated has the type of an option's default, and is one of a setting's
+    values where these are few.
+    """
+    if not (isinstance(value, ast.Literal) and isinstance(default, ast.Literal)):
+        return True
+    setting = SETTINGS.get(name)
+    few = (setting.default, *setting.others) if setting and setting.others else ()
+    if default.value in few:
+        known = {(type(one), one) for one in few}
+        fits = (type(value.value), value.value) in known
+        help = f"give {one_of(map(describe, few))}"
+    else:
+        wanted = next((k for k in _KINDS if isinstance(default.value, k)), object)
+        odd = isinstance(value.value, bool) and wanted is not bool
+        fits = isinstance(value.value, wanted) and not odd
+        help = "give a value of the same type"
+    if fits or default.value is None:
+        return True
     program.sink.error(
         "PL106",
         f"option `{name}` cannot be {describe(value.value)}",
         value.origin,
         Label(span=default.origin, text=f"its default is {describe(default.value)}"),
-        help="give a value of the same type",
+        help=help,
     )
-    del given[name]
-    return None
+    return False
 
 
 def _section(section: ast.Section, program: Program) -> None:
