@@ -19,7 +19,8 @@ from planc.syntax.formatter.files import formatted_files
 from planc.syntax.parse import parse
 from planc.tuning import search as searching
 from planc.tuning import suggest as suggesting
-from planc.tuning.candidates import Candidates
+from planc.tuning.candidates import UNSPLIT, Candidates
+from planc.tuning.choice import FASTEST, LEANEST
 from planc.tuning.suggest import Asked, suggest
 
 GIB = 2**30
@@ -303,6 +304,65 @@ def test_long_rows_are_divided_where_there_are_fewer_than_data_ranks(
     assert dict(made.found.best[0].mesh)["cp"] > 1
 
 
+@pytest.mark.parametrize(
+    ("least", "tried"),
+    [
+        ((2, 3), ["checkpoint full", "checkpoint none"]),
+        ((20, 3), ["checkpoint none"]),  # too slow with the fewest micro-batches already
+        ((3, inf), ["checkpoint full"]),  # too large with the most
+        ((None, 3), ["checkpoint none"]),  # no such plan
+    ],
+)
+def test_what_cannot_be_among_the_fastest_is_not_tried(least, tried, monkeypatch):
+    space, candidates = everything("llama-3.1-8b", 8, 16, 8192)
+    [first, *_] = space.meshes()
+    of = dict(zip(("checkpoint full", "checkpoint none"), least, strict=True))
+    asked = []
+
+    def candidate(candidates, choice):
+        asked.append(space.words(choice).partition(";")[0])
+
+    monkeypatch.setattr(Candidates, "candidate", candidate)
+    monkeypatch.setattr(
+        Candidates, "least", lambda _, choice: of[space.words(choice).partition(";")[0]]
+    )
+    beside = next(space.neighbors(first))[:1]
+    searching._along(candidates, beside, set(), 10, 12)
+    assert asked == tried
+    asked.clear()
+    searching._along(candidates, beside, set(), inf, inf)  # nothing fits yet: all that is possible
+    assert asked == ["checkpoint full", "checkpoint none"]
+
+
+def test_the_least_time_of_a_choice():
+    """That of one micro-batch, whether it fits or not; none where no number of them fits."""
+    space, candidates = everything("llama-3.1-8b", 8, 32, 8192)
+    choices = [space.probe(s, how) for s in space.meshes() for how in (LEANEST, FASTEST)]
+    found = {c: one for c in choices if (one := candidates.candidate(c))}
+    least = {c: candidates.least(c) for c in found}
+    assert {one.micro_batches > 1 for one in found.values()} == {True, False}
+    for choice, one in found.items():
+        if one.micro_batches == 1:
+            assert least[choice] == one.seconds
+        else:
+            assert least[choice] < one.seconds
+    for memory in (8, 16, 24, 32, 48):
+        candidates.hardware = replace(candidates.hardware, memory_gib=memory)
+        too_large = [c for c in choices if candidates.least(c) == inf]
+        assert too_large or memory > 32
+        assert not any(map(candidates.candidate, too_large))
+
+
+def test_meshes_that_cannot_split_the_batch_are_not_estimated():
+    space, candidates = everything("llama-3.1-8b", 8, 4, 8192)
+    wide = [s for s in space.meshes() if candidates.unsplit(s)]
+    assert wide and not candidates.too_wide
+    excluded = candidates.tally.excluded[UNSPLIT].count
+    assert searching._along(candidates, wide, set(), inf, inf) == {}
+    assert candidates.tally.tried == 0
+    assert candidates.tally.excluded[UNSPLIT].count == excluded + len(wide)
+
+
 def test_a_plan_without_other_axes_is_searched_as_it_is():
     space, _ = everything("llama-3.1-8b", 8, 16, 8192)
     assert space.optional == ("cp", "pp") and not space.sizing
@@ -332,13 +392,17 @@ def test_an_axis_ends_behind_two_sizes_that_are_no_faster(start, seconds, tried,
     [first, *_] = space.meshes()
     asked = []
 
+    def least(candidates, choice):
+        size = dict(choice.sizes)["pp"]
+        asked.extend([size] if size not in asked else [])
+        return seconds.get(size, 1)
+
     def found(candidates, choices):
-        [size] = {dict(choice.sizes)["pp"] for choice in choices}
-        asked.append(size)
-        candidates.tally.tried += 1
-        return {size: SimpleNamespace(seconds=seconds[size])} if size in seconds else {}
+        sizes = {dict(choice.sizes)["pp"] for choice in choices}
+        return {s: SimpleNamespace(seconds=seconds[s]) for s in sizes if s in seconds}
 
     monkeypatch.setattr(searching, "_tried", found)
+    monkeypatch.setattr(Candidates, "least", least)
     monkeypatch.setattr(Candidates, "legal", lambda *_: True)
     beside, near = next(space.neighbors(first)), 1.2 * start
     near_ones = {size for size in tried if seconds.get(size, inf) < near}

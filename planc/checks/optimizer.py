@@ -138,7 +138,7 @@ def _matrices(
     own = [s for s in steps if s.rule is not None and isinstance(s.rule.op.algorithm, Muon)]
     uses = weight_uses(facts) if own else {}
     for step in own:
-        name = generic(f"{next(step.modules.names())}.{step.parameter.name}")
+        name = generic(f"{step.modules.first_name}.{step.parameter.name}")
         yield step, _matrix(step, plan, facts, uses.get(name, WeightUse()))
 
 
@@ -180,7 +180,7 @@ def _matrix(step: Stepped, plan: Plan, facts: Facts, use: WeightUse) -> Iterator
             "PL576",
             f"{{}} is {what}, which Muon is not made for",
             facts=(why,),
-            help=f"step it otherwise: `{generic(next(step.modules.names()))} : adamw`",
+            help=f"step it otherwise: `{generic(step.modules.first_name)} : adamw`",
         )
     elif use.parts > 1 and not cut.sizes and step.rule.per is None:
         yield warning(

@@ -174,6 +174,7 @@ def whole_batch(options: argparse.Namespace, sink: Sink) -> None:
 
 def step_of(options: argparse.Namespace, compiled: Compiled, sink: Sink) -> Step | None:
     """The step with the batch that is asked for; None after PL702, one that cannot be split."""
+    from planc.lowering.backward import Backward
     from planc.lowering.pipeline_sends import arguments_of
     from planc.lowering.step import Step, require_divisible
     from planc.plan.parameter_owners import owned
@@ -184,7 +185,7 @@ def step_of(options: argparse.Namespace, compiled: Compiled, sink: Sink) -> Step
     step = Step(
         lowered=compiled.lowered,
         config=facts.config if facts else {},
-        owned=owned(*compiled.applied) if compiled.applied else (),
+        backward=Backward(owned(*compiled.applied) if compiled.applied else ()),
         arguments=arguments_of(compiled.lowered.pipeline, facts) if facts else None,
         batch=options.batch,
         sequence=options.seq,

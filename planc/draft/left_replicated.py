@@ -87,11 +87,7 @@ def _why(name: str, facts: Facts, search: Search) -> str:
     if search.given is not None:
         return "transformers' own plan does not split it"
     module = modules.module
-    if (
-        search.ran is not None
-        and search.ran.order
-        and next(modules.names()) not in search.ran.order
-    ):
+    if search.ran is not None and search.ran.order and modules.first_name not in search.ran.order:
         return "the small model's run does not call it"
     if module.kind in ("linear", "conv1d", "embedding"):
         return "no other linear of its block takes or gives what it does"

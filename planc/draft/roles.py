@@ -141,7 +141,7 @@ def _inner(name: str, path: str, rows: frozenset[str] = frozenset()) -> str:
 
 def _rows(block: Modules, path: str) -> frozenset[str]:
     found = [m for m in block.below() if m.module.kind == "list" and not m.module.container]
-    return frozenset(_inner(next(m.names()), path) for m in found)
+    return frozenset(_inner(m.first_name, path) for m in found)
 
 
 def _blocks(at: Modules, ran: RunRecord | None) -> Blocks:
@@ -151,7 +151,7 @@ def _blocks(at: Modules, ran: RunRecord | None) -> Blocks:
     for child, block in zip(at.module.children, at.children, strict=True):
         first = f"{path}.{next(iter(child.indices))}" if child.indices is not None else path
         rows = _rows(block, path)
-        found = {_inner(next(m.names()), path, rows): m for m in block.below()}
+        found = {_inner(m.first_name, path, rows): m for m in block.below()}
         names = [n for n, m in found.items() if m.module.kind in _LINEAR]
         linears = [_linear(n, found[n].module) for n in names if _useful(n, found[n].module)]
         if ran is not None:

@@ -276,7 +276,7 @@ def _refused(done: Compiled, sink: Sink) -> Iterator[Discrepancy]:
     rules = done.plan.tensor if done.plan else ()
     for found in (d for d in sink if d.severity is Severity.ERROR):
         spans = [label.span for label in found.labels]
-        named = [next(r.modules.names()) for r in rules if any(r.origin.has(s) for s in spans)]
+        named = [r.modules.first_name for r in rules if any(r.origin.has(s) for s in spans)]
         for subject in named or [""]:
             yield Discrepancy(kind="refused", subject=subject, detail=found.message)
 

@@ -44,7 +44,6 @@ from planc.plan.apply_adapters import styles
 from planc.plan.experts import expert_styles, fullest
 from planc.plan.ir import Plan, TensorRule, Unit
 from planc.plan.masters import masters
-from planc.plan.parameter_owners import owned
 
 OPTIMIZERS = {"adamw": 2, "adam": 2, "sgd": 0, "momentum": 1}
 """The number of states that an optimizer keeps for a parameter, in the parameter's dtype."""
@@ -195,7 +194,7 @@ class PlanWork:
         return Step(
             lowered=self.sending,
             config=self.facts.config,
-            owned=owned(self.plan, self.facts),
+            backward=self.holdings.backward,
             arguments=arguments_of(self.pipeline, self.facts),
             batch=self.batch.global_batch,
             sequence=self.batch.sequence,
@@ -442,7 +441,7 @@ class PlanWork:
             part = replace(part, saved=tuple(s for s in part.saved if s.module))
         split = PartSplit(self, part, name)
         rule, sent = self._checkpoint(name), split.collectives(stage)
-        matmuls, boundary = (*split.matmuls(),), part.boundary / split.stream
+        matmuls, boundary = split.matmuls(), part.boundary / split.stream
         again, left = split.replayed_for_weights(rule, inside)
         return Layer(
             name=self._name(part, unit),
@@ -508,8 +507,9 @@ class PlanWork:
 
     def _shared(self, holding: Holding) -> bool:
         """Whether other modules of this rank have the same parameter."""
-        names = {f"{name}.{holding.parameter.name}" for name in holding.modules.names()}
-        return self.pipeline is None and any(names & {*group} for group in self.facts.ties)
+        every = (name.rpartition(".") for group in self.facts.ties for name in group)
+        own = (path for path, _, last in every if last == holding.parameter.name)
+        return self.pipeline is None and any(map(holding.modules.has, own))
 
     def _states(self, holding: Holding, where: Where) -> int:
         if not self.plan.optimizer:
@@ -559,5 +559,5 @@ def _narrow(inside: list[Holding], name: str) -> int:
 
 def _is_in(holding: Holding, names: frozenset[str]) -> bool:
     """Whether the module of a parameter is one of those named or inside one."""
-    parts = next(holding.modules.names()).split(".")
+    parts = holding.modules.first_name.split(".")
     return any(".".join(parts[:n]) in names for n in range(len(parts), 0, -1))

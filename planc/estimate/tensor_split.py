@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from itertools import compress
 from math import ceil, prod
@@ -91,6 +91,7 @@ class PartSplit:
         self.work, self.part = work, part
         self.factors: dict[str, int] = {}
         self.ways: dict[str, ExpertRule | None] = {}
+        self.products: dict[float, tuple[Matmul, ...]] = {}
         self.name = name or part.like[0]
         rules = ((below(r.modules, self.name), r) for r in work.rules)
         self.ruled = {name: r for name, r in rules if name is not None}
@@ -149,9 +150,14 @@ class PartSplit:
             self.ways[module] = next(inside, None)
         return self.ways[module]
 
-    def matmuls(self, most: float | None = None) -> Iterable[Matmul]:
+    def matmuls(self, most: float | None = None) -> tuple[Matmul, ...]:
         """Products of one rank, whose experts get `most` times the mean of tokens."""
         most = self.work.imbalance if most is None else most
+        if most not in self.products:
+            self.products[most] = tuple(self._matmuls(most))
+        return self.products[most]
+
+    def _matmuls(self, most: float) -> Iterator[Matmul]:
         for p in self.part.products:
             splits = self._contract(p.module).splits
             m, n, k, count = p.rows, p.n, p.k, p.count
@@ -244,10 +250,10 @@ class PartSplit:
             if h.parameter.trainable and (name := below(h.modules, self.name)) is not None:
                 many = len(h.parameter.shape) > 1 and h.parameter.name != "weight"
                 order[name] = order.get(name, 0) + 1 if many else order.get(name, 1)
-        taken = {name: self._own(name, size) for name, size in self.part.largest_saved.items()}
         last = next((s.module for s in self.part.saved[::-1] if s.module in order), None)
         if rule is None or last is None:
             return 0.0, 0.0
+        taken = {name: self._own(name, size) for name, size in self.part.largest_saved.items()}
         kept = self.selective(rule) if rule.save else self.part.boundary / self.stream
         dropped = max(0.0, self.kept() - kept)
         before = [*order][: [*order].index(last)]
@@ -288,7 +294,7 @@ class PartSplit:
         if rule is None or not rule.save:
             return None
         every = {s.name: s.every for s in rule.save}
-        matmuls, attention = tuple(self.matmuls()), tuple(self.attention())
+        matmuls, attention = self.matmuls(), tuple(self.attention())
         if table := self.work.tables.get(self.name):
             runs = [*table.running(rule.save)]
             products = [run for run, call in runs if call.flops and call.op != "attention"]

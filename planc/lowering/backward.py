@@ -97,6 +97,10 @@ class Backward:
         return (self.lists.get(_list(modules), at), entry, -1.0 if norm else at)
 
 
+EVERYWHERE = Backward(())
+"""Where it is not known what takes gradients: all modules have some."""
+
+
 def _upto(modules: Modules, depth: int) -> Modules:
     return Modules(modules.path[:depth], modules.module)
 

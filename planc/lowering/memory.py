@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import prod
 
+from planc.lowering.backward import Backward
 from planc.model.facts import DTYPE_BYTES, Facts, Modules, Parameter
 from planc.ops.fsdp import FullyShard, Spread
 from planc.ops.lowered import Lowered
@@ -59,6 +60,7 @@ class Holdings:
 
     def __init__(self, facts: Facts, plan: Plan, tensor: Iterable[TensorRule]) -> None:
         self.plan, self.tied = plan, Tied(facts)
+        self.backward = Backward(owned(plan, facts))
         rules = [r for r in tensor if not isinstance(r.style, PARAMETERLESS)]
         gathers = self.gathers = [op for op in plan.matmul if op.gather]
         self.all = [
@@ -72,7 +74,7 @@ class Holdings:
                 trains=owner.trains(parameter),
                 narrow=bool(low) and parameter.name == "weight",
             )
-            for owner in owned(plan, facts)
+            for owner in self.backward.every
             for whole, on in ruled(owner.modules, rules)
             for part, low in ruled(whole, gathers)
             for parameter in part.module.parameters

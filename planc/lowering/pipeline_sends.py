@@ -129,7 +129,7 @@ def _pairs(holders: Set[int], own: Set[int]) -> int:
 def _shard(name: str, modules: tuple[Modules, ...], step: Step) -> int | None:
     """Bytes of a rank's part of a shared parameter's gradient."""
     path, _, last = name.rpartition(".")
-    every = (*modules, *(o.modules for o in step.owned))
+    every = (*modules, *(o.modules for o in step.backward.every))
     owner = next((m for m in every if m.has(path)), None)
     found = owner.module.parameter(last) if owner else None
     if found is None:

@@ -83,7 +83,7 @@ def left_out(step: Step) -> tuple[str, ...]:
             names["largest values of activations of tensorwise products, 4 bytes each"] = None
         elif isinstance(op, Optimize) and isinstance(op.algorithm, Adafactor):
             names["sums of rows and columns that adafactor takes, two all-reduces a step"] = None
-        elif isinstance(op, Freeze | Adapt) and not step.owned:
+        elif isinstance(op, Freeze | Adapt) and not step.backward.every:
             names["what backward leaves out where parameters are frozen"] = None
         elif isinstance(op, ContextParallel | Pipeline) and step.backward.skips:
             names[f"what backward leaves out of {op.WORD} for frozen blocks"] = None
@@ -173,7 +173,8 @@ def _before(op: Parallelize) -> bool:
 
 def _tensor(op: Parallelize, step: Step) -> Iterator[Sent]:
     # the loss runs in place of the head
-    if any(op.modules.within(head.modules) for head in step.lowered.every(ChunkLoss)):
+    heads = (loss.modules for loss in step.lowered.every(ChunkLoss))
+    if not step.wide(op.axes) or any(op.modules.within(head) for head in heads):
         return
     made, one = contract(op.style, op.modules.module.kind), _sent(op, op.axes)
     runs = _runs(op, step)

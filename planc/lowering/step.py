@@ -13,7 +13,7 @@ from math import prod
 from typing import Any
 
 from planc.diagnostic import Sink
-from planc.lowering.backward import Backward
+from planc.lowering.backward import EVERYWHERE, Backward
 from planc.model.block_arguments import BlockArguments
 from planc.model.config import chosen_experts, integer_of
 from planc.model.facts import DTYPE_BYTES, Modules
@@ -22,7 +22,6 @@ from planc.ops.context import ContextParallel
 from planc.ops.fsdp import FullyShard
 from planc.ops.lowered import Lowered
 from planc.plan.ir import Mesh
-from planc.plan.parameter_owners import Owned
 
 GATHER, SCATTER, REDUCE = "all-gather", "reduce-scatter", "all-reduce"
 EXCHANGE, SEND = "all-to-all", "send"
@@ -90,8 +89,7 @@ class Step:
         micro_batches: passes of a rank that accumulate gradients.
         computes: the dtype of activations; None for that of FSDP's units.
         arguments: of blocks, where the stages of a pipeline send more than hidden states.
-        owned: the modules with parameters, which say what takes gradients; none where they are not
-            known: everything is taken to.
+        backward: how far backward passes reach; everywhere where that is not known.
     """
 
     lowered: Lowered
@@ -100,13 +98,8 @@ class Step:
     sequence: int | None = None
     micro_batches: int = 1
     computes: str | None = None
-    owned: tuple[Owned, ...] = ()
+    backward: Backward = EVERYWHERE
     arguments: BlockArguments | None = None
-
-    @cached_property
-    def backward(self) -> Backward:
-        """How far backward passes reach."""
-        return Backward(self.owned)
 
     @cached_property
     def passes(self) -> int:

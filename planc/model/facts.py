@@ -175,6 +175,11 @@ class Modules:
         parts = (f".{s}" if isinstance(s, str) else str(s) for s in self.path)
         return "".join(parts).removeprefix(".") or "root"
 
+    @property
+    def first_name(self) -> str:
+        """The first of `names`."""
+        return ".".join(s if isinstance(s, str) else str(s.first) for s in self.path)
+
     def names(self) -> Iterator[str]:
         """Yields the torch names (`model.layers.0.mlp`) of all modules of the set, in order."""
         options = ([s] if isinstance(s, str) else map(str, s) for s in self.path)

@@ -36,7 +36,7 @@ class Patches:
         """The names of the first block, and of the module behind the last one."""
         every = [m for m in facts.model.below() if len(m.path) == 2]
         first = next(m for name in self.lists for m in every if m.path[0] == name)
-        return next(iter(first.names())), self.behind
+        return first.first_name, self.behind
 
 
 _TWO_LISTS = ("transformer_blocks", "single_transformer_blocks")

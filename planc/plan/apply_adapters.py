@@ -122,7 +122,7 @@ def _with_factors(plan: Plan, rules: list[AdapterRule], facts: Facts) -> Plan:
             both = modules.overlap(rule.modules)
             if both is not None:
                 left = tuple(rest for part in left for rest in part.minus(both))
-                yield Modules(both.path, facts.at(next(both.names())).module)
+                yield Modules(both.path, facts.at(both.first_name).module)
         yield from left
 
     if not rules:

@@ -146,9 +146,11 @@ class _Section:
         for rule in {r.origin: r for r in small if isinstance(r.style, Input)}.values():
             self._ungiven(rule, flow)
         broken = {"tensor"} if self.sink.errors > before else set[str]()
-        outside = (c for c in flow.calls if source.facts.at(c.name).module.kind != "dropout")
-        drawn = (e for c in outside for e in c.body if isinstance(e, Operation) and e.draws)
-        lines = dict.fromkeys((*plan.draws, *(str(flow.lines[e.line]) for e in drawn)))
+        if "draws" not in flow.memo:
+            outside = (c for c in flow.calls if source.facts.at(c.name).module.kind != "dropout")
+            drawn = (e for c in outside for e in c.body if isinstance(e, Operation) and e.draws)
+            flow.memo["draws"] = (*dict.fromkeys(str(flow.lines[e.line]) for e in drawn),)
+        lines = dict.fromkeys((*plan.draws, *flow.memo["draws"]))
         return replace(plan, draws=tuple(lines), broken=plan.broken | broken)
 
     def _ungiven(self, rule: TensorRule, flow: DataFlow) -> None:

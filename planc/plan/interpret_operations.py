@@ -92,7 +92,7 @@ class FlowOperations:
         self, some: Sequence[Operation], state: State, own: set[int], around: Around
     ) -> State:
         """Some operations; what is made of the module's own weights alone counts as one (`own`)."""
-        if not some:
+        if not own and all(self.plain(one, state) for one in some):  # of most models most are
             return state
         kinds, dims, met, work = dict(state.kinds), dict(state.dims), [*state.met], state.work
         cuts = [*state.cuts]
@@ -122,6 +122,10 @@ class FlowOperations:
                 self.follow(one, given, dims)
             kinds.update(dict.fromkeys(one.outputs, result or Held.WHOLE))
         return replace(state, kinds=kinds, dims=dims, met=tuple(met), cuts=tuple(cuts), work=work)
+
+    def plain(self, one: Operation, state: State) -> bool:
+        """Whether an operation makes whole tensors of whole ones, and writes into none."""
+        return not one.in_place and all(state.kind(t) is Held.WHOLE for t in one.inputs)
 
     def shorter(self, one: Operation, tensor: int, dim: int | None) -> bool:
         """Whether the outputs of an operation have a part of a tensor's dim."""

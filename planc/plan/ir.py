@@ -168,7 +168,7 @@ class TensorRule(Meaning):
         if not isinstance(self.style, MlaKv) or self.inferred is None:
             return self
         width = self.modules.module.parameters[0].shape[0]
-        rest = (facts.at(next(Modules(p, self.modules.module).names())).module for p in self.beside)
+        rest = (facts.at(Modules(p, self.modules.module).first_name).module for p in self.beside)
         return replace(self, style=MlaKv(rope=width - sum(m.parameters[0].shape[-1] for m in rest)))
 
     @property

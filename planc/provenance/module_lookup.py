@@ -37,7 +37,7 @@ def _unknown(name: str, missing: str, facts: Facts, sink: Sink) -> None:
     help = f"did you mean {one_of(f'`{path}.{c}`'.replace('`.', '`') for c in close)}?"
     if not close:
         ends = [m for m in facts.model.below() if last in _below(m)]
-        first = [next(m.names()) for m in ends[:3]]
+        first = [m.first_name for m in ends[:3]]
         help = f"there is {one_of(f'`{f}.{last}`' for f in first)}" if first else ""
     sink.error(
         "PL130",

@@ -60,7 +60,7 @@ def _adapted(facts: Facts, lowered: Lowered) -> Facts:
     rules = []
     for op in lowered.every(Adapt):
         for members in op.members:
-            layers = Modules(members.path, facts.at(next(members.names())).module)
+            layers = Modules(members.path, facts.at(members.first_name).module)
             every = lowered.every(Quantize)
             found = (o for o in every if any(phrases.layer(m).overlap(layers) for m in o.members))
             four_bit = next(found, None)
@@ -82,7 +82,7 @@ class _Question:
         self.facts, self.lowered, self.plan = facts, lowered, plan
         self.at, self.parameter = at, parameter = named
         self.styles = lowered.every(Parallelize)
-        self.name = next(at.names())
+        self.name = at.first_name
         self.full = _joined(self.name, parameter.name) if parameter else self.name
         # a backend makes units of its own at each call
         pairs = [(unit, op) for op in lowered.ops for unit in units_of(op)]
@@ -155,7 +155,7 @@ class _Question:
         return self._reason(what, target, op)
 
     def _part(self, length: int) -> str:
-        return next(Modules(self.at.path[:length], self.at.module).names())
+        return Modules(self.at.path[:length], self.at.module).first_name
 
     def _inside(self) -> Iterator[Reason]:
         for op in self.styles:

@@ -77,7 +77,7 @@ class _Tree:
 
     def row(self, at: Modules, name: str, around: int | None) -> Row:
         """`around` is the pipeline's stage that holds the row around this one."""
-        first, inside = next(at.names()), []
+        first, inside = at.first_name, []
         held = [i for i, modules in enumerate(self.held) if any(map(at.inside, modules))]
         stage = held[0] if len(held) == 1 else None
         known: dict[object, str] = {}

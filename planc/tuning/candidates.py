@@ -7,6 +7,7 @@ from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache
+from math import inf
 
 from planc import compiler
 from planc.checks.queries import divisors
@@ -24,7 +25,7 @@ from planc.model.facts import Facts
 from planc.ops.base import AxisRole
 from planc.plan import elaborate
 from planc.plan.apply_adapters import adapted
-from planc.plan.ir import Plan
+from planc.plan.ir import Mesh
 from planc.source import Source
 from planc.syntax import ast
 from planc.syntax.formatter.layout import laid_out
@@ -124,7 +125,7 @@ class Candidates:
         violated: the requirements that a choice does not meet.
         tally: of the choices that were tried.
         extended: meshes that were tried beside the best ones.
-        unsplit: meshes with more data ranks than rows, or with a number that does not divide them.
+        too_wide: meshes with more data ranks than rows, or with a number that does not divide them.
     """
 
     space: Space
@@ -139,7 +140,7 @@ class Candidates:
     micro_batches: int | None = None
     tally: Tally = field(default_factory=Tally)
     extended: set[Sizes] = field(default_factory=set)
-    unsplit: list[Sizes] = field(default_factory=list)
+    too_wide: list[Sizes] = field(default_factory=list)
     _parsed: dict[str, ast.File] = field(default_factory=dict)
     _legal: dict[Sizes, tuple[tuple[str, str] | None, int]] = field(default_factory=dict)
     _works: dict[Choice, PlanWork | None] = field(default_factory=dict)
@@ -158,6 +159,14 @@ class Candidates:
         if found:
             self.tally.exclude(*found)
             return False
+        if role := self.unsplit(sizes, runs):
+            self.too_wide += [sizes] if role is AxisRole.DATA else []
+        return role is None
+
+    def unsplit(self, sizes: Sizes, runs: int = 1) -> AxisRole | None:
+        """The role of the axes whose ranks cannot split the batch, with so many runs of tokens in
+        a rank's part of a sequence.
+        """
         mesh = self.space.mesh(sizes)
         rows, tokens = self.batch.global_batch, self.batch.sequence
         for role, size, what, each in (
@@ -168,9 +177,8 @@ class Candidates:
             if size % (ranks * each):
                 more = f", {each} runs each" if each > 1 else ""
                 self.tally.exclude(UNSPLIT, f"{what} among {ranks} ranks{more}")
-                self.unsplit += [sizes] if role is AxisRole.DATA else []
-                return False
-        return True
+                return role
+        return None
 
     def compiled(self, choice: Choice, sink: Sink) -> compiler.Compiled:
         """The choice's plan, without the requirements, with all checks."""
@@ -199,7 +207,7 @@ class Candidates:
             return None
 
         mesh = self.space.mesh(choice.sizes)
-        load = self._loading(choice, replace(work.plan, mesh=mesh), work, counts)
+        load = self._loading(choice, mesh, work, counts)
         at, fits = self._fewest(load, len(counts))
         found, violated = load(at), self.violated(choice)
         if found is None or not (fits or not violated):
@@ -220,12 +228,28 @@ class Candidates:
         self.tally.nearest = one
         return None
 
+    def least(self, choice: Choice) -> float | None:
+        """Seconds of a step with as few micro-batches as there can be, whether they fit or not: no
+        other number is faster. Infinite where one row at a time would not fit either, which needs
+        more than half its share of what all rows need. None where the choice has no estimate.
+        """
+        work = self._work(choice)
+        counts = self._divisions(work) if work else ()
+        if work is None or not counts:
+            return None
+        found = self._loading(choice, self.space.mesh(choice.sizes), work, counts)(0)
+        if found is None:
+            return None
+        if found[1] > 2 * self._usable * counts[-1] / counts[0]:
+            return inf
+        return estimate(found[0], self.hardware, self.stack).time.seconds
+
     def _loading(
-        self, choice: Choice, plan: Plan, work: PlanWork, counts: tuple[int, ...]
+        self, choice: Choice, mesh: Mesh, work: PlanWork, counts: tuple[int, ...]
     ) -> Callable[[int], _Load]:
         """What gives the work of a step with so many micro-batches, and what it needs."""
         here = copy.copy(work)
-        here.plan = plan
+        here.plan = replace(work.plan, mesh=mesh)
         groups = here.groups()
 
         @cache

@@ -171,7 +171,7 @@ def _origin(name: str, plan: Plan) -> Span | None:
     _, _, where = name.partition(" of ")
     units = plan.fsdp.units if plan.fsdp else ()
     rules = (*((r.modules, r.origin) for r in plan.checkpoint), *_members(units))
-    return next((at for those, at in rules if generic(next(those.names())) == where), None)
+    return next((at for those, at in rules if generic(those.first_name) == where), None)
 
 
 def _members(units: Sequence[Unit]) -> Iterator[tuple[Modules, Span]]:

@@ -176,7 +176,7 @@ def _too_wide(candidates: Candidates) -> list[Sizes]:
     differ by replicas alone the first.
     """
     space = candidates.space
-    different = {space.alike(space.probe(s, {})).sizes: s for s in reversed(candidates.unsplit)}
+    different = {space.alike(space.probe(s, {})).sizes: s for s in reversed(candidates.too_wide)}
     return sorted(different.values(), key=lambda s: space.mesh(s).ranks_of(AxisRole.DATA))
 
 
@@ -190,21 +190,23 @@ def _along(
     Args:
         seconds: of the mesh that they are beside; infinite where all are tried.
     """
-    space, tally, slower, fastest = candidates.space, candidates.tally, 0, seconds
+    space, slower, fastest = candidates.space, 0, seconds
     found: dict[Choice, Candidate] = {}
     for sizes in beside:
         if sizes in known:
             continue
         known.add(sizes)
         candidates.extended.add(sizes)
-        before = tally.tried
-        probes = (space.probe(sizes, options) for options in (LEANEST, FASTEST))
-        here = _tried(candidates, probes)
+        if candidates.unsplit(sizes):
+            continue
+        probes = [space.probe(sizes, options) for options in (LEANEST, FASTEST)]
+        least = {c: s for c in probes if (s := candidates.least(c)) is not None}
+        here = _tried(candidates, (c for c in probes if least.get(c, inf) < near or near == inf))
         fast = min((c.seconds for c in here.values()), default=inf)
         if fast < near and candidates.legal(sizes):
             found |= here
-        if tally.tried > before:
-            far = near <= fast < inf
+        if least:
+            far = near <= min(fast, *least.values()) < inf
             slower = 0 if fast < fastest else SLOWER if far else slower + 1
             fastest = min(fast, fastest)
         if slower >= SLOWER and seconds < inf:

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import planc
 from planc.compiler import compile_plan
 from planc.diagnostic import Sink
+from planc.lowering.backward import Backward
 from planc.lowering.pipeline_sends import arguments_of
 from planc.lowering.sends import sends
 from planc.lowering.step import EXCHANGE, GATHER, REDUCE, SCATTER, SEND, Step
@@ -149,7 +150,7 @@ def counted(kind, plan, settings, rows, changes=None, passes=1):
     step = Step(
         lowered=run.lowered,
         config=config.to_dict(),
-        owned=owned(*done.applied),
+        backward=Backward(owned(*done.applied)),
         arguments=arguments_of(run.lowered.pipeline, facts),
         **given,
     )

@@ -86,6 +86,7 @@ class _Recorder(TorchFunctionMode):  # type: ignore[misc]
         self.live: set[int] = set()
         self.derived: set[int] = set()  # from weights or hidden states; indices and masks too
         self.lines: dict[Line, int] = {Line("", ""): 0}
+        self.moved: dict[object, Mapping[int, int] | None] = {}
         self.open: list[_Open] = []
         self.root: FlowCall | None = None
         ids = inputs.get("input_ids")
@@ -249,14 +250,35 @@ class _Recorder(TorchFunctionMode):  # type: ignore[misc]
                 tokenwise=bool(tokens and run.held and run.tokenwise(self.rows, self.tokens)),
                 in_place=writes,
                 draws=run.draws,
-                moves=run.moves(inputs[0]) if one else None,
+                moves=self._moves(run, inputs[0]) if one else None,
                 skips=run.name == "__getitem__" and _skips(inputs[0], run.outputs[0]),
                 line=self.line(),
             )
         )
 
+    def _moves(self, run: _Run, source: torch.Tensor) -> Mapping[int, int] | None:
+        """`_Run.moves` of a call whose only tensor is the source, found once for calls that differ
+        in its numbers alone: layers make the same ones again and again.
+        """
+        given = tree_map(lambda v: _Shaped.of(v) if _is_tensor(v) else v, (run.args, run.kwargs))
+        key = run.func, run.draws, run.outputs[0].shape, repr(given)
+        if key not in self.moved:
+            self.moved[key] = run.moves(source)
+        return self.moved[key]
+
     def _hidden(self, tensor: torch.Tensor) -> bool:
         return tensor.is_floating_point() and tuple(tensor.shape[:-1]) == (self.rows, self.tokens)
+
+
+class _Shaped(NamedTuple):
+    """A tensor without its numbers."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> _Shaped:
+        return _Shaped(tuple(tensor.shape), tensor.dtype)
 
 
 _OF_SHAPES = ("empty", "zeros", "ones", "full", "rand")
