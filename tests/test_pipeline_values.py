@@ -150,7 +150,7 @@ def test_rounding_is_no_fault(uncached, monkeypatch, nearly):
     """Norms of queries in gemma3n amplify it: float32 is 1.3e-4 off with stages and tp, float64,
     in which what is nearly right is tried again, 2e-7.
     """
-    monkeypatch.setattr(simulate, "_NEARLY", nearly)
+    monkeypatch.setattr(simulate, "NEARLY", nearly)
     files = plan_files.read_text("t.plan", GEMMA3N, sink := Sink())
     settings = ["pp=2", "tp=2", "microbatches=2"]
     done = compile(files, facts_of("gemma3n_text"), sink, world_size=4, settings=settings)

@@ -98,6 +98,7 @@ class Comparison:
         worst: the names of the gradient and the parameter with the largest error.
         first: where the models diverge: `what` (output or gradient), `name`, `error`; or None.
         chooses: whether the model selects experts by numbers that are rounded.
+        exact: whether it was compared in float64, where float32 was nearly right.
     """
 
     errors: dict[str, float]
@@ -107,6 +108,7 @@ class Comparison:
     device: str = "cpu"
     limits: dict[str, float] = field(default_factory=lambda: dict(LIMITS))
     chooses: bool = False
+    exact: bool = False
 
     def with_eight_bits(self, other: Comparison) -> Comparison:
         """This comparison, and the largest error of one with products in 8 bits."""
@@ -294,6 +296,7 @@ def comparison(found: list[dict[str, Any]], seconds: float) -> Comparison:
         device=found[0]["device"],
         limits=limits,
         chooses=found[0].get("chooses", False),
+        exact=found[0].get("exact", False),
     )
 
 

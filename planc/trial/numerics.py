@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from planc.model.small.user_model import ModelBuilder
 from planc.ops.fsdp import Divide, FullyShard
 from planc.ops.lowered import Lowered
 from planc.ops.matmul import LowPrecision
@@ -21,6 +22,8 @@ from planc.runtime.standalone.shards import plain_name
 
 FLOOR = 1e-3
 """The least divisor of a relative error, as a fraction of the largest value among all tensors."""
+NEARLY = 1e-2
+"""The largest relative error of a number that rounding may explain."""
 
 
 def device_for(ranks: int) -> str:
@@ -48,6 +51,23 @@ def in_float64(model: nn.Module) -> nn.Module:
         if hasattr(config, "_experts_implementation"):
             config._experts_implementation = "eager"  # torch has no grouped product in float64
     return model.double()
+
+
+class InFloat64:
+    """Builds models, and their batches, as another builder does, in float64."""
+
+    def __init__(self, builder: ModelBuilder) -> None:
+        self.builder = builder
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.builder, name)
+
+    def build(self, seed: int) -> nn.Module:
+        return in_float64(self.builder.build(seed))
+
+    def sample(self, shape: Any) -> dict[str, torch.Tensor]:
+        made = self.builder.sample(shape).items()
+        return {n: v.double() if v.is_floating_point() else v for n, v in made}
 
 
 def gradient_scale(lowered: Lowered) -> float:

@@ -11,7 +11,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from planc.diagnostic import first_line
 from planc.model.small.user_model import ModelBuilder
@@ -28,7 +28,7 @@ from planc.runtime.lora import missing_peft
 from planc.trial import program
 from planc.trial.batches import batches
 from planc.trial.discrepancies import Runs, compare_runs, failed_run, uneven_use
-from planc.trial.numerics import for_trial, in_float64
+from planc.trial.numerics import NEARLY, InFloat64, for_trial
 from planc.trial.observed_layouts import redistributions
 from planc.trial.outcome import Outcome
 from planc.trial.random_numbers import RankRandom
@@ -75,33 +75,12 @@ def simulate(
     return replace(other, discrepancies=(*other.discrepancies, uneven))
 
 
-NEARLY = 1e-2
-"""The largest relative error of a number that rounding may explain."""
-
-
 def _nearly(outcome: Outcome) -> bool:
     """Whether numbers alone are wrong, and all by little."""
     kinds = ("output", "gradient", "norm", "parameter")
     return outcome.verdict == "refuted" and all(
         d.kind in kinds and 0 < d.error < NEARLY for d in outcome.discrepancies
     )
-
-
-class InFloat64:
-    """Builds models, and their batches, as another builder does, in float64."""
-
-    def __init__(self, builder: ModelBuilder) -> None:
-        self.builder = builder
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.builder, name)
-
-    def build(self, seed: int) -> nn.Module:
-        return in_float64(self.builder.build(seed))
-
-    def sample(self, shape: Any) -> dict[str, Tensor]:
-        made = self.builder.sample(shape).items()
-        return {n: v.double() if v.is_floating_point() else v for n, v in made}
 
 
 def _outcome(

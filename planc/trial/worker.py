@@ -1,5 +1,6 @@
 """One rank of a proof, from its fork to the result in the folder."""
 
+import contextlib
 import datetime
 import faulthandler
 import json
@@ -7,9 +8,10 @@ import math
 import signal
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import distributed
@@ -22,7 +24,7 @@ from planc.ops.lowered import Lowered
 from planc.runtime.preconditions import of_all_ranks
 from planc.trial.discrepancies import Runs, first_wrong_output
 from planc.trial.launcher import Job
-from planc.trial.numerics import device_for
+from planc.trial.numerics import NEARLY, InFloat64, device_for
 from planc.trial.program import RankResult, SingleError
 from planc.trial.prove import Errors, prove, trained
 
@@ -76,7 +78,8 @@ def _frames(error: BaseException) -> list[tuple[str, int, str, str]]:
 
 def compared(job: Job, found: dict[str, Any]) -> None:
     """Trains this rank of a process group and the single process, and adds to `found` how far their
-    numbers are apart, and the phase.
+    numbers are apart, and the phase. Where all are nearly right, they are compared once more in
+    float64, which tells a fault from the rounding of a model that amplifies it.
 
     Raises:
         SingleError: the model does not train in a single process.
@@ -91,22 +94,44 @@ def compared(job: Job, found: dict[str, Any]) -> None:
     lowered = loads(job.lowered, "the lowered plan", sink)
     if lowered is None:
         raise ValueError("; ".join(d.message for d in sink))
-    found["seeds"], device = [], found["device"]
+    wrong = _wrong(builder, lowered, job, found, report)
+    if wrong is None:
+        return
+    limits, seed = found["limits"], found["seeds"][-1]["seed"]
+    nearly = all(found["seeds"][-1][kind] < NEARLY for kind in limits)
+    if all(of_all_ranks(nearly and not job.precision)):
+        exact, wide = {"device": found["device"], "exact": True}, cast("Any", InFloat64(builder))
+        with contextlib.suppress(SingleError):  # of all ranks, where nothing was sent yet
+            if _wrong(wide, lowered, job, exact, report) is None:
+                found.update(exact)
+                return
+    report("locate")
+    beyond = {n: e for n, e in wrong.gradients.items() if e > limits["gradients"]}
+    job = replace(job, limits=limits)
+    found["first"] = _locate(builder, lowered, job, seed, beyond, device=found["device"])
+
+
+def _wrong(
+    builder: ModelBuilder,
+    lowered: Lowered,
+    job: Job,
+    found: dict[str, Any],
+    report: Callable[[str], None],
+) -> Errors | None:
+    """The errors of this rank for the first seed with which a rank's are beyond the limits; adds
+    those of all seeds so far to `found`. None where all are within them.
+    """
+    found["seeds"] = []
     for seed in job.seeds:
-        errors = prove(
-            builder, lowered, job.digest, seed, report, device=device, precision=job.precision
-        )
-        found["seeds"].append({"seed": seed, **_worst(errors)})
+        how = {"device": found["device"], "precision": job.precision}
+        errors = prove(builder, lowered, job.digest, seed, report, **how)
+        last = {"seed": seed, **_worst(errors)}
+        found["seeds"].append(last)
         limits = found["limits"] = errors.limits or job.limits
         found["chooses"] = errors.chooses
-        last = found["seeds"][-1]
-        beyond = any(not last[kind] <= limit for kind, limit in limits.items())
-        if any(of_all_ranks(beyond)):
-            report("locate")
-            wrong = {n: e for n, e in errors.gradients.items() if e > limits["gradients"]}
-            job = replace(job, limits=limits)
-            found["first"] = _locate(builder, lowered, job, seed, wrong, device=device)
-            return
+        if any(of_all_ranks(any(not last[kind] <= limit for kind, limit in limits.items()))):
+            return errors
+    return None
 
 
 def _worst(errors: Errors) -> dict[str, Any]:

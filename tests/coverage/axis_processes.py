@@ -24,8 +24,8 @@ from planc.ops.document import dumps
 from planc.plan.stand_in import Unrepresented
 from planc.proof.small_case import small_case
 from planc.proof.small_mesh import small_sizes, with_experts
+from planc.trial.numerics import NEARLY
 from planc.trial.outcome import LIMIT, PARAMETER_LIMIT
-from planc.trial.simulate import NEARLY
 from planc.trial.trial_part import trial_part
 
 SECONDS = 300

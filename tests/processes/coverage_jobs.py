@@ -8,7 +8,7 @@ from planc.model.small.transformers_model import TransformersBuilder
 from planc.ops.document import digest, loads
 from planc.trial import prove as trial
 from planc.trial.batches import batches
-from planc.trial.simulate import InFloat64
+from planc.trial.numerics import InFloat64
 
 
 def prove(values, document, seed=0, wide=False):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import jsonschema
 import pytest
-from helpers import STATED
+from helpers import STATED, slow
 
 from planc.cli import main
 from planc.diagnostic import Sink
@@ -223,6 +223,20 @@ fsdp on dp_shard {
     assert first["places"] == [f"{plan}:{line}" for line in (10, 14)]
     (finding,) = sink
     assert finding.code == "PL520" and finding.labels
+
+
+@pytest.mark.parametrize(("logits", "verdict"), [(3e-7, "verified"), slow(1e-30, "refuted")])
+def test_what_is_nearly_right_is_compared_in_float64(monkeypatch, logits, verdict):
+    """llama's logits are 1e-6 off in float32, and 1e-15 in float64: with another limit that is a
+    fault of float32 alone, and with a limit below both it is one of the plan.
+    """
+    monkeypatch.setattr(runtime, "LIMITS", {**runtime.LIMITS, "logits": logits})
+    found, sink = proved("llama-3.1-8b", "llama", settings=["tp=2"])
+    assert found.verdict == verdict
+    text = "float32: the model amplifies its rounding; compared in float64"
+    assert (text in found.certificate["left_out"]) == (verdict == "verified")
+    assert (found.certificate["errors"]["logits"] > 1e-7) == (verdict == "refuted")
+    assert [d.code for d in sink if d.severity == "error"] == ["PL520"] * (verdict == "refuted")
 
 
 def test_a_plan_that_crashes_is_refuted_with_the_error_of_the_rank(tmp_path):
