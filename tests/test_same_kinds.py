@@ -39,7 +39,8 @@ def trained(plan, kinds, *, model="qwen3-vl-8b", compare=2, shared=True, images=
         if has:
             return {**own, **dict(images), **dict(every)}
         rows = {name: own[name] for name in TEXT if name in own} | dict(every)
-        rows["input_ids"] = torch.full_like(rows["input_ids"], 5)
+        if rows["input_ids"] is not None:
+            rows["input_ids"] = torch.full_like(rows["input_ids"], 5)
         if "mm_token_type_ids" in rows:
             rows["mm_token_type_ids"] = torch.zeros_like(rows["mm_token_type_ids"])
         return rows
@@ -85,15 +86,47 @@ def test_images_on_one_rank_alone(model, plan, names):
         assert told[number][1:] == [("PL479", message, LINE)]
 
 
-def test_images_on_one_rank_alone_beside_sound_stop_both():
-    """Its tower is reached in another order, so the ranks do not share that of the images."""
-    sound = {"input_features": torch.zeros(1, 4, 8)}
-    kinds = [(True,), (False,)]
-    failure, told = trained("gemma4_vision", kinds, model="gemma-4-31b", every=sound)
+def test_images_on_one_rank_alone_beside_embeddings_stop_both():
+    """Who passes embeddings in place of ids has put the features among them."""
+    every = {"inputs_embeds": torch.zeros(1, 16, 64), "input_ids": None}
+    failure, told = trained("qwen3_vl", [(True,), (False,)], every=every)
     assert failure is None and [rank[0][0] for rank in told] == ["PL479", "PL479"]
     assert all("`pixel_values`" in rank[0][1] for rank in told)
-    failure, told = trained("gemma4_vision", kinds, model="gemma-4-31b")
-    assert failure is None and [len(losses) for losses in told] == [1, 1]
+
+
+def test_the_first_image_and_the_first_sound():
+    """What other ranks run a tower on: of what has a value for each image or sound the first."""
+    mask, lengths = torch.ones(3, 8), torch.tensor([8, 6, 4])
+    given = {
+        "input_features": torch.randn(3, 8, 4),
+        "input_features_mask": mask,
+        "lengths": lengths,
+        "scale": torch.tensor(2.0),
+        "return_dict": True,
+        "cache": object(),
+    }
+    found = towers.first_input(given, "input_features")
+    assert found.keys() == {"input_features", "input_features_mask", "lengths", "return_dict"}
+    assert found["input_features"].shape == (1, 8, 4) and found["lengths"].tolist() == [8]
+    grids = torch.tensor([[1, 2, 2], [1, 4, 2]])
+    images = {"pixel_values": torch.arange(12.0)[:, None], "image_grid_thw": grids}
+    found = towers.first_input({**images, "return_dict": True}, "pixel_values")
+    assert found["pixel_values"].flatten().tolist() == [0, 1, 2, 3]
+    assert found["image_grid_thw"].tolist() == [[1, 2, 2]] and found["return_dict"] is True
+
+
+def test_towers_are_run_in_the_order_of_the_code():
+    class Holder:
+        def forward(self):
+            self.get_audio_features()
+            self.get_image_features()
+
+    names = ["pixel_values", "pixel_values_videos", "input_values", "input_ids"]
+    found = towers.kinds_of(Holder(), names)
+    assert [*found.items()] == [
+        ("input_values", "get_audio_features"),
+        ("pixel_values", "get_image_features"),
+    ]
 
 
 def test_all_or_none_train_in_every_pass():

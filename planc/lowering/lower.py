@@ -26,7 +26,7 @@ from planc.lowering.memory import Holdings
 from planc.lowering.rng import draw_apart, draw_by_rank, sync_rng
 from planc.lowering.stages import of_ranks
 from planc.model.facts import MODULE_DICT, Facts, Module, Modules
-from planc.model.module_table import BATCHED_EXPERTS, parts_of_images, puts_images
+from planc.model.module_table import BATCHED_EXPERTS, parts_of_images, puts_images, puts_sound
 from planc.ops.activation_checkpoint import Checkpoint
 from planc.ops.backend import Backend
 from planc.ops.base import AxisRole
@@ -207,7 +207,8 @@ def _towers(plan: Plan, facts: Facts) -> Iterator[ShareTower]:
     """Data ranks that train a tower, or gather its weights, run it in the same passes."""
     axes = tuple(axis for axis in _data(plan) if plan.mesh.size(axis) > 1)
     if axes:
-        yield from (ShareTower(modules=holder, axes=axes) for holder in puts_images(facts))
+        for holder in (*puts_images(facts), *puts_sound(facts)):
+            yield ShareTower(modules=holder, axes=axes)
 
 
 def _losses(plan: Plan) -> Iterator[ChunkLoss]:

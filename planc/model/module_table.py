@@ -57,7 +57,7 @@ BATCHED_EXPERTS = "batched_experts"
 
 TRANSPOSED_EXPERTS = "transposed_experts"
 """The fact of fused experts whose weights are [experts, in, out]."""
-PUTS_IMAGES = "puts_images"
+PUTS_IMAGES, PUTS_SOUND = "puts_images", "puts_sound"
 """The fact of a module that puts features of images among the embeddings of its language model."""
 OF_IMAGES = "images: "
 """What precedes the name of a part of such a module in the fact that features of images are
@@ -101,6 +101,11 @@ def puts_images(facts: Facts) -> Iterator[Modules]:
             beside = (c for c in modules.module.children if c.name != LANGUAGE_MODEL)
             if any(child.module.count for child in beside):
                 yield modules
+
+
+def puts_sound(facts: Facts) -> Iterator[Modules]:
+    """The module whose code puts features of sound, and of no images, among the embeddings."""
+    yield from (m for m in facts.model.below() if m.module.fact(PUTS_SOUND))
 
 
 def parts_of_images(holder: Modules) -> dict[str, int]:
@@ -306,13 +311,16 @@ def routed_experts(module: Any) -> int | None:
 
 def _puts_images(module: Any) -> Iterator[tuple[str, int]]:
     """Whether the code of transformers' forward embeds tokens, and then asks for the features of
-    images; where videos have a tower of their own, the two may come in either order.
+    images, or of sound alone; where videos have a tower of their own, the two may come in either
+    order.
     """
     if LANGUAGE_MODEL not in module._modules or "video_tower" in module._modules:
         return
     names = unwrap(type(module).forward).__code__.co_names
-    asked = [n for n in names if n in ("get_input_embeddings", _FEATURES[0])]
-    if asked == ["get_input_embeddings", _FEATURES[0]]:
+    asked = [n for n in names if n in ("get_input_embeddings", _FEATURES[0], _SOUND)]
+    if asked == ["get_input_embeddings", _SOUND]:
+        yield PUTS_SOUND, 1
+    if [n for n in asked if n != _SOUND] == ["get_input_embeddings", _FEATURES[0]]:
         yield PUTS_IMAGES, 1
         own, others = (_named(type(module), n) for n in (_FEATURES, ("forward",)))
         for name in (*module._modules, *module._parameters):
@@ -322,6 +330,7 @@ def _puts_images(module: Any) -> Iterator[tuple[str, int]]:
 
 _FEATURES = ("get_image_features", "get_video_features")
 """The methods that compute features of images."""
+_SOUND = "get_audio_features"
 
 
 def _named(cls: Any, methods: Sequence[str]) -> set[str]:

@@ -1,5 +1,5 @@
-"""A vision tower that ranks run together: those that have the same images divide them, and data
-ranks run it whether or not their batches have images.
+"""Towers of images and of sound that ranks run together: those that have the same images divide
+them, and data ranks run a tower whether or not their batches have any.
 """
 
 from collections.abc import Iterator
@@ -26,10 +26,10 @@ from planc.ops.call import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShareTower(Op):
-    """Makes data ranks without images run the tower on an image of another rank.
+    """Makes data ranks without images, or sound, run the tower on those of another rank.
 
     Args:
-        modules: the module whose code puts features of images among the embeddings of tokens.
+        modules: the module whose code puts their features among the embeddings of tokens.
         axes: whose ranks read different data.
     """
 
@@ -37,7 +37,7 @@ class ShareTower(Op):
     axes: Axes
 
     SCRIPT: ClassVar = ScriptFunction(
-        "share_tower", "Ranks without images run the tower on one of another rank."
+        "share_tower", "Ranks without images, or sound, run the tower on those of another."
     )
     WORD: ClassVar = "towers"
     ABOUT: ClassVar[tuple[str, ...]] = ("modules",)
@@ -53,7 +53,9 @@ class ShareTower(Op):
         yield Each(modules=self.modules, calls=(call,))
 
     def headline(self, mesh: AxisSizes | None = None) -> str:
-        return f"run on all ranks of {phrases.axes(self.axes, mesh)}, where some have images"
+        return (
+            f"run on all ranks of {phrases.axes(self.axes, mesh)}, where some have images or sound"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

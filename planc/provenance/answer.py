@@ -112,7 +112,7 @@ class Reasons:
         unit: the unit that contains it, then the units inside it.
         training: what freezes or unfreezes it.
         matmul: in what its products are, or those of the modules inside it.
-        towers: the tower that the module is in, which data ranks without images run as well.
+        towers: the tower that the module is in, which data ranks without images or sound run too.
         draws: how ranks draw random numbers in the module and after it.
         unit_bytes: of the unit that contains it: at rest on one rank, and all-gathered.
         missing: by section, why nothing decides it.

@@ -35,6 +35,7 @@ from planc.runtime.script_line import script_line
 from planc.runtime.standalone.collectives import all_gather
 from planc.runtime.standalone.context import CONTEXT
 from planc.runtime.standalone.images import OF_IMAGES
+from planc.runtime.standalone.towers import SOUND, kinds_of
 
 _ARGUMENTS = 32
 """The arguments that are told apart in a message; the same for all ranks, whatever they read."""
@@ -355,8 +356,9 @@ def _row(leaves: Leaves, device: str) -> Tensor:
 
 
 _TEXT = "input_ids"
-_OTHERS = re.compile(r"pixel|image|video|audio|speech|input_(features|values)")
-"""In the names of arguments for images and sound."""
+_SOUND = re.compile(r"audio|speech|input_(features|values)")
+_OTHERS = re.compile(rf"pixel|image|video|{_SOUND.pattern}")
+"""In the names of arguments for sound, and for images and sound."""
 
 
 def kinds_hook(model: nn.Module, lowered: Lowered, meshes: Meshes) -> Hook | None:
@@ -372,6 +374,10 @@ def kinds_hook(model: nn.Module, lowered: Lowered, meshes: Meshes) -> Hook | Non
     """
     arguments = inspect.signature(model.forward)
     shared = {*OF_IMAGES, *chain(*OF_IMAGES.values())} if lowered.has(ShareTower) else set()
+    holders = (n for op in lowered.every(ShareTower) for n in op.modules.names())
+    kinds = [kinds_of(model.get_submodule(n), [*arguments.parameters]) for n in holders]
+    if any(name in every for every in kinds for name in SOUND):
+        shared |= {n for n in arguments.parameters if _SOUND.search(n)}
     names = [n for n in arguments.parameters if _OTHERS.search(n) and n not in shared]
     if not (names and lowered.wide_data and _TEXT in arguments.parameters):
         return None

@@ -1,12 +1,14 @@
-"""A vision tower on data ranks whose batches have no image.
+"""Towers of images and of sound on data ranks whose batches have none.
 
-FSDP gathers the tower's weights, and reduces their gradients, on all ranks or on none:
+FSDP gathers a tower's weights, and reduces their gradients, on all ranks or on none:
 a rank that does not run its tower leaves the others waiting, or meets them in another
-collective. So it runs the tower on an image of another rank, of which it keeps nothing.
+collective. So it runs the tower on an image, or a sound, of another rank, of which it
+keeps nothing.
 """
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from functools import wraps
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from torch.utils import _pytree
 
 from planc.runtime.standalone.collectives import all_gather
 from planc.runtime.standalone.images import (
+    OF_IMAGES,
     ImagesError,
     nothing_of,
     some_images,
@@ -33,6 +36,9 @@ METHODS = {
 }
 """What computes the features of images, by the key of `OF_IMAGES`."""
 SOUND = ("input_features", "input_values")
+"""The arguments of sounds, which `get_audio_features` takes."""
+LANGUAGE_MODEL = "language_model"
+"""The module that gets the embeddings with features among them."""
 FEATURES = "pooler_output"
 """Where transformers puts the features that go among the embeddings of tokens."""
 OF_TOWER = ("last_hidden_state", "hidden_states", "attentions")
@@ -45,7 +51,7 @@ class TowerError(ValueError):
 
 
 class SharedTower:
-    """Makes data ranks without images run the tower of those with some.
+    """Makes data ranks without images, or sounds, run the tower of those with some.
 
     Args:
         holder: the module that puts features among the embeddings of tokens.
@@ -56,21 +62,27 @@ class SharedTower:
     def __init__(self, holder: nn.Module, mesh: DeviceMesh, model: nn.Module) -> None:
         self.holder, self.mesh, self.model = holder, mesh, model
         self.signature = inspect.signature(model.forward)
-        self.kinds = [n for n in METHODS if n in self.signature.parameters]
-        self.waiting: list[tuple[str, dict[str, Tensor]]] = []
+        self.kinds = kinds_of(holder, [*self.signature.parameters])
+        self.donors: dict[str, int] = {}
+        self.waiting: list[str] = []
+        self.nothing: list[Tensor] = []
+        self.watched: dict[str, Any] = {}
+        self.running = False
         self.raised: Callable[[list[str], bool], Exception] = differ
         watch = torch.compiler.disable(self._enter)
         model.register_forward_pre_hook(watch, with_kwargs=True)
-        embedding = model.get_input_embeddings()
-        embedding.register_forward_hook(torch.compiler.disable(self._embedded))
+        # before FSDP gathers what it has: as where images are
+        last = torch.compiler.disable(self._embedded)
+        decoder = getattr(holder, LANGUAGE_MODEL)
+        decoder.register_forward_pre_hook(last, prepend=True, with_kwargs=True)
 
     def needed(self) -> bool:
-        """Whether the ranks meet in collectives of the tower in the next pass."""
+        """Whether the ranks meet in collectives of a tower in the next pass."""
         stages = stages_of(self.model)
         if stages is not None and stages.running != 0:
             return False
         inner = self.holder.named_children()
-        parts = [child for name, child in inner if name != "language_model"]
+        parts = [child for name, child in inner if name != LANGUAGE_MODEL]
         units = [
             m for part in parts for m in part.modules() if isinstance(m, FSDPModule)
         ]
@@ -82,24 +94,28 @@ class SharedTower:
         )
 
     def _enter(self, _model: nn.Module, args: Any, kwargs: Any) -> None:
-        self.waiting.clear()
+        self._leave()
         if not self.needed():
             return
         given = self.signature.bind_partial(*args, **kwargs).arguments
         own = [given.get(name) is not None for name in self.kinds]
-        apart = any(given.get(name) is not None for name in SOUND)
-        facts = [*own, apart, given.get("input_ids") is None]
-        every = self._facts(facts)
+        every = self._facts([*own, given.get("input_ids") is None])
         by_kind = dict(zip(self.kinds, zip(*every, strict=True), strict=False))
         unlike = [n for n, ranks in by_kind.items() if any(ranks) and not all(ranks)]
-        if unlike and any(any(each[len(own) :]) for each in every):
-            raise self.raised(unlike, own[self.kinds.index(unlike[0])])
-        for name in unlike:
-            at = self.kinds.index(name)
-            donor = by_kind[name].index(True)
-            image = self._received(name, given, donor)
-            if not own[at]:
-                self.waiting.append((name, image))
+        if unlike and any(each[-1] for each in every):
+            raise self.raised(unlike, own[[*self.kinds].index(unlike[0])])
+        has = dict(zip(self.kinds, own, strict=True))
+        self.donors = {name: by_kind[name].index(True) for name in unlike}
+        self.waiting = [name for name in unlike if not has[name]]
+        for name in self.kinds if unlike else ():
+            if has[name]:
+                self._watch(name)
+
+    def _leave(self) -> None:
+        """Ends what a pass that raised has left."""
+        self.donors, self.waiting, self.nothing, self.running = {}, [], [], False
+        for method in [*self.watched]:
+            self._unwatch(method)
 
     def _facts(self, own: list[bool]) -> list[list[int]]:
         """What is true of each rank's arguments."""
@@ -109,36 +125,85 @@ class SharedTower:
         found: list[list[int]] = every.view(self.mesh.size(), -1).tolist()
         return found
 
-    def _received(
-        self, name: str, given: Mapping[str, Any], donor: int
-    ) -> dict[str, Tensor]:
-        """The first image of a rank, on all ranks."""
+    def _watch(self, name: str) -> None:
+        """In this pass, before the model computes features of its own, those that come
+        before them are computed, and what they are computed of is told.
+        """
+        method = self.kinds[name]
+        plain = getattr(self.holder, method)
+
+        @wraps(plain)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            if self.running:  # some models compute videos by their method for images
+                return plain(*args, **kwargs)
+            self._unwatch(method)
+            order = [*self.kinds]
+            self._run([n for n in self.waiting if order.index(n) < order.index(name)])
+            if name in self.donors:
+                self._told(name, arguments(plain, args, kwargs))
+            self.running = True
+            made = plain(*args, **kwargs)
+            self.running = False
+            return made
+
+        self.watched[method] = self.holder.__dict__.get(method)
+        self.holder.__dict__[method] = torch.compiler.disable(watched)
+
+    def _unwatch(self, method: str) -> None:
+        earlier = self.watched.pop(method)
+        if earlier is None:
+            del self.holder.__dict__[method]
+        else:
+            self.holder.__dict__[method] = earlier
+
+    def _run(self, names: list[str]) -> None:
+        """Computes features of other ranks' inputs, of which it keeps nothing."""
+        for name in names:
+            self.waiting.remove(name)
+            given = self._told(name, {})
+            self.running = True
+            made = getattr(self.holder, self.kinds[name])(**given)
+            self.running = False
+            self.nothing.append(nothing_of(list(self._features(made))))
+
+    def _told(self, name: str, given: Mapping[str, Any]) -> dict[str, Any]:
+        """What the first rank with inputs of a kind computes features of, on all ranks:
+        the first image, or sound.
+        """
         box: list[Any] = [None]
+        donor = self.donors[name]
         if self.mesh.get_local_rank() == donor:
             try:
-                found = some_images(given, name, 0, 1)
-                tensors = {n: v for n, v in found.items() if isinstance(v, Tensor)}
-                box = [{n: value.detach().cpu() for n, value in tensors.items()}]
+                box = [first_input(given, name)]
             except ImagesError as error:
                 box = [str(error)]
         group = self.mesh.get_group()
         distributed.broadcast_object_list(box, group=group, group_src=donor)
         if isinstance(box[0], str):
             raise TowerError(box[0])
-        return {n: value.to(self.mesh.device_type) for n, value in box[0].items()}
+        device = self.mesh.device_type
+        found: dict[str, Any] = box[0]
+        return {
+            n: value.to(device) if isinstance(value, Tensor) else value
+            for n, value in found.items()
+        }
 
-    def _embedded(self, _module: nn.Module, _args: Any, output: Any) -> Any:
-        """After the embedding, as where images are: units are gathered in one order."""
-        waiting, self.waiting = self.waiting, []
-        for name, image in waiting:
-            made = getattr(self.holder, METHODS[name])(**image, return_dict=True)
-            nothing = nothing_of(list(self._features(made))).to(output.dtype)
-            if isinstance(output, DTensor):
-                alike = [Replicate()] * output.device_mesh.ndim
-                mesh = output.device_mesh
-                nothing = DTensor.from_local(nothing, mesh, alike, run_check=False)
-            output = output + nothing
-        return output
+    def _embedded(self, _module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Behind the towers that this rank's own inputs ran."""
+        if not self.donors:
+            return None
+        self._run([*self.waiting])
+        nothing = [*self.nothing]
+        self._leave()
+        if not nothing:
+            return None
+        hidden = kwargs["inputs_embeds"]
+        added = torch.stack(nothing).sum().to(hidden.dtype)
+        if isinstance(hidden, DTensor):
+            alike = [Replicate()] * hidden.device_mesh.ndim
+            mesh = hidden.device_mesh
+            added = DTensor.from_local(added, mesh, alike, run_check=False)
+        return args, {**kwargs, "inputs_embeds": hidden + added}
 
     def _features(self, made: Any) -> Iterator[Tensor]:
         """The tensors of an output that the code of the holder reads: others have no
@@ -150,6 +215,45 @@ class SharedTower:
         yield from (leaf for leaf in leaves if isinstance(leaf, Tensor))
 
 
+def kinds_of(holder: nn.Module, names: list[str]) -> dict[str, str]:
+    """The inputs of a model that it puts features of among the embeddings, and the
+    methods that compute these, in the order in which its code asks for them.
+
+    Args:
+        names: of the arguments of the model.
+    """
+    every = {**METHODS, **dict.fromkeys(SOUND, "get_audio_features")}
+    code = inspect.unwrap(type(holder).forward).__code__.co_names
+    asked = {n: m for n, m in every.items() if n in names and m in code}
+    return dict(sorted(asked.items(), key=lambda pair: code.index(pair[1])))
+
+
+def arguments(method: Any, args: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call, by their names."""
+    names = [*inspect.signature(method).parameters]
+    return dict(zip(names, args, strict=False)) | dict(kwargs)
+
+
+def first_input(given: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """The arguments of the first image, or of the first sound.
+
+    Raises:
+        ImagesError: images cannot be told apart.
+    """
+    if name in OF_IMAGES:
+        some = some_images(given, name, 0, 1)
+    else:
+        count = len(given[name])
+        tensors = (
+            (n, v) for n, v in given.items() if isinstance(v, Tensor) and v.dim()
+        )
+        some = {n: value[:1] for n, value in tensors if len(value) == count}
+    plain = (bool, int, float, str, list, tuple)
+    rest = {n: v for n, v in given.items() if n not in some and isinstance(v, plain)}
+    own = {n: v.detach().cpu() for n, v in some.items() if isinstance(v, Tensor)}
+    return {**rest, **own}
+
+
 def read_fields(holder: nn.Module, made: Mapping[str, Any]) -> list[str]:
     """The fields of what a tower returns that the code of the holder reads."""
     read = inspect.unwrap(type(holder).forward).__code__.co_names
@@ -158,7 +262,7 @@ def read_fields(holder: nn.Module, made: Mapping[str, Any]) -> list[str]:
 
 
 def differ(names: list[str], own: bool) -> Exception:
-    """The error of ranks that pass images and sound, some of them without images."""
+    """The error of ranks some of which pass images and embeddings in place of ids."""
     what = " and ".join(f"`{name}`" for name in names)
     has = "does" if own else "does not"
     return TowerError(f"some data ranks pass {what} and others do not; this rank {has}")
