@@ -184,7 +184,8 @@ def judge(model, plan, has, broken=""):
 
     Args:
         has: the kinds of inputs of each rank's batch.
-        broken: `order` runs towers of other ranks before all of one's own.
+        broken: `order` takes the towers for those of another order, `unmasked` leaves out the mask
+            of sound.
     """
     rank, size = distributed.get_rank(), distributed.get_world_size()
     batches = [batch_of(model, kinds, seed) for seed, kinds in enumerate(has)]
@@ -199,7 +200,10 @@ def judge(model, plan, has, broken=""):
     lowered = planc.lower(spread, plan, world_size=size)
     run = planc.apply(spread, lowered, device_type="cpu")
     tower = spread.__dict__[TOWER]
-    if broken:
+    if broken == "unmasked":
+        for one in batches:
+            one.pop("input_features_mask", None)
+    if broken == "order":
         tower.kinds = dict(reversed(tower.kinds.items()))
     found = {"evaluated": abs(float(run.evaluate([batches[rank]])) - total) / total}
     spread.zero_grad()

@@ -92,6 +92,13 @@ def test_the_order_is_that_of_the_code(four, tmp_path):
     assert orders == [["pixel_values", "input_features"], ["input_features", "pixel_values"]]
 
 
+def test_sound_that_the_code_does_not_use_stops_all(four, tmp_path):
+    """Gemma 4 leaves out sound without its mask."""
+    case = {"model": "gemma4", "plan": plan_of(tmp_path, "gemma4"), "broken": "unmasked"}
+    with pytest.raises(AssertionError, match="a rank passes `input_features`, of which"):
+        right(four, has=BOTH, **case)
+
+
 @pytest.mark.slow
 def test_another_order_is_none(four, tmp_path):
     """A rank without sound that runs its tower behind that of images meets the others in another

@@ -138,7 +138,8 @@ class SharedTower:
                 return plain(*args, **kwargs)
             self._unwatch(method)
             order = [*self.kinds]
-            self._run([n for n in self.waiting if order.index(n) < order.index(name)])
+            for other in order[: order.index(name)]:
+                self._run(other)
             if name in self.donors:
                 self._told(name, arguments(plain, args, kwargs))
             self.running = True
@@ -156,15 +157,18 @@ class SharedTower:
         else:
             self.holder.__dict__[method] = earlier
 
-    def _run(self, names: list[str]) -> None:
-        """Computes features of other ranks' inputs, of which it keeps nothing."""
-        for name in names:
-            self.waiting.remove(name)
-            given = self._told(name, {})
-            self.running = True
-            made = getattr(self.holder, self.kinds[name])(**given)
-            self.running = False
-            self.nothing.append(nothing_of(list(self._features(made))))
+    def _run(self, name: str) -> None:
+        """Computes features of another rank's inputs, of which it keeps nothing, where
+        this rank has none and others have.
+        """
+        if name not in self.waiting:
+            return
+        self.waiting.remove(name)
+        given = self._told(name, {})
+        self.running = True
+        made = getattr(self.holder, self.kinds[name])(**given)
+        self.running = False
+        self.nothing.append(nothing_of(list(self._features(made))))
 
     def _told(self, name: str, given: Mapping[str, Any]) -> dict[str, Any]:
         """What the first rank with inputs of a kind computes features of, on all ranks:
@@ -192,7 +196,11 @@ class SharedTower:
         """Behind the towers that this rank's own inputs ran."""
         if not self.donors:
             return None
-        self._run([*self.waiting])
+        for name, method in self.kinds.items():
+            self._run(name)
+            if method in self.watched and name in self.donors:
+                self._told(name, {})
+                raise TowerError(unused(name))
         nothing = [*self.nothing]
         self._leave()
         if not nothing:
@@ -238,8 +246,10 @@ def first_input(given: Mapping[str, Any], name: str) -> dict[str, Any]:
     """The arguments of the first image, or of the first sound.
 
     Raises:
-        ImagesError: images cannot be told apart.
+        ImagesError: there is none, or images cannot be told apart.
     """
+    if name not in given:
+        raise ImagesError(unused(name))
     if name in OF_IMAGES:
         some = some_images(given, name, 0, 1)
     else:
@@ -252,6 +262,11 @@ def first_input(given: Mapping[str, Any], name: str) -> dict[str, Any]:
     rest = {n: v for n, v in given.items() if n not in some and isinstance(v, plain)}
     own = {n: v.detach().cpu() for n, v in some.items() if isinstance(v, Tensor)}
     return {**rest, **own}
+
+
+def unused(name: str) -> str:
+    """What is wrong with an input of one rank that its model does not use."""
+    return f"a rank passes `{name}`, of which the model's code computes no features"
 
 
 def read_fields(holder: nn.Module, made: Mapping[str, Any]) -> list[str]:
