@@ -69,7 +69,7 @@ def texts():
         for i, (kind, _, body) in enumerate(BLOCK.findall(page.read_text())):
             sink = Sink()
             if kind == "plan" and parse(Source("a.plan", body), sink) and not sink.failed:
-                yield f"{page.name}:{i}", body
+                yield f"{page.relative_to(ROOT)}:{i}", body
 
 
 TEXTS = dict(texts())
