@@ -58,7 +58,8 @@ BATCHED_EXPERTS = "batched_experts"
 TRANSPOSED_EXPERTS = "transposed_experts"
 """The fact of fused experts whose weights are [experts, in, out]."""
 PUTS_IMAGES, PUTS_SOUND = "puts_images", "puts_sound"
-"""The fact of a module that puts features of images among the embeddings of its language model."""
+"""The facts of a module that puts features of images, or of sound and of no images, among the
+embeddings of its language model."""
 OF_IMAGES = "images: "
 """What precedes the name of a part of such a module in the fact that features of images are
 computed by it: 1, or 2 where other code of the module names it too."""
@@ -331,6 +332,7 @@ def _puts_images(module: Any) -> Iterator[tuple[str, int]]:
 _FEATURES = ("get_image_features", "get_video_features")
 """The methods that compute features of images."""
 _SOUND = "get_audio_features"
+"""The method that computes features of sound."""
 
 
 def _named(cls: Any, methods: Sequence[str]) -> set[str]:

@@ -261,8 +261,8 @@ def _fits(name: str, value: ast.Expr, default: ast.Expr, program: Program) -> bo
         return True
     setting = SETTINGS.get(name)
     few = (setting.default, *setting.others) if setting and setting.others else ()
-    if default.value in few:
-        known = {(type(one), one) for one in few}
+    known = {(type(one), one) for one in few}  # 1 is not true
+    if (type(default.value), default.value) in known:
         fits = (type(value.value), value.value) in known
         help = f"give {one_of(map(describe, few))}"
     else:

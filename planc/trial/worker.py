@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import distributed
@@ -100,7 +100,8 @@ def compared(job: Job, found: dict[str, Any]) -> None:
     limits, seed = found["limits"], found["seeds"][-1]["seed"]
     nearly = all(found["seeds"][-1][kind] < NEARLY for kind in limits)
     if all(of_all_ranks(nearly and not job.precision)):
-        exact, wide = {"device": found["device"], "exact": True}, cast("Any", InFloat64(builder))
+        exact = {"device": found["device"], "exact": True}
+        wide: Any = InFloat64(builder)
         with contextlib.suppress(SingleError):  # of all ranks, where nothing was sent yet
             if _wrong(wide, lowered, job, exact, report) is None:
                 found.update(exact)

@@ -1,7 +1,7 @@
 """What tests/processes/test_sound.py runs on every rank: data ranks with sound, and without."""
 
 import torch
-from families import GEMMA4
+from families import COMMON, GEMMA4
 from numerics import build_values, error, gradients_of
 from torch import distributed
 from tower_jobs import valid
@@ -11,15 +11,7 @@ from planc.runtime.standalone.towers import TOWER
 
 TOKENS = {"image": 20, "audio": 21, "video": 22}
 LENGTH = 32
-TEXT = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "vocab_size": 128,
-}
+TEXT = {**COMMON, "head_dim": 16}
 VALUES = {
     "voxtral": {
         "model_type": "voxtral",

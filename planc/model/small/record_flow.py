@@ -260,7 +260,9 @@ class _Recorder(TorchFunctionMode):  # type: ignore[misc]
         """`_Run.moves` of a call whose only tensor is the source, found once for calls that differ
         in its numbers alone: layers make the same ones again and again.
         """
-        given = tree_map(lambda v: _Shaped.of(v) if _is_tensor(v) else v, (run.args, run.kwargs))
+        given = tree_map(
+            lambda v: (v.shape, v.dtype) if _is_tensor(v) else v, (run.args, run.kwargs)
+        )
         key = run.func, run.draws, run.outputs[0].shape, repr(given)
         if key not in self.moved:
             self.moved[key] = run.moves(source)
@@ -268,17 +270,6 @@ class _Recorder(TorchFunctionMode):  # type: ignore[misc]
 
     def _hidden(self, tensor: torch.Tensor) -> bool:
         return tensor.is_floating_point() and tuple(tensor.shape[:-1]) == (self.rows, self.tokens)
-
-
-class _Shaped(NamedTuple):
-    """A tensor without its numbers."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @staticmethod
-    def of(tensor: torch.Tensor) -> _Shaped:
-        return _Shaped(tuple(tensor.shape), tensor.dtype)
 
 
 _OF_SHAPES = ("empty", "zeros", "ones", "full", "rand")

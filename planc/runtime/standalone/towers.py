@@ -112,7 +112,7 @@ class SharedTower:
                 self._watch(name)
 
     def _leave(self) -> None:
-        """Ends what a pass that raised has left."""
+        """Ends a pass, or what one that raised has left."""
         self.donors, self.waiting, self.nothing, self.running = {}, [], [], False
         for method in [*self.watched]:
             self._unwatch(method)
