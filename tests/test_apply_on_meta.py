@@ -79,6 +79,56 @@ def test_save_pretrained_of_shards_is_answered_with_export(tmp_path):
     assert out.splitlines()[-2:] == ["['PL477'] True", "True"]
 
 
+def test_classes_keep_their_names_and_pickle_is_answered_with_export():
+    out = python("""
+        import io, pickle
+        from torch.distributed.fsdp import FSDPModule
+        model = transformers.LlamaForCausalLM(config)
+        kinds = {type(module) for module in model.modules()}
+        before = {(kind.__name__, kind.__qualname__, kind.__module__) for kind in kinds}
+        planc.apply(model, "llama", device_type="cpu")
+        sharded = {type(m) for m in model.modules() if isinstance(m, FSDPModule)}
+        after = {(kind.__name__, kind.__qualname__, kind.__module__) for kind in sharded}
+        print(sorted(name for name, _, _ in after - before), len(after & before) >= 2)
+        print(isinstance(model, transformers.LlamaForCausalLM), type(model).__name__)
+        for write in (pickle.dumps, lambda model: torch.save(model, io.BytesIO())):
+            try:
+                write(model)
+            except planc.PlanError as error:
+                print(error.diagnostics[0].code, "run.export" in error.diagnostics[0].help)
+        distributed.destroy_process_group()
+    """)
+    assert out.splitlines()[-4:] == [
+        "['CheckpointWrapper'] True",  # torch's wrapper of a block that is recomputed
+        "True LlamaForCausalLM",
+        "PL477 True",
+        "PL477 True",
+    ]
+
+
+def test_a_smoothed_loss_shifts_its_labels_as_without_a_plan(tmp_path):
+    """Trainer looks for the name of the model's class in a list of causal models."""
+    out = python(f"""
+        from planc.integrations.trainer import PlancTrainer
+        arguments = transformers.TrainingArguments(
+            {str(tmp_path)!r}, use_cpu=True, max_steps=1, label_smoothing_factor=0.2,
+            report_to=[], save_strategy="no", disable_tqdm=True,
+        )
+        row = torch.arange(12) * 7 % 29
+        rows = [dict(input_ids=row + k, labels=row + k) for k in range(8)]
+        def loss(trainer, **plan):
+            torch.manual_seed(0)
+            model = transformers.LlamaForCausalLM(config)
+            return trainer(model, arguments, train_dataset=rows, **plan).train().training_loss
+        alone = loss(transformers.Trainer)
+        fp32 = ["param_dtype=fp32", "reduce_dtype=fp32"]
+        print("%.5f %.5f" % (alone, loss(PlancTrainer, plan="llama", overrides=fp32)))
+        distributed.destroy_process_group()
+    """)
+    alone, planned = out.splitlines()[-1].split()
+    assert alone == planned
+
+
 def test_a_model_of_peft_or_torch_compile_is_refused_by_name():
     out = python("""
         import peft

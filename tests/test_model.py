@@ -405,7 +405,7 @@ def test_already_sharded(tmp_path):
         assert already_parallel(model) == "1.bias is a DTensor"
         model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
         fully_shard(model[1], mesh=mesh)
-        assert already_parallel(model) == "1 is sharded (FSDPLinear)"
+        assert already_parallel(model) == "1 is sharded (FSDPModule)"
     finally:
         dist.destroy_process_group()
 

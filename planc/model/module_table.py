@@ -161,8 +161,9 @@ def already_parallel(module: Any) -> str | None:
     first = {type(child): name for name, child in reversed([*module.named_modules()])}
     for kind, name in first.items():  # few types, many modules
         kinds = {base.__name__ for base in kind.__mro__}
-        if kinds & {"FSDPModule", "FullyShardedDataParallel", "DistributedDataParallel"}:
-            return f"{name or 'the model'} is sharded ({kind.__name__})"
+        wrappers = kinds & {"FSDPModule", "FullyShardedDataParallel", "DistributedDataParallel"}
+        if wrappers:
+            return f"{name or 'the model'} is sharded ({min(wrappers)})"
         if "CheckpointWrapper" in kinds:
             return f"{name} is wrapped for checkpointing"
     for name, parameter in module.named_parameters():

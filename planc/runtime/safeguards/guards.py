@@ -10,6 +10,7 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from planc.ops.activation_checkpoint import Checkpoint
@@ -39,6 +40,9 @@ _AVERAGE = (
     "an average is a list, `average = [p.detach().clone() for p in model.parameters()]`, which "
     "`torch._foreach_lerp_(average, [*model.parameters()], 1 - decay)` updates"
 )
+
+
+_EXPORT = "`run.export(folder)` writes the weights of the whole model, on all ranks"
 
 
 def require_unwrapped(model: nn.Module) -> None:
@@ -171,6 +175,7 @@ def guard(applied: Applied) -> None:
         model.register_forward_pre_hook(_uncached, with_kwargs=True)
     if next(iter(applied.sequence_outputs()), None):
         model.register_forward_hook(_whole_states)
+    _restore_class_names(model)
     average_whole(model, lowered.experts.ranks.name if lowered.experts else "")
     _guard_compiling(applied.modules, lowered)
     _guard_adapters(model)
@@ -183,6 +188,22 @@ def guard(applied: Applied) -> None:
     if lowered.has(FullyShard):
         text = "FSDP units cannot be copied, which `AveragedModel` and `copy.deepcopy` do"
         model.__deepcopy__ = refused("PL463", text, _AVERAGE)
+    if lowered.has(FullyShard) or lowered.has(Parallelize):
+        text = "`pickle` and `torch.save(model)` would write this rank's shards"
+        model.__reduce_ex__ = refused("PL477", text, _EXPORT)
+
+
+def _restore_class_names(model: nn.Module) -> None:
+    """Gives the subclasses that FSDP creates the names of the model's classes.
+
+    Libraries look for a class's name in a list: transformers' `Trainer` shifts the labels of a
+    smoothed loss only if the name is that of a causal model.
+    """
+    for kind in {type(module) for module in model.modules()}:
+        if issubclass(kind, FSDPModule):
+            original = kind.__mro__[kind._orig_cls_mro_index]
+            for name in ("__name__", "__qualname__", "__module__"):
+                setattr(kind, name, getattr(original, name))
 
 
 def _uncached(model: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> Any:
@@ -288,7 +309,7 @@ def _guard_saving(model: nn.Module) -> None:
             raise stop(
                 "PL477",
                 "`save_pretrained` would write this rank's shards",
-                help="`run.export(folder)` writes the same files of the whole model, on all ranks",
+                help=_EXPORT,
             )
         return save(*args, state_dict=state_dict, **more)
 
