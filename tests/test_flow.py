@@ -21,7 +21,7 @@ from planc.model import cache
 from planc.model.load import load
 from planc.model.small.shrink import shrink
 from planc.proof.layout_flow import flow
-from planc.resources import GRAMMARS
+from planc.resources import GRAMMARS, PLANS
 
 SHIPPED = [
     ("llama-3.1-8b", "llama", 8),
@@ -50,6 +50,26 @@ def test_no_collective_of_a_simulation_is_left_open(tmp_path, monkeypatch):
     verdict, _ = simulated("command-r7b", "cohere2", ["tp=2", "sequence=false"])
     assert verdict.verdict == "proved"
     assert _get_work_registry_size() == open_before
+
+
+INDIVISIBLE = [
+    ("deepseek-v2-lite", "deepseek_v3", {"moe_intermediate_size": 2048}, 32),
+    ("pythia-6.9b", "gpt_neox", {"num_attention_heads": 12, "hidden_size": 768}, 8),
+    ("bert-base", "bert", {"vocab_size": 30528}, 8),
+]
+
+
+@pytest.mark.parametrize(("model", "plan", "changes", "tp"), INDIVISIBLE)
+def test_heads_that_do_not_divide_where_their_features_do(model, plan, changes, tp, tmp_path):
+    """Real processes end in a view: a rank has half a head of 16, or one and a half of 12."""
+    values = json.loads((PLANS / "models" / f"{model}.json").read_text()) | changes
+    path = tmp_path / "model.json"
+    path.write_text(json.dumps(values))
+    verdict, findings = simulated(str(path), plan, [f"tp={tp}"])
+    wrong = [d for d in findings if d.severity == "error"]
+    assert (verdict.verdict, [d.code for d in wrong]) == ("refuted", ["PL503"])
+    assert any("is invalid for input of size" in fact for fact in wrong[0].facts)
+    assert simulated(str(path), plan, ["tp=4"])[0].verdict == "proved"
 
 
 def test_a_gradient_that_is_0_is_not_wrong():

@@ -110,6 +110,17 @@ def test_kv_heads_are_to_the_ranks_as_in_the_real_run(before, real, ranks, after
     assert small["num_attention_heads"] % after == small["num_attention_heads"] % ranks == 0
 
 
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize(("queries", "kv", "real"), [(12, 12, 8), (16, 16, 32), (36, 12, 8)])
+def test_query_heads_that_do_not_divide_still_do_not(queries, kv, real, ranks):
+    """Nor do they where their features do: 16 heads of 128 on 32 ranks."""
+    config = {"model_type": "llama", "num_attention_heads": queries, "num_key_value_heads": kv}
+    small = shrink({**config, "hidden_size": 128 * queries}, ranks=ranks, real=real)
+    heads, groups = small["num_attention_heads"], small["num_key_value_heads"]
+    assert heads % ranks and heads % groups == 0 and (heads == groups) == (queries == kv)
+    assert small["hidden_size"] % ranks == 0
+
+
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_a_vocabulary_divides_where_the_real_one_does(ranks):
     for size, real in ((50257, 2), (32002, 4), (32000, 8), (31998, 6), (32001, 3)):

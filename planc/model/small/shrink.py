@@ -80,9 +80,9 @@ def shrink(
             because a field that is left to the family's defaults cannot be shrunk.
         ranks: the number of ranks by the role of a mesh axis (`AxisRole`); a single number means
             `tensor`. Heads, widths and vocabulary divide by `tensor`, experts by `expert`.
-        real: the number of tensor ranks of the real run: key/value heads and vocabularies that do
-            not divide by it do not divide by `ranks` either. Without it, heads that do not divide
-            by `ranks` do not, and vocabularies do.
+        real: the number of tensor ranks of the real run: heads and vocabularies that do not divide
+            by it do not divide by `ranks` either. Without it, key/value heads that do not divide
+            by `ranks` do not; other heads and vocabularies do.
         layers: the least number of layers; a model with more kinds of layer keeps more.
         blocks: the structure of each block, by the length of its list (`layer_kinds.block_kinds`),
             for kinds that the configuration does not state, such as dense first layers.
@@ -192,6 +192,9 @@ class _Shrinker:
             small_queries = small_kv * min(ratio, max(2, MOST // small_kv))
             if small_queries % self.tp:
                 small_queries = lcm(small_kv, self.tp)
+        if self.tp > 1 and self.real and queries % self.real:
+            small_kv = small_kv if ratio > 1 else _indivisible(1, 1, self.tp)
+            small_queries = _indivisible(small_kv, min(ratio, 2), self.tp)
         small[name] = small_queries
         for field in shared:  # a family reads one, and ignores what another family calls it
             alike = config[before + field] == queries
@@ -245,6 +248,14 @@ def _token(value: Any, vocabulary: int, used: set[int]) -> Any:
     last = next(v for v in range(vocabulary - 1, -1, -1) if v not in used)
     used.add(last)
     return last
+
+
+def _indivisible(step: int, least: int, ranks: int) -> int:
+    """The smallest multiple of `step`, from `least` times on, that is at least 1.5 times the number
+    of ranks and not divisible by it. The features of these heads stay divisible by powers of two.
+    """
+    multiples = range(least * step, 8 * step * ranks, step)
+    return next(n for n in multiples if 2 * n >= 3 * ranks - 1 and n % ranks)
 
 
 def _sizes_of_sibling(config: Fields, small: dict[str, Any]) -> None:
