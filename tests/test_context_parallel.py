@@ -1,12 +1,13 @@
 """Context parallelism: parts of sequences on threads as ranks, beside whole ones in one process."""
 
 import copy
+import json
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import codes, facts, judged, simulated, simulated_case
+from helpers import codes, compiled_of, facts, judged, simulated, simulated_case
 from torch import distributed, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
@@ -14,10 +15,13 @@ from torch.nn.functional import pad
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.masking_utils import causal_mask_function
 
-from planc.diagnostic import PlanError
+from planc.diagnostic import PlanError, Sink
 from planc.emit.python.script import render
+from planc.ops.context import ContextParallel
 from planc.ops.document import digest
 from planc.ops.lowered import Lowered
+from planc.proof.layout_flow import flow
+from planc.resources import PLANS
 from planc.runtime.executor import apply_lowered
 from planc.runtime.standalone import (
     collectives,
@@ -1030,3 +1034,17 @@ def test_the_script_computes_the_same_bits(family, attention, plan, tmp_path):
     for number in (0, 1):
         for one, two in zip(mine[number], theirs[number], strict=True):
             assert torch.equal(one, two)
+
+
+@pytest.mark.parametrize("ratios", [[0, 4, 128, 4], [0, 0, 4, 128, 4]])
+def test_the_last_block_is_the_last_by_number(ratios, tmp_path):
+    """Blocks of one kind are one entry: the last entry, of a kind that began later, is not last."""
+    values = json.loads((PLANS / "models" / "deepseek-v4-flash.json").read_text())
+    values |= {"num_hidden_layers": len(ratios), "compress_ratios": ratios, "num_hash_layers": 0}
+    path = tmp_path / "model.json"
+    path.write_text(json.dumps(values))
+    compiled = compiled_of(str(path), "deepseek_v4", ["cp=2"], world=2)
+    [op] = compiled.lowered.every(ContextParallel)
+    assert op.blocks == ("model.layers.0", f"model.layers.{len(ratios) - 1}")
+    verdict = flow(compiled, Sink())
+    assert verdict.verdict == "proved", verdict.reason

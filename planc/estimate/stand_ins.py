@@ -25,7 +25,7 @@ from torch.nn import functional
 
 from planc.estimate.counted import MicroBatch
 from planc.model.facts import Facts, Module
-from planc.model.roles import attention, roles
+from planc.model.roles import attention, block_names, roles
 from planc.ops.documents import resets
 from planc.ops.lora import HALVES, MAGNITUDE, factor_name
 from planc.plan.apply_adapters import is_factor
@@ -105,8 +105,7 @@ class RowsAlone(ContextInBlocks):
 
     def __init__(self, model: nn.Module, facts: Facts, size: int) -> None:
         self.size = size
-        names = (name for modules in roles(facts).blocks for name in modules.names())
-        blocks = lists_with(model, names)
+        blocks = lists_with(model, block_names(facts))
         seen = {_of_any(name) for modules in attention(facts) for name in modules.names()}
         heads = [model.get_submodule(n) for modules in roles(facts).head for n in modules.names()]
         seeing = [module for name, module in model.named_modules() if _of_any(name) in seen]

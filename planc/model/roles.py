@@ -113,6 +113,21 @@ def roles(facts: Facts) -> RoleModules:
     )
 
 
+def block_names(facts: Facts) -> list[str]:
+    """The torch names of the blocks outside of towers, in the order of each list.
+
+    An entry of a list holds the blocks of one kind, so the last entry need not hold the last block.
+    """
+    lists: dict[str, list[str]] = {}
+    for blocks in roles(facts).blocks:
+        for name in blocks.names():
+            lists.setdefault(name.rpartition(".")[0], []).append(name.rpartition(".")[2])
+    for keys in lists.values():
+        if all(key.isdigit() for key in keys):
+            keys.sort(key=int)
+    return [f"{path}.{key}" for path, keys in lists.items() for key in keys]
+
+
 def attention(facts: Facts) -> tuple[Modules, ...]:
     """The outermost modules of the blocks that are attention, by the names of their classes."""
     blocks = roles(facts).blocks

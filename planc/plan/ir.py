@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from planc.model.facts import Facts, Modules, Parameter, Segment
 from planc.model.patches import patches_of_class
-from planc.model.roles import attention, roles
+from planc.model.roles import attention, block_names, roles
 from planc.ops.activation_checkpoint import Checkpoint
 from planc.ops.backend import Backend
 from planc.ops.base import AxisRole
@@ -449,10 +449,9 @@ class ContextRule(Meaning):
             return replace(self, op=op)
         if self.op.attention != "gather":
             return self
-        found, seeing = roles(facts), attention(facts)
-        names = [name for blocks in found.blocks for name in blocks.names()]
+        names, heads, seeing = block_names(facts), roles(facts).head, attention(facts)
         ends = tuple(names[:1] + names[-1:])
-        return replace(self, op=replace(self.op, blocks=ends, heads=found.head, seeing=seeing))
+        return replace(self, op=replace(self.op, blocks=ends, heads=heads, seeing=seeing))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
