@@ -110,6 +110,15 @@ def test_kv_heads_are_to_the_ranks_as_in_the_real_run(before, real, ranks, after
     assert small["num_attention_heads"] % after == small["num_attention_heads"] % ranks == 0
 
 
+def test_the_last_layer_is_of_the_kind_of_the_real_last_layer():
+    """The real last layer is of an earlier kind than the one that began last."""
+    kinds = ["sliding_attention", "full_attention", "linear_attention", "full_attention"]
+    small = shrunk({"model_type": "t", "num_hidden_layers": 4, "layer_types": kinds}, ranks=2)
+    assert small.values["layer_types"] == kinds and small.kept == {4: [(0, 1, 2, 3)]}
+    small = shrunk({"model_type": "t", "num_hidden_layers": 3, "layer_types": kinds[:3]}, ranks=2)
+    assert small.kept == {3: [(0, 1, 2)]}
+
+
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize(("queries", "kv", "real"), [(12, 12, 8), (16, 16, 32), (36, 12, 8)])
 def test_query_heads_that_do_not_divide_still_do_not(queries, kv, real, ranks):

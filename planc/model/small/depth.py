@@ -133,9 +133,13 @@ class Depth:
 
 
 def _of_each(kinds: list[Kind], least: int) -> list[int]:
-    """The first layer of each kind, then the next ones until there are enough."""
+    """The first layer of each kind, the last layer where it is of an earlier kind than the last of
+    these, then the next ones until there are enough.
+    """
     first = {kind: i for i, kind in reversed(list(enumerate(kinds)))}
     kept = {*first.values(), *_sharing(kinds)}
+    if kinds[max(kept)] != kinds[-1]:
+        kept.add(len(kinds) - 1)
     for i in range(len(kinds)):
         if len(kept) >= least:
             break
