@@ -9,7 +9,9 @@ import pytest
 import torch
 from helpers import compiled_of, sampled, simulated
 from torch import distributed
+from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import GptOssConfig, Llama4TextConfig, MixtralConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.llama4.modeling_llama4 import Llama4TextExperts
@@ -325,6 +327,41 @@ def test_small_meshes(settings, sizes, wanted):
     compiled = compiled_of(*MIXTRAL, settings, world=64)
     found = with_experts({"dp_replicate": 1, **sizes}, compiled.plan.mesh)
     assert found == {"dp_replicate": 1, **wanted}
+
+
+def replicated(model, **keywords):
+    replicate(model, mesh=init_device_mesh("cpu", (2,)), **keywords)
+
+
+def sharded(model, *sizes, **keywords):
+    names = ("dp_replicate", "dp_shard")[-len(sizes) :]
+    fully_shard(model, mesh=init_device_mesh("cpu", sizes, mesh_dim_names=names), **keywords)
+
+
+DTYPES = [torch.float64, torch.float32, torch.float16]
+PLACED = {  # the ranks, and what shards or replicates a weight over them
+    "replicated": (2, replicated),
+    "one rank has the shard": (1, lambda *a, **k: sharded(*a, 1, **k)),
+    "a shard of one rank, replicated": (2, lambda *a, **k: sharded(*a, 2, 1, **k)),
+    "sharded": (2, lambda *a, **k: sharded(*a, 2, **k)),
+}
+
+
+@pytest.mark.parametrize("placed", PLACED)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gradients_are_divided_once(placed, dtype):
+    """In every dtype that they are reduced in, however many ranks have the shard."""
+    (ranks, shard), found = PLACED[placed], {}
+
+    def rank(number):
+        model = torch.nn.Linear(4, 4, bias=False)
+        shard(model, mp_policy=MixedPrecisionPolicy(reduce_dtype=dtype))
+        fsdp.divide_gradients(model, 8, "cpu")
+        (4 * model(torch.ones(1, 4))).sum().backward()
+        found[number] = model.weight.grad.full_tensor()
+
+    assert run_ranks(ranks, rank, 60) is None
+    assert all(torch.equal(g, torch.full((4, 4), ranks / 2)) for g in found.values())
 
 
 def test_stages_have_experts_of_their_own(tmp_path):

@@ -1,6 +1,6 @@
 """PL529, PL550 to PL552: experts that ranks cannot divide, or whose tokens cannot be limited."""
 
-from planc.checks.queries import active, divisors, holds, several, unit_of, weighted
+from planc.checks.queries import active, divisors, holds, several, weighted
 from planc.diagnostic import Label, Sink, one_of
 from planc.model.facts import Facts
 from planc.model.module_table import BATCHED_EXPERTS
@@ -57,8 +57,6 @@ def _not_experts(rule: ExpertRule, plan: Plan) -> tuple[str, *tuple[Label, ...]]
                 f"{name} is compiled with fullgraph, but tokens per rank are known only in a run",
                 label,
             )
-    if reason := _halved(rule, plan):
-        return reason
     backend = plan.fsdp.backend if plan.fsdp else None
     if backend is not None and plan.mesh.experts:
         label = Label(span=backend.origin, text=backend.TITLE)
@@ -92,18 +90,6 @@ def _style(rule: ExpertRule, plan: Plan) -> tuple[str, *tuple[Label, ...]] | Non
             label,
         )
     return None
-
-
-def _halved(rule: ExpertRule, plan: Plan) -> tuple[str, Label] | None:
-    """torch 2.13's FSDP divides gradients in fp16 twice where one rank has the whole shard."""
-    precision = plan.fsdp.policy(unit_of(plan, rule.modules)) if plan.fsdp else None
-    experts = plan.mesh.experts
-    if experts is None or experts.rest.size > 1 or precision is None:
-        return None
-    if "float16" not in (precision.reduce, precision.reduce or precision.param):
-        return None
-    label = Label(span=precision.origin, text="reduces gradients in fp16")
-    return f"`{rule.modules}` is on one rank each, where FSDP divides fp16 gradients twice", label
 
 
 def _limits(rule: ExpertRule, plan: Plan, sink: Sink) -> None:

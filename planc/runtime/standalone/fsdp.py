@@ -1,9 +1,11 @@
 """How FSDP shards parameters, and settings of its units."""
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import Shard
 
@@ -87,9 +89,25 @@ def divide_gradients(model: nn.Module, factor: float, device_type: str) -> None:
             # torch would scale within the reduction, which gloo does not support
             unit.set_force_sum_reduction_for_comms(device_type == "cpu")
             for group in groups_of(unit):
-                # torch 2.13 then divides a second time where one rank has the shard
-                if getattr(group.mesh_info, "shard_mesh_size", 0) == 1:
+                if getattr(group.mesh_info, "shard_mesh_size", 1) == 1:
                     group.force_sum_reduction_for_comms = False
+                    group._all_reduce_hook = partial(divide_once, group)
+
+
+def divide_once(group: Any, gradients: Tensor) -> None:
+    """Undoes the second of torch 2.13's divisions where one rank has the whole shard.
+
+    torch divides there once if it leaves the division to the reduction, as for fp32 and
+    bf16, and twice otherwise.
+
+    Args:
+        group: the parameters of a unit that are reduced together.
+        gradients: their sum over the ranks, flattened.
+    """
+    if gradients.dtype not in (torch.float32, torch.bfloat16):
+        gradients.mul_(group.gradient_divide_factor)
+        if gradients.is_cuda:  # torch allocated them on another stream
+            gradients.record_stream(torch.cuda.current_stream())
 
 
 def prefetch_forward(depth: int, *units: Units) -> None:
