@@ -327,6 +327,20 @@ def test_a_verdict_is_remembered_by_what_the_simulation_runs(tmp_path, simulatio
         assert len(simulations) == runs, new
 
 
+@pytest.mark.parametrize("factor", [2, 3])
+def test_a_divisor_that_is_not_the_mean_is_said(tmp_path, factor):
+    """On 8 ranks, of which 2 are tensor ranks: 4 of data."""
+    path = tmp_path / "own.plan"
+    line = "precision(param = param_dtype"
+    path.write_text(llama().replace(line, f"divide = {factor}\n    {line}"))
+    settings = ["tp=2", "sequence=false"]
+    summed, _ = simulated("llama-3.2-1b", path, settings, world=8)
+    mean, _ = simulated("llama-3.2-1b", path, settings, world=2 * factor)
+    said = f"for a loss that is a sum: gradients are summed, then divided by {factor}"
+    assert summed.verdict == mean.verdict == "proved"
+    assert said in summed.text and "a sum" not in mean.text
+
+
 def test_a_bug_fixed_in_planc_leaves_no_verdict_standing(simulations, monkeypatch):
     from planc.proof import judge
 

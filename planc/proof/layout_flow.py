@@ -76,6 +76,7 @@ class Verdict:
             unit other than the root, which may have been resharded before; the root is not.
         wrong_apart: whether the plan is wrong with random numbers, or with products in 8 bits, and
             right without.
+        sum_divisor: the divisor of gradients, if it does not make them the mean over data ranks.
     """
 
     outcome: Outcome
@@ -84,6 +85,7 @@ class Verdict:
     gathered: bool = True
     released_early: bool = False
     wrong_apart: bool = False
+    sum_divisor: float | None = None
 
     def _judged(self, section: SectionVerdict) -> SectionVerdict:
         """The verdict on a section, corrected by the verdict on the plan as a whole.
@@ -147,6 +149,9 @@ class Verdict:
                 detail = f"proved{cache.provenance()}, {many}largest error {self.outcome.worst:.0e}"
                 if apart := [k.text for k in self.layers if k.reason == NOT_SPLIT]:
                     detail += f"; not reached and not split: {', '.join(apart)}"
+                if self.sum_divisor is not None:
+                    detail += "; for a loss that is a sum: gradients are summed, then divided by "
+                    detail += f"{self.sum_divisor:,}"
                 return f"layout flow ({detail})"
             case "nothing":
                 return "layout flow (no tensor parallelism)"
@@ -237,6 +242,7 @@ def _flow(
         layers=layers,
         sections=tuple(_sections(lowered, ir, outcome, small)),
         released_early=released_early,
+        sum_divisor=_sum_divisor(ir, lowered),
     )
     if verdict.verdict == "proved":
         sink.overrule(PRESUMED)
@@ -250,6 +256,14 @@ def _flow(
     if verdict.verdict != "proved" or not axes:
         return verdict
     return verdict.with_runs(_draws(compiled, axes, sink, strict))
+
+
+def _sum_divisor(plan: Plan, lowered: Lowered) -> float | None:
+    """The divisor that a plan states for gradients, if it is not the number of data ranks."""
+    divide = plan.fsdp.divide if plan.fsdp else None
+    if divide is None or divide.factor == lowered.axis_size(*lowered.averaged):
+        return None
+    return divide.factor
 
 
 def _judge_all(
