@@ -80,6 +80,7 @@ def check(
     from planc.proof.checked import LEVELS, Findings, known_certificate, summary
     from planc.proof.in_subprocess import record
     from planc.proof.layout_flow import flow
+    from planc.proof.split_remedy import explain_splits
 
     if level not in LEVELS:
         raise ValueError(f"a level is {one_of(LEVELS)}, not {level!r}")
@@ -93,6 +94,8 @@ def check(
     if level != "structure" and compiled.lowered is not None:
         verdict = flow(compiled, sink, allow_code=allow_code, draft=parsed)
         record(compiled, verdict, sink)
+    elif level != "structure":
+        explain_splits(compiled, sink, parsed)
     also = ""
     if level == "order" and compiled.lowered is not None:
         from planc.order.findings import order

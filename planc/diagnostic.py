@@ -82,7 +82,7 @@ class _More(TypedDict, total=False):
 
 @dataclass(slots=True)
 class Sink:
-    """Collects the findings of one run, each once; none is ever removed.
+    """Collects the findings of one run, each once; none is removed, and `replace` explains one.
 
     What a proof overrules no longer counts: iteration, `diagnostics`, `errors` and `failed` have
     the findings that stand, `overruled` has the others.
@@ -93,6 +93,10 @@ class Sink:
 
     def add(self, *diagnostics: Diagnostic) -> None:
         self._found.update(dict.fromkeys(diagnostics))
+
+    def replace(self, found: Diagnostic, explained: Diagnostic) -> None:
+        """Puts a finding whose cause is known now in the place of the same one without it."""
+        self._found = {explained if one == found else one: None for one in self._found}
 
     def adjusted(self, severity: Mapping[str, str]) -> Sink:
         """The findings that stand, with the severities that a user gives to some codes.

@@ -175,3 +175,84 @@ def test_what_is_to_add_comes_before_rules_to_remove(tmp_path, monkeypatch):
     )
     assert "remove the rule" in others and others.endswith("then the small model is proved")
     assert not any("right without it" in label.text for label in error.labels)
+
+
+QKV, OUT, UP, DOWN = (
+    "self_attn.{q,k,v}_proj : colwise",
+    "self_attn.o_proj : rowwise",
+    "mlp.{gate,up}_proj : colwise",
+    "mlp.down_proj : rowwise",
+)
+SWAPPED = {
+    line: line.replace(*words)
+    for line, words in {
+        QKV: ("colwise", "rowwise"),
+        OUT: ("rowwise", "colwise"),
+        UP: ("colwise", "rowwise"),
+        DOWN: ("rowwise", "colwise"),
+    }.items()
+}
+MISTAKES = {
+    "attention the wrong way around": ({QKV: SWAPPED[QKV], OUT: SWAPPED[OUT]}, {}),
+    "the MLP the wrong way around": ({UP: SWAPPED[UP], DOWN: SWAPPED[DOWN]}, {}),
+    "down_proj split by its outputs": ({DOWN: SWAPPED[DOWN]}, {}),
+    "o_proj forgotten": ({OUT: ""}, {QKV: "self_attn.o_proj : rowwise"}),
+    "up_proj forgotten": (
+        {UP: "mlp.gate_proj : colwise"},
+        {"mlp.gate_proj : colwise": "mlp.up_proj : colwise"},
+    ),
+}
+"""What is written instead of right lines; for a missing rule, the line marked and the rule."""
+SPLIT_BY_HAND = """plan mine for llama
+mesh {
+    dp_shard = auto
+    tp       = 2
+}
+tensor on tp {
+    sequence = auto
+    model.embed_tokens : rowwise
+    lm_head            : colwise
+    model.layers.* {
+        self_attn.{q,k,v}_proj : colwise
+        self_attn.o_proj : rowwise
+        mlp.{gate,up}_proj : colwise
+        mlp.down_proj : rowwise
+    }
+}
+fsdp on dp_shard {
+    root : unit
+}
+"""
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_splits_without_layouts_name_the_right_splits(tmp_path, mistake):
+    """PL525 marks the wrong lines alone, and the plan that its help describes is proved."""
+    edits, missing = MISTAKES[mistake]
+    text = SPLIT_BY_HAND
+    for old, new in edits.items():
+        assert text.count(old) == 1
+        text = text.replace(old, new)
+    path = tmp_path / "mine.plan"
+    path.write_text(text)
+    (error,) = errors(path)
+    assert error.code == "PL525" and error.help.endswith(": then layouts follow")
+    assert [label.span.text for label in error.labels] == list(missing or edits.values())
+    told = [f"add `model.layers.*.{rule}`" for rule in missing.values()]
+    for module, style in (line.split(" : ") for line in (edits if not missing else ())):
+        told.append(f"give `model.layers.*.{module}` the style `{style}`")
+    assert all(text in error.help for text in told), error.help
+
+
+def test_the_plan_of_the_right_splits_is_proved(tmp_path):
+    path = tmp_path / "mine.plan"
+    path.write_text(SPLIT_BY_HAND)
+    assert not errors(path)
+
+
+def test_splits_are_explained_by_a_draft_where_no_plan_ships(tmp_path, monkeypatch):
+    path = tmp_path / "mine.plan"
+    path.write_text(SPLIT_BY_HAND.replace("self_attn.o_proj : rowwise", ""))
+    monkeypatch.setattr(plan_files, "plan_of_family", lambda *_names, **_own: None)
+    (error,) = errors(path)
+    assert "o_proj : rowwise`, as `planc init` drafts it: then layouts follow" in error.help

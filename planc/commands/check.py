@@ -154,6 +154,11 @@ def _checked(target: Target, options: argparse.Namespace, severity: Mapping[str,
         code = options.allow_code
         verdict = flow(compiled, sink, strict=options.strict, allow_code=code, draft=parsed)
         record(compiled, verdict, sink)
+    elif options.level != "structure":
+        from planc.draft.parsed import parsed
+        from planc.proof.split_remedy import explain_splits
+
+        explain_splits(compiled, sink, parsed)
     if options.level == "order" and compiled.lowered:
         from planc.order.findings import order
 

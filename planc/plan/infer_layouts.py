@@ -282,7 +282,9 @@ class _Section:
         """Reports the stated layouts (PL505) without which there are layouts."""
         stated = dict.fromkeys(rule.origin for rule in small if not rule.open)
         for origin in stated:
-            found = self._chosen(flow, [_opened(r) if r.origin == origin else r for r in small])
+            found = self._chosen(
+                flow, [without_layouts(r) if r.origin == origin else r for r in small]
+            )
             if not isinstance(found, Layouts):
                 continue
             why = self._chosen(flow, small)
@@ -359,7 +361,7 @@ def _styles(rules: Iterable[TensorRule]) -> Known:
     return splits, stated
 
 
-def _opened(rule: TensorRule) -> TensorRule:
+def without_layouts(rule: TensorRule) -> TensorRule:
     """A rule without its layouts; one that states nothing else says that parameters are whole."""
     style: Style
     match rule.style:

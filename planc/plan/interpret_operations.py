@@ -136,7 +136,7 @@ class FlowOperations:
         """Raises a clash where the inputs of an operation do not go together."""
         name, have, parts = one.name.strip("_"), {*given.kinds}, given.of(Held.PART)
         others = [t for t in given.tensors if t not in parts and t not in given.own]
-        why, cut = "", list[int]()
+        why, cut, at_fault = "", list[int](), given.tensors
         if parts and others:
             shape, cut = list(self.flow.shapes[others[0]]), others
             why = f"`{name}` takes a part of the sequence and a plain tensor {shape}"
@@ -146,8 +146,9 @@ class FlowOperations:
             why = f"`{name}` takes a DTensor and a plain tensor"
         elif not parts and Held.VARYING in have and self.unequal(one, given, dims):
             why = f"`{name}` takes what is split over the ranks, and all of what goes with it"
+            at_fault = given.of(Held.VARYING)  # hidden states come from every block before
         if why:
-            rules = self.givers_of(*given.tensors)
+            rules = self.givers_of(*at_fault)
             raise Clash(why, one.line, cut=cut, whole=parts, rules=rules)
 
     def unequal(self, one: Operation, given: Inputs, dims: Mapping[int, int | None]) -> bool:

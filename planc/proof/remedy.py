@@ -63,7 +63,7 @@ def remedy(
             if _proves(small, plan, axis, rules, other):
                 return (replace(other[0], condition=condition),)
     changes.sort(key=partial(_distance, outcome))
-    return tuple(_fewest(_parts(changes), partial(_proves, small, plan, axis, right)))
+    return tuple(fewest(_parts(changes), partial(_proves, small, plan, axis, right)))
 
 
 def _inverted(compiled: Compiled, rights: Sequence[Plan]) -> Iterator[tuple[Span, int]]:
@@ -140,28 +140,32 @@ def _right_plans(
     """The plans that ship for the family, or its draft, on the small model, with their tensor axis,
     and on the real one: with and without sequence parallelism, which needs other rules.
     """
-    facts, plan, quiet = small.compiled.facts, small.compiled.plan, Sink()
-    assert facts is not None and plan is not None and compiled.facts and compiled.plan
-    written = partial(draft, compiled.facts)
-    files = plan_files.read_for(compiled.facts.names, quiet, written, own=False)
-    if not files:
-        return
-    tensor = compiled.plan.mesh.of_role(AxisRole.TENSOR)[0]
-    ranks = plan.mesh.size(tensor.name)
-    for settings in _settings(files, compiled.plan):
-        right = compile(
-            files,
-            compiled.facts,
-            Sink(),
-            world_size=tensor.size,
-            settings=(f"tp={tensor.size}", *settings),
-        )
-        if right.plan is None or right.lowered is None:
-            continue
+    facts, plan = small.compiled.facts, small.compiled.plan
+    assert facts is not None and plan is not None and compiled.plan
+    ranks = plan.mesh.size(compiled.plan.mesh.of_role(AxisRole.TENSOR)[0].name)
+    for right in right_compiled(compiled, draft):
+        assert right.plan is not None
         sizes = {a.name: ranks if a.role is AxisRole.TENSOR else 1 for a in right.plan.mesh.axes}
         made = small_plan(right, small.model, facts, sizes)
         if isinstance(made, Plan):
             yield (made, made.mesh.of_role(AxisRole.TENSOR)[0].name), right.plan
+
+
+def right_compiled(compiled: Compiled, draft: Draft) -> Iterator[Compiled]:
+    """Yields the plans that ship for the family, or its draft, compiled without errors for the real
+    model on the tensor axis alone: with and without sequence parallelism.
+    """
+    assert compiled.facts is not None and compiled.plan is not None
+    written = partial(draft, compiled.facts)
+    files = plan_files.read_for(compiled.facts.names, Sink(), written, own=False)
+    if not files:
+        return
+    size = compiled.plan.mesh.of_role(AxisRole.TENSOR)[0].size
+    for settings in _settings(files, compiled.plan):
+        made = (f"tp={size}", *settings)
+        right = compile(files, compiled.facts, Sink(), world_size=size, settings=made)
+        if right.plan is not None and right.lowered is not None:
+            yield right
 
 
 def _settings(files: Sequence[ast.File], plan: Plan) -> Iterator[tuple[str, ...]]:
@@ -182,7 +186,7 @@ def _parts(changes: Iterable[RuleChange]) -> list[list[RuleChange]]:
     return list(parts.values())
 
 
-def _fewest(
+def fewest(
     parts: list[list[RuleChange]], proves: Callable[[Sequence[RuleChange]], bool]
 ) -> list[RuleChange]:
     """One part that is enough, else as few of all as can be."""
@@ -216,7 +220,7 @@ def _proves(
     mine |= {at: rule for at, rule in new.items() if rule is not None}
     other = [rule for rule in plan.tensor if rule.axis != axis]
     tensor = [
-        replace(rule, axis=axis, modules=_one(rule.modules, name))
+        replace(rule, axis=axis, modules=one_module(rule.modules, name))
         for (name, _), rule in mine.items()
     ]
     plan = replace(plan, tensor=(*other, *tensor))
@@ -224,7 +228,8 @@ def _proves(
     return isinstance(case, SmallCase) and judge(case).verdict == "proved"
 
 
-def _one(modules: Modules, name: str) -> Modules:
+def one_module(modules: Modules, name: str) -> Modules:
+    """The one module of a set that has a torch name."""
     words = zip(modules.path, name.split("."), strict=True)
     path = (Indices.of([int(w)]) if isinstance(s, Indices) else w for s, w in words)
     return Modules(tuple(path), modules.module)

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import partial, reduce
 from operator import or_
 from os.path import commonprefix
 
@@ -131,10 +131,18 @@ def differences(mine: Rules, right: Rules, plan: Plan, right_plan: Plan) -> list
     for places in pairs.values():
         name, _ = at = places[0]
         new = right.get(at)
-        near = min(mine, key=lambda o: (_lines(right.get(o), new), -shared(o[0], name)), default=at)
+        near = min(mine, key=partial(_farness, name, new, right), default=at)
         change = RuleChange(old=mine.get(at), new=new, places=tuple(places), near=mine.get(near))
         changes.append(_in_the_model(change, mine, reach, right_reach))
     return changes
+
+
+def _farness(name: str, new: TensorRule | None, right: Rules, other: At) -> tuple[bool, float, int]:
+    """The distance of a rule from a missing one: rules of the same block first, then by the lines
+    between both in the right plan, then by what the names share.
+    """
+    block, at = name.rpartition(".")[0], other[0].rpartition(".")[0]
+    return not block or block != at, _lines(right.get(other), new), -shared(other[0], name)
 
 
 def _lines(one: TensorRule | None, two: TensorRule | None) -> float:
