@@ -323,6 +323,7 @@ _ROWS: tuple[tuple[str, str, Phase, str], ...] = (
     ("PL644", "error", "runtime", "a rank that gives no sign of life"),
     ("PL645", "error", "runtime", "a slow rank or a slow link"),
     ("PL646", "error", "runtime", "too little memory or disk on a node"),
+    ("PL647", "warning", "input", "the family of an imported plan is a guess"),
     ("PL650", "error", "plan", "the plan is for another family"),
     ("PL660", "warning", "proof", "a drafted plan that is not proved"),
     ("PL661", "info", "plan", "a rule of transformers' plan matches nothing"),

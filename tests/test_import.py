@@ -40,6 +40,7 @@ FILES = {  # file: (library, model, ranks)
     "prime_rl.toml": ("prime-rl", "qwen3-8b", 8),
     "trainer.json": ("trainer", "llama-3.1-8b", 8),
     "llamafactory.yaml": ("llamafactory", "llama-3.1-8b", 8),
+    "llamafactory_v1.yaml": ("llamafactory_v1", "qwen3-8b", 8),
     "swift.sh": ("swift", "qwen3-8b", 4),
     "axolotl_fp8.yaml": ("axolotl", "llama-3.1-8b", 8),
     "torchtitan_fp8.toml": ("torchtitan", "llama-3.1-8b", 8),
@@ -287,6 +288,50 @@ def test_settings(library, key, value, line, tmp_path):
             "override option recompute = false # gradient_checkpointing | offload(cpu) # fsdp",
             "decide",
         ),
+        (
+            "axolotl",
+            {"base_model": "x", "gradient_checkpointing": "offload",
+             "fsdp_config": {"activation_checkpointing": True}},
+            "$blocks : full(offload = cpu) #",
+            "decide",
+        ),
+        (
+            "axolotl",
+            {"base_model": "x", "gradient_checkpointing": "unsloth"},
+            "$blocks : full(offload = cpu) #",
+            "decide",
+        ),
+        (  # nothing is offloaded by this plan
+            "deepspeed",
+            {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}},
+            "optimizer state stays on the device: `offload(cpu)` offloads it with its parameters",
+            " : offload(cpu)",
+        ),
+        (
+            "deepspeed",
+            {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"},
+                                   "offload_param": {"device": "cpu"}}},
+            "offload(cpu) # zero_optimization.offload_param.device",
+            "stays on the device",
+        ),
+        (
+            "swift",
+            {"model": "x", "moe_expert_capacity_factor": 1.5, "moe_token_drop_policy": "position"},
+            "dispatch(all_to_all, capacity = 1.5, drop = position)",
+            "decide",
+        ),
+        (
+            "automodel",
+            {"recipe": "x", "model": {"freeze_router": True, "backend": {"freeze_router": True}}},
+            "to decide, 2 keys: | : model.freeze_router = True, model.backend.freeze_router = True",
+            "kernels",
+        ),
+        (
+            "torchtitan",
+            {"model": {"name": "x"}, "model_spec": {"non_blocking_capacity_factor": 1.5}},
+            "an `expert` section says how many tokens",
+            "kernels",
+        ),
     ],
 )  # fmt: skip
 def test_nothing_is_dropped_and_nothing_invented(library, values, expected, absent, tmp_path):
@@ -329,6 +374,57 @@ def test_a_wrapped_class_is_the_blocks_of_a_family_without_a_plan(classes, kind,
     result = imported(str(tmp_path / "a.yaml"), Sink(), peer=None, model=None)
     assert [of for leaf, of, _ in result.fate if key in leaf.path] == [kind]
     assert line in result.text and ("let blocks" in result.text) is bool(line)
+
+
+@pytest.mark.parametrize(
+    ("script", "keys"),
+    [
+        ("TP=8; PP=4; CP=2\nrun --tp $TP --pp ${PP} --cp=$CP", {"tp": 8, "pp": 4, "cp": 2}),
+        ("export TP=8 PP=4\nrun --tp $TP --pp $PP", {"tp": 8, "pp": 4}),
+        ("run --tp ${TP:-8} --pp \"${PP:-'4'}\" --cp ${CP-2}", {"tp": 8, "pp": 4, "cp": 2}),
+        ("TP=2\nrun --tp ${TP:-8}", {"tp": 2}),
+        (": ${TP:=8}\nrun --tp $TP", {"tp": 8}),
+        ("TP=2\nTP=4\nrun --tp $TP", {"tp": 4}),
+        ("if a; then TP=2; else TP=4; fi\nrun --tp $TP", {"tp": "$TP"}),  # either
+        ('if [ -z "$TP" ]; then\n  TP=2\nfi\nrun --tp $TP', {"tp": 2}),
+        ("TP=2\ntest && TP=4\nrun --tp $TP", {"tp": "$TP"}),
+        ("run --tp '$TP' # don't --pp 2\nrun --cp 2", {"tp": "$TP", "cp": 2}),
+        ("run --data a/b#500 --tp 2", {"data": "a/b#500", "tp": 2}),
+        ("run --tp 2 > --log\necho done", {"tp": 2}),
+        ("A=(\n  --tp 2 # it's\n  --x\n)\nrun ${A[@]} --pp 2", {"tp": 2, "x": True, "pp": 2}),
+        ('A="--tp 2 \\\n --pp 4"\nrun $A', {"tp": 2, "pp": 4}),
+        ('T=2\nbash -c "run --tp $T --pp 2"', {"tp": 2, "pp": 2}),
+        ('T="q v"\nrun --a $T --b "$T"', {"a": ["q", "v"], "b": "q v"}),
+        ("run --overlap\nsleep 5", {"overlap": True}),
+    ],
+)
+def test_a_script_is_read_by_the_rules_of_a_shell(script, keys):
+    found = leaves("a.sh", script, None, Sink())
+    read = {leaf.path: leaf.value for leaf in found if leaf.path not in ("log", "export TP",
+                                                                        "export PP")}  # fmt: skip
+    assert read == keys
+
+
+def test_variables_that_double_themselves_end(tmp_path):
+    doubled = "\n".join(f"A{n + 1}=$A{n}$A{n}" for n in range(60))
+    sink = Sink()
+    assert leaves("a.sh", f"A0=xx\n{doubled}\nrun --tp $A60", None, sink) is None
+    assert [d.code for d in sink] == ["PL731"]
+
+
+@pytest.mark.parametrize(
+    ("name", "family", "code"),
+    [
+        ("Qwen/Qwen3-8B", "qwen3", 0),  # a shipped model
+        ("deepseek-ai/DeepSeek-R1-0528-Qwen3-8B", "qwen3", 1),
+        ("me/Tuned-Llama-3.1", "llama", 1),
+    ],
+)
+def test_a_guess_is_a_finding(name, family, code, tmp_path):
+    (tmp_path / "a.yaml").write_text(f"base_model: {name}\nmicro_batch_size: 1\n")
+    found, plan, errors = call("import", tmp_path / "a.yaml")
+    assert found == code and f"for {family}\n" in plan
+    assert ("[PL647]" in errors) is bool(code)
 
 
 def test_a_capacity_is_one_of_the_plan(tmp_path):

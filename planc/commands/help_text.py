@@ -40,7 +40,7 @@ EXITS = {
     "measure": "0 the step fits, 1 it does not",
     "fmt": "0 done, 1 a file would change (--check, --diff)",
     "hang": "0 no rank waits, 1 some wait or are not there",
-    "import": "0 done, 1 something that a number may depend on is left to decide",
+    "import": "0 done, 1 the family is a guess, or a key that may change numbers is left",
     "lower": "0 done, 1 errors in the plan, or a file that would change (--check)",
     "preflight": "0 passed, 1 findings",
     "verify": "0 verified, 1 refuted",

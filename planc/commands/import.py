@@ -39,4 +39,4 @@ def run(options: argparse.Namespace) -> int:
         file=sys.stderr,
     )
     written = output.write(result.text, options.output)
-    return written or (output.FINDINGS if open_ else output.CLEAN)
+    return written or (output.FINDINGS if list(sink) else output.CLEAN)

@@ -11,7 +11,7 @@ from typing import Any
 from planc.diagnostic import Sink, one_of
 from planc.importing import reading
 from planc.importing.family import Base, base_of, families_named, family_of, named_by
-from planc.importing.peer import COST, LEFT, LOST, REASONS, ConfigKey, Peer, matches, peers, table
+from planc.importing.peer import LEFT, LOST, REASONS, ConfigKey, Peer, matches, peers, table
 from planc.importing.settings import Unknown, value_of
 from planc.importing.writing import Writer
 from planc.syntax.formatter.layout import laid_out
@@ -70,9 +70,8 @@ def imported(name: str, sink: Sink, *, peer: str | None, model: str | None) -> I
     sections = writer.written()
     for word, (_, by) in settings.items():
         fate += [(leaf, *writer.fate.get(leaf.path, writer.fate_of(word))) for leaf in by]
-    if (given.get("pp_size") or 1) == 1:
-        one = ("same", "without effect: one pipeline stage")
-        fate = [(at, *(one if why == COST["pipeline"] else (kind, why))) for at, kind, why in fate]
+    implied = writer.implied
+    fate = [(leaf, *implied.get(why, (kind, why))) for leaf, kind, why in fate]
     _warn(fate, path, sink)
     file = Path(path)
     stem = re.sub(r"\W", "_", function or file.stem) or "imported"
@@ -182,7 +181,9 @@ def _add(
         path, shown = _safe(leaf.path), _shown(value)
         message = f"`{path}` stands twice, and the last value holds: {shown}"
         sink.warning("PL738", message, help="write it once, as the run has it")
-    elif by and (word == "model" or value in (False, 1, "none")):
+    elif by and word in _STRONGER:
+        value = max(before, value, key=_STRONGER[word].index)
+    elif by and (word == "model" or value in (False, 1)):
         value = before
     result[word] = (value, [*by, leaf])
 
@@ -199,6 +200,13 @@ def _base(given: dict[str, Any], model: str | None, sink: Sink, *, exact: bool) 
     if model is None:
         words = [given.get(word) for word in ("model", "flavor", "block_class")]
         family, model = (words[0], None) if exact and words[0] else family_of(*words)
+        if family and not model and not exact and any(family_of(words[0], words[1], None)):
+            name = _safe(str(words[0] or words[1]))
+            sink.warning(
+                "PL647",
+                f"the family {family} is a guess from the name {name}",
+                help="name a model with the same configuration: --model MODEL",
+            )
     base = base_of(family, model, sink)
     if not base.known:
         what = f"no plan is for {family}" if family else "the file does not tell the family"
@@ -223,6 +231,7 @@ def _some(fate: list[tuple[ConfigKey, str, str]], kind: str) -> str:
     return _keys(paths[:6]) + (f" and {len(paths) - 6} more keys" if len(paths) > 6 else "")
 
 
+_STRONGER = {"checkpoint": ("none", "ops", "full", "offload")}
 _SWITCHES = ("checkpoint", "compile", "activation_offload")
 _OFF: tuple[Any, ...] = (
     None,

@@ -22,6 +22,7 @@ NAMES = (
     "transformers",
     "trainer",
     "llamafactory",
+    "llamafactory_v1",
     "swift",
     "deepspeed",
     "megatron",
@@ -42,6 +43,7 @@ LOST: dict[str, str] = table("reasons")["lost"]
 COST: dict[str, str] = table("reasons")["cost"]
 """Likewise where time or memory alone depends on it."""
 REASONS = LEFT | LOST | COST
+_CHANGING: dict[str, str] = table("reasons")["changing"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +102,8 @@ class Peer:
         found = [
             (p in paths, len(p), word) for p, word in table if any(matches(p, at) for at in paths)
         ]
-        return max(found)[2] if found else None
+        word = max(found)[2] if found else None
+        return _changing(path) or word if word in REASONS and word != "optimizer" else word
 
     def spelled(self, path: str) -> str:
         """The key as the table has it."""
@@ -142,6 +145,15 @@ def _peer(name: str) -> Peer:
         keys = {w: f"{base['keys'].get(w, '')} {p}" for w, p in own["keys"].items()}
         own = base | own | {"keys": base["keys"] | keys}
     return Peer(name=name, **own)
+
+
+def _changing(path: str) -> str | None:
+    """The reason for a key that changes training, whatever table a pattern puts it in."""
+    last = path.rpartition(".")[2].replace("-", "_")
+    words = (
+        w for w, patterns in _CHANGING.items() if any(matches(p, last) for p in patterns.split())
+    )
+    return next(words, None)
 
 
 def matches(pattern: str, path: str) -> bool:

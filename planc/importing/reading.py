@@ -4,7 +4,6 @@ The file is a stranger's: nothing of it is executed, and its size, depth and num
 bounded.
 """
 
-import ast
 import json
 import re
 import stat
@@ -15,6 +14,7 @@ from typing import Any
 from planc.diagnostic import Sink, first_line, io_reason, one_of
 from planc.importing.peer import ConfigKey
 from planc.importing.python_config import python_leaves
+from planc.importing.shell import ShellReader
 
 _MAX_BYTES, _MAX_KEYS, _MAX_DEPTH = 512 * 1024, 20_000, 40
 
@@ -64,7 +64,7 @@ def leaves(name: str, text: str, function: str | None, sink: Sink) -> tuple[Conf
             case ".yaml" | ".yml":
                 values = _yaml(text)
             case _:
-                return tuple(_flags(text))
+                return tuple(ShellReader(kind not in (".args", ".txt")).read(text))
         if not isinstance(values, dict):
             raise ValueError(f"it holds a {type(values).__name__}, not keys with values")
         return tuple(_placed(_flat(values, "", 0, [0]), text))
@@ -137,63 +137,3 @@ def _placed(found: Iterator[ConfigKey], text: str) -> Iterator[ConfigKey]:
             at = place.end()
         line = text.count("\n", 0, at) + 1 if place else None
         yield ConfigKey(path=leaf.path, value=leaf.value, line=line)
-
-
-# Arguments --------------------------------------------------------------------------------
-
-_WORD = re.compile(r"""(?:"[^"\n]*"|'[^'\n]*'|\\.|[^\s"'\\])+""")
-_ASSIGNED = re.compile(r"(?:export\s+)?([A-Za-z_]\w*)=(.*)")
-_SEPARATE = re.compile(
-    r"^--[A-Za-z]|\.py$|\[[@*]\]|ARGS\b|^([)(|&;\[\]]+|if|fi|then|else|shift|done|do)$"
-)
-_VARIABLE = re.compile(r"\$\{(\w+)(?::?-([^{}]*))?\}|\$(\w+)")
-
-
-def _flags(text: str) -> Iterator[ConfigKey]:
-    """The arguments `--name value` of a shell script or an argument file.
-
-    Variables that the script sets to a plain value are replaced by it; no command runs.
-    """
-    known: dict[str, str] = {}
-    words: list[tuple[str, int]] = []
-    for number, line in enumerate(text.split("\n"), 1):
-        bare = re.sub(r"(^|\s)#.*", "", line)
-        if (set_ := _ASSIGNED.fullmatch(bare.strip())) and "--" not in set_[2]:
-            known.setdefault(set_[1], _expanded(set_[2].strip("\"'"), known))
-            if bare.strip().startswith("export"):
-                yield ConfigKey(path=f"export {set_[1]}", value=known[set_[1]], line=number)
-            continue
-        inner = re.sub(r"""["'()]+(?=\s*(--|\\?$))|["'(]+(?=--)""", " ", bare)
-        words += [(w, number) for w in _WORD.findall(inner) if not re.fullmatch(r"\\\s*", w)]
-    at = 0
-    while at < len(words):
-        word, number = words[at]
-        at += 1
-        if not re.match(r"--[A-Za-z]", word):
-            continue
-        name, equals, value = word.partition("=")
-        values = [value] if equals else []
-        while not equals and at < len(words) and not _SEPARATE.search(words[at][0]):
-            if values and words[at][1] != words[at - 1][1]:
-                break
-            values.append(words[at][0])
-            at += 1
-        plain = [_expanded(v.strip("\"'"), known) for v in values]
-        given: Any = True if not plain else plain[0] if len(plain) == 1 else plain
-        yield ConfigKey(path=name[2:], value=_scalar(given), line=number)
-
-
-def _expanded(text: str, known: dict[str, str]) -> str:
-    """The text with the values of variables; a default may be in quotes, as in `${N:-"2"}`."""
-    return _VARIABLE.sub(lambda m: known.get(m[1] or m[3], (m[2] or m[0]).strip("\"'")), text)
-
-
-def _scalar(value: Any) -> Any:
-    """The number that a word of a command line stands for, else the word."""
-    if not isinstance(value, str):
-        return value
-    try:
-        number = ast.literal_eval(value)
-    except (ValueError, SyntaxError, MemoryError, RecursionError):
-        return value
-    return number if isinstance(number, int | float) else value

@@ -33,7 +33,7 @@ _WORDS = {
     "four_bits": "True: true 4; False: false 0 no",
     "finetuning": "lora: lora; full: full none",
     "checkpoint": "full: true 1 full fullac config uniform block; none: false none no off; "
-    "ops: selective selectiveac op; offload: offload disk legacy",
+    "ops: selective selectiveac op; offload: offload offloaddisk unsloth disk legacy",
     "schedule": "gpipe: gpipe; 1f1b: 1f1b; interleaved_1f1b: interleaved1f1b; zbv: zbvzerobubble; "
     "zero_bubble: interleavedzerobubble; dualpipe_v: dualpipev",
     "strategy": "shard: fullshard fsdp fsdp2 true 1 3 zero3 deepspeed megatronfsdp "

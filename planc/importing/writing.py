@@ -113,6 +113,16 @@ class Writer:
         return [f"# Prove it: {check}", *[ranks] * bool(keys), *[guess] * guessed, *[note] * noted]
 
     @property
+    def implied(self) -> dict[str, tuple[str, str]]:
+        """The fate of keys that follow from other settings, by the reason that they have alone."""
+        result = {}
+        if (self.given.get("pp_size") or 1) == 1:
+            result[COST["pipeline"]] = ("same", "without effect: one pipeline stage")
+        if any(self.fate.get(w, ("",))[0] == "plan" for w in ("offload", "offload_device")):
+            result[COST["offload_optimizer"]] = ("plan", "offload(cpu)")
+        return result
+
+    @property
     def world(self) -> int:
         """The number of ranks, as far as the file tells; else 0."""
         given = self.given
