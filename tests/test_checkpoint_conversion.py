@@ -1,5 +1,8 @@
 """Checkpoints whose names and shapes are not the model's: what each tensor is put together from."""
 
+import json
+import shutil
+
 import pytest
 import torch
 import transformers
@@ -9,7 +12,7 @@ from planc.diagnostic import Diagnostic
 from planc.model.checkpoint_conversion import Recipe, recipes
 from planc.runtime.standalone.safetensors_files import StoredTensor, tensors_in_folder
 from planc.runtime.standalone.shards import named_tensors
-from planc.runtime.weights.loading import _converted
+from planc.runtime.weights.loading import _converted, checked
 from planc.runtime.weights.stored_tensors import ConvertedTensor, made
 
 SMALL = {
@@ -148,3 +151,45 @@ def test_a_model_of_ones_own_keeps_its_names(tmp_path):
     assert recipes(model, ["x"], ["weight"]) == {"x": Recipe(parts=(("x",),))}
     scalar = {"x": entry("x", tmp_path=tmp_path)}
     assert made(Recipe(parts=(("x",),)), scalar).shape == ()
+
+
+@pytest.mark.parametrize("named", [None, "other.safetensors", "model.safetensors.index.json"])
+def test_of_several_copies_the_one_that_from_pretrained_reads(named, tmp_path):
+    """A single file precedes shards, and a file that the configuration names precedes both."""
+    whole, sharded = build("llama"), build("llama")
+    with torch.no_grad():
+        [p.add_(1) for p in sharded.parameters()]
+    whole.save_pretrained(tmp_path / "whole")
+    sharded.save_pretrained(tmp_path / "mixed", max_shard_size="50KB")
+    for name in ("model", "other"):
+        shutil.copy(tmp_path / "whole/model.safetensors", tmp_path / f"mixed/{name}.safetensors")
+    changed(tmp_path / "mixed", lambda tensors: tensors["model.norm.weight"].mul_(3))
+    config = json.loads((tmp_path / "mixed/config.json").read_text())
+    config |= {"transformers_weights": named} if named else {}
+    (tmp_path / "mixed/config.json").write_text(json.dumps(config))
+    problems: list[str] = []
+    stored = tensors_in_folder(tmp_path / "mixed", problems)
+    right = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "mixed")
+    assert problems == []
+    for name, parameter in right.named_parameters():
+        read = torch.empty_like(parameter)
+        stored[name].copy_to(read, tuple(((0, n),) for n in parameter.shape))
+        assert torch.equal(read, parameter), name
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_values_in_8_bits_without_scales_do_not_fit(family, tmp_path):
+    """Cast as they are they would be values up to 448."""
+    build(family).save_pretrained(tmp_path)
+    last = {"llama": "mlp.up_proj.weight", "mixtral": "experts.5.w3.weight"}[family]
+
+    def quantize(tensors):
+        [name] = [n for n in tensors if "layers.1." in n and n.endswith(last)]
+        tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+
+    changed(tmp_path, quantize)
+    model, findings = build(family, meta=True), []
+    stored = _converted(model, tensors_in_folder(tmp_path, []), findings)
+    checked(model, stored, tmp_path, findings)
+    [finding] = findings
+    assert finding.code == "PL496" and "is F8_E4M3 without scales" in finding.message

@@ -31,7 +31,11 @@ from torch.distributed.fsdp import FSDPModule
 from planc.runtime.standalone.buffers import computed_buffers
 from planc.runtime.standalone.dcp_chunks import storable
 from planc.runtime.standalone.pipeline import stages_of
-from planc.runtime.standalone.safetensors_files import StoredTensor, tensors_in_folder
+from planc.runtime.standalone.safetensors_files import (
+    FLOATS,
+    StoredTensor,
+    tensors_in_folder,
+)
 from planc.runtime.standalone.shards import (
     Order,
     four_bit_layers,
@@ -159,8 +163,9 @@ def difference(
     """Why a stored tensor does not fit a tensor of the model; None if it does."""
     if shape != stored.shape:
         return f"{name} is {list(stored.shape)}, the model's {list(shape)}"
-    if tensor.is_floating_point() != stored.dtype.startswith(("F", "BF")):
-        return f"{name} is {stored.dtype}, the model's {tensor.dtype}"
+    if tensor.is_floating_point() != (stored.dtype in FLOATS):
+        scales = " without scales" if stored.dtype.startswith("F") else ""
+        return f"{name} is {stored.dtype}{scales}, the model's {tensor.dtype}"
     return None
 
 
@@ -316,7 +321,8 @@ def tensors_in_checkpoint(
         if other or not key.startswith(start) or not hasattr(meta, "size"):
             continue
         dtype = meta.properties.dtype
-        kind = "F" if dtype.is_floating_point else str(dtype)
+        plain = dtype.is_floating_point and dtype.itemsize > 1
+        kind = "F" if plain else str(dtype).removeprefix("torch.").upper()
         found[key[len(start) :]] = StoredTensor(folder, key, tuple(meta.size), kind)
     return found
 

@@ -12,6 +12,9 @@ from planc.runtime.standalone.shards import Runs, blocks_of
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+CONFIG = "config.json"
+FLOATS = ("F64", "F32", "F16", "BF16", "F")
+"""The floating-point dtypes whose values need no scales; `F` is any of them."""
 
 
 class StoredTensor:
@@ -64,15 +67,16 @@ def tensors_in_folder(folder: Path, problems: list[str]) -> dict[str, StoredTens
     """The tensors of a folder of safetensors by name, from the headers of its files.
 
     Args:
-        folder: with `model.safetensors.index.json`, `model.safetensors`, or any
-            `*.safetensors`.
+        folder: the folder, whose files are chosen as `from_pretrained` chooses them.
         problems: receives each file that is missing, broken or not as indexed.
     """
     if not folder.is_dir():
         problems.append(f"{folder} is not a folder")
         return {}
-    mapping = index_of(folder, problems)
-    files = files_of(folder, mapping)
+    entry = entry_of(folder)
+    indexed = entry is not None and entry.endswith(".index.json")
+    mapping = index_of(folder / str(entry), problems) if indexed else None
+    files = files_of(folder, entry, mapping)
     if not files and not problems:
         problems.append(
             f"{folder} holds neither safetensors nor a distributed checkpoint"
@@ -80,7 +84,8 @@ def tensors_in_folder(folder: Path, problems: list[str]) -> dict[str, StoredTens
     found: dict[str, StoredTensor] = {}
     for file in files:
         if not file.is_file():
-            problems.append(f"{INDEX} names {file.name}, which is not there")
+            source = entry if indexed else CONFIG
+            problems.append(f"{source} names {file.name}, which is not there")
             continue
         try:
             inside = list(tensors_in_file(file))
@@ -97,15 +102,28 @@ def tensors_in_folder(folder: Path, problems: list[str]) -> dict[str, StoredTens
                 found[stored.name] = stored
     for name, where in (mapping or {}).items():
         if name not in found and (folder / where).is_file() and not problems:
-            problems.append(f"{INDEX} says {name} is in {where}, it is not")
+            problems.append(f"{entry} says {name} is in {where}, it is not")
     return found
 
 
-def index_of(folder: Path, problems: list[str]) -> dict[str, str] | None:
-    """The file of each tensor according to the index; None without an index."""
-    path = folder / INDEX
-    if not path.is_file():
-        return None
+def entry_of(folder: Path) -> str | None:
+    """The file or the index that `from_pretrained` reads; None if the folder has none.
+
+    A single file precedes an index, and a file that the configuration names precedes
+    both.
+    """
+    try:
+        values = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        chosen = values.get("transformers_weights")
+    except (OSError, ValueError, AttributeError):  # a folder may have no configuration
+        chosen = None
+    if isinstance(chosen, str):
+        return chosen
+    return next((name for name in (SINGLE, INDEX) if (folder / name).is_file()), None)
+
+
+def index_of(path: Path, problems: list[str]) -> dict[str, str]:
+    """The file of each tensor according to an index."""
     try:
         mapping = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
         if all(isinstance(file, str) for file in mapping.values()):
@@ -117,10 +135,10 @@ def index_of(folder: Path, problems: list[str]) -> dict[str, str] | None:
     return {}
 
 
-def files_of(folder: Path, mapping: dict[str, str] | None) -> list[Path]:
+def files_of(
+    folder: Path, entry: str | None, mapping: dict[str, str] | None
+) -> list[Path]:
     """The files to read; some folders have the same weights in another form too."""
     if mapping is not None:
         return [folder / name for name in dict.fromkeys(mapping.values())]
-    if (folder / SINGLE).is_file():
-        return [folder / SINGLE]
-    return sorted(folder.glob("*.safetensors"))
+    return [folder / entry] if entry else sorted(folder.glob("*.safetensors"))

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from planc.model.checkpoint_conversion import Recipe
-from planc.runtime.standalone.safetensors_files import StoredTensor
+from planc.runtime.standalone.safetensors_files import FLOATS, StoredTensor
 from planc.runtime.standalone.shards import Runs, block_in, blocks_of
 
 
@@ -40,7 +40,7 @@ class ConvertedTensor(StoredTensor):
         self.pieces = tuple(pieces)
         first = self.pieces[0].entry
         kinds = dict.fromkeys(piece.entry.dtype for piece in self.pieces)
-        dtype = next((kind for kind in kinds if not kind.startswith(("F", "BF"))), first.dtype)
+        dtype = next((kind for kind in kinds if kind not in FLOATS), first.dtype)
         super().__init__(first.file, first.name, shape, dtype)
 
     def copy_to(self, target: Tensor, ranges: Sequence[Runs]) -> None:
