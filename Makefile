@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(abspath $(VENV))/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo test quick processes fp8 lint bench estimate gpu peaks mutants scripts silent fuzz coverage axes cluster docs pages clean
+.PHONY: help demo test costs quick processes fp8 lint bench estimate gpu peaks mutants scripts silent fuzz coverage axes cluster docs pages clean
 
 help:  ## this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## */  make \1	/'
@@ -18,8 +18,12 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 demo: $(VENV)/.ready  ## a tour: check, lower, diff, diagnose, and train on four processes
 	PATH="$(BIN):$$PATH" bash docs/demo/demo.sh
 
-test: $(VENV)/.ready  ## the test suite, with a sample of the numerics on four gloo processes
-	$(BIN)/python -m pytest --numprocesses auto --dist worksteal
+FULL ?=
+test: $(VENV)/.ready  ## the fast tests and a quarter of the slow ones, another with each commit; FULL=1 for all
+	$(BIN)/python -m pytest --numprocesses auto --dist worksteal $(if $(FULL),--full)
+
+costs: $(VENV)/.ready  ## all tests, and the seconds of the slow ones in tests/costs.json, on a quiet machine
+	$(BIN)/python -m pytest --numprocesses auto --dist worksteal --costs
 
 quick: $(VENV)/.ready  ## what a change of syntax, plan, checks or lowering needs; imports no torch (under a minute)
 	$(BIN)/python -W ignore tests/quick.py

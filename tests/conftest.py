@@ -8,6 +8,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 import quick
+import selection
 
 GOLDENS = Path(__file__).parent / "goldens"
 PROCESSES = Path(__file__).parent / "processes"
@@ -23,6 +24,8 @@ def pytest_addoption(parser):
         "--update", action="store_true", help="write what is printed into goldens and docs"
     )
     parser.addoption("--quick", action="store_true", help="run what needs no torch: `make quick`")
+    parser.addoption("--full", action="store_true", help="run all tests, a rotating quarter else")
+    parser.addoption("--costs", action="store_true", help="record the seconds of slow tests")
 
 
 def pytest_configure(config):
@@ -39,6 +42,55 @@ def pytest_collection_modifyitems(config, items):
     if config.getoption("--quick"):
         config.hook.pytest_deselected(items=[item for item in items if not quick.quick(item)])
         items[:] = [item for item in items if quick.quick(item)]
+    elif not _runs_all(config):
+        _leave_out_slow(config, items)
+
+
+def _runs_all(config):
+    """Whether a run selects all tests: it asks for them, names some, or has no checkout."""
+    options = config.option
+    asked = options.full or options.costs or options.update or options.markexpr != "not slow"
+    return asked or bool(options.file_or_dir or options.keyword) or selection.current_turn() is None
+
+
+def _leave_out_slow(config, items):
+    """Deselects the slow tests that are not this commit's quarter, changed or failed last."""
+    names = selection.left_out(
+        [item.nodeid for item in items],
+        turn=selection.current_turn(),
+        slow=selection.slow_tests(),
+        changed=selection.tests_of(selection.changed_files()),
+        failed=config.cache.get("cache/lastfailed", {}),
+    )
+    names = set(names)
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid in names])
+    items[:] = [item for item in items if item.nodeid not in names]
+
+
+SECONDS = {}
+"""Seconds of each test of this run, setup and teardown included, by its id."""
+
+
+def pytest_runtest_logreport(report):
+    SECONDS[report.nodeid] = SECONDS.get(report.nodeid, 0) + report.duration
+
+
+def pytest_sessionfinish(session, exitstatus):
+    """Records the costs of a complete run, in the process that receives all reports."""
+    config = session.config
+    if config.option.costs and not hasattr(config, "workerinput") and exitstatus == 0:
+        selection.write_costs(SECONDS)
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    if config.option.quick or config.option.collectonly or _runs_all(config):
+        return
+    run = sum(name in SECONDS for name in selection.slow_tests())
+    left = len(selection.slow_tests()) - run
+    terminalreporter.write_line(
+        f"{left} of {left + run} slow tests were left out: the next three commits run them, or "
+        "`make test FULL=1`"
+    )
 
 
 def pytest_ignore_collect(collection_path, config):

@@ -1,0 +1,104 @@
+"""Selects the tests of a run by their recorded cost.
+
+`tests/costs.json` contains the seconds of each slow test, as `make costs` recorded them. A test
+that it does not name is fast, or new, and always runs. Of the slow tests a run selects
+
+- a quarter, by a hash of the test's name and the number of commits, so that four commits in a
+  row run all tests;
+- the tests in files that the last commit or the working tree changes, and in files that import
+  from a folder of `planc/` with such a change;
+- the tests that failed in the last run.
+
+`pytest --full` (`make test FULL=1`) selects all tests. So does a run outside of a git checkout,
+and a run that names files or tests.
+"""
+
+import hashlib
+import json
+import re
+import subprocess
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+COSTS = Path(__file__).parent / "costs.json"
+SLOW = 0.5
+"""Seconds from which a test is slow."""
+TURNS = 4
+"""Number of commits in a row that run all tests."""
+_IMPORTED = re.compile(r"^\s*(?:from|import) planc\.(\w+)", re.M)
+
+
+def slow_tests():
+    """The seconds of each slow test, by its id."""
+    return json.loads(COSTS.read_text())
+
+
+def write_costs(seconds):
+    """Replaces the recorded costs by those of one full run, given by test id."""
+    slow = {name: round(cost, 1) for name, cost in sorted(seconds.items()) if cost >= SLOW}
+    COSTS.write_text(json.dumps(slow, indent=0) + "\n")
+
+
+def turn_of(name):
+    """The turn, from 0 to `TURNS - 1`, in which a slow test runs."""
+    return int(hashlib.sha1(name.encode()).hexdigest(), 16) % TURNS
+
+
+def git_lines(*words):
+    """The lines that a git command prints, or None if it fails."""
+    try:
+        run = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False)
+    except OSError:
+        return None
+    return run.stdout.splitlines() if run.returncode == 0 else None
+
+
+def current_turn():
+    """The turn of this checkout, or None outside of a git checkout."""
+    count = git_lines("rev-list", "--count", "HEAD")
+    return int(count[0]) % TURNS if count else None
+
+
+def changed_files():
+    """Paths that the last commit or the working tree changes."""
+    listings = (
+        git_lines("diff", "--name-only", "HEAD~1"),
+        git_lines("ls-files", "--others", "--exclude-standard"),
+    )
+    return {path for lines in listings for path in lines or ()}
+
+
+def tests_of(changed):
+    """Paths of the test files to which a change belongs.
+
+    Args:
+        changed: paths of the change, relative to the checkout.
+    """
+    parts = [Path(path).parts for path in changed if path.startswith("planc/")]
+    folders = {part[1].removesuffix(".py") for part in parts}
+    paths = {path.relative_to(ROOT): path for path in (ROOT / "tests").rglob("test_*.py")}
+    return {
+        str(name)
+        for name, path in paths.items()
+        if str(name) in changed or folders & set(_IMPORTED.findall(path.read_text()))
+    }
+
+
+def left_out(names, *, turn, slow, changed, failed):
+    """The slow tests that a run of this turn does not select.
+
+    Args:
+        names: ids of the collected tests, `tests/test_x.py::test_y[case]`.
+        turn: the turn of the checkout, from 0 to `TURNS - 1`.
+        slow: ids of the slow tests.
+        changed: paths of the test files to which the change belongs.
+        failed: ids of the tests that failed in the last run.
+    """
+    return [
+        name
+        for name in names
+        if name in slow
+        and turn_of(name) != turn
+        and name not in failed
+        and name.partition("::")[0] not in changed
+    ]
