@@ -17,8 +17,6 @@ from planc.proof.remedy import fewest, one_module, right_compiled
 from planc.proof.rule_differences import At, RuleChange, Rules, differences, tensor_rules
 from planc.source import NOWHERE
 
-NO_LAYOUTS = "PL525"
-
 
 def explain_splits(compiled: Compiled, sink: Sink, draft: Draft) -> None:
     """Names in PL525 the splits of a right plan with which layouts follow, and marks their lines.
@@ -29,7 +27,7 @@ def explain_splits(compiled: Compiled, sink: Sink, draft: Draft) -> None:
         draft: makes a plan if none ships for the family.
     """
     errors = [found for found in sink if found.severity == "error"]
-    if compiled.plan is None or [found.code for found in errors] != [NO_LAYOUTS]:
+    if compiled.plan is None or [found.code for found in errors] != ["PL525"]:
         return
     if changes := _changes(compiled, draft):
         sink.replace(errors[0], _explained(errors[0], changes))
