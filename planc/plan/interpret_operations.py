@@ -148,7 +148,9 @@ class FlowOperations:
             why = f"`{name}` takes what is split over the ranks, and all of what goes with it"
             at_fault = given.of(Held.VARYING)  # hidden states come from every block before
         if why:
-            rules = self.givers_of(*at_fault)
+            split = self.givers_of(*at_fault)
+            both = self.givers_of(*given.tensors)
+            rules = tuple(name for name in both if name in split or name in self.stated)
             raise Clash(why, one.line, cut=cut, whole=parts, rules=rules)
 
     def unequal(self, one: Operation, given: Inputs, dims: Mapping[int, int | None]) -> bool:
