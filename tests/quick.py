@@ -1,16 +1,23 @@
-"""`make quick`: what a change of syntax, plan, checks or lowering needs; torch is never imported.
+"""`make quick`: the tests of syntax, plan, checks and lowering; they never import torch.
 
-Run as a script, it reads the shipped models into the cache that these tests begin with; the first
-time that takes transformers.
+Run as a script, it fills the cache with which these tests begin, once with transformers: the facts
+of the shipped models, and the data flows that the examples infer layouts from. An example whose
+text has not changed since is not played again.
 """
 
+import contextlib
+import hashlib
+import json
 import os
 import re
+import tempfile
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
 from planc.diagnostic import Sink
+from planc.model import cache
 from planc.model.config import shipped_models
+from planc.model.dataflow import FORMAT
 from planc.model.load import load
 
 CACHE = Path(__file__).parent.parent / "build" / "quick"
@@ -60,7 +67,7 @@ class NoTorch:
 
 
 def quick(item):
-    """Whether a test needs no torch: of the examples, those that ask for structure alone, of
+    """Whether a test runs without torch: of the examples, those that ask for structure alone, of
     shipped models.
     """
     if any(part in item.name for part in NEED_TORCH):
@@ -70,7 +77,16 @@ def quick(item):
     if not hasattr(item, "callspec"):
         return True
     page, number = item.callspec.params["page"], item.callspec.params["number"]
-    section = re.split(r"^(?=## )", page.read_text(), flags=re.M)[number]
+    return runs_without_torch(split_page(page)[number])
+
+
+def split_page(page):
+    """The introduction and the sections of a page of tests/specs."""
+    return re.split(r"^(?=## )", page.read_text(), flags=re.M)
+
+
+def runs_without_torch(section):
+    """Whether each command of a section asks for structure alone, of a shipped model."""
     return all(map(_structural, _COMMAND.findall(section)))
 
 
@@ -84,6 +100,30 @@ def main():
     os.environ["PLANC_CACHE_DIR"] = str(CACHE)
     for model in shipped_models():
         load(model, Sink())
+    record_flows()
+
+
+def record_flows():
+    """Plays the examples that are new or changed, so that the cache has their data flows."""
+    import test_specs
+
+    stamps = CACHE / "played.json"
+    known = set(json.loads(stamps.read_text())) if stamps.is_file() else set()
+    played = set()
+    versions = json.dumps([FORMAT, cache.environment()])
+    for example in test_specs.EXAMPLES:
+        page, number = example.values
+        sections = split_page(page)
+        needs_torch = any(part in f"test_example[{example.id}]" for part in NEED_TORCH)
+        if needs_torch or not runs_without_torch(sections[number]):
+            continue
+        text = "\n".join((versions, sections[0], sections[number]))
+        stamp = hashlib.sha256(text.encode()).hexdigest()
+        played.add(stamp)
+        if stamp not in known:
+            with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+                test_specs.play(page, number, Path(folder))
+    stamps.write_text(json.dumps(sorted(played)))
 
 
 if __name__ == "__main__":

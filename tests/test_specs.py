@@ -6,6 +6,7 @@ the page's introduction. A command that fails ends with its exit code in bracket
 """
 
 import re
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -37,18 +38,27 @@ EXAMPLES = [
 ]
 
 
+def play(page, number, folder):
+    """The text of a section as it reads with the true output, played in a folder.
+
+    The folder first gets the files of the page's introduction.
+    """
+    sections = SECTION.split(page.read_text())
+    if number:
+        played(re.sub(r"^```console.*?^```$", "", sections[0], flags=re.M | re.S), folder)
+    return played(sections[number], folder, status=True)
+
+
 @pytest.mark.parametrize(("page", "number"), EXAMPLES)
 def test_example(page, number, tmp_path, monkeypatch, request):
-    if page.name == "patches.md":
-        pytest.importorskip("diffusers")
+    if page.name == "patches.md" and find_spec("diffusers") is None:
+        pytest.skip("needs diffusers")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "100")
     sections = SECTION.split(page.read_text())
     if "$ planc launch" in sections[number]:  # whose files say what is proved
         request.getfixturevalue("no_verdicts")
-    if number:
-        played(re.sub(r"^```console.*?^```$", "", sections[0], flags=re.M | re.S), tmp_path)
-    new = played(sections[number], tmp_path, status=True)
+    new = play(page, number, tmp_path)
     if request.config.getoption("--update"):
         sections[number] = new
         page.write_text("".join(sections))
