@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(abspath $(VENV))/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo test costs quick processes fp8 lint bench estimate gpu peaks mutants scripts silent fuzz coverage axes cluster docs pages clean
+.PHONY: help demo test costs quick processes fp8 lint bench estimate gpu peaks mutants mutation scripts silent fuzz coverage axes cluster docs pages clean
 
 help:  ## this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## */  make \1	/'
@@ -60,6 +60,10 @@ MUTANTS  ?= 56
 FAMILIES ?=
 mutants: $(VENV)/.ready  ## what check says of broken plans, beside four real processes (half an hour; MUTANTS=0 for all, FAMILIES=wan,jamba)
 	$(BIN)/python -W ignore tests/mutants/run.py --most $(MUTANTS) $(if $(FAMILIES),--families $(FAMILIES))
+
+PLACES ?= 40
+mutation: $(VENV)/.ready  ## breaks places of planc/ one at a time, and tells which tests notice (two hours; PLACES=10)
+	$(BIN)/python -W ignore tests/mutation/run.py --places $(PLACES)
 
 SCRIPTS ?= 300
 SEED    ?= 0

@@ -85,20 +85,13 @@ def pytest_sessionfinish(session, exitstatus):
 def pytest_terminal_summary(terminalreporter, config):
     if config.option.quick or config.option.collectonly or _runs_all(config):
         return
-    run = sum(name in SECONDS for name in selection.slow_tests())
-    left = len(selection.slow_tests()) - run
+    left = [name for name in selection.slow_tests() if name not in SECONDS]
+    selection.LEFT_OUT.parent.mkdir(exist_ok=True)
+    selection.LEFT_OUT.write_text("".join(f"{name}\n" for name in left))
+    path = selection.LEFT_OUT.relative_to(selection.ROOT)
     terminalreporter.write_line(
-        f"{left} of {left + run} slow tests were left out: the next three commits run them, or "
-        "`make test FULL=1`"
-    )
-
-
-def pytest_ignore_collect(collection_path, config):
-    """Files that import torch cannot even be read under `--quick`."""
-    test = collection_path.name.startswith("test_")
-    known = (*quick.FILES, "test_specs")
-    return (
-        True if config.getoption("--quick") and test and collection_path.stem not in known else None
+        f"{len(left)} slow tests were left out, listed in {path}: `pytest @{path}` runs them, "
+        "`make test FULL=1` runs all tests, and the next three commits run each of them"
     )
 
 

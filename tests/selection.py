@@ -21,6 +21,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 COSTS = Path(__file__).parent / "costs.json"
+LEFT_OUT = ROOT / "build" / "left-out.txt"
+"""The file with the slow tests that the last run left out, one id a line."""
 SLOW = 0.5
 """Seconds from which a test is slow."""
 TURNS = 4
