@@ -143,7 +143,7 @@ class Checkout:
 
     def collect(self):
         """The ids of the tests that `pytest --full` runs."""
-        run = self._pytest("--full", "--collect-only", "--quiet", limit=600)
+        run = self._pytest("--full", "--collect-only", limit=600)
         return [line for line in run.stdout.splitlines() if "::" in line]
 
     def first_failure(self, names, limit):
@@ -153,7 +153,7 @@ class Checkout:
         arguments = self.folder / "tests.txt"
         arguments.write_text("".join(f"{name}\n" for name in names))
         try:
-            run = self._pytest(f"@{arguments}", "-x", "-q", "--no-header", limit=limit)
+            run = self._pytest(f"@{arguments}", "-x", "--no-header", limit=limit)
         except subprocess.TimeoutExpired:
             return "time limit"
         if run.returncode == 0:
