@@ -87,21 +87,29 @@ class RankRunner:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._process is not None and self._process.stdin:
+        if self._process is not None:
+            self.stop(self._process)
+
+    def start(self) -> Popen[str]:
+        """Starts the process, with what this process can import and nothing of its folder."""
+        import subprocess  # a warm check starts no process
+
+        words = [sys.executable, "-P", "-W", "ignore", "-m", self.MODULE]
+        known = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        pipe = subprocess.PIPE
+        return subprocess.Popen(words, stdin=pipe, stdout=pipe, text=True, env=known)
+
+    def stop(self, process: Popen[str]) -> None:
+        """Ends a process that `start` returned, and waits for it."""
+        if process.stdin:
             with suppress(BrokenPipeError):
-                self._process.stdin.close()
-            self._process.wait()
+                process.stdin.close()
+        process.wait()
 
     def ask(self, job: RankJob) -> dict[str, Any]:
         """Runs one rank; an answer with `error` where it did not run."""
         if self._process is None:
-            import subprocess  # a warm check starts no process
-
-            # what this process can import, and no file that the current folder happens to have
-            words = [sys.executable, "-P", "-W", "ignore", "-m", self.MODULE]
-            known = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-            pipe = subprocess.PIPE
-            self._process = subprocess.Popen(words, stdin=pipe, stdout=pipe, text=True, env=known)
+            self._process = self.start()
         process = self._process
         assert process.stdin and process.stdout
         with suppress(BrokenPipeError):

@@ -9,6 +9,7 @@ import hypothesis
 import pytest
 import quick
 import selection
+from rank_processes import IdleProcesses
 
 GOLDENS = Path(__file__).parent / "goldens"
 PROCESSES = Path(__file__).parent / "processes"
@@ -93,6 +94,16 @@ def pytest_terminal_summary(terminalreporter, config):
         f"{len(left)} slow tests were left out, listed in {path}: `pytest @{path}` runs them, "
         "`make test FULL=1` runs all tests, and the next three commits run each of them"
     )
+
+
+@pytest.fixture(scope="session", autouse=True)
+def idle_processes():
+    """Lends processes that run ranks from test to test, and ends them with the session."""
+    idle = IdleProcesses()
+    with pytest.MonkeyPatch.context() as patch:
+        idle.install(patch)
+        yield
+    idle.end_all()
 
 
 @pytest.fixture

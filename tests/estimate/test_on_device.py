@@ -55,6 +55,7 @@ def compiled(**fields):
 def little_memory(monkeypatch):
     """The process that runs ranks may take 400 MiB more than it has."""
     plain = RankRunner.ask
+    monkeypatch.setenv("PLANC_TEST_MEMORY", "400")  # no other test is lent this process
 
     def limited(runner, job):
         if runner._process is None:
