@@ -67,7 +67,8 @@ def test_the_codes_of_the_source_are_those_with_a_page():
 
 def test_findings_have_the_severity_that_the_registry_gives():
     """The calls of a code with two severities decide between them; any other call states one."""
-    always = dict.fromkeys(("problem", "stop", "_nested", "refused", "_along", "_Found"), "error")
+    errors = ("problem", "stop", "_nested", "refused", "_along", "_Found", "_changed")
+    always = dict.fromkeys(errors, "error")
     found = {}
     for code, call in uses():
         known = codes.CODES[code].severities

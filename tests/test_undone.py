@@ -213,3 +213,180 @@ def test_rows_of_a_later_pass_are_compared_one_pass_after(how):
     for passed, told in found:
         assert passed == 3 and "PL483" in told and "the ranks 0 and 1 of tp" in told
         assert "in forward pass 3: `input_ids` differs" in told and "test_undone.py" in told
+
+
+def step(model, run=None):
+    """The gradients of one step, of a model in one process or under a plan."""
+    tokens, labels = numerics.data(128)
+    model.zero_grad()
+    if run is None:
+        model(input_ids=tokens, labels=labels).loss.backward()
+    else:
+        run.forward_backward([{"input_ids": tokens, "labels": labels}])
+    named = ((n, p) for n, p in model.named_parameters() if p.grad is not None)
+    return {numerics.plain(n): numerics.whole(p.grad) for n, p in named}
+
+
+def after_change(change, *settings):
+    """The largest relative error of a gradient after a change between two steps of a run; what the
+    second step raised.
+    """
+    alone = numerics.build("llama")
+    change(alone)
+    right = step(alone)
+
+    def script(run):
+        step(run.model, run)
+        change(run.model)
+        gradients = step(run.model, run)
+        assert gradients
+        return max(numerics.error(gradients[name], right[name]) for name in gradients)
+
+    found, error = ran(script, *FP32, *settings)
+    return (None if error else max(found)), error
+
+
+def eager(model):
+    model.config._attn_implementation = "eager"
+
+
+def mixing_hook(model):
+    model.model.layers[0].register_forward_hook(lambda _m, _a, x: x + x.mean(1, keepdim=True))
+
+
+def mixing_in_place(model):
+    model.model.layers[0].register_forward_hook(
+        lambda _m, _a, x: None if x.mul_(x.mean()) is x else x
+    )
+
+
+def scaled_features(model):
+    hook = model.model.layers[0].mlp.act_fn.register_forward_hook
+    hook(lambda _m, _a, x: x / x.norm())
+
+
+def own_forward(model):
+    norm = model.model.layers[0].mlp.act_fn
+    norm.forward = torch.nn.functional.relu
+
+
+def hooked_parameter(model):
+    model.lm_head.weight.register_hook(lambda gradient: gradient * 2)
+
+
+def added_parameter(model):
+    width = model.config.hidden_size
+    model.model.layers[0].extra = torch.nn.Parameter(torch.zeros(width))
+
+
+def shared_module(model):
+    model.model.layers[1].mlp = model.model.layers[0].mlp
+
+
+def tied_weight(model):
+    model.lm_head.weight = model.model.embed_tokens.weight
+
+
+STAGES = ["pp=2", "microbatches=2"]
+
+
+@pytest.mark.parametrize(
+    ("change", "settings", "code"),
+    [
+        (eager, ["cp=2"], "PL454"),
+        (mixing_hook, ["cp=2"], "PL454"),
+        (mixing_in_place, ["cp=2"], "PL454"),
+        (scaled_features, ["tp=2"], "PL454"),
+        (own_forward, ["tp=2"], "PL454"),
+        (hooked_parameter, [], "PL455"),
+        (added_parameter, [], "PL425"),
+        (shared_module, [], "PL425"),
+        (shared_module, ["tp=2"], "PL425"),
+        (tied_weight, [], "PL425"),
+        (tied_weight, STAGES, "PL425"),
+    ],
+)
+def test_a_change_after_apply_that_the_plan_does_not_include_stops_the_next_pass(
+    change, settings, code
+):
+    _, error = after_change(change, *settings)
+    assert isinstance(error, planc.PlanError), error
+    assert code in str(error) and "test_undone.py" in str(error)
+
+
+def scaled_blocks(model):
+    for block in model.model.layers:
+        block.register_forward_hook(lambda _module, _arguments, output: output * 0.9)
+
+
+def reading_hook(model):
+    for module in model.modules():
+        module.register_forward_hook(lambda _module, _arguments, _output: None)
+
+
+@torch.no_grad()
+def other_values(model):
+    for parameter in model.parameters():
+        parameter.data = parameter.detach().clone() * 1.5
+
+
+@torch.no_grad()
+def exchanged_values(model):
+    """An average takes the place of the weights and gives it back, as evaluations do."""
+    weights = [parameter.data for parameter in model.parameters()]
+    for parameter in model.parameters():
+        parameter.data = parameter.data * 3
+    for parameter, weight in zip(model.parameters(), weights, strict=True):
+        parameter.data = weight * 2
+
+
+def other_parameters(model):
+    for module in model.modules():
+        for name, parameter in [*module._parameters.items()]:
+            if parameter is not None:
+                setattr(module, name, torch.nn.Parameter(parameter.detach() * 1.5))
+
+
+@pytest.mark.parametrize(
+    ("change", "settings"),
+    [
+        (scaled_blocks, []),
+        (scaled_blocks, STAGES),
+        (mixing_hook, ["tp=2"]),
+        (reading_hook, ["cp=2"]),
+        (reading_hook, ["tp=2"]),
+        (eager, ["tp=2"]),
+        (own_forward, []),
+        (other_values, []),
+        (other_values, ["tp=2"]),
+        (other_values, STAGES),
+        (exchanged_values, []),
+        (exchanged_values, ["tp=2"]),
+        (other_parameters, ["recompute=false"]),
+        (lambda model: model.tie_weights(), []),
+    ],
+)
+def test_other_changes_after_apply_are_those_of_one_process(change, settings):
+    error, raised = after_change(change, *settings)
+    assert raised is None, raised
+    assert error < 1e-4
+
+
+def test_data_of_another_shape_is_refused():
+    def script(model):
+        model.lm_head.weight.data = torch.zeros(3, 3)
+
+    assert "write the values with `copy_`" in str(raised(script))
+
+
+def test_hooks_after_gradients_are_called_as_the_help_says():
+    seen = {}
+
+    def script(run):
+        weight = run.model.lm_head.weight
+        noted = seen.setdefault(id(run), [])
+        weight.register_post_accumulate_grad_hook(lambda p: noted.append(p.grad.to_local().clone()))
+        step(run.model, run)
+        assert len(noted) == 1 and torch.equal(noted[0], weight.grad.to_local())
+
+    assert ran(script, *FP32)[1] is None

@@ -24,7 +24,8 @@ from planc.ops.styles import Rowwise, Shard
 from planc.ops.tensor_parallel import Parallelize
 from planc.runtime.known_verdict import KnownVerdict
 from planc.runtime.preconditions import stop, warning
-from planc.runtime.safeguards import leaking_rows
+from planc.runtime.safeguards import leaking_rows, torch_calls
+from planc.runtime.safeguards.changes import AFTER_GRADIENTS, ModelChanges
 from planc.runtime.safeguards.inputs import different_kinds
 from planc.runtime.script_line import script_line
 from planc.runtime.sharded_tensors import average_whole
@@ -63,7 +64,7 @@ def require_unwrapped(model: nn.Module) -> None:
             f"{len(hooked)} parameters have hooks, `{hooked[0]}` is the first: the plan replaces "
             "parameters, and the hooks would be gone",
             *script_line("the plan is applied here"),
-            help="register them after `planc.apply`, on the parameters that the model has then",
+            help=f"after `planc.apply`, {AFTER_GRADIENTS}",
         )
 
 
@@ -191,6 +192,8 @@ def guard(applied: Applied) -> None:
     if lowered.has(FullyShard) or lowered.has(Parallelize):
         text = "`pickle` and `torch.save(model)` would write this rank's shards"
         model.__reduce_ex__ = refused("PL477", text, _EXPORT)
+    torch_calls.replace_functions()
+    ModelChanges(model, lowered).watch()
 
 
 def _restore_class_names(model: nn.Module) -> None:

@@ -115,6 +115,15 @@ class Stages:
         """Whether this rank has the last stage, which computes the loss."""
         return self.count - 1 in self.own
 
+    @property
+    def absent(self) -> list[nn.Module]:
+        """The modules that this rank does not compute."""
+        return [
+            module
+            for place, (module, *_) in self._places.items()
+            if place not in self._inactive
+        ]
+
     def _found(
         self,
         model: nn.Module,
@@ -288,6 +297,9 @@ def empty(module: nn.Module, device: str, kept: set[int]) -> None:
                 if tensor is not None and id(tensor) not in kept:
                     tensors[name] = None
                     left = torch.empty(0, dtype=tensor.dtype, device=device)
+                    # a script may assign it to another module
+                    if tensors is part._parameters:
+                        left = nn.Parameter(left, requires_grad=False)
                     part.__dict__[name] = left
 
 
