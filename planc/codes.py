@@ -152,6 +152,8 @@ _ROWS: tuple[tuple[str, str, Phase, str], ...] = (
     ("PL420", "warning", "plan", "an optimizer that steps parameters in 16 bits"),
     ("PL421", "info", "plan", "16 bits for parameters that the model keeps in float32"),
     ("PL425", "error", "runtime", "modules or parameters changed after the plan was applied"),
+    ("PL426", "error", "runtime", "gradients of shards that autograd does not compute"),
+    ("PL427", "error", "runtime", "a norm of the gradients of one pipeline stage"),
     ("PL430", "error", "plan", "nested checkpointed modules"),
     ("PL431", "error", "plan", "nested compiled modules"),
     ("PL432", "error", "plan", "compiled blocks behind a vocabulary-parallel embedding"),

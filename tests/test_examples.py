@@ -72,6 +72,8 @@ UNREACHED = {
     "PL467": "a run on processes; tests/processes/test_saving.py has it",
     "PL468": "a run on processes; tests/processes/test_loading.py has it",
     "PL425": "a change after apply; tests/test_undone.py makes some",
+    "PL426": "a call of autograd; tests/test_undone.py makes some",
+    "PL427": "a step of a pipeline; tests/test_undone.py runs one",
     "PL454": "a call of a model's method; tests/test_undone.py makes some",
     "PL455": "a hook on a parameter; tests/test_undone.py has one",
     "PL591": "only apply imports; tests/test_optimizer_classes.py does",

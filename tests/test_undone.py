@@ -390,3 +390,72 @@ def test_hooks_after_gradients_are_called_as_the_help_says():
         assert len(noted) == 1 and torch.equal(noted[0], weight.grad.to_local())
 
     assert ran(script, *FP32)[1] is None
+
+
+def loss_of(model):
+    tokens, labels = numerics.data(128)
+    return model(input_ids=tokens, labels=labels).loss
+
+
+def gradient_penalty(run):
+    options = {"allow_unused": True, "create_graph": True}
+    grad = torch.autograd.grad
+    return grad(loss_of(run.model), [*run.model.parameters()], **options)
+
+
+def backward_of_some(run):
+    loss_of(run.model).backward(inputs=[run.model.lm_head.weight])
+
+
+def functional_call(run):
+    tokens, labels = numerics.data(128)
+    values = {name: p * 1.5 for name, p in run.model.named_parameters()}
+    given = {"input_ids": tokens, "labels": labels}
+    return torch.func.functional_call(run.model, values, (), given)
+
+
+@pytest.mark.parametrize("settings", [[], ["tp=2"]], ids=str)
+@pytest.mark.parametrize(
+    ("script", "code"),
+    [(gradient_penalty, "PL426"), (backward_of_some, "PL426"), (functional_call, "PL425")],
+)
+def test_gradients_and_values_that_bypass_fsdp_are_refused_at_the_line(script, code, settings):
+    _, error = ran(script, *FP32, *settings)
+    assert isinstance(error, planc.PlanError), error
+    assert code in str(error) and "test_undone.py" in str(error)
+
+
+def test_gradients_of_inputs_are_those_of_one_process():
+    def gradient(model):
+        tokens, _ = numerics.data(128)
+        table = torch.linspace(-1, 1, 128 * 64).view(128, 64)
+        given = table[tokens]
+        given.requires_grad_()
+        output = model(inputs_embeds=given)
+        return torch.autograd.grad(output.logits.square().mean(), [given])[0]
+
+    right = gradient(numerics.build("llama"))
+    found, error = ran(lambda run: numerics.error(gradient(run.model), right), *FP32)
+    assert error is None and max(found) < 1e-4
+
+
+@pytest.mark.parametrize("norm", ["clip_grad_norm_", "get_total_norm"])
+def test_a_norm_of_one_stage_is_refused(norm):
+    """Without stages it is that of the full model; `run.clip_grad_norm_` is right under both."""
+
+    def script(run):
+        step(run.model, run)
+        right = run.clip_grad_norm_(float("inf"))
+        parameters = [p for p in run.model.parameters() if p.grad is not None]
+        if norm == "get_total_norm":
+            own = torch.nn.utils.get_total_norm([p.grad for p in parameters])
+        else:
+            own = torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        return float(right), float(numerics.whole(own))
+
+    found, error = ran(script, *FP32)
+    assert error is None
+    assert all(own == pytest.approx(right, rel=1e-5) for right, own in found)
+    _, error = ran(script, *FP32, *STAGES)
+    assert isinstance(error, planc.PlanError), error
+    assert "PL427" in str(error) and "test_undone.py" in str(error)

@@ -192,7 +192,7 @@ def guard(applied: Applied) -> None:
     if lowered.has(FullyShard) or lowered.has(Parallelize):
         text = "`pickle` and `torch.save(model)` would write this rank's shards"
         model.__reduce_ex__ = refused("PL477", text, _EXPORT)
-    torch_calls.replace_functions()
+    torch_calls.cover(model)
     ModelChanges(model, lowered).watch()
 
 

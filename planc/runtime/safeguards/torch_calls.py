@@ -5,17 +5,96 @@ itself looks it up, so that names which a script imported earlier are covered to
 """
 
 import functools
+from collections.abc import Callable, Iterable
 from typing import Any
+from weakref import WeakSet
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grad
+
+from planc.runtime.preconditions import stop
+from planc.runtime.script_line import script_line
+from planc.runtime.standalone.pipeline import stages_of
+from planc.runtime.standalone.shards import fsdp_units, groups_of
+
+_MODELS: WeakSet[nn.Module] = WeakSet()
+
+
+def cover(model: nn.Module) -> None:
+    """Covers a model that a plan was applied to."""
+    _MODELS.add(model)
+    _replace_functions()
 
 
 @functools.cache
-def replace_functions() -> None:
-    """Replaces the functions of torch, once for the process."""
+def _replace_functions() -> None:
+    torch.autograd._engine_run_backward = _refusing(
+        torch.autograd._engine_run_backward, _require_no_shards
+    )
+    clip_grad._get_total_norm = _refusing(clip_grad._get_total_norm, _require_all_stages)
+    nn.utils.get_total_norm = clip_grad._get_total_norm
     DTensor.data = property(_get_data, _set_data)
+
+
+def _refusing(function: Callable[..., Any], require: Callable[..., None]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        require(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return called
+
+
+def _require_no_shards(
+    _outputs: Any,
+    _gradients: Any = None,
+    _retain: Any = None,
+    _create: Any = None,
+    inputs: Iterable[Tensor] = (),
+    *_args: Any,
+    **_kwargs: Any,
+) -> None:
+    """Refuses `torch.autograd.grad` and `backward(inputs=...)` of parameters in FSDP units: the
+    graph contains unsharded copies, so the gradient of a shard is None.
+
+    Raises:
+        PlanError: PL426.
+    """
+    wanted = {id(tensor) for tensor in inputs if isinstance(tensor, DTensor)}
+    if not wanted:
+        return
+    units = (unit for model in [*_MODELS] for unit in fsdp_units(model))
+    shards = (each.sharded_param for u in units for g in groups_of(u) for each in g.fsdp_params)
+    if count := len(wanted & {id(shard) for shard in shards}):
+        raise stop(
+            "PL426",
+            f"{count} of {len(wanted)} inputs are parameters in FSDP units: autograd computes the "
+            "gradients of unsharded copies, so the result would be None",
+            *script_line("the gradients are requested here"),
+            help="call `loss.backward()` and read `parameter.grad`; a penalty of these gradients "
+            "needs a plan without FSDP",
+        )
+
+
+def _require_all_stages(tensors: Any, *_args: Any, **_kwargs: Any) -> None:
+    """Refuses torch's norm of gradients under pipeline stages: a rank has those of its stages.
+
+    Raises:
+        PlanError: PL427.
+    """
+    given = {id(tensor) for tensor in ([tensors] if isinstance(tensors, Tensor) else tensors)}
+    staged = (model for model in [*_MODELS] if stages_of(model) is not None)
+    if any(id(p.grad) in given or id(p) in given for model in staged for p in model.parameters()):
+        raise stop(
+            "PL427",
+            "each rank of a pipeline has the gradients of its stages, so this is not the norm of "
+            "the full model",
+            *script_line("the norm is computed here"),
+            help="call `run.clip_grad_norm_(max_norm)`, which returns the norm of the full model; "
+            "with `max_norm=inf` it scales nothing",
+        )
 
 
 # torch ignores `parameter.data = value` of a DTensor, whose local tensor is an attribute ----------
