@@ -33,7 +33,7 @@ plan t for phi3
 extend "phi3.plan"
 optimizer {
     root                           : adamw
-    model.layers.*.self_attn.qkv_proj : muon(parts = 3)
+    model.layers.*.self_attn.qkv_proj : muon(parts = [5120, 1280, 1280])
     model.layers.*.self_attn.o_proj   : muon
     model.layers.*.mlp.*proj          : muon(lr = 0.5)
 }
@@ -385,6 +385,7 @@ def test_units_are_of_the_outputs(model, family, rule, cut, tmp_path):
     ops = compiled_of(model, written(tmp_path, text)).lowered.ops
     [muon] = {op.algorithm for op in ops if isinstance(op, Optimize) and "muon" in op.headline()}
     [(_, found)] = [unit for unit in muon.units if unit[0] in ("weight", "gate_up_proj")]
+    assert all(cut.sizes == () for name, cut in muon.units if name == "down_proj")
     assert (found.dim, found.sizes) == cut
     assert found.interleaved is ("interleaved" in rule)
 
@@ -450,38 +451,140 @@ def test_an_expert_is_one_matrix_where_the_plan_says_so(per, tmp_path):
     assert all(cut.sizes == () for some in units for _, cut in some)
 
 
+GATE_UP = "experts.gate_up_proj"
+
+
+def steps_and_findings(model, family, rules, tmp_path, settings=(), shipped=False):
+    """The units of Muon by the names of weights, and the findings."""
+    text = UNSPLIT.format(family=family, blocks="$blocks", rule=rules)
+    if shipped:
+        text = f'plan t for {family}\nextend "{family}.plan"\noptimizer {{\n{rules}\n}}\n'
+    sink = Sink()
+    path = str(written(tmp_path, text))
+    found = compile_plan(model, path, sink, world_size=8, settings=settings)
+    ops = found.lowered.ops if found.lowered else ()
+    muon = (op for op in ops if isinstance(op, Optimize) and "muon" in op.headline())
+    units = {
+        f"{op.modules.path[-1]}.{name}": (cut.dim, cut.sizes, cut.interleaved)
+        for op in muon
+        for name, cut in op.algorithm.units
+    }
+    return units, [d for d in sink if d.severity == "error"]
+
+
 @pytest.mark.parametrize(
     ("model", "family", "blocks", "expected"),
     [
-        ("phi-4", "phi3", "model.layers", {"self_attn.qkv_proj": 3, "mlp.gate_up_proj": 2}),
-        ("qwen3-30b-a3b", "qwen3_moe", "model.layers", {"mlp.experts.gate_up_proj": 2}),
+        ("phi-4", "phi3", "model.layers", {"self_attn.qkv_proj": 3}),
         ("gpt2", "gpt2", "transformer.h", {"attn.c_attn": 3}),
-        ("llama-4-scout", "llama4_text", "model.layers", {"feed_forward.experts.gate_up_proj": 2}),
         ("starcoder", "gpt_bigcode", "transformer.h", {"attn.c_attn": 3}),
-        ("mpt-7b", "mpt", "transformer.blocks", {"attn.Wqkv": 3}),
         ("falcon-7b", "falcon", "transformer.h", {"self_attention.query_key_value": 3}),
         ("bloom-7b1", "bloom", "transformer.h", {"self_attention.query_key_value": 3}),
         ("pythia-6.9b", "gpt_neox", "gpt_neox.layers", {"attention.query_key_value": 3}),
-        (
-            "deepseek-v3",
-            "deepseek_v3",
-            "model.layers",
-            {"self_attn.kv_a_proj_with_mqa": 2, "mlp.experts.gate_up_proj": 2},
-        ),
-        ("gpt-oss-20b", "gpt_oss", "model.layers", {"mlp.experts.gate_up_proj": 2}),
-        ("qwen3.5-9b", "qwen3_5_text", "model.layers", {}),
-        ("llama-3.1-8b", "llama", "model.layers", {}),
+        ("deepseek-v3", "deepseek_v3", "model.layers", {"self_attn.kv_a_proj_with_mqa": 2}),
+        ("jamba-v0.1", "jamba", "model.layers", {"mamba.x_proj": 3}),
     ],
 )
-def test_fused_weights_are_known_by_the_models_code(model, family, blocks, expected, tmp_path):
-    """Whatever their names are; a head's two parts, as for rotary positions, are one projection."""
-    sink = found_of(model, family, f"{blocks}.*", f"{blocks}.* : muon", tmp_path)
-    fused = [d for d in sink if d.code == "PL578"]
+def test_fused_weights_whose_parts_the_code_does_not_decide(
+    model, family, blocks, expected, tmp_path
+):
+    """Whatever their names are: sizes of parts that are equal in the small model are not sizes of
+    the real one, and the parts of each head are no ranges of rows.
+    """
+    rule = f"{blocks}.* : muon"
+    fused = [d for d in found_of(model, family, f"{blocks}.*", rule, tmp_path) if d.code == "PL578"]
     said = {d.message.partition(" projections")[0] for d in fused}
     names = {text.partition("].")[2].replace(".weight", "").replace("`", "") for text in said}
     assert names == {f"{name} is {parts}" for name, parts in expected.items()}
-    assert len(fused) == len(expected)
-    assert all(".py:" in d.facts[0] for d in fused)
+    assert all(d.severity == "error" and ".py:" in d.facts[0] for d in fused)
+    assert all("parts = [" in d.help or "per = head" in d.help for d in fused)
+
+
+@pytest.mark.parametrize(
+    ("model", "family", "where", "expected"),
+    [
+        ("phi-4", "phi3", "mlp", {"gate_up_proj.weight": (0, (17920,) * 2, False)}),
+        ("mpt-7b", "mpt", "attn", {"Wqkv.weight": (0, (4096,) * 3, False)}),
+        ("qwen3-30b-a3b", "qwen3_moe", "mlp.experts", {GATE_UP: (1, (768,) * 2, False)}),
+        ("llama-4-scout", "llama4_text", "$experts", {GATE_UP: (2, (8192,) * 2, False)}),
+        ("gpt-oss-20b", "gpt_oss", "$experts", {GATE_UP: (2, (2880,) * 2, True)}),
+        ("llama-3.1-8b", "llama", "mlp", {}),
+    ],
+)
+def test_fused_weights_are_cut_as_the_models_code_cuts_them(
+    model, family, where, expected, tmp_path
+):
+    """Whatever the mesh is: no tensor rule says it here."""
+    rule = f"{where if '$' in where else f'$blocks.{where}'} : muon"
+    units, errors = steps_and_findings(model, family, rule, tmp_path)
+    assert (errors, {n: cut for n, cut in units.items() if cut[1]}) == ([], expected)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_units_do_not_depend_on_the_mesh(family, tmp_path):
+    """Gate and up were one matrix where no tensor axis had a rule for them."""
+    model = {"mixtral": "mixtral-8x7b", "qwen3_moe": "qwen3-30b-a3b"}[family]
+    rules = "root : adamw\n $experts : muon"
+    found = [
+        steps_and_findings(model, family, rules, tmp_path, settings, shipped=True)
+        for settings in ([], ["ep=2"], ["tp=2"], ["ep=2", "tp=2", "etp=2"])
+    ]
+    first, *others = found
+    assert len(first[0]["experts.gate_up_proj"][1]) == 2
+    assert first[1] == []
+    assert all(other == first for other in others)
+
+
+@pytest.mark.parametrize(
+    ("rule", "code", "said"),
+    [
+        ("gate_up_proj : muon(parts = [11920, 23920])", "PL577", "parts of equal sizes"),
+        ("gate_up_proj : muon(parts = 4)", "PL577", "takes 2 parts"),
+        ("down_proj : muon(parts = 2)", "PL577", "does not cut its outputs"),
+        ("gate_up_proj : muon(parts = [11920, 23920], anyway = true)", None, ""),
+        ("gate_up_proj : muon(parts = [17920, 17920])", None, ""),
+        ("gate_up_proj : muon(per = matrix)", None, ""),
+        ("gate_up_proj : muon(per = part)", None, ""),
+        ("down_proj : muon(per = part)", "PL577", "does not cut its outputs"),
+    ],
+)
+def test_parts_are_those_of_the_code_or_of_no_weight(rule, code, said, tmp_path):
+    rules = f"root : adamw\n model.layers.*.mlp.{rule}"
+    _, errors = steps_and_findings("phi-4", "phi3", rules, tmp_path, ["tp=2"], shipped=True)
+    assert [d.code for d in errors] == ([code] if code else [])
+    assert all(said in d.message for d in errors)
+
+
+def test_a_tensor_rule_with_other_parts_is_named(tmp_path):
+    """q, k and v have other sizes than the code's small model can tell."""
+    text = """
+plan t for phi3
+extend "phi3.plan"
+tensor on tp {
+    override $blocks.self_attn.qkv_proj : colwise(parts = [5120, 1280, 1280])
+}
+optimizer {
+    root                        : adamw
+    $blocks.self_attn.qkv_proj : muon(parts = [1280, 1280, 5120])
+}
+"""
+    path, sink = written(tmp_path, text), Sink()
+    compile_plan("phi-4", str(path), sink, world_size=8, settings=["tp=2"])
+    [found] = [d for d in sink if d.code == "PL533"]
+    assert [label.text for label in found.labels] == [
+        "",
+        "states 3 parts of 5,120, 1,280 and 1,280",
+    ]
+    path.write_text(text.lstrip().replace("[1280, 1280, 5120]", "[5120, 1280, 1280]"))
+    compile_plan("phi-4", str(path), sink := Sink(), world_size=8, settings=["tp=2"])
+    assert "PL533" not in codes(sink)
+
+
+@pytest.mark.parametrize("rule", ["lm_head", "model.embed_tokens"])
+def test_muon_steps_what_it_is_not_made_for_if_the_plan_says_so(rule, tmp_path):
+    rules = f"root : adamw\n {rule} : muon(anyway = true)"
+    units, errors = steps_and_findings("llama-3.1-8b", "llama", rules, tmp_path, shipped=True)
+    assert (errors, [*units]) == ([], [f"{rule.rpartition('.')[2]}.weight"])
 
 
 @pytest.mark.parametrize(

@@ -7,26 +7,35 @@ from itertools import chain
 from math import gcd
 
 from planc.checks.queries import looked_up, several
-from planc.diagnostic import Label, Severity, Sink, one_of
+from planc.diagnostic import Label, Sink, one_of
 from planc.model.facts import Facts, Modules, generic
-from planc.model.products import WeightUse, weight_uses
+from planc.model.products import WeightUse
+from planc.ops.contract import part_sizes
 from planc.ops.optimizer import Cut, Muon
 from planc.plan.ir import OptimizerRule, Plan
-from planc.plan.optimizer_groups import Stepped, cut_of, cut_rows, steps_of
+from planc.plan.optimizer_groups import (
+    Stepped,
+    cut_of,
+    cut_rows,
+    outputs_dim,
+    packing_rule,
+    steps_of,
+    use_of,
+)
 from planc.source import Span
 
 
 @dataclass(frozen=True, slots=True)
 class _Finding:
-    """A finding on one parameter, whose name takes the place of `{}` in the message."""
+    """An error on one parameter, whose name takes the place of `{}` in the message."""
 
-    severity: Severity
     parameter: str
     origin: Span
     code: str
     message: str
     facts: tuple[str, ...]
     help: str
+    label: Label | None = None
 
 
 def optimizer(plan: Plan, facts: Facts, sink: Sink) -> None:
@@ -50,7 +59,8 @@ def optimizer(plan: Plan, facts: Facts, sink: Sink) -> None:
     for one, modules in found.items():
         name = several(modules, f".{one.parameter}")
         message, facts_ = one.message.replace("{}", name), [*one.facts]
-        sink.report(one.severity, one.code, message, one.origin, facts=facts_, help=one.help)
+        labels = [one.label] if one.label else []
+        sink.error(one.code, message, one.origin, *labels, facts=facts_, help=one.help)
 
 
 def _undecided(steps: list[Stepped], plan: Plan, sink: Sink) -> None:
@@ -114,7 +124,7 @@ def _blocks(step: Stepped, rule: OptimizerRule, slices: tuple[int, ...]) -> Iter
     fits = whole & -whole
     smaller = f"write `block = {fits}`, which divides them; " if fits >= _LEAST else ""
     size, *others = dict.fromkeys(slices)
-    error = partial(_Finding, Severity.ERROR, step.parameter.name, rule.origin)
+    error = partial(_Finding, step.parameter.name, rule.origin)
     yield error(
         "PL590",
         "the rows of {} on a rank are no whole blocks",
@@ -135,61 +145,112 @@ def _matrices(
     steps: list[Stepped], plan: Plan, facts: Facts
 ) -> Iterator[tuple[Stepped, Iterator[_Finding]]]:
     """Yields the parameters that Muon takes, with their findings."""
-    own = [s for s in steps if s.rule is not None and isinstance(s.rule.op.algorithm, Muon)]
-    uses = weight_uses(facts) if own else {}
-    for step in own:
-        name = generic(f"{step.modules.first_name}.{step.parameter.name}")
-        yield step, _matrix(step, plan, facts, uses.get(name, WeightUse()))
+    for step in steps:
+        if step.rule is not None and isinstance(step.rule.op.algorithm, Muon):
+            yield step, _matrix(step, step.rule, plan, facts)
 
 
 _ROWS = "`muon(parts = [a, b, c])` with the rows of each"
-_EITHER = f"{_ROWS}, or `muon(per = head)` where each head has its own"
+_HEADS = "`muon(per = head)` where each head has its own"
+_ANYWAY = "`anyway = true`"
 
 
-def _of_other_parts(cut: Cut, rule: OptimizerRule, use: WeightUse) -> bool:
-    """Whether the code takes ranges of features where the cut has every n-th, or the reverse."""
-    parts = use.parts > 1 and cut.sizes and rule.per != "head"
-    return bool(parts) and use.alternate != cut.interleaved
-
-
-def _matrix(step: Stepped, plan: Plan, facts: Facts, use: WeightUse) -> Iterator[_Finding]:
-    assert step.rule is not None
-    own = step.parameter.name, step.rule.origin
-    error, warning = (partial(_Finding, s, *own) for s in (Severity.ERROR, Severity.WARNING))
-    cut = cut_of(step, plan, facts)
-    if step.rule.per == "head" and not use.heads:
-        cut = "the model's code makes no heads of its rows"
-    elif isinstance(cut, Cut) and _of_other_parts(cut, step.rule, use):
-        which = "every n-th" if use.alternate else "ranges"
-        cut = f"the model's code takes {which} of its features: {use.line}"
-    alternate = f"`muon(parts = {use.parts}, interleaved = true)`" if use.alternate else ""
-    if isinstance(cut, str):
+def _matrix(step: Stepped, rule: OptimizerRule, plan: Plan, facts: Facts) -> Iterator[_Finding]:
+    error = partial(_Finding, step.parameter.name, rule.origin)
+    cut, known = cut_of(step, facts), use_of(step, facts)
+    use = WeightUse() if isinstance(known, str) else known
+    fused = rule.per is None and rule.parts == 1 and use.parts > 1
+    if isinstance(cut, Cut) and not rule.anyway:
+        cut = _of_other_units(step, rule, cut, known) or cut
+    if isinstance(cut, str) and not fused:
         yield error(
             "PL577",
             f"{{}} has no such units: {cut}",
             facts=(f"its shape is {list(step.parameter.shape)}",),
-            help=f"say what is one matrix: `muon(per = matrix)`, or {alternate or _ROWS}",
+            help=f"say what is one matrix: `muon(per = matrix)`, or {_written(use) or _ROWS}",
         )
         return
     role = looked_up(step.modules, step.parameter, facts)
     what, why = role, "its rows are looked up or chosen one by one, not mixed by a product"
     if role is None and use.elementwise:
         what, why = "no factor of a product", "the model's code adds or multiplies its elements"
-    if what is not None:
-        yield warning(
+    if what is not None and not rule.anyway:
+        name = generic(step.modules.first_name)
+        yield error(
             "PL576",
             f"{{}} is {what}, which Muon is not made for",
             facts=(why,),
-            help=f"step it otherwise: `{generic(step.modules.first_name)} : adamw`",
+            help=f"step it otherwise: `{name} : adamw`; or write {_ANYWAY} in the rule",
         )
-    elif use.parts > 1 and not cut.sizes and step.rule.per is None:
-        yield warning(
+    elif isinstance(cut, str):
+        yield error(
             "PL578",
-            f"{{}} is {use.parts} projections in one, and Muon would take them for one matrix",
+            f"{{}} is {use.parts} projections in one, and nothing says the rows of each",
             facts=(
                 f"the model's code takes what it gives apart: {use.line}",
-                "the update is another one than that of each projection by itself",
+                "as one matrix it gets another update than each projection by itself",
             ),
-            help=f"write {alternate or _EITHER}; or, where one matrix is meant, "
-            "`muon(per = matrix)`",
+            help=f"write {_HEADS if use.order == 'blocks' else f'{_ROWS}, or {_HEADS}'}; or, "
+            "where one matrix is meant, `muon(per = matrix)`",
         )
+    elif not rule.anyway:
+        yield from _contradiction(step, rule, cut, plan)
+
+
+def _written(use: WeightUse) -> str:
+    """The rule that takes the parts that the code takes; empty if it is not known."""
+    if not use.equal or use.order == "blocks":
+        return ""
+    return f"`muon(parts = {use.parts}{', interleaved = true' if use.alternate else ''})`"
+
+
+def _of_other_units(
+    step: Stepped, rule: OptimizerRule, cut: Cut, use: WeightUse | str
+) -> str | None:
+    """The units that the model's code takes, if they are not those of the rule."""
+    if isinstance(use, str):
+        return None
+    if rule.per == "head":
+        return None if use.heads else "the model's code makes no heads of its rows"
+    if rule.parts == 1 or not cut.sizes:
+        return None
+    if use.parts == 1:
+        return "the model's code does not cut its outputs"
+    if use.order == "blocks" or use.alternate != cut.interleaved:
+        which = {"alternate": "every n-th", "ranges": "ranges", "blocks": "ranges of each head"}
+        return f"the model's code takes {which[use.order]} of its features: {use.line}"
+    if len(cut.sizes) != use.parts:
+        return f"the model's code takes {use.parts} parts of its features: {use.line}"
+    equal = len({*cut.sizes}) == 1
+    if use.equal and not equal:
+        return f"the model's code takes parts of equal sizes: {use.line}"
+    if equal and len({*use.sizes}) > 1:
+        return f"the model's code takes parts of different sizes: {use.line}"
+    return None
+
+
+def _contradiction(step: Stepped, rule: OptimizerRule, cut: Cut, plan: Plan) -> Iterator[_Finding]:
+    """PL533 where a tensor rule states other parts of a weight than the optimizer rule takes."""
+    stated = None if rule.per in ("matrix", "head", "expert") else packing_rule(step, plan)
+    if stated is None:
+        return
+    tensor, split = stated
+    sizes = part_sizes(split, step.parameter.shape[outputs_dim(step)])
+    if (sizes, split.interleaved) == (cut.sizes, cut.interleaved):
+        return
+    error = partial(_Finding, step.parameter.name, rule.origin)
+    yield error(
+        "PL533",
+        "two rules state different parts of {}",
+        facts=(f"this rule takes {_parts(cut.sizes, cut.interleaved)}",),
+        help="state the same parts in both rules; `muon(per = matrix)` takes the whole weight",
+        label=Label(span=tensor.origin, text=f"states {_parts(sizes, split.interleaved)}"),
+    )
+
+
+def _parts(sizes: tuple[int, ...], interleaved: bool) -> str:
+    """`rows of 64 and 128`, in the words of a message."""
+    if not sizes:
+        return "the whole weight"
+    alternate = " that alternate" if interleaved else ""
+    return f"{len(sizes)} parts of {one_of((f'{s:,}' for s in sizes), last='and')}{alternate}"

@@ -477,7 +477,7 @@ def optimize(plan: Plan, facts: Facts) -> Iterator[Optimize]:
     for step in steps_of(plan, facts):
         if step.rule is None or not isinstance(step.rule.op.algorithm, Muon):
             continue
-        cut = cut_of(step, plan, facts)
+        cut = cut_of(step, facts)
         if isinstance(cut, Cut):
             found.setdefault((step.modules, step.rule), []).append((step.parameter.name, cut))
     for (modules, rule), cuts in found.items():

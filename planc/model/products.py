@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
+from typing import Literal
 
 from planc.model.dataflow import VIEWS, DataFlow, Operation
 from planc.model.facts import Facts, generic
@@ -19,6 +20,8 @@ _FEW = (2, 3)
 _CUTS = frozenset(
     {"chunk", "split", "split_with_sizes", "tensor_split", "unbind", "narrow", "__getitem__"}
 )
+_EQUAL = frozenset({"chunk", "unbind"})
+"""Cuts into parts of equal size, if the size of the dim allows it."""
 _PRODUCTS = frozenset(
     {"linear", "addmm", "mm", "bmm", "baddbmm", "matmul", "__matmul__", "__rmatmul__", "einsum"}
     | {"_grouped_mm", "grouped_mm"}
@@ -30,6 +33,10 @@ _SAME = VIEWS.union(
 _ELEMENTWISE = frozenset({"add", "mul", "sub", "div", "exp", "radd", "rmul", "rsub", "neg"})
 
 
+Order = Literal["ranges", "alternate", "blocks"]
+"""Ranges of features, every n-th feature, or ranges of each block of features, such as a head."""
+
+
 @dataclass(frozen=True, slots=True)
 class WeightUse:
     """What the code makes of a weight.
@@ -37,32 +44,51 @@ class WeightUse:
     Args:
         elementwise: whether it is added or multiplied elementwise, and a factor of no product.
         heads: whether the code views features of its product as heads.
-        parts: into how many the code cuts the features of its product; 1 where it does not.
-        alternate: whether each part is every n-th of them, not a range.
-        line: where it does, as a text.
+        sizes: the features of each part into which the code cuts its product, in the small model;
+            empty if the code does not cut it.
+        order: how the parts lie in the features.
+        equal: whether the code cuts parts of equal size, whatever the sizes of the model.
+        line: the line of the code that cuts, as a text.
     """
 
     elementwise: bool = False
     heads: bool = True
-    parts: int = 1
-    alternate: bool = False
+    sizes: tuple[int, ...] = ()
+    order: Order = "ranges"
+    equal: bool = False
     line: str = ""
 
+    @property
+    def parts(self) -> int:
+        """The number of parts into which the code cuts the features of the product."""
+        return len(self.sizes) or 1
 
-def weight_uses(facts: Facts) -> Mapping[str, WeightUse]:
-    """The uses of parameters, by their names with `*` for indices; empty where no flow is known."""
-    source = flow_source(facts, {}, _LAYERS)
-    flow = source if isinstance(source, str) else flow_of(source, facts)
-    if isinstance(flow, str):
-        return {}
-    if "weight_uses" not in flow.memo:
-        uses = flow.memo["weight_uses"] = dict[str, WeightUse]()
-        for weight, name in flow.weights.items():
-            use = _use(weight, flow)
-            if use.parts > uses.setdefault(generic(name), use).parts:  # a block of another kind
-                uses[generic(name)] = use
-    found: Mapping[str, WeightUse] = flow.memo["weight_uses"]
-    return found
+    @property
+    def alternate(self) -> bool:
+        """Whether each part is every n-th of the features."""
+        return self.order == "alternate"
+
+
+def weight_uses(facts: Facts) -> Mapping[str, WeightUse] | str:
+    """The uses of parameters, by their names with `*` for indices, or why no flow is known."""
+    if _USES not in facts.memo:
+        source = flow_source(facts, {}, _LAYERS)
+        flow = source if isinstance(source, str) else flow_of(source, facts)
+        facts.remember(_USES, flow if isinstance(flow, str) else _uses(flow))
+    uses: Mapping[str, WeightUse] | str = facts.memo[_USES]
+    return uses
+
+
+_USES = "weight_uses"
+
+
+def _uses(flow: DataFlow) -> Mapping[str, WeightUse]:
+    uses: dict[str, WeightUse] = {}
+    for weight, name in flow.weights.items():
+        use = _use(weight, flow)
+        if use.parts > uses.setdefault(generic(name), use).parts:  # a block of another kind
+            uses[generic(name)] = use
+    return uses
 
 
 def _use(weight: int, flow: DataFlow) -> WeightUse:
@@ -76,12 +102,31 @@ def _use(weight: int, flow: DataFlow) -> WeightUse:
     heads = any(_of_heads(tensor, flow) for tensor in given)
     for tensor in given:
         made = cut_into(tensor, flow)
-        parts = len(made) or viewed_parts(tensor, flow)
-        if parts > 1:
-            by = flow.makers[made[0]][0] if made else flow.users[tensor][0]
-            where = str(flow.lines[by.line])
-            return WeightUse(heads=heads, parts=parts, alternate=by.skips, line=where)
+        if len(made) > 1:
+            by = flow.makers[made[0]][0]
+            sizes, order = _parts(tensor, made, by, flow)
+        elif (parts := viewed_parts(tensor, flow)) > 1:
+            by, order = flow.users[tensor][0], "ranges"
+            sizes = (flow.shapes[tensor][-1] // parts,) * parts
+        else:
+            continue
+        equal = not made or by.skips or by.name in _EQUAL
+        line = str(flow.lines[by.line])
+        return WeightUse(heads=heads, sizes=sizes, order=order, equal=equal, line=line)
     return WeightUse(heads=heads)
+
+
+def _parts(
+    tensor: int, made: tuple[int, ...], by: Operation, flow: DataFlow
+) -> tuple[tuple[int, ...], Order]:
+    """The features of each part of a product, and how the parts lie in its features."""
+    features, view = flow.shapes[tensor][-1], flow.shapes[by.inputs[0]]
+    first = flow.shapes[made[0]]
+    sizes = tuple(prod(flow.shapes[t]) * features // prod(view) for t in made)
+    if by.skips:
+        return sizes, "alternate"
+    cut = next(i for i, size in enumerate(view) if first[i : i + 1] != (size,))
+    return sizes, "ranges" if prod(view[cut:]) == features else "blocks"
 
 
 def _of_heads(tensor: int, flow: DataFlow) -> bool:

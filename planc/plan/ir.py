@@ -417,9 +417,10 @@ class OptimizerRule(Meaning):
     """How the parameters inside modules are stepped, where no rule is on a module further in.
 
     Args:
-        op: on the whole model; Muon's units are decided with the tensor rules.
-        per, parts: what Muon orthogonalizes; None and 1 follow the tensor rules.
+        op: on the whole model; Muon's units are decided by the model's code.
+        per, parts: what Muon orthogonalizes; None and 1 follow the model's code.
         interleaved: whether the features of `parts` alternate.
+        anyway: whether Muon accepts embeddings, heads and routers, and parts unlike the code's.
     """
 
     modules: Modules
@@ -427,6 +428,7 @@ class OptimizerRule(Meaning):
     per: str | None = None
     parts: Parts = 1
     interleaved: bool = False
+    anyway: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,14 +1,15 @@
 """Which optimizer rule steps a parameter, and what Muon orthogonalizes of it."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from planc.model.facts import Facts, Modules, Parameter
+from planc.model.facts import Facts, Modules, Parameter, generic
 from planc.model.module_table import BATCHED_EXPERTS, TRANSPOSED_EXPERTS
+from planc.model.products import WeightUse, weight_uses
 from planc.ops.contract import Split, part_sizes
 from planc.ops.optimizer import Cut, Muon
 from planc.plan.experts import expert_count
-from planc.plan.ir import OptimizerRule, Plan
+from planc.plan.ir import OptimizerRule, Plan, TensorRule
 from planc.plan.local_shapes import local_slices, ruled, splitting
 from planc.plan.parameter_owners import Owned, divided_by, inner_first, owned
 
@@ -74,45 +75,69 @@ def rules_around(
             yield piece, rule, other
 
 
-def cut_of(step: Stepped, plan: Plan, facts: Facts) -> Cut | str:
-    """The matrices that Muon orthogonalizes of a parameter, or why there are none such."""
+def cut_of(step: Stepped, facts: Facts) -> Cut | str:
+    """The matrices of a parameter that Muon orthogonalizes, or why they are unknown.
+
+    They follow from the optimizer rule and the model's code, never from the mesh.
+    """
     rule, shape = step.rule, step.parameter.shape
     assert rule is not None
-    fused = fused_parts(step, plan)
-    if rule.parts != 1:
-        dim = fused.dim if fused else _outputs(step)
-        fused = Split(dim, rule.parts, rule.interleaved)
+    dim = outputs_dim(step)
     match rule.per:
+        case "matrix":
+            return Cut()
+        case "expert":
+            return Cut() if len(shape) == 3 else "it is no stack of experts"
         case "head":
             size = _head_dim(step, facts)
             if size is None:
                 return "its module has no `head_dim`"
-            dim = _outputs(step)
             if shape[dim] % size:
                 return f"its {shape[dim]:,} outputs are not whole heads of {size:,}"
             return Cut(dim=dim, sizes=(size,) * (shape[dim] // size))
-        case "part" if fused is None:
-            return "no tensor rule says its parts"
-        case "expert" if len(shape) != 3:
-            return "it is no stack of experts"
-        case "matrix" | "expert":
-            fused = None
-    if fused is None:
+    parts, interleaved, use = rule.parts, rule.interleaved, use_of(step, facts)
+    if parts != 1 and _beside_fused(step, facts):
         return Cut()
-    sizes = part_sizes(fused, shape[fused.dim])
-    if sum(sizes) != shape[fused.dim]:
-        return f"its dim {fused.dim} is {shape[fused.dim]:,}, the parts are {sum(sizes):,}"
-    return Cut(dim=fused.dim, sizes=sizes, interleaved=fused.interleaved)
+    if parts == 1:
+        if isinstance(use, str):
+            return f"its parts are unknown, because {use}"
+        if use.parts == 1:
+            return "the model's code does not cut its outputs" if rule.per else Cut()
+        if not use.equal or use.order == "blocks":
+            return f"the model's code does not cut it into ranges of equal size: {use.line}"
+        parts, interleaved = use.parts, use.alternate
+    sizes = part_sizes(Split(dim, parts), shape[dim])
+    if sum(sizes) != shape[dim]:
+        return f"its dim {dim} is {shape[dim]:,}, the parts are {sum(sizes):,}"
+    return Cut(dim=dim, sizes=sizes, interleaved=interleaved)
 
 
-def fused_parts(step: Stepped, plan: Plan) -> Split | None:
-    """How a tensor rule says that a parameter packs several projections; None where none does."""
-    rules = (r for r in plan.tensor if r.modules.overlap(step.modules))
-    splits = (split for r in rules if (split := r.split(step.parameter)) is not None)
-    return next((split for split in splits if split.parts != 1), None)
+def use_of(step: Stepped, facts: Facts) -> WeightUse | str:
+    """The use of a parameter in the model's code, or why it is unknown."""
+    uses = weight_uses(facts)
+    if isinstance(uses, str):
+        return uses
+    return uses.get(generic(f"{step.modules.first_name}.{step.parameter.name}"), WeightUse())
 
 
-def _outputs(step: Stepped) -> int:
+def _beside_fused(step: Stepped, facts: Facts) -> bool:
+    """Whether the code cuts the outputs of another weight of the module, and not of this one."""
+    parameters = (p for p in step.modules.module.parameters if is_matrix(step.modules, p))
+    uses = {p.name: use_of(replace(step, parameter=p), facts) for p in parameters}
+    cut = {name for name, use in uses.items() if not isinstance(use, str) and use.parts > 1}
+    return bool(cut) and step.parameter.name not in cut
+
+
+def packing_rule(step: Stepped, plan: Plan) -> tuple[TensorRule, Split] | None:
+    """The tensor rule that states the parts of a parameter's outputs; None if there is none."""
+    for rule in plan.tensor:
+        split = rule.split(step.parameter) if rule.modules.overlap(step.modules) else None
+        if split is not None and split.parts != 1 and split.dim == outputs_dim(step):
+            return rule, split
+    return None
+
+
+def outputs_dim(step: Stepped) -> int:
     """The dim of a weight's output features."""
     module = step.modules.module
     if len(step.parameter.shape) == 3:

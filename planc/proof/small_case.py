@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate, pairwise
 from math import gcd
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,8 +29,8 @@ from planc.ops.base import AxisRole
 from planc.ops.optimizer import Optimize
 from planc.plan import elaborate
 from planc.plan.apply_adapters import adapted
-from planc.plan.ir import Plan
-from planc.plan.optimizer_groups import cut_rows
+from planc.plan.ir import OptimizerRule, Plan
+from planc.plan.optimizer_groups import cut_rows, is_matrix, outputs_dim, steps_of
 from planc.plan.scope import Sizes
 from planc.plan.stand_in import Unrepresented, stand_in, variants
 from planc.proof.small_mesh import RANKS, with_stages
@@ -226,7 +227,34 @@ def small_plan(
         return _unfit(quiet)
     staged, kept = with_stages(plan, sizes), model.kept
     small = stand_in(staged, compiled.facts, facts, kept=kept, sizes=sizes)
-    return small if isinstance(small, Unrepresented) else _small_blocks(small, facts)
+    if isinstance(small, Unrepresented):
+        return small
+    return _small_blocks(_small_parts(small, facts), facts)
+
+
+def _small_parts(plan: Plan, facts: Facts) -> Plan:
+    """The plan with Muon's parts, which a rule may state in numbers of the real model, in
+    proportion to the small weights.
+    """
+    if not any(isinstance(rule.parts, tuple) for rule in plan.optimizer):
+        return plan
+    outputs: dict[int, set[int]] = {}
+    for step in steps_of(plan, facts):
+        if step.rule is not None and is_matrix(step.modules, step.parameter):
+            size = step.parameter.shape[outputs_dim(step)]
+            outputs.setdefault(id(step.rule), set()).add(size)
+    rules = (_in_proportion(rule, outputs.get(id(rule), set())) for rule in plan.optimizer)
+    return replace(plan, optimizer=tuple(rules))
+
+
+def _in_proportion(rule: OptimizerRule, outputs: set[int]) -> OptimizerRule:
+    """The rule with its list of parts scaled to the only number of outputs, if there is one."""
+    if not isinstance(rule.parts, tuple) or len(outputs) != 1:
+        return rule
+    (size,) = outputs
+    ends = (round(size * end / sum(rule.parts)) for end in accumulate(rule.parts))
+    parts = tuple(end - start for start, end in pairwise((0, *ends)))
+    return replace(rule, parts=parts) if all(parts) else rule
 
 
 def _small_blocks(plan: Plan, facts: Facts) -> Plan:

@@ -108,11 +108,11 @@ def test_the_reason_is_that_of_the_layers(tmp_path, monkeypatch):
     plan = tmp_path / "own.plan"
     plan.write_text(
         'plan own for llama\nextend "llama.plan"\n'
-        "optimizer {\n    root : adamw\n    $head : muon\n}\n"
+        "optimizer {\n    root : adamw\n    $final_norm : muon\n}\n"
     )
     sink = Sink()
     terms = ["pp=2", "stages=balanced"]
     compile_plan("llama-3.1-8b", str(plan), sink, world_size=8, settings=terms)
     found = {d.code: d.message for d in sink}
-    assert "PL576" in found
+    assert "PL579" in found
     assert found["PL564"] == "stages cannot be cut by time: it reads values"

@@ -57,11 +57,12 @@ def _rule(call: ast.Call, program: Program) -> OptimizerRule | None:
         return _class(call, program)
     kind = _ALGORITHMS[call.name]
     own = [f.name for f in fields(kind) if f.name != "units"]
-    more = ("per", "parts", "interleaved") if kind is Muon else ()
+    more = ("per", "parts", "interleaved", "anyway") if kind is Muon else ()
     arguments = Arguments(call, program.scope, (*_SHARED, *more, *own))
     values = _terms(kind, arguments)
     per = arguments.word("per", _PER, None) if more else None
     parts, interleaved = parts_of(arguments) if more else (1, False)
+    anyway = arguments.truth("anyway", False) if more else False
     op = Optimize(
         modules=program.facts.model,
         algorithm=kind(**values),
@@ -78,6 +79,7 @@ def _rule(call: ast.Call, program: Program) -> OptimizerRule | None:
         per=per,
         parts=parts,
         interleaved=interleaved,
+        anyway=anyway,
         origin=call.origin,
     )
 
