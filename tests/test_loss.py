@@ -1,6 +1,7 @@
 """The chunked, vocabulary-parallel cross entropy beside torch's on whole logits."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -9,7 +10,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.loss import loss_utils
 
+import planc
 from planc.runtime.standalone.loss import LossTerms, chunk_loss, chunked_loss
 from planc.trial.thread_ranks import run_ranks
 
@@ -193,3 +196,85 @@ def test_what_it_cannot_give_is_an_error():
         chunked(input_ids=tokens, labels=labels, return_dict=False)
     with pytest.raises(ValueError, match="-100"):
         chunked(input_ids=tokens, labels=labels, ignore_index=0)
+
+
+# A loss of the script ----------------------------------------------------------------------------
+
+PLAN = """plan own for llama
+
+mesh {
+    dp_shard = 1
+}
+
+loss {
+    lm_head : cross_entropy(chunks = 4)
+}
+
+fsdp on dp_shard {
+    root : unit
+}
+"""
+
+
+def of_long_rows(logits, labels, vocab_size, **_):
+    """A loss of the script: the squared logarithm of the denominator, of all tokens."""
+    return logits.logsumexp(-1).square().mean()
+
+
+def assigned(target, _monkeypatch):
+    target.loss_function = of_long_rows
+
+
+def partly(target, _monkeypatch):
+    target.loss_function = functools.partial(loss_utils.ForCausalLMLoss, ignore_index=0)
+
+
+def of_another_kind(target, _monkeypatch):
+    target.loss_function = loss_utils.ForMaskedLMLoss
+
+
+def registered(_target, monkeypatch):
+    monkeypatch.setitem(loss_utils.LOSS_MAPPING, "ForCausalLM", of_long_rows)
+
+
+def inside(_target, monkeypatch):
+    monkeypatch.setattr(loss_utils, "fixed_cross_entropy", of_long_rows)
+
+
+@pytest.mark.parametrize("change", [assigned, partly, of_another_kind, registered, inside])
+def test_a_loss_of_the_script_is_not_replaced(change, tmp_path, monkeypatch):
+    target = model()
+    change(target, monkeypatch)
+    failure = applied(target, tmp_path, lambda run: None)
+    assert "PL557" in str(failure.error)
+    assert "forward" not in target.lm_head.__dict__
+
+
+def test_the_loss_of_transformers_may_be_assigned(tmp_path):
+    plain, target = model(), model()
+    target.loss_function = loss_utils.ForCausalLMLoss
+    tokens, labels = batch()
+    losses = []
+    applied(target, tmp_path, lambda run: losses.append(run.model(tokens, labels=labels).loss))
+    torch.testing.assert_close(losses, [plain(tokens, labels=labels).loss])
+
+
+def applied(target, folder, use):
+    """Why a plan cannot be applied or used, or None; on one rank, whose group ends with it."""
+    (folder / "own.plan").write_text(PLAN)
+
+    def rank(_number):
+        use(planc.apply(target, folder / "own.plan", device_type="cpu", require="nothing"))
+
+    return run_ranks(1, rank, seconds=60)
+
+
+def test_a_loss_that_a_script_assigns_later_is_an_error():
+    """It would get the sum of the losses in place of logits."""
+    chunked = model()
+    chunk_loss(chunked.lm_head, chunked, chunks=4)
+    tokens, labels = batch()
+    chunked.loss_function = of_long_rows
+    with pytest.raises(ValueError, match="`loss_function` was replaced"):
+        chunked(input_ids=tokens, labels=labels)
+    assert chunked(input_ids=tokens).logits.shape == (2, 9, 37)

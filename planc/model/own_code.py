@@ -60,6 +60,22 @@ def own_code(model: Any, *, alone: bool = False) -> OwnCode:
     )
 
 
+def replaced_loss(model: Any) -> str:
+    """The name of a model's loss, where it is another one than transformers' of causal language
+    models, or a script has changed a function in it; empty otherwise, and for a model without.
+    """
+    loss = getattr(model, "loss_function", None)
+    if loss is None:
+        return ""
+    shared = sys.modules.get("transformers.loss.loss_utils")
+    walk = _Walk(implementations=frozenset())
+    walk.of_loss(model)
+    walk.follow()
+    if loss is getattr(shared, "ForCausalLMLoss", None) and not walk.found:
+        return ""
+    return str(getattr(loss, "__name__", type(loss).__name__))
+
+
 def _digest(texts: Iterable[str]) -> str:
     return hashlib.sha256("\n".join(texts).encode(errors="replace")).hexdigest()
 

@@ -12,6 +12,7 @@ from torch import distributed, nn
 from planc.diagnostic import Diagnostic, Label, PlanError, Severity, one_of
 from planc.model.facts import Modules, below
 from planc.model.module_table import already_parallel
+from planc.model.own_code import replaced_loss
 from planc.ops.activation_checkpoint import Checkpoint
 from planc.ops.backend import Backend
 from planc.ops.base import Op
@@ -21,6 +22,7 @@ from planc.ops.configure import Configure
 from planc.ops.expert_parallel import DEEPEP, DispatchExperts
 from planc.ops.fsdp import FullyShard
 from planc.ops.lora import MAGNITUDE, Adapt
+from planc.ops.loss import ChunkLoss
 from planc.ops.lowered import Lowered
 from planc.ops.tensor_parallel import Parallelize, Tie
 from planc.runtime.meshes import start
@@ -168,6 +170,16 @@ def _fits(
             message = f"the plan starts on the meta device, and {full} is already allocated"
             help = 'build the model inside `with torch.device("meta"):`'
             yield problem("PL474", message, help=help)
+            return
+    for chunked in lowered.every(ChunkLoss):
+        if name := replaced_loss(model):
+            yield problem(
+                "PL557",
+                f"the loss of this model is `{name}`, and the plan would compute the cross entropy "
+                f"of the next tokens in its place ({chunked.place})",
+                help="remove the loss section (`loss_chunks = 0` in a shipped plan); its "
+                "`label_smoothing` and `z_loss` are what it can add",
+            )
             return
     modules = {**modules, **dict(_inside_adapters(lowered, modules))}
     context = lowered.context()

@@ -256,6 +256,7 @@ class ChunkedLoss:
         self.head, self.terms = head, terms
         self.labels: Tensor | None = None
         self.total: Tensor | None = None
+        self.divided = False  # whether the pass has called `loss`
         self.plain, self.function = head.forward, model.loss_function
         self.signature = inspect.signature(model.forward)
         head.forward = self.forward
@@ -269,7 +270,7 @@ class ChunkedLoss:
         labels = given.get("shift_labels")
         if labels is None and given.get("labels") is not None:
             labels = pad(given["labels"], (0, 1), value=IGNORED)[..., 1:]
-        self.labels, self.total = labels, None
+        self.labels, self.total, self.divided = labels, None, False
 
     def forward(self, hidden: Tensor) -> Tensor:
         if self.labels is None:
@@ -291,6 +292,7 @@ class ChunkedLoss:
         if self.total is None or self.labels is None:
             value: Tensor = self.function(*args, **kwargs)
             return value
+        self.divided = True
         if kwargs.get("ignore_index", IGNORED) != IGNORED:
             raise ValueError(f"the label of ignored tokens is {IGNORED}")
         items = kwargs.get("num_items_in_batch")
@@ -304,6 +306,11 @@ class ChunkedLoss:
         seen, self.labels, self.total = self.total, None, None
         if seen is None or output is None:
             return None
+        if not self.divided:
+            raise ValueError(
+                "the model's `loss_function` was replaced after its loss was chunked: "
+                "there are no logits that another loss could be of"
+            )
         if isinstance(output, tuple):
             text = "a chunked loss has no logits: call without `return_dict=False`"
             raise ValueError(text)
