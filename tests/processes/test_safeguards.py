@@ -228,8 +228,15 @@ def test_one_pass_of_other_rows_is_enough(four, others):
     assert [lines for lines, _ in results] == [[]] * 4
 
 
+UNEVEN = [
+    ("means", " to 26 labels"),
+    ("none", " 0 to 30 labels"),
+    ("local count", " to 26 labels"),
+]
+
+
 @pytest.mark.parametrize("overrides", [FP32, TP2])
-@pytest.mark.parametrize(("how", "told"), [("means", " to 26 labels"), ("none", " 0 to 30 labels")])
+@pytest.mark.parametrize(("how", "told"), UNEVEN)
 def test_means_over_different_numbers_of_labels_are_told(four, overrides, how, told):
     results = four.run("safeguard_jobs.uneven", overrides=overrides, how=how)
     assert [lines for lines, _ in results[1:]] == [[]] * 3

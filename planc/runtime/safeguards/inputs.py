@@ -216,16 +216,18 @@ class PassComparison:
             self.rows.before(leaves)
         if (data := self._apart) is not None and trains:
             self.trained += 1
-            labels = torch.as_tensor(_averaged(model, kwargs), device=data.device_type).view(1)
-            rows = rows_of(torch.cat([_row(leaves, data.device_type), labels]), data)
+            divisor = torch.as_tensor(_divisor(model, kwargs), device=data.device_type)
+            sent = (divisor * _FINE).round().long().view(1)
+            rows = rows_of(torch.cat([_row(leaves, data.device_type), sent]), data)
             self.alike += all(row == rows[0] for row in rows)
-            self._warn([row[-1] for row in rows], "_".join(data.mesh_dim_names or ()))
+            divisors = [row[-1] / _FINE for row in rows]
+            self._warn(divisors, "_".join(data.mesh_dim_names or ()))
         if self.kinds is not None:
             self.kinds(model, args, kwargs)
 
-    def _warn(self, labels: list[int], axis: str) -> None:
-        """Warns of data ranks that read the same, and of ones that average different numbers of
-        labels (negative for a rank that averages none), once.
+    def _warn(self, labels: list[float], axis: str) -> None:
+        """Warns of data ranks that read the same, and of ones that divide the sums of their losses
+        by different numbers of labels (negative for a rank of which that is not known), once.
         """
         if self.alike == self.passes:
             warning(
@@ -240,8 +242,9 @@ class PassComparison:
             self.counted = True
             warning(
                 "PL478",
-                f"the ranks of {axis} take the means of their losses over {least} to {most} labels "
-                f"in training pass {self.trained}: the mean of these is not that over all labels",
+                f"the ranks of {axis} take the means of their losses over {least:g} to {most:g} "
+                f"labels in training pass {self.trained}: the mean of these is not that over all "
+                "labels",
                 *script_line("the loss is averaged here"),
                 help="call `run.forward_backward(batches)`, or the model with `num_items_in_batch="
                 "run.num_items_in_batch(*labels)`, of all passes of a step",
@@ -310,12 +313,15 @@ def leaves_of(args: Any, kwargs: Mapping[str, Any]) -> Leaves:
     return leaves
 
 
+_FINE = 1024
+"""The parts of a label in which the divisors of ranks are compared, as integers."""
 _MEANS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "ForMaskedLM")
 """The ends of names of transformers' models whose loss is a mean over the labels that count."""
 
 
-def _averaged(model: nn.Module | None, kwargs: Any) -> Tensor | int:
-    """The number of labels that the loss of a training pass is the mean of; -1 for a pass of
+def _divisor(model: nn.Module | None, kwargs: Any) -> Tensor | float:
+    """What the sum of the tokens' losses of a training pass is divided by: the number that is
+    given, which must be the same on all data ranks, or the labels of the pass; -1 for a pass of
     another kind. Of parts of sequences (`shift_labels`) the labels of all are counted, as planc
     averages over them all.
     """
@@ -323,8 +329,11 @@ def _averaged(model: nn.Module | None, kwargs: Any) -> Tensor | int:
     labels = kwargs.get("labels" if context is None else "shift_labels")
     trained = model is not None and model.training and torch.is_grad_enabled()
     counts = trained and type(model).__name__.endswith(_MEANS) and plain(labels)
-    if not counts or kwargs.get("num_items_in_batch") is not None:
+    if not counts:
         return -1
+    given = kwargs.get("num_items_in_batch")
+    if given is not None:
+        return float(given)
     if context is None:
         return -1 if kwargs.get("shift_labels") is not None else valid_labels(labels)
     count = valid_labels(labels, shifted=False)
