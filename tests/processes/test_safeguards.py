@@ -266,14 +266,23 @@ fsdp on dp_shard * cp {
 
 
 @pytest.mark.parametrize(
-    ("how", "told"), [("means", "24 to 26 labels"), ("even", ""), ("loop", "")]
+    ("how", "told", "ranks"),
+    [
+        ("means", "24 to 26 labels", 2),
+        ("even", "", 2),
+        ("loop", "", 2),
+        ("divided", "", 2),
+        ("local count", "`num_items_in_batch` is 26, the labels of this pass", 2),
+        ("local count", "gradients are 1/4 of those of the mean", 4),
+    ],
 )
-def test_means_over_parts_of_sequences(four, tmp_path, how, told):
+def test_means_over_parts_of_sequences(four, tmp_path, how, told, ranks):
     """Each rank has a part of its row's labels; all parts of a row count."""
-    (tmp_path / "parts.plan").write_text(PARTS)
+    text = PARTS.replace("dp_shard = 2", f"dp_shard = {4 // ranks}")
+    (tmp_path / "parts.plan").write_text(text.replace("cp       = 2", f"cp       = {ranks}"))
     arguments = {"plan": str(tmp_path / "parts.plan"), "overrides": [], "how": how}
     for rank, (lines, _) in enumerate(four.run("safeguard_jobs.uneven", **arguments)):
-        assert len(lines) == (rank == 0 and how == "means")
+        assert len(lines) == (rank == 0 and how in ("means", "local count"))
         assert all("warning[PL478]: " in text and told in text for _, text in lines)
 
 

@@ -184,7 +184,8 @@ class PassComparison:
     data: DeviceMesh | None = None
     kinds: Hook | None = None
     weights: SameWeights = field(default_factory=SameWeights)
-    trained: int = field(default=0, init=False)  # passes over `data`
+    parts: int = 1  # of each sequence, on as many ranks
+    trained: int = field(default=0, init=False)  # passes over `data`, or of parts
     counted: bool = field(default=False, init=False)  # the labels of all ranks, by the script
     alike: int = field(default=0, init=False)  # passes in which all data ranks read the same
 
@@ -193,14 +194,14 @@ class PassComparison:
         self.counted = True
 
     @property
-    def _apart(self) -> DeviceMesh | None:
-        """The ranks whose inputs should differ in the next training pass."""
-        return self.data if self.trained < self.passes else None
+    def _open(self) -> bool:
+        """Whether the next training pass is one of the first, in which more is compared."""
+        return self.trained < self.passes and (self.data is not None or self.parts > 1)
 
     @property
     def done(self) -> bool:
-        left = self.rows, self._apart, self.kinds
-        return all(one is None for one in left) and self.weights.done
+        nothing = self.rows is None and self.kinds is None and not self._open
+        return nothing and self.weights.done
 
     def before(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         """Before a forward pass.
@@ -214,16 +215,42 @@ class PassComparison:
         leaves = leaves_of(args, kwargs)
         if self.rows is not None:
             self.rows.before(leaves)
-        if (data := self._apart) is not None and trains:
+        if trains and self._open:
             self.trained += 1
-            divisor = torch.as_tensor(_divisor(model, kwargs), device=data.device_type)
-            sent = (divisor * _FINE).round().long().view(1)
-            rows = rows_of(torch.cat([_row(leaves, data.device_type), sent]), data)
-            self.alike += all(row == rows[0] for row in rows)
-            divisors = [row[-1] / _FINE for row in rows]
-            self._warn(divisors, "_".join(data.mesh_dim_names or ()))
+            divisor = _divisor(model, kwargs)
+            if self.parts > 1:
+                self._require_parts(model, kwargs, float(divisor))
+            if self.data is not None:
+                self._compare(self.data, leaves, divisor)
         if self.kinds is not None:
             self.kinds(model, args, kwargs)
+
+    def _compare(self, data: DeviceMesh, leaves: Leaves, divisor: Tensor | float) -> None:
+        """Compares what the data ranks read, and by what they divide their losses."""
+        sent = torch.as_tensor(divisor, device=data.device_type) * _FINE
+        own = torch.cat([_row(leaves, data.device_type), sent.round().long().view(1)])
+        rows = rows_of(own, data)
+        self.alike += all(row == rows[0] for row in rows)
+        divisors = [row[-1] / _FINE for row in rows]
+        self._warn(divisors, "_".join(data.mesh_dim_names or ()))
+
+    def _require_parts(self, model: nn.Module, kwargs: Any, divisor: float) -> None:
+        """Warns of a number of labels that leaves out that gradients are averaged over the parts of
+        sequences, once.
+        """
+        if self.counted or kwargs.get("num_items_in_batch") is None or divisor < 0:
+            return
+        if divisor == float(_divisor(model, {**kwargs, "num_items_in_batch": None})):
+            self.counted = True
+            warning(
+                "PL478",
+                f"`num_items_in_batch` is {divisor:g}, the labels of this pass, and gradients are "
+                f"averaged over the {self.parts} ranks of each sequence: loss and gradients are "
+                f"1/{self.parts} of those of the mean",
+                *script_line("the number is passed here"),
+                help="pass `num_items_in_batch=run.num_items_in_batch(*labels)`, of all passes of "
+                "a step",
+            )
 
     def _warn(self, labels: list[float], axis: str) -> None:
         """Warns of data ranks that read the same, and of ones that divide the sums of their losses
@@ -263,6 +290,7 @@ def comparison(model: nn.Module, lowered: Lowered, meshes: Meshes, passes: int) 
         _innermost(lowered, meshes),
         kinds_hook(model, lowered, meshes),
         SameWeights(tuple(map(meshes.part, axes))),
+        lowered.sequence_parts,
     )
 
 
