@@ -124,7 +124,8 @@ def read(plan: str, sink: Sink) -> tuple[ast.File, ...]:
         _unusable(error, sink)
         return ()
     if place is None:
-        hint = did_you_mean(plan, shipped(), "`planc list plans` has the names")
+        name = Path(plan).name.removesuffix(".plan")
+        hint = did_you_mean(name, shipped(), "`planc list plans` has the names")
         message = f"there is no plan {plan!r}: no such file, and no shipped plan"
         sink.error("PL006", message, help=hint)
         return ()
@@ -352,9 +353,27 @@ def text(place: PlanFile, origin: Span | None, sink: Sink) -> str | None:
         reason = io_reason(error)
     except ValueError as error:
         reason = str(error)
-    help = "a path is relative to the file that names it" if origin else None
-    sink.error("PL006", f"cannot read {place.name}: {reason}", *where, help=help)
+    sink.error("PL006", f"cannot read {place.name}: {reason}", *where, help=_similar(place, origin))
     return None
+
+
+def _similar(place: PlanFile, origin: Span | None) -> str | None:
+    """The help for a file that another file names and that cannot be read: the files with similar
+    names in its folder, and shipped plans if the file is named without a folder.
+    """
+    if origin is None or place.path is None:
+        return None
+    help = "a path is relative to the file that names it"
+    path, suffix = place.path, place.path.suffix or ".plan"
+    if place.revision is not None or os.path.lexists(path):
+        return help
+    try:
+        known = {p.stem for p in path.parent.iterdir() if p.suffix == suffix}
+    except OSError:  # there is no such folder
+        known = set()
+    if suffix == ".plan" and Path(place.name).parent == Path(origin.source.name).parent:
+        known |= {p.stem for p in plans_in(PLANS)}
+    return did_you_mean(path.stem, sorted(known), help)
 
 
 def _bytes(place: PlanFile) -> bytes:
