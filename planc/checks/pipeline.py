@@ -58,12 +58,11 @@ def _schedule(plan: Plan, op: Pipeline, sink: Sink) -> None:
         return
     count, said = op.microbatches, op.origin_of("microbatches") or op.origin
     label = Label(span=said, text=f"{count} microbatch{'es' * (count > 1)}")
-    if terms.fill and count < op.stages:
+    if not terms.filled(count, op.stages):
         message = f"{op.schedule} takes at least as many microbatches as stages"
         hint = f"use {op.stages} or more, or `schedule = gpipe`"
         sink.error("PL561", message, label, *labels, help=hint)
-    rounds = max(1, count // ranks)
-    if not terms.each and count % rounds:
+    if not terms.rounds(count, ranks):
         message = f"{op.schedule} on {ranks} ranks cannot run {count} microbatches in equal rounds"
         hint = f"use a multiple of {ranks}"
         sink.error("PL561", message, label, *labels, help=hint)

@@ -9,9 +9,10 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from fractions import Fraction
 from functools import cached_property
-from math import prod
+from math import gcd, prod
 from typing import Any
 
+from planc.checks.queries import divisors
 from planc.diagnostic import Sink
 from planc.lowering.backward import EVERYWHERE, Backward
 from planc.model.block_arguments import BlockArguments
@@ -21,6 +22,7 @@ from planc.ops.base import AxisRole
 from planc.ops.context import ContextParallel
 from planc.ops.fsdp import FullyShard
 from planc.ops.lowered import Lowered
+from planc.ops.pipeline import TERMS
 from planc.plan.ir import Mesh
 
 GATHER, SCATTER, REDUCE = "all-gather", "reduce-scatter", "all-reduce"
@@ -193,8 +195,30 @@ def require_divisible(step: Step, mesh: Mesh | None, sink: Sink) -> None:
             "PL702",
             f"{size} {what} cannot be split among {among}" + (f" ({named})" if named else ""),
             *(axis.label for axis in wide),
-            help=f"use a multiple of {among}, or another mesh",
+            help=_fitting(step, role) + f"use a multiple of {among}, or another mesh",
         )
+
+
+def _fitting(step: Step, role: AxisRole) -> str:
+    """The setting with which ranks can split the batch, as the start of a help; else nothing."""
+    if role is AxisRole.SEQUENCE:
+        fits = (step.sequence or 0) % step.lowered.sequence_parts == 0
+        return "`balance = none` fits; or " if fits and step.runs > 1 else ""
+    count, pipeline = (step.batch or 0) // step.ranks, step.lowered.pipeline
+    if (step.batch or 0) % step.ranks or step.passes == 1:
+        return ""
+    if pipeline is None:
+        return f"`--micro-batches {gcd(count, step.micro_batches)}` fits; or "
+    if pipeline.timetable or count % step.micro_batches:
+        return ""
+    terms, ranks = TERMS[pipeline.schedule], step.lowered.axis_size(pipeline.axis)
+    fitting = [
+        n
+        for n in divisors(count // step.micro_batches)
+        if terms.filled(n, pipeline.stages) and terms.rounds(n, ranks)
+    ]
+    nearest = min(fitting, key=lambda n: (abs(n - pipeline.microbatches), -n), default=None)
+    return f"`microbatches = {nearest}` fits; or " if nearest else ""
 
 
 def parameters_of(modules: Modules) -> Iterator[Any]:

@@ -48,6 +48,14 @@ class Terms(NamedTuple):
     fill: bool
     back: bool = False
 
+    def filled(self, microbatches: int, stages: int) -> bool:
+        """Whether the microbatches are enough for the stages."""
+        return not self.fill or microbatches >= stages
+
+    def rounds(self, microbatches: int, ranks: int) -> bool:
+        """Whether the microbatches form equal rounds."""
+        return bool(self.each) or microbatches % max(1, microbatches // ranks) == 0
+
 
 TERMS = {
     "gpipe": Terms(1, False),
