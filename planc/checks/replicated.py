@@ -8,6 +8,9 @@ from planc.plan.experts import expert_styles
 from planc.plan.ir import Plan, TensorRule
 from planc.plan.parameter_owners import owned
 
+_SMALL = 1
+"""The share, in percent, below which replicated parameters are not reported."""
+
 
 def _splitting(plan: Plan) -> tuple[TensorRule, ...]:
     return (*active(plan), *(r for r in styles(plan) if ranks(plan, r) > 1))
@@ -34,12 +37,14 @@ def replicated_parameters(plan: Plan, facts: Facts) -> list[tuple[int, str]] | N
 
 
 def unsplit_parameters(plan: Plan, facts: Facts, sink: Sink) -> None:
-    """An info: the share of parameters that every rank of the tensor axis holds in full."""
+    """An info: the share of parameters that every rank of the tensor axis holds in full, unless it
+    is below `_SMALL`, as that of norms.
+    """
     whole, rules = replicated_parameters(plan, facts) or [], _splitting(plan)
     kept = sum(count for count, _ in whole)
-    if not kept:
-        return
     share = 100 * kept / facts.root.count
+    if share < _SMALL:
+        return
     percent = f"{share:.0f}%" if share >= 10 else f"{share:.2g}%"
     largest = sorted(whole, reverse=True)[:3]
     names = ", ".join(f"{name} {count:,}" for count, name in largest)
