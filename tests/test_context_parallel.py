@@ -839,6 +839,26 @@ def test_models_whose_tokens_see_each_other_otherwise(model, said, plan, tmp_pat
     assert found.labels[0].span.text == "attention = attention"
 
 
+def test_help_for_an_auxiliary_loss(plan, tmp_path):
+    """An auxiliary loss is not a sum over tokens: the help is not about attention."""
+    named = tmp_path / "t.plan"
+    named.write_text(PLAN.replace("for llama", "for mixtral, llama"))
+    folder = default_model("mixtral", tmp_path)
+    file = tmp_path / "config.json"
+    config = json.loads(file.read_text())
+    verdicts = []
+    for asked in (True, False):
+        asks = {"output_router_logits": asked, "router_aux_loss_coef": 0.5}
+        file.write_text(json.dumps({**config, **asks}))
+        verdict, findings = simulated(folder, named, ("cp=2",), world=2)
+        verdicts.append(verdict.verdict)
+        if asked:
+            (found,) = [d for d in findings if d.code == "PL541"]
+            assert "`output_router_logits = false`" in found.help, found.facts
+            assert any(fact.startswith("the loss differs, and") for fact in found.facts)
+    assert verdicts == ["refuted", "proved"]
+
+
 def not_gathered(monkeypatch):
     monkeypatch.setattr(context_blocks.ContextInBlocks, "whole", lambda self, part: part)
 
@@ -944,6 +964,25 @@ def test_a_length_that_does_not_divide_stops_every_rank(plan):
     assert on_ranks(plan, program, "cp=2") is None
     line = 'run.batch({"input_ids": torch.zeros(2, 6).long()})'
     assert said == [[("PL544", line)]] * 2
+
+
+def test_help_for_starts_of_documents_in_a_flattened_batch(plan):
+    starts = torch.tensor([0, 4, 8], dtype=torch.int32)
+    ids, places = torch.zeros(1, 8).long(), torch.arange(8)[None] % 4
+    said, parts = [], []
+
+    def program(run, _model, _number):
+        batch = {"input_ids": ids, "position_ids": places}
+        kernel = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": 4}
+        with pytest.raises(PlanError) as caught:
+            run.batch({**batch, **kernel})
+        said.extend(d.help for d in caught.value.diagnostics)
+        parts.append(run.batch(batch)["input_ids"].shape)
+
+    assert on_ranks(plan, program, "cp=2") is None
+    advice = "leave out `cu_seq_lens_q`, `cu_seq_lens_k` and `max_length_q`"
+    assert len(said) == 2 and all(advice in help for help in said)
+    assert parts == [(1, 4)] * 2, "the advice can be followed"
 
 
 def test_batches_that_differ_stop_every_rank(plan):

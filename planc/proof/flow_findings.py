@@ -13,7 +13,7 @@ from planc.ops.phrases import together
 from planc.ops.styles import Sequence
 from planc.plan.ir import Mesh, Plan
 from planc.proof.responsible_rules import rule_labels, unit_labels
-from planc.trial.outcome import Discrepancy, Outcome
+from planc.trial.outcome import LOSS_ALONE, Discrepancy, Outcome
 
 _SEEN = "seen on a small model, with all ranks simulated"
 _OF_PARAMETERS = ("gradient", "partial", "missing", "norm", "parameter")
@@ -264,8 +264,13 @@ def _context(group: list[Discrepancy], small: Plan, sink: Sink) -> None:
     mismatch, subject = group[0], generic(group[0].subject)
     measured = f"relative error {mismatch.error:.1e}" if mismatch.error else ""
     facts = [mismatch.detail or measured, "with whole sequences on each rank it is right"]
+    if mismatch.detail == LOSS_ALONE:
+        facts[:1] = [f"{LOSS_ALONE}; {measured}"]
     help = (
-        "ranks see each other's tokens through transformers' attention interface, not through "
+        "the loss is not a sum or mean over tokens; if it has a router's auxiliary loss, set "
+        "`output_router_logits = false` in the model's configuration, or the axis to 1"
+        if mismatch.detail == LOSS_ALONE
+        else "ranks see each other's tokens through transformers' attention interface, not through "
         "convolutions, recurrences, or attention that the model calls otherwise; with `attention = "
         "gather` each attention module gets the tokens of all ranks"
     )

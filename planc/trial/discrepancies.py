@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -19,7 +19,14 @@ from planc.ops.towers import DivideImages
 from planc.trial import observed_layouts
 from planc.trial.batches import Batches
 from planc.trial.numerics import FLOOR, relative
-from planc.trial.outcome import EIGHT_BITS_LIMIT, LIMIT, PARAMETER_LIMIT, Discrepancy, Outcome
+from planc.trial.outcome import (
+    EIGHT_BITS_LIMIT,
+    LIMIT,
+    LOSS_ALONE,
+    PARAMETER_LIMIT,
+    Discrepancy,
+    Outcome,
+)
 from planc.trial.program import RankResult, Reference
 from planc.trial.prove import Errors, compare
 from planc.trial.thread_ranks import RankFailure
@@ -102,7 +109,9 @@ def compare_runs(runs: Runs) -> Outcome:
     limit = runs.limit
     if max(logits, loss) > limit:
         whole = Discrepancy(kind="output", subject=_head(runs), error=max(logits, loss))
-        found.append(first_wrong_output(runs, limit) or whole)
+        wrong = first_wrong_output(runs, limit) or whole
+        alone = not wrong.subject and not wrong.detail and _loss_alone(runs, limit)
+        found.append(replace(wrong, detail=LOSS_ALONE) if alone else wrong)
     found += [p for p in gradients if p.error > limit or p.kind == "missing"]
     norm = max(e.norm for e in errors)
     if not found:
@@ -119,6 +128,18 @@ def compare_runs(runs: Runs) -> Outcome:
         recomputed=runs.reference.recomputed,
         passes=tuple(p.name for p in runs.batches.steps[0] if p.name),
     )
+
+
+def _loss_alone(runs: Runs, limit: float) -> bool:
+    """Whether the loss of the first pass is wrong, and its logits are right; later passes follow a
+    step by wrong gradients.
+    """
+    logits, losses = [0.0], [0.0]
+    for result in runs.results:
+        right = runs.reference.passes[result.data_rank]
+        losses += map(relative, result.losses[:1], right.losses[:1])
+        logits += map(relative, result.logits[:1], result.of(right.logits)[:1])
+    return len(logits) > 1 and max(logits) <= limit < max(losses)
 
 
 def _head(runs: Runs) -> str:

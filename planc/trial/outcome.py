@@ -10,6 +10,8 @@ EIGHT_BITS_LIMIT = 1e-2
 to the other side, where a wrong maximum is 3e-2 and more."""
 PARAMETER_LIMIT = 1e-3
 """The same for parameters after two steps of AdamW."""
+LOSS_ALONE = "the loss differs, and the logits do not"
+"""The detail of a wrong output of a model that returns its logits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
