@@ -98,6 +98,32 @@ def test_a_sharded_vocabulary(ranks, vocabulary, terms, bias):
             torch.testing.assert_close(one, two)
 
 
+@pytest.mark.parametrize("label", [11, 99, -1, -101])
+def test_a_label_outside_the_vocabulary_is_an_error(label):
+    """Torch raises as well. A label that no rank holds is not the label of another rank."""
+    head, hidden, labels = case(11)
+    labels[4] = label
+    with pytest.raises(IndexError):
+        whole(hidden, head, labels)
+    with pytest.raises(RuntimeError, match=r"a label is neither -100 nor in \[0, 11\)"):
+        chunked_loss(head, hidden, labels, LossTerms(chunks=2))
+    seen = {}
+
+    def rank(number):
+        mesh = init_device_mesh("cpu", (2,))
+        part = nn.Linear(FEATURES, 11)
+        for name, value in head.named_parameters():
+            local = distribute_tensor(value.detach().clone(), mesh, [Shard(0)])
+            setattr(part, name, nn.Parameter(local))
+        try:
+            chunked_loss(part, hidden, labels, LossTerms(chunks=2))
+        except RuntimeError as error:
+            seen[number] = str(error)
+
+    assert run_ranks(2, rank, seconds=60) is None
+    assert sorted(seen) == [0, 1] and all("in [0, 11)" in text for text in seen.values())
+
+
 def test_a_frozen_head_gets_no_gradient():
     head, hidden, labels = case(11)
     head.requires_grad_(False)

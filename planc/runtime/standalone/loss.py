@@ -76,6 +76,16 @@ class HeadPart:
         mine = (column >= 0) & (column < entries)
         return torch.where(mine, column, 0)[:, None], mine
 
+    def require_known(self, labels: Tensor) -> None:
+        """Raises RuntimeError if a label is not `IGNORED` and not in the vocabulary.
+
+        On CUDA the device raises it later, so nothing waits. The ranks that split the
+        head have equal labels, so all of them raise.
+        """
+        known = (labels >= 0) & (labels < self.vocabulary) | (labels == IGNORED)
+        text = f"a label is neither {IGNORED} nor in [0, {self.vocabulary})"
+        torch._assert_async(known.all(), text)
+
     def gathered(self, own: Tensor) -> Tensor:
         """A tensor of every rank, `[ranks, ...]`."""
         if self.mesh is None:
@@ -213,8 +223,12 @@ def chunked_loss(
 
     Returns:
         `[1, 1, 1]` in float32, in place of logits.
+
+    Raises:
+        RuntimeError: a label is outside the vocabulary; see `HeadPart.require_known`.
     """
     weight, bias, part = head.weight, head.bias, HeadPart(head.weight)
+    part.require_known(labels)
     if part.mesh is not None:
         if not isinstance(hidden, DTensor):
             hidden = DTensor.from_local(hidden, part.mesh, [Replicate()])
