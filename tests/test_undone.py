@@ -118,6 +118,28 @@ def test_a_loss_of_hidden_states_is_that_of_the_whole_sequence(sequence):
     assert far(of_hidden_states, "tp=2", f"sequence={sequence}") < 1e-4
 
 
+@pytest.mark.parametrize("sequence", ["true", "false"])
+@pytest.mark.parametrize("token", [-1, 127, 128])
+def test_a_token_outside_the_vocabulary_is_an_error_on_all_ranks(sequence, token):
+    """One process raises too; a lookup in shards would give zeros. 127 is the last token."""
+    tokens, _ = numerics.data(128)
+    tokens[1, 2] = token
+
+    def script(run):
+        try:
+            run.model(input_ids=tokens)
+        except RuntimeError as error:
+            return str(error)
+        return None
+
+    found, error = ran(script, "tp=2", f"sequence={sequence}", *FP32)
+    text = None if token == 127 else "an id of `model.embed_tokens` is not in [0, 128)"
+    assert error is None and found == [text] * 2
+    if text:
+        with pytest.raises(IndexError):
+            numerics.build("llama")(input_ids=tokens)
+
+
 def test_a_model_under_a_plan_is_not_copied():
     error = raised(AveragedModel)
     assert isinstance(error, planc.PlanError)

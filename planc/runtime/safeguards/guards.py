@@ -178,7 +178,7 @@ def guard(applied: Applied) -> None:
         model.register_forward_hook(_whole_states)
     _restore_class_names(model)
     average_whole(model, lowered.experts.ranks.name if lowered.experts else "")
-    _guard_compiling(applied.modules, lowered)
+    _guard_lookups(applied.modules, lowered)
     _guard_adapters(model)
     _guard_saving(model)
     for method, (kind, relied) in _UNDONE.items():
@@ -275,20 +275,28 @@ def _guard_adapters(model: nn.Module) -> None:
         child.register_forward_pre_hook(refuse, prepend=True)
 
 
-def _guard_compiling(modules: Mapping[str, nn.Module], lowered: Lowered) -> None:
-    """Refuses to compile an embedding that is split by the vocabulary, as PL435 does in a plan:
-    torch fails in the middle of it, with a message about fake tensors.
+def _guard_lookups(modules: Mapping[str, nn.Module], lowered: Lowered) -> None:
+    """Checks the ids of each embedding that is split by the vocabulary: its lookup masks ids that
+    another rank holds, and thus an id that no rank holds gives zeros.
+
+    Refuses to compile it, as PL435 does in a plan: torch fails in the middle of it, with a message
+    about fake tensors.
     """
     for op in lowered.every(Parallelize):
         if isinstance(op.style, Rowwise):
             for name in op.modules.names():
-                if isinstance(modules.get(name), nn.Embedding):
-                    modules[name].register_forward_pre_hook(partial(_traced, name))
+                module = modules.get(name.removesuffix(f".{BASE_LAYER}"))
+                if isinstance(module, nn.Embedding):
+                    module.register_forward_pre_hook(partial(_looked_up, name))
 
 
-def _traced(name: str, _module: nn.Module, _args: Any) -> None:
+def _looked_up(name: str, module: nn.Embedding, args: tuple[Tensor, ...]) -> None:
     if torch.compiler.is_compiling():
         _refuse_tracing(name)
+    ids = args[0].to_local() if isinstance(args[0], DTensor) else args[0]
+    rows = len(module.weight) or module.num_embeddings  # a later stage has no weight
+    known = ((ids >= 0) & (ids < rows)).all()
+    torch._assert_async(known, f"an id of `{name}` is not in [0, {rows})")
 
 
 @torch.compiler.disable(reason="the plan compiles")  # type: ignore[untyped-decorator]
