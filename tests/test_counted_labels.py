@@ -11,11 +11,14 @@ from transformers import (
     BartForConditionalGeneration,
     BertConfig,
     BertForMaskedLM,
+    LlamaConfig,
+    LlamaForCausalLM,
 )
 
 import planc
 from planc.model.small.user_model import TARGETS
 from planc.runtime import training_step
+from planc.runtime.run import Run
 from planc.runtime.standalone.pipeline_schedule import OF_THE_LOSS
 from planc.trial.thread_ranks import run_ranks
 
@@ -110,13 +113,53 @@ def bert():
     return BertForMaskedLM(BertConfig(vocab_size=20, **sizes, **nothing))
 
 
-CASES |= {bart: ("labels", -100), bert: ("labels", -100)}
+class Packed(Own):
+    """Takes the labels of the next tokens as a packing collator writes them."""
+
+    def forward(self, tokens, labels, shift_labels=None):
+        if shift_labels is None:
+            shift_labels = functional.pad(labels, (0, 1), value=-100)[:, 1:]
+        logits = self.logits(tokens).flatten(0, 1)
+        return {"loss": functional.cross_entropy(logits, shift_labels.flatten())}
+
+
+class Unread(Own):
+    """Gets the labels of the next tokens, and takes its own."""
+
+    def forward(self, tokens, labels, shift_labels=None):
+        targets = functional.pad(labels, (0, 1), value=-100)[:, 1:].flatten()
+        return {"loss": functional.cross_entropy(self.logits(tokens).flatten(0, 1), targets)}
+
+
+def llama():
+    """Divides the sum over `shift_labels`, where it gets some, by the number that it is given."""
+    sizes = dict(hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8)
+    return LlamaForCausalLM(LlamaConfig(vocab_size=20, **sizes))
+
+
+def unread():
+    """A loss that hands on no other labels than those that it shifts."""
+    model = llama()
+    model.loss_function = _of_labels
+    return model
+
+
+def _of_labels(logits, labels, vocab_size, num_items_in_batch=None, **_):
+    targets = labels[:, 1:].flatten()
+    loss = functional.cross_entropy(logits[:, :-1].flatten(0, 1), targets, reduction="sum")
+    counted = (targets != -100).sum() if num_items_in_batch is None else num_items_in_batch
+    return loss / counted
+
+
+CASES |= dict.fromkeys((bart, bert, Packed, Unread, llama, unread), ("labels", -100))
+NEXT = {Packed: (1, 4, 0, 2), Unread: (1, 4, 0, 2), llama: (1, 4, 0, 2), unread: (1, 4, 0, 2)}
+"""How many more labels of the next tokens each pass ignores, of the models that get them."""
 
 
 def batches(kind, rank, *, first=True):
     """Two passes of a rank, with 2 to 12 of 12 labels; without labels in the first, if asked."""
     name, ignored = CASES[kind]
-    tokens_name = "input_ids" if kind in (bart, bert) else "tokens"
+    tokens_name = "input_ids" if kind in (bart, bert, llama, unread) else "tokens"
     found = []
     for number in range(2):
         generator = torch.Generator().manual_seed(10 * rank + number)
@@ -129,6 +172,10 @@ def batches(kind, rank, *, first=True):
             if not first and number == 0:
                 labels[:] = ignored
         found.append({tokens_name: tokens, name: labels})
+        if kind in NEXT:
+            following = functional.pad(labels, (0, 1), value=ignored)[:, 1:].clone()
+            following[:, : NEXT[kind][2 * rank + number]] = ignored
+            found[-1]["shift_labels"] = following
     return found
 
 
@@ -143,12 +190,12 @@ def alone(model, kind, **how):
     return loss.detach(), {n: p.grad for n, p in model.named_parameters()}
 
 
-def trained(kind, steps, tmp_path, *, stages=1):
+def trained(kind, steps, tmp_path, *, stages=1, loop=Run.forward_backward, more=""):
     """Loss and gradients of the last of several steps on two data ranks, and of one process."""
-    text = PLAN.replace("Own", kind.__name__)
+    text = PLAN.replace("Own", "llama" if kind is unread else kind.__name__)
     if stages > 1:
         text = text.replace("mesh {", f"mesh {{\n    pp       = {stages}") + STAGES
-    (tmp_path / "own.plan").write_text(text)
+    (tmp_path / "own.plan").write_text(text + more)
     torch.manual_seed(0)
     single = kind()
     models, found = [copy.deepcopy(single) for _ in range(2 * stages)], {}
@@ -159,7 +206,7 @@ def trained(kind, steps, tmp_path, *, stages=1):
         )
         for how in steps:
             run.model.zero_grad()
-            loss = run.forward_backward(batches(kind, run.data_rank, **how))
+            loss = loop(run, batches(kind, run.data_rank, **how))
         own = {n: p.grad for n, p in run.model.named_parameters() if p.grad is not None}
         grads = {n: grad.full_tensor() for n, grad in own.items()}
         found[number] = loss, grads
@@ -187,6 +234,30 @@ def test_a_model_of_ones_own_is_weighed_by_what_its_loss_counts(kind, steps, tmp
         pytest.skip("its mean over no label is no number")
     same(*trained(kind, steps, tmp_path))
     assert told == ["PL515"] * 2 * (kind is Custom)
+
+
+@pytest.mark.parametrize("kind", [llama, unread])
+def test_batches_are_counted_as_the_loss_of_a_model_takes_them(kind, tmp_path):
+    """A loop of one's own; a batch stands for its labels."""
+
+    def loop(run, passes):
+        count = run.num_items_in_batch(*passes)
+        losses = [run.model(**batch, num_items_in_batch=count).loss for batch in passes]
+        for loss in losses:
+            loss.backward()
+        return torch.stack(losses).sum().detach()
+
+    found, right = trained(kind, [{}], tmp_path, loop=loop)
+    for name, grad in right[1].items():
+        torch.testing.assert_close(found[0][1][name], grad, rtol=1e-5, atol=1e-6)
+
+
+def test_a_loss_in_chunks_counts_as_the_loss_of_the_model(tmp_path):
+    same(
+        *trained(
+            llama, [{}], tmp_path, more="\nloss {\n    lm_head : cross_entropy(chunks = 2)\n}\n"
+        )
+    )
 
 
 def test_stages_before_the_last_get_no_labels(tmp_path):

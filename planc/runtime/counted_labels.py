@@ -1,7 +1,7 @@
 """How a model's loss counts labels: a step weighs the mean of each pass by their number."""
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,13 +13,17 @@ from torch.overrides import TorchFunctionMode
 
 from planc.model.small.user_model import TARGETS
 from planc.runtime.gradients import valid_labels
-from planc.runtime.standalone.loss import IGNORED
+from planc.runtime.standalone.context import PartLoss
+from planc.runtime.standalone.loss import IGNORED, ChunkedLoss
 
 _MEANS = {f: inspect.signature(f) for f in (functional.cross_entropy, functional.nll_loss)}
 _UNSHIFTED = ("ForMaskedLM", "ForTokenClassification")
-UNSEEN, UNCLEAR, PLAIN, SHIFTED = range(4)
+NEXT_LABELS = "shift_labels"
+"""The argument of transformers' models for the labels of the next tokens, already shifted."""
+UNSEEN, UNCLEAR, PLAIN, NEXT, SHIFTED, GIVEN_NEXT = range(6)
 """What a pass shows: no mean over the labels; one, of labels that all are ignored; one over all
-labels of a row; one over those of the next tokens.
+labels of a row; one over those of the next tokens, which it shifts or takes from `shift_labels`,
+equal in this pass; one over those that it shifts; one over `shift_labels`.
 """
 
 
@@ -30,13 +34,18 @@ class LabelRule:
     Args:
         shifted: whether a model predicts the next token, and so not the first one of a row.
         ignored: the label that does not count.
+        takes_next: whether the loss takes `shift_labels` where a batch has them.
     """
 
     shifted: bool
     ignored: int = IGNORED
+    takes_next: bool = False
 
     def count(self, batch: Mapping[str, Any]) -> Tensor:
         """The labels that count; rows, where there are no labels of tokens."""
+        labels = next_labels_of(batch) if self.takes_next else None
+        if labels is not None:
+            return valid_labels(labels, shifted=False, ignored=self.ignored)
         labels = labels_of(batch)
         if labels is not None:
             return valid_labels(labels, shifted=self.shifted, ignored=self.ignored)
@@ -49,12 +58,30 @@ def rule_of(model: nn.Module) -> LabelRule:
     labels of a decoder behind an encoder are shifted in its input.
     """
     decodes = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
-    return LabelRule(shifted=not decodes and getattr(model, "loss_type", None) not in _UNSHIFTED)
+    shifted = not decodes and getattr(model, "loss_type", None) not in _UNSHIFTED
+    return LabelRule(shifted=shifted, takes_next=takes_next_labels(model))
+
+
+def takes_next_labels(model: nn.Module) -> bool:
+    """Whether the loss of a model has the argument `shift_labels`."""
+    loss = getattr(model, "loss_function", None) or model.forward
+    while isinstance(wrapper := getattr(loss, "__self__", loss), ChunkedLoss | PartLoss):
+        loss = wrapper.function
+    return NEXT_LABELS in inspect.signature(loss).parameters
+
+
+def next_labels_of(batch: Mapping[str, Any]) -> Tensor | None:
+    """The integer labels of the next tokens that a batch states; None without."""
+    return _first_labels(batch, (NEXT_LABELS,))
 
 
 def labels_of(batch: Mapping[str, Any]) -> Tensor | None:
     """The integer labels of a batch, under the names that planc knows; None without."""
-    for name in TARGETS:
+    return _first_labels(batch, TARGETS)
+
+
+def _first_labels(batch: Mapping[str, Any], names: Iterable[str]) -> Tensor | None:
+    for name in names:
         value = batch.get(name)
         if isinstance(value, Tensor) and not value.is_floating_point():
             return value
@@ -80,18 +107,23 @@ class SeenLabels(TorchFunctionMode):  # type: ignore[misc]
 
     def shown(self, batch: Mapping[str, Any]) -> tuple[int, int]:
         """What a pass of a batch has shown, and the label that it ignores; forgets the pass."""
-        labels, taken = labels_of(batch), self.taken
+        labels, given, taken = labels_of(batch), next_labels_of(batch), self.taken
         self.taken = []
-        if labels is None:
-            return UNSEEN, IGNORED
         for target, ignored in taken:
-            next_ones = pad(labels, (0, 1), value=ignored)[..., 1:], labels[..., 1:]
-            shifted = labels.dim() > 1 and any(_same(target, some) for some in next_ones)
-            plain = _same(target, labels)
+            plain = labels is not None and _same(target, labels)
+            shifted = labels is not None and _same_shifted(target, labels, ignored)
+            if given is not None and _same(target, given):
+                found = NEXT if shifted else GIVEN_NEXT
+                return (UNCLEAR if plain else found), ignored
             if plain or shifted:
                 found = PLAIN if plain else SHIFTED
                 return (UNCLEAR if plain and shifted else found), ignored
         return UNSEEN, IGNORED
+
+
+def _same_shifted(target: Tensor, labels: Tensor, ignored: int) -> bool:
+    next_ones = pad(labels, (0, 1), value=ignored)[..., 1:], labels[..., 1:]
+    return labels.dim() > 1 and any(_same(target, some) for some in next_ones)
 
 
 def _same(target: Tensor, labels: Tensor) -> bool:

@@ -119,12 +119,14 @@ def clear_unreduced(owner: nn.Module | Optimizer, model: nn.Module) -> None:
     owner.zero_grad = zero_grad
 
 
-def num_items_in_batch(
-    labels: Sequence[Tensor], mesh: DeviceMesh | None, *, shifted: bool = True
-) -> Tensor:
-    """The valid labels of all data ranks, over the number of data ranks: [] in float32."""
-    own = torch.stack([valid_labels(some, shifted=shifted) for some in labels])
-    return mean_over(own.sum().float(), mesh)
+def num_items_in_batch(counts: Sequence[Tensor], mesh: DeviceMesh | None) -> Tensor:
+    """The valid labels of all data ranks, over the number of data ranks: [] in float32.
+
+    Args:
+        counts: the valid labels of each pass of this rank.
+        mesh: of the data ranks.
+    """
+    return mean_over(torch.stack(list(counts)).sum().float(), mesh)
 
 
 def valid_labels(labels: Tensor, *, shifted: bool = True, ignored: int = IGNORED) -> Tensor:

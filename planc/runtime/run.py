@@ -224,7 +224,7 @@ class Run(InNotebooks):
         }
         return rank_part(self.model, moved, self.batches)
 
-    def num_items_in_batch(self, *labels: Tensor) -> Tensor:
+    def num_items_in_batch(self, *labels: Tensor | Batch) -> Tensor:
         """What a loss is divided by, so that the gradients of a step are those of the mean over
         all its tokens, however unevenly ignored labels are spread over ranks and passes.
 
@@ -235,15 +235,15 @@ class Run(InNotebooks):
         once a step.
 
         Args:
-            labels: of each accumulated pass of this rank as they were read, before `run.batch`,
-                [rows, length]; -100 is ignored, and so is the first of a row, which a causal model
-                does not predict. A model of your own that predicts all of them passes them flat,
-                [tokens].
+            labels: each accumulated pass's batch as it was read, before `run.batch`, whose
+                `shift_labels` count where the loss takes them; or its labels, [rows, length]. -100
+                is ignored, and so is the first of a row, which a causal model does not predict. A
+                model of your own that predicts all of them passes them flat, [tokens].
         """
         self.first.labels_counted()
-        shifted = rule_of(self.model).shifted
-        count = gradients.num_items_in_batch(labels, self.data_mesh, shifted=shifted)
-        return count / self.lowered.sequence_parts
+        batches = [{"labels": one} if isinstance(one, Tensor) else one for one in labels]
+        counts = map(rule_of(self.model).count, batches)
+        return gradients.num_items_in_batch([*counts], self.data_mesh) / self.lowered.sequence_parts
 
     def accumulation(self, global_batch: int, *, rows: int | None = None) -> Accumulation:
         """The rows of a step that this rank reads, so that all ranks together read the same ones

@@ -6,8 +6,10 @@ accumulated batches and all data ranks, however unevenly ignored labels are spre
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -20,13 +22,16 @@ from planc.ops.fsdp import FullyShard
 from planc.ops.lowered import Lowered
 from planc.runtime import gradients
 from planc.runtime.counted_labels import (
-    SHIFTED,
+    GIVEN_NEXT,
+    NEXT,
+    PLAIN,
     UNCLEAR,
     UNSEEN,
     LabelRule,
     SeenLabels,
     labels_of,
     rule_of,
+    takes_next_labels,
 )
 from planc.runtime.metrics import Meter
 from planc.runtime.preconditions import stop, warning
@@ -214,7 +219,7 @@ class TrainingStep:
     def _rule(self, model: nn.Module) -> LabelRule:
         """What is known, else assumed: a model of one's own predicts each of its labels."""
         if self.rule is None and not hasattr(model, "loss_function"):
-            return LabelRule(shifted=False)
+            return LabelRule(shifted=False, takes_next=takes_next_labels(model))
         return self.rule or rule_of(model)
 
     def _settle(self, run: RunParts, batch: Batch, batches: Sequence[Batch]) -> None:
@@ -244,8 +249,11 @@ class TrainingStep:
                 stages=stages_of(run.model),
             )
         if shown:
-            shifted = shown == SHIFTED if self.settled else self._rule(run.model).shifted
-            self.rule = LabelRule(shifted=shifted, ignored=ignored)
+            rule = self._rule(run.model)
+            if self.settled:
+                takes_next = shown == GIVEN_NEXT or (shown == NEXT and rule.takes_next)
+                rule = LabelRule(shifted=shown != PLAIN, takes_next=takes_next)
+            self.rule = replace(rule, ignored=ignored)
             self.items = _items(run, batches, self._rule(run.model))
 
 
@@ -265,6 +273,7 @@ def _observed(model: nn.Module, step: TrainingStep, *, compiled: bool) -> Iterat
             yield
         return
 
+    @functools.wraps(plain)
     def noted(*args: Any, **kwargs: Any) -> Any:
         step.called = True
         if kwargs.get(_COUNT) is None:
@@ -322,5 +331,5 @@ def _items(run: RunParts, batches: Sequence[Batch], rule: LabelRule) -> Tensor:
     """The valid labels of all data ranks over the number of ranks that gradients are averaged over,
     as `run.num_items_in_batch`.
     """
-    count = torch.stack([rule.count(batch) for batch in batches]).sum().float()
-    return gradients.mean_over(count, run.data_mesh) / run.lowered.sequence_parts
+    counts = [rule.count(batch) for batch in batches]
+    return gradients.num_items_in_batch(counts, run.data_mesh) / run.lowered.sequence_parts

@@ -302,6 +302,12 @@ def _pass(run, number, how):
                 run.model.loss_function = partial(_ignoring, run.model.loss_function)
             run.forward_backward([given])
             return
+        case "given next" | "even next":  # as a packing collator writes them
+            moved = torch.nn.functional.pad(labels, (0, 1), value=-100)[:, 1:]
+            given["shift_labels"] = moved.contiguous()
+            given["labels"] = tokens
+            if how == "even next":
+                given |= {"shift_labels": tokens, "labels": labels}
         case "own counts":  # and weighs its losses by them
             run.num_items_in_batch(labels)
         case "divided":

@@ -232,6 +232,7 @@ UNEVEN = [
     ("means", " to 26 labels"),
     ("none", " 0 to 30 labels"),
     ("local count", " to 26 labels"),
+    ("given next", " to 26 labels"),
 ]
 
 
@@ -290,7 +291,7 @@ def test_means_over_parts_of_sequences(four, tmp_path, how, told, ranks):
     "how",
     [
         *("even", "loop", "loop that weighs", "own counts", "divided", "given"),
-        *("without labels", "no gradients", "frozen"),
+        *("without labels", "no gradients", "frozen", "even next"),
     ],
 )
 def test_nothing_is_told_where_losses_are_weighed_or_no_mean_trains(four, how):

@@ -26,7 +26,7 @@ from planc.ops.fsdp import FullyShard
 from planc.ops.lowered import Lowered
 from planc.ops.tensor_parallel import Parallelize
 from planc.ops.towers import ShareTower
-from planc.runtime.gradients import valid_labels
+from planc.runtime.counted_labels import NEXT_LABELS, rule_of
 from planc.runtime.meshes import Meshes, rows_of
 from planc.runtime.preconditions import stop, warning
 from planc.runtime.safeguards.checksums import difference, plain, tensor_sum, text_sum
@@ -274,7 +274,7 @@ class PassComparison:
                 "labels",
                 *script_line("the loss is averaged here"),
                 help="call `run.forward_backward(batches)`, or the model with `num_items_in_batch="
-                "run.num_items_in_batch(*labels)`, of all passes of a step",
+                "run.num_items_in_batch(*batches)`, of all passes of a step",
             )
 
 
@@ -348,24 +348,25 @@ _MEANS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "ForMaskedLM
 
 
 def _divisor(model: nn.Module | None, kwargs: Any) -> Tensor | float:
-    """What the sum of the tokens' losses of a training pass is divided by: the number that is
-    given, which must be the same on all data ranks, or the labels of the pass; -1 for a pass of
-    another kind. Of parts of sequences (`shift_labels`) the labels of all are counted, as planc
-    averages over them all.
+    """Returns the number by which a training pass divides the sum of the tokens' losses.
+
+    It is the number that the script gives, which must be the same on all data ranks, or the number
+    of labels of the pass; -1 for a pass of another kind. Under context parallelism the labels of
+    all parts of the sequences count, since planc averages over them all.
     """
     context = None if model is None else model.__dict__.get(CONTEXT)
-    labels = kwargs.get("labels" if context is None else "shift_labels")
     trained = model is not None and model.training and torch.is_grad_enabled()
-    counts = trained and type(model).__name__.endswith(_MEANS) and plain(labels)
-    if not counts:
+    labels = {name: kwargs.get(name) for name in ("labels", NEXT_LABELS)}
+    tensors = [value for value in labels.values() if value is not None]
+    counts = trained and type(model).__name__.endswith(_MEANS)
+    if not counts or not tensors or not all(map(plain, tensors)):
         return -1
-    given = kwargs.get("num_items_in_batch")
-    if given is not None:
-        return float(given)
-    if context is None:
-        return -1 if kwargs.get("shift_labels") is not None else valid_labels(labels)
-    count = valid_labels(labels, shifted=False)
-    distributed.all_reduce(count, group=context.group)
+    number = kwargs.get("num_items_in_batch")
+    if number is not None:
+        return float(number)
+    count = rule_of(model).count(labels)
+    if context is not None:
+        distributed.all_reduce(count, group=context.group)
     return count
 
 
