@@ -9,6 +9,8 @@ of `h100` are of the same fault over NCCL, of four ranks that shared an H100.
 import json
 import pickle
 import shutil
+import signal
+import subprocess
 import sys
 import time
 from collections import namedtuple
@@ -84,6 +86,45 @@ def test_a_rank_without_a_file(planned, tmp_path):
     text = "\n".join(hang.lines(found))
     assert "rank 1: no dump: ended, stopped, or cut off from the folder" in text
     assert "not there: rank 1, which left no dump" in text
+
+
+def _ended(dump, error):
+    """The dump of a rank over gloo, whose calls have all ended, and that has ended too."""
+    entries = tuple(replace(one, done=True) for one in dump.entries)
+    return replace(dump, entries=entries, about={**dump.about, "error": error})
+
+
+def test_a_rank_that_ended_with_an_error_of_its_own_waits_for_nobody(planned):
+    read = dumps.read(FILES / "gloo")
+    read[1] = _ended(read[1], "ValueError: bad sample")
+    found = hang.explain(read, *planned)
+    lines = [*hang.lines(found)]
+    assert lines[1] == "rank 1: ended with ValueError: bad sample, at train.py:56"
+    assert "  not there: rank 1, which has ended with ValueError: bad sample" in lines
+    assert not found.cycle and not any("left out" in line for line in lines)
+
+
+def test_a_rank_that_was_killed_is_named(planned):
+    """Of the others one lost its connection, and torchrun stopped the rest."""
+    read = dumps.read(FILES / "gloo")
+    del read[3]
+    read[0] = _ended(read[0], "RuntimeError: [gloo/pair.cc:553] Connection closed by peer")
+    read |= {
+        rank: replace(read[rank], about={**read[rank].about, "error": "SIGTERM"}) for rank in (1, 2)
+    }
+    found = hang.explain(read, *planned)
+    lines = [*hang.lines(found)]
+    why = "killed, if it is the first that ended: the ranks with a dump ended without it"
+    assert lines[1] == f"rank 3: no dump: {why}"
+    assert found.ranks[0].entry is not None and found.ranks[2].entry is not None
+    text = "\n".join(hang.lines(hang.explain({0: read[0]}, *planned)))
+    assert "ranks 1, 2, 3: no dump" in text
+
+
+def test_a_rank_alone_at_its_place_has_left_out_nothing(planned):
+    """Only the calls of other ranks say which calls are expected of it."""
+    found = hang.explain({1: dumps.read(FILES / "gloo")[1]}, *planned)
+    assert not found.ranks[1].left_out
 
 
 @pytest.mark.parametrize("other", [{"kind": "all_gather", "numel": 1}, {"numel": 3}])
@@ -262,6 +303,39 @@ def test_a_rank_that_raises_writes(alone, capfd):
     assert dump.error == "RuntimeError: Connection closed by peer"
     assert dump.waits.kind == "all_reduce" and "test_hang.py" in dump.code
     assert "1 of 1 ranks wrote what they wait for" in capfd.readouterr().err
+
+
+STOPPED = """
+import os, signal, sys, time
+from planc.runtime.safeguards.watchdog import StopSignal
+stop = StopSignal(lambda: print("written", flush=True))
+child = os.fork()
+if not child:
+    time.sleep(20)
+    os._exit(0)
+time.sleep(0.2)
+os.kill(child, 15)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -15
+print("ready", flush=True)
+if sys.argv[1] == "ended":
+    stop.end()
+else:  # the main thread sees nothing, as in a collective
+    signal.pthread_sigmask(signal.SIG_BLOCK, [15])
+time.sleep(20)
+"""
+
+
+@pytest.mark.parametrize("end, written", [("waits", "written"), ("ended", "")])
+def test_a_rank_that_is_stopped_writes_and_ends_by_the_signal(end, written):
+    """Its main thread may be in a collective; a forked worker that is stopped ends alone."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", STOPPED, end], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout.readline() == "ready\n"
+    time.sleep(0.3)
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=20)
+    assert out.strip() == written and process.returncode == -signal.SIGTERM
 
 
 def test_the_line_of_a_script_whatever_its_folder_is_called():

@@ -43,6 +43,10 @@ _DTYPES = {
 }
 
 
+_CONNECTION = re.compile(r"gloo|nccl|[Cc]onnection|[Tt]imed out|Timeout|^Dist\w*Error", re.I)
+"""Errors that a rank gets inside a collective, as from a rank that has ended."""
+
+
 class DumpError(Exception):
     """Why a file cannot be read."""
 
@@ -91,12 +95,21 @@ class RankDump:
     @property
     def waits(self) -> RecordedCall | None:
         """The call that the rank waits in: the first that has not ended; a message after them. All
-        of gloo's end with an error: then the last one is where the rank was.
+        of gloo's end if a connection is lost: then the last one is where the rank was. None for a
+        rank that has ended with an error of its own.
         """
+        lost = bool(_CONNECTION.search(self.error))
+        if self.error and not lost and not self.stopped:
+            return None
         waits = next((one for one in self.entries if not one.done), None)
-        if waits is None and self.error:
+        if waits is None and lost:
             waits = next((one for one in reversed(self.entries) if one.peer < 0), None)
         return waits
+
+    @property
+    def stopped(self) -> bool:
+        """Whether SIGTERM ended the rank: torchrun stops the other ranks if one dies."""
+        return self.error == "SIGTERM"
 
     @property
     def error(self) -> str:

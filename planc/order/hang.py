@@ -45,6 +45,11 @@ class Waiting:
     left_out: tuple[RankCall, ...] = ()
 
     @property
+    def died(self) -> bool:
+        """Whether the rank has ended with an error of its own, in no collective."""
+        return bool(self.error) and self.entry is None and self.error != "SIGTERM"
+
+    @property
     def meets(self) -> tuple[tuple[int, ...], int, str, int] | None:
         """What ranks that wait for each other's part have in common: their next call on a group, if
         it is the same one.
@@ -125,9 +130,12 @@ def explain(dumps: Mapping[int, RankDump], lowered: Lowered, order: Order | None
             left_out=left_out,
         )
     usual = Counter((place_of(lowered, rank), one.left_out) for rank, one in found.items())
+    reporting = Counter(place_of(lowered, rank) for rank in found)
     for rank, one in found.items():
         awaited = tuple(_awaited(one, one.entry, found)) if one.entry else ()
-        alone = usual[place_of(lowered, rank), one.left_out] == 1
+        place = place_of(lowered, rank)
+        # without another rank of the stage nothing says that the calls are expected of this one
+        alone = usual[place, one.left_out] == 1 and reporting[place] > 1 and not one.died
         found[rank] = replace(one, awaited=awaited, left_out=one.left_out if alone else ())
     graph = {rank: one.awaited for rank, one in found.items() if one.awaited}
     absent = tuple(rank for rank in range(lowered.world_size) if rank not in dumps)
@@ -252,7 +260,14 @@ def lines(found: Hang) -> Iterator[str]:
     count = found.lowered.world_size
     yield f"{len(found.ranks)} of {count} ranks left a dump"
     if found.absent:
-        yield f"{_ranks(found.absent)}: no dump: ended, stopped, or cut off from the folder"
+        why = "ended, stopped, or cut off from the folder"
+        if all(one.error for one in found.ranks.values()):
+            why = "killed, if it is the first that ended: the ranks with a dump ended without it"
+        yield f"{_ranks(found.absent)}: no dump: {why}"
+    for one in found.ranks.values():
+        if one.died:
+            at = f", at {one.code}" if one.code else ""
+            yield f"rank {one.rank}: ended with {one.error}{at}"
     for some in sorted(_together(found.waits), key=lambda some: not some[0].left_out):
         first = some[0]
         yield ""
@@ -263,7 +278,7 @@ def lines(found: Hang) -> Iterator[str]:
         yield from (f"  rank {one.rank} has ended with {one.error}" for one in some if one.error)
         yield from _left_out(some)
     for one in found.ranks.values():
-        if one.entry is None:
+        if one.entry is None and not one.died:
             yield ""
             at = f", at {one.code}" if one.code else ""
             yield f"rank {one.rank}: in no collective{at}"
@@ -300,6 +315,8 @@ def _state(rank: int, found: Hang) -> str:
     one = found.ranks.get(rank)
     if one is None:
         return f"not there: rank {rank}, which left no dump"
+    if one.died:
+        return f"not there: rank {rank}, which has ended with {one.error}"
     if one.entry is None:
         return f"not there: rank {rank}, which is in no collective"
     return f"not there: rank {rank}, which is in {one.what} ({one.at})"

@@ -1,4 +1,5 @@
-"""What a rank waits for, written when it has not moved for some time, or ends with an error.
+"""What a rank waits for, written when it has not moved for some time, ends with an error, or is
+stopped by SIGTERM, as torchrun stops the other ranks if one dies.
 
 torch keeps the last collectives of a process in its flight recorder, for gloo as for NCCL, so a
 training step pays nothing. A thread reads how far each group has come; where no group moves, it
@@ -8,16 +9,18 @@ ends nothing: a rank that reads data for long looks the same, and goes on.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import pickle
+import signal
 import socket
 import sys
 import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -69,10 +72,12 @@ class Watchdog(threading.Thread):
         self.rank, self.size = distributed.get_rank(), distributed.get_world_size()
         self.group = id(distributed.group.WORLD)  # no reference: its script ends it
         self.ended = threading.Event()
+        self.ending = threading.Lock()
         self.messages = Messages() if lowered.pipeline and _by_gloo() else None
         self.hook = sys.excepthook
         sys.excepthook = self._failed
         self._forget()
+        self.stop_signal = StopSignal(self._stopped)
 
     def run(self) -> None:
         last, since, written = self._moved(), time.monotonic(), False
@@ -95,6 +100,7 @@ class Watchdog(threading.Thread):
         self.ended.set()
         if sys.excepthook == self._failed:
             sys.excepthook = self.hook
+        self.stop_signal.end()
         if self.messages:
             self.messages.end()
 
@@ -105,9 +111,17 @@ class Watchdog(threading.Thread):
         self.hook(kind, error, trace)
         if self.ended.is_set() or id(distributed.group.WORLD) != self.group:
             return
-        self.ended.set()
-        self._write(f"{kind.__name__}: {error}", traceback.extract_tb(trace))
+        with self.ending:
+            self.ended.set()
+            self._write(f"{kind.__name__}: {error}", traceback.extract_tb(trace))
         self._tell(f"rank {self.rank} has ended with an error")
+
+    def _stopped(self) -> None:
+        """Writes where a rank was when it was stopped, unless it has written its error."""
+        with self.ending:
+            if not self.ended.is_set() and id(distributed.group.WORLD) == self.group:
+                self.ended.set()
+                self._write("SIGTERM")
 
     def _moved(self) -> Any:
         """How far each group has come."""
@@ -184,6 +198,65 @@ def _groups() -> Iterator[tuple[str, list[int]]]:
     world = distributed_c10d._world
     for group in list(world.pg_map):
         yield world.pg_names[group], distributed.get_process_group_ranks(group)
+
+
+class StopSignal:
+    """Calls a function if the process gets SIGTERM, and then ends it as SIGTERM does by default.
+
+    A thread calls the function, because the main thread may wait in a collective, where Python runs
+    no signal handler. Without effect outside the main thread, where it cannot be installed, and if
+    the script handles SIGTERM or has a wakeup descriptor of its own.
+    """
+
+    def __init__(self, function: Callable[[], None]) -> None:
+        self.function = function
+        self.installed = False
+        if threading.current_thread() is not threading.main_thread():
+            return
+        if signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+            return
+        self.reader, self.writer = os.pipe()
+        os.set_blocking(self.writer, False)
+        previous = signal.set_wakeup_fd(self.writer, warn_on_full_buffer=False)
+        if previous != -1:
+            signal.set_wakeup_fd(previous)
+            os.close(self.reader)
+            os.close(self.writer)
+            return
+        signal.signal(signal.SIGTERM, self._wait_for_thread)
+        self.installed = True
+        threading.Thread(target=self._listen, name="planc stop signal", daemon=True).start()
+        # a worker of a data loader gets SIGTERM too, and would write into this pipe
+        os.register_at_fork(after_in_child=self._uninstall)
+
+    def end(self) -> None:
+        """Restores the default; outside the main thread the function is no longer called."""
+        self.function = lambda: None
+        if threading.current_thread() is threading.main_thread():
+            self._uninstall()
+
+    def _uninstall(self) -> None:
+        if self.installed:
+            self.installed = False
+            if signal.getsignal(signal.SIGTERM) == self._wait_for_thread:
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.set_wakeup_fd(-1)
+            os.close(self.writer)  # ends the thread
+
+    def _wait_for_thread(self, number: int, frame: Any) -> None:
+        """Lets the thread write before the script goes on."""
+        time.sleep(_OTHERS)
+
+    def _listen(self) -> None:
+        while received := os.read(self.reader, 64):
+            if signal.SIGTERM in received:
+                try:
+                    self.function()
+                finally:
+                    # of C: that of Python is for the main thread alone
+                    ctypes.CDLL(None).signal(int(signal.SIGTERM), None)
+                    os.kill(os.getpid(), signal.SIGTERM)
+        os.close(self.reader)
 
 
 class Messages:
