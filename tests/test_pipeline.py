@@ -26,8 +26,9 @@ from planc.resources import PLANS
 from planc.runtime import training_step
 from planc.runtime.standalone import pipeline_schedule as schedule
 from planc.runtime.standalone import pipeline_step
-from planc.runtime.standalone.pipeline import Stages
+from planc.runtime.standalone.pipeline import PIPELINE, Stages
 from planc.runtime.standalone.pipeline_step import MicrobatchError, microbatches
+from planc.runtime.standalone.pipeline_values import SentValues
 from planc.trial import simulate
 from planc.trial.thread_ranks import run_ranks
 
@@ -344,6 +345,59 @@ def test_full_weights_have_the_order_of_the_model():
 
     assert run_ranks(2, rank, seconds=60) is None
     assert all(names == whole for names, whole in found.values()) and len(found) == 2
+
+
+class Failing(SentValues):
+    """Cannot keep an argument of one of the blocks of a later stage."""
+
+    def __init__(self, number):
+        super().__init__((), (), (0, 2, 4))
+        self.number = number
+
+    def keep(self, stage, number, args, kwargs):
+        if number == self.number:
+            raise ValueError("not kept")
+
+
+@pytest.mark.parametrize(
+    ("error", "values", "raised"),
+    [
+        (ValueError("after the blocks"), None, ""),
+        (ValueError("after the blocks"), Failing(None), ""),
+        (None, Failing(2), "not kept"),
+        (None, Failing(3), "not kept"),
+        (torch.OutOfMemoryError("no memory"), None, "no memory"),
+        (distributed.DistBackendError("a rank died"), None, "a rank died"),
+    ],
+    ids=str,
+)
+def test_errors_behind_the_blocks_of_a_stage(error, values, raised):
+    """An error is without effect only if all that is sent was kept and modules were missing."""
+    config = AutoConfig.for_model("llama", **{**SIZES, "num_hidden_layers": 4})
+    tokens, found = torch.arange(8).view(2, 4), {}
+
+    def failing(hidden):
+        if error is not None:
+            raise error
+        return hidden
+
+    def rank(number):
+        model = AutoModelForCausalLM.from_config(config)
+        states = model(input_ids=tokens, output_hidden_states=True).hidden_states
+        settings = [*TWO, "param_dtype=fp32", "reduce_dtype=fp32"]
+        planc.apply(model, "llama", overrides=settings, device_type="cpu", compare=0)
+        if number == 0:
+            stages = getattr(model, PIPELINE)
+            stages.values, model.model.norm.forward = values, failing
+            try:
+                sent = stages.run(model, 0, None, {"input_ids": tokens})
+                torch.testing.assert_close(sent, states[stages.bounds[1]])
+                found[number] = ""
+            except (RuntimeError, ValueError) as caught:
+                found[number] = str(caught)
+
+    assert run_ranks(2, rank, seconds=60) is None
+    assert found == {0: raised}
 
 
 # Models ------------------------------------------------------------------------------------------

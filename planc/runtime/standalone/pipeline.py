@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -24,6 +24,13 @@ THERE_AND_BACK = ("zbv", "dualpipe_v", "timetable_v")
 """Schedules under which a rank's second stage is as far from the end as its first from
 the start.
 """
+OF_THE_MACHINE = (
+    MemoryError,
+    torch.OutOfMemoryError,
+    torch.AcceleratorError,
+    distributed.DistError,
+)
+"""Errors of a device or a process group, which no module that is missing produces."""
 PIPELINE = "_planc_pipeline"
 """The attribute of a model that holds its `Stages`."""
 
@@ -93,6 +100,7 @@ class Stages:
         self.running: int | None = None
         self.received: Tensor | None = None
         self.kept: Tensor | None = None
+        self.complete = False  # whether all that the stage sends is kept
         self.runner: Any = None  # of the schedule, made by its first step
         self._places = self._found(model, blocks, inputs, outputs)
         self._inactive: dict[tuple[nn.Module, str], Inactive] = {}
@@ -165,10 +173,11 @@ class Stages:
             if number == 0 and self.received is not None:
                 hidden = self.received
             if number >= self.bounds[self.running + 1]:
-                if self.kept is None:
-                    self.kept = hidden
                 if self.values is not None:
                     self.values.keep(self.running, number, args, kwargs)
+                if self.kept is None:
+                    self.kept = hidden
+                self.complete = self.values is None or number == self.bounds[-1] - 1
                 hidden = hidden.detach()  # what follows is of no use here
             return (hidden, *[None] * (self.returned - 1)) if self.returned else hidden
 
@@ -204,9 +213,11 @@ class Stages:
             raise RuntimeError(text)
         try:
             output = self.plain(*args, **kwargs)
+        except OF_THE_MACHINE:
+            raise
         except Exception:
             # as where what predicts a second token is joined with what it has not
-            if self.running == self.count - 1 or self.kept is None:
+            if self.running == self.count - 1 or not self.complete:
                 raise
             return self.kept  # what runs after the blocks of a stage has no effect
         return output if self.running == self.count - 1 else self.kept
@@ -217,6 +228,7 @@ class Stages:
         """One forward pass of a stage of this rank."""
         with self._only(stage):
             self.running, self.received, self.kept = stage, received, None
+            self.complete = False
             try:
                 return model(**kwargs)
             finally:
