@@ -2,6 +2,7 @@
 
 import sys
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -236,6 +237,21 @@ def test_ranks_that_take_too_long_are_given_up():
     failure = thread_ranks.run_ranks(2, lambda _: event.wait(20), seconds=0.2)
     event.set()
     assert failure.late and "time limit" in failure.message
+
+
+def test_only_processor_time_counts_for_the_limit():
+    """Ranks of a busy machine end later; those of this test wait, and take no time."""
+    wait = threading.Event()
+    assert thread_ranks.run_ranks(2, lambda _: wait.wait(1.0), seconds=0.5) is None
+
+    def busy(_rank):
+        end = time.thread_time() + 5
+        while time.thread_time() < end and not wait.is_set():
+            pass
+
+    failure = thread_ranks.run_ranks(2, busy, seconds=0.3)
+    wait.set()
+    assert failure.late and "0.3 seconds of processor time" in failure.message
 
 
 def test_a_collective_that_begins_while_all_are_ended_is_no_error(monkeypatch):

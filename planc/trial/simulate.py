@@ -37,7 +37,7 @@ from planc.trial.trace import Trace
 from planc.trial.trial_part import trial_part
 
 SECONDS = 300.0
-"""The time limit of a simulation."""
+"""The time limit of a simulation, in seconds of processor time."""
 
 
 @quiet()

@@ -31,7 +31,7 @@ _POLL = 0.05  # seconds between two looks at the threads
 _LOOKS = 5  # looks at which ranks wait, after another one has failed, until they are given up
 _GRACE = 2.0  # seconds for waiting threads to end after another one has failed
 
-_LATE = "the ranks did not end within the time limit"
+_IDLE = 10  # times the limit after which ranks are given up that take no processor time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +59,8 @@ def run_ranks(count: int, program: Callable[[int], None], seconds: float) -> Ran
     Args:
         count: the number of ranks.
         program: called with the rank, in a thread of its own; it may use `torch.distributed`.
-        seconds: the time limit for all of them.
+        seconds: the limit for all of them, in seconds of processor time: a busy machine takes
+            longer, and decides the same.
 
     Returns:
         The failure, None if every rank ended. Threads that still run after the time limit are
@@ -80,14 +81,37 @@ def run_ranks(count: int, program: Callable[[int], None], seconds: float) -> Ran
         threads = [threading.Thread(target=body, args=(r,), daemon=True) for r in range(count)]
         for thread in threads:
             thread.start()
-        stopped = _join(threads, waits, failures, time.monotonic() + seconds)
+        stopped = _join(threads, waits, failures, _Limit(seconds))
         if stopped:
             _end_collectives(groups)
             for thread in threads:
                 thread.join(_GRACE)
     if failures:
         return failures[0]
-    return RankFailure(message=stopped, late=stopped == _LATE) if stopped else None
+    late = stopped.endswith(_LATE)
+    return RankFailure(message=stopped, late=late) if stopped else None
+
+
+_LATE = "seconds of processor time"
+
+
+class _Limit:
+    """A limit of this process's processor time; `_IDLE` times as long by the clock."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self.processor, self.clock = (
+            time.process_time() + seconds,
+            time.monotonic() + _IDLE * seconds,
+        )
+
+    @property
+    def passed(self) -> bool:
+        return time.process_time() > self.processor or time.monotonic() > self.clock
+
+    @property
+    def message(self) -> str:
+        return f"the ranks did not end within the time limit of {self.seconds:g} {_LATE}"
 
 
 def _end_collectives(groups: Any) -> None:
@@ -184,7 +208,7 @@ def _join(
     threads: list[threading.Thread],
     waits: Mapping[int, Any],
     failures: list[RankFailure],
-    end: float,
+    limit: _Limit,
 ) -> str:
     """Waits for the threads; returns why they were given up (`waits` has their collectives), empty
     if they ended. After a failure others run on to where they wait, so that more is known.
@@ -192,8 +216,8 @@ def _join(
     idle = 0
     while alive := [t for t in threads if t.is_alive()]:
         alive[0].join(_POLL)
-        if time.monotonic() > end:
-            return _LATE
+        if limit.passed:
+            return limit.message
         idle = idle + 1 if failures and all(t.ident in waits for t in alive) else 0
         if idle == _LOOKS:
             return "a rank failed"
