@@ -96,6 +96,15 @@ def pytest_terminal_summary(terminalreporter, config):
     )
 
 
+def pytest_ignore_collect(collection_path, config):
+    """Files that import torch cannot even be read under `--quick`."""
+    test = collection_path.name.startswith("test_")
+    known = (*quick.FILES, "test_specs")
+    return (
+        True if config.getoption("--quick") and test and collection_path.stem not in known else None
+    )
+
+
 @pytest.fixture(scope="session", autouse=True)
 def idle_processes():
     """Lends processes that run ranks from test to test, and ends them with the session."""
