@@ -369,7 +369,7 @@ class Failing(SentValues):
         (torch.OutOfMemoryError("no memory"), None, "no memory"),
         (distributed.DistBackendError("a rank died"), None, "a rank died"),
     ],
-    ids=str,
+    ids=["after all", "after all, values", "value 2", "value 3", "memory", "rank died"],
 )
 def test_errors_behind_the_blocks_of_a_stage(error, values, raised):
     """An error is without effect only if all that is sent was kept and modules were missing."""
