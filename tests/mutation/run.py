@@ -30,6 +30,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import selection
 
 ROOT = selection.ROOT
+ROWS = ROOT / "build" / "mutation.json"
+"""The file with a row for each place: its tier, the test that noticed it, and the seconds."""
 COMPARISONS = {
     ast.Lt: ast.GtE,
     ast.GtE: ast.Lt,
@@ -209,25 +211,28 @@ def main():
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--limit", type=float, default=1800, help="seconds for a tier")
     parser.add_argument("--list", action="store_true", help="print the places and break none")
+    parser.add_argument("--resume", action="store_true", help="keep the places that have a row")
     arguments = parser.parse_args()
     drawn = draw_places(arguments.places, arguments.seed)
     if arguments.list:
         for place in drawn:
             print(f"{place.path}:{place.line}: {place.before}  ->  {place.after}")
         return
-    rows = []
+    ROWS.parent.mkdir(exist_ok=True)
+    rows = json.loads(ROWS.read_text()) if arguments.resume and ROWS.is_file() else []
+    known = {(row["path"], row["line"], row["after"]) for row in rows}
     with tempfile.TemporaryDirectory() as folder:
         checkout = Checkout(folder)
         names = checkout.collect()
         for place in drawn:
+            if (place.path, place.line, place.after) in known:
+                continue
             tier, test, seconds = judge(place, checkout, names, arguments.limit)
             row = asdict(place) | {"tier": tier, "test": test, "seconds": round(seconds, 1)}
             del row["source"]
             rows.append(row)
+            ROWS.write_text(json.dumps(rows, indent=1) + "\n")
             print(f"{tier:9} {seconds:6.0f} s  {place.path}:{place.line}  {test}", flush=True)
-    target = ROOT / "build" / "mutation.json"
-    target.parent.mkdir(exist_ok=True)
-    target.write_text(json.dumps(rows, indent=1) + "\n")
     counts = {tier: sum(row["tier"] == tier for row in rows) for tier in ("folder", "fast", "full")}
     noticed = sum(counts.values())
     print(f"{noticed} of {len(rows)} noticed: {counts}; {len(rows) - noticed} survived")
