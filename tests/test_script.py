@@ -313,14 +313,24 @@ fsdp on fsdp {
 """
 
 
+def hooks_of_the_plan(hooks):
+    """The number of hooks but for those of safeguards, which scripts have none of."""
+    functions = (getattr(hook, "__func__", hook) for hook in hooks.values())
+    return sum(not str(f.__module__).startswith("planc.runtime.safeguards") for f in functions)
+
+
 def kinds(model):
-    """Where every parameter is, and what every module became."""
+    """The places of parameters, and the classes and hooks of modules."""
     parameters = {
         name: (tuple(p.placements), p.device_mesh.mesh_dim_names, tuple(p.to_local().shape))
         for name, p in model.named_parameters()
     }
     hooks = {
-        name: (type(m).__name__, len(m._forward_pre_hooks), len(m._forward_hooks))
+        name: (
+            type(m).__name__,
+            hooks_of_the_plan(m._forward_pre_hooks),
+            hooks_of_the_plan(m._forward_hooks),
+        )
         for name, m in model.named_modules()
     }
     return parameters, hooks

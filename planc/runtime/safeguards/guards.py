@@ -179,7 +179,6 @@ def guard(applied: Applied) -> None:
     _restore_class_names(model)
     average_whole(model, lowered.experts.ranks.name if lowered.experts else "")
     _guard_lookups(applied.modules, lowered)
-    _guard_adapters(model)
     _guard_saving(model)
     for method, (kind, relied) in _UNDONE.items():
         if hasattr(model, method) and (kind is None or lowered.has(kind)):
@@ -194,6 +193,7 @@ def guard(applied: Applied) -> None:
         model.__reduce_ex__ = refused("PL477", text, _EXPORT)
     torch_calls.cover(model)
     ModelChanges(model, lowered).watch()
+    _guard_adapters(model)  # its hooks run before those of ModelChanges, which would say less
 
 
 def _restore_class_names(model: nn.Module) -> None:
@@ -271,8 +271,8 @@ def _guard_adapters(model: nn.Module) -> None:
         if called is not None and called.__dict__.get("peft_config") is not own:
             raise stop("PL489", "peft has put adapters into a model under a plan", help=_ADAPTERS)
 
-    for child in model.children():
-        child.register_forward_pre_hook(refuse, prepend=True)
+    for module in (model, *model.children()):
+        module.register_forward_pre_hook(refuse, prepend=True)
 
 
 def _guard_lookups(modules: Mapping[str, nn.Module], lowered: Lowered) -> None:
