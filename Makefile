@@ -30,14 +30,13 @@ quick: $(VENV)/.ready  ## what a change of syntax, plan, checks or lowering need
 	$(BIN)/python -m pytest --quick --numprocesses auto
 
 processes: $(VENV)/.ready  ## numerics of all plans and options on four gloo processes, and the cases that `make test` leaves out (over an hour)
-	$(BIN)/python -m pytest tests/processes
-	$(BIN)/python -m pytest -m slow --ignore tests/processes
+	$(BIN)/python -m pytest -m slow
 
 $(VENV)/torchao: $(VENV)/.ready
 	$(BIN)/pip install --quiet --no-deps --constraint constraints.txt --target $@ torchao
 
 fp8: $(VENV)/torchao  ## products in 8 bits, emulated: the tests that need torchao, which is installed apart (peft 0.18 does not run beside it)
-	PYTHONPATH=$(VENV)/torchao $(BIN)/python -m pytest -m '' tests/test_matmul.py tests/processes/test_matmul_numerics.py
+	PYTHONPATH=$(VENV)/torchao $(BIN)/python -m pytest -m '' tests/sections/matmul/test_matmul.py tests/sections/matmul/test_matmul_numerics.py
 
 lint: $(VENV)/.ready  ## ruff and mypy
 	$(BIN)/ruff check .
@@ -48,13 +47,13 @@ bench: $(VENV)/.ready  ## one table of medians and ratios
 	$(BIN)/python tests/bench/run.py
 
 estimate: $(VENV)/.ready  ## estimates of memory and time beside measured and published runs
-	$(BIN)/python -W ignore tests/estimate/estimating.py | tee docs/generated/estimate-tables.md
+	$(BIN)/python -W ignore tests/tools/estimate/estimating.py | tee docs/generated/estimate-tables.md
 
 gpu: $(VENV)/.ready  ## what only a GPU shows, on one that the environment's torch can use (half an hour)
 	$(BIN)/python -W ignore tests/gpu/run.py build/gpu
 
 peaks: $(VENV)/.ready  ## memory of a step on four real gloo processes, for every combination that is not measured yet (half an hour)
-	$(BIN)/python -W ignore tests/estimate/gloo_peaks.py
+	$(BIN)/python -W ignore tests/tools/estimate/gloo_peaks.py
 
 MUTANTS  ?= 56
 FAMILIES ?=
@@ -80,7 +79,7 @@ fuzz: $(VENV)/.ready  ## broken plans, configurations and lowered plans (two hou
 	$(BIN)/python -W ignore tests/fuzz/fuzzing.py --cases $(FUZZ_CASES) $(if $(FUZZ_SEED),--seed $(FUZZ_SEED))
 
 coverage: $(VENV)/.ready  ## every causal-LM family: init, check, four real processes with padding, uneven labels and dropout, transformers' own beside it (an hour, goes on where it was)
-	$(BIN)/python -W ignore tests/coverage/run.py
+	$(BIN)/python -W ignore tests/coverage/family_rows.py
 	$(BIN)/python -W ignore tests/coverage/theirs.py
 	$(BIN)/python -W ignore tests/coverage/page.py > build/coverage/page.md
 	mv build/coverage/page.md docs/generated/coverage.md
@@ -112,7 +111,7 @@ pages: $(VENV)/.ready  ## write anew what is generated: the parser's table, the 
 	$(BIN)/python -m planc.ops.schema > grammars/lowered.schema.new
 	mv grammars/lowered.schema.new grammars/lowered.schema.json
 	$(BIN)/python -m planc.report.explain > docs/diagnostics/README.md
-	$(BIN)/python -m pytest tests/test_docs.py tests/test_specs.py --update
+	$(BIN)/python -m pytest tests/docs/test_docs.py tests/specs/test_specs.py --update
 
 clean:
 	rm -rf $(VENV) build dist docs/gallery .pytest_cache .mypy_cache .ruff_cache

@@ -9,10 +9,17 @@ import hypothesis
 import pytest
 import quick
 import selection
+
+sys.path.insert(0, str(Path(__file__).parent / "support"))
+from folders import FOLDERS, TESTS
+
+sys.path.extend(FOLDERS)
+
 from rank_processes import IdleProcesses
 
-GOLDENS = Path(__file__).parent / "goldens"
-PROCESSES = Path(__file__).parent / "processes"
+GOLDENS = TESTS / "goldens"
+WHOLLY_SLOW = re.compile(r"^pytestmark = .*\bpytest\.mark\.slow\b", re.M)
+"""The line of a file all of whose tests are slow, such as those on four processes."""
 
 
 # No test is timed: how long an example takes depends on what else the machine does.
@@ -30,13 +37,17 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    """Tests that are named run whole: `slow` is left out of runs of the suite alone."""
+    """Runs named files whose tests are all slow, which runs of a folder leave out."""
     if config.getoption("--quick"):
         sys.meta_path.insert(0, quick.NoTorch())
     here = config.invocation_params.dir
-    named = [(here / arg.partition("::")[0]).resolve() for arg in config.args]
-    if config.option.markexpr == "not slow" and any(p.is_relative_to(PROCESSES) for p in named):
+    named = [here / arg.partition("::")[0] for arg in config.args]
+    if config.option.markexpr == "not slow" and any(map(_wholly_slow, named)):
         config.option.markexpr = ""
+
+
+def _wholly_slow(path):
+    return path.is_file() and bool(WHOLLY_SLOW.search(path.read_text()))
 
 
 def pytest_collection_modifyitems(config, items):
@@ -113,6 +124,16 @@ def idle_processes():
         idle.install(patch)
         yield
     idle.end_all()
+
+
+@pytest.fixture(scope="session")
+def four():
+    """`four.run("numerics.compare", ...)` calls a function on four gloo processes."""
+    from pool import HealthyPool
+
+    pool = HealthyPool()
+    yield pool
+    pool.close()
 
 
 @pytest.fixture

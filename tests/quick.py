@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import re
+import sys
 import tempfile
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
@@ -105,6 +106,10 @@ def main():
 
 def record_flows():
     """Plays the examples that are new or changed, so that the cache has their data flows."""
+    sys.path.insert(0, str(Path(__file__).parent / "support"))
+    from folders import FOLDERS
+
+    sys.path.extend(FOLDERS)
     import test_specs
 
     stamps = CACHE / "played.json"

@@ -5,8 +5,9 @@ that it does not name is fast, or new, and always runs. Of the slow tests a run 
 
 - a quarter, by a hash of the test's name and the number of commits, so that four commits in a
   row run all tests;
-- the tests in files that the last commit or the working tree changes, and in files that import
-  from a folder of `planc/` with such a change;
+- the tests of each folder that the last commit or the working tree changes: a change of
+  `planc/NAME/` or of `tests/NAME/` selects the tests in `tests/NAME/`, and those in files that
+  import from `planc.NAME`;
 - the tests that failed in the last run.
 
 `pytest --full` (`make test FULL=1`) selects all tests. So does a run outside of a git checkout,
@@ -17,17 +18,20 @@ import hashlib
 import json
 import re
 import subprocess
+import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
-COSTS = Path(__file__).parent / "costs.json"
+sys.path.insert(0, str(Path(__file__).parent / "support"))
+from folders import NESTED, ROOT, TESTS
+
+COSTS = TESTS / "costs.json"
 LEFT_OUT = ROOT / "build" / "left-out.txt"
 """The file with the slow tests that the last run left out, one id a line."""
 SLOW = 0.5
 """Seconds from which a test is slow."""
 TURNS = 4
 """Number of commits in a row that run all tests."""
-_IMPORTED = re.compile(r"^\s*(?:from|import) planc\.(\w+)", re.M)
+_IMPORTED = re.compile(r"^\s*(?:from|import) planc\.([\w.]+)", re.M)
 
 
 def slow_tests():
@@ -76,14 +80,20 @@ def tests_of(changed):
     Args:
         changed: paths of the change, relative to the checkout.
     """
-    parts = [Path(path).parts for path in changed if path.startswith("planc/")]
-    folders = {part[1].removesuffix(".py") for part in parts}
-    paths = {path.relative_to(ROOT): path for path in (ROOT / "tests").rglob("test_*.py")}
+    paths = [Path(path).with_suffix("").parts for path in changed]
+    folders = {_folder(parts[1:]) for parts in paths if parts[0] in ("planc", "tests")}
+    packages = {_folder(parts[1:]) for parts in paths if parts[0] == "planc"}
     return {
-        str(name)
-        for name, path in paths.items()
-        if str(name) in changed or folders & set(_IMPORTED.findall(path.read_text()))
+        str(test.relative_to(ROOT))
+        for test in TESTS.rglob("test_*.py")
+        if _folder(test.relative_to(TESTS).parts) in folders
+        or packages & {_folder(name.split(".")) for name in _IMPORTED.findall(test.read_text())}
     }
+
+
+def _folder(parts):
+    """The folder of a file or module, such as `checks` or `tools/init`, below planc/ or tests/."""
+    return tuple(parts[: 2 if parts[0] in NESTED else 1])
 
 
 def left_out(names, *, turn, slow, changed, failed):

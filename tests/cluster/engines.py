@@ -21,7 +21,7 @@ HERE = Path(__file__).parent
 ENGINES = Path(os.path.abspath(sys.argv[1]))  # noqa: PTH100, the Python of a venv is a link
 WANTED = sys.argv[2:]
 """Names of `WHAT`; without any, all."""
-sys.path.insert(0, str(HERE.parent))
+sys.path.insert(0, str(HERE.parent / "support"))
 
 from modelfolder import QWEN3  # noqa: E402
 

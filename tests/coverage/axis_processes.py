@@ -12,7 +12,7 @@ import sys
 import warnings
 from pathlib import Path
 
-import run  # (makes the pool's folder importable)
+import family_rows
 from axes_table import PROCESSES
 from axis_rows import RANKS, Case, case_of, plan_together, proved_axes, settled
 from pool import Pool, RankError
@@ -40,7 +40,7 @@ def trained(case: Case, row: dict, plans: dict[str, str], folder: Path, pool: Po
         asked = [*asked, plan.ways[0 if row["all"]["sequence"] else 1][0]]
     done = compiler.compile(plan.files, case.facts, sink, world_size=RANKS, settings=asked)
     if done.lowered is None:
-        return {"verdict": "refused", "reason": run.first(sink)}
+        return {"verdict": "refused", "reason": family_rows.first(sink)}
     mesh = done.plan.mesh
     small = small_case(done, with_experts(small_sizes(mesh.axes, RANKS), mesh))
     if isinstance(small, Unrepresented):
@@ -79,11 +79,15 @@ def main():
     parser.add_argument(
         "--again", default="", help="verdicts that are measured anew: refuted,raised"
     )
-    parser.add_argument("--folder", type=Path, default=run.ROOT / "build" / "coverage" / "axes")
+    parser.add_argument(
+        "--folder", type=Path, default=family_rows.ROOT / "build" / "coverage" / "axes"
+    )
     options = parser.parse_args()
     warnings.simplefilter("ignore")
-    plans, pool, again = run.shipped(), Pool(RANKS), set(options.again.split(","))
-    for name in track(options.families.split(",") if options.families else run.types(), "families"):
+    plans, pool, again = family_rows.shipped(), Pool(RANKS), set(options.again.split(","))
+    for name in track(
+        options.families.split(",") if options.families else family_rows.types(), "families"
+    ):
         kept = options.folder / f"{name}.json"
         row = json.loads(kept.read_text()) if kept.exists() else {}
         if row.get("all", {}).get("verdict") != "proved" or settled(row.get(PROCESSES), again):

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import transformers.modeling_utils  # noqa: F401  (once, before the processes are forked)
+from family_rows import ROOT, configuration, first, shipped, text_of, types
 from rich.progress import track
-from run import ROOT, configuration, first, shipped, text_of, types
 
 from planc import compiler
 from planc.diagnostic import Sink

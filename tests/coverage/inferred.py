@@ -7,7 +7,7 @@ verdict of layout flow. Rows are kept as they come, so a run that was stopped go
 
     python tests/coverage/inferred.py OUT.jsonl [NAME[=PLAN] ...] [--prove] [--trace]
 
-A name is a model type, or `family:` and a small model of tests/processes/families.py.
+A name is a model type, or `family:` and a small model of tests/support/families.py.
 """
 
 import argparse
@@ -19,12 +19,13 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parent.parent / "processes"))
-sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+from folders import FOLDERS
+
+sys.path.extend(FOLDERS)
 
 import families
-import run as coverage
+import family_rows as coverage
 from helpers import STATED
 
 from planc import compiler

@@ -11,11 +11,14 @@ import sys
 import warnings
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "processes"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+from folders import FOLDERS
 
+sys.path.extend(FOLDERS)
+
+from family_rows import LIMIT, ROOT, first, models, types
 from pool import Pool, RankError
 from rich.progress import track
-from run import LIMIT, ROOT, first, models, types
 
 from planc.diagnostic import Sink
 

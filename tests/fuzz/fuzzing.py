@@ -21,8 +21,10 @@ import warnings
 from collections import Counter
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+from folders import FOLDERS
+
+sys.path.extend(FOLDERS)
 
 from cases import case
 from console import call

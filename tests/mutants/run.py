@@ -19,7 +19,10 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+from folders import FOLDERS, ROOT
+
+sys.path.extend(FOLDERS)
 
 from make import in_place, in_turn, of_modules, on_degrees, on_layers
 from subjects import SUBJECTS, texts, ways
@@ -32,7 +35,6 @@ from planc.model.load import load_values
 from planc.ops.document import digest, dumps
 from planc.proof.layout_flow import flow
 
-ROOT = Path(__file__).parent.parent.parent
 WORLD = 4
 CONTRADICTIONS = frozenset({"PL188", "PL351", "PL411", "PL441", "PL451", "PL453"})
 """Errors that ask for one of two lines, whatever they train: what adapters freeze frozen again,

@@ -1,12 +1,8 @@
 """The families whose plans are mutated, and the ways in which each plan is used."""
 
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "processes"))
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
+from folders import ROOT
 from helpers import STATED
 from numerics import MODELS
 
@@ -17,7 +13,7 @@ from planc.source import Source
 from planc.syntax import ast
 from planc.syntax.parse import parse
 
-PLANS = Path(__file__).parent.parent.parent / "plans"
+PLANS = ROOT / "plans"
 SUBJECTS = {
     "llama": "llama",
     "llama-tied": "llama",
@@ -50,7 +46,7 @@ SUBJECTS = {
     "mixtral, adapters": "mixtral",
     "qwen3_moe, capacity": "qwen3_moe",
 }
-"""The plan of each family of tests/processes; wan is a shrunken model of diffusers. Those with a
+"""The plan of each family of `families.py`; wan is a shrunken model of diffusers. Those with a
 second word are used along another axis, with adapters on divided experts, or with experts that take
 a number of a row's tokens."""
 

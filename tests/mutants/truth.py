@@ -93,7 +93,6 @@ def serve(jobs, folder, parent):
     """Answers jobs until there is a None, or until the runner is gone."""
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["PLANC_CACHE_DIR"] = str(Path(folder) / "cache")  # knows of no refuted plan
-    sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "processes")]
     log = os.open(os.environ.get("MUTANTS_LOG", os.devnull), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)

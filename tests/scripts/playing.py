@@ -14,7 +14,10 @@ import tempfile
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "processes"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+from folders import FOLDERS
+
+sys.path.extend(FOLDERS)
 
 import numerics
 import script_jobs

@@ -19,9 +19,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from unittest import mock
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-sys.path.insert(0, str(Path(__file__).parent.parent / "processes"))
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+from folders import FOLDERS
+
+sys.path.extend(FOLDERS)
 
 import numerics
 import silent_faults

@@ -1,0 +1,94 @@
+"""Every example in the docs is run: its commands must print what the page says.
+
+Each page runs in an empty folder, by the rules of tests/support/console.py. `pytest --update`
+writes the true output into the page.
+"""
+
+import os
+import re
+
+import pytest
+from console import BLOCK, played, run, with_rounding_of
+from folders import ROOT
+from helpers import slow
+
+DOCS = ROOT / "docs"
+FOLDERS = (".", "how-to", "language", "generated")
+PAGES = [ROOT / "README.md", *(p for name in FOLDERS for p in sorted((DOCS / name).glob("*.md")))]
+LONG = ("estimate.md", "hang.md", "more-gpus.md")
+"""Pages whose commands take a minute; `make processes` runs them."""
+DEMO = re.compile(r"^\$ (planc [^\n]*)\n.*?(?=\n\n(?:== |\$ )|\n```)", re.M | re.S)
+
+
+@pytest.mark.parametrize(
+    "page",
+    [slow(page) if page.name in LONG else page for page in PAGES],
+    ids=[str(page.relative_to(ROOT)) for page in PAGES],
+)
+def test_page(page, tmp_path, monkeypatch, request):
+    if page.name == "diffusion.md":
+        pytest.importorskip("diffusers")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
+    text = page.read_text()
+    if "planc cache" in text:  # which shows what is in it
+        monkeypatch.setenv("PLANC_CACHE_DIR", str(tmp_path / "cache"))
+    else:
+        request.getfixturevalue("no_verdicts")
+    (tmp_path / "pictures").mkdir()
+    new = played(text, tmp_path)
+    drawn = {file.name: file.read_text() for file in (tmp_path / "pictures").iterdir()}
+    if request.config.getoption("--update"):
+        page.write_text(new)
+        for name, picture in drawn.items():
+            (DOCS / "pictures" / name).write_text(picture)
+        return
+    kept = {name: (DOCS / "pictures" / name).read_text() for name in drawn}
+    assert drawn == kept, f"run pytest {os.path.relpath(__file__, ROOT)} --update and look at it"
+    assert new == text, f"run pytest {os.path.relpath(__file__, ROOT)} --update and read the change"
+
+
+def test_scripts_of_trainers_are_short():
+    scripts = re.findall(r"```python\n(# \w+\.py.*?)```", (DOCS / "trainer.md").read_text(), re.S)
+    assert len(scripts) == 4
+    assert max(len(script.splitlines()) for script in scripts) <= 66
+
+
+def test_the_site_has_every_page():
+    listed = re.findall(r"^[\w/*-]+$", (DOCS / "index.md").read_text(), re.M)
+    for folder in ("how-to", "language", "diagnostics"):
+        inner = (DOCS / folder / "README.md").read_text().partition("```{toctree}")[2]
+        listed += [f"{folder}/{name}" for name in re.findall(r"^[\w*-]+$", inner, re.M)]
+    pages = {p.relative_to(DOCS).with_suffix("") for p in DOCS.rglob("*.md")}
+    left = {str(page) for page in pages if not any(page.match(name) for name in listed)}
+    assert left == {"index"}
+
+
+def test_the_demo_as_it_ran(tmp_path, monkeypatch, request):
+    """What docs/demo/transcript.md shows of `make demo`: planc's commands, not the training."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("PLANC_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
+    page = ROOT / "docs" / "demo" / "transcript.md"
+    before, fence, demo = page.read_text().partition("```text\n== ")
+    new = DEMO.sub(lambda match: f"$ {match[1]}\n{run(match[1], ROOT).rstrip()}", demo)
+    new = with_rounding_of(demo, new)
+    assert len(DEMO.findall(demo)) > 5
+    if request.config.getoption("--update"):
+        page.write_text(f"{before}{fence}{new}")
+        return
+    assert new == demo, f"run pytest {os.path.relpath(__file__, ROOT)} --update and read the change"
+
+
+def test_the_language_pages_show_every_construct():
+    """A construct of the grammar that no example uses is one that the reference forgot."""
+    text = "\n".join(page.read_text() for page in (DOCS / "language").glob("*.md"))
+    plans = "\n".join(body for kind, _, body in BLOCK.findall(text) if kind == "plan")
+    words = "plan for mesh auto option let require when else then extend override optional has none"
+    words += " load init meta weights slices ops save offload every"
+    words += " tensor checkpoint compile fsdp colwise rowwise sequence input unit group root full"
+    words += " precision reshard except_last never block fullgraph local replicate min max len in"
+    missing = [w for w in words.split() if not re.search(rf"\b{w}\b", plans)]
+    assert missing == []

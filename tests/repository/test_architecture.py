@@ -1,0 +1,276 @@
+"""The house rules that a machine can hold: floors, imports, sizes."""
+
+import ast
+import re
+import subprocess
+import sys
+from collections import Counter
+from fnmatch import fnmatch
+from graphlib import TopologicalSorter
+from typing import get_args
+
+import pytest
+from folders import ROOT, TESTS
+
+PACKAGE = ROOT / "planc"
+FLOORS = {
+    "source": 0,
+    "codes": 0,
+    "diagnostic": 0,
+    "project": 0,
+    "resources": 0,
+    "atomic_write": 0,
+    "version": 0,
+    "notebook": 0,
+    "syntax": 1,
+    "model": 1,
+    "ops": 2,
+    "plan": 3,
+    "checks": 4,
+    "lowering": 5,
+    "rank_job": 6,
+    "emit": 6,
+    "report": 6,
+    "diffing": 7,
+    "runtime": 7,
+    "backends": 8,
+    "budget": 7,
+    "estimate": 8,
+    "compiler": 9,
+    "trial": 8,
+    "measure": 10,
+    "provenance": 10,
+    "proof": 10,
+    "cluster": 11,
+    "order": 11,
+    "tuning": 11,
+    "draft": 11,
+    "show": 11,
+    "editor": 11,
+    "importing": 11,
+    "api": 12,
+    "commands": 12,
+    "integrations": 14,
+    "cli": 13,
+    "questions": 13,
+    "__init__": 13,
+    "__main__": 14,
+}
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def home(path):
+    """The name of the floor's package or module that a file belongs to."""
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imports(path):
+    """(line, name of the floor imported, whether only for type checking)."""
+    tree = ast.parse(path.read_text())
+    typing = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        for inner in ast.walk(node)
+    }
+    for node in ast.walk(tree):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [a.name for a in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno} imports relatively"
+            names = [node.module]
+            if node.module == "planc":
+                names = [f"planc.{a.name}" for a in node.names]
+        for name in names:
+            if name.startswith("planc."):
+                yield node.lineno, name.split(".")[1], id(node) in typing
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_floors(path):
+    own = home(path)
+    for line, other, typing in imports(path):
+        if other in (own, "source") or typing:
+            continue
+        assert FLOORS[other] < FLOORS[own], (
+            f"{path.relative_to(PACKAGE)}:{line}: {own} (floor {FLOORS[own]}) imports "
+            f"{other} (floor {FLOORS[other]})"
+        )
+
+
+def test_no_circles():
+    """No module imports one that imports it, by any way; imports for types and inside functions
+    count.
+    """
+    paths = {".".join(f.relative_to(PACKAGE.parent).with_suffix("").parts): f for f in FILES}
+    files = {name.removesuffix(".__init__"): file for name, file in paths.items()}
+    uses = {name: {*_imported(file, files)} for name, file in files.items()}
+    assert sum(map(len, uses.values())) > 1000
+    TopologicalSorter(uses).prepare()  # raises CycleError, which names the circle
+
+
+def _imported(path, known):
+    """The modules of the package that a file imports, of a package only what it names there."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (a.name for a in node.names if a.name in known)
+        elif isinstance(node, ast.ImportFrom) and node.module in known:
+            inside = (f"{node.module}.{a.name}" for a in node.names)
+            yield from (name if name in known else node.module for name in inside)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_sizes(path):
+    text = path.read_text()
+    assert text.count("\n") <= 600, "split the file"
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef):
+            body = node.body
+            documented = isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant)
+            start = body[1].lineno if documented and len(body) > 1 else body[0].lineno
+            length = (node.end_lineno or 0) - start + 1
+            assert length <= 40, f"{node.name} has {length} lines"
+
+
+def test_the_compiler_is_one_page():
+    assert (PACKAGE / "compiler.py").read_text().count("\n") <= 100
+
+
+@pytest.mark.parametrize("name", sorted(set(FLOORS) - {"__init__"}))
+def test_names_do_not_shadow_the_standard_library(name):
+    assert name not in sys.stdlib_module_names
+
+
+def test_a_class_name_means_one_thing():
+    """But for what an operation stands for, and an expression of the syntax."""
+    found = [
+        node.name
+        for path in FILES
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    ]
+    twice = {name for name in found if found.count(name) > 1}
+    assert twice <= {"ContextParallel", "Choice"}
+
+
+def test_compiling_imports_no_torch():
+    """Everything but the model on a cold cache and the runtime works without torch."""
+    modules = (
+        "syntax plan checks ops.document emit.text emit.python.script diffing.compare "
+        "diffing.render report estimate.answer cli"
+    )
+    imported = "; ".join(f"import planc.{m}" for m in modules.split())
+    code = (
+        f"import sys; {imported}; print([m for m in ('torch', 'transformers') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_torch_calls_are_data():
+    """Operations name them, the printer writes them, and the executor alone looks names up."""
+    for path in FILES:
+        text = path.read_text()
+        for call in ("parallelize_module(", "fully_shard(", "checkpoint_wrapper("):
+            assert f" {call}" not in text, f"{path} calls {call}"
+        if home(path) == "runtime" and "import_module" in text:
+            assert path.name == "calls.py", f"{path} looks up names"
+
+
+def test_stages_and_inlined_definitions_have_names_of_their_own():
+    from planc.emit.python.inlined_source import definitions
+    from planc.ops.fsdp import FullyShard
+    from planc.ops.registry import AnyOp
+
+    copies = FullyShard(members=(), shard=(), replicate=("r",), reshard=False)
+    stages = [*(kind.SCRIPT for kind in get_args(get_args(AnyOp)[0])), copies.script]
+    assert len(stages) == 29
+    assert not {stage.name for stage in stages} & definitions().keys()
+
+
+def test_what_scripts_inline_has_one_name_each():
+    """A script has the definitions of all files in one: the last of two of a name would count."""
+    found = {}
+    for path in sorted((PACKAGE / "runtime" / "standalone").glob("*.py")):
+        for node in ast.parse(path.read_text()).body:
+            targets = getattr(node, "targets", [getattr(node, "target", node)])
+            for name in (getattr(t, "name", getattr(t, "id", None)) for t in targets):
+                if name is not None:
+                    found.setdefault(name, set()).add(path.name)
+    assert len(found) > 100
+    assert {name: files for name, files in found.items() if len(files) > 1} == {}
+
+
+def test_one_module_knows_axes_by_their_names():
+    """What an axis is for is its role: a plan may call its axes as it likes."""
+    names = {"dp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "pp", "dp_cp", "ep_shard"}
+    table = PACKAGE / "plan" / "mesh_axes.py"
+    found = {
+        path: sorted(
+            names
+            & {
+                n.value
+                for n in ast.walk(ast.parse(path.read_text()))
+                if isinstance(n, ast.Constant) and isinstance(n.value, str)
+            }
+        )
+        for path in FILES
+    }
+    assert found.pop(table)
+    assert not any(found.values()), {str(p): n for p, n in found.items() if n}
+
+
+def test_few_files_know_a_backend():
+    """Those of the backend, of what scripts inline, and of Megatron-LM's configurations."""
+    files = [*FILES, *PACKAGE.rglob("*.toml")]
+    found = [str(f.relative_to(PACKAGE)) for f in files if "megatron" in f.read_text().lower()]
+    assert 5 < len(found) <= 10, sorted(found)
+
+
+def test_only_model_imports_transformers():
+    """And what is registered with its attention interface, which emitted scripts inline, and what
+    is for its users.
+    """
+    registered = PACKAGE / "runtime" / "standalone" / "context.py"
+    for path in {p for p in FILES if home(p) != "integrations"} - {registered}:
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            if any(n.split(".")[0] == "transformers" for n in names):
+                assert home(path) == "model", path
+
+
+def test_every_test_is_collected(request):
+    """pytest leaves out folders by name, such as `build` and `dist`; no test is in one of those."""
+    left_out = request.config.getini("norecursedirs")
+    for file in TESTS.rglob("test_*.py"):
+        for folder in file.relative_to(TESTS).parts[:-1]:
+            assert not any(fnmatch(folder, pattern) for pattern in left_out), file
+
+
+def test_make_processes_runs_what_is_slow():
+    """Plain `pytest` says how many tests it deselects: `make processes` runs each of them once."""
+    assert "pytest -m slow\n" in (ROOT / "Makefile").read_text()
+
+
+def test_modules_of_tests_have_one_name_each():
+    """They are imported by their bare names; programs called `run` are imported nowhere."""
+    names = Counter(path.stem for path in TESTS.rglob("*.py"))
+    assert [name for name, count in names.items() if count > 1] == ["run"]
+
+
+@pytest.mark.parametrize(
+    ("addition", "words"),
+    [
+        ("A style", r'\bFeatures\b|\bFeaturesParallel\b|"features"'),
+        ("An operation", r"\bSyncRng\b|\bsync_rng_state\b|\blowering\.rng\b"),
+    ],
+)
+def test_the_tour_names_every_file_that_an_addition_takes(addition, words):
+    tour = (PACKAGE.parent / "docs" / "tour.md").read_text()
+    listed = tour.partition(f"- **{addition}**")[2].partition("It also takes")[0]
+    named = set(re.findall(r"`([\w/]+\.py)`", listed))
+    assert len(named) >= 4
+    found = {str(f.relative_to(PACKAGE)) for f in FILES if re.search(words, f.read_text())}
+    assert named == found

@@ -1,0 +1,72 @@
+"""A process that srun, mpirun or Ray started beside others, without torchrun's variables."""
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+from numerics import build
+from torch import distributed
+
+import planc
+
+pytestmark = pytest.mark.slow
+
+LAUNCHERS = [
+    {"SLURM_STEP_NUM_TASKS": "16", "SLURM_PROCID": "3", "SLURM_LOCALID": "3"},
+    {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_LOCAL_RANK": "0"},
+    {"PMI_SIZE": "4", "PMI_RANK": "1"},
+]
+OURS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "GROUP_WORLD_SIZE")
+
+
+def refused(monkeypatch, variables, **settings):
+    """The finding of PL460 in a process with these variables."""
+    for name in OURS:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(planc.PlanError, match="PL460") as caught:
+        planc.apply(build("llama"), "llama", device_type="cpu", **settings)
+    assert not distributed.is_initialized()
+    [found] = caught.value.diagnostics
+    return found
+
+
+@pytest.mark.parametrize("variables", LAUNCHERS, ids=lambda v: next(iter(v)))
+def test_several_processes_that_torch_does_not_know_of(monkeypatch, variables):
+    found = refused(monkeypatch, variables, overrides=["tp=2"])  # which one rank has no place for
+    size, rank, *_ = variables
+    assert f"{size} is {variables[size]}, so this is one of several processes" in found.message
+    assert f'RANK="${rank}" WORLD_SIZE="${size}"' in found.help
+
+
+def test_half_of_torchruns_variables(monkeypatch):
+    found = refused(monkeypatch, {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "node0"})
+    assert "WORLD_SIZE is 4" in found.message and "MASTER_PORT is not set" in found.message
+    found = refused(monkeypatch, {**LAUNCHERS[0], "RANK": "3", "WORLD_SIZE": "16"})
+    assert "MASTER_ADDR and MASTER_PORT are not set" in found.message
+
+
+def test_a_torchrun_for_each_task(monkeypatch):
+    torchrun = dict.fromkeys(OURS, "1") | {"RANK": "0", "MASTER_ADDR": "localhost"}
+    found = refused(monkeypatch, {**LAUNCHERS[0], **torchrun})
+    assert found.message.startswith("SLURM_STEP_NUM_TASKS is 16, and torchrun knows of one node")
+
+
+def test_a_worker_of_ray_train(monkeypatch):
+    context = SimpleNamespace(get_world_size=lambda: 2)
+    monkeypatch.setitem(sys.modules, "ray.train", SimpleNamespace(get_context=lambda: context))
+    found = refused(monkeypatch, {})
+    assert found.message.startswith("Ray Train has 2 workers") and "TorchTrainer" in found.help
+
+
+def test_one_process_of_a_launcher_runs_alone(monkeypatch):
+    for name in OURS:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
+    monkeypatch.setenv("SLURM_PROCID", "0")
+    monkeypatch.setenv("SLURM_NTASKS", "16")  # of an allocation, in which sbatch runs one script
+    try:
+        assert planc.apply(build("llama"), "llama", device_type="cpu").lowered.world_size == 1
+    finally:
+        distributed.destroy_process_group()

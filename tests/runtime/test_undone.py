@@ -1,0 +1,479 @@
+"""What a script does that a plan cannot follow, before or after `apply`, stops at its line."""
+
+import copy
+from unittest import mock
+
+import numerics
+import own_optimizers
+import pytest
+import torch
+import transformers
+from torch.optim.swa_utils import AveragedModel
+
+import planc
+from planc.runtime.safeguards import guards
+from planc.trial.thread_ranks import run_ranks
+
+FP32 = ["param_dtype=fp32", "reduce_dtype=fp32"]
+
+
+def ran(script, *settings, before=lambda model: model, compare=2):
+    """What a script gives for the run of each of two threads as ranks, and what one raised."""
+    built = numerics.build("llama")
+    made = [before(copy.deepcopy(built)) for _ in range(2)]
+    found = [None, None]
+
+    def program(rank):
+        options = {"device_type": "cpu", "require": "nothing", "compare": compare}
+        found[rank] = script(planc.apply(made[rank], "llama", overrides=settings, **options))
+
+    failure = run_ranks(2, program, 60)
+    return found, failure and failure.error
+
+
+def raised(script, *settings, before=lambda model: model):
+    """What a script raises after `apply`; None if nothing."""
+    return ran(lambda run: script(run.model), *settings, before=before)[1]
+
+
+@pytest.mark.parametrize(
+    ("script", "settings"),
+    [
+        (lambda model: model.set_attn_implementation("sdpa"), ["cp=2"]),
+        (lambda model: model.gradient_checkpointing_enable(), []),
+        (lambda model: model.resize_token_embeddings(256), ["tp=2"]),
+    ],
+)
+def test_what_the_plan_relies_on_is_not_undone(script, settings):
+    error = raised(script, *settings)
+    assert isinstance(error, planc.PlanError)
+    assert "PL454" in str(error) and "test_undone.py" in str(error)
+
+
+def test_what_a_plan_leaves_to_the_script_is_allowed():
+    assert raised(lambda model: model.tie_weights()) is None
+    off = "recompute=false"
+    assert raised(lambda model: model.gradient_checkpointing_enable(), off) is None
+
+
+@pytest.mark.parametrize("name", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_on_parameters_are_not_lost(name):
+    def before(model):
+        getattr(model.lm_head.weight, name)(print)
+        return model
+
+    error = raised(print, before=before)
+    assert isinstance(error, planc.PlanError) and "PL455" in str(error)
+
+
+def gradients(model, loss):
+    loss(model).backward()
+    return {numerics.plain(n): numerics.whole(p.grad) for n, p in model.named_parameters()}
+
+
+def far(loss, *settings):
+    """How far the gradients of a loss are from those of one process; what was raised."""
+    right = gradients(numerics.build("llama"), loss)
+
+    def script(run):
+        mine = gradients(run.model, loss)
+        return max(numerics.error(mine[n], right[n]) for n in right)
+
+    found, error = ran(script, *FP32, *settings)
+    assert error is None, error
+    return max(found)
+
+
+def cached(model):
+    model.config.use_cache = True
+    tokens, labels = numerics.data(128)
+    return model(input_ids=tokens, labels=labels).loss
+
+
+@pytest.mark.parametrize("settings", [["tp=2"], ["tp=2", "recompute=false"]])
+def test_a_cache_in_training_changes_nothing(settings):
+    with mock.patch.object(guards, "warning") as warned:
+        assert far(cached, *settings) < 1e-4
+    assert {call.args[0] for call in warned.call_args_list} == (
+        set() if settings[1:] else {"PL462"}
+    )
+    with torch.no_grad():
+        assert ran(lambda run: cached(run.model), *FP32, *settings)[1] is None
+
+
+def of_hidden_states(model):
+    tokens, _ = numerics.data(128)
+    output = model(input_ids=tokens, output_hidden_states=True)
+    weight = torch.linspace(0, 1, tokens.shape[1])[None, :, None]
+    first, last = output.hidden_states[1], output.hidden_states[-1]
+    return (weight * last).square().mean() + (weight * first).mean() + output.logits.mean()
+
+
+@pytest.mark.parametrize("sequence", ["true", "false"])
+def test_a_loss_of_hidden_states_is_that_of_the_whole_sequence(sequence):
+    assert far(of_hidden_states, "tp=2", f"sequence={sequence}") < 1e-4
+
+
+@pytest.mark.parametrize("sequence", ["true", "false"])
+@pytest.mark.parametrize("token", [-1, 127, 128])
+def test_a_token_outside_the_vocabulary_is_an_error_on_all_ranks(sequence, token):
+    """One process raises too; a lookup in shards would give zeros. 127 is the last token."""
+    tokens, _ = numerics.data(128)
+    tokens[1, 2] = token
+
+    def script(run):
+        try:
+            run.model(input_ids=tokens)
+        except RuntimeError as error:
+            return str(error)
+        return None
+
+    found, error = ran(script, "tp=2", f"sequence={sequence}", *FP32)
+    text = None if token == 127 else "an id of `model.embed_tokens` is not in [0, 128)"
+    assert error is None and found == [text] * 2
+    if text:
+        with pytest.raises(IndexError):
+            numerics.build("llama")(input_ids=tokens)
+
+
+def test_a_model_under_a_plan_is_not_copied():
+    error = raised(AveragedModel)
+    assert isinstance(error, planc.PlanError)
+    assert "PL463" in str(error) and "test_undone.py" in str(error)
+    named = str(error.diagnostics[0].help)
+    assert "_foreach_lerp_" in named
+
+    def averaged(run):  # as the help says
+        average = [p.detach().clone() for p in run.model.parameters()]
+        for parameter in run.model.parameters():
+            parameter.data.add_(1)
+        torch._foreach_lerp_(average, [*run.model.parameters()], 1 - 0.75)
+        pairs = zip(average, run.model.parameters(), strict=True)
+        return max((numerics.whole(p) - numerics.whole(a) - 0.75).abs().max() for a, p in pairs)
+
+    found, error = ran(averaged, *FP32, "tp=2")
+    assert error is None and max(found) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("code", "make", "before"),
+    [
+        ("PL464", torch.optim.Adagrad, lambda model: model.to("meta")),
+        ("PL465", torch.optim.Adafactor, lambda model: model),
+    ],
+)
+def test_an_optimizer_that_cannot_step_is_refused(code, make, before):
+    _, error = ran(lambda run: run.optimizer(make(run.model.parameters())), before=before)
+    assert isinstance(error, planc.PlanError)
+    assert code in str(error) and "test_undone.py" in str(error)
+    assert ran(lambda run: run.optimizer(torch.optim.Adagrad(run.model.parameters())))[1] is None
+
+
+@pytest.mark.parametrize("settings", [[], ["tp=2"]], ids=str)
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (own_optimizers.Lion, ""),
+        (own_optimizers.Normalized, ""),
+        (own_optimizers.LocalNorm, "LocalNorm steps shards otherwise than whole parameters, by 0."),
+        (torch.optim.Adafactor, "Adafactor cannot step shards: RuntimeError: "),
+        (transformers.Adafactor, "Adafactor cannot step shards: RuntimeError: "),
+        (lambda own: torch.optim.Muon([p for p in own if p.ndim == 2]), ""),
+        (lambda own: torch.optim.LBFGS([*own]), ""),
+    ],
+    ids=["lion", "normalized", "local", "adafactor", "transformers", "muon", "closure"],
+)
+def test_an_optimizer_of_the_script_is_tried_on_small_shards(make, said, settings):
+    """Whatever its name is; its parameters and states stay as they are."""
+
+    def script(run):
+        made = make(run.model.parameters())
+        given = [(p, p.detach().clone()) for group in made.param_groups for p in group["params"]]
+        run.optimizer(made)
+        assert not made.state
+        assert all(torch.equal(numerics.whole(p), numerics.whole(was)) for p, was in given)
+
+    _, error = ran(script, *FP32, *settings)
+    assert (said in str(error) and "test_undone.py" in str(error)) if said else error is None
+    assert not said or "PL465" in str(error)
+
+
+def test_torch_still_has_no_adafactor_of_shards():
+    def script(run):
+        optimizer = torch.optim.Adafactor(run.model.parameters())
+        of_hidden_states(run.model).backward()
+        optimizer.step()
+
+    assert "in-place operations that require placement changes" in str(ran(script, *FP32)[1])
+
+
+@pytest.mark.parametrize("how", ["loop", "own"])
+def test_rows_of_a_later_pass_are_compared_one_pass_after(how):
+    def script(run):
+        passed = 0
+        for number in range(5):
+            tokens, labels = numerics.data(128, seed=number)
+            if number == 2 and run.meshes["tp"].get_local_rank() == 1:
+                tokens = tokens.flip(0)
+            given = {"input_ids": tokens, "labels": labels}
+            try:
+                if how == "loop":
+                    run.forward_backward([given])
+                else:
+                    run.model(**given).loss.backward()
+            except planc.PlanError as error:
+                return passed, str(error)
+            passed += 1
+        return passed, ""
+
+    found, error = ran(script, *FP32, "tp=2", compare=1)
+    assert error is None
+    for passed, told in found:
+        assert passed == 3 and "PL483" in told and "the ranks 0 and 1 of tp" in told
+        assert "in forward pass 3: `input_ids` differs" in told and "test_undone.py" in told
+
+
+def step(model, run=None):
+    """The gradients of one step, of a model in one process or under a plan."""
+    tokens, labels = numerics.data(128)
+    model.zero_grad()
+    if run is None:
+        model(input_ids=tokens, labels=labels).loss.backward()
+    else:
+        run.forward_backward([{"input_ids": tokens, "labels": labels}])
+    named = ((n, p) for n, p in model.named_parameters() if p.grad is not None)
+    return {numerics.plain(n): numerics.whole(p.grad) for n, p in named}
+
+
+def after_change(change, *settings):
+    """The largest relative error of a gradient after a change between two steps of a run; what the
+    second step raised.
+    """
+    alone = numerics.build("llama")
+    change(alone)
+    right = step(alone)
+
+    def script(run):
+        step(run.model, run)
+        change(run.model)
+        gradients = step(run.model, run)
+        assert gradients
+        return max(numerics.error(gradients[name], right[name]) for name in gradients)
+
+    found, error = ran(script, *FP32, *settings)
+    return (None if error else max(found)), error
+
+
+def eager(model):
+    model.config._attn_implementation = "eager"
+
+
+def mixing_hook(model):
+    model.model.layers[0].register_forward_hook(lambda _m, _a, x: x + x.mean(1, keepdim=True))
+
+
+def mixing_in_place(model):
+    model.model.layers[0].register_forward_hook(
+        lambda _m, _a, x: None if x.mul_(x.mean()) is x else x
+    )
+
+
+def scaled_features(model):
+    hook = model.model.layers[0].mlp.act_fn.register_forward_hook
+    hook(lambda _m, _a, x: x / x.norm())
+
+
+def own_forward(model):
+    norm = model.model.layers[0].mlp.act_fn
+    norm.forward = torch.nn.functional.relu
+
+
+def hooked_parameter(model):
+    model.lm_head.weight.register_hook(lambda gradient: gradient * 2)
+
+
+def added_parameter(model):
+    width = model.config.hidden_size
+    model.model.layers[0].extra = torch.nn.Parameter(torch.zeros(width))
+
+
+def shared_module(model):
+    model.model.layers[1].mlp = model.model.layers[0].mlp
+
+
+def tied_weight(model):
+    model.lm_head.weight = model.model.embed_tokens.weight
+
+
+STAGES = ["pp=2", "microbatches=2"]
+
+
+@pytest.mark.parametrize(
+    ("change", "settings", "code"),
+    [
+        (eager, ["cp=2"], "PL454"),
+        (mixing_hook, ["cp=2"], "PL454"),
+        (mixing_in_place, ["cp=2"], "PL454"),
+        (scaled_features, ["tp=2"], "PL454"),
+        (own_forward, ["tp=2"], "PL454"),
+        (hooked_parameter, [], "PL455"),
+        (added_parameter, [], "PL425"),
+        (shared_module, [], "PL425"),
+        (shared_module, ["tp=2"], "PL425"),
+        (tied_weight, [], "PL425"),
+        (tied_weight, STAGES, "PL425"),
+    ],
+)
+def test_a_change_after_apply_that_the_plan_does_not_include_stops_the_next_pass(
+    change, settings, code
+):
+    _, error = after_change(change, *settings)
+    assert isinstance(error, planc.PlanError), error
+    assert code in str(error) and "test_undone.py" in str(error)
+
+
+def scaled_blocks(model):
+    for block in model.model.layers:
+        block.register_forward_hook(lambda _module, _arguments, output: output * 0.9)
+
+
+def reading_hook(model):
+    for module in model.modules():
+        module.register_forward_hook(lambda _module, _arguments, _output: None)
+
+
+@torch.no_grad()
+def other_values(model):
+    for parameter in model.parameters():
+        parameter.data = parameter.detach().clone() * 1.5
+
+
+@torch.no_grad()
+def exchanged_values(model):
+    """An average takes the place of the weights and gives it back, as evaluations do."""
+    weights = [parameter.data for parameter in model.parameters()]
+    for parameter in model.parameters():
+        parameter.data = parameter.data * 3
+    for parameter, weight in zip(model.parameters(), weights, strict=True):
+        parameter.data = weight * 2
+
+
+def other_parameters(model):
+    for module in model.modules():
+        for name, parameter in [*module._parameters.items()]:
+            if parameter is not None:
+                setattr(module, name, torch.nn.Parameter(parameter.detach() * 1.5))
+
+
+@pytest.mark.parametrize(
+    ("change", "settings"),
+    [
+        (scaled_blocks, []),
+        (scaled_blocks, STAGES),
+        (mixing_hook, ["tp=2"]),
+        (reading_hook, ["cp=2"]),
+        (reading_hook, ["tp=2"]),
+        (eager, ["tp=2"]),
+        (own_forward, []),
+        (other_values, []),
+        (other_values, ["tp=2"]),
+        (other_values, STAGES),
+        (exchanged_values, []),
+        (exchanged_values, ["tp=2"]),
+        (other_parameters, ["recompute=false"]),
+        (lambda model: model.tie_weights(), []),
+    ],
+)
+def test_other_changes_after_apply_are_those_of_one_process(change, settings):
+    error, raised = after_change(change, *settings)
+    assert raised is None, raised
+    assert error < 1e-4
+
+
+def test_data_of_another_shape_is_refused():
+    def script(model):
+        model.lm_head.weight.data = torch.zeros(3, 3)
+
+    assert "write the values with `copy_`" in str(raised(script))
+
+
+def test_hooks_after_gradients_are_called_as_the_help_says():
+    seen = {}
+
+    def script(run):
+        weight = run.model.lm_head.weight
+        noted = seen.setdefault(id(run), [])
+        weight.register_post_accumulate_grad_hook(lambda p: noted.append(p.grad.to_local().clone()))
+        step(run.model, run)
+        assert len(noted) == 1 and torch.equal(noted[0], weight.grad.to_local())
+
+    assert ran(script, *FP32)[1] is None
+
+
+def loss_of(model):
+    tokens, labels = numerics.data(128)
+    return model(input_ids=tokens, labels=labels).loss
+
+
+def gradient_penalty(run):
+    options = {"allow_unused": True, "create_graph": True}
+    grad = torch.autograd.grad
+    return grad(loss_of(run.model), [*run.model.parameters()], **options)
+
+
+def backward_of_some(run):
+    loss_of(run.model).backward(inputs=[run.model.lm_head.weight])
+
+
+def functional_call(run):
+    tokens, labels = numerics.data(128)
+    values = {name: p * 1.5 for name, p in run.model.named_parameters()}
+    given = {"input_ids": tokens, "labels": labels}
+    return torch.func.functional_call(run.model, values, (), given)
+
+
+@pytest.mark.parametrize("settings", [[], ["tp=2"]], ids=str)
+@pytest.mark.parametrize(
+    ("script", "code"),
+    [(gradient_penalty, "PL426"), (backward_of_some, "PL426"), (functional_call, "PL425")],
+)
+def test_gradients_and_values_that_bypass_fsdp_are_refused_at_the_line(script, code, settings):
+    _, error = ran(script, *FP32, *settings)
+    assert isinstance(error, planc.PlanError), error
+    assert code in str(error) and "test_undone.py" in str(error)
+
+
+def test_gradients_of_inputs_are_those_of_one_process():
+    def gradient(model):
+        tokens, _ = numerics.data(128)
+        table = torch.linspace(-1, 1, 128 * 64).view(128, 64)
+        given = table[tokens]
+        given.requires_grad_()
+        output = model(inputs_embeds=given)
+        return torch.autograd.grad(output.logits.square().mean(), [given])[0]
+
+    right = gradient(numerics.build("llama"))
+    found, error = ran(lambda run: numerics.error(gradient(run.model), right), *FP32)
+    assert error is None and max(found) < 1e-4
+
+
+@pytest.mark.parametrize("norm", ["clip_grad_norm_", "get_total_norm"])
+def test_a_norm_of_one_stage_is_refused(norm):
+    """Without stages it is that of the full model; `run.clip_grad_norm_` is right under both."""
+
+    def script(run):
+        step(run.model, run)
+        right = run.clip_grad_norm_(float("inf"))
+        parameters = [p for p in run.model.parameters() if p.grad is not None]
+        if norm == "get_total_norm":
+            own = torch.nn.utils.get_total_norm([p.grad for p in parameters])
+        else:
+            own = torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        return float(right), float(numerics.whole(own))
+
+    found, error = ran(script, *FP32)
+    assert error is None
+    assert all(own == pytest.approx(right, rel=1e-5) for right, own in found)
+    _, error = ran(script, *FP32, *STAGES)
+    assert isinstance(error, planc.PlanError), error
+    assert "PL427" in str(error) and "test_undone.py" in str(error)
