@@ -186,20 +186,21 @@ def test_folding_keeps_every_word(text, width):
 WAIT = """
 import sys, time
 from planc.commands.output import waiting
+before, after = map(float, sys.argv[1:])
 with waiting("reading [a] model") as progress:
-    time.sleep(float(sys.argv[1]) / 2)
+    time.sleep(before)
     progress(3, 9)
-    time.sleep(float(sys.argv[1]) / 2)
+    time.sleep(after)
 print("done")
 """
 
 
 def test_a_long_wait_shows_progress_on_a_terminal_alone():
-    assert "reading [a] model: 3 of 9" in on_terminal(4.0, program=("-c", WAIT))
-    early = WAIT.replace("    time.sleep(float(sys.argv[1]) / 2)\n", "", 1)
-    assert "reading [a] model: 3 of 9" in on_terminal(4.0, program=("-c", early))
-    assert "reading" not in on_terminal(0.1, program=("-c", WAIT))
-    words = [sys.executable, "-c", WAIT, "1.5"]
+    """The bar is there after a second, with what is done by then or what is done later."""
+    assert "reading [a] model: 3 of 9" in on_terminal(0, 1.5, program=("-c", WAIT))
+    assert "reading [a] model: 3 of 9" in on_terminal(1.5, 0.3, program=("-c", WAIT))
+    assert "reading" not in on_terminal(0.1, 0, program=("-c", WAIT))
+    words = [sys.executable, "-c", WAIT, "0", "1.5"]
     done = subprocess.run(words, capture_output=True, text=True, check=True, env=environment())
     assert (done.stdout, done.stderr) == ("done\n", "")
 

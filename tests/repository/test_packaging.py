@@ -12,6 +12,7 @@ import zipfile
 from importlib import metadata
 
 import pytest
+from console import call
 from folders import ROOT
 from helpers import slow
 
@@ -84,7 +85,7 @@ def environment(request, wheel, tmp_path):
     return home
 
 
-def test_planc_without_torch(environment, tmp_path):
+def test_planc_without_torch(environment, tmp_path, monkeypatch):
     def planc(*words):
         cache = str(tmp_path / "cache")
         return run(environment / "bin" / "planc", *words, folder=tmp_path, PLANC_CACHE_DIR=cache)
@@ -106,7 +107,7 @@ def test_planc_without_torch(environment, tmp_path):
     assert "llama" in planc("list", "plans").stdout
     checked = planc("check", "llama-3.1-8b", "a.plan", "--world-size", "8")
     assert checked.returncode == 2 and "[PL760]" in checked.stdout
-    assert planc("cache", "unpack", packed(tmp_path)).returncode == 0
+    assert planc("cache", "unpack", packed(tmp_path, monkeypatch)).returncode == 0
     checked = planc("check", "llama-3.1-8b", "a.plan", "--world-size", "8", "--set", "tp=2")
     assert checked.returncode == 0, checked.stdout
     assert "(proved with torch" in checked.stdout and "machine that packed" in checked.stdout
@@ -118,19 +119,16 @@ def test_planc_without_torch(environment, tmp_path):
     assert planc("verify", "llama-3.1-8b", "a.plan").returncode == 2
 
 
-def packed(folder):
-    """A pack of this environment, which has torch."""
-    cache = str(folder / "own")
-    inherited = {**os.environ, "PLANC_CACHE_DIR": cache}
+def packed(folder, monkeypatch):
+    """A pack of this process, which has torch."""
+    monkeypatch.setenv("PLANC_CACHE_DIR", str(folder / "own"))
+    monkeypatch.chdir(folder)
     for words in (
         ("check", "llama-3.1-8b", "a.plan", "--world-size", "8", "--set", "tp=2"),
         ("cache", "pack", "pack.json"),
     ):
-        command = [sys.executable, "-W", "ignore", "-m", "planc", *words]
-        done = subprocess.run(
-            command, cwd=folder, env=inherited, capture_output=True, text=True, check=False
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
+        code, printed, errors = call(*words)
+        assert code == 0, printed + errors
     return folder / "pack.json"
 
 

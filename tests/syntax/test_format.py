@@ -1,14 +1,12 @@
 """`planc fmt`: one layout for each plan, whatever it was laid out like; nothing is lost."""
 
-import os
 import re
 import stat
-import subprocess
-import sys
 import textwrap
 from itertools import pairwise
 
 import pytest
+from console import call
 from folders import ROOT
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -360,12 +358,9 @@ UGLY = "plan a for llama  # one\nmesh { tp=1 }\n"
 NICE = "plan a for llama    # one\nmesh {\n    tp = 1\n}\n"
 
 
-def planc(*words, input=None):
-    """Runs the command in a process of its own: (exit code, stdout, stderr)."""
-    words = [sys.executable, "-W", "ignore", "-m", "planc.cli", "fmt", *map(str, words)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(words, input=input, capture_output=True, env=environment, check=False)
-    return done.returncode, done.stdout.decode(), done.stderr.decode()
+def planc(*words, stdin=""):
+    """Runs the command: (exit code, stdout, stderr)."""
+    return call("fmt", *words, stdin=stdin)
 
 
 def test_files_are_written_in_place(tmp_path):
@@ -396,12 +391,12 @@ def test_check_and_diff_write_nothing(tmp_path):
 
 
 def test_standard_input(tmp_path):
-    assert planc("-", input=UGLY.encode()) == (0, NICE, "")
-    assert planc("--check", "-", input=UGLY.encode())[:2] == (
+    assert planc("-", stdin=UGLY) == (0, NICE, "")
+    assert planc("--check", "-", stdin=UGLY)[:2] == (
         1,
         "<stdin> is not in the canonical layout\n",
     )
-    code, out, err = planc("-", input=b"plan a fro b\n")
+    code, out, err = planc("-", stdin="plan a fro b\n")
     assert (code, out) == (2, "") and "PL001" in err and "<stdin>:1" in err
 
 

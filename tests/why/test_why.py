@@ -1,15 +1,12 @@
 """`planc why`: what decides a module; held against the lowered plan that it speaks of."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from dataclasses import replace
 
 import jsonschema
 import pytest
-from folders import ROOT
+from console import call
 from helpers import compiled_of, sampled
 from test_library import CASES
 
@@ -343,26 +340,20 @@ def test_a_name_that_is_not_there(llama, name, told, help):
 # The command -------------------------------------------------------------------------------------
 
 
-def test_the_command(tmp_path):
-    def planc(*words, **environment):
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
-        command = [sys.executable, "-W", "ignore", "-m", "planc.cli", "why", *words]
-        done = subprocess.run(
-            command, capture_output=True, text=True, env=environment, check=False, cwd=tmp_path
-        )
-        return done.returncode, done.stdout, done.stderr
-
-    target = ["llama-3.1-8b", "llama", "model.norm.weight", "--world-size", "8"]
-    code, out, err = planc(*target)
+def test_the_command(monkeypatch):
+    target = ["why", "llama-3.1-8b", "llama", "model.norm.weight", "--world-size", "8"]
+    code, out, err = call(*target)
     assert (code, err) == (0, "") and out.startswith("model.norm.weight  a parameter of")
-    colored = planc(*target, FORCE_COLOR="1")[1]
+    with monkeypatch.context() as patch:
+        patch.setenv("FORCE_COLOR", "1")
+        colored = call(*target)[1]
     assert "\x1b[1mmodel.norm.weight\x1b[0m" in colored
     assert re.sub(r"\x1b\[[\d;]*m", "", colored) == out
-    code, out, err = planc(*target, "--format", "json")
+    code, out, err = call(*target, "--format", "json")
     assert (code, err) == (0, "") and json.loads(out)["name"] == "model.norm.weight"
-    code, out, err = planc("llama-3.1-8b", "llama", "model.nrm", "--world-size", "8")
+    code, out, err = call("why", "llama-3.1-8b", "llama", "model.nrm", "--world-size", "8")
     assert (code, out) == (2, "") and "PL130" in err and "did you mean `model.norm`?" in err
-    code, out, err = planc(*target, "--set", "tp=3")
+    code, out, err = call(*target, "--set", "tp=3")
     assert (code, out) == (1, "") and "PL303" in err
 
 
