@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(abspath $(VENV))/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo test costs quick processes fp8 lint bench estimate gpu peaks mutants mutation scripts silent fuzz coverage axes cluster docs pages clean
+.PHONY: help demo test costs quick outputs processes fp8 lint bench estimate gpu peaks mutants mutation scripts silent fuzz coverage axes cluster docs pages clean
 
 help:  ## this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## */  make \1	/'
@@ -28,6 +28,10 @@ costs: $(VENV)/.ready  ## all tests, and the seconds of the slow ones in tests/c
 quick: $(VENV)/.ready  ## what a change of syntax, plan, checks or lowering needs; imports no torch (under a minute)
 	$(BIN)/python -W ignore tests/quick.py
 	$(BIN)/python -m pytest --quick --numprocesses auto
+
+SINCE ?= HEAD
+outputs: $(VENV)/.ready  ## what commands print for all shipped plans and examples, compared byte for byte with a commit (five minutes; SINCE=main)
+	$(BIN)/python -W ignore tests/outputs.py compare $(SINCE)
 
 processes: $(VENV)/.ready  ## numerics of all plans and options on four gloo processes, and the cases that `make test` leaves out (over an hour)
 	$(BIN)/python -m pytest -m slow
