@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import fields
 from fnmatch import fnmatch
 from graphlib import TopologicalSorter
 from typing import get_args
@@ -187,6 +188,60 @@ def test_stages_and_inlined_definitions_have_names_of_their_own():
     stages = [*(kind.SCRIPT for kind in get_args(get_args(AnyOp)[0])), copies.script]
     assert len(stages) == 29
     assert not {stage.name for stage in stages} & definitions().keys()
+
+
+KIND_DECISIONS = 232
+"""The most decisions by kind of operation outside of `ops`. It only falls: an operation answers for
+itself, by a class variable or a method of `Op`."""
+
+
+def _names(*nodes):
+    inside = [inner for node in nodes for inner in ast.walk(node)]
+    attributes = {n.attr for n in inside if isinstance(n, ast.Attribute)}
+    return attributes | {n.id for n in inside if isinstance(n, ast.Name)}
+
+
+def _kinds():
+    """The names of the classes of operations."""
+    kinds = {"Op"}
+    for path in [*PACKAGE.glob("ops/*.py"), *PACKAGE.glob("backends/*/__init__.py")]:
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and _names(*node.bases) & kinds:
+                kinds.add(node.name)
+    return kinds - {"Op"}
+
+
+def _decides(node, kinds):
+    """Whether an expression asks which kind an operation is."""
+    if isinstance(node, ast.MatchClass):
+        return bool(_names(node.cls) & kinds)
+    if not isinstance(node, ast.Call):
+        return False
+    function = getattr(node.func, "id", getattr(node.func, "attr", ""))
+    asks = function in ("isinstance", "every", "has", "first", "only")
+    return asks and any(_names(argument) & kinds for argument in node.args)
+
+
+def test_operations_speak_for_themselves():
+    kinds = _kinds()
+    assert len(kinds) > 25
+    files = [f for f in FILES if home(f) not in ("ops", "sections", "backends")]
+    nodes = (node for f in files for node in ast.walk(ast.parse(f.read_text())))
+    count = sum(_decides(node, kinds) for node in nodes)
+    assert count <= KIND_DECISIONS, "let the operation answer: a class variable or a method of `Op`"
+    assert count == KIND_DECISIONS, f"fewer than before: lower `KIND_DECISIONS` to {count}"
+
+
+def test_fields_of_operations_hide_nothing_that_all_operations_answer():
+    """A dataclass field replaces a property of the base class without an error."""
+    from planc.ops.backend import Backend
+    from planc.ops.base import Op
+    from planc.ops.registry import KINDS
+
+    answers = {name for name in vars(Op) if not name.startswith("_")} - {"origin", "origins"}
+    for kind in (*KINDS, *Backend.installed()):
+        own = {f.name for f in fields(kind)} - {"origin", "origins"}
+        assert not own & answers, f"{kind.__name__}: {own & answers}"
 
 
 def test_what_scripts_inline_has_one_name_each():
