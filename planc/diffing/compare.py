@@ -13,11 +13,10 @@ from planc.diffing.matching import Pairs, differences, entries, groups, grown, p
 from planc.model.facts import Modules
 from planc.notebook import InNotebooks
 from planc.ops import phrases
-from planc.ops.base import Entry, Value, Words
+from planc.ops.base import AxisRole, Entry, Value, Words
 from planc.ops.expert_parallel import DispatchExperts
 from planc.ops.lowered import Lowered, MeshAxis
 from planc.ops.styles import style_text
-from planc.ops.tensor_parallel import Parallelize
 from planc.source import Span
 
 _BYTES = {"nbytes", "gathered", "parameters"}
@@ -205,9 +204,9 @@ class _Reasons:
     def __init__(self, old: Lowered, new: Lowered, pairs: Pairs) -> None:
         names = [a.name for side in (old, new) for a in _axes(side)]
         self.sizes = {n: (old.axis_size(n), new.axis_size(n)) for n in dict.fromkeys(names)}
-        ops = [op for op in (*old.ops, *new.ops) if isinstance(op, Parallelize)]
+        axes = (axis for side in (old, new) for axis in side.split_axes(AxisRole.TENSOR))
         self.experts = [s.experts.ranks.name for s in (old, new) if s.experts]
-        self.tensor = tuple(dict.fromkeys(axis for op in ops for axis in op.axes))
+        self.tensor = tuple(dict.fromkeys(axes))
         shapes = (n for a, b in pairs.changed for n, _, _ in differences(a, b))
         self.resized = any(_model(old, new)) or any(n.endswith(".shape") for n in shapes)
 

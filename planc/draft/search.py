@@ -19,7 +19,7 @@ from planc.draft.plan_text import DECODER, Draft, parsed_text, render
 from planc.draft.recipes import SplitChoice, SplitRecipe, split_choices
 from planc.draft.roles import Roles, RunRecord
 from planc.model.facts import Facts, Module, generic
-from planc.ops.tensor_parallel import Parallelize
+from planc.ops.base import AxisRole
 from planc.plan.infer_layouts import NO_TOKENS
 from planc.plan.settings import AUTO
 from planc.proof.flow_findings import what_is_wrong
@@ -154,7 +154,7 @@ class Search:
     def _judged(self, done: Compiled) -> Outcome:
         self.runs += 1
         assert self.small is not None and done.lowered is not None
-        if not done.lowered.has(Parallelize):
+        if not done.lowered.split_axes(AxisRole.TENSOR):
             return Outcome(verdict="nothing", reason="none of its parameters can be sharded")
         return judge(SmallCase(model=self.small, compiled=done), quick=True)
 

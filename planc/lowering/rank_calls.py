@@ -5,23 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, product
+from operator import itemgetter
 from typing import Any
 
-from planc.model.facts import below
 from planc.ops import phrases
 from planc.ops.base import Op
-from planc.ops.context import ContextParallel
-from planc.ops.expert_capacity import LimitExperts
-from planc.ops.expert_parallel import DispatchExperts
-from planc.ops.fsdp import FullyShard
-from planc.ops.loss import ChunkLoss
 from planc.ops.lowered import Lowered
-from planc.ops.pipeline import Pipeline
-from planc.ops.tensor_parallel import Parallelize
+from planc.ops.registry import units_of
 
-ROOT = "root"
-"""The unit of FSDP that is the whole model, which FSDP leaves without a name."""
-MESSAGES = ("send", "recv")
 WAIT = "wait"
 
 
@@ -82,6 +73,11 @@ class RankCall:
         return f"{kind_text(self.kind)}{reduces}{size * bool(self.numel)}{end}"
 
     @property
+    def of_unit(self) -> bool:
+        """Whether the call gathers or reduces a unit of FSDP."""
+        return bool(self.unit and self.op and units_of(self.op))
+
+    @property
     def over(self) -> str:
         return phrases.axes(self.axes) or f"ranks {', '.join(map(str, self.ranks))}"
 
@@ -89,11 +85,7 @@ class RankCall:
     def where(self) -> str:
         """`backward of model.layers.3`, `forward, fsdp of lm_head`, `clipping`, `the loop`."""
         at = f"{self.during} of {self.module}" if self.module else self.during
-        of = (
-            f"{self.op.WORD} of {self.unit}"
-            if self.unit and isinstance(self.op, FullyShard)
-            else ""
-        )
+        of = f"{self.op.WORD} of {self.unit}" if self.op and self.of_unit else ""
         return ", ".join(filter(None, (at, of))) or "the loop" * (self.op is None)
 
     @property
@@ -179,69 +171,8 @@ def calls(
 
 
 def _with_op(call: RankCall, ops: Sequence[Op]) -> RankCall:
+    """The call with the operation whose claim on it is the strongest."""
     if call.kind == WAIT:
         return call
-    return replace(call, op=_unit(call, ops) or _pipeline(call, ops) or _module(call, ops))
-
-
-def _unit(call: RankCall, ops: Sequence[Op]) -> Op | None:
-    """The FSDP unit that a call gathers or reduces."""
-    if not call.unit:
-        return None
-    first = call.unit.partition(",")[0].replace(ROOT, "")
-    units = (op for op in ops if isinstance(op, FullyShard) and {*call.axes} <= {*_axes(op)})
-    return next((op for op in units if any(first in some.names() for some in op.members)), None)
-
-
-def _axes(op: Op) -> tuple[str, ...]:
-    """The axes that an operation communicates over."""
-    if isinstance(op, FullyShard):
-        own = (*op.shard, *op.replicate)
-        return (*own, *(a for spread in op.spreads for a in (*spread.shard, *spread.replicate)))
-    if isinstance(op, DispatchExperts):
-        return (op.axis, *op.shared)
-    return tuple(getattr(op, "axes", ())) or (getattr(op, "axis", ""),)
-
-
-def _pipeline(call: RankCall, ops: Sequence[Op]) -> Op | None:
-    if call.kind not in MESSAGES:
-        return None
-    return next((op for op in ops if isinstance(op, Pipeline) and op.axis in call.axes), None)
-
-
-def _module(call: RankCall, ops: Sequence[Op]) -> Op | None:
-    """The operation on the axis of a call with the longest name of a module around it; one of a
-    whole model, as context parallelism, where none is nearer. What FSDP sums before it reduces a
-    unit is the gradient of a weight in it that a style leaves whole.
-    """
-    best: Op | None = None
-    length = -1
-    for op in ops:
-        if not isinstance(
-            op, Parallelize | DispatchExperts | LimitExperts | ContextParallel | ChunkLoss
-        ):
-            continue
-        if not {*call.axes} & {*_axes(op)}:
-            continue
-        if isinstance(op, ContextParallel):
-            names = [""] if call.module else []
-        else:
-            names = [name for name in op.modules.names() if _inside(call, name)]
-        for name in names:
-            if len(name) > length:
-                best, length = op, len(name)
-    return best or _whole(call, ops)
-
-
-def _inside(call: RankCall, name: str) -> bool:
-    return bool(call.module) and (call.module == name or below(call.module, name))
-
-
-def _whole(call: RankCall, ops: Sequence[Op]) -> Op | None:
-    units = [unit.replace(ROOT, "") for unit in call.unit.split(", ") if unit]
-    for op in ops:
-        if not (isinstance(op, Parallelize) and not op.shapes and {*call.axes} & {*op.axes}):
-            continue
-        if any(name == unit or below(name, unit) for name in op.modules.names() for unit in units):
-            return op
-    return None
+    claims = [(claim, op) for op in ops if (claim := op.claims(call)) is not None]
+    return replace(call, op=max(claims, key=itemgetter(0))[1]) if claims else call

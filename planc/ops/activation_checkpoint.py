@@ -145,6 +145,10 @@ class Checkpoint(Op):
         """Whether anything waits in the host's memory for the backward pass."""
         return self.offload or any(save.hosted for save in self.save)
 
+    @property
+    def traced_modules(self) -> tuple[Modules, ...]:
+        return (self.modules,)
+
     SCRIPT: ClassVar = ScriptFunction(
         "checkpoint", "Recomputes activations in the backward pass, to save memory."
     )

@@ -11,6 +11,7 @@ from typing import Annotated, Any, ClassVar, NamedTuple, Self, TypeVar
 from planc.model.facts import Modules
 from planc.ops import phrases
 from planc.ops.call import Context, ScriptFunction, Step
+from planc.ops.claims import CallClaim, ObservedCall
 from planc.ops.phrases import AxisSizes as AxisSizes  # noqa: PLC0414 - for every operation
 from planc.source import NOWHERE, Span
 
@@ -222,6 +223,11 @@ class Op:
     WORDS: ClassVar[Words] = {}
     """The words of a diff for facts, where they are not the names and values."""
 
+    ROLE: ClassVar[AxisRole | None] = None
+    """The part of the work that the ranks along `split_axes` split; None where they split none."""
+    CARRIES: ClassVar[str] = ""
+    """What the ranks along `split_axes` send to each other, in words; empty for nothing."""
+
     origin: Origin = field(default=NOWHERE, compare=False, repr=False, metadata=key("place"))
     origins: Origins = field(default=(), compare=False, repr=False, metadata=OMIT)
 
@@ -232,6 +238,30 @@ class Op:
     def origin_of(self, field: str) -> Span | None:
         """The line that decided a field; None where it is the line of the operation."""
         return dict(self.origins).get(field)
+
+    @property
+    def split_axes(self) -> tuple[str, ...]:
+        """The axes whose ranks split the work that `ROLE` names."""
+        return ()
+
+    @property
+    def communication_axes(self) -> tuple[str, ...]:
+        """The axes along which its ranks call collectives."""
+        return self.split_axes
+
+    @property
+    def traced_modules(self) -> tuple[Modules, ...]:
+        """The modules to whose forward pass a profile adds the line of the operation."""
+        return ()
+
+    @property
+    def short_name(self) -> str:
+        """The name in a profile and in a picture."""
+        return self.WORD
+
+    def claims(self, collective: ObservedCall) -> CallClaim | None:
+        """The claim on a collective of a run; None if the operation does not make it."""
+        return None
 
     def problems(self) -> Iterator[tuple[Where, str]]:
         """Yields (where in the operation, a message) for what the types of the fields allow."""

@@ -8,7 +8,8 @@ from typing import Annotated, ClassVar, Self
 from planc.model.facts import Modules
 from planc.model.patches import AFTER_TEXT, ALONE, BEFORE_TEXT
 from planc.ops import call, phrases
-from planc.ops.base import OMIT, Axis, AxisSizes, Name, Op, Size, choice, text
+from planc.ops.base import OMIT, Axis, AxisRole, AxisSizes, Name, Op, Size, choice, text
+from planc.ops.claims import MODULE, CallClaim, ObservedCall
 
 _EXCHANGES = {
     "all_gather": "keys and values are all-gathered",
@@ -103,6 +104,16 @@ class ContextParallel(KeysOp):
         "split_sequences",
         "Computes a part of each sequence: `model.context_parallel.batch(batch)` is this rank's.",
     )
+    ROLE: ClassVar = AxisRole.SEQUENCE
+    CARRIES: ClassVar = "keys and values of a sequence"
+
+    @property
+    def split_axes(self) -> tuple[str, ...]:
+        return (self.axis,)
+
+    def claims(self, collective: ObservedCall) -> CallClaim | None:
+        """Claims what any module calls."""
+        return MODULE if self.axis in collective.axes and collective.module else None
 
     @property
     def of_rows(self) -> bool:

@@ -19,6 +19,7 @@ from planc.ops.call import (
     Step,
     given,
 )
+from planc.ops.claims import CallClaim, ObservedCall, module_claim
 from planc.ops.context import Balance
 
 PROBS: Literal["probs"] = "probs"
@@ -52,6 +53,16 @@ class LimitExperts(Op):
     SCRIPT: ClassVar = ScriptFunction(
         "limit_slots", "Gives experts a number of slots in each row of tokens."
     )
+
+    @property
+    def communication_axes(self) -> tuple[str, ...]:
+        return () if self.axis is None else (self.axis,)
+
+    def claims(self, collective: ObservedCall) -> CallClaim | None:
+        """Claims what its modules call."""
+        if not {*collective.axes} & {*self.communication_axes}:
+            return None
+        return module_claim(collective, self.modules.names())
 
     @property
     def settings(self) -> dict[str, Any]:

@@ -6,8 +6,9 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from planc.model.facts import Modules
 from planc.ops import phrases
-from planc.ops.base import OMIT, Axes, Axis, AxisSizes, Op, Some, choice
+from planc.ops.base import OMIT, Axes, Axis, AxisRole, AxisSizes, Op, Some, choice
 from planc.ops.call import Context, Each, FunctionCall, MeshOf, ScriptFunction, Step, given
+from planc.ops.claims import CallClaim, ObservedCall, module_claim
 from planc.ops.tensor_parallel import Shape
 
 ALL_TO_ALL: Literal["all_to_all"] = "all_to_all"
@@ -46,6 +47,26 @@ class DispatchExperts(Op):
     SCRIPT: ClassVar = ScriptFunction(
         "divide_experts", "Divides experts over ranks, which exchange tokens."
     )
+    ROLE: ClassVar = AxisRole.EXPERT
+    CARRIES: ClassVar = "tokens, to their experts and back"
+
+    @property
+    def split_axes(self) -> tuple[str, ...]:
+        return (self.axis,)
+
+    @property
+    def communication_axes(self) -> tuple[str, ...]:
+        return (self.axis, *self.shared)
+
+    @property
+    def traced_modules(self) -> tuple[Modules, ...]:
+        return (self.modules,)
+
+    def claims(self, collective: ObservedCall) -> CallClaim | None:
+        """Claims what its modules call."""
+        if not {*collective.axes} & {*self.communication_axes}:
+            return None
+        return module_claim(collective, self.modules.names())
 
     def calls(self, _context: Context) -> Iterator[Step]:
         keywords = given(

@@ -7,6 +7,7 @@ from typing import Annotated, ClassVar, Self
 
 from planc.model.facts import Modules
 from planc.ops import base, call, phrases
+from planc.ops.claims import ROOT, UNIT, CallClaim, ObservedCall
 
 _FUNCTIONS = "standalone.fsdp:"
 
@@ -111,10 +112,31 @@ class FullyShard(base.Op):
     SCRIPT: ClassVar = call.ScriptFunction(
         "shard", "Shards parameters, gradients and optimizer state."
     )
+    ROLE: ClassVar = base.AxisRole.DATA
 
     @property
     def script(self) -> call.ScriptFunction:
         return self.SCRIPT if self.shard else _REPLICATE
+
+    @property
+    def split_axes(self) -> tuple[str, ...]:
+        return (*self.shard, *self.replicate)
+
+    @property
+    def communication_axes(self) -> tuple[str, ...]:
+        spreads = (axis for s in self.spreads for axis in (*s.shard, *s.replicate))
+        return (*self.split_axes, *spreads)
+
+    @property
+    def traced_modules(self) -> tuple[Modules, ...]:
+        return self.members
+
+    def claims(self, collective: ObservedCall) -> CallClaim | None:
+        """Claims what gathers and reduces its unit."""
+        if not collective.unit or not {*collective.axes} <= {*self.communication_axes}:
+            return None
+        first = collective.unit.partition(",")[0].replace(ROOT, "")
+        return UNIT if any(first in some.names() for some in self.members) else None
 
     def calls(self, context: call.Context) -> Iterator[call.Step]:
         if self.scalars:

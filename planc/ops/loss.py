@@ -8,6 +8,7 @@ from planc.model.facts import Modules
 from planc.ops import phrases
 from planc.ops.base import OMIT, Axes, AxisSizes, Form, Op, Positive, Size
 from planc.ops.call import MODEL, Context, Each, FunctionCall, Keywords, ScriptFunction, Step, given
+from planc.ops.claims import CallClaim, ObservedCall, module_claim
 
 Fraction = Annotated[int | float, Form({"type": "number", "minimum": 0, "maximum": 1})]
 
@@ -35,6 +36,20 @@ class ChunkLoss(Op):
 
     KIND: ClassVar[str] = "chunk_loss"
     SCRIPT: ClassVar = ScriptFunction("chunk_losses", "Computes the loss in chunks of tokens.")
+
+    @property
+    def communication_axes(self) -> tuple[str, ...]:
+        return self.axes
+
+    @property
+    def traced_modules(self) -> tuple[Modules, ...]:
+        return (self.modules,)
+
+    def claims(self, collective: ObservedCall) -> CallClaim | None:
+        """Claims what the head calls."""
+        if not {*collective.axes} & {*self.axes}:
+            return None
+        return module_claim(collective, self.modules.names())
 
     def _terms(self) -> Keywords:
         """The arguments that are not at their defaults, but for the chunks."""

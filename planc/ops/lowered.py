@@ -16,7 +16,6 @@ from planc.notebook import InNotebooks
 from planc.ops import base
 from planc.ops.backend import Backend
 from planc.ops.call import Context
-from planc.ops.context import ContextParallel
 from planc.ops.fsdp import FullyShard
 from planc.ops.load import Load
 from planc.ops.optimizer import Optimize, OptimizerClass
@@ -214,7 +213,12 @@ class Lowered(InNotebooks):
     @property
     def sequence_parts(self) -> int:
         """The ranks that each sequence is split over."""
-        return self.axis_size(*(op.axis for op in self.every(ContextParallel)))
+        return self.axis_size(*self.split_axes(base.AxisRole.SEQUENCE))
+
+    def split_axes(self, *roles: base.AxisRole) -> tuple[str, ...]:
+        """The axes over which operations split work of these roles, in the order of operations."""
+        axes = (axis for op in self.ops if op.ROLE in roles for axis in op.split_axes)
+        return tuple(dict.fromkeys(axes))
 
     @property
     def wide_data(self) -> tuple[str, ...]:

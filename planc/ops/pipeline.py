@@ -14,6 +14,7 @@ from planc.ops import call, phrases
 from planc.ops.base import (
     OMIT,
     Axis,
+    AxisRole,
     AxisSizes,
     Count,
     Entry,
@@ -25,6 +26,7 @@ from planc.ops.base import (
     choice,
     text,
 )
+from planc.ops.claims import MESSAGE, MESSAGES, CallClaim, ObservedCall
 
 Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "zbv", "dualpipe_v"]
 SCHEDULES: tuple[str, ...] = get_args(Schedule)
@@ -147,6 +149,17 @@ class Pipeline(Op):
         "keep_stages", "Keeps the parameters of this rank's stages."
     )
     WORD: ClassVar = "pipeline"
+    ROLE: ClassVar = AxisRole.STAGE
+    CARRIES: ClassVar = "activations, to the next stage"
+
+    @property
+    def split_axes(self) -> tuple[str, ...]:
+        return (self.axis,)
+
+    def claims(self, collective: ObservedCall) -> CallClaim | None:
+        """Claims the messages between stages."""
+        sent = collective.kind in MESSAGES and self.axis in collective.axes
+        return MESSAGE if sent else None
 
     @property
     def stages(self) -> int:

@@ -5,9 +5,23 @@ from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Annotated, ClassVar, Self
 
-from planc.model.facts import Modules
+from planc.model.facts import Modules, below
 from planc.ops import call, phrases
-from planc.ops.base import OMIT, Axis, AxisSizes, Dims, Entry, Group, Name, Op, Some, Where, text
+from planc.ops.base import (
+    OMIT,
+    Axis,
+    AxisRole,
+    AxisSizes,
+    Dims,
+    Entry,
+    Group,
+    Name,
+    Op,
+    Some,
+    Where,
+    text,
+)
+from planc.ops.claims import GRADIENT, CallClaim, ObservedCall, module_claim, unit_names
 from planc.ops.styles import Input, Output, Style, style_arguments, style_call, style_name
 
 INFERRED = "~"
@@ -50,6 +64,32 @@ class Parallelize(Op):
     )
 
     SCRIPT: ClassVar = _SCRIPT
+    ROLE: ClassVar = AxisRole.TENSOR
+    CARRIES: ClassVar = "activations and their gradients"
+
+    @property
+    def split_axes(self) -> tuple[str, ...]:
+        return self.axes
+
+    @property
+    def traced_modules(self) -> tuple[Modules, ...]:
+        return (self.modules,)
+
+    @property
+    def short_name(self) -> str:
+        return style_name(self.style)
+
+    def claims(self, collective: ObservedCall) -> CallClaim | None:
+        """Claims what its modules call, and the gradients of weights that the style leaves
+        replicated: a unit of FSDP sums them before it reduces them.
+        """
+        if not {*collective.axes} & {*self.axes}:
+            return None
+        if claim := module_claim(collective, self.modules.names()):
+            return claim
+        units, names = unit_names(collective), [*self.modules.names()]
+        inside = any(name == unit or below(name, unit) for name in names for unit in units)
+        return GRADIENT if inside and not self.shapes else None
 
     def problems(self) -> Iterator[tuple[Where, str]]:
         if len(self.axes) != 1:  # so it is for torch 2.13's `ParallelStyle`s

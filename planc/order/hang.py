@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from planc.lowering.rank_calls import MESSAGES, WAIT, Groups, RankCall, place_of
+from planc.lowering.rank_calls import WAIT, Groups, RankCall, place_of
 from planc.ops import phrases
+from planc.ops.claims import MESSAGES
 from planc.ops.lowered import Lowered
 from planc.order.dumps import RankDump, RecordedCall
 from planc.order.match import cycle

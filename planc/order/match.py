@@ -13,7 +13,8 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from planc.lowering.rank_calls import MESSAGES, WAIT, RankCall
+from planc.lowering.rank_calls import WAIT, RankCall
+from planc.ops.claims import MESSAGES
 
 Sequences = Mapping[int, Sequence[RankCall]]
 """Calls by rank."""

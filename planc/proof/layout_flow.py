@@ -19,13 +19,10 @@ from planc.model import cache
 from planc.model.facts import Facts, below
 from planc.model.randomness import random_numbers_kept
 from planc.ops.activation_checkpoint import Checkpoint
-from planc.ops.context import ContextParallel
-from planc.ops.expert_parallel import DispatchExperts
+from planc.ops.base import AxisRole
 from planc.ops.fsdp import FullyShard
 from planc.ops.lowered import Lowered
 from planc.ops.matmul import LowPrecision
-from planc.ops.pipeline import Pipeline
-from planc.ops.tensor_parallel import Parallelize
 from planc.plan.ir import Plan
 from planc.plan.stand_in import Unrepresented
 from planc.proof.called_modules import called_modules, report_leaks
@@ -221,9 +218,9 @@ def _flow(
     if facts is None or ir is None or lowered is None:
         return Verdict(outcome=Outcome(verdict="nothing"))
     report_leaks(facts, lowered, sink)
-    axes = {axis for op in lowered.every(Parallelize) for axis in op.axes}
-    parts = {op.axis for op in lowered.every(ContextParallel)}
-    divided = lowered.has(DispatchExperts, Pipeline)
+    axes = {*lowered.split_axes(AxisRole.TENSOR)}
+    parts = {*lowered.split_axes(AxisRole.SEQUENCE)}
+    divided = lowered.split_axes(AxisRole.EXPERT, AxisRole.STAGE)
     if lowered.code and not allow_code:
         reason = f"{lowered.code[0]} is custom code, imported only with --allow-code"
         outcome = Outcome(verdict="unknown", reason=reason)
@@ -314,7 +311,7 @@ def _eight_bits(compiled: Compiled, sink: Sink, strict: bool) -> Iterator[Sectio
     assert lowered is not None
     if plan is None or not lowered.has(LowPrecision) or not emulates():
         return
-    split = {axis for op in lowered.every(Parallelize) for axis in op.axes}
+    split = {*lowered.split_axes(AxisRole.TENSOR)}
     sizes = next(simulated_sizes(plan.mesh.axes, split), None)
     if sizes is None:
         return
@@ -408,11 +405,12 @@ def _unknown(
 def _of_model_axes(
     lowered: Lowered, outcome: Outcome, small: SmallCase | Unrepresented
 ) -> Iterator[SectionVerdict]:
-    axes = [("context", op.axis) for op in lowered.every(ContextParallel)]
-    axes += [("pipeline", lowered.pipeline.axis)] if lowered.pipeline else []
-    if lowered.experts and lowered.has(DispatchExperts):
-        axes.append(("expert", lowered.experts.ranks.name))
-    for word, axis in axes:
+    words = {
+        AxisRole.SEQUENCE: "context",
+        AxisRole.STAGE: "pipeline",
+        AxisRole.EXPERT: "expert",
+    }
+    for word, axis in ((w, axis) for role, w in words.items() for axis in lowered.split_axes(role)):
         verdict, reason = outcome.verdict, outcome.reason
         if not (isinstance(small, SmallCase) and _simulated(small, (axis,))):
             verdict, reason = "unknown", reason or f"no {axis} was simulated"
@@ -428,8 +426,8 @@ def _sections(
     run = outcome.verdict if outcome.verdict != "nothing" else "proved"
     by = "simulation" if outcome.verdict != "nothing" else "structure"
     made = partial(SectionVerdict, verdict=run, by=by, reason=outcome.reason)
-    for axes in dict.fromkeys(op.axes for op in lowered.every(Parallelize)):
-        yield made(name=f"tensor on {' * '.join(axes)}")
+    for axis in lowered.split_axes(AxisRole.TENSOR):
+        yield made(name=f"tensor on {axis}")
     if lowered.has(Checkpoint):
         section = made(name="checkpoint")
         if run == "refuted":

@@ -9,8 +9,8 @@ from typing import Any
 
 from planc.diagnostic import Sink
 from planc.model.small.stack_frames import of_torch_or_planc
+from planc.ops.base import AxisRole
 from planc.ops.lowered import Lowered
-from planc.ops.tensor_parallel import Parallelize
 from planc.plan.ir import Plan
 from planc.proof.responsible_rules import rule_labels, unit_labels
 from planc.report.json_document import document as findings
@@ -109,7 +109,7 @@ def report_difference(
     ]
     if found.errors["gradients"] > limits["gradients"]:
         facts.append(f"worst gradient: {found.worst['gradients']}")
-    styled = lowered.has(Parallelize)
+    styled = lowered.split_axes(AxisRole.TENSOR)
     if styled and not any(r.modules.has(name) for r in plan.tensor):
         facts.append(f"no tensor rule covers {name or 'the model'}")
     sink.error("PL520", message, *labels, facts=facts)

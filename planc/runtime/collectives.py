@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from planc.lowering.rank_calls import ROOT
+from planc.ops.claims import ROOT
 from planc.runtime.standalone.shards import WRAPPERS, plain_name
 
 _KINDS = {

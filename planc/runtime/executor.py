@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from planc.diagnostic import PlanError, first_line
 from planc.model.sources.isolation import quiet_imports
 from planc.ops import phrases
-from planc.ops.base import Op
+from planc.ops.base import AxisRole, Op
 from planc.ops.call import Assign, Each, Members, MeshOf, Once, ParameterRef
 from planc.ops.configure import Configure
 from planc.ops.freeze import Freeze
@@ -25,7 +25,6 @@ from planc.ops.lora import Adapt
 from planc.ops.lowered import Lowered
 from planc.ops.matmul import LowPrecision
 from planc.ops.optimizer import Optimize, OptimizerClass
-from planc.ops.tensor_parallel import Parallelize
 from planc.runtime import gradients, preconditions
 from planc.runtime.calls import Values, function_of, resolve
 from planc.runtime.garbage import without_collection
@@ -107,7 +106,7 @@ def apply_lowered(
             SHARDED_BY[model] = lowered.backend.part("runtime")
         watch(model, first)
         guard(applied)
-        if lowered.has(Parallelize):
+        if lowered.split_axes(AxisRole.TENSOR):
             warnings.filterwarnings("ignore", _VIEW, UserWarning)
         gradients.clear_unreduced(model, model)
     if distributed.get_rank() == 0:

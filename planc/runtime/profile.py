@@ -19,15 +19,9 @@ from torch.autograd.profiler import record_function
 from torch.profiler import ProfilerAction, ProfilerActivity, profile, schedule
 
 from planc.lowering.rank_calls import Groups, RankCall, calls, kind_text, place_of
-from planc.ops.activation_checkpoint import Checkpoint
 from planc.ops.base import Op
 from planc.ops.compile import Compile
-from planc.ops.expert_parallel import DispatchExperts
-from planc.ops.fsdp import FullyShard
-from planc.ops.loss import ChunkLoss
 from planc.ops.lowered import Lowered
-from planc.ops.styles import style_name
-from planc.ops.tensor_parallel import Parallelize
 from planc.runtime.collectives import Collectives, named_modules
 
 _log = logging.getLogger("planc")
@@ -111,8 +105,8 @@ class LineRanges(Collectives):
         self.compiled = lowered.has(Compile)
         self.lines: dict[str, list[str]] = defaultdict(list)
         for op in lowered.stages[place_of(lowered, rank)].ops:
-            for name in _modules(op):
-                self.lines[name].append(f"{_place(op)} {name or 'the model'} {_word(op)}")
+            for name in (name for some in op.traced_modules for name in some.names()):
+                self.lines[name].append(f"{_place(op)} {name or 'the model'} {op.short_name}")
 
     @contextmanager
     def named(self) -> Iterator[None]:
@@ -147,22 +141,10 @@ def label(call: RankCall) -> str:
     what = f"{kind_text(call.kind)} over {call.over}"
     if call.op is None:
         return f"no line: {what}"
-    at = call.unit if isinstance(call.op, FullyShard) else call.module
-    words = (_place(call.op), at, _word(call.op), what)
+    at = call.unit if call.of_unit else call.module
+    words = (_place(call.op), at, call.op.short_name, what)
     return " ".join(filter(None, words)) + f" ({call.during})" * bool(call.during)
 
 
 def _place(op: Op) -> str:
     return op.place or "inferred"
-
-
-def _word(op: Op) -> str:
-    return style_name(op.style) if isinstance(op, Parallelize) else op.WORD
-
-
-def _modules(op: Op) -> Iterator[str]:
-    """The modules around whose forward an operation has a part."""
-    if isinstance(op, FullyShard):
-        yield from (name for some in op.members for name in some.names())
-    elif isinstance(op, Parallelize | DispatchExperts | Checkpoint | ChunkLoss):
-        yield from op.modules.names()

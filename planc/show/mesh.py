@@ -3,12 +3,8 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from planc.ops.context import ContextParallel
-from planc.ops.expert_parallel import DispatchExperts
 from planc.ops.lowered import Lowered
-from planc.ops.pipeline import Pipeline
 from planc.ops.registry import units_of
-from planc.ops.tensor_parallel import Parallelize
 from planc.show.html import Html, tag
 
 WIDTH, _CELL, _MOST = 860, 30, 15  # pixels of a picture and of a rank; nodes that are drawn
@@ -82,15 +78,8 @@ def groups(lowered: Lowered, per_node: int, sent: Mapping[str, float]) -> tuple[
 def _sends(lowered: Lowered) -> Iterator[tuple[tuple[str, ...], str]]:
     """(axes, what their ranks send) of each operation."""
     for op in lowered.ops:
-        match op:
-            case Parallelize():
-                yield op.axes, "activations and their gradients"
-            case DispatchExperts():
-                yield (op.axis,), "tokens, to their experts and back"
-            case ContextParallel():
-                yield (op.axis,), "keys and values of a sequence"
-            case Pipeline():
-                yield (op.axis,), "activations, to the next stage"
+        if op.CARRIES:
+            yield op.split_axes, op.CARRIES
         for unit in units_of(op):
             yield unit.shard, "parameters before use, gradients after"
             yield unit.replicate, "gradients, to average them"

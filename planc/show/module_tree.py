@@ -11,11 +11,9 @@ from planc.diagnostic import Sink
 from planc.lowering.memory import Tied
 from planc.model.facts import Facts, Modules, Segment
 from planc.model.indices import Indices
-from planc.ops.base import Op
+from planc.ops.base import AxisRole, Op
 from planc.ops.lowered import Lowered
 from planc.ops.registry import units_of
-from planc.ops.styles import style_name
-from planc.ops.tensor_parallel import Parallelize
 from planc.plan.unit_lists import parted
 from planc.provenance.answer import Reasons
 from planc.provenance.query import why
@@ -111,10 +109,9 @@ class _Tree:
                 about = f"{unit.name}: {unit.headline(self.lowered)}, {unit.resharding}"
                 axes, text = unit.shard or unit.replicate, "group" if unit.group else "unit"
                 yield ModuleMark(unit.WORD, text, about, axes, unit.place)
-            if isinstance(op, Parallelize):
-                yield ModuleMark(op.WORD, style_name(op.style), about, op.axes, op.place)
-            elif not units:
-                yield ModuleMark(op.WORD, op.WORD, about, (), op.place)
+            if not units:
+                axes = op.split_axes if op.ROLE is AxisRole.TENSOR else ()
+                yield ModuleMark(op.WORD, op.short_name, about, axes, op.place)
 
 
 def _modules(op: Op) -> Iterator[Modules]:

@@ -9,7 +9,7 @@ from torch import distributed, nn
 
 from planc.model.small.user_model import ModelBuilder
 from planc.model.sources.huggingface import quiet
-from planc.ops.context import ContextParallel
+from planc.ops.base import AxisRole
 from planc.ops.fsdp import FullyShard
 from planc.ops.lowered import Lowered
 from planc.runtime.executor import alone, apply_lowered
@@ -83,7 +83,7 @@ def trained(
         raise program.SingleError(
             "the random numbers of a pipeline's microbatches are not compared"
         )
-    if reference.draws and lowered.has(ContextParallel):
+    if reference.draws and lowered.split_axes(AxisRole.SEQUENCE):
         raise program.SingleError(program.DRAWS_PARTS)
     report("apply")
     if reference.uneven and lowered.has(FullyShard):

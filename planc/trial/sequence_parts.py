@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from planc.model.patches import AFTER_TEXT
+from planc.ops.base import AxisRole
 from planc.ops.context import ContextParallel
 from planc.runtime.gradients import mean_over
 from planc.runtime.run import Run
@@ -16,7 +17,7 @@ from planc.trial.trace import ModuleCall, Seen, Trace
 
 def context_axes(run: Run) -> tuple[str, ...]:
     """The axes that the plan splits sequences over."""
-    return tuple(op.axis for op in run.lowered.every(ContextParallel))
+    return run.lowered.split_axes(AxisRole.SEQUENCE)
 
 
 class RankPart:

@@ -17,7 +17,7 @@ from planc.diagnostic import first_line
 from planc.model.small.user_model import ModelBuilder
 from planc.model.sources.huggingface import quiet
 from planc.ops import styles as ir
-from planc.ops.context import ContextParallel
+from planc.ops.base import AxisRole
 from planc.ops.document import digest
 from planc.ops.fsdp import FullyShard
 from planc.ops.lora import Adapt
@@ -110,7 +110,7 @@ def _prepared(
         data = batches(builder, lowered, 0, quick=quick, uneven=uneven)
         single = alone(for_trial(builder.build(0), lowered), lowered)
         reference = program.train_single(single, data, lowered)
-        if reference.draws and lowered.has(ContextParallel):
+        if reference.draws and lowered.split_axes(AxisRole.SEQUENCE):
             raise program.SingleError(program.DRAWS_PARTS)
         # adapters too are drawn here, one model after the other, from the same seed
         models = [

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree
 
 from planc.diagnostic import PlanError
-from planc.ops.context import ContextParallel
+from planc.ops.base import AxisRole
 from planc.ops.lowered import Lowered
 from planc.ops.styles import Colwise, Rowwise
 from planc.ops.tensor_parallel import Parallelize
@@ -118,8 +118,9 @@ class ModelChanges:
 
     def __init__(self, model: nn.Module, lowered: Lowered) -> None:
         self._model = model
-        self._sharded_tokens = lowered.has(ContextParallel)
-        self._splits = bool(lowered.pipeline) or self._sharded_tokens or lowered.has(Parallelize)
+        self._sharded_tokens = bool(lowered.split_axes(AxisRole.SEQUENCE))
+        layers = AxisRole.TENSOR, AxisRole.SEQUENCE, AxisRole.STAGE
+        self._splits = bool(lowered.split_axes(*layers))
         stages = stages_of(model)
         self._absent = set(stages.absent) if stages else set()
         self._partial = _sharded_features(model, lowered)
@@ -336,8 +337,8 @@ def _of_planc(forward: Any) -> bool:
 
 def _relied_fields(model: nn.Module, lowered: Lowered) -> Iterator[tuple[Any, str, Any]]:
     """The configuration fields that a plan sets or relies on, with their values."""
-    names = ["_experts_implementation"] if lowered.has(Parallelize) else []
-    names += ["_attn_implementation"] if lowered.has(ContextParallel) else []
+    names = ["_experts_implementation"] if lowered.split_axes(AxisRole.TENSOR) else []
+    names += ["_attn_implementation"] if lowered.split_axes(AxisRole.SEQUENCE) else []
     names += ["output_router_logits"] if lowered.pipeline else []
     configs = {id(c): c for m in model.modules() if (c := m.__dict__.get("config")) is not None}
     for config in configs.values():

@@ -152,7 +152,7 @@ def _documents(applied: Applied) -> Check | None:
     """Where sequences are split, `run.batch` looks instead."""
     if (reset := applied.model.__dict__.get(RESETS)) is not None:
         reset.raised = leaking_rows.not_apart
-    watched = applied.compare > 0 and not applied.lowered.has(ContextParallel)
+    watched = applied.compare > 0 and not applied.lowered.split_axes(AxisRole.SEQUENCE)
     if not watched or leaking_rows.class_of(applied.model) is None:
         return None
     return lambda model, _args, kwargs: leaking_rows.refuse(model, kwargs)
@@ -188,7 +188,7 @@ def guard(applied: Applied) -> None:
     if lowered.has(FullyShard):
         text = "FSDP units cannot be copied, which `AveragedModel` and `copy.deepcopy` do"
         model.__deepcopy__ = refused("PL463", text, _AVERAGE)
-    if lowered.has(FullyShard) or lowered.has(Parallelize):
+    if lowered.has(FullyShard) or lowered.split_axes(AxisRole.TENSOR):
         text = "`pickle` and `torch.save(model)` would write this rank's shards"
         model.__reduce_ex__ = refused("PL477", text, _EXPORT)
     torch_calls.cover(model)

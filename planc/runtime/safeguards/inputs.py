@@ -151,8 +151,7 @@ def same_rows(lowered: Lowered, meshes: Meshes, passes: int) -> SameRows | None:
 
 def same_batches(lowered: Lowered, meshes: Meshes, passes: int) -> SameRows | None:
     """The batches of ranks that share sequences, or are stages of a pipeline."""
-    axes = [op.axis for op in lowered.every(ContextParallel)]
-    axes += [lowered.pipeline.axis] if lowered.pipeline else []
+    axes = [*lowered.split_axes(AxisRole.SEQUENCE), *lowered.split_axes(AxisRole.STAGE)]
     help = _SAMPLER.format("context axis, and of a pipeline,") + "read the same rows"
     return _along(lowered, axes, meshes, passes, "PL545", "batch", "run the same batches", help)
 
