@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from planc.model.facts import Modules
 from planc.ops import base, call
@@ -59,10 +59,9 @@ class Backend(base.Op):
     """The name of the library, for messages."""
     FUNCTION: ClassVar[str]
     """The function that is called, for messages."""
-    NEEDS: ClassVar[str]
-    """What an emitted script needs, beside torch."""
     UNPROVED: ClassVar[str]
     """Why a simulation proves nothing of it."""
+    SIMULATED: ClassVar = base.Simulated.NEVER  # it may need a device
     SETTINGS: ClassVar[tuple[str, ...]]
     """The settings and directives of an fsdp section that it alone has."""
 
@@ -86,6 +85,9 @@ class Backend(base.Op):
     def optimized(self) -> str | None:
         """The dtype of separate weights that the optimizer steps; None for the model's own."""
         return None
+
+    def without_sizes(self) -> Self:
+        return replace(self, nbytes=0, gathered=0)
 
     def units(self) -> Iterator[FullyShard]:
         """The units and the root as FSDP2 units, for code that reads both."""

@@ -93,6 +93,17 @@ class AxisRole(StrEnum):
     """Layers, as stages of a pipeline."""
 
 
+class Simulated(StrEnum):
+    """The simulations on the proxy model that run an operation."""
+
+    ALWAYS = "always"
+    NEVER = "never"
+    WITH_DATA = "with data"
+    """Those with several ranks that read different rows."""
+    SEPARATELY = "separately"
+    """One of its own: results depend on all rows of a pass, or need another dtype."""
+
+
 Where = tuple[str | int, ...]
 """A path in a JSON document: keys and indices."""
 
@@ -228,6 +239,14 @@ class Op:
     CARRIES: ClassVar[str] = ""
     """What the ranks along `split_axes` send to each other, in words; empty for nothing."""
 
+    ALONE: ClassVar[bool] = False
+    """Whether a reference run in one process has the operation too."""
+    NEEDS: ClassVar[str] = ""
+    """What a script needs in place of parts of torch; empty for nothing."""
+    LOOP_FUNCTIONS: ClassVar[tuple[str, ...]] = ()
+    """The functions of a script that its training loop calls because of the operation."""
+    SIMULATED: ClassVar[Simulated] = Simulated.ALWAYS
+
     origin: Origin = field(default=NOWHERE, compare=False, repr=False, metadata=key("place"))
     origins: Origins = field(default=(), compare=False, repr=False, metadata=OMIT)
 
@@ -262,6 +281,38 @@ class Op:
     def claims(self, collective: ObservedCall) -> CallClaim | None:
         """The claim on a collective of a run; None if the operation does not make it."""
         return None
+
+    @property
+    def packages(self) -> tuple[str, ...]:
+        """The packages that a script imports for the operation, in addition to torch."""
+        return ()
+
+    @property
+    def simulation_dtype(self) -> str | None:
+        """The dtype that its separate simulation requires; None for no requirement."""
+        return None
+
+    @property
+    def token_multiple(self) -> int:
+        """The number of which the tokens of a pass on a rank must be a multiple."""
+        return 1
+
+    def simulated(self, context: Context, *, precision: bool) -> Self:
+        """The operation on the proxy model, where sizes are small and packages may be missing.
+
+        Args:
+            context: the mesh of the simulation.
+            precision: whether mixed precision is kept.
+        """
+        return self
+
+    def omission(self, *, precision: bool) -> tuple[str, str] | None:
+        """The name and the text of what a simulation leaves out; None for nothing."""
+        return None
+
+    def without_sizes(self) -> Self:
+        """The operation without the numbers of bytes in it, which decide nothing that runs."""
+        return self
 
     def problems(self) -> Iterator[tuple[Where, str]]:
         """Yields (where in the operation, a message) for what the types of the fields allow."""

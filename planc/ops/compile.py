@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from planc.model.facts import Modules
 from planc.ops import phrases
-from planc.ops.base import OMIT, Axes, AxisSizes, Op
+from planc.ops.base import OMIT, Axes, AxisSizes, Op, Simulated
 from planc.ops.call import Context, Each, FunctionCall, MeshOf, Once, ScriptFunction, Step, given
 
 
@@ -31,6 +31,11 @@ class Compile(Op):
             yield Once(call=FunctionCall(function, (MeshOf((axis,)),)), note=self.place)
         call = FunctionCall(".compile", (), given(fullgraph=self.fullgraph or None))
         yield Each(modules=self.modules, calls=(call,), note=self.place)
+
+    SIMULATED: ClassVar = Simulated.NEVER  # it takes minutes, and changes no results by intent
+
+    def omission(self, *, precision: bool) -> tuple[str, str]:
+        return "compile", "the modules run uncompiled"
 
     WORD: ClassVar = "compile"
     ABOUT: ClassVar[tuple[str, ...]] = ("modules",)

@@ -29,6 +29,7 @@ class Configure(Op):
         call = FunctionCall("standalone.configuration:set_config", (MODEL, self.name, self.value))
         yield Once(call=call, note=self.reason)
 
+    ALONE: ClassVar = True
     WORD: ClassVar = "configure"
     ABOUT: ClassVar[tuple[str, ...]] = ("name",)
     WORDS: ClassVar = {"value": ("", phrases.value)}

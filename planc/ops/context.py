@@ -116,6 +116,10 @@ class ContextParallel(KeysOp):
         return MODULE if self.axis in collective.axes and collective.module else None
 
     @property
+    def packages(self) -> tuple[str, ...]:
+        return ("transformers",)
+
+    @property
     def of_rows(self) -> bool:
         """Whether the model gets whole rows, which are cut inside of it."""
         return bool(self.holder or self.patches) or self.attention == "gather"

@@ -1,7 +1,7 @@
 """Experts on ranks of their own, to which tokens are sent."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, ClassVar, Literal, Self
 
 from planc.model.facts import Modules
@@ -61,6 +61,13 @@ class DispatchExperts(Op):
     @property
     def traced_modules(self) -> tuple[Modules, ...]:
         return (self.modules,)
+
+    def simulated(self, context: Context, *, precision: bool) -> Self:
+        return replace(self, dispatch=ALL_TO_ALL) if self.dispatch == DEEPEP else self
+
+    def omission(self, *, precision: bool) -> tuple[str, str] | None:
+        text = "tokens go to their experts by torch's all-to-all, not by DeepEP's kernels"
+        return ("deepep", text) if self.dispatch == DEEPEP else None
 
     def claims(self, collective: ObservedCall) -> CallClaim | None:
         """Claims what its modules call."""

@@ -25,6 +25,7 @@ class Freeze(Op):
         call = FunctionCall(".requires_grad_", (self.trainable,))
         yield Each(modules=self.modules, calls=(call,), note=self.place)
 
+    ALONE: ClassVar = True
     WORD: ClassVar = "training"
     ABOUT: ClassVar[tuple[str, ...]] = ("modules",)
     WORDS: ClassVar = {"trainable": ("", lambda state: "trainable" if state else "frozen")}

@@ -113,6 +113,7 @@ class FullyShard(base.Op):
         "shard", "Shards parameters, gradients and optimizer state."
     )
     ROLE: ClassVar = base.AxisRole.DATA
+    SIMULATED: ClassVar = base.Simulated.WITH_DATA
 
     @property
     def script(self) -> call.ScriptFunction:
@@ -130,6 +131,19 @@ class FullyShard(base.Op):
     @property
     def traced_modules(self) -> tuple[Modules, ...]:
         return self.members
+
+    def simulated(self, context: call.Context, *, precision: bool) -> Self:
+        """The unit without mixed precision unless asked; it is resharded if the mesh has too few
+        ranks for the number in `reshard`.
+        """
+        ranks = context.size(self.shard)
+        partial = self.reshard if not isinstance(self.reshard, bool) else 0
+        reshard = True if partial and (partial >= ranks or ranks % partial) else self.reshard
+        unit = replace(self, reshard=reshard, gathered=0, saved=0)
+        return unit if precision else replace(unit, param=None, reduce=None, output=None)
+
+    def without_sizes(self) -> Self:
+        return replace(self, nbytes=0, gathered=0, saved=0)
 
     def claims(self, collective: ObservedCall) -> CallClaim | None:
         """Claims what gathers and reduces its unit."""
@@ -314,6 +328,7 @@ class Divide(base.Op):
             made = call.FunctionCall(".set_gradient_divide_factor", (self.factor,))
             yield call.Each(modules=modules, calls=(made,), note=self.place)
 
+    SIMULATED: ClassVar = base.Simulated.WITH_DATA
     WORD: ClassVar = "divide"
     ABOUT: ClassVar[tuple[str, ...]] = ("units",)
     WORDS: ClassVar = {"factor": ("gradients by", phrases.value)}
@@ -351,6 +366,7 @@ class Prefetch(base.Op):
                 made = call.FunctionCall(f"{_FUNCTIONS}prefetch_{way}", (depth, *order))
                 yield call.Once(call=made, note=self.place)
 
+    SIMULATED: ClassVar = base.Simulated.WITH_DATA
     WORD: ClassVar = "prefetch"
     ABOUT: ClassVar[tuple[str, ...]] = ("units",)
 

@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar
 
 from planc.model.facts import Modules, Parameter
 from planc.ops import phrases
-from planc.ops.base import OMIT, AxisSizes, Dtype, Op, choice
+from planc.ops.base import OMIT, AxisSizes, Dtype, Op, Simulated, choice
 from planc.ops.call import MODEL, Context, FunctionCall, Once, ScriptFunction, Step, dtype, given
 from planc.ops.lora import pattern_of
 
@@ -58,6 +58,12 @@ class Load(Op):
             fp32 = given(fp32=self.pattern if self.fp32 else None)
             call = FunctionCall("standalone.load_weights:keep_in", (MODEL, dtype(self.dtype)), fp32)
             yield Once(call=call, note=self.place)
+
+    SIMULATED: ClassVar = Simulated.NEVER  # weights are random
+
+    @property
+    def packages(self) -> tuple[str, ...]:
+        return ("safetensors",) if self.weights in ("slices", "rank0") else ()
 
     WORD: ClassVar = "load"
     WORDS: ClassVar = {"fp32": ("fp32", lambda names: ", ".join(phrases.together(names)) or "none")}

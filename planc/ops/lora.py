@@ -183,6 +183,12 @@ class Adapt(Op):
         """peft's `init_lora_weights`."""
         return {"default": True, "random": False}.get(self.init, self.init)
 
+    ALONE: ClassVar = True
+
+    @property
+    def packages(self) -> tuple[str, ...]:
+        return () if self.parameters else ("peft",)
+
     WORD: ClassVar = "adapters"
     ABOUT: ClassVar[tuple[str, ...]] = ("members",)
 

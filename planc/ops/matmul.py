@@ -1,11 +1,12 @@
 """Matrix products of linear layers in 8 bits, through torchao."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Annotated, ClassVar
+from dataclasses import dataclass, field, replace
+from typing import Annotated, ClassVar, Self
 
+from planc.model import cache
 from planc.model.facts import Modules
-from planc.ops.base import OMIT, AxisSizes, Op, choice
+from planc.ops.base import OMIT, AxisSizes, Op, Simulated, choice
 from planc.ops.call import (
     DEVICE_TYPE,
     MODEL,
@@ -25,6 +26,11 @@ BLOCK = {"tensorwise": 16, "rowwise": 16, "mxfp8": 32}
 Source: `_check_scaled_mm` of `torch._scaled_mm` takes multiples of 16; a scale of the microscaling
 formats (OCP MX 1.0) is of 32 numbers along the dim that a product sums over.
 """
+
+
+def emulates() -> bool:
+    """Whether torchao is installed, which rounds the operands of products in a simulation."""
+    return cache.version("torchao") != "none"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +60,31 @@ class LowPrecision(Op):
         call = FunctionCall(f"standalone.matmul:{name}", (*recipe, device), options)
         yield Each(modules=self.modules, calls=(call,), replaces=True, note=self.place)
 
+    ALONE: ClassVar = True
+    NEEDS: ClassVar = "torchao"
+    SIMULATED: ClassVar = Simulated.SEPARATELY
+    """A scale depends on all rows of a pass, and numbers on the border between two need float64."""
+
+    @property
+    def simulation_dtype(self) -> str:
+        """`float64`: by the rounding of float32 alone, a number on the border between two falls to
+        either side. torchao has no mxfp8 in float64.
+        """
+        return "float32" if self.recipe == "mxfp8" else "float64"
+
+    @property
+    def token_multiple(self) -> int:
+        return BLOCK[self.recipe]
+
+    def simulated(self, context: Context, *, precision: bool) -> Self:
+        return replace(self, emulate=True)
+
+    def omission(self, *, precision: bool) -> tuple[str, str] | None:
+        if not emulates():
+            return "matmul", "torchao is not installed: products are not rounded to 8 bits"
+        text = "products in 8 bits are compared in float64, by a run without `--precision`"
+        return ("matmul", text) if precision else None
+
     KIND: ClassVar = "matmul"
     WORD: ClassVar = "matmul"
     ABOUT: ClassVar[tuple[str, ...]] = ("modules",)
@@ -82,6 +113,7 @@ class ScaleWeights(Op):
     def calls(self, _context: Context) -> Iterator[Step]:
         yield Once(call=FunctionCall("standalone.matmul:scale_before_forward", (MODEL,)))
 
+    SIMULATED: ClassVar = Simulated.SEPARATELY
     WORD: ClassVar = "scales"
 
     def headline(self, _mesh: AxisSizes | None = None) -> str:

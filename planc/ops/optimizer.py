@@ -241,6 +241,8 @@ class Optimize(Op):
             return self.algorithm.state_size(shape) * DTYPE_BYTES["float32"]
         return self.state_bytes(whole, shape, dtype)
 
+    ALONE: ClassVar = True
+    LOOP_FUNCTIONS: ClassVar = ("planned_optimizer",)
     WORD: ClassVar = "optimizer"
     ABOUT: ClassVar[tuple[str, ...]] = ("modules",)
 

@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Annotated, ClassVar, Literal, NamedTuple, Self, get_args
 
@@ -149,12 +149,17 @@ class Pipeline(Op):
         "keep_stages", "Keeps the parameters of this rank's stages."
     )
     WORD: ClassVar = "pipeline"
+    LOOP_FUNCTIONS: ClassVar = ("forward_backward", "clip_grad_norm")
     ROLE: ClassVar = AxisRole.STAGE
     CARRIES: ClassVar = "activations, to the next stage"
 
     @property
     def split_axes(self) -> tuple[str, ...]:
         return (self.axis,)
+
+    def simulated(self, context: call.Context, *, precision: bool) -> Self:
+        # a timetable has passes for its own number of microbatches
+        return self if self.timetable else replace(self, microbatches=self.stages)
 
     def claims(self, collective: ObservedCall) -> CallClaim | None:
         """Claims the messages between stages."""

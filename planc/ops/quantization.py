@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Self
 
 from planc.model.facts import Modules
 from planc.ops import call, phrases
-from planc.ops.base import AxisSizes, Op, Some, choice
+from planc.ops.base import AxisSizes, Op, Simulated, Some, choice
 
 KINDS = ("nf4", "fp4")
 BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
@@ -50,6 +50,17 @@ class Quantize(Op):
         for modules in self.members:
             made = call.FunctionCall(f"standalone.quantization:{name}", arguments, options)
             yield call.Each(modules=modules, calls=(made,), note=self.place)
+
+    SIMULATED: ClassVar = Simulated.NEVER
+    """A shard of a small weight is not a multiple of the quantization block; that of the real one
+    is checked."""
+
+    @property
+    def packages(self) -> tuple[str, ...]:
+        return "peft", "bitsandbytes"
+
+    def omission(self, *, precision: bool) -> tuple[str, str]:
+        return "4 bits", "frozen weights stay in full precision"
 
     WORD: ClassVar = "quantize"
     ABOUT: ClassVar[tuple[str, ...]] = ("members",)

@@ -22,7 +22,7 @@ from planc.ops.activation_checkpoint import Checkpoint
 from planc.ops.base import AxisRole
 from planc.ops.fsdp import FullyShard
 from planc.ops.lowered import Lowered
-from planc.ops.matmul import LowPrecision
+from planc.ops.matmul import emulates
 from planc.plan.ir import Plan
 from planc.plan.stand_in import Unrepresented
 from planc.proof.called_modules import called_modules, report_leaks
@@ -36,7 +36,7 @@ from planc.proof.small_case import SmallCase, small_case, without_optimizer_clas
 from planc.proof.small_mesh import for_timetable, pairs, passes_on, simulated_sizes, with_experts
 from planc.source import Span
 from planc.trial.outcome import Outcome
-from planc.trial.trial_part import emulates, left_out
+from planc.trial.trial_part import left_out, separate_ops
 
 _NOTHING = Unrepresented(reason="nothing is simulated")
 
@@ -309,7 +309,7 @@ def _eight_bits(compiled: Compiled, sink: Sink, strict: bool) -> Iterator[Sectio
     """The verdict on products in 8 bits, by a run of its own on the first small mesh."""
     lowered, plan = compiled.lowered, compiled.plan
     assert lowered is not None
-    if plan is None or not lowered.has(LowPrecision) or not emulates():
+    if plan is None or not separate_ops(lowered) or not emulates():
         return
     split = {*lowered.split_axes(AxisRole.TENSOR)}
     sizes = next(simulated_sizes(plan.mesh.axes, split), None)

@@ -14,7 +14,7 @@ from planc.model.load import load
 from planc.model.randomness import random_numbers_kept
 from planc.ops.document import digest
 from planc.ops.lowered import Lowered
-from planc.ops.matmul import LowPrecision
+from planc.ops.matmul import emulates
 from planc.plan.ir import Plan
 from planc.plan.stand_in import Unrepresented
 from planc.proof.eight_bits import report_wrong_products
@@ -27,7 +27,7 @@ from planc.syntax import plan_files
 from planc.trial import certificate as store
 from planc.trial import verdict_store
 from planc.trial.launcher import LIMITS, SEEDS, Comparison, ForkServer, TrialFailure, fork_server
-from planc.trial.trial_part import emulates, left_out, rounds, trial_part
+from planc.trial.trial_part import left_out, rounds, separate_ops, trial_part
 
 PROCESSES = 4
 TIMEOUT = 120.0
@@ -174,7 +174,7 @@ def _make_small_case(case: _Case, *, precision: bool) -> Unrepresented | None:
     assert small.compiled.lowered is not None
     case.small = small
     case.run = trial_part(small.compiled.lowered, precision=precision)
-    if small.compiled.lowered.has(LowPrecision) and emulates() and not precision:
+    if separate_ops(small.compiled.lowered) and emulates() and not precision:
         case.eight_bits = trial_part(small.compiled.lowered, eight_bits=True)
     case.precision = precision
     case.small_check_codes = _codes(checks)

@@ -19,11 +19,8 @@ from planc.model.sources.isolation import quiet_imports
 from planc.ops import phrases
 from planc.ops.base import AxisRole, Op
 from planc.ops.call import Assign, Each, Members, MeshOf, Once, ParameterRef
-from planc.ops.configure import Configure
-from planc.ops.freeze import Freeze
 from planc.ops.lora import Adapt
 from planc.ops.lowered import Lowered
-from planc.ops.matmul import LowPrecision
 from planc.ops.optimizer import Optimize, OptimizerClass
 from planc.runtime import gradients, preconditions
 from planc.runtime.calls import Values, function_of, resolve
@@ -309,12 +306,10 @@ def _no_mesh(mesh: MeshOf) -> DeviceMesh:
 
 
 def alone(model: nn.Module, lowered: Lowered) -> nn.Module:
-    """The model for training in one process: with a plan's adapters, frozen parameters, and
-    products in 8 bits.
-    """
+    """The model of the reference run in one process, with the plan's operations that it has too."""
     worker = Worker(model, dict(model.named_modules()), None, lowered)
     for op in lowered.ops:
-        if isinstance(op, Configure | Adapt | LowPrecision | Freeze | Optimize):
+        if op.ALONE:
             worker.run(op)
     return model
 

@@ -24,12 +24,12 @@ from planc.ops.base import AxisRole, Op
 from planc.ops.context import ContextParallel
 from planc.ops.documents import parts_reset
 from planc.ops.lowered import Lowered
-from planc.ops.matmul import BLOCK, LowPrecision
 from planc.ops.towers import ShareTower
 from planc.runtime.standalone.documents import RESETS, reset_states
 from planc.runtime.standalone.images import Tokens, placeholders, rows_of_images
 from planc.runtime.standalone.loss import IGNORED
 from planc.trial.numerics import for_trial, trial_dtype
+from planc.trial.trial_part import separate_ops
 
 LENGTH = 16
 """The least tokens per row; divisible for sequence axes of up to 16 ranks."""
@@ -110,8 +110,8 @@ def batches(
     ranks = lowered.axis_size(*lowered.data)
     parts = lowered.pipeline.microbatches if lowered.pipeline else 1
     rows = ranks * math.lcm(max(1, 4 // ranks), parts)
-    blocks = [BLOCK[op.recipe] for op in lowered.every(LowPrecision)]
-    length = math.lcm(LENGTH, lowered.world_size, *blocks)
+    multiples = (op.token_multiple for op in lowered.ops)
+    length = math.lcm(LENGTH, lowered.world_size, *multiples)
 
     def plain(number: int, length: int = length, images: tuple[int, ...] = ()) -> Inputs:
         # ids at the ends of the vocabulary are often special tokens
@@ -121,7 +121,7 @@ def batches(
         return {n: v.to(dtype) if v.is_floating_point() else v for n, v in made}
 
     model = for_trial(builder.build(seed), lowered)
-    dtype, alone = trial_dtype(lowered), lowered.has(LowPrecision)
+    dtype, alone = trial_dtype(lowered), bool(separate_ops(lowered))
     reset_states(model, *parts_reset(lowered.ops))
     counted = _counts(model, plain(0))
     config = getattr(model, "config", None)

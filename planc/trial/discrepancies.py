@@ -14,7 +14,6 @@ from planc.model.small.stack_frames import of_a_model
 from planc.ops import styles as ir
 from planc.ops.loss import ChunkLoss
 from planc.ops.lowered import Lowered
-from planc.ops.matmul import LowPrecision
 from planc.ops.towers import DivideImages
 from planc.trial import observed_layouts
 from planc.trial.batches import Batches
@@ -31,6 +30,7 @@ from planc.trial.program import RankResult, Reference
 from planc.trial.prove import Errors, compare
 from planc.trial.thread_ranks import RankFailure
 from planc.trial.trace import Seen, Trace, code_line
+from planc.trial.trial_part import separate_ops
 
 
 @dataclass(slots=True, kw_only=True)
@@ -46,7 +46,7 @@ class Runs:
     @property
     def limit(self) -> float:
         """The largest error of outputs and gradients that counts as equal."""
-        return EIGHT_BITS_LIMIT if self.lowered.has(LowPrecision) else LIMIT
+        return EIGHT_BITS_LIMIT if separate_ops(self.lowered) else LIMIT
 
     @property
     def divided(self) -> list[DivideImages]:

@@ -23,8 +23,8 @@ from typing import Any
 from planc.diagnostic import one_of
 from planc.ops.document import digest, dumps
 from planc.ops.lowered import Lowered
-from planc.ops.matmul import LowPrecision
 from planc.trial.outcome import EIGHT_BITS_LIMIT
+from planc.trial.trial_part import separate_ops
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,7 +235,7 @@ def fork_server() -> Iterator[ForkServer]:
 def _limits(lowered: Lowered) -> dict[str, float]:
     """The largest errors that count as equal, by kind; in 8 bits nothing is stepped."""
     rounded = dict.fromkeys(("logits", "loss", "gradients"), EIGHT_BITS_LIMIT)
-    return rounded if lowered.has(LowPrecision) else LIMITS
+    return rounded if separate_ops(lowered) else LIMITS
 
 
 def _reports(folder: Path, ranks: int) -> Iterator[dict[str, Any]]:

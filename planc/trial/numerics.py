@@ -17,7 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from planc.model.small.user_model import ModelBuilder
 from planc.ops.fsdp import Divide, FullyShard
 from planc.ops.lowered import Lowered
-from planc.ops.matmul import LowPrecision
 from planc.runtime.standalone.shards import plain_name
 
 FLOOR = 1e-3
@@ -32,11 +31,9 @@ def device_for(ranks: int) -> str:
 
 
 def trial_dtype(lowered: Lowered) -> torch.dtype:
-    """The dtype of a trial: float64 where products are in fp8, since a number on the border between
-    two falls to either side by the rounding of float32 alone. torchao has no mxfp8 in float64.
-    """
-    recipes = {op.recipe for op in lowered.every(LowPrecision)}
-    return torch.float64 if recipes and "mxfp8" not in recipes else torch.float32
+    """The dtype of a simulation: float64 if all operations with a requirement require it."""
+    dtypes = {op.simulation_dtype for op in lowered.ops} - {None}
+    return torch.float64 if dtypes == {"float64"} else torch.float32
 
 
 def for_trial(model: nn.Module, lowered: Lowered) -> nn.Module:

@@ -21,7 +21,6 @@ from planc.ops.documents import parts_reset
 from planc.ops.expert_capacity import LimitExperts
 from planc.ops.loss import ChunkLoss
 from planc.ops.lowered import Lowered
-from planc.ops.matmul import LowPrecision
 from planc.ops.optimizer import Optimize
 from planc.runtime.collectives import named_modules
 from planc.runtime.run import Run
@@ -40,6 +39,7 @@ from planc.trial.outcome import LIMIT
 from planc.trial.random_numbers import DifferentDraw, Recorded, Replayed
 from planc.trial.sequence_parts import RankPart, mean_of_parts, part_rank, parts_of
 from planc.trial.trace import Trace, caller
+from planc.trial.trial_part import separate_ops
 
 RATE = 1e-3
 EPSILON = 1e-6
@@ -202,8 +202,8 @@ def _microbatches(lowered: Lowered, batches: Batches) -> tuple[int, float]:
     """Into how many passes the single process cuts the rows of a data rank, and the weight of each:
     into a pipeline's microbatches where a scale is of all rows of a pass.
     """
-    rounded, pipeline = lowered.has(LowPrecision), lowered.pipeline
-    parts = pipeline.microbatches if rounded and pipeline is not None else 1
+    separate, pipeline = separate_ops(lowered), lowered.pipeline
+    parts = pipeline.microbatches if separate and pipeline is not None else 1
     return parts, 1.0 if batches.counted else 1 / parts
 
 
@@ -241,7 +241,7 @@ def _other_batches(
     """Runs a model without random numbers on all rows in one batch, and on each row alone where its
     code can see numbers; its gradients are put back.
     """
-    if reference.draws or batches.ranks == 1 or lowered.has(LowPrecision):
+    if reference.draws or batches.ranks == 1 or separate_ops(lowered):
         return  # a scale of 8 bits is of all rows of a pass
     first, extra = batches.steps[0][0], batches.extra(0)
     before = {p: p.grad for p in model.parameters()}

@@ -16,11 +16,8 @@ from planc.diagnostic import one_of
 from planc.model import cache
 from planc.model.facts import Facts
 from planc.ops import phrases
-from planc.ops.backend import Backend
 from planc.ops.document import digest
-from planc.ops.fsdp import FullyShard
 from planc.ops.lowered import Lowered
-from planc.ops.registry import AnyOp
 from planc.runtime.known_verdict import KnownVerdict, Level, strongest
 from planc.trial import certificate
 from planc.trial.certificate import digest_of, files
@@ -102,15 +99,11 @@ def _key_of_text(plan: str, facts: Facts) -> str:
 def _key(lowered: Lowered, facts: Facts, by: Proof) -> str:
     """Proofs run in float32, so bytes, which depend on the dtype of the weights, are left out."""
     stages = (replace(stage, parameters=0, gathered=0) for stage in lowered.stages)
-    plain = replace(lowered, stages=tuple(stages)).map_ops(lambda ops: map(_without_bytes, ops))
+    plain = replace(lowered, stages=tuple(stages)).map_ops(
+        lambda ops: (op.without_sizes() for op in ops)
+    )
     key = certificate.key_of(digest(plain), certificate.identity(facts))
     return cache.entry_name(f"verdict {_FORMAT} by {by}", key, sources=_all_sources())
-
-
-def _without_bytes(op: AnyOp) -> AnyOp:
-    if isinstance(op, FullyShard):
-        return replace(op, nbytes=0, gathered=0, saved=0)
-    return replace(op, nbytes=0, gathered=0) if isinstance(op, Backend) else op
 
 
 def _verdict(lowered: Lowered, facts: Facts, by: Proof) -> KnownVerdict | None:

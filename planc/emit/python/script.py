@@ -10,6 +10,7 @@ from itertools import groupby
 from textwrap import dedent, fill
 from typing import NamedTuple
 
+from planc.diagnostic import one_of
 from planc.emit.python.imports import imports
 from planc.emit.python.inlined_source import global_names, imported, inlined
 from planc.emit.python.layout import WIDTH, Bracketed, headed, lay, quoted, remark
@@ -19,17 +20,11 @@ from planc.emit.python.printer import Printer, inner_first
 from planc.model.facts import Modules, Segment
 from planc.model.indices import Indices
 from planc.ops.call import PARALLELIZE, Context, Each, FunctionCall, Step, Value
-from planc.ops.context import ContextParallel
-from planc.ops.lora import Adapt
 from planc.ops.lowered import Lowered, Stage
-from planc.ops.matmul import LowPrecision
-from planc.ops.optimizer import Optimize
-from planc.ops.quantization import Quantize
 from planc.ops.uneven_groups import uneven_groups
 
 _FRAME = {"init_device_mesh": "torch.distributed.device_mesh"}
 _WHOLE = "full_state_dict"
-_STEP = "forward_backward\nclip_grad_norm"
 _PLAIN = '    model = parallelize(model, build_mesh("cuda"))\n'
 _PIPELINED = """    mesh = build_mesh("cuda")
     model = parallelize(model, mesh)
@@ -62,8 +57,7 @@ def render(lowered: Lowered, *, digest: str) -> str:
                 functions.append(part.source(name))
             calls.setdefault(place, []).append(f"{name}{part.arguments}")
     functions += load_function(lowered)
-    steps = _STEP if lowered.pipeline else ""
-    steps += "\nplanned_optimizer" * lowered.has(Optimize)
+    steps = "\n".join(dict.fromkeys(name for op in lowered.ops for name in op.LOOP_FUNCTIONS))
     definitions = inlined("\n\n".join([*functions, steps]))
     packed = any(source.startswith("def repack(") for source in definitions)
     if packed:  # its state dict must be reordered
@@ -114,29 +108,31 @@ def _body(steps: Sequence[Step], printer: Printer) -> Lines:
 
 
 def _docstring(lowered: Lowered, digest: str, packed: bool) -> str:
-    needed = "torch alone"
-    kinds = {type(op) for op in lowered.ops}
-    if lowered.load.weights in ("slices", "rank0"):
-        needed = "torch and safetensors alone"
-    if ContextParallel in kinds:
-        needed = "torch and transformers alone"
-    if not all(op.parameters for op in lowered.every(Adapt)):
-        needed = "torch and peft alone"
-    if Quantize in kinds:
-        needed = "torch, peft and bitsandbytes alone"
-    if LowPrecision in kinds:
-        needed = f"torchao{',' if ' and ' in needed else ' and'} {needed}"
-    if backend := lowered.backend:
-        needed = f"{backend.NEEDS}{',' if ' and ' in needed else ' and'} {needed}"
+    names = ["torch", *_packages(lowered)]
+    for need in dict.fromkeys(op.NEEDS for op in lowered.ops if op.NEEDS):
+        names.insert(0, need)
+    needed = f"{one_of(names, last='and')} alone"
     if lowered.code:
         needed = needed.replace("alone", "and the user-defined classes")
+    optimizes = any("planned_optimizer" in op.LOOP_FUNCTIONS for op in lowered.ops)
     note = f"Written by planc from the lowered plan {digest[:12]}; it needs {needed}."
     return (
         f'"""{lowered.plan} for {lowered.model} on {lowered.world_size:,} ranks.\n\n'
         f"{fill(note, WIDTH)}\n\n"
-        f"{_PIPELINED if lowered.pipeline else _PLAIN}{_OPTIMIZER * lowered.has(Optimize)}"
+        f"{_PIPELINED if lowered.pipeline else _PLAIN}{_OPTIMIZER * optimizes}"
         f'{_PACKED if packed else ""}"""\n'
     )
+
+
+_BROUGHT = {"peft": ("transformers", "safetensors"), "transformers": ("safetensors",)}
+"""Packages that other packages bring along."""
+
+
+def _packages(lowered: Lowered) -> list[str]:
+    """The packages that a script imports in addition to torch, without those that they bring."""
+    names = dict.fromkeys(name for op in lowered.ops for name in op.packages)
+    brought = {other for name in names for other in _BROUGHT.get(name, ())}
+    return [name for name in names if name not in brought]
 
 
 def _mesh(lowered: Lowered) -> str:
