@@ -14,6 +14,7 @@ from planc.model.indices import Indices
 from planc.ops import phrases
 from planc.ops.base import OMIT, AxisSizes, Form, Op, Operator, Size, Some, Where
 from planc.ops.call import Context, Each, FunctionCall, ImportedName, ScriptFunction, Step, given
+from planc.ops.decisions import Decision, Question, decision_around
 from planc.resources import GRAMMARS
 
 GROUPS: dict[str, tuple[str, ...]] = {
@@ -169,6 +170,11 @@ class Checkpoint(Op):
         keywords = (("checkpoint_impl", how), *options)
         call = FunctionCall(f"{_WRAPPER}:checkpoint_wrapper", (), keywords)
         yield Each(modules=self.modules, calls=(call,), replaces=True, note=self.place)
+
+    def decisions(self, question: Question) -> Iterator[Decision]:
+        how = self.headline()
+        text = f"{'' if how == 'full' else f'{how}: '}activations are recomputed in backward"
+        yield from decision_around(self.modules, text, question)
 
     WORD: ClassVar = "checkpoint"
     ABOUT: ClassVar[tuple[str, ...]] = ("modules",)

@@ -82,6 +82,10 @@ class Backend(base.Op):
         return import_module(f"{cls.__module__}.{name}")
 
     @property
+    def short_name(self) -> str:
+        return self.TITLE
+
+    @property
     def optimized(self) -> str | None:
         """The dtype of separate weights that the optimizer steps; None for the model's own."""
         return None

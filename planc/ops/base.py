@@ -12,6 +12,7 @@ from planc.model.facts import Modules
 from planc.ops import phrases
 from planc.ops.call import Context, ScriptFunction, Step
 from planc.ops.claims import CallClaim, ObservedCall
+from planc.ops.decisions import Decision, Question
 from planc.ops.phrases import AxisSizes as AxisSizes  # noqa: PLC0414 - for every operation
 from planc.source import NOWHERE, Span
 
@@ -281,6 +282,15 @@ class Op:
     def claims(self, collective: ObservedCall) -> CallClaim | None:
         """The claim on a collective of a run; None if the operation does not make it."""
         return None
+
+    @property
+    def inference(self) -> str:
+        """The reason for which planc inferred the operation; empty for what a line states."""
+        return ""
+
+    def decisions(self, question: Question) -> Iterator[Decision]:
+        """The decisions about a module that `planc why` prints."""
+        yield from ()
 
     @property
     def packages(self) -> tuple[str, ...]:

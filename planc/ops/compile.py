@@ -8,6 +8,7 @@ from planc.model.facts import Modules
 from planc.ops import phrases
 from planc.ops.base import OMIT, Axes, AxisSizes, Op, Simulated
 from planc.ops.call import Context, Each, FunctionCall, MeshOf, Once, ScriptFunction, Step, given
+from planc.ops.decisions import Decision, Question, decision_around
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +37,10 @@ class Compile(Op):
 
     def omission(self, *, precision: bool) -> tuple[str, str]:
         return "compile", "the modules run uncompiled"
+
+    def decisions(self, question: Question) -> Iterator[Decision]:
+        text = "compiled as one graph, or fails" if self.fullgraph else "compiled"
+        yield from decision_around(self.modules, text, question)
 
     WORD: ClassVar = "compile"
     ABOUT: ClassVar[tuple[str, ...]] = ("modules",)

@@ -10,6 +10,7 @@ from planc.model.patches import AFTER_TEXT, ALONE, BEFORE_TEXT
 from planc.ops import call, phrases
 from planc.ops.base import OMIT, Axis, AxisRole, AxisSizes, Name, Op, Size, choice, text
 from planc.ops.claims import MODULE, CallClaim, ObservedCall
+from planc.ops.decisions import Decision, Question, decision_on
 
 _EXCHANGES = {
     "all_gather": "keys and values are all-gathered",
@@ -155,6 +156,10 @@ class ContextParallel(KeysOp):
         made = call.FunctionCall(function, (call.MODEL, mesh), keywords)
         yield call.Once(call=made, note=self.place)
 
+    def decisions(self, question: Question) -> Iterator[Decision]:
+        if any(modules.has(question.name) for modules in self.seeing):
+            yield Decision(self.headline(question.mesh), question.name)
+
     WORD: ClassVar = "context"
     ABOUT: ClassVar[tuple[str, ...]] = ("axis",)
 
@@ -188,6 +193,9 @@ class Attend(KeysOp):
         arguments = call.Members((self.modules,)), mesh
         made = call.FunctionCall("standalone.context:attend_by", arguments, self.keys)
         yield call.Once(call=made, note=self.place)
+
+    def decisions(self, question: Question) -> Iterator[Decision]:
+        yield from decision_on(self.modules, self.headline(question.mesh), question)
 
     WORD: ClassVar = "attention"
     ABOUT: ClassVar[tuple[str, ...]] = ("modules",)

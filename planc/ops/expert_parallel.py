@@ -9,6 +9,7 @@ from planc.ops import phrases
 from planc.ops.base import OMIT, Axes, Axis, AxisRole, AxisSizes, Op, Some, choice
 from planc.ops.call import Context, Each, FunctionCall, MeshOf, ScriptFunction, Step, given
 from planc.ops.claims import CallClaim, ObservedCall, module_claim
+from planc.ops.decisions import Decision, Question, decision_on
 from planc.ops.tensor_parallel import Shape
 
 ALL_TO_ALL: Literal["all_to_all"] = "all_to_all"
@@ -88,6 +89,9 @@ class DispatchExperts(Op):
         if self.dispatch == DEEPEP:
             call = FunctionCall("standalone.expert_deepep:dispatch_by_deepep", (mesh,), keywords)
         yield Each(modules=self.modules, calls=(call,), note=self.place)
+
+    def decisions(self, question: Question) -> Iterator[Decision]:
+        yield from decision_on(self.modules, self.headline(question.mesh), question)
 
     WORD: ClassVar = "experts"
     ABOUT: ClassVar[tuple[str, ...]] = ("modules",)

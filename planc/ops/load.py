@@ -8,6 +8,7 @@ from planc.model.facts import Modules, Parameter
 from planc.ops import phrases
 from planc.ops.base import OMIT, AxisSizes, Dtype, Op, Simulated, choice
 from planc.ops.call import MODEL, Context, FunctionCall, Once, ScriptFunction, Step, dtype, given
+from planc.ops.decisions import Decision, Question
 from planc.ops.lora import pattern_of
 
 
@@ -64,6 +65,10 @@ class Load(Op):
     @property
     def packages(self) -> tuple[str, ...]:
         return ("safetensors",) if self.weights in ("slices", "rank0") else ()
+
+    def decisions(self, question: Question) -> Iterator[Decision]:
+        if question.at.module.parameters:
+            yield Decision(self.headline(), "root")
 
     WORD: ClassVar = "load"
     WORDS: ClassVar = {"fp32": ("fp32", lambda names: ", ".join(phrases.together(names)) or "none")}

@@ -32,6 +32,7 @@ from planc.ops.call import (
     dtype,
     given,
 )
+from planc.ops.decisions import Decision, Question
 
 
 def spelled(segment: Segment) -> str:
@@ -188,6 +189,11 @@ class Adapt(Op):
     @property
     def packages(self) -> tuple[str, ...]:
         return () if self.parameters else ("peft",)
+
+    def decisions(self, question: Question) -> Iterator[Decision]:
+        for members in self.members:
+            if question.at.inside(members) is not None:
+                yield Decision(self.headline(), question.ancestor(len(members.path)))
 
     WORD: ClassVar = "adapters"
     ABOUT: ClassVar[tuple[str, ...]] = ("members",)

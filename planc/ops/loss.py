@@ -9,6 +9,7 @@ from planc.ops import phrases
 from planc.ops.base import OMIT, Axes, AxisSizes, Form, Op, Positive, Size
 from planc.ops.call import MODEL, Context, Each, FunctionCall, Keywords, ScriptFunction, Step, given
 from planc.ops.claims import CallClaim, ObservedCall, module_claim
+from planc.ops.decisions import Decision, Question, decision_on
 
 Fraction = Annotated[int | float, Form({"type": "number", "minimum": 0, "maximum": 1})]
 
@@ -64,6 +65,9 @@ class ChunkLoss(Op):
         terms = (*given(chunks=self.chunks), *self._terms())
         call = FunctionCall("standalone.loss:chunk_loss", (MODEL,), terms)
         yield Each(modules=self.modules, calls=(call,), note=self.place)
+
+    def decisions(self, question: Question) -> Iterator[Decision]:
+        yield from decision_on(self.modules, self.headline(question.mesh), question)
 
     WORD: ClassVar = "loss"
     ABOUT: ClassVar[tuple[str, ...]] = ("modules",)

@@ -18,6 +18,7 @@ from planc.ops.call import (
     Step,
     given,
 )
+from planc.ops.decisions import Decision, Question, decision_around
 
 RECIPES = ("tensorwise", "rowwise", "mxfp8")
 BLOCK = {"tensorwise": 16, "rowwise": 16, "mxfp8": 32}
@@ -84,6 +85,9 @@ class LowPrecision(Op):
             return "matmul", "torchao is not installed: products are not rounded to 8 bits"
         text = "products in 8 bits are compared in float64, by a run without `--precision`"
         return ("matmul", text) if precision else None
+
+    def decisions(self, question: Question) -> Iterator[Decision]:
+        yield from decision_around(self.modules, f"products in {self.headline()}", question)
 
     KIND: ClassVar = "matmul"
     WORD: ClassVar = "matmul"

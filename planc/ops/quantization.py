@@ -7,6 +7,7 @@ from typing import Annotated, ClassVar, Self
 from planc.model.facts import Modules
 from planc.ops import call, phrases
 from planc.ops.base import AxisSizes, Op, Simulated, Some, choice
+from planc.ops.decisions import Decision, Question
 
 KINDS = ("nf4", "fp4")
 BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
@@ -61,6 +62,12 @@ class Quantize(Op):
 
     def omission(self, *, precision: bool) -> tuple[str, str]:
         return "4 bits", "frozen weights stay in full precision"
+
+    def decisions(self, question: Question) -> Iterator[Decision]:
+        for members in map(phrases.layer, self.members):
+            if question.at.overlap(members) is not None:
+                text = f"in 4 bits, {self.headline()}"
+                yield Decision(text, question.ancestor(len(members.path)))
 
     WORD: ClassVar = "quantize"
     ABOUT: ClassVar[tuple[str, ...]] = ("members",)

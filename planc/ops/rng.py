@@ -7,6 +7,7 @@ from typing import ClassVar
 from planc.model.facts import Modules
 from planc.ops import call, phrases
 from planc.ops.base import OMIT, Axes, Axis, AxisSizes, Op, Where
+from planc.ops.decisions import Decision, Question, decision_on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +73,9 @@ class DrawByRank(Op):
         keywords = call.given(inside=self.inside, after=self.after)
         made = call.FunctionCall("standalone.rng:draw_by_rank", (mesh,), keywords)
         yield call.Each(modules=self.modules, calls=(made,), note=self.place)
+
+    def decisions(self, question: Question) -> Iterator[Decision]:
+        yield from decision_on(self.modules, self.headline(question.mesh), question)
 
     WORD: ClassVar = "draws"
     ABOUT: ClassVar[tuple[str, ...]] = ("modules", "axis")

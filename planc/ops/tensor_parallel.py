@@ -22,6 +22,7 @@ from planc.ops.base import (
     text,
 )
 from planc.ops.claims import GRADIENT, CallClaim, ObservedCall, module_claim, unit_names
+from planc.ops.decisions import Decision, Question
 from planc.ops.styles import Input, Output, Style, style_arguments, style_call, style_name
 
 INFERRED = "~"
@@ -99,6 +100,10 @@ class Parallelize(Op):
         mesh = call.Shared(f"{'_'.join(self.axes)}_mesh", call.Index(call.MESH, self.axes))
         made = call.FunctionCall(call.PARALLELIZE, (mesh, style_call(self.style)))
         yield call.Each(modules=self.modules, calls=(made,), note=self.place)
+
+    @property
+    def inference(self) -> str:
+        return self.inferred
 
     WORD: ClassVar = "tensor"
     ABOUT: ClassVar[tuple[str, ...]] = ("modules", "axes", "style")
@@ -180,6 +185,13 @@ class Tie(Op):
         note = "sharding creates new parameters, so the tie is restored"
         target, source = call.ParameterRef(self.parameter), call.ParameterRef(self.source)
         yield call.Assign(target=target, value=source, note=note)
+
+    def decisions(self, question: Question) -> Iterator[Decision]:
+        all_names = [parameter.name for parameter in question.at.module.parameters]
+        names = [question.parameter] if question.parameter else all_names
+        full = {f"{question.name}.{name}" if question.name else name for name in names}
+        if {self.parameter, self.source} & full:
+            yield Decision("tied again after tensor parallelism", self.parameter)
 
     WORD: ClassVar = "tie"
     ABOUT: ClassVar[tuple[str, ...]] = ("parameter",)

@@ -22,6 +22,7 @@ from planc.ops.call import (
     Step,
     given,
 )
+from planc.ops.decisions import Decision, Question
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +40,11 @@ class ShareTower(Op):
     SCRIPT: ClassVar = ScriptFunction(
         "share_tower", "Ranks without images, or sound, run the tower on those of another."
     )
+
+    def decisions(self, question: Question) -> Iterator[Decision]:
+        if self.modules.has(question.name) or self.runs(question.name):
+            yield Decision(self.headline(question.mesh), str(self.modules))
+
     WORD: ClassVar = "towers"
     ABOUT: ClassVar[tuple[str, ...]] = ("modules",)
 
@@ -82,6 +88,11 @@ class DivideImages(Op):
     SCRIPT: ClassVar = ScriptFunction(
         "divide_images", "Each rank of an axis runs the tower on some of the images."
     )
+
+    def decisions(self, question: Question) -> Iterator[Decision]:
+        if self.modules.has(question.name) or self.runs(question.name):
+            yield Decision(self.headline(question.mesh), str(self.modules))
+
     WORD: ClassVar = "images"
     ABOUT: ClassVar[tuple[str, ...]] = ("modules", "tower", "axis")
 

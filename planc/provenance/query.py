@@ -15,26 +15,18 @@ from planc.lowering.memory import kept_shape
 from planc.model.facts import DTYPE_BYTES, Facts, Modules, Parameter
 from planc.ops import phrases
 from planc.ops.activation_checkpoint import Checkpoint, Save
-from planc.ops.backend import Backend
-from planc.ops.compile import Compile
-from planc.ops.context import Attend, ContextParallel
 from planc.ops.contract import Split, part_sizes, weight_split
-from planc.ops.expert_capacity import LimitExperts
+from planc.ops.decisions import Question
 from planc.ops.expert_parallel import DispatchExperts
 from planc.ops.freeze import Freeze
 from planc.ops.fsdp import Divide, FullyShard, Prefetch, Spread, along, offloading, where
-from planc.ops.load import Load
 from planc.ops.lora import Adapt
-from planc.ops.loss import ChunkLoss
 from planc.ops.lowered import Lowered
-from planc.ops.matmul import LowPrecision
 from planc.ops.pipeline import Pipeline
 from planc.ops.quantization import Quantize
 from planc.ops.registry import AnyOp, units_of
-from planc.ops.rng import DrawByRank
 from planc.ops.styles import Custom, style_name
-from planc.ops.tensor_parallel import Parallelize, Tie
-from planc.ops.towers import DivideImages, ShareTower
+from planc.ops.tensor_parallel import Parallelize
 from planc.plan.apply_adapters import FOUR_BIT, with_adapters
 from planc.plan.ir import AdapterRule, Plan, StageTimes
 from planc.provenance.answer import ParameterAnswer, Reason, Reasons
@@ -83,6 +75,8 @@ class _Question:
         self.at, self.parameter = at, parameter = named
         self.styles = lowered.every(Parallelize)
         self.name = at.first_name
+        asked = parameter.name if parameter else None
+        self.question = Question(at=at, parameter=asked, mesh=lowered)
         self.full = _joined(self.name, parameter.name) if parameter else self.name
         # a backend makes units of its own at each call
         pairs = [(unit, op) for op in lowered.ops for unit in units_of(op)]
@@ -97,8 +91,8 @@ class _Question:
         parameters = [self.parameter] if self.parameter else module.parameters
         found = {
             "tensor": tuple(self._tensor(op) for op in self.styles if self._is(op)),
-            "checkpoint": tuple(self._wraps(Checkpoint)),
-            "compile": tuple(self._wraps(Compile)),
+            "checkpoint": tuple(self._checkpointed()),
+            "compile": tuple(self._decided("compile")),
             "unit": tuple(self._units()),
         }
         return Reasons(
@@ -109,22 +103,22 @@ class _Question:
             like=next(m for m in self.facts.model.below() if m.overlap(self.at) is not None),
             parameters=tuple(self._parameter(p) for p in parameters),
             count=self.parameter.numel if self.parameter else module.count,
-            load=tuple(self._loaded()),
+            load=tuple(self._decided("load")),
             stage=tuple(self._staged()),
-            context=tuple(self._exchanged()),
-            experts=(*self._on(DispatchExperts), *self._on(LimitExperts)),
-            loss=tuple(self._on(ChunkLoss)),
-            adapter=tuple(self._adapted()),
+            context=tuple(self._decided("context", "attention")),
+            experts=tuple(self._decided("experts", "capacity")),
+            loss=tuple(self._decided("loss")),
+            adapter=tuple(self._decided("adapters", "quantize")),
             around=tuple(self._tensor(op) for op in self.styles if self._around(op)),
             inside=() if self.parameter else tuple(self._inside()),
             unit_bytes=(self.shard.nbytes, self.shard.gathered)
             if self.shard and not self.ignored and self.shard in self.lowered.ops
             else None,
             training=tuple(self._training()),
-            matmul=tuple(self._wraps(LowPrecision)),
-            towers=tuple(self._towers()),
-            draws=tuple(self._on(DrawByRank)),
-            ties=tuple(self._ties()),
+            matmul=tuple(self._decided("matmul")),
+            towers=tuple(self._decided("towers", "images")),
+            draws=tuple(self._decided("draws")),
+            ties=tuple(self._decided("tie")),
             missing={k: self._missing(k) for k, reasons in found.items() if not reasons},
             **found,
         )
@@ -144,18 +138,15 @@ class _Question:
             place=origin.place,
             text=f"{text[:_LONGEST]}..." if len(text) > _LONGEST else text,
             op=next(i for i, o in enumerate(self.lowered.ops) if o is self.owner.get(id(op), op)),
-            inferred=op.inferred if isinstance(op, Parallelize) else "",
+            inferred=op.inference,
         )
 
     def _tensor(self, op: Parallelize) -> Reason:
-        target = self._part(len(op.modules.path))
+        target = self.question.ancestor(len(op.modules.path))
         what = op.headline(self.lowered)
         if isinstance(op.style, Custom):
             what += "; a user-defined style, so shapes and bytes are those without it"
         return self._reason(what, target, op)
-
-    def _part(self, length: int) -> str:
-        return Modules(self.at.path[:length], self.at.module).first_name
 
     def _inside(self) -> Iterator[Reason]:
         for op in self.styles:
@@ -164,9 +155,12 @@ class _Question:
                 what = f"{style_name(op.style)} {op.layouts}".strip()
                 yield self._reason(f"{what}  {op.sizes}".strip(), _after(both, self.at), op)
 
-    def _loaded(self) -> Iterator[Reason]:
-        for op in self.lowered.every(Load) if self.at.module.parameters else ():
-            yield self._reason(op.headline(), "root", op)
+    def _decided(self, *words: str) -> Iterator[Reason]:
+        """What operations with these words decide about the module, by word."""
+        for word in words:
+            for op in self.lowered.ops:
+                for text, target in op.decisions(self.question) if word == op.WORD else ():
+                    yield self._reason(text, target, op)
 
     def _staged(self) -> Iterator[Reason]:
         times = self.plan.pipeline.times if self.plan and self.plan.pipeline else None
@@ -180,31 +174,14 @@ class _Question:
                         what = _taken(times, stage)
                         yield self._reason(what, self.name, op, NOWHERE)
 
-    def _adapted(self) -> Iterator[Reason]:
-        for op in self.lowered.every(Adapt):
-            for members in op.members:
-                if self.at.inside(members) is not None:
-                    target = self._part(len(members.path))
-                    yield self._reason(op.headline(), target, op)
-        for four in self.lowered.every(Quantize):
-            for members in map(phrases.layer, four.members):
-                if self.at.overlap(members) is not None:
-                    what = f"in 4 bits, {four.headline()}"
-                    yield self._reason(what, self._part(len(members.path)), four)
-
-    def _wraps(
-        self, kind: type[Checkpoint] | type[Compile] | type[LowPrecision]
-    ) -> Iterator[Reason]:
-        for op in self.lowered.ops:
-            if isinstance(op, kind):
-                if self.at.inside(op.modules) is not None:
-                    target = self._part(len(op.modules.path))
-                    yield self._reason(_wrapped(op), target, op)
-                    if isinstance(op, Checkpoint) and self.at.overlap(op.modules) is not None:
-                        kept = self._kept(op.save)
-                        yield from (self._reason(x, target, op, NOWHERE) for x in kept)
-                elif self.parameter is None and (both := op.modules.inside(self.at)) is not None:
-                    yield self._reason(_wrapped(op), str(both), op)
+    def _checkpointed(self) -> Iterator[Reason]:
+        for op in self.lowered.every(Checkpoint):
+            for text, target in op.decisions(self.question):
+                yield self._reason(text, target, op)
+            if self.at.overlap(op.modules) is not None:
+                target = self.question.ancestor(len(op.modules.path))
+                kept = self._kept(op.save)
+                yield from (self._reason(x, target, op, NOWHERE) for x in kept)
 
     def _kept(self, saves: Sequence[Save] | None) -> Iterator[str]:
         """What a budget keeps of the module, or of the block that it is."""
@@ -220,7 +197,7 @@ class _Question:
         op = self.shard
         if op and self.ignored:
             line = op.origin_of(f"ignored.{op.ignored.index(self.ignored)}") or NOWHERE
-            target = self._part(len(self.ignored.path))
+            target = self.question.ancestor(len(self.ignored.path))
             yield self._reason("ignored: replicated", target, op, line)
         elif op:
             yield self._sharded(op)
@@ -236,10 +213,10 @@ class _Question:
 
     def _sharded(self, op: FullyShard) -> Reason:
         member = max((m for m in op.members if self.at.inside(m)), key=lambda m: len(m.path))
-        target = op.name if op.group else self._part(len(member.path))
+        target = op.name if op.group else self.question.ancestor(len(member.path))
         parts = [where(op, self.lowered), along(op), op.resharding]
-        if isinstance(call := self.owner[id(op)], Backend):
-            parts = [f"{call.TITLE}, {call.headline(self.lowered)}", *parts[2:]]
+        if (call := self.owner[id(op)]) is not op:
+            parts = [f"{call.short_name}, {call.headline(self.lowered)}", *parts[2:]]
         return self._reason(", ".join(filter(None, parts)) + offloading(op), target, op)
 
     def _spread(self, op: FullyShard) -> Spread | None:
@@ -253,11 +230,11 @@ class _Question:
         spread = self._spread(op)
         if spread is not None:
             line = op.origin_of(f"spreads.{op.spreads.index(spread)}") or NOWHERE
-            target = self._part(len(spread.modules.path))
+            target = self.question.ancestor(len(spread.modules.path))
             yield self._reason(f"spread {spread.headline(self.lowered)}", target, op, line)
 
     def _settings(self, op: FullyShard) -> Iterator[Reason]:
-        if isinstance(self.owner[id(op)], Backend):
+        if self.owner[id(op)] is not op:  # of a backend
             return
         target = self._sharded(op).target
         line = op.origin_of("precision") or NOWHERE
@@ -282,33 +259,7 @@ class _Question:
     def _training(self) -> Iterator[Reason]:
         for op in self._freezing()[-1:]:
             what = "trains" if op.trainable else "frozen"
-            yield self._reason(what, self._part(len(op.modules.path)), op)
-
-    def _on(
-        self, kind: type[Attend | ChunkLoss | DrawByRank | DispatchExperts | LimitExperts]
-    ) -> Iterator[Reason]:
-        for op in self.lowered.ops:
-            if isinstance(op, kind) and op.modules.has(self.name):
-                yield self._reason(op.headline(self.lowered), self.name, op)
-
-    def _exchanged(self) -> Iterator[Reason]:
-        for op in self.lowered.every(ContextParallel):
-            if any(m.has(self.name) for m in op.seeing):
-                yield self._reason(op.headline(self.lowered), self.name, op)
-        yield from self._on(Attend)
-
-    def _towers(self) -> Iterator[Reason]:
-        towers: list[ShareTower | DivideImages] = [*self.lowered.every(ShareTower)]
-        for op in (*towers, *self.lowered.every(DivideImages)):
-            if op.modules.has(self.name) or op.runs(self.name):
-                yield self._reason(op.headline(self.lowered), str(op.modules), op)
-
-    def _ties(self) -> Iterator[Reason]:
-        names = {_joined(self.name, p.name) for p in self.at.module.parameters}
-        names = {self.full} if self.parameter else names
-        for op in self.lowered.every(Tie):
-            if {op.parameter, op.source} & names:
-                yield self._reason("tied again after tensor parallelism", op.parameter, op)
+            yield self._reason(what, self.question.ancestor(len(op.modules.path)), op)
 
     def _missing(self, section: str) -> str:
         match section:
@@ -332,7 +283,7 @@ class _Question:
             if rule.modules.has(self.name) and self.lowered.axis_size(rule.axis) == 1:
                 style, place = style_name(rule.style), rule.origin.place
                 return f"{style} has no effect: {rule.axis} has one rank ({place})"
-        if any(self._on(DispatchExperts)):
+        if any(self._decided("experts")):
             return "no rule: its experts are divided over ranks"
         axes = dict.fromkeys(axis for op in self.styles for axis in op.axes)
         if not self.at.module.parameters:
@@ -388,16 +339,6 @@ def _taken(times: StageTimes, stage: int) -> str:
     others = ", ".join(one for i, one in enumerate(each) if i != stage)
     size = f"a microbatch of {times.rows:,} x {times.seq:,} tokens"
     return f"estimated: {each[stage]} ms for {size}, forward and backward; the others {others} ms"
-
-
-def _wrapped(op: Checkpoint | Compile | LowPrecision) -> str:
-    if isinstance(op, LowPrecision):
-        return f"products in {op.headline()}"
-    if isinstance(op, Checkpoint):
-        how = op.headline()
-        kept = "" if how == "full" else f"{how}: "
-        return f"{kept}activations are recomputed in backward"
-    return "compiled as one graph, or fails" if op.fullgraph else "compiled"
 
 
 def _after(inner: Modules, outer: Modules) -> str:
