@@ -29,8 +29,7 @@ from planc.model.facts import MODULE_DICT, Facts, Module, Modules
 from planc.model.module_table import BATCHED_EXPERTS, parts_of_images, puts_images, puts_sound
 from planc.ops.activation_checkpoint import Checkpoint
 from planc.ops.backend import Backend
-from planc.ops.base import AxisRole
-from planc.ops.compile import Compile
+from planc.ops.base import AxisRole, Op
 from planc.ops.configure import Configure
 from planc.ops.context import Attend, ContextParallel
 from planc.ops.documents import ResetStates, resets
@@ -41,10 +40,9 @@ from planc.ops.fsdp import FullyShard
 from planc.ops.lora import BASE_LAYER, Adapt
 from planc.ops.loss import ChunkLoss
 from planc.ops.lowered import Lowered, Stage
-from planc.ops.matmul import LowPrecision, ScaleWeights
+from planc.ops.matmul import ScaleWeights
 from planc.ops.optimizer import Cut, Muon, Optimize
 from planc.ops.registry import AnyOp
-from planc.ops.rng import DrawByRank
 from planc.ops.styles import Input, Output, Replicated, Sequence
 from planc.ops.tensor_parallel import Parallelize, Shape, Tie
 from planc.ops.towers import DivideImages, ShareTower
@@ -113,7 +111,8 @@ def _stage(plan: Plan, facts: Facts, adapters: list[Adapt]) -> Stage:
     tensor, derived = _wide(plan), _derived(plan)
     holdings = Holdings(facts, plan, [*tensor, *derived, *expert_styles(plan)])
     units = _sharding(plan, facts, holdings)
-    at_rest = next((op.nbytes for op in units if isinstance(op, Backend)), None)
+    whole = plan.fsdp is not None and plan.fsdp.backend is not None
+    at_rest = units[0].nbytes if whole else holdings.at_rest()
     # a style on divided experts splits those of a rank, and sums what came back from all ranks
     inside = [r for r in tensor if splits_divided(r, plan)]
     tensor = [r for r in tensor if r not in inside]
@@ -144,7 +143,7 @@ def _stage(plan: Plan, facts: Facts, adapters: list[Adapt]) -> Stage:
         *_joined(optimize(plan, facts)),
     ]
     return Stage(
-        parameters=(holdings.at_rest() if at_rest is None else at_rest) + scales(plan),
+        parameters=at_rest + scales(plan),
         gathered=max((u.gathered for u in units), default=0),
         steps=tuple(sorted(stepped(plan, facts))),
         ops=tuple(ops),
@@ -226,49 +225,20 @@ def _sharding(plan: Plan, facts: Facts, holdings: Holdings) -> list[FullyShard] 
     return _joined(units_of(plan.fsdp, holdings))
 
 
-Wrap = TypeVar(
-    "Wrap",
-    Parallelize,
-    Freeze,
-    LowPrecision,
-    Checkpoint,
-    Compile,
-    FullyShard,
-    DrawByRank,
-    DispatchExperts,
-    LimitExperts,
-    Attend,
-    Optimize,
-)
+OpT = TypeVar("OpT", bound=Op)
 
 
-def _joined(ops: Iterable[Wrap]) -> list[Wrap]:
+def _joined(ops: Iterable[OpT]) -> list[OpT]:
     """Equal operations on modules whose paths differ in one set of indices, merged."""
-    result: list[Wrap] = []
+    result: list[OpT] = []
     for op in ops:
         for i, other in enumerate(result):
-            union = _union(other, op)
-            if union is not None:
+            if (union := other.union(op)) is not None:
                 result[i] = union
                 break
         else:
             result.append(op)
     return result
-
-
-def _union(one: Wrap, two: Wrap) -> Wrap | None:
-    if isinstance(one, FullyShard) and isinstance(two, FullyShard):
-        both = one.members[0].union(two.members[0])
-        if both is None or one.group or two.group or one.place != two.place:
-            return None
-        joined = replace(one, members=(both,))
-        return joined if replace(two, members=(both,)) == joined else None
-    assert not isinstance(one, FullyShard) and not isinstance(two, FullyShard)
-    both = one.modules.union(two.modules)
-    if both is None or one.place != two.place:
-        return None
-    joined = replace(one, modules=both)
-    return joined if replace(two, modules=both) == joined else None
 
 
 def _layers(root: Module) -> int:

@@ -86,6 +86,14 @@ class Backend(base.Op):
         return self.TITLE
 
     @property
+    def call_name(self) -> str:
+        return self.FUNCTION
+
+    @property
+    def whole_call_modules(self) -> tuple[Modules, ...]:
+        return self.members
+
+    @property
     def optimized(self) -> str | None:
         """The dtype of separate weights that the optimizer steps; None for the model's own."""
         return None
@@ -96,7 +104,3 @@ class Backend(base.Op):
     def units(self) -> Iterator[FullyShard]:
         """The units and the root as FSDP2 units, for code that reads both."""
         raise NotImplementedError
-
-    def misfits(self, modules: Mapping[str, object]) -> Iterator[str]:
-        """Yields what the call would take otherwise in the modules of a real model."""
-        yield from ()

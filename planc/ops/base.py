@@ -288,6 +288,36 @@ class Op:
         """The reason for which planc inferred the operation; empty for what a line states."""
         return ""
 
+    @property
+    def call_name(self) -> str:
+        """The function that the operation calls, in messages of a run."""
+        return type(self).__name__.lower()
+
+    @property
+    def whole_call_modules(self) -> tuple[Modules, ...]:
+        """The modules that the operation works on besides those that its calls name."""
+        return ()
+
+    @property
+    def required_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """The shapes that parameters of its modules must have before it, by name."""
+        return {}
+
+    def misfits(self, modules: Mapping[str, Any]) -> Iterator[str]:
+        """Yields why the operation does not fit a model, by its modules with their names."""
+        yield from ()
+
+    def union(self, other: "Op") -> Self | None:
+        """Two operations of one line as one, if they are equal on modules whose paths differ in one
+        set of indices; else None.
+        """
+        both = self.about.union(other.about)
+        if both is None or self.place != other.place:
+            return None
+        modules: dict[str, Any] = {self.ABOUT[0]: both}
+        joined = replace(self, **modules)
+        return joined if replace(other, **modules) == joined else None
+
     def decisions(self, question: Question) -> Iterator[Decision]:
         """The decisions about a module that `planc why` prints."""
         yield from ()

@@ -1,8 +1,9 @@
 """A field of the model's configuration that training needs changed."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, ClassVar, Self
+from operator import attrgetter
+from typing import Annotated, Any, ClassVar, Self
 
 from planc.ops import phrases
 from planc.ops.base import AxisSizes, Op, text
@@ -28,6 +29,12 @@ class Configure(Op):
     def calls(self, _context: Context) -> Iterator[Step]:
         call = FunctionCall("standalone.configuration:set_config", (MODEL, self.name, self.value))
         yield Once(call=call, note=self.reason)
+
+    def misfits(self, modules: Mapping[str, Any]) -> Iterator[str]:
+        try:
+            attrgetter(f"config.{self.name}")(modules[""])
+        except AttributeError:
+            yield f"the model has no config.{self.name}"
 
     ALONE: ClassVar = True
     WORD: ClassVar = "configure"

@@ -132,6 +132,20 @@ class FullyShard(base.Op):
     def traced_modules(self) -> tuple[Modules, ...]:
         return self.members
 
+    @property
+    def call_name(self) -> str:
+        return "fully_shard" if self.shard else "replicate"
+
+    def union(self, other: base.Op) -> Self | None:
+        """Two units of one line as one operation; groups are not joined."""
+        if not isinstance(other, FullyShard) or self.group or other.group:
+            return None
+        both = self.members[0].union(other.members[0])
+        if both is None or self.place != other.place:
+            return None
+        joined = replace(self, members=(both,))
+        return joined if replace(other, members=(both,)) == joined else None
+
     def simulated(self, context: call.Context, *, precision: bool) -> Self:
         """The unit without mixed precision unless asked; it is resharded if the mesh has too few
         ranks for the number in `reshard`.

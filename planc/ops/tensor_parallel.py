@@ -1,9 +1,9 @@
 """`parallelize_module`, and the weight ties that it breaks."""
 
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
-from typing import Annotated, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self
 
 from planc.model.facts import Modules, below
 from planc.ops import call, phrases
@@ -105,6 +105,10 @@ class Parallelize(Op):
     def inference(self) -> str:
         return self.inferred
 
+    @property
+    def required_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return {shape.name: shape.shape for shape in self.shapes}
+
     WORD: ClassVar = "tensor"
     ABOUT: ClassVar[tuple[str, ...]] = ("modules", "axes", "style")
     WORDS: ClassVar = {
@@ -192,6 +196,12 @@ class Tie(Op):
         full = {f"{question.name}.{name}" if question.name else name for name in names}
         if {self.parameter, self.source} & full:
             yield Decision("tied again after tensor parallelism", self.parameter)
+
+    def misfits(self, modules: Mapping[str, Any]) -> Iterator[str]:
+        for path in (self.parameter, self.source):
+            owner, _, last = path.rpartition(".")
+            if owner not in modules or modules[owner]._parameters.get(last) is None:
+                yield f"the model has no parameter {path!r}"
 
     WORD: ClassVar = "tie"
     ABOUT: ClassVar[tuple[str, ...]] = ("parameter",)

@@ -4,7 +4,6 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from operator import attrgetter
 from typing import Any, TypeVar, cast
 
 from torch import distributed, nn
@@ -14,17 +13,14 @@ from planc.model.facts import Modules, below
 from planc.model.module_table import already_parallel
 from planc.model.own_code import replaced_loss
 from planc.ops.activation_checkpoint import Checkpoint
-from planc.ops.backend import Backend
 from planc.ops.base import Op
 from planc.ops.call import Context, modules_of
 from planc.ops.compile import Compile
-from planc.ops.configure import Configure
 from planc.ops.expert_parallel import DEEPEP, DispatchExperts
-from planc.ops.fsdp import FullyShard
 from planc.ops.lora import MAGNITUDE, Adapt
 from planc.ops.loss import ChunkLoss
 from planc.ops.lowered import Lowered
-from planc.ops.tensor_parallel import Parallelize, Tie
+from planc.ops.tensor_parallel import Parallelize
 from planc.runtime.meshes import start
 from planc.runtime.standalone.pipeline import Stages
 from planc.runtime.standalone.shards import is_adapter
@@ -118,20 +114,14 @@ def announce(error: Exception, device_type: str) -> None:
 
 def members_of(op: Op, context: Context) -> Iterator[Modules]:
     """The module sets that an operation works on."""
-    if isinstance(op, Backend):  # its call takes the whole model
-        yield from op.members
+    yield from op.whole_call_modules
     for step in op.calls(context):
         yield from modules_of(step)
 
 
 def op_name(op: Op) -> str:
     """An operation in a message: its torch call, and the line of the plan."""
-    name = type(op).__name__.lower()
-    if isinstance(op, FullyShard):
-        name = "fully_shard" if op.shard else "replicate"
-    if isinstance(op, Backend):
-        name = op.FUNCTION
-    return f"{name} ({op.place})" if op.place else name
+    return f"{op.call_name} ({op.place})" if op.place else op.call_name
 
 
 # This rank ---------------------------------------------------------------------------------------
@@ -185,7 +175,7 @@ def _fits(
     context = lowered.context()
     for op in lowered.ops:
         # a set has modules of one structure, so all of them have the same mismatch
-        text = next(_misfits(op, context, model, modules), None)
+        text = next(_misfits(op, context, modules), None)
         if text:
             message = f"{op_name(op)}: {text}"
             yield problem("PL494", message, help="lower the plan for this model's configuration")
@@ -203,37 +193,23 @@ def _inside_adapters(
                     yield f"{name}.{inner}.default", nn.Module()
 
 
-def _misfits(
-    op: Op, context: Context, model: nn.Module, modules: dict[str, nn.Module]
-) -> Iterator[str]:
+def _misfits(op: Op, context: Context, modules: dict[str, nn.Module]) -> Iterator[str]:
     """The modules, fields and parameters that an operation names and the model lacks."""
     for name in (n for members in members_of(op, context) for n in members.names()):
         if name not in modules:
             yield f"the model has no module {name!r}"
-        elif isinstance(op, Parallelize) and type(modules[name]) is not nn.Module:
+        elif type(modules[name]) is not nn.Module:
             yield from _shapes(op, name, modules[name])
-    if isinstance(op, Backend):
-        yield from op.misfits(modules)
-    if isinstance(op, Configure):
-        try:
-            attrgetter(f"config.{op.name}")(model)
-        except AttributeError:
-            yield f"the model has no config.{op.name}"
-    if isinstance(op, Tie):
-        for path in (op.parameter, op.source):
-            owner, _, last = path.rpartition(".")
-            if owner not in modules or modules[owner]._parameters.get(last) is None:
-                yield f"the model has no parameter {path!r}"
+    yield from op.misfits(modules)
 
 
-def _shapes(op: Parallelize, name: str, module: nn.Module) -> Iterator[str]:
-    for shape in (s for s in op.shapes if not is_adapter(s.name)):
-        parameter = module._parameters.get(shape.name)
+def _shapes(op: Op, name: str, module: nn.Module) -> Iterator[str]:
+    for own, shape in op.required_shapes.items():
+        parameter = module._parameters.get(own)
         actual = None if parameter is None else tuple(parameter.shape)
-        if actual != shape.shape:
+        if actual != shape and not is_adapter(own):
             shown = list(actual) if actual is not None else "missing"
-            wanted = f"the plan was lowered for {list(shape.shape)}"
-            yield f"{name}.{shape.name} is {shown}, and {wanted}"
+            yield f"{name}.{own} is {shown}, and the plan was lowered for {list(shape)}"
 
 
 # All ranks ---------------------------------------------------------------------------------------
