@@ -29,21 +29,19 @@ from planc.lowering.step import (
 from planc.model.facts import DTYPE_BYTES, Module, Modules, Parameter
 from planc.model.layer_kinds import DEEPSTACK_FIELD
 from planc.ops.activation_checkpoint import Checkpoint
-from planc.ops.backend import Backend
 from planc.ops.context import Attend, ContextParallel
 from planc.ops.contract import Flow, Grad, Side, contract
 from planc.ops.expert_capacity import LimitExperts
 from planc.ops.expert_parallel import ALL_REDUCE, DEEPEP, DispatchExperts
-from planc.ops.freeze import Freeze
 from planc.ops.fsdp import FullyShard
 from planc.ops.layouts import Layout, Partial, Replicate, Shard
-from planc.ops.lora import BASE_LAYER, MAGNITUDE, Adapt
+from planc.ops.lora import BASE_LAYER, Adapt
 from planc.ops.loss import ChunkLoss
 from planc.ops.matmul import LowPrecision, ScaleWeights
-from planc.ops.optimizer import Adafactor, Optimize
+from planc.ops.optimizer import Optimize
 from planc.ops.pipeline import Pipeline
 from planc.ops.registry import AnyOp
-from planc.ops.styles import Colwise, Experts, Input, Replicated, Sequence, style_name
+from planc.ops.styles import Colwise, Experts, Input, Sequence
 from planc.ops.tensor_parallel import Parallelize
 from planc.ops.towers import DivideImages
 
@@ -67,32 +65,8 @@ def by_pass(step: Step) -> Iterator[Sent]:
 
 def left_out(step: Step) -> tuple[str, ...]:
     """Names what may send, and is not counted."""
-    names: dict[str, None] = {}
-    for op in step.lowered.ops:
-        if isinstance(op, Parallelize) and step.wide(op.axes) and not _counted(op):
-            names[f"{style_name(op.style)} of {op.modules}"] = None
-        elif isinstance(op, Checkpoint) and op.save:
-            names[f"what backward repeats of {op.modules}"] = None
-        elif isinstance(op, DispatchExperts) and op.dispatch == DEEPEP:
-            names[f"numbers and weights of tokens that DeepEP sends to {op.modules}"] = None
-        elif isinstance(op, DivideImages):
-            names[f"how many features each image has, 8 bytes an image over {op.axis}"] = None
-        elif isinstance(op, Backend):
-            names[f"what {op.TITLE} gathers and reduces"] = None
-        elif isinstance(op, LowPrecision) and _of_tensors(op, step):
-            names["largest values of activations of tensorwise products, 4 bytes each"] = None
-        elif isinstance(op, Optimize) and isinstance(op.algorithm, Adafactor):
-            names["sums of rows and columns that adafactor takes, two all-reduces a step"] = None
-        elif isinstance(op, Freeze | Adapt) and not step.backward.every:
-            names["what backward leaves out where parameters are frozen"] = None
-        elif isinstance(op, ContextParallel | Pipeline) and step.backward.skips:
-            names[f"what backward leaves out of {op.WORD} for frozen blocks"] = None
-    return tuple(names)
-
-
-def _counted(op: Parallelize) -> bool:
-    known = contract(op.style).counted or _sums_all(op)
-    return known or op.modules.path[-2:-1] == (MAGNITUDE,)  # `_norms` has what is sent for it
+    texts = (op.uncounted(step) for op in step.lowered.ops)
+    return tuple(dict.fromkeys(filter(None, texts)))
 
 
 def _of(op: AnyOp, step: Step) -> Iterator[Sent]:
@@ -190,9 +164,9 @@ def _tensor(op: Parallelize, step: Step) -> Iterator[Sent]:
             if (kind := _kind(*flow.backward)) and _sums_here(op, flow, step):
                 times = behind * step.passes * runs
                 yield replace(one, kind=kind, times=times, during=During.BACKWARD)
-    if (made.sums or _sums_all(op)) and step.lowered.has(FullyShard):
+    if (made.sums or op.sums_all) and step.lowered.has(FullyShard):
         times = step.backward.trained(op.modules) * step.reductions()
-        for parameter, copies in _parameters(op.modules.module, inside=_sums_all(op)):
+        for parameter, copies in _parameters(op.modules.module, inside=op.sums_all):
             sent = replace(one, kind=REDUCE, times=times * copies, during=During.STEP)
             yield replace(sent, size=parameter.numel * step.width)
     if isinstance(op.style, Experts) and step.lowered.has(FullyShard):
@@ -236,11 +210,6 @@ def _runs(op: Parallelize, step: Step) -> int:
     """How often a forward pass runs modules: DoRA with dropout runs its layer on both inputs."""
     both = (a for a in step.lowered.every(Adapt) if a.dora and a.dropout and _on(a, op))
     return 2 if any(both) else 1
-
-
-def _sums_all(op: Parallelize) -> bool:
-    """Whether the gradients of all parameters inside are summed; activations stay."""
-    return isinstance(op.style, Replicated) and op.style.summed
 
 
 def _parameters(module: Module, *, inside: bool) -> Iterator[tuple[Parameter, int]]:
@@ -403,12 +372,6 @@ def _scales(op: ScaleWeights, step: Step) -> Iterator[Sent]:
     )
     for axes in dict.fromkeys((shard, *(o.axes for o in split))):
         yield replace(sent, axes=axes)
-
-
-def _of_tensors(op: LowPrecision, step: Step) -> bool:
-    """Whether each scale is of activations that several ranks have a part of."""
-    split = (o for o in step.lowered.every(Parallelize) if step.wide(o.axes))
-    return op.recipe == "tensorwise" and any(o.modules.overlap(op.modules) for o in split)
 
 
 def _gathered_again(op: FullyShard, step: Step) -> int:

@@ -18,7 +18,7 @@ from planc.lowering.backward import EVERYWHERE, Backward
 from planc.model.block_arguments import BlockArguments
 from planc.model.config import chosen_experts, integer_of
 from planc.model.facts import DTYPE_BYTES, Modules
-from planc.ops.base import AxisRole
+from planc.ops.base import AxisRole, Op
 from planc.ops.context import ContextParallel
 from planc.ops.fsdp import FullyShard
 from planc.ops.lowered import Lowered
@@ -167,6 +167,18 @@ class Step:
         """Bytes of an activation with these features for each token of a pass."""
         every = (self.tokens, *features)
         return None if None in every else self.width * prod(n for n in every if n is not None)
+
+    @property
+    def knows_trained(self) -> bool:
+        return bool(self.backward.every)
+
+    @property
+    def skips_blocks(self) -> bool:
+        return self.backward.skips
+
+    def styled(self, modules: Modules) -> bool:
+        styles: list[Op] = [op for op in self.lowered.ops if op.ROLE is AxisRole.TENSOR]
+        return any(op.about.overlap(modules) for op in styles if self.wide(op.split_axes))
 
     def wide(self, axes: tuple[str, ...]) -> bool:
         return self.lowered.axis_size(*axes) > 1

@@ -12,7 +12,7 @@ from typing import Annotated, ClassVar, Self
 from planc.model.facts import Modules
 from planc.model.indices import Indices
 from planc.ops import phrases
-from planc.ops.base import OMIT, AxisSizes, Form, Op, Operator, Size, Some, Where
+from planc.ops.base import OMIT, AxisSizes, Form, Op, Operator, Size, Some, StepFacts, Where
 from planc.ops.call import Context, Each, FunctionCall, ImportedName, ScriptFunction, Step, given
 from planc.ops.decisions import Decision, Question, decision_around
 from planc.resources import GRAMMARS
@@ -175,6 +175,9 @@ class Checkpoint(Op):
         how = self.headline()
         text = f"{'' if how == 'full' else f'{how}: '}activations are recomputed in backward"
         yield from decision_around(self.modules, text, question)
+
+    def uncounted(self, step: StepFacts) -> str:
+        return f"what backward repeats of {self.modules}" if self.save else ""
 
     WORD: ClassVar = "checkpoint"
     ABOUT: ClassVar[tuple[str, ...]] = ("modules",)

@@ -54,6 +54,10 @@ class Backend(base.Op):
     """
 
     SCRIPT: ClassVar = call.ScriptFunction("shard", "Shards the model.")
+
+    def uncounted(self, step: base.StepFacts) -> str:
+        return f"what {self.TITLE} gathers and reduces"
+
     WORD: ClassVar = "backend"
     TITLE: ClassVar[str]
     """The name of the library, for messages."""

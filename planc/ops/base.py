@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from operator import attrgetter
-from typing import Annotated, Any, ClassVar, NamedTuple, Self, TypeVar
+from typing import Annotated, Any, ClassVar, NamedTuple, Protocol, Self, TypeVar
 
 from planc.model.facts import Modules
 from planc.ops import phrases
@@ -219,6 +219,25 @@ Origins = Annotated[Pairs[Origin], Form(name="origins")]
 """Spans by field; `ignored.0` is the first entry of `ignored`."""
 
 
+class StepFacts(Protocol):
+    """What an operation asks of a training step to know which of its collectives are not counted.
+
+    Attributes:
+        knows_trained: whether it is known which parameters train.
+        skips_blocks: whether the backward pass ends after the first block.
+    """
+
+    @property
+    def knows_trained(self) -> bool: ...
+    @property
+    def skips_blocks(self) -> bool: ...
+    def wide(self, axes: tuple[str, ...]) -> bool:
+        """Whether there are several ranks along the axes."""
+
+    def styled(self, modules: Modules) -> bool:
+        """Whether styles split some of the modules over several ranks."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Op:
     """Args:
@@ -317,6 +336,10 @@ class Op:
         modules: dict[str, Any] = {self.ABOUT[0]: both}
         joined = replace(self, **modules)
         return joined if replace(other, **modules) == joined else None
+
+    def uncounted(self, step: StepFacts) -> str:
+        """What the operation sends in a step and no number is known of; empty for nothing."""
+        return ""
 
     def decisions(self, question: Question) -> Iterator[Decision]:
         """The decisions about a module that `planc why` prints."""

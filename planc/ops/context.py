@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Self
 from planc.model.facts import Modules
 from planc.model.patches import AFTER_TEXT, ALONE, BEFORE_TEXT
 from planc.ops import call, phrases
-from planc.ops.base import OMIT, Axis, AxisRole, AxisSizes, Name, Op, Size, choice, text
+from planc.ops.base import OMIT, Axis, AxisRole, AxisSizes, Name, Op, Size, StepFacts, choice, text
 from planc.ops.claims import MODULE, CallClaim, ObservedCall
 from planc.ops.decisions import Decision, Question, decision_on
 
@@ -159,6 +159,10 @@ class ContextParallel(KeysOp):
     def decisions(self, question: Question) -> Iterator[Decision]:
         if any(modules.has(question.name) for modules in self.seeing):
             yield Decision(self.headline(question.mesh), question.name)
+
+    def uncounted(self, step: StepFacts) -> str:
+        text = f"what backward leaves out of {self.WORD} for frozen blocks"
+        return text if step.skips_blocks else ""
 
     WORD: ClassVar = "context"
     ABOUT: ClassVar[tuple[str, ...]] = ("axis",)

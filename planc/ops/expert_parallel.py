@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from planc.model.facts import Modules
 from planc.ops import phrases
-from planc.ops.base import OMIT, Axes, Axis, AxisRole, AxisSizes, Op, Some, choice
+from planc.ops.base import OMIT, Axes, Axis, AxisRole, AxisSizes, Op, Some, StepFacts, choice
 from planc.ops.call import Context, Each, FunctionCall, MeshOf, ScriptFunction, Step, given
 from planc.ops.claims import CallClaim, ObservedCall, module_claim
 from planc.ops.decisions import Decision, Question, decision_on
@@ -92,6 +92,10 @@ class DispatchExperts(Op):
 
     def decisions(self, question: Question) -> Iterator[Decision]:
         yield from decision_on(self.modules, self.headline(question.mesh), question)
+
+    def uncounted(self, step: StepFacts) -> str:
+        text = f"numbers and weights of tokens that DeepEP sends to {self.modules}"
+        return text if self.dispatch == DEEPEP else ""
 
     WORD: ClassVar = "experts"
     ABOUT: ClassVar[tuple[str, ...]] = ("modules",)

@@ -6,7 +6,7 @@ from typing import ClassVar, Self
 
 from planc.model.facts import Modules
 from planc.ops import phrases
-from planc.ops.base import AxisSizes, Op
+from planc.ops.base import AxisSizes, Op, StepFacts
 from planc.ops.call import Context, Each, FunctionCall, ScriptFunction, Step
 
 
@@ -26,6 +26,11 @@ class Freeze(Op):
         yield Each(modules=self.modules, calls=(call,), note=self.place)
 
     ALONE: ClassVar = True
+
+    def uncounted(self, step: StepFacts) -> str:
+        text = "what backward leaves out where parameters are frozen"
+        return "" if step.knows_trained else text
+
     WORD: ClassVar = "training"
     ABOUT: ClassVar[tuple[str, ...]] = ("modules",)
     WORDS: ClassVar = {"trainable": ("", lambda state: "trainable" if state else "frozen")}

@@ -19,6 +19,7 @@ from planc.ops.base import (
     Positive,
     Size,
     Some,
+    StepFacts,
     choice,
 )
 from planc.ops.call import (
@@ -194,6 +195,10 @@ class Adapt(Op):
         for members in self.members:
             if question.at.inside(members) is not None:
                 yield Decision(self.headline(), question.ancestor(len(members.path)))
+
+    def uncounted(self, step: StepFacts) -> str:
+        text = "what backward leaves out where parameters are frozen"
+        return "" if step.knows_trained else text
 
     WORD: ClassVar = "adapters"
     ABOUT: ClassVar[tuple[str, ...]] = ("members",)

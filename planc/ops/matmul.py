@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Self
 
 from planc.model import cache
 from planc.model.facts import Modules
-from planc.ops.base import OMIT, AxisSizes, Op, Simulated, choice
+from planc.ops.base import OMIT, AxisSizes, Op, Simulated, StepFacts, choice
 from planc.ops.call import (
     DEVICE_TYPE,
     MODEL,
@@ -88,6 +88,10 @@ class LowPrecision(Op):
 
     def decisions(self, question: Question) -> Iterator[Decision]:
         yield from decision_around(self.modules, f"products in {self.headline()}", question)
+
+    def uncounted(self, step: StepFacts) -> str:
+        text = "largest values of activations of tensorwise products, 4 bytes each"
+        return text if self.recipe == "tensorwise" and step.styled(self.modules) else ""
 
     KIND: ClassVar = "matmul"
     WORD: ClassVar = "matmul"

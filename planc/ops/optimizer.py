@@ -17,6 +17,7 @@ from planc.ops.base import (
     Pairs,
     PlainKeywords,
     Size,
+    StepFacts,
     choice,
     kind_of,
 )
@@ -243,6 +244,11 @@ class Optimize(Op):
 
     ALONE: ClassVar = True
     LOOP_FUNCTIONS: ClassVar = ("planned_optimizer",)
+
+    def uncounted(self, step: StepFacts) -> str:
+        text = "sums of rows and columns that adafactor takes, two all-reduces a step"
+        return text if isinstance(self.algorithm, Adafactor) else ""
+
     WORD: ClassVar = "optimizer"
     ABOUT: ClassVar[tuple[str, ...]] = ("modules",)
 

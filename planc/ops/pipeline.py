@@ -23,6 +23,7 @@ from planc.ops.base import (
     Op,
     Size,
     Some,
+    StepFacts,
     choice,
     text,
 )
@@ -148,6 +149,11 @@ class Pipeline(Op):
     SCRIPT: ClassVar = call.ScriptFunction(
         "keep_stages", "Keeps the parameters of this rank's stages."
     )
+
+    def uncounted(self, step: StepFacts) -> str:
+        text = f"what backward leaves out of {self.WORD} for frozen blocks"
+        return text if step.skips_blocks else ""
+
     WORD: ClassVar = "pipeline"
     LOOP_FUNCTIONS: ClassVar = ("forward_backward", "clip_grad_norm")
     ROLE: ClassVar = AxisRole.STAGE

@@ -18,12 +18,23 @@ from planc.ops.base import (
     Name,
     Op,
     Some,
+    StepFacts,
     Where,
     text,
 )
 from planc.ops.claims import GRADIENT, CallClaim, ObservedCall, module_claim, unit_names
+from planc.ops.contract import contract
 from planc.ops.decisions import Decision, Question
-from planc.ops.styles import Input, Output, Style, style_arguments, style_call, style_name
+from planc.ops.lora import MAGNITUDE
+from planc.ops.styles import (
+    Input,
+    Output,
+    Replicated,
+    Style,
+    style_arguments,
+    style_call,
+    style_name,
+)
 
 INFERRED = "~"
 """What `lower` writes before a style that planc inferred, or whose layouts it completed."""
@@ -108,6 +119,22 @@ class Parallelize(Op):
     @property
     def required_shapes(self) -> Mapping[str, tuple[int, ...]]:
         return {shape.name: shape.shape for shape in self.shapes}
+
+    def uncounted(self, step: StepFacts) -> str:
+        if not step.wide(self.axes) or self._is_counted:
+            return ""
+        return f"{style_name(self.style)} of {self.modules}"
+
+    @property
+    def sums_all(self) -> bool:
+        """Whether the gradients of all parameters inside are summed; activations stay."""
+        return isinstance(self.style, Replicated) and self.style.summed
+
+    @property
+    def _is_counted(self) -> bool:
+        # what is sent for magnitudes is counted with the norms of DoRA
+        of_magnitudes = self.modules.path[-2:-1] == (MAGNITUDE,)
+        return contract(self.style).counted or self.sums_all or of_magnitudes
 
     WORD: ClassVar = "tensor"
     ABOUT: ClassVar[tuple[str, ...]] = ("modules", "axes", "style")

@@ -9,7 +9,7 @@ from typing import ClassVar
 from planc.model.facts import Modules, below
 from planc.model.module_table import LANGUAGE_MODEL
 from planc.ops import phrases
-from planc.ops.base import OMIT, Axes, Axis, AxisSizes, Name, Op, Size
+from planc.ops.base import OMIT, Axes, Axis, AxisSizes, Name, Op, Size, StepFacts
 from planc.ops.call import (
     MESH,
     MODEL,
@@ -92,6 +92,9 @@ class DivideImages(Op):
     def decisions(self, question: Question) -> Iterator[Decision]:
         if self.modules.has(question.name) or self.runs(question.name):
             yield Decision(self.headline(question.mesh), str(self.modules))
+
+    def uncounted(self, step: StepFacts) -> str:
+        return f"how many features each image has, 8 bytes an image over {self.axis}"
 
     WORD: ClassVar = "images"
     ABOUT: ClassVar[tuple[str, ...]] = ("modules", "tower", "axis")
