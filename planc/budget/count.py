@@ -18,7 +18,6 @@ from planc.model.facts import Facts, Modules, most_stored
 from planc.model.layer_kinds import block_lists
 from planc.ops.activation_checkpoint import Checkpoint
 from planc.ops.document import digest, dumps
-from planc.ops.quantization import Quantize
 from planc.plan.ir import Budget, Plan
 from planc.plan.masters import masters
 from planc.plan.stand_in import kinds_of
@@ -57,7 +56,7 @@ def counted(
     if precision and precision.param and plan.load and not plan.load.fp32:
         bare = replace(bare, load=None)  # FSDP casts what is computed with
     lowered = lower(bare, facts)
-    if lowered.has(Quantize):
+    if any(op.READS_VALUES for op in lowered.ops):
         raise UncountedError("quantized weights have values")
     key = cache.entry_name(
         f"{_FORMAT} {rows} x {seq}",

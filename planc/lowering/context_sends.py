@@ -18,7 +18,7 @@ def context_sends(op: ContextParallel, step: Step) -> Iterator[Sent]:
     if op.patches:
         yield from _of_patches(op, step)
         return
-    repeats = Fraction(any(not o.save for o in step.lowered.every(Checkpoint)))
+    repeats = _repeats(step)
     one = Sent(word=op.WORD, where="positions", kind=GATHER, axes=(op.axis,), times=0, size=None)
     stages, blocks = attending(step)
     facts = step.tokens and 8 * step.tokens * step.lowered.sequence_parts
@@ -35,13 +35,18 @@ def context_sends(op: ContextParallel, step: Step) -> Iterator[Sent]:
 
 def layer_sends(op: Attend, step: Step) -> Iterator[Sent]:
     """Yields what attention exchanges in some layers."""
-    repeats = Fraction(any(not o.save for o in step.lowered.every(Checkpoint)))
+    repeats = _repeats(step)
     times = step.passes * len(op.modules)
     one = Sent(
         word=op.WORD, where="keys and values", kind=GATHER, axes=(op.axis,), times=times, size=None
     )
     one = replace(one, modules=op.modules, during=During.FORWARD)
     yield from again(_of_attention(op, step, one, _both(step)), repeats)
+
+
+def _repeats(step: Step) -> Fraction:
+    """The share of the blocks' forward passes that backward repeats for checkpoints."""
+    return Fraction(any(not op.save for op in step.lowered.every(Checkpoint)))
 
 
 def _both(step: Step) -> int | None:
@@ -60,7 +65,7 @@ def _of_patches(op: ContextParallel, step: Step) -> Iterator[Sent]:
     heads, _, dim, split = _heads(step)
     both = heads and dim and 2 * heads // split * dim
     modules, joint = sum(map(len, op.seeing)), op.patches != ALONE
-    repeats = Fraction(any(not o.save for o in step.lowered.every(Checkpoint)))
+    repeats = _repeats(step)
     one = Sent(word=op.WORD, where="keys and values", kind=GATHER, axes=(op.axis,), times=0, size=0)
     one = replace(one, times=step.passes * modules, during=During.FORWARD)
     found = [*_of_attention(op, step, one, both)]

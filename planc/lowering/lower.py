@@ -29,7 +29,7 @@ from planc.model.facts import MODULE_DICT, Facts, Module, Modules
 from planc.model.module_table import BATCHED_EXPERTS, parts_of_images, puts_images, puts_sound
 from planc.ops.activation_checkpoint import Checkpoint
 from planc.ops.backend import Backend
-from planc.ops.base import AxisRole, Op
+from planc.ops.base import AxisRole, Op, Shape
 from planc.ops.configure import Configure
 from planc.ops.context import Attend, ContextParallel
 from planc.ops.documents import ResetStates, resets
@@ -44,7 +44,7 @@ from planc.ops.matmul import ScaleWeights
 from planc.ops.optimizer import Cut, Muon, Optimize
 from planc.ops.registry import AnyOp
 from planc.ops.styles import Input, Output, Replicated, Sequence
-from planc.ops.tensor_parallel import Parallelize, Shape, Tie
+from planc.ops.tensor_parallel import Parallelize, Tie
 from planc.ops.towers import DivideImages, ShareTower
 from planc.plan.apply_adapters import PARAMETERLESS, styles
 from planc.plan.experts import dividing, expert_count, expert_styles, splits_divided

@@ -8,12 +8,10 @@ from math import prod
 
 from planc.lowering.step import EXCHANGE, Sent, Step
 from planc.model.facts import DTYPE_BYTES, Modules, Parameter
-from planc.ops.expert_parallel import DispatchExperts
+from planc.ops.base import Op
 from planc.ops.fsdp import FullyShard, Spread
-from planc.ops.load import Load
 from planc.ops.lowered import Stage
 from planc.ops.optimizer import BUCKET, Cut, Muon, Optimize
-from planc.ops.tensor_parallel import Parallelize
 from planc.plan.parameter_owners import divided_by, inner_first
 
 Axes = tuple[str, ...]
@@ -96,8 +94,8 @@ def _alike(one: Matrices) -> object:
 
 def _matrices(stage: Stage, step: Step) -> Iterator[Matrices]:
     """What Muon steps on the ranks at one place of the pipeline."""
-    load = next((op.dtype for op in stage.ops if isinstance(op, Load)), None)
-    splits = [op for op in stage.ops if isinstance(op, Parallelize | DispatchExperts)]
+    load = step.lowered.load.dtype
+    splits = [op for op in stage.ops if op.weight_shapes]
     placed = _placements(stage)
     for op in stage.ops:
         if not isinstance(op, Optimize) or not isinstance(op.algorithm, Muon):
@@ -129,21 +127,18 @@ def _placements(stage: Stage) -> list[tuple[Modules, FullyShard | Spread | None]
     return inner_first([*found, *((m, unit) for unit in units for m in unit.members)])
 
 
-def _split(
-    modules: Modules, name: str, ops: Sequence[Parallelize | DispatchExperts]
-) -> Iterator[tuple[Modules, Axes]]:
+def _split(modules: Modules, name: str, ops: Sequence[Op]) -> Iterator[tuple[Modules, Axes]]:
     """The modules, divided by the axes over which operations split their parameter."""
     parts: list[tuple[Modules, Axes]] = [(modules, ())]
     for op in ops:
-        if len(op.modules.path) != len(modules.path):
+        if len(op.about.path) != len(modules.path):
             continue
-        shape = next((s for s in op.shapes if s.name == name), None)
+        shape = next((s for s in op.weight_shapes if s.name == name), None)
         if shape is None or prod(shape.local) == prod(shape.shape):
             continue
-        own = op.axes if isinstance(op, Parallelize) else (op.axis,)
         parts = [
-            (part, (*axes, *own) if inside else axes)
+            (part, (*axes, *op.split_axes) if inside else axes)
             for one, axes in parts
-            for part, inside in divided_by(one, [(op.modules, op)])
+            for part, inside in divided_by(one, [(op.about, op)])
         ]
     yield from parts

@@ -28,7 +28,6 @@ from planc.model.small.depth import Depth
 from planc.ops.document import dumps
 from planc.ops.lowered import Lowered
 from planc.ops.pipeline import Pipeline, stages_of_rank
-from planc.ops.quantization import Quantize
 from planc.ops.registry import AnyOp
 from planc.plan.ir import Plan
 from planc.plan.stand_in import kinds_of
@@ -198,7 +197,7 @@ def _not_run(plan: Plan, lowered: Lowered, device: str) -> Iterator[tuple[str, l
     parked = [rule.origin for rule in plan.checkpoint if rule.hosts]
     shards = [section.offload.origin] if section and section.offload else []
     yield "what is offloaded is not on the device", [*shards, *parked]
-    quantized = [op.origin for op in lowered.every(Quantize)]
+    quantized = [op.origin for op in lowered.ops if op.READS_VALUES]
     yield "quantized weights have values", quantized
 
 

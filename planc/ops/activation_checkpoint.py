@@ -179,6 +179,7 @@ class Checkpoint(Op):
     def uncounted(self, step: StepFacts) -> str:
         return f"what backward repeats of {self.modules}" if self.save else ""
 
+    UNDONE_BY: ClassVar = {"gradient_checkpointing_enable": "the plan's checkpoints"}
     WORD: ClassVar = "checkpoint"
     ABOUT: ClassVar[tuple[str, ...]] = ("modules",)
     WORDS: ClassVar = {

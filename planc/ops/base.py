@@ -219,6 +219,19 @@ Origins = Annotated[Pairs[Origin], Form(name="origins")]
 """Spans by field; `ignored.0` is the first entry of `ignored`."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """A parameter's shape before and after an operation, on the rank with the largest shard."""
+
+    name: Name
+    shape: Dims
+    local: Dims
+
+    def problems(self) -> Iterator[tuple[Where, str]]:
+        if len(self.shape) != len(self.local):
+            yield (), "shape and local have different numbers of dims"
+
+
 class StepFacts(Protocol):
     """What an operation asks of a training step to know which of its collectives are not counted.
 
@@ -266,6 +279,12 @@ class Op:
     LOOP_FUNCTIONS: ClassVar[tuple[str, ...]] = ()
     """The functions of a script that its training loop calls because of the operation."""
     SIMULATED: ClassVar[Simulated] = Simulated.ALWAYS
+    READS_VALUES: ClassVar[bool] = False
+    """Whether its calls read the values of weights, which fake tensors lack."""
+    SETS_TRAINING: ClassVar[bool] = False
+    """Whether it decides which parameters train."""
+    UNDONE_BY: ClassVar[Mapping[str, str]] = {}
+    """Methods of transformers' models that would undo it, and what they would undo, in words."""
 
     origin: Origin = field(default=NOWHERE, compare=False, repr=False, metadata=key("place"))
     origins: Origins = field(default=(), compare=False, repr=False, metadata=OMIT)
@@ -287,6 +306,11 @@ class Op:
     def communication_axes(self) -> tuple[str, ...]:
         """The axes along which its ranks call collectives."""
         return self.split_axes
+
+    @property
+    def weight_shapes(self) -> tuple[Shape, ...]:
+        """The shapes of the parameters that it splits over `split_axes`."""
+        return ()
 
     @property
     def traced_modules(self) -> tuple[Modules, ...]:

@@ -107,6 +107,7 @@ class ContextParallel(KeysOp):
     )
     ROLE: ClassVar = AxisRole.SEQUENCE
     CARRIES: ClassVar = "keys and values of a sequence"
+    UNDONE_BY: ClassVar = {"set_attn_implementation": "the attention that knows parts of sequences"}
 
     @property
     def split_axes(self) -> tuple[str, ...]:

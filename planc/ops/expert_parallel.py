@@ -6,11 +6,10 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from planc.model.facts import Modules
 from planc.ops import phrases
-from planc.ops.base import OMIT, Axes, Axis, AxisRole, AxisSizes, Op, Some, StepFacts, choice
+from planc.ops.base import OMIT, Axes, Axis, AxisRole, AxisSizes, Op, Shape, Some, StepFacts, choice
 from planc.ops.call import Context, Each, FunctionCall, MeshOf, ScriptFunction, Step, given
 from planc.ops.claims import CallClaim, ObservedCall, module_claim
 from planc.ops.decisions import Decision, Question, decision_on
-from planc.ops.tensor_parallel import Shape
 
 ALL_TO_ALL: Literal["all_to_all"] = "all_to_all"
 ALL_REDUCE: Literal["all_reduce"] = "all_reduce"
@@ -58,6 +57,10 @@ class DispatchExperts(Op):
     @property
     def communication_axes(self) -> tuple[str, ...]:
         return (self.axis, *self.shared)
+
+    @property
+    def weight_shapes(self) -> tuple[Shape, ...]:
+        return self.shapes
 
     @property
     def traced_modules(self) -> tuple[Modules, ...]:

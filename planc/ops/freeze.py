@@ -26,6 +26,7 @@ class Freeze(Op):
         yield Each(modules=self.modules, calls=(call,), note=self.place)
 
     ALONE: ClassVar = True
+    SETS_TRAINING: ClassVar = True
 
     def uncounted(self, step: StepFacts) -> str:
         text = "what backward leaves out where parameters are frozen"

@@ -186,6 +186,7 @@ class Adapt(Op):
         return {"default": True, "random": False}.get(self.init, self.init)
 
     ALONE: ClassVar = True
+    SETS_TRAINING: ClassVar = True
 
     @property
     def packages(self) -> tuple[str, ...]:

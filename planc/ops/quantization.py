@@ -52,6 +52,7 @@ class Quantize(Op):
             made = call.FunctionCall(f"standalone.quantization:{name}", arguments, options)
             yield call.Each(modules=modules, calls=(made,), note=self.place)
 
+    READS_VALUES: ClassVar = True
     SIMULATED: ClassVar = Simulated.NEVER
     """A shard of a small weight is not a multiple of the quantization block; that of the real one
     is checked."""

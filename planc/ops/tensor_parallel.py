@@ -12,11 +12,11 @@ from planc.ops.base import (
     Axis,
     AxisRole,
     AxisSizes,
-    Dims,
     Entry,
     Group,
     Name,
     Op,
+    Shape,
     Some,
     StepFacts,
     Where,
@@ -42,19 +42,6 @@ INFERRED = "~"
 _SCRIPT = call.ScriptFunction(
     "tensor_parallel", "Shards weights and activations over the tensor axes."
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
-    """A parameter's shape before and after an operation, on the rank with the largest shard."""
-
-    name: Name
-    shape: Dims
-    local: Dims
-
-    def problems(self) -> Iterator[tuple[Where, str]]:
-        if len(self.shape) != len(self.local):
-            yield (), "shape and local have different numbers of dims"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,6 +102,10 @@ class Parallelize(Op):
     @property
     def inference(self) -> str:
         return self.inferred
+
+    @property
+    def weight_shapes(self) -> tuple[Shape, ...]:
+        return self.shapes
 
     @property
     def required_shapes(self) -> Mapping[str, tuple[int, ...]]:

@@ -15,9 +15,9 @@ from planc.lowering.memory import kept_shape
 from planc.model.facts import DTYPE_BYTES, Facts, Modules, Parameter
 from planc.ops import phrases
 from planc.ops.activation_checkpoint import Checkpoint, Save
+from planc.ops.base import AxisRole, Op
 from planc.ops.contract import Split, part_sizes, weight_split
 from planc.ops.decisions import Question
-from planc.ops.expert_parallel import DispatchExperts
 from planc.ops.freeze import Freeze
 from planc.ops.fsdp import Divide, FullyShard, Prefetch, Spread, along, offloading, where
 from planc.ops.lora import Adapt
@@ -306,9 +306,11 @@ class _Question:
                         continue
                     local = shape.local
                     spread = _spread(split, shape.shape, ranks) if split else ()
-        for divided in self.lowered.ops:
-            if isinstance(divided, DispatchExperts) and divided.modules.has(self.name):
-                local = next((s.local for s in divided.shapes if s.name == parameter.name), local)
+        divided: list[Op] = [o for o in self.lowered.ops if o.ROLE is AxisRole.EXPERT]
+        for other in divided:
+            if other.about.has(self.name):
+                shapes = other.weight_shapes
+                local = next((s.local for s in shapes if s.name == parameter.name), local)
         unit = None if self.ignored else self.shard
         placement = (self._spread(unit) or unit) if unit else None
         shard = kept_shape(local, placement, self.lowered)

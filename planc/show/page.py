@@ -8,8 +8,6 @@ from planc.diagnostic import Diagnostic
 from planc.emit import text
 from planc.lowering.lowered_file import LoweredFile
 from planc.ops import phrases
-from planc.ops.freeze import Freeze
-from planc.ops.lora import Adapt
 from planc.ops.lowered import Lowered
 from planc.provenance.answer import lines
 from planc.show import mesh
@@ -72,7 +70,7 @@ def render(compiled: Compiled, known: Known) -> str:
 
 def _kept(lowered: Lowered) -> Bars:
     """The numbers that are sure without an estimate; where some do not train, parameters alone."""
-    whole = not lowered.has(Freeze, Adapt)
+    whole = not any(op.SETS_TRAINING for op in lowered.ops)
     parts = [("parameters", 1, ""), ("gradients", 1, ""), ("optimizer state", 2, "of AdamW")]
     return {
         f"stage {i}" if len(lowered.stages) > 1 else "between two steps": [

@@ -14,6 +14,7 @@ from planc.diffing.compare import compare
 from planc.diffing.render import document, render
 from planc.ops.activation_checkpoint import Checkpoint, Save
 from planc.ops.backend import Backend
+from planc.ops.base import Shape
 from planc.ops.compile import Compile
 from planc.ops.configure import Configure
 from planc.ops.document import digest, dumps, loads
@@ -30,7 +31,7 @@ from planc.ops.styles import (
     Sequence,
     Shard,
 )
-from planc.ops.tensor_parallel import Shape, Tie
+from planc.ops.tensor_parallel import Tie
 from planc.resources import GRAMMARS
 from planc.source import Span
 

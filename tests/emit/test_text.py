@@ -11,6 +11,7 @@ from planc.emit.text import render
 from planc.ops import phrases
 from planc.ops.activation_checkpoint import Checkpoint, Save
 from planc.ops.backend import Backend
+from planc.ops.base import Shape
 from planc.ops.compile import Compile
 from planc.ops.configure import Configure
 from planc.ops.document import digest
@@ -26,7 +27,7 @@ from planc.ops.styles import (
     Sequence,
     Shard,
 )
-from planc.ops.tensor_parallel import Shape, Tie
+from planc.ops.tensor_parallel import Tie
 
 
 def text(*ops, **changes):

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from planc.model.facts import Module, Modules, parse_path
 from planc.ops.activation_checkpoint import Checkpoint
+from planc.ops.base import Shape as ParameterShape
 from planc.ops.compile import Compile
 from planc.ops.configure import Configure
 from planc.ops.fsdp import FullyShard
@@ -19,7 +20,6 @@ from planc.ops.styles import (
     Shard,
 )
 from planc.ops.tensor_parallel import Parallelize, Tie
-from planc.ops.tensor_parallel import Shape as ParameterShape
 from planc.plan.mesh_axes import role_of
 from planc.source import Span
 

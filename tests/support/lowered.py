@@ -8,7 +8,7 @@ from planc.backends.megatron_fsdp import MegatronShard
 from planc.model.facts import Module, Modules, parse_path
 from planc.model.indices import Indices
 from planc.ops.activation_checkpoint import Checkpoint, Save
-from planc.ops.base import AxisRole
+from planc.ops.base import AxisRole, Shape
 from planc.ops.compile import Compile
 from planc.ops.configure import Configure
 from planc.ops.documents import RESETS, ResetStates
@@ -38,7 +38,7 @@ from planc.ops.styles import (
     Sequence,
     Shard,
 )
-from planc.ops.tensor_parallel import Parallelize, Shape, Tie
+from planc.ops.tensor_parallel import Parallelize, Tie
 from planc.source import Span
 
 NOTHING = Module(cls="", kind="other")

@@ -14,8 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from planc.ops.activation_checkpoint import Checkpoint
-from planc.ops.base import AxisRole, Op
-from planc.ops.context import ContextParallel
+from planc.ops.base import AxisRole
 from planc.ops.contract import output_layout
 from planc.ops.fsdp import FullyShard
 from planc.ops.lora import BASE_LAYER
@@ -180,8 +179,9 @@ def guard(applied: Applied) -> None:
     average_whole(model, lowered.experts.ranks.name if lowered.experts else "")
     _guard_lookups(applied.modules, lowered)
     _guard_saving(model)
-    for method, (kind, relied) in _UNDONE.items():
-        if hasattr(model, method) and (kind is None or lowered.has(kind)):
+    undone = {method: relied for op in lowered.ops for method, relied in op.UNDONE_BY.items()}
+    for method, relied in (undone | _UNDONE).items():
+        if hasattr(model, method):
             text = f"`{method}` after `planc.apply` would undo {relied}"
             help = f"call `{method}` before `planc.apply`, or change the plan"
             setattr(model, method, refused("PL454", text, help))
@@ -240,12 +240,8 @@ def _whole_states(_model: nn.Module, _args: Any, output: Any) -> None:
 
 # Methods of the model ----------------------------------------------------------------------------
 
-_UNDONE: dict[str, tuple[type[Op] | None, str]] = {
-    "set_attn_implementation": (ContextParallel, "the attention that knows parts of sequences"),
-    "gradient_checkpointing_enable": (Checkpoint, "the plan's checkpoints"),
-    "resize_token_embeddings": (None, "the shapes that the plan has split"),
-}
-"""Methods of transformers: the operation of a plan that relies on what they change, and that."""
+_UNDONE = {"resize_token_embeddings": "the shapes that the plan has split"}
+"""A method of transformers' models that any plan forbids, and what it would undo, in words."""
 
 
 def refused(code: str, text: str, help: str) -> Callable[..., None]:
