@@ -17,7 +17,7 @@ from planc.runtime.script_optimizers import require_whole_steps
 from planc.runtime.sharded_tensors import reshard
 from planc.runtime.standalone import shards
 from planc.runtime.standalone.loss import IGNORED
-from planc.runtime.standalone.passes import joined_passes
+from planc.runtime.standalone.passes import joined_passes, reset_failed_pass
 from planc.runtime.standalone.pipeline import Stages, stages_of
 from planc.runtime.standalone.shards import fsdp_units, groups_of
 
@@ -106,6 +106,7 @@ def clear_unreduced(owner: nn.Module | Optimizer, model: nn.Module) -> None:
 
     @functools.wraps(plain)
     def zero_grad(*args: Any, **kwargs: Any) -> None:
+        reset_failed_pass(model)  # else modules list unsharded parameters
         plain(*args, **kwargs)
         groups = owner.param_groups if isinstance(owner, Optimizer) else []
         owned = {id(p) for group in groups for p in group["params"]}

@@ -61,11 +61,11 @@ def shards_at_rest(model):
             group.post_backward = filled(group, stacks)
         group.post_backward = if_gathered(group, group.post_backward)
     model.register_forward_pre_hook(before_pass, prepend=True)
-    model.register_forward_hook(after_pass)
+    model.register_forward_hook(after_pass, always_call=True)
     for part in model.children():
         inner = InnerPass(model)
         part.register_forward_pre_hook(inner.before, prepend=True, with_kwargs=True)
-        part.register_forward_hook(inner.after)
+        part.register_forward_hook(inner.after, always_call=True)
 
 
 class PostBackward(torch.autograd.Function):  # type: ignore[misc]
@@ -98,6 +98,9 @@ class InnerPass:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def before(self, _part, args, kwargs):
         state = self.model._get_fsdp_state()
+        self.runs = False
+        if state._training_state == TrainingState.PRE_BACKWARD:
+            reset_failed_pass(self.model)
         in_backward = torch._C._current_graph_task_id() != -1
         if in_backward or state._training_state != TrainingState.IDLE:
             return None
@@ -120,6 +123,7 @@ class InnerPass:
 def before_pass(model, _args):
     if getattr(model, JOINED, False):
         return
+    reset_failed_pass(model)
     reshard_units(model)
     if torch.is_inference_mode_enabled():
         gathered_once(model)
@@ -129,6 +133,8 @@ def before_pass(model, _args):
 def after_pass(model, _args, _output):
     if getattr(model, JOINED, False):
         return
+    if model._get_fsdp_state()._training_state == TrainingState.FORWARD:
+        reset_failed_pass(model)  # the forward pass raised
     if not torch.is_grad_enabled():
         reshard_units(model)
         return
@@ -136,6 +142,30 @@ def after_pass(model, _args, _output):
         for group in groups_of(unit):
             for each in group.fsdp_params if not group.is_sharded else ():
                 each._setattr_on_modules(each.sharded_param)
+
+
+def reset_failed_pass(model):
+    """Resets the units after a forward or backward pass that raised.
+
+    Torch takes the next pass for a part of that one: the gradients of units whose
+    backward pass was not complete remain on the rank, and parameters have none. What a
+    backward pass that raised has added to gradients is discarded, as `zero_grad` clears
+    only gradients of shards.
+    """
+    if torch._C._current_graph_task_id() != -1:
+        return
+    units = fsdp_units(model)
+    for unit in (unit for unit in units if unit._get_fsdp_state()._is_root):
+        state = unit._get_fsdp_state()
+        interrupted = state._state_ctx.post_backward_final_callback_queued
+        if not interrupted and state._training_state == TrainingState.IDLE:
+            continue
+        unit.reset_iter_state()
+        groups = [group for inner in fsdp_units(unit) for group in groups_of(inner)]
+        for each in (p for g in groups for p in g.fsdp_params if interrupted):
+            each.unsharded_accumulated_grad = None
+            if hasattr(each, "_unsharded_param"):
+                each._unsharded_param.grad = None
 
 
 def listed_again(group, plain):

@@ -477,3 +477,90 @@ def test_a_norm_of_one_stage_is_refused(norm):
     _, error = ran(script, *FP32, *STAGES)
     assert isinstance(error, planc.PlanError), error
     assert "PL427" in str(error) and "test_undone.py" in str(error)
+
+
+def out_of_memory(*_arguments):
+    raise torch.OutOfMemoryError("out of memory")
+
+
+def raising_backward(_module, _arguments, output):
+    if output.requires_grad:
+        output.register_hook(out_of_memory)
+
+
+def raised_pass(model, batch, hook):
+    """A pass of which the second block raises, in its forward or its backward pass."""
+    mlp = next(m for n, m in model.named_modules() if numerics.plain(n) == "model.layers.1.mlp")
+    handle = mlp.register_forward_hook(hook)
+    with pytest.raises(torch.OutOfMemoryError):
+        model(**batch).loss.backward()
+    handle.remove()
+
+
+@pytest.mark.parametrize("settings", [[], ["tp=2"], ["cp=2"], ["recompute=false"]], ids=str)
+@pytest.mark.parametrize("clears", ["model", "optimizer", "prepared"])
+@pytest.mark.parametrize("hook", [out_of_memory, raising_backward])
+def test_a_step_after_a_pass_that_raised_is_that_of_one_process(hook, clears, settings):
+    """The first pass leaves gradients, the second one raises, and `zero_grad` clears both."""
+    right = step(numerics.build("llama"))
+    tokens, labels = numerics.data(128)
+
+    def script(run):
+        optimizer = torch.optim.SGD(run.model.parameters())
+        owner = {"model": run.model, "optimizer": optimizer}.get(clears) or run.optimizer(optimizer)
+        batch = run.batch({"input_ids": tokens, "labels": labels})
+        run.model(**batch).loss.backward()
+        raised_pass(run.model, batch, hook)
+        owner.zero_grad()
+        run.model(**batch).loss.backward()
+        found = {numerics.plain(n): p.grad for n, p in run.model.named_parameters()}
+        return max(numerics.error(numerics.whole(found[name]), right[name]) for name in right)
+
+    found, error = ran(script, *FP32, *settings)
+    assert error is None, error
+    assert max(found) < 1e-4
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_forward_pass_that_raised_leaves_gradients_of_earlier_passes(whole):
+    right = step(numerics.build("llama"))
+    tokens, labels = numerics.data(128)
+    batch = {"input_ids": tokens, "labels": labels}
+
+    def script(run):
+        with run.no_sync(whole=whole):
+            run.model(**batch).loss.backward()
+            raised_pass(run.model, batch, out_of_memory)
+        run.model(**batch).loss.backward()
+        found = {numerics.plain(n): p.grad for n, p in run.model.named_parameters()}
+        return max(numerics.error(numerics.whole(found[n]) / 2, right[n]) for n in right)
+
+    found, error = ran(script, *FP32)
+    assert error is None, error
+    assert max(found) < 1e-4
+
+
+@pytest.mark.parametrize("hook", [out_of_memory, raising_backward])
+def test_a_part_of_the_model_is_called_by_itself_after_a_pass_that_raised(hook):
+    tokens, labels = numerics.data(128)
+    batch = {"input_ids": tokens, "labels": labels}
+
+    def features(model):
+        model.model(input_ids=tokens).last_hidden_state.square().mean().backward()
+        return {
+            numerics.plain(n): numerics.whole(p.grad)
+            for n, p in model.named_parameters()
+            if p.grad is not None
+        }
+
+    right = features(numerics.build("llama"))
+
+    def script(run):
+        raised_pass(run.model, batch, hook)
+        run.model.zero_grad()
+        found = features(run.model)
+        return max(numerics.error(found[n], right[n]) for n in right)
+
+    found, error = ran(script, *FP32)
+    assert error is None, error
+    assert max(found) < 1e-4
