@@ -187,7 +187,7 @@ _ROWS: tuple[tuple[str, str, Phase, str], ...] = (
     ("PL465", "error", "runtime", "an optimizer that cannot step sharded parameters"),
     ("PL467", "error", "runtime", "a checkpoint leaves out weights that the model lacks"),
     ("PL468", "error", "runtime", "a parameter that is not new, or cannot be"),
-    ("PL469", "error", "runtime", "the ranks pass different numbers of batches"),
+    ("PL469", "error", "runtime", "the ranks pass different numbers of batches, or no rows"),
     ("PL470", "error", "plan", "unknown operators in a save list"),
     ("PL471", "error", "plan", "an operator that is never dispatched"),
     ("PL472", "error", "plan", "an operator occurs twice in a save list"),

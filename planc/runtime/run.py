@@ -291,8 +291,8 @@ class Run(InNotebooks):
 
         Raises:
             PlanError: PL469, another rank passes another number of batches, or one passes none of
-                its own, or more than `passes`; PL488, a batch cannot be cut into the microbatches
-                of the pipeline.
+                its own, more than `passes`, or a batch without rows; PL488, a batch cannot be cut
+                into the microbatches of the pipeline.
             ValueError: there is no batch, or the model returns no loss.
         """
         return self.steps.run(self, batches, trains=True, passes=passes)

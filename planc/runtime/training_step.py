@@ -300,8 +300,8 @@ def _whole(loss: Tensor) -> Tensor:
 
 
 def _require_as_many(batches: Sequence[Batch], passes: int | None, device_type: str) -> None:
-    """Checks that a step has as many passes on every rank, for the passes of all ranks meet in
-    collectives: a data loader that ends earlier on one of them leaves the others waiting for ever.
+    """Checks that a step has as many passes on every rank, and rows in each, for the passes of all
+    ranks meet in collectives: a rank that ends earlier leaves the others waiting forever.
 
     Raises:
         PlanError: PL469, on every rank.
@@ -310,10 +310,20 @@ def _require_as_many(batches: Sequence[Batch], passes: int | None, device_type: 
     own, of = len(batches), ""
     if passes is not None:
         own, of = (passes if 0 < own <= passes else 0), f" of {passes} passes"
-    both = torch.tensor([own, -own], device=device_type)
+    empty = sum(not _has_rows(batch) for batch in batches)
+    numbers = torch.tensor([own, -own, empty], device=device_type)
     if distributed.get_world_size() > 1:
-        distributed.all_reduce(both, distributed.ReduceOp.MAX)
-    most, least = both.abs().tolist()
+        distributed.all_reduce(numbers, distributed.ReduceOp.MAX)
+    most, least, most_empty = numbers.abs().tolist()
+    if most_empty:
+        raise stop(
+            "PL469",
+            f"up to {most_empty} batches of a rank have no rows in this step; "
+            f"rank {distributed.get_rank()} passes {empty}",
+            *script_line("the batches arrive here"),
+            help="give each batch at least one row, whose labels are all ignored if it must not "
+            "count; or leave the batch out on all ranks",
+        )
     if most != least:
         raise stop(
             "PL469",
@@ -325,6 +335,12 @@ def _require_as_many(batches: Sequence[Batch], passes: int | None, device_type: 
         )
     if not most:
         raise ValueError("a step has at least one batch, and at most as many as passes")
+
+
+def _has_rows(batch: Batch) -> bool:
+    """Whether a batch has tensors, of which one has elements."""
+    tensors = [v for v in batch.values() if isinstance(v, Tensor) and v.dim()]
+    return not tensors or any(tensor.numel() for tensor in tensors)
 
 
 def _items(run: RunParts, batches: Sequence[Batch], rule: LabelRule) -> Tensor:

@@ -1,7 +1,9 @@
 """A step's global batch on any number of ranks: `run.accumulation`, and passes of weight 0."""
 
 import copy
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +11,9 @@ from helpers import compiled_of
 from loop_plans import SIZES
 from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM
+
+sys.path.append(str(Path(__file__).parent / "processes"))
+import numerics
 
 import planc
 from planc.diagnostic import PlanError
@@ -140,3 +145,52 @@ def test_a_rank_without_a_batch_or_with_too_many_stops_all():
     begin = "the ranks pass 0 to 2 batches in one step; rank"
     assert told[0] == [f"{begin} 0 passes 2 of 2 passes"] * 2
     assert told[1] == [f"{begin} 1 passes {own} of 2 passes" for own in (0, 3)]
+
+
+def gradients(model):
+    named = ((n, p.grad) for n, p in model.named_parameters() if p.grad is not None)
+    return {numerics.plain(name): numerics.whole(gradient) for name, gradient in named}
+
+
+@pytest.mark.parametrize("step", ["forward_backward", "evaluate"])
+def test_a_rank_without_rows_stops_all(step):
+    """The model would fail on that rank alone."""
+    told = {}
+
+    def rank(number):
+        model = LlamaForCausalLM(LlamaConfig(**SIZES))
+        run = planc.apply(model, "llama", device_type="cpu", compare=0)
+        try:
+            getattr(run, step)([data([0]), data([] if number else [1])])
+        except PlanError as error:
+            told[number] = [(d.code, d.message) for d in error.diagnostics]
+
+    assert run_ranks(2, rank, seconds=60) is None
+    begin = "up to 1 batches of a rank have no rows in this step; rank"
+    assert told == {n: [("PL469", f"{begin} {n} passes {n}")] for n in range(2)}
+
+
+def test_rows_without_valid_labels_do_not_count():
+    """As the help of PL469 says."""
+    found = {}
+    torch.manual_seed(0)
+    models = [LlamaForCausalLM(LlamaConfig(**SIZES)) for _ in range(3)]
+    for model in models[1:]:
+        model.load_state_dict(models[0].state_dict())
+    loss = models[2](**data([1, 2])).loss
+    loss.backward()
+    right = gradients(models[2])
+
+    def rank(number):
+        run = planc.apply(
+            models[number], "llama", overrides=["param_dtype=fp32"], device_type="cpu", compare=0
+        )
+        batch = data([0] if number else [1, 2])
+        if number:
+            batch["labels"][:] = -100
+        found[number] = run.forward_backward([batch]), gradients(run.model)
+
+    assert run_ranks(2, rank, seconds=60) is None
+    for own, grads in found.values():
+        torch.testing.assert_close(own, loss.detach(), rtol=1e-5, atol=1e-6)
+        assert max(numerics.error(grads[name], right[name]) for name in right) < 1e-4
