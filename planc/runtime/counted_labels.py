@@ -18,6 +18,8 @@ from planc.runtime.standalone.loss import IGNORED, ChunkedLoss
 
 _MEANS = {f: inspect.signature(f) for f in (functional.cross_entropy, functional.nll_loss)}
 _UNSHIFTED = ("ForMaskedLM", "ForTokenClassification")
+IGNORE_INDEX = "ignore_index"
+"""The argument of transformers' losses for the label that does not count."""
 NEXT_LABELS = "shift_labels"
 """The argument of transformers' models for the labels of the next tokens, already shifted."""
 UNSEEN, UNCLEAR, PLAIN, NEXT, SHIFTED, GIVEN_NEXT = range(6)
@@ -33,7 +35,7 @@ class LabelRule:
 
     Args:
         shifted: whether a model predicts the next token, and so not the first one of a row.
-        ignored: the label that does not count.
+        ignored: the label that does not count, if a batch states none as `ignore_index`.
         takes_next: whether the loss takes `shift_labels` where a batch has them.
     """
 
@@ -43,12 +45,14 @@ class LabelRule:
 
     def count(self, batch: Mapping[str, Any]) -> Tensor:
         """The labels that count; rows, where there are no labels of tokens."""
+        ignored = batch.get(IGNORE_INDEX)
+        ignored = self.ignored if ignored is None else ignored
         labels = next_labels_of(batch) if self.takes_next else None
         if labels is not None:
-            return valid_labels(labels, shifted=False, ignored=self.ignored)
+            return valid_labels(labels, shifted=False, ignored=ignored)
         labels = labels_of(batch)
         if labels is not None:
-            return valid_labels(labels, shifted=self.shifted, ignored=self.ignored)
+            return valid_labels(labels, shifted=self.shifted, ignored=ignored)
         first = next(value for value in batch.values() if isinstance(value, Tensor))
         return torch.tensor(float(len(first)))
 

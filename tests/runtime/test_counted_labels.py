@@ -1,6 +1,8 @@
 """A step is that of the mean over all labels, however a model of one's own names and counts."""
 
 import copy
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,10 +17,15 @@ from transformers import (
     LlamaForCausalLM,
 )
 
+sys.path.append(str(Path(__file__).parent / "processes"))
+import numerics
+
 import planc
 from planc.model.small.user_model import TARGETS
 from planc.runtime import training_step
+from planc.runtime.gradients import mean_over
 from planc.runtime.run import Run
+from planc.runtime.standalone.context_tokens import next_labels
 from planc.runtime.standalone.pipeline_schedule import OF_THE_LOSS
 from planc.trial.thread_ranks import run_ranks
 
@@ -276,3 +283,120 @@ def same(found, right):
 
 def test_the_names_of_labels_are_the_same_everywhere():
     assert set(TARGETS) < set(OF_THE_LOSS)
+
+
+IGNORED = -1
+
+
+def ignoring_batches(data_rank, last):
+    """Two passes of a rank; without an ignored label if `last` labels are to be counted."""
+    found = []
+    for number in range(2):
+        generator = torch.Generator().manual_seed(10 * data_rank + number)
+        tokens = torch.randint(0, 128, (2, 16), generator=generator)
+        labels = tokens.clone()
+        if not last:
+            labels[:, : 3 + 5 * number] = IGNORED
+        found.append({"input_ids": tokens, "labels": labels, "ignore_index": IGNORED})
+    return found
+
+
+def by_step(run, batches):
+    return run.forward_backward(batches)
+
+
+def by_the_model(run, batches):
+    """A loop of the script, with the loss of the model."""
+    count = run.num_items_in_batch(*batches)
+    losses = [run.model(**run.batch(b), num_items_in_batch=count).loss for b in batches]
+    for loss in losses:
+        loss.backward()
+    return mean_over(torch.stack(losses).sum().detach(), run.loss_mesh)
+
+
+def by_the_script(run, batches):
+    """A loop of the script, with a loss of its own."""
+    count = run.num_items_in_batch(*batches)
+    total = 0
+    for batch in batches:
+        part = run.batch(batch)
+        labels, shifted = part.pop("labels"), part.pop("shift_labels", None)
+        if shifted is None:
+            shifted = functional.pad(labels, (0, 1), value=IGNORED)[:, 1:]
+        options = {"ignore_index": part.pop("ignore_index"), "reduction": "sum"}
+        logits = run.model(**part).logits.flatten(0, 1)
+        loss = functional.cross_entropy(logits, shifted.flatten(), **options) / count
+        loss.backward()
+        total += loss.detach()
+    return mean_over(total, run.loss_mesh)
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize(
+    ("settings", "loop"),
+    [
+        ([], by_step),
+        ([], by_the_model),
+        (["loss_chunks=2"], by_step),
+        (["loss_chunks=2", "tp=2"], by_step),
+        (["cp=2"], by_step),
+        (["cp=2"], by_the_model),
+        (["cp=2"], by_the_script),
+        (["pp=2", "microbatches=2"], by_step),
+    ],
+    ids=str,
+)
+def test_labels_that_a_batch_ignores(settings, loop, last):
+    """`ignore_index` of a batch is that of its loss, of the divisor and of what planc pads."""
+    ranks = 2
+    single = numerics.build("llama")
+    data_ranks = 1 if any(s[:2] in ("cp", "pp", "tp") for s in settings) else 2
+    every = [batch for rank in range(data_ranks) for batch in ignoring_batches(rank, last)]
+    rows = {name: torch.cat([b[name] for b in every]) for name in ("input_ids", "labels")}
+    right = single(**rows, ignore_index=IGNORED).loss
+    right.backward()
+    grads = {name: p.grad for name, p in single.named_parameters()}
+    models, found = [numerics.build("llama") for _ in range(ranks)], {}
+
+    def rank(number):
+        overrides = ["param_dtype=fp32", "reduce_dtype=fp32", *settings]
+        options = {"device_type": "cpu", "require": "nothing", "compare": 0}
+        run = planc.apply(models[number], "llama", overrides=overrides, **options)
+        loss = loop(run, ignoring_batches(run.data_rank, last))
+        named = ((numerics.plain(n), p.grad) for n, p in run.model.named_parameters())
+        own = {n: numerics.whole(grad) for n, grad in named if grad is not None}
+        found[number] = loss, max(numerics.error(grad, grads[n]) for n, grad in own.items())
+
+    failure = run_ranks(ranks, rank, seconds=60)
+    assert failure is None, failure and (failure.error or failure.message)
+    for loss, error in found.values():
+        torch.testing.assert_close(loss, right.detach(), rtol=1e-5, atol=1e-6)
+        assert error < 1e-4
+
+
+def test_labels_of_a_script_are_padded_with_the_one_that_they_ignore():
+    labels = torch.tensor([[5, IGNORED, 7], [1, 2, 3]])
+    assert next_labels(labels, None).tolist() == [[IGNORED, 7, IGNORED], [2, 3, IGNORED]]
+    assert next_labels(labels[1:], None).tolist() == [[2, 3, -100]]
+    assert next_labels(labels[1:], IGNORED).tolist() == [[2, 3, IGNORED]]
+    assert next_labels(labels.float(), None)[:, -1].tolist() == [-100, -100]
+
+
+@pytest.mark.parametrize("settings", [["loss_chunks=2"], ["loss_chunks=2", "tp=2"]], ids=str)
+def test_a_label_of_another_loss_is_an_error_in_chunks_too(settings):
+    """-100 where the loss ignores -1: one process raises IndexError."""
+    tokens = torch.ones(2, 16).long()
+    labels = tokens.clone()
+    labels[0, 3] = -100
+    models, told = [numerics.build("llama") for _ in range(2)], {}
+
+    def rank(number):
+        options = {"device_type": "cpu", "require": "nothing", "compare": 0}
+        run = planc.apply(models[number], "llama", overrides=settings, **options)
+        try:
+            run.model(input_ids=tokens, labels=labels, ignore_index=IGNORED)
+        except RuntimeError as error:
+            told[number] = str(error)
+
+    assert run_ranks(2, rank, seconds=60) is None
+    assert told == dict.fromkeys(range(2), "a label is neither ignored nor in [0, 128)")

@@ -26,7 +26,7 @@ from planc.ops.fsdp import FullyShard
 from planc.ops.lowered import Lowered
 from planc.ops.tensor_parallel import Parallelize
 from planc.ops.towers import ShareTower
-from planc.runtime.counted_labels import NEXT_LABELS, rule_of
+from planc.runtime.counted_labels import IGNORE_INDEX, NEXT_LABELS, rule_of
 from planc.runtime.meshes import Meshes, rows_of
 from planc.runtime.preconditions import stop, warning
 from planc.runtime.safeguards.checksums import difference, plain, tensor_sum, text_sum
@@ -363,7 +363,7 @@ def _divisor(model: nn.Module | None, kwargs: Any) -> Tensor | float:
     number = kwargs.get("num_items_in_batch")
     if number is not None:
         return float(number)
-    count = rule_of(model).count(labels)
+    count = rule_of(model).count({**labels, IGNORE_INDEX: kwargs.get(IGNORE_INDEX)})
     if context is not None:
         distributed.all_reduce(count, group=context.group)
     return count

@@ -409,12 +409,14 @@ class PartLoss:
 
     def __init__(self, model: Any, group: Any, given: Mapping[str, Any]) -> None:
         self.group, self.given = group, given
+        ignored = given.get("ignore_index")
+        self.ignored = NO_TARGET if ignored is None else ignored
         self.function, self.called = model.loss_function, False
         model.loss_function = self
 
     def labels(self, name: str) -> tuple[Tensor, Tensor]:
         """The number of labels that count on this rank, and of all, for each rank."""
-        own = (self.given[name] != NO_TARGET).sum()
+        own = (self.given[name] != self.ignored).sum()
         every = own.clone()
         distributed.all_reduce(every, group=self.group)
         return own, every / self.group.size()

@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from planc.runtime.standalone.collectives import all_gather
 
@@ -58,7 +57,7 @@ def part_of_batch(
     whole["position_ids"] = whole["position_ids"].expand(rows, -1)
     if whole.get("labels") is not None and whole.get("shift_labels") is None:
         # before the split: the label of a part's last token is in another part
-        whole["shift_labels"] = pad(whole["labels"], (0, 1), value=NO_TARGET)[:, 1:]
+        whole["shift_labels"] = next_labels(whole["labels"], whole.get("ignore_index"))
     packed = whole.get("attention_mask") is None
     owner = owners(places.expand(rows, -1), ranks, balance, packed=packed)
     mine = (owner == rank).nonzero()[:, 1].view(rows, -1)
@@ -69,6 +68,25 @@ def part_of_batch(
         else value
         for name, value in whole.items()
     }
+
+
+def next_labels(labels: Tensor, ignored: int | None) -> Tensor:
+    """The label of the token after each one, and a label that does not count after the
+    last token of a row.
+
+    Args:
+        labels: `[rows, length]`.
+        ignored: the label that does not count. By default a negative one of the labels,
+            or -100 if there is none.
+    """
+    if ignored is not None or labels.is_floating_point():
+        last = labels.new_full(
+            (len(labels), 1), NO_TARGET if ignored is None else ignored
+        )
+    else:
+        least = labels.amin()
+        last = torch.where(least < 0, least, NO_TARGET).expand(len(labels), 1)
+    return torch.cat([labels[:, 1:], last], 1)
 
 
 def require_tokenwise(name: str, value: Tensor, rows: int, length: int) -> None:

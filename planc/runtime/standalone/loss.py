@@ -83,7 +83,7 @@ class HeadPart:
         head have equal labels, so all of them raise.
         """
         known = (labels >= 0) & (labels < self.vocabulary) | (labels == IGNORED)
-        text = f"a label is neither {IGNORED} nor in [0, {self.vocabulary})"
+        text = f"a label is neither ignored nor in [0, {self.vocabulary})"
         torch._assert_async(known.all(), text)
 
     def gathered(self, own: Tensor) -> Tensor:
@@ -269,6 +269,7 @@ class ChunkedLoss:
     def __init__(self, head: nn.Module, model: nn.Module, terms: LossTerms) -> None:
         self.head, self.terms = head, terms
         self.labels: Tensor | None = None
+        self.ignored = IGNORED  # by the loss of this pass
         self.total: Tensor | None = None
         self.divided = False  # whether the pass has called `loss`
         self.plain, self.function = head.forward, model.loss_function
@@ -281,9 +282,13 @@ class ChunkedLoss:
 
     def _called(self, _model: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
         given = {**self.signature.bind_partial(*args, **kwargs).arguments, **kwargs}
-        labels = given.get("shift_labels")
+        labels, ignored = given.get("shift_labels"), given.get("ignore_index")
+        self.ignored = IGNORED if ignored is None else ignored
         if labels is None and given.get("labels") is not None:
-            labels = pad(given["labels"], (0, 1), value=IGNORED)[..., 1:]
+            labels = pad(given["labels"], (0, 1), value=self.ignored)[..., 1:]
+        if labels is not None and self.ignored != IGNORED:
+            known = torch.where(labels == IGNORED, -1, labels)  # outside the vocabulary
+            labels = torch.where(labels == self.ignored, IGNORED, known)
         self.labels, self.total, self.divided = labels, None, False
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -307,8 +312,8 @@ class ChunkedLoss:
             value: Tensor = self.function(*args, **kwargs)
             return value
         self.divided = True
-        if kwargs.get("ignore_index", IGNORED) != IGNORED:
-            raise ValueError(f"the label of ignored tokens is {IGNORED}")
+        if kwargs.get("ignore_index", self.ignored) != self.ignored:
+            raise ValueError(f"the label of ignored tokens is {self.ignored}")
         items = kwargs.get("num_items_in_batch")
         if items is None:
             items = (self.labels != IGNORED).sum()

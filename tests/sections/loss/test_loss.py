@@ -105,7 +105,7 @@ def test_a_label_outside_the_vocabulary_is_an_error(label):
     labels[4] = label
     with pytest.raises(IndexError):
         whole(hidden, head, labels)
-    with pytest.raises(RuntimeError, match=r"a label is neither -100 nor in \[0, 11\)"):
+    with pytest.raises(RuntimeError, match=r"a label is neither ignored nor in \[0, 11\)"):
         chunked_loss(head, hidden, labels, LossTerms(chunks=2))
     seen = {}
 
