@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import combinations, islice
 
 from planc.draft.roles import Blocks, Linear, ProjectionGroup
 from planc.model.facts import Facts, Module, generic
@@ -13,6 +14,8 @@ StyleRules = dict[str, str]
 """Styles by module name."""
 
 _DOWN = re.compile(r"down|w2|output|wo\b", re.I)
+_SUBSETS = 16
+"""The most sets of integers that are tried; each takes a run."""
 _SIZE = re.compile(r"dim|size|width|(^|_)d(_|$)", re.I)
 """How code names the size of one head, which may be the number of heads too."""
 
@@ -87,13 +90,16 @@ def _projections(projections: ProjectionGroup, facts: Facts, holder: Module | No
     """
     rowwise, colwise = projections.rowwise, projections.colwise
     own, counts = _sinks(projections, holder), _counts(projections, holder)
-    divided = {projections.holder: f"attributes({', '.join(f'{n} = split' for n in counts)})"}
+    divided = [
+        {projections.holder: f"attributes({', '.join(f'{n} = split' for n in names)})"}
+        for names in counts
+    ]
     cut = {one.name: _parts(one, projections, facts) or "colwise" for one in colwise}
     narrow = [one.name for one in colwise if max(one.parts, default=one.outputs) < rowwise.inputs]
     queries = {name: style for name, style in cut.items() if name not in narrow}
     recipes: list[SplitRecipe] = []
     for split in (cut, dict.fromkeys(cut, "colwise"), queries):
-        for more in (own, divided) if counts and not own else (own,):
+        for more in (own,) if own else (own, *(divided if split is cut else divided[:1])):
             rules = {**more, **split, rowwise.name: "rowwise"}
             recipe = SplitRecipe(rules=rules, note=_WHOLE if split is queries else "")
             if split and rules not in [other.rules for other in recipes]:
@@ -104,24 +110,29 @@ def _projections(projections: ProjectionGroup, facts: Facts, holder: Module | No
     return SplitChoice(name=rowwise.name, members=members, recipes=recipes)
 
 
-_GATHERED = "its code needs full outputs, so the weights are sharded and the outputs gathered"
+_GATHERED = "the outputs are gathered, because no way to leave them sharded was proved"
 _WHOLE = "each rank needs all keys and values, so their weights are whole"
 
 
-def _counts(projections: ProjectionGroup, holder: Module | None) -> list[str]:
-    """The integers of the module around that count its heads, or features of all heads."""
+def _counts(projections: ProjectionGroup, holder: Module | None) -> list[tuple[str, ...]]:
+    """The sets of integers of the holder that may count heads or features of all heads, the most
+    likely set first: without the integers that are named like the size of one head and equal to it.
+    """
     heads = {n for linear in projections.colwise for n in linear.heads}
     if holder is None or not projections.holder or not heads:
         return []
     features = {n for linear in projections.colwise for n in (*linear.parts, linear.outputs)}
     of_a_head = {linear.size for linear in projections.colwise}
-    return [
-        name
+    values = {
+        name: value
         for name, value in holder.facts
         if value in {*heads, *features, projections.rowwise.inputs} and name not in SAME
         if value % RANKS == 0
-        if not (value in of_a_head and _SIZE.search(name))
-    ]
+    }
+    likely = tuple(n for n, v in values.items() if not (v in of_a_head and _SIZE.search(n)))
+    sizes = range(len(values), 0, -1)
+    subsets = (names for size in sizes for names in combinations(values, size))
+    return [*dict.fromkeys(filter(None, (likely, *islice(subsets, _SUBSETS))))]
 
 
 def _sinks(projections: ProjectionGroup, holder: Module | None) -> StyleRules:

@@ -79,6 +79,25 @@ class Whole(nn.Module):
         return self.c_proj(y.transpose(1, 2).contiguous().view(rows, length, width))
 
 
+class Named(nn.Module):
+    """Names of its own for the size of a head and for the features of its input."""
+
+    def __init__(self, width, heads, groups):
+        super().__init__()
+        self.n_q, self.n_kv, self.hd, self.d = heads, groups, width // heads, width
+        self.q = nn.Linear(self.d, heads * self.hd)
+        self.k, self.v = (nn.Linear(self.d, groups * self.hd) for _ in "kv")
+        self.o = nn.Linear(heads * self.hd, self.d)
+
+    def forward(self, x):
+        rows, length, _ = x.shape
+        x, counts = x.view(-1, length, self.d), (self.n_q, self.n_kv, self.n_kv)
+        pairs = zip((self.q(x), self.k(x), self.v(x)), counts, strict=True)
+        q, k, v = (p.view(rows, length, n, self.hd).transpose(1, 2) for p, n in pairs)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.o(y.transpose(1, 2).reshape(rows, length, self.n_q * self.hd))
+
+
 class ImageAttention(nn.Module):
     """As timm's: the parts of the one weight are a dim, and heads and features are counted."""
 
@@ -135,10 +154,11 @@ class Block(nn.Module):
 
 
 class Gpt(nn.Module):
-    def __init__(self, attention, drop=0.0, path=0.0, width=64):
+    def __init__(self, attention, drop=0.0, path=0.0, width=64, heads=4, groups=2):
         super().__init__()
         self.wte, self.wpe = nn.Embedding(256, width), nn.Embedding(64, width)
-        self.blocks = nn.ModuleList(Block(attention(width, 4, 2), width, drop, path) for _ in "ab")
+        sizes = width, heads, groups
+        self.blocks = nn.ModuleList(Block(attention(*sizes), width, drop, path) for _ in "ab")
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 256, bias=False)
 
     def forward(self, ids):
@@ -177,6 +197,11 @@ def counted():
 
 def one_head():
     return Gpt(OneHead)
+
+
+def named():
+    """Heads of size 8, and 8 of them."""
+    return Gpt(Named, heads=8, groups=4)
 
 
 def whole():

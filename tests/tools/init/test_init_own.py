@@ -15,6 +15,7 @@ from planc.cli import main
 from planc.compiler import compile_plan
 from planc.diagnostic import Sink
 from planc.draft.init import draft
+from planc.draft.plan_text import parsed_text
 from planc.lowering import rng
 from planc.model.load import load
 from planc.ops.rng import SyncRng
@@ -38,6 +39,11 @@ SPLIT = {
         "attn.proj : rowwise",
     ],
 }
+NAMED = [
+    "attn : attributes(n_q = split, n_kv = split)",
+    "attn.{q,k,v} : colwise",
+    "attn.o : rowwise",
+]
 _PATH = "kept = x.new_empty((len(x), *[1] * (x.ndim - 1))).bernoulli_(1 - self.rate)"
 DRAWS = {
     "functional_dropout": "return F.dropout(self.fc2(F.gelu(self.fc1(x))), self.drop",
@@ -60,11 +66,11 @@ def lines(text):
     return [" ".join(line.split()) for line in text.splitlines()]
 
 
-def checked(facts, text, folder, *settings):
+def checked(facts, text, folder, *settings, drafts=None):
     (folder / "own.plan").write_text(text)
     sink, settings = Sink(), ["tp=2", *settings]
     compiled = compile_plan(facts, str(folder / "own.plan"), sink, world_size=2, settings=settings)
-    return compiled, flow(compiled, sink), sink
+    return compiled, flow(compiled, sink, draft=drafts), sink
 
 
 @pytest.mark.parametrize("name", sampled(list(SPLIT), 2))
@@ -78,11 +84,20 @@ def test_a_rank_that_cannot_have_its_heads_is_told_by_the_line_that_needs_all():
     _, made, _ = drafted("whole")
     assert "attn.c_attn : colwise(-> replicate)" in lines(made.text)
     told = " ".join(made.text.replace("#", "").split())
-    assert (
-        "its code needs full outputs, so the weights are sharded and the outputs gathered" in told
-    )
+    assert "the outputs are gathered, because no way to leave them sharded was proved" in told
     assert "is invalid for input of size" in told and "drafted_models.py" in told
     assert "p.view(shape).transpose(1, 2)" in told
+
+
+def test_the_integers_to_divide_are_found_and_advised(tmp_path):
+    facts, made, _ = drafted("named")
+    assert {*NAMED} <= {*lines(made.text)}, made.text
+    plan = "\n".join(n for n in made.text.splitlines() if "attributes(" not in n)
+    _, verdict, sink = checked(facts, plan, tmp_path, drafts=lambda _: parsed_text(made.text))
+    assert verdict.verdict == "refuted"
+    [found] = [d for d in sink if d.severity == "error"]
+    assert found.code == "PL503"
+    assert found.help.startswith(f"add `blocks.*.{NAMED[0]}`")
 
 
 def test_keys_and_values_for_all_heads_stay_whole_with_a_reason():
@@ -175,7 +190,7 @@ def test_an_input_that_does_not_come_is_said_at_its_line(written, what, tmp_path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*SPLIT, *DRAWS])
+@pytest.mark.parametrize("name", ["named", *SPLIT, *DRAWS])
 def test_a_draft_is_verified_on_four_processes(name, tmp_path, monkeypatch, capsys):
     copy(drafted_models.__file__, tmp_path)
     monkeypatch.chdir(tmp_path)  # where the processes import it from
