@@ -24,7 +24,8 @@ def packed_parts(plan: Plan, facts: Facts, sink: Sink) -> None:
                     f"{sum(split.parts):,}, and its dim {split.dim} is {size:,}",
                     rule.origin,
                     facts=[f"parts = {list(split.parts)}"],
-                    help="give the size of every part, as in the model's configuration",
+                    help="give the size of every part by fields of the model's configuration "
+                    "(`config.NAME`) or by integers of the module around (`parent.NAME`)",
                 )
                 break
             if rule in queries.active(plan) and _uneven(rule, parameter, split, plan, sink):

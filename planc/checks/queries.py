@@ -30,13 +30,6 @@ def axis_label(plan: Plan, rule: TensorRule) -> Label:
     return axis.label
 
 
-def parents(facts: Facts, modules: Modules) -> tuple[Modules, ...]:
-    """The parent modules; parents of different structure are separate sets."""
-    path = Modules(modules.path[:-1], modules.module)
-    found = (at.overlap(path) for at in facts.model.below() if at.key == path.key)
-    return tuple(both for both in found if both is not None)
-
-
 def inside(outer: Modules, rules: Iterable[TensorRule]) -> Iterator[TensorRule]:
     """The rules on children of the modules."""
     n = len(outer.path)
@@ -49,7 +42,7 @@ def around(
     facts: Facts, rules: Sequence[TensorRule]
 ) -> Iterator[tuple[Modules, tuple[TensorRule, ...]]]:
     """The parent modules of the rules, each set once, with the rules on their children."""
-    found = dict.fromkeys(p for rule in rules for p in parents(facts, rule.modules))
+    found = dict.fromkeys(p for rule in rules for p in facts.parents(rule.modules))
     return ((parent, tuple(inside(parent, rules))) for parent in found)
 
 

@@ -11,7 +11,6 @@ from planc.checks.queries import (
     divisors,
     holds,
     inside,
-    parents,
     ranks,
     several,
     splits_output,
@@ -82,6 +81,8 @@ def _splits(rules: tuple[TensorRule, ...], size: int) -> Iterator[HeadSplit]:
 def _parts(rule: TensorRule, features: int) -> tuple[int, ...]:
     assert isinstance(rule.style, Colwise | Rowwise)
     parts = rule.style.parts
+    if isinstance(parts, tuple) and sum(parts) != features:
+        return ()  # PL221
     return parts if isinstance(parts, tuple) else (features // parts,)
 
 
@@ -149,7 +150,7 @@ def divisibility(plan: Plan, facts: Facts, sink: Sink) -> None:
 
 def _by_head(rule: TensorRule, facts: Facts) -> bool:
     split = splits_output(rule) or takes_split(rule)
-    around = (p.module.fact("head_dim") for p in parents(facts, rule.modules))
+    around = (p.module.fact("head_dim") for p in facts.parents(rule.modules))
     return split and any(size is not None for size in around)
 
 
@@ -203,7 +204,7 @@ def _partner(rule: TensorRule, plan: Plan, facts: Facts) -> TensorRule | None:
     """The rowwise layer beside a colwise one that takes its output as a local tensor."""
     if not splits_output(rule):
         return None
-    beside = (r for at in parents(facts, rule.modules) for r in inside(at, active(plan)))
+    beside = (r for at in facts.parents(rule.modules) for r in inside(at, active(plan)))
     return next(filter(takes_split, beside), None)
 
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import combinations, islice
 
+from planc.draft.part_sizes import PartSizes
 from planc.draft.roles import Blocks, Linear, ProjectionGroup
 from planc.model.facts import Facts, Module, generic
 from planc.model.module_table import SAME
@@ -60,9 +61,12 @@ class SplitChoice:
 
     @property
     def notes(self) -> dict[str, str]:
-        """A comment for each module whose rules are not the best ones."""
+        """A comment for each module whose rules are not the best ones, or for one size only."""
+        rules = self.recipe.rules
         note = ": ".join(filter(None, (self.recipe.note, self.why)))
-        return dict.fromkeys(self.recipe.rules, note) if self.recipe.note else {}
+        notes = dict.fromkeys(rules, note) if self.recipe.note else {}
+        literal = (name for name, style in rules.items() if re.search(r"parts = \[\d", style))
+        return notes or dict.fromkeys(literal, _LITERAL)
 
     def refuted(self, why: str) -> None:
         """Keeps what is wrong with the recipe that is tried."""
@@ -89,28 +93,36 @@ def _projections(projections: ProjectionGroup, facts: Facts, holder: Module | No
     for all heads; each with the code's own counts of heads and features, then with these divided.
     """
     rowwise, colwise = projections.rowwise, projections.colwise
-    own, counts = _sinks(projections, holder), _counts(projections, holder)
-    divided = [
-        {projections.holder: f"attributes({', '.join(f'{n} = split' for n in names)})"}
-        for names in counts
-    ]
-    cut = {one.name: _parts(one, projections, facts) or "colwise" for one in colwise}
+    own = _sinks(projections, holder)
+    counts = [] if own else _counts(projections, holder)
     narrow = [one.name for one in colwise if max(one.parts, default=one.outputs) < rowwise.inputs]
-    queries = {name: style for name, style in cut.items() if name not in narrow}
+    wide = [one for one in colwise if one.name not in narrow]
     recipes: list[SplitRecipe] = []
-    for split in (cut, dict.fromkeys(cut, "colwise"), queries):
-        for more in (own,) if own else (own, *(divided if split is cut else divided[:1])):
-            rules = {**more, **split, rowwise.name: "rowwise"}
-            recipe = SplitRecipe(rules=rules, note=_WHOLE if split is queries else "")
+    for split, in_parts in ((colwise, True), (colwise, False), (wide, True)):
+        for divided in ((), *(counts if split is colwise and in_parts else counts[:1])):
+            rules = dict(own)
+            if divided:
+                numbers = ", ".join(f"{name} = split" for name in divided)
+                rules[projections.holder] = f"attributes({numbers})"
+            for one in split:
+                parts = _parts(one, projections, facts, holder, divided) if in_parts else ""
+                rules[one.name] = parts or "colwise"
+            rules[rowwise.name] = "rowwise"
+            recipe = SplitRecipe(rules=rules, note=_WHOLE if split is wide else "")
             if split and rules not in [other.rules for other in recipes]:
                 recipes.append(recipe)
-    gathered = {**dict.fromkeys(cut, "colwise(-> replicate)"), rowwise.name: "rowwise"}
+    gathered = dict.fromkeys((one.name for one in colwise), "colwise(-> replicate)")
+    gathered[rowwise.name] = "rowwise"
     recipes += [SplitRecipe(rules=gathered, note=_GATHERED), SplitRecipe(rules={})]
-    members = (*cut, rowwise.name, *filter(None, [projections.holder]))
+    members = (*(one.name for one in colwise), rowwise.name, *filter(None, [projections.holder]))
     return SplitChoice(name=rowwise.name, members=members, recipes=recipes)
 
 
 _GATHERED = "the outputs are gathered, because no way to leave them sharded was proved"
+_LITERAL = (
+    "these parts are those of this model alone: no integer of its code or its configuration gives "
+    "them at another size"
+)
 _WHOLE = "each rank needs all keys and values, so their weights are whole"
 
 
@@ -145,13 +157,23 @@ def _sinks(projections: ProjectionGroup, holder: Module | None) -> StyleRules:
     return {projections.holder: f"parameters({', '.join(f'{n} = shard(0)' for n in names)})"}
 
 
-def _parts(linear: Linear, projections: ProjectionGroup, facts: Facts) -> str:
+def _parts(
+    linear: Linear,
+    projections: ProjectionGroup,
+    facts: Facts,
+    holder: Module | None,
+    divided: tuple[str, ...],
+) -> str:
     """The style that splits each part of an output; empty where the code cuts it into none."""
     parts, config = linear.parts, facts.config
+    if not parts:
+        return ""
     if len({*parts}) == 1:
         return f"colwise(parts = {len(parts)})"
-    if facts.unconfigured or not parts:
-        return f"colwise(parts = {[*parts]})" if parts else ""
+    if facts.unconfigured:
+        parent = holder if linear.name.rpartition(".")[0] == projections.holder else None
+        known = PartSizes.of(facts, parent, divided).expressions(linear)
+        return f"colwise(parts = [{', '.join(known or map(str, parts))}])"
     heads = next((n for n in ("num_attention_heads", "n_head", "num_heads") if config.get(n)), None)
     width = next((n for n in ("hidden_size", "n_embd") if config.get(n)), None)
     of_head = f"config.{width} // config.{heads}" if width else ""

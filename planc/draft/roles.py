@@ -34,6 +34,7 @@ class Linear:
     Args:
         inputs, outputs: its features.
         parts: of its output, as the model's code cuts it; empty where it does not.
+        counts: the number of heads that the code views each part as; 0 where it does not.
         heads: the numbers of heads that the code views the parts as.
         size: of a head; 0 if there are none.
     """
@@ -42,6 +43,7 @@ class Linear:
     inputs: int
     outputs: int
     parts: tuple[int, ...] = ()
+    counts: tuple[int, ...] = ()
     heads: frozenset[int] = frozenset()
     size: int = 0
 
@@ -201,7 +203,8 @@ def _cut(linear: Linear, tensor: int, flow: DataFlow) -> Linear:
         views = [dims[1:] if sizes else dims]
     heads = {n for dims in views for n in (*dims[:-1], prod(dims[:-1])) if n > 1}
     size = min((dims[-1] for dims in views if dims), default=0)
-    return replace(linear, parts=sizes, heads=frozenset(heads), size=size)
+    counts = tuple(prod(dims[:-1]) if dims else 0 for dims in views)
+    return replace(linear, parts=sizes, counts=counts, heads=frozenset(heads), size=size)
 
 
 def _projection_groups(

@@ -434,6 +434,12 @@ class Facts:
                 raise KeyError(".".join(parts[: i + 1]))
         return at
 
+    def parents(self, modules: Modules) -> tuple[Modules, ...]:
+        """The parent modules; parents of different structure are separate sets."""
+        path = Modules(modules.path[:-1], modules.module)
+        found = (at.overlap(path) for at in self.model.below() if at.key == path.key)
+        return tuple(both for both in found if both is not None)
+
     def source(self, field_name: str) -> str:
         """The origin of a configuration value, for messages: the file or the family's defaults."""
         return self.config_name if field_name in self.stated_fields else f"default of {self.family}"

@@ -8,7 +8,7 @@ from operator import attrgetter
 from typing import Any, Final
 
 from planc.diagnostic import Label, Sink, did_you_mean, one_of
-from planc.model.facts import Facts, Modules, Parameter
+from planc.model.facts import Facts, Module, Modules, Parameter
 from planc.model.indices import Indices
 from planc.model.roles import LACKS, RoleModules, roles
 from planc.plan.ir import Mesh
@@ -42,9 +42,9 @@ class Definition:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """The sizes of a small model and its mesh, for the numbers in arguments."""
+    """The facts of a small model and the sizes of its mesh, for the numbers in arguments."""
 
-    config: Mapping[str, Any]
+    facts: Facts
     axes: Mapping[str, int]
 
 
@@ -60,6 +60,8 @@ class Scope:
         sized: where a small model stands for this one, the scope of the numbers in arguments.
         decides: in a `sized` scope, the scope of the real model, which decides every condition.
         replaced_axes: optional axes of a mesh that another one replaces; each counts as 1.
+        small: in a `sized` scope, the facts of the small model.
+        parent: while a rule is read, the module that `parent` is there.
         aliases: the names that stand for others in this plan: those that settings had before.
     """
 
@@ -74,6 +76,8 @@ class Scope:
     decides: Scope | None = None
     aliases: dict[str, str] = field(default_factory=dict)
     replaced_axes: tuple[str, ...] = ()
+    small: Facts | None = None
+    parent: Module | None = None
     _roles: RoleModules | None = None
     _lacking: list[str] = field(default_factory=list)
     _values: dict[str, Value] = field(default_factory=dict)
@@ -84,12 +88,24 @@ class Scope:
         small = mesh.resized(sizes.axes)
         return replace(
             self,
-            facts=replace(self.facts, config=sizes.config),
+            facts=replace(self.facts, config=sizes.facts.config),
+            small=sizes.facts,
             solve=lambda: small,
             decides=self,
             _values={},
             _pending=[],
         )
+
+    def inside(self, parent: Modules) -> Scope:
+        """A scope for a rule on children of a module, whose integers are `parent.NAME`; in a small
+        model, those of a module with the same name, of the same class where there is one.
+        """
+        module, sized = parent.module, self.sized
+        if self.small is not None:
+            alike = [at.module for at in self.small.model.below() if at.key == parent.key]
+            alike.sort(key=lambda one: one.cls != module.cls)
+            module = alike[0] if alike else module
+        return replace(self, parent=module, sized=sized and sized.inside(parent))
 
     def define(self, definition: Definition) -> None:
         self.definitions[definition.name] = definition
@@ -128,6 +144,8 @@ class Scope:
         head, *rest = name.path.split(".")
         if head == "config":
             return self._config(name, rest)
+        if head == "parent" and self.parent is not None:
+            return self._parent(name, rest, self.parent)
         if rest:
             return self._unknown(name)
         if name.path in self.aliases:
@@ -213,6 +231,21 @@ class Scope:
             self.sink.error("PL100", message, name.origin, help=help)
             return FAILED
         return _plain(value)
+
+    def _parent(self, name: ast.Name, rest: list[str], parent: Module) -> Value:
+        known, field = dict(parent.facts), ".".join(rest)
+        if field in known:
+            return known[field]
+        self.sink.error(
+            "PL100",
+            f"`{parent.cls}` has no integer `{field}`",
+            name.origin,
+            facts=[f"its integers: {one_of((f'{n} = {v}' for n, v in known.items()), last='and')}"]
+            if known
+            else [],
+            help=did_you_mean(field, known),
+        )
+        return FAILED
 
     def _unknown(self, name: ast.Name) -> Value:
         known = [*self.definitions, *valid_axes(self.axis_names)]

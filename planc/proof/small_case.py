@@ -220,7 +220,7 @@ def small_plan(
     """The decisions of a plan on the modules of a small model, whose facts these are."""
     assert compiled.facts is not None and compiled.plan is not None
     quiet = Sink()
-    plan = _sized(compiled, Sizes(config=facts.config, axes=sizes), quiet)
+    plan = _sized(compiled, Sizes(facts=facts, axes=sizes), quiet)
     if plan is not None and not compiled.plan.optimizer:  # `without_optimizer_classes`
         plan = replace(plan, optimizer=())
     if plan is None:

@@ -110,7 +110,7 @@ def layered(*heads):
         attention = Module(
             cls="Attention",
             kind="other",
-            facts=(("head_dim", 8),),
+            facts=(("head_dim", 8), ("n", count)),
             children=tuple(Child(m, n) for n, m in names),
         )
         return Module(cls="Layer", kind="other", children=(Child(attention, "attn"),))
@@ -130,6 +130,26 @@ def test_layers_are_judged_by_their_own_heads():
     [found] = split(layered(8, 6, 8, 6), rules, tp=4)
     assert found.code == "PL201" and "`layers[1,3].attn`" in found.message
     assert found.help == "tp can be 1, 2, 3 or 6 for this model"
+
+
+def test_parts_that_do_not_add_up_are_no_heads():
+    rules = "layers.*.attn.q_proj : colwise(parts = [8, 8])\n    layers.*.attn.o_proj : rowwise"
+    assert [d.code for d in split(layered(8, 8), rules, tp=2)] == ["PL221"]
+
+
+def test_integers_of_a_parent_size_the_parts_of_its_children():
+    """Layers that differ in them have separate sizes; a name that no parent has is an error."""
+    rules = "layers.*.attn.q_proj : colwise(parts = [parent.n * 4, parent.n * 4])"
+    text = PLAN.replace("RULES", rules)
+    plan, _, sink = elaborated(text, model=layered(8, 6, 8), world=24, settings=["tp=2"])
+    parts = {str(rule.modules): rule.style.parts for rule in plan.tensor}
+    assert parts == {
+        "layers[0,2].attn.q_proj": (32, 32),
+        "layers[1].attn.q_proj": (24, 24),
+    }, [d.message for d in sink]
+    [found] = elaborated(text.replace("parent.n ", "parent.m ", 1), model=layered(8), world=24)[2]
+    assert (found.code, found.message) == ("PL100", "`Attention` has no integer `m`")
+    assert found.facts == ("its integers: head_dim = 8 and n = 8",)
 
 
 # Splits that do not divide -----------------------------------------------------------------------

@@ -130,7 +130,8 @@ fsdp on dp_shard {
 
 def test_only_numbers_are_those_of_the_small_model():
     known, sink = facts(), Sink()
-    sizes = Sizes(config={**known.config, **SMALL}, axes={"dp_shard": 2, "tp": 2})
+    small = replace(known, config={**known.config, **SMALL})
+    sizes = Sizes(facts=small, axes={"dp_shard": 2, "tp": 2})
     texts = [parse(Source("t.plan", SIZED), sink)]
     arguments = {"world_size": 64, "settings": ["tp=8"]}
     real = elaborate(texts, known, sink, **arguments)

@@ -132,18 +132,21 @@ def _claim(
     claims: Claims[TensorRule | None],
     program: Program,
 ) -> None:
-    """Claims modules by kind: a bare rowwise on an embedding takes replicated token ids."""
-    by_kind: dict[str, list[Modules]] = {}
-    for modules in found:
+    """Claims modules by kind: a bare rowwise on an embedding takes replicated token ids; and by the
+    integers of their parents, where the rule names one.
+    """
+    groups: dict[tuple[object, ...], tuple[str, Scope, list[Modules]]] = {}
+    for modules, scope in _scopes(rule, found, program):
         kind = modules.module.kind
         own = kind if kind in ("embedding", "conv1d") else "other"
-        by_kind.setdefault(own, []).append(modules)
-    for i, (kind, group) in enumerate(by_kind.items()):
+        key = own, scope.parent and scope.parent.facts
+        groups.setdefault(key, (own, scope, []))[2].append(modules)
+    for i, (kind, scope, group) in enumerate(groups.values()):
         style: Style | None
         if own_style := program.styles.get(rule.action.name):
-            style = custom(rule.action, own_style.path, program.scope)
+            style = custom(rule.action, own_style.path, scope)
         else:
-            style = style_of(rule.action, program.scope, kind=kind)
+            style = style_of(rule.action, scope, kind=kind)
         if style is None:
             return
         override = rule.override and i == 0
@@ -156,6 +159,22 @@ def _claim(
             origin=rule.origin,
         )
         claims.add(group, aspect(rule.action.name), value, rule.origin, override=override)
+
+
+def _scopes(
+    rule: ast.Rule, found: tuple[Modules, ...], program: Program
+) -> Iterator[tuple[Modules, Scope]]:
+    """The modules of a rule with the scope of its arguments, which may name integers of the parent
+    module: parents that differ have separate ones.
+    """
+    names = (node for node in ast.every(rule.action) if isinstance(node, ast.Name))
+    if not any(name.path.startswith("parent.") for name in names):
+        yield from ((modules, program.scope) for modules in found)
+        return
+    for modules in found:
+        for parent in program.facts.parents(modules):
+            inner = Modules((*parent.path, modules.path[-1]), modules.module)
+            yield inner, program.scope.inside(parent)
 
 
 def rules_of(

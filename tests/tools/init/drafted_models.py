@@ -195,6 +195,10 @@ def counted():
     return Gpt(Counted)
 
 
+def counted_larger():
+    return Gpt(Counted, width=96, heads=12, groups=2)
+
+
 def one_head():
     return Gpt(OneHead)
 

@@ -15,10 +15,15 @@ from planc.cli import main
 from planc.compiler import compile_plan
 from planc.diagnostic import Sink
 from planc.draft.init import draft
+from planc.draft.part_sizes import PartSizes
 from planc.draft.plan_text import parsed_text
+from planc.draft.roles import Linear
 from planc.lowering import rng
+from planc.model.facts import Facts, Module
 from planc.model.load import load
 from planc.ops.rng import SyncRng
+from planc.ops.styles import Colwise
+from planc.ops.tensor_parallel import Parallelize
 from planc.proof.layout_flow import flow
 
 SPLIT = {
@@ -29,7 +34,8 @@ SPLIT = {
     ],
     "counted": [
         "attn : attributes(n_head = split, groups = split)",
-        "attn.c_attn : colwise(parts = [64, 32, 32])",
+        "parts = [",
+        "parent.n_head * parent.head_size,",
         "attn.c_proj : rowwise",
     ],
     "one_head": ["attn.query : colwise", "attn.mix : rowwise"],
@@ -98,6 +104,40 @@ def test_the_integers_to_divide_are_found_and_advised(tmp_path):
     [found] = [d for d in sink if d.severity == "error"]
     assert found.code == "PL503"
     assert found.help.startswith(f"add `blocks.*.{NAMED[0]}`")
+
+
+def test_parts_of_a_small_model_are_those_of_a_larger_one(tmp_path):
+    _, made, _ = drafted("counted")
+    larger = load("drafted_models:counted_larger", Sink(), allow_code=True)
+    compiled, verdict, sink = checked(larger, made.text, tmp_path)
+    assert verdict.verdict == "proved", [d.message for d in sink]
+    styles = [op.style for op in compiled.lowered.ops if isinstance(op, Parallelize)]
+    assert (96, 16, 16) in [style.parts for style in styles if isinstance(style, Colwise)]
+
+
+@pytest.mark.parametrize(
+    ("integers", "config", "wanted"),
+    [
+        (
+            {"n": 4, "groups": 2, "hd": 16},
+            {},
+            ["parent.n * parent.hd", "parent.groups * parent.hd"],
+        ),
+        ({"q_size": 64, "kv_size": 32}, {}, ["parent.q_size", "parent.kv_size"]),
+        (
+            {"n_embd": 64},
+            {"n_layer": 2, "n_kv": 2, "n_head": 4},
+            ["parent.n_embd", "config.n_kv * parent.n_embd // config.n_head"],
+        ),
+        ({"n_head": 4}, {}, []),
+    ],
+)
+def test_sizes_of_parts_are_stated_by_integers_of_the_code(integers, config, wanted):
+    fused = Linear(name="attn.qkv", inputs=64, outputs=128, parts=(64, 32, 32), counts=(4, 2, 2))
+    parent = Module(cls="Attention", kind="other", facts=tuple(integers.items()))
+    facts = Facts(name="Own", family="Own", config=config, config_name="", root=parent)
+    found = PartSizes.of(facts, parent, ("n", "kv")).expressions(fused)
+    assert found == wanted + wanted[1:]
 
 
 def test_keys_and_values_for_all_heads_stay_whole_with_a_reason():
