@@ -88,6 +88,23 @@ def distribute(
     module.register_parameter(name, made)
 
 
+class SeparateGradient(torch.autograd.Function):
+    """The identity, whose gradient is a copy.
+
+    Gradients of several tensors may share memory (of `cat` and `+`, for example).
+    torch copies it before another pass is added to a gradient in place, but not if it
+    belongs to the local tensor of a DTensor: the other gradients would change too.
+    """
+
+    @staticmethod
+    def forward(_ctx: Any, value: Tensor) -> Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(_ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.clone()
+
+
 def with_views(module: nn.Module, views: Mapping[str, Callable[[Any], Tensor]]) -> None:
     """Makes a module's forward use the result of `views[name]` for each parameter.
 
@@ -99,7 +116,7 @@ def with_views(module: nn.Module, views: Mapping[str, Callable[[Any], Tensor]]) 
     @wraps(forward)
     def local(*args: Any, **kwargs: Any) -> Any:
         held = {name: module._parameters[name] for name in views}
-        seen = {name: views[name](parameter) for name, parameter in held.items()}
+        seen = {n: SeparateGradient.apply(views[n](p)) for n, p in held.items()}
         module._parameters.update(seen)
         try:
             return forward(*args, **kwargs)

@@ -2,12 +2,15 @@
 summed once.
 """
 
+import copy
 import dataclasses
 from unittest import mock
 
 import pytest
 import torch
 from helpers import compiled_of, sampled, simulated_case
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate
 
 from planc.compiler import compile_plan
 from planc.diagnostic import Sink
@@ -22,7 +25,10 @@ from planc.runtime.standalone.divided_images import (
     runs_of_images,
 )
 from planc.runtime.standalone.images import ImagesError, some_images
+from planc.runtime.standalone.shards import whole_of
+from planc.runtime.standalone.tensor_styles import BareParallel, SummedGradient
 from planc.trial.simulate import simulate
+from planc.trial.thread_ranks import run_ranks
 
 ROWS = "images=rows"
 MODELS = {
@@ -64,6 +70,53 @@ def test_divided_images_are_proved(model, axes):
     assert found.verdict == "proved", found.discrepancies[:2]
     # each module has a verdict, those of the tower by its features and gradients
     assert all(error is not None for _, error in found.modules)
+
+
+@pytest.mark.slow
+def test_one_image_and_several_passes_are_proved():
+    """With one image, gradients of position embeddings and of the class token share memory."""
+    case = simulated_case("internvl3.5-8b", "internvl", (ROWS, "tp=2"), world=2)
+    found = simulate(case.model.builder(), case.compiled.lowered)
+    assert found.verdict == "proved", found.discrepancies[:2]
+
+
+class Prefixed(torch.nn.Module):
+    """One parameter for the first row, and another that is added to all rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = torch.nn.Parameter(torch.randn(1, 4))
+        self.added = torch.nn.Parameter(torch.randn(3, 4))
+
+    def forward(self, rows):
+        return torch.cat([self.first, rows]) + self.added
+
+
+@pytest.mark.parametrize(
+    "style",
+    [SummedGradient(), BareParallel({"first": Replicate(), "added": Replicate()})],
+    ids=["module", "parameters"],
+)
+def test_gradients_that_share_memory_are_accumulated_separately(style):
+    torch.manual_seed(0)
+    plain, passes = Prefixed(), torch.randn(2, 2, 3, 4)
+    parts, found = [copy.deepcopy(plain) for _ in range(2)], {}
+    for of_rank in passes:
+        for factors in of_rank:
+            (plain(torch.ones(2, 4)) * factors).sum().backward()
+
+    def rank(number):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        model = style._apply(parts[number], mesh["tp"])
+        for factors in passes[number]:
+            (model(torch.ones(2, 4)) * factors).sum().backward()
+        found[number] = [whole_of(p.grad, None) for p in model.parameters()]
+
+    failure = run_ranks(2, rank, seconds=60)
+    assert failure is None, failure and (failure.message, failure.error)
+    for gradients in found.values():
+        for gradient, parameter in zip(gradients, plain.parameters(), strict=True):
+            torch.testing.assert_close(gradient, parameter.grad)
 
 
 @pytest.fixture
