@@ -263,6 +263,7 @@ _ROWS: tuple[tuple[str, str, Phase, str], ...] = (
     ("PL552", "error", "plan", "experts in a unit over ranks with other experts"),
     ("PL553", "warning", "plan", "products in 8 bits that the hardware has no rate for"),
     ("PL557", "error", "runtime", "a loss that the script has replaced"),
+    ("PL558", "info warning", "proof", "unknown isolation of packed documents and padding"),
     ("PL560", "error", "plan", "a block that is in no stage, or in two"),
     ("PL561", "error", "plan", "microbatches that the schedule cannot run"),
     ("PL562", "error", "plan", "stages that the schedule cannot run"),

@@ -21,7 +21,11 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
-sys.path[:0] = [str(HERE), str(HERE / "processes")]
+sys.path[:0] = [str(HERE), str(HERE / "support")]
+
+from folders import FOLDERS
+
+sys.path[:0] = FOLDERS
 
 AXES = (
     ("llama-3.1-8b", "llama", ["pp=2", "microbatches=4", "tp=2"]),

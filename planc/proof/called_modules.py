@@ -14,9 +14,19 @@ _LAYERS = 2
 
 
 def report_leaks(facts: Facts, lowered: Lowered, sink: Sink) -> None:
-    """Reports what the model's tokens see that they must not (PL517, PL518)."""
+    """Reports what the model's tokens see that they must not (PL517, PL518), or that this is
+    unknown (PL558).
+    """
     own = facts.code or facts.user_model is not None or not facts.config.get("model_type")
     found = {} if own else leaks(facts.config, facts.name, parts_reset(lowered.ops))
+    if isinstance(found, str):
+        sink.info(
+            "PL558",
+            f"whether {facts.name} keeps packed documents apart, and ignores padding, is unknown",
+            facts=[found],
+            help="give each document a row of its own, padded on the right",
+        )
+        return
     if DOCUMENTS in found:
         sink.info(
             "PL517",

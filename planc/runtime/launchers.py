@@ -70,9 +70,9 @@ def _several(size: str) -> bool:
 
 
 def _ray_workers() -> int:
-    """How many workers Ray Train has started; 1 outside of them."""
+    """The number of workers of Ray Train; 1 in a process that is not a worker."""
     train = sys.modules.get("ray.train")
     try:
         return int(train.get_context().get_world_size()) if train else 1
-    except Exception:  # of a process that is no worker
+    except RuntimeError:  # no context: this process is not a worker
         return 1

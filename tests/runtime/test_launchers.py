@@ -1,6 +1,7 @@
 """A process that srun, mpirun or Ray started beside others, without torchrun's variables."""
 
 import sys
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -8,6 +9,7 @@ from numerics import build
 from torch import distributed
 
 import planc
+from planc.runtime.launchers import require_known_to_torch
 
 pytestmark = pytest.mark.slow
 
@@ -58,6 +60,23 @@ def test_a_worker_of_ray_train(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray.train", SimpleNamespace(get_context=lambda: context))
     found = refused(monkeypatch, {})
     assert found.message.startswith("Ray Train has 2 workers") and "TorchTrainer" in found.help
+
+
+@pytest.mark.parametrize("error", [RuntimeError("not initialized"), AttributeError("renamed")])
+def test_an_error_of_ray_train_is_not_one_worker(monkeypatch, error):
+    """Ray raises RuntimeError outside of its workers; after another error their number is unknown,
+    and each of several workers would train alone.
+    """
+
+    def context():
+        raise error
+
+    for name in OURS:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setitem(sys.modules, "ray.train", SimpleNamespace(get_context=context))
+    outside = isinstance(error, RuntimeError)
+    with nullcontext() if outside else pytest.raises(AttributeError, match="renamed"):
+        require_known_to_torch()
 
 
 def test_one_process_of_a_launcher_runs_alone(monkeypatch):

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from planc.diagnostic import PlanError
 from planc.runtime.leaks import DOCUMENTS, PADDING, leaks
-from planc.runtime.preconditions import stop
+from planc.runtime.preconditions import stop, warning
 from planc.runtime.script_line import script_line
 from planc.runtime.standalone.context import CONTEXT
 from planc.runtime.standalone.documents import RESETS, STATED
@@ -34,13 +34,13 @@ def class_of(model: nn.Module) -> type | None:
 
 def refuse(model: nn.Module, batch: Mapping[str, Any]) -> bool:
     """Stops where a batch has packed documents, or padding on the left, that the model's other
-    tokens would see; returns whether a later batch may have.
+    tokens would see; returns whether a later batch may have. Warns (PL558) if it is not known
+    what they see.
 
     Raises:
         PlanError: PL517, documents; PL518, padding.
     """
-    positions, mask = batch.get("position_ids"), batch.get("attention_mask")
-    if positions is None and mask is None:
+    if batch.get("position_ids") is None and batch.get("attention_mask") is None:
         return True  # nothing to leak, and no small model to run
     kind = class_of(model)
     name = kind.__name__ if kind else ""
@@ -51,8 +51,11 @@ def refuse(model: nn.Module, batch: Mapping[str, Any]) -> bool:
         parts = sorted(reset.parts if reset else context.states if context else ())
         found = leaks(model.config.to_dict(), name, parts) if kind else {}
         model.__dict__[_KEPT] = found
-    stated = any(batch.get(name) is not None for name in STATED)
-    if DOCUMENTS in found and mask is None and not stated and _holds(positions, _begins_again):
+    if isinstance(found, str):
+        if rows_at_risk := _packed(batch) or _padded(batch):
+            _warn_unknown(name, found)
+        return not rows_at_risk  # one warning is enough
+    if DOCUMENTS in found and _packed(batch):
         raise stop(
             "PL517",
             f"rows with several documents: positions begin again, and in {name} the tokens of one "
@@ -61,7 +64,7 @@ def refuse(model: nn.Module, batch: Mapping[str, Any]) -> bool:
             help="give each document a row of its own, padded on the right; or leave out "
             "`position_ids`, if documents may see each other",
         )
-    if PADDING in found and _holds(mask, _padded_before):
+    if PADDING in found and _padded(batch):
         raise stop(
             "PL518",
             f"rows with padding on the left, which the tokens of {name} see (they move by "
@@ -70,6 +73,26 @@ def refuse(model: nn.Module, batch: Mapping[str, Any]) -> bool:
             help="pad rows on the right, with labels of -100",
         )
     return bool(found)
+
+
+def _warn_unknown(name: str, reason: str) -> None:
+    warning(
+        "PL558",
+        f"rows with several documents, or with padding on the left: whether {name} keeps them "
+        f"apart is unknown ({reason})",
+        *script_line("the batch arrives here"),
+        help="give each document a row of its own, padded on the right",
+    )
+
+
+def _packed(batch: Mapping[str, Any]) -> bool:
+    """Whether documents are isolated by the positions alone."""
+    stated = any(batch.get(name) is not None for name in ("attention_mask", *STATED))
+    return not stated and _holds(batch.get("position_ids"), _begins_again)
+
+
+def _padded(batch: Mapping[str, Any]) -> bool:
+    return _holds(batch.get("attention_mask"), _padded_before)
 
 
 def _holds(value: Any, condition: Callable[[Tensor], Tensor]) -> bool:

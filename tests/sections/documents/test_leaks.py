@@ -1,6 +1,8 @@
 """Models whose tokens see other documents or padding are known, and such rows refused."""
 
 import copy
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -8,8 +10,14 @@ from helpers import simulated
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import planc
+from planc.diagnostic import Sink
+from planc.model.load import load_values
+from planc.model.small.transformers_model import TransformersBuilder
 from planc.ops.documents import ResetStates
+from planc.proof.called_modules import report_leaks
+from planc.runtime import preconditions
 from planc.runtime.leaks import leaks
+from planc.runtime.safeguards import leaking_rows
 from planc.trial.thread_ranks import run_ranks
 
 LENGTH = 12
@@ -37,6 +45,29 @@ def test_what_a_family_lets_tokens_see(family, tmp_path, monkeypatch):
     assert set(found) == kinds and all(value > 1e-3 for value in found.values())
     assert torch.equal(torch.get_rng_state(), before)
     assert leaks(config, name) == found  # from the cache
+
+
+def test_a_failure_is_unknown_and_not_cached(tmp_path, monkeypatch, caplog):
+    """A machine without memory is not a model that isolates documents."""
+    monkeypatch.setenv("PLANC_CACHE_DIR", str(tmp_path))
+    config = AutoConfig.for_model("gpt_oss").to_dict()
+    with monkeypatch.context() as broken:
+        error = MemoryError("no memory")
+        broken.setattr(TransformersBuilder, "build", Mock(side_effect=error))
+        assert leaks(config, "GptOssForCausalLM") == "the small model does not run: no memory"
+        kind = SimpleNamespace(__name__="GptOssForCausalLM")
+        broken.setattr(leaking_rows, "class_of", lambda model: kind)
+        broken.setattr(preconditions.distributed, "get_rank", lambda: 0)
+        model = torch.nn.Module()
+        model.config = SimpleNamespace(to_dict=lambda: config)
+        assert leaking_rows.refuse(model, rows("alone"))  # later rows are watched
+        assert not caplog.records
+        assert not leaking_rows.refuse(model, rows("packed"))
+        assert "PL558" in caplog.text and "no memory" in caplog.text
+        sink, facts = Sink(), load_values(config, "own", Sink())
+        report_leaks(facts, planc.lower("gpt-oss-20b", "gpt_oss", world_size=1), sink)
+        assert [(d.severity, d.code) for d in sink.diagnostics] == [("info", "PL558")]
+    assert "documents" in leaks(config, "GptOssForCausalLM")
 
 
 def test_a_check_says_it(tmp_path, monkeypatch):
