@@ -19,13 +19,10 @@ import tarfile
 import tempfile
 from pathlib import Path
 
-HERE = Path(__file__).parent
-ROOT = HERE.parent
-sys.path[:0] = [str(HERE), str(HERE / "support")]
+sys.path.insert(0, str(Path(__file__).parent / "support"))
+from folders import FOLDERS, ROOT, TESTS
 
-from folders import FOLDERS
-
-sys.path[:0] = FOLDERS
+sys.path.extend(FOLDERS)
 
 AXES = (
     ("llama-3.1-8b", "llama", ["pp=2", "microbatches=4", "tp=2"]),
@@ -148,7 +145,7 @@ def of_case(model, plan, settings):
 
 def pages():
     """The pages whose examples are run."""
-    folders = (HERE / "specs", ROOT / "docs/language", ROOT / "docs/how-to")
+    folders = (TESTS / "specs", ROOT / "docs/language", ROOT / "docs/how-to")
     found = [page for folder in folders for page in sorted(folder.glob("*.md"))]
     return [*found, *sorted((ROOT / "docs/diagnostics").glob("PL*.md")), ROOT / "docs/start.md"]
 

@@ -89,7 +89,7 @@ UNREACHED = {
     "PL517": "a model that leaks, or a batch; test_leaks.py has some",
     "PL519": "a batch, or a layer of another function; test_document_resets.py has them",
     "PL518": "a model that leaks, or a batch; test_leaks.py has some",
-    "PL558": "a model that planc cannot run; tests/runtime/test_leaks.py has one",
+    "PL558": "a model that planc cannot run; test_leaks.py has one",
     "PL553": "an estimate; test_low_precision.py has one",
     "PL557": "a script; test_loss.py has some",
     "PL720": "a model of 405 billion parameters; tests/specs/estimate.md has one",
