@@ -82,7 +82,6 @@ _ROWS: tuple[tuple[str, str, Phase, str], ...] = (
     ("PL109", "error", "plan", "an expression has no value"),
     ("PL110", "error", "plan", "a requirement of the plan is not met"),
     ("PL112", "error", "plan", "invalid range or too many alternatives"),
-    ("PL113", "warning", "plan", "a former name of a setting or of a role"),
     ("PL114", "error", "plan", "a role that the model lacks"),
     ("PL130", "error", "input", "the model has no module or parameter of that name"),
     ("PL150", "error", "plan", "a style on a module that does not support it"),

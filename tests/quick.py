@@ -43,7 +43,6 @@ NEED_TORCH = (
     "prints_as_it_is_written",
     "differ_are_one_set",
     "pipeline:",  # torch's schedules
-    "settings: Former names",  # of a pipeline too
     "timetables:",
     "What a step sends",
 )

@@ -83,7 +83,7 @@ def _name(name: ast.Name, judged: Judged) -> str:
         return ""
     if not path.startswith("config.") and not scope.knows(path):
         return _modules(judged.selected(ast.Selector(origin=name.origin, path=path)))
-    value, path = evaluate(name, scope), scope.aliases.get(path, path)
+    value = evaluate(name, scope)
     definition, setting = scope.definitions.get(path), SETTINGS.get(path)
     if isinstance(value, Failed):
         return ""

@@ -8,8 +8,7 @@ from planc.diagnostic import Sink
 from planc.importing.peer import table
 from planc.model.config import CLASS, locate_config, read, shipped_models
 from planc.model.facts import Modules
-from planc.plan import former
-from planc.plan.settings import SETTINGS
+from planc.plan.settings import SETTINGS, uses
 from planc.project import ProjectError
 from planc.resources import PLANS
 from planc.syntax import ast, plan_files
@@ -80,7 +79,7 @@ def base_of(family: str | None, model: str | None, sink: Sink) -> Base:
     nodes = [node for file in files for node in ast.every(file)]
     sections = [node for node in nodes if isinstance(node, ast.Section)]
     used = (setting for setting in SETTINGS.values() if not setting.axis)
-    options: dict[str, object] = {s.word: s.default for s in used if former.uses(s, files)}
+    options: dict[str, object] = {s.word: s.default for s in used if uses(s, files)}
     for node in nodes:
         if isinstance(node, ast.Option) and isinstance(node.value, ast.Literal):
             options[node.name] = node.value.value

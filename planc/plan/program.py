@@ -2,12 +2,12 @@
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from planc.diagnostic import Label, Sink, did_you_mean, one_of
 from planc.model.facts import Facts
-from planc.plan import former
+from planc.model.roles import LACKS
 from planc.plan.call_arguments import names_class
 from planc.plan.evaluate import describe, truth
 from planc.plan.ir import Mesh
@@ -67,11 +67,10 @@ def gather(
     """Fills a program from its files, extended first, and `--set`; `known` has all sections."""
     given = dict(_setting(text, program.sink) for text in settings)
     given.pop("", None)
-    former.apply(files, program.scope, given)
     statements = [s for file in files for s in file.statements]
     program.timetables.update(pair for file in files for pair in file.timetables)
     _define_settings(files, program, given)
-    program.roles_used = former.roles_used(files)
+    program.roles_used = _roles_used(files)
     # names first, so that a condition may use what stands below it or in a plan that extends
     for statement in statements:
         if not _ordered(statement):
@@ -154,17 +153,37 @@ def _style(statement: ast.Style, program: Program) -> None:
         program.styles[name] = statement
 
 
+def _first_declarations(files: Sequence[ast.File]) -> dict[str, int]:
+    """The number of the first file that declares each option and let, without `override`."""
+    numbers: dict[str, int] = {}
+    for i, file in enumerate(files):
+        for name in file.declared:
+            numbers.setdefault(name, i)
+    return numbers
+
+
+def _roles_used(files: Sequence[ast.File]) -> dict[str, Span]:
+    """The first use of each role in a file before the one with a let of that name."""
+    declared = _first_declarations(files)
+    uses: dict[str, Span] = {}
+    for i, file in enumerate(files):
+        for role in LACKS:
+            if role in file.mentioned and declared.get(role, len(files)) > i:
+                uses.setdefault(role, file.mentioned[role])
+    return uses
+
+
 def _define_settings(
     files: Sequence[ast.File], program: Program, given: dict[str, ast.Literal]
 ) -> None:
     """Defines the settings that a file uses before one declares an option of that name."""
-    declared = former.declared(files)
+    declared = _first_declarations(files)
     for setting in SETTINGS.values():
         for i, file in enumerate(files):
             if setting.axis or declared.get(setting.word, i + 1) <= i:
                 break
-            origin = file.mentioned.get(setting.word) or file.mentioned.get(setting.former)
-            if origin is None or setting.former in declared:
+            origin = file.mentioned.get(setting.word)
+            if origin is None:
                 continue
             default = ast.Literal(origin=origin, value=setting.default)
             value = _given(setting.word, default, program, given)
@@ -180,12 +199,11 @@ def _define(
     statement: ast.Option | ast.Let, program: Program, given: dict[str, ast.Literal]
 ) -> None:
     kind = "option" if isinstance(statement, ast.Option) else "let"
-    name = program.scope.aliases.get(statement.name, statement.name)
+    name = statement.name
     setting = SETTINGS.get(name)
     if kind == "option" and statement.override and setting and setting.axis:
         _size_axis(statement, name, program)
         return
-    statement = replace(statement, name=name)
     earlier = program.scope.definitions.get(name)
     used = program.roles_used.get(name) if kind == "let" else None
     if used and not earlier and not statement.override:

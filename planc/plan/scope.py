@@ -62,7 +62,6 @@ class Scope:
         replaced_axes: optional axes of a mesh that another one replaces; each counts as 1.
         small: in a `sized` scope, the facts of the small model.
         parent: while a rule is read, the module that `parent` is there.
-        aliases: the names that stand for others in this plan: those that settings had before.
     """
 
     facts: Facts
@@ -74,7 +73,6 @@ class Scope:
     kept: Callable[[Parameter], str] = attrgetter("dtype")
     sized: Scope | None = None
     decides: Scope | None = None
-    aliases: dict[str, str] = field(default_factory=dict)
     replaced_axes: tuple[str, ...] = ()
     small: Facts | None = None
     parent: Module | None = None
@@ -112,12 +110,11 @@ class Scope:
         self._values.pop(definition.name, None)
 
     def knows(self, name: str) -> bool:
-        name = self.aliases.get(name, name)
         return name in self.definitions or self._is_axis(name)
 
     def modules(self, name: ast.Name, *, optional: bool) -> Value:
         """The modules of `$name`: those of a let, else of a role, which this model may lack."""
-        word = self.aliases.get(name.path, name.path)
+        word = name.path
         known = self.definitions.get(word)
         if word not in LACKS or (known and known.kind == "let"):
             return self.value(name)
@@ -148,8 +145,6 @@ class Scope:
             return self._parent(name, rest, self.parent)
         if rest:
             return self._unknown(name)
-        if name.path in self.aliases:
-            name = replace(name, path=self.aliases[name.path])
         if name.path in self.definitions:
             return self._defined(name)
         if self._is_axis(name.path):

@@ -1,8 +1,10 @@
 """The settings that all families have. No other file knows their names as texts."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from planc.plan.mesh_axes import CONTEXT, COPIES, EXPERT_TENSOR, EXPERTS, STAGES, TENSOR
+from planc.syntax import ast
 
 AUTO = "auto"
 """The value of a setting that planc decides; a condition takes it as true."""
@@ -18,7 +20,6 @@ class PlanSetting:
         meaning: what it decides.
         section: the section of a plan that it makes or fills.
         axis: whether it is the size of an axis of the mesh, or of the ranks that divide experts.
-        former: the name that it had in plans.
         others: values besides those of the default's type.
     """
 
@@ -27,7 +28,6 @@ class PlanSetting:
     meaning: str
     section: str
     axis: bool = False
-    former: str = ""
     others: tuple[bool | str, ...] = ()
 
 
@@ -39,7 +39,6 @@ PP = PlanSetting(
     default=1,
     axis=True,
     section="pipeline",
-    former="pipeline_stages",
     meaning="ranks that hold different blocks; a rank's batch is cut into microbatches",
 )
 CP = PlanSetting(
@@ -47,7 +46,6 @@ CP = PlanSetting(
     default=1,
     axis=True,
     section="context",
-    former="context_parallel",
     meaning="ranks that have a part of every sequence each, for long ones",
 )
 EP = PlanSetting(
@@ -71,7 +69,6 @@ SEQUENCE = PlanSetting(
     word="sequence",
     default=AUTO,
     section="tensor",
-    former="sequence_parallel",
     others=(True, False),
     meaning="hidden states between blocks are sharded on the sequence dim; auto: where all can be",
 )
@@ -86,7 +83,6 @@ RECOMPUTE = PlanSetting(
     word="recompute",
     default=True,
     section="checkpoint",
-    former="checkpointing",
     meaning="the activations of each block are computed again in the backward pass",
 )
 LOSS_CHUNKS = PlanSetting(
@@ -102,7 +98,6 @@ SCHEDULE = PlanSetting(
     word="schedule",
     default="1f1b",
     section="pipeline",
-    former="pipeline_schedule",
     meaning="gpipe, 1f1b; interleaved_1f1b, zero_bubble, zbv, dualpipe_v: two stages a rank",
 )
 BY = PlanSetting(
@@ -144,5 +139,7 @@ SETTINGS = {
 }  # fmt: skip
 """All settings, by their words."""
 
-FORMER = {each.former: each for each in SETTINGS.values() if each.former}
-"""The settings by names that they had in plans."""
+
+def uses(setting: PlanSetting, files: Iterable[ast.File]) -> bool:
+    """Whether a plan refers to a setting, or declares an option of its name."""
+    return any(setting.word in file.mentioned for file in files)

@@ -16,9 +16,9 @@ from planc.model.facts import Modules
 from planc.model.indices import Indices
 from planc.ops.base import AxisRole
 from planc.ops.styles import Style
-from planc.plan import elaborate, former
+from planc.plan import elaborate
 from planc.plan.ir import Plan
-from planc.plan.settings import SEQUENCE
+from planc.plan.settings import SEQUENCE, uses
 from planc.proof.judge import judge
 from planc.proof.rule_differences import At, RuleChange, Rules, differences, shared, tensor_rules
 from planc.proof.small_case import SmallCase, small_plan, with_plan
@@ -170,7 +170,7 @@ def right_compiled(compiled: Compiled, draft: Draft) -> Iterator[Compiled]:
 
 def _settings(files: Sequence[ast.File], plan: Plan) -> Iterator[tuple[str, ...]]:
     """With and without sequence parallelism, as the refuted plan has it first."""
-    if not former.uses(SEQUENCE, files):
+    if not uses(SEQUENCE, files):
         yield ()
         return
     own = plan.options.get(SEQUENCE.word, SEQUENCE.default)

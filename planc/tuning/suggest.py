@@ -18,13 +18,13 @@ from planc.estimate.from_plan import Batch
 from planc.estimate.kept_tensors import count
 from planc.estimate.memory import GIB
 from planc.model.facts import Facts
-from planc.plan import elaborate, former
+from planc.plan import elaborate
 from planc.plan.evaluate import evaluate, truth
 from planc.plan.ir import Plan
 from planc.plan.masters import masters
 from planc.plan.mesh_axes import EXPERTS
 from planc.plan.scope import Definition, Scope
-from planc.plan.settings import EP, ETP, FORMER, RECOMPUTE, REDUCE_DTYPE
+from planc.plan.settings import EP, ETP, RECOMPUTE, REDUCE_DTYPE
 from planc.project import ProjectError
 from planc.resources import PLANS
 from planc.source import Source
@@ -170,7 +170,7 @@ def _space(facts: Facts, asked: Asked, files: tuple[ast.File, ...], sink: Sink) 
     default, given = plan((), sink), plan(asked.settings, sink)
     if default is None or given is None or sink.errors > before:
         return None
-    names = [former.current(s.partition("=")[0].strip(), files) for s in asked.settings]
+    names = [s.partition("=")[0].strip() for s in asked.settings]
     fixed = {n: given.options.get(n, given.mesh.size(n)) for n in names}
     on = [f"{RECOMPUTE.word}=true"] if RECOMPUTE.word in default.options else None
     with_all = plan(on, Sink()) if on else None
@@ -279,7 +279,6 @@ def _scope(choice: Choice, space: Space, facts: Facts, sink: Sink) -> Scope:
     """The names that a plan's `require` can use, with the values of a choice."""
     mesh = space.mesh(choice.sizes)
     scope = Scope(facts=facts, sink=sink, evaluate=evaluate, solve=lambda: mesh)
-    scope.aliases = {n: s.word for n, s in FORMER.items() if n not in space.defaults}
     divided = (space.experts.ranks.name,) if space.experts else ()
     scope.axis_names = (*(a.name for a in space.axes), *divided)
     origin = space.plan.origin
