@@ -247,7 +247,6 @@ _ROWS: tuple[tuple[str, str, Phase, str], ...] = (
     ("PL529", "error", "plan", "experts whose tokens cannot be limited"),
     ("PL530", "error", "plan", "the loss cannot be computed in this module"),
     ("PL531", "error", "plan", "a head whose style is not that of its loss"),
-    ("PL532", "error", "runtime", "tokens are to be sent by a library that is not there"),
     ("PL533", "error", "plan", "a tensor rule and an optimizer rule state different parts"),
     ("PL540", "error", "plan", "context-parallel ranks whose gradients nothing averages"),
     ("PL541", "error", "proof", "a model that is wrong on parts of a sequence"),

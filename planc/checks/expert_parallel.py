@@ -5,7 +5,7 @@ from planc.diagnostic import Label, Sink, one_of
 from planc.model.facts import Facts
 from planc.model.module_table import BATCHED_EXPERTS
 from planc.ops.base import AxisRole
-from planc.ops.expert_parallel import ALL_REDUCE, DEEPEP
+from planc.ops.expert_parallel import ALL_REDUCE
 from planc.ops.lowered import ExpertMesh
 from planc.plan.experts import dividing, expert_count, splits_divided
 from planc.plan.ir import ExpertRule, Plan
@@ -46,8 +46,6 @@ def _not_experts(rule: ExpertRule, plan: Plan) -> tuple[str, *tuple[Label, ...]]
         return (f"{name} ({module.cls}) has no fused experts: {text}",)
     if module.count > sum(p.numel for p in module.parameters):
         return (f"{name} has parameters inside other modules, which all of its experts share",)
-    if rule.dispatch == DEEPEP and module.fact(BATCHED_EXPERTS) is not None:
-        return (f"{name} ({module.cls}) gets no numbers of experts, which DeepEP goes by",)
     if reason := _style(rule, plan):
         return reason
     for compiled in plan.compile:

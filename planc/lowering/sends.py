@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from fractions import Fraction
-from math import ceil, comb
+from math import ceil
 
 from planc.lowering.context_sends import context_sends, layer_sends
 from planc.lowering.optimizer_sends import optimizer_sends
@@ -32,7 +32,7 @@ from planc.ops.activation_checkpoint import Checkpoint
 from planc.ops.context import Attend, ContextParallel
 from planc.ops.contract import Flow, Grad, Side, contract
 from planc.ops.expert_capacity import LimitExperts
-from planc.ops.expert_parallel import ALL_REDUCE, DEEPEP, DispatchExperts
+from planc.ops.expert_parallel import ALL_REDUCE, DispatchExperts
 from planc.ops.fsdp import FullyShard
 from planc.ops.layouts import Layout, Partial, Replicate, Shard
 from planc.ops.lora import BASE_LAYER, Adapt
@@ -399,11 +399,7 @@ def _exchanges(op: DispatchExperts, step: Step) -> Iterator[Sent]:
         yield replace(into, kind=REDUCE, size=weights)
         return
     moves = (forward, count * 2), (into, into.times + out.times)  # to the experts, and back
-    if op.dispatch == DEEPEP:
-        each = _once_a_rank(op, step)
-        yield from (replace(one, size=each, times=times) for one, times in moves)
-    else:
-        yield from _in_chunks(op, step, moves)
+    yield from _in_chunks(op, step, moves)
     if op.shared:  # early stopping ends before the results are joined
         joined = replace(into, kind=GATHER, axes=op.shared)
         yield replace(joined, size=states, times=count + into.times)
@@ -428,18 +424,6 @@ def _in_chunks(
         yield replace(one, times=times * op.chunks, size=each)
         each = None if share is None else int(share / op.chunks)
         yield replace(one, times=one.times * op.chunks, size=each)
-
-
-def _once_a_rank(op: DispatchExperts, step: Step) -> int | None:
-    """Bytes of the hidden states that go to experts, each once to a rank, where all choices are
-    as likely.
-    """
-    states, chosen = step.size(step.hidden), step.chosen
-    if states is None or chosen is None:
-        return None
-    every, ranks = op.shapes[0].shape[0], step.lowered.axis_size(op.axis)
-    missed = comb(every - every // ranks, chosen) / comb(every, chosen)
-    return int(states / step.lowered.axis_size(*op.shared) * ranks * (1 - missed))
 
 
 def _choices(op: LimitExperts, step: Step) -> Iterator[Sent]:

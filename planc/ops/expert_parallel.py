@@ -1,20 +1,19 @@
 """Experts on ranks of their own, to which tokens are sent."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, Literal, Self
 
 from planc.model.facts import Modules
 from planc.ops import phrases
-from planc.ops.base import OMIT, Axes, Axis, AxisRole, AxisSizes, Op, Shape, Some, StepFacts, choice
+from planc.ops.base import OMIT, Axes, Axis, AxisRole, AxisSizes, Op, Shape, Some, choice
 from planc.ops.call import Context, Each, FunctionCall, MeshOf, ScriptFunction, Step, given
 from planc.ops.claims import CallClaim, ObservedCall, module_claim
 from planc.ops.decisions import Decision, Question, decision_on
 
 ALL_TO_ALL: Literal["all_to_all"] = "all_to_all"
 ALL_REDUCE: Literal["all_reduce"] = "all_reduce"
-DEEPEP: Literal["deepep"] = "deepep"
-Dispatch = Annotated[str, choice(ALL_TO_ALL, ALL_REDUCE, DEEPEP)]
+Dispatch = Annotated[str, choice(ALL_TO_ALL, ALL_REDUCE)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,8 +24,7 @@ class DispatchExperts(Op):
         modules: fused experts, whose parameters are [experts, ...].
         axis: of the ranks that divide them.
         dispatch: `all_to_all` sends tokens to the ranks of their experts and the results back; with
-            `all_reduce` each rank computes its experts for all tokens, and the results are summed;
-            `deepep` does as `all_to_all`, with DeepEP's kernels.
+            `all_reduce` each rank computes its experts for all tokens, and the results are summed.
         shared: but for `all_reduce`, axes whose ranks have the same tokens: each rank sends a part.
         chunks: for `all_to_all`, into how many the tokens are cut: the next one is sent while the
             experts compute one.
@@ -66,13 +64,6 @@ class DispatchExperts(Op):
     def traced_modules(self) -> tuple[Modules, ...]:
         return (self.modules,)
 
-    def simulated(self, context: Context, *, precision: bool) -> Self:
-        return replace(self, dispatch=ALL_TO_ALL) if self.dispatch == DEEPEP else self
-
-    def omission(self, *, precision: bool) -> tuple[str, str] | None:
-        text = "tokens go to their experts by torch's all-to-all, not by DeepEP's kernels"
-        return ("deepep", text) if self.dispatch == DEEPEP else None
-
     def claims(self, collective: ObservedCall) -> CallClaim | None:
         """Claims what its modules call."""
         if not {*collective.axes} & {*self.communication_axes}:
@@ -89,16 +80,10 @@ class DispatchExperts(Op):
         call = FunctionCall(
             "standalone.expert_parallel:dispatch_experts", (mesh, self.dispatch), keywords
         )
-        if self.dispatch == DEEPEP:
-            call = FunctionCall("standalone.expert_deepep:dispatch_by_deepep", (mesh,), keywords)
         yield Each(modules=self.modules, calls=(call,), note=self.place)
 
     def decisions(self, question: Question) -> Iterator[Decision]:
         yield from decision_on(self.modules, self.headline(question.mesh), question)
-
-    def uncounted(self, step: StepFacts) -> str:
-        text = f"numbers and weights of tokens that DeepEP sends to {self.modules}"
-        return text if self.dispatch == DEEPEP else ""
 
     WORD: ClassVar = "experts"
     ABOUT: ClassVar[tuple[str, ...]] = ("modules",)

@@ -139,7 +139,6 @@ def _require(model: nn.Module, lowered: Lowered, device: str, allow_code: bool) 
         _code(lowered, allow_code)
         require_packages(lowered)
         require_eight_bits(lowered, device)
-        preconditions.require_dispatcher(lowered)
         if lowered.backend:
             lowered.backend.part("runtime").require(device)
         preconditions.require_recomputable(model, lowered, device)

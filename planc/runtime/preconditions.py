@@ -16,7 +16,6 @@ from planc.ops.activation_checkpoint import Checkpoint
 from planc.ops.base import Op
 from planc.ops.call import Context, modules_of
 from planc.ops.compile import Compile
-from planc.ops.expert_parallel import DEEPEP, DispatchExperts
 from planc.ops.lora import MAGNITUDE, Adapt
 from planc.ops.loss import ChunkLoss
 from planc.ops.lowered import Lowered
@@ -281,22 +280,6 @@ def _digests(digests: list[str]) -> Iterator[str]:
 
 
 _ON_CPU = "aten._scaled_dot_product_flash_attention_for_cpu.default"
-
-
-def require_dispatcher(lowered: Lowered) -> None:
-    """Checks that the package that sends tokens to their experts can be imported.
-
-    Raises:
-        PlanError: PL532, deep_ep cannot be imported.
-    """
-    sent = (op for op in lowered.every(DispatchExperts) if op.dispatch == DEEPEP)
-    if (op := next(sent, None)) is None:
-        return
-    try:
-        from deep_ep import ElasticBuffer  # noqa: F401
-    except Exception as error:  # loading its shared libraries can raise any exception
-        text = f"tokens are sent by DeepEP ({op.place}), and deep_ep cannot be imported: {error}"
-        raise stop("PL532", text, help="install DeepEP 2, or write `all_to_all`") from error
 
 
 def require_recomputable(model: nn.Module, lowered: Lowered, device: str) -> None:

@@ -9,7 +9,7 @@ from planc.ops.lora import Adapt
 from planc.ops.lowered import Lowered
 from planc.ops.registry import AnyOp
 
-_OMISSIONS = ("4 bits", "matmul", "deepep", "compile")
+_OMISSIONS = ("4 bits", "matmul", "compile")
 """The order in which omissions of operations are reported."""
 
 

@@ -34,7 +34,6 @@ UNREACHED = {
     "PL627": "test_matmul.py runs without torchao",
     "PL628": "test_matmul.py stands in for an older GPU",
     "PL629": "test_matmul.py seeds wrong scales",
-    "PL532": "test_deepep.py has no deep_ep",
     "PL685": "test_adapters.py hides bitsandbytes",
     "PL686": "a run on processes; test_quantization.py has it",
     "PL688": "a run on processes; test_lora.py has it",

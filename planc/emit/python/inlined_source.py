@@ -35,7 +35,6 @@ _FILES = (
     "loss.py",
     "expert_parallel.py",
     "expert_capacity.py",
-    "expert_deepep.py",
     "collectives.py",
     "context_fused.py",
     "context_ring.py",

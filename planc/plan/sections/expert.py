@@ -2,7 +2,7 @@
 
 from planc.diagnostic import did_you_mean
 from planc.ops.expert_capacity import POSITION, PROBS
-from planc.ops.expert_parallel import ALL_REDUCE, ALL_TO_ALL, DEEPEP
+from planc.ops.expert_parallel import ALL_REDUCE, ALL_TO_ALL
 from planc.plan.call_arguments import Arguments, word
 from planc.plan.evaluate import whole
 from planc.plan.ir import ExpertRule
@@ -12,7 +12,7 @@ from planc.plan.rule_conflicts import Claims
 from planc.plan.sections.tensor import modules_of, rules_of
 from planc.syntax import ast
 
-_WAYS = (ALL_TO_ALL, ALL_REDUCE, DEEPEP)
+_WAYS = (ALL_TO_ALL, ALL_REDUCE)
 
 
 def expert(program: Program) -> tuple[ExpertRule, ...]:
