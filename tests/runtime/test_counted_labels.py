@@ -344,7 +344,7 @@ def by_the_script(run, batches):
         (["cp=2"], by_the_script),
         (["pp=2", "microbatches=2"], by_step),
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_labels_that_a_batch_ignores(settings, loop, last):
     """`ignore_index` of a batch is that of its loss, of the divisor and of what planc pads."""
