@@ -105,6 +105,11 @@ class SeparateGradient(torch.autograd.Function):
         return gradient.clone()
 
 
+def separate(value: Any) -> Any:
+    """A tensor with a gradient of its own; a low-rank sum, which is no tensor, stays."""
+    return SeparateGradient.apply(value) if isinstance(value, Tensor) else value
+
+
 def with_views(module: nn.Module, views: Mapping[str, Callable[[Any], Tensor]]) -> None:
     """Makes a module's forward use the result of `views[name]` for each parameter.
 
@@ -116,7 +121,7 @@ def with_views(module: nn.Module, views: Mapping[str, Callable[[Any], Tensor]]) 
     @wraps(forward)
     def local(*args: Any, **kwargs: Any) -> Any:
         held = {name: module._parameters[name] for name in views}
-        seen = {n: SeparateGradient.apply(views[n](p)) for n, p in held.items()}
+        seen = {name: separate(views[name](p)) for name, p in held.items()}
         module._parameters.update(seen)
         try:
             return forward(*args, **kwargs)

@@ -220,8 +220,8 @@ def test_what_it_cannot_give_is_an_error():
     tokens, labels = batch()
     with pytest.raises(ValueError, match="return_dict"):
         chunked(input_ids=tokens, labels=labels, return_dict=False)
-    with pytest.raises(ValueError, match="-100"):
-        chunked(input_ids=tokens, labels=labels, ignore_index=0)
+    with pytest.raises(RuntimeError, match="a label is neither ignored nor in"):
+        chunked(input_ids=tokens, labels=labels, ignore_index=0)  # it does not ignore -1
 
 
 # A loss of the script ----------------------------------------------------------------------------

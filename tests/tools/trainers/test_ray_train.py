@@ -42,7 +42,8 @@ def ray(monkeypatch, tmp_path):
         assert checkpoint_upload_mode == "no upload"
         reported.append((metrics, checkpoint))
 
-    train.get_context = lambda: SimpleNamespace(get_storage=lambda: storage)
+    context = SimpleNamespace(get_storage=lambda: storage, get_world_size=lambda: 1)
+    train.get_context = lambda: context
     train.report = report
     train.get_checkpoint = lambda: reported[-1][1] if reported else None
     train.Checkpoint = SimpleNamespace(from_directory=lambda path: SimpleNamespace(path=path))
