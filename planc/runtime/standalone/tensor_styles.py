@@ -106,7 +106,7 @@ class SeparateGradient(torch.autograd.Function):
 
 
 def separate(value: Any) -> Any:
-    """A tensor with a gradient of its own; a low-rank sum, which is no tensor, stays."""
+    """A tensor with a gradient of its own; a low-rank sum is no tensor, and stays."""
     return SeparateGradient.apply(value) if isinstance(value, Tensor) else value
 
 
