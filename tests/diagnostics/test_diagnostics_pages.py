@@ -10,6 +10,7 @@ from typing import get_args
 
 import pytest
 from folders import ROOT
+from helpers import check_each
 
 from planc import codes
 from planc.cli import main
@@ -102,8 +103,11 @@ def test_what_is_presumed_is_a_warning_about_a_plan():
     assert {c.phase for c in codes.CODES.values()} == set(get_args(codes.Phase))
 
 
-@pytest.mark.parametrize("code", CODES)
-def test_form(code):
+def test_form():
+    check_each(CODES, check_form)
+
+
+def check_form(code):
     text = (PAGES / f"{code}.md").read_text()
     assert part(code, "code") == code
     assert part(code, "title") == codes.CODES[code].title

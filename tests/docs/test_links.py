@@ -3,7 +3,6 @@
 import re
 from functools import cache
 
-import pytest
 from folders import ROOT
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -38,9 +37,8 @@ def wrong(page):
             yield link, "no such heading"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links(page):
-    assert not list(wrong(page))
+def test_links():
+    assert not [(str(page.relative_to(ROOT)), *told) for page in PAGES for told in wrong(page)]
 
 
 def test_a_wrong_link_is_found(tmp_path, monkeypatch):

@@ -34,6 +34,17 @@ def sampled(cases, every):
     return [pytest.param(*c) if at % every == 0 else slow(*c) for at, c in enumerate(cases)]
 
 
+def check_each(cases, check):
+    """Runs a check on each case, and reports all cases that fail, each with its message."""
+    failed = []
+    for case in cases:
+        try:
+            check(case)
+        except Exception as error:
+            failed.append(f"{case}: {type(error).__name__}: {error}")
+    assert not failed, f"{len(failed)} fail:\n" + "\n".join(failed)
+
+
 def facts(model="llama-3.1-8b"):
     return load(model, Sink())
 

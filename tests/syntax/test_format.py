@@ -8,6 +8,7 @@ from itertools import pairwise
 import pytest
 from console import call
 from folders import ROOT
+from helpers import check_each
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -69,9 +70,11 @@ def whole_and_stable(text):
     return result
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
-def test_every_plan_of_the_repository_is_laid_out(name):
-    assert formatted(EXAMPLES[name]) == EXAMPLES[name]
+def test_every_plan_of_the_repository_is_laid_out():
+    def check(name):
+        assert formatted(EXAMPLES[name]) == EXAMPLES[name]
+
+    check_each(EXAMPLES, check)
 
 
 def test_there_are_examples():
