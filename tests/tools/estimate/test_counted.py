@@ -8,9 +8,9 @@ from statistics import median
 import gloo_peaks
 import pytest
 import torch
+from console import call
 from gloo_combinations import COMBINATIONS, MODELS
-from tests.console import call
-from tests.helpers import slow
+from helpers import slow
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import planc

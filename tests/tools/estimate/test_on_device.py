@@ -10,9 +10,9 @@ from pathlib import Path
 import gloo_peaks
 import pytest
 import torch
+from console import call
 from gloo_combinations import COMBINATIONS, DECODER
-from tests.console import call
-from tests.helpers import slow
+from helpers import slow
 
 import planc
 from planc.compiler import compile_plan

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from folders import ROOT
-from tests.helpers import slow
+from helpers import slow
 
 import planc
 from planc.compiler import compile_plan

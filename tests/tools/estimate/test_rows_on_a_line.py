@@ -3,7 +3,7 @@
 from functools import partial
 
 import pytest
-from tests.helpers import slow
+from helpers import slow
 
 from planc.diagnostic import Sink
 from planc.estimate.counted import Counted, MicroBatch, Part, Saved, by_rows

@@ -14,7 +14,7 @@ from planc.rank_job import RankRunner
 class Faulty(RankRunner):
     """Runs ranks with a fault in the program of some of them."""
 
-    MODULE = "tests.order_faults"
+    MODULE = "order_faults"
     fault = ""
 
     def ask(self, job):

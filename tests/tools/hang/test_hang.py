@@ -18,8 +18,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests.console import call
-from tests.processes.hanging import SIZES
+from console import call
+from hanging import SIZES
 
 from planc import api
 from planc.compiler import compile_plan

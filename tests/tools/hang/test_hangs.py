@@ -9,7 +9,7 @@ from pathlib import Path
 
 import hanging
 import pytest
-from tests.console import call
+from console import call
 
 pytestmark = pytest.mark.slow
 

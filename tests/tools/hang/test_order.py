@@ -4,8 +4,8 @@ from dataclasses import replace
 from itertools import count
 
 import pytest
-from tests.helpers import slow
-from tests.order_faults import Faulty
+from helpers import slow
+from order_faults import Faulty
 
 from planc.compiler import compile_plan
 from planc.diagnostic import Sink
