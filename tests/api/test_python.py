@@ -56,6 +56,10 @@ def test_findings_print_as_check_does(folder):
     assert "PL502" in {d.code for d in wrong}
     assert str(wrong) == terminal("check", "model", "broken.plan", *RUN[2:])
     assert tuple(wrong) == wrong and wrong[:0] == ()
+    structure = planc.check(Path("model"), Path("broken.plan"), level="structure", **SETTINGS)
+    assert "PL502" not in {d.code for d in structure}
+    with pytest.raises(ValueError, match="level"):
+        planc.check("model", "qwen3", level="deep")
 
 
 def test_lowered_plans_and_diffs_print_as_the_commands_do(folder):

@@ -216,20 +216,6 @@ def test_json_has_the_verdicts(capsys):
     assert json.loads(capsys.readouterr().out)["flow"] is None
 
 
-def test_the_api_checks_as_the_command_does(tmp_path):
-    import planc
-
-    rule = "$blocks.self_attn.{q,k}_norm : sequence(dim = 2, local = true)"
-    path = mutant(tmp_path, "qwen3", rule, "model.norm : output(replicate -> replicate)")
-    arguments = {"world_size": 8, "overrides": ["tp=2", "sequence=false"]}
-    assert "PL502" in {d.code for d in planc.check("qwen3-8b", str(path), **arguments)}
-    assert "PL502" not in {
-        d.code for d in planc.check("qwen3-8b", str(path), level="structure", **arguments)
-    }
-    with pytest.raises(ValueError, match="level"):
-        planc.check("qwen3-8b", str(path), level="deep")
-
-
 def test_a_gradient_that_nothing_sums(tmp_path):
     """qwen3 without its rule for q_norm, past the structural check that would catch it first."""
     sink = Sink()
