@@ -31,6 +31,8 @@ OF_THE_MACHINE = (
     distributed.DistError,
 )
 """Errors of a device or a process group, which no module that is missing produces."""
+CPU_ALLOCATOR = "CPUAllocator: "
+"""A part of torch's message for a CPU without memory, whose type is `RuntimeError`."""
 PIPELINE = "_planc_pipeline"
 """The attribute of a model that holds its `Stages`."""
 
@@ -215,9 +217,10 @@ class Stages:
             output = self.plain(*args, **kwargs)
         except OF_THE_MACHINE:
             raise
-        except Exception:
+        except Exception as error:
             # as where what predicts a second token is joined with what it has not
-            if self.running == self.count - 1 or not self.complete:
+            last = self.running == self.count - 1
+            if last or not self.complete or CPU_ALLOCATOR in str(error):
                 raise
             return self.kept  # what runs after the blocks of a stage has no effect
         return output if self.running == self.count - 1 else self.kept
