@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Self
 
 from planc.model.facts import Modules, below
 from planc.ops import call, phrases
+<<<<<<< HEAD
 from planc.ops.base import (
     OMIT,
     Axis,
@@ -30,6 +31,13 @@ from planc.ops.styles import (
     Input,
     Output,
     Replicated,
+=======
+from planc.ops.base import OMIT, Axis, AxisSizes, Dims, Entry, Group, Name, Op, Some, Where, text
+from planc.ops.styles import (
+    Input,
+    Output,
+    Rowwise,
+>>>>>>> 2b814c09 (scripts: refuse token ids outside a split vocabulary)
     Style,
     style_arguments,
     style_call,
@@ -39,6 +47,7 @@ from planc.ops.styles import (
 INFERRED = "~"
 """What `lower` writes before a style that planc inferred, or whose layouts it completed."""
 
+_CHECK_IDS = "standalone.tensor_styles:check_ids"
 _SCRIPT = call.ScriptFunction(
     "tensor_parallel", "Shards weights and activations over the tensor axes."
 )
@@ -94,10 +103,20 @@ class Parallelize(Op):
         if len(self.axes) != 1:  # so it is for torch 2.13's `ParallelStyle`s
             yield ("axes",), f"{style_name(self.style)} takes 1 axis, not {len(self.axes)}"
 
+    @property
+    def splits_vocabulary(self) -> bool:
+        """Whether the modules are embeddings, each rank of which holds some rows."""
+        style, weights = self.style, (s for s in self.shapes if s.name == "weight")
+        split = any(s.shape[0] != s.local[0] for s in weights)
+        return split and isinstance(style, Rowwise) and not style.transposed
+
     def calls(self, _context: call.Context) -> Iterator[call.Step]:
         mesh = call.Shared(f"{'_'.join(self.axes)}_mesh", call.Index(call.MESH, self.axes))
         made = call.FunctionCall(call.PARALLELIZE, (mesh, style_call(self.style)))
         yield call.Each(modules=self.modules, calls=(made,), note=self.place)
+        if self.splits_vocabulary:
+            check = call.FunctionCall(_CHECK_IDS, (str(self.modules),))
+            yield call.Each(modules=self.modules, calls=(check,), note=self.place)
 
     @property
     def inference(self) -> str:

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -34,6 +34,22 @@ def build_mesh(device_type="cuda"):
     """The device mesh, axes outermost first."""
     sizes, names = tuple(MESH.values()), tuple(MESH)
     return init_device_mesh(device_type, sizes, mesh_dim_names=names)
+
+
+def check_ids(module, name):
+    """Raises on ids outside an embedding that is split by the vocabulary.
+
+    Its lookup masks ids of other ranks, and thus an id that no rank holds gives zeros.
+    """
+
+    def check(module, args):
+        ids = args[0].to_local() if isinstance(args[0], DTensor) else args[0]
+        # a later stage has no weight
+        rows = len(module.weight) or module.num_embeddings
+        known = ((ids >= 0) & (ids < rows)).all()
+        torch._assert_async(known, f"an id of `{name}` is not in [0, {rows})")
+
+    module.register_forward_pre_hook(check)
 
 
 JOINED = "_joined_passes"
@@ -358,6 +374,7 @@ def tensor_parallel(model, mesh):
                 ),
             },
         )
+    check_ids(model.model.embed_tokens, "model.embed_tokens")  # plans/decoder.plan:9
 
 
 def checkpoint(model):

@@ -11,6 +11,8 @@ import transformers
 from torch.optim.swa_utils import AveragedModel
 
 import planc
+from planc.emit.python.script import render
+from planc.ops.document import digest
 from planc.runtime.safeguards import guards
 from planc.trial.thread_ranks import run_ranks
 
@@ -134,6 +136,29 @@ def test_a_token_outside_the_vocabulary_is_an_error_on_all_ranks(sequence, token
     if text:
         with pytest.raises(IndexError):
             numerics.build("llama")(input_ids=tokens)
+
+
+@pytest.mark.parametrize("token", [127, 128])
+def test_an_emitted_script_refuses_a_token_outside_the_vocabulary(token):
+    tokens, _ = numerics.data(128)
+    tokens[1, 2] = token
+    model = numerics.build("llama")
+    lowered = planc.lower(model, "llama", world_size=2, overrides=["tp=2", *FP32])
+    space, found = {"__name__": "script"}, {}
+    exec(compile(render(lowered, digest=digest(lowered)), "script", "exec"), space)
+    models = [copy.deepcopy(model) for _ in range(2)]
+
+    def program(rank):
+        mesh = space["build_mesh"]("cpu")
+        space["parallelize"](models[rank], mesh)
+        try:
+            models[rank](input_ids=tokens)
+        except RuntimeError as error:
+            found[rank] = str(error)
+
+    assert run_ranks(2, program, 60) is None
+    text = "an id of `model.embed_tokens` is not in [0, 128)"
+    assert found == ({} if token == 127 else dict.fromkeys(range(2), text))
 
 
 def test_a_model_under_a_plan_is_not_copied():

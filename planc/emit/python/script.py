@@ -96,7 +96,8 @@ def _written(stage: Stage, context: Context, printer: Printer) -> Iterator[_Func
 
 def _body(steps: Sequence[Step], printer: Printer) -> Lines:
     yield from printer.shared(steps)
-    for styled, some in groupby(inner_first(steps), key=_styles_a_module):
+    ordered = sorted(inner_first(steps), key=_styles_a_module, reverse=True)
+    for styled, some in groupby(ordered, key=_styles_a_module):
         if styled:
             yield from _tensor([step for step in some if isinstance(step, Each)], printer)
         else:

@@ -391,6 +391,22 @@ class ExpertsParallel(BareParallel):
         return module
 
 
+def check_ids(module: nn.Embedding, name: str) -> None:
+    """Raises on ids outside an embedding that is split by the vocabulary.
+
+    Its lookup masks ids of other ranks, and thus an id that no rank holds gives zeros.
+    """
+
+    def check(module: nn.Embedding, args: tuple[Tensor, ...]) -> None:
+        ids = args[0].to_local() if isinstance(args[0], DTensor) else args[0]
+        # a later stage has no weight
+        rows = len(module.weight) or module.num_embeddings
+        known = ((ids >= 0) & (ids < rows)).all()
+        torch._assert_async(known, f"an id of `{name}` is not in [0, {rows})")
+
+    module.register_forward_pre_hook(check)
+
+
 def enable_async_tp(mesh: DeviceMesh) -> None:
     """Makes the compiler cut all-gathers and reduce-scatters of an axis into parts, and
     run each beside the matrix product of another, in modules compiled from now on.
