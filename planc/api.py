@@ -423,18 +423,40 @@ def _facts_of(module: nn.Module) -> Facts:
     from planc.model.config import buildable
     from planc.model.module_table import facts_of
     from planc.model.own_code import own_code
+    from planc.model.passed_arguments import name_passed_arguments
 
+    name_passed_arguments(module)
     config = getattr(module, "config", None)
     facts = facts_of(module, config=config, config_name="model.config")
     if type(module).__module__.startswith("diffusers."):  # whose configuration names no class
         from planc.model.sources.diffusers import normal
 
         facts = replace(facts, config=normal(facts.config, facts.name))
+    if not facts.config.get(_TIES) and _ties_head(module):
+        facts = replace(facts, config={**facts.config, _TIES: True})
     known = buildable(facts.config)
     facts = replace(facts, built=True, own_code=own_code(module, alone=not known))
     if known and not facts.own_code and not hasattr(module, "planc_inputs"):
         return facts
     return replace(facts, user_model=module)
+
+
+_TIES = "tie_word_embeddings"
+"""The field by which plans decide on one unit for the embedding and the head."""
+
+
+def _ties_head(module: nn.Module) -> bool:
+    """Whether the head of a model of transformers has the weight of the embedding, whatever the
+    configuration states: a script may tie them before `apply`.
+    """
+    if not hasattr(module, "save_pretrained"):
+        return False
+    try:
+        layers: Any = module.get_input_embeddings(), module.get_output_embeddings()
+    except (NotImplementedError, AttributeError):  # a model without an embedding
+        return False
+    weights = [getattr(layer, "weight", None) for layer in layers]
+    return weights[0] is not None and weights[0] is weights[1]
 
 
 def _drawn(of: Lowered | Delta | Run) -> str:

@@ -1,13 +1,23 @@
 """`planc.check` of a module of one's own: copies of it are run in this process."""
 
+import inspect
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from helpers import checked, slow
 from one_block import Block
 from torch import nn
+from transformers import LlamaForCausalLM
+
+sys.path.append(str(Path(__file__).parent / "processes"))
+import numerics
 
 import planc
+from planc.model.passed_arguments import name_passed_arguments
 from planc.model.small import user_model
+from planc.trial.thread_ranks import run_ranks
 
 
 class Net(nn.Module):
@@ -165,3 +175,81 @@ def test_a_changed_model_of_a_library_is_run_itself(tmp_path):
         layer.mlp.down_proj = Own(64, 32, bias=False)
     found = planc.check(plain, "llama", **options)
     assert {d.code for d in found if d.severity == "error"} == {"PL503"}
+
+
+class Passing(LlamaForCausalLM):
+    """A class of a script that passes its arguments on."""
+
+    def forward(self, *args, **kwargs):
+        return super().forward(*args, **kwargs)
+
+
+class PassingSome(LlamaForCausalLM):
+    def forward(self, input_ids, scale=1.0, **kwargs):
+        return LlamaForCausalLM.forward(self, input_ids=input_ids, **kwargs)
+
+
+class PassingNone(LlamaForCausalLM):
+    def forward(self, input_ids, labels=None, **kwargs):
+        return self.model(input_ids)
+
+
+def passing(kind):
+    model = numerics.build("llama")
+    model.__class__ = kind
+    return model
+
+
+def tied():
+    model = numerics.build("llama")
+    model.lm_head.weight = model.model.embed_tokens.weight
+    return model
+
+
+def test_the_arguments_that_a_forward_passes_on_are_named():
+    base = inspect.signature(LlamaForCausalLM.forward)
+    for kind in (Passing, PassingSome, PassingNone):
+        name_passed_arguments(passing(kind))
+        name_passed_arguments(passing(kind))  # again: nothing changes
+    assert inspect.signature(Passing.forward).parameters == base.parameters
+    some = inspect.signature(PassingSome.forward).parameters
+    assert {*some} == {*base.parameters, "scale"} and [*some][:3] == ["self", "input_ids", "scale"]
+    assert some["position_ids"].kind is inspect.Parameter.KEYWORD_ONLY
+    assert [*inspect.signature(PassingNone.forward).parameters][1:] == [
+        "input_ids",
+        "labels",
+        "kwargs",
+    ]
+    passing(PassingSome)(numerics.data(128)[0], scale=2.0, use_cache=False)
+
+
+@pytest.mark.parametrize("settings", [["tp=2"], ["cp=2"], ["pp=2", "microbatches=2"]], ids=str)
+@pytest.mark.parametrize(
+    "make",
+    [lambda: passing(Passing), lambda: passing(PassingSome), tied],
+    ids=["passing", "some", "tied"],
+)
+def test_a_model_that_a_script_has_changed_before_apply_trains_as_alone(make, settings):
+    """Its forward passes arguments on by `**kwargs`; its weights are tied, and its configuration
+    does not state it.
+    """
+    tokens, labels = numerics.data(128)
+    single, found = make(), {}
+    right = single(input_ids=tokens, labels=labels).loss
+    right.backward()
+    grads = {name: p.grad for name, p in single.named_parameters()}
+    models = [make() for _ in range(2)]
+
+    def rank(number):
+        overrides = ["param_dtype=fp32", "reduce_dtype=fp32", *settings]
+        run = planc.apply(models[number], "llama", overrides=overrides, device_type="cpu")
+        loss = run.forward_backward([{"input_ids": tokens, "labels": labels}])
+        named = ((numerics.plain(n), p.grad) for n, p in run.model.named_parameters())
+        errors = [numerics.error(numerics.whole(g), grads[n]) for n, g in named if g is not None]
+        found[number] = loss, max(errors)
+
+    failure = run_ranks(2, rank, seconds=60)
+    assert failure is None, failure and (failure.error or failure.message)
+    for loss, error in found.values():
+        torch.testing.assert_close(loss, right.detach(), rtol=1e-5, atol=1e-6)
+        assert error < 1e-4

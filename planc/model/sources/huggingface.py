@@ -20,6 +20,7 @@ from planc.model.config import Config, buildable
 from planc.model.facts import Facts
 from planc.model.module_table import facts_of
 from planc.model.own_code import own_code
+from planc.model.passed_arguments import name_passed_arguments
 from planc.model.sources.isolation import import_models, isolated, without_kernels
 
 _ESSENTIAL = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
@@ -162,6 +163,7 @@ def from_factory(module: str, factory: str, sink: Sink) -> Facts | None:
         if not isinstance(made, torch.nn.Module):
             kind = type(made).__name__
             raise TypeError(f"it returned an object of type {kind}, not an nn.Module")
+        name_passed_arguments(made)
         found = facts_of(made, config=getattr(made, "config", None), config_name=name)
         alone = not buildable(found.config)
         return replace(found, code=name, own_code=own_code(made, alone=alone))
