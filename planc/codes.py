@@ -160,6 +160,7 @@ _ROWS: tuple[tuple[str, str, Phase, str], ...] = (
     ("PL434", "error", "plan", "fullgraph compilation around an FSDP unit"),
     ("PL435", "error", "plan", "a vocabulary-parallel embedding is compiled"),
     ("PL436", "error", "plan", "asynchronous tensor parallelism without collectives to overlap"),
+    ("PL437", "error", "runtime", "full tensors loaded into a model under a plan"),
     ("PL440", "error", "plan", "ignored parameters that train"),
     ("PL441", "error", "plan", "ignored modules with another rule"),
     ("PL442", "error", "plan", "axes that a unit cannot be sharded over"),

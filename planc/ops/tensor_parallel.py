@@ -7,7 +7,6 @@ from typing import Annotated, Any, ClassVar, Self
 
 from planc.model.facts import Modules, below
 from planc.ops import call, phrases
-<<<<<<< HEAD
 from planc.ops.base import (
     OMIT,
     Axis,
@@ -31,13 +30,7 @@ from planc.ops.styles import (
     Input,
     Output,
     Replicated,
-=======
-from planc.ops.base import OMIT, Axis, AxisSizes, Dims, Entry, Group, Name, Op, Some, Where, text
-from planc.ops.styles import (
-    Input,
-    Output,
     Rowwise,
->>>>>>> 2b814c09 (scripts: refuse token ids outside a split vocabulary)
     Style,
     style_arguments,
     style_call,

@@ -90,9 +90,6 @@ def apply_lowered(
             model, lowered, digest, device, known, require=require, compare=compare, metrics=metrics
         )
         worker = Worker(model, modules, meshes, lowered)
-        applied = Applied(
-            model=model, modules=modules, lowered=lowered, known=known, compare=compare
-        )
         for op in meshes.stage.ops:
             try:
                 worker.run(op)
@@ -102,7 +99,9 @@ def apply_lowered(
         if lowered.backend:
             SHARDED_BY[model] = lowered.backend.part("runtime")
         watch(model, first)
-        guard(applied)
+        changes = guard(
+            Applied(model=model, modules=modules, lowered=lowered, known=known, compare=compare)
+        )
         if lowered.split_axes(AxisRole.TENSOR):
             warnings.filterwarnings("ignore", _VIEW, UserWarning)
         gradients.clear_unreduced(model, model)
@@ -117,6 +116,7 @@ def apply_lowered(
         batches=same_batches(lowered, meshes, compare),
         replaced=_replaced(before, model),
         known=known,
+        changes=changes,
     )
     if experts is not None:
         run.steps.meter = Meter(lowered, meshes.root, experts)

@@ -28,6 +28,7 @@ from planc.runtime.metrics import Meter
 from planc.runtime.own_optimizers import made_optimizer
 from planc.runtime.preconditions import stop
 from planc.runtime.profile import StepProfile, profiling
+from planc.runtime.safeguards.changes import ModelChanges
 from planc.runtime.safeguards.inputs import PassComparison, SameRows
 from planc.runtime.sharded_tensors import SHARDED_BY
 from planc.runtime.standalone.clipping import clip_grad_norm
@@ -67,6 +68,7 @@ class Run(InNotebooks):
     batches: SameRows | None = field(default=None, repr=False)
     replaced: tuple[weakref.ref[nn.Parameter], ...] = field(default=(), repr=False)
     known: KnownVerdict | None = None
+    changes: ModelChanges | None = field(default=None, repr=False)
     sets: tuple[str, ...] = ()
     plan_digest: str | None = None
     steps: TrainingStep = field(default_factory=TrainingStep, repr=False)

@@ -35,6 +35,7 @@ from planc.runtime.counted_labels import (
 )
 from planc.runtime.metrics import Meter
 from planc.runtime.preconditions import stop, warning
+from planc.runtime.safeguards.changes import ModelChanges
 from planc.runtime.safeguards.inputs import PassComparison
 from planc.runtime.script_line import script_line
 from planc.runtime.standalone.images import placeholders
@@ -62,6 +63,9 @@ class RunParts(Protocol):
 
     @property
     def first(self) -> PassComparison: ...
+
+    @property
+    def changes(self) -> ModelChanges | None: ...
 
     @property
     def mesh(self) -> DeviceMesh: ...
@@ -118,6 +122,8 @@ class TrainingStep:
         parts = run.lowered.sequence_parts
         self.items = _items(run, batches, self._rule(run.model))
         stages = stages_of(run.model)
+        if stages is not None and run.changes is not None:
+            run.changes.require()  # before torch looks at the parameters
         with _observed(run.model, self, compiled=run.lowered.has(Compile)):
             if stages is None:
                 total = self._plain(run, batches, every, trains)

@@ -589,3 +589,41 @@ def test_a_part_of_the_model_is_called_by_itself_after_a_pass_that_raised(hook):
     found, error = ran(script, *FP32)
     assert error is None, error
     assert max(found) < 1e-4
+
+
+def plain_parameter(model):
+    weight = numerics.build("llama").lm_head.weight
+    model.lm_head.weight = torch.nn.Parameter(weight.detach())
+
+
+def fewer_blocks(model):
+    model.model.layers = model.model.layers[:1]
+
+
+@pytest.mark.parametrize("settings", [[], ["tp=2"], STAGES], ids=str)
+@pytest.mark.parametrize("change", [plain_parameter, fewer_blocks])
+def test_plain_parameters_and_fewer_blocks_stop_the_next_pass(change, settings):
+    _, error = ran(lambda run: (change(run.model), step(run.model, run)), *FP32, *settings)
+    assert isinstance(error, planc.PlanError), error
+    assert "PL425" in str(error) and "test_undone.py" in str(error)
+
+
+@pytest.mark.parametrize("settings", [[], ["tp=2"], STAGES], ids=str)
+@pytest.mark.parametrize("part", ["", "model"])
+def test_full_tensors_are_not_loaded_into_shards(part, settings):
+    """Shards are."""
+    state = numerics.build("llama").get_submodule(part).state_dict()
+
+    def script(run):
+        loaded = run.model.get_submodule(part)
+        with torch.no_grad():
+            doubled = {name: 2 * value for name, value in loaded.state_dict().items()}
+        loaded.load_state_dict(doubled)
+        right = [numerics.whole(value) for value in doubled.values()]
+        same = map(torch.equal, right, map(numerics.whole, loaded.state_dict().values()))
+        assert all(same)
+        loaded.load_state_dict(state)
+
+    _, error = ran(script, *FP32, *settings)
+    assert isinstance(error, planc.PlanError), error
+    assert "PL437" in str(error) and "test_undone.py" in str(error)

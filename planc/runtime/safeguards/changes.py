@@ -31,7 +31,7 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backw
 _EARLIER = "make the change before `planc.apply`, where the proof includes it"
 _VALUES = (
     "FSDP computes with its own shards: change the parameters in place under `torch.no_grad()`, "
-    "or load others with `model.load_state_dict`"
+    "or load others with `run.load`"
 )
 AFTER_GRADIENTS = (
     "`register_post_accumulate_grad_hook` is called with the parameter after its gradient is "

@@ -29,6 +29,7 @@ from planc.runtime.safeguards.inputs import different_kinds
 from planc.runtime.script_line import script_line
 from planc.runtime.sharded_tensors import average_whole
 from planc.runtime.standalone.documents import RESETS
+from planc.runtime.standalone.shards import plain_name
 from planc.runtime.standalone.towers import TOWER
 
 _ADAPTERS = (
@@ -157,8 +158,12 @@ def _documents(applied: Applied) -> Check | None:
     return lambda model, _args, kwargs: leaking_rows.refuse(model, kwargs)
 
 
-def guard(applied: Applied) -> None:
-    """Refuses, from now on, calls of the model and of its methods that the plan cannot follow."""
+def guard(applied: Applied) -> ModelChanges:
+    """Refuses, from now on, calls of the model and of its methods that the plan cannot follow.
+
+    Returns:
+        The comparison of the model with its state now, which each forward pass makes.
+    """
     checks = [check for make in (_embeddings, _lengths, _documents) if (check := make(applied))]
     model, lowered = applied.model, applied.lowered
 
@@ -179,6 +184,7 @@ def guard(applied: Applied) -> None:
     average_whole(model, lowered.experts.ranks.name if lowered.experts else "")
     _guard_lookups(applied.modules, lowered)
     _guard_saving(model)
+    _guard_loading(model)
     undone = {method: relied for op in lowered.ops for method, relied in op.UNDONE_BY.items()}
     for method, relied in (undone | _UNDONE).items():
         if hasattr(model, method):
@@ -192,8 +198,10 @@ def guard(applied: Applied) -> None:
         text = "`pickle` and `torch.save(model)` would write this rank's shards"
         model.__reduce_ex__ = refused("PL477", text, _EXPORT)
     torch_calls.cover(model)
-    ModelChanges(model, lowered).watch()
+    changes = ModelChanges(model, lowered)
+    changes.watch()
     _guard_adapters(model)  # its hooks run before those of ModelChanges, which would say less
+    return changes
 
 
 def _restore_class_names(model: nn.Module) -> None:
@@ -313,3 +321,29 @@ def _guard_saving(model: nn.Module) -> None:
         return save(*args, state_dict=state_dict, **more)
 
     model.save_pretrained = of_whole_tensors
+
+
+def _guard_loading(model: nn.Module) -> None:
+    """Refuses `load_state_dict` of full tensors: torch cannot copy them to shards."""
+    for module in model.modules():
+        if any(isinstance(p, DTensor) for p in module._parameters.values()):
+            module.register_load_state_dict_pre_hook(_require_shards)
+
+
+def _require_shards(
+    module: nn.Module, state: Mapping[str, Any], prefix: str, *_others: Any
+) -> None:
+    for name, parameter in module._parameters.items():
+        value = state.get(f"{prefix}{name}")
+        if not isinstance(parameter, DTensor) or not isinstance(value, Tensor):
+            continue
+        if not isinstance(value, DTensor):
+            raise stop(
+                "PL437",
+                f"`{plain_name(prefix + name)}` is loaded from a plain tensor "
+                f"{list(value.shape)}, and this rank holds a shard of {list(parameter.shape)}",
+                *script_line("it is loaded here"),
+                help="load full tensors before `planc.apply`; or write them with "
+                "`safetensors.torch.save_file(state, 'folder/model.safetensors')`, and call "
+                "`run.load('folder')` on all ranks",
+            )
