@@ -16,7 +16,7 @@ from planc.notebook import InNotebooks
 from planc.ops import base
 from planc.ops.backend import Backend
 from planc.ops.call import Context
-from planc.ops.fsdp import FullyShard
+from planc.ops.fsdp import Divide, FullyShard
 from planc.ops.load import Load
 from planc.ops.optimizer import Optimize, OptimizerClass
 from planc.ops.pipeline import Pipeline
@@ -234,6 +234,17 @@ class Lowered(InNotebooks):
         context = (a.name for a in self.axes if a.role is base.AxisRole.SEQUENCE)
         names &= {*self.data, *context}
         return tuple(a.name for a in self.axes if a.name in names)
+
+    @property
+    def summed_gradients(self) -> str:
+        """The divisor of gradients, if it does not make them the mean over data ranks, as a phrase;
+        else an empty text.
+        """
+        ranks = self.axis_size(*self.averaged)
+        divide = next((op for op in self.every(Divide) if not op.units), None)
+        if divide is None or divide.factor == ranks:
+            return ""
+        return f"for a loss that is a sum: {divide.headline()}"
 
     def context(self, *, fills: bool = False) -> Context:
         """The mesh as the calls of operations need it; `fills` as for `Context`."""

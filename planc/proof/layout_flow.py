@@ -36,7 +36,7 @@ from planc.proof.small_case import SmallCase, small_case, without_optimizer_clas
 from planc.proof.small_mesh import for_timetable, pairs, passes_on, simulated_sizes, with_experts
 from planc.source import Span
 from planc.trial.outcome import Outcome
-from planc.trial.trial_part import left_out, separate_ops
+from planc.trial.trial_part import MEAN, left_out, separate_ops
 
 _NOTHING = Unrepresented(reason="nothing is simulated")
 
@@ -73,7 +73,6 @@ class Verdict:
             unit other than the root, which may have been resharded before; the root is not.
         wrong_apart: whether the plan is wrong with random numbers, or with products in 8 bits, and
             right without.
-        sum_divisor: the divisor of gradients, if it does not make them the mean over data ranks.
     """
 
     outcome: Outcome
@@ -82,7 +81,6 @@ class Verdict:
     gathered: bool = True
     released_early: bool = False
     wrong_apart: bool = False
-    sum_divisor: float | None = None
 
     def _judged(self, section: SectionVerdict) -> SectionVerdict:
         """The verdict on a section, corrected by the verdict on the plan as a whole.
@@ -137,6 +135,10 @@ class Verdict:
         )
 
     @property
+    def _summed(self) -> str:
+        return "".join(f"; {s.reason}" for s in self.sections if s.name == MEAN)
+
+    @property
     def text(self) -> str:
         """The verdict for the summary of a check."""
         count = len([k for k in self.layers if k.modules != "root"])
@@ -146,12 +148,9 @@ class Verdict:
                 detail = f"proved{cache.provenance()}, {many}largest error {self.outcome.worst:.0e}"
                 if apart := [k.text for k in self.layers if k.reason == NOT_SPLIT]:
                     detail += f"; not reached and not split: {', '.join(apart)}"
-                if self.sum_divisor is not None:
-                    detail += "; for a loss that is a sum: gradients are summed, then divided by "
-                    detail += f"{self.sum_divisor:,}"
-                return f"layout flow ({detail})"
+                return f"layout flow ({detail}{self._summed})"
             case "nothing":
-                return "layout flow (no tensor parallelism)"
+                return f"layout flow (no tensor parallelism{self._summed})"
             case other:
                 parts = [(w, [k for k in self.layers if k.verdict == w]) for w in _WORDS]
                 counts = ", ".join(f"{len(found)} {word}" for word, found in parts if found)
@@ -239,7 +238,6 @@ def _flow(
         layers=layers,
         sections=tuple(_sections(lowered, ir, outcome, small)),
         released_early=released_early,
-        sum_divisor=_sum_divisor(ir, lowered),
     )
     if verdict.verdict == "proved":
         sink.overrule(PRESUMED)
@@ -253,14 +251,6 @@ def _flow(
     if verdict.verdict != "proved" or not axes:
         return verdict
     return verdict.with_runs(_draws(compiled, axes, sink, strict))
-
-
-def _sum_divisor(plan: Plan, lowered: Lowered) -> float | None:
-    """The divisor that a plan states for gradients, if it is not the number of data ranks."""
-    divide = plan.fsdp.divide if plan.fsdp else None
-    if divide is None or divide.factor == lowered.axis_size(*lowered.averaged):
-        return None
-    return divide.factor
 
 
 def _judge_all(

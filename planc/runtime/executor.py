@@ -213,7 +213,8 @@ def _tell(lowered: Lowered, digest: str, known: KnownVerdict | None, taken: floa
     _log.info("plan %s (%s) applied to %s on %s in %.2f s", *plan, lowered.model, mesh, taken)
     if known is not None:
         level = logging.INFO if known.level in ("proved", "verified") else logging.WARNING
-        _log.log(level, "plan %s (%s): %s", *plan, known.text)
+        text = "; ".join(filter(None, (known.text, lowered.summed_gradients)))
+        _log.log(level, "plan %s (%s): %s", *plan, text)
 
 
 class Worker:

@@ -68,8 +68,14 @@ def rounds(lowered: Lowered) -> bool:
     return any({op.param, op.reduce, op.output} - {None, "float32", "float64"} for op in units)
 
 
+MEAN = "mean over data ranks"
+"""The section of a verdict on a plan whose gradients are not the mean of the data ranks' ones."""
+
+
 def left_out(lowered: Lowered, *, precision: bool = False) -> Iterator[tuple[str, str]]:
     """Yields what a trial deliberately does differently, and how."""
+    if lowered.summed_gradients:
+        yield MEAN, lowered.summed_gradients
     if precision:
         yield "the optimizer", "AdamW makes steps of one size, also of what is only rounding"
     elif rounds(lowered):

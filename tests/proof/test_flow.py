@@ -22,6 +22,9 @@ from planc.model.load import load
 from planc.model.small.shrink import shrink
 from planc.proof.layout_flow import flow
 from planc.resources import GRAMMARS, PLANS
+from planc.runtime import executor
+from planc.runtime.known_verdict import KnownVerdict
+from planc.trial.trial_part import left_out
 
 SHIPPED = [
     ("llama-3.1-8b", "llama", 8),
@@ -325,6 +328,30 @@ def test_a_divisor_that_is_not_the_mean_is_said(tmp_path, factor):
     said = f"for a loss that is a sum: gradients are summed, then divided by {factor}"
     assert summed.verdict == mean.verdict == "proved"
     assert said in summed.text and "a sum" not in mean.text
+    assert section_of_mean(summed)["reason"] == said and section_of_mean(mean) is None
+
+
+def section_of_mean(verdict):
+    sections = verdict.document()["sections"]
+    return next((s for s in sections if s["name"] == "mean over data ranks"), None)
+
+
+@pytest.mark.parametrize(("factor", "said"), [(3, True), (8, False)])
+def test_a_sum_without_tensor_parallelism_is_said(tmp_path, factor, said, caplog):
+    """By check, by verify's certificate, and by `apply`."""
+    path = tmp_path / "own.plan"
+    line = "precision(param = param_dtype"
+    path.write_text(llama().replace(line, f"divide = {factor}\n    {line}"))
+    compiled = compiled_of("llama-3.2-1b", path, ["tp=1"], 8)
+    verdict = flow(compiled, Sink())
+    sentence = f"for a loss that is a sum: gradients are summed, then divided by {factor}"
+    assert (sentence in verdict.text) == said
+    assert (section_of_mean(verdict) is not None) == said
+    assert (("mean over data ranks", sentence) in left_out(compiled.lowered)) == said
+    caplog.set_level("INFO", "planc")
+    known = KnownVerdict(level="proved", text="proved")
+    executor._tell(compiled.lowered, "digest", known, 0.0)
+    assert (sentence in caplog.text) == said
 
 
 def test_a_bug_fixed_in_planc_leaves_no_verdict_standing(simulations, monkeypatch):
