@@ -48,6 +48,7 @@ def check(
     level: str = "flow",
     inputs: Mapping[str, Any] | Callable[[int, int], Mapping[str, Any]] | None = None,
     loss: Callable[[Any, Mapping[str, Any]], Any] | None = None,
+    time_limit: float = 300.0,
 ) -> Findings:
     """Every finding about a plan for a model; empty without findings. `print` shows what
     `planc check` does.
@@ -73,15 +74,20 @@ def check(
         loss: of the module's output and the inputs, a mean over rows; by default the loss that it
             returns, else that of its output. A module may have a method `planc_loss(output,
             inputs)`.
+        time_limit: seconds of processor time for each simulated run.
 
     Raises:
-        ValueError: there is no such level, or inputs or a loss are for the name of a model.
+        ValueError: there is no such level, inputs or a loss are for the name of a model, or the
+            time limit is not positive.
     """
     from planc.proof.checked import LEVELS, Findings, known_certificate, summary
     from planc.proof.in_subprocess import record
     from planc.proof.layout_flow import flow
     from planc.proof.split_remedy import explain_splits
+    from planc.trial.time_limit import limited
 
+    if not time_limit > 0:
+        raise ValueError(f"time_limit is a positive number of seconds, not {time_limit!r}")
     if level not in LEVELS:
         raise ValueError(f"a level is {one_of(LEVELS)}, not {level!r}")
     if inputs is not None or loss is not None:
@@ -92,7 +98,8 @@ def check(
     compiled, sink = compiled_for(model, plan, world_size, overrides, allow_code, draft=draft)
     verdict = None
     if level != "structure" and compiled.lowered is not None:
-        verdict = flow(compiled, sink, allow_code=allow_code, draft=parsed)
+        with limited(time_limit):
+            verdict = flow(compiled, sink, allow_code=allow_code, draft=parsed)
         record(compiled, verdict, sink)
     elif level != "structure":
         explain_splits(compiled, sink, parsed)

@@ -17,6 +17,7 @@ from planc.project import Project, ProjectError, Target, project
 from planc.proof.checked import LEVELS, known_certificate, summary
 from planc.report import FORMATS
 from planc.report.json_document import document, findings
+from planc.trial.time_limit import SECONDS, limited
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,6 +43,13 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         default="flow",
         help="structure skips the simulated run of a small model (flow); order also runs each rank "
         "of a small mesh alone, and looks whether the collectives of all fit together",
+    )
+    parser.add_argument(
+        "--time-limit",
+        metavar="SECONDS",
+        type=shared_arguments.seconds,
+        default=SECONDS,
+        help="of processor time for each simulated run of a small model (default 300)",
     )
     parser.add_argument("--fix", action="store_true", help="correct misspelled names in the plans")
     parser.add_argument("--watch", action="store_true", help="check again when a plan changes")
@@ -152,7 +160,8 @@ def _checked(target: Target, options: argparse.Namespace, severity: Mapping[str,
         from planc.proof.layout_flow import flow
 
         code = options.allow_code
-        verdict = flow(compiled, sink, strict=options.strict, allow_code=code, draft=parsed)
+        with limited(options.time_limit):
+            verdict = flow(compiled, sink, strict=options.strict, allow_code=code, draft=parsed)
         record(compiled, verdict, sink)
     elif options.level != "structure":
         from planc.draft.parsed import parsed

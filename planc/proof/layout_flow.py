@@ -36,6 +36,7 @@ from planc.proof.small_case import SmallCase, small_case, without_optimizer_clas
 from planc.proof.small_mesh import for_timetable, pairs, passes_on, simulated_sizes, with_experts
 from planc.source import Span
 from planc.trial.outcome import Outcome
+from planc.trial.time_limit import time_limit
 from planc.trial.trial_part import MEAN, left_out, separate_ops
 
 _NOTHING = Unrepresented(reason="nothing is simulated")
@@ -377,6 +378,11 @@ def advice(facts: Facts, reason: str | None) -> str:
     """The help of a finding that nothing is proved, for a reason."""
     if (facts.user_model is not None or facts.code) and "does not run" in (reason or ""):
         return "say what its forward takes: `inputs=` of `planc.check`, or a method `planc_inputs`"
+    if "time limit" in (reason or ""):
+        longer = 4 * time_limit()
+        return (
+            f"`--time-limit {longer:g}`, or `time_limit={longer:g}` of `planc.check`, allows more"
+        )
     return cache.UNPACK if cache.missing() else "`planc verify` runs it on real processes"
 
 

@@ -33,11 +33,9 @@ from planc.trial.observed_layouts import redistributions
 from planc.trial.outcome import Outcome
 from planc.trial.random_numbers import RankRandom
 from planc.trial.thread_ranks import RankFailure, busy, run_ranks
+from planc.trial.time_limit import time_limit
 from planc.trial.trace import Trace
 from planc.trial.trial_part import trial_part
-
-SECONDS = 300.0
-"""The time limit of a simulation, in seconds of processor time."""
 
 
 @quiet()
@@ -152,7 +150,7 @@ def _run(models: list[nn.Module], runs: Runs) -> RankFailure | None:
         return runs.results[0].traces[-1] if runs.results[0].traces else None
 
     with redistributions(current, styled, runs.implicit):
-        return run_ranks(len(models), rank, SECONDS)
+        return run_ranks(len(models), rank, time_limit())
 
 
 def _styled(lowered: Lowered) -> Iterator[str]:

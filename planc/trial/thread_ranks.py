@@ -31,13 +31,14 @@ _POLL = 0.05  # seconds between two looks at the threads
 _LOOKS = 5  # looks at which ranks wait, after another one has failed, until they are given up
 _GRACE = 2.0  # seconds for waiting threads to end after another one has failed
 
-_IDLE = 10  # times the limit after which ranks are given up that take no processor time
+_IDLE = 60.0  # seconds after which ranks are given up that take no processor time
+_IDLE_SHARE = 0.005  # of a processor, below which ranks take none: a busy machine leaves more
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankFailure:
     """Why the ranks did not end: what a rank (-1: none) raised first, or what they wait for;
-    `late` if only their time was up, on a busy machine maybe.
+    `late` if only their time was up.
     """
 
     error: Exception | None = None
@@ -60,7 +61,8 @@ def run_ranks(count: int, program: Callable[[int], None], seconds: float) -> Ran
         count: the number of ranks.
         program: called with the rank, in a thread of its own; it may use `torch.distributed`.
         seconds: the limit for all of them, in seconds of processor time: a busy machine takes
-            longer, and decides the same.
+            longer, and decides the same. Ranks that take no processor time for a minute are given
+            up before.
 
     Returns:
         The failure, None if every rank ended. Threads that still run after the time limit are
@@ -81,37 +83,46 @@ def run_ranks(count: int, program: Callable[[int], None], seconds: float) -> Ran
         threads = [threading.Thread(target=body, args=(r,), daemon=True) for r in range(count)]
         for thread in threads:
             thread.start()
-        stopped = _join(threads, waits, failures, _Limit(seconds))
+        stopped = _join(threads, waits, failures, _Limit(seconds, _IDLE))
         if stopped:
             _end_collectives(groups)
             for thread in threads:
                 thread.join(_GRACE)
-    if failures:
-        return failures[0]
-    late = stopped.endswith(_LATE)
-    return RankFailure(message=stopped, late=late) if stopped else None
-
-
-_LATE = "seconds of processor time"
+    return failures[0] if failures else stopped
 
 
 class _Limit:
-    """A limit of this process's processor time; `_IDLE` times as long by the clock."""
+    """A limit of the processor time of this process's other threads, and of their rest.
 
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-        self.processor, self.clock = (
-            time.process_time() + seconds,
-            time.monotonic() + _IDLE * seconds,
-        )
+    Args:
+        seconds: of processor time.
+        idle: of looks at threads that take no processor time. Looks are counted instead of the
+            clock, which runs on while the process is stopped.
+    """
 
-    @property
-    def passed(self) -> bool:
-        return time.process_time() > self.processor or time.monotonic() > self.clock
+    def __init__(self, seconds: float, idle: float) -> None:
+        self.seconds, self.idle = seconds, idle
+        self.end = _of_others() + seconds
+        self.looks, self.mark = 0, _of_others()
 
-    @property
-    def message(self) -> str:
-        return f"the ranks did not end within the time limit of {self.seconds:g} {_LATE}"
+    def failure(self) -> RankFailure | None:
+        """The failure if a limit has passed; called once for each look at the threads."""
+        used = _of_others()
+        if used > self.end:
+            text = f"within the time limit of {self.seconds:g} seconds of processor time"
+            return RankFailure(message=f"the ranks did not end {text}", late=True)
+        self.looks += 1
+        if used - self.mark > _IDLE_SHARE * self.idle:
+            self.looks, self.mark = 0, used
+        if self.looks * _POLL < self.idle:
+            return None
+        text = f"the ranks took no processor time for {self.idle:g} seconds"
+        return RankFailure(message=f"{text}: the model's code waits", late=True)
+
+
+def _of_others() -> float:
+    """The processor time of all threads of this process but this one."""
+    return time.process_time() - time.thread_time()
 
 
 def _end_collectives(groups: Any) -> None:
@@ -209,21 +220,22 @@ def _join(
     waits: Mapping[int, Any],
     failures: list[RankFailure],
     limit: _Limit,
-) -> str:
-    """Waits for the threads; returns why they were given up (`waits` has their collectives), empty
+) -> RankFailure | None:
+    """Waits for the threads; returns why they were given up (`waits` has their collectives), None
     if they ended. After a failure others run on to where they wait, so that more is known.
     """
     idle = 0
     while alive := [t for t in threads if t.is_alive()]:
         alive[0].join(_POLL)
-        if limit.passed:
-            return limit.message
+        if late := limit.failure():
+            return late
         idle = idle + 1 if failures and all(t.ident in waits for t in alive) else 0
         if idle == _LOOKS:
-            return "a rank failed"
+            return RankFailure(message="a rank failed")
         if _deadlocked(alive, waits):
-            return "the ranks wait for each other: not all of them call the same collectives"
-    return ""
+            text = "the ranks wait for each other: not all of them call the same collectives"
+            return RankFailure(message=text)
+    return None
 
 
 def _deadlocked(threads: list[threading.Thread], waits: Mapping[int, Any]) -> bool:

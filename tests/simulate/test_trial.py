@@ -7,14 +7,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from console import call
 from helpers import mutant, simulated
 from torch import distributed
 from torch.distributed import device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.testing._internal.distributed import multi_threaded_pg
 
+import planc
 from planc.runtime import gradients, run
-from planc.trial import program, simulate, thread_ranks
+from planc.trial import program, thread_ranks
 from planc.trial.random_numbers import RankRandom
 
 HALVED = """
@@ -232,11 +234,26 @@ def test_a_rank_that_raises_ends_those_that_wait_for_it():
     assert not distributed.is_initialized() and not thread_ranks.busy()
 
 
-def test_ranks_that_take_too_long_are_given_up():
+def test_ranks_that_wait_for_something_else_are_given_up(monkeypatch):
+    """Fifty minutes of waiting, ten times the limit by the clock, once came before the verdict."""
+    monkeypatch.setattr(thread_ranks, "_IDLE", 0.5)
     event = threading.Event()
-    failure = thread_ranks.run_ranks(2, lambda _: event.wait(20), seconds=0.2)
+    failure = thread_ranks.run_ranks(2, lambda _: event.wait(20), seconds=300)
     event.set()
-    assert failure.late and "time limit" in failure.message
+    assert failure.late and "no processor time for 0.5 seconds" in failure.message
+
+
+def test_the_idle_time_of_ranks_begins_again_when_they_compute(monkeypatch):
+    monkeypatch.setattr(thread_ranks, "_IDLE", 1.0)
+
+    def rank(_):
+        for _ in range(4):
+            time.sleep(0.5)
+            end = time.thread_time() + 0.05
+            while time.thread_time() < end:
+                pass
+
+    assert thread_ranks.run_ranks(2, rank, seconds=300) is None
 
 
 def test_only_processor_time_counts_for_the_limit():
@@ -266,6 +283,7 @@ def test_a_collective_that_begins_while_all_are_ended_is_no_error(monkeypatch):
         end(error)
 
     monkeypatch.setattr(groups, "exception_handle", raced)
+    monkeypatch.setattr(thread_ranks, "_IDLE", 0.5)
     event = threading.Event()
     failure = thread_ranks.run_ranks(2, lambda _: event.wait(20), seconds=0.2)
     event.set()
@@ -274,12 +292,16 @@ def test_a_collective_that_begins_while_all_are_ended_is_no_error(monkeypatch):
 
 def test_a_busy_machine_refutes_nothing(monkeypatch, tmp_path):
     monkeypatch.setenv("PLANC_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(simulate, "SECONDS", 0.05)
-    verdict, findings = simulated("llama-3.2-1b", "llama", ["tp=2"], world=4)
-    assert verdict.verdict == "unknown" and "time limit" in verdict.reason
-    assert not [d for d in findings if d.severity == "error"]
-    monkeypatch.undo()  # and nothing of it is kept
-    monkeypatch.setenv("PLANC_CACHE_DIR", str(tmp_path))
+    given = dict(world_size=4, overrides="tp=2")
+    (found,) = planc.check("llama-3.2-1b", "llama", **given, time_limit=0.05)
+    assert found.code == "PL504" and found.severity == "warning"
+    assert "time limit of 0.05 seconds of processor time" in found.message
+    assert "--time-limit 0.2`" in found.help
+    words = ("llama-3.2-1b", "llama", "--world-size", 4, "--set", "tp=2")
+    assert "limit of 0.04 seconds" in call("check", *words, "--time-limit", 0.04)[1]
+    with pytest.raises(ValueError, match="time_limit is a positive number"):
+        planc.check("llama-3.2-1b", "llama", **given, time_limit=0)
+    # nothing of it is kept
     assert simulated("llama-3.2-1b", "llama", ["tp=2"], world=4)[0].verdict == "proved"
 
 
