@@ -12,6 +12,9 @@ from console import BLOCK, played, run, with_rounding_of
 from folders import ROOT
 from helpers import slow
 
+from planc.resources import PLANS
+from planc.syntax.plan_files import families
+
 DOCS = ROOT / "docs"
 FOLDERS = (".", "how-to", "language", "generated")
 PAGES = [ROOT / "README.md", *(p for name in FOLDERS for p in sorted((DOCS / name).glob("*.md")))]
@@ -53,6 +56,36 @@ def test_scripts_of_trainers_are_short():
     scripts = re.findall(r"```python\n(# \w+\.py.*?)```", (DOCS / "trainer.md").read_text(), re.S)
     assert len(scripts) == 4
     assert max(len(script.splitlines()) for script in scripts) <= 66
+
+
+def numbers(page, pattern):
+    """The groups of a pattern in a page, whose line breaks count as spaces."""
+    found = re.search(pattern, " ".join((ROOT / page).read_text().split()))
+    assert found, f"{page} has no {pattern!r}"
+    return found.groups()
+
+
+def test_numbers_of_pages_are_those_of_generated_pages():
+    cases, named = numbers("docs/silent-errors.md", r"Of (\d+) cases (\d+) are named")
+    line = r"- (\d+) of \[(\d+) silent errors of other frameworks\]\(docs/silent-errors.md\)"
+    assert numbers("README.md", line) == (named, cases)
+    reports = numbers("docs/coming-from.md", r"\[(\d+) reports\]\(silent-errors.md\)")
+    assert reports == (cases,)
+
+    coverage = "docs/generated/coverage.md"
+    all_types, built = numbers(coverage, r"Of (\d+) types, (\d+) can be built")
+    (proved,) = numbers(coverage, r"\*\*(\d+) are proved\*\*")
+    line = r"\[(\d+) of the (\d+) causal-LM families\]\(docs/generated/coverage.md\)"
+    assert numbers("README.md", line) == (proved, all_types)
+    of, theirs = numbers(coverage, r"Of (\d+) types, (\d+) have a plan of their own")
+    line = r"(\d+) of the (\d+) causal-LM families of transformers [\d.]+ that can be built have no"
+    assert numbers("docs/coming-from.md", line) == (str(int(of) - int(theirs)), built)
+    assert numbers("docs/init.md", r"\| can be built \| (\d+) \|") == (theirs,)
+
+
+def test_the_readme_counts_the_plans_that_are_for_a_family():
+    plans = [path for path in PLANS.glob("*.plan") if families(path) != ("any",)]
+    assert numbers("README.md", r"\[(\d+) plans\]\(docs/library.md\)") == (str(len(plans)),)
 
 
 def test_the_site_has_every_page():
