@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(abspath $(VENV))/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo test costs quick outputs processes fp8 lint bench estimate gpu peaks mutants mutation scripts silent fuzz coverage axes cluster docs pages clean
+.PHONY: help demo test costs quick outputs processes fp8 lint bench estimate gpu peaks mutants mutation scripts silent fuzz coverage axes options cluster docs pages clean
 
 help:  ## this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## */  make \1	/'
@@ -93,6 +93,9 @@ axes: $(VENV)/.ready  ## the other axes of every causal-LM family, with threads 
 	$(BIN)/python -W ignore tests/coverage/axis_processes.py
 	$(BIN)/python -W ignore tests/coverage/page.py > build/coverage/page.md
 	mv build/coverage/page.md docs/generated/coverage.md
+
+options: $(VENV)/.ready  ## every setting of every shipped plan with each value, on one data rank and two, with threads as ranks (hours, goes on where it was)
+	$(BIN)/python -W ignore tests/coverage/options.py
 
 build/cluster/.ready: tests/cluster/requirements.txt | $(VENV)/.ready  # with planc and torch, for Ray's workers
 	$(PYTHON) -m venv build/cluster

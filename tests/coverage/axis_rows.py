@@ -247,7 +247,7 @@ def proved_axes(row: dict) -> list[str]:
     return [axis for axis in axes if row.get(axis, {}).get("verdict") == "proved"]
 
 
-def worker(send, name: str, columns: list[str], plans, row: dict, folder: Path) -> None:
+def worker(send, columns: list[str], name: str, plans, row: dict, folder: Path) -> None:
     """Sends what is found in each column."""
     case: Case | str | None = None
     for column in columns:
@@ -262,17 +262,22 @@ def worker(send, name: str, columns: list[str], plans, row: dict, folder: Path) 
         send.send((column, row[column]))
 
 
-def limited(name: str, columns: list[str], *given) -> Iterator[tuple[str, dict]]:
-    """A family in a process of its own, which is ended where a column takes too long."""
+def limited(work, columns: list[str], seconds, *given) -> Iterator[tuple[str, dict]]:
+    """The columns of a row, from a process of its own, which is ended if a column takes too long.
+
+    Args:
+        work: called with a connection, the columns and `given`; sends each column with its result.
+        seconds: the time limit of each column.
+    """
     fork = multiprocessing.get_context("fork")
     receive, send = fork.Pipe(duplex=False)
-    process = fork.Process(target=worker, args=(send, name, columns, *given), daemon=True)
+    process = fork.Process(target=work, args=(send, columns, *given), daemon=True)
     process.start()
     send.close()
     for column in columns:
-        found = {"verdict": "late", "reason": f"took more than {SECONDS[column]} s"}
+        found = {"verdict": "late", "reason": f"took more than {seconds[column]} s"}
         try:
-            if receive.poll(SECONDS[column]):
+            if receive.poll(seconds[column]):
                 _, found = receive.recv()
         except EOFError:
             found = {"verdict": "raised", "reason": "the process ended"}
@@ -304,7 +309,7 @@ def main():
         row = json.loads(kept.read_text()) if kept.exists() else {"type": name}
         again = set(options.again.split(","))
         columns = [c for c in options.columns.split(",") if not settled(row.get(c), again)]
-        for column, found in limited(name, columns, plans, row, options.folder):
+        for column, found in limited(worker, columns, SECONDS, name, plans, row, options.folder):
             row[column] = found
             kept.write_text(json.dumps(row, indent=1))
             print(name, column, json.dumps(found), flush=True)

@@ -3,12 +3,19 @@
 import json
 import subprocess
 import sys
+from typing import get_args
 
 import axes_table
 import family_rows
+import options
 import pytest
 import theirs
 from folders import ROOT
+
+from planc.diagnostic import Sink
+from planc.ops.pipeline import Schedule
+from planc.plan.settings import SETTINGS
+from planc.syntax import plan_files
 
 PLANNED = {"plan": {"lm_head": "colwise"}}
 GOOD = {**PLANNED, "logits": 1e-6, "loss": 0.0, "gradient": 2e-6, "off": {}, "weights": 0.0}
@@ -123,3 +130,42 @@ def test_the_family_s_own_dropout_comes_back_and_no_layer_is_skipped():
         "n_embd": 64,
         "text": {"dropout": 0.2, "drop": 0},
     }
+
+
+# Options of plans --------------------------------------------------------------------------------
+
+
+def test_each_setting_is_tried_with_each_of_its_words():
+    assert set(options.WAYS) == set(SETTINGS)
+    tried = {one for ways in options.WAYS.values() for way in ways for one in way.split()}
+    for word, ways in options.WAYS.items():
+        assert all(f"{word}=" in way for way in ways), word
+    for setting in SETTINGS.values():
+        for value in setting.others:
+            assert f"{setting.word}={str(value).lower()}" in tried
+    schedules = {f"schedule={word}" for word in get_args(Schedule)}
+    assert schedules - tried == {f"schedule={SETTINGS['schedule'].default}"}
+
+
+def test_an_option_is_tried_with_one_data_rank_and_with_two():
+    files = plan_files.read("internvl", Sink())
+    columns = options.columns_of(files)
+    assert {"tp=2 images=rows | 1", "tp=2 images=rows | 2"} <= {*columns}
+    llama = options.columns_of(plan_files.read("llama", Sink()))
+    assert not [column for column in llama if "images" in column]
+    ways = ("tp=2 cp=2", "ep=2", "tp=2 ep=2 etp=2", "dp_replicate=2")
+    assert [options.ranks_of(way, 2) for way in ways] == [8, 4, 8, 4]
+
+
+def test_a_refuted_option_fails_the_target(tmp_path, monkeypatch):
+    monkeypatch.setattr(options, "models", lambda: {"llama-3.2-1b": "llama"})
+    words = ["options.py", "--ways", "sequence=false", "--folder", str(tmp_path)]
+    kept, way = tmp_path / "llama-3.2-1b.json", "tp=2 sequence=false"
+    kept.write_text(
+        json.dumps({f"{way} | 1": {"verdict": "refuted"}, f"{way} | 2": {"verdict": "refused"}})
+    )
+    monkeypatch.setattr(sys, "argv", words)
+    assert options.main() == 1
+    monkeypatch.setattr(sys, "argv", [*words, "--again", "refuted"])  # as planc check judges it
+    assert options.main() == 0
+    assert json.loads(kept.read_text())[f"{way} | 1"]["verdict"] == "proved"
