@@ -2,20 +2,14 @@
 have.
 """
 
-from collections.abc import Iterator, Mapping
-from typing import Any
-
 from planc.diagnostic import Label, Sink
 from planc.model.config import is_diffusers
 from planc.model.facts import Facts
 from planc.model.patches import KNOWN
+from planc.model.rotary import length_dependent_rotary
 from planc.ops.base import AxisRole
 from planc.ops.context import ContextParallel
 from planc.plan.ir import ContextRule, Plan
-
-_BY_LENGTH = ("dynamic", "longrope")
-"""The rotary embeddings of transformers that look at the longest position of a pass
-(`dynamic_rope_update` in modeling_rope_utils): each rank would see another one."""
 
 
 def context(plan: Plan, facts: Facts, sink: Sink) -> None:
@@ -96,17 +90,15 @@ def _heads(rule: ContextRule, plan: Plan, facts: Facts, sink: Sink) -> None:
 
 
 def _rotary(rule: ContextRule, facts: Facts, sink: Sink) -> None:
-    for kind in _rotary_kinds(facts.config):
-        if kind in _BY_LENGTH:
-            sink.error(
-                "PL543",
-                f"rotary frequencies of type `{kind}` depend on the longest position of a pass, "
-                f"and the ranks of {rule.axis} have different positions",
-                Label(span=rule.origin, text=f"splits sequences over {rule.axis}"),
-                facts=[f"rope_type = {kind}  ({facts.config_name})"],
-                help="use a model whose rotary embedding is fixed, or `cp = 1`",
-            )
-            return
+    if kind := length_dependent_rotary(facts.config):
+        sink.error(
+            "PL543",
+            f"rotary frequencies of type `{kind}` depend on the longest position of a pass, "
+            f"and the ranks of {rule.axis} have different positions",
+            Label(span=rule.origin, text=f"splits sequences over {rule.axis}"),
+            facts=[f"rope_type = {kind}  ({facts.config_name})"],
+            help="use a model whose rotary embedding is fixed, or `cp = 1`",
+        )
 
 
 def _states(op: ContextParallel, facts: Facts, sink: Sink) -> None:
@@ -140,13 +132,3 @@ def _patches(op: ContextParallel, facts: Facts, sink: Sink) -> None:
     elif op.balance != "none" and balance is not None:
         what = "patches see all others, so a run of them is as much work for each rank"
         sink.error("PL547", what, balance, help="remove it, or write `balance = none`")
-
-
-def _rotary_kinds(config: Mapping[str, Any]) -> Iterator[str]:
-    """The types of rotary embeddings that a configuration names, also for kinds of layers."""
-    for name, value in config.items():
-        if isinstance(value, Mapping):
-            if name.startswith("rope_"):
-                every = [value, *(v for v in value.values() if isinstance(v, Mapping))]
-                yield from (str(v.get("rope_type") or v.get("type")) for v in every)
-            yield from _rotary_kinds(value)

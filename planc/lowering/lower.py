@@ -27,6 +27,7 @@ from planc.lowering.rng import draw_apart, draw_by_rank, sync_rng
 from planc.lowering.stages import of_ranks
 from planc.model.facts import MODULE_DICT, Facts, Module, Modules
 from planc.model.module_table import BATCHED_EXPERTS, parts_of_images, puts_images, puts_sound
+from planc.model.rotary import length_dependent_rotary
 from planc.ops.activation_checkpoint import Checkpoint
 from planc.ops.backend import Backend
 from planc.ops.base import AxisRole, Op, Shape
@@ -43,6 +44,7 @@ from planc.ops.lowered import Lowered, Stage
 from planc.ops.matmul import ScaleWeights
 from planc.ops.optimizer import Cut, Muon, Optimize
 from planc.ops.registry import AnyOp
+from planc.ops.rotary import ShareLongestPosition
 from planc.ops.styles import Input, Output, Replicated, Sequence
 from planc.ops.tensor_parallel import Parallelize, Tie
 from planc.ops.towers import DivideImages, ShareTower
@@ -137,6 +139,7 @@ def _stage(plan: Plan, facts: Facts, adapters: list[Adapt]) -> Stage:
         *_losses(plan),
         *_images(plan, facts),
         *_towers(plan, facts),
+        *_rotary(plan, facts),
         *sync_rng(plan, facts),
         *_joined(draw_by_rank(plan, facts)),
         *draw_apart(plan, facts),
@@ -208,6 +211,13 @@ def _towers(plan: Plan, facts: Facts) -> Iterator[ShareTower]:
     if axes:
         for holder in (*puts_images(facts), *puts_sound(facts)):
             yield ShareTower(modules=holder, axes=axes)
+
+
+def _rotary(plan: Plan, facts: Facts) -> Iterator[ShareLongestPosition]:
+    """Data ranks choose the frequencies of one process that reads the rows of all of them."""
+    axes = tuple(axis for axis in _data(plan) if plan.mesh.size(axis) > 1)
+    if axes and length_dependent_rotary(facts.config):
+        yield ShareLongestPosition(axes=axes)
 
 
 def _losses(plan: Plan) -> Iterator[ChunkLoss]:

@@ -21,6 +21,7 @@ from planc.ops.optimizer import Optimize
 from planc.ops.pipeline import Pipeline
 from planc.ops.quantization import Quantize
 from planc.ops.rng import DrawApart, DrawByRank, SyncRng
+from planc.ops.rotary import ShareLongestPosition
 from planc.ops.tensor_parallel import Parallelize, Tie
 from planc.ops.towers import DivideImages, ShareTower
 
@@ -49,6 +50,7 @@ AnyOp = Annotated[
     | ChunkLoss
     | DivideImages
     | ShareTower
+    | ShareLongestPosition
     | SyncRng
     | DrawByRank
     | DrawApart

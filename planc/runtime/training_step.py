@@ -46,6 +46,7 @@ from planc.runtime.standalone.pipeline_step import (
     loss_of,
     microbatches,
 )
+from planc.runtime.standalone.rotary import LONGEST
 
 Batch = Mapping[str, Any]
 """The arguments of the model's forward, rows outermost."""
@@ -124,7 +125,9 @@ class TrainingStep:
         stages = stages_of(run.model)
         if stages is not None and run.changes is not None:
             run.changes.require()  # before torch looks at the parameters
-        with _observed(run.model, self, compiled=run.lowered.has(Compile)):
+        rotary = run.model.__dict__.get(LONGEST)
+        lengths = rotary.of_all_ranks() if rotary else nullcontext()
+        with lengths, _observed(run.model, self, compiled=run.lowered.has(Compile)):
             if stages is None:
                 total = self._plain(run, batches, every, trains)
             else:

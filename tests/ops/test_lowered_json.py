@@ -168,8 +168,8 @@ def test_all_that_is_wrong_is_said_with_its_place():
         '"context_parallel", "attend", "reset_states", '
         '"freeze", "quantize", "checkpoint", "limit_experts", "compile", "fully_shard", '
         '"megatron_shard", "scale_weights", '
-        '"divide", "prefetch", "chunk_loss", "divide_images", "share_tower", "draw", '
-        '"draw_by_rank", '
+        '"divide", "prefetch", "chunk_loss", "divide_images", "share_tower", '
+        '"share_longest_position", "draw", "draw_by_rank", '
         '"draw_apart" or "optimize"',
         "x.json, at stages[0].ops[22]: 3 is not of type object",
     ]

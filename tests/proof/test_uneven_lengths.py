@@ -1,13 +1,19 @@
 """Lengths that the tensor axis does not divide: right numbers, or refused when the batch comes."""
 
 import copy
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 from helpers import sampled, simulated
 from test_own_module import Net
 
+sys.path.append(str(Path(__file__).parent / "processes"))
+import numerics
+
 import planc
+from planc.emit.python.script import render
 from planc.runtime.executor import apply_lowered
 from planc.runtime.known_verdict import KnownVerdict
 from planc.trial import batches
@@ -94,3 +100,119 @@ def test_a_batch_of_another_length_is_refused_where_the_proof_says_so(length, ev
     failure = run_ranks(2, rank, seconds=60)
     assert failure is None, failure.message
     assert raised == (["PL516"] * 2 if even and length == 15 else [])
+
+
+ORIGINAL = 8  # positions, beyond which frequencies change
+FACTORS = {"short_factor": [1.0] * 8, "long_factor": [1.0 + n for n in range(8)]}
+ROTARY = {
+    "dynamic": {"factor": 2.0},
+    "longrope": {**FACTORS, "factor": 4.0, "original_max_position_embeddings": ORIGINAL},
+}
+LENGTHS = [(16, 6), (6, 5), (12, 16)]
+"""The tokens of a row of each data rank, in the passes of a run."""
+
+
+def rotary_model(kind):
+    rotary = {"rope_type": kind, "rope_theta": 10000.0, **ROTARY[kind]}
+    positions = ORIGINAL if kind == "dynamic" else 4 * ORIGINAL
+    return numerics.build("llama", rope_parameters=rotary, max_position_embeddings=positions)
+
+
+def rows_of(step, data_rank, length):
+    generator = torch.Generator().manual_seed(10 * step + data_rank)
+    tokens = torch.randint(0, 128, (2, length), generator=generator)
+    return {"input_ids": tokens, "labels": tokens.clone()}
+
+
+def padded_rows(step, lengths):
+    """The rows of all data ranks in one batch."""
+    every = [rows_of(step, rank, length) for rank, length in enumerate(lengths)]
+    pad = torch.nn.functional.pad
+    missing = [(0, max(lengths) - length) for length in lengths]
+    pairs = [*zip(every, missing, strict=True)]
+    return {
+        "input_ids": torch.cat([pad(b["input_ids"], m) for b, m in pairs]),
+        "labels": torch.cat([pad(b["labels"], m, value=-100) for b, m in pairs]),
+        "attention_mask": torch.cat([pad(torch.ones_like(b["labels"]), m) for b, m in pairs]),
+    }
+
+
+@pytest.mark.parametrize("kind", ROTARY)
+@pytest.mark.parametrize(
+    "settings", [[], ["tp=2"], ["pp=2", "microbatches=2"], ["dp_replicate=2"]], ids=str
+)
+def test_rotary_frequencies_depend_on_the_rows_of_all_data_ranks(kind, settings):
+    """As those of one process with these rows in one pass; `dynamic` also has a state."""
+    single, right = rotary_model(kind), []
+    for step, lengths in enumerate(LENGTHS):
+        single.zero_grad()
+        loss = single(**padded_rows(step, lengths)).loss
+        loss.backward()
+        right.append((loss.detach(), {n: p.grad for n, p in single.named_parameters()}))
+    ranks = 4 if {"tp=2", "pp=2"} & {*settings} else 2
+    models, found = [rotary_model(kind) for _ in range(ranks)], {}
+
+    def rank(number):
+        overrides = ["param_dtype=fp32", "reduce_dtype=fp32", *settings]
+        options = {"device_type": "cpu", "require": "nothing", "compare": 0}
+        run = planc.apply(models[number], "llama", overrides=overrides, **options)
+        for step, lengths in enumerate(LENGTHS):
+            run.model.zero_grad()
+            batches = [rows_of(step, run.data_rank, lengths[run.data_rank])]
+            seen = run.evaluate(batches), run.forward_backward(batches)
+            named = [(numerics.plain(n), p.grad) for n, p in run.model.named_parameters()]
+            grads = {n: numerics.whole(g) for n, g in named if g is not None}
+            errors = [numerics.error(grad, right[step][1][n]) for n, grad in grads.items()]
+            found[number, step] = *seen, max(errors)
+
+    failure = run_ranks(ranks, rank, seconds=90)
+    assert failure is None, failure and (failure.error or failure.message)
+    for (_, step), (evaluated, loss, error) in found.items():
+        torch.testing.assert_close(evaluated, right[step][0], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(loss, right[step][0], rtol=1e-5, atol=1e-6)
+        assert error < 1e-4
+
+
+def test_a_pass_of_one_rank_alone_sees_its_own_rows():
+    """A pass without gradients outside of `run.evaluate` sends nothing, and is that of one
+    process with these rows.
+    """
+    batch = {"input_ids": rows_of(0, 0, 16)["input_ids"]}
+    with torch.no_grad():
+        right = rotary_model("longrope")(**batch).logits
+    models, found = [rotary_model("longrope") for _ in range(2)], {}
+
+    def rank(number):
+        options = {"device_type": "cpu", "require": "nothing", "compare": 0}
+        overrides = ["param_dtype=fp32", "dp_replicate=2"]
+        run = planc.apply(models[number], "llama", overrides=overrides, **options)
+        with run.unshard(), torch.no_grad():
+            found[number] = run.model(**batch).logits if number else None
+
+    failure = run_ranks(2, rank, seconds=60)
+    assert failure is None, failure and (failure.error or failure.message)
+    torch.testing.assert_close(found[1], right, rtol=1e-5, atol=1e-5)
+
+
+def test_an_emitted_script_sees_the_rows_of_all_data_ranks():
+    lengths = LENGTHS[0]
+    single = rotary_model("longrope")
+    single(**padded_rows(0, lengths)).loss.backward()
+    right = {name: p.grad for name, p in single.named_parameters()}
+    overrides = ["param_dtype=fp32", "reduce_dtype=fp32"]
+    lowered = planc.lower(rotary_model("longrope"), "llama", world_size=2, overrides=overrides)
+    space = {}
+    exec(render(lowered, digest="0" * 64), space)
+    models, found = [rotary_model("longrope") for _ in range(2)], {}
+    labels = sum(2 * (length - 1) for length in lengths)
+
+    def rank(number):
+        model = space["parallelize"](models[number], space["build_mesh"]("cpu"))
+        batch = rows_of(0, number, lengths[number])
+        model(**batch, num_items_in_batch=labels / 2).loss.backward()
+        named = [(numerics.plain(n), numerics.whole(p.grad)) for n, p in model.named_parameters()]
+        found[number] = max(numerics.error(grad, right[name]) for name, grad in named)
+
+    failure = run_ranks(2, rank, seconds=60)
+    assert failure is None, failure and (failure.error or failure.message)
+    assert max(found.values()) < 1e-4

@@ -202,7 +202,7 @@ def test_stages_and_inlined_definitions_have_names_of_their_own():
 
     copies = FullyShard(members=(), shard=(), replicate=("r",), reshard=False)
     stages = [*(kind.SCRIPT for kind in get_args(get_args(AnyOp)[0])), copies.script]
-    assert len(stages) == 29
+    assert len(stages) == 30
     assert not {stage.name for stage in stages} & definitions().keys()
 
 

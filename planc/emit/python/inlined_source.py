@@ -57,6 +57,7 @@ _FILES = (
     "pipeline_schedule.py",
     "pipeline_step.py",
     "towers.py",
+    "rotary.py",
     "divided_images.py",
     "clipping.py",
     "kept_states.py",
