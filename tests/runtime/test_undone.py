@@ -491,7 +491,7 @@ def test_a_norm_of_one_stage_is_refused(norm):
         right = run.clip_grad_norm_(float("inf"))
         parameters = [p for p in run.model.parameters() if p.grad is not None]
         if norm == "get_total_norm":
-            own = torch.nn.utils.get_total_norm([p.grad for p in parameters])
+            own = torch.nn.utils.get_total_norm(p.grad for p in parameters)
         else:
             own = torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         return float(right), float(numerics.whole(own))
@@ -627,3 +627,21 @@ def test_full_tensors_are_not_loaded_into_shards(part, settings):
     _, error = ran(script, *FP32, *settings)
     assert isinstance(error, planc.PlanError), error
     assert "PL437" in str(error) and "test_undone.py" in str(error)
+
+
+def test_torch_clips_gradients_on_several_meshes():
+    """Those of experts are on another mesh than the others; torch stacks no norms of two meshes."""
+    built, found = numerics.build("mixtral"), {}
+    made = [copy.deepcopy(built) for _ in range(2)]
+
+    def program(rank):
+        options = {"device_type": "cpu", "require": "nothing"}
+        run = planc.apply(made[rank], "mixtral", overrides=["ep=2", *FP32], **options)
+        step(run.model, run)
+        right = run.clip_grad_norm_(float("inf"))
+        own = torch.nn.utils.clip_grad_norm_(run.model.parameters(), right / 3)
+        found[rank] = [float(n) for n in (right, own, 3 * run.clip_grad_norm_(float("inf")))]
+
+    assert run_ranks(2, program, 60) is None
+    for right, *others in found.values():
+        assert others == pytest.approx([right] * 2, rel=1e-4)

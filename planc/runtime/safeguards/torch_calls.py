@@ -11,6 +11,7 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad
 
@@ -33,8 +34,10 @@ def _replace_functions() -> None:
     torch.autograd._engine_run_backward = _refusing(
         torch.autograd._engine_run_backward, _require_no_shards
     )
-    clip_grad._get_total_norm = _refusing(clip_grad._get_total_norm, _require_all_stages)
+    clip_grad._get_total_norm = _total_norm(clip_grad._get_total_norm)
+    clip_grad._clip_grads_with_norm_ = _scaling(clip_grad._clip_grads_with_norm_)
     nn.utils.get_total_norm = clip_grad._get_total_norm
+    nn.utils.clip_grads_with_norm_ = clip_grad._clip_grads_with_norm_
     DTensor.data = property(_get_data, _set_data)
 
 
@@ -78,13 +81,47 @@ def _require_no_shards(
         )
 
 
-def _require_all_stages(tensors: Any, *_args: Any, **_kwargs: Any) -> None:
+# torch computes with lists of tensors on one mesh -------------------------------------------------
+
+
+def _total_norm(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """torch's norm of several tensors, which may be on several meshes."""
+
+    @functools.wraps(function)
+    def called(tensors: Any, norm_type: float = 2.0, *args: Any, **kwargs: Any) -> Tensor:
+        given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        _require_all_stages(given)
+        if len({_mesh(tensor) for tensor in given}) > 1:
+            norms = [torch.linalg.vector_norm(tensor.detach(), norm_type) for tensor in given]
+            given = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+        return function(given, norm_type, *args, **kwargs)
+
+    return called
+
+
+def _scaling(function: Callable[..., None]) -> Callable[..., None]:
+    """torch's scaling of gradients by their norm, once for the parameters of each mesh."""
+
+    @functools.wraps(function)
+    def called(parameters: Any, *args: Any, **kwargs: Any) -> None:
+        given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        for mesh in {_mesh(parameter): None for parameter in given}:
+            function([p for p in given if _mesh(p) == mesh], *args, **kwargs)
+
+    return called
+
+
+def _mesh(tensor: Tensor) -> DeviceMesh | None:
+    return tensor.device_mesh if isinstance(tensor, DTensor) else None
+
+
+def _require_all_stages(tensors: Iterable[Tensor]) -> None:
     """Refuses torch's norm of gradients under pipeline stages: a rank has those of its stages.
 
     Raises:
         PlanError: PL427.
     """
-    given = {id(tensor) for tensor in ([tensors] if isinstance(tensors, Tensor) else tensors)}
+    given = set(map(id, tensors))
     staged = (model for model in [*_MODELS] if stages_of(model) is not None)
     if any(id(p.grad) in given or id(p) in given for model in staged for p in model.parameters()):
         raise stop(
