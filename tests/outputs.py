@@ -122,7 +122,7 @@ def cases():
             yield model, path.name, [*settings, "ep=2"] if plan == "mixtral" else settings
 
 
-def of_case(model, plan, settings):
+def case_outputs(model, plan, settings):
     """Yields (name, text) for each command on a shipped plan."""
     from planc.diagnostic import Sink
     from planc.model.load import load
@@ -150,7 +150,7 @@ def pages():
     return [*found, *sorted((ROOT / "docs/diagnostics").glob("PL*.md")), ROOT / "docs/start.md"]
 
 
-def of_section(texts, folder):
+def section_outputs(texts, folder):
     """Yields (command, text) for each command of a section, whose files are written first."""
     from console import BLOCK
 
@@ -170,10 +170,10 @@ def of_section(texts, folder):
                 yield line, outputs(*words[1:])
                 continue
             for name, (command, more) in FORMS.items():
-                yield f"{line} ({name})", outputs(command, *_of_plan(words[2:]), *more)
+                yield f"{line} ({name})", outputs(command, *_plan_words(words[2:]), *more)
 
 
-def _of_plan(words):
+def _plan_words(words):
     """The words of a command that say which plan is meant."""
     options = re.findall(r"--(?:world-size|set) \S+|--allow-code", " ".join(words))
     names = [
@@ -192,7 +192,7 @@ def write(target):
     here = tempfile.mkdtemp()
     os.chdir(here)
     for model, plan, settings in cases():
-        for name, text in of_case(model, plan, settings):
+        for name, text in case_outputs(model, plan, settings):
             place = "_".join([model, plan, *settings, name]).replace("/", "_")
             (target / f"{place}.txt").write_text(text)
     for page in pages():
@@ -202,7 +202,7 @@ def write(target):
             with tempfile.TemporaryDirectory() as folder:
                 os.chdir(folder)
                 try:
-                    found = dict(of_section(texts, Path(folder)))
+                    found = dict(section_outputs(texts, Path(folder)))
                 finally:
                     os.chdir(here)
                 text = "\n".join(f"{k}\n{v.replace(folder, 'HERE')}" for k, v in found.items())

@@ -73,7 +73,7 @@ class RankCall:
         return f"{kind_text(self.kind)}{reduces}{size * bool(self.numel)}{end}"
 
     @property
-    def of_unit(self) -> bool:
+    def gathers_unit(self) -> bool:
         """Whether the call gathers or reduces a unit of FSDP."""
         return bool(self.unit and self.op and units_of(self.op))
 
@@ -85,7 +85,7 @@ class RankCall:
     def where(self) -> str:
         """`backward of model.layers.3`, `forward, fsdp of lm_head`, `clipping`, `the loop`."""
         at = f"{self.during} of {self.module}" if self.module else self.during
-        of = f"{self.op.WORD} of {self.unit}" if self.op and self.of_unit else ""
+        of = f"{self.op.WORD} of {self.unit}" if self.op and self.gathers_unit else ""
         return ", ".join(filter(None, (at, of))) or "the loop" * (self.op is None)
 
     @property

@@ -65,7 +65,7 @@ def by_pass(step: Step) -> Iterator[Sent]:
 
 def left_out(step: Step) -> tuple[str, ...]:
     """Names what may send, and is not counted."""
-    texts = (op.uncounted(step) for op in step.lowered.ops)
+    texts = (op.uncounted_traffic(step) for op in step.lowered.ops)
     return tuple(dict.fromkeys(filter(None, texts)))
 
 

@@ -176,7 +176,7 @@ class Step:
     def skips_blocks(self) -> bool:
         return self.backward.skips
 
-    def styled(self, modules: Modules) -> bool:
+    def has_styles(self, modules: Modules) -> bool:
         styles: list[Op] = [op for op in self.lowered.ops if op.ROLE is AxisRole.TENSOR]
         return any(op.about.overlap(modules) for op in styles if self.wide(op.split_axes))
 

@@ -176,7 +176,7 @@ class Checkpoint(Op):
         text = f"{'' if how == 'full' else f'{how}: '}activations are recomputed in backward"
         yield from decision_around(self.modules, text, question)
 
-    def uncounted(self, step: StepFacts) -> str:
+    def uncounted_traffic(self, step: StepFacts) -> str:
         return f"what backward repeats of {self.modules}" if self.save else ""
 
     UNDONE_BY: ClassVar = {"gradient_checkpointing_enable": "the plan's checkpoints"}

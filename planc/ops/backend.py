@@ -55,7 +55,7 @@ class Backend(base.Op):
 
     SCRIPT: ClassVar = call.ScriptFunction("shard", "Shards the model.")
 
-    def uncounted(self, step: base.StepFacts) -> str:
+    def uncounted_traffic(self, step: base.StepFacts) -> str:
         return f"what {self.TITLE} gathers and reduces"
 
     WORD: ClassVar = "backend"
@@ -65,7 +65,8 @@ class Backend(base.Op):
     """The function that is called, for messages."""
     UNPROVED: ClassVar[str]
     """Why a simulation proves nothing of it."""
-    SIMULATED: ClassVar = base.Simulated.NEVER  # it may need a device
+    SIMULATION: ClassVar = base.SimulationKind.NEVER  # it may need a device
+    ROLE: ClassVar = base.AxisRole.DATA
     SETTINGS: ClassVar[tuple[str, ...]]
     """The settings and directives of an fsdp section that it alone has."""
 
@@ -98,11 +99,15 @@ class Backend(base.Op):
         return self.members
 
     @property
+    def split_axes(self) -> tuple[str, ...]:
+        return (*self.shard, *self.replicate)
+
+    @property
     def optimized(self) -> str | None:
         """The dtype of separate weights that the optimizer steps; None for the model's own."""
         return None
 
-    def without_sizes(self) -> Self:
+    def drop_sizes(self) -> Self:
         return replace(self, nbytes=0, gathered=0)
 
     def units(self) -> Iterator[FullyShard]:

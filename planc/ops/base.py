@@ -94,15 +94,15 @@ class AxisRole(StrEnum):
     """Layers, as stages of a pipeline."""
 
 
-class Simulated(StrEnum):
+class SimulationKind(StrEnum):
     """The simulations on the proxy model that run an operation."""
 
     ALWAYS = "always"
     NEVER = "never"
     WITH_DATA = "with data"
-    """Those with several ranks that read different rows."""
+    """Simulations with several ranks that read different rows."""
     SEPARATELY = "separately"
-    """One of its own: results depend on all rows of a pass, or need another dtype."""
+    """A separate simulation: results depend on all rows of a pass, or need another dtype."""
 
 
 Where = tuple[str | int, ...]
@@ -233,7 +233,7 @@ class Shape:
 
 
 class StepFacts(Protocol):
-    """What an operation asks of a training step to know which of its collectives are not counted.
+    """The facts of a training step that decide which collectives of an operation are not counted.
 
     Attributes:
         knows_trained: whether it is known which parameters train.
@@ -247,7 +247,7 @@ class StepFacts(Protocol):
     def wide(self, axes: tuple[str, ...]) -> bool:
         """Whether there are several ranks along the axes."""
 
-    def styled(self, modules: Modules) -> bool:
+    def has_styles(self, modules: Modules) -> bool:
         """Whether styles split some of the modules over several ranks."""
 
 
@@ -270,21 +270,21 @@ class Op:
     ROLE: ClassVar[AxisRole | None] = None
     """The part of the work that the ranks along `split_axes` split; None where they split none."""
     CARRIES: ClassVar[str] = ""
-    """What the ranks along `split_axes` send to each other, in words; empty for nothing."""
+    """The data that ranks along `split_axes` send to each other, in words; empty for none."""
 
     ALONE: ClassVar[bool] = False
     """Whether a reference run in one process has the operation too."""
     NEEDS: ClassVar[str] = ""
-    """What a script needs in place of parts of torch; empty for nothing."""
+    """Packages and devices that a script needs in place of parts of torch; empty for none."""
     LOOP_FUNCTIONS: ClassVar[tuple[str, ...]] = ()
     """The functions of a script that its training loop calls because of the operation."""
-    SIMULATED: ClassVar[Simulated] = Simulated.ALWAYS
+    SIMULATION: ClassVar[SimulationKind] = SimulationKind.ALWAYS
     READS_VALUES: ClassVar[bool] = False
     """Whether its calls read the values of weights, which fake tensors lack."""
     SETS_TRAINING: ClassVar[bool] = False
     """Whether it decides which parameters train."""
     UNDONE_BY: ClassVar[Mapping[str, str]] = {}
-    """Methods of transformers' models that would undo it, and what they would undo, in words."""
+    """Methods of transformers' models that would undo it, and phrases for what is undone."""
 
     origin: Origin = field(default=NOWHERE, compare=False, repr=False, metadata=key("place"))
     origins: Origins = field(default=(), compare=False, repr=False, metadata=OMIT)
@@ -347,7 +347,11 @@ class Op:
         return {}
 
     def misfits(self, modules: Mapping[str, Any]) -> Iterator[str]:
-        """Yields why the operation does not fit a model, by its modules with their names."""
+        """Yields the reasons for which the operation does not fit a model.
+
+        Args:
+            modules: of the model, by name.
+        """
         yield from ()
 
     def union(self, other: "Op") -> Self | None:
@@ -361,8 +365,8 @@ class Op:
         joined = replace(self, **modules)
         return joined if replace(other, **modules) == joined else None
 
-    def uncounted(self, step: StepFacts) -> str:
-        """What the operation sends in a step and no number is known of; empty for nothing."""
+    def uncounted_traffic(self, step: StepFacts) -> str:
+        """Names the collectives of a step whose number or size is unknown; empty for none."""
         return ""
 
     def decisions(self, question: Question) -> Iterator[Decision]:
@@ -384,7 +388,7 @@ class Op:
         """The number of which the tokens of a pass on a rank must be a multiple."""
         return 1
 
-    def simulated(self, context: Context, *, precision: bool) -> Self:
+    def simplify(self, context: Context, *, precision: bool) -> Self:
         """The operation on the proxy model, where sizes are small and packages may be missing.
 
         Args:
@@ -397,7 +401,7 @@ class Op:
         """The name and the text of what a simulation leaves out; None for nothing."""
         return None
 
-    def without_sizes(self) -> Self:
+    def drop_sizes(self) -> Self:
         """The operation without the numbers of bytes in it, which decide nothing that runs."""
         return self
 

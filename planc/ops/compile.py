@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from planc.model.facts import Modules
 from planc.ops import phrases
-from planc.ops.base import OMIT, Axes, AxisSizes, Op, Simulated
+from planc.ops.base import OMIT, Axes, AxisSizes, Op, SimulationKind
 from planc.ops.call import Context, Each, FunctionCall, MeshOf, Once, ScriptFunction, Step, given
 from planc.ops.decisions import Decision, Question, decision_around
 
@@ -33,7 +33,7 @@ class Compile(Op):
         call = FunctionCall(".compile", (), given(fullgraph=self.fullgraph or None))
         yield Each(modules=self.modules, calls=(call,), note=self.place)
 
-    SIMULATED: ClassVar = Simulated.NEVER  # it takes minutes, and changes no results by intent
+    SIMULATION: ClassVar = SimulationKind.NEVER  # it takes minutes, and should change no results
 
     def omission(self, *, precision: bool) -> tuple[str, str]:
         return "compile", "the modules run uncompiled"

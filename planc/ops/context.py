@@ -161,7 +161,7 @@ class ContextParallel(KeysOp):
         if any(modules.has(question.name) for modules in self.seeing):
             yield Decision(self.headline(question.mesh), question.name)
 
-    def uncounted(self, step: StepFacts) -> str:
+    def uncounted_traffic(self, step: StepFacts) -> str:
         text = f"what backward leaves out of {self.WORD} for frozen blocks"
         return text if step.skips_blocks else ""
 

@@ -28,7 +28,7 @@ class Freeze(Op):
     ALONE: ClassVar = True
     SETS_TRAINING: ClassVar = True
 
-    def uncounted(self, step: StepFacts) -> str:
+    def uncounted_traffic(self, step: StepFacts) -> str:
         text = "what backward leaves out where parameters are frozen"
         return "" if step.knows_trained else text
 

@@ -113,7 +113,7 @@ class FullyShard(base.Op):
         "shard", "Shards parameters, gradients and optimizer state."
     )
     ROLE: ClassVar = base.AxisRole.DATA
-    SIMULATED: ClassVar = base.Simulated.WITH_DATA
+    SIMULATION: ClassVar = base.SimulationKind.WITH_DATA
 
     @property
     def script(self) -> call.ScriptFunction:
@@ -146,7 +146,7 @@ class FullyShard(base.Op):
         joined = replace(self, members=(both,))
         return joined if replace(other, members=(both,)) == joined else None
 
-    def simulated(self, context: call.Context, *, precision: bool) -> Self:
+    def simplify(self, context: call.Context, *, precision: bool) -> Self:
         """The unit without mixed precision unless asked; it is resharded if the mesh has too few
         ranks for the number in `reshard`.
         """
@@ -156,7 +156,7 @@ class FullyShard(base.Op):
         unit = replace(self, reshard=reshard, gathered=0, saved=0)
         return unit if precision else replace(unit, param=None, reduce=None, output=None)
 
-    def without_sizes(self) -> Self:
+    def drop_sizes(self) -> Self:
         return replace(self, nbytes=0, gathered=0, saved=0)
 
     def claims(self, collective: ObservedCall) -> CallClaim | None:
@@ -342,7 +342,7 @@ class Divide(base.Op):
             made = call.FunctionCall(".set_gradient_divide_factor", (self.factor,))
             yield call.Each(modules=modules, calls=(made,), note=self.place)
 
-    SIMULATED: ClassVar = base.Simulated.WITH_DATA
+    SIMULATION: ClassVar = base.SimulationKind.WITH_DATA
     WORD: ClassVar = "divide"
     ABOUT: ClassVar[tuple[str, ...]] = ("units",)
     WORDS: ClassVar = {"factor": ("gradients by", phrases.value)}
@@ -380,7 +380,7 @@ class Prefetch(base.Op):
                 made = call.FunctionCall(f"{_FUNCTIONS}prefetch_{way}", (depth, *order))
                 yield call.Once(call=made, note=self.place)
 
-    SIMULATED: ClassVar = base.Simulated.WITH_DATA
+    SIMULATION: ClassVar = base.SimulationKind.WITH_DATA
     WORD: ClassVar = "prefetch"
     ABOUT: ClassVar[tuple[str, ...]] = ("units",)
 

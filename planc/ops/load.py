@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar
 
 from planc.model.facts import Modules, Parameter
 from planc.ops import phrases
-from planc.ops.base import OMIT, AxisSizes, Dtype, Op, Simulated, choice
+from planc.ops.base import OMIT, AxisSizes, Dtype, Op, SimulationKind, choice
 from planc.ops.call import MODEL, Context, FunctionCall, Once, ScriptFunction, Step, dtype, given
 from planc.ops.decisions import Decision, Question
 from planc.ops.lora import pattern_of
@@ -60,7 +60,7 @@ class Load(Op):
             call = FunctionCall("standalone.load_weights:keep_in", (MODEL, dtype(self.dtype)), fp32)
             yield Once(call=call, note=self.place)
 
-    SIMULATED: ClassVar = Simulated.NEVER  # weights are random
+    SIMULATION: ClassVar = SimulationKind.NEVER  # weights are random
 
     @property
     def packages(self) -> tuple[str, ...]:

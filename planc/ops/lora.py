@@ -197,7 +197,7 @@ class Adapt(Op):
             if question.at.inside(members) is not None:
                 yield Decision(self.headline(), question.ancestor(len(members.path)))
 
-    def uncounted(self, step: StepFacts) -> str:
+    def uncounted_traffic(self, step: StepFacts) -> str:
         text = "what backward leaves out where parameters are frozen"
         return "" if step.knows_trained else text
 

@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Self
 
 from planc.model import cache
 from planc.model.facts import Modules
-from planc.ops.base import OMIT, AxisSizes, Op, Simulated, StepFacts, choice
+from planc.ops.base import OMIT, AxisSizes, Op, SimulationKind, StepFacts, choice
 from planc.ops.call import (
     DEVICE_TYPE,
     MODEL,
@@ -63,7 +63,7 @@ class LowPrecision(Op):
 
     ALONE: ClassVar = True
     NEEDS: ClassVar = "torchao"
-    SIMULATED: ClassVar = Simulated.SEPARATELY
+    SIMULATION: ClassVar = SimulationKind.SEPARATELY
     """A scale depends on all rows of a pass, and numbers on the border between two need float64."""
 
     @property
@@ -77,7 +77,7 @@ class LowPrecision(Op):
     def token_multiple(self) -> int:
         return BLOCK[self.recipe]
 
-    def simulated(self, context: Context, *, precision: bool) -> Self:
+    def simplify(self, context: Context, *, precision: bool) -> Self:
         return replace(self, emulate=True)
 
     def omission(self, *, precision: bool) -> tuple[str, str] | None:
@@ -89,9 +89,9 @@ class LowPrecision(Op):
     def decisions(self, question: Question) -> Iterator[Decision]:
         yield from decision_around(self.modules, f"products in {self.headline()}", question)
 
-    def uncounted(self, step: StepFacts) -> str:
+    def uncounted_traffic(self, step: StepFacts) -> str:
         text = "largest values of activations of tensorwise products, 4 bytes each"
-        return text if self.recipe == "tensorwise" and step.styled(self.modules) else ""
+        return text if self.recipe == "tensorwise" and step.has_styles(self.modules) else ""
 
     KIND: ClassVar = "matmul"
     WORD: ClassVar = "matmul"
@@ -121,7 +121,7 @@ class ScaleWeights(Op):
     def calls(self, _context: Context) -> Iterator[Step]:
         yield Once(call=FunctionCall("standalone.matmul:scale_before_forward", (MODEL,)))
 
-    SIMULATED: ClassVar = Simulated.SEPARATELY
+    SIMULATION: ClassVar = SimulationKind.SEPARATELY
     WORD: ClassVar = "scales"
 
     def headline(self, _mesh: AxisSizes | None = None) -> str:

@@ -245,7 +245,7 @@ class Optimize(Op):
     ALONE: ClassVar = True
     LOOP_FUNCTIONS: ClassVar = ("planned_optimizer",)
 
-    def uncounted(self, step: StepFacts) -> str:
+    def uncounted_traffic(self, step: StepFacts) -> str:
         text = "sums of rows and columns that adafactor takes, two all-reduces a step"
         return text if isinstance(self.algorithm, Adafactor) else ""
 

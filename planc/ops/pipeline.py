@@ -150,7 +150,7 @@ class Pipeline(Op):
         "keep_stages", "Keeps the parameters of this rank's stages."
     )
 
-    def uncounted(self, step: StepFacts) -> str:
+    def uncounted_traffic(self, step: StepFacts) -> str:
         text = f"what backward leaves out of {self.WORD} for frozen blocks"
         return text if step.skips_blocks else ""
 
@@ -163,7 +163,7 @@ class Pipeline(Op):
     def split_axes(self) -> tuple[str, ...]:
         return (self.axis,)
 
-    def simulated(self, context: call.Context, *, precision: bool) -> Self:
+    def simplify(self, context: call.Context, *, precision: bool) -> Self:
         # a timetable has passes for its own number of microbatches
         return self if self.timetable else replace(self, microbatches=self.stages)
 

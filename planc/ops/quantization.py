@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Self
 
 from planc.model.facts import Modules
 from planc.ops import call, phrases
-from planc.ops.base import AxisSizes, Op, Simulated, Some, choice
+from planc.ops.base import AxisSizes, Op, SimulationKind, Some, choice
 from planc.ops.decisions import Decision, Question
 
 KINDS = ("nf4", "fp4")
@@ -53,7 +53,7 @@ class Quantize(Op):
             yield call.Each(modules=modules, calls=(made,), note=self.place)
 
     READS_VALUES: ClassVar = True
-    SIMULATED: ClassVar = Simulated.NEVER
+    SIMULATION: ClassVar = SimulationKind.NEVER
     """A shard of a small weight is not a multiple of the quantization block; that of the real one
     is checked."""
 

@@ -123,7 +123,7 @@ class Parallelize(Op):
     def required_shapes(self) -> Mapping[str, tuple[int, ...]]:
         return {shape.name: shape.shape for shape in self.shapes}
 
-    def uncounted(self, step: StepFacts) -> str:
+    def uncounted_traffic(self, step: StepFacts) -> str:
         if not step.wide(self.axes) or self._is_counted:
             return ""
         return f"{style_name(self.style)} of {self.modules}"

@@ -93,7 +93,7 @@ class DivideImages(Op):
         if self.modules.has(question.name) or self.runs(question.name):
             yield Decision(self.headline(question.mesh), str(self.modules))
 
-    def uncounted(self, step: StepFacts) -> str:
+    def uncounted_traffic(self, step: StepFacts) -> str:
         return f"how many features each image has, 8 bytes an image over {self.axis}"
 
     WORD: ClassVar = "images"

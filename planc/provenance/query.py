@@ -91,8 +91,8 @@ class _Question:
         parameters = [self.parameter] if self.parameter else module.parameters
         found = {
             "tensor": tuple(self._tensor(op) for op in self.styles if self._is(op)),
-            "checkpoint": tuple(self._checkpointed()),
-            "compile": tuple(self._decided("compile")),
+            "checkpoint": tuple(self._checkpoints()),
+            "compile": tuple(self._decisions("compile")),
             "unit": tuple(self._units()),
         }
         return Reasons(
@@ -103,22 +103,22 @@ class _Question:
             like=next(m for m in self.facts.model.below() if m.overlap(self.at) is not None),
             parameters=tuple(self._parameter(p) for p in parameters),
             count=self.parameter.numel if self.parameter else module.count,
-            load=tuple(self._decided("load")),
+            load=tuple(self._decisions("load")),
             stage=tuple(self._staged()),
-            context=tuple(self._decided("context", "attention")),
-            experts=tuple(self._decided("experts", "capacity")),
-            loss=tuple(self._decided("loss")),
-            adapter=tuple(self._decided("adapters", "quantize")),
+            context=tuple(self._decisions("context", "attention")),
+            experts=tuple(self._decisions("experts", "capacity")),
+            loss=tuple(self._decisions("loss")),
+            adapter=tuple(self._decisions("adapters", "quantize")),
             around=tuple(self._tensor(op) for op in self.styles if self._around(op)),
             inside=() if self.parameter else tuple(self._inside()),
             unit_bytes=(self.shard.nbytes, self.shard.gathered)
             if self.shard and not self.ignored and self.shard in self.lowered.ops
             else None,
             training=tuple(self._training()),
-            matmul=tuple(self._decided("matmul")),
-            towers=tuple(self._decided("towers", "images")),
-            draws=tuple(self._decided("draws")),
-            ties=tuple(self._decided("tie")),
+            matmul=tuple(self._decisions("matmul")),
+            towers=tuple(self._decisions("towers", "images")),
+            draws=tuple(self._decisions("draws")),
+            ties=tuple(self._decisions("tie")),
             missing={k: self._missing(k) for k, reasons in found.items() if not reasons},
             **found,
         )
@@ -155,8 +155,8 @@ class _Question:
                 what = f"{style_name(op.style)} {op.layouts}".strip()
                 yield self._reason(f"{what}  {op.sizes}".strip(), _after(both, self.at), op)
 
-    def _decided(self, *words: str) -> Iterator[Reason]:
-        """What operations with these words decide about the module, by word."""
+    def _decisions(self, *words: str) -> Iterator[Reason]:
+        """Yields the decisions of operations with these words about the module, by word."""
         for word in words:
             for op in self.lowered.ops:
                 for text, target in op.decisions(self.question) if word == op.WORD else ():
@@ -174,7 +174,7 @@ class _Question:
                         what = _taken(times, stage)
                         yield self._reason(what, self.name, op, NOWHERE)
 
-    def _checkpointed(self) -> Iterator[Reason]:
+    def _checkpoints(self) -> Iterator[Reason]:
         for op in self.lowered.every(Checkpoint):
             for text, target in op.decisions(self.question):
                 yield self._reason(text, target, op)
@@ -283,7 +283,7 @@ class _Question:
             if rule.modules.has(self.name) and self.lowered.axis_size(rule.axis) == 1:
                 style, place = style_name(rule.style), rule.origin.place
                 return f"{style} has no effect: {rule.axis} has one rank ({place})"
-        if any(self._decided("experts")):
+        if any(self._decisions("experts")):
             return "no rule: its experts are divided over ranks"
         axes = dict.fromkeys(axis for op in self.styles for axis in op.axes)
         if not self.at.module.parameters:

@@ -141,7 +141,7 @@ def label(call: RankCall) -> str:
     what = f"{kind_text(call.kind)} over {call.over}"
     if call.op is None:
         return f"no line: {what}"
-    at = call.unit if call.of_unit else call.module
+    at = call.unit if call.gathers_unit else call.module
     words = (_place(call.op), at, call.op.short_name, what)
     return " ".join(filter(None, words)) + f" ({call.during})" * bool(call.during)
 

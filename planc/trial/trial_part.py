@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
-from planc.ops.base import Op, Simulated
+from planc.ops.base import Op, SimulationKind
 from planc.ops.fsdp import FullyShard
 from planc.ops.lora import Adapt
 from planc.ops.lowered import Lowered
@@ -27,14 +27,14 @@ def trial_part(
     `tensor` leaves out FSDP too, where no data axis has two ranks; `draws` keeps adapters' dropout,
     `eight_bits` products in 8 bits, which are emulated, and everything else runs in float64.
     """
-    kinds = {Simulated.ALWAYS}
-    kinds |= set() if tensor else {Simulated.WITH_DATA}
-    kinds |= {Simulated.SEPARATELY} if eight_bits else set()
+    kinds = {SimulationKind.ALWAYS}
+    kinds |= set() if tensor else {SimulationKind.WITH_DATA}
+    kinds |= {SimulationKind.SEPARATELY} if eight_bits else set()
     context = lowered.context()
     random = with_random_adapters(lowered, draws=draws)
     part = random.map_ops(
         lambda ops: (
-            op.simulated(context, precision=precision) for op in ops if op.SIMULATED in kinds
+            op.simplify(context, precision=precision) for op in ops if op.SIMULATION in kinds
         )
     )
     return replace(part, stages=tuple(replace(stage, gathered=0) for stage in part.stages))
@@ -44,7 +44,7 @@ def separate_ops(lowered: Lowered) -> list[Op]:
     """The operations that have a simulation of their own; a simulation without any is the common
     one.
     """
-    return [op for op in lowered.ops if op.SIMULATED is Simulated.SEPARATELY]
+    return [op for op in lowered.ops if op.SIMULATION is SimulationKind.SEPARATELY]
 
 
 def with_random_adapters(lowered: Lowered, *, draws: bool = False) -> Lowered:

@@ -100,7 +100,7 @@ def _key(lowered: Lowered, facts: Facts, by: Proof) -> str:
     """Proofs run in float32, so bytes, which depend on the dtype of the weights, are left out."""
     stages = (replace(stage, parameters=0, gathered=0) for stage in lowered.stages)
     plain = replace(lowered, stages=tuple(stages)).map_ops(
-        lambda ops: (op.without_sizes() for op in ops)
+        lambda ops: (op.drop_sizes() for op in ops)
     )
     key = certificate.key_of(digest(plain), certificate.identity(facts))
     return cache.entry_name(f"verdict {_FORMAT} by {by}", key, sources=_all_sources())
