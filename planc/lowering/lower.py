@@ -1,4 +1,4 @@
-"""IR -> lowered operations. The order of a parallel program is decided here only:
+"""IR -> lowered operations, in the order of their phases (`planc.ops.base.Phase`):
 
 mesh, pipeline (after adapters, where there are any), configure, adapters, tensor, ties, experts
 (and the styles on them), context or resets of states, freezing, 4-bit weights, checkpoint, slots of
@@ -18,6 +18,7 @@ its own hook is the last.
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import product
+from operator import itemgetter
 from typing import TypeVar
 
 from planc.lowering.fsdp import settings, units_of
@@ -30,7 +31,7 @@ from planc.model.module_table import BATCHED_EXPERTS, parts_of_images, puts_imag
 from planc.model.rotary import length_dependent_rotary
 from planc.ops.activation_checkpoint import Checkpoint
 from planc.ops.backend import Backend
-from planc.ops.base import AxisRole, Op, Shape
+from planc.ops.base import AxisRole, Op, Phase, Shape
 from planc.ops.configure import Configure
 from planc.ops.context import Attend, ContextParallel
 from planc.ops.documents import ResetStates, resets
@@ -120,10 +121,10 @@ def _stage(plan: Plan, facts: Facts, adapters: list[Adapt]) -> Stage:
     tensor = [r for r in tensor if r not in inside]
     ops: list[AnyOp] = [
         *_on_model(plan, facts, adapters),
+        *_joined(plan.matmul),
         *_joined(_parallelize(_ordered([*_on_layers(tensor, plan), *derived]), plan)),
         *_ties(facts, tensor, plan),
         *_joined(divided(plan)),
-        *_joined(_parallelize(_ordered(inside), plan)),
         *_contexts(plan),
         *_joined(_exchanges(plan)),
         *_resets(plan, facts),
@@ -131,7 +132,7 @@ def _stage(plan: Plan, facts: Facts, adapters: list[Adapt]) -> Stage:
         *_joined(plan.train),
         *quantize(plan),
         *_joined(_inside_out(plan.checkpoint)),
-        *_joined(limited(plan)),  # which tells the checkpoints of all stages
+        *_joined(limited(plan)),
         *_joined(plan.compile),
         *units,
         *_scales(plan),
@@ -145,11 +146,13 @@ def _stage(plan: Plan, facts: Facts, adapters: list[Adapt]) -> Stage:
         *draw_apart(plan, facts),
         *_joined(optimize(plan, facts)),
     ]
+    phases = [(op.PHASE, op) for op in ops]
+    phases += [(Phase.INSIDE_EXPERTS, op) for op in _joined(_parallelize(_ordered(inside), plan))]
     return Stage(
         parameters=at_rest + scales(plan),
         gathered=max((u.gathered for u in units), default=0),
         steps=tuple(sorted(stepped(plan, facts))),
-        ops=tuple(ops),
+        ops=tuple(op for _, op in sorted(phases, key=itemgetter(0))),
     )
 
 
@@ -161,7 +164,6 @@ def _on_model(plan: Plan, facts: Facts, adapters: list[Adapt]) -> Iterator[AnyOp
     yield from [plan.load] if plan.load else ()
     yield from adapters
     yield from pipeline if adapters else ()
-    yield from _joined(plan.matmul)
 
 
 def _scales(plan: Plan) -> Iterator[ScaleWeights]:

@@ -12,7 +12,7 @@ from typing import Annotated, ClassVar, Self
 from planc.model.facts import Modules
 from planc.model.indices import Indices
 from planc.ops import phrases
-from planc.ops.base import OMIT, AxisSizes, Form, Op, Operator, Size, Some, StepFacts, Where
+from planc.ops.base import OMIT, AxisSizes, Form, Op, Operator, Phase, Size, Some, StepFacts, Where
 from planc.ops.call import Context, Each, FunctionCall, ImportedName, ScriptFunction, Step, given
 from planc.ops.decisions import Decision, Question, decision_around
 from planc.resources import GRAMMARS
@@ -180,6 +180,7 @@ class Checkpoint(Op):
         return f"what backward repeats of {self.modules}" if self.save else ""
 
     UNDONE_BY: ClassVar = {"gradient_checkpointing_enable": "the plan's checkpoints"}
+    PHASE: ClassVar = Phase.CHECKPOINT
     WORD: ClassVar = "checkpoint"
     ABOUT: ClassVar[tuple[str, ...]] = ("modules",)
     WORDS: ClassVar = {

@@ -58,6 +58,7 @@ class Backend(base.Op):
     def uncounted_traffic(self, step: base.StepFacts) -> str:
         return f"what {self.TITLE} gathers and reduces"
 
+    PHASE: ClassVar = base.Phase.SHARD
     WORD: ClassVar = "backend"
     TITLE: ClassVar[str]
     """The name of the library, for messages."""

@@ -4,7 +4,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
+from enum import IntEnum, StrEnum, auto
 from operator import attrgetter
 from typing import Annotated, Any, ClassVar, NamedTuple, Protocol, Self, TypeVar
 
@@ -92,6 +92,37 @@ class AxisRole(StrEnum):
     """Whole experts."""
     STAGE = "stage"
     """Layers, as stages of a pipeline."""
+
+
+class Phase(IntEnum):
+    """The phases in which operations are applied to a model, in order.
+
+    `planc.lowering.lower` gives the reason for the place of each phase.
+    """
+
+    MODEL = auto()
+    """Stages, the configuration, loading and adapters, on the model without any sharding."""
+    LAYERS = auto()
+    """Layers are replaced before their weights are sharded."""
+    TENSOR = auto()
+    TIES = auto()
+    EXPERTS = auto()
+    INSIDE_EXPERTS = auto()
+    """Styles on the experts of a rank."""
+    CONTEXT = auto()
+    FREEZE = auto()
+    QUANTIZE = auto()
+    CHECKPOINT = auto()
+    CAPACITY = auto()
+    """It tells the checkpoints of all stages."""
+    COMPILE = auto()
+    SHARD = auto()
+    UNITS = auto()
+    """Settings of FSDP units."""
+    LOSS = auto()
+    INPUTS = auto()
+    RANDOM = auto()
+    OPTIMIZER = auto()
 
 
 class SimulationKind(StrEnum):
@@ -260,6 +291,7 @@ class Op:
 
     SCRIPT: ClassVar[ScriptFunction]
     KIND: ClassVar[str] = ""
+    PHASE: ClassVar[Phase]
     WORD: ClassVar[str]
     """The name of the kind in `lower` and `diff`."""
     ABOUT: ClassVar[tuple[str, ...]] = ()

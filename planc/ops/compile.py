@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from planc.model.facts import Modules
 from planc.ops import phrases
-from planc.ops.base import OMIT, Axes, AxisSizes, Op, SimulationKind
+from planc.ops.base import OMIT, Axes, AxisSizes, Op, Phase, SimulationKind
 from planc.ops.call import Context, Each, FunctionCall, MeshOf, Once, ScriptFunction, Step, given
 from planc.ops.decisions import Decision, Question, decision_around
 
@@ -42,6 +42,7 @@ class Compile(Op):
         text = "compiled as one graph, or fails" if self.fullgraph else "compiled"
         yield from decision_around(self.modules, text, question)
 
+    PHASE: ClassVar = Phase.COMPILE
     WORD: ClassVar = "compile"
     ABOUT: ClassVar[tuple[str, ...]] = ("modules",)
     WORDS: ClassVar = {

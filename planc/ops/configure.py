@@ -6,7 +6,7 @@ from operator import attrgetter
 from typing import Annotated, Any, ClassVar, Self
 
 from planc.ops import phrases
-from planc.ops.base import AxisSizes, Op, text
+from planc.ops.base import AxisSizes, Op, Phase, text
 from planc.ops.call import MODEL, Context, FunctionCall, Once, ScriptFunction, Step
 
 Field = Annotated[
@@ -37,6 +37,7 @@ class Configure(Op):
             yield f"the model has no config.{self.name}"
 
     ALONE: ClassVar = True
+    PHASE: ClassVar = Phase.MODEL
     WORD: ClassVar = "configure"
     ABOUT: ClassVar[tuple[str, ...]] = ("name",)
     WORDS: ClassVar = {"value": ("", phrases.value)}

@@ -8,7 +8,19 @@ from typing import Annotated, ClassVar, Self
 from planc.model.facts import Modules
 from planc.model.patches import AFTER_TEXT, ALONE, BEFORE_TEXT
 from planc.ops import call, phrases
-from planc.ops.base import OMIT, Axis, AxisRole, AxisSizes, Name, Op, Size, StepFacts, choice, text
+from planc.ops.base import (
+    OMIT,
+    Axis,
+    AxisRole,
+    AxisSizes,
+    Name,
+    Op,
+    Phase,
+    Size,
+    StepFacts,
+    choice,
+    text,
+)
 from planc.ops.claims import MODULE, CallClaim, ObservedCall
 from planc.ops.decisions import Decision, Question, decision_on
 
@@ -165,6 +177,7 @@ class ContextParallel(KeysOp):
         text = f"what backward leaves out of {self.WORD} for frozen blocks"
         return text if step.skips_blocks else ""
 
+    PHASE: ClassVar = Phase.CONTEXT
     WORD: ClassVar = "context"
     ABOUT: ClassVar[tuple[str, ...]] = ("axis",)
 
@@ -202,6 +215,7 @@ class Attend(KeysOp):
     def decisions(self, question: Question) -> Iterator[Decision]:
         yield from decision_on(self.modules, self.headline(question.mesh), question)
 
+    PHASE: ClassVar = Phase.CONTEXT
     WORD: ClassVar = "attention"
     ABOUT: ClassVar[tuple[str, ...]] = ("modules",)
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from planc.model.facts import Facts
-from planc.ops.base import AxisSizes, Name, Op, Some
+from planc.ops.base import AxisSizes, Name, Op, Phase, Some
 from planc.ops.call import MODEL, Context, FunctionCall, Once, ScriptFunction, Step
 from planc.ops.context import ContextParallel
 
@@ -68,6 +68,7 @@ class ResetStates(Op):
         call = FunctionCall("standalone.documents:reset_states", (MODEL, *self.parts))
         yield Once(call=call)
 
+    PHASE: ClassVar = Phase.CONTEXT
     WORD: ClassVar = "documents"
 
     def headline(self, _mesh: AxisSizes | None = None) -> str:

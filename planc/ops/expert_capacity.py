@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from planc.model.facts import Modules
 from planc.ops import phrases
-from planc.ops.base import OMIT, Axis, AxisSizes, Op, Positive, Size, choice
+from planc.ops.base import OMIT, Axis, AxisSizes, Op, Phase, Positive, Size, choice
 from planc.ops.call import (
     MESH,
     MODEL,
@@ -81,6 +81,7 @@ class LimitExperts(Op):
     def decisions(self, question: Question) -> Iterator[Decision]:
         yield from decision_on(self.modules, self.headline(question.mesh), question)
 
+    PHASE: ClassVar = Phase.CAPACITY
     WORD: ClassVar = "capacity"
     ABOUT: ClassVar[tuple[str, ...]] = ("modules",)
 

@@ -6,7 +6,18 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from planc.model.facts import Modules
 from planc.ops import phrases
-from planc.ops.base import OMIT, Axes, Axis, AxisRole, AxisSizes, Op, Shape, Some, choice
+from planc.ops.base import (
+    OMIT,
+    Axes,
+    Axis,
+    AxisRole,
+    AxisSizes,
+    Op,
+    Phase,
+    Shape,
+    Some,
+    choice,
+)
 from planc.ops.call import Context, Each, FunctionCall, MeshOf, ScriptFunction, Step, given
 from planc.ops.claims import CallClaim, ObservedCall, module_claim
 from planc.ops.decisions import Decision, Question, decision_on
@@ -85,6 +96,7 @@ class DispatchExperts(Op):
     def decisions(self, question: Question) -> Iterator[Decision]:
         yield from decision_on(self.modules, self.headline(question.mesh), question)
 
+    PHASE: ClassVar = Phase.EXPERTS
     WORD: ClassVar = "experts"
     ABOUT: ClassVar[tuple[str, ...]] = ("modules",)
     WORDS: ClassVar = {

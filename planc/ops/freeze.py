@@ -6,7 +6,7 @@ from typing import ClassVar, Self
 
 from planc.model.facts import Modules
 from planc.ops import phrases
-from planc.ops.base import AxisSizes, Op, StepFacts
+from planc.ops.base import AxisSizes, Op, Phase, StepFacts
 from planc.ops.call import Context, Each, FunctionCall, ScriptFunction, Step
 
 
@@ -32,6 +32,7 @@ class Freeze(Op):
         text = "what backward leaves out where parameters are frozen"
         return "" if step.knows_trained else text
 
+    PHASE: ClassVar = Phase.FREEZE
     WORD: ClassVar = "training"
     ABOUT: ClassVar[tuple[str, ...]] = ("modules",)
     WORDS: ClassVar = {"trainable": ("", lambda state: "trainable" if state else "frozen")}

@@ -185,6 +185,7 @@ class FullyShard(base.Op):
                 resting = call.FunctionCall("standalone.passes:shards_at_rest")
                 yield call.Each(modules=modules, calls=(resting,))
 
+    PHASE: ClassVar = base.Phase.SHARD
     WORD: ClassVar = "fsdp"
     ABOUT: ClassVar[tuple[str, ...]] = ("members", "group", "spreads")
     WORDS: ClassVar = WORDS
@@ -343,6 +344,7 @@ class Divide(base.Op):
             yield call.Each(modules=modules, calls=(made,), note=self.place)
 
     SIMULATION: ClassVar = base.SimulationKind.WITH_DATA
+    PHASE: ClassVar = base.Phase.UNITS
     WORD: ClassVar = "divide"
     ABOUT: ClassVar[tuple[str, ...]] = ("units",)
     WORDS: ClassVar = {"factor": ("gradients by", phrases.value)}
@@ -381,6 +383,7 @@ class Prefetch(base.Op):
                 yield call.Once(call=made, note=self.place)
 
     SIMULATION: ClassVar = base.SimulationKind.WITH_DATA
+    PHASE: ClassVar = base.Phase.UNITS
     WORD: ClassVar = "prefetch"
     ABOUT: ClassVar[tuple[str, ...]] = ("units",)
 

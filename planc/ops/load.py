@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar
 
 from planc.model.facts import Modules, Parameter
 from planc.ops import phrases
-from planc.ops.base import OMIT, AxisSizes, Dtype, Op, SimulationKind, choice
+from planc.ops.base import OMIT, AxisSizes, Dtype, Op, Phase, SimulationKind, choice
 from planc.ops.call import MODEL, Context, FunctionCall, Once, ScriptFunction, Step, dtype, given
 from planc.ops.decisions import Decision, Question
 from planc.ops.lora import pattern_of
@@ -70,6 +70,7 @@ class Load(Op):
         if question.at.module.parameters:
             yield Decision(self.headline(), "root")
 
+    PHASE: ClassVar = Phase.MODEL
     WORD: ClassVar = "load"
     WORDS: ClassVar = {"fp32": ("fp32", lambda names: ", ".join(phrases.together(names)) or "none")}
 

@@ -16,6 +16,7 @@ from planc.ops.base import (
     Form,
     Name,
     Op,
+    Phase,
     Positive,
     Size,
     Some,
@@ -201,6 +202,7 @@ class Adapt(Op):
         text = "what backward leaves out where parameters are frozen"
         return "" if step.knows_trained else text
 
+    PHASE: ClassVar = Phase.MODEL
     WORD: ClassVar = "adapters"
     ABOUT: ClassVar[tuple[str, ...]] = ("members",)
 

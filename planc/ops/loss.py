@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar
 
 from planc.model.facts import Modules
 from planc.ops import phrases
-from planc.ops.base import OMIT, Axes, AxisSizes, Form, Op, Positive, Size
+from planc.ops.base import OMIT, Axes, AxisSizes, Form, Op, Phase, Positive, Size
 from planc.ops.call import MODEL, Context, Each, FunctionCall, Keywords, ScriptFunction, Step, given
 from planc.ops.claims import CallClaim, ObservedCall, module_claim
 from planc.ops.decisions import Decision, Question, decision_on
@@ -69,6 +69,7 @@ class ChunkLoss(Op):
     def decisions(self, question: Question) -> Iterator[Decision]:
         yield from decision_on(self.modules, self.headline(question.mesh), question)
 
+    PHASE: ClassVar = Phase.LOSS
     WORD: ClassVar = "loss"
     ABOUT: ClassVar[tuple[str, ...]] = ("modules",)
 

@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Self
 
 from planc.model import cache
 from planc.model.facts import Modules
-from planc.ops.base import OMIT, AxisSizes, Op, SimulationKind, StepFacts, choice
+from planc.ops.base import OMIT, AxisSizes, Op, Phase, SimulationKind, StepFacts, choice
 from planc.ops.call import (
     DEVICE_TYPE,
     MODEL,
@@ -94,6 +94,7 @@ class LowPrecision(Op):
         return text if self.recipe == "tensorwise" and step.has_styles(self.modules) else ""
 
     KIND: ClassVar = "matmul"
+    PHASE: ClassVar = Phase.LAYERS
     WORD: ClassVar = "matmul"
     ABOUT: ClassVar[tuple[str, ...]] = ("modules",)
     WORDS: ClassVar = {
@@ -122,6 +123,7 @@ class ScaleWeights(Op):
         yield Once(call=FunctionCall("standalone.matmul:scale_before_forward", (MODEL,)))
 
     SIMULATION: ClassVar = SimulationKind.SEPARATELY
+    PHASE: ClassVar = Phase.UNITS
     WORD: ClassVar = "scales"
 
     def headline(self, _mesh: AxisSizes | None = None) -> str:

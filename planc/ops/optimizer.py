@@ -15,6 +15,7 @@ from planc.ops.base import (
     Form,
     Op,
     Pairs,
+    Phase,
     PlainKeywords,
     Size,
     StepFacts,
@@ -249,6 +250,7 @@ class Optimize(Op):
         text = "sums of rows and columns that adafactor takes, two all-reduces a step"
         return text if isinstance(self.algorithm, Adafactor) else ""
 
+    PHASE: ClassVar = Phase.OPTIMIZER
     WORD: ClassVar = "optimizer"
     ABOUT: ClassVar[tuple[str, ...]] = ("modules",)
 

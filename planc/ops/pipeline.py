@@ -21,6 +21,7 @@ from planc.ops.base import (
     Fact,
     Name,
     Op,
+    Phase,
     Size,
     Some,
     StepFacts,
@@ -154,6 +155,7 @@ class Pipeline(Op):
         text = f"what backward leaves out of {self.WORD} for frozen blocks"
         return text if step.skips_blocks else ""
 
+    PHASE: ClassVar = Phase.MODEL
     WORD: ClassVar = "pipeline"
     LOOP_FUNCTIONS: ClassVar = ("forward_backward", "clip_grad_norm")
     ROLE: ClassVar = AxisRole.STAGE

@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Self
 
 from planc.model.facts import Modules
 from planc.ops import call, phrases
-from planc.ops.base import AxisSizes, Op, SimulationKind, Some, choice
+from planc.ops.base import AxisSizes, Op, Phase, SimulationKind, Some, choice
 from planc.ops.decisions import Decision, Question
 
 KINDS = ("nf4", "fp4")
@@ -70,6 +70,7 @@ class Quantize(Op):
                 text = f"in 4 bits, {self.headline()}"
                 yield Decision(text, question.ancestor(len(members.path)))
 
+    PHASE: ClassVar = Phase.QUANTIZE
     WORD: ClassVar = "quantize"
     ABOUT: ClassVar[tuple[str, ...]] = ("members",)
 

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from planc.model.facts import Modules
 from planc.ops import call, phrases
-from planc.ops.base import OMIT, Axes, Axis, AxisSizes, Op, Where
+from planc.ops.base import OMIT, Axes, Axis, AxisSizes, Op, Phase, Where
 from planc.ops.decisions import Decision, Question, decision_on
 
 
@@ -31,6 +31,7 @@ class SyncRng(Op):
         made = call.FunctionCall("standalone.rng:sync_rng_state", (call.MESH, self.axis))
         yield call.Once(call=made, note=", ".join(self.fields))
 
+    PHASE: ClassVar = Phase.RANDOM
     WORD: ClassVar = "random"
     ABOUT: ClassVar[tuple[str, ...]] = ("axis",)
 
@@ -77,6 +78,7 @@ class DrawByRank(Op):
     def decisions(self, question: Question) -> Iterator[Decision]:
         yield from decision_on(self.modules, self.headline(question.mesh), question)
 
+    PHASE: ClassVar = Phase.RANDOM
     WORD: ClassVar = "draws"
     ABOUT: ClassVar[tuple[str, ...]] = ("modules", "axis")
     WORDS: ClassVar = {"inside": ("inside", how), "after": ("after", how)}
@@ -107,6 +109,7 @@ class DrawApart(Op):
         given = (call.MODEL, call.MESH, self.axes)
         yield call.Once(call=call.FunctionCall("standalone.rng:draw_apart", given))
 
+    PHASE: ClassVar = Phase.RANDOM
     WORD: ClassVar = "apart"
 
     def headline(self, mesh: AxisSizes | None = None) -> str:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from planc.ops import call, phrases
-from planc.ops.base import Axes, AxisSizes, Op
+from planc.ops.base import Axes, AxisSizes, Op, Phase
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +22,7 @@ class ShareLongestPosition(Op):
     SCRIPT: ClassVar = call.ScriptFunction(
         "share_longest_position", "Rotary frequencies depend on the longest row of all data ranks."
     )
+    PHASE: ClassVar = Phase.INPUTS
     WORD: ClassVar = "rotary"
 
     def calls(self, _context: call.Context) -> Iterator[call.Step]:

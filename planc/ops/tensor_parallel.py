@@ -16,6 +16,7 @@ from planc.ops.base import (
     Group,
     Name,
     Op,
+    Phase,
     Shape,
     Some,
     StepFacts,
@@ -139,6 +140,7 @@ class Parallelize(Op):
         of_magnitudes = self.modules.path[-2:-1] == (MAGNITUDE,)
         return contract(self.style).counted or self.sums_all or of_magnitudes
 
+    PHASE: ClassVar = Phase.TENSOR
     WORD: ClassVar = "tensor"
     ABOUT: ClassVar[tuple[str, ...]] = ("modules", "axes", "style")
     WORDS: ClassVar = {
@@ -233,6 +235,7 @@ class Tie(Op):
             if owner not in modules or modules[owner]._parameters.get(last) is None:
                 yield f"the model has no parameter {path!r}"
 
+    PHASE: ClassVar = Phase.TIES
     WORD: ClassVar = "tie"
     ABOUT: ClassVar[tuple[str, ...]] = ("parameter",)
     WORDS: ClassVar = {"source": ("", phrases.value)}

@@ -9,7 +9,7 @@ from typing import ClassVar
 from planc.model.facts import Modules, below
 from planc.model.module_table import LANGUAGE_MODEL
 from planc.ops import phrases
-from planc.ops.base import OMIT, Axes, Axis, AxisSizes, Name, Op, Size, StepFacts
+from planc.ops.base import OMIT, Axes, Axis, AxisSizes, Name, Op, Phase, Size, StepFacts
 from planc.ops.call import (
     MESH,
     MODEL,
@@ -45,6 +45,7 @@ class ShareTower(Op):
         if self.modules.has(question.name) or self.runs(question.name):
             yield Decision(self.headline(question.mesh), str(self.modules))
 
+    PHASE: ClassVar = Phase.INPUTS
     WORD: ClassVar = "towers"
     ABOUT: ClassVar[tuple[str, ...]] = ("modules",)
 
@@ -96,6 +97,7 @@ class DivideImages(Op):
     def uncounted_traffic(self, step: StepFacts) -> str:
         return f"how many features each image has, 8 bytes an image over {self.axis}"
 
+    PHASE: ClassVar = Phase.INPUTS
     WORD: ClassVar = "images"
     ABOUT: ClassVar[tuple[str, ...]] = ("modules", "tower", "axis")
 

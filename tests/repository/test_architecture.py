@@ -248,6 +248,14 @@ def test_operations_speak_for_themselves():
     assert count == KIND_DECISIONS, f"fewer than before: lower `KIND_DECISIONS` to {count}"
 
 
+def test_the_list_of_kinds_is_in_the_order_of_phases():
+    """A diff prints changes in the order of the list, and `lower` in that of phases."""
+    from planc.ops.registry import KINDS
+
+    phases = [kind.PHASE for kind in KINDS]
+    assert phases == sorted(phases) and len(set(phases)) > 10
+
+
 def test_fields_of_operations_hide_nothing_that_all_operations_answer():
     """A dataclass field replaces a property of the base class without an error."""
     from planc.ops.backend import Backend
