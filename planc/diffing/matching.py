@@ -8,7 +8,6 @@ from planc.model.indices import Indices
 from planc.ops import codec, registry
 from planc.ops.backend import Backend
 from planc.ops.base import Entry, Fact, Group, Value
-from planc.ops.fsdp import FullyShard
 from planc.ops.lowered import Lowered
 from planc.ops.styles import style_text
 
@@ -24,7 +23,7 @@ def place_of(kind: str) -> int:
 
 def groups(lowered: Lowered) -> set[Group]:
     """The groups that are one FSDP unit, as the paths of their members."""
-    return {op.paths for op in lowered.every(FullyShard) if op.group}
+    return {op.paths for op in lowered.fsdp_units if op.group}
 
 
 def entries(lowered: Lowered, common: Set[Group]) -> Iterator[Entry]:

@@ -29,7 +29,7 @@ def render(lowered: Lowered, sink: Sink) -> str | None:
     """
     found: dict[str, str] = {}
     lengths: dict[tuple[str, ...], int] = {}
-    rules = [op for op in lowered.every(Parallelize) if not _sums(op.style)]
+    rules = [op for op in lowered.styles if not _sums(op.style)]
     for op in rules:
         if op.modules.list_at is not None:
             entries = max(op.modules.entries, default=-1) + 1

@@ -25,7 +25,6 @@ from torch import Tensor, nn
 import planc
 from planc.integrations.loops import load_weights, of_data_ranks, require_served, save_weights
 from planc.ops.styles import Sequence
-from planc.ops.tensor_parallel import Parallelize
 from planc.runtime.run import Run
 
 _Trainer: Any = transformers.Trainer if TYPE_CHECKING else object
@@ -238,7 +237,7 @@ def _require_tried(kind: type, run: Run) -> None:
             f"are {', '.join(_TRIED)}; write its loss into a loop of your own, as docs/training.md "
             "shows"
         )
-    sharded = any(isinstance(op.style, Sequence) for op in run.lowered.every(Parallelize))
+    sharded = any(isinstance(op.style, Sequence) for op in run.lowered.styles)
     if theirs[0] != "RewardTrainer" and sharded:
         raise ValueError(
             f"TRL's {theirs[0]} multiplies the last hidden state by the head's weight itself, and "

@@ -14,10 +14,8 @@ from planc.model.block_arguments import ArgumentForm, BlockArguments, block_argu
 from planc.model.facts import DTYPE_BYTES, Facts, Modules
 from planc.ops.base import AxisRole
 from planc.ops.contract import contract
-from planc.ops.fsdp import FullyShard
 from planc.ops.layouts import Partial, Shard
 from planc.ops.pipeline import Pipeline, stages_of_rank
-from planc.ops.tensor_parallel import Parallelize
 
 _ALIGNED = 16
 """Bytes to a multiple of which each of several tensors in a message is padded
@@ -88,7 +86,7 @@ def _local(form: ArgumentForm, step: Step, ranks: int) -> int | None:
     if len(form.shape) != 4 or (form.shape[0], form.shape[2]) != (-1, -2):
         return None
     features = form.shape[1] * form.shape[3]
-    split = (s for o in step.lowered.every(Parallelize) for s in o.shapes if s.name == "weight")
+    split = (s for o in step.lowered.styles for s in o.shapes if s.name == "weight")
     return whole // next((ranks for s in split if s.shape[0] == features != s.local[0]), 1)
 
 
@@ -134,15 +132,13 @@ def _shard(name: str, modules: tuple[Modules, ...], step: Step) -> int | None:
     found = owner.module.parameter(last) if owner else None
     if found is None:
         return None
-    split = [s for o in step.lowered.every(Parallelize) if o.modules.has(path) for s in o.shapes]
+    split = [s for o in step.lowered.styles if o.modules.has(path) for s in o.shapes]
     local = next((prod(s.local) for s in split if s.name == last), found.numel)
-    ranks = next((step.lowered.axis_size(*o.shard) for o in step.lowered.every(FullyShard)), 1)
+    ranks = next((step.lowered.axis_size(*o.shard) for o in step.lowered.fsdp_units), 1)
     return local // ranks * DTYPE_BYTES[found.dtype]
 
 
 def _scattered(step: Step) -> bool:
     """Whether the hidden states between blocks are parts of the sequence."""
-    flows = (
-        flow.forward for op in step.lowered.every(Parallelize) for flow in contract(op.style).gives
-    )
+    flows = (flow.forward for op in step.lowered.styles for flow in contract(op.style).gives)
     return any(isinstance(a, Partial) and isinstance(b, Shard) for a, b in flows)

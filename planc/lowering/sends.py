@@ -164,12 +164,12 @@ def _tensor(op: Parallelize, step: Step) -> Iterator[Sent]:
             if (kind := _kind(*flow.backward)) and _sums_here(op, flow, step):
                 times = behind * step.passes * runs
                 yield replace(one, kind=kind, times=times, during=During.BACKWARD)
-    if (made.sums or op.sums_all) and step.lowered.has(FullyShard):
+    if (made.sums or op.sums_all) and step.lowered.fsdp_units:
         times = step.backward.trained(op.modules) * step.reductions()
         for parameter, copies in _parameters(op.modules.module, inside=op.sums_all):
             sent = replace(one, kind=REDUCE, times=times * copies, during=During.STEP)
             yield replace(sent, size=parameter.numel * step.width)
-    if isinstance(op.style, Experts) and step.lowered.has(FullyShard):
+    if isinstance(op.style, Experts) and step.lowered.fsdp_units:
         times = step.backward.trained(op.modules) * step.reductions()
         for size in _replicated(op, op.style, step):
             yield replace(one, kind=REDUCE, times=times, size=size, during=During.STEP)
@@ -179,7 +179,7 @@ def _norms(op: Adapt, step: Step) -> Iterator[Sent]:
     """What DoRA sends of the norms of rows, of layers whose columns several ranks have, or whose
     output is gathered: a number a row, in float32.
     """
-    for one in step.lowered.every(Parallelize) if op.dora else ():
+    for one in step.lowered.styles if op.dora else ():
         if not _on(op, one) or not any(_kind(*f.forward) for f in contract(one.style).gives):
             continue
         _, rows = _features(one)
@@ -275,7 +275,7 @@ def _sums_here(op: Parallelize, flow: Flow, step: Step) -> bool:
         case Grad.PARTIAL:
             return not _fed(op, step)
         case Grad.VARYING:
-            every = step.lowered.every(Parallelize)
+            every = step.lowered.styles
             return any(one.modules.within(op.modules) and _asks(one) for one in every)
 
 
@@ -325,7 +325,7 @@ def _fed(op: Parallelize, step: Step) -> bool:
     """
     return op.modules.path[-2:-1] != ("lora_B",) and any(
         isinstance(one.style, Input) and not one.style.local and op.modules.within(one.modules)
-        for one in step.lowered.every(Parallelize)
+        for one in step.lowered.styles
     )
 
 
@@ -357,10 +357,8 @@ def _fsdp(op: FullyShard, step: Step) -> Iterator[Sent]:
 def _scales(op: ScaleWeights, step: Step) -> Iterator[Sent]:
     """The largest values of all weights that FSDP gathers in fp8, before each forward pass."""
     weights = [one.modules for one in step.lowered.every(LowPrecision) if one.gather]
-    shard = next(o.shard for o in step.lowered.every(FullyShard) if o.shard and o.saved)
-    split = (
-        o for o in step.lowered.every(Parallelize) if any(o.modules.overlap(m) for m in weights)
-    )
+    shard = next(o.shard for o in step.lowered.fsdp_units if o.shard and o.saved)
+    split = (o for o in step.lowered.styles if any(o.modules.overlap(m) for m in weights))
     stored = next(p.dtype for m in weights for p in parameters_of(m) if p.name == "weight")
     sent = Sent(
         word=op.WORD,
@@ -379,7 +377,7 @@ def _gathered_again(op: FullyShard, step: Step) -> int:
     the first of them, which FSDP prefetches.
     """
     reached = step.backward.outputs(op.members[-1])
-    found = step.backward.nearest(o.members[-1] for o in step.lowered.every(FullyShard) if o.shard)
+    found = step.backward.nearest(o.members[-1] for o in step.lowered.fsdp_units if o.shard)
     return (min(reached, 1) if op.group else reached) + (found is op.members[-1])
 
 
@@ -440,9 +438,7 @@ def _loss(op: ChunkLoss, step: Step) -> Iterator[Sent]:
     if not op.axes:
         return
     one = replace(_sent(op, op.axes), times=step.passes)
-    heads = [
-        contract(o.style) for o in step.lowered.every(Parallelize) if op.modules.within(o.modules)
-    ]
+    heads = [contract(o.style) for o in step.lowered.styles if op.modules.within(o.modules)]
     states = step.size(step.hidden)
     if any(_kind(*flow.forward) for head in heads for flow in head.takes):
         yield replace(one, size=states)

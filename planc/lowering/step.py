@@ -113,7 +113,7 @@ class Step:
         """How often gradients are reduced: those of FSDP units, or of any. Shards are in each
         pass of a plan without stages, what is replicated at the end of the step.
         """
-        some = units or self.lowered.every(FullyShard)
+        some = units or self.lowered.fsdp_units
         once = self.lowered.pipeline or not any(self.wide(op.shard) for op in some)
         return 1 if once else self.micro_batches
 
@@ -144,7 +144,7 @@ class Step:
         """Bytes of a number of an activation."""
         if self.computes:
             return DTYPE_BYTES[self.computes]
-        units = self.lowered.every(FullyShard)
+        units = self.lowered.fsdp_units
         given = next((op.param for op in units if op.param), None)
         stored = (p.dtype for op in units for m in op.members for p in parameters_of(m))
         return DTYPE_BYTES[given or next(stored, "float32")]

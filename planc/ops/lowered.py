@@ -150,6 +150,16 @@ class Lowered(InNotebooks):
         return next((op for op in self.ops if isinstance(op, Backend)), None)
 
     @property
+    def styles(self) -> list[Parallelize]:
+        """The operations that apply styles over tensor axes, in order."""
+        return self.every(Parallelize)
+
+    @property
+    def fsdp_units(self) -> list[FullyShard]:
+        """The operations that make units of FSDP, in order; none with a backend."""
+        return self.every(FullyShard)
+
+    @property
     def load(self) -> Load:
         """How weights are loaded; as without a load section where there is none."""
         return next(iter(self.every(Load)), Load())

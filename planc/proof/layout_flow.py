@@ -20,7 +20,6 @@ from planc.model.facts import Facts, below
 from planc.model.randomness import random_numbers_kept
 from planc.ops.activation_checkpoint import Checkpoint
 from planc.ops.base import AxisRole
-from planc.ops.fsdp import FullyShard
 from planc.ops.lowered import Lowered
 from planc.ops.matmul import emulates
 from planc.plan.ir import Plan
@@ -370,7 +369,7 @@ def _released(
     axes = (*ir.fsdp.shard, *ir.fsdp.replicate) if ir.fsdp is not None else ()
     if isinstance(small, SmallCase) and _simulated(small, axes):
         return False
-    units = (m for op in lowered.every(FullyShard) for m in op.members)
+    units = (m for op in lowered.fsdp_units for m in op.members)
     return any(below(outcome.recomputed, unit) for at in units for unit in at.names() if unit)
 
 
@@ -433,7 +432,7 @@ def _sections(
     yield from _of_model_axes(lowered, outcome, small)
     for rule in ir.loss:
         yield made(name=f"loss on {rule.axis}" if rule.axis else "loss")
-    if ir.fsdp is not None and lowered.has(FullyShard):
+    if ir.fsdp is not None and lowered.fsdp_units:
         kind = "fsdp" if ir.fsdp.shard else "replicate"
         axes = ir.fsdp.shard or ir.fsdp.replicate
         name = f"{kind} on {' * '.join(axes)}"

@@ -73,7 +73,7 @@ class _Question:
     ) -> None:
         self.facts, self.lowered, self.plan = facts, lowered, plan
         self.at, self.parameter = at, parameter = named
-        self.styles = lowered.every(Parallelize)
+        self.styles = lowered.styles
         self.name = at.first_name
         asked = parameter.name if parameter else None
         self.question = Question(at=at, parameter=asked, mesh=lowered)

@@ -19,7 +19,6 @@ from planc.ops.compile import Compile
 from planc.ops.lora import MAGNITUDE, Adapt
 from planc.ops.loss import ChunkLoss
 from planc.ops.lowered import Lowered
-from planc.ops.tensor_parallel import Parallelize
 from planc.runtime.meshes import start
 from planc.runtime.standalone.pipeline import Stages
 from planc.runtime.standalone.shards import is_adapter
@@ -298,7 +297,7 @@ def require_recomputable(model: nn.Module, lowered: Lowered, device: str) -> Non
     """
     if device != "cpu":
         return
-    split = [n for op in lowered.every(Parallelize) for n in op.modules.names()]
+    split = [n for op in lowered.styles for n in op.modules.names()]
     modules = dict(model.named_modules())
     for op, compiled, name, outer in _recomputed(lowered):
         inner = modules.get(name)

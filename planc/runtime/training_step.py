@@ -18,7 +18,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from planc.ops.compile import Compile
-from planc.ops.fsdp import FullyShard
 from planc.ops.lowered import Lowered
 from planc.runtime import gradients
 from planc.runtime.counted_labels import (
@@ -149,7 +148,7 @@ class TrainingStep:
         if self.ranged:
             return
         self.ranged = True
-        units = run.lowered.every(FullyShard)
+        units = run.lowered.fsdp_units
         own = (p.dtype for p in run.model.parameters() if p.requires_grad)
         stated = any("float16" in (op.param, op.reduce) for op in units)
         casts = any(op.param not in (None, "float16") for op in units)

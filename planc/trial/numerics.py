@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from planc.model.small.user_model import ModelBuilder
-from planc.ops.fsdp import Divide, FullyShard
+from planc.ops.fsdp import Divide
 from planc.ops.lowered import Lowered
 from planc.runtime.standalone.shards import plain_name
 
@@ -156,7 +156,7 @@ class Operations(TorchDispatchMode):  # type: ignore[misc]  # torch has no types
 
 def tolerance(lowered: Lowered, operations: int) -> float:
     """The largest relative error, in a tensor's 2-norm, of `operations` that round in a forward."""
-    units = lowered.every(FullyShard)
+    units = lowered.fsdp_units
     compute = max((UNIT_ROUNDOFF[op.param or "float32"] for op in units), default=0.0)
     reduce = max((UNIT_ROUNDOFF[op.reduce or op.param or "float32"] for op in units), default=0.0)
     sums = math.log2(max(2, lowered.world_size))

@@ -17,14 +17,13 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 
 from planc.ops import styles as ir
 from planc.ops.lowered import Lowered
-from planc.ops.tensor_parallel import Parallelize
 from planc.trial.numerics import relative
 from planc.trial.trace import ModuleCall, Seen, Trace, caller
 
 
 def stated_inputs(lowered: Lowered) -> Iterator[tuple[str, str, ir.Layout, str]]:
     """Yields what the styles of a plan state of inputs: module, input, layout and axis."""
-    for op in lowered.every(Parallelize):
+    for op in lowered.styles:
         for which, layout in _inputs(op.style):
             for name in op.modules.names():
                 yield name, which, layout, op.axes[0]

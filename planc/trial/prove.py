@@ -10,7 +10,6 @@ from torch import distributed, nn
 from planc.model.small.user_model import ModelBuilder
 from planc.model.sources.huggingface import quiet
 from planc.ops.base import AxisRole
-from planc.ops.fsdp import FullyShard
 from planc.ops.lowered import Lowered
 from planc.runtime.executor import alone, apply_lowered
 from planc.runtime.preconditions import of_all_ranks
@@ -86,7 +85,7 @@ def trained(
     if reference.draws and lowered.split_axes(AxisRole.SEQUENCE):
         raise program.SingleError(program.DRAWS_PARTS)
     report("apply")
-    if reference.uneven and lowered.has(FullyShard):
+    if reference.uneven and lowered.fsdp_units:
         one = reference.uneven[0]
         raise RuntimeError(f"only some data ranks use `{one.name}`: {one.where} (PL512)")
     model = built()

@@ -19,10 +19,8 @@ from planc.model.sources.huggingface import quiet
 from planc.ops import styles as ir
 from planc.ops.base import AxisRole
 from planc.ops.document import digest
-from planc.ops.fsdp import FullyShard
 from planc.ops.lora import Adapt
 from planc.ops.lowered import Lowered
-from planc.ops.tensor_parallel import Parallelize
 from planc.runtime.executor import adapted, alone, apply_lowered
 from planc.runtime.lora import missing_peft
 from planc.trial import program
@@ -124,7 +122,7 @@ def _prepared(
     if reference.draws and lowered.pipeline is not None:
         reason = "the random numbers of a pipeline's microbatches are not compared"
         return Outcome(verdict="unknown", reason=reason)
-    if reference.uneven and lowered.has(FullyShard):
+    if reference.uneven and lowered.fsdp_units:
         return uneven_use(reference)
     results = [program.RankResult() for _ in models]
     runs = Runs(lowered=lowered, batches=data, reference=reference, results=results)
@@ -155,6 +153,6 @@ def _run(models: list[nn.Module], runs: Runs) -> RankFailure | None:
 
 def _styled(lowered: Lowered) -> Iterator[str]:
     """Yields the modules whose computation a style distributes."""
-    for op in lowered.every(Parallelize):
+    for op in lowered.styles:
         if not isinstance(op.style, ir.Input | ir.Output):
             yield from op.modules.names()

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from planc.ops.base import Op, SimulationKind
-from planc.ops.fsdp import FullyShard
 from planc.ops.lora import Adapt
 from planc.ops.lowered import Lowered
 from planc.ops.registry import AnyOp
@@ -64,7 +63,7 @@ def with_random_adapters(lowered: Lowered, *, draws: bool = False) -> Lowered:
 
 def rounds(lowered: Lowered) -> bool:
     """Whether a plan computes or reduces in less than float32."""
-    units = lowered.every(FullyShard)
+    units = lowered.fsdp_units
     return any({op.param, op.reduce, op.output} - {None, "float32", "float64"} for op in units)
 
 

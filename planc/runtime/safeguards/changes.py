@@ -21,7 +21,6 @@ from planc.diagnostic import PlanError
 from planc.ops.base import AxisRole
 from planc.ops.lowered import Lowered
 from planc.ops.styles import Colwise, Rowwise
-from planc.ops.tensor_parallel import Parallelize
 from planc.runtime.preconditions import stop
 from planc.runtime.script_line import script_line
 from planc.runtime.standalone.pipeline import Inactive, stages_of
@@ -353,7 +352,7 @@ def _sharded_features(model: nn.Module, lowered: Lowered) -> set[nn.Module]:
     """
     parents: dict[type, set[str]] = {Colwise: set(), Rowwise: set()}
     rowwise: set[str] = set()
-    for op in lowered.every(Parallelize):
+    for op in lowered.styles:
         for kind, names in parents.items():
             if isinstance(op.style, kind):
                 names |= {name.rpartition(".")[0] for name in op.modules.names()}

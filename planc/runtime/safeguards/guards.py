@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor
 from planc.ops.activation_checkpoint import Checkpoint
 from planc.ops.base import AxisRole
 from planc.ops.contract import output_layout
-from planc.ops.fsdp import FullyShard
 from planc.ops.lora import BASE_LAYER
 from planc.ops.lowered import Lowered
 from planc.ops.styles import Shard
@@ -84,7 +83,7 @@ class Applied:
 
     def sequence_outputs(self) -> Iterable[tuple[str, Parallelize]]:
         """The modules whose output the plan shards along the sequence."""
-        for op in self.lowered.every(Parallelize):
+        for op in self.lowered.styles:
             layout = output_layout(op.style)
             if isinstance(layout, Shard) and layout.dim in (1, -2):
                 yield from ((name, op) for name in op.modules.names())
@@ -191,10 +190,10 @@ def guard(applied: Applied) -> ModelChanges:
             text = f"`{method}` after `planc.apply` would undo {relied}"
             help = f"call `{method}` before `planc.apply`, or change the plan"
             setattr(model, method, refused("PL454", text, help))
-    if lowered.has(FullyShard):
+    if lowered.fsdp_units:
         text = "FSDP units cannot be copied, which `AveragedModel` and `copy.deepcopy` do"
         model.__deepcopy__ = refused("PL463", text, _AVERAGE)
-    if lowered.has(FullyShard) or lowered.split_axes(AxisRole.TENSOR):
+    if lowered.fsdp_units or lowered.split_axes(AxisRole.TENSOR):
         text = "`pickle` and `torch.save(model)` would write this rank's shards"
         model.__reduce_ex__ = refused("PL477", text, _EXPORT)
     torch_calls.cover(model)
@@ -283,7 +282,7 @@ def _guard_lookups(modules: Mapping[str, nn.Module], lowered: Lowered) -> None:
     """Refuses to compile an embedding that is split by the vocabulary, as PL435 does in a plan:
     torch fails in the middle of it, with a message about fake tensors.
     """
-    for op in lowered.every(Parallelize):
+    for op in lowered.styles:
         if op.splits_vocabulary:
             for name in op.modules.names():
                 module = modules[name.removesuffix(f".{BASE_LAYER}")]

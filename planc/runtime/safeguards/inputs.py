@@ -22,9 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from planc.diagnostic import PlanError, one_of
 from planc.ops.base import AxisRole
 from planc.ops.context import ContextParallel
-from planc.ops.fsdp import FullyShard
 from planc.ops.lowered import Lowered
-from planc.ops.tensor_parallel import Parallelize
 from planc.ops.towers import ShareTower
 from planc.runtime.counted_labels import IGNORE_INDEX, NEXT_LABELS, rule_of
 from planc.runtime.meshes import Meshes, rows_of
@@ -139,7 +137,7 @@ def same_rows(lowered: Lowered, meshes: Meshes, passes: int) -> SameRows | None:
     """
     images = [op.axis for op in lowered.every(ContextParallel) if op.patches]
     axes = [a.name for a in lowered.axes if a.role is AxisRole.TENSOR] + images
-    if any(not op.modules.path for op in lowered.every(Parallelize)):
+    if any(not op.modules.path for op in lowered.styles):
         return None
     help = _SAMPLER.format("tensor axis") + "read the same rows"
     of = "split the same layers"
@@ -421,7 +419,7 @@ def kinds_hook(model: nn.Module, lowered: Lowered, meshes: Meshes) -> Hook | Non
     parts = [meshes.part(axis) for axis in lowered.wide_data]
     units = [
         model.get_submodule(name)
-        for op in lowered.every(FullyShard)
+        for op in lowered.fsdp_units
         for members in op.members
         for name in members.names()
         if name
