@@ -14,6 +14,7 @@ from planc.ops.call import Context, ScriptFunction, Step
 from planc.ops.claims import CallClaim, ObservedCall
 from planc.ops.decisions import Decision, Question
 from planc.ops.phrases import AxisSizes as AxisSizes  # noqa: PLC0414 - for every operation
+from planc.ops.requirements import Requirement
 from planc.source import NOWHERE, Span
 
 Group = frozenset[str]
@@ -400,6 +401,11 @@ class Op:
     def uncounted_traffic(self, step: StepFacts) -> str:
         """Names the collectives of a step whose number or size is unknown; empty for none."""
         return ""
+
+    @property
+    def requirements(self) -> tuple[Requirement, ...]:
+        """The packages that `apply` needs for the operation, in addition to torch."""
+        return ()
 
     def decisions(self, question: Question) -> Iterator[Decision]:
         """The decisions about a module that `planc why` prints."""

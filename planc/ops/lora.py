@@ -35,6 +35,7 @@ from planc.ops.call import (
     given,
 )
 from planc.ops.decisions import Decision, Question
+from planc.ops.requirements import Requirement
 
 
 def spelled(segment: Segment) -> str:
@@ -201,6 +202,11 @@ class Adapt(Op):
     def uncounted_traffic(self, step: StepFacts) -> str:
         text = "what backward leaves out where parameters are frozen"
         return "" if step.knows_trained else text
+
+    @property
+    def requirements(self) -> tuple[Requirement, ...]:
+        reason, help = "the plan has adapters", "pip install 'planc[lora]'"
+        return (Requirement("peft", "PL187", reason, help),)
 
     PHASE: ClassVar = Phase.MODEL
     WORD: ClassVar = "adapters"

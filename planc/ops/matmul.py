@@ -19,6 +19,7 @@ from planc.ops.call import (
     given,
 )
 from planc.ops.decisions import Decision, Question, decision_around
+from planc.ops.requirements import Requirement
 
 RECIPES = ("tensorwise", "rowwise", "mxfp8")
 BLOCK = {"tensorwise": 16, "rowwise": 16, "mxfp8": 32}
@@ -94,6 +95,12 @@ class LowPrecision(Op):
         return text if self.recipe == "tensorwise" and step.has_styles(self.modules) else ""
 
     KIND: ClassVar = "matmul"
+
+    @property
+    def requirements(self) -> tuple[Requirement, ...]:
+        reason, help = "the plan has products in 8 bits", "pip install 'planc[fp8]'"
+        return (Requirement("torchao.float8", "PL627", reason, help),)
+
     PHASE: ClassVar = Phase.LAYERS
     WORD: ClassVar = "matmul"
     ABOUT: ClassVar[tuple[str, ...]] = ("modules",)

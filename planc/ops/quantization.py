@@ -8,6 +8,7 @@ from planc.model.facts import Modules
 from planc.ops import call, phrases
 from planc.ops.base import AxisSizes, Op, Phase, SimulationKind, Some, choice
 from planc.ops.decisions import Decision, Question
+from planc.ops.requirements import Requirement
 
 KINDS = ("nf4", "fp4")
 BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
@@ -69,6 +70,11 @@ class Quantize(Op):
             if question.at.overlap(members) is not None:
                 text = f"in 4 bits, {self.headline()}"
                 yield Decision(text, question.ancestor(len(members.path)))
+
+    @property
+    def requirements(self) -> tuple[Requirement, ...]:
+        reason, help = "the plan has 4-bit weights", "pip install 'planc[qlora]'"
+        return (Requirement("bitsandbytes", "PL685", reason, help),)
 
     PHASE: ClassVar = Phase.QUANTIZE
     WORD: ClassVar = "quantize"

@@ -7,7 +7,9 @@ from typing import Any, assert_never
 
 from torch import nn
 
+from planc.model.sources.isolation import quiet_imports
 from planc.ops import call as calls
+from planc.ops.requirements import Requirement
 from planc.plan.unit_lists import entries, of_entry
 
 
@@ -20,6 +22,18 @@ def resolve(path: str) -> Any:
     module, _, name = path.partition(":")
     home = f"planc.runtime.{module}" if module.startswith("standalone.") else module
     return attrgetter(name)(importlib.import_module(home))
+
+
+def import_error(requirement: Requirement) -> Exception | None:
+    """The error of the import of a required package; None if it can be imported."""
+    try:
+        with quiet_imports():
+            module = importlib.import_module(requirement.package)
+            if requirement.attribute:
+                getattr(module, requirement.attribute)
+    except Exception as error:  # loading its shared libraries can raise any exception
+        return error
+    return None
 
 
 def function_of(call: calls.FunctionCall) -> Callable[..., Any]:

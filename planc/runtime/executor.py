@@ -26,7 +26,7 @@ from planc.runtime import gradients, preconditions
 from planc.runtime.calls import Values, function_of, resolve
 from planc.runtime.garbage import without_collection
 from planc.runtime.known_verdict import KnownVerdict, Required, accept, strongest
-from planc.runtime.lora import remember, require_packages
+from planc.runtime.lora import remember
 from planc.runtime.matmul import require_eight_bits
 from planc.runtime.meshes import Meshes, device_of, mesh_in_use, no_group_after_an_error, start
 from planc.runtime.metrics import Experts, Meter, experts_of
@@ -137,7 +137,7 @@ def _require(model: nn.Module, lowered: Lowered, device: str, allow_code: bool) 
     """What a plan needs of this machine; what one rank lacks stops all of them."""
     try:
         _code(lowered, allow_code)
-        require_packages(lowered)
+        preconditions.require_packages(lowered)
         require_eight_bits(lowered, device)
         if lowered.backend:
             lowered.backend.part("runtime").require(device)

@@ -1,14 +1,10 @@
-"""LoRA by peft: what it requires, and the initial values of adapters that were on meta."""
+"""LoRA by peft: the initial values of adapters that were on meta."""
 
 from collections.abc import Iterable
 
 from torch import nn
 
-from planc.diagnostic import PlanError
 from planc.ops.lora import Adapt
-from planc.ops.lowered import Lowered
-from planc.ops.quantization import Quantize
-from planc.runtime.preconditions import problem, stop
 from planc.runtime.standalone.lora_init import (
     initialize_adapters,
     initialize_magnitudes,
@@ -18,33 +14,6 @@ from planc.runtime.standalone.lora_init import (
 NAME = "default"  # peft's name for the adapter
 _OPS = "_planc_adapters"  # the model's attribute with the operations that added its adapters
 _READ = "_planc_magnitudes"  # that with the names of the magnitudes of DoRA that a file gave
-
-
-def missing_peft(lowered: Lowered) -> str | None:
-    """Why a plan's adapters cannot be created here; None if they can, or if it has none."""
-    if not lowered.has(Adapt):
-        return None
-    try:
-        import peft  # noqa: F401
-    except ImportError as error:
-        return f"the plan has adapters, and peft cannot be imported: {error}"
-    return None
-
-
-def require_packages(lowered: Lowered) -> None:
-    """Checks that the packages that a plan's adapters need can be imported.
-
-    Raises:
-        PlanError: PL187, peft cannot be imported; PL685, bitsandbytes cannot be imported.
-    """
-    if missing := missing_peft(lowered):
-        raise PlanError([problem("PL187", missing, help="pip install 'planc[lora]'")])
-    if lowered.has(Quantize):
-        try:
-            import bitsandbytes  # noqa: F401
-        except Exception as error:  # loading its shared libraries can raise any exception
-            text = f"the plan has 4-bit weights, and bitsandbytes cannot be imported: {error}"
-            raise stop("PL685", text, help="pip install 'planc[qlora]'") from error
 
 
 def remember(model: nn.Module, op: Adapt) -> None:

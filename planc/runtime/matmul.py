@@ -1,8 +1,7 @@
-"""What products in 8 bits require of this machine."""
+"""The requirement of 8-bit products on the device."""
 
 import torch
 
-from planc.model.sources.isolation import quiet_imports
 from planc.ops.lowered import Lowered
 from planc.ops.matmul import LowPrecision
 from planc.runtime.preconditions import stop
@@ -16,21 +15,15 @@ scales of blocks from Blackwell on; not run here.
 
 
 def require_eight_bits(lowered: Lowered, device: str) -> None:
-    """Checks that torchao and this device have the products of a plan.
+    """Checks that this device has the 8-bit products of a plan.
 
     Raises:
-        PlanError: PL627, torchao cannot be imported; PL628, the device has no such products.
+        PlanError: PL628, the device has no such products.
     """
+    if device != "cuda" or torch.version.cuda is None:
+        return
     recipes = {op.recipe: op for op in lowered.every(LowPrecision)}
     if not recipes:
-        return
-    try:
-        with quiet_imports():
-            import torchao.float8  # noqa: F401
-    except Exception as error:  # it loads shared libraries
-        text = f"the plan has products in 8 bits, and torchao cannot be imported: {error}"
-        raise stop("PL627", text, help="pip install 'planc[fp8]'") from error
-    if device != "cuda" or torch.version.cuda is None:
         return
     here = torch.cuda.get_device_capability()
     for recipe, op in recipes.items():

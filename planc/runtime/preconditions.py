@@ -19,6 +19,7 @@ from planc.ops.compile import Compile
 from planc.ops.lora import MAGNITUDE, Adapt
 from planc.ops.loss import ChunkLoss
 from planc.ops.lowered import Lowered
+from planc.runtime.calls import import_error
 from planc.runtime.meshes import start
 from planc.runtime.standalone.pipeline import Stages
 from planc.runtime.standalone.shards import is_adapter
@@ -279,6 +280,18 @@ def _digests(digests: list[str]) -> Iterator[str]:
 
 
 _ON_CPU = "aten._scaled_dot_product_flash_attention_for_cpu.default"
+
+
+def require_packages(lowered: Lowered) -> None:
+    """Checks that the packages that the operations of a plan need can be imported.
+
+    Raises:
+        PlanError: PL187, PL627, PL685: a package cannot be imported.
+    """
+    for requirement in dict.fromkeys(r for op in lowered.ops for r in op.requirements):
+        if error := import_error(requirement):
+            text = requirement.finding(error)
+            raise stop(requirement.code, text, help=requirement.help) from error
 
 
 def require_recomputable(model: nn.Module, lowered: Lowered, device: str) -> None:

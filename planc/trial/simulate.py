@@ -21,8 +21,8 @@ from planc.ops.base import AxisRole
 from planc.ops.document import digest
 from planc.ops.lora import Adapt
 from planc.ops.lowered import Lowered
+from planc.runtime.calls import import_error
 from planc.runtime.executor import adapted, alone, apply_lowered
-from planc.runtime.lora import missing_peft
 from planc.trial import program
 from planc.trial.batches import batches
 from planc.trial.discrepancies import Runs, compare_runs, failed_run, uneven_use
@@ -54,8 +54,9 @@ def simulate(
     if reason := busy():
         return Outcome(verdict="unknown", reason=reason)
     lowered = trial_part(lowered, tensor=quick, draws=draws, eight_bits=eight_bits)
-    if (missing := missing_peft(lowered)) is not None:
-        return Outcome(verdict="unknown", reason=missing)
+    for requirement in (r for op in lowered.ops for r in op.requirements):
+        if error := import_error(requirement):
+            return Outcome(verdict="unknown", reason=requirement.finding(error))
     first, at_last = _outcome(builder, lowered, quick=quick, uneven=True)
     if _nearly(first) and not quick:
         wide: Any = InFloat64(builder)

@@ -1,6 +1,5 @@
 """The adapters section: what it means, what is wrong in it, and what it lowers to."""
 
-import builtins
 import json
 import re
 import sys
@@ -297,17 +296,10 @@ def test_a_diff_and_why_of_4_bits():
 
 
 def test_without_bitsandbytes_apply_says_so(monkeypatch):
-    from planc.runtime.lora import require_packages
-
-    real = builtins.__import__
-
-    def hidden(name, *rest, **named):
-        if name == "bitsandbytes":
-            raise ImportError("No module named 'bitsandbytes'")
-        return real(name, *rest, **named)
+    from planc.runtime.preconditions import require_packages
 
     pytest.importorskip("peft")
-    monkeypatch.setattr(builtins, "__import__", hidden)
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     with pytest.raises(PlanError) as caught:
         require_packages(lowered(f"{Q} : qlora(rank = 4)"))
     assert [d.code for d in caught.value.diagnostics] == ["PL685"]
@@ -363,16 +355,9 @@ def test_the_script_casts_and_names_peft_alone_beside_torch():
 
 
 def test_without_peft_apply_says_so_before_it_touches_the_model(monkeypatch):
-    from planc.runtime.lora import require_packages
+    from planc.runtime.preconditions import require_packages
 
-    real = builtins.__import__
-
-    def hidden(name, *rest, **named):
-        if name == "peft":
-            raise ImportError("No module named 'peft'")
-        return real(name, *rest, **named)
-
-    monkeypatch.setattr(builtins, "__import__", hidden)
+    monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(PlanError) as caught:
         require_packages(lowered(f"{Q} : lora(rank = 4)"))
     assert [d.code for d in caught.value.diagnostics] == ["PL187"]

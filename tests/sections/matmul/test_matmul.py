@@ -164,14 +164,14 @@ def test_blocks_gather_what_their_own_recipes_leave(compiled):
 
 
 def test_without_torchao(compiled, monkeypatch):
-    from planc.runtime.matmul import require_eight_bits
+    from planc.runtime.preconditions import require_packages
 
     made, _ = compiled(f"{LINEAR} : fp8")
     monkeypatch.setitem(__import__("sys").modules, "torchao", None)
     monkeypatch.setitem(__import__("sys").modules, "torchao.float8", None)
     with pytest.raises(PlanError, match="PL627"):
-        require_eight_bits(made.lowered, "cpu")
-    require_eight_bits(compiled("")[0].lowered, "cpu")  # nothing to round, nothing to import
+        require_packages(made.lowered)
+    require_packages(compiled("")[0].lowered)  # nothing to round, nothing to import
 
 
 @pytest.mark.parametrize(("capability", "right"), [((8, 0), False), ((8, 9), True)])

@@ -1,0 +1,26 @@
+"""The packages that `apply` needs for an operation."""
+
+from typing import NamedTuple
+
+
+class Requirement(NamedTuple):
+    """A package that must be importable on every rank.
+
+    Args:
+        package: the module that is imported.
+        attribute: a name that only usable versions have; empty if all have the interface.
+        code: the code of the finding if it cannot be imported.
+        reason: the part of the plan that needs it, as the beginning of the finding.
+        help: the help of the finding.
+    """
+
+    package: str
+    code: str
+    reason: str
+    help: str
+    attribute: str = ""
+
+    def finding(self, error: Exception) -> str:
+        """The text of the finding for the error of an import."""
+        package = self.package.partition(".")[0]
+        return f"{self.reason}, and {package} cannot be imported: {error}"
