@@ -138,12 +138,8 @@ def _stage(plan: Plan, facts: Facts, adapters: list[Adapt]) -> Stage:
         *_scales(plan),
         *settings(plan, facts),
         *_losses(plan),
-        *_images(plan, facts),
-        *_towers(plan, facts),
-        *_rotary(plan, facts),
-        *sync_rng(plan, facts),
-        *_joined(draw_by_rank(plan, facts)),
-        *draw_apart(plan, facts),
+        *_inputs(plan, facts),
+        *_random_numbers(plan, facts),
         *_joined(optimize(plan, facts)),
     ]
     phases = [(op.PHASE, op) for op in ops]
@@ -213,6 +209,19 @@ def _towers(plan: Plan, facts: Facts) -> Iterator[ShareTower]:
     if axes:
         for holder in (*puts_images(facts), *puts_sound(facts)):
             yield ShareTower(modules=holder, axes=axes)
+
+
+def _inputs(plan: Plan, facts: Facts) -> Iterator[AnyOp]:
+    """The operations on what a pass reads: images, sounds, lengths."""
+    yield from _images(plan, facts)
+    yield from _towers(plan, facts)
+    yield from _rotary(plan, facts)
+
+
+def _random_numbers(plan: Plan, facts: Facts) -> Iterator[AnyOp]:
+    yield from sync_rng(plan, facts)
+    yield from _joined(draw_by_rank(plan, facts))
+    yield from draw_apart(plan, facts)
 
 
 def _rotary(plan: Plan, facts: Facts) -> Iterator[ShareLongestPosition]:
