@@ -60,6 +60,8 @@ def inferred(plan: Plan, facts: Facts, sink: Sink) -> Plan:
     for setting in plan.sequence:
         if plan.mesh.size(setting.axis) > 1 and "tensor" not in plan.broken:
             plan = _Section(plan, facts, setting, sink).inferred()
+    if "tensor" not in plan.broken:
+        plan = _completed(plan, facts, sink)
     for section, own in () if "tensor" in plan.broken else _stated(plan, facts, sink):
         found = section.recorded(own)
         plan = section.observed(plan, found)
@@ -67,6 +69,22 @@ def inferred(plan: Plan, facts: Facts, sink: Sink) -> Plan:
             _, _, small, flow = found
             if isinstance(layouts := section.complete(flow, small), Layouts):
                 section.cut(flow, small, layouts)
+    return plan
+
+
+def _completed(plan: Plan, facts: Facts, sink: Sink) -> Plan:
+    """The plan with the layouts of sections without the setting whose rules are splits alone, and
+    that lack layouts as they are: those of whole hidden states, where the splits have such.
+    """
+    for section, own in [*_stated(plan, facts, Sink())]:
+        axis = section.setting.axis
+        if all(rule.open for rule in plan.tensor if rule.axis == axis) and any(section.errors(own)):
+            setting = replace(section.setting, wanted=False)
+            trial, found = replace(plan, sequence=(*plan.sequence, setting)), Sink()
+            made = _Section(trial, facts, setting, found).inferred()
+            if not found.errors:
+                plan = made
+                sink.add(*found)
     return plan
 
 

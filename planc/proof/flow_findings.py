@@ -306,6 +306,8 @@ def _gradient(group: list[Discrepancy], small: Plan, sink: Sink) -> None:
         detail = f"the ranks' gradients differ by up to {worst:.1e}"
         last = module.rpartition(".")[2]
         help = f"give it a style that reduces its gradient: `{last} : replicate(gradient = sum)`"
+        if not small.sequence:
+            help += "; or write `sequence = auto` in the section, and planc infers such rules"
     else:
         message = f"the gradient of `{subject}` is wrong under this plan"
         detail = f"relative error {worst:.1e}"

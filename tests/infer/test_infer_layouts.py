@@ -18,10 +18,12 @@ from planc.model.dataflow import Operation, decode, encode
 from planc.model.facts import Facts
 from planc.model.load import load
 from planc.model.small.flow import flow_of, flow_source
-from planc.ops.styles import Colwise, Input, MlaKv, Rowwise, Sequence
+from planc.ops.document import digest
+from planc.ops.styles import Colwise, Input, MlaKv, Replicate, Rowwise, Sequence
 from planc.plan.flow_types import Clash
 from planc.plan.infer_layouts import inferred, layout_errors
 from planc.plan.propagate import infer
+from planc.proof.layout_flow import flow
 
 GATHERED_AROUND = {"gpt2", "gpt_bigcode", "codegen", "persimmon", "mpt", "phi3", "glm", "glm4"}
 """The gather stands at the module in place of its one linear; the same bytes."""
@@ -178,6 +180,61 @@ def short(tmp_path, text=SHORT, settings=("tp=2",), model="llama-3.1-8b"):
     plan.write_text(text)
     done = compile_plan(model, str(plan), sink, world_size=4, settings=settings)
     return done, sink
+
+
+SPLITS = SHORT.replace("    sequence = auto\n", "").replace("for llama", "for llama, qwen3")
+"""The same without the setting."""
+COMPLETE = SPLITS.replace("lm_head : colwise", "lm_head : colwise(-> replicate)")
+"""Splits whose layouts in torch are right for llama."""
+
+
+def rules_of(done):
+    return {str(rule.modules): rule for rule in done.plan.tensor}
+
+
+@pytest.mark.parametrize("text", [SPLITS, COMPLETE])
+def test_splits_without_the_setting_are_completed(text, tmp_path):
+    done, sink = short(tmp_path, text, model="qwen3-8b")
+    assert not [d for d in sink if d.code != "PL204"]
+    rules = rules_of(done)
+    assert rules["model.layers[0:36].self_attn.q_norm"].style == Sequence(dim=2, local=True)
+    assert rules["lm_head"].style == Colwise(output=Replicate())
+    assert "model.norm" not in rules, "hidden states stay whole"
+    assert flow(done, sink).verdict == "proved"
+
+
+def test_splits_that_lack_nothing_keep_their_meaning(tmp_path):
+    stated = COMPLETE.replace("tensor on tp {", "tensor on tp {\n    layouts = stated")
+    (done, _), (same, _) = short(tmp_path, COMPLETE), short(tmp_path, stated)
+    assert digest(done.lowered) == digest(same.lowered) and done.plan.sequence == ()
+    lacking = SPLITS.replace("model.layers.*", "optional model.layers.*.mlp.down_proj : rowwise\n#")
+    assert not any(rule.inferred for rule in rules_of(done).values()), lacking
+
+
+def test_layouts_that_are_stated_are_not_completed(tmp_path):
+    stated = COMPLETE.replace("tensor on tp {", "tensor on tp {\n    layouts = stated")
+    done, sink = short(tmp_path, stated, model="qwen3-8b")
+    assert "model.layers[0:36].self_attn.q_norm" not in rules_of(done)
+    assert "PL161" in {d.code for d in sink}
+    assert flow(done, sink).verdict == "refuted"
+    advice = "or write `sequence = auto` in the section, and planc infers such rules"
+    found = [d.help for d in sink if d.code == "PL502"]
+    assert found and all(help.endswith(advice) for help in found)
+
+
+def test_splits_without_layouts_are_judged_as_they_stand(tmp_path):
+    alone = SPLITS.replace("mlp.down_proj : rowwise", "")
+    done, sink = short(tmp_path, alone)
+    assert done.plan.sequence == () and "PL525" not in {d.code for d in sink}
+
+
+@pytest.mark.parametrize(
+    ("line", "code"),
+    [("layouts = stated\n    sequence = auto", "PL102"), ("layouts = inferred", "PL012")],
+)
+def test_layouts_are_stated_or_inferred(line, code, tmp_path):
+    text = SPLITS.replace("tensor on tp {", f"tensor on tp {{\n    {line}")
+    assert code in {d.code for d in short(tmp_path, text)[1] if d.severity == "error"}
 
 
 def test_every_rule_says_why(tmp_path):

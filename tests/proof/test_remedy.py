@@ -173,6 +173,7 @@ def test_what_is_to_add_comes_before_rules_to_remove(tmp_path, monkeypatch):
     assert first == (
         "give it a style that reduces its gradient: `q_norm : replicate(gradient = sum)`"
     )
+    assert others.startswith("write `sequence = auto` in the section, and planc infers such rules")
     assert "remove the rule" in others and others.endswith("then the small model is proved")
     assert not any("right without it" in label.text for label in error.labels)
 

@@ -1,9 +1,11 @@
 """Tensor sections -> styles on modules."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import TypeVar
 
 from planc import diagnostic
+from planc.diagnostic import Label
 from planc.model.facts import Modules
 from planc.ops.styles import SPLITS, Style
 from planc.plan.call_arguments import unknown, word, wrong_value
@@ -28,7 +30,7 @@ _EXAMPLES = {
     "adapters": "model.layers.*.self_attn.q_proj : lora(rank = 16)",
 }
 _SETTINGS = {
-    "tensor": ", and the settings `sequence` and `images`",
+    "tensor": ", and the settings `sequence`, `layouts` and `images`",
     "adapters": ", and the settings `units` and `seed`",
 }
 T = TypeVar("T")
@@ -75,7 +77,11 @@ def tensor(program: Program) -> Found:
         origin = program.styles[unused].name_origin
         hint = "use it or remove it"
         program.sink.warning("PL104", f"style `{unused}` is never used", origin, help=hint)
+    for lines in settings.values():
+        _both(lines, program)
     rules = (rule for held in claims.values() for rule in held.rules())
+    stated = {axis for axis, lines in settings.items() if _STATED in lines.lines}
+    rules = (replace(r, open=r.open and r.axis not in stated) for r in rules)
     values = [value for s in settings.values() for value in s.values.values()]
     sequence = tuple(value for value in values if isinstance(value, SequenceSetting))
     return tuple(rules), sequence, tuple(v for v in values if isinstance(v, ImagesSetting))
@@ -98,8 +104,32 @@ def _images(item: ast.Setting, axis: str, scope: Scope) -> ImagesSetting:
     return ImagesSetting(axis=axis, divided=divided, origin=item.origin)
 
 
-_SETTING: dict[str, Callable[[ast.Setting, str, Scope], SequenceSetting | ImagesSetting]] = {
+def _layouts(item: ast.Setting, axis: str, scope: Scope) -> None:
+    """`layouts = stated`."""
+    value = word(item.value, scope)
+    if value != "stated":
+        wrong_value(
+            item.value, _STATED, "`stated`; without the line they are inferred", value, scope
+        )
+
+
+def _both(held: Settings, program: Program) -> None:
+    """Reports a section that says of its layouts that they are stated, and that they are not."""
+    if {_STATED, "sequence"} <= held.lines.keys():
+        stated, sequence = (held.lines[name].origin for name in (_STATED, "sequence"))
+        program.sink.error(
+            "PL102",
+            "two lines decide whether layouts are inferred",
+            Label(span=stated, text="they are stated"),
+            Label(span=sequence, text="they are inferred"),
+            help="remove one; `override tensor on AXIS {` replaces the section of another plan",
+        )
+
+
+_STATED = "layouts"
+_SETTING: dict[str, Callable[[ast.Setting, str, Scope], SequenceSetting | ImagesSetting | None]] = {
     "sequence": _sequence,
+    _STATED: _layouts,
     "images": _images,
 }
 
