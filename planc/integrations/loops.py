@@ -27,14 +27,19 @@ def require_served(lowered: Lowered, loop: str) -> None:
         )
 
 
+def ranks_of_data(run: Run) -> list[int]:
+    """One rank of those that read the same rows, of each such set."""
+    one = tuple(slice(None) if a.name in run.lowered.data else 0 for a in run.lowered.axes)
+    return sorted(run.mesh.mesh[one].flatten().tolist())
+
+
 def of_data_ranks(run: Run, gathered: Any) -> Any:
     """The rows of one rank of those that read the same ones, of what accelerate has gathered from
     all ranks, in nested tensors [rows of all ranks, ...].
     """
     from accelerate.utils import recursively_apply
 
-    one = tuple(slice(None) if a.name in run.lowered.data else 0 for a in run.lowered.axes)
-    picked = sorted(run.mesh.mesh[one].flatten().tolist())
+    picked = ranks_of_data(run)
     world = distributed.get_world_size()
     return recursively_apply(
         lambda tensor: tensor.unflatten(0, (world, -1))[picked].flatten(0, 1), gathered

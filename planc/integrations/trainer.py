@@ -13,18 +13,27 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
+from accelerate.utils import recursively_apply
 from torch import Tensor, nn
+from transformers.trainer_pt_utils import BatchRebalanceSampler
 
 import planc
-from planc.integrations.loops import load_weights, of_data_ranks, require_served, save_weights
+from planc.integrations.loops import (
+    load_weights,
+    of_data_ranks,
+    ranks_of_data,
+    require_served,
+    save_weights,
+)
 from planc.ops.styles import Sequence
+from planc.runtime.counted_labels import labels_of
 from planc.runtime.run import Run
 
 _Trainer: Any = transformers.Trainer if TYPE_CHECKING else object
@@ -34,20 +43,35 @@ _DECIDED = {
     "fsdp": "its `fsdp` section",
     "deepspeed": "its `fsdp` section",
     "parallelism_config": "its mesh",
+    "activation_checkpointing": "its `checkpoint` section",
     "gradient_checkpointing": "its `checkpoint` section",
     "activation_offloading": "its `checkpoint` section",
     "bf16": "`precision` in its `fsdp` section",
     "fp16": "`precision` in its `fsdp` section",
+    "bf16_full_eval": "`precision` in its `fsdp` section",
+    "fp16_full_eval": "`precision` in its `fsdp` section",
     "torch_compile": "its `compile` section",
     "peft_config": "its `adapters` section",
 }
 """Arguments that would change what the plan says, by what says it there."""
-_WHOLE = {
+_REFUSED = {
+    "auto_find_batch_size": "halves the batch of the rank that ran out of memory, while the others "
+    "wait for it in a collective: choose a batch size, by `planc estimate`",
+    "enable_jit_checkpoint": "saves when a signal reaches a rank, which others may get in another "
+    "step, and all ranks save together: leave it off, and set save_steps",
+    "save_on_each_node": "writes on each node, and planc writes once, to a folder that all ranks "
+    "share: leave it off",
     "use_vllm": "sends vLLM the weights of one process: leave it off, and the model generates",
     "sync_ref_model": "copies whole weights into the reference model: leave it off",
     "use_liger_kernel": "replaces the modules that the plan was proved for: leave it off",
 }
-"""Arguments that need all weights, or the modules as they were, on one rank, by what to do."""
+"""Arguments that a plan rules out, by what they do and what to do instead: they decide on one rank
+alone, or need all weights, or the modules as they were.
+"""
+_IN_BACKWARD = ("lomo", "layerwise")
+"""In the names of optimizers that step parameters in the backward pass, before planc reduces their
+gradients.
+"""
 _GENERATE = ("GRPOTrainer", "RLOOTrainer")
 _TRIED = ("SFTTrainer", "DPOTrainer", "KTOTrainer", "RewardTrainer", *_GENERATE)
 """TRL's trainers that tests compare with one process; those that generate count ranks as rows."""
@@ -74,6 +98,9 @@ class PlancTrainerMixin(_Trainer):  # type: ignore[misc]
     """
 
     planc_run: Run
+    _weighs = False
+    _weighed: list[Any] | None = None  # the batches of a step
+    _prepared: torch.optim.Optimizer | None = None
 
     def __init__(
         self,
@@ -99,6 +126,7 @@ class PlancTrainerMixin(_Trainer):  # type: ignore[misc]
         )
         require_served(run.lowered, "Trainer's loop")
         _require_tried(type(self), run)
+        _require_whole_embeddings(args, run)
         self.planc_run = run
         model._is_distributed_loading_by_transformers = True
         model._is_fsdp_managed_module = True
@@ -107,9 +135,21 @@ class PlancTrainerMixin(_Trainer):  # type: ignore[misc]
             super().__init__(*given, **named)
         finally:
             args.save_only_model = wanted
-        counts = self.model_accepts_loss_kwargs or self.compute_loss_func
-        if counts and args.average_tokens_across_devices:
-            run.first.labels_counted()  # by Trainer; TRL's divides by them outside the model
+        self._decide_weights()
+
+    def _decide_weights(self) -> None:
+        """Whether the losses of passes are weighed by their labels here, as Trainer gives the model
+        no number of labels to divide by.
+        """
+        counts = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
+        self._weighs = not counts and self.loss_is_scaled_for_ga is None
+        if self._weighs and self.label_smoother is not None:
+            raise ValueError(
+                "label_smoothing_factor takes a mean over the labels of a pass, as "
+                f"{type(self.model).__name__} takes no number of them: leave it off"
+            )
+        if self._weighs or _trl_classes(type(self)):
+            self.planc_run.first.labels_counted()  # TRL's trainers divide by them outside the model
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
@@ -117,9 +157,7 @@ class PlancTrainerMixin(_Trainer):  # type: ignore[misc]
         self.accelerator: Any
         self.accelerator.state.device_mesh = run.mesh
         run.model._tp_size = run.lowered.world_size // run.data_size
-        self.accelerator.gather_for_metrics = _gather_each_row_once(
-            self.accelerator, self.accelerator.gather_for_metrics, run
-        )
+        self.accelerator.gather_for_metrics = _gather_each_row_once(self.accelerator, run)
         self.gather_function = self.accelerator.gather_for_metrics
 
     # metrics
@@ -142,7 +180,82 @@ class PlancTrainerMixin(_Trainer):  # type: ignore[misc]
             logs |= meter.read()
         super().log(logs, *given, **named)
 
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        with _gathering_once(self.accelerator, self.planc_run):
+            super()._track_num_input_tokens(inputs)
+
+    def store_flos(self) -> None:
+        run = self.planc_run
+        self.current_flos *= run.data_size / run.lowered.world_size  # summed over all ranks
+        super().store_flos()
+
+    # data
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        sampler = super()._get_train_sampler(train_dataset)
+        if not isinstance(sampler, BatchRebalanceSampler):
+            return sampler
+        run = self.planc_run
+        return BatchRebalanceSampler(
+            sampler.lengths,
+            self.get_total_train_batch_size(self.args),
+            dp_size=run.data_size,
+            grad_accum=sampler.grad_accum,
+            rank=run.data_rank,
+            drop_last=sampler.drop_last,
+        )
+
+    # loss
+
+    def get_batch_samples(self, *given: Any, **named: Any) -> tuple[list[Any], Any]:
+        batches, items = super().get_batch_samples(*given, **named)
+        if self._weighs:
+            labeled = bool(batches) and all(_has_labels(batch) for batch in batches)
+            self._weighed = batches if labeled else None
+            self.loss_is_scaled_for_ga = labeled or None
+            if labeled:
+                self.planc_run.steps.begin(self.planc_run, batches)
+        return batches, items
+
+    def _get_num_items_in_batch(self, *given: Any, **named: Any) -> Any:
+        """The number by which a model divides the sum of its losses, or None.
+
+        Trainer gives the number of labels of all data ranks, and multiplies the loss by the number
+        of ranks, as gradients are averaged over them. This is the quotient, so that terms that are
+        not divided by it, such as the auxiliary loss of routers, are not multiplied either.
+        """
+        items = super()._get_num_items_in_batch(*given, **named)
+        return items if items is None else items / self.planc_run.data_size
+
+    def compute_loss(
+        self, model: nn.Module, inputs: Any, return_outputs: bool = False, **named: Any
+    ) -> Any:
+        """The loss of a pass. Where Trainer does not give the model the number of labels of a step,
+        the mean over the labels of a pass is weighed by their number.
+        """
+        args, steps = self.args, self.planc_run.steps
+        weighed = self._weighed if model.training else None
+        batch = dict(inputs) if weighed else {}
+        averages, args.average_tokens_across_devices = args.average_tokens_across_devices, False
+        try:
+            with steps.observed(self.planc_run) if weighed else nullcontext():
+                result = super().compute_loss(model, inputs, return_outputs, **named)
+        finally:
+            args.average_tokens_across_devices = averages
+        if not weighed:
+            return result
+        loss, *outputs = result if return_outputs else (result,)
+        loss = steps.weighed(self.planc_run, loss, batch, weighed)
+        return (loss, *outputs) if return_outputs else loss
+
     # gradients
+
+    def create_optimizer(self, *given: Any, **named: Any) -> torch.optim.Optimizer:
+        optimizer: torch.optim.Optimizer = super().create_optimizer(*given, **named)
+        plain = self._plain_optimizer()
+        if plain is not self._prepared:
+            self.optimizer = self._prepared = optimizer = self.planc_run.optimizer(plain)
+        return optimizer
 
     def _defer_fsdp_gradient_reduction(self) -> AbstractContextManager[None]:
         return self.planc_run.no_sync()
@@ -209,26 +322,64 @@ def _names(signature: inspect.Signature) -> set[str]:
     return {n for n, p in signature.parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD}
 
 
+def _has_labels(batch: Any) -> bool:
+    return isinstance(batch, Mapping) and labels_of(batch) is not None
+
+
 def _require_undecided(args: Any, call: Mapping[str, Any]) -> None:
     """Raises ValueError for arguments that decide what the plan does, or that it rules out."""
-    if "adafactor" in str(args.optim):
+    optim = str(getattr(args.optim, "value", args.optim))
+    if "adafactor" in optim:
         raise ValueError('Adafactor takes no sharded parameters: pass optim="adamw_torch"')
     given = {**vars(args), **call}
     for name, section in _DECIDED.items():
         if given.get(name):
             raise ValueError(f"the plan decides {name}, by {section}: leave it off")
-    for name, why in _WHOLE.items():
+    for name, why in _REFUSED.items():
         if given.get(name):
             raise ValueError(f"{name} {why}")
+    if any(part in optim for part in _IN_BACKWARD):
+        raise ValueError(f'{optim} steps in the backward pass: pass optim="adamw_torch"')
+    if args.world_size > 1:
+        _require_same_on_all_ranks(args)
     if given.get("precompute_ref_log_probs") and given.get("ref_model") is None:
         raise ValueError("precompute_ref_log_probs hashes all weights: pass a ref_model beside it")
+
+
+def _require_same_on_all_ranks(args: Any) -> None:
+    """Raises ValueError for arguments that let each rank divide by its own labels, or end its data
+    on its own.
+    """
+    if not args.average_tokens_across_devices:
+        raise ValueError(
+            "average_tokens_across_devices=False divides by the labels of each rank, so that the "
+            "loss depends on the plan: leave it on"
+        )
+    if not args.accelerator_config.even_batches:
+        raise ValueError(
+            "even_batches=False lets some ranks read fewer batches, and the others wait for them "
+            "in a collective: leave it on, or set dataloader_drop_last"
+        )
+
+
+def _trl_classes(kind: type) -> list[str]:
+    """The names of TRL's classes among those that a trainer inherits."""
+    return [c.__name__ for c in kind.__mro__ if c.__module__.startswith("trl.")]
+
+
+def _require_whole_embeddings(args: Any, run: Run) -> None:
+    if args.neftune_noise_alpha is not None and run.data_size < run.lowered.world_size:
+        raise ValueError(
+            "neftune_noise_alpha scales its noise by the size of the embeddings, which tensor "
+            "parallelism splits: leave it off, or set tp=1"
+        )
 
 
 def _require_tried(kind: type, run: Run) -> None:
     """Raises ValueError for a trainer of TRL that no test has compared with one process, and for
     one that generates under an axis whose ranks read the same rows.
     """
-    theirs = [c.__name__ for c in kind.__mro__ if c.__module__.startswith("trl.")]
+    theirs = _trl_classes(kind)
     if not theirs:
         return
     if theirs[0] not in _TRIED:
@@ -256,15 +407,41 @@ class PlancTrainer(PlancTrainerMixin, transformers.Trainer):  # type: ignore[mis
     """transformers' `Trainer` for a model under a plan."""
 
 
-def _gather_each_row_once(accelerator: Any, gather_for_metrics: Any, run: Run) -> Any:
-    """`gather_for_metrics` that takes the rows of one rank of those that read the same ones."""
+@contextmanager
+def _gathering_once(accelerator: Any, run: Run) -> Iterator[None]:
+    """Inside, `accelerator.gather` takes the rows of one rank of those that read the same ones."""
+    if run.data_size == run.lowered.world_size:
+        yield
+        return
     gather_all = accelerator.gather
+    accelerator.gather = lambda data: of_data_ranks(run, gather_all(data))
+    try:
+        yield
+    finally:
+        del accelerator.gather  # the method of the class is back
+
+
+def _gather_each_row_once(accelerator: Any, run: Run) -> Any:
+    """`gather_for_metrics` that takes the rows of one rank of those that read the same ones.
+
+    Tensors are gathered as such, also if it is asked to gather objects: accelerate returns these
+    row by row, in a list, which Trainer concatenates wrongly.
+    """
+    gather_for_metrics = accelerator.gather_for_metrics
+    first = run.mesh.get_rank() in ranks_of_data(run)
 
     def gathered(data: Any, use_gather_object: bool = False) -> Any:
-        accelerator.gather = lambda data: of_data_ranks(run, gather_all(data))
-        try:
-            return gather_for_metrics(data, use_gather_object)
-        finally:
-            del accelerator.gather  # the method of the class is back
+        if not _all_tensors(data):
+            return gather_for_metrics(data if first else [], use_gather_object=True)
+        with _gathering_once(accelerator, run):
+            return gather_for_metrics(data)
 
     return gathered
+
+
+def _all_tensors(data: Any) -> bool:
+    try:
+        recursively_apply(lambda tensor: tensor, data, error_on_other_type=True)
+    except TypeError:
+        return False
+    return True

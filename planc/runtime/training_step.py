@@ -139,6 +139,23 @@ class TrainingStep:
             meter.settle()
         return gradients.mean_over(total, run.data_mesh if parts == 1 else run.loss_mesh)
 
+    def begin(self, run: RunParts, batches: Sequence[Batch]) -> None:
+        """Counts the labels of a step whose passes another loop runs, without giving the model
+        their number; every rank calls it.
+        """
+        self.seen_counts = False
+        self.items = _items(run, batches, self._rule(run.model))
+
+    def observed(self, run: RunParts) -> AbstractContextManager[None]:
+        """Notes the labels that the loss of a pass inside is the mean of."""
+        return _observed(run.model, self, compiled=run.lowered.has(Compile))
+
+    def weighed(
+        self, run: RunParts, loss: Tensor, batch: Batch, batches: Sequence[Batch]
+    ) -> Tensor:
+        """The part of the step's loss that an observed pass has, of those that `begin` counted."""
+        return self._part(run, loss, batch, batches)
+
     def _require_range(self, run: RunParts) -> None:
         """Refuses gradients in float16: below 6e-8 they are zero, and no loss is scaled here.
 
