@@ -126,7 +126,7 @@ class TrainingStep:
             run.changes.require()  # before torch looks at the parameters
         rotary = run.model.__dict__.get(LONGEST)
         lengths = rotary.of_all_ranks() if rotary else nullcontext()
-        with lengths, _observed(run.model, self, compiled=run.lowered.has(Compile)):
+        with lengths, self.observed(run):
             if stages is None:
                 total = self._plain(run, batches, every, trains)
             else:
