@@ -208,9 +208,10 @@ def apply(
     from planc.runtime.meshes import device_of, no_group_after_an_error
     from planc.runtime.preconditions import announce, require_not_parallel
     from planc.runtime.safeguards.guards import require_unwrapped
+    from planc.runtime.uncaught import print_errors_once
     from planc.trial.verdict_store import recall
 
-    with no_group_after_an_error():
+    with print_errors_once(), no_group_after_an_error():
         try:
             require_not_parallel(model)
             require_unwrapped(model)

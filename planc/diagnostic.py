@@ -184,10 +184,14 @@ def io_reason(error: OSError) -> str:
 
 
 class PlanError(Exception):
-    """Raised by the Python API when a plan has errors; carries every diagnostic of the run."""
+    """Raised by the Python API when a plan has errors; carries every diagnostic of the run.
 
-    def __init__(self, diagnostics: Iterable[Diagnostic]) -> None:
-        self.diagnostics = tuple(diagnostics)
+    Attributes:
+        rank: the rank that reports the error for all, where all ranks of a run raise it.
+    """
+
+    def __init__(self, diagnostics: Iterable[Diagnostic], rank: int | None = None) -> None:
+        self.diagnostics, self.rank = tuple(diagnostics), rank
         errors = (d for d in self.diagnostics if d.severity is Severity.ERROR)
         super().__init__("\n".join(d.one_line for d in errors))
 

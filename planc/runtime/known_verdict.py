@@ -46,7 +46,9 @@ def known_requirement(require: str | None) -> None:
 
 
 def accept(verdict: KnownVerdict | None, require: Required | None) -> None:
-    """Raises PL480 for a refuted plan; else PL481 or PL482 for one that isn't as `require` says."""
+    """Raises PL480 for a refuted plan; else PL481 or PL482 for one that isn't as `require` says: on
+    all ranks, whose verdict this is.
+    """
     if verdict is None or require == "nothing":
         return
     sink, level = Sink(), verdict.level
@@ -63,4 +65,4 @@ def accept(verdict: KnownVerdict | None, require: Required | None) -> None:
         help = "run `planc verify` with the same model, world size and settings"
         sink.error("PL482", message, help=help)
     if sink.failed:
-        raise PlanError(sink)
+        raise PlanError(sink, rank=0)

@@ -107,8 +107,9 @@ def announce(error: Exception, device_type: str) -> None:
     own = [d for d in own if d.severity is Severity.ERROR]
     try:
         _agree("", own or [problem("PL900", f"{type(error).__name__}: {error}")])
-    except PlanError:
-        return  # this rank's own error says more
+    except PlanError as agreed:  # this rank's own error says more
+        if isinstance(error, PlanError):
+            error.rank = agreed.rank
 
 
 def members_of(op: Op, context: Context) -> Iterator[Modules]:
@@ -236,7 +237,7 @@ def of_rank_0(make: Callable[[], T], device_type: str) -> T:
         made = make() if distributed.get_rank() == 0 else None
         return cast(T, _agree("a draft", [], made)[0])
     except PlanError as error:
-        raise AnnouncedError(error.diagnostics) from None
+        raise AnnouncedError(error.diagnostics, error.rank) from None
 
 
 def _agree(digest: str, findings: list[Diagnostic], also: Any = None) -> list[Any]:
@@ -250,12 +251,14 @@ def _agree(digest: str, findings: list[Diagnostic], also: Any = None) -> list[An
         different = one_of(_digests(digests), last="and")
         message = f"the ranks disagree on the lowered plan: {different}"
         help = "every rank must read the same plan, settings and model configuration"
-        raise stop("PL491", message, help=help)
+        raise PlanError([problem("PL491", message, help=help)], rank=0)
+    errors = [(code, message) for _, code, message, _ in everyone]
     if findings:
-        raise PlanError(findings)
-    for rank, (_, code, message, _) in enumerate(everyone):
+        raise PlanError(findings, rank=errors.index((code, _in_one_line(findings))))
+    for rank, (code, message) in enumerate(errors):
         if code:
-            raise stop(code, f"rank {rank} cannot apply the plan: {message}")
+            text = f"rank {rank} cannot apply the plan: {message}"
+            raise PlanError([problem(code, text)], rank=rank)
     return [said for *_, said in everyone]
 
 

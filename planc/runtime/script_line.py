@@ -28,7 +28,7 @@ def script_line(text: str = "") -> tuple[Label, ...]:
         text: what the line has to do with the finding.
     """
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and not _of_the_user(frame):
+    while frame is not None and not of_the_user(frame):
         frame = frame.f_back
     if frame is None:
         return ()
@@ -41,7 +41,8 @@ def script_line(text: str = "") -> tuple[Label, ...]:
     return (Label(span=source.span(begin, end), text=text),)
 
 
-def _of_the_user(frame: FrameType) -> bool:
+def of_the_user(frame: FrameType) -> bool:
+    """Whether a frame is of code outside planc, the standard library and installed packages."""
     name = frame.f_code.co_filename
     if name.startswith("<"):  # what is typed in, or generated: `<stdin>`, `<string>`
         return frame.f_globals.get("__name__") == "__main__"

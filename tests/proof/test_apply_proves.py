@@ -16,7 +16,8 @@ from planc.compiler import compile_plan
 from planc.diagnostic import PlanError, Sink
 from planc.model.facts import Facts
 from planc.proof import in_subprocess
-from planc.runtime.known_verdict import KnownVerdict
+from planc.runtime import uncaught
+from planc.runtime.known_verdict import KnownVerdict, accept
 
 RIGHT = 'plan t for llama\nextend "llama"\n'
 SUM = "model.layers.*.self_attn.o_proj : rowwise(-> partial)"
@@ -122,3 +123,31 @@ def test_a_lowered_plan_cannot_be_proved(home):
     lowered = planc.lower(model(), str(home / "t.plan"), world_size=1)
     with pytest.raises(ValueError, match="prove takes the plan by its path"):
         planc.apply(model(), lowered, prove=True)
+
+
+@pytest.mark.parametrize(("rank", "reports"), [(0, True), (2, False)])
+def test_an_uncaught_error_is_printed_once(rank, reports, monkeypatch, capsys):
+    monkeypatch.setenv("RANK", str(rank))
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setattr(uncaught, "_SECONDS", 0)
+    monkeypatch.setattr(sys, "excepthook", lambda *_: print("a traceback", file=sys.stderr))
+    refuted = KnownVerdict(level="refuted", text="mine.plan:3:5: its gradient is wrong (PL502)")
+    with pytest.raises(PlanError) as caught, uncaught.print_errors_once():
+        accept(refuted, None)
+    sys.excepthook(PlanError, caught.value, caught.tb)
+    told = capsys.readouterr().err
+    if reports:
+        assert "test_apply_proves.py:" in told.splitlines()[0] and "PL480" in told
+        assert "mine.plan:3:5: its gradient is wrong (PL502)" in told
+    else:
+        assert told == "planc: rank 2 ends with the error that rank 0 reports\n"
+    sys.excepthook(ValueError, ValueError(), None)
+    assert capsys.readouterr().err == "a traceback\n"
+
+
+def test_one_process_keeps_its_traceback(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    before = sys.excepthook
+    with pytest.raises(PlanError), uncaught.print_errors_once():
+        raise PlanError([])
+    assert sys.excepthook is before

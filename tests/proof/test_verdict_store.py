@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -103,6 +104,7 @@ def test_a_plan_that_was_refuted_is_refused(folder, four_ranks, caplog):
         applied(caplog, "broken.plan")
     assert [d.code for d in caught.value.diagnostics] == ["PL480"]
     assert "(PL502)" in str(caught.value) and "q_norm" in str(caught.value)
+    assert re.search(r"another model: broken.plan:\d+: the gradient", str(caught.value))
     _, lines = applied(caplog, "broken.plan", require="nothing")
     assert any(level == "WARNING" and "(PL502)" in text for level, text in lines)
 
