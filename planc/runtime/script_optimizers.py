@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from planc.diagnostic import Diagnostic, first_line
 from planc.runtime.preconditions import problem
 from planc.runtime.script_line import script_line
-from planc.runtime.standalone.shards import splits
+from planc.runtime.standalone.shards import splits, whole_of
 from planc.runtime.weights.loading import raise_on_all_ranks
 
 _ELEMENTWISE = (
@@ -133,8 +133,7 @@ def _shape(layout: _Layout) -> tuple[int, ...]:
 
 
 def _whole(parameter: Tensor) -> Tensor:
-    value = parameter.detach()
-    return (value.full_tensor() if isinstance(value, DTensor) else value).cpu()
+    return whole_of(parameter).cpu()
 
 
 def _error(part: tuple[Tensor, Tensor], whole: tuple[Tensor, Tensor]) -> float:

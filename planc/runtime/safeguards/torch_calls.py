@@ -18,7 +18,7 @@ from torch.nn.utils import clip_grad
 from planc.runtime.preconditions import stop
 from planc.runtime.script_line import script_line
 from planc.runtime.standalone.pipeline import stages_of
-from planc.runtime.standalone.shards import fsdp_units, groups_of
+from planc.runtime.standalone.shards import fsdp_units, groups_of, redistribute
 
 _MODELS: WeakSet[nn.Module] = WeakSet()
 
@@ -154,5 +154,5 @@ def _set_data(tensor: DTensor, value: Tensor) -> None:
             f"{tuple(value.shape)} on {meshes[1]}; write the values with `copy_`"
         )
     with torch.no_grad():
-        placed = value.detach().redistribute(placements=tensor.placements)
+        placed = redistribute(value.detach(), tensor.placements)
     tensor._local_tensor = placed._local_tensor

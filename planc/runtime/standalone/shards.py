@@ -9,6 +9,9 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._redistribute import (
+    disable_redistribute_transform_optimization,
+)
 from torch.distributed.tensor.placement_types import Placement
 
 Runs = tuple[tuple[int, int], ...]
@@ -150,8 +153,18 @@ def gradient_part(parameter: Tensor) -> Tensor:
     gradient: Any = parameter.grad
     placements = parameter.placements if isinstance(parameter, DTensor) else None
     if isinstance(gradient, DTensor) and gradient.placements != placements:
-        gradient = gradient.redistribute(placements=placements)
+        gradient = redistribute(gradient, placements)
     return part_of(gradient)
+
+
+def redistribute(tensor: DTensor, placements: Any) -> DTensor:
+    """A tensor with other placements, by one collective for each mesh dim.
+
+    Torch would use one for several mesh dims if their flattened mesh existed, which
+    needs another process group, and otherwise warns.
+    """
+    with disable_redistribute_transform_optimization():
+        return tensor.redistribute(placements=placements)
 
 
 def splits(placement: Placement) -> bool:
@@ -361,7 +374,7 @@ def whole_of(
     # an offloaded shard: its mesh has no backend for the CPU
     moved = tensor.detach().to(tensor.device_mesh.device_type)
     everywhere = [Replicate()] * tensor.device_mesh.ndim
-    return in_own_order(moved.redistribute(placements=everywhere).to_local(), order)
+    return in_own_order(redistribute(moved, everywhere).to_local(), order)
 
 
 def added_up(tensor: DTensor) -> Tensor:

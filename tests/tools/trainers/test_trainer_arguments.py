@@ -111,6 +111,11 @@ def test_an_evaluation_counts_each_row_once(four, objects):
     compared(four, evaluates=True, alone=alone, **fields)
 
 
+def test_planc_calls_nothing_that_torch_warns_of(four):
+    given = {"batch": 2, "plan": "llama", "overrides": ("tp=2",), "evaluates": True}
+    assert four.run("trainer_jobs.warned", **given) == [([], 0)] * 4
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [

@@ -1,11 +1,14 @@
 """Runs of transformers' Trainer: under a plan on each rank of a pool, or without one."""
 
+import logging
 import os
 from contextlib import ExitStack
 from tempfile import TemporaryDirectory
 
 import torch
 from torch import distributed
+from torch._C._distributed_c10d import _get_work_registry_size
+from torch.distributed.tensor import _redistribute
 from torch.nn.functional import pad
 from transformers import (
     LlamaConfig,
@@ -103,7 +106,23 @@ def measured(found):
     return {"rows": len(order), "labels": float((order * found.label_ids[:, 0]).sum())}
 
 
-def trained(batch, kind="causal", plan=None, overrides=(), evaluates=False, **fields):
+def warned(**given):
+    """(messages of DTensor, collectives without a wait) of a run whose model is written."""
+    logger = logging.getLogger("torch.distributed.tensor._redistribute")
+    messages = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    _redistribute._warned_flatten_issues.clear()
+    logger.addHandler(handler)
+    before = _get_work_registry_size()
+    try:
+        trained(**given, saves=True)
+    finally:
+        logger.removeHandler(handler)
+    return messages, _get_work_registry_size() - before
+
+
+def trained(batch, kind="causal", plan=None, overrides=(), evaluates=False, saves=False, **fields):
     """(logs, weights) of a run of some steps.
 
     Args:
@@ -111,6 +130,7 @@ def trained(batch, kind="causal", plan=None, overrides=(), evaluates=False, **fi
         kind: of `MODELS`.
         plan: a shipped plan; None for transformers' own Trainer.
         evaluates: whether to evaluate eight rows after the last step.
+        saves: whether to write the model then.
         fields: of `TrainingArguments`.
     """
     torch.manual_seed(0)
@@ -135,6 +155,11 @@ def trained(batch, kind="causal", plan=None, overrides=(), evaluates=False, **fi
         data = {"train_dataset": rows(kind), "data_collator": collated}
         trainer = make(MODELS[kind](), arguments, **data, **words)
         trainer.train()
+        if saves:
+            folders = [folder]
+            distributed.broadcast_object_list(folders)
+            trainer.save_model(folders[0])
+            distributed.barrier()
         state = trainer.model.state_dict()
         if plan:
             state = trainer.planc_run.full_state_dict(every_rank=True)
