@@ -31,6 +31,7 @@ mesh {
 }
 
 tensor on tp {
+    layouts = stated
     model.layers.* {
         self_attn.{q,k,v}_proj : colwise
         self_attn.o_proj       : rowwise
@@ -309,7 +310,7 @@ def test_apply_logs_each_warning_once(folder, four_ranks, caplog):
     _, lines = applied(caplog, "warned.plan")
     warned = [text for level, text in lines if level == "WARNING" and "[PL161]" in text]
     assert len(warned) == 1
-    assert warned[0].startswith("warned.plan:10:")
+    assert warned[0].startswith("warned.plan:11:")
     caplog.clear()
     lowered = planc.lower(built(), "warned.plan", **SETTINGS)
     facts = facts_of(built(), config=built().config)
