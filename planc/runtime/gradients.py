@@ -214,7 +214,8 @@ def full_state_dict(model: nn.Module, *, every_rank: bool = False) -> dict[str, 
         return {}
     found = _of_all_stages(own, stages)
     keep = every_rank or distributed.get_rank() == 0
-    return {name: found[name] for name in stages.names if name in found} if keep else {}
+    names = dict.fromkeys((*stages.names, *found))  # a script may have added parameters since
+    return {name: found[name] for name in names if name in found} if keep else {}
 
 
 def on_rank_0(own: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:

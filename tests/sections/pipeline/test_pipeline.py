@@ -342,10 +342,13 @@ def test_full_weights_have_the_order_of_the_model():
         model = AutoModelForCausalLM.from_config(config)
         names = [*model.state_dict()]
         run = planc.apply(model, "llama", overrides=["pp=2"], device_type="cpu", compare=0)
-        found[number] = names, [*run.full_state_dict(every_rank=True)]
+        full = [*run.full_state_dict(every_rank=True)]
+        model.model.layers[0].scale = torch.nn.Parameter(torch.ones(1), requires_grad=False)
+        found[number] = names, full, [*run.full_state_dict(every_rank=True)]
 
-    assert run_ranks(2, rank, seconds=60) is None
-    assert all(names == whole for names, whole in found.values()) and len(found) == 2
+    assert run_ranks(2, rank, seconds=60) is None and len(found) == 2
+    for names, full, more in found.values():
+        assert full == names and more == [*names, "model.layers.0.scale"]
 
 
 class Failing(SentValues):
