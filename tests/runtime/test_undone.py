@@ -326,6 +326,12 @@ def shared_module(model):
     model.model.layers[1].mlp = model.model.layers[0].mlp
 
 
+def shared_frozen_module(model):
+    for block in model.model.layers:
+        block.mlp.requires_grad_(False)
+    shared_module(model)
+
+
 def tied_weight(model):
     model.lm_head.weight = model.model.embed_tokens.weight
 
@@ -345,6 +351,7 @@ STAGES = ["pp=2", "microbatches=2"]
         (added_parameter, [], "PL425"),
         (shared_module, [], "PL425"),
         (shared_module, ["tp=2"], "PL425"),
+        (shared_frozen_module, [], "PL425"),
         (tied_weight, [], "PL425"),
         (tied_weight, STAGES, "PL425"),
     ],
@@ -407,6 +414,7 @@ def other_parameters(model):
         (exchanged_values, ["tp=2"]),
         (other_parameters, ["recompute=false"]),
         (lambda model: model.tie_weights(), []),
+        (lambda model: setattr(model.model.layers[0], "mlp", model.model.layers[0].mlp), []),
     ],
 )
 def test_other_changes_after_apply_are_those_of_one_process(change, settings):

@@ -107,6 +107,14 @@ def _unwrapped(module: nn.Module | None) -> nn.Module | None:
     return module
 
 
+def _hidden(module: nn.Module, name: str) -> Any:
+    """An attribute that a wrapper's module has, or None. If a script sets it on the wrapper, the
+    module computes without the change.
+    """
+    inside = _unwrapped(module)
+    return None if inside is module else getattr(inside, name, None)
+
+
 class ModelChanges:
     """Finds the changes that a script makes to a model after its plan was applied.
 
@@ -196,11 +204,13 @@ class ModelChanges:
         now = {name: _unwrapped(child) for name, child in record.module._modules.items()}
         for name in {**record.children, **now}:
             before, after = record.children.get(name), now.get(name)
+            hidden = _unwrapped(_hidden(record.module, name)) if before is None else None
+            before = hidden if before is None else before
             trains = after is not None and any(p.requires_grad for p in after.parameters())
-            if before is after or not (trains or _has_parameters(before)):
+            relied = trains or hidden is not None or _has_parameters(before)
+            if before is after or not relied:
                 continue
-            inside = _unwrapped(record.module)  # a checkpoint hides the children of its module
-            if before is None and not (inside is not record.module and hasattr(inside, name)):
+            if before is None:
                 raise _changed("PL425", f"`{record.path(name)}` was added, and {_NO_GRADIENT}")
             verb = "removed" if after is None else "replaced by another module"
             raise _changed("PL425", f"`{record.path(name)}` was {verb}")
@@ -221,6 +231,9 @@ class ModelChanges:
         for name in {**record.parameters, **now}:
             before, after = record.parameters.get(name), now.get(name)
             if before is not after:
+                hidden = _hidden(record.module, name) if before is None else None
+                if hidden is not None and after is not hidden:
+                    raise _changed("PL425", f"the parameter `{record.path(name)}` was replaced")
                 shard = self._shard_at.get((record.module, name))
                 self._require_parameter(record.path(name), before, after, shard)
 
