@@ -30,7 +30,8 @@ DOWN = "model.layers.*.mlp.down_proj"
 def lowered(on_tp, on_tq):
     """The lowered plan of two tensor sections, and the codes that refuse it."""
     sections = "".join(
-        f"tensor on {axis} {{\n {rule}\n}}\n" for axis, rule in (("tp", on_tp), ("tq", on_tq))
+        f"tensor on {axis} {{\n layouts = stated\n {rule}\n}}\n"
+        for axis, rule in (("tp", on_tp), ("tq", on_tq))
     )
     plan, known, findings = judged(MESH + sections + UNITS)
     return lower(plan, known), {d.code for d in findings}

@@ -1,5 +1,8 @@
 """Plays random sequences of what training scripts do, on every kind of plan, against one process.
 
+Each operation shows what it shows in one process, or planc refuses it by the code that
+`script_changes.REFUSED` has, and the sequence ends.
+
     python -W ignore tests/scripts/playing.py --scripts 300 --seed 7 --plans fsdp,cp --processes
 
 Ranks are threads of this process, or four gloo processes. Where they show something else than one
@@ -9,6 +12,7 @@ process does, the shortest sequence that still fails is printed.
 import argparse
 import copy
 import random
+import re
 import sys
 import tempfile
 import time
@@ -22,6 +26,7 @@ sys.path.extend(FOLDERS)
 import numerics
 import script_jobs
 from pool import Pool, RankError
+from script_changes import Refused
 
 from planc.trial.thread_ranks import run_ranks
 
@@ -30,6 +35,7 @@ LIMIT = {"bf16": 0.15}
 WITHIN = 2e-4
 SECONDS = 60
 LENGTHS = range(3, 13)
+REFUSAL = re.compile(r"Refused: operation (\d+), (PL\d+)")
 
 
 def on_threads(plan, script, folder):
@@ -41,41 +47,65 @@ def on_threads(plan, script, folder):
         shown[rank] = script_jobs.on_rank(plan, script, folder, made[rank])
 
     failure = run_ranks(4, program, SECONDS)
+    if failure is not None and isinstance(failure.error, Refused):
+        return [refusal(failure.error)]
     if failure is not None:
         raise failure.error or RuntimeError(failure.message)
     return [shown[rank] for rank in range(4)]
 
 
+def refusal(refused):
+    """What the first stage that refuses an operation has shown."""
+    return {**refused.shown, (refused.at, "refused"): refused.code}
+
+
 class OnProcesses:
     """The same on gloo processes, which start anew after a failure."""
 
-    def __init__(self):
-        self.pool = None
+    def __init__(self, pool=None):
+        self.pool = pool
 
     def __call__(self, plan, script, folder):
         self.pool = self.pool or Pool()
         try:
             return self.pool.run("script_jobs.on_rank", plan=plan, script=script, folder=folder)
-        except RankError:
+        except RankError as error:
             self.pool = None
+            if (refused := REFUSAL.search(str(error))) and plan.startswith("pp"):
+                return [{(int(refused[1]), "refused"): refused[2]}]
             raise
 
 
 def difference(plan, script, ranks):
     """What is wrong with a script: the first place where a rank shows something else; or ''."""
-    right = script_jobs.by_itself(plan, script)
     try:
         with tempfile.TemporaryDirectory() as folder:
             found = ranks(plan, script, folder)
     except Exception as error:
         return f"{type(error).__name__}: {str(error).strip().splitlines()[-1][:300]}"
-    return unlike(plan, right, found)
+    return unlike(plan, script_jobs.by_itself(plan, script[: ends(found)]), found)
+
+
+def ends(found):
+    """The operation that the ranks refuse, where a script ends; None if they refuse none."""
+    return min((at for shown in found for at, name in shown if name == "refused"), default=None)
 
 
 def unlike(plan, right, found):
     """The first value that differs on a rank. A pipeline's ranks have a part of the gradients, and
     rank 0 alone reads what is exported.
+
+    Where ranks refuse an operation, all refuse the same one, or the other stages of a pipeline end
+    with it; of a pipeline on processes only this is known.
     """
+    if (end := ends(found)) is not None:
+        if {(end, "refused")} != {key for shown in found for key in shown if key[1] == "refused"}:
+            return "ranks refuse different operations"
+        if any((end, "refused") not in shown for shown in found):
+            return f"operation {end}: some ranks refuse it alone"
+        found = [{k: v for k, v in shown.items() if k[1] != "refused"} for shown in found]
+        known = found[0].keys() if plan.startswith("pp") else right.keys()
+        right = {key: value for key, value in right.items() if key[0] < end and key in known}
     limit, whole = LIMIT.get(plan, WITHIN), not plan.startswith("pp")
     for key, value in right.items():
         at, name = key

@@ -2,7 +2,8 @@
 
 A script is a list of operations, each `(name, number)`; the number chooses a batch, or one of a few
 ways. Whatever an operation shows, and gradients and weights at the end, must equal what one
-process shows: `played` gives both by (place in the script, name).
+process shows: `played` gives both by (place in the script, name). A script ends where planc refuses
+an operation: the code is shown as "refused".
 """
 
 import contextlib
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import numerics
 import torch
+from script_changes import AROUND, CHANGES, REFUSED, Changes, Refused
 from torch import distributed
 
 import planc
@@ -78,10 +80,11 @@ FROZEN = ("lm_head", "model.embed_tokens", "layers.0.mlp", "layers.1", "norm")
 def operations(name):
     """The operations of a plan of `PLANS`."""
     if name.startswith("pp"):
-        return ANY
+        return ANY + CHANGES
     inside = ("generate", "inner", "own_head")
-    out = {"cp": inside, "tp-cp": inside, "lora": ("generate", "own_head")}
-    return ANY + tuple(c for c in CALLS if c not in out.get(name, ()))
+    # a head with factors has no weight that could be set
+    out = {"cp": inside, "tp-cp": inside, "lora": ("generate", "own_head", "tie")}
+    return tuple(o for o in ANY + CHANGES + CALLS + AROUND if o not in out.get(name, ()))
 
 
 def texts(vocabulary, number):
@@ -175,7 +178,7 @@ class OfRun:
         return made
 
 
-class Script:
+class Script(Changes):
     """Plays operations on one model.
 
     Args:
@@ -195,11 +198,20 @@ class Script:
         return [(numerics.plain(n), p) for n, p in self.model.named_parameters()]
 
     def play(self, script):
-        """What the operations show, and gradients and weights after them."""
+        """What the operations show, and gradients and weights after them.
+
+        Raises:
+            Refused: planc has refused an operation that it may refuse.
+        """
         for at, (name, number) in enumerate(script):
+            try:
+                values = getattr(self, name)(number) or {}
+            except planc.PlanError as error:
+                if {d.code for d in error.diagnostics} != {REFUSED.get(name)}:
+                    raise
+                raise Refused(at, REFUSED[name], self.shown) from error
             self.shown |= {
-                (at, f"{name} {key}".strip()): copied(value)
-                for key, value in (getattr(self, name)(number) or {}).items()
+                (at, f"{name} {key}".strip()): copied(value) for key, value in values.items()
             }
         gradients = {n: p.grad for n, p in self.named() if p.grad is not None}
         orders = numerics.rank_orders(self.model)
@@ -451,4 +463,9 @@ def on_rank(plan, script, folder, made=None):
         run = planc.apply(
             made, path, overrides=[*COMMON, *settings], device_type="cpu", require="nothing"
         )
-    return Script(OfRun(run), Path(folder)).play(script)
+    try:
+        return Script(OfRun(run), Path(folder)).play(script)
+    except Refused as refused:
+        if run.lowered.pipeline is not None:  # other stages wait for this one
+            raise
+        return {**refused.shown, (refused.at, "refused"): refused.code}

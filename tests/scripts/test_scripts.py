@@ -4,6 +4,7 @@ import random
 
 import playing
 import pytest
+import script_changes
 import script_jobs
 
 from planc.runtime.safeguards import guards
@@ -14,6 +15,46 @@ from planc.runtime.standalone import passes
 def test_a_random_script(plan):
     script = playing.drawn(plan, random.Random(plan))
     assert not playing.difference(plan, script, playing.on_threads), playing.told(script)
+
+
+@pytest.mark.parametrize(
+    ("plan", "operation", "refused"),
+    [
+        ("cp", "attention:1", True),
+        ("fsdp", "gradient_hook:1", True),
+        ("pp", "torch_norm:0", True),
+        ("pp", "add:0", False),
+        ("pp", "block_hook:5", False),
+        ("tp-fsdp", "data:1", False),
+    ],
+)
+def test_a_change_after_apply_is_that_of_one_process_or_refused(plan, operation, refused):
+    script, found = playing.read(f"train:1 step:0 {operation} train:0"), []
+
+    def ranks(*arguments):
+        found[:] = playing.on_threads(*arguments)
+        return found
+
+    assert not playing.difference(plan, script, ranks)
+    assert playing.ends(found) == (2 if refused else None)
+
+
+@pytest.mark.parametrize(
+    ("plan", "script"), [("cp", "attention:1"), ("pp", "train:0 torch_norm:0")]
+)
+def test_another_refusal_than_the_known_one_is_a_difference(plan, script, monkeypatch):
+    monkeypatch.setattr(script_changes, "REFUSED", {})
+    monkeypatch.setattr(script_jobs, "REFUSED", {})
+    assert "PlanError" in playing.difference(plan, playing.read(script), playing.on_threads)
+
+
+def test_ranks_refuse_the_same_operation():
+    refused = {(2, "refused"): "PL454"}
+    assert not playing.unlike("fsdp", {}, [refused, refused])
+    assert "some ranks" in playing.unlike("fsdp", {}, [refused, {}])
+    assert "different operations" in playing.unlike(
+        "fsdp", {}, [refused, {(1, "refused"): "PL425"}]
+    )
 
 
 @pytest.mark.parametrize(

@@ -24,14 +24,32 @@ FAULTS = {  # what once trained another model, in its shortest form
 
 
 @pytest.mark.parametrize("plan", FAULTS)
-def test_faults_of_before(plan, four, tmp_path):
+def test_faults_of_before(plan, four):
     script = playing.read(FAULTS[plan])
-    shown = four.run("script_jobs.on_rank", plan=plan, script=script, folder=str(tmp_path))
-    assert not playing.unlike(plan, script_jobs.by_itself(plan, script), shown)
+    assert not playing.difference(plan, script, playing.OnProcesses(four))
 
 
 @pytest.mark.parametrize("plan", script_jobs.PLANS)
-def test_a_random_script(plan, four, tmp_path):
+def test_a_random_script(plan, four):
     script = playing.drawn(plan, random.Random(plan))
-    shown = four.run("script_jobs.on_rank", plan=plan, script=script, folder=str(tmp_path))
-    assert not playing.unlike(plan, script_jobs.by_itself(plan, script), shown), script
+    assert not playing.difference(plan, script, playing.OnProcesses(four)), script
+
+
+REFUSALS = {  # changes after apply, where the script ends
+    "cp": "train:0 attention:1 train:0",
+    "fsdp": "train:0 gradient_hook:0 train:0",
+    "pp": "train:0 step:0 share:0 train:0",
+    "tp-fsdp": "functional:0 train:0",
+}
+
+
+@pytest.mark.parametrize("plan", REFUSALS)
+def test_all_ranks_refuse_a_change(plan, four):
+    found, on = [], playing.OnProcesses(four)
+
+    def ranks(*arguments):
+        found[:] = on(*arguments)
+        return found
+
+    assert not playing.difference(plan, playing.read(REFUSALS[plan]), ranks)
+    assert playing.ends(found) is not None
