@@ -56,6 +56,7 @@ CASES = [
     ("gpt-oss-20b", "gpt_oss", ["tp=2"]),
     ("olmoe-1b-7b", "olmoe", ["tp=2"]),
     ("qwen3-30b-a3b", "qwen3_moe", ["tp=2"]),
+    ("qwen3-235b-a22b", "qwen3_moe", ["tp=2"]),
     ("nemotron-h-8b", "nemotron_h", ["tp=2"]),
     ("mamba-codestral-7b", "mamba2", ["tp=2"]),
     ("jamba-v0.1", "jamba", ["tp=2"]),
@@ -71,6 +72,7 @@ CASES = [
     ("gemma-3-4b", "gemma3_vision", ["tp=2"]),
     ("phi-3.5-moe", "phimoe", ["tp=2"]),
     ("deepseek-v3", "deepseek_v3", ["tp=2"]),
+    ("kimi-k2", "deepseek_v3", ["tp=2"]),
     ("glm-4.5-air", "qwen3_moe", ["tp=2"]),
     ("granite-3.1-8b", "llama", ["tp=2"]),
     ("granite-3.1-1b-a400m", "granitemoe", ["tp=2"]),
@@ -81,6 +83,7 @@ CASES = [
     ("ctrl", "ctrl", ["tp=2"]),
     ("cpm-ant-10b", "cpmant", ["tp=2"]),
     ("qwen3-vl-8b", "qwen3_vl", ["tp=2"]),
+    ("qwen3-vl-30b-a3b", "qwen3_vl", ["tp=2"]),
     ("qwen2.5-vl-7b", "qwen2_5_vl", ["tp=2"]),
     ("diffusiongemma-26b-a4b", "diffusion_gemma", ["tp=2"]),
     ("minimax-text-01", "minimax", ["tp=2"]),
@@ -138,7 +141,7 @@ gemma3 gemma4 phi phi3 phimoe gpt2 gpt_neox gptj gpt_oss opt bloom falcon falcon
 starcoder2 olmo2 olmoe deepseek_v2 deepseek_v3 glm4 glm4_moe cohere cohere2 granite granitemoe
 nemotron nemotron_h bamba jamba mamba2 zamba2 minimax smollm3 exaone4 ernie4_5_moe
 diffusion_gemma bert kimi_linear deepseek_v32 glm_moe_dsa minimax_m2 lfm2 granitemoehybrid
-olmo_hybrid llava llava_next llava_onevision internvl qwen3_5 qwen3_5_moe deepseek_v4
+olmo_hybrid llava llava_next llava_onevision internvl qwen3_5 qwen3_5_moe deepseek_v4 qwen3_vl_moe
 """
 """Families that the library has by name, whatever file their plan is in."""
 

@@ -81,6 +81,7 @@ ALWAYS = [  # plans that leave no choice about the sequence
     ("bert-classes", "bert"),
     ("gemma3-vision", "gemma3_vision"),
     ("qwen3_vl", "qwen3_vl"),
+    ("qwen3_vl_moe", "qwen3_vl"),
     ("qwen2_5_vl", "qwen2_5_vl"),
     ("llava", "llava"),
     ("llava_next", "llava"),

@@ -606,6 +606,23 @@ FAMILIES = {
         ),
         **QWEN_TOKENS,
     ),
+    "qwen3_vl_moe": dict(
+        model_type="qwen3_vl_moe",
+        architectures=["Qwen3VLMoeForConditionalGeneration"],
+        text_config=dict(
+            {k: v for k, v in EXPERTS.items() if not k.startswith("shared")},
+            head_dim=16,
+            mlp_only_layers=[1],
+            rope_parameters=dict(rope_type="default", rope_theta=1e4, mrope_section=[4, 2, 2]),
+            **COMMON,
+        ),
+        vision_config=dict(
+            QWEN_TOWER,
+            num_position_embeddings=16,
+            deepstack_visual_indexes=[0, 1],
+        ),
+        **QWEN_TOKENS,
+    ),
     "qwen2_5_vl": dict(
         model_type="qwen2_5_vl",
         architectures=["Qwen2_5_VLForConditionalGeneration"],
