@@ -12,6 +12,7 @@ the case says.
 
 import argparse
 import json
+import re
 import sys
 import tempfile
 import time
@@ -32,6 +33,7 @@ from silent_axis_cases import AXIS_CASES
 from silent_cases import EIGHT_BITS, IGNORED, Case
 from silent_eight_bit_cases import EIGHT_BIT_CASES
 from silent_fault_cases import FAULT_CASES, WAITING
+from silent_mended_cases import MENDED_CASES
 from silent_plan_cases import PLAN_CASES
 from silent_update_cases import UPDATE_CASES
 
@@ -48,7 +50,10 @@ from planc.proof.verify_report import report_difference
 from planc.trial.launcher import LIMITS, comparison
 from planc.trial.trial_part import trial_part
 
-CASES = (*PLAN_CASES, *UPDATE_CASES, *FAULT_CASES, *AXIS_CASES, *EIGHT_BIT_CASES)
+CASES = (
+    *(*PLAN_CASES, *UPDATE_CASES, *FAULT_CASES, *AXIS_CASES, *MENDED_CASES),
+    *EIGHT_BIT_CASES,  # the last ones, which import torchao
+)
 WORLD = 4
 
 
@@ -57,8 +62,10 @@ class Finding:
     """What finds a mistake first.
 
     Args:
-        by: `check`, `verify`, `apply`; empty if nothing does.
-        code: that of the first error, or of the first warning that the twin does not have.
+        by: `check`, `verify`, `apply`; `silent_page.RIGHT` where nothing needs to; empty if nothing
+            does.
+        code: that of the first error, or of the first warning that the twin does not have; the type
+            of an error of torch.
         warning: whether it is a warning.
         line: the text of the line of the plan, or of the script; empty for a finding without one.
         text: its message.
@@ -106,19 +113,20 @@ def compiled(case, files, folder, changes):
 
 
 def checked(case, files, folder, changes, fault=""):
-    """The compiled plan, and the findings of `planc check`.
+    """The compiled plan, the findings of `planc check`, and the loss that its verdict is for.
 
     No verdict is taken from the cache: a fault is not part of its key.
     """
     done, sink = compiled(case, files, folder, changes)
+    text = ""
     if not sink.failed:
         with (
             silent_faults.installed(fault),
             mock.patch.object(judge.cache, "recall", lambda *_: None),
             mock.patch.object(judge.cache, "keep", lambda *_: None),
         ):
-            layout_flow.flow(done, sink)
-    return done, sink
+            text = layout_flow.flow(done, sink).text
+    return done, sink, "".join(re.findall(r"for a loss that [^;:)]*", text))
 
 
 def line_of(span):
@@ -153,7 +161,8 @@ class Ranks:
         if key not in self._known:
             try:
                 every = self.run(function, **arguments)
-                self._known[key] = {kind: max(r[kind] for r in every) for kind in LIMITS}
+                largest = {kind: max(r[kind] for r in every) for kind in LIMITS if kind in every[0]}
+                self._known[key] = largest or every[0]
             except RankError as error:
                 self._known[key] = {"crash": str(error).strip().splitlines()[-1]}
         return self._known[key]
@@ -179,31 +188,44 @@ def verified(case, done, ranks):
     return first_finding("verify", sink)
 
 
-def applied(case, folder, ranks, script):
+def applied(case, folder, ranks, *, twin=False):
     """What `planc.apply` and a loop raise, or log as a warning with a code."""
-    every = ranks.run(
-        "said",
-        model=case.model,
-        plan=str(folder / case.plan),
-        settings=case.settings,
-        fault=case.fault,
-        script=script,
-        changes=case.changes,
-    )
+    every = ranks.run("said", **script_terms(case, folder, twin=twin), fault=case.fault)
     said = [found[0] for found in every if found]
     if not said:
         return Finding()
     code, line, text = said[0]
-    warns = CODES[code].severities == ("warning",)
+    warns = code in CODES and CODES[code].severities == ("warning",)
     return Finding(by="apply", code=code, warning=warns, line=line, text=text)
 
 
+def computed(case, folder, right, ranks):
+    """That `planc.apply` and a loop compute what a single process does; an empty finding if not."""
+    errors = ranks.truth("truth_applied", **script_terms(case, folder), right=right)
+    right = "alone" not in errors and not beyond(errors)
+    return Finding(by=silent_page.RIGHT, text=f"{max(errors.values()):.0e}") if right else Finding()
+
+
+def script_terms(case, folder, *, twin=False):
+    return {
+        "model": case.model,
+        "plan": str(folder / case.plan),
+        "settings": case.settings,
+        "script": case.twin if twin else case.script or "Script",
+        "changes": twin_changes(case) if twin else case.changes,
+    }
+
+
+def twin_changes(case):
+    return case.changes if case.right_changes is None else case.right_changes
+
+
 TWINS = {}
-"""(compiled, findings) of right twins; cases share some."""
+"""What is checked of right twins; cases share some."""
 
 
 def twin_of(case, folder):
-    changes = case.changes if case.right_changes is None else case.right_changes
+    changes = twin_changes(case)
     key = json.dumps([case.model, changes, case.plan, case.right, case.settings])
     if key not in TWINS:
         TWINS[key] = checked(case, case.right, folder, changes)
@@ -212,11 +234,13 @@ def twin_of(case, folder):
 
 def judged(case, folder):
     """(the case with what check says of both, the lowered plans of the twin and of the case)."""
-    right, sink = twin_of(case, folder)
+    right, sink, loss = twin_of(case, folder)
     known = {d.code for d in sink if d.severity == "warning"}
     twin = tuple(sorted({d.code for d in sink if d.severity == "error"}))
-    wrong, sink = checked(case, case.wrong, folder, case.changes, case.fault)
+    wrong, sink, other_loss = checked(case, case.wrong, folder, case.changes, case.fault)
     found = first_finding("check", sink, known)
+    if not found.by and other_loss != loss:
+        found = Finding(by="check", text=f"in its verdict: {other_loss}")
     return Replay(case=case, found=found, twin=twin), right, wrong
 
 
@@ -225,25 +249,34 @@ def replay(case, folder, ranks):
     made, right, wrong = judged(case, folder)
     if not made.found.by and case.fault:
         made.found = verified(case, wrong, ranks)
+    reference = dumps(right.lowered)
     if not made.found.by:
-        made.found = applied(case, folder, ranks, case.script or "Script")
-    if case.script and (false := applied(case, folder, ranks, "Script").code):
+        made.found = applied(case, folder, ranks)
+    if not made.found.by and (case.script or case.before):
+        made.found = computed(case, folder, reference, ranks)
+    if case.script and (false := applied(case, folder, ranks, twin=True).code):
         made.twin += (false,)
     real = compiled(case, case.ignored, folder, case.changes)[0] if case.ignored else wrong
-    reference = dumps(right.lowered)
     both = {"model": case.model, "right": reference}
-    twins = case.changes if case.right_changes is None else case.right_changes
-    made.right = ranks.truth("truth", document=reference, changes=twins, **both)
+    twin = {"document": reference, "changes": twin_changes(case), **both}
     if case.beside:
-        made.right = ranks.truth("truth_beside", document=reference, changes=twins, **both)
+        made.right = ranks.truth("truth_beside", **twin)
+    else:
+        made.right = ranks.truth("truth", script=case.twin, **twin)
     made.truth = ranks.truth(
         "truth_beside" if case.beside else "truth",
         document=dumps(real.lowered),
         changes=case.changes,
         **both,
-        **({} if case.beside else {"fault": case.fault, "script": case.script or "Script"}),
+        **({} if case.beside else faulty(case)),
     )
     return made
+
+
+def faulty(case):
+    """What is wrong in the truth about a case."""
+    script = case.script or "Script"
+    return {"fault": case.fault or case.before, "script": script, "bare": bool(case.script)}
 
 
 def problems(made, committed):
@@ -266,8 +299,8 @@ def problems(made, committed):
 
 def beyond(errors):
     """The kinds of errors that are more than rounding."""
-    if "crash" in errors:
-        return ["crash"]
+    if "crash" in errors or "alone" in errors:
+        return [*errors]
     return [kind for kind, limit in LIMITS.items() if not errors[kind] <= limit]
 
 
@@ -295,15 +328,15 @@ def main():
                 failed += problems(made, committed.get(case.name))
                 seconds = time.monotonic() - since
                 print(f"{silent_page.row(made)} {seconds:.1f} s", flush=True)
+                print(*(e["crash"] for e in (made.truth, made.right) if "crash" in e), sep="\n")
     finally:
         ranks.close()
-    rows = list(map(silent_page.row, every))
-    print("\n".join([*failed, silent_page.summary(rows)]))
+    rows = {made.case.name: silent_page.row(made) for made in every}
+    print("\n".join([*failed, silent_page.summary(rows.values())]))
     print(f"{time.monotonic() - began:.0f} s")
-    if not failed and not options.names:
-        silent_page.write(every, WAITING)
-    elif not failed and options.write:
-        silent_page.put(rows)
+    if not failed and (options.write or not options.names):
+        kept = silent_page.rows() if options.names else {}
+        silent_page.write(CASES, {**kept, **rows}, WAITING)
     return bool(failed)
 
 

@@ -28,6 +28,9 @@ CLIPPING = "the norm and clipping over several meshes"
 RANKS = "ranks read or start from something else"
 VOCABULARY = "a loss over a split vocabulary"
 CHECKPOINT = "a checkpoint comes back in another layout"
+CHANGED = "a script changes the model after the plan is applied"
+AROUND = "gradients and values go around the plan"
+SWALLOWED = "an error of one process is none of several"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +48,9 @@ class Case:
         settings: `name=value`, as for `--set`.
         fault: a function of `silent_faults` that breaks the runtime; the plan is right.
         script: a class of `silent_scripts` that breaks the training script; the plan is right.
+        twin: that of the right twin.
+        before: a function of `silent_faults` that computes as planc did before the mistake was
+            reported; the truth has it, and what judges the case has not.
         ignored: the files of `wrong` without what planc rejects, as a tool would run them that
             ignores it: the numbers are right, and something else runs than was asked for.
         right_changes: the changes of the twin's configuration, if they are others.
@@ -64,6 +70,8 @@ class Case:
     settings: tuple[str, ...] = TP2
     fault: str = ""
     script: str = ""
+    twin: str = "Script"
+    before: str = ""
     ignored: FILES = field(default_factory=dict)
     right_changes: dict[str, Any] | None = None
     beside: bool = False
@@ -71,8 +79,10 @@ class Case:
     @property
     def where(self) -> str:
         """What the mistake is in: `plan`, `options`, `runtime`, `script`."""
-        if self.fault or self.script:
-            return "runtime" if self.fault else "script"
+        if self.fault or self.before:
+            return "runtime"
+        if self.script:
+            return "script"
         return "plan" if self.right != self.wrong else "options"
 
 

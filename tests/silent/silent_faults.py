@@ -11,6 +11,7 @@ from unittest import mock
 
 import silent_axis_faults
 import silent_eight_bit_faults
+import silent_mended_faults
 import silent_update_faults
 import torch
 from torch import distributed
@@ -36,7 +37,8 @@ def installed(name):
 
 def fault(name):
     """The function of a fault, of this file or of the other ones."""
-    others = (silent_axis_faults, silent_update_faults, silent_eight_bit_faults)
+    axes, updates = silent_axis_faults, silent_update_faults
+    others = (axes, updates, silent_mended_faults, silent_eight_bit_faults)
     return globals().get(name) or next(getattr(o, name) for o in others if hasattr(o, name))
 
 
@@ -169,7 +171,7 @@ def softmax_of_own_entries():
 
 def tokens_of_one_rank():
     def own(counts, mesh):
-        return torch.stack(list(counts)).sum().float()
+        return torch.stack(counts).sum().float()
 
     return mock.patch.object(gradients, "num_items_in_batch", own)
 
@@ -178,7 +180,7 @@ def tokens_of_all_processes():
     """Counts over the global group, so tensor ranks' copies of a row count too."""
 
     def everywhere(counts, mesh):
-        count = torch.stack(list(counts)).sum().float()
+        count = torch.stack(counts).sum().float()
         distributed.all_reduce(count)
         return count / (mesh.size() if mesh is not None else 1)
 

@@ -3,7 +3,9 @@
 import json
 import linecache
 import re
+import traceback
 from functools import cache
+from pathlib import Path
 
 import silent_faults
 import silent_scripts
@@ -22,7 +24,6 @@ from planc.model.small.input_search import BatchShape
 from planc.model.small.transformers_model import TransformersBuilder
 from planc.model.small.user_model import builder_of
 from planc.model.sources.diffusers import normal
-from planc.ops.context import ContextParallel
 from planc.ops.document import digest, loads
 from planc.ops.documents import parts_reset
 from planc.ops.loss import ChunkLoss
@@ -91,12 +92,16 @@ def images_to_denoise(model, seed):
     return DiffusersBuilder(values).sample(BatchShape(seed=seed))
 
 
-def counted(passes):
+def read_by(script, model, lowered):
+    """The passes of each step, as a script reads them."""
+    return [[script.batch(b) for b in passes] for passes in batches(model, lowered)]
+
+
+def counted(passes, script):
     """How a model counts a step's labels; a model of images takes the mean over its outputs."""
     if "labels" not in passes[0]:
         return {}
-    count = sum((b["labels"][:, 1:] != IGNORED).sum() for b in passes).float()
-    return {"num_items_in_batch": count}
+    return {"num_items_in_batch": sum(script.valid(b) for b in passes).float()}
 
 
 def stepper(model, lowered, run=None):
@@ -123,19 +128,21 @@ def coded(lowered):
     return any(op.block for op in lowered.ops if isinstance(op, Optimize))
 
 
-def trained_alone(model, lowered):
+def trained_alone(model, lowered, script):
     """Logits, loss, gradients, norms and parameters of a single process."""
     found = {"logits": [], "loss": 0.0, "gradients": {}, "norms": []}
     optimizer = stepper(model, lowered)
-    for step, passes in enumerate(batches(model, lowered)):
-        given = counted(passes)
+    script.change(model)
+    for step, passes in enumerate(read_by(script, model, lowered)):
+        given = counted(passes, script)
         for batch in by_data_rank(passes, lowered):
-            output = model(**batch, **given)
+            output = script.forward(model, batch, given)
             loss = output.loss if given else output.loss / len(passes)
             loss.backward()
             if step == 0:
                 found["logits"] += logits_of(output)
                 found["loss"] += loss.detach()
+        script.finish(model)
         if step == 0:
             grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
             found["gradients"] = {plain_name(n): g.clone() for n, g in grads.items()}
@@ -163,16 +170,17 @@ def logits_of(output):
 
 
 @cache
-def reference(model, right, changes):
-    """What a single process trains under a right plan; `changes` as JSON."""
-    lowered = read(right)
+def reference(model, right, changes, script):
+    """What a single process trains under a right plan with a script; `changes` as JSON."""
+    lowered, loop = read(right), script_of(script)
     made = exact(silent_scripts.Script().build(model, json.loads(changes)), lowered)
+    loop.prepare(made)
     losses = [op for op in lowered.ops if isinstance(op, ChunkLoss)]
     for op in losses:
         with_terms(made, op)
     made = alone(made, lowered)
     reset_states(made, *parts_reset(lowered.ops))
-    found = trained_alone(made, lowered)
+    found = trained_alone(made, lowered, loop)
     ranks = len(found["logits"]) // 2  # that have the rows of each of two passes
     if ranks > 1:
         found["logits"] = [torch.cat(found["logits"][n : n + ranks]) for n in (0, ranks)]
@@ -185,12 +193,13 @@ def trained(run, script, optimizer):
     """
     found = {"logits": [], "loss": torch.zeros(()), "gradients": {}, "norms": []}
     model = run.model
-    # `sequence_parts` may be a seeded fault
-    split = run.lowered.axis_size(*(op.axis for op in run.lowered.every(ContextParallel))) > 1
-    one_loop = run.lowered.pipeline is not None or split
-    for step, passes in enumerate(batches(model, run.lowered)):
+    if type(script).change is not silent_scripts.Script.change:
+        # after a pass, when FSDP has taken the parameters that it computes with
+        run.evaluate([script.rows(run, batches(model, run.lowered)[0][0])])
+        script.change(model, run)
+    for step, passes in enumerate(read_by(script, model, run.lowered)):
         mine = [script.rows(run, batch) for batch in passes]
-        if one_loop:
+        if script.one_loop(run):
             loss = run.forward_backward(mine)
             found["loss"] += loss if step == 0 else 0
             mine = []
@@ -199,12 +208,13 @@ def trained(run, script, optimizer):
         for at, batch in enumerate(mine):
             torch.manual_seed(10 * step + at)  # what a pass before drew changes nothing
             with script.sync(run, at == len(mine) - 1):
-                output = model(**batch, **extra)
+                output = script.forward(model, batch, extra)
                 loss = output.loss * script.weight(run, len(mine))
                 loss.backward()
             if step == 0:
-                found["logits"] += logits_of(output)
+                found["logits"] += [] if script.splits(run) else logits_of(output)
                 found["loss"] += whole(loss)
+        script.finish(model)
         if step == 0:
             found["gradients"] = full_gradients(model)
         found["norms"].append(whole(script.clip(run)))
@@ -272,6 +282,7 @@ def read(document):
 def run_of(model, lowered, loop, changes, *, seed=7):
     """(the handle of a run of a lowered plan, what it trained), whatever planc says of the plan."""
     made = exact(loop.build(model, changes), lowered)
+    loop.prepare(made)
     early = loop.optimizer(made)
     torch.manual_seed(seed + distributed.get_rank())
     terms = {"device_type": "cpu", "allow_code": True}  # a style of torchao's
@@ -297,12 +308,37 @@ def with_the_checks_of_a_gpu(model):
             layer.register_forward_pre_hook(check)
 
 
-def truth(model, document, right, fault="", script="Script", changes=None):
-    """How far a lowered plan is from a single process that trains what the right plan trains."""
-    wanted = reference(model, right, json.dumps(changes or {}))
-    loop = getattr(silent_scripts, script)()
-    with silent_faults.installed(fault):
+def script_of(name):
+    return getattr(silent_scripts, name)()
+
+
+def truth(model, document, right, fault="", script="Script", changes=None, bare=False):
+    """How far a lowered plan is from a single process that trains what the right plan trains.
+
+    Nothing compares the ranks' inputs and weights, and if `bare` nothing looks at what the script
+    does with the model. Where a single process raises, the name of its error is all: `{"alone":
+    name}`.
+    """
+    loop = script_of(script)
+    safeguards = "without_safeguards" if bare else ""
+    with silent_faults.installed(fault), silent_faults.installed(safeguards):
         run, mine = run_of(model, read(document), loop, changes or {})
+    if loop.raises:
+        return {"alone": error_alone(model, right, changes, script)}
+    return compared(run, mine, reference(model, right, json.dumps(changes or {}), script))
+
+
+def error_alone(model, right, changes, script):
+    """The type of the error that a single process raises."""
+    try:
+        reference(model, right, json.dumps(changes or {}), script)
+    except Exception as error:
+        return type(error).__name__
+    raise AssertionError(f"{script}: a single process raises nothing")
+
+
+def compared(run, mine, wanted):
+    """The differences of what a run has trained on this rank."""
     rank, count = run.data_rank, run.data_size
     size = len(mine["logits"][0]) if mine["logits"] else 0
     if size and size != len(wanted["logits"][0]) // count:  # a sampler of its own: rows by process
@@ -320,22 +356,46 @@ def truth_beside(model, document, right, changes=None):
     return differences(mine, wanted, slice(None))
 
 
+def applied(model, plan, settings, loop, changes):
+    """(the handle of `planc.apply`, what a script trained with it)."""
+    made = loop.build(model, changes)
+    loop.prepare(made)
+    early = loop.optimizer(made)
+    run = planc.apply(made, plan, overrides=settings, device_type="cpu")
+    planned = run.lowered.has(Optimize)
+    optimizer = run.optimizer(lr=1e-2) if planned else run.optimizer(early or adamw(made))
+    return run, trained(run, loop, optimizer)
+
+
 def said(model, plan, settings, fault="", script="Script", changes=None):
     """(code, line of the script, message) of what `planc.apply` or the loop raises, else of
-    warnings of the run.
+    warnings of the run. An error that a single process raises too has its type for a code.
     """
-    loop = getattr(silent_scripts, script)()
-    made = loop.build(model, changes or {})
-    early = loop.optimizer(made)
+    loop = script_of(script)
     try:
         with silent_faults.installed(fault), logged() as lines:
-            run = planc.apply(made, plan, overrides=settings, device_type="cpu")
-            planned = run.lowered.has(Optimize)
-            optimizer = run.optimizer(lr=1e-2) if planned else run.optimizer(early or adamw(made))
-            trained(run, loop, optimizer)
+            applied(model, plan, settings, loop, changes or {})
     except planc.PlanError as found:
         return [(d.code, line_of(d), d.message) for d in found.diagnostics]
+    except Exception as error:
+        if not loop.raises:
+            raise
+        return [(type(error).__name__, innermost(error), str(error))]
     return list(warned(text for _, text in lines))
+
+
+def innermost(error):
+    """The innermost line of the script that an error came through."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return next(
+        f.line for f in reversed(frames) if Path(f.filename).parent == Path(__file__).parent
+    )
+
+
+def truth_applied(model, plan, settings, right, script="Script", changes=None):
+    """The differences of a script under `planc.apply`, with all its safeguards."""
+    run, mine = applied(model, plan, settings, script_of(script), changes or {})
+    return compared(run, mine, reference(model, right, json.dumps(changes or {}), script))
 
 
 def line_of(found):

@@ -9,6 +9,8 @@ from planc.trial.launcher import LIMITS
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "silent-errors.md"
 NOTHING = "**nothing**"
+RIGHT = "right,"
+"""What the cell of a case begins with that is computed as in a single process."""
 COLUMNS = ("case", "reported in", "the mistake", "in", "truth", "found by", "twin")
 HEAD = """\
 # Silent errors, replayed
@@ -23,15 +25,19 @@ right twin. `make silent` writes this page; [the argument](proof.md) says why a 
   packed documents and unevenly ignored labels. It names the first of logits, loss, gradients, their
   norm, and the parameters after two steps of the plan's optimizer, or of AdamW, that is off, with
   its largest relative error. Products in 8 bits are emulated by torchao, those in fp8 in float64.
-  A setting that is ignored trains the right model, without what was asked for. `raises` is a run
-  that these versions of torch and transformers stop, where the reported one trained on; that of
-  sizes in fp8 is stopped by torch's own check for a GPU.
+  The plan runs without the safeguards of `planc.apply`, and with the mistake where planc had it. A
+  setting that is ignored trains the right model, without what was asked for. `raises` is a run that
+  these versions of torch and transformers stop, where the reported one trained on; that of sizes in
+  fp8 is stopped by torch's own check for a GPU. `goes on` is a run that trains where a single
+  process raises.
 - **found by** is the first of `planc check`, `planc verify` (for mistakes in the runtime) and the
   run itself (`planc.apply` with the loop of [training.md](training.md)) that finds it, with its
   code and the line. That is one of the plan: of the rules for the module that shows the mistake
   first, which is not always the one with the mistake, and never is where the mistake is in the
   runtime. What the run finds is at a line of the script: of the call that brought planc the wrong
-  inputs, labels, weights or optimizer, not of the mistake that made them.
+  inputs, labels, weights or optimizer, not of the mistake that made them. An error without a code
+  is one of torch on all ranks, as in a single process. `right` is a run of `planc.apply` that
+  computes what a single process does, with its largest error, so there is nothing to find.
 - **twin** is the largest error of the right twin on four processes.
 """
 
@@ -50,28 +56,30 @@ def _cells(line):
     return cells if known else None
 
 
-def write(every, waiting):
-    """Writes the page of all replays, with the kinds that wait."""
-    lines = [HEAD, total(map(row, every))]
-    for kind in dict.fromkeys(made.case.kind for made in every):
+def rows():
+    """The rows of the page by the name of their case."""
+    lines = PAGE.read_text().splitlines() if PAGE.exists() else ()
+    return {cells[0]: line for line in lines if (cells := _cells(line))}
+
+
+def write(cases, rows, waiting):
+    """Writes the page.
+
+    Args:
+        cases: all of them.
+        rows: those to write, by the name of the case.
+        waiting: the kinds that wait.
+    """
+    lines = [HEAD, total(rows.values())]
+    for kind in dict.fromkeys(case.kind for case in cases if case.name in rows):
         lines += ["", f"## {kind[0].upper()}{kind[1:]}", ""]
         lines += [f"| {' | '.join(COLUMNS)} |", f"|{' --- |' * len(COLUMNS)}"]
-        lines += [row(made) for made in every if made.case.kind == kind]
+        lines += [rows[c.name] for c in cases if c.kind == kind and c.name in rows]
     lines += ["", "## Kinds that wait", ""]
     lines.append("They are not replayed yet, and are not counted.")
     lines += ["", "| kind | reported in | the mistake | is about |", "| --- | --- | --- | --- |"]
     lines += [f"| {w.kind} | {links(w.public)} | {w.how} | {w.needs} |" for w in waiting]
     PAGE.write_text("\n".join(lines) + "\n")
-
-
-def put(rows):
-    """Puts the rows of some cases on the page, in the place of those that it has, and the totals
-    of all.
-    """
-    new = {_cells(text)[0]: text for text in rows}
-    text = PAGE.read_text().partition("\nOf ")[2].partition("\n")[2]
-    lines = [new.get((_cells(line) or [""])[0], line) for line in text.splitlines()]
-    PAGE.write_text("\n".join([HEAD, total(filter(_cells, lines)), *lines]) + "\n")
 
 
 def total(rows):
@@ -81,21 +89,30 @@ def total(rows):
 
 def row(made):
     case, found = made.case, made.found
-    by = NOTHING
-    if found.by:
-        code = f"[{found.code}](diagnostics/{found.code}.md)"
-        where = f"`{found.line}`" if found.line else "when it runs" * (found.by == "apply")
-        by = " ".join(filter(None, [found.by, code, "(warning)" * found.warning, where]))
     cells = [
         case.name,
         links(case.public),
         case.how,
         case.where,
         told(made.truth),
-        by,
+        finding(found),
         ", ".join(made.twin) or told(made.right),
     ]
     return f"| {' | '.join(cells)} |"
+
+
+def finding(found):
+    """What finds a case, its code and its line."""
+    if not found.by:
+        return NOTHING
+    code = f"`{found.code}`" if found.code else ""
+    if found.code.startswith("PL"):
+        code = f"[{found.code}](diagnostics/{found.code}.md)"
+    where = f"`{found.line}`" if found.line else ""
+    if not where and found.by == "apply":
+        where = "when it runs"
+    shown = "" if found.code else found.text
+    return " ".join(filter(None, [found.by, code, "(warning)" * found.warning, where, shown]))
 
 
 def links(public):
@@ -110,6 +127,8 @@ def told(errors):
     """The first kind of error that is more than rounding; the largest of all if none is."""
     if "crash" in errors:
         return "raises"
+    if "alone" in errors:
+        return f"goes on, one process raises `{errors['alone']}`"
     for kind, limit in LIMITS.items():
         if not errors.get(kind, 0.0) <= limit:
             value = errors[kind]
@@ -121,14 +140,16 @@ def summary(rows):
     """How many cases are found, by what; of the rows of the page."""
     every = list(map(_cells, rows))
     firsts = [cells[5].partition(" ")[0] for cells in every]
-    counts = {by: firsts.count(by) for by in ("check", "verify", "apply", NOTHING)}
-    named = len(every) - counts[NOTHING]
+    counts = {by: firsts.count(by) for by in ("check", "verify", "apply", RIGHT, NOTHING)}
+    wrong = len(every) - counts[RIGHT]
+    named = wrong - counts[NOTHING]
     lines = sum("`" in cells[5] for cells in every)
     refuted = sum(cells[6].startswith("PL") for cells in every)
     return (
-        f"Of {len(every)} cases {named} are named ({named / max(len(every), 1):.1%}): "
+        f"Of {len(every)} cases {counts[RIGHT]} are computed as in a single process. Of the other "
+        f"{wrong}, {named} are named ({named / max(wrong, 1):.1%}): "
         f"{counts['check']} by `planc check`, {counts['verify']} by `planc verify` alone, "
         f"{counts['apply']} when the run starts; {counts[NOTHING]} by nothing. {lines} "
-        f"({lines / max(len(every), 1):.1%}) are at a line of the plan or of the script, or a word "
+        f"({lines / max(wrong, 1):.1%}) are at a line of the plan or of the script, or a word "
         f"of the command. {refuted} right twins are refuted."
     )

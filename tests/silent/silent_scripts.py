@@ -1,26 +1,73 @@
 """The training loop of docs/training.md, and the same with one mistake in it."""
 
 import contextlib
+import json
+import tempfile
+from pathlib import Path
 
 import numerics
 import torch
+from safetensors.torch import save_file
 from torch import distributed
+from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.trainer_pt_utils import LabelSmoother
 
+from planc.ops.context import ContextParallel
 from planc.runtime.standalone.images import placeholders
+from planc.runtime.standalone.safetensors_files import INDEX, SINGLE
 from planc.trial.batches import TrialPass
 
 MAX_NORM = 1.0
+IGNORED = -100
 
 
 class Script:
-    """The right loop."""
+    """The right loop.
+
+    A single process, whose numbers are the truth, calls `prepare`, `change`, `batch`, `valid`,
+    `forward` and `finish` too; the ranks alone call the other methods.
+    """
+
+    raises = ""
+    """The type of the error that a single process raises, where it does."""
 
     def build(self, model, changes):
         return numerics.build(model, **changes)
 
+    def prepare(self, model):
+        """Changes the model before the plan is applied."""
+
+    def change(self, model, run=None):
+        """Changes the model after the plan was applied, before the first pass; `run` on ranks."""
+
     def optimizer(self, model):
         """Called before the plan is applied."""
         return None
+
+    def batch(self, batch):
+        """A pass as it is read."""
+        return batch
+
+    def valid(self, batch):
+        """The number of labels of a pass that its loss takes."""
+        return (batch["labels"][:, 1:] != IGNORED).sum()
+
+    def one_loop(self, run):
+        """Whether `run.forward_backward` runs the passes: where the script cannot."""
+        return run.lowered.pipeline is not None or self.splits(run)
+
+    def splits(self, run):
+        """Whether ranks have parts of the rows; `sequence_parts` may be a seeded fault."""
+        return run.lowered.axis_size(*(op.axis for op in run.lowered.every(ContextParallel))) > 1
+
+    def forward(self, model, batch, extra):
+        """The output of a pass, with its loss."""
+        output = model(**batch, **extra)
+        return output
+
+    def finish(self, model):
+        """Changes the gradients of a step, before they are clipped."""
 
     def rows(self, run, batch):
         """A data rank's rows, with their images."""
@@ -106,3 +153,268 @@ class SavedByRank(Script):
     def saved(self, run):
         whole = {numerics.plain(n): numerics.whole(p) for n, p in run.model.named_parameters()}
         return whole
+
+
+# Labels and losses -------------------------------------------------------------------------------
+
+
+class LocalCount(Script):
+    """Passes the number of the labels of its own rows."""
+
+    def count(self, run, batches):
+        return sum(self.valid(batch) for batch in batches).float()
+
+
+class CountOfParts(Script):
+    """A loop that gives each rank its parts of rows, and counts the labels of the rows that it has
+    read.
+    """
+
+    def __init__(self):
+        self.read = []
+
+    def one_loop(self, run):
+        return False
+
+    def rows(self, run, batch):
+        self.read.append(super().rows(run, batch))
+        return run.batch(self.read[-1])
+
+    def count(self, run, batches):
+        read, self.read = self.read, []
+        return sum(self.valid(batch) for batch in read).float()
+
+
+class CountOfRows(CountOfParts):
+    """The same loop, with the number that planc counts."""
+
+    def count(self, run, batches):
+        read, self.read = self.read, []
+        return run.num_items_in_batch(*(batch["labels"] for batch in read))
+
+
+class NextLabels(Script):
+    """A packing collator gives the labels of the next tokens, and leaves out more of them."""
+
+    def batch(self, batch):
+        following = torch.nn.functional.pad(batch["labels"], (0, 1), value=IGNORED)[:, 1:].clone()
+        following[1::2, :7] = IGNORED
+        return {**batch, "shift_labels": following}
+
+    def valid(self, batch):
+        return (batch["shift_labels"] != IGNORED).sum()
+
+    def one_loop(self, run):
+        return True
+
+
+class Smoothed(Script):
+    """Smooths the loss as transformers' Trainer does, which looks for the class of the model in a
+    list of names, and shifts the labels of causal models.
+    """
+
+    def forward(self, model, batch, extra):
+        shifts = type(model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+        labels = batch["labels"]
+        output = model(**{name: value for name, value in batch.items() if name != "labels"})
+        mean = LabelSmoother(epsilon=0.2)(output, labels, shift_labels=shifts)
+        count = (labels[:, 1:] if shifts else labels).ne(IGNORED).sum()
+        output.loss = mean * count / extra["num_items_in_batch"]
+        return output
+
+
+def focal(logits, labels, vocab_size, num_items_in_batch=None, **_):
+    """A loss of the script, which gives tokens that are likely already less weight."""
+    targets = torch.nn.functional.pad(labels, (0, 1), value=IGNORED)[:, 1:].flatten()
+    losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets, reduction="none")
+    return ((1 - torch.exp(-losses)) * losses).sum() / num_items_in_batch
+
+
+class OwnLoss(Script):
+    def prepare(self, model):
+        model.loss_function = focal
+
+
+class LossOfTransformers(Script):
+    def prepare(self, model):
+        model.loss_function = ForCausalLMLoss
+
+
+class UnknownToken(Script):
+    """A token id that is as large as the vocabulary, as of a tokenizer with one token more."""
+
+    raises = "IndexError"
+
+    def batch(self, batch):
+        tokens = batch["input_ids"].clone()
+        tokens[:, 3] = 128
+        return {**batch, "input_ids": tokens}
+
+
+class UnknownLabel(Script):
+    raises = "IndexError"
+
+    def batch(self, batch):
+        labels = batch["labels"].clone()
+        labels[:, 3] = 128
+        return {**batch, "labels": labels}
+
+
+class NormOfStage(Script):
+    """Clips with torch's own function, which knows the parameters of this rank alone."""
+
+    def clip(self, run):
+        trained = [p for p in run.model.parameters() if p.grad is not None]
+        return torch.nn.utils.clip_grad_norm_(trained, MAX_NORM)
+
+
+# Changes after the plan is applied ---------------------------------------------------------------
+
+
+class AttentionSet(Script):
+    def change(self, model, run=None):
+        model.config._attn_implementation = "eager"
+
+
+def first_block(model):
+    return model.model.layers[0]
+
+
+class MixingHook(Script):
+    def change(self, model, run=None):
+        first_block(model).register_forward_hook(lambda _m, _a, x: x + x.mean(1, keepdim=True))
+
+
+class ReadingHook(Script):
+    def change(self, model, run=None):
+        first_block(model).register_forward_hook(lambda _m, _a, x: x.mean() and None)
+
+
+class ScalingHook(Script):
+    def change(self, model, run=None):
+        for block in model.model.layers:
+            block.register_forward_hook(lambda _m, _a, x: x * 0.9)
+
+
+class GradientHook(Script):
+    def change(self, model, run=None):
+        model.lm_head.weight.register_hook(lambda gradient: gradient * 2)
+
+
+class DoubledGradient(Script):
+    """Doubles the gradient of the head once it is reduced."""
+
+    def finish(self, model):
+        model.lm_head.weight.grad.mul_(2)
+
+
+class OtherData(Script):
+    @torch.no_grad()
+    def change(self, model, run=None):
+        for parameter in model.parameters():
+            parameter.data = parameter.detach().clone() * 0.7
+
+
+class CopiedData(Script):
+    @torch.no_grad()
+    def change(self, model, run=None):
+        for parameter in model.parameters():
+            parameter.copy_(parameter * 0.7)
+
+
+def add_shift(model):
+    """Adds a vector to the outputs of a block, and the parameter for it."""
+    block = first_block(model)
+    block.shift = torch.nn.Parameter(torch.full((model.config.hidden_size,), 0.1))
+    block.register_forward_hook(lambda module, _, x: x + module.shift)
+
+
+class AddedParameter(Script):
+    def change(self, model, run=None):
+        add_shift(model)
+
+
+class AddedBefore(Script):
+    def prepare(self, model):
+        add_shift(model)
+
+
+class SharedModule(Script):
+    def change(self, model, run=None):
+        model.model.layers[1].mlp = model.model.layers[0].mlp
+
+
+class TiedLater(Script):
+    def change(self, model, run=None):
+        model.lm_head.weight = model.model.embed_tokens.weight
+
+
+# Gradients and values that go around the plan ----------------------------------------------------
+
+
+class Penalty(Script):
+    """Adds the squared norm of the gradients to the loss."""
+
+    def forward(self, model, batch, extra):
+        output = super().forward(model, batch, extra)
+        options = {"create_graph": True, "allow_unused": True}
+        found = torch.autograd.grad(output.loss, [*model.parameters()], **options)
+        squares = [g.square().sum() for g in found if g is not None]
+        output.loss = output.loss + 0.1 * sum(map(complete, squares))
+        return output
+
+
+def complete(value):
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
+
+
+class OtherValues(Script):
+    """A pass with other values of the parameters."""
+
+    def forward(self, model, batch, extra):
+        values = {name: parameter * 0.7 for name, parameter in model.named_parameters()}
+        return torch.func.functional_call(model, values, (), {**batch, **extra})
+
+
+# Files -------------------------------------------------------------------------------------------
+
+
+class Loaded(Script):
+    """Loads weights of a folder that `written` makes; one process has those that it gives."""
+
+    def change(self, model, run=None):
+        with tempfile.TemporaryDirectory() as folder:
+            weights = self.written(Path(folder))
+            if run is None:
+                model.load_state_dict(weights)
+            else:
+                run.load(folder)
+
+    def written(self, folder):
+        weights = {name: t * 1.5 for name, t in numerics.build("llama").state_dict().items()}
+        save_file(weights, folder / SINGLE, metadata={"format": "pt"})
+        return weights
+
+
+class TwoCopies(Loaded):
+    """Other weights beside the single file, in a shard with an index: `from_pretrained` reads the
+    file.
+    """
+
+    def written(self, folder):
+        others, shard = numerics.build("llama").state_dict(), "model-00001-of-00001.safetensors"
+        save_file(others, folder / shard, metadata={"format": "pt"})
+        index = {"metadata": {}, "weight_map": dict.fromkeys(others, shard)}
+        (folder / INDEX).write_text(json.dumps(index))
+        return super().written(folder)
+
+
+class WithoutScales(Loaded):
+    """A weight in fp8, without the scale that its values were divided by."""
+
+    def written(self, folder):
+        weights, name = super().written(folder), "model.layers.1.mlp.up_proj.weight"
+        values = weights[name] * (448 / weights[name].abs().max())
+        stored = {**weights, name: values.to(torch.float8_e4m3fn)}
+        save_file(stored, folder / SINGLE, metadata={"format": "pt"})
+        return weights
