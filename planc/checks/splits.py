@@ -18,8 +18,8 @@ from planc.checks.queries import (
     weighted,
 )
 from planc.diagnostic import Label, Severity, Sink, one_of
-from planc.model.facts import DTYPE_BYTES, Facts, Modules, Parameter
-from planc.model.module_table import GROUPED
+from planc.model.facts import DTYPE_BYTES, Facts, Module, Modules, Parameter
+from planc.model.module_table import GROUPED, HEAD_SIZES, LATENT_HEAD_SIZES
 from planc.ops import phrases
 from planc.ops.contract import part_sizes
 from planc.ops.styles import Colwise, Rowwise, style_name
@@ -42,15 +42,15 @@ class HeadSplit:
 def attention_heads(plan: Plan, facts: Facts, sink: Sink) -> None:
     """Attention reads `head_dim` features as one head, so each rank must hold whole heads.
 
+    The attribute has other names in some families, and latent attention has several sizes.
     transformers writes `view(..., -1, head_dim)` and keeps the whole model's number of key/value
     groups, so both query heads and key/value heads must divide. Otherwise the forward pass fails in
     that view, or each rank pairs the wrong heads.
     """
     found: dict[tuple[HeadSplit, ...], list[Modules]] = {}
     for parent, own in around(facts, active(plan)):
-        size = parent.module.fact("head_dim")
-        if size:
-            found.setdefault(tuple(_splits(own, size)), []).append(parent)
+        heads = _without_fused([*_splits(own, parent.module)])
+        found.setdefault(tuple(heads), []).append(parent)
     for splits, attentions in found.items():
         _attention(_together(attentions), splits, plan, facts, sink)
 
@@ -63,7 +63,28 @@ def _together(modules: list[Modules]) -> Modules:
     return first
 
 
-def _splits(rules: tuple[TensorRule, ...], size: int) -> Iterator[HeadSplit]:
+def _head_size(module: Module, features: int, output: bool) -> int:
+    """The features of a head in a projection of an attention module; 0 if they are unknown."""
+    sizes = [*filter(None, map(module.fact, HEAD_SIZES))]
+    query, key, value = (module.fact(name) for name in LATENT_HEAD_SIZES)
+    if query and key and value:
+        # the last one projects keys and values together
+        sizes += [query, key + value] if output else [value]
+    heads = module.fact("num_heads") or module.fact("num_attention_heads")
+    return next((size for size in sizes if heads and size * heads == features), [*sizes, 0][0])
+
+
+def _without_fused(splits: list[HeadSplit]) -> list[HeadSplit]:
+    """Leaves out a projection of queries, keys and values that alternate: each of its heads has
+    three times the features.
+    """
+    heads = [s.count for s in splits if not splits_output(s.rule)]
+    return [
+        s for s in splits if not (splits_output(s.rule) and [s.count] == [3 * n for n in heads])
+    ]
+
+
+def _splits(rules: tuple[TensorRule, ...], attention: Module) -> Iterator[HeadSplit]:
     for rule in rules:
         weight = rule.modules.module.parameter("weight")
         shape = weight.shape if weight else ()
@@ -73,8 +94,9 @@ def _splits(rules: tuple[TensorRule, ...], size: int) -> Iterator[HeadSplit]:
             continue
         features = shape[0] if splits_output(rule) else shape[1] if takes_split(rule) else 0
         name = str(rule.modules.path[-1])
+        size = _head_size(attention, features, splits_output(rule))
         for part in dict.fromkeys(_parts(rule, features)):
-            if part and part % size == 0:
+            if part and size and part % size == 0:
                 yield HeadSplit(rule, name, part // size)
 
 
@@ -118,7 +140,9 @@ def _kind(fewest: HeadSplit, splits: list[HeadSplit]) -> str:
 
 
 def _facts(parent: Modules, splits: list[HeadSplit], facts: Facts) -> list[str]:
-    lines = [f"head_dim = {parent.module.fact('head_dim')}  ({parent.module.cls})"]
+    module = parent.module
+    sizes = [(n, v) for n in (*HEAD_SIZES, *LATENT_HEAD_SIZES) if (v := module.fact(n))]
+    lines = [f"{name} = {value}  ({module.cls})" for name, value in sizes]
     for field in ("num_attention_heads", "num_key_value_heads", "n_head"):
         value = facts.config.get(field)
         if isinstance(value, int):
@@ -150,7 +174,8 @@ def divisibility(plan: Plan, facts: Facts, sink: Sink) -> None:
 
 def _by_head(rule: TensorRule, facts: Facts) -> bool:
     split = splits_output(rule) or takes_split(rule)
-    around = (p.module.fact("head_dim") for p in facts.parents(rule.modules))
+    names = (*HEAD_SIZES, *LATENT_HEAD_SIZES)
+    around = (p.module.fact(name) for p in facts.parents(rule.modules) for name in names)
     return split and any(size is not None for size in around)
 
 

@@ -27,7 +27,7 @@ from planc.model.facts import Child, Facts, Module, Parameter
 from planc.model.indices import Indices
 from planc.resources import cache_folder
 
-_FORMAT = 13
+_FORMAT = 14
 """Raised when the recorded facts or their encoding change."""
 
 PACK = "pack"

@@ -14,8 +14,13 @@ from typing import Any, TypeVar
 from planc.model.facts import MODULE_DICT, Child, Facts, Module, Modules, Parameter, Segment
 from planc.model.indices import Indices
 
+HEAD_SIZES = ("head_dim", "head_size", "attention_head_size")
+"""The names of the features of a head, in several families."""
+LATENT_HEAD_SIZES = ("qk_head_dim", "qk_nope_head_dim", "v_head_dim")
+"""Those of latent attention: of queries, of the keys' part without positions, and of values."""
 INTEGER_ATTRIBUTES = (
-    "head_dim",
+    *HEAD_SIZES,
+    *LATENT_HEAD_SIZES,
     "num_heads",
     "num_attention_heads",
     "num_key_value_heads",
@@ -34,7 +39,7 @@ INTEGER_ATTRIBUTES = (
 """Attributes that determine how a module splits the outputs of its projections. `layer_idx` is not
 one of them: layers that differ only in their index are identical."""
 
-SAME = ("head_dim", "num_key_value_groups", "is_sliding")
+SAME = (*HEAD_SIZES, *LATENT_HEAD_SIZES, "num_key_value_groups", "is_sliding")
 """Of these, those that are the same on every rank: the size of one head, a ratio, a flag."""
 
 _LIBRARIES = ("torch", "transformers", "diffusers", "peft")

@@ -10,6 +10,7 @@ import torch
 from helpers import codes, elaborated, facts, judged
 
 from planc.checks import check
+from planc.compiler import compile_plan
 from planc.diagnostic import Sink
 from planc.lowering import lower
 from planc.model.facts import Child, Facts, Module, Parameter
@@ -150,6 +151,29 @@ def test_integers_of_a_parent_size_the_parts_of_its_children():
     [found] = elaborated(text.replace("parent.n ", "parent.m ", 1), model=layered(8), world=24)[2]
     assert (found.code, found.message) == ("PL100", "`Attention` has no integer `m`")
     assert found.facts == ("its integers: head_dim = 8 and n = 8",)
+
+
+@pytest.mark.parametrize(
+    ("model", "plan", "tp", "heads"),
+    [
+        ("bert-base", "bert", 8, "12 attention heads"),
+        ("pythia-6.9b", "gpt_neox", 64, "32 attention heads"),
+        ("deepseek-v2-lite", "deepseek_v3", 32, "16 attention heads"),
+        ("deepseek-v3.2", "deepseek_v3", 256, "128 attention heads"),
+        ("glm-5", "deepseek_v3", 128, "64 attention heads"),
+        ("kimi-linear-48b-a3b", "kimi_linear", 64, "32 attention heads"),
+    ],
+)
+def test_features_that_divide_where_heads_do_not(model, plan, tp, heads):
+    """Each projection's features divide by these ranks."""
+    for over, refused in ((tp, True), (4, False)):
+        sink = Sink()
+        compile_plan(model, plan, sink, world_size=tp, settings=[f"tp={over}"])
+        found = [d for d in sink if d.code == "PL201"]
+        assert bool(found) == refused, [d.message for d in found]
+        for finding in found:
+            assert finding.message.startswith(f"{heads} of `")
+            assert finding.message.endswith(f"cannot be split over tp = {over}")
 
 
 # Splits that do not divide -----------------------------------------------------------------------
