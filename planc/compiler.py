@@ -1,4 +1,4 @@
-"""The compiler on one page: text -> AST -> IR -> stages -> adapters -> checks -> budgets -> ops."""
+"""The compiler on one page: text -> AST -> IR -> passes -> adapters -> checks -> budgets -> ops."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -15,11 +15,21 @@ from planc.ops.document import digest
 from planc.ops.lowered import Lowered
 from planc.plan import elaborate
 from planc.plan.apply_adapters import adapted
+from planc.plan.divided_images import divide_images
+from planc.plan.infer_layouts import infer_layouts
 from planc.plan.ir import Plan
+from planc.plan.scope import Sizes
+from planc.plan.shard_dims import choose_shard_dims
+from planc.plan.stage_inputs import place_styled_inputs
 from planc.syntax import ast, plan_files
 
 Files = tuple[ast.File, ...] | lowered_file.LoweredFile
 Draft = Callable[[Facts], tuple[ast.File, ...] | None]
+
+
+Pass = Callable[[Plan, Facts, Sink], Plan]
+PASSES: tuple[Pass, ...] = (infer_layouts, divide_images, place_styled_inputs, choose_shard_dims)
+"""The passes that add to an elaborated plan what follows from its lines, in order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +63,27 @@ def read(plan: str, sink: Sink) -> Files | None:
     return files if files and sink.errors == before else None
 
 
+def complete_plan(
+    files: Sequence[ast.File],
+    facts: Facts,
+    sink: Sink,
+    *,
+    world_size: int | None = None,
+    settings: Sequence[str] = (),
+    sizes: Sizes | None = None,
+) -> Plan | None:
+    """Elaborates a plan for one model on one mesh, and runs `PASSES`; arguments as of `elaborate`.
+
+    Returns:
+        None where the header or mesh is invalid.
+    """
+    plan = elaborate(files, facts, sink, world_size=world_size, settings=settings, sizes=sizes)
+    if plan is not None:
+        for run in PASSES:
+            plan = run(plan, facts, sink)
+    return plan
+
+
 def compile(
     files: Files | None,
     facts: Facts | None,
@@ -71,7 +102,8 @@ def compile(
         sink.error("PL301", f"the world size is a positive number of ranks, not {world_size}")
     if files is None or facts is None or sink.errors > before:
         return done
-    if (plan := elaborate(files, facts, sink, world_size=world_size, settings=settings)) is None:
+    plan = complete_plan(files, facts, sink, world_size=world_size, settings=settings)
+    if plan is None:
         return done
     plan = with_timed_stages(plan, facts, sink)
     applied = adapted(plan, facts)

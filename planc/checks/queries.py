@@ -8,8 +8,7 @@ from planc.model.facts import Facts, Modules, Parameter, merged
 from planc.model.small.config_fields import EXPERTS
 from planc.ops.contract import Side, contract
 from planc.ops.phrases import together
-from planc.ops.styles import Replicated, Shard
-from planc.plan.apply_adapters import PARAMETERLESS
+from planc.ops.styles import PARAMETERLESS, Replicated, Shard
 from planc.plan.ir import Plan, TensorRule, Unit
 
 

@@ -16,8 +16,7 @@ from planc.model.module_table import (
 from planc.ops import styles as ir
 from planc.ops.base import AxisRole
 from planc.ops.contract import unfit
-from planc.ops.styles import Attributes, Experts, Parameters, Replicated, Shard
-from planc.plan.apply_adapters import PARAMETERLESS
+from planc.ops.styles import PARAMETERLESS, Attributes, Experts, Parameters, Replicated, Shard
 from planc.plan.ir import Plan, TensorRule
 from planc.source import Span
 

@@ -5,8 +5,8 @@ from math import prod
 from planc.checks.queries import active
 from planc.diagnostic import Label, Sink, did_you_mean, one_of
 from planc.model.facts import Facts, Modules
-from planc.ops.styles import Replicated, style_name
-from planc.plan.apply_adapters import PARAMETERLESS, styles
+from planc.ops.styles import PARAMETERLESS, Replicated, style_name
+from planc.plan.apply_adapters import styles
 from planc.plan.ir import Fsdp, Plan, SpreadRule, TensorRule, Unit
 from planc.plan.local_shapes import held, split_dim
 from planc.plan.mesh_axes import valid_axes

@@ -46,10 +46,10 @@ from planc.ops.matmul import ScaleWeights
 from planc.ops.optimizer import Cut, Muon, Optimize
 from planc.ops.registry import AnyOp
 from planc.ops.rotary import ShareLongestPosition
-from planc.ops.styles import Input, Output, Replicated, Sequence
+from planc.ops.styles import PARAMETERLESS, Input, Output, Replicated, Sequence
 from planc.ops.tensor_parallel import Parallelize, Tie
 from planc.ops.towers import DivideImages, ShareTower
-from planc.plan.apply_adapters import PARAMETERLESS, styles
+from planc.plan.apply_adapters import styles
 from planc.plan.experts import dividing, expert_count, expert_styles, splits_divided
 from planc.plan.ir import AdapterRule, OptimizerRule, Plan, TensorRule
 from planc.plan.local_shapes import local_shape, ruled

@@ -13,7 +13,8 @@ from planc.lowering.backward import Backward
 from planc.model.facts import DTYPE_BYTES, Facts, Modules, Parameter
 from planc.ops.fsdp import FullyShard, Spread
 from planc.ops.lowered import Lowered
-from planc.plan.apply_adapters import FOUR_BIT, PARAMETERLESS
+from planc.ops.styles import PARAMETERLESS
+from planc.plan.apply_adapters import FOUR_BIT
 from planc.plan.ir import Plan, Precision, SpreadRule, TensorRule, Unit
 from planc.plan.local_shapes import local_shape, ruled, split_dim
 from planc.plan.parameter_owners import owned

@@ -422,3 +422,7 @@ def _sides(changes: tuple[Redistribution | None, ...]) -> tuple[Value, Value]:
         tuple(layout_call(c.source) if c else None for c in changes),
         tuple(layout_call(c.target) if c else None for c in changes),
     )
+
+
+PARAMETERLESS = (Input, Output, MlaKv, Attributes)
+"""Styles that change the inputs or outputs of a module, and no weights."""

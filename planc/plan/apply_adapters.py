@@ -14,6 +14,7 @@ from planc.model.module_table import TRANSPOSED_EXPERTS, Path, divided
 from planc.ops import styles as ir
 from planc.ops.lora import MAGNITUDE, factor_dims, factor_name
 from planc.ops.quantization import Quantize
+from planc.ops.styles import PARAMETERLESS
 from planc.plan.experts import expert_count
 from planc.plan.ir import AdapterRule, Plan, TensorRule, Unit
 from planc.source import Span
@@ -23,9 +24,6 @@ FOUR_BIT = "FourBit"  # the class of a quantized layer
 
 KINDS = ("linear", "conv1d", "embedding")
 """The kinds of modules that can have an adapter; an embedding's is parameters, not modules."""
-
-PARAMETERLESS = (ir.Input, ir.Output, ir.MlaKv, ir.Attributes)
-"""Styles that change the inputs or outputs of a layer and its adapter, and no weights."""
 
 _Kept = Callable[[Parameter], str]
 

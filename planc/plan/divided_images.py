@@ -17,7 +17,7 @@ from planc.plan.parameter_owners import Owned, owned
 _REASON = "each rank runs it on its own images, so its gradient is a summand"
 
 
-def with_divided_images(plan: Plan, facts: Facts, sink: Sink) -> Plan:
+def divide_images(plan: Plan, facts: Facts, sink: Sink) -> Plan:
     """The plan with the rules that sum the gradients of towers, or with the factor of the gradients
     of features, where FSDP takes their mean over the axis; reports PL572.
     """

@@ -7,11 +7,8 @@ from planc.diagnostic import Sink, did_you_mean, elsewhere, one_of
 from planc.model.facts import Facts
 from planc.ops.base import AxisRole
 from planc.ops.lowered import MeshAxis
-from planc.plan.divided_images import with_divided_images
 from planc.plan.evaluate import evaluate
-from planc.plan.infer_layouts import inferred
 from planc.plan.ir import Mesh, Plan
-from planc.plan.local_shapes import settled
 from planc.plan.mesh import solve
 from planc.plan.mesh_axes import DERIVED, EXPERT_TENSOR, EXPERTS, expanded, role_of, valid_axes
 from planc.plan.program import Program, axis_names, gather, origin_of, require
@@ -25,7 +22,7 @@ from planc.plan.sections.load import load
 from planc.plan.sections.loss import loss
 from planc.plan.sections.matmul import matmul
 from planc.plan.sections.optimizer import optimizer
-from planc.plan.sections.pipeline import pipeline, with_styled_inputs
+from planc.plan.sections.pipeline import pipeline
 from planc.plan.sections.tensor import tensor
 from planc.plan.sections.train import train
 from planc.syntax import ast, plan_files
@@ -82,7 +79,7 @@ def elaborate(
     _axes(program, mesh)
     rules, sequence, images = part("tensor", lambda: tensor(program))
     parts, exchanges = part("context", lambda: context(program))
-    plan = Plan(
+    return Plan(
         name=program.header.name,
         families=tuple(f.path for f in program.header.families),
         options=_options(program),
@@ -90,7 +87,7 @@ def elaborate(
         load=part("load", lambda: load(program)),
         tensor=rules,
         sequence=sequence,
-        images=images,
+        images=(*images, *(rule.images for rule in parts if rule.images)),
         checkpoint=part("checkpoint", lambda: checkpoint(program)),
         compile=part("compile", lambda: compile_rules(program)),
         train=part("train", lambda: train(program)),
@@ -106,15 +103,6 @@ def elaborate(
         broken=frozenset(program.broken),
         origin=program.header.origin,
     )
-    return _completed(plan, facts, sink)
-
-
-def _completed(plan: Plan, facts: Facts, sink: Sink) -> Plan:
-    """A plan with what follows from its lines."""
-    images = (*plan.images, *(rule.images for rule in plan.context if rule.images))
-    complete = inferred(replace(plan, images=images), facts, sink)
-    complete = with_divided_images(complete, facts, sink)
-    return settled(with_styled_inputs(complete), facts, sink)
 
 
 def _options(program: Program) -> dict[str, object]:

@@ -53,7 +53,7 @@ class LayoutClash:
     origins: tuple[Span, ...]
 
 
-def inferred(plan: Plan, facts: Facts, sink: Sink) -> Plan:
+def infer_layouts(plan: Plan, facts: Facts, sink: Sink) -> Plan:
     """The plan with the layouts of all sections that leave them open, and with what draws random
     numbers; reports PL151 and PL524 to PL528.
     """

@@ -1,16 +1,14 @@
 """The shapes of parameters on a rank, and the dim along which `shard_dim = auto` shards them."""
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator
 from typing import Protocol, TypeVar
 
-from planc.diagnostic import Sink
-from planc.model.facts import Facts, Modules, Parameter
+from planc.model.facts import Modules, Parameter
 from planc.ops.contract import Split, part_sizes
-from planc.plan.apply_adapters import PARAMETERLESS
+from planc.ops.styles import PARAMETERLESS
 from planc.plan.experts import expert_styles
-from planc.plan.ir import Fsdp, Plan, SpreadRule, TensorRule, Unit
-from planc.plan.parameter_owners import Owned, owned
+from planc.plan.ir import Plan, SpreadRule, TensorRule, Unit
+from planc.plan.parameter_owners import Owned
 
 AUTO = -1
 """`shard_dim = auto`, until it is resolved."""
@@ -76,57 +74,6 @@ def ruled(modules: Modules, rules: Iterable[Rule]) -> list[tuple[Modules, tuple[
                 split += [(both, (*found, rule)), *((rest, found) for rest in part.minus(both))]
         parts = split
     return parts
-
-
-def even_dim(shapes: Sequence[tuple[int, ...]], ranks: int) -> int | None:
-    """The value of `shard_dim = auto`: 0 where every rank gets rows of every parameter, as torch
-    pads dim 0 and all-gathers the padding; else a dim that is divisible in all shorter ones, or
-    None.
-    """
-    short = [s for s in shapes if len(s) > 1 and s[0] < ranks]
-    if not short:
-        return 0
-    for dim in range(1, max(map(len, short))):
-        if all(len(s) > dim and s[dim] % ranks == 0 for s in short):
-            return dim
-    return None
-
-
-UnitOrSpread = TypeVar("UnitOrSpread", Unit, SpreadRule)
-
-
-def settled(plan: Plan, facts: Facts, sink: Sink) -> Plan:
-    """The plan with every `auto` resolved; one that cannot be resolved is PL382, at its line."""
-    section = plan.fsdp
-    if section is None or not section.shard or {"fsdp", "tensor"} & plan.broken:
-        return plan
-    if all(part.shard_dim != AUTO for part in section.parts):
-        return plan
-    found = list(owned(plan, facts))
-    units = tuple(_settled(u, found, section, plan, sink) for u in section.units)
-    spreads = tuple(_settled(s, found, section, plan, sink) for s in section.spreads)
-    return replace(plan, fsdp=replace(section, units=units, spreads=spreads))
-
-
-def _settled(
-    part: UnitOrSpread, found: list[Owned], section: Fsdp, plan: Plan, sink: Sink
-) -> UnitOrSpread:
-    if part.shard_dim != AUTO:
-        return part
-    ranks = plan.mesh.size(*section.axes(part)[0])
-    own = dict(held(part, found, plan))
-    dim = even_dim(list(own.values()), ranks)
-    if dim is None:
-        short = [(n, s) for n, s in own.items() if len(s) > 1 and s[0] < ranks]
-        sink.error(
-            "PL382",
-            f"`shard_dim = auto` finds no dim to split over {ranks:,} ranks",
-            part.origin,
-            facts=[f"{name} is {list(shape)} on a rank" for name, shape in short[:3]],
-            help="a dim other than the first must divide; name fewer axes by `on = ...`",
-        )
-        return part
-    return replace(part, shard_dim=dim)
 
 
 def held(

@@ -7,7 +7,7 @@ from planc.diagnostic import Label, did_you_mean, one_of
 from planc.ops.base import AxisRole
 from planc.ops.lowered import MeshAxis
 from planc.plan.evaluate import describe, evaluate, whole
-from planc.plan.experts import expert_mesh
+from planc.plan.expert_axes import expert_mesh
 from planc.plan.ir import Mesh
 from planc.plan.mesh_axes import EXPERT_TENSOR, EXPERTS, SHARD
 from planc.plan.program import Program

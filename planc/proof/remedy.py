@@ -10,13 +10,12 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from planc.compiler import Compiled, Draft, compile
+from planc.compiler import Compiled, Draft, compile, complete_plan
 from planc.diagnostic import Diagnostic, Sink
 from planc.model.facts import Modules
 from planc.model.indices import Indices
 from planc.ops.base import AxisRole
 from planc.ops.styles import Style
-from planc.plan import elaborate
 from planc.plan.ir import Plan
 from planc.plan.settings import SEQUENCE, uses
 from planc.proof.judge import judge
@@ -76,7 +75,7 @@ def _inverted(compiled: Compiled, rights: Sequence[Plan]) -> Iterator[tuple[Span
     for when in (node for node in nodes if isinstance(node, ast.When)):
         files = tuple(_negated(file, when) for file in compiled.files)
         world = compiled.world_size
-        plan = elaborate(
+        plan = complete_plan(
             files, compiled.facts, Sink(), world_size=world, settings=compiled.settings
         )
         styles = plan and _styles(plan)

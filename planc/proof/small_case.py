@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from planc.checks import check
 from planc.codes import REAL_SIZES
-from planc.compiler import Compiled
+from planc.compiler import Compiled, complete_plan
 from planc.diagnostic import Diagnostic, Sink
 from planc.lowering import lower
 from planc.model import cache
@@ -27,7 +27,6 @@ from planc.model.randomness import with_noise
 from planc.model.small.shrink import UNSHRUNK, small_values
 from planc.ops.base import AxisRole
 from planc.ops.optimizer import Optimize
-from planc.plan import elaborate
 from planc.plan.apply_adapters import adapted
 from planc.plan.ir import OptimizerRule, Plan
 from planc.plan.optimizer_groups import cut_rows, is_matrix, outputs_dim, steps_of
@@ -293,7 +292,7 @@ def with_plan(case: SmallCase, plan: Plan, checks: Sink | None = None) -> SmallC
 def _sized(compiled: Compiled, sizes: Sizes, sink: Sink) -> Plan | None:
     """The plan for the real model, with the numbers of the small one; None after a finding."""
     assert isinstance(compiled.files, tuple) and compiled.facts is not None
-    plan = elaborate(
+    plan = complete_plan(
         compiled.files,
         compiled.facts,
         sink,

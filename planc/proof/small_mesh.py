@@ -6,7 +6,7 @@ from math import prod
 
 from planc.ops.base import AxisRole
 from planc.ops.lowered import Lowered, MeshAxis
-from planc.plan.experts import legal_sizes
+from planc.plan.expert_axes import legal_sizes
 from planc.plan.ir import Mesh, Plan
 
 RANKS = 2

@@ -11,7 +11,7 @@ from planc.compiler import Compiled, Draft
 from planc.diagnostic import Diagnostic, Sink
 from planc.model.facts import Modules
 from planc.ops.base import AxisRole
-from planc.plan.infer_layouts import inferred, without_layouts
+from planc.plan.infer_layouts import infer_layouts, without_layouts
 from planc.plan.ir import Plan, TensorRule
 from planc.proof.remedy import fewest, one_module, right_compiled
 from planc.proof.rule_differences import At, RuleChange, Rules, differences, tensor_rules
@@ -56,7 +56,7 @@ def _changes(compiled: Compiled, draft: Draft) -> list[RuleChange]:
     def follows(changes: Sequence[RuleChange]) -> bool:
         quiet = Sink()
         rules = tuple(_changed(plan, axes[0].name, wanted, changes))
-        inferred(replace(plan, tensor=rules, broken=plan.broken - {"tensor"}), facts, quiet)
+        infer_layouts(replace(plan, tensor=rules, broken=plan.broken - {"tensor"}), facts, quiet)
         return not quiet.failed
 
     return fewest(_blocks(differences(mine, wanted, plan, right)), follows)

@@ -12,6 +12,7 @@ from math import inf
 from planc import compiler
 from planc.checks.queries import divisors
 from planc.codes import CODES
+from planc.compiler import complete_plan
 from planc.diagnostic import Sink
 from planc.estimate.counted import Count
 from planc.estimate.from_plan import Batch, PlanWork
@@ -23,7 +24,6 @@ from planc.estimate.workload import Workload
 from planc.lowering.step import Step
 from planc.model.facts import Facts
 from planc.ops.base import AxisRole
-from planc.plan import elaborate
 from planc.plan.apply_adapters import adapted
 from planc.plan.ir import Mesh
 from planc.source import Source
@@ -361,7 +361,7 @@ class Candidates:
         if key not in self._works:
             sink = Sink()
             size = self.space.world_size
-            plan = elaborate(self._files(key, sink), self.facts, sink, world_size=size)
+            plan = complete_plan(self._files(key, sink), self.facts, sink, world_size=size)
             plan = plan and with_timed_stages(plan, self.facts, sink)
             if error := _first_error(sink):
                 self.tally.exclude(*error)

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 from planc import compiler
+from planc.compiler import complete_plan
 from planc.diagnostic import Sink
 from planc.estimate import profiles
 from planc.estimate.answer import Request
@@ -18,7 +19,6 @@ from planc.estimate.from_plan import Batch
 from planc.estimate.kept_tensors import count
 from planc.estimate.memory import GIB
 from planc.model.facts import Facts
-from planc.plan import elaborate
 from planc.plan.evaluate import evaluate, truth
 from planc.plan.ir import Plan
 from planc.plan.masters import masters
@@ -164,7 +164,7 @@ def _files(facts: Facts, asked: Asked, sink: Sink) -> tuple[ast.File, ...]:
 
 def _space(facts: Facts, asked: Asked, files: tuple[ast.File, ...], sink: Sink) -> Space | None:
     def plan(settings: Sequence[str], into: Sink) -> Plan | None:
-        return elaborate(files, facts, into, world_size=asked.world_size, settings=settings)
+        return complete_plan(files, facts, into, world_size=asked.world_size, settings=settings)
 
     before = sink.errors
     default, given = plan((), sink), plan(asked.settings, sink)
@@ -199,7 +199,7 @@ def _extents(
     def plan(settings: Mapping[str, object]) -> Plan | None:
         words = [f"{name}={value}" for name, value in settings.items()]
         size = asked.world_size * 2 ** len(settings)
-        return elaborate(files, facts, Sink(), world_size=size, settings=words)
+        return complete_plan(files, facts, Sink(), world_size=size, settings=words)
 
     ones = [
         n for n, v in default.options.items() if isinstance(v, int) and v == 1 and v is not True

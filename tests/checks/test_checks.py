@@ -10,14 +10,13 @@ import torch
 from helpers import codes, elaborated, facts, judged
 
 from planc.checks import check
-from planc.compiler import compile_plan
+from planc.compiler import compile_plan, complete_plan
 from planc.diagnostic import Sink
 from planc.lowering import lower
 from planc.model.facts import Child, Facts, Module, Parameter
 from planc.model.indices import Indices
 from planc.model.load import load
 from planc.model.module_table import facts_of
-from planc.plan import elaborate
 from planc.syntax.plan_files import read
 
 NEVER = {"PL152", "PL162", "PL350", "PL351", "PL352", "PL418", "PL419"}
@@ -76,7 +75,7 @@ def test_shipped_plans_are_clean(model, plan, tp, sequence_parallel):
     sink = Sink()
     known = load(model, sink)
     settings = [f"tp={tp}", f"sequence={sequence_parallel}"]
-    ir = elaborate(read(plan, sink), known, sink, world_size=16, settings=settings)
+    ir = complete_plan(read(plan, sink), known, sink, world_size=16, settings=settings)
     check(ir, known, sink)
     assert [d.message for d in sink if d.severity != "info"] == []
 
@@ -91,7 +90,7 @@ def test_shipped_plans_fail_in_none_of_these_ways(model, name, tp, sequence_para
     sink = Sink()
     known = load(model, sink)
     settings = [f"tp={tp}", f"sequence={sequence_parallel}"]
-    ir = elaborate(read(name, sink), known, sink, world_size=16, settings=settings)
+    ir = complete_plan(read(name, sink), known, sink, world_size=16, settings=settings)
     check(ir, known, sink)
     assert not set(codes(sink)) & NEVER
 

@@ -8,6 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from planc.checks import check
+from planc.compiler import complete_plan
 from planc.diagnostic import Sink
 from planc.diffing import compare
 from planc.diffing import render as diff_text
@@ -16,7 +17,6 @@ from planc.emit.python import script
 from planc.lowering import lower
 from planc.model.load import load
 from planc.ops.document import digest, dumps, loads
-from planc.plan import elaborate
 from planc.report import FORMATS, render
 from planc.source import Source
 from planc.syntax.parse import parse
@@ -88,7 +88,7 @@ def test_no_plan_breaks_the_compiler(model, plan, world):
     facts, sink = MODELS[model], Sink()
     file = parse(Source("p.plan", plan), sink)
     if not sink.failed:
-        ir = elaborate([file], facts, sink, world_size=world, settings=["tp=2"])
+        ir = complete_plan([file], facts, sink, world_size=world, settings=["tp=2"])
         if ir is not None:
             check(ir, facts, sink)
             if not sink.failed:

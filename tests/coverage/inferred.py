@@ -42,7 +42,7 @@ from planc.ops import styles as st
 from planc.ops.styles import style_text
 from planc.ops.tensor_parallel import Parallelize
 from planc.plan.apply_adapters import adapted
-from planc.plan.infer_layouts import inferred
+from planc.plan.infer_layouts import infer_layouts
 from planc.plan.ir import SequenceSetting
 from planc.proof.judge import judge
 from planc.proof.small_case import SmallCase, small_model
@@ -125,7 +125,7 @@ def sent(lowered, facts):
 def plan_of(compiled, facts, sequence):
     """The plan with inferred layouts, lowered; or the findings."""
     sink = Sink()
-    made = inferred(splits_of(compiled.plan, sequence=sequence), facts, sink)
+    made = infer_layouts(splits_of(compiled.plan, sequence=sequence), facts, sink)
     if sink.errors:
         return None, [f"{d.code} {d.message} {list(d.facts)}" for d in sink]
     applied = adapted(made, facts)

@@ -3,11 +3,11 @@
 import pytest
 from helpers import STATED, codes, elaborated
 
+from planc.compiler import complete_plan
 from planc.diagnostic import Sink
 from planc.lowering import lower
 from planc.model.load import load
 from planc.ops.styles import style_text
-from planc.plan import elaborate
 from planc.plan.sections.tensor_styles import STYLES, equivalent
 from planc.syntax.plan_files import read
 
@@ -38,7 +38,7 @@ def test_layers_that_differ_are_one_set_where_they_are_alike(model, plan, layers
     """gemma's sliding and full layers differ as blocks, not in their projections."""
     sink = Sink()
     facts = load(model, sink)
-    made = elaborate(read(plan, sink), facts, sink, world_size=8, settings=["tp=2"])
+    made = complete_plan(read(plan, sink), facts, sink, world_size=8, settings=["tp=2"])
     assert codes(sink) == []
     found = {str(r.modules) for r in made.tensor}
     assert f"model.layers[0:{layers}].self_attn.q_proj" in found

@@ -21,7 +21,7 @@ from planc.model.small.flow import flow_of, flow_source
 from planc.ops.document import digest
 from planc.ops.styles import Colwise, Input, MlaKv, Replicate, Rowwise, Sequence
 from planc.plan.flow_types import Clash
-from planc.plan.infer_layouts import inferred, layout_errors
+from planc.plan.infer_layouts import infer_layouts, layout_errors
 from planc.plan.propagate import infer
 from planc.proof.layout_flow import flow
 
@@ -318,8 +318,8 @@ def test_an_interpretation_changes_no_state():
     """Two runs over one flow agree."""
     _, plan, known = flow_and_rules()
     quiet = Sink()
-    one = inferred(plan, known, quiet)
-    two = inferred(plan, known, quiet)
+    one = infer_layouts(plan, known, quiet)
+    two = infer_layouts(plan, known, quiet)
     assert one.tensor == two.tensor and not quiet.errors
 
 

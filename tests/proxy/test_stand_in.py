@@ -11,14 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from modelfolder import written
 
-from planc.compiler import compile_plan
+from planc.compiler import compile_plan, complete_plan
 from planc.diagnostic import Sink
 from planc.model.layer_kinds import block_lists, entry_kinds
 from planc.model.layer_kinds import length as layer_count
 from planc.model.small import depth
 from planc.model.small.depth import edges, neighbors
 from planc.ops.styles import Colwise
-from planc.plan import elaborate, stand_in
+from planc.plan import stand_in
 from planc.plan.scope import Sizes
 from planc.plan.stand_in import Unrepresented, variants
 from planc.proof import small_case
@@ -134,8 +134,8 @@ def test_only_numbers_are_those_of_the_small_model():
     sizes = Sizes(facts=small, axes={"dp_shard": 2, "tp": 2})
     texts = [parse(Source("t.plan", SIZED), sink)]
     arguments = {"world_size": 64, "settings": ["tp=8"]}
-    real = elaborate(texts, known, sink, **arguments)
-    small = elaborate(texts, known, sink, **arguments, sizes=sizes)
+    real = complete_plan(texts, known, sink, **arguments)
+    small = complete_plan(texts, known, sink, **arguments, sizes=sizes)
     assert [d.message for d in sink] == []
     styles = {str(r.modules).rpartition(".")[2]: r.style for r in small.tensor}
     assert styles["q_proj"] == Colwise(parts=(64, 2), local=True)

@@ -11,11 +11,10 @@ from folders import TESTS
 
 import planc
 from planc.checks import check
-from planc.compiler import compile_plan
+from planc.compiler import compile_plan, complete_plan
 from planc.diagnostic import Sink
 from planc.lowering import lower
 from planc.model.load import load
-from planc.plan import elaborate
 from planc.plan.apply_adapters import adapted
 from planc.proof.layout_flow import flow
 from planc.proof.small_case import small_case
@@ -55,7 +54,7 @@ def elaborated(*texts, model="llama-3.1-8b", world=8, settings=()):
     sink = Sink()
     names = ["t.plan"] if len(texts) == 1 else [f"{i}.plan" for i in range(len(texts))]
     files = [parse(Source(*pair), sink) for pair in zip(names, texts, strict=True)]
-    plan = elaborate(files, known, sink, world_size=world, settings=settings)
+    plan = complete_plan(files, known, sink, world_size=world, settings=settings)
     return plan, known, sink
 
 

@@ -15,7 +15,7 @@ from planc.ops.base import AxisRole
 from planc.ops.pipeline import SCHEDULES, TERMS, Copies, Pipeline
 from planc.plan.call_arguments import Arguments, unknown, word, wrong_value
 from planc.plan.evaluate import evaluate, whole
-from planc.plan.ir import PipelineRule, Plan, StageTimes
+from planc.plan.ir import PipelineRule, StageTimes
 from planc.plan.program import Program
 from planc.plan.rule_conflicts import Settings
 from planc.plan.scope import Scope
@@ -178,20 +178,6 @@ def _complete(settings: Settings, section: ast.Section, program: Program) -> boo
             program.sink.error("PL012", message, section.name_origin, help=hint)
             return False
     return all(value is not None for value in settings.values.values())
-
-
-def with_styled_inputs(plan: Plan) -> Plan:
-    """A plan in which what stands before the blocks, and has a tensor style but no parameters, is
-    on the first stage alone: elsewhere its results, laid out, would meet plain placeholders.
-    """
-    rule = plan.pipeline
-    if rule is None:
-        return plan
-    styled = (m for m in rule.before if any(r.modules.overlap(m) for r in plan.tensor))
-    more = tuple(m for m in styled if m not in rule.op.inputs)
-    return replace(
-        plan, pipeline=replace(rule, op=replace(rule.op, inputs=(*rule.op.inputs, *more)))
-    )
 
 
 # Stages ------------------------------------------------------------------------------------------

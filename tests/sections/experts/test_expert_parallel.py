@@ -20,7 +20,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 import planc
 from planc.diagnostic import Sink
 from planc.ops.document import digest, dumps, loads
-from planc.plan.experts import legal_sizes
+from planc.plan.expert_axes import legal_sizes
 from planc.proof.small_mesh import with_experts
 from planc.resources import PLANS
 from planc.runtime.meshes import Meshes

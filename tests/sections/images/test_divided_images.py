@@ -17,7 +17,7 @@ from planc.diagnostic import Sink
 from planc.model.module_table import facts_of, parts_of_images, puts_images
 from planc.ops.tensor_parallel import Parallelize
 from planc.ops.towers import DivideImages
-from planc.plan.divided_images import with_divided_images
+from planc.plan.divided_images import divide_images
 from planc.runtime.standalone.divided_images import (
     DividedImages,
     columns_of,
@@ -235,7 +235,7 @@ def test_adapters_in_units_of_their_own_are_refused(tmp_path):
 def test_a_module_with_two_uses_is_refused():
     facts, sink = facts_of(Shared()), Sink()
     plan = compiled_of("qwen3-vl-8b", "qwen3_vl", (ROWS, "tp=2")).plan
-    with_divided_images(dataclasses.replace(plan, tensor=()), facts, sink)
+    divide_images(dataclasses.replace(plan, tensor=()), facts, sink)
     (found,) = sink
     assert found.code == "PL572" and "`project`" in found.message.replace("root.", "")
 
