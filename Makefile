@@ -117,7 +117,7 @@ pages: $(VENV)/.ready  ## write anew what is generated: the parser's table, the 
 	mv grammars/plan.table.new grammars/plan.table.json
 	$(BIN)/python -m planc.ops.schema > grammars/lowered.schema.new
 	mv grammars/lowered.schema.new grammars/lowered.schema.json
-	$(BIN)/python -m planc.report.explain > docs/diagnostics/README.md
+	$(BIN)/python -m planc.diagnostics.explain > docs/diagnostics/README.md
 	$(BIN)/python -m pytest tests/docs/test_docs.py tests/specs/test_specs.py --update
 
 clean:

@@ -9,9 +9,10 @@ import json
 import sys
 from pathlib import Path
 
-from planc import PlanError, atomic_write, lower
+from planc import PlanError, lower
 from planc.cli import main as planc
-from planc.resources import PLANS
+from planc.files import atomic_write
+from planc.files.resources import PLANS
 from planc.syntax.plan_files import plan_of_family, shipped
 
 FOLDER = Path(__file__).parent / "gallery"

@@ -14,24 +14,24 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from planc.compiler import Compiled, Draft, compile_plan
-from planc.diagnostic import Diagnostic, PlanError, Sink, one_of
-from planc.draft.parsed import parsed
+from planc.diagnostics.diagnostic import Diagnostic, PlanError, Sink, one_of
+from planc.diagnostics.notebook import DRAW, TEXT
 from planc.model import cache
-from planc.notebook import DRAW, TEXT
 from planc.ops.document import digest
 from planc.ops.lowered import Lowered
 from planc.syntax import ast, plan_files
+from planc.tools.init.parsed import parsed
 
 if TYPE_CHECKING:
     from torch import nn
 
     from planc.diffing.compare import Delta
-    from planc.estimate.expected import ExpectedNumbers
+    from planc.ir.nodes import Plan
     from planc.model.facts import Facts
-    from planc.plan.ir import Plan
     from planc.proof.checked import Findings
     from planc.runtime.known_verdict import KnownVerdict, Required
     from planc.runtime.run import Run
+    from planc.tools.estimate.expected import ExpectedNumbers
 
 _log = logging.getLogger("planc")
 Overrides = str | Iterable[str] | Mapping[str, Any]
@@ -84,7 +84,7 @@ def check(
     from planc.proof.in_subprocess import record
     from planc.proof.layout_flow import flow
     from planc.proof.split_remedy import explain_splits
-    from planc.trial.time_limit import limited
+    from planc.simulate.time_limit import limited
 
     if not time_limit > 0:
         raise ValueError(f"time_limit is a positive number of seconds, not {time_limit!r}")
@@ -105,7 +105,7 @@ def check(
         explain_splits(compiled, sink, parsed)
     also = ""
     if level == "order" and compiled.lowered is not None:
-        from planc.order.findings import order
+        from planc.tools.order.findings import order
 
         also = f", {order(compiled, sink, allow_code=allow_code).text}"
     proof = known_certificate(compiled, sink)
@@ -209,7 +209,7 @@ def apply(
     from planc.runtime.preconditions import announce, require_not_parallel
     from planc.runtime.safeguards.guards import require_unwrapped
     from planc.runtime.uncaught import print_errors_once
-    from planc.trial.verdict_store import recall
+    from planc.simulate.verdict_store import recall
 
     with print_errors_once(), no_group_after_an_error():
         try:
@@ -294,7 +294,7 @@ def _completed(run: Run, compiled: Compiled | None, watchdog: float | None) -> R
 
 def _expected(run: Run, plan: Plan, facts: Facts) -> ExpectedNumbers:
     """What the estimate says of this rank."""
-    from planc.estimate.expected import ExpectedNumbers
+    from planc.tools.estimate.expected import ExpectedNumbers
 
     axis = run.lowered.pipeline.axis if run.lowered.pipeline else None
     config = getattr(run.model, "config", None)
@@ -309,7 +309,7 @@ def _expected(run: Run, plan: Plan, facts: Facts) -> ExpectedNumbers:
 
 
 def _draft_of_rank_0(facts: Facts, *, device: str) -> tuple[ast.File, ...] | None:
-    from planc.draft.on_rank_0 import parsed_for_run  # which imports the whole proof
+    from planc.tools.init.on_rank_0 import parsed_for_run  # which imports the whole proof
 
     return parsed_for_run(facts, device)
 
@@ -325,8 +325,8 @@ def _proved_by_rank_0(compiled: Compiled, known: KnownVerdict, allow_code: bool)
 
 def _warn(findings: Iterable[Diagnostic], known: KnownVerdict) -> None:
     """Logs each warning on rank 0, but for those that a proof overrules."""
-    from planc.codes import PRESUMED
-    from planc.report import render
+    from planc.diagnostics import render
+    from planc.diagnostics.codes import PRESUMED
 
     if _of_the_run("RANK", 0) != 0:
         return
@@ -468,7 +468,7 @@ def _ties_head(module: nn.Module) -> bool:
 
 
 def _drawn(of: Lowered | Delta | Run) -> str:
-    from planc.show.changes import notebook
+    from planc.tools.show.changes import notebook
 
     return notebook(of)
 

@@ -119,7 +119,7 @@ def _sentence(help: str) -> str:
 
 
 def _misspelled(word: str) -> int:
-    from planc.diagnostic import did_you_mean
+    from planc.diagnostics.diagnostic import did_you_mean
 
     advice = did_you_mean(word, COMMANDS, "`planc --help` lists the commands")
     print(f"planc: error: there is no command `{word}`; {advice}", file=sys.stderr)
@@ -150,7 +150,7 @@ class _Command(argparse.ArgumentParser):
         help_text.fill(self, self.prog.split()[-1])
         result, unknown = super().parse_known_args(args, namespace)
         if option := next((word for word in unknown if word.startswith("--")), None):
-            from planc.diagnostic import did_you_mean
+            from planc.diagnostics.diagnostic import did_you_mean
 
             known = [name for name in self._option_string_actions if name.startswith("--")]
             advice = did_you_mean(option.partition("=")[0], known, f"see `{self.prog} --help`")

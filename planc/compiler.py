@@ -6,22 +6,22 @@ from functools import partial
 
 from planc.budget.choose import budgeted
 from planc.checks import check
-from planc.diagnostic import Sink
-from planc.estimate.stages import with_timed_stages
+from planc.diagnostics.diagnostic import Sink
+from planc.elaborate import elaborate
+from planc.elaborate.scope import Sizes
+from planc.infer.apply_adapters import adapted
+from planc.infer.divided_images import divide_images
+from planc.infer.infer_layouts import infer_layouts
+from planc.infer.shard_dims import choose_shard_dims
+from planc.infer.stage_inputs import place_styled_inputs
+from planc.ir.nodes import Plan
 from planc.lowering import lower, lowered_file
 from planc.model.facts import Facts
 from planc.model.load import load
 from planc.ops.document import digest
 from planc.ops.lowered import Lowered
-from planc.plan import elaborate
-from planc.plan.apply_adapters import adapted
-from planc.plan.divided_images import divide_images
-from planc.plan.infer_layouts import infer_layouts
-from planc.plan.ir import Plan
-from planc.plan.scope import Sizes
-from planc.plan.shard_dims import choose_shard_dims
-from planc.plan.stage_inputs import place_styled_inputs
 from planc.syntax import ast, plan_files
+from planc.tools.estimate.stages import with_timed_stages
 
 Files = tuple[ast.File, ...] | lowered_file.LoweredFile
 Draft = Callable[[Facts], tuple[ast.File, ...] | None]

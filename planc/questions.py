@@ -12,17 +12,17 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from planc.api import Overrides, compiled_for, model_of, settings_of
-from planc.diagnostic import PlanError, Sink
+from planc.diagnostics.diagnostic import PlanError, Sink
 
 if TYPE_CHECKING:
     from torch import nn
 
     from planc.compiler import Compiled
-    from planc.draft.init import InitResult
-    from planc.estimate.answer import Answer as Estimate
     from planc.proof.verify import Proof
     from planc.provenance.answer import Reasons
-    from planc.tuning.measured import MeasuredRanks
+    from planc.tools.estimate.answer import Answer as Estimate
+    from planc.tools.init.init import InitResult
+    from planc.tools.suggest.measured import MeasuredRanks
 
 
 def init(
@@ -44,7 +44,7 @@ def init(
     Raises:
         PlanError: the model or an axis is wrong.
     """
-    from planc.draft.init import drafted
+    from planc.tools.init.init import drafted
 
     sink = Sink()
     made = drafted(model_of(model), settings_of(overrides), sink, allow_code=allow_code)
@@ -113,8 +113,8 @@ def estimate(
         PlanError: the plan has errors, or the batch or a profile is wrong.
         ValueError: a size is not positive, or there is no such optimizer or attention.
     """
-    from planc.estimate.advice import advise
-    from planc.estimate.answer import judge_fit
+    from planc.tools.estimate.advice import advise
+    from planc.tools.estimate.answer import judge_fit
 
     compiled, sink = compiled_for(model, plan, world_size, overrides, allow_code)
     found = _estimated(
@@ -174,9 +174,9 @@ def measure(
             run the step (PL727).
         ValueError: a size is not positive, or there is no such optimizer, attention or device.
     """
-    from planc.measure.count import NotCountedError, shallower
     from planc.model.fused_kernels import run_on
-    from planc.tuning.measured import measure as measured
+    from planc.tools.measure.count import NotCountedError, shallower
+    from planc.tools.suggest.measured import measure as measured
 
     if device not in ("", "cpu", "cuda"):
         raise ValueError(f"device is cpu or cuda, not {device!r}")
@@ -220,8 +220,8 @@ def _estimated(
     Raises:
         PlanError, ValueError: as `estimate`.
     """
-    from planc.estimate.answer import Request, answer_for
-    from planc.estimate.from_plan import OPTIMIZERS, Batch
+    from planc.tools.estimate.answer import Request, answer_for
+    from planc.tools.estimate.from_plan import OPTIMIZERS, Batch
 
     for name, size in sizes.items():
         if type(size) is not int or size < 1:

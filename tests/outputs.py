@@ -124,7 +124,7 @@ def cases():
 
 def case_outputs(model, plan, settings):
     """Yields (name, text) for each command on a shipped plan."""
-    from planc.diagnostic import Sink
+    from planc.diagnostics.diagnostic import Sink
     from planc.model.load import load
 
     options = ["--world-size", "64", *(w for s in settings for w in ("--set", s))]

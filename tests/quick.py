@@ -15,7 +15,7 @@ import tempfile
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
-from planc.diagnostic import Sink
+from planc.diagnostics.diagnostic import Sink
 from planc.model import cache
 from planc.model.config import shipped_models
 from planc.model.dataflow import FORMAT

@@ -9,15 +9,15 @@ from itertools import pairwise
 
 from planc.budget.count import UncountedError, counted_for
 from planc.budget.table import CallTable, Point
-from planc.diagnostic import Sink, one_of
+from planc.diagnostics.diagnostic import Sink, one_of
+from planc.diagnostics.source import Span
+from planc.ir.nodes import Budget, Plan
 from planc.lowering.timetable import in_flight, orders
 from planc.model.facts import Facts, Modules
 from planc.model.indices import Indices
 from planc.ops import phrases
 from planc.ops.activation_checkpoint import GROUPS, Checkpoint, Save
 from planc.ops.pipeline import stages_of_rank
-from planc.plan.ir import Budget, Plan
-from planc.source import Span
 
 _RECIPES = ((), ("attention",), ("attention", "matmul"))
 """Lists that others save, `full` among them: a choice is never worse than one of these."""

@@ -12,17 +12,17 @@ from dataclasses import replace
 from typing import Any
 
 from planc.budget.table import CallTable
+from planc.files.resources import cache_folder
+from planc.ir.masters import masters
+from planc.ir.nodes import Budget, Plan
+from planc.ir.stand_in import kinds_of
 from planc.lowering import lower
 from planc.model import cache
 from planc.model.facts import Facts, Modules, most_stored
 from planc.model.layer_kinds import block_lists
 from planc.ops.activation_checkpoint import Checkpoint
 from planc.ops.document import digest, dumps
-from planc.plan.ir import Budget, Plan
-from planc.plan.masters import masters
-from planc.plan.stand_in import kinds_of
-from planc.rank_job import RankJob, RankRunner, RankStep
-from planc.resources import cache_folder
+from planc.simulate.rank_job import RankJob, RankRunner, RankStep
 
 _FORMAT = "calls 1"
 """Raised when what is counted changes."""

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 
 from planc.budget.count import UncountedError, counted_for
 from planc.budget.table import CallTable, CountedCall
+from planc.ir.nodes import Budget, Plan
 from planc.model.facts import Facts
 from planc.ops import phrases
 from planc.ops.activation_checkpoint import Save
-from planc.plan.ir import Budget, Plan
 
 
 def of_block(name: str, plan: Plan, facts: Facts, saves: Sequence[Save] | None) -> Iterator[str]:

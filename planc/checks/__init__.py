@@ -25,9 +25,9 @@ from planc.checks import (
     unit_options,
     units,
 )
-from planc.diagnostic import Sink
+from planc.diagnostics.diagnostic import Sink
+from planc.ir.nodes import Plan
 from planc.model.facts import Facts
-from planc.plan.ir import Plan
 
 Check = Callable[[Plan, Facts, Sink], None]
 

@@ -1,17 +1,17 @@
 """PL180, PL182 to PL184, PL186, PL582: LoRA on unsupported layers, or with a useless rank."""
 
 from planc.checks.queries import axis_label, ranks
-from planc.diagnostic import Label, Sink, did_you_mean, one_of
-from planc.model.facts import Facts, Modules
-from planc.ops.styles import style_text
-from planc.plan.apply_adapters import (
+from planc.diagnostics.diagnostic import Label, Sink, did_you_mean, one_of
+from planc.infer.apply_adapters import (
     KINDS,
     adapted_tensor_rules,
     in_out_features,
     of_rule,
     weights_of_experts,
 )
-from planc.plan.ir import AdapterRule, Adapters, Plan, TensorRule
+from planc.ir.nodes import AdapterRule, Adapters, Plan, TensorRule
+from planc.model.facts import Facts, Modules
+from planc.ops.styles import style_text
 
 
 def adapters(plan: Plan, facts: Facts, sink: Sink) -> None:

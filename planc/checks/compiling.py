@@ -3,15 +3,15 @@
 from collections.abc import Iterator, Sequence
 
 from planc.checks.queries import active, axis_label, ranks
-from planc.diagnostic import Label, Sink, one_of
+from planc.diagnostics.diagnostic import Label, Sink, one_of
+from planc.ir.nodes import Plan, TensorRule
+from planc.ir.random_numbers import apart_axes, drawing_fields, split_axes
 from planc.model.facts import Facts
 from planc.model.indices import Indices
 from planc.model.randomness import layer_drop_fields, spec_augment_fields
 from planc.ops.activation_checkpoint import Checkpoint
 from planc.ops.compile import Compile
 from planc.ops.styles import Colwise, Custom, Input, Replicate, Rowwise, Shard, Style
-from planc.plan.ir import Plan, TensorRule
-from planc.plan.random_numbers import apart_axes, drawing_fields, split_axes
 
 
 def nested_checkpoints(plan: Plan, facts: Facts, sink: Sink) -> None:

@@ -2,14 +2,14 @@
 have.
 """
 
-from planc.diagnostic import Label, Sink
+from planc.diagnostics.diagnostic import Label, Sink
+from planc.ir.nodes import ContextRule, Plan
 from planc.model.config import is_diffusers
 from planc.model.facts import Facts
 from planc.model.patches import KNOWN
 from planc.model.rotary import length_dependent_rotary
 from planc.ops.base import AxisRole
 from planc.ops.context import ContextParallel
-from planc.plan.ir import ContextRule, Plan
 
 
 def context(plan: Plan, facts: Facts, sink: Sink) -> None:

@@ -1,16 +1,16 @@
 """PL529, PL550 to PL552: experts that ranks cannot divide, or whose tokens cannot be limited."""
 
 from planc.checks.queries import active, divisors, holds, several, weighted
-from planc.diagnostic import Label, Sink, one_of
+from planc.diagnostics.diagnostic import Label, Sink, one_of
+from planc.ir.experts import dividing, expert_count, splits_divided
+from planc.ir.mesh_axes import EXPERT_AXES, EXPERT_TENSOR
+from planc.ir.nodes import ExpertRule, Plan
+from planc.ir.parameter_owners import Owned, owned
 from planc.model.facts import Facts
 from planc.model.module_table import BATCHED_EXPERTS
 from planc.ops.base import AxisRole
 from planc.ops.expert_parallel import ALL_REDUCE
 from planc.ops.lowered import ExpertMesh
-from planc.plan.experts import dividing, expert_count, splits_divided
-from planc.plan.ir import ExpertRule, Plan
-from planc.plan.mesh_axes import EXPERT_AXES, EXPERT_TENSOR
-from planc.plan.parameter_owners import Owned, owned
 
 
 def expert_parallel(plan: Plan, facts: Facts, sink: Sink) -> None:

@@ -1,11 +1,11 @@
 """PL530, PL531: a loss in a module that computes no logits, or that is sharded otherwise."""
 
 from planc.checks.queries import active, unit_of, weighted
-from planc.diagnostic import Label, Sink
+from planc.diagnostics.diagnostic import Label, Sink
+from planc.ir.nodes import LossRule, Plan, TensorRule
 from planc.model.facts import Facts
 from planc.ops import phrases
 from planc.ops.styles import Colwise, Replicate, Rowwise, style_name
-from planc.plan.ir import LossRule, Plan, TensorRule
 
 
 def loss_head(plan: Plan, facts: Facts, sink: Sink) -> None:

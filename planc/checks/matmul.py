@@ -13,14 +13,14 @@ from planc.checks.queries import (
     unit_of,
     weighted,
 )
-from planc.diagnostic import Label, Sink, one_of
+from planc.diagnostics.diagnostic import Label, Sink, one_of
+from planc.diagnostics.source import Span
+from planc.ir.local_shapes import local_shape, ruled
+from planc.ir.nodes import Plan
 from planc.model.facts import Facts, Modules
 from planc.ops.base import AxisRole
 from planc.ops.matmul import BLOCK, LowPrecision
 from planc.ops.styles import Custom
-from planc.plan.ir import Plan
-from planc.plan.local_shapes import local_shape, ruled
-from planc.source import Span
 
 _KEEP = "`override {} : none` keeps the parameters' dtype"
 

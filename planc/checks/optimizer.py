@@ -7,13 +7,10 @@ from itertools import chain
 from math import gcd
 
 from planc.checks.queries import looked_up, several
-from planc.diagnostic import Label, Sink, one_of
-from planc.model.facts import Facts, Modules, generic
-from planc.model.products import WeightUse
-from planc.ops.contract import part_sizes
-from planc.ops.optimizer import Cut, Muon
-from planc.plan.ir import OptimizerRule, Plan
-from planc.plan.optimizer_groups import (
+from planc.diagnostics.diagnostic import Label, Sink, one_of
+from planc.diagnostics.source import Span
+from planc.ir.nodes import OptimizerRule, Plan
+from planc.ir.optimizer_groups import (
     Stepped,
     cut_of,
     cut_rows,
@@ -22,7 +19,10 @@ from planc.plan.optimizer_groups import (
     steps_of,
     use_of,
 )
-from planc.source import Span
+from planc.model.facts import Facts, Modules, generic
+from planc.ops.contract import part_sizes
+from planc.ops.optimizer import Cut, Muon
+from planc.proxy.products import WeightUse
 
 
 @dataclass(frozen=True, slots=True)

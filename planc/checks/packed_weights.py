@@ -3,11 +3,11 @@
 from collections.abc import Iterator
 
 from planc.checks import queries
-from planc.diagnostic import Label, Sink, one_of
+from planc.diagnostics.diagnostic import Label, Sink, one_of
+from planc.ir.nodes import Plan, TensorRule
 from planc.model.facts import Facts, Parameter
 from planc.ops.contract import Split
 from planc.ops.styles import Colwise, Replicate, Rowwise, Shard, style_name
-from planc.plan.ir import Plan, TensorRule
 
 
 def packed_parts(plan: Plan, facts: Facts, sink: Sink) -> None:

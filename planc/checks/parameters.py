@@ -6,12 +6,12 @@ from itertools import takewhile
 from typing import ClassVar
 
 from planc.checks.queries import active, axis_label, holds, unit_of
-from planc.diagnostic import Label, Sink
+from planc.diagnostics.diagnostic import Label, Sink
+from planc.ir.nodes import Ignored, Plan, TensorRule, Unit
+from planc.ir.parameter_owners import owned
 from planc.model.facts import Facts, Modules, Parameter
 from planc.ops.freeze import Freeze
 from planc.ops.styles import Attributes, Input, Output
-from planc.plan.ir import Ignored, Plan, TensorRule, Unit
-from planc.plan.parameter_owners import owned
 
 Half = tuple[str, Modules, Parameter]
 

@@ -5,12 +5,12 @@ PL569: checkpoints that save nothing.
 
 from collections.abc import Iterator
 
-from planc.diagnostic import Label, Sink
+from planc.diagnostics.diagnostic import Label, Sink
+from planc.diagnostics.source import Span
+from planc.ir.nodes import PipelineRule, Plan
+from planc.ir.parameter_owners import owned
 from planc.model.facts import Facts
 from planc.ops.pipeline import TERMS, Pipeline
-from planc.plan.ir import PipelineRule, Plan
-from planc.plan.parameter_owners import owned
-from planc.source import Span
 
 
 def pipeline(plan: Plan, facts: Facts, sink: Sink) -> None:

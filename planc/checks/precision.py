@@ -1,14 +1,14 @@
 """PL415, PL416, PL420, PL421, PL570, PL680 to PL684: dtypes, lost updates and 4-bit weights."""
 
 from planc.checks.queries import axis_label, ranks
-from planc.diagnostic import Label, Sink
+from planc.diagnostics.diagnostic import Label, Sink
+from planc.infer.apply_adapters import FOUR_BIT, adapted_tensor_rules, weights_of_experts
+from planc.ir.nodes import AdapterRule, Plan, Precision, TensorRule, Unit
+from planc.ir.parameter_owners import Owned, owned, stepped
 from planc.model.facts import Facts, Modules
 from planc.ops import phrases
 from planc.ops.contract import part_sizes
 from planc.ops.styles import Colwise, Rowwise, style_text
-from planc.plan.apply_adapters import FOUR_BIT, adapted_tensor_rules, weights_of_experts
-from planc.plan.ir import AdapterRule, Plan, Precision, TensorRule, Unit
-from planc.plan.parameter_owners import Owned, owned, stepped
 
 
 def mixed_dtypes(plan: Plan, facts: Facts, sink: Sink) -> None:

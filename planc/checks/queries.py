@@ -3,13 +3,13 @@
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from planc.diagnostic import Label, one_of
+from planc.diagnostics.diagnostic import Label, one_of
+from planc.ir.nodes import Plan, TensorRule, Unit
+from planc.model.config_fields import EXPERTS
 from planc.model.facts import Facts, Modules, Parameter, merged
-from planc.model.small.config_fields import EXPERTS
 from planc.ops.contract import Side, contract
 from planc.ops.phrases import together
 from planc.ops.styles import PARAMETERLESS, Replicated, Shard
-from planc.plan.ir import Plan, TensorRule, Unit
 
 
 def ranks(plan: Plan, rule: TensorRule) -> int:

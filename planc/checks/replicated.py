@@ -1,12 +1,12 @@
 """PL204: parameters that tensor parallelism leaves replicated."""
 
 from planc.checks.queries import active, ranks
-from planc.diagnostic import Sink
+from planc.diagnostics.diagnostic import Sink
+from planc.infer.apply_adapters import styles
+from planc.ir.experts import expert_styles
+from planc.ir.nodes import Plan, TensorRule
+from planc.ir.parameter_owners import owned
 from planc.model.facts import Facts, Modules
-from planc.plan.apply_adapters import styles
-from planc.plan.experts import expert_styles
-from planc.plan.ir import Plan, TensorRule
-from planc.plan.parameter_owners import owned
 
 _SMALL = 1
 """The share, in percent, below which replicated parameters are not reported."""

@@ -17,17 +17,17 @@ from planc.checks.queries import (
     takes_split,
     weighted,
 )
-from planc.diagnostic import Label, Severity, Sink, one_of
+from planc.diagnostics.diagnostic import Label, Severity, Sink, one_of
+from planc.diagnostics.source import Span
+from planc.infer.apply_adapters import is_factor
+from planc.ir.local_shapes import local_shape, ruled
+from planc.ir.nodes import Plan, Precision, TensorRule
+from planc.ir.parameter_owners import owned
 from planc.model.facts import DTYPE_BYTES, Facts, Module, Modules, Parameter
 from planc.model.module_table import GROUPED, HEAD_SIZES, LATENT_HEAD_SIZES
 from planc.ops import phrases
 from planc.ops.contract import part_sizes
 from planc.ops.styles import Colwise, Rowwise, style_name
-from planc.plan.apply_adapters import is_factor
-from planc.plan.ir import Plan, Precision, TensorRule
-from planc.plan.local_shapes import local_shape, ruled
-from planc.plan.parameter_owners import owned
-from planc.source import Span
 
 
 @dataclass(frozen=True, slots=True)

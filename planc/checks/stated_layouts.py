@@ -1,11 +1,11 @@
 """PL160 to PL162: stated layouts, judged by what flows between modules at the real size."""
 
 from planc.checks.queries import several
-from planc.diagnostic import Sink
+from planc.diagnostics.diagnostic import Sink
+from planc.infer.infer_layouts import LayoutClash, layout_errors
+from planc.ir.nodes import Plan, TensorRule
 from planc.model.facts import Facts
 from planc.ops.styles import Input, Output, Sequence, style_text
-from planc.plan.infer_layouts import LayoutClash, layout_errors
-from planc.plan.ir import Plan, TensorRule
 
 
 def stated_layouts(plan: Plan, facts: Facts, sink: Sink) -> None:

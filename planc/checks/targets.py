@@ -3,7 +3,9 @@
 from collections.abc import Iterator
 
 from planc.checks.queries import active, axis_label, divisors, ranks, weighted
-from planc.diagnostic import Label, Sink, did_you_mean, one_of
+from planc.diagnostics.diagnostic import Label, Sink, did_you_mean, one_of
+from planc.diagnostics.source import Span
+from planc.ir.nodes import Plan, TensorRule
 from planc.model.facts import Facts, Modules
 from planc.model.module_table import (
     BATCHED_EXPERTS,
@@ -17,8 +19,6 @@ from planc.ops import styles as ir
 from planc.ops.base import AxisRole
 from planc.ops.contract import unfit
 from planc.ops.styles import PARAMETERLESS, Attributes, Experts, Parameters, Replicated, Shard
-from planc.plan.ir import Plan, TensorRule
-from planc.source import Span
 
 
 def axis_use(plan: Plan, facts: Facts, sink: Sink) -> None:

@@ -3,15 +3,15 @@
 from math import prod
 
 from planc.checks.queries import active
-from planc.diagnostic import Label, Sink, did_you_mean, one_of
+from planc.diagnostics.diagnostic import Label, Sink, did_you_mean, one_of
+from planc.diagnostics.source import Span
+from planc.infer.apply_adapters import styles
+from planc.ir.local_shapes import held, split_dim
+from planc.ir.mesh_axes import valid_axes
+from planc.ir.nodes import Fsdp, Plan, SpreadRule, TensorRule, Unit
+from planc.ir.parameter_owners import Owned, owned
 from planc.model.facts import Facts, Modules
 from planc.ops.styles import PARAMETERLESS, Replicated, style_name
-from planc.plan.apply_adapters import styles
-from planc.plan.ir import Fsdp, Plan, SpreadRule, TensorRule, Unit
-from planc.plan.local_shapes import held, split_dim
-from planc.plan.mesh_axes import valid_axes
-from planc.plan.parameter_owners import Owned, owned
-from planc.source import Span
 
 
 def partial_reshard(plan: Plan, facts: Facts, sink: Sink) -> None:

@@ -3,13 +3,13 @@
 from collections.abc import Iterable, Sequence
 
 from planc.checks.queries import active, axis_label, holds
-from planc.diagnostic import Label, Sink
+from planc.diagnostics.diagnostic import Label, Sink
+from planc.ir.nodes import Plan, Unit
+from planc.ir.parameter_owners import owned
+from planc.ir.unit_lists import entries, lists
 from planc.model.facts import Facts, Modules
 from planc.model.indices import Indices
 from planc.ops.fsdp import Prefetch
-from planc.plan.ir import Plan, Unit
-from planc.plan.parameter_owners import owned
-from planc.plan.unit_lists import entries, lists
 
 
 def nested_units(plan: Plan, facts: Facts, sink: Sink) -> None:

@@ -6,10 +6,10 @@ import argparse
 import sys
 
 from planc.commands import output
-from planc.diagnostic import Sink, io_reason
+from planc.diagnostics.diagnostic import Sink, io_reason
+from planc.files.resources import cache_folder
 from planc.model import cache
 from planc.proof import pack
-from planc.resources import cache_folder
 
 _FILE = "planc-pack.json"
 

@@ -4,12 +4,12 @@ import argparse
 import sys
 from pathlib import Path
 
-from planc import atomic_write
 from planc.commands import output, shared_arguments
-from planc.diagnostic import Sink
-from planc.estimate.answer import Request
-from planc.estimate.profiles import FOLDER, Hardware
-from planc.tuning.measurements import fitted, read, report, toml
+from planc.diagnostics.diagnostic import Sink
+from planc.files import atomic_write
+from planc.tools.estimate.answer import Request
+from planc.tools.estimate.profiles import FOLDER, Hardware
+from planc.tools.suggest.measurements import fitted, read, report, toml
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -59,7 +59,7 @@ def _profile(options: argparse.Namespace, sink: Sink) -> tuple[Hardware, list[st
     """The profile and what is said of it; None after errors."""
     name = Path(options.output).stem
     if options.cpu:
-        from planc.tuning import measured_cpu
+        from planc.tools.suggest import measured_cpu
 
         made = measured_cpu.profile(name)
         return made, [f"  {n} = {getattr(made, n):.4g}  {how}" for n, how in made.sources.items()]

@@ -9,15 +9,15 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-from planc.codes import CODES
 from planc.commands import output, shared_arguments
 from planc.compiler import Compiled
-from planc.diagnostic import Sink
-from planc.project import Project, ProjectError, Target, project
+from planc.diagnostics import FORMATS
+from planc.diagnostics.codes import CODES
+from planc.diagnostics.diagnostic import Sink
+from planc.diagnostics.json_document import document, findings
+from planc.files.project import Project, ProjectError, Target, project
 from planc.proof.checked import LEVELS, known_certificate, summary
-from planc.report import FORMATS
-from planc.report.json_document import document, findings
-from planc.trial.time_limit import SECONDS, limited
+from planc.simulate.time_limit import SECONDS, limited
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -155,21 +155,21 @@ def _checked(target: Target, options: argparse.Namespace, severity: Mapping[str,
     )
     also, verdict, ordered = "", None, None
     if options.level != "structure" and compiled.lowered:
-        from planc.draft.parsed import parsed
         from planc.proof.in_subprocess import record
         from planc.proof.layout_flow import flow
+        from planc.tools.init.parsed import parsed
 
         code = options.allow_code
         with limited(options.time_limit):
             verdict = flow(compiled, sink, strict=options.strict, allow_code=code, draft=parsed)
         record(compiled, verdict, sink)
     elif options.level != "structure":
-        from planc.draft.parsed import parsed
         from planc.proof.split_remedy import explain_splits
+        from planc.tools.init.parsed import parsed
 
         explain_splits(compiled, sink, parsed)
     if options.level == "order" and compiled.lowered:
-        from planc.order.findings import order
+        from planc.tools.order.findings import order
 
         ordered = order(compiled, sink, allow_code=options.allow_code)
         also = f", {ordered.text}"
@@ -199,9 +199,9 @@ def _estimated(target: Target, compiled: Compiled, options: argparse.Namespace, 
         if options.batch and options.seq:
             shared_arguments.step_of(options, compiled, sink)
         return ""
-    from planc.estimate.advice import advise
-    from planc.estimate.answer import answer_for, judge_fit
-    from planc.estimate.memory import GIB
+    from planc.tools.estimate.advice import advise
+    from planc.tools.estimate.answer import answer_for, judge_fit
+    from planc.tools.estimate.memory import GIB
 
     asked = shared_arguments.request(options, options.device_memory)
     found = answer_for(compiled, asked, sink)

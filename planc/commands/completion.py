@@ -4,8 +4,8 @@ import argparse
 from collections.abc import Iterator, Sequence
 from shlex import quote
 
-from planc.codes import CODES
 from planc.commands import help_text, output
+from planc.diagnostics.codes import CODES
 from planc.model.config import shipped_models
 from planc.syntax.plan_files import shipped
 

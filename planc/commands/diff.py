@@ -6,10 +6,10 @@ import sys
 from dataclasses import replace
 
 from planc import compiler
-from planc.codes import NO_TORCH
 from planc.commands import output, shared_arguments, terminal
 from planc.compiler import Files
-from planc.diagnostic import Sink
+from planc.diagnostics.codes import NO_TORCH
+from planc.diagnostics.diagnostic import Sink
 from planc.diffing import compare, render
 from planc.diffing.compare import Delta
 from planc.emit import sends
@@ -57,7 +57,7 @@ def run(options: argparse.Namespace) -> int:
         return output.FAILED
     change = compare.compare(old, new)
     if options.html:
-        from planc.show import changes
+        from planc.tools.show import changes
 
         page = changes.render(old, new, tuple(render.estimates(estimates)))
         if output.write(page, options.html) == output.FAILED:
@@ -126,8 +126,8 @@ def _estimates(
     """The most that a rank holds, the rows of its passes, seconds of a step, and bytes that a rank
     sends in it, on both sides; empty where one has no estimate.
     """
-    from planc.estimate.answer import answer_for
-    from planc.estimate.timeline import bytes_sent
+    from planc.tools.estimate.answer import answer_for
+    from planc.tools.estimate.timeline import bytes_sent
 
     found: dict[str, dict[str, float]] = {"memory": {}, "rows": {}, "time": {}, "sent": {}}
     for side, compiled in zip(("old", "new"), sides, strict=True):

@@ -4,9 +4,9 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from planc import atomic_write
-from planc.diagnostic import Diagnostic, io_reason
-from planc.source import Source, Span
+from planc.diagnostics.diagnostic import Diagnostic, io_reason
+from planc.diagnostics.source import Source, Span
+from planc.files import atomic_write
 
 
 def correct(found: Iterable[Diagnostic]) -> None:

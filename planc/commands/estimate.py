@@ -5,9 +5,9 @@ import json
 import sys
 
 from planc.commands import output, shared_arguments, terminal
-from planc.diagnostic import Sink
-from planc.estimate.advice import advise
-from planc.estimate.answer import answer_for, document, judge_fit, text
+from planc.diagnostics.diagnostic import Sink
+from planc.tools.estimate.advice import advise
+from planc.tools.estimate.answer import answer_for, document, judge_fit, text
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

@@ -7,8 +7,8 @@ import shutil
 import sys
 
 from planc.commands import output
-from planc.report import explain
-from planc.report.color import wants_color
+from planc.diagnostics import explain
+from planc.diagnostics.color import wants_color
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

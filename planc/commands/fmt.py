@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from planc.commands import output, shared_arguments
-from planc.diagnostic import Sink
-from planc.source import Source
+from planc.diagnostics.diagnostic import Sink
+from planc.diagnostics.source import Source
 from planc.syntax.formatter.files import FormattedFile, formatted_files
 from planc.syntax.formatter.layout import formatted
 

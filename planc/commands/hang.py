@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from planc.commands import output, shared_arguments, terminal
-from planc.diagnostic import Sink
+from planc.diagnostics.diagnostic import Sink
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,8 +20,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from planc.order import dumps, hang
-    from planc.order.findings import known_order
+    from planc.tools.order import dumps, hang
+    from planc.tools.order.findings import known_order
 
     sink = Sink()
     try:

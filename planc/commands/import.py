@@ -4,11 +4,11 @@ import argparse
 import sys
 
 from planc.commands import output, shared_arguments
-from planc.diagnostic import Sink
+from planc.diagnostics.diagnostic import Sink
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    from planc.importing.peer import NAMES
+    from planc.tools.importers.peer import NAMES
 
     parser.add_argument(
         "file", metavar="FILE", help="YAML, TOML, JSON, a script of arguments, or FILE.py:FUNCTION"
@@ -23,7 +23,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from planc.importing.importer import imported
+    from planc.tools.importers.importer import imported
 
     sink = Sink()
     result = imported(options.file, sink, peer=options.peer, model=options.model)

@@ -4,8 +4,8 @@ import argparse
 import sys
 
 from planc.commands import output, shared_arguments
-from planc.diagnostic import Sink
-from planc.draft.init import drafted
+from planc.diagnostics.diagnostic import Sink
+from planc.tools.init.init import drafted
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

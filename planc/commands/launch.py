@@ -7,14 +7,14 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from planc.cluster import job
-from planc.cluster.targets import TARGETS
 from planc.commands import output, shared_arguments
 from planc.compiler import Compiled
-from planc.diagnostic import PlanError, Sink
+from planc.diagnostics.diagnostic import PlanError, Sink
 from planc.runtime.known_verdict import accept
+from planc.simulate.verdict_store import recall
 from planc.syntax import plan_files
-from planc.trial.verdict_store import recall
+from planc.tools.launch import job
+from planc.tools.launch.targets import TARGETS
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

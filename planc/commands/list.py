@@ -4,11 +4,11 @@ import argparse
 from collections.abc import Iterator
 
 from planc.commands import output, terminal
+from planc.elaborate.settings import SETTINGS
+from planc.files.project import ProjectError, plan_folders
+from planc.files.resources import PLANS
 from planc.model.config import shipped_models
 from planc.ops.phrases import literal
-from planc.plan.settings import SETTINGS
-from planc.project import ProjectError, plan_folders
-from planc.resources import PLANS
 from planc.syntax.plan_files import families, plans_in, shown
 
 

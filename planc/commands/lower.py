@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from planc.commands import output, shared_arguments, terminal
-from planc.diagnostic import Sink
+from planc.diagnostics.diagnostic import Sink
+from planc.files.project import ProjectError, Target, project
 from planc.ops.lowered import Lowered
-from planc.project import ProjectError, Target, project
 
 if TYPE_CHECKING:
     from planc.compiler import Compiled
@@ -91,8 +91,8 @@ def _of_a_step(
         shown += sends.lines(step)
         plain |= sends.document(step)
     if options.order:
-        from planc.measure.count import NotCountedError
-        from planc.order import record, show
+        from planc.tools.measure.count import NotCountedError
+        from planc.tools.order import record, show
 
         try:
             with output.waiting(f"running a rank of {options.model}"):

@@ -17,7 +17,7 @@ def run(options: argparse.Namespace) -> int:
         help = "pip install 'planc[lsp]', into the environment of this planc"
         needs = "an editor's server needs pygls, which is not installed"
         return output.refused("PL742", needs, help)
-    from planc.editor.server import serve
+    from planc.tools.editor.server import serve
 
     serve()
     return output.CLEAN

@@ -8,13 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from planc.commands import output, shared_arguments, terminal
-from planc.diagnostic import Sink
-from planc.estimate.answer import answer_for
-from planc.estimate.memory import GIB
-from planc.measure.count import NotCountedError, shallower
+from planc.diagnostics.diagnostic import Sink
 from planc.model.fused_kernels import run_on
-from planc.tuning.measured import MeasuredRanks, measure, plain, text
-from planc.tuning.measurements import add
+from planc.tools.estimate.answer import answer_for
+from planc.tools.estimate.memory import GIB
+from planc.tools.measure.count import NotCountedError, shallower
+from planc.tools.suggest.measured import MeasuredRanks, measure, plain, text
+from planc.tools.suggest.measurements import add
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

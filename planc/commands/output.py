@@ -9,20 +9,20 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from planc.diagnostic import Sink, io_reason
+from planc.diagnostics.diagnostic import Sink, io_reason
 
 # Each command imports what it needs, so that `planc fmt` starts quickly.
 if TYPE_CHECKING:
     from planc.compiler import Compiled
-    from planc.diagnostic import Diagnostic
-    from planc.project import Target
+    from planc.diagnostics.diagnostic import Diagnostic
+    from planc.files.project import Target
 
 CLEAN, FINDINGS, FAILED = 0, 1, 2
 
 
 def compiled(options: argparse.Namespace, sink: Sink) -> Compiled:
     """The plan that a command names, compiled for the model that it names."""
-    from planc.project import Target
+    from planc.files.project import Target
 
     target = Target(
         model=options.model,
@@ -45,8 +45,8 @@ def compiled_target(
         drafts: whether a family without a plan gets a draft; PL022 otherwise.
     """
     from planc.compiler import Compiled, compile_plan
-    from planc.draft.parsed import parsed
     from planc.syntax import plan_files
+    from planc.tools.init.parsed import parsed
 
     if out_of_place(target.model, target.plan, sink):
         return Compiled()
@@ -69,8 +69,8 @@ def compiled_target(
 
 def out_of_place(model: str, plan: str | None, sink: Sink) -> bool:
     """Reports a model in the place of a plan, and perhaps a plan in that of the model."""
+    from planc.files.project import ProjectError
     from planc.model.config import locate_config
-    from planc.project import ProjectError
 
     if plan is None or ":" in model or plan.endswith(".plan"):
         return False
@@ -100,7 +100,7 @@ def models_and_plans(model: str, others: Sequence[str]) -> tuple[list[str], list
     """The models and the plans of a command line: further models come before the plans, and what
     can be read as a plan is one.
     """
-    from planc.project import ProjectError
+    from planc.files.project import ProjectError
 
     models, plans = [model], [*others]
     try:
@@ -180,7 +180,7 @@ def show(
     found = [d for d in sink if not (quiet and d.severity == "info")]
     if quiet and not found:
         return
-    from planc.report import render, wants_color
+    from planc.diagnostics import render, wants_color
 
     color = wants_color(stream, os.environ)
     width = _width() if format == "full" else 0
@@ -200,7 +200,7 @@ def exit_code(sink: Sink, *, strict: bool = False) -> int:
     Args:
         strict: whether warnings without errors give 1.
     """
-    from planc.codes import exit_code
+    from planc.diagnostics.codes import exit_code
 
     warned = strict and any(d.severity == "warning" for d in sink)
     found = exit_code(d.code for d in sink if d.severity == "error")
@@ -222,7 +222,7 @@ def write(text: str, output: str | None) -> int:
         return CLEAN
     from pathlib import Path
 
-    from planc import atomic_write
+    from planc.files import atomic_write
 
     try:
         atomic_write.write(Path(output), text)

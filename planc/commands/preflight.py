@@ -11,16 +11,16 @@ from functools import partial
 from typing import TYPE_CHECKING, TextIO
 
 from planc.commands import output, shared_arguments, terminal
-from planc.diagnostic import Sink, first_line, one_of
+from planc.diagnostics.diagnostic import Sink, first_line, one_of
 from planc.model.cache import require_torch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from planc.cluster.judge import Needed
-    from planc.cluster.preflight import Report, Wanted
     from planc.compiler import Compiled
-    from planc.diagnostic import Diagnostic
+    from planc.diagnostics.diagnostic import Diagnostic
+    from planc.tools.launch.judge import Needed
+    from planc.tools.launch.preflight import Report, Wanted
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,9 +45,9 @@ def run(options: argparse.Namespace) -> int:
     require_torch("planc preflight")
     from torch.distributed import DistError
 
-    from planc.cluster.peers import Peers, joined
-    from planc.cluster.preflight import Report, preflight
     from planc.runtime.launchers import NEEDED
+    from planc.tools.launch.peers import Peers, joined
+    from planc.tools.launch.preflight import Report, preflight
 
     if missing := [name for name in NEEDED if name not in os.environ]:
         text = f"{one_of(missing, last='and')} not set: preflight is a rank of the job it checks"
@@ -109,7 +109,7 @@ def _for_the_report() -> TextIO:
 
 
 def _wanted(options: argparse.Namespace) -> Wanted:
-    from planc.cluster.preflight import Wanted
+    from planc.tools.launch.preflight import Wanted
 
     return Wanted(
         files=(*options.file, *filter(None, [options.weights])),
@@ -130,8 +130,8 @@ def _needed(compiled: Compiled) -> Needed:
     """What the estimate says of parameters, gradients and optimizer state; nothing of a lowered
     file.
     """
-    from planc.cluster.judge import Needed
-    from planc.estimate.answer import Request, answer_for
+    from planc.tools.estimate.answer import Request, answer_for
+    from planc.tools.launch.judge import Needed
 
     found = answer_for(compiled, Request(batch=None), Sink()) if compiled.applied else None
     if found is None:

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from planc.compiler import Compiled
-    from planc.diagnostic import Sink
-    from planc.estimate.answer import Request
+    from planc.diagnostics.diagnostic import Sink
     from planc.lowering.step import Step
+    from planc.tools.estimate.answer import Request
 
 
 def size(text: str) -> int:
@@ -174,10 +174,10 @@ def whole_batch(options: argparse.Namespace, sink: Sink) -> None:
 
 def step_of(options: argparse.Namespace, compiled: Compiled, sink: Sink) -> Step | None:
     """The step with the batch that is asked for; None after PL702, one that cannot be split."""
+    from planc.ir.parameter_owners import owned
     from planc.lowering.backward import Backward
     from planc.lowering.pipeline_sends import arguments_of
     from planc.lowering.step import Step, require_divisible
-    from planc.plan.parameter_owners import owned
 
     if compiled.lowered is None:
         return None
@@ -197,8 +197,8 @@ def step_of(options: argparse.Namespace, compiled: Compiled, sink: Sink) -> Step
 
 def request(options: argparse.Namespace, device_memory: float | None = None) -> Request:
     """The step to estimate, from the arguments of `training_step`."""
-    from planc.estimate.answer import Request
-    from planc.estimate.from_plan import Batch
+    from planc.tools.estimate.answer import Request
+    from planc.tools.estimate.from_plan import Batch
 
     batch = None
     if options.batch and options.seq:

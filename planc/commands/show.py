@@ -5,14 +5,14 @@ import sys
 
 from planc.commands import output, shared_arguments
 from planc.compiler import Compiled
-from planc.diagnostic import Sink
-from planc.estimate import profiles, timeline
-from planc.estimate.answer import Answer, answer_for
+from planc.diagnostics.diagnostic import Sink
 from planc.ops.phrases import size
-from planc.show.module_tree import tree
-from planc.show.page import Known, render
-from planc.show.picture import picture
-from planc.trial.verdict_store import recall
+from planc.simulate.verdict_store import recall
+from planc.tools.estimate import profiles, timeline
+from planc.tools.estimate.answer import Answer, answer_for
+from planc.tools.show.module_tree import tree
+from planc.tools.show.page import Known, render
+from planc.tools.show.picture import picture
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

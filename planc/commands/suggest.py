@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 
 from planc.commands import output, shared_arguments
-from planc.diagnostic import Sink
+from planc.diagnostics.diagnostic import Sink
 from planc.model.load import load
-from planc.tuning.suggest import Asked, suggest
-from planc.tuning.suggestion_text import document, text
+from planc.tools.suggest.suggest import Asked, suggest
+from planc.tools.suggest.suggestion_text import document, text
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Iterator
 
-from planc.report.color import StyledText, paint, wants_color
+from planc.diagnostics.color import StyledText, paint, wants_color
 
 _CELL = re.compile(r"\S+(?:(?: |(?<=[,x:]) {2,})\S+)*")  # `31 x  6.5 MiB per rank,  52.0 MiB`
 _PART = r"(?:\[[^\]]*\]|\((?:[^()]|\([^()]*\))*\)|\S)+"  # brackets are whole

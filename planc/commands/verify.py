@@ -4,10 +4,10 @@ import argparse
 import sys
 
 from planc.commands import output, shared_arguments, terminal
-from planc.diagnostic import Sink
+from planc.diagnostics.diagnostic import Sink
 from planc.proof.verify import verify
 from planc.proof.verify_report import document, table
-from planc.trial import certificate
+from planc.simulate import certificate
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

@@ -5,7 +5,7 @@ import json
 import sys
 
 from planc.commands import output, shared_arguments, terminal
-from planc.diagnostic import Sink
+from planc.diagnostics.diagnostic import Sink
 from planc.provenance.answer import document, text
 from planc.provenance.query import why
 

@@ -9,15 +9,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from planc.diagnostics.notebook import InNotebooks
+from planc.diagnostics.source import Span
 from planc.diffing.matching import Pairs, differences, entries, groups, grown, place_of
 from planc.model.facts import Modules
-from planc.notebook import InNotebooks
 from planc.ops import phrases
 from planc.ops.base import AxisRole, Entry, Value, Words
 from planc.ops.expert_parallel import DispatchExperts
 from planc.ops.lowered import Lowered, MeshAxis
 from planc.ops.styles import style_text
-from planc.source import Span
 
 _BYTES = {"nbytes", "gathered", "parameters"}
 

@@ -3,10 +3,10 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from planc.diagnostics.source import Span
 from planc.diffing.compare import Change, Delta
 from planc.ops import phrases
 from planc.ops.base import Value
-from planc.source import Span
 
 FORMAT_VERSION = 1
 _UNITS = {"memory": (2**30, "GiB"), "time": (1e-3, "ms"), "sent": (2**30, "GiB")}

@@ -2,11 +2,11 @@
 
 from collections.abc import Iterator, Sequence
 
+from planc.ir.nodes import Plan, TensorRule
 from planc.model.facts import Facts, Modules, merged
 from planc.model.indices import Indices
 from planc.ops import phrases
 from planc.ops.styles import style_text
-from planc.plan.ir import Plan, TensorRule
 from planc.syntax import ast
 
 

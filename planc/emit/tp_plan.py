@@ -1,18 +1,18 @@
 """A lowered plan -> the `tp_plan` of transformers, where that can say it.
 
 Source: `ALL_PARALLEL_STYLES` of transformers 5, whose meaning
-`planc/plan/sections/tensor_styles.py` has.
+`planc/elaborate/sections/tensor_styles.py` has.
 """
 
 import json
 from collections.abc import Iterator
 
-from planc.diagnostic import Sink
+from planc.diagnostics.diagnostic import Sink
+from planc.elaborate.settings import SEQUENCE
 from planc.model.facts import Modules
 from planc.ops import styles as ir
 from planc.ops.lowered import Lowered
 from planc.ops.tensor_parallel import Parallelize
-from planc.plan.settings import SEQUENCE
 
 _FUSED = {"gate_up_proj": "packed_colwise", "down_proj": "rowwise"}
 _BESIDE = ("tensor", "tie", "load", "configure", "random", "draws")

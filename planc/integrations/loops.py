@@ -5,9 +5,9 @@ from typing import Any
 
 from torch import distributed
 
+from planc.ir.mesh_axes import LOADED
 from planc.ops.lora import Adapt
 from planc.ops.lowered import Lowered
-from planc.plan.mesh_axes import LOADED
 from planc.runtime.run import Run
 
 

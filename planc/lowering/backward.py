@@ -7,9 +7,9 @@ before what they precede.
 from collections.abc import Iterable
 from math import inf
 
+from planc.ir.parameter_owners import Owned
 from planc.model.facts import Modules
 from planc.ops.lora import BASE_LAYER
-from planc.plan.parameter_owners import Owned
 
 Place = tuple[float, float, float]
 """The list of blocks, the block, and the module in it."""

@@ -3,15 +3,15 @@
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
+from planc.ir.experts import dividing
+from planc.ir.nodes import Fsdp, Meaning, Plan, SpreadRule, Unit
+from planc.ir.parameter_owners import owned
+from planc.ir.unit_lists import lists
 from planc.lowering.memory import Holdings
 from planc.model.facts import Facts
 from planc.ops.base import AxisRole
 from planc.ops.expert_parallel import ALL_REDUCE
 from planc.ops.fsdp import Divide, FullyShard, Prefetch, Spread
-from planc.plan.experts import dividing
-from planc.plan.ir import Fsdp, Meaning, Plan, SpreadRule, Unit
-from planc.plan.parameter_owners import owned
-from planc.plan.unit_lists import lists
 
 
 def units_of(section: Fsdp, holdings: Holdings) -> Iterator[FullyShard]:

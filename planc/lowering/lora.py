@@ -5,12 +5,12 @@ from dataclasses import replace
 from math import prod
 from typing import TypeVar
 
+from planc.infer.apply_adapters import adapted_tensor_rules
+from planc.ir.nodes import AdapterRule, Plan
 from planc.model.facts import Modules, merged
 from planc.ops.lora import BASE_LAYER, Adapt
 from planc.ops.quantization import Quantize
 from planc.ops.styles import Colwise, Rowwise
-from planc.plan.apply_adapters import adapted_tensor_rules
-from planc.plan.ir import AdapterRule, Plan
 
 
 def adapt(plan: Plan) -> Iterator[Adapt]:

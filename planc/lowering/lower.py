@@ -21,6 +21,12 @@ from itertools import product
 from operator import itemgetter
 from typing import TypeVar
 
+from planc.infer.apply_adapters import styles
+from planc.ir.experts import dividing, expert_count, expert_styles, splits_divided
+from planc.ir.local_shapes import local_shape, ruled
+from planc.ir.nodes import AdapterRule, OptimizerRule, Plan, TensorRule
+from planc.ir.optimizer_groups import cut_of, steps_of
+from planc.ir.parameter_owners import stepped
 from planc.lowering.fsdp import settings, units_of
 from planc.lowering.lora import adapt, quantize, scales
 from planc.lowering.memory import Holdings
@@ -49,12 +55,6 @@ from planc.ops.rotary import ShareLongestPosition
 from planc.ops.styles import PARAMETERLESS, Input, Output, Replicated, Sequence
 from planc.ops.tensor_parallel import Parallelize, Tie
 from planc.ops.towers import DivideImages, ShareTower
-from planc.plan.apply_adapters import styles
-from planc.plan.experts import dividing, expert_count, expert_styles, splits_divided
-from planc.plan.ir import AdapterRule, OptimizerRule, Plan, TensorRule
-from planc.plan.local_shapes import local_shape, ruled
-from planc.plan.optimizer_groups import cut_of, steps_of
-from planc.plan.parameter_owners import stepped
 
 
 def lower(plan: Plan, facts: Facts) -> Lowered:

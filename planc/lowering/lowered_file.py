@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from planc.diagnostic import Sink, io_reason
+from planc.diagnostics.diagnostic import Sink, io_reason
 from planc.model.facts import Facts
 from planc.ops.document import loads
 from planc.ops.lowered import Lowered

@@ -9,15 +9,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import prod
 
+from planc.infer.apply_adapters import FOUR_BIT
+from planc.ir.local_shapes import local_shape, ruled, split_dim
+from planc.ir.nodes import Plan, Precision, SpreadRule, TensorRule, Unit
+from planc.ir.parameter_owners import owned
 from planc.lowering.backward import Backward
 from planc.model.facts import DTYPE_BYTES, Facts, Modules, Parameter
 from planc.ops.fsdp import FullyShard, Spread
 from planc.ops.lowered import Lowered
 from planc.ops.styles import PARAMETERLESS
-from planc.plan.apply_adapters import FOUR_BIT
-from planc.plan.ir import Plan, Precision, SpreadRule, TensorRule, Unit
-from planc.plan.local_shapes import local_shape, ruled, split_dim
-from planc.plan.parameter_owners import owned
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,13 +6,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
+from planc.ir.parameter_owners import divided_by, inner_first
 from planc.lowering.step import EXCHANGE, Sent, Step
 from planc.model.facts import DTYPE_BYTES, Modules, Parameter
 from planc.ops.base import Op
 from planc.ops.fsdp import FullyShard, Spread
 from planc.ops.lowered import Stage
 from planc.ops.optimizer import BUCKET, Cut, Muon, Optimize
-from planc.plan.parameter_owners import divided_by, inner_first
 
 Axes = tuple[str, ...]
 

@@ -3,14 +3,14 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
+from planc.ir.nodes import Plan
+from planc.ir.random_numbers import apart_axes, drawing_fields, split_axes
 from planc.model.facts import Facts, Modules
 from planc.model.module_table import towers
 from planc.ops import styles as ir
 from planc.ops.contract import contract
 from planc.ops.layouts import Shard
 from planc.ops.rng import DrawApart, DrawByRank, SyncRng
-from planc.plan.ir import Plan
-from planc.plan.random_numbers import apart_axes, drawing_fields, split_axes
 
 
 def sync_rng(plan: Plan, facts: Facts) -> Iterator[SyncRng]:

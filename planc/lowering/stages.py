@@ -4,12 +4,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
+from planc.diagnostics.source import NOWHERE, Span
+from planc.ir import nodes as ir
 from planc.model.facts import Facts, Module, Modules
 from planc.model.indices import Indices
 from planc.model.module_table import Path, divided
 from planc.ops.pipeline import Pipeline, stages_of_rank
-from planc.plan import ir
-from planc.source import NOWHERE, Span
 
 
 def of_ranks(plan: ir.Plan, facts: Facts) -> Iterator[tuple[ir.Plan, Facts]]:

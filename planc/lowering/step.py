@@ -13,7 +13,8 @@ from math import gcd, prod
 from typing import Any
 
 from planc.checks.queries import divisors
-from planc.diagnostic import Sink
+from planc.diagnostics.diagnostic import Sink
+from planc.ir.nodes import Mesh
 from planc.lowering.backward import EVERYWHERE, Backward
 from planc.model.block_arguments import BlockArguments
 from planc.model.config import chosen_experts, integer_of
@@ -23,7 +24,6 @@ from planc.ops.context import ContextParallel
 from planc.ops.fsdp import FullyShard
 from planc.ops.lowered import Lowered
 from planc.ops.pipeline import TERMS
-from planc.plan.ir import Mesh
 
 GATHER, SCATTER, REDUCE = "all-gather", "reduce-scatter", "all-reduce"
 EXCHANGE, SEND = "all-to-all", "send"

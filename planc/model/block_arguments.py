@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
 
-from planc.diagnostic import Sink
+from planc.diagnostics.diagnostic import Sink
 from planc.model.cache import entry_name, keep, missing, recall
 from planc.model.config import config_of
 from planc.model.facts import DTYPE_BYTES, Facts

@@ -20,12 +20,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from planc import atomic_write
-from planc.diagnostic import PlanError, Sink
+from planc.diagnostics.diagnostic import PlanError, Sink
+from planc.files import atomic_write
+from planc.files.resources import cache_folder
 from planc.model.config import is_diffusers
 from planc.model.facts import Child, Facts, Module, Parameter
 from planc.model.indices import Indices
-from planc.resources import cache_folder
 
 _FORMAT = 14
 """Raised when the recorded facts or their encoding change."""

@@ -10,8 +10,8 @@ from errno import ENOENT
 from pathlib import Path
 from typing import Any
 
-from planc.diagnostic import Sink, io_reason
-from planc.resources import GRAMMARS, PLANS
+from planc.diagnostics.diagnostic import Sink, io_reason
+from planc.files.resources import GRAMMARS, PLANS
 
 _MAX_BYTES = 5_000_000
 _MAX_NESTING = 64

@@ -4,9 +4,9 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from planc.model.config_fields import DROPOUT
 from planc.model.facts import Facts, Module, Modules
 from planc.model.module_table import LANGUAGE_MODEL
-from planc.model.small.config_fields import DROPOUT
 
 _TOWER = re.compile(r"vision|audio|speech")
 """A tower's configuration does not describe the language model's layers, even of equal number."""

@@ -7,11 +7,11 @@ configuration that is not in the cache is built as a model, on the meta device.
 import re
 from typing import Any
 
-from planc.diagnostic import Sink, did_you_mean
+from planc.diagnostics.diagnostic import Sink, did_you_mean
+from planc.files.resources import PLANS
 from planc.model import cache as store
 from planc.model.config import Config, config_of, is_diffusers, locate_config, read, shipped_models
 from planc.model.facts import Facts
-from planc.resources import PLANS
 
 
 def load(model: str, sink: Sink, *, allow_code: bool = False, cache: bool = True) -> Facts | None:

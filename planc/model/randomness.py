@@ -5,8 +5,8 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from planc.model.config_fields import DROPOUT, JITTER, SPEC_AUGMENT
 from planc.model.facts import Facts
-from planc.model.small.config_fields import DROPOUT, JITTER, SPEC_AUGMENT
 
 
 def random_fields(facts: Facts) -> tuple[str, ...]:

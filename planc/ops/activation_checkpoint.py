@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Annotated, ClassVar, Self
 
+from planc.files.resources import GRAMMARS
 from planc.model.facts import Modules
 from planc.model.indices import Indices
 from planc.ops import phrases
 from planc.ops.base import OMIT, AxisSizes, Form, Op, Operator, Phase, Size, Some, StepFacts, Where
 from planc.ops.call import Context, Each, FunctionCall, ImportedName, ScriptFunction, Step, given
 from planc.ops.decisions import Decision, Question, decision_around
-from planc.resources import GRAMMARS
 
 GROUPS: dict[str, tuple[str, ...]] = {
     "attention": (

@@ -8,6 +8,7 @@ from enum import IntEnum, StrEnum, auto
 from operator import attrgetter
 from typing import Annotated, Any, ClassVar, NamedTuple, Protocol, Self, TypeVar
 
+from planc.diagnostics.source import NOWHERE, Span
 from planc.model.facts import Modules
 from planc.ops import phrases
 from planc.ops.call import Context, ScriptFunction, Step
@@ -15,7 +16,6 @@ from planc.ops.claims import CallClaim, ObservedCall
 from planc.ops.decisions import Decision, Question
 from planc.ops.phrases import AxisSizes as AxisSizes  # noqa: PLC0414 - for every operation
 from planc.ops.requirements import Requirement
-from planc.source import NOWHERE, Span
 
 Group = frozenset[str]
 """The paths of the members of a group (one FSDP unit)."""
@@ -80,7 +80,7 @@ class Entry:
 class AxisRole(StrEnum):
     """The part of the work that the ranks along a mesh axis split among them.
 
-    `planc.plan.mesh_axes` decides it; no other module looks at the name of an axis.
+    `planc.ir.mesh_axes` decides it; no other module looks at the name of an axis.
     """
 
     DATA = "data"

@@ -4,7 +4,7 @@ import hashlib
 import json
 from typing import Any
 
-from planc.diagnostic import Sink, one_of
+from planc.diagnostics.diagnostic import Sink, one_of
 from planc.ops.base import Where, cut, short
 from planc.ops.codec import Reader, dump, shape_of
 from planc.ops.lowered import FORMAT_VERSION, Lowered

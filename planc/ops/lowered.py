@@ -11,8 +11,9 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Annotated, TypeVar
 
-from planc.diagnostic import Diagnostic, Label
-from planc.notebook import InNotebooks
+from planc.diagnostics.diagnostic import Diagnostic, Label
+from planc.diagnostics.notebook import InNotebooks
+from planc.diagnostics.source import NOWHERE
 from planc.ops import base
 from planc.ops.backend import Backend
 from planc.ops.call import Context
@@ -23,7 +24,6 @@ from planc.ops.pipeline import Pipeline
 from planc.ops.registry import AnyOp
 from planc.ops.styles import Custom
 from planc.ops.tensor_parallel import Parallelize
-from planc.source import NOWHERE
 
 FORMAT_VERSION = 2
 OpT = TypeVar("OpT", bound=base.Op)

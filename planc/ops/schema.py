@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, assert_never
 
-from planc.diagnostic import one_of
+from planc.diagnostics.diagnostic import one_of
 from planc.ops.base import Form, Where, cut, kind_of, short
 from planc.ops.codec import Either, Leaf, Many, Named, Record, Shape, Tagged, dump, shape_of
 from planc.ops.lowered import FORMAT_VERSION, Lowered

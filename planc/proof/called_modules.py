@@ -2,11 +2,11 @@
 plans without tensor parallelism: FSDP gathers a unit when its module is called.
 """
 
-from planc.diagnostic import Sink
+from planc.diagnostics.diagnostic import Sink
 from planc.model.facts import Facts, generic
-from planc.model.small.flow import flow_of, flow_source
 from planc.ops.documents import parts_reset
 from planc.ops.lowered import Lowered
+from planc.proxy.flow import flow_of, flow_source
 from planc.runtime.leaks import DOCUMENTS, PADDING, leaks
 
 _LAYERS = 2

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from planc.compiler import Compiled
-from planc.diagnostic import Diagnostic, Sink
+from planc.diagnostics import render
+from planc.diagnostics.diagnostic import Diagnostic, Sink
 from planc.model import cache
 from planc.ops import phrases
-from planc.report import render
-from planc.trial import certificate
-from planc.trial.certificate import Certificate
+from planc.simulate import certificate
+from planc.simulate.certificate import Certificate
 
 if TYPE_CHECKING:
     from planc.proof.layout_flow import Verdict

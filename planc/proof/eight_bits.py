@@ -1,9 +1,9 @@
 """What a run with products in 8 bits found, at the lines of the matmul section."""
 
-from planc.diagnostic import Label, Severity, Sink
-from planc.plan.ir import Plan
+from planc.diagnostics.diagnostic import Label, Severity, Sink
+from planc.ir.nodes import Plan
 from planc.proof.flow_findings import what_is_wrong
-from planc.trial.outcome import Outcome
+from planc.simulate.outcome import Outcome
 
 
 def report_eight_bits(outcome: Outcome, plan: Plan, sink: Sink, *, strict: bool) -> None:

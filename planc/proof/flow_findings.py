@@ -4,16 +4,16 @@ import re
 from collections.abc import Callable, Iterable, Set
 
 from planc.checks.parameters import TiedStyles
-from planc.codes import TIES
-from planc.diagnostic import Diagnostic, Label, Severity, Sink, one_of
+from planc.diagnostics.codes import TIES
+from planc.diagnostics.diagnostic import Diagnostic, Label, Severity, Sink, one_of
+from planc.ir.nodes import Mesh, Plan
 from planc.model.facts import below, generic
 from planc.ops.base import AxisRole
 from planc.ops.optimizer import OptimizerClass
 from planc.ops.phrases import together
 from planc.ops.styles import Sequence
-from planc.plan.ir import Mesh, Plan
 from planc.proof.responsible_rules import rule_labels, unit_labels
-from planc.trial.outcome import LOSS_ALONE, Discrepancy, Outcome
+from planc.simulate.outcome import LOSS_ALONE, Discrepancy, Outcome
 
 _SEEN = "seen on a small model, with all ranks simulated"
 _OF_PARAMETERS = ("gradient", "partial", "missing", "norm", "parameter")

@@ -15,14 +15,14 @@ from dataclasses import asdict, replace
 from typing import Any, NoReturn, get_args
 
 from planc.compiler import Compiled
-from planc.diagnostic import Diagnostic, Sink
+from planc.diagnostics.diagnostic import Diagnostic, Sink
 from planc.model.facts import Facts
 from planc.model.fused_kernels import hide
 from planc.proof.layout_flow import Verdict, flow
 from planc.runtime.known_verdict import KnownVerdict, Level
+from planc.simulate import verdict_store
+from planc.simulate.certificate import keepable
 from planc.syntax import plan_files
-from planc.trial import verdict_store
-from planc.trial.certificate import keepable
 
 
 def record(compiled: Compiled, verdict: Verdict, sink: Sink) -> KnownVerdict:
@@ -78,7 +78,7 @@ def prove_in_subprocess(compiled: Compiled, *, allow_code: bool) -> KnownVerdict
 
 def readable(facts: Facts) -> Facts:
     """The facts, whose model has no tensors on a device: copies of the process cannot use one."""
-    from planc.model.small.user_model import without_devices
+    from planc.proxy.user_model import without_devices
 
     module = facts.user_model
     if module is None:

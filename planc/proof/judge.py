@@ -9,9 +9,9 @@ from planc.model import cache
 from planc.ops.document import digest
 from planc.proof.small_case import SmallCase, small_case
 from planc.proof.small_mesh import with_experts
-from planc.trial.certificate import source_digest
-from planc.trial.outcome import Outcome, outcome_of
-from planc.trial.trial_part import trial_part
+from planc.simulate.certificate import source_digest
+from planc.simulate.outcome import Outcome, outcome_of
+from planc.simulate.trial_part import trial_part
 
 _FORMAT = 11
 
@@ -34,7 +34,7 @@ def judge(
         return kept
     if cache.missing():
         return Outcome(verdict="unknown", reason=cache.unproved())
-    from planc.trial.simulate import simulate
+    from planc.simulate.simulate import simulate
 
     try:
         builder = model.builder()

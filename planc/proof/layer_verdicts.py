@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from planc.compiler import Compiled
+from planc.ir.nodes import Plan
 from planc.model.facts import Facts, Module, Modules, below
 from planc.model.indices import Indices
 from planc.model.layer_kinds import block_lists, layer_columns, signature
-from planc.plan.ir import Plan
-from planc.trial.outcome import LIMIT, Outcome
+from planc.simulate.outcome import LIMIT, Outcome
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,7 @@
 """Layout flow for `planc check`: shrink, stand in, simulate, cache, report.
 
 The plan, as it was decided for the real model, is applied to a small one of the same family on a
-few ranks, and the discrepancies found by `planc.trial.simulate` are reported at the lines of the
+few ranks, and the discrepancies found by `planc.simulate.simulate` are reported at the lines of the
 plan. The outcome is cached by the digest of the small lowered plan, the configuration, the library
 versions and planc's own sources, so a warm check does not import torch.
 """
@@ -12,9 +12,12 @@ from functools import partial
 from typing import Any, Self
 
 from planc.checks.parameters import split_apart
-from planc.codes import PRESUMED
 from planc.compiler import Compiled, Draft
-from planc.diagnostic import Severity, Sink
+from planc.diagnostics.codes import PRESUMED
+from planc.diagnostics.diagnostic import Severity, Sink
+from planc.diagnostics.source import Span
+from planc.ir.nodes import Plan
+from planc.ir.stand_in import Unrepresented
 from planc.model import cache
 from planc.model.facts import Facts, below
 from planc.model.randomness import random_numbers_kept
@@ -22,8 +25,6 @@ from planc.ops.activation_checkpoint import Checkpoint
 from planc.ops.base import AxisRole
 from planc.ops.lowered import Lowered
 from planc.ops.matmul import emulates
-from planc.plan.ir import Plan
-from planc.plan.stand_in import Unrepresented
 from planc.proof.called_modules import called_modules, report_leaks
 from planc.proof.eight_bits import report_eight_bits
 from planc.proof.flow_findings import refuted, report_limits, report_uncalled, report_unstated
@@ -33,10 +34,9 @@ from planc.proof.random_draws import drawing_case, report_draws
 from planc.proof.remedy import blamed_first, remedy
 from planc.proof.small_case import SmallCase, small_case, without_optimizer_classes
 from planc.proof.small_mesh import for_timetable, pairs, passes_on, simulated_sizes, with_experts
-from planc.source import Span
-from planc.trial.outcome import Outcome
-from planc.trial.time_limit import time_limit
-from planc.trial.trial_part import MEAN, left_out, separate_ops
+from planc.simulate.outcome import Outcome
+from planc.simulate.time_limit import time_limit
+from planc.simulate.trial_part import MEAN, left_out, separate_ops
 
 _NOTHING = Unrepresented(reason="nothing is simulated")
 

@@ -20,14 +20,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from planc.diagnostic import Sink, io_reason
+from planc.diagnostics.diagnostic import Sink, io_reason
+from planc.files.resources import GRAMMARS, cache_folder
 from planc.model import cache, dataflow
 from planc.model.config import too_deep
 from planc.model.facts import Module
-from planc.resources import GRAMMARS, cache_folder
-from planc.trial import certificate
-from planc.trial.certificate import source_digest
-from planc.trial.outcome import LIMIT, outcome_of
+from planc.simulate import certificate
+from planc.simulate.certificate import source_digest
+from planc.simulate.outcome import LIMIT, outcome_of
 from planc.version import VERSION
 
 FORMAT_VERSION = 1

@@ -10,17 +10,17 @@ from dataclasses import replace
 from typing import Any
 
 from planc.compiler import Compiled
-from planc.diagnostic import Label, Severity, Sink
+from planc.diagnostics.diagnostic import Label, Severity, Sink
+from planc.ir.nodes import Plan
+from planc.ir.random_numbers import drawing_fields
+from planc.ir.stand_in import Unrepresented
+from planc.model.config_fields import DROPOUT
 from planc.model.facts import Facts
 from planc.model.randomness import with_noise
-from planc.model.small.config_fields import DROPOUT
-from planc.plan.ir import Plan
-from planc.plan.random_numbers import drawing_fields
-from planc.plan.stand_in import Unrepresented
 from planc.proof.flow_findings import what_is_wrong
 from planc.proof.responsible_rules import rule_labels
 from planc.proof.small_case import SmallCase, small_case
-from planc.trial.outcome import Discrepancy, Outcome
+from planc.simulate.outcome import Discrepancy, Outcome
 
 _LEAST = 0.1
 """The least dropout of the small model: with less, a small tensor may lose nothing."""

@@ -11,19 +11,19 @@ from functools import partial
 from typing import Any
 
 from planc.compiler import Compiled, Draft, compile, complete_plan
-from planc.diagnostic import Diagnostic, Sink
+from planc.diagnostics.diagnostic import Diagnostic, Sink
+from planc.diagnostics.source import Span
+from planc.elaborate.settings import SEQUENCE, uses
+from planc.ir.nodes import Plan
 from planc.model.facts import Modules
 from planc.model.indices import Indices
 from planc.ops.base import AxisRole
 from planc.ops.styles import Style
-from planc.plan.ir import Plan
-from planc.plan.settings import SEQUENCE, uses
 from planc.proof.judge import judge
 from planc.proof.rule_differences import At, RuleChange, Rules, differences, shared, tensor_rules
 from planc.proof.small_case import SmallCase, small_plan, with_plan
-from planc.source import Span
+from planc.simulate.outcome import Outcome
 from planc.syntax import ast, plan_files
-from planc.trial.outcome import Outcome
 
 _MOST = 12
 """The most differences that are tried one by one."""

@@ -2,11 +2,11 @@
 
 from collections.abc import Iterable, Iterator
 
-from planc.diagnostic import Label
+from planc.diagnostics.diagnostic import Label
+from planc.diagnostics.source import Span
+from planc.infer.apply_adapters import NAME, styles
+from planc.ir.nodes import Plan
 from planc.model.facts import Modules, below
-from planc.plan.apply_adapters import NAME, styles
-from planc.plan.ir import Plan
-from planc.source import Span
 
 RuleSpans = list[tuple[Modules, Span]]
 

@@ -7,15 +7,15 @@ from functools import partial, reduce
 from operator import or_
 from os.path import commonprefix
 
-from planc.diagnostic import Label
+from planc.diagnostics.diagnostic import Label
+from planc.diagnostics.source import Span
+from planc.elaborate.sections.tensor import aspect
+from planc.ir.nodes import Plan, TensorRule
 from planc.model.facts import Modules, generic
 from planc.model.indices import Indices
 from planc.ops.base import AxisRole
 from planc.ops.phrases import block, together
 from planc.ops.styles import Style, style_name, style_text
-from planc.plan.ir import Plan, TensorRule
-from planc.plan.sections.tensor import aspect
-from planc.source import Span
 from planc.syntax import plan_files
 
 At = tuple[str, str]

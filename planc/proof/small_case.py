@@ -15,29 +15,29 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from planc.checks import check
-from planc.codes import REAL_SIZES
 from planc.compiler import Compiled, complete_plan
-from planc.diagnostic import Diagnostic, Sink
+from planc.diagnostics.codes import REAL_SIZES
+from planc.diagnostics.diagnostic import Diagnostic, Sink
+from planc.elaborate.scope import Sizes
+from planc.infer.apply_adapters import adapted
+from planc.ir.nodes import OptimizerRule, Plan
+from planc.ir.optimizer_groups import cut_rows, is_matrix, outputs_dim, steps_of
+from planc.ir.stand_in import Unrepresented, stand_in, variants
 from planc.lowering import lower
 from planc.model import cache
 from planc.model.config import buildable
 from planc.model.facts import Facts, OwnCode
 from planc.model.load import load_values
 from planc.model.randomness import with_noise
-from planc.model.small.shrink import UNSHRUNK, small_values
 from planc.ops.base import AxisRole
 from planc.ops.optimizer import Optimize
-from planc.plan.apply_adapters import adapted
-from planc.plan.ir import OptimizerRule, Plan
-from planc.plan.optimizer_groups import cut_rows, is_matrix, outputs_dim, steps_of
-from planc.plan.scope import Sizes
-from planc.plan.stand_in import Unrepresented, stand_in, variants
 from planc.proof.small_mesh import RANKS, with_stages
+from planc.proxy.shrink import UNSHRUNK, small_values
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from planc.model.small.user_model import ModelBuilder
+    from planc.proxy.user_model import ModelBuilder
 
 
 _OF_INSTANCES = (
@@ -74,7 +74,7 @@ class SmallModel:
 
     def builder(self) -> ModelBuilder:
         """The builder of the model and its inputs; imports torch. Raises as `builder_of`."""
-        from planc.model.small.user_model import builder_of
+        from planc.proxy.user_model import builder_of
 
         return builder_of(
             self.values,

@@ -4,10 +4,10 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from math import prod
 
+from planc.elaborate.expert_axes import legal_sizes
+from planc.ir.nodes import Mesh, Plan
 from planc.ops.base import AxisRole
 from planc.ops.lowered import Lowered, MeshAxis
-from planc.plan.expert_axes import legal_sizes
-from planc.plan.ir import Mesh, Plan
 
 RANKS = 2
 """The size of a simulated axis in the first run: errors on 8 ranks show on 2, and heads stay

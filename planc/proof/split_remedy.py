@@ -8,14 +8,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from planc.compiler import Compiled, Draft
-from planc.diagnostic import Diagnostic, Sink
+from planc.diagnostics.diagnostic import Diagnostic, Sink
+from planc.diagnostics.source import NOWHERE
+from planc.infer.infer_layouts import infer_layouts, without_layouts
+from planc.ir.nodes import Plan, TensorRule
 from planc.model.facts import Modules
 from planc.ops.base import AxisRole
-from planc.plan.infer_layouts import infer_layouts, without_layouts
-from planc.plan.ir import Plan, TensorRule
 from planc.proof.remedy import fewest, one_module, right_compiled
 from planc.proof.rule_differences import At, RuleChange, Rules, differences, tensor_rules
-from planc.source import NOWHERE
 
 
 def explain_splits(compiled: Compiled, sink: Sink, draft: Draft) -> None:

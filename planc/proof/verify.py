@@ -6,7 +6,10 @@ from typing import Any
 
 from planc import compiler
 from planc.compiler import Compiled, Files
-from planc.diagnostic import Diagnostic, Sink, one_of
+from planc.diagnostics import render
+from planc.diagnostics.diagnostic import Diagnostic, Sink, one_of
+from planc.ir.nodes import Plan
+from planc.ir.stand_in import Unrepresented
 from planc.lowering.lowered_file import LoweredFile
 from planc.model import cache
 from planc.model.facts import Facts
@@ -15,19 +18,16 @@ from planc.model.randomness import random_numbers_kept
 from planc.ops.document import digest
 from planc.ops.lowered import Lowered
 from planc.ops.matmul import emulates
-from planc.plan.ir import Plan
-from planc.plan.stand_in import Unrepresented
 from planc.proof.eight_bits import report_wrong_products
 from planc.proof.small_case import SmallCase, small_case
 from planc.proof.small_mesh import not_reached, small_sizes, with_experts
 from planc.proof.verify_report import report_difference, report_failure, report_unknown, table
-from planc.report import render
 from planc.runtime.known_verdict import KnownVerdict, Level
+from planc.simulate import certificate as store
+from planc.simulate import verdict_store
+from planc.simulate.launcher import LIMITS, SEEDS, Comparison, ForkServer, TrialFailure, fork_server
+from planc.simulate.trial_part import left_out, rounds, separate_ops, trial_part
 from planc.syntax import plan_files
-from planc.trial import certificate as store
-from planc.trial import verdict_store
-from planc.trial.launcher import LIMITS, SEEDS, Comparison, ForkServer, TrialFailure, fork_server
-from planc.trial.trial_part import left_out, rounds, separate_ops, trial_part
 
 PROCESSES = 4
 TIMEOUT = 120.0

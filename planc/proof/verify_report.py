@@ -7,16 +7,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from planc.diagnostic import Sink
-from planc.model.small.stack_frames import of_torch_or_planc
+from planc.diagnostics.diagnostic import Sink
+from planc.diagnostics.json_document import document as findings
+from planc.diagnostics.source import Span
+from planc.ir.nodes import Plan
 from planc.ops.base import AxisRole
 from planc.ops.lowered import Lowered
-from planc.plan.ir import Plan
 from planc.proof.responsible_rules import rule_labels, unit_labels
-from planc.report.json_document import document as findings
-from planc.source import Span
-from planc.trial.certificate import Certificate, number, summary
-from planc.trial.launcher import EIGHT_BITS, Comparison, TrialFailure
+from planc.proxy.stack_frames import of_torch_or_planc
+from planc.simulate.certificate import Certificate, number, summary
+from planc.simulate.launcher import EIGHT_BITS, Comparison, TrialFailure
 
 _KINDS = {
     "logits": "logits",

@@ -3,7 +3,7 @@
 import contextlib
 import re
 
-from planc.diagnostic import Sink, nearest, one_of
+from planc.diagnostics.diagnostic import Sink, nearest, one_of
 from planc.model.facts import Facts, Modules, Parameter
 
 _WRAPPERS = re.compile(r"\b(_checkpoint_wrapped_module|_orig_mod)\.|\.(?:_orig_mod)$")

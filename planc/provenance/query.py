@@ -10,7 +10,10 @@ from math import prod
 
 from planc.budget.text import of_block
 from planc.compiler import Compiled
-from planc.diagnostic import Sink
+from planc.diagnostics.diagnostic import Sink
+from planc.diagnostics.source import NOWHERE, Span
+from planc.infer.apply_adapters import FOUR_BIT, with_adapters
+from planc.ir.nodes import AdapterRule, Plan, StageTimes
 from planc.lowering.memory import kept_shape
 from planc.model.facts import DTYPE_BYTES, Facts, Modules, Parameter
 from planc.ops import phrases
@@ -27,11 +30,8 @@ from planc.ops.quantization import Quantize
 from planc.ops.registry import AnyOp, units_of
 from planc.ops.styles import Custom, style_name
 from planc.ops.tensor_parallel import Parallelize
-from planc.plan.apply_adapters import FOUR_BIT, with_adapters
-from planc.plan.ir import AdapterRule, Plan, StageTimes
 from planc.provenance.answer import ParameterAnswer, Reason, Reasons
 from planc.provenance.module_lookup import found
-from planc.source import NOWHERE, Span
 
 _LONGEST = 100
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from planc.diagnostic import one_of
+from planc.diagnostics.diagnostic import one_of
 from planc.ops.lowered import Lowered
 from planc.runtime.preconditions import stop
 from planc.runtime.script_line import script_line

@@ -7,10 +7,10 @@ from typing import Any, assert_never
 
 from torch import nn
 
+from planc.ir.unit_lists import entries, of_entry
 from planc.model.sources.isolation import quiet_imports
 from planc.ops import call as calls
 from planc.ops.requirements import Requirement
-from planc.plan.unit_lists import entries, of_entry
 
 
 def resolve(path: str) -> Any:

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from planc.diagnostic import one_of
+from planc.diagnostics.diagnostic import one_of
 from planc.runtime.preconditions import stop
 from planc.runtime.safeguards.inputs import SameRows, leaves_of
 from planc.runtime.safeguards.leaking_rows import refuse

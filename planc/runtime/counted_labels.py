@@ -11,7 +11,7 @@ from torch.nn import functional
 from torch.nn.functional import pad
 from torch.overrides import TorchFunctionMode
 
-from planc.model.small.user_model import TARGETS
+from planc.proxy.user_model import TARGETS
 from planc.runtime.gradients import valid_labels
 from planc.runtime.standalone.context import PartLoss
 from planc.runtime.standalone.loss import IGNORED, ChunkedLoss

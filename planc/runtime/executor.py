@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.optim import Optimizer
 
-from planc.diagnostic import PlanError, first_line
+from planc.diagnostics.diagnostic import PlanError, first_line
 from planc.model.sources.isolation import quiet_imports
 from planc.ops import phrases
 from planc.ops.base import AxisRole, Op

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-from planc.diagnostic import PlanError, Sink, one_of
+from planc.diagnostics.diagnostic import PlanError, Sink, one_of
 
 Required = Literal["nothing", "proved", "verified"]
 """What `planc.apply` can be told to require: `proved`, by layout flow or on processes; `verified`,

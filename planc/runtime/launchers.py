@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from torch import distributed
 
-from planc.diagnostic import PlanError, Sink, one_of
+from planc.diagnostics.diagnostic import PlanError, Sink, one_of
 
 NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """The variables by which torch starts a process group."""

@@ -13,9 +13,9 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from planc.diagnostic import first_line
+from planc.diagnostics.diagnostic import first_line
 from planc.model import cache
-from planc.model.small.shrink import shrink
+from planc.proxy.shrink import shrink
 
 _LIMIT = 1e-4
 """The least change, of the largest entry of the output, that counts."""
@@ -61,8 +61,8 @@ def _measure(values: dict[str, Any], parts: Sequence[str]) -> dict[str, float]:
     import torch
 
     from planc.model.randomness import random_numbers_kept
-    from planc.model.small.input_search import BatchShape
-    from planc.model.small.transformers_model import TransformersBuilder, without_cache
+    from planc.proxy.input_search import BatchShape
+    from planc.proxy.transformers_model import TransformersBuilder, without_cache
     from planc.runtime.standalone.documents import reset_states
 
     with random_numbers_kept(), torch.device("cpu"), torch.no_grad():

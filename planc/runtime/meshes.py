@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from planc.diagnostic import one_of
+from planc.diagnostics.diagnostic import one_of
+from planc.ir.mesh_axes import DATA, axes_of
 from planc.ops.call import MeshOf, Shared, mesh_source
 from planc.ops.lowered import Lowered, Stage
 from planc.ops.uneven_groups import uneven_groups
-from planc.plan.mesh_axes import DATA, axes_of
 from planc.runtime.calls import Values
 from planc.runtime.end_of_process import wait_for_threads_at_exit
 from planc.runtime.launchers import require_known_to_torch

@@ -4,7 +4,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from planc.diagnostic import Label, first_line
+from planc.diagnostics.diagnostic import Label, first_line
 from planc.ops.optimizer import Optimize, OptimizerClass
 from planc.runtime.calls import resolve
 from planc.runtime.preconditions import stop

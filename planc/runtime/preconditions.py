@@ -8,7 +8,7 @@ from typing import Any, TypeVar, cast
 
 from torch import distributed, nn
 
-from planc.diagnostic import Diagnostic, Label, PlanError, Severity, one_of
+from planc.diagnostics.diagnostic import Diagnostic, Label, PlanError, Severity, one_of
 from planc.model.facts import Modules, below
 from planc.model.module_table import already_parallel
 from planc.model.own_code import replaced_loss

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from planc.diagnostics.notebook import InNotebooks
 from planc.model import cache
-from planc.notebook import InNotebooks
 from planc.ops.lowered import Lowered
 from planc.ops.optimizer import Optimize
 from planc.runtime import gradients

@@ -6,8 +6,8 @@ import sysconfig
 from pathlib import Path
 from types import FrameType
 
-from planc.diagnostic import Label
-from planc.source import Source
+from planc.diagnostics.diagnostic import Label
+from planc.diagnostics.source import Source
 
 _INSTALLED = ("site-packages", "dist-packages")
 _FOLDERS = (

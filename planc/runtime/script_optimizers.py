@@ -13,7 +13,7 @@ from torch import Tensor, distributed, nn, optim
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.optim import Optimizer
 
-from planc.diagnostic import Diagnostic, first_line
+from planc.diagnostics.diagnostic import Diagnostic, first_line
 from planc.runtime.preconditions import problem
 from planc.runtime.script_line import script_line
 from planc.runtime.standalone.shards import splits, whole_of

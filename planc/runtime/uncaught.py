@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
 
-from planc.diagnostic import PlanError, Severity
-from planc.report import render
+from planc.diagnostics import render
+from planc.diagnostics.diagnostic import PlanError, Severity
 from planc.runtime.script_line import of_the_user
 
 _SECONDS = 1

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from planc.source import Span
+from planc.diagnostics.source import Span
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ from typing import Any
 from lark import Token, Transformer, v_args
 from lark.tree import Meta
 
-from planc.source import Source, Span
+from planc.diagnostics.source import Source, Span
 from planc.syntax import ast
 
 _MODIFIERS = ("optional", "override")

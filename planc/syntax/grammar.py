@@ -12,7 +12,7 @@ from lark import Lark, Token
 from lark.grammar import Rule
 from lark.lexer import TerminalDef
 
-from planc.resources import GRAMMARS
+from planc.files.resources import GRAMMARS
 
 _TABLE = "plan.table.json"
 

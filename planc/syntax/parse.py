@@ -12,8 +12,8 @@ from lark import Token, UnexpectedInput, UnexpectedToken
 from lark import Tree as _Tree
 from lark.exceptions import UnexpectedEOF
 
-from planc.diagnostic import Label, Sink
-from planc.source import MAX_CHARACTERS, Source, Span
+from planc.diagnostics.diagnostic import Label, Sink
+from planc.diagnostics.source import MAX_CHARACTERS, Source, Span
 from planc.syntax import ast, error_recovery, syntax_errors
 from planc.syntax.ast_builder import Builder
 from planc.syntax.grammar import parser

@@ -14,10 +14,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from planc import atomic_write
-from planc.diagnostic import Sink
-from planc.resources import GRAMMARS, cache_folder
-from planc.source import Source, Span
+from planc.diagnostics.diagnostic import Sink
+from planc.diagnostics.source import Source, Span
+from planc.files import atomic_write
+from planc.files.resources import GRAMMARS, cache_folder
 from planc.syntax import ast
 
 _NODES = {c.__name__: c for c in vars(ast).values() if isinstance(c, type)}

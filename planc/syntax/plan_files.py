@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from planc.diagnostic import Sink, did_you_mean, io_reason, one_of
-from planc.project import ProjectError, plan_folders
-from planc.resources import PLANS
-from planc.source import MAX_CHARACTERS, Source, Span
+from planc.diagnostics.diagnostic import Sink, did_you_mean, io_reason, one_of
+from planc.diagnostics.source import MAX_CHARACTERS, Source, Span
+from planc.files.project import ProjectError, plan_folders
+from planc.files.resources import PLANS
 from planc.syntax import ast
 from planc.syntax.parsed_files import parse_file
 

@@ -5,8 +5,8 @@ import re
 from lark import UnexpectedCharacters, UnexpectedInput, UnexpectedToken
 from lark.lexer import PatternStr
 
-from planc.diagnostic import DidYouMean, Sink, did_you_mean, elsewhere, one_of
-from planc.source import Source, Span
+from planc.diagnostics.diagnostic import DidYouMean, Sink, did_you_mean, elsewhere, one_of
+from planc.diagnostics.source import Source, Span
 from planc.syntax.grammar import parser
 
 CLOSERS = {"{": "}", "(": ")", "[": "]"}

@@ -43,7 +43,7 @@ def test_what_is_exported_is_there():
 
 
 def test_the_package_of_estimates_does_not_hide_the_function():
-    from planc.estimate import memory
+    from planc.tools.estimate import memory
 
     assert callable(planc.estimate) and memory.GIB == 2**30
 

@@ -15,7 +15,7 @@ from torch import distributed, nn
 import planc
 from planc.backends.megatron_fsdp import OPTIONS, MegatronShard
 from planc.compiler import Compiled
-from planc.diagnostic import PlanError, Sink
+from planc.diagnostics.diagnostic import PlanError, Sink
 from planc.diffing.compare import compare
 from planc.diffing.render import render as diff_of
 from planc.emit.python.script import render as script
@@ -133,7 +133,7 @@ def test_a_document_that_is_wrong(field, value, said):
 
 
 def test_the_schema_knows_every_option():
-    from planc.resources import GRAMMARS
+    from planc.files.resources import GRAMMARS
 
     schema = json.loads((GRAMMARS / "lowered.schema.json").read_text())
     known = schema["$defs"]["megatron_shard"]["properties"]["options"]["properties"]

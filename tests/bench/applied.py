@@ -29,7 +29,7 @@ from transformers import AutoConfig, LlamaForCausalLM
 from transformers.initialization import no_init_weights
 
 import planc
-from planc.resources import PLANS
+from planc.files.resources import PLANS
 
 
 def build():

@@ -20,7 +20,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from planc.resources import PLANS
+from planc.files.resources import PLANS
 
 HERE = Path(__file__).parent
 REFERENCE = [sys.executable, "-c", "from transformers import AutoModelForCausalLM"]

@@ -11,7 +11,7 @@ from helpers import codes, elaborated, facts, judged
 
 from planc.checks import check
 from planc.compiler import compile_plan, complete_plan
-from planc.diagnostic import Sink
+from planc.diagnostics.diagnostic import Sink
 from planc.lowering import lower
 from planc.model.facts import Child, Facts, Module, Parameter
 from planc.model.indices import Indices

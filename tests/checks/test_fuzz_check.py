@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 
 from planc.checks import check
 from planc.compiler import complete_plan
-from planc.diagnostic import Sink
+from planc.diagnostics import FORMATS, render
+from planc.diagnostics.diagnostic import Sink
+from planc.diagnostics.source import Source
 from planc.diffing import compare
 from planc.diffing import render as diff_text
 from planc.emit import text
@@ -17,8 +19,6 @@ from planc.emit.python import script
 from planc.lowering import lower
 from planc.model.load import load
 from planc.ops.document import digest, dumps, loads
-from planc.report import FORMATS, render
-from planc.source import Source
 from planc.syntax.parse import parse
 
 MODELS = {

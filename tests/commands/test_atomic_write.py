@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from planc import atomic_write
+from planc.files import atomic_write
 
 
 def mode(path):

@@ -9,12 +9,12 @@ from cases import changed_text, changed_value
 from console import call
 from modelfolder import written
 
-from planc import atomic_write
 from planc.compiler import compile_plan
-from planc.diagnostic import Sink
-from planc.resources import PLANS, cache_folder
-from planc.trial import certificate
-from planc.trial.outcome import Discrepancy, Outcome, outcome_of
+from planc.diagnostics.diagnostic import Sink
+from planc.files import atomic_write
+from planc.files.resources import PLANS, cache_folder
+from planc.simulate import certificate
+from planc.simulate.outcome import Discrepancy, Outcome, outcome_of
 
 FLOW = ("--world-size", "4", "--set", "tp=2")
 STRUCTURE = (*FLOW, "--level", "structure")

@@ -251,13 +251,11 @@ def test_fmt_imports_no_stage_behind_the_syntax(tmp_path):
     assert stages == {
         "cli",
         "commands",
-        "diagnostic",
-        "project",
-        "source",
-        "resources",
+        "diagnostics",
+        "files",
         "syntax",
         "version",
-    } | {"atomic_write"}
+    }
 
 
 def test_a_warm_check_imports_no_parser(tmp_path):

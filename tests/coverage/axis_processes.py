@@ -19,14 +19,14 @@ from pool import Pool, RankError
 from rich.progress import track
 
 from planc import compiler
-from planc.diagnostic import Sink
+from planc.diagnostics.diagnostic import Sink
+from planc.ir.stand_in import Unrepresented
 from planc.ops.document import dumps
-from planc.plan.stand_in import Unrepresented
 from planc.proof.small_case import small_case
 from planc.proof.small_mesh import small_sizes, with_experts
-from planc.trial.numerics import NEARLY
-from planc.trial.outcome import LIMIT, PARAMETER_LIMIT
-from planc.trial.trial_part import trial_part
+from planc.simulate.numerics import NEARLY
+from planc.simulate.outcome import LIMIT, PARAMETER_LIMIT
+from planc.simulate.trial_part import trial_part
 
 SECONDS = 300
 KINDS = ("logits", "loss", "gradient", "norm")

@@ -24,19 +24,19 @@ from family_rows import ROOT, configuration, first, shipped, text_of, types
 from rich.progress import track
 
 from planc import compiler
-from planc.diagnostic import Sink
-from planc.draft.init import draft
-from planc.draft.plan_text import parsed_text
-from planc.draft.roles import roles
+from planc.diagnostics.diagnostic import Sink
+from planc.diagnostics.source import Source
+from planc.ir.experts import expert_count
 from planc.model.facts import Facts
 from planc.model.layer_kinds import block_lists, length
 from planc.model.load import load_values
-from planc.plan.experts import expert_count
 from planc.proof.layout_flow import flow
-from planc.source import Source
+from planc.simulate import simulate  # noqa: F401
 from planc.syntax import ast, plan_files
 from planc.syntax.parse import parse
-from planc.trial import simulate  # noqa: F401
+from planc.tools.init.init import draft
+from planc.tools.init.plan_text import parsed_text
+from planc.tools.init.roles import roles
 
 COLUMNS = ("pp", "cp", "ring", "ep", "loss", "all")
 RANKS = 8

@@ -3,12 +3,12 @@
 import torch
 from torch import distributed
 
-from planc.diagnostic import Sink
-from planc.model.small.transformers_model import TransformersBuilder
+from planc.diagnostics.diagnostic import Sink
 from planc.ops.document import digest, loads
-from planc.trial import prove as trial
-from planc.trial.batches import batches
-from planc.trial.numerics import InFloat64
+from planc.proxy.transformers_model import TransformersBuilder
+from planc.simulate import prove as trial
+from planc.simulate.batches import batches
+from planc.simulate.numerics import InFloat64
 
 
 def prove(values, document, seed=0, wide=False):

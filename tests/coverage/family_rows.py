@@ -30,18 +30,18 @@ from pool import Pool, RankError
 from rich.progress import track
 
 from planc.compiler import compile_plan
-from planc.diagnostic import Sink
-from planc.draft.init import draft
+from planc.diagnostics.diagnostic import Sink
+from planc.files.resources import PLANS
+from planc.model.config_fields import DROPOUT
 from planc.model.facts import Facts, Modules
 from planc.model.layer_kinds import block_lists
 from planc.model.load import load_values
-from planc.model.small.config_fields import DROPOUT
 from planc.ops.document import dumps
 from planc.ops.tensor_parallel import Parallelize
 from planc.proof.layout_flow import flow
 from planc.proof.small_case import small_model
-from planc.resources import PLANS
 from planc.syntax import plan_files
+from planc.tools.init.init import draft
 
 ROOT = Path(__file__).parent.parent.parent
 LIMIT = 1e-4

@@ -1,7 +1,7 @@
 """Infers layouts from the splits of each family's plan, and compares, or has them proved.
 
 For each model type: the rules of a plan (one of tests/stated, else what `planc init` drafts)
-without anything that travels, the layouts that `planc.plan.infer_layouts` adds, without and with
+without anything that travels, the layouts that `planc.infer.infer_layouts` adds, without and with
 sequence parallelism, what differs from the operations that the plan states, bytes sent, and the
 verdict of layout flow. Rows are kept as they come, so a run that was stopped goes on where it was.
 
@@ -31,9 +31,11 @@ from helpers import STATED
 from planc import compiler
 from planc.checks import check
 from planc.compiler import compile_plan
-from planc.diagnostic import Sink
-from planc.draft.init import draft
-from planc.draft.plan_text import parsed_text
+from planc.diagnostics.diagnostic import Sink
+from planc.diagnostics.source import NOWHERE
+from planc.infer.apply_adapters import adapted
+from planc.infer.infer_layouts import infer_layouts
+from planc.ir.nodes import SequenceSetting
 from planc.lowering import lower
 from planc.lowering.sends import sends
 from planc.lowering.step import Step
@@ -41,12 +43,10 @@ from planc.model.load import load_values
 from planc.ops import styles as st
 from planc.ops.styles import style_text
 from planc.ops.tensor_parallel import Parallelize
-from planc.plan.apply_adapters import adapted
-from planc.plan.infer_layouts import infer_layouts
-from planc.plan.ir import SequenceSetting
 from planc.proof.judge import judge
 from planc.proof.small_case import SmallCase, small_model
-from planc.source import NOWHERE
+from planc.tools.init.init import draft
+from planc.tools.init.plan_text import parsed_text
 
 WAYS = (("plain", False), ("sequence", True))
 

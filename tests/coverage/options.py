@@ -22,11 +22,11 @@ sys.path.extend(FOLDERS)
 from axis_rows import judged, limited, settled
 from rich.progress import track
 
-from planc.diagnostic import Sink
+from planc.diagnostics.diagnostic import Sink
+from planc.elaborate.settings import SETTINGS
+from planc.files.resources import PLANS
+from planc.ir.mesh_axes import axes_of
 from planc.model.load import load
-from planc.plan.mesh_axes import axes_of
-from planc.plan.settings import SETTINGS
-from planc.resources import PLANS
 from planc.syntax import ast, plan_files
 
 STAGES = "pp=2 microbatches=4"

@@ -12,9 +12,9 @@ import pytest
 import theirs
 from folders import ROOT
 
-from planc.diagnostic import Sink
+from planc.diagnostics.diagnostic import Sink
+from planc.elaborate.settings import SETTINGS
 from planc.ops.pipeline import Schedule
-from planc.plan.settings import SETTINGS
 from planc.syntax import plan_files
 
 PLANNED = {"plan": {"lm_head": "colwise"}}

@@ -20,7 +20,7 @@ from family_rows import LIMIT, ROOT, first, models, types
 from pool import Pool, RankError
 from rich.progress import track
 
-from planc.diagnostic import Sink
+from planc.diagnostics.diagnostic import Sink
 
 MANY = 12
 """Families for one pair of processes."""

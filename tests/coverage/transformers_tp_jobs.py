@@ -18,9 +18,9 @@ from torch.distributed.tensor import DTensor
 from transformers.distributed import DistributedConfig
 from transformers.utils import logging
 
-from planc.model.small.transformers_model import TransformersBuilder
 from planc.model.sources.huggingface import quiet
-from planc.trial.numerics import errors_by_name, full_copy, relative
+from planc.proxy.transformers_model import TransformersBuilder
+from planc.simulate.numerics import errors_by_name, full_copy, relative
 
 
 def measure(values, seed=0):

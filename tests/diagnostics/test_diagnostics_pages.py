@@ -12,11 +12,10 @@ import pytest
 from folders import ROOT
 from helpers import check_each
 
-from planc import codes
 from planc.cli import main
-from planc.diagnostic import Sink
-from planc.report import explain
-from planc.source import Source
+from planc.diagnostics import codes, explain
+from planc.diagnostics.diagnostic import Sink
+from planc.diagnostics.source import Source
 from planc.syntax.parse import parse
 
 PAGES = ROOT / "docs" / "diagnostics"
@@ -127,7 +126,7 @@ def test_the_parser_gives_the_code_of_its_example(code):
 
 def test_the_index_is_fresh():
     assert explain.index() == (PAGES / "README.md").read_text(), "run make pages"
-    command = [sys.executable, "-m", "planc.report.explain"]
+    command = [sys.executable, "-m", "planc.diagnostics.explain"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout == explain.index()
 

@@ -7,8 +7,8 @@ import textwrap
 import pytest
 from console import call
 
-from planc.codes import CODES, PRESUMED
-from planc.report import explain
+from planc.diagnostics import explain
+from planc.diagnostics.codes import CODES, PRESUMED
 
 MODELS = {
     "llama": "llama-3.1-8b",

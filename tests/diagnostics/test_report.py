@@ -11,11 +11,11 @@ from folders import ROOT
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planc.diagnostic import Diagnostic, Label, Severity, Sink
-from planc.report import FORMATS, render, terminal_width, wants_color
-from planc.report.sorting import summary
-from planc.report.terminal_width import cells, width, wrap
-from planc.source import Source
+from planc.diagnostics import FORMATS, render, terminal_width, wants_color
+from planc.diagnostics.diagnostic import Diagnostic, Label, Severity, Sink
+from planc.diagnostics.sorting import summary
+from planc.diagnostics.source import Source
+from planc.diagnostics.terminal_width import cells, width, wrap
 
 SCHEMA = json.loads((ROOT / "grammars" / "diagnostics.schema.json").read_text())
 NOWHERE = Source("", "").span(0, 0)  # of a node that no one wrote

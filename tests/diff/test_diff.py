@@ -9,9 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lowered import any_op, llama, modules, moved, plans, rule, unit, with_fields, with_ops
 
-from planc.diagnostic import Sink
+from planc.diagnostics.diagnostic import Sink
+from planc.diagnostics.source import Span
 from planc.diffing.compare import compare
 from planc.diffing.render import document, render
+from planc.files.resources import GRAMMARS
 from planc.ops.activation_checkpoint import Checkpoint, Save
 from planc.ops.backend import Backend
 from planc.ops.base import Shape
@@ -32,8 +34,6 @@ from planc.ops.styles import (
     Shard,
 )
 from planc.ops.tensor_parallel import Tie
-from planc.resources import GRAMMARS
-from planc.source import Span
 
 SCHEMA = json.loads((GRAMMARS / "diff.schema.json").read_text())
 

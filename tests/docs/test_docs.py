@@ -12,7 +12,7 @@ from console import BLOCK, played, run, with_rounding_of
 from folders import ROOT
 from helpers import slow
 
-from planc.resources import PLANS
+from planc.files.resources import PLANS
 from planc.syntax.plan_files import families
 
 DOCS = ROOT / "docs"

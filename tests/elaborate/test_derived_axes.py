@@ -3,15 +3,15 @@
 import pytest
 from helpers import fsdp, judged, lowered
 
-from planc.diagnostic import Sink
+from planc.diagnostics.diagnostic import Sink
 from planc.diffing.compare import compare
 from planc.diffing.render import render as diff_text
 from planc.emit.python.script import render as script
 from planc.emit.text import render as text_of
+from planc.ir.mesh_axes import axes_of, role_of, valid_axes
 from planc.ops.base import AxisRole
 from planc.ops.document import digest, dumps, loads
 from planc.ops.fsdp import Divide, FullyShard
-from planc.plan.mesh_axes import axes_of, role_of, valid_axes
 
 MESH = """plan t for mixtral
 mesh {

@@ -4,11 +4,11 @@ import pytest
 from helpers import STATED, codes, elaborated
 
 from planc.compiler import complete_plan
-from planc.diagnostic import Sink
+from planc.diagnostics.diagnostic import Sink
+from planc.elaborate.sections.tensor_styles import STYLES, equivalent
 from planc.lowering import lower
 from planc.model.load import load
 from planc.ops.styles import style_text
-from planc.plan.sections.tensor_styles import STYLES, equivalent
 from planc.syntax.plan_files import read
 
 PLAN = """

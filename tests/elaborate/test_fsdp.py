@@ -2,7 +2,7 @@
 
 from helpers import fsdp, judged, lowered
 
-from planc.diagnostic import Sink
+from planc.diagnostics.diagnostic import Sink
 from planc.emit.python.script import render as script
 from planc.emit.text import render as text_of
 from planc.model.facts import Child, Facts, Module, Parameter

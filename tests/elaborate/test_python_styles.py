@@ -10,7 +10,7 @@ from torch import distributed
 
 import planc
 from planc.compiler import compile_plan
-from planc.diagnostic import PlanError, Sink
+from planc.diagnostics.diagnostic import PlanError, Sink
 from planc.emit.python.script import render
 from planc.emit.text import render as text_of
 from planc.ops.document import dumps, loads

@@ -4,12 +4,12 @@ import re
 
 import pytest
 
-from planc.diagnostic import Sink
+from planc.diagnostics.diagnostic import Sink
+from planc.diagnostics.source import Source
+from planc.elaborate.settings import SETTINGS
+from planc.files.resources import PLANS
 from planc.model.load import load
 from planc.model.roles import LACKS, roles
-from planc.plan.settings import SETTINGS
-from planc.resources import PLANS
-from planc.source import Source
 from planc.syntax import ast
 from planc.syntax.parse import parse
 from planc.syntax.plan_files import families

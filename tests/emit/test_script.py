@@ -13,11 +13,11 @@ import torch
 from torch import distributed, nn
 
 import planc
+from planc.diagnostics.source import Span
 from planc.emit.python.layout import WIDTH
 from planc.emit.python.script import render
 from planc.ops.compile import Compile
 from planc.ops.document import digest
-from planc.source import Span
 
 EVERYTHING = """plan everything for llama
 mesh {

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from planc.report import FORMATS
-from planc.resources import PLANS
+from planc.diagnostics import FORMATS
+from planc.files.resources import PLANS
 from planc.syntax.plan_files import families
 
 TOKEN = re.compile(r"\w+|[ \t]+|\n|.")

@@ -13,17 +13,17 @@ from inferred import compiled_for, different, plan_of, sent, splits_of, styles
 from test_library import CASES
 
 from planc.compiler import compile, compile_plan, read
-from planc.diagnostic import Sink
+from planc.diagnostics.diagnostic import Sink
+from planc.infer.flow_types import Clash
+from planc.infer.infer_layouts import infer_layouts, layout_errors
+from planc.infer.propagate import infer
 from planc.model.dataflow import Operation, decode, encode
 from planc.model.facts import Facts
 from planc.model.load import load
-from planc.model.small.flow import flow_of, flow_source
 from planc.ops.document import digest
 from planc.ops.styles import Colwise, Input, MlaKv, Replicate, Rowwise, Sequence
-from planc.plan.flow_types import Clash
-from planc.plan.infer_layouts import infer_layouts, layout_errors
-from planc.plan.propagate import infer
 from planc.proof.layout_flow import flow
+from planc.proxy.flow import flow_of, flow_source
 
 GATHERED_AROUND = {"gpt2", "gpt_bigcode", "codegen", "persimmon", "mpt", "phi3", "glm", "glm4"}
 """The gather stands at the module in place of its one linear; the same bytes."""
@@ -121,7 +121,7 @@ def test_the_same_rules_are_inferred_once_for_a_model(monkeypatch):
 
     first = compiled(model, "sequence=true")
     assert model.memo and not replace(model).memo and not pickle.loads(pickle.dumps(model)).memo
-    monkeypatch.setattr("planc.plan.infer_layouts.flow_source", None)
+    monkeypatch.setattr("planc.infer.infer_layouts.flow_source", None)
     again = compiled(model, "sequence=true", "recompute=false")
     assert again.plan.tensor == first.plan.tensor and again.lowered != first.lowered
     assert compiled(model, "sequence=false").plan.tensor != first.plan.tensor
@@ -142,7 +142,8 @@ def test_a_warm_check_imports_no_torch(tmp_path):
     plan = tmp_path / "short.plan"
     plan.write_text(SHORT)
     code = (
-        "import sys; from planc.compiler import compile_plan; from planc.diagnostic import Sink;"
+        "import sys; from planc.compiler import compile_plan;"
+        "from planc.diagnostics.diagnostic import Sink;"
         f"done = compile_plan('llama-3.1-8b', {str(plan)!r}, Sink(), world_size=4,"
         "settings=['tp=2']); assert done.lowered is not None; print('torch' in sys.modules)"
     )
@@ -259,7 +260,7 @@ def test_without_sequence_nothing_is_inferred(tmp_path):
 
 
 def test_one_rank_needs_no_flow(tmp_path, monkeypatch):
-    monkeypatch.setattr("planc.plan.infer_layouts.flow_source", None)
+    monkeypatch.setattr("planc.infer.infer_layouts.flow_source", None)
     done, sink = short(tmp_path, settings=())
     assert done.lowered is not None and not sink.errors
 
@@ -287,7 +288,7 @@ tensor on tp {
 
 def test_a_model_that_does_not_run_is_said_not_guessed(tmp_path, monkeypatch):
     monkeypatch.setattr(
-        "planc.plan.infer_layouts.flow_of", lambda *_: "the small model does not run"
+        "planc.infer.infer_layouts.flow_of", lambda *_: "the small model does not run"
     )
     done, sink = short(tmp_path)
     assert done.lowered is None
@@ -297,7 +298,7 @@ def test_a_model_that_does_not_run_is_said_not_guessed(tmp_path, monkeypatch):
 
 def test_blocks_of_one_kind_with_other_layouts_are_said(tmp_path):
     """A cut of one block's output that its like does not have, as a shallow model could show it."""
-    from planc.plan.infer_layouts import _Carried, _Section
+    from planc.infer.infer_layouts import _Carried, _Section
 
     done, _ = short(tmp_path)
     plan = replace(done.plan, tensor=tuple(replace(r, open=True) for r in done.plan.tensor))

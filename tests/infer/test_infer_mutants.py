@@ -6,12 +6,12 @@ import pytest
 from helpers import sampled
 from inferred import compiled_for, plan_of
 
-from planc.diagnostic import Sink
+from planc.diagnostics.diagnostic import Sink
+from planc.infer.apply_adapters import adapted
 from planc.lowering import lower
 from planc.model.load import load
 from planc.ops import styles as st
 from planc.ops.styles import Replicate, Shard
-from planc.plan.apply_adapters import adapted
 from planc.proof.judge import judge
 from planc.proof.small_case import SmallCase, small_model
 

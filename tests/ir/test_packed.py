@@ -3,9 +3,9 @@
 import pytest
 from helpers import facts
 
+from planc.ir.local_shapes import local_shape
 from planc.model.facts import Modules
 from planc.ops.styles import Colwise, Experts, ParameterLayout, Rowwise, Shard, style_text
-from planc.plan.local_shapes import local_shape
 
 
 @pytest.mark.parametrize(
@@ -45,9 +45,9 @@ def test_local_shapes():
 
 
 def lowered_rule(modules: Modules, style):
+    from planc.diagnostics.source import Source
+    from planc.ir.nodes import Mesh, Plan, TensorRule
     from planc.ops.lowered import MeshAxis
-    from planc.plan.ir import Mesh, Plan, TensorRule
-    from planc.source import Source
 
     span = Source("t.plan", "x").span(0, 1)
     mesh = Mesh(axes=(MeshAxis(name="tp", size=4, origin=span),), origin=span)

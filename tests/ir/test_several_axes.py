@@ -9,18 +9,18 @@ import pytest
 from helpers import judged
 from lowered import llama, rule, with_ops
 
-from planc.diagnostic import Sink
+from planc.diagnostics.diagnostic import Sink
+from planc.diagnostics.source import Source
 from planc.emit.python.script import render as script
 from planc.emit.text import render as text_of
+from planc.ir.local_shapes import local_shape, ruled
+from planc.ir.nodes import Mesh, Plan, TensorRule
 from planc.lowering import lower
 from planc.ops.document import dumps, loads
 from planc.ops.fsdp import FullyShard
 from planc.ops.lowered import MeshAxis
 from planc.ops.styles import Colwise, ParameterLayout, Parameters, Shard
 from planc.ops.tensor_parallel import Parallelize
-from planc.plan.ir import Mesh, Plan, TensorRule
-from planc.plan.local_shapes import local_shape, ruled
-from planc.source import Source
 
 MESH = "plan t for llama\nmesh {\n dp_shard = auto\n tp = 2\n tq = 2\n}\n"
 UNITS = "fsdp on dp_shard {\n model.layers.* : unit\n lm_head : unit\n root : unit\n}\n"

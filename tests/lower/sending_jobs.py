@@ -12,17 +12,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import planc
 from planc.compiler import compile_plan
-from planc.diagnostic import Sink
+from planc.diagnostics.diagnostic import Sink
+from planc.ir.parameter_owners import owned
 from planc.lowering.backward import Backward
 from planc.lowering.pipeline_sends import arguments_of
 from planc.lowering.sends import sends
 from planc.lowering.step import EXCHANGE, GATHER, REDUCE, SCATTER, SEND, Step
 from planc.model.module_table import facts_of
-from planc.model.small.diffusers_model import DiffusersBuilder
 from planc.model.sources.diffusers import normal
 from planc.ops.lora import Adapt
 from planc.ops.optimizer import Optimize
-from planc.plan.parameter_owners import owned
+from planc.proxy.diffusers_model import DiffusersBuilder
 
 KINDS = {
     "all_gather_into_tensor": GATHER,

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from modelfolder import CONFIG, found, written
 
+from planc.files.resources import cache_folder
 from planc.model import cache
-from planc.resources import cache_folder
 
 pytestmark = pytest.mark.usefixtures("home")
 
@@ -160,7 +160,7 @@ def test_where_the_cache_is(monkeypatch, home):
 
 WRITE = """
 import sys
-from planc.diagnostic import Sink
+from planc.diagnostics.diagnostic import Sink
 from planc.model import cache
 from planc.model.load import load
 facts = load(sys.argv[1], Sink())
@@ -189,7 +189,7 @@ def test_two_processes_write_at_once(home):
 def imported(model):
     """The heavy modules that loading a model in a new process imports, and whether it collects."""
     code = (
-        "import gc, json, sys\nfrom planc.diagnostic import Sink\n"
+        "import gc, json, sys\nfrom planc.diagnostics.diagnostic import Sink\n"
         "from planc.model.load import load\nsink = Sink()\n"
         "assert load(sys.argv[1], sink) and not list(sink)\n"
         "heavy = ('torch', 'transformers', 'jsonschema', 'huggingface_hub')\n"

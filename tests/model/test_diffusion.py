@@ -12,11 +12,11 @@ from modelfolder import found
 import planc
 from planc.cli import main
 from planc.compiler import compile_plan
-from planc.diagnostic import Sink
+from planc.diagnostics.diagnostic import Sink
+from planc.files.resources import PLANS
 from planc.model import cache
 from planc.model.load import load
-from planc.model.small.shrink import shrink
-from planc.resources import PLANS
+from planc.proxy.shrink import shrink
 
 pytestmark = diffused.needed
 
@@ -148,7 +148,8 @@ def test_without_diffusers_the_extra_is_named(home, monkeypatch):
 
 def test_other_models_import_no_diffusers():
     """So it costs them nothing; torch and transformers are there on a cold cache."""
-    code = "import sys; from planc.model.load import load; from planc.diagnostic import Sink\n"
+    code = "import sys; from planc.model.load import load\n"
+    code += "from planc.diagnostics.diagnostic import Sink\n"
     code += "load('gpt2', Sink(), cache=False); print('diffusers' in sys.modules)"
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True
@@ -162,7 +163,7 @@ def test_other_models_import_no_diffusers():
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
 @pytest.mark.parametrize("name", diffused.TOTALS)
 def test_the_small_model_runs_and_reaches_all(name, tp):
-    from planc.model.small.diffusers_model import DiffusersBuilder
+    from planc.proxy.diffusers_model import DiffusersBuilder
 
     small = shrink(facts_of(name).config, ranks=tp).values
     assert (small["num_attention_heads"] % tp == 0) == (
@@ -186,7 +187,7 @@ def test_of_another_class_the_inputs_are_not_known():
         "num_attention_heads": 2,
         "attention_head_dim": 8,
     }
-    from planc.model.small.diffusers_model import DiffusersBuilder
+    from planc.proxy.diffusers_model import DiffusersBuilder
 
     with pytest.raises(ValueError, match="what the forward of AuraFlowTransformer2DModel takes"):
         DiffusersBuilder(values)

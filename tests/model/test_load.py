@@ -16,12 +16,12 @@ from modelfolder import CONFIG, found, written
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from planc.diagnostic import Sink
+from planc.diagnostics.diagnostic import Sink
+from planc.files.resources import PLANS
 from planc.model.config import config_of
 from planc.model.facts import Facts
 from planc.model.load import load
 from planc.model.sources import huggingface, isolation
-from planc.resources import PLANS
 from planc.runtime.weights import saving
 
 pytestmark = pytest.mark.usefixtures("home")

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from planc.diagnostic import Sink
+from planc.diagnostics.diagnostic import Sink
 from planc.model.config import shipped_models
 from planc.model.facts import Facts, Modules
 from planc.model.load import load, load_values

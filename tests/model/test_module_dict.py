@@ -11,7 +11,7 @@ from torch import nn
 
 import planc
 from planc.cli import main
-from planc.diagnostic import Sink
+from planc.diagnostics.diagnostic import Sink
 from planc.model.module_table import facts_of
 from planc.ops.activation_checkpoint import Checkpoint
 from planc.ops.document import dumps, loads

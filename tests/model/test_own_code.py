@@ -20,10 +20,10 @@ from transformers.models.llama import modeling_llama
 import planc
 from planc import api
 from planc.model.own_code import own_code
-from planc.model.small.user_model import without_devices
 from planc.proof import small_case
 from planc.proof.in_subprocess import prove_in_subprocess
-from planc.trial import verdict_store
+from planc.proxy.user_model import without_devices
+from planc.simulate import verdict_store
 
 PLAN = 'plan t for llama\nextend "llama"\n'
 SETTINGS = {"world_size": 2, "overrides": ["tp=2", "sequence=false"]}

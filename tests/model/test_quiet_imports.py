@@ -20,7 +20,7 @@ class Warns:
 sys.meta_path.insert(0, Warns())
 '''
 DIFFUSERS = """
-from planc.diagnostic import Sink
+from planc.diagnostics.diagnostic import Sink
 from planc.model.config import config_of
 from planc.model.sources.diffusers import class_of
 assert class_of(config_of({"_class_name": "WanTransformer3DModel"}, "a"), Sink())

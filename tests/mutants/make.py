@@ -7,8 +7,8 @@ that can't be elaborated at all, is sorted out by who uses it.
 import re
 from dataclasses import dataclass
 
-from planc.diagnostic import Sink
-from planc.source import Source
+from planc.diagnostics.diagnostic import Sink
+from planc.diagnostics.source import Source
 from planc.syntax import ast
 from planc.syntax.parse import parse
 

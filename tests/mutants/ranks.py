@@ -22,8 +22,7 @@ from torch.distributed.tensor import DTensor
 from truth import LIMITS, SECONDS, WORLD, imported
 
 import planc
-from planc.diagnostic import Sink
-from planc.model.small.input_search import BatchShape, rank_slice
+from planc.diagnostics.diagnostic import Sink
 from planc.ops.context import ContextParallel
 from planc.ops.document import loads
 from planc.ops.documents import parts_reset
@@ -31,6 +30,7 @@ from planc.ops.expert_capacity import LimitExperts
 from planc.ops.freeze import Freeze
 from planc.ops.fsdp import Divide, FullyShard
 from planc.ops.lora import Adapt
+from planc.proxy.input_search import BatchShape, rank_slice
 from planc.runtime.executor import adapted
 from planc.runtime.standalone.documents import reset_states
 from planc.runtime.standalone.expert_capacity import limit_experts
@@ -88,7 +88,7 @@ def rough(plan):
 def build(values):
     """The model in float32, with weights that are nowhere 0 or 1."""
     if "_class_name" in values:
-        from planc.model.small.diffusers_model import DiffusersBuilder
+        from planc.proxy.diffusers_model import DiffusersBuilder
 
         return DiffusersBuilder(values).build(0)
     return numerics.build_values(values)
@@ -97,11 +97,11 @@ def build(values):
 def batch(values, config, seed):
     """One batch of all rows."""
     if "_class_name" in values:
-        from planc.model.small.diffusers_model import DiffusersBuilder
+        from planc.proxy.diffusers_model import DiffusersBuilder
 
         return DiffusersBuilder(values).sample(BatchShape(rows=ROWS, seed=seed))
     if hasattr(config, "vision_config"):
-        from planc.model.small.transformers_model import TransformersBuilder
+        from planc.proxy.transformers_model import TransformersBuilder
 
         return TransformersBuilder(values).sample(BatchShape(rows=ROWS, seed=seed))
     tokens, labels = numerics.data(config.get_text_config().vocab_size, seed)

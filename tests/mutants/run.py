@@ -30,7 +30,7 @@ from tables import category, show
 from truth import Job, Truth
 
 from planc import compiler
-from planc.diagnostic import Sink
+from planc.diagnostics.diagnostic import Sink
 from planc.model.load import load_values
 from planc.ops.document import digest, dumps
 from planc.proof.layout_flow import flow

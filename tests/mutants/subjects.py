@@ -6,10 +6,10 @@ from folders import ROOT
 from helpers import STATED
 from numerics import MODELS
 
-from planc.diagnostic import Sink
+from planc.diagnostics.diagnostic import Sink
+from planc.diagnostics.source import Source
 from planc.model.load import load
-from planc.model.small.shrink import shrink
-from planc.source import Source
+from planc.proxy.shrink import shrink
 from planc.syntax import ast
 from planc.syntax.parse import parse
 

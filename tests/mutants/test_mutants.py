@@ -9,7 +9,7 @@ import tables
 import truth
 
 from planc import compiler
-from planc.diagnostic import Sink
+from planc.diagnostics.diagnostic import Sink
 from planc.model.load import load_values
 
 KINDS = {

@@ -6,7 +6,7 @@ from numerics import MODELS
 from truth import Job, Truth
 
 from planc import compiler
-from planc.diagnostic import Sink
+from planc.diagnostics.diagnostic import Sink
 from planc.model.load import load_values
 from planc.ops.document import dumps
 

@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lowered import llama, modules, moved, plans, rule, with_fields, with_ops
 
-from planc.diagnostic import Sink
+from planc.diagnostics.diagnostic import Sink
+from planc.files.resources import GRAMMARS
 from planc.ops.activation_checkpoint import Checkpoint
 from planc.ops.document import digest, dumps, loads
 from planc.ops.schema import schema as generated
 from planc.ops.styles import Colwise, Input, Redistribution, Replicate, Shard
-from planc.resources import GRAMMARS
 
 
 def read(text):

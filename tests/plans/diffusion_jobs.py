@@ -26,7 +26,7 @@ def made(name, seed=0):
 
 def inputs(name, rank, size):
     """The rows of one rank; places of the picture are the same for all rows."""
-    from planc.model.small.diffusers_model import DiffusersBuilder
+    from planc.proxy.diffusers_model import DiffusersBuilder
 
     given = DiffusersBuilder(values_of(name)).sample()
     places = {n: given.pop(n)[0] for n in ("img_ids", "txt_ids") if n in given}

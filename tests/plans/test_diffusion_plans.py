@@ -6,9 +6,9 @@ import diffused
 import pytest
 from helpers import sampled, slow
 
-from planc.diagnostic import Sink
+from planc.diagnostics.diagnostic import Sink
+from planc.files.resources import PLANS
 from planc.proof.verify import verify
-from planc.resources import PLANS
 
 pytestmark = [pytest.mark.slow, diffused.needed]
 LIMIT = 1e-4

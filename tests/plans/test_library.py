@@ -13,7 +13,7 @@ from folders import ROOT, TESTS
 from helpers import sampled
 
 import planc
-from planc.diagnostic import Sink
+from planc.diagnostics.diagnostic import Sink
 from planc.ops.document import digest, loads
 from planc.syntax.plan_files import families, locate, plan_of_family
 

@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import planc
 from planc import api
 from planc.compiler import compile_plan
-from planc.diagnostic import PlanError, Sink
+from planc.diagnostics.diagnostic import PlanError, Sink
 from planc.model.facts import Facts
 from planc.proof import in_subprocess
 from planc.runtime import uncaught

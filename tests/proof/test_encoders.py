@@ -10,11 +10,11 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 import planc
 from planc.compiler import compile_plan
-from planc.diagnostic import Sink
-from planc.draft.init import draft
+from planc.diagnostics.diagnostic import Sink
 from planc.model.load import load_values
-from planc.model.small.output_loss import loss_and_output
 from planc.proof.layout_flow import flow
+from planc.proxy.output_loss import loss_and_output
+from planc.tools.init.init import draft
 
 ENCODERS = [
     # (model_type, class, rules that its plan has, whether sequence parallelism is proved)

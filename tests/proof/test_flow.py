@@ -16,15 +16,15 @@ from helpers import STATED, compiled_of, flat, mutant, sampled, simulated, slow
 from torch._C._distributed_c10d import _get_work_registry_size
 
 from planc.compiler import compile_plan
-from planc.diagnostic import Sink
+from planc.diagnostics.diagnostic import Sink
+from planc.files.resources import GRAMMARS, PLANS
 from planc.model import cache
 from planc.model.load import load
-from planc.model.small.shrink import shrink
 from planc.proof.layout_flow import flow
-from planc.resources import GRAMMARS, PLANS
+from planc.proxy.shrink import shrink
 from planc.runtime import executor
 from planc.runtime.known_verdict import KnownVerdict
-from planc.trial.trial_part import left_out
+from planc.simulate.trial_part import left_out
 
 SHIPPED = [
     ("llama-3.1-8b", "llama", 8),
@@ -184,7 +184,7 @@ def test_a_kind_that_the_small_model_lacks_is_unknown(monkeypatch):
         made.values["layer_types"] = ["sliding_attention"] * len(made.values["layer_types"])
         return made
 
-    monkeypatch.setattr("planc.model.small.shrink.shrink", first_kind_alone)
+    monkeypatch.setattr("planc.proxy.shrink.shrink", first_kind_alone)
     verdict, [finding] = simulated("gemma-2-9b", "gemma2", ["tp=4"])
     assert (verdict.verdict, finding.code) == ("unknown", "PL504")
     assert "model.layers[1:42:2] (full_attention)" in verdict.reason
@@ -225,8 +225,8 @@ def test_a_gradient_that_nothing_sums(tmp_path):
     settings = ["tp=2", "sequence=false"]
     compiled = compile_plan("qwen3-8b", "qwen3", sink, world_size=8, settings=settings)
 
-    from planc.model.small.transformers_model import TransformersBuilder
-    from planc.trial.simulate import simulate
+    from planc.proxy.transformers_model import TransformersBuilder
+    from planc.simulate.simulate import simulate
 
     values = shrink(compiled.facts.config, ranks=2).values
     small = compile_plan_for(values, settings)
@@ -249,7 +249,7 @@ def test_unknown_is_said_and_strict_makes_it_an_error(monkeypatch):
     def refuse(*_, **__):
         raise ValueError("no way")
 
-    monkeypatch.setattr("planc.model.small.shrink.shrink", refuse)
+    monkeypatch.setattr("planc.proxy.shrink.shrink", refuse)
     stated = STATED / "llama.plan"
     verdict, [finding] = simulated("llama-3.1-8b", stated, ["tp=8"])
     assert verdict.verdict == "unknown" and "no way" in verdict.reason
@@ -290,7 +290,7 @@ def test_a_damaged_verdict_is_judged_anew(tmp_path, monkeypatch):
 @pytest.fixture
 def simulations(tmp_path, monkeypatch):
     """How often something was simulated, with a cache of the test's own."""
-    from planc.trial import simulate
+    from planc.simulate import simulate
 
     made, real = [], simulate.simulate
     monkeypatch.setenv("PLANC_CACHE_DIR", str(tmp_path / "cache"))
@@ -367,23 +367,23 @@ def test_a_bug_fixed_in_planc_leaves_no_verdict_standing(simulations, monkeypatc
 
 
 def test_planc_s_sources_are_known_by_their_contents(tmp_path, monkeypatch):
-    from planc.trial import certificate as module
+    from planc.simulate import certificate as module
 
     digest = module.source_digest.__wrapped__
     shutil.copytree(module.PACKAGE, tmp_path / "planc")
     before = digest()
     monkeypatch.setattr(module, "PACKAGE", tmp_path / "planc")
     assert digest() == before
-    path = tmp_path / "planc" / "trial" / "numerics.py"
+    path = tmp_path / "planc" / "simulate" / "numerics.py"
     path.write_text(f"{path.read_text()}# fixed\n")
     assert digest() != before
 
 
 def test_what_runs_in_a_proof_is_among_the_sources():
     """What else is imported holds names, places and messages, and no numbers."""
-    from planc.trial import certificate as module
+    from planc.simulate import certificate as module
 
-    code = "import sys, planc.trial.simulate, planc.trial.worker, planc.model.small.user_model\n"
+    code = "import sys, planc.simulate.simulate, planc.simulate.worker, planc.proxy.user_model\n"
     code += "print([m for m in sys.modules if m.startswith('planc.')])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     names = {name.removeprefix("planc.") for name in ast.literal_eval(done.stdout)}
@@ -611,8 +611,8 @@ def collective(y):
 
 
 def test_which_modules_are_called_is_known_from_the_data_flow(monkeypatch):
-    from planc.model.small import flow
     from planc.proof import called_modules
+    from planc.proxy import flow
 
     facts = load("llama-3.2-1b", Sink())
     names, reason = called_modules.called_modules(facts)
@@ -657,8 +657,8 @@ def test_a_model_that_runs_itself_again_in_backward_keeps_its_blocks_in_the_root
         "hidden_dropout_prob": 0.0,
         "local_attention_probs_dropout_prob": 0.0,
     }
-    from planc.draft.init import draft
     from planc.model.load import load_values
+    from planc.tools.init.init import draft
 
     facts = load_values(values, "config.json", Sink())
     assert facts is not None

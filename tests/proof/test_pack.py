@@ -12,7 +12,7 @@ from modelfolder import BROKEN_QWEN3, QWEN3
 
 import planc
 from planc.compiler import compile_plan
-from planc.diagnostic import PlanError, Sink
+from planc.diagnostics.diagnostic import PlanError, Sink
 from planc.model import cache
 from planc.model.load import load
 from planc.proof import pack
@@ -293,7 +293,7 @@ def test_what_was_found_with_other_versions_is_not_packed(packed, monkeypatch, t
 def test_a_certificate_is_packed_too(packed, home):
     """As `planc verify` writes it, for the plan that was checked."""
     from planc.proof import verify
-    from planc.trial import certificate
+    from planc.simulate import certificate
 
     sink = Sink()
     compiled = compile_plan(str(packed / "model"), "qwen3", sink, world_size=4, settings=["tp=2"])

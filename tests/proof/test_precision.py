@@ -8,17 +8,17 @@ from helpers import sampled, simulated_case, slow
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import planc
-from planc.model.small.user_model import builder_of
 from planc.ops.document import digest
 from planc.ops.fsdp import Divide
 from planc.ops.tensor_parallel import Parallelize, Tie
+from planc.proxy.user_model import builder_of
 from planc.runtime.executor import alone, apply_lowered
-from planc.trial import thread_ranks
-from planc.trial.batches import batches
-from planc.trial.numerics import Operations, norm_error, tolerance
-from planc.trial.program import RankResult, seed_rank, train_rank, train_single
-from planc.trial.prove import compare_rounded
-from planc.trial.trial_part import rounds, trial_part
+from planc.simulate import thread_ranks
+from planc.simulate.batches import batches
+from planc.simulate.numerics import Operations, norm_error, tolerance
+from planc.simulate.program import RankResult, seed_rank, train_rank, train_single
+from planc.simulate.prove import compare_rounded
+from planc.simulate.trial_part import rounds, trial_part
 
 
 def errors(model, plan, fault=lambda ops: ops, settings=("tp=2",)):

@@ -7,9 +7,9 @@ import pytest
 from helpers import mutant
 
 import planc
-from planc.draft.plan_text import parsed_text
 from planc.proof import remedy
 from planc.syntax import plan_files
+from planc.tools.init.plan_text import parsed_text
 
 PARTIAL = ("self_attn.o_proj : rowwise\n", "self_attn.o_proj : rowwise(-> partial)\n")
 WHOLE = ("tp=2", "sequence=false")

@@ -15,9 +15,9 @@ from torch.nn import functional
 
 import planc
 from planc import api
-from planc.diagnostic import Sink
-from planc.model.small.user_model import copies_of
+from planc.diagnostics.diagnostic import Sink
 from planc.proof.layout_flow import flow
+from planc.proxy.user_model import copies_of
 
 
 class Experts(nn.Module):

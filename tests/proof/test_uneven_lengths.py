@@ -16,8 +16,8 @@ import planc
 from planc.emit.python.script import render
 from planc.runtime.executor import apply_lowered
 from planc.runtime.known_verdict import KnownVerdict
-from planc.trial import batches
-from planc.trial.thread_ranks import run_ranks
+from planc.simulate import batches
+from planc.simulate.thread_ranks import run_ranks
 
 CASES = [
     ("llama-3.1-8b", "llama", 2, ("tp=2",)),

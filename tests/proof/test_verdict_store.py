@@ -15,12 +15,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import planc
-from planc.diagnostic import Sink
+from planc.diagnostics.diagnostic import Sink
 from planc.model import cache
 from planc.model.module_table import facts_of
 from planc.ops.document import digest, dumps
 from planc.runtime.known_verdict import KnownVerdict
-from planc.trial import certificate, verdict_store
+from planc.simulate import certificate, verdict_store
 
 SETTINGS = {"world_size": 4, "overrides": ["tp=2"]}
 WITH_A_WARNING = """plan warned for qwen3
@@ -242,7 +242,7 @@ def test_the_sources_are_all_of_planc(tmp_path, monkeypatch):
         target.write_bytes(path.read_bytes())
     monkeypatch.setattr(certificate, "PACKAGE", tmp_path)
     sums = [verdict_store._all_sources.__wrapped__()]
-    for name in ("plan/selectors.py", "lowering/lower.py", "checks/splits.py"):
+    for name in ("elaborate/selectors.py", "lowering/lower.py", "checks/splits.py"):
         (tmp_path / name).write_text((tmp_path / name).read_text() + "\n")
         sums.append(verdict_store._all_sources.__wrapped__())
     assert len(set(sums)) == 4

@@ -6,13 +6,13 @@ import pytest
 import torch
 from helpers import mutant, sampled, simulated
 
-from planc.diagnostic import Sink
+from planc.diagnostics.diagnostic import Sink
 from planc.model.layer_kinds import block_kinds
 from planc.model.load import load, load_values
-from planc.model.small.input_search import InputChoice, rank_slice
-from planc.model.small.sample_inputs import INPUT_KINDS
-from planc.model.small.shrink import shrink
-from planc.model.small.transformers_model import TransformersBuilder
+from planc.proxy.input_search import InputChoice, rank_slice
+from planc.proxy.sample_inputs import INPUT_KINDS
+from planc.proxy.shrink import shrink
+from planc.proxy.transformers_model import TransformersBuilder
 
 MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [16, 24, 24]}
 FAMILIES = {
@@ -159,8 +159,8 @@ def test_a_rule_broken_in_a_tower_is_refuted_at_its_line(tmp_path, case):
 
 def test_a_tower_without_input_is_unknown_and_says_what_was_tried(tmp_path, monkeypatch):
     """With no recipe that fits, the tower's rules are unknown, as are those of its projector."""
-    from planc.model.small import input_search as inputs
     from planc.proof import judge as module
+    from planc.proxy import input_search as inputs
 
     monkeypatch.setattr(
         inputs,
@@ -178,9 +178,9 @@ def test_a_tower_without_input_is_unknown_and_says_what_was_tried(tmp_path, monk
 
 
 def test_init_says_what_was_tried_for_a_tower(tmp_path, monkeypatch):
-    from planc.draft.init import draft
-    from planc.model.small import input_search as inputs
     from planc.proof import judge as module
+    from planc.proxy import input_search as inputs
+    from planc.tools.init.init import draft
 
     monkeypatch.setattr(
         inputs, "INPUT_KINDS", [k for k in INPUT_KINDS if k.name == "lists of images"]

@@ -16,8 +16,8 @@ import numerics
 
 import planc
 from planc.model.passed_arguments import name_passed_arguments
-from planc.model.small import user_model
-from planc.trial.thread_ranks import run_ranks
+from planc.proxy import user_model
+from planc.simulate.thread_ranks import run_ranks
 
 
 class Net(nn.Module):

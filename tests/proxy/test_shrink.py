@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planc.model.small.shrink import shrink as shrunk
-from planc.model.small.transformers_model import add_denoising_loss
-from planc.resources import PLANS
+from planc.files.resources import PLANS
+from planc.proxy.shrink import shrink as shrunk
+from planc.proxy.transformers_model import add_denoising_loss
 
 MODELS = sorted({p.stem for p in (PLANS / "models").glob("*.json")} - set(diffused.TOTALS))
 

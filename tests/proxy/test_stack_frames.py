@@ -3,7 +3,7 @@
 import torch
 
 import planc
-from planc.model.small.stack_frames import of_torch_or_planc
+from planc.proxy.stack_frames import of_torch_or_planc
 
 
 def test_files_are_known_by_their_folders():

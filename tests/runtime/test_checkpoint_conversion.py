@@ -8,7 +8,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from planc.diagnostic import Diagnostic
+from planc.diagnostics.diagnostic import Diagnostic
 from planc.model.checkpoint_conversion import Recipe, recipes
 from planc.runtime.standalone.safetensors_files import StoredTensor, tensors_in_folder
 from planc.runtime.standalone.shards import named_tensors

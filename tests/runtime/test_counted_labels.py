@@ -21,13 +21,13 @@ sys.path.append(str(Path(__file__).parent / "processes"))
 import numerics
 
 import planc
-from planc.model.small.user_model import TARGETS
+from planc.proxy.user_model import TARGETS
 from planc.runtime import training_step
 from planc.runtime.gradients import mean_over
 from planc.runtime.run import Run
 from planc.runtime.standalone.context_tokens import next_labels
 from planc.runtime.standalone.pipeline_schedule import OF_THE_LOSS
-from planc.trial.thread_ranks import run_ranks
+from planc.simulate.thread_ranks import run_ranks
 
 PLAN = """plan own for Own
 

@@ -12,7 +12,8 @@ from test_plans import LIMIT, right
 from torch import distributed
 
 import planc
-from planc.diagnostic import PlanError
+from planc.diagnostics.diagnostic import PlanError
+from planc.diagnostics.source import Span
 from planc.emit.text import render
 from planc.ops.activation_checkpoint import Checkpoint
 from planc.ops.fsdp import FullyShard
@@ -20,7 +21,6 @@ from planc.ops.styles import Colwise, Replicate
 from planc.ops.tensor_parallel import Parallelize, Tie
 from planc.runtime.executor import apply_lowered
 from planc.runtime.meshes import no_group_after_an_error, start
-from planc.source import Span
 
 pytestmark = pytest.mark.slow
 

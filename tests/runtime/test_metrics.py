@@ -7,10 +7,10 @@ import torch
 import transformers
 
 import planc
-from planc.diagnostic import Sink
-from planc.estimate import profiles
+from planc.diagnostics.diagnostic import Sink
 from planc.runtime import metrics
-from planc.trial.thread_ranks import run_ranks
+from planc.simulate.thread_ranks import run_ranks
+from planc.tools.estimate import profiles
 
 pytestmark = pytest.mark.usefixtures("ends_its_group")
 

@@ -22,8 +22,8 @@ from loop_plans import (
     weights_of,
 )
 
-from planc.trial.random_numbers import RankRandom
-from planc.trial.thread_ranks import run_ranks
+from planc.simulate.random_numbers import RankRandom
+from planc.simulate.thread_ranks import run_ranks
 
 JOINED = ("pp, tp and fsdp", "pp and cp", "loss on tp")
 

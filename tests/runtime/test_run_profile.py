@@ -7,11 +7,11 @@ import pytest
 from numerics import MODELS
 
 from planc.compiler import compile_plan
-from planc.diagnostic import Sink
+from planc.diagnostics.diagnostic import Sink
 from planc.lowering.rank_calls import WAIT
-from planc.order.record import recorded
-from planc.rank_job import RankRunner
 from planc.runtime.profile import label
+from planc.simulate.rank_job import RankRunner
+from planc.tools.order.record import recorded
 
 pytestmark = pytest.mark.slow
 

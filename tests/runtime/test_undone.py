@@ -14,7 +14,7 @@ import planc
 from planc.emit.python.script import render
 from planc.ops.document import digest
 from planc.runtime.safeguards import guards
-from planc.trial.thread_ranks import run_ranks
+from planc.simulate.thread_ranks import run_ranks
 
 FP32 = ["param_dtype=fp32", "reduce_dtype=fp32"]
 

@@ -28,7 +28,7 @@ import script_jobs
 from pool import Pool, RankError
 from script_changes import Refused
 
-from planc.trial.thread_ranks import run_ranks
+from planc.simulate.thread_ranks import run_ranks
 
 LIMIT = {"bf16": 0.15}
 """One process in bf16 is 0.09 off one in fp32, where a gradient nearly cancels."""

@@ -38,17 +38,17 @@ from silent_plan_cases import PLAN_CASES
 from silent_update_cases import UPDATE_CASES
 
 from planc import compiler
-from planc.codes import CODES
-from planc.diagnostic import Sink
+from planc.diagnostics.codes import CODES
+from planc.diagnostics.diagnostic import Sink
+from planc.ir.stand_in import Unrepresented
 from planc.model.load import load_values
 from planc.ops.document import dumps
-from planc.plan.stand_in import Unrepresented
 from planc.proof import judge, layout_flow
 from planc.proof.small_case import small_case
 from planc.proof.small_mesh import small_sizes
 from planc.proof.verify_report import report_difference
-from planc.trial.launcher import LIMITS, comparison
-from planc.trial.trial_part import trial_part
+from planc.simulate.launcher import LIMITS, comparison
+from planc.simulate.trial_part import trial_part
 
 CASES = (
     *(*PLAN_CASES, *UPDATE_CASES, *FAULT_CASES, *AXIS_CASES, *MENDED_CASES),

@@ -42,7 +42,7 @@ def fault(name):
     return globals().get(name) or next(getattr(o, name) for o in others if hasattr(o, name))
 
 
-PLACES = ("planc.trial.simulate", "planc.trial.prove", "silent_jobs")
+PLACES = ("planc.simulate.simulate", "planc.simulate.prove", "silent_jobs")
 """The modules that call `apply_lowered`."""
 
 

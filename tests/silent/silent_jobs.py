@@ -17,28 +17,28 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 
 import planc
-from planc.codes import CODES
-from planc.diagnostic import Sink
-from planc.model.small.diffusers_model import DiffusersBuilder
-from planc.model.small.input_search import BatchShape
-from planc.model.small.transformers_model import TransformersBuilder
-from planc.model.small.user_model import builder_of
+from planc.diagnostics.codes import CODES
+from planc.diagnostics.diagnostic import Sink
 from planc.model.sources.diffusers import normal
 from planc.ops.document import digest, loads
 from planc.ops.documents import parts_reset
 from planc.ops.loss import ChunkLoss
 from planc.ops.matmul import LowPrecision
 from planc.ops.optimizer import Optimize
+from planc.proxy.diffusers_model import DiffusersBuilder
+from planc.proxy.input_search import BatchShape
+from planc.proxy.transformers_model import TransformersBuilder
+from planc.proxy.user_model import builder_of
 from planc.runtime.executor import alone, apply_lowered
 from planc.runtime.standalone.documents import reset_states
 from planc.runtime.standalone.images import placeholders
 from planc.runtime.standalone.optimizer import planned_optimizer
 from planc.runtime.standalone.shards import in_own_order, plain_name, rank_orders
-from planc.trial import worker
-from planc.trial.launcher import Job
-from planc.trial.numerics import for_trial, in_float64
-from planc.trial.program import with_terms
-from planc.trial.trial_part import trial_part, with_random_adapters
+from planc.simulate import worker
+from planc.simulate.launcher import Job
+from planc.simulate.numerics import for_trial, in_float64
+from planc.simulate.program import with_terms
+from planc.simulate.trial_part import trial_part, with_random_adapters
 
 PADS = 2
 IMAGES = ((1, 2, 0, 1), (0, 1, 1, 0), (2, 0, 0, 1))

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 import transformers
 
-from planc.trial.launcher import LIMITS
+from planc.simulate.launcher import LIMITS
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "silent-errors.md"
 NOTHING = "**nothing**"

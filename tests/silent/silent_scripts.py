@@ -16,7 +16,7 @@ from transformers.trainer_pt_utils import LabelSmoother
 from planc.ops.context import ContextParallel
 from planc.runtime.standalone.images import placeholders
 from planc.runtime.standalone.safetensors_files import INDEX, SINGLE
-from planc.trial.batches import TrialPass
+from planc.simulate.batches import TrialPass
 
 MAX_NORM = 1.0
 IGNORED = -100

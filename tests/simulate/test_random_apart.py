@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 import planc
 from planc.ops.rng import DrawApart
 from planc.runtime.standalone.rng import draw_apart, sync_rng_state
-from planc.trial import thread_ranks
-from planc.trial.random_numbers import RankRandom, Recorded
+from planc.simulate import thread_ranks
+from planc.simulate.random_numbers import RankRandom, Recorded
 
 SIZES = {"pp": 2, "cp": 2, "tp": 2}
 

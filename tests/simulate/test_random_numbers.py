@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 import planc
 from planc.runtime.standalone.rng import draw_by_rank, sync_rng_state
-from planc.trial import thread_ranks
-from planc.trial.random_numbers import RankRandom, Replayed
+from planc.simulate import thread_ranks
+from planc.simulate.random_numbers import RankRandom, Replayed
 
 RANKS, WIDTH, PASSES, KEPT = 4, 512, 100, 0.9
 COUNT = WIDTH * PASSES

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
-from planc.trial import thread_ranks
+from planc.simulate import thread_ranks
 
 MM = torch.ops.aten.mm.default
 VIEW = torch.ops.aten.view.default

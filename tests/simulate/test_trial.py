@@ -16,8 +16,8 @@ from torch.testing._internal.distributed import multi_threaded_pg
 
 import planc
 from planc.runtime import gradients, run
-from planc.trial import program, thread_ranks
-from planc.trial.random_numbers import RankRandom
+from planc.simulate import program, thread_ranks
+from planc.simulate.random_numbers import RankRandom
 
 HALVED = """
 from torch import distributed
@@ -89,7 +89,7 @@ def test_ignored_labels_that_are_uneven_need_the_count_of_all_ranks(tmp_path, mo
 def test_an_auxiliary_loss_is_not_the_mean_over_the_data_ranks(tmp_path):
     import json
 
-    from planc.resources import PLANS
+    from planc.files.resources import PLANS
 
     values = json.loads((PLANS / "models" / "mixtral-8x7b.json").read_text())
     path = tmp_path / "config.json"

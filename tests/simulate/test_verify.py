@@ -14,12 +14,12 @@ import pytest
 from helpers import STATED, slow
 
 from planc.cli import main
-from planc.diagnostic import Sink
+from planc.diagnostics.diagnostic import Sink
+from planc.files.resources import GRAMMARS, PLANS
 from planc.proof.verify import verify
-from planc.resources import GRAMMARS, PLANS
-from planc.trial import certificate as store
-from planc.trial import launcher as runtime
-from planc.trial.launcher import _waiting
+from planc.simulate import certificate as store
+from planc.simulate import launcher as runtime
+from planc.simulate.launcher import _waiting
 
 pytestmark = pytest.mark.slow
 
@@ -494,13 +494,13 @@ def test_the_certificate_of_other_sources_of_planc_is_void(monkeypatch):
 
 
 def test_reading_a_certificate_imports_no_torch():
-    code = "import sys, planc.trial.certificate; print('torch' in sys.modules)"
+    code = "import sys, planc.simulate.certificate; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
 
 
 def test_cuda_is_taken_where_there_is_a_device_for_every_rank(monkeypatch):
-    from planc.trial import numerics
+    from planc.simulate import numerics
 
     monkeypatch.setattr(numerics.torch.cuda, "device_count", lambda: 4)
     assert (numerics.device_for(4), numerics.device_for(8)) == ("cuda", "cpu")
@@ -511,7 +511,7 @@ def test_ranks_on_cuda_are_processes_of_their_own(tmp_path, monkeypatch):
     script = tmp_path / "server.py"
     script.write_text(
         "import sys\n"
-        "from planc.trial import fork_server, numerics\n"
+        "from planc.simulate import fork_server, numerics\n"
         "numerics.device_for = lambda ranks: 'cuda'  # in this process alone\n"
         "fork_server._fork = None\n"
         "sys.exit(fork_server.main())\n"

@@ -12,13 +12,13 @@ from folders import TESTS
 import planc
 from planc.checks import check
 from planc.compiler import compile_plan, complete_plan
-from planc.diagnostic import Sink
+from planc.diagnostics.diagnostic import Sink
+from planc.diagnostics.source import Source
+from planc.infer.apply_adapters import adapted
 from planc.lowering import lower
 from planc.model.load import load
-from planc.plan.apply_adapters import adapted
 from planc.proof.layout_flow import flow
 from planc.proof.small_case import small_case
-from planc.source import Source
 from planc.syntax.parse import parse
 
 

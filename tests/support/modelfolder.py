@@ -2,9 +2,9 @@
 
 import json
 
-from planc.diagnostic import Sink
+from planc.diagnostics.diagnostic import Sink
+from planc.files.resources import PAGES
 from planc.model.load import load
-from planc.resources import PAGES
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],

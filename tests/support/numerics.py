@@ -19,13 +19,13 @@ from torch.distributed.tensor import DTensor
 
 import planc
 from planc.model.config import is_diffusers
-from planc.model.small.input_search import rank_slice
-from planc.model.small.transformers_model import TransformersBuilder, add_denoising_loss
 from planc.ops.rng import DrawByRank, SyncRng
 from planc.ops.tensor_parallel import Parallelize
+from planc.proxy.input_search import rank_slice
+from planc.proxy.transformers_model import TransformersBuilder, add_denoising_loss
 from planc.runtime.standalone.shards import in_own_order, rank_orders
-from planc.trial.program import limit_whole_rows
-from planc.trial.random_numbers import Recorded, Replayed
+from planc.simulate.program import limit_whole_rows
+from planc.simulate.random_numbers import Recorded, Replayed
 
 LENGTH, BATCH = 16, 4
 
@@ -70,9 +70,9 @@ def values_of(model):
     """The configuration of a name of `MODELS`, or a small one of a shipped model of diffusers."""
     if model in MODELS:
         return MODELS[model]
-    from planc.diagnostic import Sink
+    from planc.diagnostics.diagnostic import Sink
     from planc.model.load import load
-    from planc.model.small.shrink import shrink
+    from planc.proxy.shrink import shrink
 
     return shrink(load(model, Sink()).config, ranks=2).values
 
@@ -80,7 +80,7 @@ def values_of(model):
 def build_values(values):
     """The same for the fields of a configuration."""
     if is_diffusers(values):
-        from planc.model.small.diffusers_model import DiffusersBuilder
+        from planc.proxy.diffusers_model import DiffusersBuilder
 
         return DiffusersBuilder(values).build(0)
     config = transformers.AutoConfig.for_model(**values)
@@ -218,7 +218,7 @@ def compare(model, plan, overrides=(), changes=None, script=False, without=None,
 
 def lowered(model, document):
     """Errors of a lowered plan, given as JSON, whatever the checks say of it."""
-    from planc.diagnostic import Sink
+    from planc.diagnostics.diagnostic import Sink
     from planc.ops.document import loads
 
     plan = loads(document, "mutant", Sink())

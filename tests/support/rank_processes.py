@@ -1,4 +1,4 @@
-"""Lends the processes of `planc.rank_job.RankRunner` from test to test.
+"""Lends the processes of `planc.simulate.rank_job.RankRunner` from test to test.
 
 A process imports torch and transformers for five seconds, and forks for each job. So a process that
 a test has finished with serves the next test that would start the same one.
@@ -8,7 +8,7 @@ import os
 import sys
 from collections import OrderedDict
 
-from planc.rank_job import RankRunner
+from planc.simulate.rank_job import RankRunner
 
 MOST = 2
 """The number of idle processes of a test worker."""

@@ -12,10 +12,10 @@ from helpers import check_each
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from planc import atomic_write
 from planc.cli import main
-from planc.diagnostic import Sink
-from planc.source import Source
+from planc.diagnostics.diagnostic import Sink
+from planc.diagnostics.source import Source
+from planc.files import atomic_write
 from planc.syntax.formatter import layout
 from planc.syntax.formatter.tokens import tokens_of
 from planc.syntax.parse import parse

@@ -8,9 +8,9 @@ from helpers import slow
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from planc.diagnostic import Severity, Sink
-from planc.report import FORMATS, render
-from planc.source import Source
+from planc.diagnostics import FORMATS, render
+from planc.diagnostics.diagnostic import Severity, Sink
+from planc.diagnostics.source import Source
 from planc.syntax import ast
 from planc.syntax.parse import MAX_ERRORS, parse
 

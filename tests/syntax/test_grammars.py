@@ -13,10 +13,10 @@ from console import BLOCK
 from lark.lexer import PatternStr
 from pygments import token as kinds
 
-from planc.diagnostic import Sink
+from planc.diagnostics.diagnostic import Sink
+from planc.diagnostics.source import Source
+from planc.files.resources import GRAMMARS, PLANS
 from planc.integrations.pygments_lexer import PlanLexer
-from planc.resources import GRAMMARS, PLANS
-from planc.source import Source
 from planc.syntax.formatter.tokens import tokens_of
 from planc.syntax.grammar import parser
 from planc.syntax.parse import parse

@@ -5,9 +5,9 @@ import json
 import pytest
 from helpers import check_each
 
-from planc.diagnostic import Sink
-from planc.resources import GRAMMARS, PLANS
-from planc.source import Source
+from planc.diagnostics.diagnostic import Sink
+from planc.diagnostics.source import Source
+from planc.files.resources import GRAMMARS, PLANS
 from planc.syntax import ast, grammar, parsed_files
 from planc.syntax.grammar import parser
 from planc.syntax.parse import parse

@@ -11,16 +11,16 @@ from helpers import compiled_of, sampled
 from test_library import CASES
 
 from planc.cli import main
-from planc.diagnostic import Sink
+from planc.diagnostics.diagnostic import Sink
+from planc.files.resources import GRAMMARS
+from planc.infer.apply_adapters import adapted
 from planc.ops import phrases as words
 from planc.ops.activation_checkpoint import Checkpoint
 from planc.ops.contract import Split
 from planc.ops.fsdp import FullyShard
 from planc.ops.tensor_parallel import Parallelize
-from planc.plan.apply_adapters import adapted
 from planc.provenance import answer as render
 from planc.provenance.query import _spread, why
-from planc.resources import GRAMMARS
 
 Validator = jsonschema.Draft202012Validator
 SCHEMA = Validator(json.loads((GRAMMARS / "why.schema.json").read_text()))

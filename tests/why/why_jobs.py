@@ -6,7 +6,7 @@ from torch import distributed
 import planc
 from planc.api import model_of
 from planc.compiler import compile_plan
-from planc.diagnostic import Sink
+from planc.diagnostics.diagnostic import Sink
 from planc.provenance.query import why
 
 

@@ -15,7 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from planc.project import ProjectError, Target, project
+from planc.files.project import ProjectError, Target, project
 
 MARK = "<!-- planc change -->"
 LONGEST = 60_000

@@ -9,11 +9,11 @@ Source: `megatron_fsdp` 0.6.1, `fully_shard_model` and the functions that it cal
 
 from planc.backends.megatron_fsdp import STRATEGIES, MegatronShard
 from planc.checks.queries import active
-from planc.diagnostic import Sink, one_of
+from planc.diagnostics.diagnostic import Sink, one_of
+from planc.ir.nodes import Fsdp, Plan, Unit
+from planc.ir.parameter_owners import owned
 from planc.model.facts import Facts, Modules
 from planc.ops import phrases
-from planc.plan.ir import Fsdp, Plan, Unit
-from planc.plan.parameter_owners import owned
 
 _WHOLE = STRATEGIES[-1]
 _SPLIT = (

@@ -3,9 +3,9 @@
 from dataclasses import replace
 
 from planc.backends.megatron_fsdp import MegatronShard
+from planc.ir.nodes import Fsdp, Plan
 from planc.lowering.memory import Holding, Holdings
 from planc.model.facts import DTYPE_BYTES, Facts, Modules
-from planc.plan.ir import Fsdp, Plan
 
 
 def lowered(plan: Plan, op: MegatronShard, facts: Facts, holdings: Holdings) -> MegatronShard:

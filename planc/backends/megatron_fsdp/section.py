@@ -6,11 +6,11 @@ Source: `megatron_fsdp.fully_shard_model` and `megatron_fsdp.MixedPrecisionPolic
 from collections.abc import Mapping
 
 from planc.backends.megatron_fsdp import OPTIONS, OUTER, STRATEGIES, MegatronShard
-from planc.plan.call_arguments import Arguments
-from planc.plan.rule_conflicts import SectionLine
-from planc.plan.scope import Scope
-from planc.plan.sections.fsdp_policies import DTYPES
-from planc.plan.sections.word_settings import one_word
+from planc.elaborate.call_arguments import Arguments
+from planc.elaborate.rule_conflicts import SectionLine
+from planc.elaborate.scope import Scope
+from planc.elaborate.sections.fsdp_policies import DTYPES
+from planc.elaborate.sections.word_settings import one_word
 from planc.syntax import ast
 
 DTYPE_WORDS = ("main_params", "main_grads", "grad_comm")

@@ -10,7 +10,7 @@ from itertools import groupby
 from textwrap import dedent, fill
 from typing import NamedTuple
 
-from planc.diagnostic import one_of
+from planc.diagnostics.diagnostic import one_of
 from planc.emit.python.imports import imports
 from planc.emit.python.inlined_source import global_names, imported, inlined
 from planc.emit.python.layout import WIDTH, Bracketed, headed, lay, quoted, remark

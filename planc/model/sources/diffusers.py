@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from planc.diagnostic import Sink, nearest, one_of
+from planc.diagnostics.diagnostic import Sink, nearest, one_of
 from planc.model.config import CLASS, Config
 from planc.model.facts import Facts
 from planc.model.module_table import facts_of

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from planc.diagnostic import Sink, did_you_mean, one_of
+from planc.diagnostics.diagnostic import Sink, did_you_mean, one_of
 from planc.model.config import Config, buildable
 from planc.model.facts import Facts
 from planc.model.module_table import facts_of

@@ -17,7 +17,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree
 
-from planc.diagnostic import PlanError
+from planc.diagnostics.diagnostic import PlanError
 from planc.ops.base import AxisRole
 from planc.ops.lowered import Lowered
 from planc.ops.styles import Colwise, Rowwise

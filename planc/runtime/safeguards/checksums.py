@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from planc.diagnostic import one_of
+from planc.diagnostics.diagnostic import one_of
 from planc.runtime.standalone.shards import part_of
 
 _CHUNK = {"cpu": 1 << 20}

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree
 from torch.utils.hooks import RemovableHandle
 
-from planc.diagnostic import PlanError, one_of
+from planc.diagnostics.diagnostic import PlanError, one_of
 from planc.ops.base import AxisRole
 from planc.ops.context import ContextParallel
 from planc.ops.lowered import Lowered

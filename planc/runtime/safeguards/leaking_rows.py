@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from planc.diagnostic import PlanError
+from planc.diagnostics.diagnostic import PlanError
 from planc.runtime.leaks import DOCUMENTS, PADDING, leaks
 from planc.runtime.preconditions import stop, warning
 from planc.runtime.script_line import script_line

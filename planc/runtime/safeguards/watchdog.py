@@ -29,7 +29,7 @@ from torch import distributed
 from torch._C import _distributed_c10d as recorder
 from torch.distributed import distributed_c10d
 
-from planc.atomic_write import write
+from planc.files.atomic_write import write
 from planc.ops.lowered import Lowered
 
 FOLDER = "PLANC_HANG_DIR"

@@ -15,7 +15,7 @@ from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from planc.diagnostic import PlanError
+from planc.diagnostics.diagnostic import PlanError
 from planc.ops.lowered import Lowered
 from planc.runtime.meshes import rows_of
 from planc.runtime.preconditions import of_all_ranks, stop

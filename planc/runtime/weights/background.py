@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, distributed
 from torch.utils._pytree import tree_map
 
-from planc.diagnostic import Diagnostic, PlanError, first_line
+from planc.diagnostics.diagnostic import Diagnostic, PlanError, first_line
 from planc.runtime.preconditions import problem
 from planc.runtime.standalone.dcp_chunks import Pieces
 

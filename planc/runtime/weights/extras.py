@@ -18,7 +18,7 @@ from torch.distributed import checkpoint
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from planc.diagnostic import Diagnostic
+from planc.diagnostics.diagnostic import Diagnostic
 from planc.runtime.preconditions import of_all_ranks, problem
 from planc.runtime.safeguards.checksums import tensor_sum
 from planc.runtime.sharded_tensors import reshard, sharded_like, with_chunk_of

@@ -10,7 +10,7 @@ from torch.distributed import checkpoint
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from planc.diagnostic import Diagnostic
+from planc.diagnostics.diagnostic import Diagnostic
 from planc.ops.freeze import Freeze
 from planc.ops.lora import Adapt
 from planc.ops.lowered import Lowered

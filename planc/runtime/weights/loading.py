@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.fsdp import FSDPModule
 
-from planc.diagnostic import Diagnostic, PlanError, one_of
+from planc.diagnostics.diagnostic import Diagnostic, PlanError, one_of
 from planc.model.checkpoint_conversion import recipes
 from planc.ops.load import Load
 from planc.runtime.lora import init_adapters, renew_magnitudes

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from planc.diagnostic import Diagnostic
+from planc.diagnostics.diagnostic import Diagnostic
 from planc.runtime.preconditions import problem
 from planc.runtime.sharded_tensors import sharded_like, with_chunk_of
 from planc.runtime.standalone.dcp_chunks import Pieces, storable

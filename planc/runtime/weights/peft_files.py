@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, distributed, nn
 
-from planc.diagnostic import Diagnostic
+from planc.diagnostics.diagnostic import Diagnostic
 from planc.ops.lora import MAGNITUDE, Adapt, either
 from planc.ops.lowered import Lowered
 from planc.runtime.gradients import on_rank_0

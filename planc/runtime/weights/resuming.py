@@ -13,7 +13,7 @@ from torch import distributed, nn
 from torch.distributed import checkpoint
 from torch.optim import Optimizer
 
-from planc.diagnostic import Diagnostic, one_of
+from planc.diagnostics.diagnostic import Diagnostic, one_of
 from planc.ops.lowered import Lowered
 from planc.runtime.lora import renew_magnitudes
 from planc.runtime.preconditions import of_all_ranks, problem, stop

@@ -12,7 +12,7 @@ from torch import Tensor, distributed, nn
 from torch.distributed import checkpoint
 from torch.optim import Optimizer
 
-from planc.diagnostic import Diagnostic, first_line
+from planc.diagnostics.diagnostic import Diagnostic, first_line
 from planc.model.checkpoint_conversion import HubNames
 from planc.ops.configure import Configure
 from planc.ops.lowered import Lowered

@@ -4,9 +4,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from planc import atomic_write
-from planc.diagnostic import Sink, io_reason
-from planc.source import Source
+from planc.diagnostics.diagnostic import Sink, io_reason
+from planc.diagnostics.source import Source
+from planc.files import atomic_write
 from planc.syntax.formatter.layout import formatted
 from planc.syntax.plan_files import PlanFile, quotable, text
 

@@ -13,8 +13,8 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from planc.diagnostic import Sink
-from planc.source import Source
+from planc.diagnostics.diagnostic import Sink
+from planc.diagnostics.source import Source
 from planc.syntax.formatter import tokens
 from planc.syntax.parse import parse
 

@@ -31,7 +31,7 @@ def _on_cuda(numerics):
     numerics.device_for = lambda ranks: "cuda"
 
 
-CHANGED = {"torch.cuda": _shared, "planc.trial.numerics": _on_cuda}
+CHANGED = {"torch.cuda": _shared, "planc.simulate.numerics": _on_cuda}
 
 
 class _Finder(MetaPathFinder):

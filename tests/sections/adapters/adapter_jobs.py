@@ -24,7 +24,7 @@ from planc.runtime.standalone.shards import (
     plain_name,
     rank_orders,
 )
-from planc.trial.random_numbers import Recorded, Replayed
+from planc.simulate.random_numbers import Recorded, Replayed
 
 PLAN = """plan tuned for {family}, qwen2
 

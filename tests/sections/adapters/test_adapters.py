@@ -10,11 +10,13 @@ import pytest
 from helpers import facts, judged
 
 from planc.compiler import Compiled
-from planc.diagnostic import PlanError, Sink
+from planc.diagnostics.diagnostic import PlanError, Sink
 from planc.diffing.compare import compare
 from planc.diffing.render import document
 from planc.emit.python.script import render as script
 from planc.emit.text import render
+from planc.files.resources import GRAMMARS
+from planc.infer.apply_adapters import of_layer
 from planc.lowering import lower
 from planc.model.facts import Module, Modules, parse_path
 from planc.model.load import load
@@ -34,9 +36,7 @@ from planc.ops.styles import (
     Shard,
 )
 from planc.ops.tensor_parallel import Parallelize
-from planc.plan.apply_adapters import of_layer
 from planc.provenance.query import why
-from planc.resources import GRAMMARS
 
 MESH = "mesh {\n dp_shard = auto\n tp = 2\n}\n"  # lines 2 to 5
 TENSOR = (

@@ -12,7 +12,7 @@ from planc.ops.lora import MAGNITUDE, Adapt
 from planc.ops.styles import ParameterLayout, Parameters, Replicated, Shard
 from planc.ops.tensor_parallel import Parallelize
 from planc.runtime.standalone import lora
-from planc.trial.simulate import simulate
+from planc.simulate.simulate import simulate
 
 pytest.importorskip("peft")
 

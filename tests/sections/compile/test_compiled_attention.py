@@ -4,7 +4,7 @@ import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import planc
-from planc.diagnostic import PlanError
+from planc.diagnostics.diagnostic import PlanError
 from planc.runtime.preconditions import require_recomputable
 
 SMALL = {

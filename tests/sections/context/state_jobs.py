@@ -13,11 +13,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import pad
 from transformers import masking_utils
 
-from planc.diagnostic import Sink
+from planc.diagnostics.diagnostic import Sink
 from planc.model.load import load_values
-from planc.model.small.transformers_model import TransformersBuilder, without_cache
 from planc.ops.documents import resets
 from planc.proof.small_case import small_model
+from planc.proxy.transformers_model import TransformersBuilder, without_cache
 from planc.runtime.standalone.context import context_parallel
 from planc.runtime.standalone.documents import reset_states
 

@@ -15,13 +15,13 @@ from torch.nn.functional import pad
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.masking_utils import causal_mask_function
 
-from planc.diagnostic import PlanError, Sink
+from planc.diagnostics.diagnostic import PlanError, Sink
 from planc.emit.python.script import render
+from planc.files.resources import PLANS
 from planc.ops.context import ContextParallel
 from planc.ops.document import digest
 from planc.ops.lowered import Lowered
 from planc.proof.layout_flow import flow
-from planc.resources import PLANS
 from planc.runtime.executor import apply_lowered
 from planc.runtime.standalone import (
     collectives,
@@ -34,9 +34,9 @@ from planc.runtime.standalone import (
 )
 from planc.runtime.standalone import context as parallel
 from planc.runtime.standalone.context_tokens import ContextError, part_of_batch
-from planc.trial.random_numbers import RankRandom
-from planc.trial.simulate import simulate
-from planc.trial.thread_ranks import run_ranks
+from planc.simulate.random_numbers import RankRandom
+from planc.simulate.simulate import simulate
+from planc.simulate.thread_ranks import run_ranks
 
 LENGTH, VOCABULARY = 24, 128
 

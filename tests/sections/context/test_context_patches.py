@@ -11,12 +11,12 @@ from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 
 from planc.model.patches import patches_of_class
-from planc.model.small.shrink import shrink
+from planc.proxy.shrink import shrink
 from planc.runtime.standalone import context_exchange, context_patches, context_ring
 from planc.runtime.standalone.context_patches import Joint, context_of_patches
 from planc.runtime.standalone.context_tokens import ContextError
-from planc.trial.simulate import simulate
-from planc.trial.thread_ranks import run_ranks
+from planc.simulate.simulate import simulate
+from planc.simulate.thread_ranks import run_ranks
 
 pytestmark = diffused.needed
 ATTENTION = ("all_gather", "ulysses", "ring")
@@ -25,7 +25,7 @@ HUNYUAN, FLUX, WAN = "hunyuanvideo", "flux.1-dev", "wan2.1-t2v-1.3b"
 
 def small(name, seed=0):
     """(the small model, its inputs); its loss is that of a target."""
-    from planc.model.small.diffusers_model import DiffusersBuilder
+    from planc.proxy.diffusers_model import DiffusersBuilder
 
     builder = DiffusersBuilder(shrink(facts(name).config, ranks=4).values)
     return builder.build(seed), builder.sample()

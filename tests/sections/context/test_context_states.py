@@ -14,7 +14,7 @@ from planc.runtime.standalone import context as parallel
 from planc.runtime.standalone import context_states, documents
 from planc.runtime.standalone.context_states import EXCHANGES, StateRanks
 from planc.runtime.standalone.documents import FUSED, TOKENS
-from planc.trial.thread_ranks import run_ranks
+from planc.simulate.thread_ranks import run_ranks
 
 FAMILIES = (
     *("qwen3_next", "bamba", "mamba", "recurrent_gemma", "rwkv", "zaya", "minimax", "lfm2"),

@@ -10,7 +10,7 @@ from torch import distributed
 from planc.runtime.standalone import context_ring
 from planc.runtime.standalone.context_fused import Fused
 from planc.runtime.standalone.context_ring import Ring, RingAttention, RingMask, TileDropout
-from planc.trial.thread_ranks import run_ranks
+from planc.simulate.thread_ranks import run_ranks
 
 RANKS, OWN = 4, 12
 LENGTH = RANKS * OWN

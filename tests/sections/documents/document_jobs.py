@@ -6,8 +6,8 @@ from torch import distributed
 from torch.nn.functional import cross_entropy, pad
 
 import planc
-from planc.model.small.input_search import rank_slice
 from planc.ops.context import ContextParallel
+from planc.proxy.input_search import rank_slice
 
 ROWS, LENGTH = 4, 26
 CUTS = ((0, 9, 10, 21), (0, 5, 13, 14), (0, 17), (0, 2, 4, 20))

@@ -17,12 +17,12 @@ from helpers import sampled, simulated
 from torch.nn.functional import cross_entropy, pad
 from transformers.integrations import use_kernel_func_from_hub_with_fallback as with_kernel
 
-from planc.diagnostic import Sink
+from planc.diagnostics.diagnostic import Sink
 from planc.model.load import load_values
 from planc.model.own_code import own_code
-from planc.model.small.transformers_model import TransformersBuilder, without_cache
 from planc.ops.documents import RESETS, resets
 from planc.proof.small_case import small_model
+from planc.proxy.transformers_model import TransformersBuilder, without_cache
 from planc.runtime.leaks import leaks
 from planc.runtime.standalone import documents
 from planc.runtime.standalone.documents import (

@@ -10,15 +10,15 @@ from helpers import simulated
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import planc
-from planc.diagnostic import Sink
+from planc.diagnostics.diagnostic import Sink
 from planc.model.load import load_values
-from planc.model.small.transformers_model import TransformersBuilder
 from planc.ops.documents import ResetStates
 from planc.proof.called_modules import report_leaks
+from planc.proxy.transformers_model import TransformersBuilder
 from planc.runtime import preconditions
 from planc.runtime.leaks import leaks
 from planc.runtime.safeguards import leaking_rows
-from planc.trial.thread_ranks import run_ranks
+from planc.simulate.thread_ranks import run_ranks
 
 LENGTH = 12
 HYBRID = dict(attn_layer_indices=[1], num_hidden_layers=2)

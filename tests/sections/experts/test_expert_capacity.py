@@ -15,7 +15,7 @@ from planc.runtime.standalone import expert_capacity
 from planc.runtime.standalone.context_tokens import order_of
 from planc.runtime.standalone.documents import CURRENT
 from planc.runtime.standalone.expert_capacity import Capacity, Rows
-from planc.trial.thread_ranks import run_ranks
+from planc.simulate.thread_ranks import run_ranks
 
 PLAN = """plan limited for any
 
@@ -174,7 +174,7 @@ def test_what_is_gathered_and_estimated(tmp_path):
 
 
 def test_a_capacity_bounds_an_imbalance(tmp_path):
-    from planc.plan.experts import fullest
+    from planc.ir.experts import fullest
 
     settings = ["ep=4"]
     limited = compiled_of(MODEL, plan(tmp_path), settings, 16).plan

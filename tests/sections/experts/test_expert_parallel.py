@@ -18,15 +18,15 @@ from transformers.models.llama4.modeling_llama4 import Llama4TextExperts
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 import planc
-from planc.diagnostic import Sink
+from planc.diagnostics.diagnostic import Sink
+from planc.elaborate.expert_axes import legal_sizes
+from planc.files.resources import PLANS
 from planc.ops.document import digest, dumps, loads
-from planc.plan.expert_axes import legal_sizes
 from planc.proof.small_mesh import with_experts
-from planc.resources import PLANS
 from planc.runtime.meshes import Meshes
 from planc.runtime.standalone import collectives, expert_parallel, fsdp
 from planc.runtime.standalone.expert_parallel import dispatch_experts, mesh_of_experts
-from planc.trial.thread_ranks import run_ranks
+from planc.simulate.thread_ranks import run_ranks
 
 EXPERTS, HIDDEN, CHOSEN, TOKENS, DATA, TENSOR = 8, 16, 2, 7, 2, 2
 FAMILIES = {

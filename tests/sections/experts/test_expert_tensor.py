@@ -12,15 +12,15 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 
 import planc
 from planc.compiler import compile_plan
-from planc.diagnostic import PlanError, Sink
+from planc.diagnostics.diagnostic import PlanError, Sink
+from planc.files.resources import PLANS
 from planc.ops.document import dumps, loads
 from planc.ops.expert_parallel import DispatchExperts
 from planc.ops.tensor_parallel import Parallelize
-from planc.resources import PLANS
 from planc.runtime.standalone import shards, tensor_styles
 from planc.runtime.standalone.expert_parallel import dispatch_experts
 from planc.runtime.standalone.tensor_styles import ExpertsParallel
-from planc.trial.thread_ranks import run_ranks
+from planc.simulate.thread_ranks import run_ranks
 
 LAYOUTS = {
     "mixtral": ({"gate_up_proj": Shard(1), "down_proj": Shard(2)}, {"gate_up_proj": 2}),

@@ -13,11 +13,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate
 
 from planc.compiler import compile_plan
-from planc.diagnostic import Sink
+from planc.diagnostics.diagnostic import Sink
+from planc.infer.divided_images import divide_images
 from planc.model.module_table import facts_of, parts_of_images, puts_images
 from planc.ops.tensor_parallel import Parallelize
 from planc.ops.towers import DivideImages
-from planc.plan.divided_images import divide_images
 from planc.runtime.standalone.divided_images import (
     DividedImages,
     columns_of,
@@ -27,8 +27,8 @@ from planc.runtime.standalone.divided_images import (
 from planc.runtime.standalone.images import ImagesError, some_images
 from planc.runtime.standalone.shards import whole_of
 from planc.runtime.standalone.tensor_styles import BareParallel, SummedGradient
-from planc.trial.simulate import simulate
-from planc.trial.thread_ranks import run_ranks
+from planc.simulate.simulate import simulate
+from planc.simulate.thread_ranks import run_ranks
 
 ROWS = "images=rows"
 MODELS = {

@@ -6,13 +6,13 @@ import pytest
 import torch
 from helpers import simulated_case
 
-from planc.diagnostic import PlanError
-from planc.model.small.input_search import BatchShape, rank_slice
+from planc.diagnostics.diagnostic import PlanError
 from planc.ops.document import digest
 from planc.ops.towers import ShareTower
+from planc.proxy.input_search import BatchShape, rank_slice
 from planc.runtime.executor import apply_lowered
 from planc.runtime.standalone import towers
-from planc.trial.thread_ranks import run_ranks
+from planc.simulate.thread_ranks import run_ranks
 
 TEXT = ("input_ids", "labels", "mm_token_type_ids")
 

@@ -9,12 +9,12 @@ from state_jobs import doubled, float64, functions_kept
 from torch import distributed
 
 import planc
-from planc.model.small.input_search import BatchShape
-from planc.model.small.transformers_model import TransformersBuilder
 from planc.ops.context import ContextParallel
+from planc.proxy.input_search import BatchShape
+from planc.proxy.transformers_model import TransformersBuilder
 from planc.runtime.standalone.images import placeholders
 from planc.runtime.standalone.pipeline import stages_of
-from planc.trial.batches import TrialPass
+from planc.simulate.batches import TrialPass
 
 ROWS = 4
 

@@ -14,7 +14,7 @@ from transformers.loss import loss_utils
 
 import planc
 from planc.runtime.standalone.loss import LossTerms, chunk_loss, chunked_loss
-from planc.trial.thread_ranks import run_ranks
+from planc.simulate.thread_ranks import run_ranks
 
 TERMS = {
     "plain": {},

@@ -12,8 +12,8 @@ from torch import nn
 import planc
 from planc.runtime.executor import alone
 from planc.runtime.standalone.shards import rank_orders, whole_of
-from planc.trial.numerics import for_trial, parameters_by_name
-from planc.trial.trial_part import trial_part
+from planc.simulate.numerics import for_trial, parameters_by_name
+from planc.simulate.trial_part import trial_part
 
 
 def train(model, plan, overrides, fault=""):

@@ -13,10 +13,10 @@ from console import call
 from scale_faults import wrong_amax
 
 from planc.compiler import compile_plan
-from planc.diagnostic import PlanError, Sink
+from planc.diagnostics.diagnostic import PlanError, Sink
 from planc.ops.fsdp import FullyShard
 from planc.ops.matmul import LowPrecision, ScaleWeights
-from planc.trial.trial_part import left_out, trial_part
+from planc.simulate.trial_part import left_out, trial_part
 
 LINEAR = "$blocks.{self_attn,mlp}.*_proj"
 here = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="needs torchao")
@@ -212,7 +212,7 @@ def test_faults_of_the_largest_value(fault, compiled, monkeypatch):
     from torchao.float8 import float8_utils
 
     from planc.proof.small_case import small_case
-    from planc.trial.simulate import simulate
+    from planc.simulate.simulate import simulate
 
     made, _ = compiled(f"{LINEAR} : fp8", "tp=2")
     sizes = {"dp_replicate": 1, "dp_shard": 2, "tp": 2}

@@ -9,7 +9,7 @@ from helpers import codes, compiled_of, simulated, slow
 
 import planc
 from planc.compiler import compile_plan
-from planc.diagnostic import PlanError, Sink
+from planc.diagnostics.diagnostic import PlanError, Sink
 from planc.ops.optimizer import Optimize
 from planc.runtime.gradients import required_rate
 from planc.runtime.standalone import kept_states

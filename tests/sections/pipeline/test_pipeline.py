@@ -17,21 +17,21 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import planc
 from planc.compiler import compile_plan
-from planc.diagnostic import PlanError, Sink
+from planc.diagnostics.diagnostic import PlanError, Sink
+from planc.files.resources import PLANS
+from planc.ir.stand_in import Unrepresented
 from planc.model.load import load
-from planc.model.small.block_order import block_order
 from planc.ops.pipeline import SCHEDULES
-from planc.plan.stand_in import Unrepresented
 from planc.proof import layout_flow
-from planc.resources import PLANS
+from planc.proxy.block_order import block_order
 from planc.runtime import training_step
 from planc.runtime.standalone import pipeline_schedule as schedule
 from planc.runtime.standalone import pipeline_step
 from planc.runtime.standalone.pipeline import PIPELINE, Stages
 from planc.runtime.standalone.pipeline_step import MicrobatchError, microbatches
 from planc.runtime.standalone.pipeline_values import SentValues
-from planc.trial import simulate
-from planc.trial.thread_ranks import run_ranks
+from planc.simulate import simulate
+from planc.simulate.thread_ranks import run_ranks
 
 LLAMA, TWO = ("llama-3.1-8b", "llama"), ["pp=2"]
 
@@ -496,8 +496,8 @@ def test_a_table_with_three_holders(tmp_path):
 
 
 def test_a_model_whose_order_nothing_shows_is_not_cut(tmp_path, monkeypatch):
-    from planc.model.small.block_order import BlockOrder
-    from planc.plan.sections import pipeline as section
+    from planc.elaborate.sections import pipeline as section
+    from planc.proxy.block_order import BlockOrder
 
     unknown = BlockOrder(problem="the small model does not run")
     monkeypatch.setattr(section, "block_order", lambda *_: unknown)
@@ -506,7 +506,7 @@ def test_a_model_whose_order_nothing_shows_is_not_cut(tmp_path, monkeypatch):
 
 def test_norms_of_later_steps_are_as_near_as_the_weights():
     """AdamW enlarges rounding: a first norm that is off by as much is wrong."""
-    from planc.trial.prove import _norm
+    from planc.simulate.prove import _norm
 
     assert _norm([1e-7, 5e-4]) == 1e-7
     assert _norm([5e-4, 1e-7]) == 5e-4

@@ -18,7 +18,7 @@ from planc.ops.document import digest
 from planc.ops.uneven_groups import uneven_groups
 from planc.runtime.executor import apply_lowered
 from planc.runtime.standalone.shards import plain_name
-from planc.trial.thread_ranks import run_ranks
+from planc.simulate.thread_ranks import run_ranks
 
 pytestmark = pytest.mark.usefixtures("script_alone")
 STANDALONE = Path(planc.__file__).parent / "runtime" / "standalone"

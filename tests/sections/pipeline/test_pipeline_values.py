@@ -11,7 +11,8 @@ from helpers import codes, compiled_of, slow
 from transformers import AutoConfig
 
 from planc.compiler import compile
-from planc.diagnostic import Sink
+from planc.diagnostics.diagnostic import Sink
+from planc.diagnostics.source import Source
 from planc.model.load import load_values
 from planc.ops.pipeline import Pipeline
 from planc.proof.layout_flow import flow
@@ -19,10 +20,9 @@ from planc.runtime.standalone import clipping, pipeline_step
 from planc.runtime.standalone.pipeline import Stages
 from planc.runtime.standalone.pipeline_messages import Message
 from planc.runtime.standalone.pipeline_values import SentValues, argument
-from planc.source import Source
+from planc.simulate import simulate
 from planc.syntax import plan_files
 from planc.syntax.parse import parse
-from planc.trial import simulate
 
 PLAN = """plan t for {family}
 

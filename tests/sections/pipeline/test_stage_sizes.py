@@ -7,8 +7,8 @@ from helpers import compiled_of
 from hypothesis import given
 from hypothesis import strategies as st
 
+from planc.elaborate.sections.stage_sizes import balanced
 from planc.ops.pipeline import Pipeline
-from planc.plan.sections.stage_sizes import balanced
 
 
 def works(sizes, blocks, first, last):

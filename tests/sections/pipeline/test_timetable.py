@@ -4,10 +4,10 @@ import pytest
 from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
 from planc.compiler import compile_plan
-from planc.diagnostic import Sink
+from planc.diagnostics.diagnostic import Sink
+from planc.elaborate.sections import timetable as reader
 from planc.lowering.timetable import orders, timetable
 from planc.ops.document import dumps, loads
-from planc.plan.sections import timetable as reader
 from planc.proof.layout_flow import flow
 
 TEXT = """plan t for llama

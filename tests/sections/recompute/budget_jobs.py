@@ -12,9 +12,9 @@ from torch import distributed
 
 import planc
 from planc.budget import choose
-from planc.measure.storages import Storages
 from planc.ops.activation_checkpoint import Checkpoint
 from planc.runtime.standalone import activation_checkpoint
+from planc.tools.measure.storages import Storages
 
 
 def _plan(folder, family, rule):

@@ -17,11 +17,11 @@ from planc.budget import table as rates
 from planc.budget.choose import Alike, Share
 from planc.budget.table import CallTable, CountedCall
 from planc.compiler import compile_plan
-from planc.diagnostic import Sink
-from planc.estimate import profiles
+from planc.diagnostics.diagnostic import Sink
+from planc.ir.nodes import Budget
 from planc.ops.activation_checkpoint import GROUPS, Checkpoint, Save
-from planc.plan.ir import Budget
 from planc.runtime.standalone import activation_checkpoint as checkpointing
+from planc.tools.estimate import profiles
 
 STATE = 5056
 """Bytes of the random state that a checkpoint keeps on the CPU."""

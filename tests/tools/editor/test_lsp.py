@@ -13,15 +13,15 @@ from console import call
 from lsprotocol import types as lsp
 from pygls.lsp.client import LanguageClient
 
-from planc.codes import CODES
-from planc.diagnostic import Sink
-from planc.editor.cursor import cursor
-from planc.editor.hover import meanings
+from planc.diagnostics.codes import CODES
+from planc.diagnostics.diagnostic import Sink
+from planc.diagnostics.source import Source
+from planc.elaborate.elaborate import SECTIONS
+from planc.files.resources import GRAMMARS, PLANS
 from planc.ops.pipeline import SCHEDULES
-from planc.plan.elaborate import SECTIONS
-from planc.resources import GRAMMARS, PLANS
-from planc.source import Source
 from planc.syntax.formatter.layout import formatted
+from planc.tools.editor.cursor import cursor
+from planc.tools.editor.hover import meanings
 
 TEXT = """\
 # planc: llama-3.1-8b --world-size 64 --set tp=8
@@ -495,7 +495,7 @@ def test_without_pygls_the_extra_is_named(tmp_path):
 
 
 def test_a_server_imports_no_torch():
-    code = "import sys, planc.editor.server; print([m for m in ('torch',) if m in sys.modules])"
+    code = "import sys, planc.tools.editor.server; print([m for m in sys.modules if m == 'torch'])"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=os.environ
     )

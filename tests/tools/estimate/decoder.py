@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from planc.estimate.profiles import Stack
-from planc.estimate.workload import (
+from planc.lowering.step import GATHER, REDUCE, SCATTER
+from planc.tools.estimate.profiles import Stack
+from planc.tools.estimate.workload import (
     Attention,
     Collective,
     ElementSizes,
@@ -20,7 +21,6 @@ from planc.estimate.workload import (
     Sharding,
     Workload,
 )
-from planc.lowering.step import GATHER, REDUCE, SCATTER
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,8 +14,8 @@ import measured_steps
 import published_runs
 from measured_tables import DATA, hardware, playbook, stack, vtrain
 
-from planc.estimate.step_time import step_time
-from planc.tuning.measurements import CONSTANTS, Timed, calibrated
+from planc.tools.estimate.step_time import step_time
+from planc.tools.suggest.measurements import CONSTANTS, Timed, calibrated
 
 
 def quantile(values, share):

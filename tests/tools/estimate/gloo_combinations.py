@@ -9,12 +9,12 @@ from pathlib import Path
 from measured_tables import runner
 
 from planc.compiler import compile_plan
-from planc.diagnostic import Sink
-from planc.estimate.answer import Request, answer
-from planc.estimate.from_plan import Batch
-from planc.measure.count import count
+from planc.diagnostics.diagnostic import Sink
 from planc.ops.base import AxisRole
-from planc.rank_job import RankStep
+from planc.simulate.rank_job import RankStep
+from planc.tools.estimate.answer import Request, answer
+from planc.tools.estimate.from_plan import Batch
+from planc.tools.measure.count import count
 
 RANKS = 4
 DECODER = {

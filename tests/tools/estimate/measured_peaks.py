@@ -21,12 +21,12 @@ from statistics import median
 from measured_tables import DATA, runner
 
 from planc.compiler import compile_plan
-from planc.diagnostic import Sink
-from planc.estimate.answer import Request, answer
-from planc.estimate.from_plan import Batch
-from planc.measure.count import count
+from planc.diagnostics.diagnostic import Sink
 from planc.ops.base import AxisRole
-from planc.rank_job import RankStep
+from planc.simulate.rank_job import RankStep
+from planc.tools.estimate.answer import Request, answer
+from planc.tools.estimate.from_plan import Batch
+from planc.tools.measure.count import count
 
 RANKS, ROWS, TOKENS = 4, 16, 128
 PEAKS = DATA / "cpu_peaks.json"
@@ -195,8 +195,8 @@ def measure(name):
     from transformers import AutoConfig, AutoModelForCausalLM
 
     import planc
-    from planc.trial.random_numbers import RankRandom
-    from planc.trial.thread_ranks import run_ranks
+    from planc.simulate.random_numbers import RankRandom
+    from planc.simulate.thread_ranks import run_ranks
 
     places = {}
     with tempfile.TemporaryDirectory() as folder:

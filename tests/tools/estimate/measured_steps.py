@@ -12,16 +12,16 @@ from statistics import median
 from measured_tables import DATA, accelerator, hardware, runner, stack
 
 from planc.compiler import compile_plan
-from planc.diagnostic import Sink
-from planc.estimate.answer import Request, answer
-from planc.estimate.from_plan import Batch, PlanWork
-from planc.estimate.kept_tensors import count
-from planc.estimate.kernels import matmul
-from planc.estimate.memory import GIB
-from planc.estimate.step import estimate
-from planc.estimate.workload import Matmul
-from planc.measure.count import count as run_ranks
-from planc.rank_job import RankStep
+from planc.diagnostics.diagnostic import Sink
+from planc.simulate.rank_job import RankStep
+from planc.tools.estimate.answer import Request, answer
+from planc.tools.estimate.from_plan import Batch, PlanWork
+from planc.tools.estimate.kept_tensors import count
+from planc.tools.estimate.kernels import matmul
+from planc.tools.estimate.memory import GIB
+from planc.tools.estimate.step import estimate
+from planc.tools.estimate.workload import Matmul
+from planc.tools.measure.count import count as run_ranks
 
 _LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_attention_heads": 32}
 _QWEN_MOE = {

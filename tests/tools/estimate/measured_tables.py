@@ -9,10 +9,10 @@ from pathlib import Path
 
 from decoder import Decoder, Run, workload
 
-from planc.diagnostic import Sink
-from planc.estimate import profiles
-from planc.estimate.workload import ElementSizes, Sharding
-from planc.rank_job import RankRunner
+from planc.diagnostics.diagnostic import Sink
+from planc.simulate.rank_job import RankRunner
+from planc.tools.estimate import profiles
+from planc.tools.estimate.workload import ElementSizes, Sharding
 
 DATA = Path(__file__).parent / "data"
 PLAYBOOK_MODELS = {

@@ -6,9 +6,9 @@ import measured_steps
 from decoder import KERNELS, Decoder, Run, workload
 from measured_tables import hardware, stack
 
-from planc.estimate.memory import GIB
-from planc.estimate.step import estimate
-from planc.estimate.workload import ElementSizes, Recompute, Sharding
+from planc.tools.estimate.memory import GIB
+from planc.tools.estimate.step import estimate
+from planc.tools.estimate.workload import ElementSizes, Recompute, Sharding
 
 LLAMA = {
     "8B": Decoder(

@@ -10,15 +10,15 @@ import pytest
 from measured_tables import hardware, stack
 
 from planc.compiler import compile_plan
-from planc.diagnostic import Sink
-from planc.estimate.answer import Request, answer
-from planc.estimate.from_plan import Batch
-from planc.estimate.step import estimate
-from planc.estimate.timeline import bytes_sent
+from planc.diagnostics.diagnostic import Sink
 from planc.lowering.sends import by_pass
 from planc.lowering.step import EXCHANGE, SEND, During, Step
 from planc.lowering.timetable import in_flight, orders, timetable
 from planc.ops.pipeline import stages_of_rank
+from planc.tools.estimate.answer import Request, answer
+from planc.tools.estimate.from_plan import Batch
+from planc.tools.estimate.step import estimate
+from planc.tools.estimate.timeline import bytes_sent
 
 OF_TORCH = ("zero_bubble", "zbv", "dualpipe_v")
 CONTEXT = """plan parts for llama

@@ -15,14 +15,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import planc
 from planc.compiler import compile_plan
-from planc.diagnostic import Sink
-from planc.estimate.answer import Request, answer
-from planc.estimate.from_plan import Batch
-from planc.measure import count as module
-from planc.measure import one_rank
-from planc.measure.count import NotCountedError, count, shallower
+from planc.diagnostics.diagnostic import Sink
 from planc.model.load import load_values
-from planc.rank_job import RankRunner, RankStep
+from planc.simulate.rank_job import RankRunner, RankStep
+from planc.tools.estimate.answer import Request, answer
+from planc.tools.estimate.from_plan import Batch
+from planc.tools.measure import count as module
+from planc.tools.measure import one_rank
+from planc.tools.measure.count import NotCountedError, count, shallower
 
 PEAKS = json.loads(gloo_peaks.PEAKS.read_text())
 KERNELS = 0.003

@@ -13,20 +13,20 @@ from estimating import errors, quantile, slow, spearman
 from measured_tables import accelerator, hardware, playbook, playbook_model, stack, vtrain
 
 from planc.compiler import compile_plan
-from planc.diagnostic import Sink
-from planc.estimate import kernels, profiles
-from planc.estimate.answer import Request, answer_for, document, text
-from planc.estimate.counted import MicroBatch
-from planc.estimate.from_plan import Batch, PlanWork
-from planc.estimate.kept_tensors import count
-from planc.estimate.memory import GIB
-from planc.estimate.step import estimate
-from planc.estimate.step_time import step_time
-from planc.estimate.workload import Collective, Group, Recompute, Sharding
+from planc.diagnostics.diagnostic import Sink
 from planc.lowering.step import GATHER, REDUCE, SCATTER
 from planc.lowering.timetable import SCHEDULES, in_flight, order, timetable
 from planc.model.load import load
-from planc.tuning.measurements import Timed, calibrated
+from planc.tools.estimate import kernels, profiles
+from planc.tools.estimate.answer import Request, answer_for, document, text
+from planc.tools.estimate.counted import MicroBatch
+from planc.tools.estimate.from_plan import Batch, PlanWork
+from planc.tools.estimate.kept_tensors import count
+from planc.tools.estimate.memory import GIB
+from planc.tools.estimate.step import estimate
+from planc.tools.estimate.step_time import step_time
+from planc.tools.estimate.workload import Collective, Group, Recompute, Sharding
+from planc.tools.suggest.measurements import Timed, calibrated
 
 CHOICES = measured_steps.choices()
 SMALL = Decoder(layers=8, hidden=1024, heads=8, ffn=4096, vocabulary=32000)

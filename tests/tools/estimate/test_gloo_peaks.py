@@ -8,8 +8,8 @@ import gloo_peaks
 import pytest
 from gloo_combinations import COMBINATIONS
 
-from planc.diagnostic import Sink
-from planc.estimate.answer import answer
+from planc.diagnostics.diagnostic import Sink
+from planc.tools.estimate.answer import answer
 
 PEAKS = json.loads(gloo_peaks.PEAKS.read_text())
 SAMPLE = [*PEAKS][::8]

@@ -3,9 +3,9 @@
 import pytest
 
 import planc
-from planc.estimate import kernels
-from planc.estimate.profiles import hardware
-from planc.estimate.workload import Matmul
+from planc.tools.estimate import kernels
+from planc.tools.estimate.profiles import hardware
+from planc.tools.estimate.workload import Matmul
 
 LINEAR = "$blocks.{self_attn,mlp}.*_proj"
 H100 = hardware("h100-8x", None)

@@ -3,8 +3,8 @@
 import pytest
 
 from planc.cli import main
-from planc.diagnostic import Sink
-from planc.estimate.profiles import hardware
+from planc.diagnostics.diagnostic import Sink
+from planc.tools.estimate.profiles import hardware
 
 
 def test_a_measured_cpu(tmp_path, capsys):

@@ -16,11 +16,11 @@ from helpers import slow
 
 import planc
 from planc.compiler import compile_plan
-from planc.diagnostic import Sink
-from planc.measure.allocations import Allocations, Clock, cuda_changes
-from planc.measure.count import NotCountedError, count, shallower
+from planc.diagnostics.diagnostic import Sink
 from planc.model.load import load_values
-from planc.rank_job import RankRunner, RankStep
+from planc.simulate.rank_job import RankRunner, RankStep
+from planc.tools.measure.allocations import Allocations, Clock, cuda_changes
+from planc.tools.measure.count import NotCountedError, count, shallower
 
 PEAKS = json.loads(gloo_peaks.PEAKS.read_text())
 LLAMA = {**DECODER, "model_type": "llama", "architectures": ["LlamaForCausalLM"]}

@@ -9,14 +9,14 @@ from helpers import slow
 
 import planc
 from planc.compiler import compile_plan
-from planc.diagnostic import Sink
-from planc.estimate.answer import Request, answer
-from planc.estimate.from_plan import Batch
+from planc.diagnostics.diagnostic import Sink
 from planc.lowering import optimizer_sends
 from planc.lowering.sends import sends
 from planc.lowering.step import Step
 from planc.ops import optimizer as ops
 from planc.runtime.standalone import optimizer as standalone
+from planc.tools.estimate.answer import Request, answer
+from planc.tools.estimate.from_plan import Batch
 
 MUON = "root : sgd(momentum = 0.9)\n model.layers.*.{self_attn,mlp}.*_proj : muon"
 GIB = 2**30

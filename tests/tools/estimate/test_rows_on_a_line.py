@@ -5,11 +5,11 @@ from functools import partial
 import pytest
 from helpers import slow
 
-from planc.diagnostic import Sink
-from planc.estimate.counted import Counted, MicroBatch, Part, Saved, by_rows
-from planc.estimate.kept_tensors import count
+from planc.diagnostics.diagnostic import Sink
+from planc.files.resources import PLANS
 from planc.model.load import load
-from planc.resources import PLANS
+from planc.tools.estimate.counted import Counted, MicroBatch, Part, Saved, by_rows
+from planc.tools.estimate.kept_tensors import count
 
 MODELS = sorted(path.stem for path in (PLANS / "models").glob("*.json"))
 SOME = ("kimi-linear-48b-a3b", "gemma-4-e4b", "zamba2-2.7b", "mpt-7b", "llama-3.2-1b-classes")

@@ -6,11 +6,11 @@ from math import prod
 import pytest
 
 from planc.compiler import compile_plan
-from planc.diagnostic import Sink
-from planc.estimate import kept_tensors
-from planc.estimate.answer import Request, answer
-from planc.estimate.from_plan import Batch
+from planc.diagnostics.diagnostic import Sink
 from planc.ops.base import AxisRole
+from planc.tools.estimate import kept_tensors
+from planc.tools.estimate.answer import Request, answer
+from planc.tools.estimate.from_plan import Batch
 
 CASES = {
     "a head": ("llama-3.1-8b", "llama", ["microbatches=8"], 1, 8192),

@@ -1,4 +1,4 @@
-"""A rank alone, with a fault in its program: `planc.measure.one_rank` as `Faulty` runs it.
+"""A rank alone, with a fault in its program: `planc.tools.measure.one_rank` as `Faulty` runs it.
 
 The name of a fault stands before the digest of a job, which nothing else reads.
 """
@@ -8,7 +8,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from unittest import mock
 
-from planc.rank_job import RankRunner
+from planc.simulate.rank_job import RankRunner
 
 
 class Faulty(RankRunner):
@@ -206,7 +206,7 @@ one_clips = no_clip
 
 
 def main():
-    from planc.measure import one_rank
+    from planc.tools.measure import one_rank
 
     class Rank(one_rank._Rank):
         def __init__(self, job):

@@ -23,11 +23,11 @@ from hanging import SIZES
 
 from planc import api
 from planc.compiler import compile_plan
-from planc.diagnostic import Sink
+from planc.diagnostics.diagnostic import Sink
 from planc.model.load import load_values
-from planc.order import dumps, hang
-from planc.order.findings import known_order
 from planc.runtime.safeguards import watchdog
+from planc.tools.order import dumps, hang
+from planc.tools.order.findings import known_order
 
 FILES = Path(__file__).parent / "hangs"
 CONFIG = {

@@ -8,13 +8,13 @@ from helpers import slow
 from order_faults import Faulty
 
 from planc.compiler import compile_plan
-from planc.diagnostic import Sink
+from planc.diagnostics.diagnostic import Sink
 from planc.lowering.rank_calls import WAIT, Groups, RankCall
-from planc.order.findings import report
-from planc.order.match import Different, Network, Stuck, apart, fits
-from planc.order.record import Order, small_meshes, small_orders
-from planc.order.show import Repeated, rows
-from planc.rank_job import RankRunner
+from planc.simulate.rank_job import RankRunner
+from planc.tools.order.findings import report
+from planc.tools.order.match import Different, Network, Stuck, apart, fits
+from planc.tools.order.record import Order, small_meshes, small_orders
+from planc.tools.order.show import Repeated, rows
 
 TENSOR = ("llama-3.1-8b", 4, "tp=2")
 STAGES = ("llama-3.1-8b", 4, "pp=4", "microbatches=4")

@@ -12,16 +12,16 @@ from folders import ROOT
 
 import planc
 from planc.compiler import compile_plan
-from planc.diagnostic import Sink
-from planc.importing.family import family_of, named_by
-from planc.importing.importer import imported
-from planc.importing.peer import NAMES, REASONS, peers
-from planc.importing.reading import leaves, text_of
-from planc.importing.settings import Unknown, value_of
+from planc.diagnostics.diagnostic import Sink
+from planc.diagnostics.source import Source
 from planc.ops.expert_capacity import LimitExperts
-from planc.source import Source
 from planc.syntax.formatter.layout import laid_out
 from planc.syntax.parse import parse
+from planc.tools.importers.family import family_of, named_by
+from planc.tools.importers.importer import imported
+from planc.tools.importers.peer import NAMES, REASONS, peers
+from planc.tools.importers.reading import leaves, text_of
+from planc.tools.importers.settings import Unknown, value_of
 
 FOLDER = Path(__file__).parent / "files"
 KEYS = [line.split(" ", 1) for line in (FOLDER / "keys.txt").read_text().splitlines()]
@@ -84,7 +84,7 @@ def test_real_keys_have_a_meaning(library):
 @pytest.mark.parametrize("library", NAMES)
 def test_words_of_the_tables(library):
     """A word is a reason, or a setting that reads a value and that the writer has."""
-    text = (ROOT / "planc" / "importing" / "writing.py").read_text()
+    text = (ROOT / "planc" / "tools" / "importers" / "writing.py").read_text()
     for word in {*peers()[library].keys, *peers()[library].absent} - REASONS.keys():
         assert f'"{word}"' in text, word
         try:

@@ -18,20 +18,20 @@ from transformers import BltConfig, Inkling2TextConfig
 import planc
 from planc.cli import main
 from planc.compiler import compile_plan
-from planc.diagnostic import Sink
-from planc.draft.from_transformers import tp_plan
-from planc.draft.init import draft
-from planc.draft.plan_text import braced
-from planc.draft.roles import roles
+from planc.diagnostics.diagnostic import Sink
+from planc.diagnostics.source import Source
+from planc.elaborate.sections.tensor_styles import split_of_transformers
 from planc.model.load import load, load_values
-from planc.model.small.record_flow import record
 from planc.ops.styles import style_text
 from planc.ops.tensor_parallel import Parallelize
-from planc.plan.sections.tensor_styles import split_of_transformers
 from planc.proof.layout_flow import flow
 from planc.proof.small_case import small_model
-from planc.source import Source
+from planc.proxy.record_flow import record
 from planc.syntax.formatter.layout import formatted
+from planc.tools.init.from_transformers import tp_plan
+from planc.tools.init.init import draft
+from planc.tools.init.plan_text import braced
+from planc.tools.init.roles import roles
 
 NANO = textwrap.dedent(
     """

@@ -13,11 +13,7 @@ from transformers import SwinConfig
 
 from planc.cli import main
 from planc.compiler import compile_plan
-from planc.diagnostic import Sink
-from planc.draft.init import draft
-from planc.draft.part_sizes import PartSizes
-from planc.draft.plan_text import parsed_text
-from planc.draft.roles import Linear
+from planc.diagnostics.diagnostic import Sink
 from planc.lowering import rng
 from planc.model.facts import Facts, Module
 from planc.model.load import load
@@ -25,6 +21,10 @@ from planc.ops.rng import SyncRng
 from planc.ops.styles import Colwise
 from planc.ops.tensor_parallel import Parallelize
 from planc.proof.layout_flow import flow
+from planc.tools.init.init import draft
+from planc.tools.init.part_sizes import PartSizes
+from planc.tools.init.plan_text import parsed_text
+from planc.tools.init.roles import Linear
 
 SPLIT = {
     "fused_keys_values": [

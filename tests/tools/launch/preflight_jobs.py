@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from torch import distributed
 
 from planc import cli
-from planc.cluster import facts as of_rank
+from planc.tools.launch import facts as of_rank
 
 WORLD, VICTIM = 8, 5
 PLAN = ["model", "qwen3", "--world-size", "8", "--set", "tp=2", "--set", "dp_replicate=2"]
@@ -221,7 +221,7 @@ if __name__ == "__main__":
         cli.main(["lower", *PLAN])  # so that no child builds the model
     from transformers import Qwen3ForCausalLM  # noqa: F401 (once, not in each child)
 
-    from planc.trial import worker  # noqa: F401
+    from planc.simulate import worker  # noqa: F401
 
     format, *faults = sys.argv[1:]
     found = {fault: run(fault, format) for fault in faults or FAULTS}

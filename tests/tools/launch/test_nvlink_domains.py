@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from planc.cluster.facts import RankFacts, nvlink_domain
-from planc.cluster.judge import Needed, judged
 from planc.compiler import compile_plan
-from planc.diagnostic import Sink
+from planc.diagnostics.diagnostic import Sink
+from planc.tools.launch.facts import RankFacts, nvlink_domain
+from planc.tools.launch.judge import Needed, judged
 
 TOLD = """
     Fabric

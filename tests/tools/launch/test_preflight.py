@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from planc.cluster.peers import joined
+from planc.tools.launch.peers import joined
 
 pytestmark = pytest.mark.slow
 

@@ -18,18 +18,18 @@ from torch import nn
 
 import planc
 from planc.compiler import compile_plan
-from planc.diagnostic import Sink
-from planc.estimate import timeline
-from planc.estimate.answer import Request, answer
-from planc.estimate.from_plan import Batch
+from planc.diagnostics.diagnostic import Sink
 from planc.lowering.step import Step
 from planc.model.facts import Child, Facts, Module, Parameter
 from planc.runtime.run import Run
-from planc.show import changes, charts, html, mesh
-from planc.show.module_tree import tree
-from planc.show.page import Known, render
-from planc.show.picture import picture
 from planc.syntax.plan_files import shipped
+from planc.tools.estimate import timeline
+from planc.tools.estimate.answer import Request, answer
+from planc.tools.estimate.from_plan import Batch
+from planc.tools.show import changes, charts, html, mesh
+from planc.tools.show.module_tree import tree
+from planc.tools.show.page import Known, render
+from planc.tools.show.picture import picture
 
 LLAMA = ("llama-3.1-8b", "llama", "--world-size", "64", "--set", "tp=8")
 STEP = ("--batch", "64", "--seq", "8192", "--micro-batches", "8")
@@ -372,7 +372,7 @@ def test_large_meshes_stay_small():
 
 
 def test_ranks_of_a_node_come_from_the_hardware(tmp_path):
-    from planc.estimate.profiles import FOLDER
+    from planc.tools.estimate.profiles import FOLDER
 
     profile = tmp_path / "four.toml"
     text = (FOLDER / "h100-8x.toml").read_text()

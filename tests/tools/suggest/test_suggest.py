@@ -10,18 +10,18 @@ from helpers import slow
 
 from planc import compiler
 from planc.checks.queries import divisors
-from planc.diagnostic import Sink
-from planc.estimate.answer import Request, answer
-from planc.estimate.from_plan import Batch
+from planc.diagnostics.diagnostic import Sink
+from planc.diagnostics.source import Source
 from planc.model.load import load
-from planc.source import Source
 from planc.syntax.formatter.files import formatted_files
 from planc.syntax.parse import parse
-from planc.tuning import search as searching
-from planc.tuning import suggest as suggesting
-from planc.tuning.candidates import UNSPLIT, Candidates
-from planc.tuning.choice import FASTEST, LEANEST
-from planc.tuning.suggest import Asked, suggest
+from planc.tools.estimate.answer import Request, answer
+from planc.tools.estimate.from_plan import Batch
+from planc.tools.suggest import search as searching
+from planc.tools.suggest import suggest as suggesting
+from planc.tools.suggest.candidates import UNSPLIT, Candidates
+from planc.tools.suggest.choice import FASTEST, LEANEST
+from planc.tools.suggest.suggest import Asked, suggest
 
 GIB = 2**30
 

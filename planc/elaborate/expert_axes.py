@@ -1,0 +1,90 @@
+"""The ranks that divide experts: a mesh of their own, made of axes of the plan's mesh."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from math import prod
+
+from planc.diagnostics.diagnostic import Label, one_of
+from planc.elaborate.program import Program
+from planc.ir.mesh_axes import EXPERT_AXES, EXPERT_REST, EXPERTS
+from planc.ir.nodes import Mesh
+from planc.ops.base import AxisRole
+from planc.ops.lowered import ExpertMesh, MeshAxis
+
+_LISTED = 12  # legal sizes that a message lists
+
+
+def expert_mesh(
+    mesh: Mesh, ranks: MeshAxis | None, inside: MeshAxis | None, program: Program
+) -> Mesh:
+    """The mesh with the ranks that divide experts, innermost ranks first.
+
+    `dp_shard * cp * tp = ep_shard * ep`, as in torchtitan, and `dp_shard * cp = ep_shard * ep`
+    where the ranks of `tp` split each expert (torchtitan's expert_tensor_parallel_degree, which is
+    1 or the tensor degree there too). So that ranks of one tensor axis stay together, `ep` is the
+    size of whole inner axes times a divisor of the next one.
+
+    Args:
+        mesh: of the axes, without them.
+        ranks: that divide the experts; None for one.
+        inside: ranks that split the inside of each expert; None for one.
+    """
+    *_, tensor = EXPERT_AXES
+    if inside and (ranks is None or inside.size != mesh.size(tensor)):
+        _no_split(mesh, ranks, inside, program)
+        return mesh
+    if ranks is None:
+        return mesh
+    split = (tensor,) if inside else ()
+    axes = [a for a in mesh.axes if a.name in EXPERT_AXES and a.name not in split]
+    total = prod(a.size for a in axes)
+    fits = sorted(set(legal_sizes([a.size for a in axes])))
+    if ranks.size not in fits:
+        _illegal(mesh, ranks, axes, fits, program)
+        return mesh
+    rest = MeshAxis(name=EXPERT_REST, size=total // ranks.size, role=AxisRole.DATA)
+    names = tuple(a.name for a in axes)
+    return replace(mesh, experts=ExpertMesh(ranks=ranks, rest=rest, axes=names, inside=split))
+
+
+def _no_split(mesh: Mesh, ranks: MeshAxis | None, inside: MeshAxis, program: Program) -> None:
+    """PL550: no experts are divided, or other ranks than those of the tensor axis split them."""
+    program.broken.add("expert")
+    *_, tensor = EXPERT_AXES
+    if ranks is None:
+        message = f"`{inside.name} = {inside.size:,}`: no experts are divided, as {EXPERTS} is 1"
+        hint = f"set `{inside.name} = 1`; styles split experts that all ranks have"
+    else:
+        message = f"`{inside.name} = {inside.size:,}`: these ranks cannot split each expert"
+        hint = f"{inside.name} can be 1 or the size of {tensor}, {mesh.size(tensor):,}"
+    program.sink.error("PL550", message, inside.origin, help=hint)
+
+
+def legal_sizes(sizes: Sequence[int]) -> Iterator[int]:
+    """The numbers of ranks that may divide experts, along axes of these sizes, outermost first."""
+    inner = 1
+    for size in reversed(sizes):
+        for some in range(1, int(size**0.5) + 1):
+            if size % some == 0:
+                yield inner * some
+                yield inner * (size // some)
+        inner *= size
+
+
+def _illegal(
+    mesh: Mesh, ranks: MeshAxis, axes: Sequence[MeshAxis], fits: list[int], program: Program
+) -> None:
+    program.broken.add("expert")  # no rank divides them, so nothing follows from how they are held
+    made = " * ".join(f"{a.name} {a.size}" for a in axes) or "no axis"
+    shown = one_of([f"{n:,}" for n in fits[:_LISTED]]) + (" or more" * (len(fits) > _LISTED))
+    facts = [f"{EXPERTS} is made of {made} = {prod(a.size for a in axes):,} ranks"]
+    if mesh.assumed:
+        facts.append("no world size is given, so `auto` counts as 1")
+    program.sink.error(
+        "PL550",
+        f"`{EXPERTS} = {ranks.size:,}`: these ranks cannot divide the experts",
+        ranks.origin,
+        *(Label(span=a.origin, text=f"{a.name} is {a.size}") for a in axes if a.size > 1),
+        facts=facts,
+        help=f"{EXPERTS} can be {shown} here: whole inner axes, and a part of the next one",
+    )

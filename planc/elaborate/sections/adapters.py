@@ -1,0 +1,160 @@
+"""The adapters section -> LoRA on sets of modules; all other parameters are frozen."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from planc.diagnostics.source import Span
+from planc.elaborate.call_arguments import Arguments, word, wrong_value
+from planc.elaborate.evaluate import number, size
+from planc.elaborate.program import Program
+from planc.elaborate.rule_conflicts import Settings
+from planc.elaborate.scope import FAILED, Failed, Scope, Value
+from planc.elaborate.sections.fsdp_policies import DTYPES
+from planc.elaborate.sections.tensor import claimed
+from planc.ir.nodes import AdapterRule, Adapters
+from planc.ops.lora import INITS, Adapt
+from planc.ops.quantization import BLOCKS, KINDS, Quantize
+from planc.syntax import ast
+
+_ARGUMENTS = ("rank", "alpha", "dropout", "dtype", "init", "rslora", "dora", "parameters")
+_QUANT = ("quant", "storage", "compute", "double", "block")
+_DTYPES = {word: name for word, name in DTYPES.items() if name != "float64"}
+
+
+def lora(call: ast.Call, origin: Span, scope: Scope) -> AdapterRule | None:
+    """`lora(...)` or `qlora(...)` on the whole model, or None after PL012 or PL181."""
+    four = call.name == "qlora"
+    arguments = Arguments(call, scope, (*_ARGUMENTS, *_QUANT) if four else _ARGUMENTS)
+    places = {a.name: a.value.origin for a in call.arguments}
+    sizes = ("rank", "alpha", "dropout")
+    rank, alpha, dropout = (arguments.read(n, None, "a number", number, size) for n in sizes)
+    dtype = arguments.word("dtype", _DTYPES, None)
+    init = arguments.word("init", {name: name for name in INITS}, "default")
+    rslora, parameters = arguments.truth("rslora", False), _parameters(arguments)
+    quant = _quantize(arguments, origin) if four else None
+    dora = arguments.truth("dora", False)
+    if not arguments.done():
+        return None
+    if dora and four:
+        message = "DoRA of 4-bit weights is not supported yet: its norms are of their values"
+        hint = "write `lora(..., dora = true)`, or remove `dora`"
+        scope.sink.error("PL010", message, places["dora"], help=hint)
+        return None
+    if rank is None:
+        example = f"write `{call.name}(rank = 16, alpha = 32)`"
+        arguments.wrong(call, f"`{call.name}` needs a rank", example)
+        return None
+    given = {"rank": rank, "alpha": alpha, "dropout": dropout}
+    if not _in_range(given, quant, places, scope):
+        return None
+    assert isinstance(rank, int)
+    op = Adapt(
+        members=(),
+        rank=rank,
+        alpha=rank if alpha is None else alpha,
+        dropout=dropout or 0.0,
+        dtype=dtype,
+        init=init,
+        rslora=rslora,
+        dora=dora,
+        parameters=parameters,
+        origin=origin,
+    )
+    return AdapterRule(modules=scope.facts.model, adapt=op, quantize=quant, origin=origin)
+
+
+def _in_range(
+    given: Mapping[str, Any], quant: Quantize | None, places: Mapping[Any, Span], scope: Scope
+) -> bool:
+    """Whether all numbers can be those of an adapter; PL181 for each that can't."""
+    before, (rank, alpha, dropout) = scope.sink.errors, given.values()
+    if not isinstance(rank, int) or rank < 1:
+        _range(scope, f"the rank of an adapter is a positive integer, not {rank}", places["rank"])
+    if alpha is not None and alpha <= 0:
+        _range(scope, f"`alpha` is a positive number, not {alpha}", places["alpha"])
+    if dropout is not None and not 0 <= dropout < 1:
+        text = f"`dropout` is a fraction of the inputs, from 0 to less than 1, not {dropout}"
+        _range(scope, text, places["dropout"])
+    if quant is not None and quant.block not in BLOCKS:
+        text = f"a block is of {BLOCKS[0]} to {BLOCKS[-1]:,} weights, a power of 2"
+        _range(scope, f"{text}, not {quant.block}", places["block"])
+    return scope.sink.errors == before
+
+
+def _parameters(arguments: Arguments) -> tuple[str, ...]:
+    """`gate_up_proj` or `[gate_up_proj, down_proj]`: weights of fused experts; none for all."""
+
+    def read(given: ast.Expr, scope: Scope) -> Value:
+        items = given.items if isinstance(given, ast.List) else (given,)
+        names = tuple(word(item, scope) for item in items)
+        return FAILED if any(isinstance(n, Failed) for n in names) else names
+
+    def valid(value: Value) -> bool:
+        if not isinstance(value, tuple) or not all(isinstance(n, str) for n in value):
+            return False
+        return 0 < len(value) == len(set(value))
+
+    wanted = "a weight of experts, or a list of them"
+    return tuple(arguments.read("parameters", (), wanted, valid, read))
+
+
+def _quantize(arguments: Arguments, origin: Span) -> Quantize:
+    return Quantize(
+        members=(),
+        kind=arguments.word("quant", {name: name for name in KINDS}, "nf4"),
+        storage=arguments.word("storage", _DTYPES, ""),
+        compute=arguments.word("compute", _DTYPES, None),
+        double=arguments.truth("double", False),
+        block=arguments.integer("block", 64),
+        origin=origin,
+    )
+
+
+def _range(scope: Scope, message: str, origin: Span) -> None:
+    scope.sink.error("PL181", message, origin)
+
+
+ACTIONS = ("lora", "qlora", "none")
+_SETTINGS = ("units", "seed")
+_UNITS = {"with_layer": False, "own": True}
+
+
+def adapters(program: Program) -> Adapters | None:
+    """The adapters section of a plan, or None where there is none or it adapts no module."""
+    sections = list(program.named("adapters"))
+    if not sections:
+        return None
+    scope, settings = program.scope, Settings(program.sink)
+
+    def setting(item: ast.Setting) -> bool:
+        if item.name in _SETTINGS:
+            settings.add(item, lambda item: _value(item, scope))
+        return item.name in _SETTINGS
+
+    def read(rule: ast.Rule) -> tuple[AdapterRule | None] | None:
+        if rule.action.name == "none":
+            return (None,) if Arguments(rule.action, scope).done() else None
+        found = lora(rule.action, rule.origin, scope)
+        return None if found is None else (found,)
+
+    claims = claimed(program, "adapters", ACTIONS, "adapter", read, setting=setting)
+    own = settings.lines.get("units")
+    return Adapters(
+        rules=claims.rules(),
+        own=settings.values.get("units") or False,
+        seed=settings.values.get("seed") or 0,
+        units_origin=own.origin if own else None,
+        origin=sections[0].name_origin,
+    )
+
+
+def _value(item: ast.Setting, scope: Scope) -> bool | int | None:
+    """Whether A and B are units (`units = own`), or the seed (`seed = 1`); None after a finding."""
+    value = word(item.value, scope)
+    if item.name == "units" and isinstance(value, str) and value in _UNITS:
+        return _UNITS[value]
+    if item.name == "seed" and type(value) is int and 0 <= value < 2**32:
+        return value
+    wanted = "`with_layer` or `own`" if item.name == "units" else "an integer of 32 bits"
+    wrong_value(item.value, item.name, wanted, value, scope)
+    return None

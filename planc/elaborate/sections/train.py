@@ -1,0 +1,24 @@
+"""The train sections -> which parameters take gradients."""
+
+from planc.elaborate.call_arguments import Arguments
+from planc.elaborate.program import Program
+from planc.elaborate.sections.tensor import claimed
+from planc.ops.freeze import Freeze
+from planc.syntax import ast
+
+_STATES = {"frozen": False, "trainable": True}
+
+
+def train(program: Program) -> tuple[Freeze, ...]:
+    """The frozen and the trainable modules, outer modules before those inside them.
+
+    A rule applies to all submodules without a rule of their own, so two rules conflict only where
+    they name the same module.
+    """
+
+    def read(rule: ast.Rule) -> tuple[Freeze | None] | None:
+        op = Freeze(modules=program.facts.model, trainable=_STATES[rule.action.name])
+        return (op,) if Arguments(rule.action, program.scope).done() else None
+
+    claims = claimed(program, "train", tuple(_STATES), "state", read, aspect="training")
+    return tuple(sorted(claims.rules(), key=lambda t: len(t.modules.path)))

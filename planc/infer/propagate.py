@@ -1,0 +1,566 @@
+"""Layouts from weight splits: an interpretation of a model's data flow.
+
+The calls of the flow are interpreted in order, with the types of `flow_types` and without values.
+Where a module takes parts of the sequence, it is tried in five ways; where tensors do not go
+together, outputs of the modules that gave them are changed, and the module around is interpreted
+again. What is stated is a fixed point, around which the rest follows.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import product
+
+from planc.infer.flow_types import Around, Clash, FoundRule, Held, Layouts, State, Tried
+from planc.infer.gradient_sums import gradient_sums
+from planc.infer.interpret_operations import FlowOperations, Styles
+from planc.model.dataflow import DataFlow, FlowCall, Operation
+from planc.ops import styles as st
+from planc.ops.contract import contract
+from planc.ops.styles import Layout, Redistribution, Replicate, Shard, Style
+
+_MENDS = 8
+_RETRIES = 2000
+"""The most mends in one module, and in one model: the search ends for every model."""
+
+
+def infer(flow: DataFlow, splits: Styles, stated: Styles, *, sequence: bool) -> Layouts:
+    """The layouts that follow from splits, with or without parts of the sequence.
+
+    Args:
+        splits: how weights are split; their layouts are open.
+        stated: styles whose layouts are complete.
+
+    Raises:
+        Clash: there are none.
+    """
+    return _Inference(flow, splits, stated).layouts(sequence)
+
+
+class _Inference(FlowOperations):
+    """One flow and the splits of its weights. `heads` and `whole` grow from one interpretation to
+    the next: linears whose output leaves the model, and modules that no part may enter.
+    """
+
+    def __init__(self, flow: DataFlow, splits: Styles, stated: Styles) -> None:
+        super().__init__(flow, splits, stated)
+        self.heads: frozenset[str] = frozenset()
+        self.whole: frozenset[str] = frozenset()
+        self.tried: dict[Tried, None] = {}
+        self.retries = 0
+
+    # The whole model ------------------------------------------------------------------------------
+
+    def layouts(self, sequence: bool) -> Layouts:
+        root = self.flow.root
+        leaving = (*root.given, *root.nested)
+        for _ in range(6):
+            state = self.attempt(root, State(), Around(sequence=sequence))
+            varying = (t for t in leaving if state.kind(t) is Held.VARYING)
+            heads = {call.name for t in varying for call in self.sources(t, state)}
+            if heads - self.heads:
+                self.heads |= heads
+                continue
+            sums = tuple(gradient_sums(self, state))
+            summed = {found.module for found in sums}
+            cut = {f.module for f in state.rules if _cut(f.style)} & summed
+            uneven = self.uneven(state.rules)
+            if uneven and uneven <= self.whole:
+                raise Clash(f"`{min(uneven)}` is called several times, with several layouts")
+            if uneven or cut - self.whole:
+                self.whole |= uneven or cut
+                continue
+            return self.answer(state, (*state.rules, *sums))
+        raise Clash("what leaves the model is not whole", rules=sorted(self.heads))
+
+    def answer(self, state: State, rules: tuple[FoundRule, ...]) -> Layouts:
+        first = {(f.module, f.style): f for f in reversed(rules)}
+        kept = tuple(dict.fromkeys(first[f.module, f.style] for f in rules))
+        seen = {f.module for f in kept}
+        left = (
+            FoundRule(name, style)
+            for name, some in self.splits.items()
+            for style in (some if name not in seen else ())
+        )
+        sums = [
+            state.kind(event.outputs[0]) is Held.PART
+            for call in self.flow.calls
+            for event in call.body
+            if isinstance(event, Operation) and self.residual(event)
+        ]
+        blocks = (f.module for f in kept if isinstance(f.style, st.Input) and _gathers(f.style))
+        return Layouts(
+            rules=(*kept, *left),
+            parts=sum(sums),
+            sums=len(sums),
+            around=tuple(n for n in blocks if n.rpartition(".")[2].isdecimal()),
+            why=tuple(self.tried),
+            cuts=tuple(dict.fromkeys(self.cut(state))),
+        )
+
+    def cut(self, state: State) -> Iterator[tuple[str, int]]:
+        """The modules with plain `colwise` whose local outputs are cut along the split dim."""
+        for tensor, line in state.cuts:
+            for call in self.sources(tensor, state):
+                some = [s for s in self.styles(call) if isinstance(s, st.Colwise)]
+                if any(s.local and s.parts == 1 for s in some):
+                    yield call.name, line
+
+    def uneven(self, rules: Iterable[FoundRule]) -> frozenset[str]:
+        """Modules that are called several times, with several layouts: a style has one."""
+        times = Counter(call.name for call in self.flow.calls)
+        stated: dict[str, Counter[Style]] = {}
+        for found in rules:
+            stated.setdefault(found.module, Counter())[found.style] += 1
+        some = stated.items()
+        return frozenset(n for n, each in some if any(k != times[n] for k in each.values()))
+
+    # A module, with mends where tensors clash -----------------------------------------------------
+
+    def attempt(self, call: FlowCall, state: State, around: Around, depth: int = 0) -> State:
+        try:
+            result = self.inside(call, state, around)
+            if call is self.flow.root:
+                leaving = (*call.given, *call.nested)
+                parts = [t for t in leaving if result.kind(t) is Held.PART]
+                if parts:
+                    raise Clash("a part of the sequence leaves the model", whole=parts)
+            return result
+        except Clash as clash:
+            last = clash
+            self.tried[Tried(call.name, str(clash), clash.line, clash.rules)] = None
+        if not last.mixed and (depth >= _MENDS or not (around.mends and around.sequence)):
+            raise last
+        for fix in self.fixes(call, last, around.forced):
+            self.retries += 1
+            if self.retries > _RETRIES:
+                break
+            try:
+                forced = {**around.forced, **fix}
+                return self.attempt(call, state, replace(around, forced=forced), depth + 1)
+            except Clash as clash:
+                last = clash
+        raise last
+
+    def fixes(
+        self, call: FlowCall, clash: Clash, forced: Mapping[str, Held]
+    ) -> Iterator[dict[str, Held]]:
+        """Other outputs of the direct children that gave the tensors."""
+        for tensors, kind in (
+            (clash.mixed, Held.GATHERED),
+            (clash.cut, Held.PART),
+            (clash.whole, Held.WHOLE),
+        ):
+            givers = (child.name for t in tensors for child in self.givers(call, t))
+            if found := {name: kind for name in givers if name not in forced}:
+                yield found
+
+    def givers(self, call: FlowCall, tensor: int) -> Iterator[FlowCall]:
+        """The children of `call` that give a tensor, directly or by its own operations."""
+        seen, waiting = set[int](), [tensor]
+        while waiting:
+            tensor = waiting.pop()
+            if tensor in seen:
+                continue
+            seen.add(tensor)
+            for event in call.body:
+                if isinstance(event, FlowCall):
+                    if tensor in event.given:
+                        # a style can't change what is in an object
+                        yield from self.givers(event, tensor) if event.structured else (event,)
+                        break
+                elif tensor in event.outputs and tensor not in event.inputs:
+                    waiting += (t for t in event.inputs if t in self.flow.live)
+
+    def inside(self, call: FlowCall, state: State, around: Around) -> State:
+        """The calls and operations of a module in order."""
+        own = {t for _, t in call.weights if state.kind(t) is Held.WHOLE} if call.leaf else set()
+        waiting: list[Operation] = []
+        for event in call.body:
+            if isinstance(event, Operation):
+                waiting.append(event)
+                continue
+            state = self.visit(event, self.operations(waiting, state, own, around), around)
+            waiting = []
+        return self.operations(waiting, state, own, around)
+
+    # One call of a module -------------------------------------------------------------------------
+
+    def visit(self, call: FlowCall, state: State, around: Around) -> State:
+        if call.name in self.stated:
+            return self.as_stated(call, state, around)
+        for style in self.splits.get(call.name, ()):
+            match style:
+                case st.Colwise():
+                    return self.colwise(call, style, state)
+                case st.Rowwise():
+                    return self.rowwise(call, style, state, around)
+                case st.Experts():
+                    return self.experts(call, style, state, around)
+                case st.Parameters():
+                    split = {name for name, _ in style.layouts}
+                    own = (t for name, t in call.weights if name in split)
+                    state = state.typed(own, Held.VARYING).ruled(FoundRule(call.name, style))
+                case _:
+                    state = state.ruled(FoundRule(call.name, style))
+                    if contract(style).gives:
+                        return state.typed(call.given, Held.VARYING)
+        if state.some(call, Held.PART):
+            return self.ends(call, self.with_parts(call, state, around), around)
+        return self.ends(call, self.without_parts(call, state, around), around)
+
+    def ends(self, call: FlowCall, state: State, around: Around) -> State:
+        """The changes of a module's outputs."""
+        to, flow = around.forced.get(call.name), self.flow
+        tokens = [(place, t) for place, t in call.outputs if flow.token_dim(t) is not None]
+        first = call.outputs[0] if call.outputs else None
+        if to is Held.PART and (some := _of(tokens, state, Held.WHOLE)):
+            changes = {p: Redistribution(Replicate(), self.part(t)) for p, t in some}
+            made = state.typed((t for _, t in tokens), Held.PART)
+            reason = "its output goes where parts of the sequence are"
+            found = self.output(call, changes, reason, local=False)
+            return made.ruled(found, sent=self.wide(t for _, t in some))
+        both = Redistribution(Replicate(), Replicate())
+        if to is Held.GATHERED and first and state.kind(first[1]) is Held.WHOLE:
+            reason = "its output is written into, which a style's local output refuses"
+            found = self.output(call, {first[0]: both}, reason, local=False)
+            return state.typed((first[1],), Held.GATHERED).ruled(found)
+        inner = to is not Held.GATHERED and not around.gathered
+        if inner and first and state.kind(first[1]) is Held.GATHERED:
+            reason = "what is around it takes a plain tensor"
+            found = self.output(call, {first[0]: both}, reason)
+            return state.typed((first[1],), Held.WHOLE).ruled(found)
+        if to is Held.WHOLE and (some := _of(tokens, state, Held.PART)):
+            changes = {p: Redistribution(self.part(t), Replicate()) for p, t in some}
+            made = state.typed((t for _, t in tokens), Held.WHOLE)
+            found = self.output(call, changes, "its output is needed whole")
+            return made.ruled(found, sent=self.wide(t for _, t in some))
+        return state
+
+    def without_parts(self, call: FlowCall, state: State, around: Around) -> State:
+        varying = state.some(call, Held.VARYING)
+        if call.leaf and call.weights and varying:
+            return self.on_varying(call, state, around, varying[0][1], len(varying))
+        if call.weights and state.some(call, Held.GATHERED):
+            raise Clash(f"plain weights of `{call.name}` take a DTensor", call.line)
+        inner = replace(around, mends=around.may_enter)
+        ways = [self.way(lambda: self.attempt(call, state, inner))]
+        whole = [(k, t) for k, t in state.some(call, Held.WHOLE) if self.flow.hidden(t)]
+        if whole and call.name in self.above and not around.gathered:
+            if not around.sequence:
+                ways.append(self.way(lambda: self.fed(call, whole, state, around)))
+            elif around.may_enter:
+                ways.append(self.way(lambda: self.entered(call, whole, state, around)))
+        possible = [way for way in ways if isinstance(way, State)]
+        if not possible:
+            assert isinstance(ways[0], Clash)
+            raise ways[0]
+        return min(possible, key=lambda way: (-way.work, way.sent))
+
+    def way(self, one: Callable[[], State]) -> State | Clash:
+        try:
+            return one()
+        except Clash as clash:
+            return clash
+
+    def on_varying(
+        self, call: FlowCall, state: State, around: Around, source: int, many: int
+    ) -> State:
+        """Whole weights on varying values have partial gradients, which are summed."""
+        if call.linear and state.dims.get(source) == len(self.flow.shapes[source]) - 1:
+            why = f"`{call.name}` takes all features, and a rank has its own"
+            raise Clash(why, call.line, rules=self.givers_of(source))
+        made = self.inside(call, state, around)
+        new = made.met[len(state.met) :]
+        if not any(met.own for met in new):
+            return made
+        dim = state.dims.get(source)
+        same = many == 1 and dim is not None and len(call.arguments) == 1
+        style = st.Sequence(dim=dim or 0, local=True) if same else st.Replicated(summed=True)
+        # the call's outputs keep their kinds; the walk back from what met is the style's
+        others = (*state.met, *(met for met in new if not met.own))
+        reason = "its whole weights are applied to what each rank has of its own"
+        weights = tuple(dict.fromkeys(c.name for c in self.sources(source, state)))
+        found = FoundRule(call.name, style, reason, weights, call.line)
+        return replace(made, met=others, rules=state.rules).ruled(found)
+
+    def fed(
+        self, call: FlowCall, whole: Sequence[tuple[str, int]], state: State, around: Around
+    ) -> State:
+        """One sum of the input's gradient for all linears inside that take it."""
+        inner = state.typed((t for _, t in whole), Held.GATHERED)
+        made = self.attempt(call, inner, replace(around, gathered=True, mends=False))
+        made = made.typed((t for _, t in whole if t not in call.given), Held.WHOLE)
+        if any(made.kind(t) is Held.GATHERED for t in call.given):
+            raise Clash("a DTensor leaves", call.line)
+        reason = "the gradients of all that take its input are summed once"
+        both = Redistribution(Replicate(), Replicate())
+        found = self.input(call, whole, lambda _: both, reason)
+        return _first(made, state, found, sent=2 * self.wide(t for _, t in whole))
+
+    def entered(
+        self, call: FlowCall, whole: Sequence[tuple[str, int]], state: State, around: Around
+    ) -> State:
+        """From here on hidden states are parts of the sequence."""
+        made = self.attempt(call, state.typed((t for _, t in whole), Held.PART), around)
+        made = made.typed((t for _, t in whole if t not in call.given), Held.WHOLE)
+        reason = "from here on, hidden states are parts of the sequence"
+        found = self.input(call, whole, lambda t: Redistribution(Replicate(), self.part(t)), reason)
+        return _first(made, state, found, sent=self.wide(t for _, t in whole))
+
+    def with_parts(self, call: FlowCall, state: State, around: Around) -> State:
+        """The cheapest of: parts of the sequence inside as well; gathered here, as a DTensor or
+        plain, with outputs that are cut inside or here.
+        """
+        parts = state.some(call, Held.PART)
+        inside = self.way(lambda: self.pure(call, state, around))
+        ways = [inside]
+        for local, tail in product((False, True), (True, False)):
+            gathered = partial(self.gather, call, parts, state, around, local=local, tail=tail)
+            ways.append(self.way(gathered))
+        possible = [way for way in ways if isinstance(way, State)]
+        if not possible:
+            assert isinstance(inside, Clash)
+            raise inside
+        to_whole = around.forced.get(call.name) is Held.WHOLE
+
+        def sent(way: State) -> float:
+            left = (t for t in call.given if way.kind(t) is Held.PART)
+            return way.sent + (self.wide(left) if to_whole else 0)
+
+        # one gather around is one rule
+        return min(possible, key=lambda way: (-way.work, sent(way), way is inside))
+
+    def pure(self, call: FlowCall, state: State, around: Around) -> State:
+        flow = self.flow
+        if call.name in self.whole:
+            parts = (t for _, t in state.some(call, Held.PART))
+            raise Clash(f"the gradient of `{call.name}` is partial", call.line, whole=parts)
+        made = self.attempt(call, state, replace(around, sequence=True, mends=True))
+        if not (call.leaf and call.weights):
+            return made
+        if call.positional != 1:
+            raise Clash(f"`sequence` passes one input on, `{call.name}` takes more", call.line)
+        if any(t in flow.tied for _, t in call.weights):
+            raise Clash(f"the weights of `{call.name}` are another module's too", call.line)
+        if any(made.kind(t) is not Held.PART for t in call.given):
+            raise Clash(f"the output of `{call.name}` is no part of the sequence", call.line)
+        reason = "it is applied to parts of the sequence, token by token"
+        dim = self.part(call.taken[0]).dim
+        found = FoundRule(call.name, st.Sequence(dim=dim), reason, line=call.line)
+        work = not call.linear and any(flow.shapes[t][-1] == flow.width for t in call.given)
+        made = replace(made, rules=state.rules, sent=state.sent, work=made.work + work)
+        return made.ruled(found)
+
+    def gather(
+        self,
+        call: FlowCall,
+        parts: Sequence[tuple[str, int]],
+        state: State,
+        around: Around,
+        *,
+        local: bool,
+        tail: bool,
+    ) -> State:
+        if not local and call.weights and call.leaf and call.name not in self.splits:
+            raise Clash(f"plain weights of `{call.name}` take a DTensor", call.line)
+        inner = state.typed((t for _, t in parts), Held.WHOLE if local else Held.GATHERED)
+        inside = Around(
+            sequence=tail, forced=around.forced, may_enter=False, gathered=not local, mends=False
+        )
+        made = self.attempt(call, inner, inside)
+        shapes = {self.flow.shapes[t] for _, t in parts}
+        changes: dict[int | None, Redistribution] = {}
+        kinds: dict[int, Held] = {}
+        for place, t in call.outputs:
+            hidden = self.flow.hidden(t) and call.name not in self.heads
+            like = self.flow.shapes[t] in shapes or hidden
+            kind = made.kind(t)
+            is_whole = kind in (Held.WHOLE, Held.GATHERED)
+            if like and is_whole and around.forced.get(call.name) is not Held.WHOLE:
+                changes[place] = Redistribution(Replicate(), self.part(t))
+                kinds[t] = Held.PART
+            elif kind is Held.GATHERED:
+                kinds[t] = Held.WHOLE
+        if changes and call.structured:
+            raise Clash(f"a style can't change what is in the object of `{call.name}`", call.line)
+        # others still have parts
+        left = {t: Held.PART for _, t in parts if t not in call.given}
+        made = replace(made, kinds={**made.kinds, **kinds, **left})
+        reason = "all tokens are needed inside"
+        found = self.input(
+            call, parts, lambda t: Redistribution(self.part(t), Replicate()), reason, local=local
+        )
+        # an all-gather and a reduce-scatter for each input; plain, its gradient is whole already
+        sent = self.wide(t for _, t in parts) * (1 if local else 2)
+        made = _first(made, state, found, sent=sent)
+        if not changes:
+            return made
+        reason = "each rank has all of its output, and keeps its part of the sequence"
+        cut = self.output(call, changes, reason, local=False)
+        changed = (t for place, t in call.outputs if place in changes)
+        return made.ruled(cut, sent=self.wide(changed))
+
+    # Stated layouts -------------------------------------------------------------------------------
+
+    def as_stated(self, call: FlowCall, state: State, around: Around) -> State:
+        """A module whose layouts are stated: nothing is added to it."""
+        styles = self.stated[call.name]
+        before = state.ruled(*(FoundRule(call.name, style) for style in styles))
+        inner = before
+        for style in styles:
+            if isinstance(style, st.Parameters):
+                split = {name for name, one in style.layouts if isinstance(one.layout, Shard)}
+                own = (t for name, t in call.weights if name in split)
+                inner = inner.typed(own, Held.VARYING)
+            if isinstance(style, st.Input):
+                places = ((str(i), change) for i, change in enumerate(style.positional))
+                outside = inner  # a tensor can be given twice, as query and as key
+                for key, change in (*places, *style.named):
+                    tensor = dict(call.arguments).get(key)
+                    if change is not None and tensor is not None:
+                        self.meets(call, tensor, change.source, outside)
+                        kind = self.kind_of(tensor, change.target, style.local)
+                        inner = inner.typed((tensor,), kind)
+        weights = (st.Colwise, st.Rowwise, st.Sequence, st.Experts, st.MlaKv, st.Custom)
+        main = next((s for s in styles if isinstance(s, weights)), None)
+        if main is not None:
+            made = self.of_style(call, main, inner)
+        else:
+            if inner.some(call, Held.PART) and call.leaf and call.weights:
+                raise Clash(f"plain weights of `{call.name}` take a DTensor", call.line)
+            gathered = around.gathered or bool(inner.some(call, Held.GATHERED))
+            made = self.attempt(call, inner, replace(around, gathered=gathered, mends=True))
+        left = {t: before.kind(t) for t in call.taken if t not in call.given}
+        made = replace(made, kinds={**made.kinds, **left})
+        for style in styles:
+            changes = style.positional if isinstance(style, st.Output) else ()
+            outputs = {place or 0: tensor for place, tensor in call.outputs}
+            for place, change in enumerate(changes):
+                if change is not None and place in outputs and isinstance(style, st.Output):
+                    self.meets(call, outputs[place], change.source, made)
+                    kind = self.kind_of(outputs[place], change.target, style.local)
+                    made = made.typed((outputs[place],), kind)
+        return made
+
+    def of_style(self, call: FlowCall, style: Style, state: State) -> State:
+        """The outputs of a module whose weights have a stated style."""
+        source = call.taken[0] if call.taken else None
+        match style:
+            case st.Colwise() | st.Rowwise():
+                if source is not None and source in self.flow.live:
+                    self.meets(call, source, style.input, state)
+                output: Layout = style.output
+                local = style.local
+            case st.Sequence():
+                output, local = Shard(style.dim), style.local
+                if source is not None and not local:
+                    self.meets(call, source, output, state)
+            case st.Experts():
+                output, local = style.output, style.local
+            case _:
+                output, local = Replicate(), True
+        for tensor in call.given:
+            last = len(self.flow.shapes[tensor]) - 1
+            at = style.dim if isinstance(style, st.Sequence) else last
+            state = replace(state, dims={**state.dims, tensor: at})
+            state = state.typed((tensor,), self.kind_of(tensor, output, local))
+        return state
+
+    # Split weights --------------------------------------------------------------------------------
+
+    def colwise(self, call: FlowCall, style: st.Colwise, state: State) -> State:
+        source, out = call.taken[0], call.given[0]
+        whole = isinstance(style.output, Replicate) or call.name in self.heads
+        have = state.kind(source)
+        if have is Held.VARYING:
+            why = f"`{call.name}` is split by its outputs, and its input is split already"
+            raise Clash(why, call.line, rules=(call.name, *self.givers_of(source)))
+        made = replace(
+            style,
+            input=self.part(source) if have is Held.PART else Replicate(),
+            output=Replicate() if whole else Shard(-1),
+            local=True,
+        )
+        reason = "its input is a part of the sequence" if have is Held.PART else ""
+        if call.name in self.heads:
+            reason = "what leaves the model is whole"
+        dims = {**state.dims, out: len(self.flow.shapes[out]) - 1}
+        state = replace(state, dims=dims).typed((out,), Held.WHOLE if whole else Held.VARYING)
+        free = have is Held.GATHERED or source not in self.flow.live
+        sent = 0 if free else 2 * self.wide((source,))
+        return state.ruled(FoundRule(call.name, made, reason, line=call.line), sent=sent)
+
+    def rowwise(self, call: FlowCall, style: st.Rowwise, state: State, around: Around) -> State:
+        source, out = call.taken[0], call.given[0]
+        to, have = around.forced.get(call.name), state.kind(source)
+        dim = self.flow.token_dim(out)
+        cut = around.sequence and to not in (Held.WHOLE, Held.GATHERED)
+        cut = cut and dim is not None and len(self.flow.shapes[out]) > 2
+        given: st.Layout = style.input
+        if not isinstance(style.input, Replicate) or source in self.flow.live:
+            given = Shard(-1) if have is Held.VARYING else Replicate()
+        if have is Held.PART:  # its features are split from here on: an all-to-all
+            given, cut = self.part(source), False
+        kind = Held.PART if cut else Held.GATHERED if to is Held.GATHERED else Held.WHOLE
+        made = replace(
+            style,
+            input=given,
+            output=Shard(dim) if cut and dim is not None else Replicate(),
+            local=kind is Held.WHOLE,
+        )
+        reason = "its sum is needed as parts of the sequence" if cut else ""
+        if have is not Held.VARYING and isinstance(style.input, Shard):
+            reason = reason or "its input is whole"
+        found = FoundRule(call.name, made, reason, line=call.line)
+        return state.typed((out,), kind).ruled(found, sent=2 * self.wide((out,)))
+
+    def experts(self, call: FlowCall, style: st.Experts, state: State, around: Around) -> State:
+        parts = [t for _, t in state.some(call, Held.PART)]
+        if parts or state.some(call, Held.GATHERED):
+            raise Clash(f"`{call.name}` takes all tokens", call.line, whole=parts)
+        inner: list[FoundRule] = []
+        for child in call.below():
+            if child is call:
+                continue
+            some = self.splits.get(child.name, ())
+            inner += (FoundRule(child.name, one) for one in some)
+            if child.weights and not some:
+                reason = "each rank applies it to its own slice of the experts"
+                one = st.Replicated(summed=True)
+                inner.append(FoundRule(child.name, one, reason, (call.name,), child.line))
+        out = call.given[0]
+        to = around.forced.get(call.name)
+        cut = around.sequence and self.flow.hidden(out) and to not in (Held.WHOLE, Held.GATHERED)
+        kind = Held.PART if cut else Held.GATHERED if to is Held.GATHERED else Held.WHOLE
+        made = replace(
+            style, output=self.part(out) if cut else Replicate(), local=kind is Held.WHOLE
+        )
+        reason = "its sum is needed as parts of the sequence" if cut else ""
+        state = state.typed(call.given, Held.WHOLE).typed((out,), kind)
+        return state.ruled(FoundRule(call.name, made, reason, line=call.line), *inner, sent=4)
+
+
+def _first(made: State, before: State, found: FoundRule, *, sent: float) -> State:
+    """A state with a rule before those that were found inside."""
+    inner = made.rules[len(before.rules) :]
+    return replace(made, rules=(*before.rules, found, *inner), sent=made.sent + sent)
+
+
+def _of(
+    some: Iterable[tuple[int | None, int]], state: State, kind: Held
+) -> list[tuple[int | None, int]]:
+    return [(place, t) for place, t in some if state.kind(t) is kind]
+
+
+def _cut(style: Style) -> bool:
+    return isinstance(style, st.Sequence) and not style.local
+
+
+def _gathers(style: st.Input) -> bool:
+    return any(
+        isinstance(c.source, Shard) and isinstance(c.target, Replicate) for c in style.changes
+    )

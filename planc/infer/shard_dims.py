@@ -1,0 +1,61 @@
+"""Chooses the dims of `shard_dim = auto`, along which FSDP shards parameters."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+from planc.diagnostics.diagnostic import Sink
+from planc.ir.local_shapes import AUTO, held
+from planc.ir.nodes import Fsdp, Plan, SpreadRule, Unit
+from planc.ir.parameter_owners import Owned, owned
+from planc.model.facts import Facts
+
+UnitOrSpread = TypeVar("UnitOrSpread", Unit, SpreadRule)
+
+
+def choose_shard_dims(plan: Plan, facts: Facts, sink: Sink) -> Plan:
+    """The plan with every `auto` resolved; one that cannot be resolved is PL382, at its line."""
+    section = plan.fsdp
+    if section is None or not section.shard or {"fsdp", "tensor"} & plan.broken:
+        return plan
+    if all(part.shard_dim != AUTO for part in section.parts):
+        return plan
+    found = list(owned(plan, facts))
+    units = tuple(_with_shard_dim(u, found, section, plan, sink) for u in section.units)
+    spreads = tuple(_with_shard_dim(s, found, section, plan, sink) for s in section.spreads)
+    return replace(plan, fsdp=replace(section, units=units, spreads=spreads))
+
+
+def _with_shard_dim(
+    part: UnitOrSpread, found: list[Owned], section: Fsdp, plan: Plan, sink: Sink
+) -> UnitOrSpread:
+    if part.shard_dim != AUTO:
+        return part
+    ranks = plan.mesh.size(*section.axes(part)[0])
+    own = dict(held(part, found, plan))
+    dim = even_dim(list(own.values()), ranks)
+    if dim is None:
+        short = [(n, s) for n, s in own.items() if len(s) > 1 and s[0] < ranks]
+        sink.error(
+            "PL382",
+            f"`shard_dim = auto` finds no dim to split over {ranks:,} ranks",
+            part.origin,
+            facts=[f"{name} is {list(shape)} on a rank" for name, shape in short[:3]],
+            help="a dim other than the first must divide; name fewer axes by `on = ...`",
+        )
+        return part
+    return replace(part, shard_dim=dim)
+
+
+def even_dim(shapes: Sequence[tuple[int, ...]], ranks: int) -> int | None:
+    """The value of `shard_dim = auto`: 0 where every rank gets rows of every parameter, as torch
+    pads dim 0 and all-gathers the padding; else a dim that is divisible in all shorter ones, or
+    None.
+    """
+    short = [s for s in shapes if len(s) > 1 and s[0] < ranks]
+    if not short:
+        return 0
+    for dim in range(1, max(map(len, short))):
+        if all(len(s) > dim and s[dim] % ranks == 0 for s in short):
+            return dim
+    return None

@@ -1,0 +1,51 @@
+"""Expert sections: the layouts of parameters, and the mesh of the ranks that divide experts."""
+
+from planc.ir.nodes import ExpertRule, Plan, TensorRule
+from planc.model.facts import Module
+from planc.model.module_table import BATCHED_EXPERTS, FUSED_EXPERTS
+from planc.ops.styles import Experts, ParameterLayout, Parameters, Shard
+
+
+def dividing(plan: Plan) -> tuple[ExpertRule, ...]:
+    """The rules with an effect: over more than one rank."""
+    return plan.experts if plan.mesh.experts else ()
+
+
+def expert_styles(plan: Plan) -> list[TensorRule]:
+    """The layouts of divided experts, by which local shapes are computed like those of styles."""
+    experts = plan.mesh.experts
+    rest = ParameterLayout(layout=Shard(0))
+    return [
+        TensorRule(
+            modules=rule.modules,
+            axis=experts.ranks.name,
+            style=Parameters(layouts=tuple((p.name, rest) for p in rule.modules.module.parameters)),
+            origin=rule.origin,
+        )
+        for rule in dividing(plan)
+        if experts is not None
+    ]
+
+
+def expert_count(module: Module) -> int | None:
+    """The number of fused experts of a module; None where it is no such module."""
+    found = module.fact(FUSED_EXPERTS)
+    return module.fact(BATCHED_EXPERTS) if found is None else found
+
+
+def fullest(plan: Plan, imbalance: float) -> float:
+    """How many times the mean of tokens the experts of the fullest rank take at most."""
+    limits = [rule.capacity for rule in dividing(plan)]
+    some = [one for one in limits if one is not None]
+    return min(imbalance, max(some)) if some and None not in limits else imbalance
+
+
+def splits_divided(rule: TensorRule, plan: Plan) -> bool:
+    """Whether a style splits the inside of divided experts."""
+    experts = plan.mesh.experts
+    return (
+        experts is not None
+        and rule.axis in experts.inside
+        and isinstance(rule.style, Experts)
+        and any(rule.modules.overlap(other.modules) for other in dividing(plan))
+    )

@@ -1,0 +1,390 @@
+"""The decisions of the real plan on a small model, whose layers stand for real ones.
+
+A plan is elaborated for the real model on the real mesh. Here each of its sets of modules becomes
+the set of small modules that stand for them, so that the small model is run under the rules that
+the real model will run under. What no small module stands for cannot be proved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any
+
+from planc.diagnostics.source import Span
+from planc.ir import nodes as ir
+from planc.ir.shared_parameters import with_copies
+from planc.model.facts import Facts, Modules
+from planc.model.indices import Indices
+from planc.model.layer_kinds import (
+    Kind,
+    block_lists,
+    blocks_added_to,
+    entry_kinds,
+    length,
+    signature,
+)
+from planc.ops.activation_checkpoint import Checkpoint
+from planc.ops.styles import style_text
+from planc.proxy.depth import edges
+
+Rules = frozenset[tuple[Span, tuple[Any, ...]]]
+"""The lines of a plan that act on a layer, with the path inside the layer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unrepresented:
+    """Why no small model decides a plan, and the lines that act on what nothing stands for."""
+
+    reason: str
+    origins: tuple[Span, ...] = ()
+
+
+def variants(plan: ir.Plan, facts: Facts, *, ends: bool = False) -> dict[int, list[str]]:
+    """Which rules act on each block, by the length of its list, as an argument of `shrink`.
+
+    Lists in which the kind of a block alone decides which rules act on it are left out.
+
+    Args:
+        ends: whether the first and the last block are apart from those between them.
+    """
+    found: dict[int, list[str]] = {}
+    for at in block_lists(facts.model):
+        kinds, rules = _classes(at, plan, facts, ends)
+        numbers = _numbers(kinds, rules)
+        if any(numbers):
+            row = found.get(len(numbers), [""] * len(numbers))
+            found[len(numbers)] = [f"{old} {new}" for old, new in zip(row, numbers, strict=True)]
+    return found
+
+
+def kinds_of(at: Modules, plan: ir.Plan, facts: Facts) -> list[tuple[Any, ...]]:
+    """The kind of each block of a list, with the rules on it, of which its stage is one."""
+    every = [*entry_kinds(at, facts, facts).values()]
+    rules = variants(plan, facts).get(len(every), [""] * len(every))
+    return [*zip(every, rules, strict=True)]
+
+
+def stand_in(
+    plan: ir.Plan,
+    facts: Facts,
+    small: Facts,
+    *,
+    kept: Mapping[int, Sequence[tuple[int, ...]]],
+    sizes: Mapping[str, int],
+) -> ir.Plan | Unrepresented:
+    """A plan, with the numbers of a small model, on that model's modules and a small mesh's sizes;
+    `kept` are the real layers that the small ones stand for (`Shrunk.kept`).
+    """
+    state = StandInModel(plan, facts, small, kept)
+    made = plan.placed(state.walk)
+    made = replace(
+        made,
+        mesh=plan.mesh.resized(sizes),
+        load=plan.load and replace(plan.load, fp32=tuple(state.all(plan.load.fp32, plan.load))),
+        tensor=tuple(rule.sized(small) for rule in made.tensor),
+        pipeline=_pipeline(plan, state),
+        context=tuple(_among(rule.on(small), plan.mesh, sizes) for rule in made.context),
+        attention=tuple(op.among(sizes[op.axis], plan.mesh.size(op.axis)) for op in made.attention),
+    )
+    acting = {node.origin for node, _ in made.acting}
+    for node, modules in plan.acting:
+        if node.origin not in acting:
+            state.lacks(f"the small model has nothing that stands for `{modules}`", node.origin)
+    return state.problems[0] if state.problems else made
+
+
+def _among(rule: ir.ContextRule, mesh: ir.Mesh, sizes: Mapping[str, int]) -> ir.ContextRule:
+    """The rule on an axis of a small mesh."""
+    op = rule.op and rule.op.among(sizes[rule.axis], mesh.size(rule.axis))
+    return replace(rule, op=op)
+
+
+def _inferred(node: Any) -> str:
+    """What planc inferred for a rule or chose for a budget; empty where its line states it."""
+    if isinstance(node, Checkpoint):
+        return " ".join(map(str, node.save))
+    inferred = isinstance(node, ir.TensorRule) and node.inferred
+    return style_text(node.style) if inferred else ""
+
+
+_FIRST, _LAST = Span.at("first"), Span.at("last")
+_ENDS = frozenset[tuple[Span, tuple[Any, ...]]]({(_FIRST, ()), (_LAST, ())})
+
+
+def _classes(
+    at: Modules, plan: ir.Plan, facts: Facts, ends: bool
+) -> tuple[list[Kind], list[Rules]]:
+    """The kind of each block of a list and the rules on it; `ends` as of `variants`."""
+    kinds = list(entry_kinds(at, facts, facts).values())
+    n = len(at.path)
+    bits: dict[tuple[Span, tuple[Any, ...]], int] = {}
+    for node, modules in plan.acting:
+        picked = modules.path[n] if modules.path[:n] == at.path and modules.path[n:] else ""
+        if isinstance(picked, Indices):
+            key = (node.origin, (*modules.path[n + 1 :], _inferred(node)))
+            bits[key] = bits.get(key, 0) | picked.bits
+    alike: list[tuple[Indices, Rules]] = [(Indices.all(len(kinds)), frozenset())]
+    for key, on in bits.items():
+        parts = (((a & Indices(on), own | {key}), (a - Indices(on), own)) for a, own in alike)
+        alike = [part for pair in parts for part in pair if part[0]]
+    of = {i: own for entries, own in alike for i in entries}
+    rules = [of[i] for i in range(len(kinds))]
+    if plan.pipeline is not None and plan.pipeline.op.blocks.path == at.path:
+        op, origin = plan.pipeline.op, plan.pipeline.origin
+        rules = [own | {(origin, (op.stage_of(i),))} for i, own in enumerate(rules)]
+    for i, end in ((0, _FIRST), (-1, _LAST)) if ends and rules else ():
+        rules[i] = rules[i] | {(end, ())}
+    return kinds, rules
+
+
+def _pipeline(plan: ir.Plan, state: StandInModel) -> ir.PipelineRule | None:
+    """The stages of the small blocks: those of the blocks that they stand for."""
+    if plan.pipeline is None:
+        return None
+    rule, op = plan.pipeline, plan.pipeline.op
+    found = list(state.all((op.blocks,), rule))
+    layers = state.blocks_of(op.blocks)
+    bounds = [sum(layer < first for layer in layers) for first in op.bounds]
+    if not found or any(one >= two for one, two in pairwise(bounds)):
+        state.lacks(f"the small model has too few blocks for {op.stages} stages", rule.origin)
+        return None
+    made = replace(
+        op,
+        blocks=found[0],
+        bounds=tuple(bounds),
+        inputs=tuple(state.all(op.inputs, rule)),
+        outputs=tuple(state.all(op.outputs, rule)),
+        added=blocks_added_to(found[0], state.small) if op.added else 0,
+    )
+    return replace(rule, op=with_copies(made, state.small))
+
+
+def _numbers(kinds: list[Kind], rules: list[Rules]) -> list[int]:
+    known: dict[Kind, list[Rules]] = {}
+    for kind, own in zip(kinds, rules, strict=True):
+        if own not in known.setdefault(kind, []):
+            known[kind].append(own)
+    return [known[kind].index(own) for kind, own in zip(kinds, rules, strict=True)]
+
+
+@dataclass(slots=True)
+class StandInModel:
+    """Finds the small modules that stand for real ones, and the problem where none does; `ends` as
+    of `variants`.
+    """
+
+    plan: ir.Plan
+    facts: Facts
+    small: Facts
+    kept: Mapping[int, Sequence[tuple[int, ...]]]
+    ends: bool = False
+    problems: list[Unrepresented] = field(default_factory=list)
+    _layers: dict[tuple[Any, ...], tuple[int, ...]] = field(default_factory=dict)
+    _standing: dict[tuple[Any, ...], list[list[int]]] = field(default_factory=dict)
+    _even: dict[tuple[Any, ...], list[tuple[int, ...]]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        small = {at.path: at for at in block_lists(self.small.model)}
+        for at in block_lists(self.facts.model):
+            if at.path in small:
+                self._layers[at.path] = self._of_list(at, small[at.path])
+
+    def lacks(self, reason: str, *origins: Span) -> None:
+        self.problems.append(Unrepresented(reason=reason, origins=origins))
+
+    def all(self, sets: Iterable[Modules], node: Any) -> Iterator[Modules]:
+        """The small modules that stand for those of a node."""
+        for modules in sets:
+            yield from self.walk(modules, node.origin)
+
+    def blocks_of(self, blocks: Modules) -> tuple[int, ...]:
+        """The real block that each block of a small list stands for; empty where none does."""
+        return self._layers.get(blocks.path, ())
+
+    # Layers --------------------------------------------------------------------------------------
+
+    def _of_list(self, at: Modules, small: Modules) -> tuple[int, ...]:
+        """The real block that each block of a small list stands for; empty for none."""
+        kinds, rules = _classes(at, self.plan, self.facts, self.ends)
+        there = list(entry_kinds(small, self.small, self.facts).values())
+        found = self._stated(kinds, rules, there) or self._by_kind(kinds, rules, there)
+        if not found and self.ends:
+            found = self._by_kind(kinds, [own - _ENDS for own in rules], there)
+        if not found:
+            text = f"which blocks of `{at}` the small model has is not known"
+            self.lacks(text, *_differing(rules, rules))
+            return ()
+        classes = list(zip(kinds, rules, strict=True))
+        for i, end in ((0, 0), (-1, len(kinds) - 1)):  # an end stands for an end of its class
+            if classes[found[i]] == classes[end] and end not in found:
+                found[i] = end
+        if self.ends:
+            self._with_ends(at, [(k, r - _ENDS) for k, r in classes], found)
+        elif any(_numbers(kinds, rules)):
+            self._neighbors(at, classes, found)
+        return tuple(found)
+
+    def _with_ends(self, at: Modules, classes: list[tuple[Kind, Rules]], found: list[int]) -> None:
+        """The small blocks that stand for each real one: ends for ends, and those between for those
+        between. An end that none stands for is as those between of its class, if all small ends
+        are as those between of theirs.
+        """
+        last, own = len(found) - 1, [classes[layer] for layer in found]
+        inner = {i: c for i, c in enumerate(own) if 0 < i < last}
+        standing: list[list[int]] = []
+        if len(own) < len(classes) and len(own) < 3 and len({*classes}) == 1:
+            self._standing[at.path] = [[*range(len(own))] for _ in classes]
+            return
+        for layer, one in enumerate(classes):
+            end = {0: 0, len(classes) - 1: last}.get(layer, -1)
+            known = end >= 0 and own[end] == one
+            standing.append([end] if known else [i for i, c in inner.items() if c == one])
+        self._standing[at.path] = standing
+        if standing[:1] != [[0]] or standing[-1] != [last]:
+            self._even[at.path] = [
+                (i, *(n for n, c in inner.items() if c == own[i])) for i in (0, last)
+            ]
+        unseen = next((i for i, some in enumerate(standing) if not some), None)
+        if unseen is None and any(len(some) < 2 for some in self._even.get(at.path, ())):
+            unseen = 0
+        if unseen is not None:
+            text = f"no layer of the small model stands for `{at}[{unseen}]`"
+            self.lacks(text, *(origin for origin, _ in classes[unseen][1]))
+
+    def alike(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Yields small blocks that must have the same rules, since each stands for the same real
+        ones: their list, and their indices.
+        """
+        for path, standing in self._standing.items():
+            for some in dict.fromkeys((*map(tuple, standing), *self._even.get(path, ()))):
+                yield ".".join(map(str, path)), some
+
+    def real(self, name: str) -> tuple[Modules, ...]:
+        """The real modules that a small module, by its torch name, stands for; those that several
+        small ones stand for are the first one's.
+        """
+        at: tuple[Modules, ...] = (self.facts.model,)
+        small = self.small.model
+        for part in name.split(".") if name else ():
+            entry = part.isdecimal() and any(c.indices for c in small.module.children)
+            if entry:
+                at = tuple(m for one in at for m in self._stood_for(one, small, int(part)))
+            else:
+                inner = ((one, c) for one in at for c in one.module.children if c.name == part)
+                at = tuple(Modules((*one.path, part), c.module) for one, c in inner)
+            small = _step(small, Indices.of([int(part)]) if entry else part)
+        return at
+
+    def _stood_for(self, at: Modules, small: Modules, entry: int) -> Iterator[Modules]:
+        """The entries of a real list that an entry of a small one stands for."""
+        if at.path in self._layers:
+            standing = self._standing.get(at.path, [])
+            wanted = Indices.of(i for i, some in enumerate(standing) if some[:1] == [entry])
+        elif length(at) == length(small):
+            wanted = Indices.of([entry])
+        else:
+            of = next((made for made, all in _by_structure(small).items() if entry in all), None)
+            first = of is not None and _by_structure(small)[of].first == entry
+            wanted = _by_structure(at).get(of, Indices(0)) if first else Indices(0)
+        yield from at.entries_in(wanted)
+
+    def _stated(self, kinds: list[Kind], rules: list[Rules], there: list[Kind]) -> list[int]:
+        """The blocks that were kept where the configuration was made small."""
+        every = [tuple(range(len(kinds)))]
+        kept = every if len(kinds) == len(there) else self.kept.get(len(kinds), ())
+        found = {k for k in kept if [kinds[i] for i in k] == there}
+        same = len({tuple(rules[i] for i in k) for k in found}) == 1
+        return list(min(found)) if same else []
+
+    def _by_kind(self, kinds: list[Kind], rules: list[Rules], there: list[Kind]) -> list[int]:
+        """A block of the same kind, if the same rules act on all blocks of a kind."""
+        if len(set(rules)) == 1:
+            return [min(i, len(kinds) - 1) for i in range(len(there))]
+        if any(_numbers(kinds, rules)) or not set(there) <= set(kinds):
+            return []
+        return [kinds.index(kind) for kind in there]
+
+    def _neighbors(self, at: Modules, classes: list[tuple[Kind, Rules]], found: list[int]) -> None:
+        wanted: Any = edges(classes)  # type: ignore[arg-type]
+        if edges([classes[i] for i in found]) == wanted:  # type: ignore[misc]
+            return
+        seen = {classes[i] for i in found}
+        alone = next((i for i, one in enumerate(classes) if one not in seen), None)
+        text = f"no layer of the small model stands for `{at}[{alone}]`"
+        if alone is None:
+            text = f"the blocks of `{at}` follow each other otherwise in the small model"
+        every = [rules for _, rules in classes]
+        blamed = every if alone is None else [every[alone]]
+        self.lacks(text, *_differing(blamed, every))
+
+    # Modules -------------------------------------------------------------------------------------
+
+    def walk(self, modules: Modules, origin: Span) -> tuple[Modules, ...]:
+        """The small modules that stand for those of a line."""
+        at: tuple[Modules, ...] = (self.small.model,)
+        real = self.facts.model
+        for segment in modules.path:
+            if not at:
+                break
+            if isinstance(segment, Indices):
+                at = tuple(m for one in at for m in self._entries(one, real, segment, origin))
+            else:
+                at = tuple(m for one in at for m in self._child(one, segment, origin))
+            real = _step(real, segment)
+        return at
+
+    def _child(self, at: Modules, name: str, origin: Span) -> Iterator[Modules]:
+        found = [c.module for c in at.module.children if c.indices is None and c.name == name]
+        if not found and at.module.parameter(name):
+            found = [at.module]  # the last part of a path may be a parameter's name
+        if not found:
+            self.lacks(f"`{at}` of the small model has no `{name}`", origin)
+        yield from (Modules((*at.path, name), module) for module in found)
+
+    def _entries(
+        self, at: Modules, real: Modules, wanted: Indices, origin: Span
+    ) -> Iterator[Modules]:
+        """The entries of a small list that stand for some of the real one's."""
+        there, here = length(real), length(at)
+        if real.path in self._layers:
+            layers = self._layers[real.path]
+            chosen = Indices.of(i for i, layer in enumerate(layers) if layer in wanted)
+        elif there == here:
+            chosen = wanted
+        elif made := [made for made, every in _by_structure(real).items() if every == wanted]:
+            chosen = _by_structure(at).get(made[0], Indices(0))
+        else:
+            chosen = Indices(0)
+            text = f"`{real}` has {there:,} entries, and the small model {here:,}"
+            self.lacks(f"{text}: which of them stand for `{wanted}` is not known", origin)
+        yield from at.entries_in(chosen)
+
+
+def _by_structure(at: Modules) -> dict[Any, Indices]:
+    """The structures of a list's entries, each with all entries that have it."""
+    found: dict[Any, Indices] = {}
+    for child in at.module.children:
+        if child.indices is not None:
+            made = signature(child.module)
+            found[made] = found.get(made, Indices(0)) | child.indices
+    return found
+
+
+def _step(at: Modules, segment: str | Indices) -> Modules:
+    """A child of real modules; of the entries of a list, the first."""
+    for child in at.module.children:
+        if isinstance(segment, Indices) and child.indices and segment.first in child.indices:
+            return Modules((*at.path, segment), child.module)
+        if child.indices is None and child.name == segment:
+            return Modules((*at.path, segment), child.module)
+    return at
+
+
+def _differing(blamed: Iterable[Rules], every: Iterable[Rules]) -> tuple[Span, ...]:
+    every = list(every)
+    common = frozenset[Any].intersection(*every)
+    found = {o for rules in blamed for o, _ in rules - common}
+    found = found or {o for rules in every for o, _ in rules - common}
+    return tuple(sorted(found, key=lambda o: (o.source.name, o.start)))

@@ -1,0 +1,86 @@
+"""The data flow of a model, from the cache or recorded with a small one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from planc.diagnostics.diagnostic import Sink
+from planc.model import cache
+from planc.model.dataflow import FORMAT, DataFlow, decode, encode
+from planc.model.facts import Facts
+from planc.model.load import load_values
+from planc.proxy.shrink import small_values
+
+RANKS = 2
+"""The number that divides the small model's heads and widths."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlowSource:
+    """The small model with which a flow is recorded.
+
+    Args:
+        facts, values: its facts and its configuration, empty for a user's own model.
+        kept: the layers of the real model that its layers are (as of `Shrunk`).
+    """
+
+    facts: Facts
+    values: dict[str, Any]
+    kept: Mapping[int, Sequence[tuple[int, ...]]]
+
+
+def flow_source(facts: Facts, variants: Mapping[int, list[str]], layers: int) -> FlowSource | str:
+    """The small model of a model, or the reason why there is none; arguments as of `shrink`."""
+    if facts.unconfigured:
+        return FlowSource(facts=facts, values={}, kept={})
+    made = small_values(facts, RANKS, layers=layers, variants=variants)
+    if isinstance(made, str):
+        return made
+    small = load_values(made.values, "the small model", quiet := Sink(), folder=facts.code)
+    if small is None or small.name != facts.name:
+        lacks = cache.unproved() if cache.missing() else ""
+        return lacks or next((d.message for d in quiet), f"the small model is no {facts.name}")
+    return FlowSource(facts=small, values=made.values, kept=made.kept)
+
+
+def flow_of(source: FlowSource, facts: Facts) -> DataFlow | str:
+    """The flow of a small model, or why there is none. A library's model is cached; code of the
+    user's, which can change while its name stays the same, runs each time.
+    """
+    key = cache.entry_name(f"dataflow {FORMAT}", config=source.values)
+    of_library = source.values and not facts.code
+    text = cache.recall(key) if of_library else None
+    kept = _decoded(text) if isinstance(text, str) else None
+    if kept is not None:
+        return kept
+    if cache.missing():
+        return cache.unproved()
+    found = _recorded(source.values, facts)
+    if of_library and not isinstance(found, str):
+        cache.keep(key, text := encode(found))
+        return _decoded(text) or found
+    return found
+
+
+@lru_cache(maxsize=64)
+def _decoded(text: Any) -> DataFlow | None:
+    """One object for a text, which remembers it, and what was inferred from it."""
+    found = decode(text)
+    if found is not None:
+        found.memo["text"] = text
+    return found
+
+
+def _recorded(values: dict[str, Any], facts: Facts) -> DataFlow | str:
+    from planc.proxy.record_flow import record
+    from planc.proxy.user_model import builder_of
+
+    try:
+        given, model = facts.inputs_and_loss, facts.user_model
+        return record(builder_of(values, facts.code, model, given=given, dropout=True))
+    except Exception as error:
+        text = " ".join(str(error).split())
+        return f"the small model does not run: {type(error).__name__}: {text[:200]}"

@@ -1,0 +1,229 @@
+"""What a model's code makes of each weight: which are factors of products, and which of these hold
+several projections, whose outputs the code takes apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Literal
+
+from planc.model.dataflow import VIEWS, DataFlow, Operation
+from planc.model.facts import Facts, generic
+from planc.proxy.flow import flow_of, flow_source
+
+_LAYERS = 2
+"""Of the small model, which has layers of every kind."""
+_FEW = (2, 3)
+"""How many parts a view can have: keys and values, with or without queries."""
+_CUTS = frozenset(
+    {"chunk", "split", "split_with_sizes", "tensor_split", "unbind", "narrow", "__getitem__"}
+)
+_EQUAL = frozenset({"chunk", "unbind"})
+"""Cuts into parts of equal size, if the size of the dim allows it."""
+_PRODUCTS = frozenset(
+    {"linear", "addmm", "mm", "bmm", "baddbmm", "matmul", "__matmul__", "__rmatmul__", "einsum"}
+    | {"_grouped_mm", "grouped_mm"}
+)
+_SAME = VIEWS.union(
+    ("to", "type", "float", "transpose", "permute", "squeeze", "unsqueeze", "t", "__get__")
+)
+"""Operations that give the numbers of their input in another layout or dtype."""
+_ELEMENTWISE = frozenset({"add", "mul", "sub", "div", "exp", "radd", "rmul", "rsub", "neg"})
+
+
+Order = Literal["ranges", "alternate", "blocks"]
+"""Ranges of features, every n-th feature, or ranges of each block of features, such as a head."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightUse:
+    """What the code makes of a weight.
+
+    Args:
+        elementwise: whether it is added or multiplied elementwise, and a factor of no product.
+        heads: whether the code views features of its product as heads.
+        sizes: the features of each part into which the code cuts its product, in the small model;
+            empty if the code does not cut it.
+        order: how the parts lie in the features.
+        equal: whether the code cuts parts of equal size, whatever the sizes of the model.
+        line: the line of the code that cuts, as a text.
+    """
+
+    elementwise: bool = False
+    heads: bool = True
+    sizes: tuple[int, ...] = ()
+    order: Order = "ranges"
+    equal: bool = False
+    line: str = ""
+
+    @property
+    def parts(self) -> int:
+        """The number of parts into which the code cuts the features of the product."""
+        return len(self.sizes) or 1
+
+    @property
+    def alternate(self) -> bool:
+        """Whether each part is every n-th of the features."""
+        return self.order == "alternate"
+
+
+def weight_uses(facts: Facts) -> Mapping[str, WeightUse] | str:
+    """The uses of parameters, by their names with `*` for indices, or why no flow is known."""
+    if _USES not in facts.memo:
+        source = flow_source(facts, {}, _LAYERS)
+        flow = source if isinstance(source, str) else flow_of(source, facts)
+        facts.remember(_USES, flow if isinstance(flow, str) else _uses(flow))
+    uses: Mapping[str, WeightUse] | str = facts.memo[_USES]
+    return uses
+
+
+_USES = "weight_uses"
+
+
+def _uses(flow: DataFlow) -> Mapping[str, WeightUse]:
+    uses: dict[str, WeightUse] = {}
+    for weight, name in flow.weights.items():
+        use = _use(weight, flow)
+        if use.parts > uses.setdefault(generic(name), use).parts:  # a block of another kind
+            uses[generic(name)] = use
+    return uses
+
+
+def _use(weight: int, flow: DataFlow) -> WeightUse:
+    names, products = set[str](), list[Operation]()
+    for one in _after(weight, flow, _SAME | {"__getitem__"}):
+        names.add(one.name.strip("_"))
+        products += [one] if one.name in _PRODUCTS else []
+    if not products:
+        return WeightUse(elementwise=bool(names) and names <= _ELEMENTWISE)
+    given = [tensor for product in products for tensor in product.outputs]
+    heads = any(_of_heads(tensor, flow) for tensor in given)
+    for tensor in given:
+        made = cut_into(tensor, flow)
+        if len(made) > 1:
+            by = flow.makers[made[0]][0]
+            sizes, order = _parts(tensor, made, by, flow)
+        elif (parts := viewed_parts(tensor, flow)) > 1:
+            by, order = flow.users[tensor][0], "ranges"
+            sizes = (flow.shapes[tensor][-1] // parts,) * parts
+        else:
+            continue
+        equal = not made or by.skips or by.name in _EQUAL
+        line = str(flow.lines[by.line])
+        return WeightUse(heads=heads, sizes=sizes, order=order, equal=equal, line=line)
+    return WeightUse(heads=heads)
+
+
+def _parts(
+    tensor: int, made: tuple[int, ...], by: Operation, flow: DataFlow
+) -> tuple[tuple[int, ...], Order]:
+    """The features of each part of a product, and how the parts lie in its features."""
+    features, view = flow.shapes[tensor][-1], flow.shapes[by.inputs[0]]
+    first = flow.shapes[made[0]]
+    sizes = tuple(prod(flow.shapes[t]) * features // prod(view) for t in made)
+    if by.skips:
+        return sizes, "alternate"
+    cut = next(i for i, size in enumerate(view) if first[i : i + 1] != (size,))
+    return sizes, "ranges" if prod(view[cut:]) == features else "blocks"
+
+
+def _of_heads(tensor: int, flow: DataFlow) -> bool:
+    """Whether the features of a product, or ranges of them, may be heads: those of one that is
+    added to hidden states, before anything views it as heads, are none.
+    """
+    waiting, seen, added = [tensor], set[int](), False
+    while waiting:
+        seen.add(at := waiting.pop())
+        if viewed(at, flow):
+            return True
+        shape = flow.shapes[at]
+        for one in flow.users.get(at, ()):
+            others = (t for t in one.inputs if t != at and t in flow.live)
+            if one.name in _PRODUCTS or any(flow.shapes[t] == shape for t in others):
+                added |= one.adds
+                continue
+            waiting += [t for t in one.outputs if flow.shapes[t][-1:] == shape[-1:]]
+        waiting = [t for t in (*waiting, *ranges(at, flow)) if t not in seen]
+    return not added
+
+
+def _after(tensor: int, flow: DataFlow, through: frozenset[str]) -> Iterator[Operation]:
+    """Yields the operations that take a tensor, also through others of these names."""
+    waiting, seen = [tensor], {tensor}
+    while waiting:
+        for one in flow.users.get(waiting.pop(), ()):
+            if one.name not in through:
+                yield one
+                continue
+            new = [t for t in one.outputs if t not in seen]
+            seen.update(new)
+            waiting += new
+
+
+def settled(tensor: int, flow: DataFlow) -> int:
+    """The tensor after what changes no shape, such as a bias or a norm."""
+    made = [t for one in flow.users.get(tensor, ()) for t in one.outputs]
+    if len(made) == 1 and made[0] != tensor and flow.shapes[made[0]] == flow.shapes[tensor]:
+        return settled(made[0], flow)
+    return tensor
+
+
+def cut_into(tensor: int, flow: DataFlow) -> tuple[int, ...]:
+    """The tensors into which the code cuts the features of a product: ranges of them, or at least
+    three of each head's. None where it does not: two of a head are what turns with its position and
+    what does not, of one projection.
+    """
+    tensor = settled(tensor, flow)
+    if made := ranges(tensor, flow):
+        return made
+    lead = len(flow.shapes[tensor]) - 1
+    for one in flow.users.get(tensor, ()):
+        for view in one.outputs if one.name in _SAME else ():
+            inner = len(flow.shapes[view]) - lead
+            made = _cut(view, flow, inner) if inner > 1 else ()
+            if len(made) > 2 or any(flow.shapes[t][lead] < flow.shapes[view][lead] for t in made):
+                return made
+            if len(made := _turned(view, flow)) > 2:
+                return made
+    return ()
+
+
+def ranges(tensor: int, flow: DataFlow) -> tuple[int, ...]:
+    """The tensors that are ranges of a tensor's last dim, and together all of it; else none."""
+    return _cut(tensor, flow, 1)
+
+
+def _turned(tensor: int, flow: DataFlow) -> tuple[int, ...]:
+    """The ranges of a tensor's last dim after others are in another order; else none."""
+    others = (t for one in flow.users.get(tensor, ()) if one.moves for t in one.outputs)
+    return next((made for t in others if (made := ranges(t, flow))), ())
+
+
+def _cut(tensor: int, flow: DataFlow, dims: int) -> tuple[int, ...]:
+    """Into what a tensor is cut whole, along one of its last dims."""
+    shape = flow.shapes[tensor]
+    users = [one for one in flow.users.get(tensor, ()) if one.name in _CUTS]
+    made = tuple(dict.fromkeys(t for one in users for t in one.outputs if t != tensor))
+    shapes = [flow.shapes[t] for t in made]
+    first = len(shape) - dims
+    whole = len(made) > 1 and sum(map(prod, shapes)) == prod(shape) and all(map(prod, shapes))
+    return made if whole and {s[:first] for s in shapes} == {shape[:first]} else ()
+
+
+def viewed_parts(tensor: int, flow: DataFlow) -> int:
+    """How many parts the code views the features of a tensor as, of as many heads; 1 for one."""
+    dims = viewed(settled(tensor, flow), flow)
+    return dims[0] if len(dims) > 2 and dims[0] in _FEW else 1
+
+
+def viewed(tensor: int, flow: DataFlow) -> tuple[int, ...]:
+    """The dims that the features of a tensor are viewed as; empty for no such view."""
+    shape = flow.shapes[tensor]
+    for one in flow.users.get(tensor, ()):
+        for made in (flow.shapes[t] for t in one.outputs):
+            dims = made[len(shape) - 1 :]
+            if len(made) > len(shape) > 0 and prod(dims) == shape[-1]:
+                return dims
+    return ()

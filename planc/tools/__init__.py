@@ -1,0 +1,1 @@
+"""Tools that use the compiler, which knows none of them but the times of stages."""

@@ -1,0 +1,180 @@
+"""Seconds of kernels on one accelerator (matmuls by shape, attention, memory-bound kernels), and of
+collectives: a latency for each step of a ring and a bandwidth for each byte.
+
+Both depend on whether the group's ranks are in one node. A group with few ranks a node has the
+share of the network that its ranks have; the groups beside it have the rest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+from math import ceil, sqrt
+
+from planc.lowering.step import REDUCE, SEND
+from planc.tools.estimate.profiles import Hardware, Stack
+from planc.tools.estimate.workload import Attention, Collective, Group, Layer, Matmul
+
+TILES = ((256, 128, 1.0), (128, 256, 1.0), (192, 128, 0.96), (128, 128, 0.9), (128, 64, 0.7))
+"""Tiles that one multiprocessor computes at a time, with the share of its rate they reach: a
+smaller tile reads its operands more often (CUTLASS, "Efficient GEMM in CUDA")."""
+
+SPLIT = 1024
+"""How long a piece of k is at least, when tiles are too few for all multiprocessors."""
+
+
+def matmul(product: Matmul, hardware: Hardware) -> float:
+    """Seconds for `count` matrix products.
+
+    The roofline of compute and memory, where compute is quantized: tiles go to multiprocessors in
+    waves, and products of few tiles are split along k. The library takes the best tile. Each kernel
+    adds a constant for filling and draining its pipeline.
+    """
+    compute = _quantized(product.m, product.n, product.k, hardware.processors)
+    rate = hardware.rate(product.recipe) if product.recipe else 0
+    compute /= (rate or hardware.matmul_tflops) * 1e12
+    factors = product.m * product.k + product.k * product.n
+    bytes_moved = (1.0 if rate else 2.0) * factors + 2.0 * product.m * product.n
+    memory = bytes_moved / (hardware.memory_gb_s * 1e9)
+    return product.count * (max(compute, memory) + hardware.kernel_us * 1e-6)
+
+
+@lru_cache(maxsize=65536)  # a search asks for the same products many times
+def _quantized(m: int, n: int, k: int, processors: int) -> float:
+    """FLOPs that all multiprocessors could do in the time that a product takes them."""
+
+    def waves(rows: int, columns: int, rate: float) -> float:
+        tiles = ceil(m / rows) * ceil(n / columns)
+        pieces = max(1, min(k // SPLIT, processors // tiles))
+        count = ceil(tiles * pieces / processors)
+        return 2.0 * k / pieces * rows * columns * count * processors / rate
+
+    return min(waves(*tile) for tile in TILES)
+
+
+FULL = 15
+"""How many times as long products in float32 take as in 16 bits, without TF32, which torch leaves
+off: by the data sheets of A100 (19.5 of 312 TFLOP/s) and H100 (67 of 989) 16 and 15."""
+
+
+def orthogonal(rows: int, columns: int, hardware: Hardware, *, full: bool) -> float:
+    """Seconds of one Newton-Schulz iteration of a matrix: X X', its square, and their product with
+    X.
+    """
+    short, long = sorted((rows, columns))
+    gram, square = Matmul(m=short, n=short, k=long), Matmul(m=short, n=short, k=short)
+    products = (gram, square, Matmul(m=short, n=long, k=short))
+    return sum(matmul(one, hardware) for one in products) * (FULL if full else 1)
+
+
+CASTS = {"tensorwise": (6, 0, 5, 3, 6), "rowwise": (5, 3, 3, 7, 8), "mxfp8": (3, 3, 3, 3, 6)}
+"""Bytes read and written to round an element of an input in the forward and the backward pass, of
+a weight likewise, and of a gradient: a largest value, and both layouts that the products take.
+
+Source: `get_tensor_memory_traffic_ovhd_s` of torchao 0.18's roofline, without what a compiler fuses
+with the operator before.
+"""
+
+
+def casts(product: Matmul, hardware: Hardware) -> tuple[float, float]:
+    """Bytes that rounding to 8 bits moves in a product's forward and backward pass."""
+    if not product.recipe or not hardware.rate(product.recipe):
+        return 0.0, 0.0
+    into, again, weight, weight_again, gradient = CASTS[product.recipe]
+    if product.gathered:  # the other layout alone
+        weight, weight_again = 0, 2
+    inputs, weights = product.m * product.k, product.k * product.n
+    forward = into * inputs + weight * weights
+    backward = again * inputs + weight_again * weights + gradient * product.m * product.n
+    return float(product.count * forward), float(product.count * backward)
+
+
+def attention(part: Attention, hardware: Hardware, pace: float = 1.0) -> float:
+    """Seconds of one forward of attention: a flash kernel computes the causal half, with a mask the
+    whole square, as matmuls do.
+
+    A kernel for short heads spends more of its time on the softmax (measured: 64 reaches two
+    thirds of 128).
+
+    Args:
+        pace: the stack's flash kernel relative to the best one.
+    """
+    if not part.fused:
+        count = part.batch * part.heads
+        shape = (part.queries, part.keys, part.head_dim)
+        scores = Matmul(m=shape[0] * count, n=shape[1], k=shape[2])
+        values = Matmul(m=shape[0] * count, n=shape[2], k=shape[1])
+        return matmul(scores, hardware) + matmul(values, hardware)
+    short = sqrt(min(1.0, part.head_dim / 128))
+    reached = hardware.matmul_tflops * hardware.attention_fraction * pace * short * 1e12
+    return (
+        part.flops / (1 if part.masked or part.linear else 2) / reached + hardware.kernel_us * 1e-6
+    )
+
+
+def moved(size: float, kernels: float, hardware: Hardware) -> float:
+    """Seconds of memory-bound kernels that read and write `size` bytes together."""
+    return size / (hardware.memory_gb_s * 1e9) + kernels * 1.5e-6
+
+
+def forward(layer: Layer, hardware: Hardware, stack: Stack) -> tuple[float, float, float]:
+    """Seconds of matmuls, attention and memory-bound kernels of one forward."""
+    products = sum(matmul(m, hardware) for m in layer.matmuls) / stack.matmul_pace
+    attended = sum(attention(a, hardware, stack.attention_pace) for a in layer.attention)
+    rest = max(0, layer.kernels - len(layer.matmuls) - len(layer.attention))
+    rounded = sum(casts(m, hardware)[0] for m in layer.matmuls)
+    return products, attended, moved(layer.moved + rounded, rest, hardware)
+
+
+def backward(layer: Layer, hardware: Hardware, stack: Stack) -> tuple[float, float, float]:
+    """Backward: 2x the matmul FLOPs, 2.5x attention's, 2x the memory traffic."""
+    products = 0.0
+    for m in layer.matmuls:
+        products += matmul(replace(m, n=m.k, k=m.n), hardware)
+        products += matmul(replace(m, m=m.n, n=m.k, k=m.m), hardware)
+    products /= stack.matmul_pace
+    attended = sum(
+        attention(a, hardware, stack.attention_pace) * (3 if a.fused else 2)
+        for a in layer.attention
+    )
+    rest = max(0, layer.kernels - len(layer.matmuls) - len(layer.attention))
+    rounded = sum(casts(m, hardware)[1] for m in layer.matmuls)
+    return products, attended, moved(2 * layer.moved + rounded, 2 * rest, hardware)
+
+
+# Collectives -------------------------------------------------------------------------------------
+
+
+def collective(each: Collective, hardware: Hardware) -> float:
+    """Seconds of `count` collectives without overlap."""
+    group, per_node = each.group, hardware.ranks_per_node
+    if group.size == 1:
+        return 0.0
+    if each.kind == SEND:
+        return each.count * point_to_point(each.size, group, hardware)
+    reduces = each.kind == REDUCE
+    node = hardware.node_reduce_gb_s if reduces else hardware.node_gb_s
+    network = hardware.network_reduce_gb_s if reduces else hardware.network_gb_s
+    bandwidth = node
+    if group.crosses(per_node):
+        bandwidth = min(node, network * group.in_node(per_node) / per_node)
+    share = (group.size - 1) / group.size * (2 if reduces else 1)
+    sent = each.count * each.size * share / (bandwidth * 1e9)
+    return sent + latency(each, hardware)
+
+
+def latency(each: Collective, hardware: Hardware) -> float:
+    """The part that is not bandwidth: a step of the ring for each rank, one of a send."""
+    group = each.group
+    crosses = group.crosses(hardware.ranks_per_node)
+    one = hardware.network_latency_us if crosses else hardware.node_latency_us
+    steps = 1 if each.kind == SEND else group.size - 1
+    return each.count * steps * one * 1e-6
+
+
+def point_to_point(size: float, group: Group, hardware: Hardware) -> float:
+    """Seconds of one send of `size` bytes to the next rank of a group."""
+    if not group.crosses(hardware.ranks_per_node) and group.stride < hardware.ranks_per_node:
+        return size / (hardware.node_gb_s * 1e9) + hardware.node_latency_us * 1e-6
+    share = hardware.network_gb_s / hardware.ranks_per_node
+    return size / (share * 1e9) + hardware.network_latency_us * 1e-6

@@ -1,0 +1,272 @@
+"""What one rank of a plan held when it was run, beside what the estimate says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from planc.compiler import Compiled
+from planc.diagnostics.diagnostic import Sink
+from planc.diagnostics.source import Span
+from planc.ir.masters import masters
+from planc.ir.nodes import Plan, Unit
+from planc.model.facts import Facts, Modules, generic
+from planc.ops import phrases
+from planc.ops.base import AxisRole
+from planc.simulate.rank_job import RankRunner, RankStep
+from planc.tools.estimate.answer import (
+    VERDICTS,
+    Answer,
+    Request,
+    assumed,
+    document,
+    held_lines,
+    unit_of,
+)
+from planc.tools.estimate.from_plan import Batch
+from planc.tools.estimate.memory import GIB, Item, Moment, RankMemory
+from planc.tools.estimate.step import Estimate
+from planc.tools.measure.count import CountedRank, NotCountedError, count
+from planc.tools.measure.images import said
+from planc.tools.suggest.candidates import Candidate, Candidates
+
+_BY_UNITS = (
+    *("parameters", "gradients", "optimizer state", "gathered parameters"),
+    "copies in the optimizer",
+)
+"""What the fsdp section decides."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredRanks:
+    """
+    Args:
+        answer: the estimate of the same step.
+        counted: the same, with what a rank of each place of the pipeline held.
+        ranks: what was run.
+        device: where; empty for fake tensors.
+        images: of each row.
+    """
+
+    answer: Answer
+    counted: Estimate
+    ranks: tuple[CountedRank, ...]
+    device: str = ""
+    images: int = 0
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The numbers of blocks of the models that were run."""
+        return self.ranks[0].layers
+
+    @property
+    def microbatches(self) -> tuple[int, ...]:
+        """The fewest numbers of microbatches of a pipeline that were run."""
+        return min(rank.microbatches for rank in self.ranks)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the fullest of the ranks that were run fits on the device."""
+        return self.counted.fits and not any(rank.missed for rank in self.ranks)
+
+    @property
+    def seconds(self) -> float:
+        """Of compute in a step, of the rank that takes longest; 0 where no device was used."""
+        return max(sum(rank.seconds.values()) for rank in self.ranks)
+
+    def __str__(self) -> str:
+        return "\n".join(text(self))
+
+
+def measure(
+    compiled: Compiled,
+    found: Answer,
+    *,
+    exact: bool = False,
+    places: tuple[int, ...] = (),
+    device: str = "",
+    allow_code: bool = False,
+    images: int = 0,
+) -> MeasuredRanks:
+    """Runs ranks of a plan, and says what they hold.
+
+    Args:
+        found: its estimate, for a step with a batch.
+        images: of each row, of the size that the configuration says.
+        exact, places, device, allow_code: as of `count`.
+
+    Raises:
+        NotCountedError: the plan or the model cannot be run by one rank without values.
+    """
+    assert found.request.batch
+    step = _step(found.plan, found.facts, found.request, found.request.batch)
+    step = replace(step, images=images)
+    ranks = tuple(
+        count(compiled, step, exact=exact, places=places, device=device, allow_code=allow_code)
+    )
+    memories = tuple(_memory(rank, found.plan) for rank in ranks)
+    counted = replace(found.estimate, ranks=memories)
+    return MeasuredRanks(answer=found, counted=counted, ranks=ranks, device=device, images=images)
+
+
+def _step(plan: Plan, facts: Facts, request: Request, batch: Batch) -> RankStep:
+    """What a rank does in a step."""
+    data = plan.mesh.ranks_of(AxisRole.DATA)
+    return RankStep(
+        rows=batch.global_batch // (data * batch.micro_batches),
+        tokens=batch.sequence,
+        micro_batches=batch.micro_batches,
+        dtype="float32" if masters(plan, facts) else "",
+        optimizer=request.optimizer,
+        attention=request.attention,
+    )
+
+
+RUN = 3
+"""How many of the plans that a search finds are run."""
+
+
+def run_first(
+    candidates: Candidates, best: Sequence[Candidate], request: Request
+) -> Iterator[Candidate]:
+    """The plans of a search, of which the first are run, each at the place of the pipeline that
+    the estimate has as the fullest. One that then needs more memory than there is is left out; one
+    that a rank alone cannot run stays as it was.
+    """
+    left = RUN
+    with RankRunner() as runner:
+        for one in best:
+            counted = _counted(candidates, one, request, runner) if left else None
+            usable = one.estimate.usable
+            if counted and counted > usable:
+                reason = f"run, needs more than the usable {usable / GIB:.1f} GiB"
+                candidates.tally.exclude(reason, f"{one.named}: {counted / GIB:.1f} GiB")
+                continue
+            left -= bool(left)
+            yield replace(one, counted=counted)
+
+
+def _counted(
+    candidates: Candidates, one: Candidate, request: Request, runner: RankRunner
+) -> float | None:
+    compiled = candidates.compiled(one.choice, Sink())
+    if compiled.applied is None:
+        return None
+    batch = replace(candidates.batch, micro_batches=one.micro_batches)
+    step = _step(*compiled.applied, request, batch)
+    try:
+        return count(compiled, step, runner, places=(one.estimate.fullest.rank,))[0].peak
+    except NotCountedError:
+        return None
+
+
+def _memory(rank: CountedRank, plan: Plan) -> RankMemory:
+    def item(name: str, size: int) -> Item:
+        return Item(name=name, size=size, how="counted", origin=_origin(name, plan))
+
+    moments = (
+        Moment(name=name, items=tuple(item(*pair) for pair in held.items()))
+        for name, held in rank.moments.items()
+    )
+    return RankMemory(rank=rank.place, moments=tuple(moments))
+
+
+def _origin(name: str, plan: Plan) -> Span | None:
+    """The line of a plan that decides what is held."""
+    if name in _BY_UNITS:
+        return plan.fsdp.origin if plan.fsdp else None
+    _, _, where = name.partition(" of ")
+    units = plan.fsdp.units if plan.fsdp else ()
+    rules = (*((r.modules, r.origin) for r in plan.checkpoint), *_members(units))
+    return next((at for those, at in rules if generic(those.first_name) == where), None)
+
+
+def _members(units: Sequence[Unit]) -> Iterator[tuple[Modules, Span]]:
+    for unit in units:
+        yield from ((modules, unit.origin) for modules in unit.members)
+
+
+def text(found: MeasuredRanks) -> Iterator[str]:
+    """The lines of what `planc measure` says."""
+    answer, batch = found.answer, found.answer.request.batch
+    assert batch is not None
+    on, tokens = phrases.mesh(answer.plan.mesh.axes), f"{batch.global_batch} x {batch.sequence}"
+    yield f"{answer.plan.name} on {on}, {tokens} tokens a step; {answer.hardware.name}"
+    where = f"on {found.device}" if found.device else "on fake tensors"
+    images = said(found.images, answer.facts.config) if found.images else ""
+    yield f"two steps of one rank, {where}, with {'; '.join(assumed(answer, images))}"
+    yield ""
+    for memory, run in sorted(_both(found), key=lambda both: -both[0].peak):
+        yield from _rank(memory, run, found)
+    estimated = answer.estimate.ranks
+    yield ""
+    for rank, run in _both(found):
+        place = f" at place {rank.rank}" * (len(estimated) > 1)
+        size, (unit, of) = estimated[rank.rank].peak, unit_of(rank.peak)
+        beside = "" if run.missed else f", {size / rank.peak - 1:+.1%}"
+        beside += ", of text alone" * bool(found.images)
+        yield f"estimated{place}: {size / of:.2f} {unit}{beside}"
+    parts = {"layers": found.layers, "microbatches": found.microbatches}
+    some = [f"{' and '.join(map(str, n))} {what}" for what, n in parts.items() if len(n) > 1]
+    if some:
+        yield f"run with {', '.join(some)}, which the rest follows from; --exact runs all of them"
+    yield _NOT_MEASURED if found.device else _NOT_COUNTED
+
+
+_NOT_COUNTED = "not counted: buffers of the network's library, and what kernels need while they run"
+_NOT_MEASURED = (
+    "not measured: collectives, which return at once, what overlaps with them, and buffers of the "
+    "network's library"
+)
+
+
+def _both(found: MeasuredRanks) -> Iterator[tuple[RankMemory, CountedRank]]:
+    return zip(found.counted.ranks, found.ranks, strict=True)
+
+
+def _rank(rank: RankMemory, run: CountedRank, found: MeasuredRanks) -> Iterator[str]:
+    room = found.counted.usable
+    place = f", place {rank.rank} of the pipeline" * (len(found.answer.estimate.ranks) > 1)
+    unit, of = unit_of(rank.peak)
+    reached = "when there was no more" if run.missed else "at most"
+    most = f"{rank.peak / of:.2f} {unit} {reached} ({rank.largest.name}{place})"
+    verdict = VERDICTS[rank.peak <= room and not run.missed]
+    usable = f"{room / GIB:.1f}{' GiB' * (unit != 'GiB')} usable"
+    yield f"memory of a rank: {most}; {usable}: {verdict}"
+    yield from held_lines(rank, least=rank.peak / 1000)
+    if run.reserved:
+        yield f"  {run.reserved / of:8.2f}  reserved by the allocator"
+    if run.missed:
+        said = f"out of memory ({run.missed.moment}) for {run.missed.what}"
+        yield said + _line(run.missed.what, found.answer.plan)
+        yield f"  {run.missed.said}"
+    if run.seconds:
+        whole = sum(run.seconds.values())
+        yield f"compute of a step{place}: {whole:.3f} s"
+        for part, seconds in sorted(run.seconds.items(), key=lambda item: -item[1]):
+            if seconds > whole / 1000:
+                line = _line(part, found.answer.plan) if part.startswith("recomputation") else ""
+                yield f"  {seconds * 1e3:8.1f}  ms {part}{line}"
+
+
+def _line(name: str, plan: Plan) -> str:
+    origin = _origin(name, plan)
+    return f"  ({origin.place})" if origin else ""
+
+
+def plain(found: MeasuredRanks) -> dict[str, Any]:
+    """The same as plain data, in the form of an estimate's; bytes."""
+    made = document(replace(found.answer, estimate=found.counted))
+    return {
+        **{name: value for name, value in made.items() if name != "time"},
+        "not_counted": [] if found.images else made["not_counted"],
+        "images": found.images,
+        "device": found.device or "fake",
+        "fits": found.fits,
+        "layers": found.layers,
+        "microbatches": found.microbatches,
+        "compute": [dict(rank.seconds) for rank in found.ranks],
+        "out_of_memory": [rank.missed and rank.missed._asdict() for rank in found.ranks],
+        "estimated": [rank.peak for rank in found.answer.estimate.ranks],
+    }

@@ -1,0 +1,252 @@
+"""Searches a space for the fastest plans that fit.
+
+First each mesh is tried with the plan's own options, with the leanest and with the fastest; then
+all ways to checkpoint and to compute the loss on the best meshes, of which the fastest are varied.
+What is named in the end is compiled with all checks.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import islice
+from math import inf
+
+from planc.ops.base import AxisRole
+from planc.tools.suggest.candidates import Candidate, Candidates, Tally
+from planc.tools.suggest.choice import FASTEST, LEANEST, Choice, Sizes
+
+MESHES = 12
+"""How many meshes are searched in full."""
+
+ROUNDS, STARTS, NEAR = 2, 3, 1.2
+"""How often the extended axes are tried, on how many of the best meshes, and how much slower than
+the best a mesh may be to be searched further."""
+
+SLOWER = 2
+"""After how many meshes in a row that are no faster no other size of an axis is tried."""
+
+VARIED = 3
+"""How many of the fastest choices on a mesh are varied further."""
+
+REFINED = 3
+"""How many of the fastest plans get stages of equal time, and, where it is asked for, a budget."""
+
+NAMED = 10
+"""How many plans are named in the end."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """The result of a search.
+
+    Args:
+        best: the fastest plans that fit and compile, in order.
+        tally: of all choices.
+        costs: for each requirement, the fastest plan that violates it alone; None for none.
+        apart: the fastest plan whose mesh differs by more than replicas.
+    """
+
+    best: tuple[Candidate, ...]
+    tally: Tally
+    costs: dict[str, Candidate | None]
+    apart: Candidate | None
+
+
+def search(
+    candidates: Candidates, progress: Callable[[int, int], None], *, budgets: bool = False
+) -> Found:
+    """The fastest plans.
+
+    Args:
+        budgets: whether the first ones also get a budget for what their layers keep.
+        progress: is told how many of how many parts are done.
+    """
+    space = candidates.space
+    meshes = list(space.meshes())
+    total = len(meshes) + MESHES
+    ranked = _each(candidates, meshes, _probed, lambda done: progress(done, total))
+    for _ in range(ROUNDS):
+        ranked |= _extended(candidates, ranked)
+    best_meshes = _best_meshes(ranked.values())
+    ranked |= _each(
+        candidates, best_meshes, _in_full, lambda done: progress(len(meshes) + done, total)
+    )
+    order = sorted(ranked.values(), key=lambda c: (c.seconds, len(space.text(c.choice))))
+    best = sorted(islice(_named(candidates, order), NAMED), key=lambda c: c.seconds)
+    for refined in (candidates.timed, *((candidates.budgeted,) if budgets else ())):
+        more = filter(None, map(refined, best[:REFINED]))
+        best = sorted((*best, *more), key=lambda c: c.seconds)[:NAMED]
+    costs = {
+        condition: next(_named(candidates, order, frozenset({condition})), None)
+        for condition in space.requires
+    }
+    progress(total, total)
+    return Found(
+        best=tuple(best),
+        tally=candidates.tally,
+        costs=costs,
+        apart=_apart(candidates, best[0], order) if best else None,
+    )
+
+
+def _each(
+    candidates: Candidates,
+    meshes: Sequence[Sizes],
+    find: Callable[[Candidates, Sizes], dict[Choice, Candidate]],
+    progress: Callable[[int], None],
+) -> dict[Choice, Candidate]:
+    """What is found on each mesh.
+
+    Meshes that differ by replicas alone come together, as most of what they compute is the same.
+
+    Args:
+        progress: is told the number of meshes that are done.
+    """
+    found: dict[Choice, Candidate] = {}
+    for done, sizes in enumerate(meshes):
+        progress(done)
+        found |= find(candidates, sizes)
+    return found
+
+
+def _probed(candidates: Candidates, sizes: Sizes) -> dict[Choice, Candidate]:
+    """The probes of a mesh with one rank along the extended axes."""
+    if not candidates.legal(sizes):
+        return {}
+    probes = (candidates.space.probe(sizes, options) for options in ({}, LEANEST, FASTEST))
+    return _tried(candidates, probes) or _divided(candidates, sizes)
+
+
+def _in_full(candidates: Candidates, sizes: Sizes) -> dict[Choice, Candidate]:
+    """All ways to checkpoint and to compute the loss, and the fastest of them varied."""
+    here = _tried(candidates, candidates.space.choices(sizes))
+    first = sorted(here.values(), key=lambda c: c.seconds)[:VARIED]
+    varied = (other for c in first for other in candidates.space.variations(c.choice))
+    return here | _tried(candidates, varied)
+
+
+def _divided(candidates: Candidates, sizes: Sizes) -> dict[Choice, Candidate]:
+    """The probes of a mesh that holds no whole experts, divided among the best number of ranks:
+    fewer all-gather more, and more send tokens farther, so that times fall and then rise.
+    """
+    space = candidates.space
+    lean = [space.probe(other, LEANEST) for other in space.divided(sizes)]
+
+    @cache
+    def seconds(at: int) -> float:
+        found = candidates.candidate(lean[at])
+        return found.seconds if found else inf
+
+    def rises(at: int) -> bool:
+        return seconds(at) < inf and seconds(at) <= seconds(at + 1)
+
+    at = bisect_left(range(len(lean) - 1), True, key=rises)
+    if not lean or seconds(at) == inf or not candidates.legal(lean[at].sizes):
+        return {}
+    return _tried(candidates, (lean[at], space.probe(lean[at].sizes, FASTEST)))
+
+
+def _extended(candidates: Candidates, ranked: dict[Choice, Candidate]) -> dict[Choice, Candidate]:
+    """The probes of meshes beside the best ones, which have other sizes of one extended axis, and
+    beside those that have too many data ranks for the batch.
+    """
+    space, nearest = candidates.space, candidates.tally.nearest
+    starts = _best_meshes(ranked.values())[:STARTS]
+    if not starts and nearest:
+        starts = [nearest.choice.sizes]
+    starts += _too_wide(candidates)[:STARTS]
+    known = {choice.sizes for choice in ranked} | candidates.extended
+    near = NEAR * min((c.seconds for c in ranked.values()), default=inf)
+    found: dict[Choice, Candidate] = {}
+    for start in starts:
+        here = (c.seconds for c in ranked.values() if c.choice.sizes == start)
+        seconds = min(here, default=inf)
+        for beside in space.neighbors(start):
+            found |= _along(candidates, beside, known, seconds, near)
+        # times rise where ranks begin to divide experts, then fall and rise again
+        found |= _along(candidates, space.divided(start), known, inf, near)
+    return found
+
+
+def _too_wide(candidates: Candidates) -> list[Sizes]:
+    """The meshes that cannot split the batch, those with the fewest data ranks first; of those that
+    differ by replicas alone the first.
+    """
+    space = candidates.space
+    different = {space.alike(space.probe(s, {})).sizes: s for s in reversed(candidates.too_wide)}
+    return sorted(different.values(), key=lambda s: space.mesh(s).ranks_of(AxisRole.DATA))
+
+
+def _along(
+    candidates: Candidates, beside: Sequence[Sizes], known: set[Sizes], seconds: float, near: float
+) -> dict[Choice, Candidate]:
+    """The probes of the meshes that are not `known` and are faster than `near`. They end behind one
+    that is slower than that, and behind two in a row that do not fit or are no faster than the
+    fastest so far: what an axis sends or repeats grows with its ranks.
+
+    Args:
+        seconds: of the mesh that they are beside; infinite where all are tried.
+    """
+    space, slower, fastest = candidates.space, 0, seconds
+    found: dict[Choice, Candidate] = {}
+    for sizes in beside:
+        if sizes in known:
+            continue
+        known.add(sizes)
+        candidates.extended.add(sizes)
+        if candidates.unsplit(sizes):
+            continue
+        probes = [space.probe(sizes, options) for options in (LEANEST, FASTEST)]
+        least = {c: s for c in probes if (s := candidates.least(c)) is not None}
+        here = _tried(candidates, (c for c in probes if least.get(c, inf) < near or near == inf))
+        fast = min((c.seconds for c in here.values()), default=inf)
+        if fast < near and candidates.legal(sizes):
+            found |= here
+        if least:
+            far = near <= min(fast, *least.values()) < inf
+            slower = 0 if fast < fastest else SLOWER if far else slower + 1
+            fastest = min(fast, fastest)
+        if slower >= SLOWER and seconds < inf:
+            candidates.extended.update(beside)
+            break
+    return found
+
+
+def _apart(candidates: Candidates, best: Candidate, order: list[Candidate]) -> Candidate | None:
+    def mesh(candidate: Candidate) -> Sizes:
+        return candidates.space.alike(candidate.choice).sizes
+
+    others = [c for c in order if mesh(c) != mesh(best)]
+    return next(_named(candidates, others), None)
+
+
+def _tried(candidates: Candidates, choices: Iterable[Choice]) -> dict[Choice, Candidate]:
+    found = (candidates.candidate(choice) for choice in dict.fromkeys(choices))
+    return {c.choice: c for c in found if c}
+
+
+def _best_meshes(ranked: Iterable[Candidate]) -> list[Sizes]:
+    """The meshes of the fastest candidates that meet all requirements, then of the fastest."""
+    order = sorted(ranked, key=lambda c: c.seconds)
+    meeting = dict.fromkeys(c.choice.sizes for c in order if not c.violated)
+    every = dict.fromkeys(c.choice.sizes for c in order)
+    return list(dict.fromkeys((*islice(meeting, MESHES), *islice(every, MESHES))))
+
+
+def _named(
+    candidates: Candidates, order: list[Candidate], violated: frozenset[str] = frozenset()
+) -> Iterator[Candidate]:
+    """The fastest that violate just these requirements, of those that differ by replicas alone the
+    first, and of equal ones the shortest plan.
+    """
+    seen: set[object] = set()
+    for candidate in order:
+        keys = candidates.space.alike(candidate.choice), (candidate.seconds, candidate.peak)
+        if candidate.violated != violated or not seen.isdisjoint(keys):
+            continue
+        if found := candidates.verified(candidate):
+            seen.update(keys)
+            yield found

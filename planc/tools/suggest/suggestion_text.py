@@ -1,0 +1,135 @@
+"""A suggestion as text and as plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from planc.tools.estimate.memory import GIB
+from planc.tools.suggest.candidates import Candidate
+from planc.tools.suggest.suggest import Suggestion
+
+FORMAT = 1
+"""Raised when a field of the document is removed or changes its meaning."""
+
+
+def text(made: Suggestion, *, command: str) -> Iterator[str]:
+    """The lines of a suggestion, without its plan.
+
+    Args:
+        command: that estimates the suggested plan.
+    """
+    batch, found, tally = made.asked.request.batch, made.found, made.found.tally
+    assert batch is not None
+    tokens = f"{batch.global_batch} x {batch.sequence} tokens a step"
+    yield f"{made.asked.world_size:,} ranks of {made.hardware.name}, {made.stack.name}; {tokens}"
+    if made.masters:
+        yield "the optimizer is assumed to step fp32; `load { dtype = ... }` in a plan says another"
+    yield f"{tally.tried:,} plans were estimated that extend {made.base}"
+    yield ""
+    yield from _table(found.best)
+    yield ""
+    yield from _reasons(found.best, found.apart)
+    if made.coarser:
+        less = 1 - made.coarser.seconds / found.best[0].seconds
+        yield f"reduce_dtype = bf16 takes {less:.1%} less time, and sums gradients less exactly"
+    for condition, other in found.costs.items():
+        yield f"--require {condition!r} costs {_cost(found.best[0], other)}"
+    if tally.excluded:
+        yield ""
+        yield "left out:"
+    for reason, out in sorted(tally.excluded.items(), key=lambda pair: -pair[1].count):
+        yield f"  {out.count:6,}  {reason}, such as {out.example}"
+    yield ""
+    yield f"its estimate in full: {command}"
+
+
+def _table(best: tuple[Candidate, ...]) -> Iterator[str]:
+    run = "GiB when run" if any(found.counted for found in best) else ""
+    rows = [("", "s a step", "tokens/s a rank", "MFU", "GiB", run, "micro-batches", "mesh", "how")]
+    for i, found in enumerate(best):
+        time = found.estimate.time
+        numbers = (f"{time.seconds:.3f}", f"{time.tokens_per_second:,.0f}", f"{time.mfu:.1%}")
+        counted = f"{found.counted / GIB:.1f}" if found.counted else ""
+        sizes = (f"{found.peak:.1f}", counted, str(found.micro_batches))
+        rows.append((str(i + 1), *numbers, *sizes, found.axes, found.words))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        pairs = [(t, w) for i, (t, w) in enumerate(zip(row, widths, strict=True)) if w or not i]
+        right, left = (t.rjust(w) for t, w in pairs[:-2]), (t.ljust(w) for t, w in pairs[-2:])
+        yield "  ".join([*right, *left]).rstrip()
+
+
+def _reasons(best: tuple[Candidate, ...], apart: Candidate | None) -> Iterator[str]:
+    """Why the first is before the second, and before the first on another mesh."""
+    first = best[0]
+    yield f"bottleneck of 1: {first.estimate.time.bottleneck}"
+    if len(best) > 1:
+        yield f"2 takes {_longer(first, best[1])}"
+    if apart:
+        yield f"{apart.axes}; {apart.words}: takes {_longer(first, apart)}"
+
+
+def _longer(first: Candidate, other: Candidate) -> str:
+    more = other.seconds / first.seconds - 1
+    return f"{more:.1%} longer than 1: {_difference(first, other)}"
+
+
+def _difference(first: Candidate, other: Candidate) -> str:
+    """What the other one spends more time on, and less."""
+    spent = first.estimate.time.spent
+    parts = other.estimate.time.spent.plus(spent, -1)._asdict()
+    order = sorted(parts, key=lambda name: -abs(parts[name]))
+    words = [
+        f"{parts[n] * 1e3:+,.1f} ms {n.replace('_', ' ')}"
+        for n in order[:3]
+        if abs(parts[n]) > 5e-5
+    ]
+    return ", ".join(words) or "nothing that is modeled but rounding"
+
+
+def _cost(best: Candidate, other: Candidate | None) -> str:
+    if other is None or other.seconds >= best.seconds:
+        return "nothing"
+    return (
+        f"{best.seconds / other.seconds - 1:.1%}: without it {other.named}, {other.seconds:.3f} s"
+    )
+
+
+def document(made: Suggestion) -> dict[str, Any]:
+    """The suggestion as plain data; bytes and seconds."""
+    found, batch = made.found, made.asked.request.batch
+    return {
+        "format_version": FORMAT,
+        "world_size": made.asked.world_size,
+        "hardware": made.hardware.name,
+        "stack": made.stack.name,
+        "batch": batch and {"rows": batch.global_batch, "tokens": batch.sequence},
+        "extends": made.base,
+        "tried": found.tally.tried,
+        "best": [_plain(c) for c in found.best],
+        "constraints": {c: o and _plain(o) for c, o in found.costs.items()},
+        "excluded": [
+            {"reason": reason, "count": out.count, "example": out.example}
+            for reason, out in found.tally.excluded.items()
+        ],
+    }
+
+
+def _plain(found: Candidate) -> dict[str, Any]:
+    time = found.estimate.time
+    return {
+        "mesh": dict(found.mesh),
+        "options": dict(found.choice.options),
+        "save": found.choice.save,
+        "reshard_never": found.choice.resident,
+        "micro_batches": found.micro_batches,
+        "seconds": time.seconds,
+        "tokens_per_second": time.tokens_per_second,
+        "mfu": time.mfu,
+        "peak": found.estimate.fullest.peak,
+        "counted": found.counted,
+        "bottleneck": time.bottleneck,
+        "spent": time.spent._asdict(),
+        "plan": found.text,
+    }
