@@ -10,7 +10,7 @@ LIMIT = 1e-4
 
 PLAN = """plan t for mixtral, qwen3_moe
 
-option sequence_parallel = false
+option sequence = false
 
 mesh {
     dp_replicate = 1
@@ -22,7 +22,7 @@ tensor on tp {
     model.layers.* {
         self_attn.{q,k,v}_proj : colwise
         optional self_attn.{q,k}_norm : sequence(dim = 2, local = true)
-        when sequence_parallel {
+        when sequence {
             {input,post_attention}_layernorm : sequence
             self_attn        : input(hidden_states = shard(1) -> replicate)
             self_attn.o_proj : rowwise(-> shard(1), local = false)
@@ -32,7 +32,7 @@ tensor on tp {
             self_attn.o_proj : rowwise
         }
     }
-    when sequence_parallel {
+    when sequence {
         model.embed_tokens : rowwise(-> shard(1), local = false)
         model.norm         : sequence
         lm_head            : colwise(shard(1) -> replicate)

@@ -52,37 +52,29 @@ MIXTRAL = LLAMA | {
 PLAN = """plan measured for llama
 
 let block = model.layers.*
-option pipeline_stages   = 1
-option pipeline_schedule = "1f1b"
-option microbatches      = 8
-option attention         = "all_gather"
-option checkpointing     = false
-option param_dtype       = "fp32"
+option schedule     = "1f1b"
+option microbatches = 8
+option attention    = "all_gather"
+option recompute    = false
+option param_dtype  = "fp32"
 
 mesh {
-    when pipeline_stages > 1 {
-        pp = pipeline_stages
-    }
-    dp_shard = auto
-    cp       = 1
+    optional pp = 1
+    dp_shard    = auto
+    cp          = 1
 }
 
-when pipeline_stages > 1 {
-    pipeline on pp {
-        schedule     = pipeline_schedule
-        microbatches = microbatches
-        stages       = even(
-            $block,
-            each = when pipeline_schedule in ["gpipe", "1f1b"] then 1 else 2,
-        )
-    }
+pipeline on pp {
+    schedule     = schedule
+    microbatches = microbatches
+    stages       = even($block, each = when schedule in ["gpipe", "1f1b"] then 1 else 2)
 }
 
 context on cp {
     attention = attention
 }
 
-when checkpointing {
+when recompute {
     checkpoint {
         $block : full
     }
