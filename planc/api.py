@@ -19,6 +19,7 @@ from planc.diagnostics.notebook import DRAW, TEXT
 from planc.model import cache
 from planc.ops.document import digest
 from planc.ops.lowered import Lowered
+from planc.simulate.time_limit import SECONDS
 from planc.syntax import ast, plan_files
 from planc.tools.init.parsed import parsed
 
@@ -48,7 +49,7 @@ def check(
     level: str = "flow",
     inputs: Mapping[str, Any] | Callable[[int, int], Mapping[str, Any]] | None = None,
     loss: Callable[[Any, Mapping[str, Any]], Any] | None = None,
-    time_limit: float = 300.0,
+    time_limit: float = SECONDS,
 ) -> Findings:
     """Every finding about a plan for a model; empty without findings. `print` shows what
     `planc check` does.

@@ -82,7 +82,7 @@ class CallTable:
 
     @classmethod
     def of(cls, data: Any) -> CallTable:
-        """Of the data that `planc.tools.measure.calls` gives. Raises at any other."""
+        """Reads the data that `planc.tools.measure.calls` writes. Raises on any other data."""
         calls = tuple(CountedCall(*call) for call in data["calls"])
         return cls(calls, data["stop"], data["inputs"], data["saved"])
 

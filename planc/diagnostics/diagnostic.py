@@ -1,8 +1,8 @@
 """Findings about a user's mistakes, as data.
 
-A stage appends diagnostics to a `Sink` and goes on; how they look is the
-business of `planc.diagnostics`. The text behind each code is a page of `docs/diagnostics`, the same
-that `planc explain` prints.
+A stage appends diagnostics to a `Sink` and goes on; `planc.diagnostics.render` writes them in all
+output formats. The text behind each code is a page of `docs/diagnostics`, which `planc explain`
+prints too.
 """
 
 from __future__ import annotations

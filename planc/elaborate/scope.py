@@ -114,8 +114,7 @@ class Scope:
 
     def modules(self, name: ast.Name, *, optional: bool) -> Value:
         """The modules of `$name`: those of a let, else of a role, which this model may lack."""
-        word = name.path
-        known = self.definitions.get(word)
+        word, known = name.path, self.definitions.get(name.path)
         if word not in LACKS or (known and known.kind == "let"):
             return self.value(name)
         self._roles = self._roles or roles(self.facts)

@@ -1,4 +1,4 @@
-"""Expert sections: the layouts of parameters, and the mesh of the ranks that divide experts."""
+"""Queries on expert sections: which rules divide experts, and the layouts of parameters."""
 
 from planc.ir.nodes import ExpertRule, Plan, TensorRule
 from planc.model.facts import Module
@@ -34,7 +34,7 @@ def expert_count(module: Module) -> int | None:
 
 
 def fullest(plan: Plan, imbalance: float) -> float:
-    """How many times the mean of tokens the experts of the fullest rank take at most."""
+    """The most tokens that the experts of one rank take, as a multiple of the mean over ranks."""
     limits = [rule.capacity for rule in dividing(plan)]
     some = [one for one in limits if one is not None]
     return min(imbalance, max(some)) if some and None not in limits else imbalance

@@ -17,7 +17,7 @@ from planc.model.indices import Indices
 HEAD_SIZES = ("head_dim", "head_size", "attention_head_size")
 """The names of the features of a head, in several families."""
 LATENT_HEAD_SIZES = ("qk_head_dim", "qk_nope_head_dim", "v_head_dim")
-"""Those of latent attention: of queries, of the keys' part without positions, and of values."""
+"""The names of head sizes in latent attention: of queries, of keys without positions, of values."""
 INTEGER_ATTRIBUTES = (
     *HEAD_SIZES,
     *LATENT_HEAD_SIZES,

@@ -400,7 +400,8 @@ class Op:
 
     def uncounted_traffic(self, step: StepFacts) -> str:
         """Names the collectives of a step whose number or size is unknown; empty for none."""
-        return ""
+        text = "what backward leaves out where parameters are frozen"
+        return text if self.SETS_TRAINING and not step.knows_trained else ""
 
     @property
     def requirements(self) -> tuple[Requirement, ...]:

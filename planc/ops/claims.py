@@ -1,6 +1,6 @@
 """The operation that makes a collective of a run: each operation says how closely it fits."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import NamedTuple, Protocol
 
 from planc.model.facts import below
@@ -49,10 +49,14 @@ def unit_names(collective: ObservedCall) -> list[str]:
     return [unit.replace(ROOT, "") for unit in collective.unit.split(", ") if unit]
 
 
-def module_claim(collective: ObservedCall, names: Iterable[str]) -> CallClaim | None:
-    """The claim of modules with these names: the longest one that contains the collective's module
-    is the nearest. None if no module contains it.
+def module_claim(
+    collective: ObservedCall, axes: Collection[str], names: Iterable[str]
+) -> CallClaim | None:
+    """The claim of modules on a collective that they call along some of the axes: the longest name
+    that contains the collective's module is the nearest. None if no module contains it.
     """
+    if set(axes).isdisjoint(collective.axes):
+        return None
     at = collective.module
     lengths = (len(name) for name in names if at and (at == name or below(at, name)))
     nearest = max(lengths, default=None)

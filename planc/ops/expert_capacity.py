@@ -61,9 +61,7 @@ class LimitExperts(Op):
 
     def claims(self, collective: ObservedCall) -> CallClaim | None:
         """Claims what its modules call."""
-        if not {*collective.axes} & {*self.communication_axes}:
-            return None
-        return module_claim(collective, self.modules.names())
+        return module_claim(collective, self.communication_axes, self.modules.names())
 
     @property
     def settings(self) -> dict[str, Any]:

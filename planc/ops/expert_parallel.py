@@ -77,9 +77,7 @@ class DispatchExperts(Op):
 
     def claims(self, collective: ObservedCall) -> CallClaim | None:
         """Claims what its modules call."""
-        if not {*collective.axes} & {*self.communication_axes}:
-            return None
-        return module_claim(collective, self.modules.names())
+        return module_claim(collective, self.communication_axes, self.modules.names())
 
     def calls(self, _context: Context) -> Iterator[Step]:
         keywords = given(

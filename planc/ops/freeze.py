@@ -6,7 +6,7 @@ from typing import ClassVar, Self
 
 from planc.model.facts import Modules
 from planc.ops import phrases
-from planc.ops.base import AxisSizes, Op, Phase, StepFacts
+from planc.ops.base import AxisSizes, Op, Phase
 from planc.ops.call import Context, Each, FunctionCall, ScriptFunction, Step
 
 
@@ -27,10 +27,6 @@ class Freeze(Op):
 
     ALONE: ClassVar = True
     SETS_TRAINING: ClassVar = True
-
-    def uncounted_traffic(self, step: StepFacts) -> str:
-        text = "what backward leaves out where parameters are frozen"
-        return "" if step.knows_trained else text
 
     PHASE: ClassVar = Phase.FREEZE
     WORD: ClassVar = "training"

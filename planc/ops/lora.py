@@ -20,7 +20,6 @@ from planc.ops.base import (
     Positive,
     Size,
     Some,
-    StepFacts,
     choice,
 )
 from planc.ops.call import (
@@ -198,10 +197,6 @@ class Adapt(Op):
         for members in self.members:
             if question.at.inside(members) is not None:
                 yield Decision(self.headline(), question.ancestor(len(members.path)))
-
-    def uncounted_traffic(self, step: StepFacts) -> str:
-        text = "what backward leaves out where parameters are frozen"
-        return "" if step.knows_trained else text
 
     @property
     def requirements(self) -> tuple[Requirement, ...]:

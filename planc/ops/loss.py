@@ -48,9 +48,7 @@ class ChunkLoss(Op):
 
     def claims(self, collective: ObservedCall) -> CallClaim | None:
         """Claims what the head calls."""
-        if not {*collective.axes} & {*self.axes}:
-            return None
-        return module_claim(collective, self.modules.names())
+        return module_claim(collective, self.communication_axes, self.modules.names())
 
     def _terms(self) -> Keywords:
         """The arguments that are not at their defaults, but for the chunks."""

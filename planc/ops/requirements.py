@@ -8,7 +8,6 @@ class Requirement(NamedTuple):
 
     Args:
         package: the module that is imported.
-        attribute: a name that only usable versions have; empty if all have the interface.
         code: the code of the finding if it cannot be imported.
         reason: the part of the plan that needs it, as the beginning of the finding.
         help: the help of the finding.
@@ -18,7 +17,6 @@ class Requirement(NamedTuple):
     code: str
     reason: str
     help: str
-    attribute: str = ""
 
     def finding(self, error: Exception) -> str:
         """The text of the finding for the error of an import."""

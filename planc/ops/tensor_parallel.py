@@ -87,7 +87,7 @@ class Parallelize(Op):
         """
         if not {*collective.axes} & {*self.axes}:
             return None
-        if claim := module_claim(collective, self.modules.names()):
+        if claim := module_claim(collective, self.axes, self.modules.names()):
             return claim
         units, names = unit_names(collective), [*self.modules.names()]
         inside = any(name == unit or below(name, unit) for name in names for unit in units)

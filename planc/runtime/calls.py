@@ -28,9 +28,7 @@ def import_error(requirement: Requirement) -> Exception | None:
     """The error of the import of a required package; None if it can be imported."""
     try:
         with quiet_imports():
-            module = importlib.import_module(requirement.package)
-            if requirement.attribute:
-                getattr(module, requirement.attribute)
+            importlib.import_module(requirement.package)
     except Exception as error:  # loading its shared libraries can raise any exception
         return error
     return None

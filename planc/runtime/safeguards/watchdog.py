@@ -1,4 +1,4 @@
-"""What a rank waits for, written when it has not moved for some time, ends with an error, or is
+"""Writes what a rank waits for, if it has not moved for some time, ends with an error, or is
 stopped by SIGTERM, as torchrun stops the other ranks if one dies.
 
 torch keeps the last collectives of a process in its flight recorder, for gloo as for NCCL, so a

@@ -12,7 +12,7 @@ from planc.tools.init.roles import Linear
 _COUNT = re.compile(r"head|kv|group|(^|_)(n_?)?[qhk](_|$)", re.I)
 _SIZE = re.compile(r"dim|size|width|hd|(^|_)d(_|$)", re.I)
 _OTHER = re.compile(r"layer|depth|vocab|block|len|seq|pos|seed|rank|expert", re.I)
-"""How code names numbers of heads, sizes of features, and numbers that are neither."""
+"""Patterns of names for numbers of heads, for sizes of features, and for other numbers."""
 
 
 @dataclass(frozen=True, slots=True)
