@@ -5,9 +5,10 @@ that it does not name is fast, or new, and always runs. Of the slow tests a run 
 
 - a quarter, by a hash of the test's name and the number of commits, so that four commits in a
   row run all tests;
-- the tests of each folder that the last commit or the working tree changes: a change of
-  `planc/NAME/` or of `tests/NAME/` selects the tests in `tests/NAME/`, and those in files that
-  import from `planc.NAME`;
+- the tests of what the last commit or the working tree changes: a file in `planc/NAME/` selects
+  the tests in `tests/NAME/`, and the files of tests that import it; a changed Python
+  module below `tests/` selects itself and the files that import it, directly or not, and any
+  other file, such as a specification, the tests in its folder;
 - the tests that failed in the last run.
 
 `pytest --full` (`make test FULL=1`) selects all tests. So does a run outside of a git checkout,
@@ -31,7 +32,8 @@ SLOW = 0.5
 """Seconds from which a test is slow."""
 TURNS = 4
 """Number of commits in a row that run all tests."""
-_IMPORTED = re.compile(r"^\s*(?:from|import) planc\.([\w.]+)", re.M)
+_FROM_PLANC = re.compile(r"^\s*(?:from|import) planc\.([\w.]+)(?: import (.*))?", re.M)
+_MODULES = re.compile(r"^\s*(?:from|import) (\w+)|\"(\w+)\.\w+\"", re.M)
 
 
 def slow_tests():
@@ -80,15 +82,40 @@ def tests_of(changed):
     Args:
         changed: paths of the change, relative to the checkout.
     """
-    paths = [Path(path).with_suffix("").parts for path in changed]
-    folders = {_folder(parts[1:]) for parts in paths if parts[0] in ("planc", "tests")}
-    packages = {_folder(parts[1:]) for parts in paths if parts[0] == "planc"}
-    return {
-        str(test.relative_to(ROOT))
-        for test in TESTS.rglob("test_*.py")
-        if _folder(test.relative_to(TESTS).parts) in folders
-        or packages & {_folder(name.split(".")) for name in _IMPORTED.findall(test.read_text())}
-    }
+    folders, modules, changed_code = set(), set(), set()
+    for path in map(Path, changed):
+        place, *inside = path.with_suffix("").parts
+        if place == "tests" and path.suffix == ".py":
+            modules.add(path.stem)
+        elif place in ("planc", "tests"):
+            folders.add(_folder(inside))
+        if place == "planc":
+            changed_code.add(".".join(inside).removesuffix(".__init__"))
+    sources = {path: path.read_text() for path in TESTS.rglob("*.py")}
+    imports = {path: _modules_of(source) for path, source in sources.items()}
+    before = None
+    while before != modules:
+        before = set(modules)
+        modules |= {path.stem for path, names in imports.items() if modules & names}
+    selected = set()
+    for test, source in sources.items():
+        if not test.name.startswith("test_"):
+            continue
+        used = {part for match in _FROM_PLANC.finditer(source) for part in _names(match)}
+        inside = _folder(test.relative_to(TESTS).parts) in folders
+        if inside or test.stem in modules or changed_code & used:
+            selected.add(str(test.relative_to(ROOT)))
+    return selected
+
+
+def _modules_of(source):
+    """Modules that a file imports, or names with a function that ranks call, `"jobs.train"`."""
+    return {match[1] or match[2] for match in _MODULES.finditer(source)}
+
+
+def _names(match):
+    """The module of an import, and each name that it takes from it, which may be a module."""
+    return [match[1], *(f"{match[1]}.{name}" for name in re.findall(r"\w+", match[2] or ""))]
 
 
 def _folder(parts):

@@ -1,7 +1,7 @@
 """The collectives that operations imply in a step: kind, axes, times and bytes on one rank.
 
 They are those of `run.forward_backward` and of the plan's optimizer; clipping sends more. Times and
-bytes were compared with those of real processes (`tests/lower/test_sends.py`). What is not
+bytes were compared with those of real processes (`tests/lowering/test_sends.py`). What is not
 known is named (`left_out`), not guessed.
 """
 

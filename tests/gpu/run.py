@@ -139,7 +139,7 @@ def parts(kind: str, folder: Path) -> Iterable[Part]:
         for name, words in VERIFIED.items():
             yield Part(name, verified(words), 170, shared=True)
     elif kind == "hang":
-        script = str(ROOT / "tests/tools/hang/hanging.py")
+        script = str(ROOT / "tests/tools/order/hanging.py")
         for fault in ("clip", "crossed", "killed"):
             there = folder / f"hang-{fault}"
             there.mkdir(exist_ok=True)

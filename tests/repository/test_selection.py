@@ -40,8 +40,8 @@ def test_outside_of_git_there_is_no_turn(tmp_path, monkeypatch):
 
 
 def test_a_change_belongs_to_the_tests_of_its_folder():
-    paths = selection.tests_of({"planc/checks/targets.py", "tests/sections/loss/x_jobs.py"})
-    assert {"tests/checks/test_checks.py", "tests/sections/loss/test_loss.py"} <= paths
+    paths = selection.tests_of({"planc/checks/targets.py", "tests/specs/loss.md"})
+    assert {"tests/checks/test_checks.py", "tests/specs/test_specs.py"} <= paths
     assert "tests/sections/matmul/test_matmul.py" not in paths
     assert selection.tests_of({"docs/faq.md", "README.md", "tests/conftest.py"}) == set()
 
@@ -49,4 +49,11 @@ def test_a_change_belongs_to_the_tests_of_its_folder():
 def test_a_change_belongs_to_the_tests_that_import_its_folder():
     paths = selection.tests_of({"planc/tools/importers/reading.py"})
     assert "tests/tools/importers/test_import.py" in paths
-    assert "tests/tools/hang/test_hang.py" not in paths
+    assert "tests/tools/order/test_hang.py" not in paths
+
+
+def test_a_changed_module_of_tests_selects_the_tests_that_import_it():
+    one = "tests/sections/loss/test_loss.py"
+    assert selection.tests_of({one}) == {one}
+    assert "tests/lowering/test_sends.py" in selection.tests_of({"tests/lowering/sending_jobs.py"})
+    assert "tests/lowering/test_sends.py" in selection.tests_of({"tests/support/numerics.py"})
