@@ -190,8 +190,8 @@ def tiers(path, names, costs):
     }
 
 
-def judge(place, checkout, names, limit):
-    """The tier and the test that notice a broken place, and the seconds until then."""
+def judge(place, checkout, names, limit, last):
+    """The tier up to `last` and the test that notice a broken place, and the seconds until then."""
     target = checkout.folder / place.path
     sound = target.read_text()
     target.write_text(place.source)
@@ -200,6 +200,8 @@ def judge(place, checkout, names, limit):
         for tier, tests in tiers(place.path, names, selection.slow_tests()).items():
             if test := checkout.first_failure(tests, limit):
                 return tier, test, time.monotonic() - start
+            if tier == last:
+                break
         return "survived", "", time.monotonic() - start
     finally:
         target.write_text(sound)
@@ -210,6 +212,7 @@ def main():
     parser.add_argument("--places", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--limit", type=float, default=1800, help="seconds for a tier")
+    parser.add_argument("--last", default="full", help="the last tier: folder, fast or full")
     parser.add_argument("--list", action="store_true", help="print the places and break none")
     parser.add_argument("--resume", action="store_true", help="keep the places that have a row")
     arguments = parser.parse_args()
@@ -227,7 +230,7 @@ def main():
         for place in drawn:
             if (place.path, place.line, place.after) in known:
                 continue
-            tier, test, seconds = judge(place, checkout, names, arguments.limit)
+            tier, test, seconds = judge(place, checkout, names, arguments.limit, arguments.last)
             row = asdict(place) | {"tier": tier, "test": test, "seconds": round(seconds, 1)}
             del row["source"]
             rows.append(row)
