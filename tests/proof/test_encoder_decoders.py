@@ -1,4 +1,4 @@
-"""Encoders with decoders on other axes: what docs/language/axes.md says of each, cell by cell."""
+"""Encoders with decoders on other axes: what docs/library.md says of each, cell by cell."""
 
 import json
 import re
@@ -9,7 +9,7 @@ from folders import ROOT
 
 import planc
 
-PAGE = ROOT / "docs" / "language" / "axes.md"
+PAGE = ROOT / "docs" / "library.md"
 SIZES = {
     "bart": {
         "d_model": 64,
