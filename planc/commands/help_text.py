@@ -22,7 +22,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         f"{_RUN} --to slurm -o job.sh -- train.py --steps 100",
         f"{_RUN} --to skypilot --gpus-per-node H100:8 -- train.py",
     ),
-    "preflight": ("how-to/cluster.md", f"{_RUN} --weights path/to/weights --file train.py"),
+    "preflight": ("how-to/preflight.md", f"{_RUN} --weights path/to/weights --file train.py"),
     "hang": ("how-to/hang.md", f"planc-hang {_RUN}", f"path/to/dumps {_RUN} --format json"),
     "show": ("looking.md", f"{_RUN} -o plan.html", f"{_RUN} --svg -o plan.svg"),
     "fmt": ("language/README.md", "my.plan plans/", "--check ."),

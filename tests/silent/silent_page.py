@@ -1,4 +1,4 @@
-"""docs/silent-errors.md: its table, and what it says of cases."""
+"""docs/generated/silent-errors.md: its table, and what it says of cases."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ import transformers
 
 from planc.simulate.launcher import LIMITS
 
-PAGE = Path(__file__).parent.parent.parent / "docs" / "silent-errors.md"
+PAGE = Path(__file__).parent.parent.parent / "docs" / "generated" / "silent-errors.md"
 NOTHING = "**nothing**"
 RIGHT = "right,"
 """What the cell of a case begins with that is computed as in a single process."""
@@ -17,7 +17,7 @@ HEAD = """\
 
 Training frameworks have trained the wrong model without an exception, a warning, or a loss that
 looked wrong. Each row is one such error that others have reported, replayed under planc beside its
-right twin. `make silent` writes this page; [the argument](proof.md) says why a small model decides.
+right twin. `make silent` writes this page; [the argument](../proof.md) says why a small model decides.
 
 - **in** says what the replayed mistake is in: the plan, an option of it, the runtime (planc's or
   torch's code is patched), or the training script.
@@ -31,7 +31,7 @@ right twin. `make silent` writes this page; [the argument](proof.md) says why a 
   fp8 is stopped by torch's own check for a GPU. `goes on` is a run that trains where a single
   process raises.
 - **found by** is the first of `planc check`, `planc verify` (for mistakes in the runtime) and the
-  run itself (`planc.apply` with the loop of [training.md](training.md)) that finds it, with its
+  run itself (`planc.apply` with the loop of [training.md](../training.md)) that finds it, with its
   code and the line. That is one of the plan: of the rules for the module that shows the mistake
   first, which is not always the one with the mistake, and never is where the mistake is in the
   runtime. What the run finds is at a line of the script: of the call that brought planc the wrong
@@ -107,7 +107,7 @@ def finding(found):
         return NOTHING
     code = f"`{found.code}`" if found.code else ""
     if found.code.startswith("PL"):
-        code = f"[{found.code}](diagnostics/{found.code}.md)"
+        code = f"[{found.code}](../diagnostics/{found.code}.md)"
     where = f"`{found.line}`" if found.line else ""
     if not where and found.by == "apply":
         where = "when it runs"
