@@ -503,13 +503,13 @@ def line_of(family, parts):
     if not {family, f"{family}_text"} & {*FAMILIES}:
         names.append("not run: planc builds no small model of it")
     told = sorted({TOLD[part] for part in parts if part in TOLD})
-    apart = "apart" if {*parts} & {*UNMASKED} else "by the model"
-    return f"| {family} | {', '.join(names)} | {', '.join(told) or '-'} | {apart} |"
+    padding = "separate" if {*parts} & {*UNMASKED} else "by the model"
+    return f"| {family} | {', '.join(names)} | {', '.join(told) or '-'} | {padding} |"
 
 
 def test_the_table_of_the_page(request):
     """`pytest --update` writes it."""
-    head = "| family | what runs on each document alone | a kernel is told | padding |"
+    head = "| family | runs on each document separately | kernel argument | padding |"
     rows = [line_of(family, parts) for family, parts, _, _ in families()]
     made = "\n".join([head, "| --- | --- | --- | --- |", *rows])
     text = PAGE.read_text()
