@@ -2,13 +2,14 @@
 
 A seed draws the places, each in another function: a comparison, a boolean operator, an arithmetic
 operator, a constant or a condition is replaced by its opposite. The tests run in a copy of the
-checkout, in three tiers, until one fails:
+checkout, in four tiers, until one fails:
 
-1. `folder`: the tests in files that import from the folder of the broken file, fast ones first;
+1. `near`: the fast tests that `tests/selection.py` selects for the broken file;
 2. `fast`: all other fast tests;
-3. `full`: all other slow tests.
+3. `slow`: the slow tests that it selects for the broken file;
+4. `full`: all other slow tests.
 
-`make test` after the change runs the first two tiers and a quarter of the third. A place that no
+`make test` after the change runs the first three tiers and a quarter of the fourth. A place that no
 tier notices is reported as `survived`: no test covers it, or its opposite means the same.
 """
 
@@ -32,6 +33,7 @@ import selection
 ROOT = selection.ROOT
 ROWS = ROOT / "build" / "mutation.json"
 """The file with a row for each place: its tier, the test that noticed it, and the seconds."""
+TIERS = ("near", "fast", "slow", "full")
 COMPARISONS = {
     ast.Lt: ast.GtE,
     ast.GtE: ast.Lt,
@@ -155,7 +157,9 @@ class Checkout:
         arguments = self.folder / "tests.txt"
         arguments.write_text("".join(f"{name}\n" for name in names))
         try:
-            run = self._pytest(f"@{arguments}", "-x", "--no-header", limit=limit)
+            # workers cost a start, which one file of tests does not repay
+            workers = ("--numprocesses", "auto") if len(names) > 1000 else ()
+            run = self._pytest(f"@{arguments}", "-x", "--no-header", *workers, limit=limit)
         except subprocess.TimeoutExpired:
             return "time limit"
         if run.returncode == 0:
@@ -181,11 +185,11 @@ def tiers(path, names, costs):
     """The tests of each tier for a broken file, by the tier's name."""
     related = selection.tests_of({path})
     inside = [name for name in names if name.partition("::")[0] in related]
-    inside.sort(key=lambda name: costs.get(name, 0))
     others = [name for name in names if name.partition("::")[0] not in related]
     return {
-        "folder": inside,
+        "near": [name for name in inside if name not in costs],
         "fast": [name for name in others if name not in costs],
+        "slow": sorted((name for name in inside if name in costs), key=costs.get),
         "full": [name for name in others if name in costs],
     }
 
@@ -212,7 +216,7 @@ def main():
     parser.add_argument("--places", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--limit", type=float, default=1800, help="seconds for a tier")
-    parser.add_argument("--last", default="full", help="the last tier: folder, fast or full")
+    parser.add_argument("--last", default="full", choices=TIERS, help="the last tier")
     parser.add_argument("--list", action="store_true", help="print the places and break none")
     parser.add_argument("--resume", action="store_true", help="keep the places that have a row")
     arguments = parser.parse_args()
@@ -236,7 +240,7 @@ def main():
             rows.append(row)
             ROWS.write_text(json.dumps(rows, indent=1) + "\n")
             print(f"{tier:9} {seconds:6.0f} s  {place.path}:{place.line}  {test}", flush=True)
-    counts = {tier: sum(row["tier"] == tier for row in rows) for tier in ("folder", "fast", "full")}
+    counts = {tier: sum(row["tier"] == tier for row in rows) for tier in TIERS}
     noticed = sum(counts.values())
     print(f"{noticed} of {len(rows)} noticed: {counts}; {len(rows) - noticed} survived")
 
