@@ -42,7 +42,7 @@ def _there(groups: Iterable[Group]) -> None:
 
 
 CPU = "cpu"
-"""What is decided of a call whose result is saved on the CPU alone."""
+"""The decision for a call whose result is saved in host memory."""
 
 
 def _chooser(groups: Iterable[Group]) -> Callable[..., bool | str | None]:
@@ -314,7 +314,7 @@ class _Fetch(torch.utils._python_dispatch.TorchDispatchMode):
 
 
 def saving_on_cpu(pin: bool, *groups: Group) -> Callable[[], tuple[Any, Any]]:
-    """As `saving`, with the results on the CPU."""
+    """Returns the same contexts as `saving`, with the results in host memory."""
     _there(groups)
 
     def contexts() -> tuple[Any, Any]:

@@ -108,7 +108,9 @@ def second_moment(
     group: Any,
     state: dict[str, Any],
 ) -> Tensor:
-    """Of this rank's shard, after the states have taken the gradient."""
+    """Updates the states with a gradient; returns the second moment of this rank's
+    shard.
+    """
     step = state.setdefault("step", torch.tensor(0.0))
     step += 1
     share = float(step) ** group["beta2_decay"]
@@ -151,6 +153,6 @@ def averaged(
 
 
 def epsilon(parameter: Tensor, group: Any) -> float:
-    """What is added where a mean is zero: by default the precision of the parameter."""
+    """The least value of a mean, `eps1`; by default the precision of the parameter."""
     given: float | None = group["eps1"]
     return torch.finfo(parameter.dtype).eps if given is None else given

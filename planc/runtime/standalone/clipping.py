@@ -125,7 +125,7 @@ def power_over(
 
 
 def kind_of_norm(norm_type: float) -> Any:
-    """How ranks reduce the powers of a norm."""
+    """The reduce operation for the powers of a norm over ranks."""
     inf = math.isinf(norm_type)
     return distributed.ReduceOp.MAX if inf else distributed.ReduceOp.SUM
 

@@ -85,7 +85,9 @@ class Sending:
         return ReceiveRows.apply(rows, self)
 
     def start(self, rows: Tensor, sent: Sizes, received: Sizes) -> Tensor:
-        """Where rows will be when `end` has returned."""
+        """Starts an all-to-all of rows; returns the buffer, which is filled after
+        `end`.
+        """
         out = rows.new_empty((sum(received), *rows.shape[1:]))
         self.kept = rows.contiguous()  # until the other ranks have it
         self.work = distributed.all_to_all_single(

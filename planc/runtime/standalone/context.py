@@ -84,7 +84,7 @@ class ContextParallel:
     """
 
     length = 0
-    """Of the rows of a pass, where the model makes masks of whole rows."""
+    """The length of the rows of a pass, if the model makes masks of unsharded rows."""
     indexed = False
     """Whether an indexer chooses keys, whose code reads the mask."""
 
@@ -248,7 +248,7 @@ class ContextParallel:
         return found
 
     def keys_of(self, module: nn.Module) -> KeyExchange:
-        """What the ranks exchange in an attention module."""
+        """The exchange of keys and values in an attention module."""
         return self.others.get(id(module), self.keys)
 
     def _arguments(self, args: Any, kwargs: Any) -> dict[str, Any]:

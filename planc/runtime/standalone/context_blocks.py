@@ -123,7 +123,7 @@ def lists_with(model: nn.Module, blocks: Iterable[str]) -> list[nn.Module]:
 
 
 def of_each(change: Callable[[Any], Any], args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """What becomes of the arguments of a module."""
+    """Applies a function to each positional and keyword argument of a module."""
     return tuple(map(change, args)), {n: change(v) for n, v in kwargs.items()}
 
 

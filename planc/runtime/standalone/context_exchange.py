@@ -1,4 +1,4 @@
-"""What the ranks of a context axis exchange in an attention module.
+"""The exchange between the ranks of a context axis in an attention module.
 
 Of neighbours each gets some heads of the tokens of all of them (DeepSpeed Ulysses), and
 keys and values of these tokens are gathered from the other neighbours, or go around
@@ -17,7 +17,7 @@ from planc.runtime.standalone.context_tokens import ContextError
 
 
 class KeyExchange:
-    """How queries of a rank meet the keys of all.
+    """The exchange by which the queries of a rank reach the keys of all ranks.
 
     Args:
         mesh: the ranks that share a sequence.
@@ -31,14 +31,14 @@ class KeyExchange:
     def __init__(self, mesh: DeviceMesh, attention: str, ulysses: int) -> None:
         every = mesh.size()
         self.heads = every if attention == "ulysses" else ulysses
-        """How many ranks have some heads each of the same tokens."""
+        """The number of ranks that have some heads each of the same tokens."""
         if every % self.heads:
             text = (
                 f"{every} ranks of the context axis are not divisible by {self.heads}"
             )
             raise ContextError(f"`ulysses`: {text}")
         self.others = every // self.heads
-        """How many ranks have other tokens, and the same heads."""
+        """The number of ranks that have other tokens, and the same heads."""
         self.rank, self.among = divmod(mesh.get_local_rank(), self.heads)
         if 1 < self.heads < every:
             both = mesh._unflatten(0, (self.others, self.heads), ("others", "heads"))

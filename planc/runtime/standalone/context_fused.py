@@ -57,8 +57,8 @@ class Fused:
         return pad(heads, (0, lacking)) if lacking else heads
 
     def forward(self) -> tuple[Tensor, Tensor]:
-        """What queries find, `[rows, heads, queries, features of values]`, and the
-        logarithm of the sum of the exponentials of their scores, `[..., 1]`.
+        """The outputs of the queries, `[rows, heads, queries, features of values]`, and
+        the logarithm of the sum of the exponentials of their scores, `[..., 1]`.
         """
         query, key, value = self.given
         first = [self._one(query[:, of], key, value) for of in self.shares]

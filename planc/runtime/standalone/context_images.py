@@ -91,8 +91,8 @@ class ContextBehindImages(ContextOfRows):
         return value
 
     def mask(self, q_length: int, kv_length: int, arguments: dict[str, Any]) -> Any:
-        """As of `ContextParallel`; a mask for whole rows is made before they are cut,
-        of functions that look up what images are by the indices of tokens.
+        """The mask as of `ContextParallel`. A mask of full rows is made before they are
+        sharded, by functions that look up images by the indices of tokens.
         """
         if q_length == kv_length == self.length and self.tokens is not None:
             q_length = kv_length = self.tokens.own

@@ -44,7 +44,7 @@ ADDED = (
 )
 """Arguments of a model's forward that it adds to the patches between its blocks."""
 ROTARY = ("rotary_emb", "image_rotary_emb")
-"""What attention modules call the rotary embeddings of patches."""
+"""The names of attention modules' argument for the rotary embeddings of patches."""
 WHAT = "the number of patches"
 
 
@@ -142,7 +142,8 @@ class ContextOfPatches(ContextOfRows):
     def seen(
         self, module: nn.Module, plain: Callable[..., Any], given: dict[str, Any]
     ) -> Any:
-        """What an attention module returns for this rank's patches.
+        """Runs an attention module on this rank's patches, which see those of all
+        ranks.
 
         Args:
             module, plain: and its own forward.
@@ -304,8 +305,8 @@ class Joint:
 
 
 class JointMask:
-    """Which keys this rank's queries see, in pieces of a ring; a rank's text is seen by
-    its own queries alone, since every rank has a copy.
+    """The mask between this rank's queries and all keys, in pieces of a ring. Only this
+    rank's queries see its text, since every rank has a copy.
 
     Args:
         joint: the tokens.

@@ -1,4 +1,4 @@
-"""Where the tokens of a part are in their sequences, for code that counts them."""
+"""Positions of a rank's tokens in their sequences, for code that counts tokens."""
 
 import functools
 import inspect
@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from planc.runtime.standalone.context_tokens import ContextError, order_of
 
 UPDATE = "update_indexer"
-"""What an indexer asks a cache for: the keys by which it chooses."""
+"""The method of a cache that gives an indexer the keys by which it chooses."""
 
 
 def counting_of(
     model: nn.Module,
 ) -> Callable[[Mapping[str, Any]], Tensor | None] | None:
-    """How a model counts the positions of a batch that has none.
+    """The function by which a model computes the positions of a batch without them.
 
     Returns:
         From a batch of whole rows to positions `[rows, length]`, as the model's code
@@ -96,7 +96,7 @@ class PartCache:
         self.context, self.hidden = context, hidden
 
     def get_seq_length(self, *_: Any) -> Tensor:
-        """How many tokens of other ranks are before each token of this one."""
+        """The number of tokens of other ranks before each token of this rank."""
         own, context = self.hidden.shape[1], self.context
         if context.tokens is not None and context.tokens.several():
             text = "the model's code counts the tokens of a row"

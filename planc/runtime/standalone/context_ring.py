@@ -24,7 +24,7 @@ TILE = 512
 LEAST = torch.finfo(torch.float32).min
 """Added to the score of a key that a query does not see."""
 UNKNOWN = ("block_indices", "sinks", "head_mask", "output_attentions")
-"""What some models give their attention, and a ring does not know."""
+"""Arguments that some models give their attention, and a ring does not support."""
 OTHERS = "use `attention = all_gather`"
 
 
@@ -75,7 +75,7 @@ class PassedOn:
         self.works = distributed.batch_isend_irecv([sends, receives])
 
     def wait(self) -> Tensor:
-        """What came."""
+        """Waits for the received block, and returns it."""
         for work in self.works:
             work.wait()
         return self.received
@@ -112,7 +112,8 @@ class MaskUnread:
 
 
 class RingMask(MaskUnread):
-    """Which keys this rank's queries see; one tile of it exists at a time.
+    """The mask between this rank's queries and all keys; one tile of it exists at a
+    time.
 
     Args:
         made: transformers' mask `[rows, 1, queries, keys]`, by offsets and lengths.
@@ -166,7 +167,7 @@ class RingMask(MaskUnread):
 
     @functools.cached_property
     def seen(self) -> dict[tuple[int, int, int], list[bool]]:
-        """Of each tile, whether some and whether all of its pairs count, and whether it
+        """Whether some and whether all pairs of each tile count, and whether the tile
         is causal: the n-th query sees the first n keys.
         """
         facts, blind = {}, []
@@ -190,7 +191,8 @@ class RingMask(MaskUnread):
         }
 
     def pieces(self, owner: int, *, fused: bool) -> Iterator["RingPiece"]:
-        """What this rank's queries see of a rank's keys, in pieces that do not overlap.
+        """The pairs of this rank's queries and a rank's keys that count, in disjoint
+        pieces.
 
         Args:
             owner: the rank that the keys belong to.
@@ -248,7 +250,9 @@ class ChosenMask:
             yield RingPiece(owner, piece.queries, piece.keys, mask=mask)
 
     def among(self, queries: slice, keys: slice, first: int) -> Tensor:
-        """Which keys of a rank were chosen; `first` is the number of its first one."""
+        """The mask of the chosen keys of a rank; `first` is the number of its first
+        key.
+        """
         count = keys.stop - keys.start
         index = self.chosen[:, queries].long() - (first + keys.start)
         index = index.where((index >= 0) & (index < count), count)
@@ -310,7 +314,9 @@ class TileDropout:
         self.seed = int(torch.randint(2**62, (), device=device)) if rate else 0
 
     def tile(self, *place: int) -> Callable[[Tensor], Tensor]:
-        """What drops the weights of the tile of an owner, first query and first key."""
+        """Returns the dropout function of the tile of an owner, first query and first
+        key.
+        """
 
         def drop(weights: Tensor) -> Tensor:
             if not self.rate:
@@ -334,7 +340,7 @@ def multiplied(one: Tensor, two: Tensor) -> Tensor:
 
 
 def widest(dtype: torch.dtype) -> torch.dtype:
-    """Of the numbers that are added up: float32 at least."""
+    """The dtype of sums of such numbers: float32 at least."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -446,7 +452,7 @@ class RingAttention(torch.autograd.Function):  # type: ignore[misc]
 
 
 class PieceAttention:
-    """What pieces find, and their gradients.
+    """Computes the outputs of pieces, and their gradients.
 
     Args:
         query, value: as `RingAttention` has them.
@@ -474,7 +480,7 @@ class PieceAttention:
     def gradients(
         self, piece: RingPiece, facts: list[Tensor], block: tuple[Tensor, Tensor]
     ) -> list[Tensor]:
-        """Those of a piece's queries, its keys and its values."""
+        """The gradients of a piece's queries, its keys and its values."""
         query, grad, output, shared, top, total = facts
         if self.fused and piece.mask is None:
             part = Fused(query, *block, piece.causal, self.scale)
@@ -510,7 +516,7 @@ def merge(
 
 
 def halves(block: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-    """What belongs to keys and to values, in that order."""
+    """Splits a block into the parts for keys and for values, in that order."""
     return block[..., : key.shape[-1]], block[..., key.shape[-1] :]
 
 

@@ -100,7 +100,7 @@ class ContextOfRows(ContextParallel):
 
 
 def first_of(given: Mapping[str, Any]) -> Tensor:
-    """What has the rows and tokens of a batch."""
+    """The argument that has the rows and tokens of a batch."""
     names = ("input_ids", "inputs_embeds")
     found = next((given[n] for n in names if given.get(n) is not None), None)
     if not isinstance(found, Tensor):

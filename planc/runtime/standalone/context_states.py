@@ -22,7 +22,7 @@ from planc.runtime.standalone.documents import FUSED, TOKENS, Documents, running
 
 
 class StateRanks:
-    """What computes states in one forward pass, over the tokens of all ranks.
+    """Computes states in one forward pass, over the tokens of all ranks.
 
     Args:
         group: the ranks.
@@ -106,8 +106,9 @@ class StateRanks:
     # parts of rows --------------------------------------------------------------------
 
     def in_sequence(self, runs: Tensor) -> Tensor:
-        """What all runs of a row have, in order, from what this rank's have, `[runs,
-        ...]`. All ranks take part in the backward pass, also of what no later run uses.
+        """All-gathers a value for each run of this rank, `[runs, ...]`, into those of
+        all runs of a row, in order. All ranks take part in the backward pass, also for
+        values that no later run uses.
         """
         every = GatherSequence.apply(runs[None, None], self.group)[0, 0]
         return every[self.order.to(every.device)]
@@ -183,8 +184,8 @@ class StateRanks:
 
 
 def of_local(change: Callable[[Tensor], Tensor], value: Tensor, dim: int) -> Tensor:
-    """What becomes of a tensor whose rows, and tokens on `dim`, are whole; or of each
-    rank's part of a DTensor.
+    """Applies a function to a tensor whose rows, and tokens on `dim`, are unsharded; or
+    to the local tensor of a DTensor.
     """
     if not isinstance(value, DTensor):
         return change(value)
@@ -386,4 +387,4 @@ EXCHANGES: dict[str, Callable[..., Any]] = {
     "RwkvSelfAttention.time_shift": shift,
     "ZayaCCAProjection.forward": projection,
 }
-"""What ranks exchange, by the keys of `TOKENS`; the others compute all tokens."""
+"""The exchanges of ranks, by the keys of `TOKENS`; the others compute all tokens."""

@@ -1,4 +1,4 @@
-"""Which tokens of a batch a context rank has, and what masks need of all tokens."""
+"""The tokens of a batch on a context rank, and facts of all tokens for masks."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -147,7 +147,7 @@ def document_numbers(positions: Tensor) -> Tensor:
 
 
 def documents_of(positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Where the document of each token begins, and its length."""
+    """The start of the document of each token, and its length."""
     number = document_numbers(positions)
     index = torch.arange(positions.shape[1], device=positions.device)
     count = torch.zeros_like(number).scatter_add_(1, number, torch.ones_like(number))
@@ -173,7 +173,7 @@ def order_of(part: Tensor, ranks: int, balance: str) -> Tensor:
 
 
 class KeyTokens:
-    """What masks need to know of the tokens of all ranks, rank by rank.
+    """The facts of the tokens of all ranks that masks need, rank by rank.
 
     Args:
         group: the ranks.
@@ -219,14 +219,16 @@ class KeyTokens:
         return bool((self.documents != self.documents[:, :1]).any())
 
     def left_padding(self, part: Tensor) -> Tensor:
-        """How many tokens of each row are padding on the left, from those of a part."""
+        """The number of padding tokens on the left of each row, from those of a
+        part.
+        """
         if self.padding is None:
             return part
         shown = self.padding[:, self.order.argsort()].cumsum(-1)
         return (shown == 0).sum(-1)
 
     def seen(self, function: Callable[..., Any], *, packed: bool) -> Callable[..., Any]:
-        """Whether a query sees a key, as transformers' mask functions say it.
+        """Adapts a mask function of transformers to indices of all ranks, rank by rank.
 
         Args:
             function: of the model, of indices in the sequence, or in a document where

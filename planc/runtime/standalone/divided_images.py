@@ -26,8 +26,8 @@ from planc.runtime.standalone.towers import FEATURES, METHODS, read_fields
 
 
 def runs_of_images(sizes: list[int], ranks: int) -> list[int]:
-    """Where each rank's run of images begins, and where the last one ends: runs of
-    about as many patches.
+    """Splits images into one run per rank, with similar numbers of patches: the start
+    of each run, and the end of the last one.
     """
     whole = max(sum(sizes), 1)
     ends = accumulate(sizes)
@@ -39,7 +39,7 @@ def runs_of_images(sizes: list[int], ranks: int) -> list[int]:
 
 
 class GatherWay:
-    """How features go to all ranks of a group, and their gradients back.
+    """Options of the all-gather of features over a group, and of its backward pass.
 
     Args:
         group: of the ranks that have the same images.
@@ -158,7 +158,9 @@ class DividedImages:
         return start, stop, bounds if sizes else None
 
     def _gathered(self, made: Any, images: int, empty: bool, bounds: Sizes) -> Any:
-        """What a tower returns, with the features of the images of all ranks."""
+        """Replaces the local features in a tower's output by those of the images of all
+        ranks.
+        """
         if not isinstance(made, dict):
             raise ImagesError(f"features come as {type(made).__name__}, without names")
         fields = read_fields(self.holder, made)

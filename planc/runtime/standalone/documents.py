@@ -26,9 +26,9 @@ from planc.runtime.standalone.pipeline import Inactive
 RESETS = "_reset_states"
 """The attribute of a model whose states end with a document."""
 CURRENT = threading.local()
-"""Of the model whose forward this thread runs, or recomputes: its `documents`, the
-`ranks` that each have a part of its rows (`StateRanks`), and the `rows` of experts with
-a capacity.
+"""State of the model whose forward this thread runs, or recomputes: its `documents`,
+the `ranks` that each have a part of its rows (`StateRanks`), and the `rows` of experts
+with a capacity.
 """
 REPLACING = threading.Lock()
 TOKENS = {
@@ -46,8 +46,8 @@ TOKENS = {
     "ZayaCCAProjection.forward": 1,
     "xLSTMBackend.forward": 2,
 }
-"""What hands states on, with the dim of its tokens: functions of a model's file, and
-methods and modules of a class of modules."""
+"""Code that passes states along a sequence, with the dim of its tokens: functions of a
+model's file, and methods and modules of a class of modules."""
 FUSED = ("mamba_inner_fn", "mamba2_split_conv1d_scan_combined")
 """Functions that return None without a kernel; then the model calls those above."""
 UNMASKED = (
@@ -59,7 +59,7 @@ UNMASKED = (
 MASK = "create_recurrent_attention_mask"
 """The function of a model's file that makes the mask of its states."""
 REPLACED: set[Any] = set()
-"""What this file puts in the place of functions."""
+"""The functions with which this file replaces others."""
 OF_KERNELS = ("seq_idx", "cu_seqlens")
 STATED = (*OF_KERNELS, "cu_seq_lens_q")
 """Arguments that say where documents begin; the last is one of attention too."""
@@ -238,8 +238,8 @@ def batch_documents(
 
 
 def beginnings(name: str, value: Tensor, tokens: Tensor | None) -> Tensor | None:
-    """Where documents begin, after the first of each row, as an argument says it: by
-    numbers that change, positions that begin again, or lengths; None if it does not.
+    """The starts of documents after the first of each row, as an argument states them:
+    by numbers that change, positions that restart, or lengths; None if it does not.
     """
     if name == "seq_idx":
         return value.diff(dim=1, prepend=value[:, :1]) != 0

@@ -40,7 +40,7 @@ def slots_of(tokens: Tensor, chosen: int, experts: int, capacity: float) -> Tens
 
 
 def within(index: Tensor, scores: Tensor | None, slots: Tensor) -> Tensor:
-    """Which choices find a slot of their expert, `[rows, choices]`.
+    """Whether each choice gets a slot of its expert, `[rows, choices]`.
 
     Args:
         index: the expert of each choice, `[rows, choices]`, in the order of the row.
@@ -115,7 +115,8 @@ class Capacity:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def kept(self, index: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """Which choices are not dropped, and how many are, beside those of padding.
+        """Whether each choice is kept, and the number that are dropped, without
+        padding.
 
         Args:
             index: the experts of this rank's tokens, `[tokens, chosen]`.
@@ -136,8 +137,8 @@ class Capacity:
     def of_rows(
         self, choices: Tensor, scores: Tensor | None, tokens: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Of whole rows, `[rows, tokens, chosen]`, which choices are kept, and which
-        are of an expert and no padding.
+        """For unsharded rows, `[rows, tokens, chosen]`: whether each choice is kept,
+        and whether it is of an expert and no padding.
         """
         chosen = choices < self.experts
         if tokens is not None:

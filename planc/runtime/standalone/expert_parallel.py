@@ -226,8 +226,8 @@ class LocalExperts:
 
 
 def in_turn(chunks: list[Iterator[Tensor]]) -> Tensor:
-    """What experts make of tokens in chunks, each of which is sent while the one before
-    it is computed.
+    """The experts' outputs for tokens in chunks; each chunk is sent while the one
+    before is computed.
 
     Args:
         chunks: each is sent when it is first asked, computed when it is asked again,
@@ -271,8 +271,8 @@ def chunk(
 
 
 def shares(own: LocalExperts, flats: list[Tensor]) -> list[Share]:
-    """How many tokens this rank sends to each and receives from each, and the experts
-    of those that it receives, of each chunk.
+    """For each chunk: the number of rows sent to each rank, the number received from
+    each, and the local expert of each received row.
 
     Args:
         own: the experts of this rank.
@@ -306,7 +306,7 @@ def by_all_reduce(
 
 
 def computed(forward: Forward, rows: Tensor, numbers: Tensor, shares: Tensor) -> Tensor:
-    """What experts make of their tokens, one expert a token.
+    """The experts' outputs for their tokens, one expert a token.
 
     Without tokens a row of zeros is computed, so that parameters get gradients on every
     rank: FSDP reduces those that have one.
@@ -355,7 +355,9 @@ def batches_by_all_reduce(own: LocalExperts, tokens: Tensor) -> Tensor:
 
 
 def batch(forward: Forward, tokens: Tensor) -> Tensor:
-    """What experts make of their tokens [tokens, experts, hidden]; see `computed`."""
+    """The experts' outputs for their tokens [tokens, experts, hidden]; see
+    `computed`.
+    """
     count, experts, hidden = tokens.shape
     rows = tokens if count else tokens.new_zeros((1, experts, hidden))
     out = forward(rows.transpose(0, 1).reshape(-1, hidden))

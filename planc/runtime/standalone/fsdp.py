@@ -1,4 +1,4 @@
-"""How FSDP shards parameters, and settings of its units."""
+"""Shard placements of FSDP, and settings of its units."""
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial

@@ -51,7 +51,7 @@ def _own(config: Any, name: str) -> Any:
 
 
 def patches(batch: Mapping[str, Any], first: str) -> list[int]:
-    """How many patches each image has, as far as arguments say; else 1 for each."""
+    """The number of patches of each image, if arguments state it; else 1 for each."""
     grid, position = (batch.get(name) for name in OF_IMAGES[first][:2])
     if grid is not None:
         sizes = grid.prod(-1)
@@ -89,7 +89,7 @@ def some_images(
 
 
 def images_of_rows(batch: Mapping[str, Any], first: str, token: int) -> list[int]:
-    """How many images there are before each row, and in all.
+    """The number of images before each row, and in all.
 
     An image has as many placeholders as its patches, times a number that is the same
     for all. Where no argument says how many patches each has, and there are as many

@@ -15,12 +15,13 @@ from torch.nn.functional import pad
 from planc.runtime.standalone.shards import part_of
 
 KEEPING = ("state", "block", "host")
-"""What groups say of states: their dtype, the block of those in 8 bits, the place."""
+"""The settings of a group for its states: their dtype, the block of those in 8 bits,
+the device."""
 
 
 def planned(terms: dict[str, Any], kind: Any) -> tuple[float, float, str]:
-    """What a plan says of a group: the factors of `lr` and `weight_decay`, and a text
-    of all else, with the class that steps it.
+    """The settings of a group in a plan: the factors of `lr` and `weight_decay`, and a
+    text of all others, with the class that steps it.
     """
     rest = sorted((k, v) for k, v in terms.items() if k not in ("lr", "weight_decay"))
     return terms["lr"], terms["weight_decay"], repr((rest, kind))

@@ -373,7 +373,7 @@ def checked_files(
 def checked_checkpoint(
     model: nn.Module, folder: str
 ) -> tuple[dict[str, StoredTensor], dict[int, Tensor]]:
-    """As `checked_files`, for a folder of `torch.distributed.checkpoint`."""
+    """Like `checked_files`, for a folder of `torch.distributed.checkpoint`."""
     problems: list[str] = []
     found: dict[str, StoredTensor] = {}
     try:

@@ -63,7 +63,7 @@ class DoraOverRanks(DoraLinearLayer):
         base_result: Tensor | None = None,
         **others: Any,
     ) -> Tensor:
-        """What DoRA adds to the output of a layer, as in peft.
+        """Computes the addition of DoRA to the output of a layer, as in peft.
 
         Args:
             x: the layer's input [..., in], with dropout.

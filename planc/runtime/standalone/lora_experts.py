@@ -17,7 +17,7 @@ OF_WEIGHT = (
     *("shape", "dtype", "device", "ndim", "size", "dim", "numel", "element_size"),
     *("stride", "data_ptr", "layout", "is_cuda", "is_meta", "requires_grad"),
 )
-"""What is asked of a changed weight and is the same of the weight."""
+"""Attributes that are equal for a weight and the weight with its change."""
 
 PRODUCTS = frozenset(["matmul", "mm", "bmm", "__matmul__", "__rmatmul__"])
 GROUPED = frozenset(["_grouped_mm", "grouped_mm", "grouped_mm_fallback"])

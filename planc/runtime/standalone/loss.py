@@ -17,7 +17,7 @@ IGNORED = -100
 
 
 class LossTerms:
-    """How logits become the loss of a token.
+    """The settings with which logits become the loss of a token.
 
     Args:
         chunks: into how many parts the tokens are cut; only one has logits at a time.

@@ -116,7 +116,9 @@ def planned_optimizer(
 
 
 def terms_of(model: nn.Module, name: str) -> dict[str, Any]:
-    """What the innermost module around a parameter records that takes it."""
+    """The terms of a parameter's optimizer, recorded by the innermost module around
+    it.
+    """
     path, _, own = name.rpartition(".")
     inner = True
     while True:
@@ -185,7 +187,9 @@ class PlannedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's, with values of states that are kept otherwise."""
+        """Returns torch's state dict, with the values of states that are stored
+        otherwise.
+        """
         found: dict[str, Any] = super().state_dict()
         every = [p for group in self.param_groups for p in group["params"]]
         found["state"] = {
@@ -374,7 +378,7 @@ class Matrix:
 
     @property
     def work(self) -> int:
-        """What orthogonalizing costs, up to a factor."""
+        """The cost of orthogonalization, up to a factor."""
         return min(self.shape) ** 2 * max(self.shape)
 
 
@@ -530,7 +534,9 @@ class Bucket:
         return updates
 
     def exchanged(self, flat: Tensor, received: list[int], sent: list[int]) -> Tensor:
-        """What the ranks send each other, by rank; on the device of the mesh."""
+        """Runs an all-to-all of pieces, in rank order; the result is on the mesh's
+        device.
+        """
         if self.group is None:
             return flat
         flat = flat.to(self.device)  # an offloaded shard

@@ -141,8 +141,8 @@ class Stages:
         inputs: Sequence[nn.Module],
         outputs: Sequence[nn.Module],
     ) -> dict[tuple[nn.Module, str], tuple[nn.Module, int, Any]]:
-        """Where modules with a stage are: (their parent, their name) to the module, its
-        stage, and what makes the forward that takes its place on other stages.
+        """Modules with a stage: (their parent, their name) to the module, its stage,
+        and the function that makes its forward on other stages.
         """
         places: dict[tuple[nn.Module, str], tuple[nn.Module, int, Any]] = {}
         entry, leave = {*inputs}, {*outputs}
@@ -338,7 +338,9 @@ def stages_of(model: nn.Module) -> Stages | None:
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """What a rank sends of a tensor; no view, as some schedules detach it in place."""
+    """The local tensor that a rank sends; no view, as some schedules detach it in
+    place.
+    """
     own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     passed_on = own.is_leaf and own.requires_grad  # it was received
     return own.clone() if own._is_view() or passed_on else own

@@ -1,4 +1,4 @@
-"""What a tower gives for blocks of later stages, which travels beside hidden states.
+"""Image features for blocks of later stages, which are sent with the hidden states.
 
 Some models add features of images to what each of their first blocks returns. The first
 stage has them as `[places of images, width]`; it sends those that later stages add,
@@ -13,9 +13,11 @@ import torch
 from torch import Tensor, nn
 
 DEEPSTACK = "deepstack_visual_embeds"
-"""The argument of the language model with what is added, a tensor for each block."""
+"""The argument of the language model with the added features, a tensor for each
+block."""
 DEEPSTACK_PLACES = "visual_pos_masks"
-"""Where it is added, `[rows, length]`."""
+"""The argument with the mask of the tokens to which they are added, `[rows,
+length]`."""
 
 
 class SentFeatures:
@@ -68,7 +70,9 @@ class SentFeatures:
     def dense_of(
         self, whole: Tensor, places: Tensor, found: Sequence[Tensor]
     ) -> list[Tensor]:
-        """What is added, in whole rows: zero where there are no images."""
+        """Scatters the added features into full rows, which are zero outside of
+        images.
+        """
         rows = torch.zeros_like(whole)
         return [
             rows.masked_scatter(places[..., None], each.to(whole.dtype))

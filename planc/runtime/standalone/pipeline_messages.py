@@ -23,7 +23,8 @@ HEADER = 2**16
 ALIGNED = 16
 """Bytes to a multiple of which each tensor in a message is padded."""
 Form = dict[str, Any]
-"""What a stage sends: local shape and dtype; of a DTensor, its axis and layout too."""
+"""The form of a sent tensor: local shape and dtype; of a DTensor, its axis and layout
+too."""
 
 
 def form_of(tensor: Tensor) -> Form:

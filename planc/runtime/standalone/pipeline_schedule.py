@@ -166,7 +166,7 @@ class RunningStage(_PipelineStageBase):  # type: ignore[misc]
         return [P2POp(distributed.irecv, buffer, peer, self.group)]
 
     def told(self, peer: int) -> Message:
-        """What the stage before says of what it sends."""
+        """Receives the stage before's description of the tensors that it sends."""
         header = torch.zeros(HEADER, dtype=torch.uint8, device=self.device)
         distributed.recv(header, peer, group=self.group)
         return Message.read(header)
@@ -311,7 +311,7 @@ class Schedule:
         return losses
 
     def _place(self) -> str:
-        """Which stages this rank has, and those that it exchanges tensors with."""
+        """Names the stages of this rank, and those that it exchanges tensors with."""
         own = self.stages.own
         near = {n for s in own for n in (s - 1, s + 1)} - {*own, -1, self.stages.count}
         others = ", ".join(map(str, sorted(near)))

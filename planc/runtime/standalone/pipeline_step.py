@@ -156,7 +156,9 @@ def ties_summed(stages: Stages, model: nn.Module) -> Iterator[None]:
 def gradients_of(
     stages: Stages, copies: Sequence[tuple[nn.Parameter, tuple[int, ...]]]
 ) -> list[Tensor]:
-    """How many of the ranks that hold a parameter have a gradient of it, for each."""
+    """The number of ranks that have a gradient of each parameter, of those that hold
+    it.
+    """
     counts: dict[int, Tensor] = {}
     for ranks in dict.fromkeys(ranks for _, ranks in copies):
         those = [parameter for parameter, other in copies if other == ranks]

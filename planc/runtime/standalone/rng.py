@@ -37,7 +37,7 @@ def hashed(*values: int | bytes, size: int) -> int:
 
 
 def default_generator(device_type: str) -> Any:
-    """What operations on this device draw from."""
+    """The default generator of random numbers of this device."""
     if device_type == "cuda":
         return torch.cuda.default_generators[torch.cuda.current_device()]
     return torch.random.default_generator

@@ -34,16 +34,16 @@ METHODS = {
     "pixel_values": "get_image_features",
     "pixel_values_videos": "get_video_features",
 }
-"""What computes the features of images, by the key of `OF_IMAGES`."""
+"""The method that computes the features of images, by the key of `OF_IMAGES`."""
 SOUND = ("input_features", "input_values")
 """The arguments of sounds, which `get_audio_features` takes."""
 LANGUAGE_MODEL = "language_model"
 """The module that gets the embeddings with features among them."""
 FEATURES = "pooler_output"
-"""Where transformers puts the features that go among the embeddings of tokens."""
+"""The field of transformers' outputs with the features to put among the embeddings."""
 OF_TOWER = ("last_hidden_state", "hidden_states", "attentions")
-"""What the tower itself returns beside them. The code of the holder reads the same
-names of its language model, so that it has them tells nothing."""
+"""The other fields of such an output, which the tower itself returns. The code of the
+holder reads the same names of its language model, so their use in it tells nothing."""
 
 
 class TowerError(ValueError):
@@ -118,7 +118,7 @@ class SharedTower:
             self._unwatch(method)
 
     def _facts(self, own: list[bool]) -> list[list[int]]:
-        """What is true of each rank's arguments."""
+        """All-gathers the facts of each rank's arguments, by rank."""
         mine = torch.tensor(own, dtype=torch.int64, device=self.mesh.device_type)
         every = mine.new_empty(self.mesh.size() * len(mine))
         all_gather(every, mine, group=self.mesh.get_group())
@@ -171,8 +171,8 @@ class SharedTower:
         self.nothing.append(nothing_of(list(self._features(made))))
 
     def _told(self, name: str, given: Mapping[str, Any]) -> dict[str, Any]:
-        """What the first rank with inputs of a kind computes features of, on all ranks:
-        the first image, or sound.
+        """Broadcasts the first image or sound of the donor rank, the first rank that
+        has one.
         """
         box: list[Any] = [None]
         donor = self.donors[name]
@@ -265,7 +265,7 @@ def first_input(given: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def unused(name: str) -> str:
-    """What is wrong with an input of one rank that its model does not use."""
+    """The error message for an input of one rank that its model does not use."""
     return f"a rank passes `{name}`, of which the model's code computes no features"
 
 
