@@ -1,4 +1,6 @@
-"""How a model's loss counts labels: a step weighs the mean of each pass by their number."""
+"""The number of labels that a model's loss counts, by which a step weighs the mean loss of each
+pass.
+"""
 
 import inspect
 from collections.abc import Iterable, Mapping
@@ -23,15 +25,15 @@ IGNORE_INDEX = "ignore_index"
 NEXT_LABELS = "shift_labels"
 """The argument of transformers' models for the labels of the next tokens, already shifted."""
 UNSEEN, UNCLEAR, PLAIN, NEXT, SHIFTED, GIVEN_NEXT = range(6)
-"""What a pass shows: no mean over the labels; one, of labels that all are ignored; one over all
-labels of a row; one over those of the next tokens, which it shifts or takes from `shift_labels`,
-equal in this pass; one over those that it shifts; one over `shift_labels`.
+"""The results of observing a pass: no mean over the labels; one, of labels that all are ignored;
+one over all labels of a row; one over those of the next tokens, which it shifts or takes from
+`shift_labels`, equal in this pass; one over those that it shifts; one over `shift_labels`.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LabelRule:
-    """Which labels a loss is the mean of.
+    """The rule by which a loss selects the labels that it averages over.
 
     Args:
         shifted: whether a model predicts the next token, and so not the first one of a row.
@@ -110,7 +112,9 @@ class SeenLabels(TorchFunctionMode):  # type: ignore[misc]
         return func(*args, **(kwargs or {}))
 
     def shown(self, batch: Mapping[str, Any]) -> tuple[int, int]:
-        """What a pass of a batch has shown, and the label that it ignores; forgets the pass."""
+        """The result of observing a pass of a batch, and the label that it ignores; forgets the
+        pass.
+        """
         labels, given, taken = labels_of(batch), next_labels_of(batch), self.taken
         self.taken = []
         for target, ignored in taken:

@@ -134,7 +134,7 @@ def _replaced(
 
 
 def _require(model: nn.Module, lowered: Lowered, device: str, allow_code: bool) -> None:
-    """What a plan needs of this machine; what one rank lacks stops all of them."""
+    """Raises on all ranks if a plan needs something that one rank's machine lacks."""
     try:
         _code(lowered, allow_code)
         preconditions.require_packages(lowered)

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from planc.runtime.collectives import named_modules
 
 BIASES = ("e_score_correction_bias", "expert_bias")
-"""What transformers calls the bias: a buffer, or a parameter that is not trained."""
+"""The names of the bias in transformers: a buffer, or a parameter that is not trained."""
 
 
 @torch.no_grad()  # type: ignore[untyped-decorator]

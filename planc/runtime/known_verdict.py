@@ -1,4 +1,4 @@
-"""What earlier proofs say of the plan that is about to run; imports no torch."""
+"""The verdict of earlier proofs on the plan that is about to run; imports no torch."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -7,7 +7,7 @@ from typing import Literal, get_args
 from planc.diagnostics.diagnostic import PlanError, Sink, one_of
 
 Required = Literal["nothing", "proved", "verified"]
-"""What `planc.apply` can be told to require: `proved`, by layout flow or on processes; `verified`,
+"""The verdict that `planc.apply` can require: `proved`, by layout flow or on processes; `verified`,
 on processes; `nothing`, so that a plan runs even if it is known to be refuted."""
 
 
@@ -19,7 +19,8 @@ _LEVELS = get_args(Level)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownVerdict:
-    """What a rank knows of a lowered plan: `unproved` is not asked, `undecided` not answered.
+    """The verdict on a lowered plan that a rank knows: `unproved` is not asked, `undecided` not
+    answered.
 
     `even`: it is wrong for lengths that the tensor axes do not divide.
     """

@@ -1,4 +1,4 @@
-"""What the tokens of a small model see that they must not: packed documents, and padding.
+"""Finds tokens of a small model that see tokens that they must not: packed documents, and padding.
 
 Attention tells the documents of a row apart where positions begin again and there is no mask, and
 leaves out what a mask pads. States and convolutions that go from token to token do neither, unless

@@ -25,15 +25,15 @@ from planc.runtime.standalone.expert_capacity import CAPACITY
 
 GIB = 2**30
 _SAMPLES, _TOKENS, _POSITIONS, _SQUARES, _COUNTS = range(5)
-"""Where the sums begin: rows, tokens without padding, positions, the squares of rows' lengths; then
-for each module of experts its routed tokens, those of each expert, those of none, and how many of
-all these find no slot.
+"""The index at which each kind of sums begins: rows, tokens without padding, positions, the squares
+of rows' lengths; then for each module of experts its routed tokens, those of each expert, those of
+none, and the number of all these that are dropped.
 """
 _INPUTS = ("input_ids", "inputs_embeds")
 
 
 class Expected(Protocol):
-    """What planc's estimate says of a run."""
+    """planc's estimate of a run."""
 
     def flops(self, positions: int, squares: int) -> float | None:
         """FLOPs of the passes over rows, by the sums of their lengths and of the squares of these;
@@ -216,7 +216,9 @@ class Meter:
         yield from ((f"experts/imbalance/{name}", value) for name, value in found.items())
 
     def _shares(self, new: Sequence[int]) -> Iterator[tuple[str, float]]:
-        """How much of what routers chose found no slot, where experts have a capacity."""
+        """Yields the fraction of routed tokens that experts with a capacity dropped: the maximum,
+        then each module.
+        """
         found = {
             name: new[at + count + 2] / sum(new[at + 1 : at + 1 + count])
             for name, (at, count) in self.at.items()

@@ -1,4 +1,6 @@
-"""What must hold on every rank before a plan is applied, and before its modules are compiled."""
+"""Conditions that every rank checks before a plan is applied, and before its modules are
+compiled.
+"""
 
 import logging
 import os
@@ -216,7 +218,7 @@ def _shapes(op: Op, name: str, module: nn.Module) -> Iterator[str]:
 
 
 def of_all_ranks(own: T, group: Any = None) -> list[T]:
-    """What every rank of a group gives, by rank; a collective where there are several."""
+    """The objects of every rank of a group, by rank; a collective if there are several."""
     every = [own] * distributed.get_world_size(group)
     if len(every) > 1 and distributed.get_backend(group) != "fake":
         distributed.all_gather_object(every, own, group=group)
@@ -224,8 +226,8 @@ def of_all_ranks(own: T, group: Any = None) -> list[T]:
 
 
 def of_rank_0(make: Callable[[], T], device_type: str) -> T:
-    """What rank 0 makes, on every rank; all ranks of a run that has started, or that torchrun
-    starts, wait for it here.
+    """Calls a function on rank 0, and returns its result on every rank. All ranks of a run that has
+    started, or that torchrun starts, wait for it here.
 
     Raises:
         AnnouncedError: a rank has an error, or applies a plan and asks for none of this.

@@ -63,7 +63,7 @@ def profiling(
     every_rank: bool,
     options: dict[str, Any],
 ) -> Iterator[StepProfile]:
-    """As of `Run.profile`; `steps` are those that wait, warm up and are recorded."""
+    """Implements `Run.profile`; `steps` are those that wait, warm up and are recorded."""
     rank = distributed.get_rank()
     if rank and not every_rank:
         yield StepProfile(None, None, None)

@@ -126,8 +126,8 @@ class Run(InNotebooks):
         return render(self.lowered, digest=self.digest)
 
     def summary(self) -> dict[str, Any]:
-        """What identifies the run, as JSON values, for the configuration of a tracked run (W&B,
-        MLflow); the same on every rank.
+        """Identifies the run, as JSON values, for the configuration of a tracked run (W&B, MLflow);
+        the same on every rank.
 
         `digest` names all that was applied: two runs with one digest made the same torch calls.
         """
@@ -227,8 +227,9 @@ class Run(InNotebooks):
         return rank_part(self.model, moved, self.batches)
 
     def num_items_in_batch(self, *labels: Tensor | Batch) -> Tensor:
-        """What a loss is divided by, so that the gradients of a step are those of the mean over
-        all its tokens, however unevenly ignored labels are spread over ranks and passes.
+        """Returns the divisor of the loss of each accumulated pass. The gradients of a step are
+        then those of the mean over all its tokens, however unevenly ignored labels are spread over
+        ranks and passes.
 
         It is transformers' argument of that name: `model(..., num_items_in_batch=n).loss` is then
         the sum over a pass's tokens over n, and each pass's backward adds to the gradients as it

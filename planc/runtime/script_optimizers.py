@@ -97,7 +97,9 @@ def _stepped(
     groups: Sequence[Sequence[_Layout]],
     made: Callable[[Tensor, _Layout], Tensor],
 ) -> list[tuple[Tensor, Tensor]] | str:
-    """What some steps make of a small parameter of each layout, as (before, after), or why not."""
+    """Steps a small parameter of each layout several times: its values (before, after), or the
+    reason why it fails.
+    """
     draw = torch.Generator().manual_seed(0)
     other = object.__new__(type(optimizer))
     for key, value in vars(optimizer).items():

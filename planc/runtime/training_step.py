@@ -242,7 +242,9 @@ class TrainingStep:
         return torch.where(valid > 0, loss * share, 0.0)  # the mean over no label is no number
 
     def _rule(self, model: nn.Module) -> LabelRule:
-        """What is known, else assumed: a model of one's own predicts each of its labels."""
+        """The label rule that passes have shown, else an assumed one: a user's model predicts each
+        of its labels.
+        """
         if self.rule is None and not hasattr(model, "loss_function"):
             return LabelRule(shifted=False, takes_next=takes_next_labels(model))
         return self.rule or rule_of(model)

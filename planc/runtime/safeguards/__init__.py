@@ -1,1 +1,1 @@
-"""What a run watches: weights and inputs of all ranks, and calls that a plan cannot follow."""
+"""Checks during a run: weights and inputs of all ranks, and calls that a plan cannot follow."""

@@ -14,8 +14,8 @@ _CHUNK = {"cpu": 1 << 20}
 """The bytes that are hashed at once: they take twice as much memory; elsewhere 64 times as many,
 for few kernels."""
 MULTIPLIER = 6364136223846793005
-"""Of the MMIX generator: odd, with bits in all places (Knuth, The Art of Computer Programming,
-volume 2, 3.3.4)."""
+"""The multiplier of the MMIX generator: odd, with bits in all places (Knuth, The Art of Computer
+Programming, volume 2, 3.3.4)."""
 
 
 def text_sum(text: str) -> int:
@@ -72,7 +72,9 @@ def model_sums(model: nn.Module) -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankDifference:
-    """What differs between ranks: the names, and which ranks agree, as text."""
+    """The difference between ranks: the names of unequal values, and the ranks that agree, as
+    text.
+    """
 
     names: tuple[str, ...]
     ranks: str
@@ -81,7 +83,7 @@ class RankDifference:
 def difference(
     every: Sequence[Mapping[str, object]], ranks: Iterable[int]
 ) -> RankDifference | None:
-    """How hashes by name differ between ranks; None if all are equal.
+    """Compares hashes by name between ranks; None if all are equal.
 
     Args:
         every: of each rank.

@@ -1,4 +1,6 @@
-"""What a script or another library would do to a model under a plan, and planc's way to do it."""
+"""Refuses changes by a script or another library to a model under a plan, and names planc's own
+way.
+"""
 
 import inspect
 import math
@@ -148,7 +150,9 @@ def _divided(ranks: int, _model: nn.Module, args: Any, kwargs: Any) -> bool:
 
 
 def _documents(applied: Applied) -> Check | None:
-    """Where sequences are split, `run.batch` looks instead."""
+    """The check of each batch for packed documents whose states leak; None if it is not needed. If
+    sequences are split, `run.batch` checks instead.
+    """
     if (reset := applied.model.__dict__.get(RESETS)) is not None:
         reset.raised = leaking_rows.not_apart
     watched = applied.compare > 0 and not applied.lowered.split_axes(AxisRole.SEQUENCE)

@@ -1,4 +1,4 @@
-"""What ranks read, compared before each forward pass.
+"""Compares the inputs of ranks before each forward pass.
 
 Ranks that split one layer must compute on the same rows. Where they read different ones, torch
 says nothing: each rank adds its part of one product to another rank's part of another. Ranks of a
@@ -168,9 +168,9 @@ def _innermost(lowered: Lowered, meshes: Meshes) -> DeviceMesh | None:
 
 @dataclass(slots=True)
 class PassComparison:
-    """What ranks compare before the passes of a model: what must be the same (`rows`, `weights`),
-    in training passes which kinds of inputs data ranks pass (`kinds`), and in the first `passes` of
-    these whether they read different rows (`data`).
+    """The comparisons of ranks before the passes of a model: the values that must be equal (`rows`,
+    `weights`), in training passes the kinds of inputs that data ranks pass (`kinds`), and in the
+    first `passes` of these whether they read different rows (`data`).
 
     A pass without gradients may be one data rank's own, such as a sample that it generates, so the
     others are not waited for.
@@ -276,7 +276,9 @@ class PassComparison:
 
 
 def comparison(model: nn.Module, lowered: Lowered, meshes: Meshes, passes: int) -> PassComparison:
-    """What is compared before the passes of a model, its first `passes` and all; for 0 nothing."""
+    """Builds the comparisons before the passes of a model, its first `passes` and all; for 0
+    none.
+    """
     if not passes:
         return PassComparison()
     stage = lowered.pipeline.axis if lowered.pipeline else ""
@@ -368,7 +370,8 @@ def _divisor(model: nn.Module | None, kwargs: Any) -> Tensor | float:
 
 
 def _row(leaves: Leaves, device: str) -> Tensor:
-    """What is in the arguments, as int64: their names, types and shapes, and then each by itself.
+    """Checksums of the arguments, as int64: first of their names, types and shapes, then of each
+    value.
 
     A DTensor is a part of its value, and other objects have no bytes: only their type counts.
     Nothing waits for the device.
@@ -397,9 +400,10 @@ _OTHERS = re.compile(rf"pixel|image|video|{_SOUND.pattern}")
 
 
 def kinds_hook(model: nn.Module, lowered: Lowered, meshes: Meshes) -> Hook | None:
-    """What compares, before each forward pass with gradients, which of these arguments are given: a
-    rank whose batch has no image calls no vision tower, so that FSDP's next collective meets
-    another one of the other ranks, and NCCL waits for ever or mixes up their bytes.
+    """Returns a hook that compares, before each forward pass with gradients, which of these
+    arguments ranks pass. A rank whose batch has no image skips the vision tower, so that its next
+    FSDP collective is matched with another one of the other ranks, and NCCL hangs or mixes up their
+    bytes.
 
     A tower that all data ranks run together (`ShareTower`) compares them itself.
 

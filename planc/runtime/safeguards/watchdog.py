@@ -124,7 +124,7 @@ class Watchdog(threading.Thread):
                 self._write("SIGTERM")
 
     def _moved(self) -> Any:
-        """How far each group has come."""
+        """The progress of each process group."""
         status = pickle.loads(_dump(collectives=False))["pg_status"]
         return status, self.messages and self.messages.count
 

@@ -86,8 +86,9 @@ def _send(model: nn.Module, device: str) -> None:
 
 @dataclass(slots=True)
 class SameWeights:
-    """What a script may change between `apply` or `run.load` and the first training pass: the ranks
-    must change the same tensors, and those that hold the same shard must have equal values.
+    """Compares weights that a script may change between `apply` or `run.load` and the first
+    training pass: the ranks must change the same tensors, and those that hold the same shard must
+    have equal values.
 
     Args:
         meshes: the axes whose ranks have the same modules, one dimension each.
@@ -145,7 +146,7 @@ class SameWeights:
 
 
 def _of(mesh: DeviceMesh, own: T) -> list[T]:
-    """What each rank of a mesh gives, by rank."""
+    """All-gathers an object of each rank of a mesh, by rank."""
     every = [own] * mesh.size()
     distributed.all_gather_object(every, own, group=mesh.get_group())
     return every

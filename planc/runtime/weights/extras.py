@@ -1,5 +1,5 @@
-"""What a script saves beside the model and its optimizer: other optimizers, averages of weights,
-schedulers, data loaders, counters.
+"""Saves the states of a script beside the model and its optimizer: other optimizers, averages of
+weights, schedulers, data loaders, counters.
 
 A state is stored once for each rank that reads other data, with a mark in the place of each tensor
 that has the layout of the model. Such a tensor is stored as the model's are, once for the run, so
@@ -29,13 +29,13 @@ from planc.runtime.standalone.shards import Order, named_tensors, part_of, plain
 from planc.runtime.weights.optimizers import assembled, empty_shard
 
 OWN, _TENSORS = "extra.", "extra_tensors."
-"""How keys begin: of what the ranks that read the same data have, and of tensors."""
+"""The prefixes of keys: for states of the ranks that read the same data, and for tensors."""
 _STORED = "planc.stored"
 """The first element of a mark: (`planc.stored`, the path, the model's name or "", local or not)."""
 
 
 class Stateful(Protocol):
-    """As of torch.distributed.checkpoint: what has a state and takes one."""
+    """An object with a state dict, as in torch.distributed.checkpoint."""
 
     def state_dict(self) -> Any: ...
 
@@ -146,7 +146,7 @@ _DIFFERS = "that differs between ranks which read the same data"
 def states(
     model: nn.Module, extra: Extra, data_rank: int
 ) -> tuple[dict[str, Any], list[Diagnostic]]:
-    """What a checkpoint stores of objects that are not the model's optimizers; and PL459 for
+    """The entries of a checkpoint for objects that are not the model's optimizers; and PL459 for
     tensors that no other rank could load. Every rank calls it.
 
     Raises:

@@ -57,8 +57,8 @@ def own_state(
     stored: Mapping[str, Any],
     read: Callable[[list[str]], Mapping[str, Any]],
 ) -> tuple[dict[str, Any], list[str]]:
-    """What an optimizer takes of a checkpoint's state, and the parameters that begin anew: the
-    states of one algorithm are nothing to another one.
+    """The values that an optimizer loads from a checkpoint's state, and the names of the parameters
+    that begin without a state: another algorithm cannot use the saved one.
 
     Args:
         stored: torch's metadata of each key.
@@ -84,13 +84,15 @@ def own_state(
 
 
 _TOLD = ("algorithm", "planned")
-"""What a plan's optimizer says of a group."""
+"""The settings of a group that a plan's optimizer records."""
 _MARKS = {"ns_steps": "muon", "dampening": "sgd", "beta2_decay": "adafactor", "amsgrad": "adamw"}
 """By what alone groups of torch's own optimizers have, the algorithm with their states."""
 
 
 def _algorithm(group: Mapping[str, Any]) -> str:
-    """What steps a group, as far as its values tell: of a class with its name and arguments."""
+    """The algorithm that steps a group, as its values tell; for a class, with its name and
+    arguments.
+    """
     known = group.get("algorithm")
     if known is None:
         return next((name for mark, name in _MARKS.items() if mark in group), "")

@@ -185,7 +185,7 @@ def _experts(
     entries: dict[str, StoredTensor],
     config: dict[str, Any],
 ) -> tuple[list[tuple[Pair, _Found, bool]], list[str]]:
-    """What a file has of the factors of experts on this rank, and what is wrong with it."""
+    """The factors in a file of experts on this rank, and messages for those of a wrong shape."""
     tensors, layers = dict(shards.named_tensors(model)), adapter_layers(model)
     found: list[tuple[Pair, _Found, bool]] = []
     wrong: list[str] = []
@@ -320,7 +320,9 @@ def _mismatches(
     folder: Path,
     apart: set[str],
 ) -> Iterator[Diagnostic]:
-    """What a file lacks, has too much, or in another shape, but for the shapes of some names."""
+    """Yields a finding for names that a file lacks or that the plan lacks, and for wrong shapes
+    except of the names in `apart`.
+    """
     missing = [name for name in wanted if name not in entries]
     extra = [name for name in entries if name not in wanted]
     for what, names in (("lacks", missing), ("has names that the plan lacks:", extra)):
@@ -359,7 +361,9 @@ def merge_findings(model: nn.Module, how: Tuned | None) -> list[Diagnostic]:
 
 
 def changes(model: nn.Module) -> dict[str, Callable[[], Tensor]]:
-    """What makes the change of each weight that has an adapter, by the weight's name."""
+    """Functions that compute the change of each weight that has an adapter, by the weight's
+    name.
+    """
     return dict(peft_experts.changes(model, change))
 
 

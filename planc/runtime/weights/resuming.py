@@ -180,8 +180,8 @@ def _carried(
     every: Mapping[str, Optimizer],
     flat: Mapping[str, Mapping[str, Any]],
 ) -> dict[str, dict[str, Any]]:
-    """What optimizers take of their states in a checkpoint; names the parameters of all ranks whose
-    saved states another algorithm made, on rank 0.
+    """The states that optimizers load from a checkpoint. Rank 0 logs the parameters of all ranks
+    whose saved states another algorithm made.
     """
     found: dict[str, dict[str, Any]] = {}
     names: list[str] = []

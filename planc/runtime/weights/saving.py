@@ -84,13 +84,15 @@ def save(
 
 
 def saved(folder: Path) -> Path:
-    """Where the last complete checkpoint of a folder is, also after a crash during a rename."""
+    """The last complete checkpoint of a folder, also after a crash during a rename."""
     _, old = _beside(folder)
     return old if not folder.exists() and (old / METADATA).is_file() else folder
 
 
 def _beside(folder: Path) -> tuple[Path, Path]:
-    """Where a checkpoint is written, and where the previous one is moved during the renames."""
+    """The folder in which a checkpoint is written, and that of the previous one during the
+    renames.
+    """
     folder = folder.absolute()
     return folder.with_name(f".{folder.name}.new"), folder.with_name(f".{folder.name}.old")
 

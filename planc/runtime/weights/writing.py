@@ -68,7 +68,7 @@ class Stored:
 
     @property
     def bytes(self) -> int:
-        """Of the full tensor; 0 for an object."""
+        """The size of the full tensor in bytes; 0 for an object."""
         if self.shape is None or self.dtype is None:
             return 0
         return math.prod(self.shape) * int(self.dtype.itemsize)
@@ -94,7 +94,7 @@ class Class:
 
 @dataclass(frozen=True, slots=True)
 class RankFile:
-    """What a rank has written to its file: objects, then tensors.
+    """The contents of the file that a rank has written: objects, then tensors.
 
     Attributes:
         objects: (offset, bytes) of each object by its key.
@@ -111,7 +111,7 @@ class RankFile:
 
 
 class HeldState:
-    """What this rank holds of a state, and the meshes that it is on.
+    """The local part of a state to save, and the meshes of its tensors.
 
     Attributes:
         shared: what all ranks of a class hold.
