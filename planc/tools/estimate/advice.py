@@ -1,4 +1,4 @@
-"""What an estimate shows that another line of the plan would do better."""
+"""Suggests other lines of the plan that the estimate shows to be better."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _tensor_across_nodes(found: Answer, sink: Sink) -> None:
 
 
 def _needless_checkpoints(found: Answer, sink: Sink) -> None:
-    """Where the step fits without recomputing and is faster."""
+    """Reports PL715 if the step fits without recomputation and is faster."""
     if not found.plan.checkpoint:
         return
     kept = found.work.mapped(lambda layer, _: replace(layer, recompute=Recompute.NONE))
@@ -106,7 +106,7 @@ def _float32_gathers(found: Answer, sink: Sink) -> None:
 
 
 def _slow_offload(found: Answer, sink: Sink) -> None:
-    """Where copies to the host, and an optimizer there, take much of the step."""
+    """Reports copies to the host, and an optimizer there, that take much of the step."""
     work, plan = found.work, found.plan
     lines = [rule.origin for rule in plan.checkpoint if rule.hosts]
     lines += [rule.origin for rule in plan.optimizer if rule.op.offload]

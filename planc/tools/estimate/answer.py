@@ -36,7 +36,7 @@ FORMAT = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What is asked about a plan.
+    """The settings of an estimate.
 
     Args:
         batch: of a step; None for parameters, gradients and optimizer state alone.
@@ -317,7 +317,7 @@ def text(found: Answer, *, explain: bool = False) -> Iterator[str]:
 
 
 def assumed(found: Answer, images: str = "") -> Iterator[str]:
-    """What the numbers rest on and no line of the plan says; `images` are those of the step."""
+    """Yields the assumptions that no line of the plan states; `images` are those of the step."""
     if found.request.batch:
         passes, rows = found.passes
         yield f"{passes} micro-batch{'es' * (passes > 1)} of {rows} row{'s' * (rows != 1)} a rank"
@@ -384,8 +384,8 @@ def _memory(found: Answer, explain: bool) -> Iterator[str]:
 
 
 def held_lines(rank: RankMemory, *, least: float = 0.0, explain: bool = False) -> Iterator[str]:
-    """What a rank holds when it holds most, a line for each item of at least so many bytes, the
-    largest first; then what it holds at other times.
+    """Yields the peak memory of a rank, a line for each item of at least so many bytes, the largest
+    first; then its memory at other times.
     """
     _, of = unit_of(rank.peak)
     for item in sorted(rank.largest.items, key=lambda i: -i.size):

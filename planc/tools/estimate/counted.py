@@ -1,4 +1,4 @@
-"""What one forward of each kind of layer computed and kept, as plain data.
+"""Counts of the work and the kept tensors of one forward of each kind of layer, as plain data.
 
 `kept_tensors` counts it on fake tensors for one batch and no parallelism; `from_plan` scales it by
 what the plan's tensor-parallel rules split.
@@ -145,7 +145,7 @@ class Counted:
     logits: int
 
     def document(self) -> dict[str, Any]:
-        """As plain data, for the cache."""
+        """Returns plain data, for the cache."""
         return asdict(self)
 
     @staticmethod
@@ -161,7 +161,7 @@ class Counted:
 
 
 Count = Callable[[MicroBatch], Counted | None]
-"""What counts a micro-batch; None where it cannot."""
+"""A function that counts a micro-batch; it returns None if it cannot."""
 
 
 def by_rows(count: Count) -> Count:

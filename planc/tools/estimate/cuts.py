@@ -1,4 +1,4 @@
-"""How fast the blocks of a plan are in stages, by the ways to cut them.
+"""The speed of a plan's blocks in stages, for each way to cut them.
 
 The time of a block is the one of `planc estimate`, for a microbatch that the plan states. All
 machines must cut alike, so the profiles are always `h100-8x` and `torch`; what decides is how the

@@ -1,4 +1,4 @@
-"""What planc's estimate says of a run: its FLOPs, its memory, the peak of its device."""
+"""The estimate of a run: its FLOPs, its memory, the peak of its device."""
 
 from __future__ import annotations
 

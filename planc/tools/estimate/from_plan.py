@@ -139,7 +139,7 @@ class PlanWork:
 
     @property
     def exchange(self) -> tuple[str, int, int]:
-        """As of `MicroBatch`."""
+        """The attention's exchange, its ranks and `ulysses`, as in `MicroBatch`."""
         ops = (r.op for r in self.plan.context if r.op and self.plan.mesh.size(r.axis) > 1)
         found = next(ops, None)
         if found is None:
@@ -164,7 +164,7 @@ class PlanWork:
 
     @property
     def micro_batch(self) -> MicroBatch:
-        """What of the step is counted without parallelism."""
+        """The part of the step that is counted without parallelism."""
         ops = (r.op for r in self.plan.context if r.op and self.plan.mesh.size(r.axis) > 1)
         every = ((op.exchange, op.runs) for op in ops if op.states)
         states = next(every, ("", 1))
@@ -268,7 +268,7 @@ class PlanWork:
             return {}
 
     def _updates(self) -> Iterator[Update]:
-        """What the optimizer section does at each place of the pipeline."""
+        """Yields the update by the optimizer section at each place of the pipeline."""
         if self.plan.optimizer:
             step = replace(self.step, lowered=lower(self.plan, self.facts))
             for stage in step.lowered.stages:
@@ -401,12 +401,12 @@ class PlanWork:
             yield replace(holding, count=holding.count * here // len(names))
 
     def _first_on_ranks(self, op: Pipeline, stages: Iterable[int]) -> set[int]:
-        """Of some stages the first one on each rank, which has no copy for the others."""
+        """The first of these stages on each rank, which has no copy for the others."""
         every = (stages_of_rank(op.schedule, i, self._ranks, op.stages) for i in range(self._ranks))
         return {min(both) for own in every if (both := {*own} & {*stages})}
 
     def _outside(self, counted: Counted | None, stage: int) -> Part:
-        """What a stage computes and keeps outside all layers."""
+        """The work and the kept tensors of a stage outside all layers."""
         if counted is None:
             return Part(at="", like=("",))
         part = counted.parts[-1]

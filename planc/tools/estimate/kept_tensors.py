@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _FORMAT = "counted 8"
 """Raised when what is counted changes."""
 _KNOWN: dict[str, Counted] = {}
-"""What this process has counted or read: a search asks for few shapes many times."""
+"""The counts that this process has made or read: a search asks for few shapes many times."""
 _PRODUCTS = {"mm": (0, 1), "addmm": (1, 2), "bmm": (0, 1), "baddbmm": (1, 2)}
 """The matrices among the arguments of each operator."""
 

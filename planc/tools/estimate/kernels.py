@@ -20,7 +20,7 @@ TILES = ((256, 128, 1.0), (128, 256, 1.0), (192, 128, 0.96), (128, 128, 0.9), (1
 smaller tile reads its operands more often (CUTLASS, "Efficient GEMM in CUDA")."""
 
 SPLIT = 1024
-"""How long a piece of k is at least, when tiles are too few for all multiprocessors."""
+"""The least length of a piece of k, when tiles are too few for all multiprocessors."""
 
 
 def matmul(product: Matmul, hardware: Hardware) -> float:
@@ -53,7 +53,7 @@ def _quantized(m: int, n: int, k: int, processors: int) -> float:
 
 
 FULL = 15
-"""How many times as long products in float32 take as in 16 bits, without TF32, which torch leaves
+"""The ratio of the times of products in float32 and in 16 bits, without TF32, which torch leaves
 off: by the data sheets of A100 (19.5 of 312 TFLOP/s) and H100 (67 of 989) 16 and 15."""
 
 

@@ -17,7 +17,7 @@ GIB = 2**30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Item:
-    """What some bytes are.
+    """An item of a rank's memory.
 
     Args:
         name: parameters, gradients, the activations of a kind of layer.
@@ -34,7 +34,7 @@ class Item:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moment:
-    """What exists at one time of a step."""
+    """The memory of a rank at one time of a step."""
 
     name: str
     items: tuple[Item, ...]
@@ -217,8 +217,8 @@ class _Rank:
         return layer.outputs - layer.scored
 
     def in_flight(self) -> tuple[list[InFlight], list[InFlight]]:
-        """What the rank holds when a backward begins, and when the gradients of weights that have
-        waited do.
+        """The micro-batches in flight when a backward begins, and when the delayed gradients of
+        weights begin.
         """
         work, ranks = self.work, self.work.pipeline.size
         every = orders(work.schedule, ranks, work.chunks, work.micro_batches, work.timetable)
@@ -271,8 +271,9 @@ class _Rank:
                 yield from _of_layers(name, (layer, n), late, min(waits, held), "waiting")
 
     def exchanged(self, most: InFlight, held: tuple[int, ...]) -> Iterable[Item]:
-        """What was sent to other stages: until its backward pass, or, where a rank has several
-        stages, until the end of the step, when torch's runtime of such schedules waits for it.
+        """The tensors sent to other stages. They are held until their backward pass, or, if a rank
+        has several stages, until the end of the step, when torch's runtime of such schedules waits
+        for it.
         """
         lasts = self.work.schedule not in ("1f1b", "gpipe") or bool(self.work.timetable)
         for outputs, gradients, here, n, given in zip(
@@ -303,7 +304,7 @@ class _Rank:
             yield _of_layer("working memory", layer, size, how)
 
     def beside_loss(self) -> tuple[Item, ...]:
-        """What is held beside the loss and what it keeps: at the end of its forward pass, where
+        """The memory beside the loss and its saved tensors: at the end of its forward pass, where
         whole logits have no gradients yet, or at the beginning of its backward pass.
         """
         once = any(layer.loss and layer.at_once for layer, _ in self.layers)
@@ -347,14 +348,14 @@ class _Rank:
             yield _of_layer(name, blocks[-1], blocks[-1].whole(width), how)
 
     def recomputed(self) -> Iterable[Item]:
-        """What one checkpointed layer keeps while it is recomputed."""
+        """The activations of one checkpointed layer while it is recomputed."""
         kinds = [layer for layer, _ in self.layers if self.kept(layer) < layer.kept]
         for layer in sorted(kinds, key=lambda x: -x.kept)[:1]:
             yield _of_layer("recomputed activations", layer, layer.kept, "one layer at a time")
 
     def recomputed_again(self, chunk: int) -> Iterable[Item]:
-        """What torch recomputes for the gradients of a stage's weights, and keeps until it has all;
-        of the first stage, it computes them as ever.
+        """The activations that torch recomputes for the gradients of a stage's weights, and keeps
+        until it has all; the first stage computes these gradients as usual.
         """
         stage = self.stages[chunk]
         more = any(layer.loss for layer, _ in stage)
@@ -470,7 +471,7 @@ def _of_layer(what: str, layer: Layer, size: float, how: str) -> Item:
 def _of_layers(
     what: str, layers: tuple[Layer, int], each: float, times: int, state: str
 ) -> Iterable[Item]:
-    """What equal layers hold for some micro-batches, each layer `each` bytes for one."""
+    """The memory of equal layers for some micro-batches, `each` bytes a layer and micro-batch."""
     layer, n = layers
     if size := each * n * times:
         how = f"{each / 2**20:,.1f} MiB x {n} layers x {times} {state}"

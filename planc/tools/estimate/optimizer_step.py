@@ -1,4 +1,4 @@
-"""What the optimizer section of a plan costs: states, exchanges, iterations, and what is held."""
+"""The costs of the optimizer section of a plan: states, exchanges, iterations, and memory."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def states_of(holding: Holding, plan: Plan, ranks: int, where: Where) -> int:
 
 
 def _stepped(holding: Holding, plan: Plan) -> Iterator[tuple[int, OptimizerRule]]:
-    """How many of some parameters each rule steps."""
+    """Yields the number of these parameters that each rule steps."""
     if not holding.trains:
         return
     every = len(holding.modules)
@@ -118,7 +118,7 @@ def _shards(holdings: Holdings, plan: Plan) -> Iterator[tuple[Parameter, int, in
 
 
 def _rounded(holdings: Holdings, plan: Plan) -> Iterator[float]:
-    """How many states a rank rounds to 8 bits."""
+    """Yields the numbers of states that a rank rounds to 8 bits."""
     for parameter, count, shard, rule in _shards(holdings, plan):
         if rule.op.in_eight_bits(parameter.shape):
             yield count * shard * rule.op.algorithm.state_size((1,))

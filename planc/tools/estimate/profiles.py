@@ -87,7 +87,7 @@ class Hardware:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stack:
-    """What the software keeps, launches and overlaps.
+    """The overheads and the overlap of the software.
 
     Args:
         matmul_pace: the speed of its matmuls relative to the hardware's measured ones.
@@ -141,7 +141,7 @@ LIMITS: dict[str, tuple[float, float]] = {
     "data_overlap": (0, 1),
     "memory_margin": (0.1, 1),
 }
-"""What a number of a profile may be; others are positive, and those of a stack not negative."""
+"""The range of each number of a profile; others are positive, and those of a stack not negative."""
 
 _POSITIVE, _PASSES = (1e-3, 1e6), (0.0, 1e6)
 

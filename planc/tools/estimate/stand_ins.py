@@ -249,7 +249,7 @@ def _add(halves: list[Tensor], _module: nn.Module, args: Any, output: Tensor) ->
 
 
 class Kernel(NamedTuple):
-    """What one call computes.
+    """The output and the cost of one kernel call.
 
     Args:
         shape: of its output.

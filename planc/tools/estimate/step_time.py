@@ -47,7 +47,7 @@ class Spent(NamedTuple):
 
     @property
     def compute(self) -> float:
-        """What one rank alone would spend, whose collectives take no time."""
+        """The seconds of one rank alone, whose collectives take no time."""
         done = (self.matmul, self.attention, self.memory_bound, self.launch, self.optimizer)
         return sum(done)
 
@@ -81,7 +81,7 @@ class Passes:
         self.work, self.hardware, self.stack = work, hardware, stack
         crosses = work.pipeline.crosses(hardware.ranks_per_node)
         self.stall = stack.stall_us * 1e-6 * work.tensor.size if crosses else 0.0
-        """What delays a collective of the tensor group: each of its ranks may be late, and all
+        """The delay of a collective of the tensor group: each of its ranks may be late, and all
         wait for each."""
 
     def launch(self, layer: Layer, sent: tuple[Collective, ...], passes: int) -> float:
@@ -152,7 +152,9 @@ class Passes:
         return self._passed(layer, (matmul, attention, memory), sent, data, passes)
 
     def repeated(self, layer: Layer) -> Layer | None:
-        """What backward runs again of a checkpointed layer, None where it repeats no product."""
+        """The recomputation in the backward of a checkpointed layer; None if it repeats no
+        product.
+        """
         if layer.recompute is Recompute.FULL and not layer.lookup and not layer.loss:
             return layer
         if layer.recompute is Recompute.SELECTIVE and layer.replayed is not None:

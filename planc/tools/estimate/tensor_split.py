@@ -1,4 +1,4 @@
-"""How a plan's tensor-parallel rules divide what one layer computes, keeps and sends."""
+"""Divides the work, the memory and the traffic of one layer by a plan's tensor-parallel rules."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Work(Protocol):
 
 
 class PartSplit:
-    """How the plan's tensor-parallel rules split what one part computes and keeps.
+    """Splits the work and the kept tensors of one part by the plan's tensor-parallel rules.
 
     Args:
         name: of the layer that is meant, the first one by default.
@@ -102,7 +102,8 @@ class PartSplit:
         """The ranks with equal tokens that each send a part of them to divided experts."""
         found = ((below(r.modules, self.name), r) for r in dividing(work.plan))
         self.divided = {name: rule for name, rule in found if name is not None}
-        """How tokens come to the experts of modules that ranks divide."""
+        """The rules that dispatch tokens to the experts of modules, by the modules that ranks
+        divide."""
         low = ((below(op.modules, self.name), op) for op in work.plan.matmul)
         self.rounded = {name: op for name, op in low if name is not None}
         """Whose products are of numbers in 8 bits."""
@@ -143,7 +144,7 @@ class PartSplit:
         return self.stream
 
     def _dispatch(self, module: str) -> ExpertRule | None:
-        """How tokens come to the divided experts that a module is or is inside of."""
+        """The dispatch rule of the expert-parallel module that contains `module`, or None."""
         if module not in self.ways:
             every = self.divided.items()
             inside = (way for name, way in every if f"{module}.".startswith(f"{name}."))
@@ -332,7 +333,7 @@ class PartSplit:
         return found
 
     def _times(self, sent: Sent, stage: int | None) -> int:
-        """How often one layer sends it for one micro-batch."""
+        """The number of such collectives of one layer for one micro-batch."""
         step = self.work.step
         if sent.modules is None:  # blocks that attend exchange with other parts of the sequence
             attends = self.part.attended or any(p.count > 1 for p in self.part.products)
@@ -396,7 +397,7 @@ def unsplit(holding: Holding) -> int:
 
 
 def recompute_of(rule: Checkpoint | None) -> Recompute:
-    """How the layers of a rule are computed again."""
+    """The kind of recomputation of a rule's layers."""
     if rule is None:
         return Recompute.NONE
     return Recompute.SELECTIVE if rule.save else Recompute.FULL

@@ -14,7 +14,7 @@ Bars = dict[str, list[tuple[str, float, str, str]]]
 
 
 def moments(found: Answer) -> Bars:
-    """What a rank holds when it may hold most; without a batch, between two steps."""
+    """The memory of a rank at the candidates for its peak; without a batch, between two steps."""
     ranks = found.estimate.ranks
     return {
         (f"stage {rank.rank}: " if len(ranks) > 1 else "") + moment.name: [
@@ -26,7 +26,9 @@ def moments(found: Answer) -> Bars:
 
 
 def passes(found: Answer) -> Bars:
-    """What the first rank of a pipeline does for one micro-batch, and once in a step, in order."""
+    """The work of the first rank of a pipeline for one micro-batch, and once in a step, in
+    order.
+    """
     work, time = found.work, found.estimate.time
     made = Passes(work, found.hardware, found.stack)
     layers = [pair for stage in work.of_rank(0) for pair in work.stages[stage]]

@@ -1,4 +1,4 @@
-"""What a training step asks of each rank: the input of the estimate.
+"""The work of a training step on each rank: the input of the estimate.
 
 All sizes are those of one rank: after tensor, context and expert parallelism, for one micro-batch.
 FSDP's share is taken off later, since it changes what is held and sent but not what is computed.
@@ -19,8 +19,8 @@ Ways = tuple[tuple[float, float], ...]
 
 
 class Recompute(StrEnum):
-    """What the forward pass keeps of a layer: everything, all but the attention's core, its
-    input.
+    """The tensors that the forward pass of a layer saves: all, all but those of the attention's
+    core, its input.
     """
 
     NONE = "none"
@@ -29,7 +29,7 @@ class Recompute(StrEnum):
 
 
 class Sharding(StrEnum):
-    """What data-parallel ranks share: nothing, the optimizer state (ZeRO-1), or everything
+    """The tensors that data-parallel ranks shard: none, the optimizer state (ZeRO-1), or all
     (ZeRO-3, FSDP).
     """
 
@@ -248,7 +248,7 @@ class ElementSizes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
-    """What the optimizer of a plan does at one place of the pipeline, beside passes over states.
+    """The work of a plan's optimizer at one place of the pipeline, beside passes over states.
 
     Args:
         name: its algorithms.

@@ -38,7 +38,7 @@ WAYS_OUT = {
     UNSPLIT: "use a batch that more meshes can split, such as one row for each rank",
     UNEVEN: "use another number of micro-batches, or leave them to the search",
 }
-"""What to do where a reason leaves out most choices."""
+"""Advice for reasons that leave out most choices."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +91,7 @@ _Load = tuple[Workload, float] | None
 
 @dataclass(slots=True)
 class Excluded:
-    """How many choices were left out for one reason, and one of them."""
+    """The number of choices that were left out for one reason, and one of them."""
 
     count: int = 0
     example: str = ""
@@ -99,7 +99,7 @@ class Excluded:
 
 @dataclass(slots=True)
 class Tally:
-    """What was tried of a space.
+    """The results of the choices of a space that were tried.
 
     Args:
         tried: how many choices were estimated.
@@ -247,7 +247,9 @@ class Candidates:
     def _loading(
         self, choice: Choice, mesh: Mesh, work: PlanWork, counts: tuple[int, ...]
     ) -> Callable[[int], _Load]:
-        """What gives the work of a step with so many micro-batches, and what it needs."""
+        """Returns a function from the number of micro-batches to the work of a step, and its
+        memory.
+        """
         here = copy.copy(work)
         here.plan = replace(work.plan, mesh=mesh)
         groups = here.groups()

@@ -1,4 +1,4 @@
-"""What a search can choose of a plan, and the text of the plan that chooses it."""
+"""The choices that a search can make for a plan, and the text of the plan that makes them."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ CHUNKS = (0, 2, 8)
 learns."""
 
 SAVES = ("attention", "attention, matmul(every = 2)", "attention, matmul")
-"""What selective checkpointing saves, from the least memory to the least time."""
+"""The operations that selective checkpointing saves, from the least memory to the least time."""
 
 SCHEDULES = ("1f1b", "interleaved_1f1b")
-"""What is tried of a pipeline's schedules; the others need their units gathered."""
+"""The pipeline schedules that are tried; the others need their units gathered."""
 
 LEANEST = {RECOMPUTE.word: True, SEQUENCE.word: SEQUENCE.default, LOSS_CHUNKS.word: CHUNKS[-1]}
 FASTEST = {RECOMPUTE.word: False, SEQUENCE.word: SEQUENCE.default, LOSS_CHUNKS.word: 0}
@@ -71,7 +71,7 @@ class Choice:
 
     @property
     def action(self) -> str:
-        """How layers are checkpointed; empty for the plan's way."""
+        """The checkpointing of layers; empty for the plan's own."""
         if self.budget:
             share, rows, tokens = self.budget
             return f"budget({share:g}, rows = {rows}, seq = {tokens})"
@@ -275,7 +275,7 @@ class Space:
                 yield unit
 
     def words(self, choice: Choice) -> str:
-        """What a choice does besides the mesh; options at their defaults are left out."""
+        """Describes a choice besides the mesh; options at their defaults are left out."""
         options = dict(choice.options)
         way = f"save {choice.save}" if choice.save else "full"
         way = choice.action if choice.budget else way

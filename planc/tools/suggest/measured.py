@@ -1,4 +1,4 @@
-"""What one rank of a plan held when it was run, beside what the estimate says."""
+"""Compares the memory that one rank of a plan held in a run with the estimate."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _BY_UNITS = (
     *("parameters", "gradients", "optimizer state", "gathered parameters"),
     "copies in the optimizer",
 )
-"""What the fsdp section decides."""
+"""The items of memory that the fsdp section decides."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +72,7 @@ class MeasuredRanks:
 
     @property
     def seconds(self) -> float:
-        """Of compute in a step, of the rank that takes longest; 0 where no device was used."""
+        """Seconds of compute in a step, of the rank that takes longest; 0 without a device."""
         return max(sum(rank.seconds.values()) for rank in self.ranks)
 
     def __str__(self) -> str:
@@ -111,7 +111,7 @@ def measure(
 
 
 def _step(plan: Plan, facts: Facts, request: Request, batch: Batch) -> RankStep:
-    """What a rank does in a step."""
+    """The step that a rank runs."""
     data = plan.mesh.ranks_of(AxisRole.DATA)
     return RankStep(
         rows=batch.global_batch // (data * batch.micro_batches),
@@ -124,7 +124,7 @@ def _step(plan: Plan, facts: Facts, request: Request, batch: Batch) -> RankStep:
 
 
 RUN = 3
-"""How many of the plans that a search finds are run."""
+"""The number of plans found by a search that are run."""
 
 
 def run_first(

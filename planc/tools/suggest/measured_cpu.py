@@ -24,10 +24,10 @@ SIZES = (64, 128, 256, 512, 1024)
 """Rows and columns of the products."""
 
 LARGE = 2**24
-"""Elements of what memory and gloo move: 64 MiB in float32, more than caches hold."""
+"""The number of elements that memory and gloo move: 64 MiB in float32, more than caches hold."""
 
 SECONDS = 600
-"""How long the two processes may take, imports included."""
+"""The most seconds that the two processes may take, imports included."""
 
 
 def profile(name: str) -> Hardware:

@@ -24,7 +24,8 @@ from planc.tools.estimate.step_time import step_time
 from planc.tools.estimate.workload import Workload
 
 CONSTANTS = ("matmul_tflops", "memory_gb_s", "launch_us", "node_latency_us", "node_reduce_gb_s")
-"""What differs most between machines that share a name: clocks, power, memory, CPU, links."""
+"""The constants that differ most between machines that share a name: clocks, power, memory, CPU,
+links."""
 
 NEEDED = ("model", "plan", "world_size", "batch", "seq", "seconds")
 OPTIONAL = ("set", "micro_batches", "gib", "compute")
@@ -32,7 +33,7 @@ ROWS = len(CONSTANTS) + 1
 """The fewest rows that say something of all constants that are fitted."""
 
 APART = 1.5
-"""How far two measurements of one setting may be apart, as a ratio."""
+"""The largest ratio of two measurements of one setting."""
 
 _OUTLIER = 0.5
 """The absolute logarithm of a ratio from which on it says no more."""
@@ -46,7 +47,7 @@ class Timed(NamedTuple):
     alone: bool = False
 
     def ratio(self, hardware: Hardware, stack: Stack) -> float:
-        """What is estimated of it, to what was measured."""
+        """The ratio of the estimated to the measured time."""
         time = step_time(self.work, hardware.alone() if self.alone else hardware, stack)
         return (time.spent.compute if self.alone else time.seconds) / self.seconds
 

@@ -19,23 +19,24 @@ from planc.tools.suggest.candidates import Candidate, Candidates, Tally
 from planc.tools.suggest.choice import FASTEST, LEANEST, Choice, Sizes
 
 MESHES = 12
-"""How many meshes are searched in full."""
+"""The number of meshes that are searched in full."""
 
 ROUNDS, STARTS, NEAR = 2, 3, 1.2
-"""How often the extended axes are tried, on how many of the best meshes, and how much slower than
-the best a mesh may be to be searched further."""
+"""The number of times that the extended axes are tried, the number of the best meshes on which they
+are, and the slowdown against the best up to which a mesh is searched further."""
 
 SLOWER = 2
 """After how many meshes in a row that are no faster no other size of an axis is tried."""
 
 VARIED = 3
-"""How many of the fastest choices on a mesh are varied further."""
+"""The number of the fastest choices on a mesh that are varied further."""
 
 REFINED = 3
-"""How many of the fastest plans get stages of equal time, and, where it is asked for, a budget."""
+"""The number of the fastest plans that get stages of equal time, and, if it is asked for, a
+budget."""
 
 NAMED = 10
-"""How many plans are named in the end."""
+"""The number of plans that are named in the end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +99,7 @@ def _each(
     find: Callable[[Candidates, Sizes], dict[Choice, Candidate]],
     progress: Callable[[int], None],
 ) -> dict[Choice, Candidate]:
-    """What is found on each mesh.
+    """Calls a search on each mesh, and returns its candidates.
 
     Meshes that differ by replicas alone come together, as most of what they compute is the same.
 

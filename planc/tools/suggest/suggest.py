@@ -39,7 +39,7 @@ from planc.tools.suggest.search import Found, search
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """What is asked of a search.
+    """The arguments of a search.
 
     Args:
         plan: the plan to extend, None for the one that ships for the family.
@@ -234,7 +234,7 @@ def _of_model(facts: Facts) -> str:
 
 
 def _extended(plan: str, folder: str) -> str | None:
-    """What `extend` calls a plan from a folder; None for standard input and revisions."""
+    """The name of a plan in `extend` from a folder; None for standard input and revisions."""
     place = locate(plan)
     if place is None or place.path is None or place.revision:
         return None

@@ -76,7 +76,7 @@ def _longer(first: Candidate, other: Candidate) -> str:
 
 
 def _difference(first: Candidate, other: Candidate) -> str:
-    """What the other one spends more time on, and less."""
+    """Describes the parts of the step with the largest differences in time."""
     spent = first.estimate.time.spent
     parts = other.estimate.time.spent.plus(spent, -1)._asdict()
     order = sorted(parts, key=lambda name: -abs(parts[name]))
