@@ -15,7 +15,7 @@ _TYPED = re.compile(r"(?:[\w.*$]|\{[^{}\s]*\}?|\[[-:,\d]*\]?)*$")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cursor:
-    """Where something is typed.
+    """The place in a plan at which the user types.
 
     Args:
         section: the name of the enclosing section; empty at the top.
@@ -31,7 +31,7 @@ class Cursor:
 
 
 def cursor(text: str, offset: int) -> Cursor:
-    """Where an offset of a text is, by the brackets before it."""
+    """The place of an offset in a text, by the brackets before it."""
     shape, start, depth = masked(text[:offset]), 0, 0
     heads: list[re.Match[str] | None] = []
     for found in re.finditer(r"[{}()\[\]\n]", shape):

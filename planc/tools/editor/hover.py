@@ -60,7 +60,7 @@ def _about(judged: Judged, offset: int) -> tuple[str, Span] | None:
 
 
 def _modules(found: tuple[Modules, ...]) -> str:
-    """How many modules of which classes, and the shapes of their parameters."""
+    """The number of modules, their classes, and the shapes of their parameters."""
     count = sum(len(modules) for modules in found)
     lines = [f"{count:,} module{'' if count == 1 else 's'}\n"] if found else []
     lines += [f"- `{modules}`: {described(modules)}" for modules in found[:_MOST]]

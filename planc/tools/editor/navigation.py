@@ -1,4 +1,4 @@
-"""Where names are defined, and the outline of a plan."""
+"""Finds the definitions of names, and the outline of a plan."""
 
 import re
 from collections.abc import Iterator

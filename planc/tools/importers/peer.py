@@ -1,4 +1,4 @@
-"""Which keys of a peer's files a plan takes over, and why the others are left.
+"""Reads a peer's files: the keys that a plan takes over, and the reasons to leave the others.
 
 The tables are data: `grammars/import` has a file for each library.
 """

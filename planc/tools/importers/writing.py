@@ -285,7 +285,7 @@ class Writer:
         return lines
 
     def _stages_of_a_rank(self) -> int:
-        """How many stages each rank of the pipeline holds; 0 where the file does not tell."""
+        """The number of stages on each rank of the pipeline; 0 if the file does not tell."""
         given = self.given
         if count := given.get("virtual"):
             return int(count)
@@ -341,7 +341,7 @@ class Writer:
         return ["context on cp {", *line, "}", ""]
 
     def _experts(self) -> list[str]:
-        """How many tokens an expert takes, and which of too many it drops."""
+        """The lines that limit the tokens of an expert, and choose those that are dropped."""
         capacity, drop = self.given.get("capacity"), self.given.get("drop") or "probs"
         if not capacity:
             return self._not("same", "no token is dropped", "capacity", "drop")

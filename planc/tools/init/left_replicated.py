@@ -1,5 +1,5 @@
-"""How much of a model a drafted plan leaves whole on every rank, why, and whether a plan that ships
-leaves less.
+"""The part of a model that a drafted plan leaves replicated, the reasons, and whether a plan that
+ships leaves less.
 """
 
 from __future__ import annotations

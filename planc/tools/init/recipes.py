@@ -18,7 +18,7 @@ _DOWN = re.compile(r"down|w2|output|wo\b", re.I)
 _SUBSETS = 16
 """The most sets of integers that are tried; each takes a run."""
 _SIZE = re.compile(r"dim|size|width|(^|_)d(_|$)", re.I)
-"""How code names the size of one head, which may be the number of heads too."""
+"""Names in code for the size of one head, which may be the number of heads too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,7 +204,7 @@ def experts_choice(name: str, module: Module) -> SplitChoice:
 
 
 def _arguments(module: Module, *, packed: bool) -> dict[str, str]:
-    """How each parameter of fused experts is sharded, by the sizes that it shares with the others.
+    """The sharding of each parameter of fused experts, by the sizes that it shares with the others.
 
     Up projections are sharded on their intermediate output dim, down projections on that input dim.
     """

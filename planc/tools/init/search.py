@@ -264,7 +264,7 @@ def left_whole(choices: Iterable[SplitChoice]) -> str:
 
 
 def _wrong(first: Discrepancy) -> str:
-    """What was wrong first, with the line of the model's code."""
+    """Describes the first discrepancy, with the line of the model's code."""
     where = f"`{generic(first.subject)}`"
     what = first.detail if first.kind in ("refused", "draws") else what_is_wrong(first.kind, where)
     detail = f", {first.detail}" if first.kind == "crash" and first.detail else ""

@@ -1,4 +1,4 @@
-"""What a rank says of itself: its node, its versions, its plan, its files, its memory."""
+"""The facts that a rank reports: its node, its versions, its plan, its files, its memory."""
 
 import os
 import re
@@ -48,7 +48,7 @@ class RankFacts:
 
     @property
     def place(self) -> str:
-        """What has fast links inside: the NVLink domain, else the node."""
+        """The domain of fast links: the NVLink domain, else the node."""
         return self.nvlink or self.host
 
     def document(self) -> dict[str, Any]:
@@ -78,7 +78,7 @@ def facts(plan: str, error: str, files: Sequence[str], compare: Compared, save: 
 
 
 def _nvidia_smi() -> str:
-    """What the driver tells of the GPU of this rank; empty if it does not answer."""
+    """The driver's report on the GPU of this rank; empty if it does not answer."""
     gpu = torch.cuda.get_device_properties(int(os.environ.get("LOCAL_RANK", "0"))).uuid
     words = ["nvidia-smi", "-q", "-i", f"GPU-{gpu}"]
     try:
@@ -115,7 +115,7 @@ def _existing(path: Path) -> Path:
 
 
 def _free_memory(ranks: int) -> int | None:
-    """Of the device; of a CPU, what each rank of the node can have."""
+    """The free memory of the device in bytes; on a CPU, each rank's share of the node's."""
     if device() == "cuda":
         return int(torch.cuda.mem_get_info()[0])
     try:

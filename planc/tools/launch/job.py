@@ -28,7 +28,7 @@ collectives of each rank, which torch writes to a file when one of them times ou
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterJob:
-    """What a file starts.
+    """A job that a job file starts.
 
     Args:
         lowered: the plan.
@@ -104,7 +104,7 @@ def _ranks(count: int) -> str:
 
 
 def command_of(words: Sequence[str]) -> tuple[str, ...]:
-    """What follows `--`: a script, or options of Python's own, are run by Python."""
+    """The command after `--`; Python runs a script, or options of Python's own."""
     python = words[0].endswith(".py") or words[0].startswith("-")
     return ("python", *words) if python else tuple(words)
 

@@ -1,4 +1,4 @@
-"""What is wrong with what the ranks of a job say of themselves."""
+"""Findings on the facts that the ranks of a job report."""
 
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
@@ -28,7 +28,7 @@ class Needed:
 
 
 def differing(every: Sequence[RankFacts], lowered: Lowered, digest: str) -> Iterator[Diagnostic]:
-    """What keeps the ranks from forming one mesh: other plans, versions or numbers of ranks.
+    """Yields the reasons why ranks cannot form one mesh: other plans, versions or numbers of ranks.
 
     Args:
         lowered: the plan of rank 0.
@@ -64,7 +64,7 @@ def differing(every: Sequence[RankFacts], lowered: Lowered, digest: str) -> Iter
 
 
 def judged(every: Sequence[RankFacts], lowered: Lowered, needed: Needed) -> Iterator[Diagnostic]:
-    """What else is wrong: files, the places of ranks, memory, disk, speed."""
+    """Yields all other findings: files, the places of ranks, memory, disk, speed."""
     for name in sorted({name for facts in every for name in facts.files}):
         values = [facts.files.get(name, "not there") for facts in every]
         read = [value for value in values if " " not in value]

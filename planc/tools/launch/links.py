@@ -1,4 +1,4 @@
-"""How long an all-reduce takes on each axis of the mesh, in three sizes, and who is slow at it."""
+"""Measures an all-reduce on each axis of the mesh, in three sizes, and finds slow groups."""
 
 import time
 from collections.abc import Iterator
@@ -94,7 +94,9 @@ def slow(lowered: Lowered, seen: list[list[Link]], hosts: list[str]) -> Iterator
 
 
 def _beside(taken: tuple[float, ...], usual: tuple[float, ...], axis: str) -> str:
-    """How slow a group is at the smallest message that it is slow at; empty for none."""
+    """Describes the smallest message size at which a group is slower than the other groups of its
+    axis; empty if it is not.
+    """
     for size, own, other in zip(SIZES[device()], taken, usual, strict=True):
         if own > _SLOW * other and own - other > _FLOOR[device()]:
             what = f"need {own * 1e3:.1f} ms for an all-reduce of {phrases.size(size)} on {axis}"

@@ -110,7 +110,7 @@ class Peers:
         return [json.loads(self.store.get(key)) for key in keys]
 
     def told(self, name: str, value: Any = None) -> Any:
-        """What rank 0 tells all ranks."""
+        """Broadcasts a value of rank 0 to all ranks."""
         if self.rank == 0:
             self.store.set(name, json.dumps(value))
         self.store.wait([name], timedelta(seconds=self.limit + 2 * QUIET))
@@ -234,7 +234,7 @@ class Peers:
         ]
 
     def _said(self, store: PrefixStore, rank: int) -> tuple[str, str]:
-        """What a rank did last, and its node; empty where it never came."""
+        """The last action of a rank, and its node; empty if it never came."""
         doing, host = json.loads(store.get(key)) if store.check([key := f"at/{rank}"]) else ("", "")
         return doing, host
 

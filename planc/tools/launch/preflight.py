@@ -48,7 +48,7 @@ class Wanted:
 
 @dataclass(slots=True, kw_only=True)
 class Report:
-    """What rank 0 has found so far: a rank that is missed ends it at any time.
+    """The results of rank 0 so far: a rank that is missed ends it at any time.
 
     Args:
         sink: the findings.
@@ -70,7 +70,7 @@ class Report:
 
     @property
     def document(self) -> dict[str, Any]:
-        """What the JSON document has beside the findings."""
+        """The fields of the JSON document besides the findings."""
         return {
             "passed": not self.sink.failed,
             "seconds": round(self.seconds, 1),
@@ -146,7 +146,7 @@ def preflight(
 
 
 def _together(ranks: Peers, plan: Compiled, asked: Wanted, report: Report) -> None:
-    """What only all ranks can try: their links, and the training of a small model."""
+    """Runs the checks that need all ranks: their links, and the training of a small model."""
     assert plan.lowered is not None
     report.seen = _links(plan.lowered, ranks)
     if report.seen:

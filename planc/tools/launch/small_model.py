@@ -27,7 +27,7 @@ from planc.tools.launch.peers import Peers
 MOST = 64
 """Data ranks whose rows a single process reads too, for the comparison."""
 SHARE = 0.5
-"""Of the time that there is, after which no small model is trained."""
+"""The share of the time limit after which no small model is trained."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""What the allocator of a device hands out and takes back, and the time between two moments.
+"""Records the allocations and frees of a device, and the time between two moments.
 
 The allocator's own record is replayed beside what this module noted meanwhile: which module ran, at
 which moment, what a tensor is. On the CPU the record is that of torch's profiler, on CUDA the

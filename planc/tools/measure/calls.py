@@ -52,7 +52,7 @@ _OWN_FLOPS: dict[str, Callable[..., int]] = {
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """What this rank has of a tensor."""
+    """The local tensor of this rank."""
     while isinstance(tensor, DTensor | AsyncCollectiveTensor):
         tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor.elem
     return tensor
@@ -106,13 +106,14 @@ class CallRecorder(TorchDispatchMode):  # type: ignore[misc]
         self.made: dict[int, int] = {}
         self.inputs = {_memory(t) for t in inputs}
         self.apart: set[str] = set()
-        """What FSDP calls inside, which a recomputation does not repeat."""
+        """The operators that FSDP calls inside, which a recomputation does not repeat."""
         self.hooks = 0
         self.saved: dict[int, Tensor] = {}
         self.stop = 0
         """The number of calls before autograd has saved all: a recomputation stops there."""
         self.alive: list[Any] = []
-        """What calls took and gave, so that no later storage has the address of an earlier one."""
+        """The arguments and results of calls, held so that no later storage has an earlier one's
+        address."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -171,7 +172,7 @@ class CallRecorder(TorchDispatchMode):  # type: ignore[misc]
         return tensor
 
     def document(self, inputs: int, out: Any) -> dict[str, Any]:
-        """What was noted, of a module with inputs of so many bytes, as plain data."""
+        """The notes on a module with inputs of so many bytes, as plain data."""
         given = {_memory(t) for t in _tensors(out)}
         wanted = {m: self.made[m] for m in self.saved if m in self.made}
         inside = {m: _local(self.saved[m]).untyped_storage().nbytes() for m in wanted}

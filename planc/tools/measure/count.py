@@ -42,8 +42,9 @@ and so it does with every other one.
 
 
 FILLED = 4
-"""How often the places of a pipeline are filled with microbatches, before each round of them holds
-as much more as every other one: schedules of two stages a rank have up to two rounds on the way.
+"""The number of times that the places of a pipeline are filled with microbatches, before each round
+of them holds as much more as every other one: schedules of two stages a rank have up to two rounds
+on the way.
 """
 
 
@@ -52,7 +53,7 @@ Held = Sequence[tuple[str, Mapping[str, int]]]
 
 
 class OutOfMemory(NamedTuple):
-    """Where a device has no more memory: the moment, what was to be made, what torch said."""
+    """A failed allocation of a device: the moment, the tensor to be made, torch's message."""
 
     moment: str
     what: str
@@ -185,7 +186,9 @@ def require_runnable(compiled: Compiled, device: str = "") -> None:
 
 
 def _not_run(plan: Plan, lowered: Lowered, device: str) -> Iterator[tuple[str, list[Span]]]:
-    """What of a plan one rank alone cannot run, each with the lines that ask for it."""
+    """Yields the parts of a plan that one rank alone cannot run, each with the lines that ask for
+    it.
+    """
     section, backend = plan.fsdp, lowered.backend
     name = backend.TITLE if backend else ""
     yield f"{name} needs its library and all ranks", [op.origin for op in [backend] if op]
@@ -356,7 +359,7 @@ class _Work:
 
     @property
     def microbatches(self) -> int:
-        """Of the pipeline."""
+        """The number of microbatches of the pipeline; 1 without one."""
         assert self.compiled.plan is not None
         rule = self.compiled.plan.pipeline
         return rule.op.microbatches if rule else 1
@@ -389,7 +392,7 @@ class _Work:
         yield from made
 
     def rank(self, place: int) -> CountedRank:
-        """What the rank at a place of the pipeline holds."""
+        """Counts the memory of the rank at a place of the pipeline."""
         if place and not self.form:  # what the first stage sends has the form of all
             self._run(self.depths[0][0], 0, "", self.rounds[0][0])
         rounds = self.rounds
@@ -413,11 +416,11 @@ class _Work:
         )
 
     def _runs(self, place: int, microbatches: int) -> list[dict[str, Any]]:
-        """What a rank answers of the model of each depth."""
+        """The answers of a rank for the model of each depth."""
         return [self._run(depth, place, self.device, microbatches) for depth, _ in self.depths]
 
     def _held(self, answers: list[dict[str, Any]]) -> Held:
-        """What it holds in the whole model."""
+        """The memory of the rank in the full model."""
         return _largest(_grown([answer["moments"] for answer in answers], self.depths))
 
     def _run(self, depth: _Depth, place: int, device: str, microbatches: int) -> dict[str, Any]:
@@ -496,8 +499,8 @@ def _grown(runs: Sequence[Held], parts: Sequence[tuple[object, int]]) -> Held:
 
 
 def _largest(moments: Held) -> Held:
-    """Of the moments with one name that at which most is held; what comes before all is left out
-    where there are others.
+    """The peak for each name: the moment that holds the most bytes. Omits the initial moment
+    `parameters` if there are others.
     """
     found: dict[str, Mapping[str, int]] = {}
     for name, held in moments:

@@ -1,4 +1,4 @@
-"""What a rank on torch's fake process group is given in place of what other ranks would send.
+"""Values for a rank on torch's fake process group instead of those that other ranks would send.
 
 A fake group's collectives return at once and write nothing. Sizes and shapes are right where they
 follow from the rank's own; where they don't, or where a step reads values, which fake tensors do
@@ -127,7 +127,7 @@ def _causal(mask: RingMask, halves: bool) -> dict[tuple[int, int, int], list[boo
     halves = halves and cuts > 1
 
     def place(rank: int, cut: int) -> int:
-        """That of a tile in the sequence."""
+        """The index of a tile in the sequence."""
         if not halves:
             return rank * cuts + cut
         back, within = divmod(cut, cuts // 2)
@@ -149,7 +149,7 @@ def _as_many(_: Any, __: Any, device_type: str) -> None:
 
 
 def _told(stage: RunningStage, form: Sequence[Any] | None, peer: int) -> Message:
-    """What the stage before says: what another stage of this rank has sent, where none is given."""
+    """The message of the stage before; by default one that another stage of this rank has sent."""
     header = torch.zeros(HEADER, dtype=torch.uint8, device=stage.device)
     distributed.recv(header, peer, group=stage.group)
     if form:
@@ -161,13 +161,13 @@ _PARTS = Message.parts
 
 
 def _received(message: Message, packed: Tensor) -> list[Tensor]:
-    """What another stage would send: garbage would be no numbers, which meet routers."""
+    """Random tensors instead of another stage's: garbage may be NaN, which breaks routers."""
     found = _PARTS(message, packed)
     return [part.normal_() if part.is_floating_point() else part for part in found]
 
 
 def _as_own(own: DividedImages, columns: list[Column], *_: Any) -> list[list[Sizes]]:
-    """What all ranks have of images, where each has as many as this one."""
+    """The image sizes of all ranks, if each has the same images as this one."""
     sizes = [column.sizes for column in columns]
     most = max(map(len, sizes))
     mine = torch.zeros(len(columns), most, dtype=torch.int64)

@@ -20,7 +20,7 @@ def image_shape(config: Mapping[str, Any]) -> tuple[int, int, int] | None:
 
 
 def said(count: int, config: Mapping[str, Any]) -> str:
-    """What a step has of images, in words."""
+    """Describes the images of a step."""
     shape = image_shape(config)
     size = f" of {shape[1]} x {shape[2]} pixels" if shape else ""
     return f"{count} image{'s' * (count > 1)}{size} a row"

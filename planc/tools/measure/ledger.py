@@ -1,4 +1,4 @@
-"""What a rank holds, as changes by what they are: the most of each moment, and its parts."""
+"""Records the memory of a rank as changes by kind: the most of each moment, and its parts."""
 
 from __future__ import annotations
 

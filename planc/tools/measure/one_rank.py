@@ -175,7 +175,7 @@ class _Rank:
         return run, names
 
     def _called(self, fake: AbstractContextManager[object]) -> dict[str, Any]:
-        """What the rank calls in its first step, and in another."""
+        """The calls of the rank in its first step, and in another."""
         run, _ = self._applied()
         names = {id(module): name for name, module in named_modules(run.model).items()}
         noted = Collectives(names, lambda: self.stepping)
@@ -191,7 +191,7 @@ class _Rank:
         return {"steps": steps, "form": sent_by(run)}
 
     def _block_calls(self, fake: AbstractContextManager[object]) -> dict[str, Any]:
-        """What checkpointed modules call in a forward pass."""
+        """The calls of checkpointed modules in a forward pass."""
         run, _ = self._applied()
         names = {id(module): name for name, module in named_modules(run.model).items()}
         noted = BlockCalls(names, self.job.calls)
@@ -204,7 +204,7 @@ class _Rank:
         return noted.answer()
 
     def _measured(self, fake: AbstractContextManager[object]) -> dict[str, Any]:
-        """What it holds in two steps, and on a device the seconds of some more."""
+        """The memory of two steps, and on a device the seconds of some more."""
         values = bool(self.job.device)
         made: dict[str, Any] = {}
         try:
@@ -313,7 +313,7 @@ class _Rank:
     # What runs ------------------------------------------------------------------------------------
 
     def what(self) -> str:
-        """What a storage is that is made now."""
+        """The kind of a storage that is made now."""
         if self.stepping:
             return "copies in the optimizer"
         if self.running:
@@ -401,7 +401,7 @@ class _Rank:
 
 
 def _no_memory(error: Exception) -> str:
-    """What an allocator says of memory that it has not.
+    """The message of an allocator without enough memory.
 
     Raises:
         Exception: the error, which is another one.
@@ -413,7 +413,7 @@ def _no_memory(error: Exception) -> str:
 
 
 def _alike(every: list[Any], own: Any, *_: Any) -> None:
-    """In the place of what other ranks say: what this one does."""
+    """Replaces an exchange of objects: every rank has this one's."""
     every[:] = [own] * len(every)
 
 

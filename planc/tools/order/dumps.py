@@ -1,4 +1,5 @@
-"""What ranks that hang have written: torch's flight recorder, and what planc's watchdog adds.
+"""Reads the dumps of ranks that hang: torch's flight recorder, and the additions of planc's
+watchdog.
 
 Two kinds of files are read: those of `planc.apply(..., watchdog=...)`, `rank_3.json` and
 `rank_3.pickle`; and torch's own, which have another prefix before the rank and no `.json` (NCCL's
@@ -113,7 +114,7 @@ class RankDump:
 
     @property
     def error(self) -> str:
-        """That the rank has ended with; empty where it runs."""
+        """The error that the rank has ended with; empty if it runs."""
         return str(self.about.get("error", "")).partition("\n")[0]
 
     @property

@@ -21,7 +21,7 @@ _MOST = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OrderVerdict:
-    """What was found of the order of collectives.
+    """The result of the check of the order of collectives.
 
     Args:
         verdict: `fits`, `differs`, or `unknown`.
@@ -69,7 +69,7 @@ def order(compiled: Compiled, sink: Sink, *, allow_code: bool = False) -> OrderV
 
 
 def known_order(compiled: Compiled, sink: Sink) -> Order | None:
-    """What the first rank of each place of the pipeline calls, of the model as it is; None after
+    """The calls of the first rank of each place of the pipeline, for the model as it is; None after
     PL616.
     """
     assert compiled.lowered is not None

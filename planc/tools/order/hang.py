@@ -16,14 +16,14 @@ from planc.tools.order.match import cycle
 from planc.tools.order.record import Order
 
 _REDUCES = {"reduce_scatter": "all_reduce"}
-"""What gloo records of another kind."""
+"""The kinds of calls that gloo records under another name."""
 _EQUAL = ("all_reduce", "reduce_scatter")
 """Calls in which all ranks have as many elements."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Waiting:
-    """Where a rank is.
+    """The call that a rank waits in, and its place in the plan.
 
     Args:
         entry: that it waits in; None where it waits in none.
@@ -52,8 +52,8 @@ class Waiting:
 
     @property
     def meets(self) -> tuple[tuple[int, ...], int, str, int] | None:
-        """What ranks that wait for each other's part have in common: their next call on a group, if
-        it is the same one.
+        """Key of the collective that the rank waits in; equal on all ranks that wait in the same
+        call. None outside of collectives.
         """
         one = self.entry
         if one is None or one.kind in MESSAGES:
@@ -86,7 +86,7 @@ class Waiting:
 
     @property
     def at(self) -> str:
-        """What of the plan it is in: `backward of model.layers.3; tensor llama.plan:12`."""
+        """The place in the plan: `backward of model.layers.3; tensor llama.plan:12`."""
         return self.planned.at if self.planned else "not a call of the plan"
 
 
@@ -110,7 +110,7 @@ class Hang:
 
 
 def explain(dumps: Mapping[int, RankDump], lowered: Lowered, order: Order | None) -> Hang:
-    """Where each rank is, and for whom it waits.
+    """Finds the place of each rank, and the ranks that it waits for.
 
     Args:
         dumps: by rank.
@@ -144,7 +144,7 @@ def explain(dumps: Mapping[int, RankDump], lowered: Lowered, order: Order | None
 
 
 def _of_place(order: Order | None, lowered: Lowered, rank: int) -> Sequence[RankCall]:
-    """What a rank calls in a step: what the first one of its place does."""
+    """The calls of a rank in a step: those of the first rank of its place."""
     if order is None:
         return ()
     place = place_of(lowered, rank)
@@ -227,7 +227,9 @@ def _of_metrics(entry: RecordedCall, groups: Groups, calls: Sequence[RankCall]) 
 def _best(
     own: Sequence[tuple[Key, RecordedCall]], keys: Sequence[Key], planned: Sequence[RankCall]
 ) -> tuple[int, int]:
-    """Where in the plan's step the last of a rank's calls is, and how many up to it are equal."""
+    """The index in the plan's step of the last of a rank's calls, and the number of equal calls up
+    to it.
+    """
     at = [place for place, key in enumerate(keys) if key == own[-1][0]]
     best = max(at, key=lambda place: _run(own, keys, planned, place))
     return best, _run(own, keys, planned, best)[0]
@@ -239,7 +241,9 @@ def _run(
     planned: Sequence[RankCall],
     at: int,
 ) -> tuple[int, int]:
-    """How many of the last calls are those of the plan up to a place, and of equal sizes."""
+    """The number of the last calls that are those of the plan up to a place, and of those of equal
+    sizes.
+    """
     sizes = 0
     for back, (key, entry) in enumerate(reversed(own)):
         place = (at - back) % len(keys)
@@ -257,7 +261,7 @@ def _key(kind: str, axes: tuple[str, ...], *, gloo: bool) -> Key:
 
 
 def lines(found: Hang) -> Iterator[str]:
-    """What the ranks wait for, those in one call together."""
+    """Describes the calls that the ranks wait in, those in one call together."""
     count = found.lowered.world_size
     yield f"{len(found.ranks)} of {count} ranks left a dump"
     if found.absent:
@@ -312,7 +316,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _state(rank: int, found: Hang) -> str:
-    """What a rank that is waited for does instead."""
+    """Describes the place of a rank that others wait for."""
     one = found.ranks.get(rank)
     if one is None:
         return f"not there: rank {rank}, which left no dump"

@@ -21,7 +21,7 @@ Sequences = Mapping[int, Sequence[RankCall]]
 
 
 class Network(StrEnum):
-    """How a library carries messages.
+    """The way in which a library carries messages.
 
     gloo carries all at once, those between two ranks in order. NCCL runs what one communicator has
     to do one after another: a batch is on that of its group, a message alone on one of its two
@@ -63,7 +63,7 @@ class Stuck:
 
 
 def difference(one: RankCall, other: RankCall) -> str:
-    """What two calls of one collective must have in common and don't; empty where they have it."""
+    """The property that two calls of one collective must share and do not; empty if they do."""
     for name in ("kind", "reduces", "dtype"):
         a, b = getattr(one, name), getattr(other, name)
         if a != b:
@@ -76,7 +76,7 @@ def difference(one: RankCall, other: RankCall) -> str:
 
 
 _AFTER = {"clipping", "optimizer"}
-"""What all ranks do at one time: sums of a loss and of norms have one size."""
+"""The phases that all ranks run at one time: sums of a loss and of norms have one size."""
 Unit = tuple[int, bool, int]
 """Messages of a rank that are started together."""
 
@@ -221,7 +221,7 @@ class _Simulation:
 
 
 def _group(call: RankCall) -> Hashable:
-    """What a call has in common with those that it meets."""
+    """The key that a call shares with those that it meets."""
     return call.group, call.ranks
 
 
@@ -255,8 +255,8 @@ def cycle(graph: Mapping[int, Sequence[int]]) -> tuple[int, ...]:
 def fits(
     ranks: Sequences, networks: Sequence[Network] = tuple(Network)
 ) -> Iterator[Different | Stuck]:
-    """What does not fit: on each group the first calls that differ; else ranks that wait for ever,
-    on the first of the networks where some do.
+    """Yields mismatches: on each group the first calls that differ; else ranks that wait forever,
+    on the first of the networks in which some do.
     """
     for network in networks:
         made = _Simulation(ranks, network)
@@ -296,6 +296,8 @@ def _at(calls: Sequence[RankCall], at: int) -> RankCall | None:
 
 
 def _program(call: RankCall) -> Hashable:
-    """What a call has on every rank that runs the same code; in a ring, ranks may send in turn."""
+    """The key of a call that is equal on all ranks that run the same code; in a ring, ranks may
+    send in turn.
+    """
     kind = "message" if call.kind in MESSAGES else call.kind
     return kind, call.axes, call.dtype, call.reduces, call.during, call.module, call.unit

@@ -62,7 +62,7 @@ def _single(call: RankCall) -> Single:
 
 
 def _generic(call: RankCall) -> str:
-    """Where a call is, in any layer."""
+    """The place of a call, in any layer."""
     units = ", ".join(map(generic, call.unit.split(", ")))
     return replace(call, module=generic(call.module), unit=units).where
 

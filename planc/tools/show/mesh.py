@@ -86,7 +86,7 @@ def _sends(lowered: Lowered) -> Iterator[tuple[tuple[str, ...], str]]:
 
 
 def places(lowered: Lowered, rank: int) -> dict[str, int]:
-    """Where a rank is along each axis."""
+    """The coordinate of a rank along each axis."""
     place = {}
     for axis in reversed(lowered.axes):
         rank, place[axis.name] = divmod(rank, axis.size)

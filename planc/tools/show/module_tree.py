@@ -126,5 +126,5 @@ def _has(sets: tuple[Modules, ...], name: str) -> bool:
 
 
 def _first(segment: Segment) -> int:
-    """Where a row is in its list; what is in no list stays in order."""
+    """The index of a row in its list; rows outside of lists stay in order."""
     return segment.first if isinstance(segment, Indices) else 0
