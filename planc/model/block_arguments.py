@@ -21,9 +21,9 @@ from planc.model.facts import DTYPE_BYTES, Facts
 _FORMAT = "block arguments 1"
 """Raised when what is recorded changes."""
 _ROWS, _TOKENS = 7, 53
-"""Of the batch: numbers that are hardly sizes of a model."""
+"""The batch on which arguments are recorded: numbers that are hardly sizes of a model."""
 _SIZES = {-1: _ROWS, -2: _TOKENS, -3: _ROWS * _TOKENS}
-"""What stands for rows, tokens and both together in a shape."""
+"""The sizes that replace rows, tokens and both in one dim in a recorded shape."""
 _COMPUTE = "bfloat16"
 _KNOWN: dict[str, BlockArguments | None] = {}
 
@@ -66,8 +66,8 @@ class BlockArguments:
     beside: tuple[Mapping[str, tuple[int, ...]], ...]
 
     def sent(self, block: int, given: Sequence[str], states: Sequence[str]) -> list[ArgumentForm]:
-        """What goes to the stage that begins at a block: its hidden states and `states`, and what
-        is `given` to it and to all later blocks, each tensor once.
+        """The tensors sent to the stage that begins at a block, each once: its hidden states, its
+        `states`, and the values `given` to it and to all later blocks.
         """
         numbers = [self.hidden[block]]
         for name in given:
@@ -78,7 +78,7 @@ class BlockArguments:
 
 
 def block_arguments(facts: Facts, blocks: str, names: Sequence[str]) -> BlockArguments | None:
-    """What the blocks of a list take; None for a model that cannot run so.
+    """The tensors that the blocks of a list take as arguments; None for a model that cannot run so.
 
     Args:
         facts: a transformers model.

@@ -41,7 +41,9 @@ UNPACK = f"{INSTALL}; or `planc cache unpack` a pack of an install that has chec
 
 @once
 def missing() -> tuple[str, ...]:
-    """Which of torch and transformers are not installed: without them no model can be built."""
+    """The names of torch and transformers that are not installed; a model can be built if it is
+    empty.
+    """
     found = {name: find_spec(name) for name in ("torch", "transformers")}
     return tuple(n for n, spec in found.items() if spec is None or spec.origin is None)  # a folder
 
@@ -86,7 +88,9 @@ def _made_with(path: Path) -> dict[str, str]:
 
 
 def provenance() -> str:
-    """Where verdicts come from, after the word `proved`; empty where they are of this machine."""
+    """The origin of imported verdicts, as a text after the word `proved`; empty if all are of this
+    machine.
+    """
     of = made_with()
     if not of:
         return ""

@@ -19,7 +19,7 @@ Step = tuple[str, int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """How a tensor is made: names of checkpoint tensors by pattern, and the steps on them."""
+    """The way to make a tensor: names of checkpoint tensors by pattern, and the steps on them."""
 
     parts: tuple[tuple[str, ...], ...]
     steps: tuple[Step, ...] = ()

@@ -150,7 +150,7 @@ class Modules:
 
     @property
     def list_at(self) -> int | None:
-        """Where in the path the entries of the outermost list are; None without a list."""
+        """The index in the path of the entries of the outermost list; None without a list."""
         return next((i for i, s in enumerate(self.path) if isinstance(s, Indices)), None)
 
     @property
@@ -385,7 +385,7 @@ class Facts:
 
     @property
     def names(self) -> tuple[str, str]:
-        """What a plan's header may name: the class, and the family."""
+        """The names that a plan's header may have: the class, and the family."""
         return self.name, self.family
 
     @property
@@ -395,7 +395,9 @@ class Facts:
 
     @property
     def count(self) -> int:
-        """How many elements the parameters have, tied ones once (`root.count` has them twice)."""
+        """The number of elements of all parameters, tied ones once (`root.count` has them
+        twice).
+        """
         again = sum(self.find(name)[1].numel for group in self.ties for name in group[1:])
         return self.root.count - again
 

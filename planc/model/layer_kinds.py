@@ -57,7 +57,9 @@ def blocks_added_to(at: Modules, facts: Facts) -> int:
 
 
 def _by_features(at: Modules, facts: Facts) -> dict[int, str]:
-    """What features of images make of the kind of the first blocks of a list, by their index."""
+    """Labels of the blocks whose kind depends on image features, by their index: each block that
+    adds features to its hidden states, and the block after the last of these.
+    """
     added = blocks_added_to(at, facts)
     return {**dict.fromkeys(range(added), DEEPSTACK), added: _NEXT} if added else {}
 

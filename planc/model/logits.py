@@ -22,7 +22,7 @@ def scale_of(config: Mapping[str, Any]) -> float:
 
 
 def softcap_of(config: Mapping[str, Any]) -> float | None:
-    """Where the model caps its logits; None for no cap."""
+    """The cap of the model's logits (its soft-capping value); None for no cap."""
     return _field(config, SOFTCAP)
 
 

@@ -40,7 +40,8 @@ INTEGER_ATTRIBUTES = (
 one of them: layers that differ only in their index are identical."""
 
 SAME = (*HEAD_SIZES, *LATENT_HEAD_SIZES, "num_key_value_groups", "is_sliding")
-"""Of these, those that are the same on every rank: the size of one head, a ratio, a flag."""
+"""The attributes in this list that are equal on every rank: the size of one head, a ratio, a
+flag."""
 
 _LIBRARIES = ("torch", "transformers", "diffusers", "peft")
 """Their modules are split by `INTEGER_ATTRIBUTES` alone."""
@@ -58,7 +59,8 @@ FUSED_EXPERTS = "fused_experts"
 the experts of each token, and their weights: the number of experts."""
 
 BATCHED_EXPERTS = "batched_experts"
-"""As `FUSED_EXPERTS`, where the forward takes the hidden states of all experts in one tensor."""
+"""The fact like `FUSED_EXPERTS` of a module whose forward takes the hidden states of all experts in
+one tensor."""
 
 TRANSPOSED_EXPERTS = "transposed_experts"
 """The fact of fused experts whose weights are [experts, in, out]."""
@@ -66,8 +68,8 @@ PUTS_IMAGES, PUTS_SOUND = "puts_images", "puts_sound"
 """The facts of a module that puts features of images, or of sound and of no images, among the
 embeddings of its language model."""
 OF_IMAGES = "images: "
-"""What precedes the name of a part of such a module in the fact that features of images are
-computed by it: 1, or 2 where other code of the module names it too."""
+"""The prefix of a fact of such a module; the name of a part follows, which computes image features.
+Its value is 1, or 2 if other code of the module names the part too."""
 LANGUAGE_MODEL = "language_model"
 """The name of that language model in it."""
 

@@ -299,7 +299,7 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
 
 @functools.lru_cache(maxsize=10_000)
 def _text(code: CodeType) -> str:
-    """What code does: without its file and its lines."""
+    """A text that identifies the behavior of code, independent of its file and its lines."""
     found = [
         (c.co_name, c.co_code.hex(), c.co_names, c.co_varnames, c.co_freevars, c.co_flags)
         for c in _codes(code)

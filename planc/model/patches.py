@@ -1,4 +1,4 @@
-"""Where the transformers of diffusers have the patches of images, by their class."""
+"""The place of image patches in the transformers of diffusers, by their class."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -48,7 +48,7 @@ _CLASSES = {
         place=BEFORE_TEXT, lists=_TWO_LISTS[:1], seeing=("attn", "attn2")
     ),
 }
-"""Those that are proved; the cross-attention of Wan (`attn2`) has patches as queries alone."""
+"""The classes that are proved; the cross-attention of Wan (`attn2`) has patches only as queries."""
 KNOWN = tuple(_CLASSES)
 
 

@@ -42,7 +42,7 @@ LACKS = {
     "head": "no linear layer with an output for each token",
     "experts": "no module with the weights of all experts of a block",
 }
-"""What a model without a role lacks."""
+"""Phrases for the module that a model without a role lacks."""
 assert tuple(LACKS) == tuple(f.name for f in fields(RoleModules))
 
 

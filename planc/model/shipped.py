@@ -1,4 +1,6 @@
-"""Which functions libraries ship, and which a script has made or put into a library's place."""
+"""Tells functions that libraries ship from functions that a script has made or has put into a
+library.
+"""
 
 import ast
 import functools
@@ -11,7 +13,7 @@ from types import FunctionType, MethodType
 from typing import Any
 
 LIBRARIES = ("torch", "transformers", "diffusers", "planc", "kernels")
-"""Where `kernels` puts functions of the hub, they are none of its own files."""
+"""The packages that ship functions; `kernels` puts functions of the hub into other packages."""
 
 
 def functions_in(value: Any) -> list[FunctionType]:
@@ -90,7 +92,9 @@ def imports(module: str, name: str) -> bool:
 
 @functools.cache
 def _bound(module: str) -> dict[str, str]:
-    """What a module's source binds each name to: `imported`, of no library, else `defined`."""
+    """The origin of each name that a module's source binds: `defined` by it or a library, else
+    `imported`.
+    """
     try:
         tree = ast.parse(inspect.getsource(sys.modules[module]))
     except (OSError, TypeError, SyntaxError, KeyError):

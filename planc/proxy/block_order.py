@@ -1,4 +1,4 @@
-"""What a model's forward does before, in and after its blocks, read off its recorded data flow.
+"""The order of a model's forward before, in and after its blocks, read off its recorded data flow.
 
 A pipeline cuts a model between two blocks of a list. Which modules belong to the first stage and
 which to the last one, what a block returns, and which values reach a block from earlier ones
@@ -17,7 +17,8 @@ from planc.model.module_table import puts_images
 from planc.proxy.flow import flow_of, flow_source
 
 _LAYERS = 2
-"""Of the small model: what is around its blocks is around those of the real one."""
+"""The layers of the proxy model: the modules around its blocks are around the real model's blocks
+too."""
 _OF_TOWERS = ("pixel_values", "input_features")
 """Inputs that a tower reads, which only the first stage has."""
 
@@ -143,7 +144,9 @@ def _returned(call: FlowCall) -> int:
 def _crossing(
     flow: DataFlow, blocks: Sequence[FlowCall]
 ) -> tuple[tuple[str, ...], tuple[str, ...], frozenset[str]]:
-    """What reaches blocks besides hidden states; as `given`, `states` and `again` of an order."""
+    """The values that reach blocks besides hidden states, as `given`, `states` and `again` of an
+    order.
+    """
     given, states, again = dict[str, None](), dict[str, None](), set[str]()
     later = _after_blocks(flow, {call.name for call in blocks})
     for call in blocks[1:]:

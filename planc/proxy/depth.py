@@ -1,4 +1,6 @@
-"""Which layers of a model a small one keeps, and the fields of a configuration that say so."""
+"""Chooses the layers of a model that a small model keeps, and writes them into its
+configuration.
+"""
 
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence

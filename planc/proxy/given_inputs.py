@@ -1,4 +1,4 @@
-"""What a model's forward takes and what its loss is, as the user says it, or as its layers tell."""
+"""The inputs and the loss of a model, stated by the user or by the model's methods."""
 
 from __future__ import annotations
 
@@ -67,7 +67,9 @@ class GivenInputs:
 
 
 def _checked_loss(loss: Loss, output: Any, inputs: Mapping[str, Any]) -> Tensor:
-    """What the user's function gives, whose mistakes are ValueErrors."""
+    """The loss that the user's function computes; ValueError if the function fails or it is not a
+    scalar with a gradient.
+    """
     try:
         found = loss(output, inputs)
     except Exception as error:
@@ -82,7 +84,8 @@ def _checked_loss(loss: Loss, output: Any, inputs: Mapping[str, Any]) -> Tensor:
 
 
 def given_inputs(inputs: Any, loss: Loss | None, module: nn.Module) -> GivenInputs | None:
-    """What the user says, or what the model says; None where neither does.
+    """The inputs and the loss that the user passes, else those of the model's methods; None for
+    neither.
 
     Args:
         inputs: `(rows, seed)` to arguments by name, or an example of these.

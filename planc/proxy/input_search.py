@@ -130,7 +130,7 @@ def choose(model: nn.Module, config: Any, text: Callable[[InputChoice], Inputs])
 def _reached(
     model: nn.Module, text: Callable[[InputChoice], Inputs], choice: InputChoice
 ) -> tuple[int, str]:
-    """How many parameters get a gradient; -1 and the reason if the model raises."""
+    """The number of parameters that get a gradient; -1 and the reason if the model raises."""
     try:
         loss = getattr(model(**text(choice)), "loss", None)
         if loss is None:

@@ -90,7 +90,7 @@ def _is_output(field: str, config: Mapping[str, Any]) -> bool:
 
 
 def _times(value: Any, config: Mapping[str, Any]) -> int:
-    """How many times the tower's own width a width is; 0 if it is not a multiple."""
+    """The ratio of a width to the tower's own width; 0 if it is not a whole number up to 16."""
     width = config.get(_width_field(config))
     if not isinstance(value, int) or not isinstance(width, int) or isinstance(value, bool):
         return 0

@@ -1,5 +1,5 @@
-"""What a model's code makes of each weight: which are factors of products, and which of these hold
-several projections, whose outputs the code takes apart.
+"""Finds the use of each weight in a model's code: the weights that are factors of products, and of
+these the fused ones, whose outputs the code splits into several projections.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from planc.model.facts import Facts, generic
 from planc.proxy.flow import flow_of, flow_source
 
 _LAYERS = 2
-"""Of the small model, which has layers of every kind."""
+"""The layers of the small model, which has layers of every kind."""
 _FEW = (2, 3)
-"""How many parts a view can have: keys and values, with or without queries."""
+"""The possible numbers of parts of a view: keys and values, with or without queries."""
 _CUTS = frozenset(
     {"chunk", "split", "split_with_sizes", "tensor_split", "unbind", "narrow", "__getitem__"}
 )
@@ -39,7 +39,7 @@ Order = Literal["ranges", "alternate", "blocks"]
 
 @dataclass(frozen=True, slots=True)
 class WeightUse:
-    """What the code makes of a weight.
+    """The use of a weight in a model's code.
 
     Args:
         elementwise: whether it is added or multiplied elementwise, and a factor of no product.
@@ -213,7 +213,9 @@ def _cut(tensor: int, flow: DataFlow, dims: int) -> tuple[int, ...]:
 
 
 def viewed_parts(tensor: int, flow: DataFlow) -> int:
-    """How many parts the code views the features of a tensor as, of as many heads; 1 for one."""
+    """The number of equal parts, such as keys and values, as which the code views features; 1 for
+    no such view.
+    """
     dims = viewed(settled(tensor, flow), flow)
     return dims[0] if len(dims) > 2 and dims[0] in _FEW else 1
 

@@ -326,8 +326,9 @@ class _Run(NamedTuple):
         return True
 
     def moves(self, source: torch.Tensor) -> Mapping[int, int] | None:
-        """Where dims go: of an index tensor along each dim, the outermost output dim that varies,
-        which holds the ranks' slices. None where each keeps its place.
+        """Maps each dim of the source to the outermost output dim along which it varies, which
+        holds the ranks' slices. An index tensor along each dim shows it. None if each dim keeps its
+        place.
         """
         out = self.outputs[0]
         shaped = self.name.removeprefix("new_").startswith(_OF_SHAPES)

@@ -308,7 +308,7 @@ def _scaled(values: Mapping[str, Any], head: int, partial: float) -> dict[str, A
 
 
 def _ratio(one: int, other: int) -> int:
-    """How many times as wide, up to 4; 1 where that is no whole number."""
+    """The ratio of two widths, from 1 to 4; 1 if it is not a whole number."""
     times, rest = divmod(one, other)
     return times if 1 <= times <= 4 and not rest else 1
 

@@ -1,5 +1,5 @@
-"""Which files of a stack are not a model's own code. By their folders, not by a name in the path: a
-checkout, or the environment in it, may be called after a library too.
+"""Tells the files of a model's own code from other files of a stack. It looks at their folders, not
+at a name in the path: a checkout, or the environment in it, may be called after a library too.
 """
 
 import re

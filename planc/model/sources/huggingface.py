@@ -396,7 +396,7 @@ def one_sequence_a_row() -> contextlib.AbstractContextManager[Any]:
 
 
 def uncounted_images() -> contextlib.AbstractContextManager[Any]:
-    """What a tower gives takes the places of tokens as it is: transformers compares how many
-    there are of both, which fake tensors do not say.
+    """Returns a context in which transformers does not compare the numbers of image features and
+    placeholder tokens, which fake tensors do not have.
     """
     return mock.patch.dict("os.environ", {"TRANSFORMERS_DISABLE_TORCH_CHECK": "1"})
