@@ -1,4 +1,4 @@
-"""What the optimizer steps where a plan does not say it: float32."""
+"""The dtype that the optimizer steps if a plan does not state it: float32."""
 
 from dataclasses import replace
 

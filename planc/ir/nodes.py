@@ -178,7 +178,7 @@ class TensorRule(Meaning):
             yield (*self.modules.path[:-1], *inner)
 
     def split(self, parameter: Parameter) -> Split | None:
-        """How the style shards a parameter of the modules; None where it is replicated."""
+        """The dim and parts by which the style shards a parameter; None if it is replicated."""
         kind, ndim = self.modules.module.kind, len(parameter.shape)
         return weight_split(self.style, kind, parameter.name, ndim)
 
@@ -384,7 +384,7 @@ class StageTimes(Meaning):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineRule(Meaning):
-    """How blocks become stages.
+    """The rule that cuts blocks into stages.
 
     Args:
         times: where they are cut by time.
@@ -414,7 +414,7 @@ class ExpertRule(Meaning):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerRule(Meaning):
-    """How the parameters inside modules are stepped, where no rule is on a module further in.
+    """The rule that steps the parameters inside modules, unless a rule is on a module further in.
 
     Args:
         op: on the whole model; Muon's units are decided by the model's code.
@@ -489,7 +489,7 @@ Ruled = TypeVar(
     SpreadRule,
     OptimizerRule,
 )
-"""What one line decides for its `modules`."""
+"""A node that one line decides for its `modules`."""
 
 _ON_LAYERS = ("tensor", "matmul", "checkpoint", "compile", "train", "attention")
 _RULES = (*_ON_LAYERS, "loss", "experts", "optimizer")
@@ -584,13 +584,13 @@ class Plan(Meaning):
 
     @property
     def exchanges(self) -> Iterator[ContextParallel | Attend]:
-        """What attention exchanges over the axes that split sequences."""
+        """The exchanges of attention over the axes that split sequences."""
         yield from (rule.op for rule in self.context if rule.op)
         yield from self.attention
 
     def split_of_heads(self, sizes: Mapping[str, int]) -> int:
-        """How many ranks have some heads each of attention: those of tensor parallelism, and those
-        that exchange heads for tokens, on a mesh with axes of these sizes.
+        """The number of ranks that have some heads each of attention: those of tensor parallelism,
+        and those that exchange heads for tokens, on a mesh with axes of these sizes.
         """
         tensor = prod(sizes[a.name] for a in self.mesh.of_role(AxisRole.TENSOR))
         return tensor * lcm(*(op.neighbours(sizes[op.axis]) for op in self.exchanges))

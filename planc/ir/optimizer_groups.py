@@ -1,4 +1,4 @@
-"""Which optimizer rule steps a parameter, and what Muon orthogonalizes of it."""
+"""The optimizer rule that steps each parameter, and the matrices that Muon orthogonalizes."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""Which unit owns a parameter and whether it trains: the innermost enclosing rule wins."""
+"""The unit that owns each parameter, and whether it trains: the innermost enclosing rule wins."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ class Owned:
 
 
 _LAST: list[tuple[Plan, Facts, tuple[Owned, ...]]] = []
-"""What was asked last, and the answer: the checks of a plan ask the same, one after the other."""
+"""The arguments and the result of the last call: the checks of a plan make the same one in turn."""
 
 
 def owned(plan: Plan, facts: Facts) -> tuple[Owned, ...]:

@@ -1,5 +1,5 @@
-"""Which stages of a pipeline hold one parameter: an embedding that is the head's weight too, blocks
-that share a module, several heads that share a table.
+"""The stages of a pipeline that hold one parameter: an embedding that is the head's weight too,
+blocks that share a module, several heads that share a table.
 """
 
 from dataclasses import replace

@@ -42,7 +42,7 @@ class Unrepresented:
 
 
 def variants(plan: ir.Plan, facts: Facts, *, ends: bool = False) -> dict[int, list[str]]:
-    """Which rules act on each block, by the length of its list, as an argument of `shrink`.
+    """Labels of the rules on each block, by the length of its list, as an argument of `shrink`.
 
     Lists in which the kind of a block alone decides which rules act on it are left out.
 
@@ -102,7 +102,9 @@ def _among(rule: ir.ContextRule, mesh: ir.Mesh, sizes: Mapping[str, int]) -> ir.
 
 
 def _inferred(node: Any) -> str:
-    """What planc inferred for a rule or chose for a budget; empty where its line states it."""
+    """The layouts that planc inferred for a rule, or its choice for a budget; empty if the line
+    states it.
+    """
     if isinstance(node, Checkpoint):
         return " ".join(map(str, node.save))
     inferred = isinstance(node, ir.TensorRule) and node.inferred

@@ -58,7 +58,7 @@ class KeysOp(Op):
     ulysses: Size = field(default=1, metadata=OMIT)
 
     def neighbours(self, ranks: int) -> int:
-        """How many of an axis' ranks have some heads each of the same tokens."""
+        """The number of an axis' ranks that have some heads each of the same tokens."""
         return ranks if self.attention == "ulysses" else gcd(self.ulysses, ranks)
 
     def among(self, ranks: int, real: int) -> Self:

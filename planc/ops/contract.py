@@ -17,7 +17,7 @@ _FEATURES = Shard(-1)
 
 
 class Side(StrEnum):
-    """Which features of a matrix product a style splits."""
+    """The features of a matrix product that a style splits."""
 
     OUT = "output"
     IN = "input"
@@ -200,7 +200,7 @@ class Split:
 
 
 def weight_split(style: ir.Style, kind: str, parameter: str, ndim: int) -> Split | None:
-    """How a style shards a parameter, or None where it is replicated.
+    """The dim and parts by which a style shards a parameter, or None if it is replicated.
 
     Source: `ColwiseParallel` and `RowwiseParallel` in torch.distributed.tensor.parallel.style. A
     linear's weight is [out, in], a Conv1D's [in, out], an embedding's [vocabulary, hidden].

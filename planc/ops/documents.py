@@ -48,8 +48,8 @@ RESETS: dict[str, tuple[str, ...]] = {
     "ZayaCCAProjection": ("ZayaCCAProjection.forward",),
     "xLSTMBackend": ("xLSTMBackend.forward",),
 }
-"""What hands a state from token to token, by the class of transformers that calls it. The keys of
-`TOKENS` in `standalone/documents.py` are these functions and methods."""
+"""The functions that pass states along a sequence, by the class of transformers that calls them.
+The keys of `TOKENS` in `standalone/documents.py` are these functions and methods."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

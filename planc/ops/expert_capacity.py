@@ -65,7 +65,7 @@ class LimitExperts(Op):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """How many of a whole row's tokens each expert takes."""
+        """The arguments that limit the tokens of each expert in a row."""
         return {"experts": self.experts, "capacity": self.capacity, "drop": self.drop}
 
     def calls(self, _context: Context) -> Iterator[Step]:

@@ -1,4 +1,4 @@
-"""Which parameters require gradients."""
+"""The operation that sets which parameters require gradients."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -388,7 +388,9 @@ class Prefetch(base.Op):
     ABOUT: ClassVar[tuple[str, ...]] = ("units",)
 
     def headline(self, _mesh: base.AxisSizes | None = None) -> str:
-        """How many blocks ahead are all-gathered."""
+        """`1 ahead in forward, 2 ahead in backward`: the numbers of blocks that are all-gathered
+        early.
+        """
         ways = (("forward", self.forward), ("backward", self.backward))
         return ", ".join(f"{depth} ahead in {way}" for way, depth in ways if depth)
 

@@ -1,4 +1,4 @@
-"""Where weights are created, how they are loaded, and their dtype."""
+"""The device on which weights are created, the way to load them, and their dtype."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace

@@ -161,7 +161,7 @@ class Lowered(InNotebooks):
 
     @property
     def load(self) -> Load:
-        """How weights are loaded; as without a load section where there is none."""
+        """The operation that loads weights; the default one without a load section."""
         return next(iter(self.every(Load)), Load())
 
     @property
@@ -268,7 +268,9 @@ class Lowered(InNotebooks):
         )
 
     def stride(self, axis: str) -> int:
-        """How many ranks lie between neighbors along an axis: those along the axes inside it."""
+        """The distance of ranks that are neighbors along an axis: the ranks of the axes inside
+        it.
+        """
         names = [a.name for a in self.axes]
         return prod(a.size for a in self.axes[names.index(axis) + 1 :])
 

@@ -23,7 +23,8 @@ from planc.ops.requirements import Requirement
 
 RECIPES = ("tensorwise", "rowwise", "mxfp8")
 BLOCK = {"tensorwise": 16, "rowwise": 16, "mxfp8": 32}
-"""What the features of a product, and the tokens of a pass on a rank, must be a multiple of.
+"""The number of which the features of a product, and the tokens of a pass on a rank, must be a
+multiple.
 
 Source: `_check_scaled_mm` of `torch._scaled_mm` takes multiples of 16; a scale of the microscaling
 formats (OCP MX 1.0) is of 32 numbers along the dim that a product sums over.

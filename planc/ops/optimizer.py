@@ -1,4 +1,4 @@
-"""How the optimizer steps parameters: algorithms, and what they treat as one matrix."""
+"""Optimizer algorithms of parameters, and the matrices that they work on."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
@@ -95,7 +95,7 @@ class Adafactor:
     d: Limit = field(default=1.0, metadata=OMIT)
 
     def state_size(self, shape: tuple[int, ...]) -> int:
-        """Those of a matrix are its rows and columns."""
+        """The numbers in the state of a parameter; for a matrix, those of its rows and columns."""
         if len(shape) < 2:
             return prod(shape)
         return prod(shape) // max(1, shape[-1]) + prod(shape) // max(1, shape[-2])
@@ -116,7 +116,7 @@ class Cut:
 
     @property
     def terms(self) -> tuple[Any, ...]:
-        """What `standalone.optimizer` knows of it."""
+        """The cut as an argument of `standalone.optimizer`."""
         if not self.sizes:
             return ()
         return (self.dim, self.sizes, *((True,) if self.interleaved else ()))
@@ -166,7 +166,7 @@ class OptimizerClass:
     arguments: PlainKeywords = field(default=(), metadata=OMIT)
 
     def state_size(self, shape: tuple[int, ...]) -> int:
-        """As AdamW's: what the class keeps is not known."""
+        """The numbers in AdamW's state, since the state of the class is not known."""
         return 2 * prod(shape)
 
 
@@ -175,7 +175,7 @@ Algorithm = Annotated[AdamW | Sgd | Adafactor | Muon | OptimizerClass, Form(tag=
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Optimize(Op):
-    """How the parameters inside modules are stepped; a later operation may be on a submodule.
+    """The optimizer of the parameters inside modules; a later operation may be on a submodule.
 
     Args:
         lr, weight_decay: factors of what the script gives `run.optimizer`.
@@ -238,7 +238,9 @@ class Optimize(Op):
         return blocks * (self.block + DTYPE_BYTES["float32"])
 
     def saved_bytes(self, whole: tuple[int, ...], shape: tuple[int, ...], dtype: str) -> int:
-        """As `state_bytes`, in a checkpoint, which has values of states in 8 bits in float32."""
+        """Returns `state_bytes` for a checkpoint, which has values of states in 8 bits in
+        float32.
+        """
         if self.in_eight_bits(whole):
             return self.algorithm.state_size(shape) * DTYPE_BYTES["float32"]
         return self.state_bytes(whole, shape, dtype)

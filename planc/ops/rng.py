@@ -41,7 +41,7 @@ class SyncRng(Op):
 
 
 def how(by_rank: bool | None) -> str:
-    """How ranks draw, in words."""
+    """The way in which ranks draw, in words."""
     return "unchanged" if by_rank is None else "by rank" if by_rank else "alike"
 
 

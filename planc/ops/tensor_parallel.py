@@ -39,7 +39,8 @@ from planc.ops.styles import (
 )
 
 INFERRED = "~"
-"""What `lower` writes before a style that planc inferred, or whose layouts it completed."""
+"""The mark that `lower` writes before a style that planc inferred, or whose layouts it
+completed."""
 
 _CHECK_IDS = "standalone.tensor_styles:check_ids"
 _SCRIPT = call.ScriptFunction(
