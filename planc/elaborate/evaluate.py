@@ -11,10 +11,10 @@ from planc.ops.base import cut
 from planc.syntax import ast
 
 _LARGEST = 2**63
-"""What a calculation cannot reach: no size of a model or a mesh does, and larger numbers of a
-plan by a stranger would take all memory."""
+"""The bound of calculations. No size of a model or a mesh reaches it, and larger numbers of a
+stranger's plan would take all memory."""
 _MOST_ENTRIES = 10_000
-"""Of a list in a plan, with those of the lists in it."""
+"""The most entries of a list in a plan, with those of the lists in it."""
 
 
 def evaluate(expression: ast.Expr, scope: Scope) -> Value:

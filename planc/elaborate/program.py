@@ -54,7 +54,7 @@ class Program:
         return (s for s in self.sections if s.name == name)
 
     def part(self, name: str, read: Callable[[], T]) -> T:
-        """What a section is read as; `broken` names it where that reports errors."""
+        """Reads a section; `broken` gets its name if this reports errors."""
         before, result = self.sink.errors, read()
         if self.sink.errors > before:
             self.broken.add(name)

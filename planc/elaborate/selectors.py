@@ -57,7 +57,7 @@ SelectorStep = NamedChild | Level | Deep | Picked | Kept
 
 @dataclass(frozen=True, slots=True)
 class _Miss:
-    """Where a pattern matched nothing: the modules reached, and the step that failed."""
+    """A pattern that matched nothing: the modules reached, and the step that failed."""
 
     at: tuple[Modules, ...]
     step: SelectorStep

@@ -60,7 +60,9 @@ def lora_modules(rule: AdapterRule) -> tuple[Modules, Modules]:
 
 
 def _inner(rule: AdapterRule) -> tuple[Modules, ...]:
-    """What a rule adds to its linear layers: `lora_A`, `lora_B`, and the magnitudes of DoRA."""
+    """The modules that a rule adds to its layers: `lora_A`, `lora_B`, and the magnitudes of
+    DoRA.
+    """
     return tuple(
         Modules((*rule.modules.path, child.name, NAME), child.module.children[0].module)
         for child in _children(rule.modules.module, rule)
@@ -191,7 +193,7 @@ def _packed(module: Module, rule: AdapterRule) -> Module:
 
 
 def _stored(rule: AdapterRule, plan: Plan) -> Quantize | None:
-    """How a rule's layers are quantized, with a storage dtype; None where they are not.
+    """The quantization of a rule's layers, with a storage dtype; None for none.
 
     The default storage is the dtype that FSDP gathers in: FSDP casts parameters of other dtypes,
     and packed bytes must not be cast.

@@ -1,5 +1,5 @@
-"""What follows where the ranks of an axis divide the images of a batch: each has a summand of the
-gradients of the tower, and these are summed once.
+"""Adds rules for axes whose ranks divide the images of a batch: each rank has a partial gradient of
+the tower, and these are summed once.
 """
 
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""What a rank has of a tensor, and what is known of all tensors while layouts are inferred.
+"""Types of tensors on a rank, and the state of the inference of layouts.
 
 A tensor is whole on every rank, a part of the sequence, something of the rank's own, or whole as a
 DTensor whose gradient is a sum; spmd_types has the same four types. A state is never changed, so
@@ -17,7 +17,7 @@ from planc.ops.styles import Style
 
 
 class Held(Enum):
-    """What a rank has of a tensor."""
+    """The type of a tensor on a rank."""
 
     WHOLE = "whole"
     PART = "a part of the sequence"
@@ -99,7 +99,7 @@ class CutOutput(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class State:
-    """What is known after some calls.
+    """The state of the inference after some calls.
 
     Args:
         kinds: of tensors; whole where it has none.
@@ -135,9 +135,9 @@ class State:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Around:
-    """What holds inside a module: whether outputs may be parts of the sequence, the outputs that
-    were changed to mend clashes, whether a module may enter parts of the sequence, whether inputs
-    are DTensors, and whether clashes are mended.
+    """The settings of the inference inside a module: whether outputs may be parts of the sequence,
+    the outputs that were changed to fix clashes, whether a module may enter parts of the sequence,
+    whether inputs are DTensors, and whether clashes are fixed.
     """
 
     sequence: bool

@@ -213,7 +213,7 @@ class _Section:
         yield from (rule.sized(self.facts) for rule in made.rules(own) if rule.inferred)
 
     def complete(self, flow: DataFlow, small: tuple[TensorRule, ...]) -> Layouts | Clash:
-        """What complete rules make of the flow."""
+        """Infers the layouts of the flow with complete rules."""
         return layouts_of(flow, _styles(small), sequence=bool(self.setting.wanted))
 
     def cut(self, flow: DataFlow, small: tuple[TensorRule, ...], layouts: Layouts) -> None:
@@ -405,7 +405,7 @@ def _why(found: Layouts | Clash | None) -> tuple[Tried, ...]:
 
 
 def _named(rules: Iterable[TensorRule]) -> tuple[Any, ...]:
-    """What tells some rules from others, with their lines."""
+    """A key by which rules are compared, with their lines."""
     return tuple((r.modules.path, r.axis, r.style, r.open, r.origin, r.written) for r in rules)
 
 
@@ -433,14 +433,18 @@ class _Carried:
 
     @property
     def uneven(self) -> str | None:
-        """Where small blocks of one kind, between others, have different rules."""
+        """The reason if small blocks of one kind, between others, have different rules; None if
+        not.
+        """
         for path, blocks in self.state.alike():
             if len({self._inside(f"{path}.{i}") for i in blocks}) > 1:
                 return f"blocks of one kind of `{path}` get different layouts"
         return None
 
     def unsized(self, small: Facts) -> str | None:
-        """Where the widths of modules do not say how many features of a linear are rotary."""
+        """The fix if widths of modules do not tell the number of rotary features of a linear; None
+        if they do.
+        """
         for found in self.layouts.rules:
             if isinstance(found.style, MlaKv) and found.module not in self.fixed:
                 width = small.at(found.module).module.parameters[0].shape[0]

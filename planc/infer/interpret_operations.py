@@ -1,5 +1,5 @@
-"""What operations make of tensors, and what rules send: the part of the interpretation that enters
-no module.
+"""Types of the outputs of operations, and the traffic of rules: the part of the interpretation that
+enters no module.
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ class FlowOperations:
                     waiting += event.inputs if isinstance(event, Operation) else event.taken
 
     def follow(self, one: Operation, given: Inputs, dims: dict[int, int | None]) -> None:
-        """Where the split dim of a varying input is in the outputs."""
+        """Records the split dim of a varying input in the outputs of an operation."""
         varying = given.of(Held.VARYING)
         source = next((t for t in varying if dims.get(t) is not None), None)
         for out in one.outputs:
@@ -240,7 +240,7 @@ class FlowOperations:
         return Shard(1 if dim is None else dim)
 
     def wide(self, tensors: Iterable[int]) -> float:
-        """How much is sent of tensors, in hidden states."""
+        """The size of the tensors in hidden states."""
         return sum(self.flow.shapes[t][-1] for t in tensors) / (self.flow.width or 1)
 
     def output(
@@ -280,7 +280,7 @@ class FlowOperations:
         return tuple(dict.fromkeys(inside))
 
     def kind_of(self, tensor: int, layout: Layout, local: bool) -> Held:
-        """What a rank has of a tensor in a layout."""
+        """The type on a rank of a tensor in a layout."""
         if isinstance(layout, Replicate):
             return Held.WHOLE if local else Held.GATHERED
         part = isinstance(layout, Shard) and layout.dim == self.flow.token_dim(tensor)

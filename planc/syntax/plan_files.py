@@ -31,7 +31,7 @@ _PLAN = re.compile(r"\ufeff?(?:\s|#[^\n]*\n)*plan[ \t]+\w+[ \t]+for[ \t]")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanFile:
-    """Where a plan's text is.
+    """The place of a plan's text.
 
     Args:
         name: what the user calls it, for messages.
@@ -267,7 +267,7 @@ def shown(path: Path) -> str:
 
 
 def locate(plan: str) -> PlanFile | None:
-    """Where a plan is, or None if there is no plan with that name.
+    """Finds the text of a plan; None if there is no plan with that name.
 
     Raises:
         ProjectError: the project's settings cannot be used.

@@ -191,7 +191,7 @@ def _expected(error: UnexpectedInput) -> str:
 
 
 def written(terminal: str) -> str:
-    """How a terminal of the grammar is written in a plan, for a message."""
+    """The text of a terminal of the grammar in a plan, for a message."""
     if terminal in _WORDS:
         return _WORDS[terminal]
     pattern = parser().get_terminal(terminal).pattern

@@ -16,7 +16,8 @@ from planc.syntax import ast
 
 _WAYS = ("full", "ops", "budget", "none")
 HOST_GB_S = 50.0
-"""Of the profile `h100-8x`, as the other rates that budgets are spent by (`planc.budget.table`)."""
+"""The copy rate to the host of the profile `h100-8x`, as the other rates of budgets
+(`planc.budget.table`)."""
 _TERMS = ("offload", "pin", "preserve_rng", "early_stop")
 
 

@@ -92,7 +92,7 @@ def _attending(rule: ast.Rule, placed: Placed, program: Program) -> tuple[Module
 
 
 def _several(call: ast.Call, program: Program) -> tuple[str, int] | None:
-    """What `ring(ulysses = 2)` says, or None after a finding."""
+    """The call's name and number, such as 2 for `ring(ulysses = 2)`, or None after a finding."""
     arguments = Arguments(call, program.scope, ("ulysses",) if call.name in _SEVERAL else ())
     number = arguments.read("ulysses", 1, "a positive integer", lambda v: whole(v) and v > 0)
     return (call.name, number) if arguments.done() else None

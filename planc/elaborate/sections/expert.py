@@ -31,7 +31,7 @@ def expert(program: Program) -> tuple[ExpertRule, ...]:
 
 
 def _way(rule: ast.Rule, program: Program) -> ExpertRule | None:
-    """What `dispatch(all_to_all, chunks = 2, capacity = 1.25)` says, or None after a finding."""
+    """The rule of `dispatch(all_to_all, chunks = 2, capacity = 1.25)`, or None after a finding."""
     call = rule.action
     arguments = Arguments(call, program.scope, ("chunks", "capacity", "drop"))
     value = word(arguments.positional[0].value, program.scope) if arguments.positional else None

@@ -23,7 +23,7 @@ WORDS: dict[str, dict[str, str]] = {
     "islands": {"model": "model", "none": "none"},
 }
 _BLOCK = (128, 128)
-"""Of DeepSeek-V3, and of transformers' `FineGrainedFP8Config` without another."""
+"""The block of DeepSeek-V3, and the default of transformers' `FineGrainedFP8Config`."""
 _FIELDS = {"init": "meta", "islands": "fp32"}
 """The fields of the operation whose names differ from those of their settings."""
 

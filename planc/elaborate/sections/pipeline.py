@@ -260,7 +260,7 @@ def _right(
 
 
 def _times(arguments: Arguments) -> StageTimes:
-    """What a microbatch is whose time decides; reports numbers below 1."""
+    """The size of the microbatch by whose time stages are cut; reports numbers below 1."""
     rows, seq = arguments.integer("rows", 1), arguments.integer("seq", 4096)
     if min(rows, seq) < 1:
         hint = "write `balanced(model.layers.*, rows = 1, seq = 4096)`"

@@ -68,7 +68,7 @@ def style_of_torch(call: ast.Call) -> str | None:
 
 _TORCH = dict.fromkeys(("input_layouts", "output_layouts", "use_local_output"))
 _TARGETS = {"colwise": "shard(-1)", "rowwise": "replicate"}
-"""Where the outputs of torch's styles are by default."""
+"""The default output layouts of torch's styles."""
 
 
 def _layout_of_torch(written: str | None) -> str:
@@ -76,9 +76,9 @@ def _layout_of_torch(written: str | None) -> str:
 
 
 def split_of_transformers(name: str) -> str | None:
-    """How a style of transformers splits weights, as a plan writes it: layouts are left out, except
-    that all of an output is needed. Empty where it splits none, and None where no style of a plan
-    has its meaning.
+    """The split of weights by a style of transformers, as a plan writes it. Layouts are left out,
+    except that all of an output is needed. Empty if it splits no weight, and None if no style of a
+    plan has its meaning.
     """
     same = name in ("colwise", "rowwise", "replicate")
     style = re.match(r"`([^`]*)`(;|$)", f"`{name}`" if same else _STYLES.get(name, ""))
