@@ -1,4 +1,4 @@
-"""How far a backward pass reaches: from the loss back to the first parameter that takes a gradient.
+"""The reach of a backward pass: from the loss back to the first parameter that takes a gradient.
 
 Modules run in the order in which the model defines them, but for the norms of a block, which run
 before what they precede.
@@ -16,7 +16,7 @@ Place = tuple[float, float, float]
 
 
 class Backward:
-    """Which modules of a step have gradients.
+    """Counts the modules of a step that have gradients.
 
     Args:
         every: the modules with parameters, in the order of the model. Without them, as for a plan
@@ -46,8 +46,8 @@ class Backward:
         )
 
     def inputs(self, modules: Modules) -> int:
-        """How many of these modules have an input with a gradient. Those in a part of a block, such
-        as the projections of an attention, have the input of the part.
+        """The number of these modules that have an input with a gradient. Those in a part of a
+        block, such as the projections of an attention, have the input of the part.
         """
         if self.whole:
             return len(modules)
@@ -58,14 +58,14 @@ class Backward:
         return self._count(modules, inside[0] - 0.5) if inside else len(modules)
 
     def outputs(self, modules: Modules) -> int:
-        """How many of these modules have an output with a gradient."""
+        """The number of these modules that have an output with a gradient."""
         if self.whole:
             return len(modules)
         inside = self._inside(modules)
         return self._count(modules, inside[-1]) if inside else len(modules)
 
     def trained(self, modules: Modules) -> int:
-        """How many of these modules have a parameter inside that takes a gradient."""
+        """The number of these modules that have a parameter inside that takes a gradient."""
         if self.whole:
             return len(modules)
         found = (o.modules.inside(modules) for o in self.every if o.trained)
@@ -98,7 +98,7 @@ class Backward:
 
 
 EVERYWHERE = Backward(())
-"""Where it is not known what takes gradients: all modules have some."""
+"""The default if it is unknown which modules take gradients: all of them."""
 
 
 def _upto(modules: Modules, depth: int) -> Modules:

@@ -59,8 +59,8 @@ def _both(step: Step) -> int | None:
 
 
 def _of_patches(op: ContextParallel, step: Step) -> Iterator[Sent]:
-    """What a model of images exchanges: keys and values of patches, and its outputs for them. Text
-    is whole on each rank; how many tokens it has is not known.
+    """Yields the collectives of a diffusion transformer: keys and values of patches in attention,
+    and the output patches. Text is replicated. Sizes that depend on its unknown length are None.
     """
     heads, _, dim, split = _heads(step)
     both = heads and dim and 2 * heads // split * dim
@@ -95,8 +95,8 @@ def _heads(step: Step) -> tuple[int | None, int | None, int | None, int]:
 
 
 def _of_attention(op: KeysOp, step: Step, one: Sent, both: int | None) -> Iterator[Sent]:
-    """What attention exchanges in the blocks; `both` are the features of keys and values that a
-    rank has of a token.
+    """Yields the collectives of attention in the blocks; `both` are the features of keys and values
+    that a rank has of a token.
     """
     several = op.neighbours(step.lowered.sequence_parts)
     others = step.lowered.sequence_parts // several

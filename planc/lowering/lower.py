@@ -153,7 +153,7 @@ def _stage(plan: Plan, facts: Facts, adapters: list[Adapt]) -> Stage:
 
 
 def _on_model(plan: Plan, facts: Facts, adapters: list[Adapt]) -> Iterator[AnyOp]:
-    """What comes before any weight is split."""
+    """Yields the operations before any weight is split."""
     pipeline = [plan.pipeline.op] if plan.pipeline else []
     yield from pipeline if not adapters else ()
     yield from configure(facts)

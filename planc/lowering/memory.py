@@ -131,7 +131,9 @@ class Holdings:
         return rest // calls, size // calls, frozen, (size + saved) // calls - size // calls
 
     def _inside(self, held: Holding, part: Modules) -> Holding | None:
-        """What some of the unit's modules have of equal parameters."""
+        """Restricts a group of equal parameters to some of the unit's modules; None if these
+        modules own none of them.
+        """
         inside = held.modules.inside(part)
         count = self.tied.owners(inside, held.parameter.name) if inside else 0
         return replace(held, modules=inside, count=count) if inside and count else None
@@ -172,7 +174,7 @@ def kept_shape(
 
 
 class Tied:
-    """Which parameters are another parameter by a second name.
+    """Finds parameters that are another parameter by a second name.
 
     Modules are visited one by one only where some of their set are tied.
     """

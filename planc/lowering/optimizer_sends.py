@@ -1,4 +1,4 @@
-"""What Muon exchanges in a step: all shards of its matrices to their owners, and back."""
+"""The collectives of Muon in a step: all shards of its matrices to their owners, and back."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def buckets_of(stage: Stage, step: Step) -> Iterator[Buckets]:
 
 
 def _alike(one: Matrices) -> object:
-    """What parameters in one bucket have in common."""
+    """The key that is equal for parameters of one bucket."""
     algorithm, op = one.op.algorithm, one.op
     assert isinstance(algorithm, Muon)
     dtype = one.parameter and one.parameter.dtype
@@ -93,7 +93,7 @@ def _alike(one: Matrices) -> object:
 
 
 def _matrices(stage: Stage, step: Step) -> Iterator[Matrices]:
-    """What Muon steps on the ranks at one place of the pipeline."""
+    """Yields the matrices that Muon steps on the ranks at one place of the pipeline."""
     load = step.lowered.load.dtype
     splits = [op for op in stage.ops if op.weight_shapes]
     placed = _placements(stage)

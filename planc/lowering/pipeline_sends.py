@@ -1,5 +1,5 @@
-"""What the stages of a pipeline send: to the next one a message for each microbatch, back the
-gradients of what is in it, and to each other those of parameters that they share.
+"""Messages between the stages of a pipeline: to the next one for each microbatch, back the
+gradients of its tensors, and between several those of parameters that they share.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ class StageMessages(NamedTuple):
 
 
 def arguments_of(op: Pipeline | None, facts: Facts) -> BlockArguments | None:
-    """What the blocks of a pipeline take, where stages send more than hidden states."""
+    """The arguments of a pipeline's blocks, if stages send more than hidden states; else None."""
     sent = (*op.given, *op.states) if op else ()
     return block_arguments(facts, str(op.blocks), sent) if op and sent else None
 
 
 def messages(op: Pipeline, step: Step) -> list[StageMessages]:
-    """What each stage but the last one sends, in order."""
+    """The messages that each stage but the last one sends, in order."""
     return [_message(op, stage, step) for stage in range(op.stages - 1)]
 
 

@@ -95,7 +95,7 @@ class RankCall:
 
     @property
     def at(self) -> str:
-        """Where it is in the step, and the plan's line."""
+        """The call's place in the step, and the plan's line."""
         return "; ".join(filter(None, (self.where, self.line)))
 
     @property

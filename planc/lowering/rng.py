@@ -1,4 +1,4 @@
-"""Where the ranks of a tensor axis draw the same random numbers, and where others by rank."""
+"""Random numbers of the ranks of a tensor axis: equal on all ranks, or different by rank."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -26,7 +26,8 @@ def sync_rng(plan: Plan, facts: Facts) -> Iterator[SyncRng]:
 
 
 def draw_by_rank(plan: Plan, facts: Facts) -> Iterator[DrawByRank]:
-    """Where the activations that a rank holds become shards, and where they are whole again.
+    """Yields the modules at which activations become shards, and those at which they are full
+    again.
 
     The model's code draws on what its last styled module returned, or on what a style gives to
     the module that it runs. The model begins and ends with the common stream.

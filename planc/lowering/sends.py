@@ -176,8 +176,8 @@ def _tensor(op: Parallelize, step: Step) -> Iterator[Sent]:
 
 
 def _norms(op: Adapt, step: Step) -> Iterator[Sent]:
-    """What DoRA sends of the norms of rows, of layers whose columns several ranks have, or whose
-    output is gathered: a number a row, in float32.
+    """Yields the collectives of DoRA's norms of rows, for layers whose columns are on several
+    ranks, or whose output is gathered: a number a row, in float32.
     """
     for one in step.lowered.styles if op.dora else ():
         if not _on(op, one) or not any(_kind(*f.forward) for f in contract(one.style).gives):
@@ -207,7 +207,9 @@ def _layer(one: Parallelize) -> Modules:
 
 
 def _runs(op: Parallelize, step: Step) -> int:
-    """How often a forward pass runs modules: DoRA with dropout runs its layer on both inputs."""
+    """The number of runs of modules in a forward pass: DoRA with dropout runs its layer on both
+    inputs.
+    """
     both = (a for a in step.lowered.every(Adapt) if a.dora and a.dropout and _on(a, op))
     return 2 if any(both) else 1
 
@@ -407,8 +409,8 @@ def _exchanges(op: DispatchExperts, step: Step) -> Iterator[Sent]:
 def _in_chunks(
     op: DispatchExperts, step: Step, moves: Iterable[tuple[Sent, int]]
 ) -> Iterator[Sent]:
-    """How many tokens go to each expert; then the states of tokens, once for each of their experts,
-    and their weights, all in chunks.
+    """Yields the exchange of the number of tokens of each expert; then the states of tokens, once
+    for each of their experts, and their weights, all in chunks.
     """
     states, weights, chosen = step.size(step.hidden), step.size(step.chosen), step.chosen
     split = step.lowered.axis_size(*op.shared)

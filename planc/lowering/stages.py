@@ -53,8 +53,8 @@ def _outside(
 def _with_kept(
     plan: ir.Plan, left: ir.Plan, gone: tuple[Modules, ...], kept: tuple[Modules, ...]
 ) -> ir.Plan:
-    """What is left of a plan, with the kept modules in the groups that they are inside of: FSDP
-    shards a parameter of several modules in one unit.
+    """The rest of a plan, with the kept modules in the groups that they are inside of: FSDP shards
+    a parameter of several modules in one unit.
     """
     if plan.fsdp is None or left.fsdp is None:
         return left

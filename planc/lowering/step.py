@@ -69,7 +69,7 @@ class Sent:
     among: tuple[int, int] | None = None
 
     def ranks(self, lowered: Lowered) -> int:
-        """How many ranks are in a group."""
+        """The number of ranks in a group."""
         return self.among[0] if self.among else lowered.axis_size(*self.axes)
 
 
@@ -110,8 +110,8 @@ class Step:
         return self.micro_batches * (op.microbatches if op else 1)
 
     def reductions(self, *units: FullyShard) -> int:
-        """How often gradients are reduced: those of FSDP units, or of any. Shards are in each
-        pass of a plan without stages, what is replicated at the end of the step.
+        """The number of gradient reductions of these FSDP units, or of any. Shards are reduced in
+        each pass of a plan without stages, replicated gradients at the end of the step.
         """
         some = units or self.lowered.fsdp_units
         once = self.lowered.pipeline or not any(self.wide(op.shard) for op in some)

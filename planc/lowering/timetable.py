@@ -36,7 +36,7 @@ class Pass(NamedTuple):
 
 
 class InFlight(NamedTuple):
-    """What a rank holds at the moment at which a backward begins.
+    """The micro-batches of a rank at the moment at which a backward begins.
 
     Args:
         held: the micro-batches of each stage.
@@ -56,7 +56,9 @@ class InFlight(NamedTuple):
 
     @property
     def inside(self) -> InFlight:
-        """At the end of the backward: the weights have gradients, or these are left for later."""
+        """The state at the end of the backward: the weights have gradients, or these are left for
+        later.
+        """
         own, part = self.begins.chunk, self.begins.part
         more = {"I": 1, "W": -1}.get(part, 0)
         waiting = (n + more * (i == own) for i, n in enumerate(self.waiting))
@@ -142,7 +144,7 @@ def order(schedule: str, rank: int, ranks: int, chunks: int, micro_batches: int)
 
 
 def in_flight(passes: Sequence[Pass], chunks: int) -> list[InFlight]:
-    """What is held at each moment at which a backward begins."""
+    """The micro-batches in flight at each moment at which a backward begins."""
     held, waiting, sent, returned = ([0] * chunks for _ in range(4))
     passed, found = [False] * chunks, []
     for each in passes:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 LEVELS = ("structure", "flow", "order")
-"""How far a check goes; each includes those before it."""
+"""The levels of a check; each includes those before it."""
 
 
 class Findings(tuple[Diagnostic, ...]):

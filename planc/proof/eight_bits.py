@@ -1,4 +1,4 @@
-"""What a run with products in 8 bits found, at the lines of the matmul section."""
+"""Reports the results of a run with products in 8 bits, at the lines of the matmul section."""
 
 from planc.diagnostics.diagnostic import Label, Severity, Sink
 from planc.ir.nodes import Plan

@@ -161,7 +161,7 @@ def _boundary(
 
 
 def _statement(mismatch: Discrepancy, small: Plan) -> str:
-    """How a plan states the layout that arrives: a dim of `sequence`, or the source of an arrow."""
+    """The statement of the layout that arrives: a dim of `sequence`, or the source of an arrow."""
     before, after = mismatch.layouts
     styles = (r.style for r in small.tensor if r.modules.has(mismatch.subject))
     dim = re.fullmatch(r"shard\((.*)\)", after)

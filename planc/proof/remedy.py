@@ -128,7 +128,9 @@ def blamed_first(
 
 
 def _distance(outcome: Outcome, change: RuleChange) -> int:
-    """How far a change is from what was wrong first, by what their names share."""
+    """The distance of a change from the first wrong module: minus the common prefix of their
+    names.
+    """
     seen = outcome.discrepancies[0].subject if outcome.discrepancies else ""
     return -max(shared(seen, name) for name, _ in change.places)
 

@@ -146,7 +146,7 @@ def _farness(name: str, new: TensorRule | None, right: Rules, other: At) -> tupl
 
 
 def _lines(one: TensorRule | None, two: TensorRule | None) -> float:
-    """How many lines are between two rules of a plan."""
+    """The number of lines between two rules of a plan; infinite for rules of different files."""
     spans = [rule.origin for rule in (one, two) if rule is not None]
     if len(spans) < 2 or spans[0].source.name != spans[1].source.name:
         return math.inf
@@ -209,5 +209,5 @@ def _entries(rule: TensorRule | None, reach: Mapping[Span, Modules], whole: Indi
 
 
 def shared(one: str, two: str) -> int:
-    """How many letters two names begin with alike."""
+    """The length of the common prefix of two names."""
     return len(commonprefix([one, two]))  # noqa: RUF071

@@ -34,7 +34,7 @@ class UnevenUse:
 
 @dataclass(slots=True)
 class UsedParameters:
-    """Which parameters get a gradient: by step, pass and data rank; and whether the model's code
+    """The parameters that get a gradient, by step, pass and data rank; and whether the model's code
     has looked at numbers, by which it may choose what runs.
     """
 

@@ -66,7 +66,9 @@ class Runs:
                     yield View(name, trace, [r.traces[number] for r in mine])
 
     def _compared(self, right: Trace) -> Trace:
-        """What a single process showed, without towers that each rank runs on images of its own."""
+        """The trace of the single process, without towers that each rank runs on images of its
+        own.
+        """
         if not self.divided:
             return right
         calls = {n: c for n, c in right.calls.items() if not any(op.runs(n) for op in self.divided)}

@@ -252,7 +252,7 @@ def _signals(folder: Path) -> Iterator[tuple[float, int, int]]:
 
 
 def _waiting(folder: Path, ranks: list[int]) -> Iterator[str]:
-    """Where the main threads of ranks wait: the two innermost frames of each."""
+    """Describes where the main threads of ranks wait: the two innermost frames of each."""
     for rank in ranks:
         with contextlib.suppress(OSError):
             # faulthandler writes the main thread last, and its innermost frame first
@@ -277,7 +277,7 @@ def _failure_of(kind: str, report: dict[str, Any]) -> TrialFailure:
 
 
 def comparison(found: list[dict[str, Any]], seconds: float) -> Comparison:
-    """What all ranks found, as one; `found` is what each says, as `worker.compared` has it."""
+    """The comparison of all ranks as one; `found` are their reports, as of `worker.compared`."""
     every = [seed for report in found for seed in report["seeds"]]
     limits = found[0].get("limits", LIMITS)
     errors = {kind: max(float(s[kind]) for s in every) for kind in limits}

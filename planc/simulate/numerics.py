@@ -120,9 +120,9 @@ def errors_by_name(
 
 
 UNIT_ROUNDOFF = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24}
-"""Half the distance from 1 to the next number: what rounding a result can change it by."""
+"""Half the distance from 1 to the next number: the relative error of rounding a result."""
 DEVIATIONS = 3.0
-"""How many standard deviations of the sum of rounding errors count as rounding."""
+"""The number of standard deviations of the sum of rounding errors that count as rounding."""
 
 NEGLIGIBLE = 1e-2
 """The least divisor of a gradient's error, as a fraction of the largest gradient: one that is zero

@@ -154,7 +154,7 @@ def _updates(result: program.RankResult, reference: program.Reference) -> dict[s
 _STEPS = 8 * numerics.UNIT_ROUNDOFF["float32"] / PARAMETER_LIMIT
 """The least change, relative to the value, of which the rounding of two steps is no error."""
 _ROUNDED = 4 * numerics.UNIT_ROUNDOFF["bfloat16"] / PARAMETER_LIMIT
-"""How much more a parameter may be off whose optimizer state is rounded to bfloat16."""
+"""The additional error of a parameter whose optimizer state is rounded to bfloat16."""
 
 
 def _owner(key: str) -> str:

@@ -154,4 +154,4 @@ class Replayed(TorchDispatchMode):  # type: ignore[misc]
 
 
 _MANY = 128
-"""As many numbers are not equal by chance: masks that keep nine of ten are with 1e-11."""
+"""The count of numbers that are not equal by chance: masks that keep nine of ten are with 1e-11."""

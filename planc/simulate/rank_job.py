@@ -1,4 +1,4 @@
-"""What one rank of a plan is asked to run on fake tensors, and the process that runs it."""
+"""A step that one rank of a plan runs on fake tensors, and the process that runs it."""
 
 from __future__ import annotations
 

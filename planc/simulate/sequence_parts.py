@@ -21,7 +21,7 @@ def context_axes(run: Run) -> tuple[str, ...]:
 
 
 class RankPart:
-    """What a rank has of the tensors of a single process."""
+    """Selects a rank's part of the tensors of a single process."""
 
     behind = False
     """Whether whole rows are cut inside of the model: modules before that have whole ones."""
@@ -119,7 +119,7 @@ class ImagePart(RankPart):
 
 
 def part_rank(run: Run) -> int:
-    """Which part of its sequences this rank has."""
+    """The index of this rank's part of its sequences."""
     return sum(run.submesh(axis).get_local_rank() for axis in context_axes(run))
 
 

@@ -18,7 +18,7 @@ from planc.model.facts import below
 from planc.proxy.stack_frames import of_a_model
 
 _PROGRAM = "planc/simulate/program.py"
-"""What calls models: whatever has called it is no code of theirs."""
+"""The file that calls models; frames of its callers are not the model's code."""
 
 
 @dataclass(frozen=True, slots=True)

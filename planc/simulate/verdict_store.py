@@ -38,7 +38,7 @@ _SAID: dict[Proof, tuple[Level, ...]] = {
     "layout flow": ("undecided", "proved", "refuted"),
     "processes": ("verified", "refuted"),
 }
-"""What each proof can say; an entry that says something else is not its own."""
+"""The levels of each proof; an entry with another level was not written by it."""
 
 
 def remember(

@@ -153,7 +153,7 @@ def _locate(
     *,
     device: str,
 ) -> dict[str, Any] | None:
-    """Where the models diverge, by the trial once more with modules watched.
+    """Finds the first divergence of the models, by the trial once more with modules watched.
 
     The first module whose output is wrong; if all outputs are right, the wrong gradient that
     backward computes first, which is that of the module that forward ran last.
