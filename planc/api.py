@@ -294,7 +294,7 @@ def _completed(run: Run, compiled: Compiled | None, watchdog: float | None) -> R
 
 
 def _expected(run: Run, plan: Plan, facts: Facts) -> ExpectedNumbers:
-    """What the estimate says of this rank."""
+    """The estimated numbers of this rank."""
     from planc.tools.estimate.expected import ExpectedNumbers
 
     axis = run.lowered.pipeline.axis if run.lowered.pipeline else None

@@ -1,1 +1,1 @@
-"""What checkpointed modules keep within a budget of bytes: which of their calls are saved."""
+"""Selects the calls of checkpointed modules whose results are saved within a budget of bytes."""

@@ -1,4 +1,4 @@
-"""What each module with a budget keeps: checkpoint rules without one take the place of the rule."""
+"""Replaces each checkpoint rule with a budget by rules that name the saved calls of each module."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Alike:
 
 @dataclass(frozen=True)
 class Share:
-    """What the modules of one rank keep of a budget.
+    """The modules of one rank that share a budget.
 
     Args:
         rules: of the line that gives the budget.
@@ -72,7 +72,9 @@ class Share:
 
     @cached_property
     def points(self) -> dict[str, Point]:
-        """How each module is checkpointed: of several ways to share the budget the fastest."""
+        """The activation checkpointing of each module: the fastest of several allocations that fit
+        the budget. If none fits, every module is fully recomputed.
+        """
         ways = (self._steepest(), self._uniform(), *map(self._recipe, _RECIPES))
         fitting = [way for way in ways if self.held(way) <= self.bytes]
         if not fitting:
@@ -174,7 +176,7 @@ def budgeted(
 
 
 def shares_of(rules: tuple[Budget, ...], plan: Plan, facts: Facts, sink: Sink) -> tuple[Share, ...]:
-    """What the modules of a line keep, on the ranks of each place of the pipeline; none after a
+    """The shares of a line's budget, one for the ranks of each place of the pipeline; none after a
     finding.
     """
     budget, modules = rules[0], tuple(rule.modules for rule in rules)

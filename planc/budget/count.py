@@ -27,7 +27,7 @@ from planc.simulate.rank_job import RankJob, RankRunner, RankStep
 _FORMAT = "calls 1"
 """Raised when what is counted changes."""
 _KNOWN: dict[str, dict[str, CallTable]] = {}
-"""What this process has counted or read."""
+"""The tables that this process has counted or read."""
 
 
 class UncountedError(Exception):

@@ -163,7 +163,7 @@ class CallTable:
         return (*points, self.plain) if self.saved < least + 1 else tuple(points)
 
     def saves(self, point: Point) -> tuple[Save, ...]:
-        """What a checkpoint saves that keeps the calls of a point."""
+        """The `save` argument of a checkpoint that saves the calls of a point."""
         numbers: dict[str, list[int]] = {}
         away: dict[str, list[int]] = {}
         for i in sorted((*(point.kept or ()), *point.hosted)):

@@ -1,4 +1,6 @@
-"""What a block with a budget keeps, in words: what each call takes and saves."""
+"""Describes the calls of a block with a budget: their results, bytes and time, and which are
+saved.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,7 @@ def _lines(table: CallTable, saves: Sequence[Save] | None, budget: Budget) -> It
 
 
 _SHOWN = 8
-"""How many of the calls that are computed again are named."""
+"""The number of recomputed calls that are named."""
 
 
 def _named(call: CountedCall) -> str:

@@ -80,7 +80,9 @@ def _kind(op: LowPrecision) -> _Found | None:
 
 
 def _kept(op: LowPrecision, plan: Plan, facts: Facts) -> _Found | None:
-    """What a linear layer is that must not be rounded, and why; None for any other."""
+    """The finding for a linear layer that must keep its precision, with the reason; None for any
+    other.
+    """
     modules, what = op.modules, ("", "")
     tied = facts.tied_modules
     adapted = plan.adapters.rules if plan.adapters else ()
@@ -105,7 +107,7 @@ def _kept(op: LowPrecision, plan: Plan, facts: Facts) -> _Found | None:
 
 
 def _under(op: LowPrecision, plan: Plan) -> Iterator[_Found]:
-    """What does not go with the decisions of other sections."""
+    """Yields conflicts with the decisions of other sections."""
     yield from _styles(op, plan)
     if "tensor" in plan.broken:
         return

@@ -82,7 +82,9 @@ def _router_logits(facts: Facts, rule: PipelineRule, sink: Sink) -> None:
 
 
 def _without_training(plan: Plan, facts: Facts, op: Pipeline) -> Iterator[tuple[str, Span, str]]:
-    """As `_unsupported`, of stages that train nothing: an optimizer takes no empty list."""
+    """Like `_unsupported`, for stages without trained parameters: an optimizer accepts no empty
+    list.
+    """
     section = plan.adapters if plan.adapters and plan.adapters.rules else None
     if section is None and not plan.train:
         return

@@ -105,8 +105,8 @@ def _job(options: argparse.Namespace, sink: Sink) -> job.ClusterJob | None:
 
 
 def _known(compiled: Compiled, sink: Sink) -> str:
-    """What earlier proofs say of a plan; nothing of a lowered file. Reports PL480 of a refuted one,
-    which `planc.apply` would refuse on the nodes.
+    """The stored verdict on a plan as text; empty for a lowered file. Reports PL480 for a refuted
+    plan, which `planc.apply` would refuse on the nodes.
     """
     if compiled.lowered is None or compiled.facts is None:
         return ""
@@ -137,7 +137,9 @@ def _asked(options: argparse.Namespace) -> Iterator[str]:
 
 
 def _compared(options: argparse.Namespace, digests: Sequence[str]) -> Iterator[str]:
-    """What preflight compares besides."""
+    """Yields the arguments of preflight for further comparisons: digests, the script, the
+    weights.
+    """
     yield from ("--digest", ",".join(digest[:12] for digest in digests))
     if script := job.python_file(options.script):
         yield from ("--file", script)

@@ -76,7 +76,9 @@ def _tp_plan(options: argparse.Namespace, lowered: Lowered) -> int:
 def _of_a_step(
     options: argparse.Namespace, compiled: Compiled, sink: Sink
 ) -> tuple[list[str], dict[str, Any]]:
-    """What a step sends and calls, as far as it is asked for, as lines and as data."""
+    """The traffic and the collective order of a step, if the options ask for them, as lines and as
+    data.
+    """
     shown: list[str] = []
     plain: dict[str, Any] = {}
     if not (options.sends or options.order):

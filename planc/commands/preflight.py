@@ -127,8 +127,8 @@ def _size(given: tuple[int | None, ...], there: str) -> int | None:
 
 
 def _needed(compiled: Compiled) -> Needed:
-    """What the estimate says of parameters, gradients and optimizer state; nothing of a lowered
-    file.
+    """The estimated bytes of memory, and on disk of parameters and optimizer state; none for a
+    lowered file.
     """
     from planc.tools.estimate.answer import Request, answer_for
     from planc.tools.launch.judge import Needed

@@ -51,7 +51,7 @@ REAL_SIZES = frozenset({"PL226", "PL417", "PL623"})
 """About the bytes of real layers, or the ranks of data axes: a simulation has others."""
 
 NO_TORCH = frozenset({"PL760"})
-"""Where nothing is wrong with what a command names, and torch is not installed."""
+"""Codes that state only that torch is not installed; the input of the command may be right."""
 
 _ROWS: tuple[tuple[str, str, Phase, str], ...] = (
     ("PL001", "error", "plan", "syntax error in a plan"),

@@ -1,4 +1,4 @@
-"""How `print` and a notebook show what `planc.api` returns."""
+"""Shows results of `planc.api` in `print` and in notebooks."""
 
 from collections.abc import Callable
 from typing import Any

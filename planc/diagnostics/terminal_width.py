@@ -12,7 +12,7 @@ _SPLIT = re.compile(r"[ \t]*[^ \t]+")
 
 
 def cell(char: str) -> tuple[str, int]:
-    """How a character is shown and its width in cells; 0 for one that joins the previous."""
+    """The text that shows a character, and its width in cells; 0 if it joins the previous one."""
     if " " <= char <= "~":
         return char, 1
     if char == "\t":

@@ -184,7 +184,9 @@ class _Question:
                 yield from (self._reason(x, target, op, NOWHERE) for x in kept)
 
     def _kept(self, saves: Sequence[Save] | None) -> Iterator[str]:
-        """What a budget keeps of the module, or of the block that it is."""
+        """Yields lines on the calls that a budget saves of the module, or of the block that it
+        is.
+        """
         if self.plan is not None and self.parameter is None:
             yield from of_block(self.name, self.plan, self.facts, saves)
 
@@ -336,7 +338,7 @@ class _Question:
 
 
 def _taken(times: StageTimes, stage: int) -> str:
-    """What a stage takes for a microbatch, and what the others do."""
+    """The estimated times of a stage and of the others for a microbatch, as a text."""
     each = [f"{seconds * 1e3:.1f}" for seconds in times.seconds]
     others = ", ".join(one for i, one in enumerate(each) if i != stage)
     size = f"a microbatch of {times.rows:,} x {times.seq:,} tokens"
