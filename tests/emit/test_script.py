@@ -165,7 +165,7 @@ def test_operations_in_another_order_stay_in_it(everything):
         n.value.func.id for n in body.body if isinstance(n, ast.Expr) and hasattr(n.value, "func")
     ]
     stages = ["prepare", "tensor_parallel", "checkpoint", "compile_blocks_2", "shard"]
-    assert calls == ["compile_blocks", "configure", *stages]
+    assert calls == ["compile_blocks", "configure", *stages, "keep_class_names"]
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,19 @@ def check_ids(module, name):
     module.register_forward_pre_hook(check)
 
 
+def keep_class_names(model):
+    """Gives the subclasses that FSDP creates the names of the model's classes.
+
+    Libraries look for the name of a class in a list: the `Trainer` of transformers
+    shifts the labels of a smoothed loss only if the name is that of a causal model.
+    """
+    for kind in {type(module) for module in model.modules()}:
+        if issubclass(kind, FSDPModule):
+            original = kind.__mro__[kind._orig_cls_mro_index]
+            for name in ("__name__", "__qualname__", "__module__"):
+                setattr(kind, name, getattr(original, name))
+
+
 JOINED = "_joined_passes"
 
 
@@ -412,4 +425,5 @@ def parallelize(model, mesh=None):
     tensor_parallel(model, mesh)
     checkpoint(model)
     shard(model, mesh)
+    keep_class_names(model)
     return model

@@ -5,15 +5,18 @@ import logging
 import pickle
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 import torch
 import transformers
 from torch import distributed
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard import _fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import planc
+from planc.emit.python.script import render
 from planc.integrations.trainer import PlancTrainer
 
 pytestmark = pytest.mark.usefixtures("ends_its_group")
@@ -103,6 +106,22 @@ def test_classes_keep_their_names_and_pickle_is_answered_with_export():
 
 def names_of(kinds):
     return {(kind.__name__, kind.__qualname__, kind.__module__) for kind in kinds}
+
+
+def test_a_script_keeps_the_names_of_classes():
+    """In the emitted Python, which `planc lower --format python` prints, as after `planc.apply`."""
+    script = {"__name__": "emitted"}
+    model = small()
+    lowered = planc.lower(model, "llama", world_size=1)
+    exec(render(lowered, digest="0" * 64), script)
+    store = distributed.HashStore()
+    distributed.init_process_group("gloo", rank=0, world_size=1, store=store)
+    before = names_of(type(module) for module in model.modules())
+    with mock.patch.dict(_fully_shard.cls_to_fsdp_cls, clear=True):  # earlier tests renamed others
+        script["parallelize"](model, script["build_mesh"]("cpu"))
+    sharded = names_of(type(m) for m in model.modules() if isinstance(m, FSDPModule))
+    assert [name for name, _, _ in sharded - before] == ["CheckpointWrapper"]
+    assert type(model).__name__ == "LlamaForCausalLM" and len(sharded & before) >= 2
 
 
 def test_a_smoothed_loss_shifts_its_labels_as_without_a_plan(tmp_path):

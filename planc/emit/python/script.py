@@ -25,6 +25,7 @@ from planc.ops.uneven_groups import uneven_groups
 
 _FRAME = {"init_device_mesh": "torch.distributed.device_mesh"}
 _WHOLE = "full_state_dict"
+_NAMES = "keep_class_names"
 _PLAIN = '    model = parallelize(model, build_mesh("cuda"))\n'
 _PIPELINED = """    mesh = build_mesh("cuda")
     model = parallelize(model, mesh)
@@ -57,7 +58,7 @@ def render(lowered: Lowered, *, digest: str) -> str:
                 functions.append(part.source(name))
             calls.setdefault(place, []).append(f"{name}{part.arguments}")
     functions += load_function(lowered)
-    steps = "\n".join(dict.fromkeys(name for op in lowered.ops for name in op.LOOP_FUNCTIONS))
+    steps = "\n".join(_called(lowered))
     definitions = inlined("\n\n".join([*functions, steps]))
     packed = any(source.startswith("def repack(") for source in definitions)
     if packed:  # its state dict must be reordered
@@ -65,6 +66,12 @@ def render(lowered: Lowered, *, digest: str) -> str:
     body = "\n\n".join([_mesh(lowered), *definitions, *functions, _main(lowered, calls, early)])
     needed = imports(body, printer.modules, printer.names)
     return f"{_docstring(lowered, digest, packed)}\n{needed}\n{body}"
+
+
+def _called(lowered: Lowered) -> Iterator[str]:
+    """The inlined functions that no operation calls: those of the frame, and of training loops."""
+    yield from [_NAMES] * bool(lowered.fsdp_units)
+    yield from dict.fromkeys(name for op in lowered.ops for name in op.LOOP_FUNCTIONS)
 
 
 class _Function(NamedTuple):
@@ -165,6 +172,7 @@ def _main(lowered: Lowered, calls: Mapping[int, Sequence[str]], early: bool) -> 
         lines += [f"place = mesh.get_local_rank({quoted(op.axis)})"]
         for place, some in calls.items():
             lines += [f"{'el' if place else ''}if place == {place}:", *(f"    {c}" for c in some)]
+    lines += [f"{_NAMES}(model)"] * bool(lowered.fsdp_units)
     return (
         "def parallelize(model, mesh=None):\n"
         '    """Parallelizes the model over the mesh, in place, and returns it."""\n'

@@ -12,7 +12,6 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from planc.ops.activation_checkpoint import Checkpoint
@@ -30,6 +29,7 @@ from planc.runtime.safeguards.inputs import different_kinds
 from planc.runtime.script_line import script_line
 from planc.runtime.sharded_tensors import average_whole
 from planc.runtime.standalone.documents import RESETS
+from planc.runtime.standalone.fsdp import keep_class_names
 from planc.runtime.standalone.shards import plain_name
 from planc.runtime.standalone.towers import TOWER
 
@@ -183,7 +183,7 @@ def guard(applied: Applied) -> ModelChanges:
         model.register_forward_pre_hook(_uncached, with_kwargs=True)
     if next(iter(applied.sequence_outputs()), None):
         model.register_forward_hook(_whole_states)
-    _restore_class_names(model)
+    keep_class_names(model)
     average_whole(model, lowered.experts.ranks.name if lowered.experts else "")
     _guard_lookups(applied.modules, lowered)
     _guard_saving(model)
@@ -205,19 +205,6 @@ def guard(applied: Applied) -> ModelChanges:
     changes.watch()
     _guard_adapters(model)  # its hooks run before those of ModelChanges, which would say less
     return changes
-
-
-def _restore_class_names(model: nn.Module) -> None:
-    """Gives the subclasses that FSDP creates the names of the model's classes.
-
-    Libraries look for a class's name in a list: transformers' `Trainer` shifts the labels of a
-    smoothed loss only if the name is that of a causal model.
-    """
-    for kind in {type(module) for module in model.modules()}:
-        if issubclass(kind, FSDPModule):
-            original = kind.__mro__[kind._orig_cls_mro_index]
-            for name in ("__name__", "__qualname__", "__module__"):
-                setattr(kind, name, getattr(original, name))
 
 
 def _uncached(model: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> Any:

@@ -110,6 +110,19 @@ def divide_once(group: Any, gradients: Tensor) -> None:
             gradients.record_stream(torch.cuda.current_stream())
 
 
+def keep_class_names(model: nn.Module) -> None:
+    """Gives the subclasses that FSDP creates the names of the model's classes.
+
+    Libraries look for the name of a class in a list: the `Trainer` of transformers
+    shifts the labels of a smoothed loss only if the name is that of a causal model.
+    """
+    for kind in {type(module) for module in model.modules()}:
+        if issubclass(kind, FSDPModule):
+            original = kind.__mro__[kind._orig_cls_mro_index]
+            for name in ("__name__", "__qualname__", "__module__"):
+                setattr(kind, name, getattr(original, name))
+
+
 def prefetch_forward(depth: int, *units: Units) -> None:
     """Each entry of a list all-gathers the units of the next `depth` entries too; units
     are (entry, unit) in the order in which an entry runs them.
