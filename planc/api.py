@@ -441,8 +441,9 @@ def _facts_of(module: nn.Module) -> Facts:
         from planc.model.sources.diffusers import normal
 
         facts = replace(facts, config=normal(facts.config, facts.name))
-    if not facts.config.get(_TIES) and _ties_head(module):
-        facts = replace(facts, config={**facts.config, _TIES: True})
+    tied = _ties_head(module)
+    if tied is not None and tied != bool(facts.config.get(_TIES)):
+        facts = replace(facts, config={**facts.config, _TIES: tied})
     known = buildable(facts.config)
     facts = replace(facts, built=True, own_code=own_code(module, alone=not known))
     if known and not facts.own_code and not hasattr(module, "planc_inputs"):
@@ -454,18 +455,20 @@ _TIES = "tie_word_embeddings"
 """The field by which plans decide on one unit for the embedding and the head."""
 
 
-def _ties_head(module: nn.Module) -> bool:
-    """Whether the head of a model of transformers has the weight of the embedding, whatever the
-    configuration states: a script may tie them before `apply`.
+def _ties_head(module: nn.Module) -> bool | None:
+    """Whether the head of a model of transformers has the weight of the embedding; None without
+    both. The configuration may state otherwise: a script can tie or untie them before `apply`.
     """
     if not hasattr(module, "save_pretrained"):
-        return False
+        return None
     try:
         layers: Any = module.get_input_embeddings(), module.get_output_embeddings()
     except (NotImplementedError, AttributeError):  # a model without an embedding
-        return False
+        return None
     weights = [getattr(layer, "weight", None) for layer in layers]
-    return weights[0] is not None and weights[0] is weights[1]
+    if any(weight is None for weight in weights):
+        return None
+    return weights[0] is weights[1]
 
 
 def _drawn(of: Lowered | Delta | Run) -> str:

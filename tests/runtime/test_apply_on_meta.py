@@ -1,6 +1,7 @@
 """`apply` without real ranks: on meta with a fake process group, and alone in one process."""
 
 import io
+import json
 import logging
 import pickle
 import subprocess
@@ -36,7 +37,7 @@ distributed.destroy_process_group()
 """
 
 
-def small():
+def small(**fields):
     config = transformers.LlamaConfig(
         hidden_size=64,
         intermediate_size=96,
@@ -44,6 +45,7 @@ def small():
         num_attention_heads=8,
         num_key_value_heads=8,
         vocab_size=128,
+        **fields,
     )
     return transformers.LlamaForCausalLM(config)
 
@@ -85,6 +87,23 @@ def test_save_pretrained_of_shards_is_answered_with_export(tmp_path):
     model.save_pretrained(tmp_path, state_dict=run.full_state_dict())
     read = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
     assert sorted(read.state_dict()) == sorted(run.full_state_dict())
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_an_export_says_whether_the_script_has_tied_the_head(tmp_path, tied):
+    """The configuration states the opposite, as it did before the script changed the model."""
+    model = small(tie_word_embeddings=not tied)
+    embedding = model.get_input_embeddings().weight
+    model.lm_head.weight = embedding if tied else torch.nn.Parameter(embedding.detach().flip(0))
+    tokens = torch.arange(12)[None]
+    right = model(tokens).logits
+    run = planc.apply(model, "llama", device_type="cpu")
+    run.export(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["tie_word_embeddings"] is tied
+    read, told = transformers.LlamaForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(told.values())
+    assert torch.equal(read(tokens).logits, right)
+    assert (read.lm_head.weight is read.get_input_embeddings().weight) is tied
 
 
 def test_classes_keep_their_names_and_pickle_is_answered_with_export():

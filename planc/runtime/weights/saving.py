@@ -256,7 +256,7 @@ def _write(
         failed = failed or _on_rank0(partial(write, file, full))
     raise_on_all_ranks(failed)
     index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places}
-    described = partial(_describe, folder, model, lowered, index if parts[1:] else None)
+    described = partial(_describe, folder, model, lowered, index if parts[1:] else None, {*tensors})
     raise_on_all_ranks(_on_rank0(described))
 
 
@@ -301,8 +301,14 @@ def _parts(
     yield part
 
 
-def _describe(folder: Path, model: nn.Module, lowered: Lowered, index: Any) -> None:
-    """Writes the index, if there is one, and the configurations that the model has."""
+def _describe(
+    folder: Path, model: nn.Module, lowered: Lowered, index: Any, names: Collection[str]
+) -> None:
+    """Writes the index, if there is one, and the configurations that the model has.
+
+    Args:
+        names: the written tensors, by their names in the model.
+    """
     if index is not None:
         _text(folder / INDEX, index)
     generation: Any = getattr(model, "generation_config", None)
@@ -322,7 +328,20 @@ def _describe(folder: Path, model: nn.Module, lowered: Lowered, index: Any) -> N
     values["architectures"] = [lowered.model]
     if len(dtypes) == 1:
         values["dtype"] = dtypes.pop()
+    tied = _tied(model, names)
+    if tied is not None and tied != bool(getattr(config, "tie_word_embeddings", False)):
+        values["tie_word_embeddings"] = tied
     _text(folder / "config.json", values)
+
+
+def _tied(model: nn.Module, names: Collection[str]) -> bool | None:
+    """Whether the written tensors lack those that the class of the model ties to others, whatever
+    its configuration states; None if the class ties none, or if they lack only some.
+    """
+    pairs = getattr(model, "_tied_weights_keys", None)
+    pairs = pairs.items() if isinstance(pairs, Mapping) else ()
+    lacking = {not set(pair) <= {*names} for pair in pairs if not {*names}.isdisjoint(pair)}
+    return lacking.pop() if len(lacking) == 1 else None
 
 
 def _text(path: Path, value: Any) -> None:
