@@ -8,6 +8,7 @@ import time
 import pytest
 import torch
 from modelfolder import CONFIG
+from torch import distributed
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import planc
@@ -18,6 +19,7 @@ from planc.model.facts import Facts
 from planc.proof import in_subprocess
 from planc.runtime import uncaught
 from planc.runtime.known_verdict import KnownVerdict, accept
+from planc.runtime.preconditions import stop
 
 RIGHT = 'plan t for llama\nextend "llama"\n'
 SUM = "model.layers.*.self_attn.o_proj : rowwise(-> partial)"
@@ -143,6 +145,31 @@ def test_an_uncaught_error_is_printed_once(rank, reports, monkeypatch, capsys):
         assert told == "planc: rank 2 ends with the error that rank 0 reports\n"
     sys.excepthook(ValueError, ValueError(), None)
     assert capsys.readouterr().err == "a traceback\n"
+
+
+def test_an_uncaught_error_of_a_step_is_printed_by_the_first_rank(monkeypatch, capsys):
+    """The hook is installed by `apply`, and ranks raise on their own afterwards."""
+    store = distributed.HashStore()
+    monkeypatch.setattr(distributed.distributed_c10d, "_get_default_store", lambda: store)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setattr(uncaught, "_SECONDS", 0)
+
+    def told(rank, message):
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setattr(sys, "excepthook", lambda *_: print("a traceback", file=sys.stderr))
+        with uncaught.print_errors_once():
+            pass
+        with pytest.raises(PlanError) as caught:
+            raise stop("PL483", message)
+        sys.excepthook(PlanError, caught.value, caught.tb)
+        return capsys.readouterr().err
+
+    first = told(1, "the ranks have different inputs")
+    assert first.startswith(f"{__file__}:") and "error[PL483]: the ranks have different" in first
+    same = told(0, "the ranks have different inputs")
+    assert same == "planc: rank 0 ends with the error that rank 1 reports\n"
+    other = told(2, "rank 2 has none")
+    assert other == "planc: rank 2 ends after rank 1, with error[PL483]: rank 2 has none\n"
 
 
 def test_one_process_keeps_its_traceback(monkeypatch):

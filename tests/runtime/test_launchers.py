@@ -1,5 +1,7 @@
 """A process that srun, mpirun or Ray started beside others, without torchrun's variables."""
 
+import re
+import subprocess
 import sys
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -89,3 +91,34 @@ def test_one_process_of_a_launcher_runs_alone(monkeypatch):
         assert planc.apply(build("llama"), "llama", device_type="cpu").lowered.world_size == 1
     finally:
         distributed.destroy_process_group()
+
+
+STEP = """
+import torch, transformers, planc
+config = transformers.LlamaConfig(hidden_size=64, intermediate_size=96, num_hidden_layers=1,
+    num_attention_heads=8, num_key_value_heads=8, vocab_size=128)
+torch.manual_seed(0)
+run = planc.apply(transformers.LlamaForCausalLM(config), "llama", overrides=["tp=2"],
+    device_type="cpu")
+tokens = torch.full((2, 8), run.mesh.get_rank())
+run.forward_backward([{"input_ids": tokens, "labels": tokens}])
+"""
+
+
+def test_an_error_of_a_step_is_printed_once_under_torchrun(tmp_path):
+    """Each rank raises PL483 by itself, after `planc.apply`."""
+    script = tmp_path / "train.py"
+    script.write_text(STEP)
+    torchrun = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone"]
+    found = subprocess.run(
+        [*torchrun, "--nproc-per-node", "2", str(script)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert found.returncode == 1
+    told = found.stderr.split("torch/distributed/run.py")[0]  # what the agent says follows
+    assert told.count("error[PL483]") == 1 and f"{script}:9: planc stopped the run" in told
+    assert len(re.findall(r"planc: rank \d ends with the error that rank \d reports", told)) == 1
+    assert "forward_backward(batch" not in told, "a traceback"
