@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         if isinstance(error, ModuleNotFoundError) and not (error.name or "").startswith("planc"):
             return _missing(arguments[0], error.name or str(error))
-        return _internal(error)
+        return _refusal(error) or _internal(error)
 
 
 def command() -> None:
@@ -132,6 +132,19 @@ def _missing(command: str, module: str) -> int:
 
     message = needs(f"planc {command}", module.partition(".")[0])
     return output.refused("PL760", message, INSTALL)
+
+
+def _refusal(error: Exception) -> int:
+    """Shows the findings that ended a command; 0 for an error of another kind."""
+    from planc.commands import output
+    from planc.diagnostics.diagnostic import PlanError, Sink
+
+    if not isinstance(error, PlanError):
+        return 0
+    sink = Sink()
+    sink.add(*error.diagnostics)
+    output.show(sink, "full", sys.stderr)
+    return output.exit_code(sink)
 
 
 def _internal(error: Exception) -> int:

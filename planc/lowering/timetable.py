@@ -104,7 +104,7 @@ def _passes(row: str, own: tuple[int, ...]) -> Iterator[Pass]:
 
 
 def _torch_orders(schedule: str, ranks: int, chunks: int, micro: int) -> Iterator[list[Any]]:
-    from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
+    from planc.compat.pipelines import get_schedule_ops
 
     for rank, actions in enumerate(get_schedule_ops(_OF_TORCH[schedule], ranks, micro, chunks)):
         own = stages_of_rank(schedule, rank, ranks, ranks * chunks)

@@ -117,7 +117,8 @@ def _recorded(facts: Facts, blocks: str, names: Sequence[str]) -> dict[str, Any]
     try:
         with importing():
             import torch
-            from torch._subclasses.fake_tensor import FakeTensorMode
+
+            from planc.compat.fakes import FakeTensorMode
 
             prepared = prepare(config_of(values, "the model"), Sink())
         if prepared is None:
@@ -161,7 +162,8 @@ def _run(model: Any, blocks: str, names: Sequence[str]) -> dict[str, Any]:
 def _tensors(value: Any) -> Iterator[Any]:
     """The tensors in an argument of a block, which may be a table."""
     import torch
-    from torch.utils._pytree import tree_leaves
+
+    from planc.compat.trees import tree_leaves
 
     leaves = tree_leaves(dict(value) if hasattr(value, "keys") else value)
     return (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))

@@ -33,8 +33,11 @@ def recipes(model: Any, names: Iterable[str], known: Iterable[str]) -> dict[str,
     plain = _unwrapped(model)
     if plain is None:
         return {name: Recipe(parts=((name,),)) for name in names}
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, rename_source_key
+    from planc.compat.transformers import (
+        WeightConverter,
+        get_model_conversion_mapping,
+        rename_source_key,
+    )
 
     every = get_model_conversion_mapping(plain)
     converters = [c for c in every if isinstance(c, WeightConverter)]
@@ -67,8 +70,11 @@ class HubNames:
         """The names of the model in groups, each of which `stored` takes whole."""
         if self._plain is None:
             return [(name,) for name in names]
-        from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import WeightConverter, apply_converters
+        from planc.compat.transformers import (
+            WeightConverter,
+            apply_converters,
+            get_model_conversion_mapping,
+        )
 
         every = getattr(self._plain, "_weight_conversions", None)
         if every is None:
@@ -83,7 +89,7 @@ class HubNames:
         """The tensors of a checkpoint that are made of some of the model's, by their names."""
         if self._plain is None:
             return dict(tensors)
-        from transformers.core_model_loading import revert_weight_conversion
+        from planc.compat.transformers import revert_weight_conversion
 
         return dict(revert_weight_conversion(self._plain, dict(tensors)))
 

@@ -4,7 +4,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
+
+from planc.compat.fakes import FakeTensor
 
 
 def on_fakes(func: Any, args: Any, kwargs: Any) -> Any:

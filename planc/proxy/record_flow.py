@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map
 
+from planc.compat.trees import tree_leaves, tree_map
 from planc.model.dataflow import VIEWS, DataFlow, FlowCall, Line, Operation
 from planc.model.randomness import random_numbers_kept
 from planc.proxy.input_search import BatchShape

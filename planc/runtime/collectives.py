@@ -15,12 +15,11 @@ from unittest import mock
 
 import torch
 from torch import Tensor, distributed, nn
-from torch.distributed import distributed_c10d
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from planc.compat.collectives import distributed_c10d
+from planc.compat.recompute import CheckpointWrapper
+from planc.compat.trees import TorchDispatchMode, tree_leaves
 from planc.ops.claims import ROOT
 from planc.runtime.standalone.shards import WRAPPERS, plain_name
 

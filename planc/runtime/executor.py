@@ -9,11 +9,11 @@ from operator import attrgetter
 from typing import assert_never
 
 from torch import distributed, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.optim import Optimizer
 
+from planc.compat.recompute import CheckpointWrapper
 from planc.diagnostics.diagnostic import PlanError, first_line
 from planc.model.sources.isolation import quiet_imports
 from planc.ops import phrases

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from planc.compat.trees import TorchDispatchMode
 from planc.ops.fsdp import Divide
 from planc.ops.lowered import Lowered
 from planc.proxy.user_model import ModelBuilder

@@ -132,21 +132,14 @@ def redistributions(
         styled: the modules with a style, whose redistributions are intended.
         found: receives each redistribution once.
     """
-    from torch.distributed.tensor import _dispatch, _utils
-    from torch.distributed.tensor._op_schema import OpSchema
-
-    guard = getattr(_dispatch, "ExplicitRedistributionContext", None)
-    cost = getattr(_utils, "redistribute_cost", None)
-    if guard is None or cost is None:  # this torch has no such hook
-        yield
-        return
+    from planc.compat.dtensor import ExplicitRedistributionContext, OpSchema, redistribute_cost
 
     def observe(source: Any, target: Any, message: Any) -> None:
         trace = current()
         if trace is None or not trace.watching or distributed.get_rank() != 0:
             return
         running = trace.running[-1] if trace.running else ""
-        if running in styled or cost(source, target) <= 0:
+        if running in styled or redistribute_cost(source, target) <= 0:
             return
         # torch passes a LazyString whose argument is the op or its schema
         op = next(iter(getattr(message, "args", ())), "an operation")
@@ -161,7 +154,9 @@ def redistributions(
         if seen not in found:
             found.append(seen)
 
-    with patch.object(guard, "observe_redistribution", staticmethod(observe)):
+    with patch.object(
+        ExplicitRedistributionContext, "observe_redistribution", staticmethod(observe)
+    ):
         yield
 
 

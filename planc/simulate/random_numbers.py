@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from planc.compat.trees import TorchDispatchMode
 
 
 class RankGenerators(threading.local):

@@ -16,9 +16,8 @@ from unittest import mock
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
-from torch.distributed.tensor._op_schema import OpSchema, OutputSharding
-from torch.distributed.tensor.placement_types import _StridedShard
+
+from planc.compat.dtensor import DTensorSpec, OpSchema, OutputSharding, _StridedShard
 
 _STATELESS = {Shard, Replicate, Partial, _StridedShard}
 _PLAIN = {

@@ -73,7 +73,7 @@ class _Receive(distributed.Work):  # type: ignore[misc]
 @contextmanager
 def messages(groups: Any, waits: dict[int, Any]) -> Iterator[None]:
     """Gives the process group of threads `send` and `recv`; `waits` tells what threads wait for."""
-    from torch.testing._internal.distributed.multi_threaded_pg import ret_work
+    from planc.compat.thread_ranks import ret_work
 
     lock = threading.Lock()
     channels: dict[tuple[str, int, int], _Channel] = defaultdict(_Channel)

@@ -20,9 +20,9 @@ from unittest import mock
 
 import torch
 from torch import distributed
-from torch.distributed import _functional_collectives
-from torch.distributed.tensor import _redistribute
 
+from planc.compat.collectives import _functional_collectives
+from planc.compat.dtensor import _redistribute
 from planc.simulate.random_numbers import RankGenerators
 from planc.simulate.shared_propagation import shared_propagation
 from planc.simulate.thread_messages import messages
@@ -144,7 +144,7 @@ def _threaded() -> Iterator[tuple[Any, dict[int, Any]]]:
     Yields:
         Its class, and the collectives that threads have joined, by thread.
     """
-    from torch.testing._internal.distributed import multi_threaded_pg
+    from planc.compat.thread_ranks import multi_threaded_pg
 
     isolate = torch._C._distributed_c10d._set_thread_isolation_mode
     groups = multi_threaded_pg.ProcessLocalGroup
@@ -180,7 +180,7 @@ def _threaded() -> Iterator[tuple[Any, dict[int, Any]]]:
 
 def _joining(waits: dict[int, Any]) -> Callable[[Any, int, Any], Any]:
     """`Collective.join`, which notes the collective while its thread is in it."""
-    from torch.testing._internal.distributed.multi_threaded_pg import Collective
+    from planc.compat.thread_ranks import Collective
 
     join = Collective.join
 

@@ -19,40 +19,41 @@ FLOORS = {
     "files": 0,
     "version": 0,
     "diagnostics": 1,
-    "model": 2,
-    "syntax": 2,
-    "ops": 3,
-    "proxy": 3,
-    "diffing": 4,
-    "ir": 4,
-    "elaborate": 5,
-    "infer": 5,
-    "checks": 6,
-    "tools.importers": 6,
-    "lowering": 7,
-    "emit": 8,
-    "runtime": 9,
-    "backends": 10,
-    "simulate": 10,
-    "budget": 11,
-    "tools.estimate": 12,
-    "compiler": 13,
-    "proof": 14,
-    "provenance": 14,
-    "tools.editor": 14,
-    "tools.measure": 14,
-    "tools.init": 15,
-    "tools.launch": 15,
-    "tools.order": 15,
-    "tools.show": 15,
-    "tools.suggest": 15,
-    "api": 17,
-    "commands": 17,
-    "cli": 18,
-    "questions": 18,
-    "__init__": 19,
-    "__main__": 20,
-    "integrations": 20,
+    "compat": 2,
+    "model": 3,
+    "syntax": 3,
+    "ops": 4,
+    "proxy": 4,
+    "diffing": 5,
+    "ir": 5,
+    "elaborate": 6,
+    "infer": 6,
+    "checks": 7,
+    "tools.importers": 7,
+    "lowering": 8,
+    "emit": 9,
+    "runtime": 10,
+    "backends": 11,
+    "simulate": 11,
+    "budget": 12,
+    "tools.estimate": 13,
+    "compiler": 14,
+    "proof": 15,
+    "provenance": 15,
+    "tools.editor": 15,
+    "tools.measure": 15,
+    "tools.init": 16,
+    "tools.launch": 16,
+    "tools.order": 16,
+    "tools.show": 16,
+    "tools.suggest": 16,
+    "api": 18,
+    "commands": 18,
+    "cli": 19,
+    "questions": 19,
+    "__init__": 20,
+    "__main__": 21,
+    "integrations": 21,
 }
 FILES = sorted(PACKAGE.rglob("*.py"))
 
@@ -308,7 +309,7 @@ def test_few_files_know_a_backend():
     assert 5 < len(found) <= 10, sorted(found)
 
 
-def test_only_model_and_proxy_import_transformers():
+def test_only_compat_model_and_proxy_import_transformers():
     """And what is registered with its attention interface, which emitted scripts inline, and what
     is for its users.
     """
@@ -318,7 +319,40 @@ def test_only_model_and_proxy_import_transformers():
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             if any(n.split(".")[0] == "transformers" for n in names):
-                assert home(path) in ("model", "proxy"), path
+                assert home(path) in ("compat", "model", "proxy"), path
+
+
+LIBRARIES = {
+    *("accelerate", "bitsandbytes", "diffusers", "lightning", "megatron_fsdp", "peft", "torch"),
+    *("torchao", "transformers", "trl"),
+}
+_NO_PROMISE = {"transformers.conversion_mapping", "transformers.core_model_loading"}
+"""Modules of private names that no underscore marks."""
+
+
+def private_imports(path):
+    """(line, name) of each import of a private name or module of a library."""
+    for node in ast.walk(tree_of(path)):
+        names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{a.name}" for a in node.names]
+        for name in names:
+            first, *parts = name.split(".")
+            private = any(re.match("_[^_]", part) for part in parts)
+            unmarked = name.rpartition(".")[0] in _NO_PROMISE
+            if first in LIBRARIES and (private or unmarked):
+                yield node.lineno, name
+
+
+def test_private_names_of_libraries_are_imported_in_one_folder():
+    """Others import them from `planc.compat`, which refuses a version that lacks one."""
+    homes = {home(path) for path in FILES if any(private_imports(path))}
+    assert homes == {"compat"}, [
+        f"{path.relative_to(PACKAGE)}:{line} imports {name}"
+        for path in FILES
+        if home(path) != "compat"
+        for line, name in private_imports(path)
+    ]
 
 
 def test_every_test_is_collected(request):

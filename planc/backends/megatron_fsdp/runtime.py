@@ -68,7 +68,7 @@ def reshard(model: nn.Module) -> None:
     """Puts the shards in place, and makes the package record the chunk of each, once; every rank
     must call it.
     """
-    from megatron_fsdp.uneven_dtensor import update_uneven_dtensor_chunk_metadata
+    from planc.compat.megatron_fsdp import update_uneven_dtensor_chunk_metadata
 
     _wrapper(model)._replace_param_with_distributed_if_needed()
     for parameter in model.parameters():

@@ -14,6 +14,7 @@ from pathlib import Path
 from planc.emit.python.layout import Bracketed, lay
 
 _STANDALONE = Path(__file__).resolve().parents[2] / "runtime" / "standalone"
+_COMPAT = "planc.compat."
 _FILES = (
     "tensor_styles.py",
     "fsdp.py",
@@ -118,7 +119,42 @@ def definitions() -> dict[str, str]:
 
 @cache
 def _texts() -> tuple[str, ...]:
-    return tuple((_STANDALONE / file).read_text(encoding="utf-8") for file in _FILES)
+    return tuple(
+        library_imports((_STANDALONE / file).read_text(encoding="utf-8")) for file in _FILES
+    )
+
+
+def library_imports(text: str) -> str:
+    """Source that imports the names of `planc.compat` from the libraries that have them."""
+    lines = text.splitlines()
+    nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ImportFrom)]
+    for node in sorted(nodes, key=lambda node: node.lineno, reverse=True):
+        if (node.module or "").startswith(_COMPAT):
+            indent = " " * node.col_offset
+            lines[node.lineno - 1 : node.end_lineno] = [indent + line for line in _direct(node)]
+    return "\n".join(lines) + "\n"
+
+
+def _direct(node: ast.ImportFrom) -> Iterator[str]:
+    """The statements in place of one that imports from `planc.compat`, by module."""
+    homes = _library_names((node.module or "").removeprefix(_COMPAT))
+    found: dict[str, list[str]] = {}
+    for alias in node.names:
+        home, name = homes[alias.name]
+        found.setdefault(home, []).append(name if name == alias.name else f"{name} as {alias.name}")
+    yield from (f"from {home} import {', '.join(names)}" for home, names in sorted(found.items()))
+
+
+@cache
+def _library_names(file: str) -> dict[str, tuple[str, str]]:
+    """The module and the name there of each name that a file of `planc.compat` imports."""
+    text = (_STANDALONE.parents[1] / "compat" / f"{file}.py").read_text(encoding="utf-8")
+    nodes = (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ImportFrom))
+    return {
+        alias.asname or alias.name: (node.module or "", alias.name)
+        for node in nodes
+        for alias in node.names
+    }
 
 
 def global_names(source: str) -> set[str]:

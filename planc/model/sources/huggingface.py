@@ -389,7 +389,7 @@ def one_sequence_a_row() -> contextlib.AbstractContextManager[Any]:
     """Each row of a batch counts as one sequence: to find several, transformers reads data, which
     fake tensors do not have.
     """
-    from transformers import masking_utils
+    from planc.compat.transformers import masking_utils
 
     name = "find_packed_sequence_indices"
     return mock.patch.object(masking_utils, name, lambda *_args, **_kwargs: None)

@@ -86,7 +86,7 @@ def isolated() -> Iterator[None]:
     from torch.nn.modules import module as hooks
 
     with quiet_imports():
-        from transformers.integrations import hub_kernels
+        from planc.compat.transformers_kernels import hub_kernels, is_kernels_available
 
     count = 0
 
@@ -98,7 +98,7 @@ def isolated() -> Iterator[None]:
 
     with _ONE_AT_A_TIME, contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(constants, "HF_HUB_OFFLINE", True))
-        if hasattr(hub_kernels, "get_kernel_hub"):  # where the package `kernels` is installed
+        if is_kernels_available():
             stack.enter_context(mock.patch.object(hub_kernels, "get_kernel_hub", _refused))
         for register in (
             hooks.register_module_module_registration_hook,
@@ -115,18 +115,16 @@ def import_models() -> None:
     does not know the folder again by the path of the folder's `__init__.py`.
     """
     import transformers
-    from transformers.utils import import_utils
 
-    name = "create_import_structure_from_path"
-    read, models = getattr(import_utils, name, None), Path(transformers.__file__).parent / "models"
+    from planc.compat.transformers_imports import import_utils
+
+    read = import_utils.create_import_structure_from_path
+    models = Path(transformers.__file__).parent / "models"
 
     def remembered(path: Any) -> Any:
-        assert read is not None
         return read(models if Path(path) == models / "__init__.py" else path)
 
-    with contextlib.ExitStack() as stack:
-        if read is not None:
-            stack.enter_context(mock.patch.object(import_utils, name, remembered))
+    with mock.patch.object(import_utils, read.__name__, remembered):
         import transformers.models
 
 

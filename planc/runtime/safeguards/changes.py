@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree
 
+from planc.compat.fakes import FakeTensor
+from planc.compat.recompute import CheckpointWrapper
+from planc.compat.trees import _pytree
 from planc.diagnostics.diagnostic import PlanError
 from planc.ops.base import AxisRole
 from planc.ops.lowered import Lowered

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils import _pytree
 from torch.utils.hooks import RemovableHandle
 
+from planc.compat.trees import _pytree
 from planc.diagnostics.diagnostic import PlanError, one_of
 from planc.ops.base import AxisRole
 from planc.ops.context import ContextParallel

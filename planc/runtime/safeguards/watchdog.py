@@ -26,9 +26,9 @@ from typing import Any
 
 import torch
 from torch import distributed
-from torch._C import _distributed_c10d as recorder
-from torch.distributed import distributed_c10d
 
+from planc.compat.collectives import _distributed_c10d as recorder
+from planc.compat.collectives import distributed_c10d
 from planc.files.atomic_write import write
 from planc.ops.lowered import Lowered
 

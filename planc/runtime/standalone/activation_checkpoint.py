@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-import torch.utils._python_dispatch
-import torch.utils._pytree
 import torch.utils.checkpoint
 from torch import Tensor
 from torch.distributed.tensor import DTensor

@@ -383,7 +383,7 @@ class ContextParallel:
 
     def _own_attention(self, module: nn.Module) -> Callable[..., Any]:
         """The function that the model would have called."""
-        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+        from planc.compat.transformers import ALL_ATTENTION_FUNCTIONS
 
         name = self.implementation(getattr(module, "config", None))
         if name != "eager":
@@ -454,8 +454,7 @@ def by_name(signature: inspect.Signature, args: Any, kwargs: Any) -> dict[str, A
 
 def register() -> None:
     """Makes transformers call the functions of this file."""
-    from transformers import masking_utils
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+    from planc.compat.transformers import ALL_ATTENTION_FUNCTIONS, masking_utils
 
     ALL_ATTENTION_FUNCTIONS.register(CONTEXT, context_attention)
     masking_utils.ALL_MASK_ATTENTION_FUNCTIONS.register(CONTEXT, context_mask)

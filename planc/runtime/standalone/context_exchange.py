@@ -9,8 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
+from planc.compat.meshes import DeviceMesh
 from planc.runtime.standalone.collectives import GatherSequence, swapped
 from planc.runtime.standalone.context_ring import OTHERS, MaskUnread, Ring
 from planc.runtime.standalone.context_tokens import ContextError

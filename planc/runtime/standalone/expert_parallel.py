@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
+from planc.compat.meshes import DeviceMesh
 from planc.runtime.standalone.collectives import Exchange, Sending, Sizes, all_gather
 from planc.runtime.standalone.tensor_styles import distribute, rank_part, with_views
 

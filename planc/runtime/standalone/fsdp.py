@@ -74,7 +74,7 @@ def spread(
         shard = split(parameter) if split else None
         if info is None:
             return shard
-        from torch.distributed.fsdp._fully_shard import _fsdp_common
+        from planc.compat.fsdp import _fsdp_common
 
         return _fsdp_common.ShardPlacementResult(shard, info)
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, inject_adapter_in_model
-from peft.tuners.lora.dora import DoraLinearLayer
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+from planc.compat.peft import DoraLinearLayer
 from planc.runtime.standalone.lora_init import (
     initialize_adapters,
     initialize_magnitudes,

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor, nn
 from torchao.float8 import Float8LinearConfig, precompute_float8_dynamic_scale_for_fsdp
 from torchao.float8.float8_linear import Float8Linear
-from torchao.float8.float8_ops import FLOAT8_OPS_TABLE
-from torchao.prototype.moe_training.config import (
+from torchao.quantization import quantize_
+
+from planc.compat.torchao import (
+    FLOAT8_OPS_TABLE,
     MXFP8TrainingOpConfig,
     MXFP8TrainingRecipe,
 )
-from torchao.quantization import quantize_
 
 
 def fp8_linear(

@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp._fully_shard import _fsdp_param_group
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
+from planc.compat.fsdp import TrainingState, _fsdp_param_group
 from planc.runtime.standalone.shards import fsdp_units, groups_of, reshard_units
 
 JOINED = "_joined_passes"

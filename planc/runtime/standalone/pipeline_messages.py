@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.utils._pytree import (
+
+from planc.compat.trees import (
     tree_flatten,
     tree_unflatten,
     treespec_dumps,

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import P2POp
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.pipelining import schedules
-from torch.distributed.pipelining.stage import _PipelineStageBase
 
+from planc.compat.fsdp import FSDPModule
+from planc.compat.pipelines import _PipelineStageBase, schedules
 from planc.runtime.standalone.pipeline import Stages, local_of
 from planc.runtime.standalone.pipeline_messages import HEADER, Message, laid_out, trains
 

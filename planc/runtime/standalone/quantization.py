@@ -9,8 +9,8 @@ from bitsandbytes import matmul_4bit
 from bitsandbytes.functional import quantize_4bit
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from planc.compat.dtensor import compute_local_shape_and_global_offset
 from planc.runtime.standalone.shards import Runs, part_of, slices_of
 
 

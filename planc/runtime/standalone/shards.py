@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor._redistribute import (
+from torch.distributed.tensor.placement_types import Placement
+
+from planc.compat.dtensor import (
     disable_redistribute_transform_optimization,
 )
-from torch.distributed.tensor.placement_types import Placement
+from planc.compat.fsdp import FSDPModule
 
 Runs = tuple[tuple[int, int], ...]
 """The ranges [start, stop) of a dim of the full tensor that a rank holds."""

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import (
     DTensor,
     Partial,
@@ -17,8 +16,10 @@ from torch.distributed.tensor import (
     distribute_module,
     distribute_tensor,
 )
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
+
+from planc.compat.dtensor import ColwiseParallel, ParallelStyle
+from planc.compat.meshes import DeviceMesh
 
 Parts = int | Sequence[int]
 """The number of equal parts that are concatenated along a dim, or the size of each."""
@@ -420,8 +421,7 @@ def enable_async_tp(mesh: DeviceMesh) -> None:
     if mesh.device_type != "cuda":
         text = "asynchronous tensor parallelism needs CUDA: symmetric memory is on GPUs"
         raise ValueError(f"{text}, and the device is {mesh.device_type}")
-    import torch._inductor.config
-    from torch.distributed import _symmetric_memory
+    from planc.compat.compiler import _symmetric_memory, inductor_config
 
-    torch._inductor.config._micro_pipeline_tp = True
+    inductor_config._micro_pipeline_tp = True
     _symmetric_memory.enable_symm_mem_for_group(mesh.get_group().group_name)

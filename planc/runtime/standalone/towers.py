@@ -16,8 +16,8 @@ from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
-from torch.utils import _pytree
 
+from planc.compat.trees import _pytree
 from planc.runtime.standalone.collectives import all_gather
 from planc.runtime.standalone.images import (
     OF_IMAGES,

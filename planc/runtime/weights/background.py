@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed
-from torch.utils._pytree import tree_map
 
+from planc.compat.trees import tree_map
 from planc.diagnostics.diagnostic import Diagnostic, PlanError, first_line
 from planc.runtime.preconditions import problem
 from planc.runtime.standalone.dcp_chunks import Pieces

@@ -16,9 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 from torch.distributed import checkpoint
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
-from torch.distributed.checkpoint.filesystem import _StorageInfo, _StoragePrefix
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -32,6 +30,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from planc.compat.checkpoint_files import _StorageInfo, _StoragePrefix, flatten_state_dict
 from planc.runtime.garbage import without_collection
 from planc.runtime.preconditions import of_all_ranks
 from planc.runtime.standalone import shards

@@ -71,7 +71,7 @@ def _count(facts: Facts, sink: Sink, job: MicroBatch, attention: str) -> Counted
     values = _with_few_layers(facts.config, depth)
     try:
         with importing():
-            from torch._subclasses.fake_tensor import FakeTensorMode
+            from planc.compat.fakes import FakeTensorMode
 
             prepared = prepare(config_of(values, "the model with few layers"), sink)
         if prepared is None:
@@ -275,7 +275,8 @@ class _Recorder:
 def _bytes(args: Any, out: Any) -> int:
     """Bytes that an operator reads and writes; 0 for a view."""
     import torch
-    from torch.utils._pytree import tree_leaves
+
+    from planc.compat.trees import tree_leaves
 
     read = [a for a in tree_leaves(args) if isinstance(a, torch.Tensor)]
     storages = {a.untyped_storage()._cdata for a in read}
@@ -288,8 +289,8 @@ def _bytes(args: Any, out: Any) -> int:
 
 def _mode(recorder: _Recorder) -> Any:
     import torch
-    from torch.utils._python_dispatch import TorchDispatchMode
 
+    from planc.compat.trees import TorchDispatchMode
     from planc.proxy.fakes import on_fakes
 
     class Mode(TorchDispatchMode):  # type: ignore[misc]

@@ -15,15 +15,14 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
-from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import SAC_IGNORED_OPS
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
+from planc.compat.collectives import AsyncCollectiveTensor
+from planc.compat.fsdp import FSDPState
+from planc.compat.recompute import CheckpointWrapper
+from planc.compat.trees import TorchDispatchMode, tree_leaves, tree_map_only
 from planc.ops.activation_checkpoint import GROUPS
 from planc.runtime.standalone.activation_checkpoint import draws
 

@@ -17,8 +17,8 @@ from unittest import mock
 
 import torch
 from torch import Tensor, distributed
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from planc.compat.fakes import unset_fake_temporarily
 from planc.model.sources.huggingface import one_sequence_a_row, uncounted_images
 from planc.runtime import training_step
 from planc.runtime.run import Run

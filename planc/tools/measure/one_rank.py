@@ -27,16 +27,15 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 import torch
-import torch._dynamo  # an optimizer imports it in its first step
 from torch import Tensor, distributed, nn
-from torch._subclasses.fake_tensor import (
+
+from planc.compat.fake_ranks import FakeStore  # and _dynamo, which a first step would import
+from planc.compat.fakes import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensorMode,
     unset_fake_temporarily,
 )
-from torch.testing._internal.distributed.fake_pg import FakeStore
-
 from planc.diagnostics.diagnostic import Sink
 from planc.model.config import config_of
 from planc.model.facts import generic

@@ -13,12 +13,11 @@ from unittest import mock
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._sharding_prop import ShardingPropagator
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from planc.compat.dtensor import ShardingPropagator
+from planc.compat.fakes import FakeTensor
+from planc.compat.trees import TorchDispatchMode, tree_leaves
 from planc.proxy.fakes import on_fakes
 from planc.runtime.standalone import kept_states
 from planc.tools.measure.ledger import Ledger

@@ -1,0 +1,20 @@
+"""A process group whose ranks are threads; its import takes long."""
+
+from planc.compat.names import private_names, require, require_assigned
+
+with private_names("torch"):
+    from torch._C import _distributed_c10d
+    from torch.testing._internal.distributed import multi_threaded_pg
+    from torch.testing._internal.distributed.multi_threaded_pg import Collective, ret_work
+
+require("torch", _distributed_c10d, "_set_thread_isolation_mode")
+require("torch", multi_threaded_pg, "_install_threaded_pg", "_uninstall_threaded_pg")
+require(
+    *("torch", multi_threaded_pg.ProcessLocalGroup, "_start_coll", "_terminate"),
+    *("exception_handle", "reset"),
+)
+require("torch", Collective, "join")
+require_assigned("torch", Collective, "_count", "_done", "_world_size")
+
+
+__all__ = ["Collective", "multi_threaded_pg", "ret_work"]
