@@ -7,7 +7,6 @@ with private_names("transformers"):
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import (
         WeightConverter,
-        apply_converters,
         rename_source_key,
         revert_weight_conversion,
     )
@@ -25,7 +24,6 @@ require(
 __all__ = [
     "ALL_ATTENTION_FUNCTIONS",
     "WeightConverter",
-    "apply_converters",
     "get_model_conversion_mapping",
     "masking_utils",
     "rename_source_key",

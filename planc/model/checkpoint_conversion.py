@@ -72,8 +72,8 @@ class HubNames:
             return [(name,) for name in names]
         from planc.compat.transformers import (
             WeightConverter,
-            apply_converters,
             get_model_conversion_mapping,
+            rename_source_key,
         )
 
         every = getattr(self._plain, "_weight_conversions", None)
@@ -82,7 +82,7 @@ class HubNames:
         back = [c.reverse_transform() for c in every[::-1] if isinstance(c, WeightConverter)]
         groups: dict[str, list[str]] = {}
         for name in names:
-            groups.setdefault(apply_converters(name, back)[0], []).append(name)
+            groups.setdefault(rename_source_key(name, [], back)[0], []).append(name)
         return [tuple(group) for group in groups.values()]
 
     def stored(self, tensors: Mapping[str, Any]) -> dict[str, Any]:

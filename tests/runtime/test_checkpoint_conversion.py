@@ -9,7 +9,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from planc.diagnostics.diagnostic import Diagnostic
-from planc.model.checkpoint_conversion import Recipe, recipes
+from planc.model.checkpoint_conversion import HubNames, Recipe, recipes
 from planc.runtime.standalone.safetensors_files import StoredTensor, tensors_in_folder
 from planc.runtime.standalone.shards import named_tensors
 from planc.runtime.weights.loading import _converted, checked
@@ -144,6 +144,18 @@ def test_a_swap_of_dims(tmp_path):
     got = torch.zeros(2, 2, 3)
     stored.copy_to(got, (((0, 2),), ((1, 2), (3, 4)), ((0, 3),)))
     assert torch.equal(got, values.transpose(1, 2)[:, [1, 3]])
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "llama"])
+def test_groups_that_are_stored_one_by_one_make_the_whole_checkpoint(family):
+    model = build(family)
+    names, state = HubNames(model), model.state_dict()
+    groups, whole = names.converted_together([*state]), names.stored(state)
+    assert sorted(name for group in groups for name in group) == sorted(state)
+    parts = [names.stored({name: state[name] for name in group}) for group in groups]
+    assert sum(map(len, parts)) == len(whole)
+    for part in parts:
+        assert all(torch.equal(value, whole[name]) for name, value in part.items())
 
 
 def test_a_model_of_ones_own_keeps_its_names(tmp_path):
