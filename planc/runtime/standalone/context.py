@@ -28,6 +28,7 @@ from planc.runtime.standalone.context_exchange import (
 from planc.runtime.standalone.context_positions import (
     UPDATE,
     PartCache,
+    cache_argument,
     cache_readers,
     counting_of,
     names_in,
@@ -238,9 +239,9 @@ class ContextParallel:
             raise ContextError("positions are looked up outside of the model's forward")
         return args, {**kwargs, "position_ids": self.positions}
 
-    def _answer(self, _layer: nn.Module, args: Any, kwargs: Any) -> Any:
+    def _answer(self, layer: nn.Module, args: Any, kwargs: Any) -> Any:
         hidden = next(v for v in (*args, *kwargs.values()) if isinstance(v, Tensor))
-        return args, {**kwargs, "past_key_values": PartCache(self, hidden)}
+        return args, {**kwargs, cache_argument(layer): PartCache(self, hidden)}
 
     def gathered(self, part: Tensor) -> Tensor:
         """A tensor `[rows, heads, tokens, ...]` of all ranks, rank by rank."""

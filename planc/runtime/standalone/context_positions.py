@@ -66,12 +66,14 @@ def position_tables(model: nn.Module) -> list[nn.Module]:
     """
     if "position_ids" in inspect.signature(model.forward).parameters:
         return []
-    wanted = {"position_ids", "past_key_values_length"}
-    return [
-        module
-        for module in model.modules()
-        if wanted <= {*inspect.signature(type(module).forward).parameters}
-    ]
+    # transformers 5.24 renamed `past_key_values_length`
+    lengths = {"past_key_values_length", "cache_length"}
+    tables = []
+    for module in model.modules():
+        taken = inspect.signature(type(module).forward).parameters
+        if "position_ids" in taken and not lengths.isdisjoint(taken):
+            tables.append(module)
+    return tables
 
 
 def cache_readers(model: nn.Module) -> list[nn.Module]:
@@ -81,6 +83,15 @@ def cache_readers(model: nn.Module) -> list[nn.Module]:
     models = {*inner_models(model)}
     asked = ("get_seq_length", UPDATE)
     return [m for m in model.modules() if m not in models and names_in(m, *asked)]
+
+
+def cache_argument(layer: nn.Module) -> str:
+    """The name of the cache among the arguments of a layer.
+
+    transformers 5.24 renamed it, and where a call has both names it drops the old one.
+    """
+    taken = inspect.signature(type(layer).forward).parameters
+    return "cache" if "cache" in taken else "past_key_values"
 
 
 class PartCache:
@@ -95,7 +106,7 @@ class PartCache:
     def __init__(self, context: Any, hidden: Tensor) -> None:
         self.context, self.hidden = context, hidden
 
-    def get_seq_length(self, *_: Any) -> Tensor:
+    def get_seq_length(self, *_: Any, **__: Any) -> Tensor:
         """The number of tokens of other ranks before each token of this rank."""
         own, context = self.hidden.shape[1], self.context
         if context.tokens is not None and context.tokens.several():
@@ -105,11 +116,13 @@ class PartCache:
         first = torch.arange(own, device=order.device)
         return order.view(-1, own)[context.rank] - first
 
-    def update(self, keys: Tensor, values: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, keys: Tensor, values: Tensor, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
         """This rank's alone: attention gathers the others."""
         return keys, values
 
-    def update_indexer(self, keys: Tensor, *_: Any) -> Tensor:
+    def update_indexer(self, keys: Tensor, *_: Any, **__: Any) -> Tensor:
         """The keys of all ranks, `[rows, tokens, features]`."""
         if self.context.keys.heads > 1 or self.context.others:
             raise ContextError("an indexer chooses keys: use `attention = all_gather`")
