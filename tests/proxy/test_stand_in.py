@@ -340,7 +340,7 @@ def test_a_class_of_the_folder_is_proved_and_not_the_one_of_its_name(tmp_path, m
     assert verdicts == {False: "proved", True: "refuted"}
 
 
-# Assumptions of docs/proof.md --------------------------------------------------------------------
+# Assumptions of docs/proof-details.md ------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
