@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 from planc.version import VERSION as __version__
 
 if TYPE_CHECKING:
-    from planc.api import apply, check, diff, lower
+    from planc.answers.apply import apply, check, diff, lower
+    from planc.answers.estimate import estimate, init, measure, verify, why
     from planc.diagnostics.diagnostic import PlanError
-    from planc.questions import estimate, init, measure, verify, why
 
 __all__ = [
     "PlanError",
@@ -31,8 +31,8 @@ __all__ = [
 ]
 
 _HOME = {
-    **dict.fromkeys(("apply", "check", "diff", "lower"), "planc.api"),
-    **dict.fromkeys(("estimate", "init", "measure", "verify", "why"), "planc.questions"),
+    **dict.fromkeys(("apply", "check", "diff", "lower"), "planc.answers.apply"),
+    **dict.fromkeys(("estimate", "init", "measure", "verify", "why"), "planc.answers.estimate"),
     "PlanError": "planc.diagnostics.diagnostic",
 }
 

@@ -1,10 +1,10 @@
-"""Shows results of `planc.api` in `print` and in notebooks."""
+"""Shows results of `planc.answers` in `print` and in notebooks."""
 
 from collections.abc import Callable
 from typing import Any
 
 DRAW: list[Callable[[Any], str]] = []
-"""The function that draws a result; `planc.api` adds it, so that no result depends on pictures."""
+"""The function that draws a result; `planc.answers` adds it, so that no result depends on pictures."""
 TEXT: list[Callable[[Any], str]] = []
 """The function that writes a result as the terminal shows it, added in the same way."""
 

@@ -18,7 +18,7 @@ from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 from transformers.models.llama import modeling_llama
 
 import planc
-from planc import api
+from planc.answers import apply as api
 from planc.model.own_code import own_code
 from planc.proof import small_case
 from planc.proof.in_subprocess import prove_in_subprocess

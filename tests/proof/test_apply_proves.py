@@ -12,7 +12,7 @@ from torch import distributed
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import planc
-from planc import api
+from planc.answers import apply as api
 from planc.compiler import compile_plan
 from planc.diagnostics.diagnostic import PlanError, Sink
 from planc.model.facts import Facts

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional
 
 import planc
-from planc import api
+from planc.answers import apply as api
 from planc.diagnostics.diagnostic import Sink
 from planc.proof.layout_flow import flow
 from planc.proxy.user_model import copies_of

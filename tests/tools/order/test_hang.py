@@ -21,7 +21,7 @@ import pytest
 from console import call
 from hanging import SIZES
 
-from planc import api
+from planc.answers import apply as api
 from planc.compiler import compile_plan
 from planc.diagnostics.diagnostic import Sink
 from planc.model.load import load_values

@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import planc
 from planc.model import cache
+from planc.ops.document import digest
 
 RUN = ("model", "qwen3", "--world-size", "4", "--set", "tp=2")
 SETTINGS = {"world_size": 4, "overrides": {"tp": 2}}
@@ -240,7 +241,7 @@ def test_a_summary_is_json_for_trackers(folder, caplog):
     found = json.loads(json.dumps(run.summary()))
     assert found == run.summary()
     lowered = planc.lower(model_like(), "qwen3", **SETTINGS)
-    assert found["digest"] == run.digest == planc.api.digest(lowered)
+    assert found["digest"] == run.digest == digest(lowered)
     assert found["plan"] == "qwen3" and len(found["plan_digest"]) == 64
     assert found["mesh"] == {"dp_replicate": 1, "dp_shard": 2, "tp": 2}
     assert found["sets"] == {"tp": "2"} and found["world_size"] == 4

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from planc.api import Overrides, compiled_for, model_of, settings_of
+from planc.answers.apply import Overrides, compiled_for, model_of, settings_of
 from planc.diagnostics.diagnostic import PlanError, Sink
 
 if TYPE_CHECKING:

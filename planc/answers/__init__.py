@@ -1,0 +1,1 @@
+"""The answers of planc, each written once: the Python API and the commands call them."""
