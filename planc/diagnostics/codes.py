@@ -150,6 +150,7 @@ _ROWS: tuple[tuple[str, str, Phase, str], ...] = (
     ("PL419", "warning", "plan", "the model is not an FSDP unit"),
     ("PL420", "warning", "plan", "an optimizer that steps parameters in 16 bits"),
     ("PL421", "info", "plan", "16 bits for parameters that the model keeps in float32"),
+    ("PL422", "error", "runtime", "a loss that shifts a part of a sequence"),
     ("PL425", "error", "runtime", "modules or parameters changed after the plan was applied"),
     ("PL426", "error", "runtime", "gradients of shards that autograd does not compute"),
     ("PL427", "error", "runtime", "a norm of the gradients of one pipeline stage"),

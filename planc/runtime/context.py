@@ -3,11 +3,12 @@
 from collections.abc import Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from planc.diagnostics.diagnostic import one_of
+from planc.runtime.counted_labels import NEXT_LABELS, rule_of
 from planc.runtime.preconditions import stop
-from planc.runtime.safeguards.inputs import SameRows, leaves_of
+from planc.runtime.safeguards.inputs import PassComparison, SameRows, leaves_of
 from planc.runtime.safeguards.leaking_rows import refuse
 from planc.runtime.script_line import script_line
 from planc.runtime.standalone.context import CONTEXT
@@ -17,8 +18,10 @@ _OF_KERNELS = ("cu_seq", "max_length_", "seq_idx")
 """The first characters of arguments that tell kernels where the documents of a batch begin."""
 
 
-def rank_part(model: nn.Module, batch: Mapping[str, Any], same: SameRows | None) -> dict[str, Any]:
-    """This rank's part of a batch, as of `Run.batch`."""
+def rank_part(
+    model: nn.Module, batch: Mapping[str, Any], same: SameRows | None, first: PassComparison
+) -> dict[str, Any]:
+    """This rank's part of a batch, as of `Run.batch`; `first` compares the labels of its loss."""
     if same is not None:
         same.before(leaves_of((), batch))
     context = model.__dict__.get(CONTEXT)
@@ -28,6 +31,7 @@ def rank_part(model: nn.Module, batch: Mapping[str, Any], same: SameRows | None)
         refuse(model, batch)
     try:
         part: dict[str, Any] = context.batch(batch)
+        first.next_labels = _next_labels(model, batch, part)
     except ContextError as error:
         raise stop(
             "PL544",
@@ -36,6 +40,25 @@ def rank_part(model: nn.Module, batch: Mapping[str, Any], same: SameRows | None)
             help=_advice(batch),
         ) from error
     return part
+
+
+def _next_labels(
+    model: nn.Module, batch: Mapping[str, Any], part: Mapping[str, Any]
+) -> Tensor | None:
+    """The label of the token after each one of a rank's part, in the whole sequence; the next ids
+    if the batch has no labels. None if the model predicts no next tokens.
+
+    Args:
+        batch: of all ranks.
+        part: of it, as of `rank_part`.
+    """
+    if not rule_of(model).shifted:
+        return None
+    ids = batch.get("input_ids")
+    if part.get(NEXT_LABELS) is not None or ids is None:
+        return part.get(NEXT_LABELS)
+    labels: Tensor = model.__dict__[CONTEXT].batch({**batch, "labels": ids})[NEXT_LABELS]
+    return labels
 
 
 def _advice(batch: Mapping[str, Any]) -> str:

@@ -25,6 +25,7 @@ from planc.proxy.user_model import TARGETS
 from planc.runtime import training_step
 from planc.runtime.gradients import mean_over
 from planc.runtime.run import Run
+from planc.runtime.safeguards import inputs, loss_rows
 from planc.runtime.standalone.context_tokens import next_labels
 from planc.runtime.standalone.pipeline_schedule import OF_THE_LOSS
 from planc.simulate.thread_ranks import run_ranks
@@ -400,3 +401,224 @@ def test_a_label_of_another_loss_is_an_error_in_chunks_too(settings):
 
     assert run_ranks(2, rank, seconds=60) is None
     assert told == dict.fromkeys(range(2), "a label is neither ignored nor in [0, 128)")
+
+
+# A loss that the script computes of logits --------------------------------------------------------
+
+
+def logit_gradient(loss, labels):
+    """Logits of 2 rows of 5 tokens, and their gradient."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(2, 5, 7, generator=generator, requires_grad=True)
+    loss(logits.flatten(0, 1), labels.flatten()).backward()
+    return logits.detach(), logits.grad
+
+
+LABELS = torch.tensor([[1, 2, 3, 4, -100], [-100, 6, 0, 1, -100]])
+
+
+def of_own_code(logits, labels):
+    chosen = logits.log_softmax(-1).gather(-1, labels.clamp(min=0)[:, None])[:, 0]
+    return -(chosen * (labels >= 0)).mean()
+
+
+@pytest.mark.parametrize(
+    ("loss", "weight"),
+    [
+        (functional.cross_entropy, 1 / 7),
+        (lambda *given: 3 * functional.cross_entropy(*given, reduction="sum"), 3.0),
+        (of_own_code, 1 / 10),
+        (lambda *given: functional.cross_entropy(*given, label_smoothing=0.01), 0.99 / 7),
+    ],
+)
+def test_a_cross_entropy_is_known_by_the_gradient_of_logits(loss, weight, monkeypatch):
+    logits, gradient = logit_gradient(loss, LABELS)
+    for entries in (7, 2**20):  # in chunks of a token, and in one
+        monkeypatch.setattr(loss_rows, "_ENTRIES", entries)
+        tokens, found, strayed = loss_rows.measured(logits, gradient, LABELS).tolist()
+        assert (tokens, strayed) == (7, 0)
+        assert found == pytest.approx(weight, rel=0.01)
+    gradient[0, 0] *= 3  # tokens with weights of their own
+    assert loss_rows.measured(logits, gradient, None)[0] == 7
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda logits, labels: logits.square().mean(),
+        lambda logits, labels: -functional.cross_entropy(logits, labels),
+        lambda logits, labels: functional.cross_entropy(logits / 4, labels),
+        lambda logits, labels: (logits.softmax(-1) - 1 / 7).square().sum(),
+        lambda logits, labels: 0 * logits.sum(),
+    ],
+)
+def test_another_loss_is_not_known(loss):
+    assert loss_rows.measured(*logit_gradient(loss, LABELS), LABELS).tolist() == [-1, 0, 0]
+
+
+def test_labels_that_are_not_those_of_the_next_tokens_are_counted():
+    def strayed(taken):
+        return loss_rows.measured(*logit_gradient(functional.cross_entropy, taken), LABELS)[2]
+
+    other = LABELS.clone()
+    other[0, 1] = 5
+    assert strayed(other) == 1
+    other[0, 4] = 0  # the last of a row has no label
+    assert strayed(other) == 2
+    assert strayed(torch.full((2, 5), 5)) == 0  # of another kind
+    fewer = LABELS.clone()
+    fewer[0, :2] = -100  # a mask of the script
+    assert strayed(fewer) == 0
+    part = torch.tensor([[1, 2, 3, 4, 5], [2, 6, 0, 1, -100]])
+    shifted = part.clone()
+    shifted[:, -1] = -100
+    found = logit_gradient(functional.cross_entropy, shifted)
+    assert loss_rows.measured(*found, part)[2] == 1
+
+
+@pytest.mark.parametrize(
+    ("ranks", "means"),
+    [
+        ([(10, 0.1, 0), (20, 0.05, 0)], True),
+        ([(10, 0.1, 0), (20, 0.1, 0)], False),
+        ([(10, 0.1, 0), (10, 0.1, 0)], False),
+        ([(10, 0.1, 0), (-1, 0, 0)], False),
+        ([(4096, 1 / 4096, 0), (4095, 1 / 4095, 0)], True),
+        ([(10, 0.3, 0), (20, 0.1, 0)], False),
+    ],
+)
+def test_means_of_unequal_numbers_of_tokens(ranks, means):
+    assert loss_rows.own_means([loss_rows.LossRows(*rank) for rank in ranks]) == means
+
+
+def mean(run, logits, labels):
+    return functional.cross_entropy(logits, labels)
+
+
+def weighed(run, logits, labels):
+    """The sum over the number of all ranks, without a call of planc."""
+    count = mean_over((labels != -100).sum().float(), run.data_mesh)
+    return functional.cross_entropy(logits, labels, reduction="sum") / count
+
+
+def shifted(run, part, loss):
+    logits = run.model(input_ids=part["input_ids"], position_ids=part.get("position_ids")).logits
+    targets = part["labels"][:, 1:].flatten()
+    return loss(run, logits[:, :-1].flatten(0, 1), targets)
+
+
+def given_next(run, part, loss):
+    logits = run.model(input_ids=part["input_ids"], position_ids=part["position_ids"]).logits
+    return loss(run, logits.flatten(0, 1), part["shift_labels"].flatten())
+
+
+def ids_alone(run, part, loss):
+    """Labels that planc is not told of."""
+    logits = run.model(**{n: v for n, v in part.items() if n != "labels"}).logits
+    return loss(run, logits[:, :-1].flatten(0, 1), part["input_ids"][:, 1:].flatten())
+
+
+def script_rows(number, data_rank, *, labeled=True):
+    generator = torch.Generator().manual_seed(10 * number + data_rank)
+    tokens = torch.randint(0, 128, (2, 16), generator=generator)
+    labels = tokens.clone()
+    labels[:, : 3 + 6 * data_rank] = -100
+    return {"input_ids": tokens, "labels": labels} if labeled else {"input_ids": tokens}
+
+
+PARTS = """plan parts for llama
+
+mesh {
+    dp_shard = auto
+    cp       = 2
+}
+
+context on cp {
+    balance = BALANCE
+}
+
+fsdp on dp_shard * cp {
+    precision(param = fp32, reduce = fp32)
+    root : unit
+}
+"""
+
+
+def with_script_loss(plan, step, monkeypatch, *, labeled=True, passes=2):
+    """The codes that are logged in some passes of a script's own loss, the error of gradients of
+    the first, and what a rank raises.
+    """
+    told, errors = [], {}
+    monkeypatch.setattr(inputs, "warning", lambda code, *_, **__: told.append(code))
+    single = numerics.build("llama")
+    rows = [script_rows(0, rank) for rank in range(2 if plan == "llama" else 1)]
+    whole = {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
+    single(**(whole if labeled else {**whole, "labels": whole["input_ids"]})).loss.backward()
+    right = {name: p.grad for name, p in single.named_parameters()}
+    models = [numerics.build("llama") for _ in range(2)]
+
+    def rank(number):
+        overrides = ["param_dtype=fp32", "reduce_dtype=fp32"] if plan == "llama" else []
+        options = {"device_type": "cpu", "require": "nothing", "compare": 2}
+        run = planc.apply(models[number], plan, overrides=overrides, **options)
+        for at in range(passes):
+            run.model.zero_grad()
+            batch = script_rows(at, run.data_rank, labeled=labeled)
+            step(run, batch).backward()
+            named = ((numerics.plain(n), p.grad) for n, p in run.model.named_parameters())
+            if at == 0:
+                errors[number] = max(numerics.error(numerics.whole(g), right[n]) for n, g in named)
+
+    failure = run_ranks(2, rank, seconds=60)
+    return told, max(errors.values()), failure and failure.error
+
+
+@pytest.fixture
+def parts(tmp_path):
+    def plan(balance="head_tail"):
+        path = tmp_path / "parts.plan"
+        path.write_text(PARTS.replace("BALANCE", balance))
+        return path
+
+    return plan
+
+
+@pytest.mark.parametrize(("loss", "codes"), [(mean, ["PL478"] * 2), (weighed, [])])
+def test_a_mean_of_means_of_a_script_is_reported(loss, codes, monkeypatch):
+    def step(run, batch):
+        return shifted(run, run.batch(batch), loss)
+
+    told, error, raised = with_script_loss("llama", step, monkeypatch)
+    assert raised is None and told == codes
+    assert error > 0.1 if codes else error < 1e-4
+
+
+@pytest.mark.parametrize("balance", ["head_tail", "none"])
+@pytest.mark.parametrize("labeled", [True, False])
+def test_a_part_of_a_sequence_that_a_script_shifts_is_refused(balance, labeled, parts, monkeypatch):
+    def step(run, batch):
+        part = run.batch(batch)
+        return (shifted if labeled else ids_alone)(run, part, mean)
+
+    _, error, raised = with_script_loss(parts(balance), step, monkeypatch, labeled=labeled)
+    assert error > 1e-3
+    assert isinstance(raised, planc.PlanError) and "PL422" in str(raised)
+    assert "test_counted_labels.py" in str(raised)
+
+
+def test_the_labels_of_next_tokens_are_right_in_a_loss_of_a_script(parts, monkeypatch):
+    def step(run, batch):
+        count = run.num_items_in_batch(batch)
+        logits = given_next(run, run.batch(batch), lambda _, *given: given)
+        return functional.cross_entropy(*logits, reduction="sum") / count
+
+    told, error, raised = with_script_loss(parts(), step, monkeypatch)
+    assert raised is None and told == [] and error < 1e-4
+
+
+def test_a_mean_over_the_tokens_of_a_part_is_reported(parts, monkeypatch):
+    def step(run, batch):
+        return given_next(run, run.batch(batch), mean)
+
+    told, error, raised = with_script_loss(parts(), step, monkeypatch)
+    assert raised is None and error > 1e-3 and told == ["PL478"] * 2

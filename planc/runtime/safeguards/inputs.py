@@ -28,6 +28,16 @@ from planc.runtime.counted_labels import IGNORE_INDEX, NEXT_LABELS, rule_of
 from planc.runtime.meshes import Meshes, rows_of
 from planc.runtime.preconditions import stop, warning
 from planc.runtime.safeguards.checksums import difference, plain, tensor_sum, text_sum
+from planc.runtime.safeguards.loss_rows import (
+    NUMBERS as LOSS_NUMBERS,
+)
+from planc.runtime.safeguards.loss_rows import (
+    LossRowsOfPass,
+    logits_of,
+    nothing_sent,
+    own_means,
+    received,
+)
 from planc.runtime.safeguards.weights import SameWeights
 from planc.runtime.script_line import script_line
 from planc.runtime.standalone.collectives import all_gather
@@ -170,7 +180,8 @@ def _innermost(lowered: Lowered, meshes: Meshes) -> DeviceMesh | None:
 class PassComparison:
     """The comparisons of ranks before the passes of a model: the values that must be equal (`rows`,
     `weights`), in training passes the kinds of inputs that data ranks pass (`kinds`), and in the
-    first `passes` of these whether they read different rows (`data`).
+    first `passes` of these whether they read different rows (`data`), and the labels that their
+    losses count.
 
     A pass without gradients may be one data rank's own, such as a sample that it generates, so the
     others are not waited for.
@@ -181,9 +192,12 @@ class PassComparison:
     data: DeviceMesh | None = None
     kinds: Hook | None = None
     weights: SameWeights = field(default_factory=SameWeights)
-    parts: int = 1  # of each sequence, on as many ranks
+    parts: tuple[DeviceMesh, ...] = ()  # the ranks that have parts of each sequence
     trained: int = field(default=0, init=False)  # passes over `data`, or of parts
     counted: bool = field(default=False, init=False)  # the labels of all ranks, by the script
+    next_labels: Tensor | None = field(default=None, init=False)  # of the last part of a batch
+    measures: bool = field(default=False, init=False)  # whether the pass that runs is measured
+    loss_rows: LossRowsOfPass | None = field(default=None, init=False)  # of the last pass
     alike: int = field(default=0, init=False)  # passes in which all data ranks read the same
 
     def labels_counted(self) -> None:
@@ -193,7 +207,7 @@ class PassComparison:
     @property
     def _open(self) -> bool:
         """Whether the next training pass is one of the first, in which more is compared."""
-        return self.trained < self.passes and (self.data is not None or self.parts > 1)
+        return self.trained < self.passes and (self.data is not None or bool(self.parts))
 
     @property
     def done(self) -> bool:
@@ -204,7 +218,8 @@ class PassComparison:
         """Before a forward pass.
 
         Raises:
-            PlanError: PL483, the inputs differ; PL484, the weights do. On every rank of the axis.
+            PlanError: PL483, the inputs differ; PL484, the weights do; PL422, the last loss takes
+                other labels. On every rank of the axis.
         """
         trains = torch.is_grad_enabled()
         if trains or self.weights.built is not None:
@@ -215,23 +230,72 @@ class PassComparison:
         if trains and self._open:
             self.trained += 1
             divisor = _divisor(model, kwargs)
-            if self.parts > 1:
-                self._require_parts(model, kwargs, float(divisor))
+            for part in self.parts:
+                self._require_parts(model, kwargs, float(divisor), part.size())
+                self._require_loss(rows_of(self._sent(part.device_type), part), part)
             if self.data is not None:
                 self._compare(self.data, leaves, divisor)
+            self.loss_rows = None
+            self.measures = self._open and (bool(self.parts) or not self.counted)
         if self.kinds is not None:
             self.kinds(model, args, kwargs)
 
     def _compare(self, data: DeviceMesh, leaves: Leaves, divisor: Tensor | float) -> None:
         """Compares what the data ranks read, and by what they divide their losses."""
         sent = torch.as_tensor(divisor, device=data.device_type) * _FINE
-        own = torch.cat([_row(leaves, data.device_type), sent.round().long().view(1)])
-        rows = rows_of(own, data)
+        row = _row(leaves, data.device_type), sent.round().long().view(1)
+        every = rows_of(torch.cat([*row, self._sent(data.device_type)]), data)
+        rows = [each[:-LOSS_NUMBERS] for each in every]
         self.alike += all(row == rows[0] for row in rows)
         divisors = [row[-1] / _FINE for row in rows]
         self._warn(divisors, "_".join(data.mesh_dim_names or ()))
+        self._require_loss([each[-LOSS_NUMBERS:] for each in every], data)
 
-    def _require_parts(self, model: nn.Module, kwargs: Any, divisor: float) -> None:
+    def after(self, output: Any) -> None:
+        """After a forward pass: its loss is measured in the backward pass."""
+        if not self.measures:
+            return
+        self.measures, logits = False, logits_of(output)
+        if logits is not None:
+            place = script_line("the logits are computed here")
+            self.loss_rows = LossRowsOfPass(logits, self.next_labels, place)
+
+    def _sent(self, device: str) -> Tensor:
+        return nothing_sent(device) if self.loss_rows is None else self.loss_rows.sent(device)
+
+    def _require_loss(self, bits: Rows, mesh: DeviceMesh) -> None:
+        """Refuses a loss of the last pass that takes other labels than those of the next tokens,
+        on any rank; warns of means over the ranks' own tokens, once.
+
+        Raises:
+            PlanError: PL422.
+        """
+        rows = [received(each) for each in bits]
+        axis, place = "_".join(mesh.mesh_dim_names or ()), self.loss_rows
+        labels = () if place is None else place.place
+        if strayed := int(max(each.strayed for each in rows)):
+            raise stop(
+                "PL422",
+                f"the loss of training pass {self.trained - 1} takes {strayed} tokens of a rank "
+                "with other labels than those of the next tokens: it shifts a part of a sequence",
+                *labels,
+                help="take `part = run.batch(batch)`, and the cross entropy of all logits and "
+                "`part['shift_labels']`, whose negative labels do not count",
+            )
+        if own_means(rows) and not self.counted:
+            self.counted = True
+            least, most = (f(each.tokens for each in rows) for f in (min, max))
+            warning(
+                "PL478",
+                f"the loss of training pass {self.trained - 1} is a mean over {least:g} to "
+                f"{most:g} tokens of each rank of {axis}: the mean of these is not that over all "
+                "tokens",
+                *labels,
+                help="divide the sum of the tokens' losses by `run.num_items_in_batch(*batches)`, "
+                "of all passes of a step",
+            )
+
+    def _require_parts(self, model: nn.Module, kwargs: Any, divisor: float, ranks: int) -> None:
         """Warns of a number of labels that leaves out that gradients are averaged over the parts of
         sequences, once.
         """
@@ -242,8 +306,8 @@ class PassComparison:
             warning(
                 "PL478",
                 f"`num_items_in_batch` is {divisor:g}, the labels of this pass, and gradients are "
-                f"averaged over the {self.parts} ranks of each sequence: loss and gradients are "
-                f"1/{self.parts} of those of the mean",
+                f"averaged over the {ranks} ranks of each sequence: loss and gradients are "
+                f"1/{ranks} of those of the mean",
                 *script_line("the number is passed here"),
                 help="pass `num_items_in_batch=run.num_items_in_batch(*labels)`, of all passes of "
                 "a step",
@@ -283,13 +347,14 @@ def comparison(model: nn.Module, lowered: Lowered, meshes: Meshes, passes: int) 
         return PassComparison()
     stage = lowered.pipeline.axis if lowered.pipeline else ""
     axes = [a.name for a in lowered.axes if a.size > 1 and a.name != stage]
+    shared = lowered.split_axes(AxisRole.SEQUENCE)
     return PassComparison(
         passes,
         same_rows(lowered, meshes, passes),
         _innermost(lowered, meshes),
         kinds_hook(model, lowered, meshes),
         SameWeights(tuple(map(meshes.part, axes))),
-        lowered.sequence_parts,
+        tuple(meshes.part(axis) for axis in shared if lowered.axis_size(axis) > 1),
     )
 
 
@@ -304,6 +369,7 @@ def watch(model: nn.Module, compared: PassComparison) -> None:
     if compared.done:
         return
     handle: RemovableHandle
+    last: RemovableHandle
 
     def hook(model: nn.Module, args: Any, kwargs: Any) -> None:
         if torch.compiler.is_compiling():
@@ -312,6 +378,13 @@ def watch(model: nn.Module, compared: PassComparison) -> None:
             compared.before(model, args, kwargs)
         if compared.done:
             handle.remove()
+
+    def after(_model: nn.Module, _args: Any, output: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        compared.after(output)
+        if compared.done:
+            last.remove()
 
     def loaded(_model: nn.Module, found: Any) -> None:
         if not found.missing_keys:
@@ -325,6 +398,7 @@ def watch(model: nn.Module, compared: PassComparison) -> None:
             each.remove()
 
     handle = model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
+    last = model.register_forward_hook(after)
     # a script may train parts by themselves first, whose weights then differ rightly
     parts = [part.register_forward_pre_hook(of_part, prepend=True) for part in model.children()]
     model.register_load_state_dict_post_hook(loaded)
