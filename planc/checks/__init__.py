@@ -12,7 +12,6 @@ from planc.checks import (
     context,
     expert_parallel,
     loss_head,
-    matmul,
     optimizer,
     packed_weights,
     parameters,
@@ -28,6 +27,7 @@ from planc.checks import (
 from planc.diagnostics.diagnostic import Sink
 from planc.ir.nodes import Plan
 from planc.model.facts import Facts
+from planc.sections.matmul.checks import matmul
 
 Check = Callable[[Plan, Facts, Sink], None]
 
@@ -69,7 +69,7 @@ RULES: tuple[Check, ...] = (
     compiling.compile_graph_breaks,
     compiling.async_tensor_parallel,
     adapters.adapters,
-    matmul.matmul,
+    matmul,
     compiling.randomness,
     precision.four_bits,
     pipeline.pipeline,

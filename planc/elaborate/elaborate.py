@@ -15,7 +15,6 @@ from planc.elaborate.sections.expert import expert
 from planc.elaborate.sections.fsdp import fsdp
 from planc.elaborate.sections.load import load
 from planc.elaborate.sections.loss import loss
-from planc.elaborate.sections.matmul import matmul
 from planc.elaborate.sections.optimizer import optimizer
 from planc.elaborate.sections.pipeline import pipeline
 from planc.elaborate.sections.tensor import tensor
@@ -25,6 +24,7 @@ from planc.ir.nodes import Mesh, Plan
 from planc.model.facts import Facts
 from planc.ops.base import AxisRole
 from planc.ops.lowered import MeshAxis
+from planc.sections.matmul.section import matmul
 from planc.syntax import ast, plan_files
 
 SECTIONS = (

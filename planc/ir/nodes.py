@@ -31,12 +31,12 @@ from planc.ops.load import Load
 from planc.ops.lora import Adapt
 from planc.ops.loss import ChunkLoss
 from planc.ops.lowered import ExpertMesh, MeshAxis
-from planc.ops.matmul import LowPrecision
 from planc.ops.optimizer import Optimize
 from planc.ops.phrases import together
 from planc.ops.pipeline import Pipeline
 from planc.ops.quantization import Quantize
 from planc.ops.styles import MlaKv, Parts, Style
+from planc.sections.matmul.ops import LowPrecision
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

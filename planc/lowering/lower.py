@@ -48,13 +48,13 @@ from planc.ops.fsdp import FullyShard
 from planc.ops.lora import BASE_LAYER, Adapt
 from planc.ops.loss import ChunkLoss
 from planc.ops.lowered import Lowered, Stage
-from planc.ops.matmul import ScaleWeights
 from planc.ops.optimizer import Cut, Muon, Optimize
 from planc.ops.registry import AnyOp
 from planc.ops.rotary import ShareLongestPosition
 from planc.ops.styles import PARAMETERLESS, Input, Output, Replicated, Sequence
 from planc.ops.tensor_parallel import Parallelize, Tie
 from planc.ops.towers import DivideImages, ShareTower
+from planc.sections.matmul.ops import ScaleWeights
 
 
 def lower(plan: Plan, facts: Facts) -> Lowered:

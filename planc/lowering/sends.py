@@ -37,13 +37,13 @@ from planc.ops.fsdp import FullyShard
 from planc.ops.layouts import Layout, Partial, Replicate, Shard
 from planc.ops.lora import BASE_LAYER, Adapt
 from planc.ops.loss import ChunkLoss
-from planc.ops.matmul import LowPrecision, ScaleWeights
 from planc.ops.optimizer import Optimize
 from planc.ops.pipeline import Pipeline
 from planc.ops.registry import AnyOp
 from planc.ops.styles import Colwise, Experts, Input, Sequence
 from planc.ops.tensor_parallel import Parallelize
 from planc.ops.towers import DivideImages
+from planc.sections.matmul.ops import LowPrecision, ScaleWeights
 
 
 def sends(step: Step) -> tuple[Sent, ...]:

@@ -1,8 +1,8 @@
 """Torch calls as data: operations yield them, a printer writes them, an executor makes them.
 
 A function is named `package.module:name`, or `.name` for a method of its first argument.
-`standalone.file:name` is a definition in `planc/runtime/standalone/`, which emitted scripts
-inline.
+`standalone.file:name` is a definition in `planc/runtime/standalone/`, and
+`sections.NAME.standalone:name` one in the folder of a section; emitted scripts inline both.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ Keywords = tuple[tuple[str, "Value"], ...]
 
 PARALLELIZE = "torch.distributed.tensor.parallel:parallelize_module"
 """The only function whose calls a script merges: one dictionary of styles per block."""
+
+INLINED = {"standalone.": "planc.runtime.", "sections.": "planc."}
+"""The prefixes of the modules that scripts inline, and the packages that hold them."""
 
 # Values ------------------------------------------------------------------------------------------
 

@@ -16,7 +16,6 @@ from planc.ops.fsdp import Divide, FullyShard, Prefetch
 from planc.ops.load import Load
 from planc.ops.lora import Adapt
 from planc.ops.loss import ChunkLoss
-from planc.ops.matmul import LowPrecision, ScaleWeights
 from planc.ops.optimizer import Optimize
 from planc.ops.pipeline import Pipeline
 from planc.ops.quantization import Quantize
@@ -24,6 +23,7 @@ from planc.ops.rng import DrawApart, DrawByRank, SyncRng
 from planc.ops.rotary import ShareLongestPosition
 from planc.ops.tensor_parallel import Parallelize, Tie
 from planc.ops.towers import DivideImages, ShareTower
+from planc.sections.matmul.ops import LowPrecision, ScaleWeights
 
 AnyOp = Annotated[
     Pipeline

@@ -24,9 +24,7 @@ from planc.model.randomness import random_numbers_kept
 from planc.ops.activation_checkpoint import Checkpoint
 from planc.ops.base import AxisRole
 from planc.ops.lowered import Lowered
-from planc.ops.matmul import emulates
 from planc.proof.called_modules import called_modules, report_leaks
-from planc.proof.eight_bits import report_eight_bits
 from planc.proof.flow_findings import refuted, report_limits, report_uncalled, report_unstated
 from planc.proof.judge import blamed, judge
 from planc.proof.layer_verdicts import NOT_SPLIT, LayerVerdict, layer_verdicts
@@ -34,6 +32,8 @@ from planc.proof.random_draws import drawing_case, report_draws
 from planc.proof.remedy import blamed_first, remedy
 from planc.proof.small_case import SmallCase, small_case, without_optimizer_classes
 from planc.proof.small_mesh import for_timetable, pairs, passes_on, simulated_sizes, with_experts
+from planc.sections.matmul.ops import emulates
+from planc.sections.matmul.proof import report_eight_bits
 from planc.simulate.outcome import Outcome
 from planc.simulate.time_limit import time_limit
 from planc.simulate.trial_part import MEAN, left_out, separate_ops

@@ -17,12 +17,12 @@ from planc.model.load import load
 from planc.model.randomness import random_numbers_kept
 from planc.ops.document import digest
 from planc.ops.lowered import Lowered
-from planc.ops.matmul import emulates
-from planc.proof.eight_bits import report_wrong_products
 from planc.proof.small_case import SmallCase, small_case
 from planc.proof.small_mesh import not_reached, small_sizes, with_experts
 from planc.proof.verify_report import report_difference, report_failure, report_unknown, table
 from planc.runtime.known_verdict import KnownVerdict, Level
+from planc.sections.matmul.ops import emulates
+from planc.sections.matmul.proof import report_wrong_products
 from planc.simulate import certificate as store
 from planc.simulate import verdict_store
 from planc.simulate.launcher import LIMITS, SEEDS, Comparison, ForkServer, TrialFailure, fork_server

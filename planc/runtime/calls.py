@@ -20,8 +20,8 @@ def resolve(path: str) -> Any:
         Exception: any exception of the import.
     """
     module, _, name = path.partition(":")
-    home = f"planc.runtime.{module}" if module.startswith("standalone.") else module
-    return attrgetter(name)(importlib.import_module(home))
+    package = next((p for prefix, p in calls.INLINED.items() if module.startswith(prefix)), "")
+    return attrgetter(name)(importlib.import_module(f"{package}{module}"))
 
 
 def import_error(requirement: Requirement) -> Exception | None:

@@ -27,7 +27,6 @@ from planc.runtime.calls import Values, function_of, resolve
 from planc.runtime.garbage import without_collection
 from planc.runtime.known_verdict import KnownVerdict, Required, accept, strongest
 from planc.runtime.lora import remember
-from planc.runtime.matmul import require_eight_bits
 from planc.runtime.meshes import Meshes, device_of, mesh_in_use, no_group_after_an_error, start
 from planc.runtime.metrics import Experts, Meter, experts_of
 from planc.runtime.own_optimizers import require_arguments
@@ -37,6 +36,7 @@ from planc.runtime.safeguards.guards import Applied, guard
 from planc.runtime.safeguards.inputs import PassComparison, comparison, same_batches, watch
 from planc.runtime.safeguards.weights import unequal, weight_sums
 from planc.runtime.sharded_tensors import SHARDED_BY
+from planc.sections.matmul.runtime import require_eight_bits
 
 _log = logging.getLogger("planc")
 _VIEW = r"FSDP2-wrapped module .* returned a view tensor"

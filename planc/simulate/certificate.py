@@ -20,7 +20,17 @@ from planc.version import VERSION
 
 PACKAGE = Path(__file__).parent.parent
 _OF_PLANS = ("ir/mesh_axes.py", "ir/stand_in.py", "ir/unit_lists.py")
-SOURCES = ("compat", "model", "ops", "proxy", *_OF_PLANS, "proof", "runtime", "simulate")
+SOURCES = (
+    "compat",
+    "model",
+    "ops",
+    "proxy",
+    *_OF_PLANS,
+    "proof",
+    "runtime",
+    "sections",
+    "simulate",
+)
 """Folders and files of the package that build and run small models and judge the runs."""
 
 

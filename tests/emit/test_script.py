@@ -213,8 +213,9 @@ def test_the_helpers_are_the_runtimes(everything):
 
     source = written(planc.lower("llama-3.2-1b", str(everything), world_size=16))
     emitted = {n.name: ast.dump(n) for n in ast.parse(source).body if hasattr(n, "name")}
-    folder = Path(planc.__file__).parent / "runtime" / "standalone"
-    there = [n for file in folder.glob("*.py") for n in ast.parse(file.read_text()).body]
+    package = Path(planc.__file__).parent
+    files = [*package.glob("runtime/standalone/*.py"), *package.glob("sections/*/standalone.py")]
+    there = [n for file in files for n in ast.parse(file.read_text()).body]
     right = {n.name: dumped(n) for n in there if hasattr(n, "name")}
     shared = emitted.keys() & right.keys()
     saving = {"saving", "saving_on_cpu", "offloading", "_Keep", "_Park", "_Fetch"}

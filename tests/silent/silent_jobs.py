@@ -23,7 +23,6 @@ from planc.model.sources.diffusers import normal
 from planc.ops.document import digest, loads
 from planc.ops.documents import parts_reset
 from planc.ops.loss import ChunkLoss
-from planc.ops.matmul import LowPrecision
 from planc.ops.optimizer import Optimize
 from planc.proxy.diffusers_model import DiffusersBuilder
 from planc.proxy.input_search import BatchShape
@@ -34,6 +33,7 @@ from planc.runtime.standalone.documents import reset_states
 from planc.runtime.standalone.images import placeholders
 from planc.runtime.standalone.optimizer import planned_optimizer
 from planc.runtime.standalone.shards import in_own_order, plain_name, rank_orders
+from planc.sections.matmul.ops import LowPrecision
 from planc.simulate import worker
 from planc.simulate.launcher import Job
 from planc.simulate.numerics import for_trial, in_float64

@@ -30,7 +30,7 @@ _FILES = (
     "dcp_chunks.py",
     "load_weights.py",
     "quantization.py",
-    "matmul.py",
+    "../../sections/matmul/standalone.py",
     "megatron_fsdp.py",
     "rng.py",
     "loss.py",

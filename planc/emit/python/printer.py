@@ -128,14 +128,13 @@ class Printer:
         return comprehension("[", modules, indexed, close="]", entry=index)
 
     def _imported(self, path: str) -> str:
-        """The name of an imported object: its own for torch and `standalone`, else `module.name`.
-
-        Definitions of `standalone` are inlined.
+        """The name of an imported object: its own for torch and for what scripts inline, else
+        `module.name`.
         """
         module, _, name = path.partition(":")
         if module.startswith("torch."):
             self.names[name.partition(".")[0]] = module
-        elif not module.startswith("standalone."):
+        elif not module.startswith(tuple(calls.INLINED)):
             self.modules.add(module)
             return f"{module}.{name}"
         return name

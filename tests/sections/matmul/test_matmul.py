@@ -15,7 +15,7 @@ from scale_faults import wrong_amax
 from planc.compiler import compile_plan
 from planc.diagnostics.diagnostic import PlanError, Sink
 from planc.ops.fsdp import FullyShard
-from planc.ops.matmul import LowPrecision, ScaleWeights
+from planc.sections.matmul.ops import LowPrecision, ScaleWeights
 from planc.simulate.trial_part import left_out, trial_part
 
 LINEAR = "$blocks.{self_attn,mlp}.*_proj"
@@ -146,7 +146,7 @@ def test_a_trial_of_its_own(compiled, monkeypatch):
     assert all(op.emulate for op in eight.ops if isinstance(op, LowPrecision))
     plain, _ = compiled("", "tp=2")
     assert trial_part(made.lowered).stages == trial_part(plain.lowered).stages
-    monkeypatch.setattr("planc.ops.matmul.cache.version", lambda _: "none")
+    monkeypatch.setattr("planc.sections.matmul.ops.cache.version", lambda _: "none")
     assert dict(left_out(made.lowered))["matmul"].startswith("torchao is not installed")
 
 
@@ -178,7 +178,7 @@ def test_without_torchao(compiled, monkeypatch):
 def test_a_gpu_without_such_products(capability, right, compiled, monkeypatch):
     import torch
 
-    from planc.runtime.matmul import require_eight_bits
+    from planc.sections.matmul.runtime import require_eight_bits
 
     made, _ = compiled(f"{LINEAR} : fp8")
     monkeypatch.setitem(__import__("sys").modules, "torchao", torch)

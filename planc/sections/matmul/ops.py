@@ -60,7 +60,7 @@ class LowPrecision(Op):
         recipe = () if self.recipe == "mxfp8" else (self.recipe,)
         device = "cpu" if self.emulate else DEVICE_TYPE
         options = given(gather=self.gather or None)
-        call = FunctionCall(f"standalone.matmul:{name}", (*recipe, device), options)
+        call = FunctionCall(f"sections.matmul.standalone:{name}", (*recipe, device), options)
         yield Each(modules=self.modules, calls=(call,), replaces=True, note=self.place)
 
     ALONE: ClassVar = True
@@ -128,7 +128,7 @@ class ScaleWeights(Op):
     )
 
     def calls(self, _context: Context) -> Iterator[Step]:
-        yield Once(call=FunctionCall("standalone.matmul:scale_before_forward", (MODEL,)))
+        yield Once(call=FunctionCall("sections.matmul.standalone:scale_before_forward", (MODEL,)))
 
     SIMULATION: ClassVar = SimulationKind.SEPARATELY
     PHASE: ClassVar = Phase.UNITS

@@ -19,8 +19,8 @@ from planc.ir.local_shapes import local_shape, ruled
 from planc.ir.nodes import Plan
 from planc.model.facts import Facts, Modules
 from planc.ops.base import AxisRole
-from planc.ops.matmul import BLOCK, LowPrecision
 from planc.ops.styles import Custom
+from planc.sections.matmul.ops import BLOCK, LowPrecision
 
 _KEEP = "`override {} : none` keeps the parameters' dtype"
 

@@ -3,8 +3,8 @@
 import torch
 
 from planc.ops.lowered import Lowered
-from planc.ops.matmul import LowPrecision
 from planc.runtime.preconditions import stop
+from planc.sections.matmul.ops import LowPrecision
 
 CAPABILITY = {"tensorwise": (8, 9), "rowwise": (9, 0), "mxfp8": (10, 0)}
 """The least compute capability of an NVIDIA GPU by recipe.

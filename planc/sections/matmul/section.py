@@ -3,7 +3,7 @@
 from planc.elaborate.call_arguments import Arguments
 from planc.elaborate.program import Program
 from planc.elaborate.sections.tensor import claimed
-from planc.ops.matmul import LowPrecision
+from planc.sections.matmul.ops import LowPrecision
 from planc.syntax import ast
 
 ACTIONS = ("fp8", "mxfp8", "none")

@@ -1,0 +1,1 @@
+"""Matrix products of linear layers in 8 bits, through torchao."""
