@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 DRAW: list[Callable[[Any], str]] = []
-"""The function that draws a result; `planc.answers` adds it, so that no result depends on pictures."""
+"""The function that draws a result; `planc.answers` adds it, so results do not import pictures."""
 TEXT: list[Callable[[Any], str]] = []
 """The function that writes a result as the terminal shows it, added in the same way."""
 

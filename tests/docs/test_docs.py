@@ -66,8 +66,9 @@ def numbers(page, pattern):
 
 
 def test_numbers_of_pages_are_those_of_generated_pages():
-    (cases,) = numbers("docs/generated/silent-errors.md", r"Of (\d+) cases")
-    wrong, named = numbers("docs/generated/silent-errors.md", r"Of the other (\d+), (\d+) are named")
+    page = "docs/generated/silent-errors.md"
+    (cases,) = numbers(page, r"Of (\d+) cases")
+    wrong, named = numbers(page, r"Of the other (\d+), (\d+) are named")
     line = r"- (\d+) of \[(\d+) silent errors\]\(docs/generated/silent-errors.md\)"
     assert numbers("README.md", line) == (named, wrong)
     replayed = numbers("docs/coming-from.md", r"\[(\d+) errors\]\(generated/silent-errors.md\)")

@@ -5,9 +5,9 @@ the training script. Four gloo processes tell the truth about both: how far they
 process. `planc check` judges both; what it accepts is tried with the trial of `planc verify`, and
 with `planc.apply` and the loop of docs/training.md.
 
-docs/generated/silent-errors.md has the table. The run fails, and leaves the page as it is, where a case is
-accepted that the page says is found, where a right twin is refuted, and where the truth is not what
-the case says.
+docs/generated/silent-errors.md has the table. The run fails, and leaves the page as it is, if a
+case is accepted that the page says is found, if a right twin is refuted, and if the truth is not
+what the case says.
 """
 
 import argparse

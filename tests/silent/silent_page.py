@@ -17,7 +17,7 @@ HEAD = """\
 
 Training frameworks have trained the wrong model without an exception, a warning, or a loss that
 looked wrong. Each row is one such error that others have reported, replayed under planc beside its
-right twin. `make silent` writes this page; [the argument](../proof.md) says why a small model decides.
+right twin. `make silent` writes this page; [proof](../proof.md) says why a proxy model suffices.
 
 - **in** says what the replayed mistake is in: the plan, an option of it, the runtime (planc's or
   torch's code is patched), or the training script.
