@@ -9,7 +9,7 @@ Everything is imported when it is first used, so `import planc` costs nothing.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from planc.version import VERSION as __version__
+from planc.files.version import VERSION as __version__
 
 if TYPE_CHECKING:
     from planc.answers.apply import apply, check, diff, lower

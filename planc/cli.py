@@ -9,7 +9,7 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
-from planc.version import VERSION
+from planc.files.version import VERSION
 
 COMMANDS = {
     "init": "write a first plan for a model, and prove it",

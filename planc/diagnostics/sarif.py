@@ -15,7 +15,7 @@ from planc.diagnostics.diagnostic import Diagnostic, Label, Severity
 from planc.diagnostics.explain import explain
 from planc.diagnostics.sorting import is_file, labels_with_source, notes, placed, sorted_findings
 from planc.diagnostics.terminal_width import visible_lines
-from planc.version import VERSION
+from planc.files.version import VERSION
 
 _SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 _LEVELS = {Severity.ERROR: "error", Severity.WARNING: "warning", Severity.INFO: "note"}

@@ -22,13 +22,13 @@ from typing import Any
 
 from planc.diagnostics.diagnostic import Sink, io_reason
 from planc.files.resources import GRAMMARS, cache_folder
+from planc.files.version import VERSION
 from planc.model import cache, dataflow
 from planc.model.config import too_deep
 from planc.model.facts import Module
 from planc.simulate import certificate
 from planc.simulate.certificate import source_digest
 from planc.simulate.outcome import LIMIT, outcome_of
-from planc.version import VERSION
 
 FORMAT_VERSION = 1
 MOST_BYTES = 64 * 2**20

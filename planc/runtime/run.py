@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from planc.diagnostics.notebook import InNotebooks
+from planc.files.version import VERSION
 from planc.model import cache
 from planc.ops.lowered import Lowered
 from planc.ops.optimizer import Optimize
@@ -38,7 +39,6 @@ from planc.runtime.weights.background import Background
 from planc.runtime.weights.extras import Extra
 from planc.runtime.weights.left_out import frozen_by
 from planc.runtime.weights.loading import Compared, Excused, Weights
-from planc.version import VERSION
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,10 +13,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from planc.files.version import VERSION
 from planc.model import cache
 from planc.model.facts import Facts, Module
 from planc.ops.lowered import Lowered
-from planc.version import VERSION
 
 PACKAGE = Path(__file__).parent.parent
 _OF_PLANS = ("ir/mesh_axes.py", "ir/stand_in.py", "ir/unit_lists.py")

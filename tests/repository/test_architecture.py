@@ -18,7 +18,6 @@ PACKAGE = ROOT / "planc"
 FLOORS = {
     "files": 0,
     "sections": 0,
-    "version": 0,
     "diagnostics": 1,
     "compat": 2,
     "model": 3,

@@ -16,11 +16,11 @@ from pygls.lsp.server import LanguageServer
 from planc.diagnostics.diagnostic import Diagnostic, Sink
 from planc.diagnostics.sorting import notes
 from planc.diagnostics.source import Span
+from planc.files.version import VERSION
 from planc.syntax.formatter.layout import formatted
 from planc.tools.editor import completion, hover, navigation
 from planc.tools.editor.judge import Judged, checked, judge
 from planc.tools.editor.target import place_of
-from planc.version import VERSION
 
 _PAUSE = 0.08  # seconds without a key before a plan is judged
 # The protocol's numbers.

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
+from planc.files.version import VERSION
 from planc.model import cache
 from planc.runtime.weights.loading import Compared, file_digests
-from planc.version import VERSION
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -293,7 +293,7 @@ def test_what_cannot_be_run(tmp_path, text, device, reason):
 
 
 def test_a_rank_that_dies_is_said(monkeypatch):
-    monkeypatch.setattr(module.RankRunner, "MODULE", "planc.version")
+    monkeypatch.setattr(module.RankRunner, "MODULE", "planc.files.version")
     with pytest.raises(NotCountedError, match="ended"):
         count(compiled("llama", "llama"), STEP)
 
