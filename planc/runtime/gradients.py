@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from planc.runtime.preconditions import stop
 from planc.runtime.script_line import script_line
-from planc.runtime.script_optimizers import require_whole_steps
+from planc.runtime.script_optimizers import require_uncoupled, require_whole_steps
 from planc.runtime.sharded_tensors import reshard
 from planc.runtime.standalone import shards
 from planc.runtime.standalone.loss import IGNORED
@@ -34,7 +34,8 @@ def require_current(
         replaced: the parameters that the model had before the plan and has no longer.
 
     Raises:
-        PlanError: PL486; PL464, its states are on meta; PL465, it steps shards otherwise.
+        PlanError: PL486; PL464, its states are on meta; PL465, it steps shards otherwise; PL423,
+            it couples the stages of a pipeline.
     """
     name = type(optimizer).__name__
     states = (value for state in optimizer.state.values() for value in state.values())
@@ -57,6 +58,8 @@ def require_current(
             help="create the optimizer after `planc.apply`",
         )
     require_whole_steps(optimizer)
+    if stages_of(model) is not None:
+        require_uncoupled(optimizer)
 
 
 def required_rate(optimizer: Optimizer | None, lr: float | None, *, planned: bool) -> float:

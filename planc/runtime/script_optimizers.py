@@ -14,8 +14,10 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.optim import Optimizer
 
 from planc.diagnostics.diagnostic import Diagnostic, first_line
-from planc.runtime.preconditions import problem
+from planc.model.randomness import random_numbers_kept
+from planc.runtime.preconditions import problem, stop, warning
 from planc.runtime.script_line import script_line
+from planc.runtime.standalone.optimizer import PlannedOptimizer
 from planc.runtime.standalone.shards import splits, whole_of
 from planc.runtime.weights.loading import raise_on_all_ranks
 
@@ -92,13 +94,62 @@ def _distributed(value: Tensor, layout: _Layout) -> Tensor:
     return distribute_tensor(value.to(mesh.device_type), mesh, placements, src_data_rank=None)
 
 
+def require_uncoupled(optimizer: Optimizer) -> None:
+    """Checks that an optimizer computes the change of a parameter from its own gradients. One that
+    has a statistic of all parameters would have another one on each stage of a pipeline.
+
+    Raises:
+        PlanError: PL423.
+    """
+    if type(optimizer) in _ELEMENTWISE or isinstance(optimizer, PlannedOptimizer):
+        return
+    name, help = type(optimizer).__name__, "write `pp = 1`, or take AdamW or another optimizer "
+    help += "whose state is of single parameters"
+    dims = ({p.dim() for p in group["params"]} for group in optimizer.param_groups)
+    groups = [[(None, (), n) for n in sorted(some)] * 2 for some in dims]
+    one, two = (_first_changed(optimizer, groups, other) for other in _OTHERS)
+    text = f"{name} computes one statistic of all parameters, and each stage has its own ones"
+    place = script_line("the optimizer arrives here")
+    if isinstance(optimizer, optim.LBFGS) or (one is not None and not _equal(one, two)):
+        raise stop("PL423", text, *place, help=help)
+    if one is None:
+        text = f"{name} cannot be tried, and may compute a statistic of all parameters"
+        warning("PL423", text, *place, help=help)
+
+
+_OTHERS = (lambda _step: 1.0, lambda step: 10.0 * (-1) ** step)
+"""The factors of other parameters' gradients by step, of two runs."""
+_COUPLED_STEPS = 12  # estimates of a rate grow after some steps
+
+
+def _first_changed(
+    optimizer: Optimizer, groups: Sequence[Sequence[_Layout]], other: Callable[[int], float]
+) -> Tensor | None:
+    """What some steps make of the first parameter, beside others with these gradients; None if they
+    cannot be made.
+    """
+    with random_numbers_kept():
+        torch.random.default_generator.manual_seed(0)
+        made = _stepped(optimizer, groups, lambda value, _: value, factor=other)
+    return None if isinstance(made, str) or not made else made[0][1]
+
+
+def _equal(one: Tensor, two: Tensor | None) -> bool:
+    return two is not None and torch.equal(one, two)
+
+
 def _stepped(
     optimizer: Optimizer,
     groups: Sequence[Sequence[_Layout]],
     made: Callable[[Tensor, _Layout], Tensor],
+    factor: Callable[[int], float] | None = None,
 ) -> list[tuple[Tensor, Tensor]] | str:
     """Steps a small parameter of each layout several times: its values (before, after), or the
     reason why it fails.
+
+    Args:
+        factor: returns the factor of a step for the gradients of all parameters but the first;
+            gradients are then equal in all steps. If None, each step has new gradients.
     """
     draw = torch.Generator().manual_seed(0)
     other = object.__new__(type(optimizer))
@@ -114,9 +165,13 @@ def _stepped(
         other.param_groups.append({**group, "params": own})
         parameters += [*zip(values, own, layouts, strict=True)]
     try:
-        for _ in range(_STEPS):
-            for value, p, at in parameters:
+        for step in range(_STEPS if factor is None else _COUPLED_STEPS):
+            for number, (value, p, at) in enumerate(parameters):
+                if factor is not None:
+                    draw.manual_seed(number)
                 gradient = torch.randn(value.shape, generator=draw, dtype=torch.float64)
+                if factor is not None and number > 0:
+                    gradient *= factor(step)
                 p.grad = made(gradient, at)
             other.step()
         return [(value, _whole(p)) for value, p, _ in parameters]

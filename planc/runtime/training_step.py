@@ -36,6 +36,7 @@ from planc.runtime.metrics import Meter
 from planc.runtime.preconditions import stop, warning
 from planc.runtime.safeguards.changes import ModelChanges
 from planc.runtime.safeguards.inputs import PassComparison
+from planc.runtime.safeguards.stage_gradients import end_observation, observe_gradients
 from planc.runtime.script_line import script_line
 from planc.runtime.standalone.images import placeholders
 from planc.runtime.standalone.pipeline import Stages, stages_of
@@ -111,6 +112,7 @@ class TrainingStep:
             passes: of every rank; None for as many as there are batches. What a rank lacks, it
                 makes up for with its last batch, with weight 0.
         """
+        end_observation()
         meter = self.meter if trains else None
         if meter:
             meter.begin()
@@ -137,7 +139,10 @@ class TrainingStep:
         if meter:
             meter.count(batches, len(batches))
             meter.settle()
-        return gradients.mean_over(total, run.data_mesh if parts == 1 else run.loss_mesh)
+        total = gradients.mean_over(total, run.data_mesh if parts == 1 else run.loss_mesh)
+        if trains and stages is not None:
+            observe_gradients(run.model, stages)
+        return total
 
     def begin(self, run: RunParts, batches: Sequence[Batch]) -> None:
         """Counts the labels of a step whose passes another loop runs, without giving the model

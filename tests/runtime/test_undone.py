@@ -13,7 +13,7 @@ from torch.optim.swa_utils import AveragedModel
 import planc
 from planc.emit.python.script import render
 from planc.ops.document import digest
-from planc.runtime.safeguards import guards
+from planc.runtime.safeguards import guards, stage_gradients
 from planc.simulate.thread_ranks import run_ranks
 
 FP32 = ["param_dtype=fp32", "reduce_dtype=fp32"]
@@ -221,6 +221,54 @@ def test_an_optimizer_of_the_script_is_tried_on_small_shards(make, said, setting
     _, error = ran(script, *FP32, *settings)
     assert (said in str(error) and "test_undone.py" in str(error)) if said else error is None
     assert not said or "PL465" in str(error)
+
+
+@pytest.mark.parametrize("prepared", [True, False])
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (own_optimizers.Adaptive, "Adaptive computes one statistic of all parameters"),
+        (lambda own: torch.optim.LBFGS([*own]), "LBFGS computes one statistic of all parameters"),
+        (own_optimizers.Lion, ""),
+        (own_optimizers.Normalized, ""),
+        (lambda own: torch.optim.Muon([p for p in own if p.ndim == 2]), ""),
+    ],
+    ids=["adaptive", "lbfgs", "lion", "normalized", "muon"],
+)
+def test_an_optimizer_with_one_statistic_is_refused_under_stages(make, said, prepared):
+    def script(run):
+        optimizer = make(run.model.parameters())
+        if prepared:
+            run.optimizer(optimizer)
+            return
+        step(run.model, run)
+        optimizer.step(*[lambda: 0.0] * isinstance(optimizer, torch.optim.LBFGS))
+
+    error = ran(script, *FP32, *STAGES)[1]
+    assert (said in str(error) and "test_undone.py" in str(error)) if said else error is None
+    assert not said or "PL423" in str(error)
+
+
+@pytest.mark.parametrize("settings", [[], ["tp=2"]], ids=str)
+def test_an_optimizer_with_one_statistic_is_right_on_shards(settings):
+    def steps(model, run=None):
+        optimizer = own_optimizers.Adaptive(model.parameters())
+        if run is not None:
+            optimizer = run.optimizer(optimizer)
+        for _ in range(4):
+            step(model, run)
+            optimizer.step()
+            optimizer.zero_grad()
+        rate = optimizer.param_groups[0]["rate"]
+        return rate, {numerics.plain(n): numerics.whole(p) for n, p in model.named_parameters()}
+
+    rate, right = steps(numerics.build("llama"))
+    assert rate > 1e-3  # it has grown
+    found, error = ran(lambda run: steps(run.model, run), *FP32, *settings)
+    assert error is None, error
+    for own_rate, own in found:
+        assert own_rate == pytest.approx(rate, rel=1e-4)
+        assert max(numerics.error(own[name], right[name]) for name in right) < 1e-4
 
 
 def test_torch_still_has_no_adafactor_of_shards():
@@ -510,6 +558,137 @@ def test_a_norm_of_one_stage_is_refused(norm):
     _, error = ran(script, *FP32, *STAGES)
     assert isinstance(error, planc.PlanError), error
     assert "PL427" in str(error) and "test_undone.py" in str(error)
+
+
+def norms(gradients):
+    return sum(g.norm() ** 2 for g in gradients) ** 0.5
+
+
+NORMS = {
+    "norms": norms,
+    "squares": lambda gradients: sum(g.pow(2).sum().item() for g in gradients) ** 0.5,
+    "torch": lambda gradients: torch.norm(torch.stack([torch.norm(g.detach()) for g in gradients])),
+    "foreach": lambda gradients: sum(n**2 for n in torch._foreach_norm([*gradients])) ** 0.5,
+    "largest": lambda gradients: max(float(g.abs().max()) for g in gradients),
+    "joined": lambda gradients: torch.cat([numerics.whole(g).flatten() for g in gradients]).norm(),
+}
+
+
+def gradients_of(run):
+    return [p.grad for p in run.model.parameters() if p.grad is not None]
+
+
+def with_optimizer(script):
+    """A step of the optimizer after what a script does with gradients."""
+
+    def program(run):
+        optimizer = torch.optim.SGD(run.model.parameters())
+        step(run.model, run)
+        script(run)
+        optimizer.step()
+
+    return program
+
+
+@pytest.fixture
+def observed(monkeypatch):
+    """The codes of warnings about gradients of stages; threads log nothing."""
+    codes = []
+    monkeypatch.setattr(stage_gradients, "warning", lambda code, *_, **__: codes.append(code))
+    return codes
+
+
+@pytest.mark.parametrize("how", NORMS)
+def test_a_clip_of_a_script_over_one_stage_is_refused(how, observed):
+    def clip(run):
+        norm = NORMS[how](gradients_of(run))
+        for gradient in gradients_of(run):
+            gradient.mul_(1 / (norm + 1e-6))
+
+    error = ran(with_optimizer(clip), *FP32, *STAGES)[1]
+    assert isinstance(error, planc.PlanError), error
+    assert "PL427" in str(error) and "test_undone.py" in str(error)
+    assert observed == []
+
+
+def test_a_norm_of_one_stage_that_a_script_logs_is_reported_once(observed):
+    def logged(run):
+        norms(gradients_of(run))
+
+    def twice(run):
+        for _ in range(2):
+            with_optimizer(logged)(run)
+
+    assert ran(twice, *FP32, *STAGES)[1] is None
+    assert observed == ["PL427"] * 2  # of each rank
+
+
+def over_stages(run):
+    squares = sum(numerics.whole(g).pow(2).sum() for g in gradients_of(run))
+    torch.distributed.all_reduce(squares, group=run.meshes["pp"].get_group())
+    for gradient in gradients_of(run):
+        gradient.mul_(squares**-0.5)
+
+
+def some_norms(run):
+    return [g.norm() for g in gradients_of(run)[1:]]
+
+
+def scaled(run):
+    for gradient in gradients_of(run):
+        gradient.mul_(0.5).add_(0.1 * gradient.sign())
+
+
+def clipped(run):
+    right = run.clip_grad_norm_(1.0)
+    return right, norms(gradients_of(run))
+
+
+@pytest.mark.parametrize("script", [over_stages, some_norms, scaled, clipped])
+def test_what_a_script_may_compute_of_gradients_of_a_stage(script, observed):
+    assert ran(with_optimizer(script), *FP32, *STAGES)[1] is None
+    assert observed == []
+
+
+@pytest.mark.parametrize("settings", [[], ["tp=2"]], ids=str)
+def test_norms_of_a_script_without_stages_are_those_of_the_full_model(settings, observed):
+    def both(run):
+        step(run.model, run)
+        right = float(run.clip_grad_norm_(float("inf")))
+        by_mesh = {}
+        for gradient in gradients_of(run):
+            by_mesh.setdefault(gradient.device_mesh, []).append(gradient)
+        found = [float(numerics.whole(norms(some))) for some in by_mesh.values()]
+        return right, sum(norm**2 for norm in found) ** 0.5
+
+    found, error = ran(both, *FP32, *settings)
+    assert error is None and observed == []
+    assert all(own == pytest.approx(right, rel=1e-5) for right, own in found)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_modes_of_a_script_stay_as_they_are(inside):
+    """One around the pass, and one that begins after it and ends after the step."""
+
+    class Mode(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    def script(run):
+        optimizer = torch.optim.SGD(run.model.parameters())
+        if inside:
+            with Mode():
+                step(run.model, run)
+        else:
+            step(run.model, run)
+        mode = Mode().__enter__()
+        optimizer.step()
+        depth = torch._C._len_torch_function_stack()
+        mode.__exit__(None, None, None)
+        return depth, torch._C._len_torch_function_stack()
+
+    found, error = ran(script, *FP32, *STAGES)
+    assert error is None and found == [(1, 0)] * 2
 
 
 def out_of_memory(*_arguments):

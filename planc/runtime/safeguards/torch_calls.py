@@ -14,9 +14,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from planc.runtime.preconditions import stop
+from planc.runtime.safeguards.stage_gradients import end_observation
 from planc.runtime.script_line import script_line
+from planc.runtime.script_optimizers import require_uncoupled
 from planc.runtime.standalone.pipeline import stages_of
 from planc.runtime.standalone.shards import fsdp_units, groups_of, redistribute
 
@@ -25,6 +29,7 @@ _MODELS: WeakSet[nn.Module] = WeakSet()
 
 def cover(model: nn.Module) -> None:
     """Covers a model that a plan was applied to."""
+    end_observation()  # of a model before it
     _MODELS.add(model)
     _replace_functions()
 
@@ -39,6 +44,7 @@ def _replace_functions() -> None:
     nn.utils.get_total_norm = clip_grad._get_total_norm
     nn.utils.clip_grads_with_norm_ = clip_grad._clip_grads_with_norm_
     DTensor.data = property(_get_data, _set_data)
+    register_optimizer_step_pre_hook(_before_step)
 
 
 def _refusing(function: Callable[..., Any], require: Callable[..., None]) -> Callable[..., Any]:
@@ -79,6 +85,30 @@ def _require_no_shards(
             help="call `loss.backward()` and read `parameter.grad`; a penalty of these gradients "
             "needs a plan without FSDP",
         )
+
+
+# optimizers --------------------------------------------------------------------------------------
+
+_STEPPED: WeakSet[Optimizer] = WeakSet()
+
+
+def _before_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    """Refuses numbers of one stage's gradients, and an optimizer that `run.optimizer` has not seen
+    and that couples parameters of different stages.
+
+    Raises:
+        PlanError: PL423, PL427.
+    """
+    observed = end_observation()
+    if observed is not None:
+        observed.require()
+    if optimizer in _STEPPED:
+        return
+    _STEPPED.add(optimizer)
+    staged = (model for model in [*_MODELS] if stages_of(model) is not None)
+    owned = {id(p) for model in staged for p in model.parameters()}
+    if any(id(p) in owned for group in optimizer.param_groups for p in group["params"]):
+        require_uncoupled(optimizer)
 
 
 # torch computes with lists of tensors on one mesh -------------------------------------------------

@@ -48,6 +48,34 @@ class LocalNorm(Normalized):
         return float(local.norm()) + 1e-6
 
 
+class Adaptive(Optimizer):
+    """Estimates one rate of all parameters, as D-Adaptation and Prodigy do.
+
+    Source: Defazio and Mishchenko, Learning-Rate-Free Learning by D-Adaptation, 2023.
+    """
+
+    def __init__(self, params, rate=1e-3):
+        super().__init__(params, {"rate": rate, "product": 0.0})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            rate, length = group["rate"], 0.0
+            for p in (p for p in group["params"] if p.grad is not None):
+                state = self.state[p]
+                if not state:
+                    state.update(first=p.detach().clone(), sum=torch.zeros_like(p))
+                group["product"] += rate * self.number((p.grad * (state["first"] - p)).sum())
+                state["sum"].add_(p.grad, alpha=rate)
+                length += self.number(state["sum"].abs().sum())
+                p.add_(p.grad.sign(), alpha=-rate)
+            if length > 0:
+                group["rate"] = max(rate, 2 * group["product"] / length)
+
+    def number(self, value):
+        return float(value.full_tensor() if isinstance(value, DTensor) else value)
+
+
 class Rows(Normalized):
     """Keeps a number for each row, which has no place on another mesh."""
 
