@@ -1,4 +1,4 @@
-"""PL010, PL540 to PL543, PL546, PL547: parts of sequences that a plan or a model cannot
+"""PL010, PL540 to PL542, PL546, PL547: parts of sequences that a plan or a model cannot
 have.
 """
 
@@ -7,7 +7,6 @@ from planc.ir.nodes import ContextRule, Plan
 from planc.model.config import is_diffusers
 from planc.model.facts import Facts
 from planc.model.patches import KNOWN
-from planc.model.rotary import length_dependent_rotary
 from planc.ops.base import AxisRole
 from planc.ops.context import ContextParallel
 
@@ -30,7 +29,6 @@ def context(plan: Plan, facts: Facts, sink: Sink) -> None:
                 if is_diffusers(facts.config):
                     _patches(rule.op, facts, sink)
                 _heads(rule, plan, facts, sink)
-                _rotary(rule, facts, sink)
                 _states(rule.op, facts, sink)
 
 
@@ -87,18 +85,6 @@ def _heads(rule: ContextRule, plan: Plan, facts: Facts, sink: Sink) -> None:
                     help="`attention = all_gather` splits no heads",
                 )
                 return
-
-
-def _rotary(rule: ContextRule, facts: Facts, sink: Sink) -> None:
-    if kind := length_dependent_rotary(facts.config):
-        sink.error(
-            "PL543",
-            f"rotary frequencies of type `{kind}` depend on the longest position of a pass, "
-            f"and the ranks of {rule.axis} have different positions",
-            Label(span=rule.origin, text=f"splits sequences over {rule.axis}"),
-            facts=[f"rope_type = {kind}  ({facts.config_name})"],
-            help="use a model whose rotary embedding is fixed, or `cp = 1`",
-        )
 
 
 def _states(op: ContextParallel, facts: Facts, sink: Sink) -> None:

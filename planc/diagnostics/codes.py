@@ -254,7 +254,6 @@ _ROWS: tuple[tuple[str, str, Phase, str], ...] = (
     ("PL540", "error", "plan", "context-parallel ranks whose gradients nothing averages"),
     ("PL541", "error", "proof", "a model that is wrong on parts of a sequence"),
     ("PL542", "error", "plan", "heads that ulysses cannot split"),
-    ("PL543", "error", "plan", "rotary frequencies that depend on the length of a pass"),
     ("PL544", "error", "runtime", "a batch that cannot be split over the context axis"),
     ("PL545", "error", "runtime", "ranks of a context axis or a pipeline read other batches"),
     ("PL546", "warning", "plan", "an exchange of states that the model does not have"),

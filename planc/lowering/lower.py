@@ -225,10 +225,12 @@ def _random_numbers(plan: Plan, facts: Facts) -> Iterator[AnyOp]:
 
 
 def _rotary(plan: Plan, facts: Facts) -> Iterator[ShareLongestPosition]:
-    """Data ranks choose the frequencies of one process that reads the rows of all of them."""
-    axes = tuple(axis for axis in _data(plan) if plan.mesh.size(axis) > 1)
-    if axes and length_dependent_rotary(facts.config):
-        yield ShareLongestPosition(axes=axes)
+    """Ranks choose the frequencies of one process that reads the rows of all of them."""
+    if length_dependent_rotary(facts.config):
+        axes = tuple(axis for axis in _data(plan) if plan.mesh.size(axis) > 1)
+        parts = tuple(op.axis for op in _contexts(plan) if plan.mesh.size(op.axis) > 1)
+        if axes or parts or plan.pipeline:
+            yield ShareLongestPosition(axes=axes, parts=parts)
 
 
 def _losses(plan: Plan) -> Iterator[ChunkLoss]:

@@ -1,34 +1,41 @@
-"""Rotary embeddings that are equal on ranks with different rows."""
+"""Rotary embeddings that are equal on ranks with different rows or tokens."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from planc.ops import call, phrases
-from planc.ops.base import Axes, AxisSizes, Op, Phase
+from planc.ops.base import OMIT, Axes, AxisSizes, Op, Phase
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShareLongestPosition(Op):
     """Gives rotary embeddings whose frequencies depend on the longest position of a pass the
-    longest one of all data ranks.
+    longest one of all data ranks, of all parts of a sequence and of all microbatches.
 
     Args:
         axes: the axes whose ranks read different rows, outermost first.
+        parts: the axes whose ranks have parts of each sequence.
     """
 
     axes: Axes
+    parts: Axes = field(default=(), metadata=OMIT)
 
     SCRIPT: ClassVar = call.ScriptFunction(
-        "share_longest_position", "Rotary frequencies depend on the longest row of all data ranks."
+        "share_longest_position", "Rotary frequencies depend on the longest row of all ranks."
     )
     PHASE: ClassVar = Phase.INPUTS
     WORD: ClassVar = "rotary"
 
     def calls(self, _context: call.Context) -> Iterator[call.Step]:
-        given = (call.MODEL, call.MeshOf(self.axes))
+        meshes = (call.MeshOf(axes) if axes else None for axes in (self.axes, self.parts))
+        given = (call.MODEL, *meshes)
         function = "standalone.rotary:use_longest_position"
         yield call.Once(call=call.FunctionCall(function, given))
 
     def headline(self, mesh: AxisSizes | None = None) -> str:
-        return f"the longest position of a pass on all ranks of {phrases.axes(self.axes, mesh)}"
+        what = "the longest position of a pass"
+        axes = (*self.axes, *self.parts)
+        return (
+            f"{what} on all ranks of {phrases.axes(axes, mesh)}" if axes else f"{what} in all parts"
+        )

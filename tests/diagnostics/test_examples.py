@@ -102,7 +102,6 @@ UNREACHED = {
     "PL612": "needs a model that takes no images; test_inputs.py has one",
     "PL611": "several plans in a folder; test_library.py makes two",
     "PL022": "a model of a family without a plan; tests/specs/project.md has one",
-    "PL543": "needs a configuration beside the plan; test_context_parallel.py has one",
     "PL544": "a batch at run time; test_context_parallel.py has one",
     "PL545": "batches at run time; test_one_loop.py has them",
     "PL565": "needs a configuration; test_pipeline.py writes one",

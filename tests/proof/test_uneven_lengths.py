@@ -173,6 +173,55 @@ def test_rotary_frequencies_depend_on_the_rows_of_all_data_ranks(kind, settings)
         assert error < 1e-4
 
 
+def packed_rows(step):
+    """A row of one document, and one of several: their longest positions differ."""
+    batch = rows_of(step, 0, 16)
+    several = torch.arange(4).repeat(4)
+    return {**batch, "position_ids": torch.stack([torch.arange(16), several])}
+
+
+@pytest.mark.parametrize("kind", ROTARY)
+@pytest.mark.parametrize(
+    ("settings", "batches"),
+    [
+        (["cp=2"], [rows_of(0, 0, 16), rows_of(1, 0, 8), rows_of(2, 0, 12)]),
+        (["pp=2", "microbatches=2"], [packed_rows(0), rows_of(1, 0, 6), packed_rows(2)]),
+    ],
+    ids=["parts", "microbatches"],
+)
+def test_rotary_frequencies_depend_on_whole_rows_and_batches(kind, settings, batches):
+    """Ranks with parts of a sequence and microbatches have other longest positions."""
+    single, right = rotary_model(kind), []
+    for batch in batches:
+        single.zero_grad()
+        loss = single(**batch, use_cache=False).loss  # else documents see each other
+        loss.backward()
+        right.append((loss.detach(), {n: p.grad for n, p in single.named_parameters()}))
+    models, found = [rotary_model(kind) for _ in range(2)], {}
+
+    def rank(number):
+        overrides = ["param_dtype=fp32", "reduce_dtype=fp32", *settings]
+        options = {"device_type": "cpu", "require": "nothing", "compare": 0}
+        run = planc.apply(models[number], "llama", overrides=overrides, **options)
+        for step, batch in enumerate(batches):
+            run.model.zero_grad()
+            if "cp=2" in settings:  # a pass without gradients, in a loop of the script
+                with torch.no_grad():
+                    run.model(**run.batch(batch))
+            seen = run.evaluate([batch]), run.forward_backward([batch])
+            named = [(numerics.plain(n), p.grad) for n, p in run.model.named_parameters()]
+            grads = {n: numerics.whole(g) for n, g in named if g is not None}
+            errors = [numerics.error(grad, right[step][1][n]) for n, grad in grads.items()]
+            found[number, step] = *seen, max(errors)
+
+    failure = run_ranks(2, rank, seconds=90)
+    assert failure is None, failure and (failure.error or failure.message)
+    for (_, step), (evaluated, loss, error) in found.items():
+        torch.testing.assert_close(evaluated, right[step][0], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(loss, right[step][0], rtol=1e-5, atol=1e-6)
+        assert error < 1e-4
+
+
 def test_a_pass_of_one_rank_alone_sees_its_own_rows():
     """A pass without gradients outside of `run.evaluate` sends nothing, and is that of one
     process with these rows.

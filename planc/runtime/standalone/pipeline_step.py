@@ -18,6 +18,7 @@ from planc.runtime.standalone.images import (
 from planc.runtime.standalone.passes import joined_passes
 from planc.runtime.standalone.pipeline import Stages, stages_of
 from planc.runtime.standalone.pipeline_schedule import Schedule
+from planc.runtime.standalone.rotary import LONGEST
 from planc.runtime.standalone.shards import fsdp_units, groups_of, part_of
 
 
@@ -59,11 +60,15 @@ def forward_backward(
     if stages.runner is None:
         stages.runner = Schedule(model, stages, mesh)
     losses: list[Tensor] = []
+    rotary = model.__dict__.get(LONGEST)
     tokens = placeholders(getattr(model, "config", None))
     trained = training_passes(stages, model) if trains else nullcontext()
     with joined_passes(model), trained:
         for at, batch in enumerate(batches):
             parts = microbatches(batch, stages.microbatches, tokens)
+            if rotary is not None:
+                positions = batch.get("position_ids")
+                rotary.least = None if positions is None else positions.max()
 
             def own(output: Any, number: int, at: int = at) -> Tensor:
                 found = loss_of(output)

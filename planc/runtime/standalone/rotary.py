@@ -13,22 +13,28 @@ LONGEST = "_longest_position"
 
 
 class LongestPosition:
-    """Makes rotary embeddings see the longest position of all data ranks.
+    """Makes rotary embeddings see the longest position of all ranks and microbatches.
 
     transformers takes the largest element of `position_ids`. An additional position at
     the end of each row has that of all ranks, and its output is removed.
 
-    Passes without gradients see those of their rank, because a rank may make them by
-    itself, such as a sample that it generates; `of_all_ranks` includes them.
+    Passes without gradients see the rows of their data rank, because it may make them
+    by itself, such as a sample that it generates; `of_all_ranks` includes them.
 
     Args:
         model: of transformers.
-        mesh: the ranks that read different rows.
+        data: the ranks that read different rows; None if there is one.
+        parts: the ranks that have parts of each sequence; None if there is one.
     """
 
-    def __init__(self, model: nn.Module, mesh: DeviceMesh) -> None:
-        self.group = mesh.get_group()
-        self.always = False
+    least: Tensor | None = None
+    """The longest position of the batch of which a pass is a microbatch."""
+
+    def __init__(
+        self, model: nn.Module, data: DeviceMesh | None, parts: DeviceMesh | None
+    ) -> None:
+        self.data, self.parts = data, parts
+        self.always = self.added = False
         for module in model.modules():
             if depends_on_length(module):
                 module.register_forward_pre_hook(self._add_position, with_kwargs=True)
@@ -43,20 +49,27 @@ class LongestPosition:
         finally:
             self.always = before
 
-    @property
-    def shared(self) -> bool:
-        return self.always or torch.is_grad_enabled()
+    def meshes(self) -> list[DeviceMesh]:
+        """The ranks that this pass shares the longest position with."""
+        data = self.data if self.always or torch.is_grad_enabled() else None
+        return [mesh for mesh in (data, self.parts) if mesh is not None]
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _add_position(
         self, _module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        if not self.shared:
+        meshes = self.meshes()
+        self.added = bool(meshes) or self.least is not None
+        if not self.added:
             return None
         named = "position_ids" in kwargs
         positions: Tensor = kwargs["position_ids"] if named else args[1]
         longest = positions.max()
-        distributed.all_reduce(longest, distributed.ReduceOp.MAX, group=self.group)
+        if self.least is not None:
+            longest = torch.maximum(longest, self.least.to(longest.device))
+        for mesh in meshes:
+            largest = distributed.ReduceOp.MAX
+            distributed.all_reduce(longest, largest, group=mesh.get_group())
         last = longest.expand(*positions.shape[:-1], 1)
         positions = torch.cat([positions, last], -1)
         if named:
@@ -65,7 +78,7 @@ class LongestPosition:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _remove_position(self, _module: nn.Module, _args: Any, output: Any) -> Any:
-        if not self.shared:
+        if not self.added:
             return None
         if isinstance(output, Tensor):
             return output[..., :-1, :].contiguous()
@@ -79,6 +92,8 @@ def depends_on_length(module: nn.Module) -> bool:
     return any("dynamic" in str(kind) or kind == "longrope" for kind in every)
 
 
-def use_longest_position(model: nn.Module, mesh: DeviceMesh) -> None:
+def use_longest_position(
+    model: nn.Module, data: DeviceMesh | None, parts: DeviceMesh | None
+) -> None:
     """Arguments as of `LongestPosition`."""
-    setattr(model, LONGEST, LongestPosition(model, mesh))
+    setattr(model, LONGEST, LongestPosition(model, data, parts))

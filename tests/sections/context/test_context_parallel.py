@@ -2,12 +2,11 @@
 
 import copy
 import json
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import codes, compiled_of, facts, judged, simulated, simulated_case
+from helpers import compiled_of, simulated, simulated_case
 from torch import distributed, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
@@ -797,14 +796,6 @@ def test_faults_in_what_models_count_are_refuted(family, fault, plan, tmp_path, 
 def test_what_models_count_is_right_beside_them(family, plan, tmp_path):
     found = outcome(default_model(family, tmp_path), plan, "cp=2")
     assert (found.verdict, found.passes[0]) == ("proved", "padding")
-
-
-@pytest.mark.parametrize("kind", ["dynamic", "longrope", "yarn"])
-def test_rotary_frequencies_that_depend_on_the_length(kind):
-    known = facts()
-    known = replace(known, config={**known.config, "rope_scaling": {"rope_type": kind}})
-    _, _, findings = judged(PLAN, model=known, world=2)
-    assert codes(findings) == ([] if kind == "yarn" else ["PL543"])
 
 
 @pytest.mark.parametrize("way", ["cp=2", "cp=2 attention=ring"])
