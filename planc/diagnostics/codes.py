@@ -251,6 +251,7 @@ _ROWS: tuple[tuple[str, str, Phase, str], ...] = (
     ("PL530", "error", "plan", "the loss cannot be computed in this module"),
     ("PL531", "error", "plan", "a head whose style is not that of its loss"),
     ("PL533", "error", "plan", "a tensor rule and an optimizer rule state different parts"),
+    ("PL534", "error", "proof", "a shape that cannot be at the real size of the model"),
     ("PL540", "error", "plan", "context-parallel ranks whose gradients nothing averages"),
     ("PL541", "error", "proof", "a model that is wrong on parts of a sequence"),
     ("PL542", "error", "plan", "heads that ulysses cannot split"),

@@ -29,6 +29,7 @@ from planc.proof.flow_findings import refuted, report_limits, report_uncalled, r
 from planc.proof.judge import blamed, judge
 from planc.proof.layer_verdicts import NOT_SPLIT, LayerVerdict, layer_verdicts
 from planc.proof.random_draws import drawing_case, report_draws
+from planc.proof.real_size import report_real_size
 from planc.proof.remedy import blamed_first, remedy
 from planc.proof.small_case import SmallCase, small_case, without_optimizer_classes
 from planc.proof.small_mesh import for_timetable, pairs, passes_on, simulated_sizes, with_experts
@@ -205,7 +206,8 @@ def flow(
         verdict = replace(verdict, sections=(*verdict.sections, apart))
     if verdict.verdict not in ("proved", "nothing") or compiled.lowered is None:
         return verdict
-    return verdict.with_runs(_eight_bits(compiled, sink, strict))
+    verdict = verdict.with_runs(_eight_bits(compiled, sink, strict))
+    return verdict.with_runs(_real_size(without, sink)) if verdict.verdict == "proved" else verdict
 
 
 @random_numbers_kept()
@@ -314,6 +316,15 @@ def _eight_bits(compiled: Compiled, sink: Sink, strict: bool) -> Iterator[Sectio
     yield SectionVerdict(
         name="matmul", verdict=outcome.verdict, by="simulation", reason=outcome.reason
     )
+
+
+def _real_size(compiled: Compiled, sink: Sink) -> Iterator[SectionVerdict]:
+    """The verdict on the real sizes, unless it is that they are right, as all others presume."""
+    outcome = report_real_size(compiled, sink)
+    if outcome.verdict in ("refuted", "unknown"):
+        verdict = "left out" if outcome.verdict == "unknown" else "refuted"
+        name, by = "real sizes", "simulation"
+        yield SectionVerdict(name=name, verdict=verdict, by=by, reason=outcome.reason)
 
 
 def _report(

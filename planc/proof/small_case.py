@@ -182,6 +182,20 @@ def small_case(
     ranks[AxisRole.TENSOR] = max(RANKS, compiled.plan.split_of_heads(sizes))
     staged = with_stages(compiled.plan, sizes)
     model = small_model(compiled.facts, ranks, staged)
+    return case_of(compiled, model, sizes, checks=checks)
+
+
+def case_of(
+    compiled: Compiled,
+    model: SmallModel | str,
+    sizes: Mapping[str, int],
+    *,
+    checks: Sink | None = None,
+) -> SmallCase | Unrepresented:
+    """The plan for a model of other layers or sizes, or the reason why there is none; arguments as
+    of `small_case`.
+    """
+    assert compiled.facts is not None
     if isinstance(model, str):
         return Unrepresented(reason=model)
     quiet = Sink()

@@ -17,6 +17,7 @@ from planc.model.load import load
 from planc.model.randomness import random_numbers_kept
 from planc.ops.document import digest
 from planc.ops.lowered import Lowered
+from planc.proof.real_size import report_real_size
 from planc.proof.small_case import SmallCase, small_case
 from planc.proof.small_mesh import not_reached, small_sizes, with_experts
 from planc.proof.verify_report import report_difference, report_failure, report_unknown, table
@@ -199,6 +200,8 @@ def _run(case: _Case, server: ForkServer, sink: Sink, timeout: float) -> Proof:
         verdict, reason = report_failure(found, findings)
     elif found.same:
         verdict = "verified"
+        if not case.precision and report_real_size(case.compiled, findings).verdict == "refuted":
+            verdict, reason = "refuted", next(d.message for d in findings)
     elif found.wrong_in_eight_bits:
         verdict, reason = "refuted", "products in 8 bits are others than in one process"
         report_wrong_products(found.errors["eight_bits"], "", case.compiled.plan, findings)

@@ -64,6 +64,26 @@ def small_values(
     return replace(made, values={**values, "architectures": [facts.name]})
 
 
+def shallow_values(facts: Facts, variants: Mapping[int, list[str]]) -> Shrunk | str:
+    """The configuration of a model with one layer of each kind at its real size, or the reason why
+    there is none; arguments as of `shrink`.
+    """
+    if not buildable(facts.config) or is_diffusers(facts.config):
+        return f"{facts.name} has no configuration of transformers"
+    depth = Depth(1, block_kinds(facts), variants)
+
+    def shallow(config: Fields) -> dict[str, Any]:
+        small = {n: v for n, v in config.items() if n not in ("dtype", "torch_dtype")}
+        for name, value in nested(config):
+            small[name] = shallow(value)
+        depth.shrink(config, small, shallow)
+        _without_last_stages(config, small)
+        return small
+
+    values = json.loads(json.dumps(shallow(facts.config), default=str))
+    return Shrunk(values={**values, "architectures": [facts.name]}, kept=depth.kept)
+
+
 def shrink(
     config: Fields,
     *,
@@ -130,9 +150,7 @@ class _Shrinker:
         self._rest(small)
         _rope(small)
         _mamba(small)
-        if _last_stage_alone(config):
-            for name in fields.STAGES:
-                small.pop(name, None)
+        _without_last_stages(config, small)
         return small
 
     # Width ---------------------------------------------------------------------------------------
@@ -269,10 +287,12 @@ def _sizes_of_sibling(config: Fields, small: dict[str, Any]) -> None:
                 small[part][field] = small[parts[other]][size]
 
 
-def _last_stage_alone(config: Fields) -> bool:
-    """Whether a backbone returns its last layer, by the name that a shallower one lacks."""
+def _without_last_stages(config: Fields, small: dict[str, Any]) -> None:
+    """Removes the name of the last layer, which a shallower backbone lacks, if it returns that."""
     names = config.get("stage_names")
-    return isinstance(names, list) and config.get("out_features") == names[-1:]
+    if isinstance(names, list) and config.get("out_features") == names[-1:]:
+        for name in fields.STAGES:
+            small.pop(name, None)
 
 
 def _rope_types(parameters: Any) -> Iterator[str]:

@@ -6,12 +6,20 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.nn.functional import cross_entropy
 
 from planc.diagnostics.diagnostic import PlanError, Sink
 from planc.model.config import config_of
-from planc.model.sources.huggingface import classifies_rows, prepare, prepare_own, quiet
+from planc.model.sources.huggingface import (
+    classifies_rows,
+    prepare,
+    prepare_own,
+    quiet,
+    training_model,
+)
 from planc.model.sources.isolation import isolated
+from planc.proxy.fakes import fake_inputs
 from planc.proxy.input_search import (
     BatchShape,
     InputChoice,
@@ -89,7 +97,16 @@ class TransformersBuilder:
             config = copy.deepcopy(self._part)
             made = self._cls._from_config(config, attn_implementation=self._attention)
         spread_weights(made, seed + 1)
-        model: nn.Module = made.float().train()
+        return self._with_loss(made.float().train())
+
+    def build_on_meta(self) -> nn.Module:
+        """The model without memory, in bfloat16: torch has no grouped products of other fakes."""
+        attention = "sdpa" if self._attention == "eager" else self._attention
+        with torch.device("meta"):
+            made = training_model(self._cls, copy.deepcopy(self._part), "bfloat16", attention)
+        return self._with_loss(made)
+
+    def _with_loss(self, model: nn.Module) -> nn.Module:
         if self._without_text or not {"labels", "decoder_input_ids"} & {*self.names}:
             with_output_loss(model)
         else:
@@ -118,12 +135,24 @@ class TransformersBuilder:
                 self._choice = choose(model, self._part, lambda c: self._inputs(c, BatchShape()))
         return self._choice
 
+    def choose_on_fakes(self, model: nn.Module) -> None:
+        """Finds the inputs besides text with a model of fake tensors, inside a `FakeTensorMode`."""
+        if self._choice is None:
+            self._choice = InputChoice()
+            if takes_more_than_text(self._cls):
+                self._choice = choose(model, self._part, self._fake_inputs)
+
+    def _fake_inputs(self, choice: InputChoice) -> dict[str, Any]:
+        with unset_fake_temporarily():
+            inputs = self._inputs(choice, BatchShape())
+        return fake_inputs(inputs)
+
     @property
     def codebooks(self) -> int:
         """The number of audio codebooks that the model reads at once; 0 for a model of text."""
         if self._codebooks is None:
             many = getattr(self._part, "num_codebooks", None) or 0
-            heads = getattr(self.build(0), "lm_heads", ()) if many > 1 else ()
+            heads = getattr(self.build_on_meta(), "lm_heads", ()) if many > 1 else ()
             self._codebooks = many if len(heads) == many else 0
         return self._codebooks
 

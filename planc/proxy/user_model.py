@@ -214,6 +214,16 @@ class UserModelBuilder:
         seed_cpu(seed)
         made = self._make()
         spread_weights(made, seed + 1)
+        return self._prepared(made).float().train()
+
+    def build_on_meta(self) -> nn.Module:
+        """The model without memory, otherwise as `build` gives it."""
+        with torch.device("meta"):
+            made = self._make()
+        return self._prepared(made.to("meta")).train()
+
+    def _prepared(self, made: nn.Module) -> nn.Module:
+        """The model with its inputs and its loss under planc's names, in place, without dropout."""
         for module in () if self._dropout else made.modules():
             if isinstance(module, nn.Dropout):
                 module.p = 0.0
@@ -225,7 +235,7 @@ class UserModelBuilder:
         else:
             made.register_forward_pre_hook(self._add_inputs, with_kwargs=True)
             made.register_forward_hook(self._add_loss, with_kwargs=True)
-        return made.float().train()
+        return made
 
     choice = InputChoice()
     """No kinds of input are tried on a user's own model."""

@@ -14,7 +14,6 @@ from planc.ops import styles as ir
 from planc.ops.loss import ChunkLoss
 from planc.ops.lowered import Lowered
 from planc.ops.towers import DivideImages
-from planc.proxy.stack_frames import of_a_model
 from planc.simulate import observed_layouts
 from planc.simulate.batches import Batches
 from planc.simulate.numerics import FLOOR, relative
@@ -29,7 +28,7 @@ from planc.simulate.outcome import (
 from planc.simulate.program import RankResult, Reference
 from planc.simulate.prove import Errors, compare
 from planc.simulate.thread_ranks import RankFailure
-from planc.simulate.trace import Seen, Trace, code_line
+from planc.simulate.trace import Seen, Trace, raising_line
 from planc.simulate.trial_part import separate_ops
 
 
@@ -353,8 +352,6 @@ def failed_run(failure: RankFailure, runs: Runs) -> Outcome:
     inside = any(f.filename.endswith("multi_threaded_pg.py") for f in frames[-1:])
     if inside and isinstance(error, NotImplementedError | AssertionError):
         return Outcome(verdict="unknown", reason=f"the simulation failed: {first_line(error)}")
-    own_frames = [f for f in frames if of_a_model(f.filename)]
-    lines = [code_line(f.filename, f.lineno or 0, f.line) for f in own_frames[-1:]]
     part = first_wrong_output(runs)
     subject = part.subject if part else _next_module(runs)
     at = runs.results[failure.rank]
@@ -366,7 +363,7 @@ def failed_run(failure: RankFailure, runs: Runs) -> Outcome:
         kind="crash",
         subject=subject,
         detail="; ".join(filter(None, [first_line(cause), _batch(name)])),
-        line="".join(lines),
+        line=raising_line(error),
         before=_leaf(runs),
     )
     found = (crash, *([part] if part else []), *_sizes(runs), *_unstated(runs))

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -68,11 +68,32 @@ def run_ranks(count: int, program: Callable[[int], None], seconds: float) -> Ran
         The failure, None if every rank ended. Threads that still run after the time limit are
         daemons, and end with the process.
     """
-    store, failures = distributed.HashStore(), list[RankFailure]()
+    store = distributed.HashStore()
+    named = {"backend": "threaded", "world_size": count, "store": store}
+    return _run_threads(range(count), named, program, seconds)
+
+
+def run_alone(
+    count: int, program: Callable[[int], None], seconds: float, rank: int = 0
+) -> RankFailure | None:
+    """Runs a program as one of `count` ranks, in torch's fake process group: its collectives return
+    at once, and write nothing. Arguments and result as of `run_ranks`.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    named = {"backend": "fake", "world_size": count, "store": FakeStore()}
+    return _run_threads([rank], named, program, seconds)
+
+
+def _run_threads(
+    ranks: Iterable[int], group: dict[str, Any], program: Callable[[int], None], seconds: float
+) -> RankFailure | None:
+    """Runs a program once for each rank; `group` are arguments of `init_process_group`."""
+    failures = list[RankFailure]()
 
     def body(rank: int) -> None:
         try:
-            distributed.init_process_group("threaded", rank=rank, world_size=count, store=store)
+            distributed.init_process_group(rank=rank, **group)
             program(rank)
         except Exception as error:
             failures.append(RankFailure(error=error, rank=rank))
@@ -80,7 +101,7 @@ def run_ranks(count: int, program: Callable[[int], None], seconds: float) -> Ran
             pass
 
     with _threaded() as (groups, waits):
-        threads = [threading.Thread(target=body, args=(r,), daemon=True) for r in range(count)]
+        threads = [threading.Thread(target=body, args=(r,), daemon=True) for r in ranks]
         for thread in threads:
             thread.start()
         stopped = _join(threads, waits, failures, _Limit(seconds, _IDLE))
@@ -138,6 +159,17 @@ def _end_collectives(groups: Any) -> None:
 
 
 @contextmanager
+def without_logs() -> Iterator[None]:
+    """Suppresses all logs: torch logs what it raises, too."""
+    disabled = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(disabled)
+
+
+@contextmanager
 def _threaded() -> Iterator[tuple[Any, dict[int, Any]]]:
     """Installs the process group of threads.
 
@@ -149,17 +181,16 @@ def _threaded() -> Iterator[tuple[Any, dict[int, Any]]]:
     isolate = torch._C._distributed_c10d._set_thread_isolation_mode
     groups = multi_threaded_pg.ProcessLocalGroup
     waits: dict[int, Any] = {}
-    disabled = logging.root.manager.disable
     groups.reset()
     # it has sizes of local shards by mesh, and a mesh by its thread, whose number is used again
     _redistribute._gen_transform_infos.cache_clear()
     _redistribute.clear_redistribute_planner_cache()
     isolate(True)
     multi_threaded_pg._install_threaded_pg()
-    logging.disable(logging.CRITICAL)  # what torch logs in addition to raising it
     try:
         with (
             warnings.catch_warnings(),
+            without_logs(),
             mock.patch.object(groups, "_start_coll", _matched(groups)),
             mock.patch.object(multi_threaded_pg.Collective, "join", _joining(waits)),
             messages(groups, waits),
@@ -173,7 +204,6 @@ def _threaded() -> Iterator[tuple[Any, dict[int, Any]]]:
             warnings.simplefilter("ignore")
             yield groups, waits
     finally:
-        logging.disable(disabled)
         multi_threaded_pg._uninstall_threaded_pg()
         isolate(False)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -130,3 +131,14 @@ def caller() -> str:
             return code_line(path, frame.f_lineno)
         frame = frame.f_back  # type: ignore[assignment]
     return ""
+
+
+def raising_line(error: BaseException) -> str:
+    """The innermost line of the model's code that raised an exception; empty if there is none."""
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = (
+        code_line(f.filename, f.lineno or 0, f.line)
+        for f in reversed(frames)
+        if of_a_model(f.filename)
+    )
+    return next(lines, "")

@@ -60,6 +60,7 @@ UNREACHED = {
     "PL475": "a call of run.load; test_standalone_loading.py makes one",
     "PL650": "the model of the plan's header is taken; test_elaborate.py gives another",
     "PL508": "needs a model of one's own; test_flow.py makes one",
+    "PL534": "needs a model of one's own; test_real_size.py makes one",
     "PL524": "needs a model of one's own; test_infer_layouts.py has models that do not run",
     "PL172": "only apply imports; test_python_styles.py does",
     "PL476": "inputs at run time; test_apply.py has them",

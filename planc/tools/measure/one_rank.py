@@ -50,10 +50,10 @@ from planc.runtime.collectives import Collectives, named_modules
 from planc.runtime.executor import apply_lowered
 from planc.runtime.run import Run
 from planc.runtime.standalone.kept_states import KeptState
+from planc.simulate.fake_ranks import alone, sent_by, with_memory
 from planc.simulate.rank_job import RankJob, RankRunner
 from planc.tools.measure.allocations import Allocations, Clock, CudaAllocations
 from planc.tools.measure.calls import BlockCalls
-from planc.tools.measure.fake_ranks import alone, sent_by
 from planc.tools.measure.images import image_shape
 from planc.tools.measure.storages import Storages
 
@@ -250,7 +250,7 @@ class _Rank:
 
     def _built(self, model: nn.Module) -> None:
         """Gives the model memory; values that are no numbers would meet routers."""
-        _with_memory(model, self.device)
+        with_memory(model, self.device)
         if self.job.device:
             generator = torch.Generator(self.device).manual_seed(0)
             with torch.no_grad():
@@ -424,19 +424,6 @@ def _model(job: RankJob) -> nn.Module:
     with torch.device("meta"):
         model: nn.Module = training_model(*prepared, job.step.dtype, job.step.attention)
     return model
-
-
-def _with_memory(model: nn.Module, device: str) -> None:
-    """`to_empty`, which would make a parameter of its own for each module that has a tied one."""
-    places: dict[int, list[tuple[dict[str, Any], str]]] = {}
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                places.setdefault(id(parameter), []).append((module._parameters, name))
-    model.to_empty(device=device)
-    for (first, name), *others in places.values():
-        for own, other in others:
-            own[other] = first[name]
 
 
 def _on_device(state: Any) -> list[Tensor]:

@@ -16,7 +16,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor, distributed, nn
 
 from planc.compat.fakes import unset_fake_temporarily
 from planc.model.sources.huggingface import one_sequence_a_row, uncounted_images
@@ -199,3 +199,16 @@ _SEND = distributed.ProcessGroup.send
 
 def _sent(group: Any, tensors: Any, *args: Any) -> _Holding:
     return _Holding(_SEND(group, tensors, *args), tensors)
+
+
+def with_memory(model: nn.Module, device: str) -> None:
+    """`to_empty`, which would make a parameter of its own for each module that has a tied one."""
+    places: dict[int, list[tuple[dict[str, Any], str]]] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                places.setdefault(id(parameter), []).append((module._parameters, name))
+    model.to_empty(device=device)
+    for (first, name), *others in places.values():
+        for own, other in others:
+            own[other] = first[name]

@@ -1,0 +1,115 @@
+"""Runs one rank of a plan at the real sizes of a model, on fake tensors: shapes without values.
+
+A proxy model has other sizes than the real model, and a number that divides the former may not
+divide the latter. The rank is a thread, as in a simulation, on torch's fake process group, whose
+collectives return at once. Imports torch.
+"""
+
+import math
+
+from planc.compat.fakes import FakeTensorMode
+from planc.diagnostics.diagnostic import PlanError, first_line
+from planc.model.sources.huggingface import one_sequence_a_row, quiet, uncounted_images
+from planc.ops.document import digest
+from planc.ops.lowered import Lowered
+from planc.proxy.fakes import fake_inputs
+from planc.proxy.input_search import BatchShape
+from planc.proxy.sample_inputs import Inputs
+from planc.proxy.transformers_model import TransformersBuilder
+from planc.proxy.user_model import UserModelBuilder
+from planc.runtime.collectives import named_modules
+from planc.runtime.executor import apply_lowered
+from planc.simulate.fake_ranks import alone, with_memory
+from planc.simulate.outcome import Discrepancy, Outcome
+from planc.simulate.thread_ranks import busy, run_alone, without_logs
+from planc.simulate.time_limit import time_limit
+from planc.simulate.trace import Trace, raising_line
+
+ROWS = 2
+LENGTHS = (2, 32)
+"""Tokens of a row on each rank that splits it. A plan is refuted if it fails with both: a part of a
+short row may be shorter than a convolution or a block of attention."""
+
+
+Builder = TransformersBuilder | UserModelBuilder
+
+
+@quiet()
+@without_logs()
+def run_at_real_size(builder: Builder, lowered: Lowered) -> Outcome:
+    """The outcome of one forward and backward pass: `refuted`, with a `crash`, if the rank raises
+    and a single process does not; `unknown` if a single process does not run on fake tensors.
+    """
+    if reason := busy():
+        return Outcome(verdict="unknown", reason=reason)
+    crash: Discrepancy | None = None
+    for length in LENGTHS:
+        try:
+            inputs = _inputs(builder, lowered, length)
+        except Exception as error:
+            if crash is not None:  # the model has no rows of this length
+                break
+            reason = f"one process does not run on tensors without values: {first_line(error)}"
+            return Outcome(verdict="unknown", reason=reason)
+        crash, late = _run(builder, lowered, inputs)
+        if late:
+            return Outcome(verdict="unknown", reason=late)
+        if crash is None:
+            return Outcome(verdict="proved")
+    assert crash is not None
+    return Outcome(verdict="refuted", discrepancies=(crash,))
+
+
+def _inputs(builder: Builder, lowered: Lowered, length: int) -> Inputs:
+    """Inputs of a rank, with which a single process runs on fake tensors.
+
+    Raises:
+        Exception: the single process does not run.
+    """
+    split = math.prod(a.size for a in lowered.axes if a.name not in lowered.data)
+    multiples = (op.token_multiple for op in lowered.ops)
+    shape = BatchShape(rows=ROWS, length=math.lcm(length * split, *multiples))
+    model, fake = builder.build_on_meta(), _fake_tensors()
+    with one_sequence_a_row(), uncounted_images():
+        with fake:
+            with_memory(model, "cpu")
+            if isinstance(builder, TransformersBuilder):
+                builder.choose_on_fakes(model)
+        inputs = builder.sample(shape)
+        with fake:
+            model(**fake_inputs(inputs)).loss.backward()
+    return inputs
+
+
+def _run(builder: Builder, lowered: Lowered, inputs: Inputs) -> tuple[Discrepancy | None, str]:
+    """The crash of the first rank, None if it runs; and why it was given up, if it was."""
+    trace, name = Trace(), digest(lowered)
+
+    def rank(_: int) -> None:
+        model = builder.build_on_meta()
+        run = apply_lowered(model, lowered, digest=name, device_type="cpu", allow_code=True)
+        with _fake_tensors(), alone(run, None), trace.of(named_modules(model)):
+            with_memory(model, "cpu")
+            model(**run.batch(fake_inputs(inputs))).loss.backward()
+
+    failure = run_alone(lowered.world_size, rank, time_limit())
+    if failure is None:
+        return None, ""
+    error = failure.error
+    if error is None:
+        return None, failure.message
+    cause = error.__cause__ if isinstance(error, PlanError) and error.__cause__ else error
+    assert isinstance(cause, Exception)
+    crash = Discrepancy(
+        kind="crash",
+        subject=trace.running[-1] if trace.running else "",
+        detail=first_line(cause),
+        line=raising_line(error),
+        before=trace.leaf,
+    )
+    return crash, ""
+
+
+def _fake_tensors() -> FakeTensorMode:
+    """Tensors that are made inside are fake; real ones, such as sizes of images, keep values."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
