@@ -61,6 +61,12 @@ class Diagnostic:
         return f"{place}{self.severity}[{self.code}]: {self.message}{tail}"
 
     @property
+    def short(self) -> str:
+        """In one line, with its place and its code, as the reason of a verdict."""
+        place = f"{self.labels[0].span.place}: " if self.labels else ""
+        return f"{place}{self.message} ({self.code})"
+
+    @property
     def edit(self) -> tuple[Span, str] | None:
         """The name that the first label shows and its replacement, where the help corrects it."""
         if not isinstance(self.help, DidYouMean) or not self.labels:

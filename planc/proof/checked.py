@@ -41,7 +41,11 @@ def known_certificate(compiled: Compiled, sink: Sink) -> Certificate | None:
         return None
     found = certificate.known(compiled.digest, certificate.identity(compiled.facts))
     if found and found["verdict"] == "refuted":
-        sink.error("PL520", found["reason"], help="`planc verify` found this; run it again")
+        places = (found.get("first") or {}).get("places", ())
+        help = "`planc verify` found this; run it again"
+        sink.error(
+            "PL520", found["reason"], facts=[f"decided at {place}" for place in places], help=help
+        )
     return found
 
 

@@ -15,7 +15,7 @@ from dataclasses import asdict, replace
 from typing import Any, NoReturn, get_args
 
 from planc.compiler import Compiled
-from planc.diagnostics.diagnostic import Diagnostic, Sink
+from planc.diagnostics.diagnostic import Sink
 from planc.model.facts import Facts
 from planc.model.fused_kernels import hide
 from planc.proof.layout_flow import Verdict, flow
@@ -46,17 +46,11 @@ def _judged(verdict: Verdict, sink: Sink) -> tuple[Level, str]:
     """A plan that splits nothing is proved where structure decides all of its sections."""
     if verdict.verdict == "refuted":
         errors = (d for d in sink if d.severity == "error")
-        return "refuted", next(map(_in_short, errors), "its numbers are wrong")
+        return "refuted", next((d.short for d in errors), "its numbers are wrong")
     unknown = next((s.reason for s in verdict.sections if s.verdict == "unknown"), None)
     if verdict.verdict == "unknown" or unknown is not None:
         return "undecided", f"not decided by layout flow: {verdict.reason or unknown}"
     return "proved", "proved"
-
-
-def _in_short(error: Diagnostic) -> str:
-    """The line of the plan, the message and the code."""
-    place = f"{error.labels[0].span.place}: " if error.labels else ""
-    return f"{place}{error.message} ({error.code})"
 
 
 SECONDS = 300

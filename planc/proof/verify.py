@@ -197,7 +197,7 @@ def _run(case: _Case, server: ForkServer, sink: Sink, timeout: float) -> Proof:
     reason: str | None = None
     findings = Sink()
     if isinstance(found, TrialFailure):
-        verdict, reason = report_failure(found, findings)
+        verdict, reason = report_failure(found, case.plan, findings)
     elif found.same:
         verdict = "verified"
         if not case.precision and report_real_size(case.compiled, findings).verdict == "refuted":
@@ -221,17 +221,19 @@ def _run(case: _Case, server: ForkServer, sink: Sink, timeout: float) -> Proof:
     if verdict != "unknown" and kept:
         key = store.key_of(certificate["lowered"], store.identity(case.facts))
         store.keep(certificate, key)
-        _remember(case, certificate)
+        _remember(case, certificate, findings)
     return Proof(verdict=verdict, certificate=certificate)
 
 
-def _remember(case: _Case, certificate: store.Certificate) -> None:
-    """For `planc.apply`, which finds the verdict whatever the dtype of its weights."""
+def _remember(case: _Case, certificate: store.Certificate, findings: Sink) -> None:
+    """Stores the verdict for `planc.apply`, which finds it for all dtypes of the weights; the first
+    error is the reason for `refuted`.
+    """
     verified = certificate["verdict"] == "verified"
     count = certificate["processes"]
     text = f"verified on {count} process{'es' if count != 1 else ''}"
     if not verified:
-        text = certificate["reason"] or store.summary(certificate).lower()
+        text = next((d.short for d in findings), store.summary(certificate).lower())
     level: Level = "verified" if verified else "refuted"
     known = KnownVerdict(level=level, text=text)
     text = plan_files.digest(case.compiled.files)

@@ -116,7 +116,7 @@ def report_difference(
     return message, tuple(dict.fromkeys(label.span.place for label in labels))
 
 
-def report_failure(failure: TrialFailure, sink: Sink) -> tuple[str, str]:
+def report_failure(failure: TrialFailure, plan: Plan, sink: Sink) -> tuple[str, str]:
     """Reports PL521, PL522 or PL523; returns the verdict and the reason.
 
     A Python exception while the plan is applied or the parallel model runs refutes the plan,
@@ -135,7 +135,9 @@ def report_failure(failure: TrialFailure, sink: Sink) -> tuple[str, str]:
     who = f"rank {failure.rank}" if failure.rank >= 0 else "a rank"
     doing = {"apply": " while the plan was applied", "parallel": " in the parallel model"}
     message = f"{who} failed{doing.get(failure.phase, '')}: {failure.message}"
-    sink.error("PL521", message, facts=detail)
+    name = failure.module
+    labels = [*rule_labels(name, plan), *unit_labels(name, plan)] if name else []
+    sink.error("PL521", message, *labels, facts=detail)
     refuted = bool(failure.frames) and failure.phase in ("apply", "parallel", "compare")
     return ("refuted" if refuted else "unknown"), message
 

@@ -79,6 +79,8 @@ class TrialFailure:
         detail: the last lines of the log, if no exception ended the rank.
         frames: file, line, function and source line of each call, innermost last, if an exception
             ended the rank; those of its causes come first.
+        module: the name of the innermost module in whose call the exception was raised; empty for
+            none.
     """
 
     kind: str
@@ -87,6 +89,7 @@ class TrialFailure:
     phase: str = ""
     detail: str = ""
     frames: tuple[tuple[str, int, str, str], ...] = ()
+    module: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -270,6 +273,7 @@ def _failure_of(kind: str, report: dict[str, Any]) -> TrialFailure:
         message=first.strip(),
         rank=report["rank"],
         phase=report["phase"],
+        module=report.get("module", ""),
         frames=tuple(
             (str(f), int(n), str(name), str(code)) for f, n, name, code in report["frames"]
         ),

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import distributed
+from torch import distributed, nn
 
 from planc.diagnostics.diagnostic import Sink
 from planc.files import atomic_write
@@ -22,6 +22,7 @@ from planc.ops.document import loads
 from planc.ops.lowered import Lowered
 from planc.proxy.user_model import ModelBuilder, builder_of
 from planc.runtime.preconditions import of_all_ranks
+from planc.runtime.standalone.shards import plain_name
 from planc.simulate.discrepancies import Runs, first_wrong_output
 from planc.simulate.launcher import Job
 from planc.simulate.numerics import NEARLY, InFloat64, device_for
@@ -62,7 +63,7 @@ def main(job: Job, number: int) -> int:
     except BaseException as error:
         found["single"] = isinstance(error, SingleError)
         found["error"] = f"{type(error).__name__}: {error}".strip().removeprefix("SingleError: ")
-        found["frames"] = _frames(error)
+        found["frames"], found["module"] = _frames(error), _module(error)
     found["time"] = time.monotonic()
     atomic_write.write(Path(job.folder) / f"{number}.json", json.dumps(_finite(found)))
     return int("error" in found)
@@ -74,6 +75,14 @@ def _frames(error: BaseException) -> list[tuple[str, int, str, str]]:
     before = _frames(cause) if cause else []
     stack = traceback.extract_tb(error.__traceback__)
     return [*before, *((f.filename, f.lineno or 0, f.name, f.line or "") for f in stack)]
+
+
+def _module(error: BaseException) -> str:
+    """The name of the innermost module in whose call an exception was raised; empty for none."""
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    called = [m for m in (f.f_locals.get("self") for f in frames) if isinstance(m, nn.Module)]
+    names = {id(m): name for name, m in called[0].named_modules()} if called else {}
+    return next((plain_name(names[id(m)]) for m in reversed(called) if id(m) in names), "")
 
 
 def compared(job: Job, found: dict[str, Any]) -> None:

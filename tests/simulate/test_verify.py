@@ -13,13 +13,16 @@ import jsonschema
 import pytest
 from helpers import STATED, slow
 
+import planc
 from planc.cli import main
 from planc.diagnostics.diagnostic import Sink
 from planc.files.resources import GRAMMARS, PLANS
+from planc.model.load import load
 from planc.proof.verify import verify
 from planc.simulate import certificate as store
 from planc.simulate import launcher as runtime
 from planc.simulate.launcher import _waiting
+from planc.simulate.verdict_store import recall
 
 pytestmark = pytest.mark.slow
 
@@ -225,6 +228,13 @@ fsdp on dp_shard {
     assert first["places"] == [f"{plan}:{line}" for line in (10, 14)]
     (finding,) = sink
     assert finding.code == "PL520" and finding.labels
+    facts = load("llama-3.1-8b", Sink())
+    known = recall(planc.lower("llama-3.1-8b", plan, world_size=4), facts)
+    assert known.level == "refuted"
+    assert known.text == f"{finding.labels[0].span.place}: {finding.message} (PL520)"
+    again = planc.check("llama-3.1-8b", plan, world_size=4, level="structure")
+    [again] = [d for d in again if d.code == "PL520"]
+    assert again.facts == tuple(f"decided at {place}" for place in first["places"])
 
 
 @pytest.mark.parametrize(("logits", "verdict"), [(3e-7, "verified"), slow(1e-30, "refuted")])
@@ -248,6 +258,9 @@ def test_a_plan_that_crashes_is_refuted_with_the_error_of_the_rank(tmp_path):
     (finding,) = sink
     assert finding.code == "PL521"
     assert "in the parallel model: RuntimeError: shape" in finding.message
+    # the rules of the attention that fails, whose projections they split
+    lines = {label.span.text.split(" ")[0] for label in finding.labels}
+    assert any(line.startswith("self_attn") for line in lines), lines
     assert any("modeling_gemma3.py" in fact for fact in finding.facts)
     assert found.certificate["checks"] == ["PL201"]
 
