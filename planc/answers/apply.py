@@ -181,7 +181,7 @@ def apply(
             must not be known to be refuted, and `nothing` applies even such a plan.
         prove: whether rank 0 proves a plan of which nothing is known, as `planc check` does, in a
             process of its own, where the script has code of its own in a copy of this one; the
-            other ranks wait for it, at most five minutes.
+            other ranks wait for it, at most nine minutes.
         compare: the number of first forward passes in which ranks compare their inputs, those of
             the tensor axes and those of the innermost data axis; 0 compares neither these nor the
             weights that the ranks have built.

@@ -12,6 +12,7 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from math import ceil
 from typing import Any, NoReturn, get_args
 
 from planc.compiler import Compiled
@@ -54,8 +55,14 @@ def _judged(verdict: Verdict, sink: Sink) -> tuple[Level, str]:
 
 
 SECONDS = 300
-"""The time limit; below the ten minutes that NCCL's ranks wait for each other."""
+"""The time limit, in seconds of processor time: no answer depends on the machine's load."""
+WAIT = 540
+"""The seconds after which the other ranks need an answer: those of NCCL wait for ten minutes."""
 _TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_LONGER = (
+    "; prove it before the run, by `planc check --time-limit 1200`, or `planc.check(model, ..., "
+    "time_limit=1200)`: `apply` finds the verdict"
+)
 
 
 def prove_in_subprocess(compiled: Compiled, *, allow_code: bool) -> KnownVerdict:
@@ -65,7 +72,7 @@ def prove_in_subprocess(compiled: Compiled, *, allow_code: bool) -> KnownVerdict
     try:
         answer = answer_elsewhere(_answer, given, allow_code, of=facts)
     except NoAnswerError as error:
-        return _undecided(str(error))
+        return _undecided(f"{error}{_LONGER}" if error.late else str(error))
     known = answer["level"] in get_args(Level)
     return KnownVerdict(**answer) if known else _undecided(str(answer["text"]))
 
@@ -84,7 +91,15 @@ def readable(facts: Facts) -> Facts:
 
 
 class NoAnswerError(Exception):
-    """Why a process of its own gave no answer."""
+    """The reason for which a process of its own gave no answer.
+
+    Args:
+        late: whether its time was up.
+    """
+
+    def __init__(self, reason: str, *, late: bool = False) -> None:
+        super().__init__(reason)
+        self.late = late
 
 
 def answer_elsewhere(answer: Callable[..., object], *given: object, of: Facts | None) -> Any:
@@ -106,7 +121,7 @@ def answer_of_subprocess(answer: Callable[..., object], *given: object) -> Any:
     """The result of a function of a module, as JSON, in a new process.
 
     Raises:
-        NoAnswerError: it raises, it takes longer than `SECONDS`, or `given` cannot be pickled.
+        NoAnswerError: it raises, its time is up, or `given` cannot be pickled.
     """
     import pickle
     import subprocess
@@ -114,15 +129,15 @@ def answer_of_subprocess(answer: Callable[..., object], *given: object) -> Any:
     environment = {k: v for k, v in os.environ.items() if k not in _TORCHRUN}
     try:
         done = subprocess.run(
-            [sys.executable, "-P", "-m", __name__],
+            [sys.executable, "-P", "-m", __name__, str(SECONDS)],
             input=pickle.dumps((answer, given)),
             capture_output=True,
             check=False,
-            timeout=SECONDS,
+            timeout=WAIT,
             env={**environment, "CUDA_VISIBLE_DEVICES": ""},
         )
     except subprocess.TimeoutExpired:
-        raise NoAnswerError(f"no answer in {SECONDS} s") from None
+        raise _too_late() from None
     except Exception as error:  # a model that cannot be pickled
         raise NoAnswerError(f"{type(error).__name__}: {error}") from error
     try:
@@ -131,8 +146,15 @@ def answer_of_subprocess(answer: Callable[..., object], *given: object) -> Any:
         raise _failed(done.stderr, done.returncode) from None
 
 
+def _too_late() -> NoAnswerError:
+    return NoAnswerError(f"no answer in {WAIT:g} s, for which other ranks wait", late=True)
+
+
 def _failed(said: bytes, code: int) -> NoAnswerError:
     """The error of a process that ended without an answer: its last line says why."""
+    if code < 0 and -code == getattr(signal, "SIGXCPU", None):
+        text = f"no answer within {SECONDS:g} seconds of processor time"
+        return NoAnswerError(text, late=True)
     lines = said.decode(errors="replace").strip().splitlines()
     return NoAnswerError(lines[-1] if lines else f"exit status {code}")
 
@@ -142,7 +164,7 @@ def answer_of_copy(answer: Callable[[], object]) -> Any:
     defined, and has put into its libraries.
 
     Raises:
-        NoAnswerError: it raises, it takes longer than `SECONDS`, or the system has no such copies.
+        NoAnswerError: it raises, its time is up, or the system has no such copies.
     """
     import tempfile  # slow to import, and a warm check needs none
 
@@ -153,7 +175,7 @@ def answer_of_copy(answer: Callable[[], object]) -> Any:
         process = os.fork()
         if process == 0:
             _answer_and_end(answer, found.fileno())
-        code = _ended(process, time.monotonic() + SECONDS)
+        code = _ended(process, time.monotonic() + WAIT)
         found.seek(0)
         said = found.read()
     try:
@@ -175,6 +197,7 @@ def _answer_and_end(answer: Callable[[], object], file: int) -> NoReturn:
         os.dup2(file, 2)
         for name in _TORCHRUN:
             os.environ.pop(name, None)
+        _limit_processor_time(SECONDS)
         torch.set_num_threads(1)  # those of the original are not copied
         distributed.GroupMember.WORLD = None  # its process group is the original's
         found = ["answer", answer()]
@@ -193,8 +216,20 @@ def _ended(process: int, end: float) -> int:
         if time.monotonic() > end:
             os.kill(process, signal.SIGKILL)
             os.waitpid(process, 0)
-            raise NoAnswerError(f"no answer in {SECONDS} s")
+            raise _too_late()
         time.sleep(0.05)
+
+
+def _limit_processor_time(seconds: float) -> None:
+    """Lets the system end this process after some processor time, on systems that can do so."""
+    try:
+        import resource
+    except ImportError:  # Windows, where `WAIT` is the only limit
+        return
+    limits = resource.getrlimit(resource.RLIMIT_CPU)
+    known = [limit for limit in limits if limit != resource.RLIM_INFINITY]
+    resource.setrlimit(resource.RLIMIT_CPU, (min([ceil(seconds), *known]), limits[1]))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
 
 
 def _undecided(reason: str) -> KnownVerdict:
@@ -209,6 +244,7 @@ def _answer(compiled: Compiled, allow_code: bool) -> dict[str, Any]:
 def _main() -> None:
     import pickle
 
+    _limit_processor_time(float(sys.argv[1]))
     answer, given = pickle.load(sys.stdin.buffer)
     print(json.dumps(answer(*given)))
 

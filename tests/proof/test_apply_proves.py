@@ -64,11 +64,16 @@ def test_the_verdict_is_that_of_a_check(home, text, level, monkeypatch):
 
 def test_what_fails_is_not_decided(home, monkeypatch):
     case = compiled(home, RIGHT)
-    monkeypatch.setattr(in_subprocess, "SECONDS", 0.01)
-    assert in_subprocess.prove_in_subprocess(case, allow_code=False).text.endswith(
-        "no answer in 0.01 s"
-    )
+    monkeypatch.setattr(in_subprocess, "SECONDS", 1)  # importing torch takes longer
+    found = in_subprocess.prove_in_subprocess(case, allow_code=False)
+    assert found.level == "undecided"
+    assert "no answer within 1 seconds of processor time; prove it before the run" in found.text
+    assert "`planc check --time-limit" in found.text
     monkeypatch.setattr(in_subprocess, "SECONDS", 60)
+    monkeypatch.setattr(in_subprocess, "WAIT", 0.01)
+    found = in_subprocess.prove_in_subprocess(case, allow_code=False)
+    assert "no answer in 0.01 s, for which other ranks wait; prove it" in found.text
+    monkeypatch.setattr(in_subprocess, "WAIT", 60)
     monkeypatch.setattr(sys, "executable", "/bin/false")
     found = in_subprocess.prove_in_subprocess(case, allow_code=False)
     assert found.level == "undecided" and "exit status" in found.text
@@ -83,8 +88,21 @@ def test_a_copy_of_the_process_that_gives_no_answer(monkeypatch):
     assert in_subprocess.answer_of_copy(lambda: [os.environ.get("RANK"), 2]) == [None, 2]
     assert answer(lambda: 1 / 0) == "ZeroDivisionError: division by zero"
     assert answer(lambda: os._exit(3)) == "exit status 3"
-    monkeypatch.setattr(in_subprocess, "SECONDS", 0.2)
-    assert answer(lambda: time.sleep(60)) == "no answer in 0.2 s"
+    monkeypatch.setattr(in_subprocess, "WAIT", 0.2)
+    assert answer(lambda: time.sleep(60)) == "no answer in 0.2 s, for which other ranks wait"
+
+
+def test_the_time_limit_of_a_copy_is_processor_time(monkeypatch):
+    """A process that waits, as on a busy machine, is not late; one that computes is."""
+    monkeypatch.setattr(in_subprocess, "SECONDS", 1)
+    assert in_subprocess.answer_of_copy(lambda: time.sleep(1.5) or 7) == 7
+
+    def compute():
+        while True:
+            pass
+
+    with pytest.raises(in_subprocess.NoAnswerError, match="within 1 seconds of processor time"):
+        in_subprocess.answer_of_copy(compute)
 
 
 @pytest.mark.parametrize("rank", [0, 1])

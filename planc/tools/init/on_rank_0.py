@@ -31,7 +31,8 @@ def _written(facts: Facts) -> str | None:
     try:
         return str(answer_elsewhere(_text, readable(facts), of=facts))
     except NoAnswerError as error:
-        _log.warning("the draft could not be written: %s", error)
+        advice = "; write it before the run, by `planc init`" if error.late else ""
+        _log.warning("the draft could not be written: %s%s", error, advice)
         return None
 
 
