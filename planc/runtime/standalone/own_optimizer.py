@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from planc.runtime.standalone.shards import redistribute
+
 Own = tuple[type[Optimizer], dict[str, Any]]
 """A class, and its arguments beside `lr` and `weight_decay`."""
 
@@ -35,7 +37,7 @@ class OwnSteps:
         for p in self.parameters:
             gradient: Any = p.grad  # a partial one is summed over the ranks
             if isinstance(gradient, DTensor) and isinstance(p, DTensor):
-                p.grad = gradient.redistribute(placements=p.placements)
+                p.grad = redistribute(gradient, p.placements)
         mine = {p: state[p] for p in self.parameters if p in state}
         self.inner.param_groups = [group]
         self.inner.state = defaultdict(dict, mine)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from helpers import codes, compiled_of, simulated, slow
 from torch import nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, _redistribute, init_device_mesh
 
 import planc
 from planc.compiler import compile_plan
@@ -220,3 +221,21 @@ def test_what_it_holds_is_counted_where_its_code_may_run(plan):
         PlanError, match=r"PL727.*own_optimizers:Lion is code, imported only with --allow-code"
     ):
         planc.measure("llama-3.2-1b", plan(LION), **step)
+
+
+def test_partial_gradients_are_summed_without_a_warning_of_torch(fake, caplog):
+    """Those of a replicated parameter on a mesh with two axes."""
+    _redistribute._warned_flatten_issues.clear()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    module = made(own_optimizers.Lion)
+    for name, parameter in [*module.named_parameters()]:
+        whole = DTensor.from_local(parameter.detach(), mesh, [Replicate()] * 2)
+        module.register_parameter(name, nn.Parameter(whole))
+    optimize(module, "class", lr=0.5, weight_decay=1.0, kind=own_optimizers.Lion, arguments={})
+    optimizer = planned_optimizer(module, 0.1, 0.0)
+    for parameter in module.parameters():
+        part = torch.ones(parameter.shape)
+        parameter.grad = DTensor.from_local(part, mesh, [Partial()] * 2)
+    optimizer.step()
+    assert all(p.grad.placements == p.placements for p in module.parameters())
+    assert "sequential" not in caplog.text
