@@ -11,6 +11,7 @@ from planc.elaborate.rule_conflicts import Settings
 from planc.elaborate.scope import FAILED, Failed, Scope, Value
 from planc.elaborate.sections.fsdp_policies import DTYPES
 from planc.elaborate.sections.tensor import claimed
+from planc.elaborate.sections.word_settings import one_word
 from planc.ir.nodes import AdapterRule, Adapters
 from planc.ops.lora import INITS, Adapt
 from planc.ops.quantization import BLOCKS, KINDS, Quantize
@@ -150,11 +151,11 @@ def adapters(program: Program) -> Adapters | None:
 
 def _value(item: ast.Setting, scope: Scope) -> bool | int | None:
     """Whether A and B are units (`units = own`), or the seed (`seed = 1`); None after a finding."""
+    if item.name == "units":
+        chosen = one_word(item, {name: name for name in _UNITS}, scope)
+        return None if chosen is None else _UNITS[chosen]
     value = word(item.value, scope)
-    if item.name == "units" and isinstance(value, str) and value in _UNITS:
-        return _UNITS[value]
-    if item.name == "seed" and type(value) is int and 0 <= value < 2**32:
+    if type(value) is int and 0 <= value < 2**32:
         return value
-    wanted = "`with_layer` or `own`" if item.name == "units" else "an integer of 32 bits"
-    wrong_value(item.value, item.name, wanted, value, scope)
+    wrong_value(item.value, item.name, "an integer of 32 bits", value, scope)
     return None

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from planc.diagnostics import diagnostic
-from planc.diagnostics.diagnostic import Label
+from planc.diagnostics.diagnostic import Label, did_you_mean
 from planc.elaborate.call_arguments import unknown, word, wrong_value
 from planc.elaborate.program import Program
 from planc.elaborate.rule_conflicts import Claims, Placed, Settings, flatten
@@ -99,7 +99,9 @@ def _sequence(item: ast.Setting, axis: str, scope: Scope) -> SequenceSetting:
     if isinstance(value, bool):
         value = str(value).lower()
     if not isinstance(value, str) or value not in _SEQUENCE:
-        wrong_value(item.value, "sequence", "`auto`, `true` or `false`", value, scope)
+        hint = did_you_mean(value, _SEQUENCE) if isinstance(value, str) else None
+        wanted = "`auto`, `true` or `false`"
+        wrong_value(item.value, "sequence", wanted, value, scope, hint=hint)
         value = "false"
     return SequenceSetting(axis=axis, wanted=_SEQUENCE[value], origin=item.origin)
 
@@ -110,18 +112,21 @@ def _images(item: ast.Setting, axis: str, scope: Scope) -> ImagesSetting:
     return ImagesSetting(axis=axis, divided=divided, origin=item.origin)
 
 
-def _layouts(item: ast.Setting, axis: str, scope: Scope) -> None:
-    """`layouts = stated`."""
+def _layouts(item: ast.Setting, axis: str, scope: Scope) -> bool | None:
+    """Whether the line is `layouts = stated`; None after PL012."""
     value = word(item.value, scope)
-    if value != "stated":
-        wrong_value(
-            item.value, _STATED, "`stated`; without the line they are inferred", value, scope
-        )
+    if value == _WORD:
+        return True
+    hint: str | None = "without the line layouts are inferred"
+    if isinstance(value, str):
+        hint = did_you_mean(value, [_WORD], hint)
+    wrong_value(item.value, _STATED, f"`{_WORD}`", value, scope, hint=hint)
+    return None
 
 
 def _both(held: Settings, program: Program) -> None:
     """Reports a section that says of its layouts that they are stated, and that they are not."""
-    if {_STATED, "sequence"} <= held.lines.keys():
+    if held.values.get(_STATED) and "sequence" in held.lines:
         stated, sequence = (held.lines[name].origin for name in (_STATED, "sequence"))
         program.sink.error(
             "PL102",
@@ -132,8 +137,10 @@ def _both(held: Settings, program: Program) -> None:
         )
 
 
-_STATED = "layouts"
-_SETTING: dict[str, Callable[[ast.Setting, str, Scope], SequenceSetting | ImagesSetting | None]] = {
+_STATED, _WORD = "layouts", "stated"
+_SETTING: dict[
+    str, Callable[[ast.Setting, str, Scope], SequenceSetting | ImagesSetting | bool | None]
+] = {
     "sequence": _sequence,
     _STATED: _layouts,
     "images": _images,
