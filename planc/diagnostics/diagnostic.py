@@ -264,7 +264,7 @@ _ELSEWHERE = {
     "precision(cast_inputs = true)": "cast_forward_inputs",
     "offload(cpu)": "offload offload_policy CPUOffloadPolicy cpu_offload offload_params",
     "checkpoint { model.layers.* : full }": "activation_checkpointing gradient_checkpointing "
-    "activation_checkpoint checkpoint_wrapper recompute",
+    "activation_checkpoint checkpointing checkpoint_wrapper recompute",
     "ops(save = [attention, matmul(every = 2)])": "selective",
     "lora(rank = 16)": "r lora_r",
     "lora(rank = 16, alpha = 32)": "lora_alpha",
@@ -281,6 +281,9 @@ _ELSEWHERE = {
     "bf16": "torch.bfloat16",
     "fp32": "torch.float32",
     "fp16": "torch.float16",
+    "mesh { cp = 2 }` and `context on cp { attention = all_gather }": "context_parallel",
+    "mesh { pp = 2 }` and `pipeline on pp { ... }": "pipeline_parallel",
+    "mesh { ep = 2 }` and `expert on ep { ... }": "expert_parallel",
     "mesh { tp = 2 }": _sizes("tp tensor_parallel tensor_model_parallel autotp"),
     "mesh { cp = 2 }": _sizes("cp context_parallel sequence_parallel"),
     "mesh { pp = 2 }": _sizes("pp pipeline_parallel pipeline_model_parallel"),
