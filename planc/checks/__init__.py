@@ -27,7 +27,7 @@ from planc.checks import (
 from planc.diagnostics.diagnostic import Sink
 from planc.ir.nodes import Plan
 from planc.model.facts import Facts
-from planc.sections.matmul.checks import matmul
+from planc.sections import Hook
 
 Check = Callable[[Plan, Facts, Sink], None]
 
@@ -69,13 +69,13 @@ RULES: tuple[Check, ...] = (
     compiling.compile_graph_breaks,
     compiling.async_tensor_parallel,
     adapters.adapters,
-    matmul,
     compiling.randomness,
     precision.four_bits,
     pipeline.pipeline,
     replicated.unsplit_parameters,
     optimizer.optimizer,
 )
+_CHECK = Hook[Check]("checks", "check")
 
 
 def check(plan: Plan, facts: Facts, sink: Sink, *, bare: tuple[Plan, Facts] | None = None) -> None:
@@ -92,5 +92,5 @@ def check(plan: Plan, facts: Facts, sink: Sink, *, bare: tuple[Plan, Facts] | No
     """
     if bare is not None:
         stated_layouts.stated_layouts(*bare, sink)
-    for rule in RULES:
+    for rule in (*RULES, *_CHECK.find_all(plan.sections)):
         rule(plan, facts, sink)

@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+from planc.sections import SECTIONS
+
 Phase = Literal["input", "plan", "proof", "runtime", "internal"]
 """The subject of a finding.
 
@@ -47,7 +49,7 @@ WITHOUT_LAYOUTS = frozenset({"PL505", "PL524", "PL525", "PL526"})
 TIES = frozenset({"PL401"})
 """Replaced by what a run shows of tied parameters (PL501, PL502, PL503)."""
 
-REAL_SIZES = frozenset({"PL226", "PL417", "PL623"})
+REAL_SIZES = frozenset({"PL226", "PL417"}).union(*(s.real_sizes for s in SECTIONS.values()))
 """About the bytes of real layers, or the ranks of data axes: a simulation has others."""
 
 NO_TORCH = frozenset({"PL760"})
@@ -262,7 +264,6 @@ _ROWS: tuple[tuple[str, str, Phase, str], ...] = (
     ("PL550", "error", "plan", "ranks that cannot divide the experts"),
     ("PL551", "error", "plan", "a module whose experts cannot be divided"),
     ("PL552", "error", "plan", "experts in a unit over ranks with other experts"),
-    ("PL553", "warning", "plan", "products in 8 bits that the hardware has no rate for"),
     ("PL557", "error", "runtime", "a loss that the script has replaced"),
     ("PL558", "info warning", "proof", "unknown isolation of packed documents and padding"),
     ("PL560", "error", "plan", "a block that is in no stage, or in two"),
@@ -313,15 +314,6 @@ _ROWS: tuple[tuple[str, str, Phase, str], ...] = (
     ("PL618", "error", "input", "dumps of another plan"),
     ("PL619", "error", "runtime", "a global batch that the ranks cannot share"),
     ("PL620", "error", "plan", "a number of nodes without a world size"),
-    ("PL621", "error", "plan", "products in 8 bits of a module that is no linear layer"),
-    ("PL622", "error", "plan", "products in 8 bits of a layer that must keep its precision"),
-    ("PL623", "error", "plan", "features on a rank that 8-bit products do not take"),
-    ("PL624", "warning", "plan", "products in 8 bits that are not compiled"),
-    ("PL625", "error", "plan", "weights that FSDP cannot gather in fp8"),
-    ("PL626", "error", "plan", "a recipe whose scales the ranks would compute otherwise"),
-    ("PL627", "error", "runtime", "torchao cannot be imported"),
-    ("PL628", "error", "runtime", "a device without products in 8 bits"),
-    ("PL629", "error", "proof", "products in 8 bits that are others than in one process"),
     ("PL630", "error", "input", "a measurement that no file takes"),
     ("PL640", "error", "plan", "ranks that do not fill whole nodes"),
     ("PL641", "error warning", "plan", "a tensor axis that crosses nodes"),
@@ -392,10 +384,11 @@ _ROWS: tuple[tuple[str, str, Phase, str], ...] = (
     ("PL762", "warning", "input", "a pack with verdicts of another planc"),
     ("PL900", "error", "internal", "internal error in planc"),
 )
+_SECTION_ROWS = (row for section in SECTIONS.values() for row in section.codes)
 
 CODES = {
     name: Code(name=name, severities=tuple(severities.split()), phase=phase, title=title)
-    for name, severities, phase, title in _ROWS
+    for name, severities, phase, title in sorted((*_ROWS, *_SECTION_ROWS))
 }
 """Every code by its name, in order."""
 

@@ -76,7 +76,7 @@ class Change:
     """One line of a diff.
 
     Args:
-        kind: one of `planc.diffing.matching.KINDS`.
+        kind: one of `planc.diffing.matching.kinds`.
         over: the axes of a tensor-parallel style.
         label: the subject, where that is not a set of modules.
         modules: the sets with the same change; their paths differ only in the last name.

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import replace
+from functools import cache
 
 from planc.model.facts import Modules
 from planc.model.indices import Indices
@@ -11,14 +12,18 @@ from planc.ops.base import Entry, Fact, Group, Value
 from planc.ops.lowered import Lowered
 from planc.ops.styles import style_text
 
-KINDS = ("model", "mesh", "data", "layers", *(k.WORD for k in registry.KINDS), "spread")
-"""The kinds of changes, in the order of a diff."""
+
+@cache
+def kinds() -> tuple[str, ...]:
+    """The kinds of changes, in the order of a diff."""
+    operations = (kind.WORD for kind in registry.kinds())
+    return ("model", "mesh", "data", "layers", *operations, "spread")
 
 
 def place_of(kind: str) -> int:
     """The place of a kind in a diff; a backend has a word of its own."""
     word = kind.split(maxsplit=1)[0]
-    return KINDS.index(word if word in KINDS else Backend.WORD)
+    return kinds().index(word if word in kinds() else Backend.WORD)
 
 
 def groups(lowered: Lowered) -> set[Group]:

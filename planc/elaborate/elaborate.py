@@ -1,7 +1,9 @@
 """AST + model facts -> IR."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 from planc.diagnostics.diagnostic import Sink, did_you_mean, elsewhere, one_of
 from planc.elaborate.evaluate import evaluate
@@ -24,7 +26,7 @@ from planc.ir.nodes import Mesh, Plan
 from planc.model.facts import Facts
 from planc.ops.base import AxisRole
 from planc.ops.lowered import MeshAxis
-from planc.sections.matmul.section import matmul
+from planc.sections import NAMES, Hook
 from planc.syntax import ast, plan_files
 
 SECTIONS = (
@@ -32,7 +34,7 @@ SECTIONS = (
     "load",
     "tensor",
     "adapters",
-    "matmul",
+    *NAMES,
     "train",
     "checkpoint",
     "compile",
@@ -95,7 +97,7 @@ def elaborate(
         context=parts,
         attention=exchanges,
         adapters=part("adapters", lambda: adapters(program)),
-        matmul=part("matmul", lambda: matmul(program)),
+        sections=_sections(program),
         loss=part("loss", lambda: loss(program)),
         pipeline=part("pipeline", lambda: pipeline(program)),
         experts=part("expert", lambda: expert(program)),
@@ -103,6 +105,17 @@ def elaborate(
         broken=frozenset(program.broken),
         origin=program.header.origin,
     )
+
+
+_READ = Hook[Callable[[Program], tuple[Any, ...]]]("section", "read")
+
+
+def _sections(program: Program) -> Mapping[str, tuple[Any, ...]]:
+    """The rules of sections that are folders; a section without rules is left out."""
+    stated = [name for name in NAMES if any(program.named(name))]
+    readers = {name: read for name in stated if (read := _READ.find(name))}
+    rules = {name: program.part(name, partial(read, program)) for name, read in readers.items()}
+    return {name: found for name, found in rules.items() if found}
 
 
 def _options(program: Program) -> dict[str, object]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from planc.ops import phrases
 from planc.ops.lowered import FORMAT_VERSION, Lowered
-from planc.ops.registry import KINDS
+from planc.ops.registry import kinds
 
 _WIDTH = 100
 
@@ -27,7 +27,7 @@ def _lines(lowered: Lowered, digest: str) -> Iterator[str]:
         split = f"{parts.rest.name} {parts.rest.size} | {parts.ranks.name} {parts.ranks.size}"
         yield phrases.head("", f"{' * '.join(parts.axes)} as {split}")
     yield phrases.head("data", _data(lowered))
-    for kind in KINDS:
+    for kind in kinds(lowered.sections):
         ops: list[Any] = lowered.every(kind)
         yield from ops[0].section(ops, lowered) if ops else ()
     if not lowered.ops:

@@ -36,7 +36,6 @@ from planc.ops.phrases import together
 from planc.ops.pipeline import Pipeline
 from planc.ops.quantization import Quantize
 from planc.ops.styles import MlaKv, Parts, Style
-from planc.sections.matmul.ops import LowPrecision
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -481,7 +480,6 @@ Ruled = TypeVar(
     Checkpoint,
     Compile,
     Freeze,
-    LowPrecision,
     LossRule,
     ExpertRule,
     AdapterRule,
@@ -491,9 +489,8 @@ Ruled = TypeVar(
 )
 """A node that one line decides for its `modules`."""
 
-_ON_LAYERS = ("tensor", "matmul", "checkpoint", "compile", "train", "attention")
-_RULES = (*_ON_LAYERS, "loss", "experts", "optimizer")
-"""The fields of a plan that are rules for modules."""
+_RULES = ("tensor", "checkpoint", "compile", "train", "attention", "loss", "experts", "optimizer")
+"""The fields of a plan that are rules for modules, except `sections`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -512,6 +509,7 @@ class Plan(Meaning):
         attention: modules in which these exchange otherwise than in others.
         budgets: the rules that `checkpoint` has been chosen for.
         train: what the train sections freeze or unfreeze, outer modules first.
+        sections: the rules for modules of sections that are folders, by name.
         adapted: whether the model's facts already have the adapters and the dtypes of `load`.
         broken: sections with errors, from whose omissions no check may conclude anything.
     """
@@ -525,7 +523,7 @@ class Plan(Meaning):
     sequence: tuple[SequenceSetting, ...] = ()
     images: tuple[ImagesSetting, ...] = ()
     draws: tuple[str, ...] = ()
-    matmul: tuple[LowPrecision, ...] = ()
+    sections: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     checkpoint: tuple[Checkpoint, ...] = ()
     budgets: tuple[Budget, ...] = ()
     compile: tuple[Compile, ...] = ()
@@ -553,8 +551,8 @@ class Plan(Meaning):
     @property
     def acting(self) -> Iterator[tuple[Any, Modules]]:
         """Yields what acts on modules (rules, units, what is in no unit), and these."""
-        for name in _RULES:
-            yield from ((node, node.modules) for node in getattr(self, name))
+        for nodes in (*(getattr(self, name) for name in _RULES), *self.sections.values()):
+            yield from ((node, node.modules) for node in nodes)
         yield from ((r, r.modules) for r in (self.adapters.rules if self.adapters else ()))
         if self.fsdp is not None:
             yield from ((ignored, ignored.modules) for ignored in self.fsdp.ignored)
@@ -580,6 +578,8 @@ class Plan(Meaning):
         )
         adapters = self.adapters and replace(self.adapters, rules=each(self.adapters.rules))
         rules: dict[str, Any] = {name: each(getattr(self, name)) for name in _RULES}
+        own = {name: each(nodes) for name, nodes in self.sections.items()}
+        rules["sections"] = {name: nodes for name, nodes in own.items() if nodes}
         return replace(self, fsdp=fsdp, adapters=adapters, **rules)
 
     @property

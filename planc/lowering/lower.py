@@ -15,7 +15,7 @@ quantization, because no style can shard a 4-bit weight. (The order of torchtita
 its own hook is the last.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import product
 from operator import itemgetter
@@ -54,7 +54,7 @@ from planc.ops.rotary import ShareLongestPosition
 from planc.ops.styles import PARAMETERLESS, Input, Output, Replicated, Sequence
 from planc.ops.tensor_parallel import Parallelize, Tie
 from planc.ops.towers import DivideImages, ShareTower
-from planc.sections.matmul.ops import ScaleWeights
+from planc.sections import Hook
 
 
 def lower(plan: Plan, facts: Facts) -> Lowered:
@@ -121,7 +121,7 @@ def _stage(plan: Plan, facts: Facts, adapters: list[Adapt]) -> Stage:
     tensor = [r for r in tensor if r not in inside]
     ops: list[AnyOp] = [
         *_on_model(plan, facts, adapters),
-        *_joined(plan.matmul),
+        *_of_sections(plan, facts),
         *_joined(_parallelize(_ordered([*_on_layers(tensor, plan), *derived]), plan)),
         *_ties(facts, tensor, plan),
         *_joined(divided(plan)),
@@ -135,7 +135,6 @@ def _stage(plan: Plan, facts: Facts, adapters: list[Adapt]) -> Stage:
         *_joined(limited(plan)),
         *_joined(plan.compile),
         *units,
-        *_scales(plan),
         *settings(plan, facts),
         *_losses(plan),
         *_inputs(plan, facts),
@@ -162,10 +161,13 @@ def _on_model(plan: Plan, facts: Facts, adapters: list[Adapt]) -> Iterator[AnyOp
     yield from pipeline if adapters else ()
 
 
-def _scales(plan: Plan) -> Iterator[ScaleWeights]:
-    """Weights that FSDP gathers in fp8 have scales of all ranks."""
-    if any(op.gather for op in plan.matmul):
-        yield ScaleWeights()
+_LOWER = Hook[Callable[[Plan, Facts], Iterator[AnyOp]]]("lowering", "lower")
+
+
+def _of_sections(plan: Plan, facts: Facts) -> Iterator[AnyOp]:
+    """The operations of sections that are folders."""
+    for operations in _LOWER.find_all(plan.sections):
+        yield from _joined(operations(plan, facts))
 
 
 def _exchanges(plan: Plan) -> Iterator[Attend]:

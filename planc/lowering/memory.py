@@ -5,9 +5,10 @@ belongs to the innermost unit that contains it; a tied parameter counts once, at
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from math import prod
+from typing import Any
 
 from planc.infer.apply_adapters import FOUR_BIT
 from planc.ir.local_shapes import local_shape, ruled, split_dim
@@ -18,6 +19,7 @@ from planc.model.facts import DTYPE_BYTES, Facts, Modules, Parameter
 from planc.ops.fsdp import FullyShard, Spread
 from planc.ops.lowered import Lowered
 from planc.ops.styles import PARAMETERLESS
+from planc.sections import Hook
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +31,7 @@ class Holding:
         local: the shape after tensor parallelism, on the rank with the largest shard.
         count: the number of modules that own the parameter; the others share it by a tie.
         trains: whether it takes a gradient.
-        narrow: whether FSDP gathers it in fp8.
+        narrow: whether FSDP gathers it in one byte an element.
     """
 
     modules: Modules
@@ -56,6 +58,10 @@ class Holding:
         return prod(self.local) * width
 
 
+_NARROW = Hook[Callable[[Plan], Iterator[Any]]]("lowering", "narrow_rules")
+"""The rules on modules whose weights FSDP gathers in one byte an element."""
+
+
 class Holdings:
     """All parameters of a model under a plan's tensor parallelism."""
 
@@ -63,7 +69,8 @@ class Holdings:
         self.plan, self.tied = plan, Tied(facts)
         self.backward = Backward(owned(plan, facts))
         rules = [r for r in tensor if not isinstance(r.style, PARAMETERLESS)]
-        gathers = self.gathers = [op for op in plan.matmul if op.gather]
+        hooks = _NARROW.find_all(plan.sections)
+        gathers = self.gathers = [rule for narrow in hooks for rule in narrow(plan)]
         self.all = [
             Holding(
                 modules=part,
@@ -99,7 +106,7 @@ class Holdings:
         return self.plan.mesh.size(*self.plan.fsdp.axes(placement)[0])
 
     def parts(self, unit: Unit) -> list[tuple[Modules, ...]]:
-        """The members of a unit's calls: modules of which others are gathered in fp8 are apart."""
+        """The members of a unit's calls; modules with narrow weights are in separate calls."""
         parts = list(unit.members)
         for op in () if unit.group else self.gathers:
             inner = Modules(op.modules.path[: len(parts[0].path)], parts[0].module)
@@ -111,7 +118,7 @@ class Holdings:
         self, unit: Unit, precision: Precision | None, part: tuple[Modules, ...] | None = None
     ) -> tuple[int, int, int, int]:
         """Bytes of the parameters of one call: at rest on one rank, and all-gathered; what all
-        calls gather that takes no gradient; and what fp8 saves one call of those that do.
+        calls gather that takes no gradient; and what narrow weights save one call of those that do.
 
         Args:
             part: the members of these calls, where they are not all (`parts`).

@@ -7,7 +7,7 @@ known is named (`left_out`), not guessed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from fractions import Fraction
 from math import ceil
@@ -43,7 +43,7 @@ from planc.ops.registry import AnyOp
 from planc.ops.styles import Colwise, Experts, Input, Sequence
 from planc.ops.tensor_parallel import Parallelize
 from planc.ops.towers import DivideImages
-from planc.sections.matmul.ops import LowPrecision, ScaleWeights
+from planc.sections import Hook
 
 
 def sends(step: Step) -> tuple[Sent, ...]:
@@ -67,6 +67,9 @@ def left_out(step: Step) -> tuple[str, ...]:
     """Names what may send, and is not counted."""
     texts = (op.uncounted_traffic(step) for op in step.lowered.ops)
     return tuple(dict.fromkeys(filter(None, texts)))
+
+
+_SENDS = Hook[Callable[[AnyOp, Step], Iterator[Sent]]]("lowering", "sends")
 
 
 def _of(op: AnyOp, step: Step) -> Iterator[Sent]:
@@ -93,8 +96,8 @@ def _of(op: AnyOp, step: Step) -> Iterator[Sent]:
             yield from pipeline_sends(op, step)
         case Optimize():
             yield from optimizer_sends(op, step)
-        case ScaleWeights():
-            yield from _scales(op, step)
+        case _ if send := _SENDS.find(op.SECTION):
+            yield from send(op, step)
 
 
 def _repeats(op: Parallelize | DispatchExperts | LimitExperts, step: Step) -> Fraction:
@@ -354,24 +357,6 @@ def _fsdp(op: FullyShard, step: Step) -> Iterator[Sent]:
     if op.replicate:
         ranks, one = step.lowered.axis_size(*op.shard), replace(one, times=reductions)
         yield replace(one, kind=REDUCE, axes=op.replicate, size=reduced // ranks)
-
-
-def _scales(op: ScaleWeights, step: Step) -> Iterator[Sent]:
-    """The largest values of all weights that FSDP gathers in fp8, before each forward pass."""
-    weights = [one.modules for one in step.lowered.every(LowPrecision) if one.gather]
-    shard = next(o.shard for o in step.lowered.fsdp_units if o.shard and o.saved)
-    split = (o for o in step.lowered.styles if any(o.modules.overlap(m) for m in weights))
-    stored = next(p.dtype for m in weights for p in parameters_of(m) if p.name == "weight")
-    sent = Sent(
-        word=op.WORD,
-        where="weights gathered in fp8",
-        kind=REDUCE,
-        axes=shard,
-        times=step.passes,
-        size=sum(map(len, weights)) * DTYPE_BYTES[stored],
-    )
-    for axes in dict.fromkeys((shard, *(o.axes for o in split))):
-        yield replace(sent, axes=axes)
 
 
 def _gathered_again(op: FullyShard, step: Step) -> int:

@@ -38,7 +38,7 @@ class Entry:
     """A statement of a plan about a set of modules.
 
     Args:
-        kind: one of `planc.diffing.matching.KINDS`.
+        kind: one of `planc.diffing.matching.kinds`.
         over: the axes of a tensor-parallel style.
         label: the subject, where that is not a set of modules.
         style: of a tensor-parallel rule.
@@ -293,6 +293,8 @@ class Op:
     SCRIPT: ClassVar[ScriptFunction]
     KIND: ClassVar[str] = ""
     PHASE: ClassVar[Phase]
+    SECTION: ClassVar[str] = ""
+    """The section in whose folder the operation is; empty for operations of the compiler."""
     WORD: ClassVar[str]
     """The name of the kind in `lower` and `diff`."""
     ABOUT: ClassVar[tuple[str, ...]] = ()
@@ -312,6 +314,8 @@ class Op:
     LOOP_FUNCTIONS: ClassVar[tuple[str, ...]] = ()
     """The functions of a script that its training loop calls because of the operation."""
     SIMULATION: ClassVar[SimulationKind] = SimulationKind.ALWAYS
+    SIMULATION_LIMIT: ClassVar[float] = 1e-4
+    """The largest relative error of its separate simulation that counts as equal."""
     READS_VALUES: ClassVar[bool] = False
     """Whether its calls read the values of weights, which fake tensors lack."""
     SETS_TRAINING: ClassVar[bool] = False
@@ -391,8 +395,9 @@ class Op:
         """Two operations of one line as one, if they are equal on modules whose paths differ in one
         set of indices; else None.
         """
-        both = self.about.union(other.about)
-        if both is None or self.place != other.place:
+        alike = type(self) is type(other) and self.ABOUT and self.place == other.place
+        both = self.about.union(other.about) if alike else None
+        if both is None:
             return None
         modules: dict[str, Any] = {self.ABOUT[0]: both}
         joined = replace(self, **modules)

@@ -147,9 +147,12 @@ class Tagged:
 
     @cached_property
     def kinds(self) -> Mapping[str, Record]:
-        """The kinds by name; a class that others extend stands for those that are installed."""
+        """The kinds by name, operations in the order of their phases; a class that others extend
+        stands for those that are installed.
+        """
         every = (cls.installed() if hasattr(cls, "installed") else (cls,) for cls in self.members)
-        return {kind_of(cls): _record(cls) for classes in every for cls in classes}
+        kinds = [cls for classes in every for cls in classes]
+        return {kind_of(c): _record(c) for c in sorted(kinds, key=lambda c: getattr(c, "PHASE", 0))}
 
 
 Shape = Leaf | Many | Named | Either | Record | Tagged

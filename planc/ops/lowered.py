@@ -172,6 +172,11 @@ class Lowered(InNotebooks):
         return tuple(dict.fromkeys(op for stage in self.stages for op in stage.ops))
 
     @property
+    def sections(self) -> tuple[str, ...]:
+        """The sections in whose folders its operations are."""
+        return tuple(dict.fromkeys(op.SECTION for op in self.ops if op.SECTION))
+
+    @property
     def parameters(self) -> int:
         """Bytes of parameters that one rank holds at rest, the maximum over stages."""
         return max(stage.parameters for stage in self.stages)

@@ -1,5 +1,9 @@
 """The list of all kinds of operations."""
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from operator import attrgetter
 from typing import Annotated, get_args
 
 from planc.ops.activation_checkpoint import Checkpoint
@@ -23,14 +27,27 @@ from planc.ops.rng import DrawApart, DrawByRank, SyncRng
 from planc.ops.rotary import ShareLongestPosition
 from planc.ops.tensor_parallel import Parallelize, Tie
 from planc.ops.towers import DivideImages, ShareTower
-from planc.sections.matmul.ops import LowPrecision, ScaleWeights
+from planc.sections import NAMES, Hook
+
+_KINDS = Hook[tuple[type[Op], ...]]("ops", "KINDS")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SectionOp(Op):
+    """An operation in the folder of a section; it names the section as `SECTION`."""
+
+    @classmethod
+    def installed(cls) -> Iterator[type[Op]]:
+        """The kinds of all sections, whose modules are imported only here."""
+        return (kind for kinds in _KINDS.find_all(NAMES) for kind in kinds)
+
 
 AnyOp = Annotated[
-    Pipeline
+    SectionOp
+    | Pipeline
     | Configure
     | Load
     | Adapt
-    | LowPrecision
     | Parallelize
     | Tie
     | DispatchExperts
@@ -44,7 +61,6 @@ AnyOp = Annotated[
     | Compile
     | FullyShard
     | Backend
-    | ScaleWeights
     | Divide
     | Prefetch
     | ChunkLoss
@@ -58,8 +74,13 @@ AnyOp = Annotated[
     Form(tag="op"),
 ]
 
-KINDS: tuple[type[Op], ...] = get_args(get_args(AnyOp)[0])
-"""In the order in which `apply` runs them."""
+
+@cache
+def kinds(sections: tuple[str, ...] = NAMES) -> tuple[type[Op], ...]:
+    """The kinds of operations of the compiler and of sections, in the order of `apply`."""
+    core = [kind for kind in get_args(get_args(AnyOp)[0]) if kind is not SectionOp]
+    own = (kind for kinds in _KINDS.find_all(sections) for kind in kinds)
+    return tuple(sorted((*own, *core), key=attrgetter("PHASE")))
 
 
 def units_of(op: Op) -> tuple[FullyShard, ...]:

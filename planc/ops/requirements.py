@@ -18,7 +18,11 @@ class Requirement(NamedTuple):
     reason: str
     help: str
 
+    @property
+    def distribution(self) -> str:
+        """The package with all its modules."""
+        return self.package.partition(".")[0]
+
     def finding(self, error: Exception) -> str:
         """The text of the finding for the error of an import."""
-        package = self.package.partition(".")[0]
-        return f"{self.reason}, and {package} cannot be imported: {error}"
+        return f"{self.reason}, and {self.distribution} cannot be imported: {error}"

@@ -17,16 +17,17 @@ _FORMAT = 11
 
 
 def judge(
-    small: SmallCase, *, quick: bool = False, draws: bool = False, eight_bits: bool = False
+    small: SmallCase, *, quick: bool = False, draws: bool = False, section: str = ""
 ) -> Outcome:
     """The outcome of a small lowered plan, cached or simulated; options as of `simulate`."""
     lowered, model = small.compiled.lowered, small.model
     assert lowered is not None
-    run = trial_part(lowered, tensor=quick, draws=draws, eight_bits=eight_bits)
+    run = trial_part(lowered, tensor=quick, draws=draws, section=section)
     part = digest(replace(run, plan=""))
     kind = f"flow {_FORMAT} {quick} {draws}"
-    if eight_bits:
-        kind += f" torchao {cache.version('torchao')}"
+    separate = (op for op in run.ops if section and section == op.SECTION)
+    packages = {r.distribution for op in separate for r in op.requirements}
+    kind += "".join(f" {name} {cache.version(name)}" for name in sorted(packages))
     key = cache.entry_name(kind, part, config=model.values, sources=source_digest())
     user_code = bool(model.of_the_user or lowered.code)  # can change while its name stays the same
     kept = None if user_code else outcome_of(cache.recall(key))
@@ -40,7 +41,7 @@ def judge(
         builder = model.builder()
     except Exception as error:
         return Outcome(verdict="unknown", reason=f"the small model cannot be built: {error}")
-    outcome = simulate(builder, lowered, quick=quick, draws=draws, eight_bits=eight_bits)
+    outcome = simulate(builder, lowered, quick=quick, draws=draws, section=section)
     choice = builder.choice
     outcome = replace(outcome, missing_inputs=choice.missing, lacks=choice.lacks)
     if outcome.verdict != "unknown" and not user_code:  # unknown may change with the environment

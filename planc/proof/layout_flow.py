@@ -6,7 +6,7 @@ plan. The outcome is cached by the digest of the small lowered plan, the configu
 versions and planc's own sources, so a warm check does not import torch.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, Self
@@ -33,11 +33,10 @@ from planc.proof.real_size import report_real_size
 from planc.proof.remedy import blamed_first, remedy
 from planc.proof.small_case import SmallCase, small_case, without_optimizer_classes
 from planc.proof.small_mesh import for_timetable, pairs, passes_on, simulated_sizes, with_experts
-from planc.sections.matmul.ops import emulates
-from planc.sections.matmul.proof import report_eight_bits
+from planc.sections import Hook
 from planc.simulate.outcome import Outcome
 from planc.simulate.time_limit import time_limit
-from planc.simulate.trial_part import MEAN, left_out, separate_ops
+from planc.simulate.trial_part import MEAN, left_out, separate_sections
 
 _NOTHING = Unrepresented(reason="nothing is simulated")
 
@@ -72,8 +71,8 @@ class Verdict:
         gathered: whether every FSDP unit is a module that is called, and so is all-gathered.
         released_early: whether the model's code recomputes, in the backward pass, parts of an FSDP
             unit other than the root, which may have been resharded before; the root is not.
-        wrong_apart: whether the plan is wrong with random numbers, or with products in 8 bits, and
-            right without.
+        wrong_apart: whether the plan is wrong with random numbers, or with a section that has a
+            separate simulation, and right without.
     """
 
     outcome: Outcome
@@ -206,7 +205,7 @@ def flow(
         verdict = replace(verdict, sections=(*verdict.sections, apart))
     if verdict.verdict not in ("proved", "nothing") or compiled.lowered is None:
         return verdict
-    verdict = verdict.with_runs(_eight_bits(compiled, sink, strict))
+    verdict = verdict.with_runs(_separate(compiled, sink, strict))
     return verdict.with_runs(_real_size(without, sink)) if verdict.verdict == "proved" else verdict
 
 
@@ -214,7 +213,7 @@ def flow(
 def _flow(
     compiled: Compiled, sink: Sink, strict: bool, allow_code: bool, draft: Draft | None
 ) -> Verdict:
-    """The verdict on all but products in 8 bits; the arguments are those of `flow`."""
+    """The verdict on all but separate simulations; the arguments are those of `flow`."""
     facts, ir, lowered = compiled.facts, compiled.plan, compiled.lowered
     if facts is None or ir is None or lowered is None:
         return Verdict(outcome=Outcome(verdict="nothing"))
@@ -296,26 +295,33 @@ def _draws(
         yield SectionVerdict(name=name, verdict=verdict, by=by, reason=outcome.reason)
 
 
+_REPORT = Hook[Callable[[Outcome, Plan, Sink, bool], None]]("proof", "report")
+
+
 @random_numbers_kept()
-def _eight_bits(compiled: Compiled, sink: Sink, strict: bool) -> Iterator[SectionVerdict]:
-    """The verdict on products in 8 bits, by a run of its own on the first small mesh."""
+def _separate(compiled: Compiled, sink: Sink, strict: bool) -> Iterator[SectionVerdict]:
+    """The verdict on each section with a separate simulation, which is on the first small mesh."""
     lowered, plan = compiled.lowered, compiled.plan
     assert lowered is not None
-    if plan is None or not separate_ops(lowered) or not emulates():
+    sections = separate_sections(lowered)
+    if plan is None or not sections:
         return
     split = {*lowered.split_axes(AxisRole.TENSOR)}
     sizes = next(simulated_sizes(plan.mesh.axes, split), None)
     if sizes is None:
         return
     case = small_case(compiled, with_experts(for_timetable(sizes, plan), plan.mesh))
-    if isinstance(case, Unrepresented):
-        outcome = Outcome(verdict="unknown", reason=case.reason)
-    else:
-        outcome = judge(case, eight_bits=True)
-    report_eight_bits(outcome, plan, sink, strict=strict)
-    yield SectionVerdict(
-        name="matmul", verdict=outcome.verdict, by="simulation", reason=outcome.reason
-    )
+    for name in sections:
+        if isinstance(case, Unrepresented):
+            outcome = Outcome(verdict="unknown", reason=case.reason)
+        else:
+            outcome = judge(case, section=name)
+        report = _REPORT.find(name)
+        assert report is not None, f"{name} does not report its simulation"
+        report(outcome, plan, sink, strict)
+        yield SectionVerdict(
+            name=name, verdict=outcome.verdict, by="simulation", reason=outcome.reason
+        )
 
 
 def _real_size(compiled: Compiled, sink: Sink) -> Iterator[SectionVerdict]:

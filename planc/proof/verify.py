@@ -1,7 +1,7 @@
 """`planc verify`: proves on real processes that a plan trains the same model."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 from planc import compiler
@@ -22,12 +22,11 @@ from planc.proof.small_case import SmallCase, small_case
 from planc.proof.small_mesh import not_reached, small_sizes, with_experts
 from planc.proof.verify_report import report_difference, report_failure, report_unknown, table
 from planc.runtime.known_verdict import KnownVerdict, Level
-from planc.sections.matmul.ops import emulates
-from planc.sections.matmul.proof import report_wrong_products
+from planc.sections import Hook
 from planc.simulate import certificate as store
 from planc.simulate import verdict_store
 from planc.simulate.launcher import LIMITS, SEEDS, Comparison, ForkServer, TrialFailure, fork_server
-from planc.simulate.trial_part import left_out, rounds, separate_ops, trial_part
+from planc.simulate.trial_part import left_out, rounds, separate_sections, trial_part
 from planc.syntax import plan_files
 
 PROCESSES = 4
@@ -36,6 +35,8 @@ _CHOOSES = (
     "the errors are beyond rounding, and the model selects experts by rounded numbers: others for "
     "some tokens"
 )
+
+_REPORT_WRONG = Hook[Callable[[float, Plan | None, Sink], str]]("proof", "report_wrong")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +68,7 @@ class _Case:
     check_codes: tuple[str, ...]
     small: SmallCase | None = None
     run: Lowered | None = None
-    eight_bits: Lowered | None = None
+    separate: dict[str, Lowered] = field(default_factory=dict)
     small_check_codes: tuple[str, ...] = ()
     precision: bool = False
 
@@ -175,8 +176,8 @@ def _make_small_case(case: _Case, *, precision: bool) -> Unrepresented | None:
     assert small.compiled.lowered is not None
     case.small = small
     case.run = trial_part(small.compiled.lowered, precision=precision)
-    if separate_ops(small.compiled.lowered) and emulates() and not precision:
-        case.eight_bits = trial_part(small.compiled.lowered, eight_bits=True)
+    for name in separate_sections(small.compiled.lowered, precision=precision):
+        case.separate[name] = trial_part(small.compiled.lowered, section=name)
     case.precision = precision
     case.small_check_codes = _codes(checks)
     return None
@@ -187,12 +188,11 @@ def _run(case: _Case, server: ForkServer, sink: Sink, timeout: float) -> Proof:
     found = server.compare(
         case.config, case.run, timeout=timeout, code=case.facts.code, precision=case.precision
     )
-    if isinstance(found, Comparison) and found.same and case.eight_bits is not None:
-        with fork_server() as another:
-            rounded = another.compare(
-                case.config, case.eight_bits, timeout=timeout, code=case.facts.code
-            )
-        found = rounded if isinstance(rounded, TrialFailure) else found.with_eight_bits(rounded)
+    for name, part in case.separate.items():
+        if isinstance(found, Comparison) and found.same:
+            with fork_server() as another:
+                other = another.compare(case.config, part, timeout=timeout, code=case.facts.code)
+            found = other if isinstance(other, TrialFailure) else found.with_section(name, other)
     places: tuple[str, ...] = ()
     reason: str | None = None
     findings = Sink()
@@ -202,9 +202,11 @@ def _run(case: _Case, server: ForkServer, sink: Sink, timeout: float) -> Proof:
         verdict = "verified"
         if not case.precision and report_real_size(case.compiled, findings).verdict == "refuted":
             verdict, reason = "refuted", next(d.message for d in findings)
-    elif found.wrong_in_eight_bits:
-        verdict, reason = "refuted", "products in 8 bits are others than in one process"
-        report_wrong_products(found.errors["eight_bits"], "", case.compiled.plan, findings)
+    elif wrong := [name for name in case.separate if not found.right(name)]:
+        report = _REPORT_WRONG.find(wrong[0])
+        assert report is not None, f"{wrong[0]} does not report its simulation"
+        verdict = "refuted"
+        reason = report(found.errors[wrong[0]], case.compiled.plan, findings)
     else:
         verdict = "refuted"
         reason, places = report_difference(found, case.plan, case.run, findings)
@@ -284,7 +286,7 @@ def _certificate(
         "worst": found.worst if found else None,
         "first": first and {**{n: first[n] for n in parts}, "places": list(places)},
         "checks": list(case.check_codes),
-        "not_reached": list(not_reached(case.lowered, case.eight_bits or case.run))
+        "not_reached": list(not_reached(case.lowered, next(iter(case.separate.values()), case.run)))
         if case.run
         else [],
         "left_out": [": ".join(pair) for pair in without],

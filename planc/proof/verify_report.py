@@ -15,8 +15,9 @@ from planc.ops.base import AxisRole
 from planc.ops.lowered import Lowered
 from planc.proof.responsible_rules import rule_labels, unit_labels
 from planc.proxy.stack_frames import of_torch_or_planc
+from planc.sections import Hook
 from planc.simulate.certificate import Certificate, number, summary
-from planc.simulate.launcher import EIGHT_BITS, Comparison, TrialFailure
+from planc.simulate.launcher import Comparison, TrialFailure
 
 _KINDS = {
     "logits": "logits",
@@ -24,8 +25,8 @@ _KINDS = {
     "gradients": "gradients",
     "norm": "norm of the gradients",
     "parameters": "parameters after two steps",
-    EIGHT_BITS: "with products in 8 bits",
 }
+_TITLE = Hook[str]("proof", "TITLE")
 
 
 def table(certificate: Certificate) -> str:
@@ -34,9 +35,8 @@ def table(certificate: Certificate) -> str:
     errors = certificate["errors"]
     if errors is not None:
         lines.append(f"{'':<34}{'error':>14}{'limit':>8}")
-        for kind, words in _KINDS.items():
-            if (limit := certificate["limits"].get(kind)) is None:
-                continue
+        for kind, limit in certificate["limits"].items():
+            words = _KINDS.get(kind) or _TITLE.find(kind) or kind
             at = (certificate["worst"] or {}).get(kind)
             location = f"  {at}" if at and errors[kind] > limit else ""
             lines.append(f"{words:<34}{number(errors[kind]):>14}{number(limit):>8}{location}")

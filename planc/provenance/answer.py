@@ -4,12 +4,13 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from planc.model.facts import Modules
 from planc.ops import phrases
 from planc.ops.document import dumps
 from planc.ops.lowered import Lowered
+from planc.sections import NAMES
 
 FORMAT_VERSION = 1
 Segment = tuple[str, str]
@@ -25,7 +26,7 @@ SECTIONS = (
     "inside",
     "ties",
     "training",
-    "matmul",
+    *NAMES,
     "checkpoint",
     "compile",
     "context",
@@ -111,7 +112,7 @@ class Reasons:
         loss: how the loss is computed in it.
         unit: the unit that contains it, then the units inside it.
         training: what freezes or unfreezes it.
-        matmul: in what its products are, or those of the modules inside it.
+        sections: by the names of sections that are folders.
         towers: the tower that the module is in, which data ranks without images or sound run too.
         draws: how ranks draw random numbers in the module and after it.
         unit_bytes: of the unit that contains it: at rest on one rank, and all-gathered.
@@ -140,13 +141,21 @@ class Reasons:
     unit_bytes: tuple[int, int] | None = None
     ties: tuple[Reason, ...] = ()
     training: tuple[Reason, ...]
-    matmul: tuple[Reason, ...] = ()
+    sections: Mapping[str, tuple[Reason, ...]] = field(default_factory=dict)
     towers: tuple[Reason, ...] = ()
     draws: tuple[Reason, ...] = ()
     missing: Mapping[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return text(self).rstrip()
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> tuple[Reason, ...]:
+            """The decisions of a section that is a folder, by its name."""
+            if name in NAMES:
+                return self.sections.get(name, ())
+            raise AttributeError(name)
 
 
 def text(answer: Reasons) -> str:
@@ -180,7 +189,8 @@ def _below(answer: Reasons) -> Iterator[list[Segment]]:
     yield from _targeted("", _together(answer.inside))
     yield from _targeted("tie", answer.ties)
     yield from _targeted("train", answer.training)
-    yield from _targeted("matmul", _together(answer.matmul))
+    for name, reasons in answer.sections.items():
+        yield from _targeted(name, _together(reasons))
     yield from _reasons("checkpoint", answer.checkpoint, answer)
     yield from _reasons("compile", answer.compile, answer)
     yield from _reasons("context", answer.context, answer)
@@ -273,7 +283,9 @@ def document(answer: Reasons, lowered: Lowered) -> dict[str, Any]:
     """The answer in the form of `grammars/why.schema.json`."""
     stages = json.loads(dumps(lowered))["stages"]
     ops = [op for stage in stages for op in stage["ops"]]
-    fields = asdict(answer)
+    fields: dict[str, Any] = {}
+    for name, value in asdict(answer).items():
+        fields |= {n: value.get(n, ()) for n in NAMES} if name == "sections" else {name: value}
     fields["like"], fields["alike"] = str(answer.like), len(answer.like)
     fields["class"] = fields.pop("cls")
     for section in SECTIONS:

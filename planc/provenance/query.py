@@ -4,7 +4,7 @@ The answer is built from the lowered plan, which is what `apply` runs. The IR ad
 lowering drops because they have no effect, and the text of each line.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from math import prod
 
@@ -115,7 +115,7 @@ class _Question:
             if self.shard and not self.ignored and self.shard in self.lowered.ops
             else None,
             training=tuple(self._training()),
-            matmul=tuple(self._decisions("matmul")),
+            sections={name: tuple(self._of_section(name)) for name in self.lowered.sections},
             towers=tuple(self._decisions("towers", "images")),
             draws=tuple(self._decisions("draws")),
             ties=tuple(self._decisions("tie")),
@@ -158,9 +158,15 @@ class _Question:
     def _decisions(self, *words: str) -> Iterator[Reason]:
         """Yields the decisions of operations with these words about the module, by word."""
         for word in words:
-            for op in self.lowered.ops:
-                for text, target in op.decisions(self.question) if word == op.WORD else ():
-                    yield self._reason(text, target, op)
+            yield from self._decided_by(op for op in self.lowered.ops if word == op.WORD)
+
+    def _of_section(self, name: str) -> Iterator[Reason]:
+        return self._decided_by(op for op in self.lowered.ops if name == op.SECTION)
+
+    def _decided_by(self, ops: Iterable[AnyOp]) -> Iterator[Reason]:
+        for op in ops:
+            for text, target in op.decisions(self.question):
+                yield self._reason(text, target, op)
 
     def _staged(self) -> Iterator[Reason]:
         times = self.plan.pipeline.times if self.plan and self.plan.pipeline else None

@@ -4,7 +4,7 @@ import logging
 import time
 import warnings
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from operator import attrgetter
 from typing import assert_never
 
@@ -36,7 +36,7 @@ from planc.runtime.safeguards.guards import Applied, guard
 from planc.runtime.safeguards.inputs import PassComparison, comparison, same_batches, watch
 from planc.runtime.safeguards.weights import unequal, weight_sums
 from planc.runtime.sharded_tensors import SHARDED_BY
-from planc.sections.matmul.runtime import require_eight_bits
+from planc.sections import Hook
 
 _log = logging.getLogger("planc")
 _VIEW = r"FSDP2-wrapped module .* returned a view tensor"
@@ -133,12 +133,16 @@ def _replaced(
     return tuple(r for r in before if (p := r()) is not None and id(p) not in kept)
 
 
+_REQUIRE = Hook[Callable[[Lowered, str], None]]("runtime", "require")
+
+
 def _require(model: nn.Module, lowered: Lowered, device: str, allow_code: bool) -> None:
     """Raises on all ranks if a plan needs something that one rank's machine lacks."""
     try:
         _code(lowered, allow_code)
         preconditions.require_packages(lowered)
-        require_eight_bits(lowered, device)
+        for require in _REQUIRE.find_all(lowered.sections):
+            require(lowered, device)
         if lowered.backend:
             lowered.backend.part("runtime").require(device)
         preconditions.require_recomputable(model, lowered, device)

@@ -1,1 +1,85 @@
-"""The sections of the language that are folders: all that follows from a section, in one place."""
+"""The sections of the language that are folders, and the hooks by which stages ask them.
+
+A section's folder has all that follows from it, in a part for each stage. Stages name no section: a
+stage declares a hook next to the loop that asks it, and asks the sections of the plan. A section
+answers by a function, or a value, of that name in its part, which is imported when the first plan
+uses the section. Other plans import only the declaration.
+
+To add a section, add its folder, and its name to `NAMES`.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+PARTS = {
+    "section": "reads the section into rules",
+    "ops": "its operations",
+    "checks": "rules -> findings",
+    "lowering": "rules -> operations; their collectives and bytes",
+    "standalone": "functions that emitted scripts inline; imports nothing of planc",
+    "runtime": "what `apply` requires of the device",
+    "proof": "reports what its separate simulation found",
+    "estimate": "time and memory of a step",
+}
+"""The modules of a section's folder, in the order of the stages."""
+
+Answer = TypeVar("Answer")
+
+
+class Hook(Generic[Answer]):
+    """A function, or a value, that sections may have.
+
+    Args:
+        part: of `PARTS`.
+        name: in the part.
+    """
+
+    def __init__(self, part: str, name: str) -> None:
+        assert part in PARTS
+        self.part, self.name = part, name
+
+    def find(self, section: str) -> Answer | None:
+        """The answer of a section; None if it has none, or for an empty name."""
+        answer: Answer | None = getattr(_part(section, self.part), self.name, None)
+        return answer
+
+    def find_all(self, sections: Iterable[str]) -> Iterator[Answer]:
+        """The answers of sections that have one, in order."""
+        answers = map(self.find, sections)
+        return (answer for answer in answers if answer is not None)
+
+
+@cache
+def _part(section: str, name: str) -> Any:
+    """A part of a section; None if it has none."""
+    path = f"{__name__}.{section}.{name}"
+    return import_module(path) if section and find_spec(path) else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SectionDeclaration:
+    """A section, as its folder declares it; all that is imported for every plan.
+
+    Args:
+        example: a rule of the section, for messages.
+        codes: its diagnostics, as rows of `planc.diagnostics.codes`.
+        real_sizes: the codes that belong to `planc.diagnostics.codes.REAL_SIZES`.
+    """
+
+    example: str
+    codes: tuple[tuple[str, str, Any, str], ...] = ()
+    real_sizes: tuple[str, ...] = ()
+
+
+FOLDER = Path(__file__).parent
+NAMES = (
+    "matmul",
+)  # fmt: skip
+SECTIONS: dict[str, SectionDeclaration] = {
+    name: import_module(f"{__name__}.{name}").DECLARATION for name in NAMES
+}

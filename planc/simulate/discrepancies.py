@@ -18,7 +18,6 @@ from planc.simulate import observed_layouts
 from planc.simulate.batches import Batches
 from planc.simulate.numerics import FLOOR, relative
 from planc.simulate.outcome import (
-    EIGHT_BITS_LIMIT,
     LIMIT,
     LOSS_ALONE,
     PARAMETER_LIMIT,
@@ -29,7 +28,7 @@ from planc.simulate.program import RankResult, Reference
 from planc.simulate.prove import Errors, compare
 from planc.simulate.thread_ranks import RankFailure
 from planc.simulate.trace import Seen, Trace, raising_line
-from planc.simulate.trial_part import separate_ops
+from planc.simulate.trial_part import separate_limit
 
 
 @dataclass(slots=True, kw_only=True)
@@ -45,7 +44,7 @@ class Runs:
     @property
     def limit(self) -> float:
         """The largest error of outputs and gradients that counts as equal."""
-        return EIGHT_BITS_LIMIT if separate_ops(self.lowered) else LIMIT
+        return separate_limit(self.lowered) or LIMIT
 
     @property
     def divided(self) -> list[DivideImages]:

@@ -23,8 +23,7 @@ from typing import Any
 from planc.diagnostics.diagnostic import one_of
 from planc.ops.document import digest, dumps
 from planc.ops.lowered import Lowered
-from planc.simulate.outcome import EIGHT_BITS_LIMIT
-from planc.simulate.trial_part import separate_ops
+from planc.simulate.trial_part import separate_limit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,8 +58,6 @@ class Job:
         return cls(**{**values, "seeds": tuple(values["seeds"])})
 
 
-EIGHT_BITS = "eight_bits"
-"""The name of the largest error with products in 8 bits, among those by kind."""
 LIMITS = {"logits": 1e-4, "loss": 1e-4, "gradients": 1e-4, "norm": 1e-4, "parameters": 1e-3}
 """The largest relative errors in float32 that count as the same; parameters are those after two
 steps of AdamW."""
@@ -113,21 +110,20 @@ class Comparison:
     chooses: bool = False
     exact: bool = False
 
-    def with_eight_bits(self, other: Comparison) -> Comparison:
-        """This comparison, and the largest error of one with products in 8 bits."""
-        errors = {**self.errors, EIGHT_BITS: max(other.errors.values())}
-        limits = {**self.limits, EIGHT_BITS: EIGHT_BITS_LIMIT}
+    def with_section(self, name: str, other: Comparison) -> Comparison:
+        """This comparison, and the largest error of the separate one of a section."""
+        errors = {**self.errors, name: max(other.errors.values())}
+        limits = {**self.limits, name: max(other.limits.values())}
         seconds = self.seconds + other.seconds
         return replace(self, errors=errors, limits=limits, seconds=seconds)
 
     @property
-    def wrong_in_eight_bits(self) -> bool:
-        """Whether products in 8 bits are others than in one process, and all else is equal."""
-        return self.errors.get(EIGHT_BITS, 0.0) > EIGHT_BITS_LIMIT
-
-    @property
     def same(self) -> bool:
-        return all(self.errors[kind] <= limit for kind, limit in self.limits.items())
+        return all(map(self.right, self.limits))
+
+    def right(self, kind: str) -> bool:
+        """Whether the errors of a kind are within its limit, or the kind was not compared."""
+        return kind not in self.limits or self.errors[kind] <= self.limits[kind]
 
 
 class ForkServer:
@@ -236,9 +232,9 @@ def fork_server() -> Iterator[ForkServer]:
 
 
 def _limits(lowered: Lowered) -> dict[str, float]:
-    """The largest errors that count as equal, by kind; in 8 bits nothing is stepped."""
-    rounded = dict.fromkeys(("logits", "loss", "gradients"), EIGHT_BITS_LIMIT)
-    return rounded if separate_ops(lowered) else LIMITS
+    """The largest errors that count as equal, by kind; a separate simulation makes no step."""
+    limit = separate_limit(lowered)
+    return dict.fromkeys(("logits", "loss", "gradients"), limit) if limit else LIMITS
 
 
 def _reports(folder: Path, ranks: int) -> Iterator[dict[str, Any]]:

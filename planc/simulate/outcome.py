@@ -5,9 +5,6 @@ from typing import Any
 
 LIMIT = 1e-4
 """The largest relative error that counts as equal, in float32."""
-EIGHT_BITS_LIMIT = 1e-2
-"""The same with products in 8 bits, in float64: a single number on the border between two may fall
-to the other side, where a wrong maximum is 3e-2 and more."""
 PARAMETER_LIMIT = 1e-3
 """The same for parameters after two steps of AdamW."""
 LOSS_ALONE = "the loss differs, and the logits do not"

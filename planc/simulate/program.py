@@ -200,7 +200,7 @@ def train_single(
 
 def _microbatches(lowered: Lowered, batches: Batches) -> tuple[int, float]:
     """Into how many passes the single process cuts the rows of a data rank, and the weight of each:
-    into a pipeline's microbatches where a scale is of all rows of a pass.
+    into a pipeline's microbatches where results depend on all rows of a pass.
     """
     separate, pipeline = separate_ops(lowered), lowered.pipeline
     parts = pipeline.microbatches if separate and pipeline is not None else 1
@@ -242,7 +242,7 @@ def _other_batches(
     code can see numbers; its gradients are put back.
     """
     if reference.draws or batches.ranks == 1 or separate_ops(lowered):
-        return  # a scale of 8 bits is of all rows of a pass
+        return  # results of a separate simulation may depend on all rows of a pass
     first, extra = batches.steps[0][0], batches.extra(0)
     before = {p: p.grad for p in model.parameters()}
     model.zero_grad(set_to_none=True)

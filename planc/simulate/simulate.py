@@ -43,17 +43,17 @@ def simulate(
     *,
     quick: bool = False,
     draws: bool = False,
-    eight_bits: bool = False,
+    section: str = "",
 ) -> Outcome:
     """Trains a small model with and without the plan, and compares; `quick` is one pass with the
-    tensor axes alone, `draws` keeps the dropout of adapters, `eight_bits` the products in 8 bits,
-    which the single process has too. Where only the last pass is wrong, all is tried again with a
+    tensor axes alone, `draws` keeps the dropout of adapters, `section` the operations of a
+    section with a separate simulation. Where only the last pass is wrong, all is tried again with a
     length that the tensor axes divide; where all numbers are nearly right, in float64, which tells
     a fault from the rounding of a model that amplifies it.
     """
     if reason := busy():
         return Outcome(verdict="unknown", reason=reason)
-    lowered = trial_part(lowered, tensor=quick, draws=draws, eight_bits=eight_bits)
+    lowered = trial_part(lowered, tensor=quick, draws=draws, section=section)
     for requirement in (r for op in lowered.ops for r in op.requirements):
         if error := import_error(requirement):
             return Outcome(verdict="unknown", reason=requirement.finding(error))

@@ -7,8 +7,9 @@ from planc.ops.base import Op, SimulationKind
 from planc.ops.lora import Adapt
 from planc.ops.lowered import Lowered
 from planc.ops.registry import AnyOp
+from planc.sections import NAMES
 
-_OMISSIONS = ("4 bits", "matmul", "compile")
+_OMISSIONS = ("4 bits", *NAMES, "compile")
 """The order in which omissions of operations are reported."""
 
 
@@ -18,23 +19,25 @@ def trial_part(
     tensor: bool = False,
     draws: bool = False,
     precision: bool = False,
-    eight_bits: bool = False,
+    section: str = "",
 ) -> Lowered:
     """The operations that a trial runs, in float32 unless `precision`, so that results differ only
     by rounding; outcomes are cached by its digest.
 
     `tensor` leaves out FSDP too, where no data axis has two ranks; `draws` keeps adapters' dropout,
-    `eight_bits` products in 8 bits, which are emulated, and everything else runs in float64.
+    `section` the operations of a section that has a separate simulation.
     """
     kinds = {SimulationKind.ALWAYS}
     kinds |= set() if tensor else {SimulationKind.WITH_DATA}
-    kinds |= {SimulationKind.SEPARATELY} if eight_bits else set()
     context = lowered.context()
+
+    def runs(op: AnyOp) -> bool:
+        separately = op.SIMULATION is SimulationKind.SEPARATELY and section == op.SECTION
+        return separately or op.SIMULATION in kinds
+
     random = with_random_adapters(lowered, draws=draws)
     part = random.map_ops(
-        lambda ops: (
-            op.simplify(context, precision=precision) for op in ops if op.SIMULATION in kinds
-        )
+        lambda ops: (op.simplify(context, precision=precision) for op in ops if runs(op))
     )
     return replace(part, stages=tuple(replace(stage, gathered=0) for stage in part.stages))
 
@@ -44,6 +47,18 @@ def separate_ops(lowered: Lowered) -> list[Op]:
     one.
     """
     return [op for op in lowered.ops if op.SIMULATION is SimulationKind.SEPARATELY]
+
+
+def separate_sections(lowered: Lowered, *, precision: bool = False) -> list[str]:
+    """The sections with a separate simulation that can run here."""
+    ops = separate_ops(lowered)
+    omitted = {op.SECTION for op in ops if op.omission(precision=precision) is not None}
+    return [name for name in dict.fromkeys(op.SECTION for op in ops) if name not in omitted]
+
+
+def separate_limit(lowered: Lowered) -> float | None:
+    """The largest relative error that a separate simulation accepts; None for the common one."""
+    return max((op.SIMULATION_LIMIT for op in separate_ops(lowered)), default=None)
 
 
 def with_random_adapters(lowered: Lowered, *, draws: bool = False) -> Lowered:

@@ -16,7 +16,7 @@ from planc.ops.compile import Compile
 from planc.ops.configure import Configure
 from planc.ops.document import digest
 from planc.ops.lowered import Lowered, MeshAxis, Stage
-from planc.ops.registry import KINDS
+from planc.ops.registry import kinds
 from planc.ops.styles import (
     Colwise,
     Input,
@@ -86,7 +86,7 @@ def test_head():
 
 @pytest.mark.parametrize(
     "kind",
-    [*(k for k in KINDS if k is not Backend), *Backend.installed()],
+    [*(k for k in kinds() if k is not Backend), *Backend.installed()],
     ids=lambda kind: kind.__name__,
 )
 def test_every_kind_says_what_it_does(kind):

@@ -275,7 +275,7 @@ def read(document):
     """A lowered plan, with adapters in which every error shows, and emulated products in 8 bits."""
     lowered = loads(document, "case", Sink())
     if lowered.has(LowPrecision) or coded(lowered):
-        return trial_part(lowered, eight_bits=True)
+        return trial_part(lowered, section="matmul")
     return with_random_adapters(lowered)
 
 

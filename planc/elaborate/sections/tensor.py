@@ -22,18 +22,19 @@ from planc.elaborate.selectors import select
 from planc.ir.nodes import ImagesSetting, SequenceSetting, TensorRule
 from planc.model.facts import Modules
 from planc.ops.styles import SPLITS, Style
+from planc.sections import SECTIONS
 from planc.syntax import ast
 
 _EXAMPLES = {
     "tensor": "model.layers.* : colwise",
     "checkpoint": "model.layers.* : full",
     "compile": "model.layers.* : block",
-    "matmul": "model.layers.*.mlp.*_proj : fp8(recipe = rowwise)",
     "train": "model.layers.* : frozen",
     "expert": "model.layers.*.mlp.experts : dispatch(all_to_all)",
     "loss": "lm_head : cross_entropy(chunks = 8)",
     "optimizer": "model.layers.*.mlp.*_proj : muon",
     "adapters": "model.layers.*.self_attn.q_proj : lora(rank = 16)",
+    **{name: section.example for name, section in SECTIONS.items()},
 }
 _SETTINGS = {
     "tensor": ", and the settings `sequence`, `layouts` and `images`",

@@ -12,6 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from planc.emit.python.layout import Bracketed, lay
+from planc.sections import FOLDER, NAMES
 
 _STANDALONE = Path(__file__).resolve().parents[2] / "runtime" / "standalone"
 _COMPAT = "planc.compat."
@@ -30,7 +31,7 @@ _FILES = (
     "dcp_chunks.py",
     "load_weights.py",
     "quantization.py",
-    "../../sections/matmul/standalone.py",
+    *(str(f) for name in NAMES if (f := FOLDER / name / "standalone.py").is_file()),
     "megatron_fsdp.py",
     "rng.py",
     "loss.py",

@@ -37,12 +37,12 @@ class _Found:
     help: str = _KEEP
 
 
-def matmul(plan: Plan, facts: Facts, sink: Sink) -> None:
+def check(plan: Plan, facts: Facts, sink: Sink) -> None:
     """Each rule is on linear layers that may be rounded, and whose shards the kernels take."""
-    if not plan.matmul or "matmul" in plan.broken:
+    if "matmul" in plan.broken:
         return
     found: dict[_Found, list[Modules]] = {}
-    for op in plan.matmul:
+    for op in plan.sections["matmul"]:
         wrong = _kind(op) or _kept(op, plan, facts)
         every = [wrong] if wrong else [*_under(op, plan)]
         for one in every:
@@ -211,7 +211,7 @@ def _gathered(op: LowPrecision, plan: Plan) -> Iterator[_Found]:
 def _on_others(op: LowPrecision, plan: Plan) -> Iterator[LowPrecision]:
     """The operations that gather in fp8 what is split over other axes."""
     own = {*_axes(op, plan)}
-    for other in plan.matmul:
+    for other in plan.sections["matmul"]:
         if other.gather and len(own | {*_axes(other, plan)}) > 1:
             yield other
 
@@ -227,14 +227,15 @@ def _axes(op: LowPrecision, plan: Plan) -> Iterator[tuple[object, ...]]:
 def _beside(op: LowPrecision, plan: Plan) -> Iterator[LowPrecision]:
     """The operations with another recipe in a unit of these modules."""
     unit = unit_of(plan, op.modules)
-    for other in plan.matmul if unit is not None else ():
+    for other in plan.sections["matmul"] if unit is not None else ():
         alike = (other.recipe, other.gather) == (op.recipe, op.gather)
         if not alike and unit_of(plan, other.modules) is unit:
             yield other
 
 
 def _compiled(plan: Plan, sink: Sink) -> None:
-    left = [op for op in plan.matmul if not any(holds(c.modules, op.modules) for c in plan.compile)]
+    rules = plan.sections["matmul"]
+    left = [op for op in rules if not any(holds(c.modules, op.modules) for c in plan.compile)]
     if left:
         sink.warning(
             "PL624",

@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Self
 
 from planc.model import cache
 from planc.model.facts import Modules
-from planc.ops.base import OMIT, AxisSizes, Op, Phase, SimulationKind, StepFacts, choice
+from planc.ops.base import OMIT, AxisSizes, Phase, SimulationKind, StepFacts, choice
 from planc.ops.call import (
     DEVICE_TYPE,
     MODEL,
@@ -19,6 +19,7 @@ from planc.ops.call import (
     given,
 )
 from planc.ops.decisions import Decision, Question, decision_around
+from planc.ops.registry import SectionOp
 from planc.ops.requirements import Requirement
 
 RECIPES = ("tensorwise", "rowwise", "mxfp8")
@@ -31,13 +32,8 @@ formats (OCP MX 1.0) is of 32 numbers along the dim that a product sums over.
 """
 
 
-def emulates() -> bool:
-    """Whether torchao is installed, which rounds the operands of products in a simulation."""
-    return cache.version("torchao") != "none"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LowPrecision(Op):
+class LowPrecision(SectionOp):
     """torchao's layer in the place of each linear layer: its three products are of rounded numbers.
 
     Args:
@@ -63,10 +59,14 @@ class LowPrecision(Op):
         call = FunctionCall(f"sections.matmul.standalone:{name}", (*recipe, device), options)
         yield Each(modules=self.modules, calls=(call,), replaces=True, note=self.place)
 
+    SECTION: ClassVar = "matmul"
     ALONE: ClassVar = True
     NEEDS: ClassVar = "torchao"
     SIMULATION: ClassVar = SimulationKind.SEPARATELY
     """A scale depends on all rows of a pass, and numbers on the border between two need float64."""
+    SIMULATION_LIMIT: ClassVar = 1e-2
+    """In float64 a single number on the border between two may fall to the other side. A wrong
+    maximum is an error of 3e-2 and more."""
 
     @property
     def simulation_dtype(self) -> str:
@@ -83,7 +83,7 @@ class LowPrecision(Op):
         return replace(self, emulate=True)
 
     def omission(self, *, precision: bool) -> tuple[str, str] | None:
-        if not emulates():
+        if cache.version("torchao") == "none":  # it rounds the operands of emulated products
             return "matmul", "torchao is not installed: products are not rounded to 8 bits"
         text = "products in 8 bits are compared in float64, by a run without `--precision`"
         return ("matmul", text) if precision else None
@@ -118,7 +118,7 @@ class LowPrecision(Op):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ScaleWeights(Op):
+class ScaleWeights(SectionOp):
     """Scales of all weights that FSDP gathers in fp8, before each forward pass: one all-reduce over
     the ranks of data and of tensor axes. A gather alone takes the maximum over its own ranks.
     """
@@ -130,9 +130,13 @@ class ScaleWeights(Op):
     def calls(self, _context: Context) -> Iterator[Step]:
         yield Once(call=FunctionCall("sections.matmul.standalone:scale_before_forward", (MODEL,)))
 
+    SECTION: ClassVar = "matmul"
     SIMULATION: ClassVar = SimulationKind.SEPARATELY
     PHASE: ClassVar = Phase.UNITS
     WORD: ClassVar = "scales"
 
     def headline(self, _mesh: AxisSizes | None = None) -> str:
         return "of weights gathered in fp8, before each forward pass"
+
+
+KINDS = (LowPrecision, ScaleWeights)

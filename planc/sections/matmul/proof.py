@@ -5,12 +5,15 @@ from planc.ir.nodes import Plan
 from planc.proof.flow_findings import what_is_wrong
 from planc.simulate.outcome import Outcome
 
+TITLE = "with products in 8 bits"
+"""The row of `planc verify` for the largest error."""
 
-def report_eight_bits(outcome: Outcome, plan: Plan, sink: Sink, *, strict: bool) -> None:
+
+def report(outcome: Outcome, plan: Plan, sink: Sink, strict: bool) -> None:
     """Reports products in 8 bits that are others than one process's (PL629), or that cannot be
     compared (PL504), after a run that was right in float32.
     """
-    lines = dict.fromkeys(op.origin for op in plan.matmul)
+    lines = dict.fromkeys(op.origin for op in plan.sections["matmul"])
     if outcome.verdict == "unknown":
         sink.report(
             Severity.ERROR if strict else Severity.WARNING,
@@ -23,20 +26,23 @@ def report_eight_bits(outcome: Outcome, plan: Plan, sink: Sink, *, strict: bool)
     first = outcome.discrepancies[0]
     where = f"`{first.subject or 'the model'}`"
     crash = f": {first.detail}" if first.kind == "crash" else ""
-    report_wrong_products(first.error, what_is_wrong(first.kind, where) + crash, plan, sink)
+    _wrong(first.error, what_is_wrong(first.kind, where) + crash, plan, sink)
 
 
-def report_wrong_products(error: float, what: str, plan: Plan | None, sink: Sink) -> None:
-    """Reports products in 8 bits that are others than one process's (PL629).
-
-    Args:
-        error: the relative error; 0 where nothing could be compared.
-        what: what is wrong; empty where no module is known.
+def report_wrong(error: float, plan: Plan | None, sink: Sink) -> str:
+    """Reports a relative error that is too large on processes (PL629), and returns the reason of
+    the verdict.
     """
-    lines = dict.fromkeys(op.origin for op in plan.matmul) if plan else ()
+    _wrong(error, "the model trains otherwise", plan, sink)
+    return "products in 8 bits are others than in one process"
+
+
+def _wrong(error: float, what: str, plan: Plan | None, sink: Sink) -> None:
+    """Reports PL629; an error of 0 if nothing could be compared."""
+    lines = dict.fromkeys(op.origin for op in plan.sections["matmul"]) if plan else ()
     sink.error(
         "PL629",
-        f"with products in 8 bits, {what or 'the model trains otherwise'}",
+        f"with products in 8 bits, {what}",
         *(Label(span=line, text="rounds to 8 bits") for line in lines),
         facts=[
             *([f"one process with the same products: {error:.1e} off"] if error else []),

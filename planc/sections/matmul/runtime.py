@@ -14,7 +14,7 @@ scales of blocks from Blackwell on; not run here.
 """
 
 
-def require_eight_bits(lowered: Lowered, device: str) -> None:
+def require(lowered: Lowered, device: str) -> None:
     """Checks that this device has the 8-bit products of a plan.
 
     Raises:
@@ -23,8 +23,6 @@ def require_eight_bits(lowered: Lowered, device: str) -> None:
     if device != "cuda" or torch.version.cuda is None:
         return
     recipes = {op.recipe: op for op in lowered.every(LowPrecision)}
-    if not recipes:
-        return
     here = torch.cuda.get_device_capability()
     for recipe, op in recipes.items():
         if not op.emulate and here < CAPABILITY[recipe]:

@@ -11,10 +11,10 @@ _RECIPES = {"tensorwise": "tensorwise", "rowwise": "rowwise"}
 _GATHER = {"fp8": True}
 
 
-def matmul(program: Program) -> tuple[LowPrecision, ...]:
+def read(program: Program) -> tuple[LowPrecision, ...]:
     """The operations of all matmul sections; `none` keeps layers in the parameters' dtype."""
 
-    def read(rule: ast.Rule) -> tuple[LowPrecision | None] | None:
+    def rule_of(rule: ast.Rule) -> tuple[LowPrecision | None] | None:
         call = rule.action
         arguments = Arguments(call, program.scope, ("recipe", "gather") * (call.name == "fp8"))
         recipe, gather = call.name, False
@@ -26,5 +26,5 @@ def matmul(program: Program) -> tuple[LowPrecision, ...]:
         op = LowPrecision(modules=program.facts.model, recipe=recipe, gather=gather)
         return (None,) if call.name == "none" else (op,)
 
-    claims = claimed(program, "matmul", ACTIONS, "precision", read, aspect="matmul")
+    claims = claimed(program, "matmul", ACTIONS, "precision", rule_of, aspect="matmul")
     return claims.rules()

@@ -11,6 +11,7 @@ from planc.elaborate.settings import SETTINGS
 from planc.files.resources import GRAMMARS
 from planc.model.facts import Modules
 from planc.ops import phrases
+from planc.sections import FOLDER, NAMES
 from planc.syntax import ast
 from planc.tools.editor.cursor import nodes_at
 from planc.tools.editor.judge import Judged
@@ -106,11 +107,12 @@ def _word(word: str, section: str) -> str:
 
 @cache
 def meanings(section: str, kind: str = "") -> dict[str, str]:
-    """Words and what they mean, of `grammars/words.toml`.
+    """Words and what they mean, of `grammars/words.toml`, or of `words.toml` in a section's folder.
 
     Args:
         section: of a plan, `keywords` or `layouts`.
         kind: of a section's words: `items`, `actions` or `values`; empty for what is beside them.
     """
-    table = tomllib.loads((GRAMMARS / "words.toml").read_text(encoding="utf-8")).get(section, {})
+    folder = FOLDER / section if section in NAMES else GRAMMARS
+    table = tomllib.loads((folder / "words.toml").read_text(encoding="utf-8")).get(section, {})
     return {k: v for k, v in (table.get(kind, {}) if kind else table).items() if type(v) is str}

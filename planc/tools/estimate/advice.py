@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from planc.diagnostics.diagnostic import Sink
 from planc.ops.base import AxisRole
+from planc.sections import Hook
 from planc.tools.estimate.answer import Answer
 from planc.tools.estimate.memory import GIB
 from planc.tools.estimate.step import estimate
@@ -20,9 +22,11 @@ NOTABLE = 0.05
 LARGE = 0.25
 """The share of the usable memory that one unit may take while it is gathered and reduced."""
 
+_ADVISE = Hook[Callable[[Answer, Sink], None]]("estimate", "advise")
+
 
 def advise(found: Answer, sink: Sink) -> None:
-    """Reports PL553, PL714 to PL716, PL720 and PL721, each with what it follows from."""
+    """Reports PL714 to PL716, PL720 and PL721, each with what it follows from."""
     if not found.counted:
         return
     _tensor_across_nodes(found, sink)
@@ -31,22 +35,8 @@ def advise(found: Answer, sink: Sink) -> None:
     _large_unit(found, sink)
     _float32_gathers(found, sink)
     _slow_offload(found, sink)
-    _unknown_rates(found, sink)
-
-
-def _unknown_rates(found: Answer, sink: Sink) -> None:
-    """Products in 8 bits that the hardware has no rate for."""
-    hardware = found.hardware
-    for recipe in dict.fromkeys(op.recipe for op in found.plan.matmul):
-        if not hardware.rate(recipe):
-            lines = (op.origin for op in found.plan.matmul if op.recipe == recipe)
-            sink.warning(
-                "PL553",
-                f"{hardware.name} has no rate for {recipe} products",
-                *dict.fromkeys(lines),
-                facts=("the estimate counts them as products in 16 bits",),
-                help=f"name hardware that has them, or write {recipe}_tflops into a profile",
-            )
+    for advise_section in _ADVISE.find_all(found.plan.sections):
+        advise_section(found, sink)
 
 
 def _tensor_across_nodes(found: Answer, sink: Sink) -> None:

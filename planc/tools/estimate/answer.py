@@ -4,7 +4,7 @@ does not fit.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,7 @@ from planc.ops import phrases
 from planc.ops.base import AxisRole
 from planc.ops.documents import resets
 from planc.ops.optimizer import OptimizerClass
+from planc.sections import Hook
 from planc.tools.estimate import profiles
 from planc.tools.estimate.from_plan import Batch, PlanWork
 from planc.tools.estimate.memory import GIB, Item, RankMemory
@@ -316,6 +317,9 @@ def text(found: Answer, *, explain: bool = False) -> Iterator[str]:
         yield from _sources(found)
 
 
+_ASSUMPTIONS = Hook[Callable[[Answer], Iterator[str]]]("estimate", "assumptions")
+
+
 def assumed(found: Answer, images: str = "") -> Iterator[str]:
     """Yields the assumptions that no line of the plan states; `images` are those of the step."""
     if found.request.batch:
@@ -345,8 +349,8 @@ def assumed(found: Answer, images: str = "") -> Iterator[str]:
     algorithms = (rule.op.algorithm for rule in found.plan.optimizer)
     if own := sorted({str(a.path) for a in algorithms if isinstance(a, OptimizerClass)}):
         yield f"two states for each parameter of {one_of(own, last='and')}, which was not run"
-    if any(found.hardware.rate(op.recipe) for op in found.plan.matmul):
-        yield "products in 8 bits at published rates, compiled: planc measured no GPU with them"
+    for assumptions in _ASSUMPTIONS.find_all(found.plan.sections):
+        yield from assumptions(found)
     assumed = " (assumed, as docs/training.md has it; `load { dtype = ... }` says another)"
     yield f"{found.optimizer} on parameters in {dtype}{said}{assumed * found.masters}"
 

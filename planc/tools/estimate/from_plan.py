@@ -33,6 +33,7 @@ from planc.ops.lowered import Lowered
 from planc.ops.pipeline import Pipeline, stages_of_rank
 from planc.ops.styles import Replicated
 from planc.tools.estimate.counted import Counted, MicroBatch, Part
+from planc.tools.estimate.formats import formats
 from planc.tools.estimate.optimizer_step import Where, states_of, update_of
 from planc.tools.estimate.profiles import Stack
 from planc.tools.estimate.tensor_split import (
@@ -417,12 +418,12 @@ class PlanWork:
         return replace(part, **lists)
 
     def _by_rule(self, part: Part) -> Iterable[list[str]]:
-        """The layers of a part under each checkpoint rule, with products by the same recipes."""
+        """The layers of a part under each checkpoint rule, with products in the same formats."""
         found: dict[tuple[object, ...], list[str]] = {}
         for name in part.like:
             own = (i for i, rule in enumerate(self.plan.checkpoint) if rule.modules.has(name))
-            low = ((op, at) for op in self.plan.matmul if (at := below(op.modules, name)))
-            rounded = frozenset((at, op.recipe, op.gather) for op, at in low)
+            low = ((below(modules, name), one) for modules, one in formats(self.plan))
+            rounded = frozenset((at, one) for at, one in low if at)
             found.setdefault((*own, rounded), []).append(name)
         return found.values()
 

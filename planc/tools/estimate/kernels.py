@@ -31,7 +31,7 @@ def matmul(product: Matmul, hardware: Hardware) -> float:
     adds a constant for filling and draining its pipeline.
     """
     compute = _quantized(product.m, product.n, product.k, hardware.processors)
-    rate = hardware.rate(product.recipe) if product.recipe else 0
+    rate = hardware.rate(product.format.recipe) if product.format else 0
     compute /= (rate or hardware.matmul_tflops) * 1e12
     factors = product.m * product.k + product.k * product.n
     bytes_moved = (1.0 if rate else 2.0) * factors + 2.0 * product.m * product.n
@@ -67,22 +67,11 @@ def orthogonal(rows: int, columns: int, hardware: Hardware, *, full: bool) -> fl
     return sum(matmul(one, hardware) for one in products) * (FULL if full else 1)
 
 
-CASTS = {"tensorwise": (6, 0, 5, 3, 6), "rowwise": (5, 3, 3, 7, 8), "mxfp8": (3, 3, 3, 3, 6)}
-"""Bytes read and written to round an element of an input in the forward and the backward pass, of
-a weight likewise, and of a gradient: a largest value, and both layouts that the products take.
-
-Source: `get_tensor_memory_traffic_ovhd_s` of torchao 0.18's roofline, without what a compiler fuses
-with the operator before.
-"""
-
-
 def casts(product: Matmul, hardware: Hardware) -> tuple[float, float]:
-    """Bytes that rounding to 8 bits moves in a product's forward and backward pass."""
-    if not product.recipe or not hardware.rate(product.recipe):
+    """Bytes that rounding moves in a product's forward and backward pass."""
+    if product.format is None or not hardware.rate(product.format.recipe):
         return 0.0, 0.0
-    into, again, weight, weight_again, gradient = CASTS[product.recipe]
-    if product.gathered:  # the other layout alone
-        weight, weight_again = 0, 2
+    into, again, weight, weight_again, gradient = product.format.casts
     inputs, weights = product.m * product.k, product.k * product.n
     forward = into * inputs + weight * weights
     backward = again * inputs + weight_again * weights + gradient * product.m * product.n

@@ -23,6 +23,7 @@ from planc.ops.contract import Contract, Side, contract
 from planc.ops.expert_parallel import ALL_REDUCE
 from planc.ops.layouts import Replicate, Shard
 from planc.tools.estimate.counted import Part
+from planc.tools.estimate.formats import formats
 from planc.tools.estimate.workload import Attention, Collective, Group, Matmul, Recompute
 
 
@@ -104,9 +105,9 @@ class PartSplit:
         self.divided = {name: rule for name, rule in found if name is not None}
         """The rules that dispatch tokens to the experts of modules, by the modules that ranks
         divide."""
-        low = ((below(op.modules, self.name), op) for op in work.plan.matmul)
-        self.rounded = {name: op for name, op in low if name is not None}
-        """Whose products are of numbers in 8 bits."""
+        low = ((below(modules, self.name), one) for modules, one in formats(work.plan))
+        self.formats = {name: one for name, one in low if name is not None}
+        """The formats of modules whose products have rounded operands."""
         made = (contract(r.style) for r in self.ruled.values())
         norms = any(c.sums and c.takes[0].target == Shard(1) for c in made)
         self.stream = self.ranks if norms else 1
@@ -176,13 +177,11 @@ class PartSplit:
                 n, k = (-(-n // self.ranks), k) if n >= k else (n, -(-k // self.ranks))
             elif count > 1:
                 count = -(-count // self.factor(p.module))
-            op = self.rounded.get(p.module)
-            recipe, gathered = (op.recipe, op.gather) if op else ("", False)
-            yield Matmul(m=m, n=n, k=k, count=count, recipe=recipe, gathered=gathered)
+            yield Matmul(m=m, n=n, k=k, count=count, format=self.formats.get(p.module))
 
     def rounding(self) -> float:
-        """Bytes of what a product in 8 bits reads and its gradient, while they are rounded."""
-        rounded = (m for m in self.matmuls() if m.recipe)
+        """Bytes of the operands of a product and of its gradient, while they are rounded."""
+        rounded = (m for m in self.matmuls() if m.format)
         return max((m.m * m.k + m.k * m.n + m.m * m.n for m in rounded), default=0)
 
     def attention(self) -> Iterable[Attention]:

@@ -13,6 +13,7 @@ from math import prod
 
 from planc.diagnostics.source import Span
 from planc.ops.pipeline import stages_of_rank
+from planc.tools.estimate.formats import NumberFormat
 
 Ways = tuple[tuple[float, float], ...]
 """Bytes from each stage but the last one to the next, and back."""
@@ -66,16 +67,14 @@ class Matmul:
     """`count` products of an (m, k) and a (k, n) matrix.
 
     Args:
-        recipe: by which they are of numbers in 8 bits, empty for the dtype of activations.
-        gathered: whether weights come in 8 bits already, as FSDP gathers them.
+        format: of rounded operands; None for the dtype of activations.
     """
 
     m: int
     n: int
     k: int
     count: int = 1
-    recipe: str = ""
-    gathered: bool = False
+    format: NumberFormat | None = None
 
     @property
     def flops(self) -> float:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -31,6 +31,7 @@ from planc.ops.lowered import Lowered
 from planc.ops.pipeline import Pipeline, stages_of_rank
 from planc.ops.registry import AnyOp
 from planc.proxy.depth import Depth
+from planc.sections import Hook
 from planc.simulate.rank_job import RankJob, RankRunner, RankStep
 from planc.tools.measure.images import image_shape
 
@@ -185,6 +186,9 @@ def require_runnable(compiled: Compiled, device: str = "") -> None:
             raise NotCountedError(reason, *lines)
 
 
+_UNMEASURED = Hook[Callable[[Plan], Iterator[tuple[str, list[Span]]]]]("estimate", "unmeasured")
+
+
 def _not_run(plan: Plan, lowered: Lowered, device: str) -> Iterator[tuple[str, list[Span]]]:
     """Yields the parts of a plan that one rank alone cannot run, each with the lines that ask for
     it.
@@ -195,8 +199,8 @@ def _not_run(plan: Plan, lowered: Lowered, device: str) -> Iterator[tuple[str, l
     shown = "bytes and times are told apart by modules, and compiled blocks show none"
     compiled = shown if device else "compiled code does not run on fake tensors"
     yield compiled, [op.origin for op in plan.compile]
-    rounded = [*dict.fromkeys(op.origin for op in plan.matmul)]
-    yield "products in 8 bits are emulated here, which holds more than a GPU does", rounded
+    for reasons in _UNMEASURED.find_all(plan.sections):
+        yield from reasons(plan)
     parked = [rule.origin for rule in plan.checkpoint if rule.hosts]
     shards = [section.offload.origin] if section and section.offload else []
     yield "what is offloaded is not on the device", [*shards, *parked]

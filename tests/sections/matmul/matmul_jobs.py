@@ -26,7 +26,7 @@ def train(model, plan, overrides, fault=""):
     single, made = build(model), build(model)
     lowered = planc.lower(single, plan, world_size=world, overrides=overrides)
     single, made = for_trial(single, lowered), for_trial(made, lowered)
-    single = alone(single, trial_part(lowered, eight_bits=True))
+    single = alone(single, trial_part(lowered, section="matmul"))
     with _broken(fault):
         run = planc.apply(made, plan, overrides=overrides, device_type="cpu", require="nothing")
     ours, theirs = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (made, single))

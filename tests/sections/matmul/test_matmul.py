@@ -142,7 +142,7 @@ def test_float8_styles_of_torchao_cast_tensorwise(compiled):
 def test_a_trial_of_its_own(compiled, monkeypatch):
     made, _ = compiled(f"{LINEAR} : fp8(gather = fp8)", "tp=2")
     assert not trial_part(made.lowered).has(LowPrecision, ScaleWeights)
-    eight = trial_part(made.lowered, eight_bits=True)
+    eight = trial_part(made.lowered, section="matmul")
     assert all(op.emulate for op in eight.ops if isinstance(op, LowPrecision))
     plain, _ = compiled("", "tp=2")
     assert trial_part(made.lowered).stages == trial_part(plain.lowered).stages
@@ -178,7 +178,7 @@ def test_without_torchao(compiled, monkeypatch):
 def test_a_gpu_without_such_products(capability, right, compiled, monkeypatch):
     import torch
 
-    from planc.sections.matmul.runtime import require_eight_bits
+    from planc.sections.matmul.runtime import require
 
     made, _ = compiled(f"{LINEAR} : fp8")
     monkeypatch.setitem(__import__("sys").modules, "torchao", torch)
@@ -186,10 +186,10 @@ def test_a_gpu_without_such_products(capability, right, compiled, monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     if right:
-        require_eight_bits(made.lowered, "cuda")
+        require(made.lowered, "cuda")
         return
     with pytest.raises(PlanError, match=r"PL628.*8\.9"):
-        require_eight_bits(made.lowered, "cuda")
+        require(made.lowered, "cuda")
 
 
 def test_printed_and_answered(tmp_path, monkeypatch):
@@ -218,7 +218,7 @@ def test_faults_of_the_largest_value(fault, compiled, monkeypatch):
     sizes = {"dp_replicate": 1, "dp_shard": 2, "tp": 2}
     small = small_case(made, sizes)
     monkeypatch.setattr(float8_utils, "tensor_to_amax", wrong_amax(fault))
-    outcome = simulate(small.model.builder(), small.compiled.lowered, eight_bits=True)
+    outcome = simulate(small.model.builder(), small.compiled.lowered, section="matmul")
     if fault == "right":
         assert outcome.verdict == "proved" and 0 < outcome.gradient < 1e-4
     else:

@@ -1,15 +1,25 @@
 """Products in 8 bits: their rates, what rounding moves, and gathers of one byte an element."""
 
+from types import SimpleNamespace
+
 import pytest
 
 import planc
 from planc.tools.estimate import kernels
+from planc.tools.estimate.formats import formats
 from planc.tools.estimate.profiles import hardware
 from planc.tools.estimate.workload import Matmul
 
 LINEAR = "$blocks.{self_attn,mlp}.*_proj"
 H100 = hardware("h100-8x", None)
 LARGE = {"m": 8192, "n": 14336, "k": 4096}
+
+
+def large(recipe, *, gather=False):
+    """A large product by a recipe of the matmul section."""
+    rule = SimpleNamespace(modules=None, recipe=recipe, gather=gather)
+    [(_, made)] = formats(SimpleNamespace(sections={"matmul": (rule,)}))
+    return Matmul(**LARGE, format=made)
 
 
 @pytest.fixture
@@ -27,12 +37,12 @@ def estimated(tmp_path):
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_a_product_takes_its_rate(recipe):
-    wide, low = (kernels.matmul(Matmul(**LARGE, recipe=r), H100) for r in ("", recipe))
+    wide, low = (kernels.matmul(product, H100) for product in (Matmul(**LARGE), large(recipe)))
     assert wide / low == pytest.approx(H100.rate(recipe) / H100.matmul_tflops, rel=0.02)
 
 
 def test_hardware_without_a_rate_has_products_in_16_bits():
-    plain, low = Matmul(**LARGE), Matmul(**LARGE, recipe="mxfp8")
+    plain, low = Matmul(**LARGE), large("mxfp8")
     assert kernels.matmul(low, H100) == kernels.matmul(plain, H100)
     assert kernels.casts(low, H100) == (0, 0)
 
@@ -40,10 +50,10 @@ def test_hardware_without_a_rate_has_products_in_16_bits():
 def test_what_rounding_moves():
     """Of a weight that comes in 8 bits, the second layout alone."""
     inputs, weights, outputs = 8192 * 4096, 4096 * 14336, 8192 * 14336
-    forward, backward = kernels.casts(Matmul(**LARGE, recipe="tensorwise"), H100)
+    forward, backward = kernels.casts(large("tensorwise"), H100)
     assert forward == 6 * inputs + 5 * weights
     assert backward == 3 * weights + 6 * outputs
-    low = Matmul(**LARGE, recipe="tensorwise", gathered=True)
+    low = large("tensorwise", gather=True)
     assert kernels.casts(low, H100) == (6 * inputs, 2 * weights + 6 * outputs)
 
 

@@ -1,0 +1,53 @@
+"""Time and findings of products in 8 bits."""
+
+from collections.abc import Iterator
+
+from planc.diagnostics.diagnostic import Sink
+from planc.diagnostics.source import Span
+from planc.ir.nodes import Plan
+from planc.model.facts import Modules
+from planc.tools.estimate.answer import Answer
+from planc.tools.estimate.formats import NumberFormat
+
+CASTS = {"tensorwise": (6, 0, 5, 3, 6), "rowwise": (5, 3, 3, 7, 8), "mxfp8": (3, 3, 3, 3, 6)}
+"""`NumberFormat.casts` by recipe: a largest value, and both layouts that the products take.
+
+Source: `get_tensor_memory_traffic_ovhd_s` of torchao 0.18's roofline, without what a compiler fuses
+with the operator before.
+"""
+
+
+def formats(plan: Plan) -> Iterator[tuple[Modules, NumberFormat]]:
+    """The formats of the rules; of a weight that FSDP gathers in fp8 only one layout is cast."""
+    for rule in plan.sections["matmul"]:
+        into, again, weight, weight_again, gradient = CASTS[rule.recipe]
+        if rule.gather:
+            weight, weight_again = 0, 2
+        casts = (into, again, weight, weight_again, gradient)
+        yield rule.modules, NumberFormat(recipe=rule.recipe, casts=casts)
+
+
+def advise(answer: Answer, sink: Sink) -> None:
+    """Reports recipes that the hardware has no rate for (PL553)."""
+    hardware, rules = answer.hardware, answer.plan.sections["matmul"]
+    for recipe in dict.fromkeys(rule.recipe for rule in rules):
+        if not hardware.rate(recipe):
+            sink.warning(
+                "PL553",
+                f"{hardware.name} has no rate for {recipe} products",
+                *dict.fromkeys(rule.origin for rule in rules if rule.recipe == recipe),
+                facts=("the estimate counts them as products in 16 bits",),
+                help=f"name hardware that has them, or write {recipe}_tflops into a profile",
+            )
+
+
+def assumptions(answer: Answer) -> Iterator[str]:
+    """The source of the rates."""
+    if any(answer.hardware.rate(rule.recipe) for rule in answer.plan.sections["matmul"]):
+        yield "products in 8 bits at published rates, compiled: planc measured no GPU with them"
+
+
+def unmeasured(plan: Plan) -> Iterator[tuple[str, list[Span]]]:
+    """The reason for which `planc measure` runs no rank."""
+    lines = dict.fromkeys(rule.origin for rule in plan.sections["matmul"])
+    yield "products in 8 bits are emulated here, which holds more than a GPU does", [*lines]
