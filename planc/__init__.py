@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 from planc.files.version import VERSION as __version__
 
 if TYPE_CHECKING:
-    from planc.answers.apply import apply, check, diff, lower
-    from planc.answers.estimate import estimate, init, measure, verify, why
+    from planc.answers.apply import apply
+    from planc.answers.plan import check, diff, init, lower, verify, why
+    from planc.answers.step import estimate, measure
     from planc.diagnostics.diagnostic import PlanError
 
 __all__ = [
@@ -31,9 +32,10 @@ __all__ = [
 ]
 
 _HOME = {
-    **dict.fromkeys(("apply", "check", "diff", "lower"), "planc.answers.apply"),
-    **dict.fromkeys(("estimate", "init", "measure", "verify", "why"), "planc.answers.estimate"),
     "PlanError": "planc.diagnostics.diagnostic",
+    "apply": "planc.answers.apply",
+    **dict.fromkeys(("check", "diff", "init", "lower", "verify", "why"), "planc.answers.plan"),
+    **dict.fromkeys(("estimate", "measure"), "planc.answers.step"),
 }
 
 

@@ -1,150 +1,33 @@
-"""The Python API: what `import planc` offers.
-
-Each function takes the arguments of the command of its name, and raises one `PlanError` with every
-diagnostic of the run.
-"""
+"""`planc.apply`: a model parallelized over the ranks of this run."""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
-from planc.compiler import Compiled, Draft, compile_plan
-from planc.diagnostics.diagnostic import Diagnostic, PlanError, Sink, one_of
-from planc.diagnostics.notebook import DRAW, TEXT
+from planc.answers.plan import require_lowered
+from planc.answers.target import Overrides, chosen_plan, compile_for, module_facts
+from planc.compiler import Compiled
+from planc.diagnostics.diagnostic import Diagnostic, Sink
 from planc.model import cache
 from planc.ops.document import digest
 from planc.ops.lowered import Lowered
-from planc.simulate.time_limit import SECONDS
 from planc.syntax import ast, plan_files
-from planc.tools.init.parsed import parsed
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from planc.diffing.compare import Delta
     from planc.ir.nodes import Plan
     from planc.model.facts import Facts
-    from planc.proof.checked import Findings
     from planc.runtime.known_verdict import KnownVerdict, Required
     from planc.runtime.run import Run
     from planc.tools.estimate.expected import ExpectedNumbers
 
 _log = logging.getLogger("planc")
-Overrides = str | Iterable[str] | Mapping[str, Any]
-"""`name=value` for mesh axes and options: one, several, or as a mapping."""
-
-
-def check(
-    model: str | os.PathLike[str] | nn.Module,
-    plan: str | os.PathLike[str] | None = None,
-    *,
-    world_size: int | None = None,
-    overrides: Overrides = (),
-    allow_code: bool = False,
-    level: str = "flow",
-    inputs: Mapping[str, Any] | Callable[[int, int], Mapping[str, Any]] | None = None,
-    loss: Callable[[Any, Mapping[str, Any]], Any] | None = None,
-    time_limit: float = SECONDS,
-) -> Findings:
-    """Every finding about a plan for a model; empty without findings. `print` shows what
-    `planc check` does.
-
-    The verdict is kept, and `apply` finds it for the same code of the model.
-
-    Args:
-        model: a folder with `config.json`, a JSON file, a cached hub name, a shipped model's name,
-            or a module (on any device, meta too). A module of one's own is proved as it is, on a
-            copy, if it is small enough.
-        plan: a path, the name of a plan, or `REV:path`; by default the plan of the model's family:
-            one of the project's own folders, else a shipped one, else a draft as `init` writes it.
-        world_size: the number of ranks.
-        overrides: `name=value` for mesh axes and options: a text, several, or a mapping.
-        allow_code: whether Python code that `model` or the plan names may be run.
-        level: `flow`; `structure` to leave out the simulated run of a shrunken model; or `order`,
-            which also runs each rank of a small mesh alone, and looks whether the collectives of
-            all of them fit together.
-        inputs: what the forward of a module takes, by argument: an example, or a function of a
-            number of rows and a seed that makes one; tensors have rows on dim 0. The module is then
-            proved as it is, whatever library it is from. A module may say it itself, by a method
-            `planc_inputs(rows, seed)`.
-        loss: of the module's output and the inputs, a mean over rows; by default the loss that it
-            returns, else that of its output. A module may have a method `planc_loss(output,
-            inputs)`.
-        time_limit: seconds of processor time for each simulated run.
-
-    Raises:
-        ValueError: there is no such level, inputs or a loss are for the name of a model, or the
-            time limit is not positive.
-    """
-    from planc.proof.checked import LEVELS, Findings, known_certificate, summary
-    from planc.proof.in_subprocess import record
-    from planc.proof.layout_flow import flow
-    from planc.proof.split_remedy import explain_splits
-    from planc.simulate.time_limit import limited
-
-    if not time_limit > 0:
-        raise ValueError(f"time_limit is a positive number of seconds, not {time_limit!r}")
-    if level not in LEVELS:
-        raise ValueError(f"a level is {one_of(LEVELS)}, not {level!r}")
-    if inputs is not None or loss is not None:
-        if isinstance(model, str | os.PathLike):
-            raise ValueError("inputs and a loss are for a module, and not for a name")
-        model = replace(_facts_of(model), user_model=model, inputs_and_loss=(inputs, loss))
-    draft = parsed if level != "structure" else None
-    compiled, sink = compiled_for(model, plan, world_size, overrides, allow_code, draft=draft)
-    verdict = None
-    if level != "structure" and compiled.lowered is not None:
-        with limited(time_limit):
-            verdict = flow(compiled, sink, allow_code=allow_code, draft=parsed)
-        record(compiled, verdict, sink)
-    elif level != "structure":
-        explain_splits(compiled, sink, parsed)
-    also = ""
-    if level == "order" and compiled.lowered is not None:
-        from planc.tools.order.findings import order
-
-        also = f", {order(compiled, sink, allow_code=allow_code).text}"
-    proof = known_certificate(compiled, sink)
-    findings = Findings(sink)
-    findings.lines = summary(compiled, proof, verdict, also)
-    return findings
-
-
-def lower(
-    model: str | os.PathLike[str] | nn.Module,
-    plan: str | os.PathLike[str] | None = None,
-    *,
-    world_size: int | None = None,
-    overrides: Overrides = (),
-    allow_code: bool = False,
-) -> Lowered:
-    """The lowered plan: what `apply` runs; `.findings` is what the compiler and the structural
-    checks say of it. Arguments as for `check`.
-
-    Raises:
-        PlanError: the plan has errors.
-    """
-    return _lowered(*compiled_for(model, plan, world_size, overrides, allow_code))
-
-
-def diff(old: Lowered, new: Lowered) -> Delta:
-    """The changes from one lowered plan to another; `.same` says whether anything does.
-
-    Raises:
-        TypeError: a side is no lowered plan, such as the name of a plan.
-    """
-    from planc.diffing.compare import compare
-
-    for side in (old, new):
-        if not isinstance(side, Lowered):
-            kind = type(side).__name__
-            raise TypeError(f"diff compares lowered plans, as `planc.lower` gives them, not {kind}")
-    return compare(old, new)
 
 
 def apply(
@@ -216,11 +99,11 @@ def apply(
         try:
             require_not_parallel(model)
             require_unwrapped(model)
-            facts = _facts_of(model)
+            facts = module_facts(model)
             if not isinstance(plan, Lowered):
                 size = world_size or _of_the_run("WORLD_SIZE", 1)
                 draft = partial(_draft_of_rank_0, device=device_of(model, device_type))
-                compiled, sink = compiled_for(facts, plan, size, overrides, allow_code, draft=draft)
+                compiled, sink = compile_for(facts, plan, size, overrides, allow_code, draft=draft)
                 lowered = _lowered(compiled, sink, chosen=plan is None)
                 prove = prove or plan_files.drafted(compiled.files)
             else:
@@ -347,144 +230,9 @@ def _of_the_run(name: Literal["RANK", "WORLD_SIZE"], alone: int) -> int:
     return int(os.environ.get(name, alone))
 
 
-def _lowered(compiled: Compiled, sink: Sink, *, chosen: bool = False) -> Lowered:
-    """The lowered plan; rank 0 says which one was `chosen`, as the commands do."""
-    if compiled.lowered is None:
-        raise PlanError(sink)
-    own = compiled.files if isinstance(compiled.files, tuple) else ()
-    if chosen and own and not plan_files.drafted(own) and _of_the_run("RANK", 0) == 0:
-        name, family = own[-1].origin.source.name, compiled.facts and compiled.facts.family
-        _log.warning("the plan is %s, for %s", name, family)
-    return replace(compiled.lowered, findings=tuple(sink))
-
-
-def compiled_for(
-    model: str | os.PathLike[str] | nn.Module | Facts,
-    plan: str | os.PathLike[str] | None,
-    world_size: int | None,
-    overrides: Overrides,
-    allow_code: bool,
-    *,
-    draft: Draft | None = None,
-) -> tuple[Compiled, Sink]:
-    """A plan compiled for a model, and what is found; of a family without a plan its `draft`.
-
-    Raises:
-        TypeError: an argument is of another type than it says.
-    """
-    if not isinstance(plan, str | os.PathLike | None):
-        raise TypeError(f"a plan is a path or a name, not {type(plan).__name__}")
-    if isinstance(plan, str) and "\n" in plan:
-        raise TypeError("a plan is a path or a name, not the text of a plan: write it to a file")
-    if not isinstance(world_size, int | None) or isinstance(world_size, bool):
-        raise TypeError(f"world_size is a number of ranks, not {world_size!r}")
-    sink = Sink()
-    compiled = compile_plan(
-        model_of(model),
-        None if plan is None else os.fspath(plan),
-        sink,
-        world_size=world_size,
-        settings=settings_of(overrides),
-        allow_code=allow_code,
-        draft=draft,
-    )
-    return compiled, sink
-
-
-def settings_of(overrides: Overrides) -> tuple[str, ...]:
-    """Overrides as texts `name=value`.
-
-    Raises:
-        TypeError: they are neither texts nor a mapping.
-    """
-    if isinstance(overrides, Mapping):
-        words = {n: str(v).lower() if isinstance(v, bool) else v for n, v in overrides.items()}
-        return tuple(f"{name}={value}" for name, value in words.items())
-    if isinstance(overrides, str):
-        return (overrides,)
-    found = tuple(overrides) if isinstance(overrides, Iterable) else (overrides,)
-    if not all(isinstance(one, str) for one in found):
-        raise TypeError(f"overrides are texts `name=value`, or a mapping, not {overrides!r}")
-    return found
-
-
-def model_of(model: Any) -> str | Facts:
-    """The name of a model, or the facts of a module.
-
-    Raises:
-        TypeError: it is neither.
-    """
-    if isinstance(model, str | os.PathLike):
-        return os.fspath(model)
-    from planc.model.facts import Facts
-
-    if isinstance(model, Facts):
-        return model
-    if not hasattr(model, "named_modules"):
-        raise TypeError(f"a model is a folder, a name, or an nn.Module, not {type(model).__name__}")
-    return _facts_of(model)
-
-
-def _facts_of(module: nn.Module) -> Facts:
-    """Library models are proved on a small copy; models that run functions of the script's own are
-    kept, to be run themselves or to compare a small one with them.
-    """
-    from planc.model.config import buildable
-    from planc.model.module_table import facts_of
-    from planc.model.own_code import own_code
-    from planc.model.passed_arguments import name_passed_arguments
-
-    name_passed_arguments(module)
-    config = getattr(module, "config", None)
-    facts = facts_of(module, config=config, config_name="model.config")
-    if type(module).__module__.startswith("diffusers."):  # whose configuration names no class
-        from planc.model.sources.diffusers import normal
-
-        facts = replace(facts, config=normal(facts.config, facts.name))
-    tied = _ties_head(module)
-    if tied is not None and tied != bool(facts.config.get(_TIES)):
-        facts = replace(facts, config={**facts.config, _TIES: tied})
-    known = buildable(facts.config)
-    facts = replace(facts, built=True, own_code=own_code(module, alone=not known))
-    if known and not facts.own_code and not hasattr(module, "planc_inputs"):
-        return facts
-    return replace(facts, user_model=module)
-
-
-_TIES = "tie_word_embeddings"
-"""The field by which plans decide on one unit for the embedding and the head."""
-
-
-def _ties_head(module: nn.Module) -> bool | None:
-    """Whether the head of a model of transformers has the weight of the embedding; None without
-    both. The configuration may state otherwise: a script can tie or untie them before `apply`.
-    """
-    if not hasattr(module, "save_pretrained"):
-        return None
-    try:
-        layers: Any = module.get_input_embeddings(), module.get_output_embeddings()
-    except (NotImplementedError, AttributeError):  # a model without an embedding
-        return None
-    weights = [getattr(layer, "weight", None) for layer in layers]
-    if any(weight is None for weight in weights):
-        return None
-    return weights[0] is weights[1]
-
-
-def _drawn(of: Lowered | Delta | Run) -> str:
-    from planc.tools.show.changes import notebook
-
-    return notebook(of)
-
-
-def _written(of: Lowered | Delta | Run) -> str:
-    from planc.diffing.compare import Delta
-    from planc.diffing.render import render as changes
-    from planc.emit.text import render
-
-    if isinstance(of, Delta):
-        return changes(of).rstrip()
-    return (render(of, digest=digest(of)) if isinstance(of, Lowered) else of.describe()).rstrip()
-
-
-DRAW[:], TEXT[:] = [_drawn], [_written]
+def _lowered(compiled: Compiled, sink: Sink, *, chosen: bool) -> Lowered:
+    """The lowered plan; rank 0 logs which one was `chosen`. A draft is logged as it is written."""
+    lowered = require_lowered(compiled, sink)
+    if chosen and not plan_files.drafted(compiled.files) and _of_the_run("RANK", 0) == 0:
+        _log.warning(chosen_plan(compiled))
+    return lowered

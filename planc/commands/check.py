@@ -2,13 +2,14 @@
 
 import argparse
 import json
-import math
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
+from planc.answers.plan import draft_plan, judge
+from planc.answers.target import split_models
 from planc.commands import output, shared_arguments
 from planc.compiler import Compiled
 from planc.diagnostics import FORMATS
@@ -17,7 +18,7 @@ from planc.diagnostics.diagnostic import Sink
 from planc.diagnostics.json_document import document, findings
 from planc.files.project import Project, ProjectError, Target, project
 from planc.proof.checked import LEVELS, known_certificate, summary
-from planc.simulate.time_limit import SECONDS, limited
+from planc.simulate.time_limit import SECONDS
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -143,38 +144,18 @@ def _targets(options: argparse.Namespace, found: Project) -> Iterator[Target]:
         own = (replace(t, set=(*t.set, *options.set), **given) for t in found.targets)
         yield from dict.fromkeys(own)  # those of several world sizes become one
         return
-    models, plans = output.models_and_plans(options.model, options.plan)
+    models, plans = split_models([options.model, *options.plan])
     for model, plan in product(models, plans or (None,)):
         yield Target(model=model, plan=plan, world_size=options.world_size, set=tuple(options.set))
 
 
 def _checked(target: Target, options: argparse.Namespace, severity: Mapping[str, str]) -> _Checked:
-    sink = Sink()
-    compiled = output.compiled_target(
-        target, sink, allow_code=options.allow_code, drafts=options.level != "structure"
-    )
-    also, verdict, ordered = "", None, None
-    if options.level != "structure" and compiled.lowered:
-        from planc.proof.in_subprocess import record
-        from planc.proof.layout_flow import flow
-        from planc.tools.init.parsed import parsed
-
-        code = options.allow_code
-        with limited(options.time_limit):
-            verdict = flow(compiled, sink, strict=options.strict, allow_code=code, draft=parsed)
-        record(compiled, verdict, sink)
-    elif options.level != "structure":
-        from planc.proof.split_remedy import explain_splits
-        from planc.tools.init.parsed import parsed
-
-        explain_splits(compiled, sink, parsed)
-    if options.level == "order" and compiled.lowered:
-        from planc.tools.order.findings import order
-
-        ordered = order(compiled, sink, allow_code=options.allow_code)
-        also = f", {ordered.text}"
-    if compiled.lowered:
-        also += _estimated(target, compiled, options, sink)
+    sink, level, code = Sink(), options.level, options.allow_code
+    draft = draft_plan if level != "structure" else None
+    compiled = output.compiled_target(target, sink, code, draft)
+    verdict, order = judge(compiled, sink, level, code, options.time_limit, strict=options.strict)
+    also = f", {order.text}" if order else ""
+    also += _estimated(target, compiled, options, sink)
     proof = known_certificate(compiled, sink)
     return _Checked(
         target=target,
@@ -182,7 +163,7 @@ def _checked(target: Target, options: argparse.Namespace, severity: Mapping[str,
         sink=sink.adjusted(severity),
         also={
             "flow": verdict.document() if verdict else None,
-            **({"order": ordered.document()} if ordered else {}),
+            **({"order": order.document()} if order else {}),
             "certificate": proof,
             "overruled": findings(sink.overruled),
         },
@@ -192,44 +173,29 @@ def _checked(target: Target, options: argparse.Namespace, severity: Mapping[str,
 
 def _estimated(target: Target, compiled: Compiled, options: argparse.Namespace, sink: Sink) -> str:
     """Judges the step that is asked for, and says what of it was checked."""
+    if compiled.lowered is None:
+        return ""
     shared_arguments.whole_batch(options, sink)
     if target.elastic and options.batch and options.seq:
-        options = _fullest(target, compiled, options)
+        from planc.answers.step import fullest_step
+
+        size, passes = options.batch, options.micro_batches or 1
+        size, passes = fullest_step(compiled.lowered, target.elastic, size, passes)
+        options = argparse.Namespace(**{**vars(options), "batch": size, "micro_batches": passes})
     if all(vars(options)[name] is None for name in _ESTIMATE):
         if options.batch and options.seq:
             shared_arguments.step_of(options, compiled, sink)
         return ""
-    from planc.tools.estimate.advice import advise
-    from planc.tools.estimate.answer import answer_for, judge_fit
+    from planc.answers.step import judge_step
     from planc.tools.estimate.memory import GIB
 
-    asked = shared_arguments.request(options, options.device_memory)
-    found = answer_for(compiled, asked, sink)
-    if found is None:
+    request = shared_arguments.request(options, options.device_memory)
+    answer = judge_step(compiled, request, sink, advice=bool(options.hardware))
+    if answer is None:
         return ""
-    judge_fit(found, sink)
-    if options.hardware:
-        advise(found, sink)
-    what = "memory" if asked.batch else "memory without activations"
-    peak, room = found.estimate.fullest.peak / GIB, found.estimate.usable / GIB
+    what = "memory" if request.batch else "memory without activations"
+    peak, room = answer.estimate.fullest.peak / GIB, answer.estimate.usable / GIB
     return f", {what} ({peak:.1f} GiB of {room:.1f} usable)"
-
-
-def _fullest(target: Target, compiled: Compiled, options: argparse.Namespace) -> argparse.Namespace:
-    """The options as they are for a rank with the most rows, where `run.accumulation` keeps the
-    batch, and in a pass no more rows than on the largest of the target's world sizes.
-    """
-    from planc.lowering.step import Step
-
-    assert compiled.lowered is not None
-    asked = options.micro_batches or 1
-    each = Step(lowered=compiled.lowered, micro_batches=asked).divisors[0]
-    largest = each * target.elastic // compiled.lowered.world_size
-    rows = math.ceil(options.batch / largest)
-    passes = math.ceil(options.batch / (each // asked * rows))
-    each = each // asked * passes
-    batch = math.ceil(options.batch / each) * each
-    return argparse.Namespace(**{**vars(options), "batch": batch, "micro_batches": passes})
 
 
 def _print(one: _Checked, format: str, *, alone: bool) -> None:

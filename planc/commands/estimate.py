@@ -4,10 +4,10 @@ import argparse
 import json
 import sys
 
+from planc.answers.step import judge_step
 from planc.commands import output, shared_arguments, terminal
 from planc.diagnostics.diagnostic import Sink
-from planc.tools.estimate.advice import advise
-from planc.tools.estimate.answer import answer_for, document, judge_fit, text
+from planc.tools.estimate.answer import document, text
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,14 +27,11 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     sink = Sink()
     compiled = output.compiled(options, sink)
-    found = answer_for(compiled, shared_arguments.request(options), sink)
-    if found:
-        judge_fit(found, sink)
-        advise(found, sink)
+    answer = judge_step(compiled, shared_arguments.request(options), sink)
     output.show(sink, "full", sys.stderr, quiet=True)
-    if found and options.format == "json":
-        print(json.dumps(document(found), indent=2))
-    elif found:
-        terminal.show("".join(f"{line}\n" for line in text(found, explain=options.explain)))
-    unknown = found is not None and found.fits is None
+    if answer and options.format == "json":
+        print(json.dumps(document(answer), indent=2))
+    elif answer:
+        terminal.show("".join(f"{line}\n" for line in text(answer, explain=options.explain)))
+    unknown = answer is not None and answer.fits is None
     return output.exit_code(sink) or (output.FAILED if unknown else output.CLEAN)

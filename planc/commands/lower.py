@@ -93,14 +93,12 @@ def _of_a_step(
         shown += sends.lines(step)
         plain |= sends.document(step)
     if options.order:
-        from planc.tools.measure.count import NotCountedError
-        from planc.tools.order import record, show
+        from planc.answers.plan import step_order
+        from planc.tools.order import show
 
-        try:
-            with output.waiting(f"running a rank of {options.model}"):
-                order = record.of_places(compiled, step)
-        except NotCountedError as error:
-            error.report(sink)
+        with output.waiting(f"running a rank of {options.model}"):
+            order = step_order(compiled, step, sink)
+        if order is None:
             return shown, plain
         shown += show.lines(order, sized=options.batch is not None)
         plain |= show.document(order)
@@ -150,7 +148,7 @@ def _lowered(target: Target, options: argparse.Namespace) -> tuple[Lowered | Non
     """The lowered plan of a target, and the exit code of its findings."""
     sink = Sink()
     with output.waiting(f"lowering {target.text}"):
-        compiled = output.compiled_target(target, sink, allow_code=options.allow_code)
+        compiled = output.compiled_target(target, sink, options.allow_code)
     output.show(sink, "full", sys.stderr, quiet=True)
     return compiled.lowered, output.exit_code(sink)
 

@@ -4,15 +4,11 @@ import argparse
 import json
 import shlex
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 from planc.commands import output, shared_arguments, terminal
 from planc.diagnostics.diagnostic import Sink
-from planc.model.fused_kernels import run_on
-from planc.tools.estimate.answer import answer_for
 from planc.tools.estimate.memory import GIB
-from planc.tools.measure.count import NotCountedError, shallower
 from planc.tools.suggest.measured import MeasuredRanks, measure, plain, text
 from planc.tools.suggest.measurements import add
 
@@ -61,46 +57,33 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     sink = Sink()
     _require_row(options, sink)
-    made = None
-    try:
-        made = _measured(options, sink)
-    except NotCountedError as error:
-        error.report(sink)
-    if made and options.output:
-        if any(rank.missed for rank in made.ranks):
-            said = f"{options.output} takes no row: the device has too little memory"
-            sink.error("PL630", said, help="measure a smaller step")
-        else:
-            add(Path(options.output), _row(options, made), sink)
-    output.show(sink, "full", sys.stderr, quiet=True)
-    if made and options.format == "json":
-        print(json.dumps(plain(made), indent=2))
-    elif made:
-        terminal.show("".join(f"{line}\n" for line in text(made)))
-    if made and not made.fits and not sink.failed:
-        return output.FINDINGS
-    return output.exit_code(sink)
-
-
-def _measured(options: argparse.Namespace, sink: Sink) -> MeasuredRanks | None:
     compiled = output.compiled(options, sink)
-    if options.layers and not sink.failed:
-        compiled = shallower(compiled, options.layers, sink, options.device)
-    asked = replace(shared_arguments.request(options), kernels=run_on(options.device))
-    found = answer_for(compiled, asked, sink)
-    if found is None or sink.failed:
-        return None
-    places, device = tuple(options.stage), options.device
     with output.waiting(f"running a rank of {options.model}"):
-        return measure(
+        measured = measure(
             compiled,
-            found,
+            shared_arguments.request(options),
+            sink,
+            layers=options.layers,
+            device=options.device,
             exact=options.exact,
-            places=places,
-            device=device,
+            places=tuple(options.stage),
             allow_code=options.allow_code,
             images=options.images,
         )
+    if measured and options.output:
+        if any(rank.missed for rank in measured.ranks):
+            message = f"{options.output} takes no row: the device has too little memory"
+            sink.error("PL630", message, help="measure a smaller step")
+        else:
+            add(Path(options.output), _row(options, measured), sink)
+    output.show(sink, "full", sys.stderr, quiet=True)
+    if measured and options.format == "json":
+        print(json.dumps(plain(measured), indent=2))
+    elif measured:
+        terminal.show("".join(f"{line}\n" for line in text(measured)))
+    if measured and not measured.fits and not sink.failed:
+        return output.FINDINGS
+    return output.exit_code(sink)
 
 
 def _require_row(options: argparse.Namespace, sink: Sink) -> None:

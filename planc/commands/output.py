@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ from planc.diagnostics.diagnostic import Sink, io_reason
 
 # Each command imports what it needs, so that `planc fmt` starts quickly.
 if TYPE_CHECKING:
-    from planc.compiler import Compiled
+    from planc.compiler import Compiled, Draft
     from planc.diagnostics.diagnostic import Diagnostic
     from planc.files.project import Target
 
@@ -22,106 +22,25 @@ CLEAN, FINDINGS, FAILED = 0, 1, 2
 
 def compiled(options: argparse.Namespace, sink: Sink) -> Compiled:
     """The plan that a command names, compiled for the model that it names."""
-    from planc.files.project import Target
-
-    target = Target(
-        model=options.model,
-        plan=options.plan,
-        world_size=options.world_size,
-        set=tuple(options.set),
-    )
     with waiting(f"reading {options.model}"):
-        return compiled_target(target, sink, allow_code=options.allow_code)
+        return compiled_target(options, sink, options.allow_code)
 
 
 def compiled_target(
-    target: Target, sink: Sink, *, allow_code: bool, drafts: bool = False
+    target: Target | argparse.Namespace, sink: Sink, allow_code: bool, draft: Draft | None = None
 ) -> Compiled:
-    """A plan compiled for a model; says on standard error which one was taken, if none is named.
-
-    Args:
-        target: the model, and perhaps the plan.
-        allow_code: whether Python code that they name may be run.
-        drafts: whether a family without a plan gets a draft; PL022 otherwise.
+    """A plan compiled for a model; prints on standard error which one was chosen, if none is
+    named. A family without a plan gets its `draft`, else PL022.
     """
-    from planc.compiler import Compiled, compile_plan
-    from planc.syntax import plan_files
-    from planc.tools.init.parsed import parsed
+    from planc.answers.target import chosen_plan, compile_named
+    from planc.syntax.plan_files import drafted
 
-    if out_of_place(target.model, target.plan, sink):
-        return Compiled()
-    result = compile_plan(
-        target.model,
-        target.plan,
-        sink,
-        world_size=target.world_size,
-        settings=target.set,
-        allow_code=allow_code,
-        draft=parsed if drafts else None,
-    )
-    if target.plan is None and isinstance(result.files, tuple) and result.facts:
-        chosen = result.files[-1].origin.source.name
-        draft = plan_files.drafted(result.files)
-        wrote = f", as `planc init {target.model} -o my.plan` writes it" if draft else ""
-        print(f"the plan is {chosen}, for {result.facts.family}{wrote}", file=sys.stderr)
+    options = {"world_size": target.world_size, "settings": target.set, "allow_code": allow_code}
+    result = compile_named(target.model, target.plan, sink, draft=draft, **options)
+    if target.plan is None and (chosen := chosen_plan(result)):
+        wrote = f", as `planc init {target.model} -o my.plan` writes it" * drafted(result.files)
+        print(f"{chosen}{wrote}", file=sys.stderr)
     return result
-
-
-def out_of_place(model: str, plan: str | None, sink: Sink) -> bool:
-    """Reports a model in the place of a plan, and perhaps a plan in that of the model."""
-    from planc.files.project import ProjectError
-    from planc.model.config import locate_config
-
-    if plan is None or ":" in model or plan.endswith(".plan"):
-        return False
-    try:
-        if _is_plan(model) and locate_config(plan):  # in this order: a hub name is slow
-            message = f"{model} is a plan, and {plan} is a model: MODEL comes before PLAN"
-            sink.error("PL600", message, help=f"write {plan} {model}")
-            return True
-        if _names_model(plan):
-            message = f"{plan} is a model, in the place of a plan"
-            sink.error("PL006", message, help="models come first, and then plans")
-            return True
-    except ProjectError:  # reported where the plan is read
-        pass
-    return False
-
-
-def _is_plan(model: str) -> bool:
-    """Whether what stands in the place of the model is a plan."""
-    from planc.model.config import locate_config
-    from planc.syntax.plan_files import locate
-
-    return (model.endswith(".plan") or not locate_config(model)) and locate(model) is not None
-
-
-def models_and_plans(model: str, others: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The models and the plans of a command line: further models come before the plans, and what
-    can be read as a plan is one.
-    """
-    from planc.files.project import ProjectError
-
-    models, plans = [model], [*others]
-    try:
-        reversed_ = plans and _is_plan(model)  # `out_of_place` says so
-        while plans and not reversed_ and _names_model(plans[0]):
-            models.append(plans.pop(0))
-    except ProjectError:  # reported where the plan is read
-        return [model], [*others]
-    return models, plans
-
-
-def _names_model(word: str) -> bool:
-    """Whether a word names a configuration, and no plan."""
-    from planc.model.config import locate_config
-    from planc.syntax.plan_files import locate
-
-    plan = locate(word)
-    if plan is not None and not (plan.path and plan.path.is_dir()):
-        return word.endswith("config.json")
-    found = locate_config(word)
-    return found is not None and found.path.is_file()
 
 
 @contextmanager

@@ -174,43 +174,21 @@ def whole_batch(options: argparse.Namespace, sink: Sink) -> None:
 
 def step_of(options: argparse.Namespace, compiled: Compiled, sink: Sink) -> Step | None:
     """The step with the batch that is asked for; None after PL702, one that cannot be split."""
-    from planc.ir.parameter_owners import owned
-    from planc.lowering.backward import Backward
-    from planc.lowering.pipeline_sends import arguments_of
-    from planc.lowering.step import Step, require_divisible
+    from planc.answers.plan import step_of
 
-    if compiled.lowered is None:
-        return None
-    plan, facts = compiled.applied or (None, None)
-    step = Step(
-        lowered=compiled.lowered,
-        config=facts.config if facts else {},
-        backward=Backward(owned(*compiled.applied) if compiled.applied else ()),
-        arguments=arguments_of(compiled.lowered.pipeline, facts) if facts else None,
-        batch=options.batch,
-        sequence=options.seq,
-        micro_batches=options.micro_batches or 1,
-    )
-    require_divisible(step, plan.mesh if plan else None, sink)
-    return None if sink.failed else step
+    return step_of(compiled, sink, options.batch, options.seq, options.micro_batches)
 
 
 def request(options: argparse.Namespace, device_memory: float | None = None) -> Request:
     """The step to estimate, from the arguments of `training_step`."""
+    from planc.answers.step import step_request
     from planc.tools.estimate.answer import Request
-    from planc.tools.estimate.from_plan import Batch
 
-    batch = None
-    if options.batch and options.seq:
-        batch = Batch(
-            global_batch=options.batch,
-            sequence=options.seq,
-            micro_batches=options.micro_batches or 1,
-            imbalance=getattr(options, "imbalance", 1.0),
-        )
-    given, names = vars(options), ("hardware", "stack", "optimizer", "attention")
-    return Request(
-        batch=batch,
-        device_memory=device_memory,
-        **{name: given[name] for name in names if given[name] is not None},
-    )
+    given = {name: value for name, value in vars(options).items() if value is not None}
+    names = ("hardware", "stack", "optimizer", "attention")
+    choices = {name: given[name] for name in names if name in given}
+    if "batch" not in given or "seq" not in given:
+        return Request(batch=None, device_memory=device_memory, **choices)
+    batch: tuple[int, int, int] = options.batch, options.seq, given.get("micro_batches", 1)
+    imbalance = given.get("imbalance", 1.0)
+    return step_request(batch, imbalance=imbalance, device_memory=device_memory, **choices)

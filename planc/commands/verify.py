@@ -3,9 +3,10 @@
 import argparse
 import sys
 
+from planc.answers.plan import verify
 from planc.commands import output, shared_arguments, terminal
-from planc.diagnostics.diagnostic import Sink
-from planc.proof.verify import verify
+from planc.diagnostics.diagnostic import PlanError, Sink
+from planc.proof.verify import Proof
 from planc.proof.verify_report import document, table
 from planc.simulate import certificate
 
@@ -31,29 +32,29 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     sink = Sink()
-    if output.out_of_place(options.model, options.plan, sink):
-        output.show(sink, "full", sys.stdout)
-        return output.FAILED
     with output.waiting(f"training a small model on {options.processes} processes"):
-        found = verify(
-            options.model,
-            options.plan,
-            sink,
-            world_size=options.world_size,
-            processes=options.processes,
-            settings=options.set,
-            allow_code=options.allow_code,
-            timeout=options.timeout,
-            precision=options.precision,
-        )
+        try:
+            proof = verify(
+                options.model,
+                options.plan,
+                world_size=options.world_size,
+                overrides=options.set,
+                processes=options.processes,
+                timeout=options.timeout,
+                precision=options.precision,
+                allow_code=options.allow_code,
+            )
+        except PlanError as error:
+            proof = Proof(verdict="unknown", findings=error.diagnostics)
+    sink.add(*proof.findings)
     if options.format == "json":
-        print(document(found.verdict, found.certificate, sink), end="")
+        print(document(proof.verdict, proof.certificate, sink), end="")
     else:
         output.show(sink, "full", sys.stdout, quiet=True)
-        if found.certificate:
-            terminal.show(table(found.certificate))
-    if options.certificate and found.certificate:
-        written = output.write(certificate.dumps(found.certificate), options.certificate)
+        if proof.certificate:
+            terminal.show(table(proof.certificate))
+    if options.certificate and proof.certificate:
+        written = output.write(certificate.dumps(proof.certificate), options.certificate)
         if written != output.CLEAN:
             return written
-    return {"verified": output.CLEAN, "refuted": output.FINDINGS}.get(found.verdict, output.FAILED)
+    return {"verified": output.CLEAN, "refuted": output.FINDINGS}.get(proof.verdict, output.FAILED)

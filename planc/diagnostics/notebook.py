@@ -1,4 +1,4 @@
-"""Shows results of `planc.answers` in `print` and in notebooks."""
+"""Shows results of the Python API in `print` and in notebooks."""
 
 from collections.abc import Callable
 from typing import Any

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field, replace
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+from planc.diagnostics.diagnostic import Diagnostic
 from planc.model.facts import Modules
 from planc.ops import phrases
 from planc.ops.document import dumps
@@ -117,6 +118,7 @@ class Reasons:
         draws: how ranks draw random numbers in the module and after it.
         unit_bytes: of the unit that contains it: at rest on one rank, and all-gathered.
         missing: by section, why nothing decides it.
+        findings: those of the compiler, as `planc.why` returns them.
     """
 
     name: str
@@ -145,6 +147,7 @@ class Reasons:
     towers: tuple[Reason, ...] = ()
     draws: tuple[Reason, ...] = ()
     missing: Mapping[str, str] = field(default_factory=dict)
+    findings: tuple[Diagnostic, ...] = ()
 
     def __str__(self) -> str:
         return text(self).rstrip()
@@ -286,6 +289,7 @@ def document(answer: Reasons, lowered: Lowered) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     for name, value in asdict(answer).items():
         fields |= {n: value.get(n, ()) for n in NAMES} if name == "sections" else {name: value}
+    del fields["findings"]
     fields["like"], fields["alike"] = str(answer.like), len(answer.like)
     fields["class"] = fields.pop("cls")
     for section in SECTIONS:

@@ -120,6 +120,7 @@ class _Question:
             draws=tuple(self._decisions("draws")),
             ties=tuple(self._decisions("tie")),
             missing={k: self._missing(k) for k, reasons in found.items() if not reasons},
+            findings=(),
             **found,
         )
 

@@ -118,7 +118,7 @@ def test_init_prints_as_the_command_does(folder):
     assert made.text.startswith("#") or made.text.startswith("plan")
     with pytest.raises(planc.PlanError, match="PL106"):
         planc.init("model", overrides={"tp": 2})
-    with pytest.raises(planc.PlanError, match="PL600"):
+    with pytest.raises(planc.PlanError, match=r"PL600"):
         planc.init("lost")
 
 
@@ -133,14 +133,11 @@ def test_verify_prints_as_the_command_does(folder, monkeypatch):
         return verify.Proof(verdict="verified", certificate=CERTIFICATE)
 
     monkeypatch.setattr(verify, "verify", proved)
-    monkeypatch.setattr("planc.commands.verify.verify", proved)
     found = planc.verify(Path("model"), "qwen3", processes=2, **SETTINGS)
     assert str(found) == terminal("verify", *RUN, "--processes", "2")
     assert "Verified on 2 processes" in str(found) and found.verdict == "verified"
-    (api, command) = ran
-    assert api[:2] == command[:2] == ("model", "qwen3")
-    changed = {"settings": tuple(command[2]["settings"])}
-    assert api[2] == {**command[2], **changed}
+    api, command = ran
+    assert api == command and api[:2] == ("model", "qwen3")
 
 
 CERTIFICATE = {
@@ -253,3 +250,59 @@ def test_a_summary_is_json_for_trackers(folder, caplog):
 def model_like():
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained("model"))
+
+
+def test_a_model_and_a_plan_in_the_wrong_order(folder):
+    """The API says what the commands say, not that there is no model `qwen3`."""
+    wrong = "qwen3", "model"
+    assert str(planc.check(*wrong)) == terminal("check", *wrong)
+    for ask in (planc.lower, planc.verify, lambda *names: planc.why(*names, "lm_head")):
+        with pytest.raises(planc.PlanError, match=r"PL600.*MODEL comes before PLAN") as caught:
+            ask(*wrong)
+        assert [d.code for d in caught.value.diagnostics] == ["PL600"]
+    with pytest.raises(planc.PlanError, match=r"PL006.*in the place of a plan"):
+        planc.lower("model", "model")
+    document = json.loads(call("verify", *wrong, "--format", "json")[1])
+    assert document["verdict"] == "unknown" and document["certificate"] is None
+    assert [d["code"] for d in document["diagnostics"]] == ["PL600"]
+
+
+def test_answers_have_the_findings_that_commands_print(folder, monkeypatch):
+    monkeypatch.setattr("planc.tools.suggest.measured.count", lambda *_, **__: ())  # runs ranks
+    Path("mine.plan").write_text(WITH_A_WARNING)
+    known = planc.lower("model", "mine.plan", **SETTINGS).findings
+    assert codes(known) == ["PL104"]
+    why = planc.why("model", "mine.plan", "lm_head", **SETTINGS)
+    assert codes(why.findings) == codes(known)
+    step = planc.measure("model", "mine.plan", batch=8, seq=128, **SETTINGS)
+    assert codes(step.answer.findings) == codes(known)
+    printed = call("why", "model", "mine.plan", *RUN[2:], "lm_head")[2]
+    assert [code for code in codes(known) if code not in printed] == []
+
+
+def codes(findings):
+    return [d.code for d in findings if d.severity != "info"]
+
+
+WITH_A_WARNING = """plan mine for qwen3
+
+extend "qwen3"
+
+option unused = 1
+"""
+
+
+def test_fewer_layers_of_a_plan_with_errors(folder):
+    """PL727, that one rank cannot run it, is no second error of a plan that is wrong."""
+    Path("mine.plan").write_text('plan mine for qwen3\n\nextend "lost"\n')
+    with pytest.raises(planc.PlanError) as caught:
+        planc.measure("model", "mine.plan", batch=8, seq=128, layers=1, **SETTINGS)
+    assert [d.code for d in caught.value.diagnostics] == ["PL006"]
+
+
+def test_the_name_of_a_plan_with_a_line_break():
+    """In a script it is the text of a plan by mistake; on a command line a name like any other."""
+    with pytest.raises(TypeError, match="not the text of a plan"):
+        planc.lower("llama-3.1-8b", "plan a\n")
+    code, _, errors = call("lower", "llama-3.1-8b", "plan a\n")
+    assert code == 2 and "PL006" in errors

@@ -197,7 +197,7 @@ def test_a_failure_of_planc_itself_is_told_apart(monkeypatch):
     def broken(*_, **__):
         raise RuntimeError("boom")
 
-    monkeypatch.setattr("planc.compiler.compile_plan", broken)
+    monkeypatch.setattr("planc.answers.target.compile_plan", broken)
     code, out, err = call("check", *GOOD)
     assert code == 2 and out == "" and "PL900" in err and "boom" in err
 

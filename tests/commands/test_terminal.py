@@ -220,7 +220,7 @@ def test_every_wait_is_announced(monkeypatch, tmp_path):
             return None
 
     monkeypatch.setattr(output, "waiting", Waiting)
-    monkeypatch.setattr("planc.commands.verify.verify", _never)
+    monkeypatch.setattr("planc.proof.verify.verify", _never)
     monkeypatch.setattr("planc.commands.init.drafted", _never)
     monkeypatch.setattr("planc.commands.suggest.suggest", lambda *_: None)
     step = ("--batch", "64", "--seq", "2048")

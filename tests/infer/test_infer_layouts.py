@@ -353,7 +353,7 @@ def test_a_users_model_is_recorded_as_it_is(tmp_path):
             x = self.embed(input_ids)
             return self.head(x + self.down(self.up(x).relu()))
 
-    from planc.answers.apply import check
+    from planc.answers.plan import check
 
     plan = tmp_path / "own.plan"
     plan.write_text(

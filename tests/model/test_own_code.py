@@ -18,7 +18,7 @@ from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 from transformers.models.llama import modeling_llama
 
 import planc
-from planc.answers import apply as api
+from planc.answers.target import compile_for, module_facts
 from planc.model.own_code import own_code
 from planc.proof import small_case
 from planc.proof.in_subprocess import prove_in_subprocess
@@ -44,13 +44,13 @@ def llama(**fields):
 
 def known(model, plan="t.plan"):
     lowered = planc.lower(model, plan, **SETTINGS)
-    return verdict_store.recall(lowered, api._facts_of(model)).level
+    return verdict_store.recall(lowered, module_facts(model)).level
 
 
 def proved(model, plan="t.plan"):
     """As `apply(prove=True)` proves it."""
-    settings = api.settings_of(SETTINGS["overrides"])
-    compiled, sink = api.compiled_for(model, plan, SETTINGS["world_size"], settings, False)
+    size, settings = SETTINGS["world_size"], SETTINGS["overrides"]
+    compiled, sink = compile_for(model, plan, size, settings, False)
     assert not sink.errors and compiled.lowered is not None
     return prove_in_subprocess(compiled, allow_code=False)
 

@@ -12,7 +12,8 @@ from torch import distributed
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import planc
-from planc.answers import apply as api
+from planc.answers import apply
+from planc.answers.target import module_facts
 from planc.compiler import compile_plan
 from planc.diagnostics.diagnostic import PlanError, Sink
 from planc.model.facts import Facts
@@ -43,7 +44,7 @@ def home(tmp_path, monkeypatch):
 
 def compiled(folder, text):
     (folder / "t.plan").write_text(text)
-    facts, sink = api._facts_of(model()), Sink()
+    facts, sink = module_facts(model()), Sink()
     assert isinstance(facts, Facts)
     settings = ["tp=2", "sequence=false"]
     return compile_plan(facts, str(folder / "t.plan"), sink, world_size=2, settings=settings)
@@ -115,7 +116,7 @@ def test_rank_0_proves_and_the_others_say_that_they_wait(home, rank, monkeypatch
         lambda *_, **__: KnownVerdict(level="proved", text="proved apart"),
     )
     known = KnownVerdict(level="unproved", text="never proved")
-    found = api._proved_by_rank_0(compiled(home, RIGHT), known, False)
+    found = apply._proved_by_rank_0(compiled(home, RIGHT), known, False)
     assert found.level == ("unproved" if rank else "proved")
     assert ("rank 1 waits" in caplog.text) == bool(rank)
 

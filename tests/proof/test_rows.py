@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional
 
 import planc
-from planc.answers import apply as api
+from planc.answers.target import compile_for
 from planc.diagnostics.diagnostic import Sink
 from planc.proof.layout_flow import flow
 from planc.proxy.user_model import copies_of
@@ -156,7 +156,7 @@ def test_a_loss_over_pairs_of_rows(tmp_path, loss):
 
 def verdict(path, seed):
     torch.manual_seed(seed)
-    compiled, sink = api.compiled_for(Net(16, skips=False), path, 2, (), False)
+    compiled, sink = compile_for(Net(16, skips=False), path, 2, (), False)
     assert not sink.errors
     return flow(compiled, Sink()).document()
 

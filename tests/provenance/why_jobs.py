@@ -4,7 +4,7 @@ import numerics
 from torch import distributed
 
 import planc
-from planc.answers.apply import model_of
+from planc.answers.target import model_of
 from planc.compiler import compile_plan
 from planc.diagnostics.diagnostic import Sink
 from planc.provenance.query import why

@@ -12,6 +12,7 @@ from planc.diagnostics.source import Span
 from planc.ir.masters import masters
 from planc.ir.nodes import Plan, Unit
 from planc.model.facts import Facts, Modules, generic
+from planc.model.fused_kernels import run_on
 from planc.ops import phrases
 from planc.ops.base import AxisRole
 from planc.simulate.rank_job import RankRunner, RankStep
@@ -19,6 +20,7 @@ from planc.tools.estimate.answer import (
     VERDICTS,
     Answer,
     Request,
+    answer_for,
     assumed,
     document,
     held_lines,
@@ -27,7 +29,7 @@ from planc.tools.estimate.answer import (
 from planc.tools.estimate.from_plan import Batch
 from planc.tools.estimate.memory import GIB, Item, Moment, RankMemory
 from planc.tools.estimate.step import Estimate
-from planc.tools.measure.count import CountedRank, NotCountedError, count
+from planc.tools.measure.count import CountedRank, NotCountedError, count, shallower
 from planc.tools.measure.images import said
 from planc.tools.suggest.candidates import Candidate, Candidates
 
@@ -81,33 +83,38 @@ class MeasuredRanks:
 
 def measure(
     compiled: Compiled,
-    found: Answer,
+    request: Request,
+    sink: Sink,
     *,
-    exact: bool = False,
-    places: tuple[int, ...] = (),
+    layers: int | None = None,
     device: str = "",
-    allow_code: bool = False,
     images: int = 0,
-) -> MeasuredRanks:
-    """Runs ranks of a plan, and says what they hold.
+    **options: Any,
+) -> MeasuredRanks | None:
+    """Runs ranks of a plan, and counts what they hold; None after an error, such as PL727: one rank
+    alone cannot run the step.
 
     Args:
-        found: its estimate, for a step with a batch.
+        request: the step, with a batch.
+        layers: of a model with fewer; None for all.
         images: of each row, of the size that the configuration says.
-        exact, places, device, allow_code: as of `count`.
-
-    Raises:
-        NotCountedError: the plan or the model cannot be run by one rank without values.
+        device, options: as of `count`.
     """
-    assert found.request.batch
-    step = _step(found.plan, found.facts, found.request, found.request.batch)
-    step = replace(step, images=images)
-    ranks = tuple(
-        count(compiled, step, exact=exact, places=places, device=device, allow_code=allow_code)
-    )
-    memories = tuple(_memory(rank, found.plan) for rank in ranks)
-    counted = replace(found.estimate, ranks=memories)
-    return MeasuredRanks(answer=found, counted=counted, ranks=ranks, device=device, images=images)
+    try:
+        if layers is not None and not sink.failed:
+            compiled = shallower(compiled, layers, sink, device)
+        answer = answer_for(compiled, replace(request, kernels=run_on(device)), sink)
+        if answer is None or sink.failed:
+            return None
+        assert request.batch
+        step = replace(_step(answer.plan, answer.facts, request, request.batch), images=images)
+        ranks = tuple(count(compiled, step, device=device, **options))
+    except NotCountedError as error:
+        error.report(sink)
+        return None
+    memories = tuple(_memory(rank, answer.plan) for rank in ranks)
+    counted = replace(answer.estimate, ranks=memories)
+    return MeasuredRanks(answer=answer, counted=counted, ranks=ranks, device=device, images=images)
 
 
 def _step(plan: Plan, facts: Facts, request: Request, batch: Batch) -> RankStep:

@@ -21,7 +21,7 @@ import pytest
 from console import call
 from hanging import SIZES
 
-from planc.answers import apply as api
+from planc.answers import apply
 from planc.compiler import compile_plan
 from planc.diagnostics.diagnostic import Sink
 from planc.model.load import load_values
@@ -355,11 +355,11 @@ def test_a_watchdog_needs_time(monkeypatch):
 
 
 def test_the_environment_says_the_time(monkeypatch):
-    assert api._seconds_of(20) == 20 and api._seconds_of(None) is None
+    assert apply._seconds_of(20) == 20 and apply._seconds_of(None) is None
     monkeypatch.setenv("PLANC_WATCHDOG", "300")
-    assert api._seconds_of(None) == 300 and api._seconds_of(20) == 20
+    assert apply._seconds_of(None) == 300 and apply._seconds_of(20) == 20
     monkeypatch.setenv("PLANC_WATCHDOG", "0")
-    assert api._seconds_of(None) is None
+    assert apply._seconds_of(None) is None
     monkeypatch.setenv("PLANC_WATCHDOG", "soon")
     with pytest.raises(ValueError, match="PLANC_WATCHDOG is a number of seconds, not 'soon'"):
-        api._seconds_of(None)
+        apply._seconds_of(None)
