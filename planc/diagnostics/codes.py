@@ -154,6 +154,7 @@ _ROWS: tuple[tuple[str, str, Phase, str], ...] = (
     ("PL421", "info", "plan", "16 bits for parameters that the model keeps in float32"),
     ("PL422", "error", "runtime", "a loss that shifts a part of a sequence"),
     ("PL423", "error warning", "runtime", "an optimizer that couples the stages of a pipeline"),
+    ("PL424", "error", "runtime", "data ranks pass rows of different padded lengths"),
     ("PL425", "error", "runtime", "modules or parameters changed after the plan was applied"),
     ("PL426", "error", "runtime", "gradients of shards that autograd does not compute"),
     ("PL427", "error warning", "runtime", "a norm of the gradients of one pipeline stage"),

@@ -72,6 +72,7 @@ UNREACHED = {
     "PL468": "a run on processes; test_loading.py has it",
     "PL422": "a loss at run time; test_counted_labels.py has some",
     "PL423": "an optimizer at run time; test_undone.py has some",
+    "PL424": "batches at run time; test_uneven_lengths.py has some",
     "PL425": "a change after apply; test_undone.py makes some",
     "PL426": "a call of autograd; test_undone.py makes some",
     "PL427": "a step of a pipeline; test_undone.py runs one",

@@ -8,6 +8,7 @@ import pytest
 import torch
 from helpers import sampled, simulated
 from test_own_module import Net
+from transformers import BigBirdConfig, Wav2Vec2Config, Wav2Vec2ForCTC
 
 sys.path.append(str(Path(__file__).parent / "processes"))
 import numerics
@@ -16,6 +17,7 @@ import planc
 from planc.emit.python.script import render
 from planc.runtime.executor import apply_lowered
 from planc.runtime.known_verdict import KnownVerdict
+from planc.runtime.safeguards.padded_lengths import padding_dependence
 from planc.simulate import batches
 from planc.simulate.thread_ranks import run_ranks
 
@@ -265,3 +267,82 @@ def test_an_emitted_script_sees_the_rows_of_all_data_ranks():
     failure = run_ranks(2, rank, seconds=60)
     assert failure is None, failure and (failure.error or failure.message)
     assert max(found.values()) < 1e-4
+
+
+# Models whose outputs depend on the padded length -------------------------------------------------
+
+SOUND = """plan own for wav2vec2
+
+mesh {
+    dp_shard = 2
+}
+
+fsdp on dp_shard {
+    precision(param = fp32, reduce = fp32)
+    root : unit
+}
+"""
+
+
+def sound_model(norm="group"):
+    layers = {"conv_dim": (8, 8), "conv_stride": (5, 4), "conv_kernel": (10, 4)}
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    others = {"intermediate_size": 16, "num_conv_pos_embeddings": 4, "vocab_size": 20}
+    rates = ("hidden_dropout", "activation_dropout", "attention_dropout", "feat_proj_dropout")
+    nothing = dict.fromkeys((*rates, "final_dropout", "layerdrop"), 0.0)
+    groups = {"num_conv_pos_embedding_groups": 2, "apply_spec_augment": False}
+    names = {"num_feat_extract_layers": 2, "feat_extract_norm": norm}
+    torch.manual_seed(0)
+    config = Wav2Vec2Config(**layers, **sizes, **others, **nothing, **groups, **names)
+    return Wav2Vec2ForCTC(config)
+
+
+def sounds(rank, samples):
+    """A row of 400 samples, padded with zeros."""
+    generator = torch.Generator().manual_seed(rank)
+    row = torch.randn(1, 400, generator=generator)
+    return torch.nn.functional.pad(row, (0, samples - 400))
+
+
+def of_frames(model, rows):
+    """The mean square of the first 10 frames, which padding does not reach."""
+    mask = torch.arange(rows.shape[1]).lt(400).long().expand_as(rows)
+    logits = model(input_values=rows, attention_mask=mask).logits
+    return logits[:, :10].square().mean()
+
+
+@pytest.mark.parametrize(
+    ("norm", "samples", "raises"),
+    [("group", (400, 800), True), ("group", (800, 800), False), ("layer", (400, 800), False)],
+)
+def test_rows_of_one_padded_length(norm, samples, raises, tmp_path):
+    (tmp_path / "own.plan").write_text(SOUND)
+    single = sound_model(norm)
+    of_frames(single, torch.cat([sounds(rank, 800) for rank in range(2)])).backward()
+    right = {name: p.grad for name, p in single.named_parameters() if p.grad is not None}
+    models, found = [sound_model(norm) for _ in range(2)], {}
+
+    def rank(number):
+        plan, options = tmp_path / "own.plan", {"device_type": "cpu", "require": "nothing"}
+        run = planc.apply(models[number], plan, compare=2, **options)
+        of_frames(run.model, sounds(number, samples[number])).backward()
+        named = ((numerics.plain(n), p.grad) for n, p in run.model.named_parameters())
+        own = {n: numerics.whole(g) for n, g in named if g is not None}
+        found[number] = max(numerics.error(own[n], right[n], 1e-6) for n in right)
+
+    failure = run_ranks(2, rank, seconds=60)
+    if raises:
+        assert failure is not None and "PL424" in str(failure.error)
+        assert "400 to 800" in str(failure.error)
+        assert "test_uneven_lengths.py" in str(failure.error)
+        return
+    assert failure is None, failure and (failure.error or failure.message)
+    assert max(found.values()) < 1e-4
+
+
+def test_models_that_depend_on_the_padded_length():
+    assert "group norm" in padding_dependence(sound_model().config)
+    assert "attention" in padding_dependence(BigBirdConfig())
+    assert padding_dependence(numerics.build("llama").config) == ""
+    assert padding_dependence(BigBirdConfig(attention_type="original_full")) == ""
+    assert padding_dependence(None) == ""

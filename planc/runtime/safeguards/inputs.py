@@ -38,6 +38,7 @@ from planc.runtime.safeguards.loss_rows import (
     own_means,
     received,
 )
+from planc.runtime.safeguards.padded_lengths import lengths_hook
 from planc.runtime.safeguards.weights import SameWeights
 from planc.runtime.script_line import script_line
 from planc.runtime.standalone.collectives import all_gather
@@ -179,9 +180,9 @@ def _innermost(lowered: Lowered, meshes: Meshes) -> DeviceMesh | None:
 @dataclass(slots=True)
 class PassComparison:
     """The comparisons of ranks before the passes of a model: the values that must be equal (`rows`,
-    `weights`), in training passes the kinds of inputs that data ranks pass (`kinds`), and in the
-    first `passes` of these whether they read different rows (`data`), and the labels that their
-    losses count.
+    `weights`), in training passes the kinds and lengths of inputs that data ranks pass (`kinds`),
+    and in the first `passes` of these whether they read different rows (`data`), and the labels
+    that their losses count.
 
     A pass without gradients may be one data rank's own, such as a sample that it generates, so the
     others are not waited for.
@@ -190,7 +191,7 @@ class PassComparison:
     passes: int = 0
     rows: SameRows | None = None
     data: DeviceMesh | None = None
-    kinds: Hook | None = None
+    kinds: tuple[Hook, ...] = ()
     weights: SameWeights = field(default_factory=SameWeights)
     parts: tuple[DeviceMesh, ...] = ()  # the ranks that have parts of each sequence
     trained: int = field(default=0, init=False)  # passes over `data`, or of parts
@@ -211,7 +212,7 @@ class PassComparison:
 
     @property
     def done(self) -> bool:
-        nothing = self.rows is None and self.kinds is None and not self._open
+        nothing = self.rows is None and not self.kinds and not self._open
         return nothing and self.weights.done
 
     def before(self, model: nn.Module, args: Any, kwargs: Any) -> None:
@@ -219,7 +220,8 @@ class PassComparison:
 
         Raises:
             PlanError: PL483, the inputs differ; PL484, the weights do; PL422, the last loss takes
-                other labels. On every rank of the axis.
+                other labels; PL479, PL424, other kinds or lengths of inputs. On every rank of
+                the axis.
         """
         trains = torch.is_grad_enabled()
         if trains or self.weights.built is not None:
@@ -237,8 +239,8 @@ class PassComparison:
                 self._compare(self.data, leaves, divisor)
             self.loss_rows = None
             self.measures = self._open and (bool(self.parts) or not self.counted)
-        if self.kinds is not None:
-            self.kinds(model, args, kwargs)
+        for compare in self.kinds:
+            compare(model, args, kwargs)
 
     def _compare(self, data: DeviceMesh, leaves: Leaves, divisor: Tensor | float) -> None:
         """Compares what the data ranks read, and by what they divide their losses."""
@@ -347,12 +349,12 @@ def comparison(model: nn.Module, lowered: Lowered, meshes: Meshes, passes: int) 
         return PassComparison()
     stage = lowered.pipeline.axis if lowered.pipeline else ""
     axes = [a.name for a in lowered.axes if a.size > 1 and a.name != stage]
-    shared = lowered.split_axes(AxisRole.SEQUENCE)
+    shared, hooks = lowered.split_axes(AxisRole.SEQUENCE), (kinds_hook, lengths_hook)
     return PassComparison(
         passes,
         same_rows(lowered, meshes, passes),
         _innermost(lowered, meshes),
-        kinds_hook(model, lowered, meshes),
+        tuple(hook for make in hooks if (hook := make(model, lowered, meshes))),
         SameWeights(tuple(map(meshes.part, axes))),
         tuple(meshes.part(axis) for axis in shared if lowered.axis_size(axis) > 1),
     )
