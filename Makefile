@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(abspath $(VENV))/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo test costs quick outputs processes fp8 lint bench estimate gpu peaks mutants mutation scripts silent fuzz coverage axes options cluster docs pages clean
+.PHONY: help demo test costs matrix quick outputs processes fp8 lint bench estimate gpu peaks mutants mutation scripts silent fuzz coverage axes options cluster docs pages clean
 
 help:  ## this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## */  make \1	/'
@@ -35,6 +35,10 @@ outputs: $(VENV)/.ready  ## what commands print for all shipped plans and exampl
 
 processes: $(VENV)/.ready  ## numerics of all plans and options on four gloo processes, and the cases that `make test` leaves out (over an hour)
 	$(BIN)/python -m pytest -m slow
+
+ROWS ?=
+matrix: $(VENV)/.ready  ## the tests on each set of versions, in environments of their own, and a page of docs (hours; ROWS="torch-2.13-transformers-5.24" for some)
+	$(BIN)/python tests/compat/matrix.py run $(ROWS)
 
 $(VENV)/torchao: $(VENV)/.ready
 	$(BIN)/pip install --quiet --no-deps --constraint constraints.txt --target $@ torchao
@@ -118,6 +122,7 @@ pages: $(VENV)/.ready  ## write anew what is generated: the parser's table, the 
 	$(BIN)/python -m planc.ops.schema > grammars/lowered.schema.new
 	mv grammars/lowered.schema.new grammars/lowered.schema.json
 	$(BIN)/python -m planc.diagnostics.explain > docs/diagnostics/README.md
+	$(BIN)/python tests/compat/matrix.py constraints
 	$(BIN)/python -m pytest tests/docs/test_docs.py tests/specs/test_specs.py --update
 
 clean:

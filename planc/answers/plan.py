@@ -117,6 +117,9 @@ def judge(
         limit: seconds of processor time for each simulated run.
         strict: whether it is an error that nothing decides the plan (PL504).
     """
+    from planc.proof.checked import note_untested_versions
+
+    note_untested_versions(sink)
     verdict = None
     if level != "structure" and compiled.lowered is None:
         from planc.proof.split_remedy import explain_splits

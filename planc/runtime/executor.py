@@ -13,8 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.optim import Optimizer
 
+from planc.compat import rows
 from planc.compat.recompute import CheckpointWrapper
-from planc.diagnostics.diagnostic import PlanError, first_line
+from planc.diagnostics.diagnostic import PlanError, first_line, one_of
+from planc.model import cache
 from planc.model.sources.isolation import quiet_imports
 from planc.ops import phrases
 from planc.ops.base import AxisRole, Op
@@ -30,7 +32,7 @@ from planc.runtime.lora import remember
 from planc.runtime.meshes import Meshes, device_of, mesh_in_use, no_group_after_an_error, start
 from planc.runtime.metrics import Experts, Meter, experts_of
 from planc.runtime.own_optimizers import require_arguments
-from planc.runtime.preconditions import announce, op_name, ready, stop
+from planc.runtime.preconditions import announce, op_name, ready, stop, warning
 from planc.runtime.run import Run
 from planc.runtime.safeguards.guards import Applied, guard
 from planc.runtime.safeguards.inputs import PassComparison, comparison, same_batches, watch
@@ -215,6 +217,8 @@ def _tell(lowered: Lowered, digest: str, known: KnownVerdict | None, taken: floa
     """Logs that a plan is applied, and the verdict on it, as a warning if it is not proved."""
     plan, mesh = (lowered.plan, digest[:12]), phrases.mesh(lowered.axes)
     _log.info("plan %s (%s) applied to %s on %s in %.2f s", *plan, lowered.model, mesh, taken)
+    if others := rows.untested(cache.environment()):
+        warning("PL744", f"planc is not tested with {one_of(others)}")
     if known is not None:
         level = logging.INFO if known.level in ("proved", "verified") else logging.WARNING
         text = "; ".join(filter(None, (known.text, lowered.summed_gradients)))

@@ -29,6 +29,7 @@ UNREACHED = {
     "PL740": "a plan in an editor; test_lsp.py opens one",
     "PL741": "a plan in an editor; test_lsp.py opens one",
     "PL742": "pygls is a part of the tests; test_lsp.py hides it",
+    "PL744": "libraries of other versions; tests/compat/test_tested_versions.py names some",
     "PL743": "a library of another version; tests/compat/test_names.py takes a name away",
     "PL189": "a run on processes; test_lora.py has it",
     "PL187": "peft is a part of the tests; test_adapters.py hides it",

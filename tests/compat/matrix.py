@@ -1,0 +1,154 @@
+"""`make matrix`: the tests on each set of versions that planc is tested with, and a page of them.
+
+A row's environment is in build/matrix/NAME, made from constraints/NAME.txt. What a run counted is
+kept in docs/generated/rows.json, from which docs/generated/rows.md is written.
+
+    python tests/compat/matrix.py run torch-2.13-transformers-5.24
+    python tests/compat/matrix.py page
+    python tests/compat/matrix.py constraints
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+import venv
+from datetime import date
+from pathlib import Path
+from xml.etree import ElementTree
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+
+from planc.compat.rows import ROWS  # noqa: E402
+
+CORE = ROOT / "tests" / "compat" / "core.txt"
+RESULTS = ROOT / "docs" / "generated" / "rows.json"
+PAGE = ROOT / "docs" / "generated" / "rows.md"
+HEAD = """# Versions that planc is tested with
+
+Written by `make matrix`, or `make matrix ROWS=NAME` for one row. Each row is a set of versions,
+which `constraints/NAME.txt` pins; `core` is the files in `tests/compat/core.txt`. Where a version
+is installed that no row ran with, `planc check` says so ([PL744](../diagnostics/PL744.md)).
+
+| row | tests | run on | versions | passed | failed | skipped | minutes |
+| --- | --- | --- | --- | --- | --- | --- | --- |
+"""
+
+
+def constraints_text(row):
+    """The pins of a row: those of constraints.txt, but for its own versions."""
+    lines = [f"# The versions of row {row.name}; written by `make pages`."]
+    for line in (ROOT / "constraints.txt").read_text().splitlines()[1:]:
+        name = line.partition("==")[0]
+        lines.append(f"{name}=={row.pins[name]}" if name in row.pins else line)
+    return "\n".join(lines) + "\n"
+
+
+def constraints_file(row):
+    """The file of a row's pins."""
+    return ROOT / "constraints" / f"{row.name}.txt"
+
+
+def environment(row):
+    """The Python of a row's environment, which is made if it is not there."""
+    folder = ROOT / "build" / "matrix" / row.name
+    python = folder / "bin" / "python"
+    if not (folder / ".ready").exists():
+        venv.create(folder, with_pip=True, clear=True)
+        pins = ["--quiet", "--constraint", constraints_file(row)]
+        for what in (["torch"], ["--editable", f"{ROOT}[dev]"]):
+            subprocess.run([python, "-m", "pip", "install", *pins, *what], check=True)
+        (folder / ".ready").touch()
+    return python
+
+
+def run(row, python, tests):
+    """What a run of a row counts: versions, numbers of tests, and the names of those that fail.
+
+    Args:
+        tests: `all` or `core`.
+    """
+    report = ROOT / "build" / "matrix" / f"{row.name}.xml"
+    report.parent.mkdir(parents=True, exist_ok=True)
+    chosen = ["--full"] if tests == "all" else CORE.read_text().split()
+    settings = {
+        "PYTHONPATH": str(ROOT),
+        "PATH": f"{Path(python).parent}:{os.environ['PATH']}",
+        "PLANC_CACHE_DIR": str(ROOT / "build" / "matrix" / f"{row.name}-cache"),
+    }
+    began = time.monotonic()
+    command = [python, "-W", "ignore", "-m", "pytest", f"--junitxml={report}", *chosen]
+    subprocess.run(list(map(str, command)), cwd=ROOT, env=os.environ | settings, check=False)
+    counted = counts(report)
+    text = "import importlib.metadata as m; print(*map(m.version, ('torch', 'transformers')))"
+    found = subprocess.run([python, "-c", text], capture_output=True, text=True, check=True)
+    torch, transformers = found.stdout.split()
+    return {
+        "tests": tests,
+        "date": date.today().isoformat(),
+        "torch": torch,
+        "transformers": transformers,
+        **counted,
+        "minutes": round((time.monotonic() - began) / 60),
+    }
+
+
+def counts(report):
+    """The numbers of a JUnit report, and the names of the tests that failed."""
+    cases = list(ElementTree.parse(report).getroot().iter("testcase"))
+    kinds = [{child.tag for child in case} for case in cases]
+    failed = [
+        f"{case.get('classname')}.{case.get('name')}"
+        for case, kind in zip(cases, kinds, strict=True)
+        if kind & {"failure", "error"}
+    ]
+    skipped = sum("skipped" in kind for kind in kinds)
+    passed = len(cases) - len(failed) - skipped
+    return {"passed": passed, "failed": len(failed), "skipped": skipped, "failures": failed}
+
+
+def page(results):
+    """The page of all rows, those that never ran included."""
+    lines = []
+    for row in ROWS:
+        found = results.get(row.name)
+        if found is None:
+            lines.append(f"| {row.name} | {row.tests} | never | | | | | |")
+            continue
+        versions = f"torch {found['torch']}, transformers {found['transformers']}"
+        numbers = " | ".join(str(found[k]) for k in ("passed", "failed", "skipped", "minutes"))
+        lines.append(
+            f"| {row.name} | {found['tests']} | {found['date']} | {versions} | {numbers} |"
+        )
+    failures = [
+        f"- {name}: `{test}`" for name, found in results.items() for test in found["failures"]
+    ]
+    told = ["", "## Tests that failed", "", *failures] if failures else []
+    return HEAD + "\n".join([*lines, *told]) + "\n"
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("command", choices=("run", "page", "constraints"))
+    parser.add_argument("rows", nargs="*", help="names; by default all")
+    parser.add_argument("--python", help="of an environment that is there already")
+    parser.add_argument("--core", action="store_true", help="of the tests, for a row of all too")
+    asked = parser.parse_args()
+    rows = [row for row in ROWS if not asked.rows or row.name in asked.rows]
+    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    for row in rows:
+        if asked.command == "constraints":
+            constraints_file(row).write_text(constraints_text(row))
+        elif asked.command == "run":
+            python = asked.python or environment(row)
+            results[row.name] = run(row, python, "core" if asked.core else row.tests)
+            RESULTS.write_text(json.dumps(results, indent=2) + "\n")
+    PAGE.write_text(page(results))
+    return int(any(results[row.name]["failed"] for row in rows if row.name in results))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
