@@ -252,7 +252,7 @@ def in_part(made, facts, path):
 
 @pytest.mark.slow
 def test_the_plans_of_all_families_of_transformers(tmp_path):
-    """The numbers of docs/init.md."""
+    """The numbers of "Drafts" in docs/generated/measurements.md."""
     found = Counter()
     for name in family_rows.types():
         try:
