@@ -193,23 +193,8 @@ def _run(case: _Case, server: ForkServer, sink: Sink, timeout: float) -> Proof:
             with fork_server() as another:
                 other = another.compare(case.config, part, timeout=timeout, code=case.facts.code)
             found = other if isinstance(other, TrialFailure) else found.with_section(name, other)
-    places: tuple[str, ...] = ()
-    reason: str | None = None
     findings = Sink()
-    if isinstance(found, TrialFailure):
-        verdict, reason = report_failure(found, case.plan, findings)
-    elif found.same:
-        verdict = "verified"
-        if not case.precision and report_real_size(case.compiled, findings).verdict == "refuted":
-            verdict, reason = "refuted", next(d.message for d in findings)
-    elif wrong := [name for name in case.separate if not found.right(name)]:
-        report = _REPORT_WRONG.find(wrong[0])
-        assert report is not None, f"{wrong[0]} does not report its simulation"
-        verdict = "refuted"
-        reason = report(found.errors[wrong[0]], case.compiled.plan, findings)
-    else:
-        verdict = "refuted"
-        reason, places = report_difference(found, case.plan, case.run, findings)
+    verdict, reason, places = _judge(case, found, findings)
     chooses = isinstance(found, Comparison) and found.chooses
     doubt = _CHOOSES if chooses and verdict == "refuted" else _doubt(case, verdict)
     if doubt:
@@ -225,6 +210,24 @@ def _run(case: _Case, server: ForkServer, sink: Sink, timeout: float) -> Proof:
         store.keep(certificate, key)
         _remember(case, certificate, findings)
     return Proof(verdict=verdict, certificate=certificate)
+
+
+def _judge(
+    case: _Case, found: Comparison | TrialFailure, findings: Sink
+) -> tuple[str, str | None, tuple[str, ...]]:
+    """The verdict on a run, its reason, and the places of the plan that a refutation names."""
+    if isinstance(found, TrialFailure):
+        return *report_failure(found, case.plan, findings), ()
+    if found.same:
+        if not case.precision and report_real_size(case.compiled, findings).verdict == "refuted":
+            return "refuted", next(d.message for d in findings), ()
+        return "verified", None, ()
+    if wrong := [name for name in case.separate if not found.right(name)]:
+        report = _REPORT_WRONG.find(wrong[0])
+        assert report is not None, f"{wrong[0]} does not report its simulation"
+        return "refuted", report(found.errors[wrong[0]], case.compiled.plan, findings), ()
+    assert case.run is not None
+    return "refuted", *report_difference(found, case.plan, case.run, findings)
 
 
 def _remember(case: _Case, certificate: store.Certificate, findings: Sink) -> None:

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.nn.functional import cross_entropy
 
+from planc.compat.fakes import unset_fake_temporarily
 from planc.diagnostics.diagnostic import PlanError, Sink
 from planc.model.config import config_of
 from planc.model.sources.huggingface import (

@@ -79,7 +79,7 @@ def run_alone(
     """Runs a program as one of `count` ranks, in torch's fake process group: its collectives return
     at once, and write nothing. Arguments and result as of `run_ranks`.
     """
-    from torch.testing._internal.distributed.fake_pg import FakeStore
+    from planc.compat.fake_ranks import FakeStore
 
     named = {"backend": "fake", "world_size": count, "store": FakeStore()}
     return _run_threads([rank], named, program, seconds)
