@@ -15,8 +15,8 @@ from torch import Tensor
 from planc.diagnostics.diagnostic import Label
 from planc.runtime.standalone.shards import whole_of
 
-_ENTRIES = 2**24
-"""The logits that are compared at a time: their copies in float32 take 64 MiB each."""
+_ENTRIES = 2**22
+"""The logits that are compared at a time: their copies in float32 take 16 MiB each."""
 _CERTAIN = 1e-6
 """The least squared length of `softmax - one_hot` from which a weight is computed."""
 _RESIDUAL = 0.1
