@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from planc.model.sources.huggingface import reason
 from planc.proxy.input_search import BatchShape
 from planc.proxy.output_loss import loss_and_output, tensors
+from planc.proxy.refused_inputs import of_the_machine
 from planc.proxy.sample_inputs import Inputs
 
 INPUTS, LOSS = "planc_inputs", "planc_loss"
@@ -138,7 +139,9 @@ def seen_inputs(module: nn.Module, argument: str) -> GivenInputs | None:
         try:
             with torch.no_grad():
                 module(torch.empty((2, *size), device="meta"))
-        except Exception:
+        except Exception as error:
+            if of_the_machine(error):
+                raise
             continue
         return GivenInputs(make=make)
     return None

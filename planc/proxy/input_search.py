@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from planc.diagnostics.diagnostic import first_line
+from planc.proxy.refused_inputs import of_the_machine
 from planc.proxy.sample_inputs import INPUT_KINDS, InputKind, Inputs
 
 
@@ -130,7 +131,11 @@ def choose(model: nn.Module, config: Any, text: Callable[[InputChoice], Inputs])
 def _reached(
     model: nn.Module, text: Callable[[InputChoice], Inputs], choice: InputChoice
 ) -> tuple[int, str]:
-    """The number of parameters that get a gradient; -1 and the reason if the model raises."""
+    """The number of parameters that get a gradient; -1 and the reason if the model raises.
+
+    Raises:
+        Exception: an error of the machine.
+    """
     try:
         loss = getattr(model(**text(choice)), "loss", None)
         if loss is None:
@@ -138,6 +143,8 @@ def _reached(
         loss.backward()
         return sum(p.grad is not None for p in model.parameters()), ""
     except Exception as error:
+        if of_the_machine(error):
+            raise
         return -1, first_line(error)[:120]
     finally:
         model.zero_grad(set_to_none=True)
@@ -165,7 +172,9 @@ def _tokens_of_tower(features: Any, made: Inputs, model: Any) -> int:
     try:
         with torch.no_grad():
             found = features(**made)
-    except Exception:
+    except Exception as error:
+        if of_the_machine(error):
+            raise
         return 0
     return _elements(found) // int(model.get_input_embeddings().weight.shape[-1]) // 2
 

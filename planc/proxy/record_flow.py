@@ -21,6 +21,7 @@ from planc.compat.trees import tree_leaves, tree_map
 from planc.model.dataflow import VIEWS, DataFlow, FlowCall, Line, Operation
 from planc.model.randomness import random_numbers_kept
 from planc.proxy.input_search import BatchShape
+from planc.proxy.refused_inputs import refuses_inputs
 from planc.proxy.stack_frames import of_a_model
 from planc.proxy.transformers_model import without_cache
 from planc.proxy.user_model import ModelBuilder
@@ -318,7 +319,9 @@ class _Run(NamedTuple):
 
             try:
                 found = self.again(part)
-            except Exception:
+            except Exception as error:
+                if not refuses_inputs(error):
+                    raise
                 return False
             for made, (dim,), got in zip(self.outputs, where, found, strict=False):
                 if not _close(made.narrow(dim, start, end - start), got):
@@ -346,7 +349,9 @@ class _Run(NamedTuple):
             swap = partial(_swapped, source, index)
             try:
                 got = self.again(swap)[0]
-            except Exception:
+            except Exception as error:
+                if not refuses_inputs(error):
+                    raise
                 continue
             varying = _first_varying(got) if got.shape == out.shape else None
             if varying is not None:

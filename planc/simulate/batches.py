@@ -23,6 +23,7 @@ from planc.ops.documents import parts_reset
 from planc.ops.lowered import Lowered
 from planc.ops.towers import ShareTower
 from planc.proxy.input_search import BatchShape, forward_arguments, rank_slice
+from planc.proxy.refused_inputs import refuses_inputs
 from planc.proxy.sample_inputs import Inputs
 from planc.proxy.user_model import ModelBuilder
 from planc.runtime.standalone.documents import RESETS, reset_states
@@ -219,16 +220,26 @@ def _text(inputs: Inputs) -> bool:
 
 
 def _runs(model: nn.Module, inputs: Inputs) -> bool:
-    """Whether the model takes these inputs in a single process, with a finite loss."""
+    """Whether the model takes these inputs in a single process, with a finite loss.
+
+    Raises:
+        Exception: the model raises one that says nothing of its inputs.
+    """
     try:
         with torch.no_grad():
             return bool(torch.isfinite(model(**inputs).loss))
-    except Exception:
+    except Exception as error:
+        if not refuses_inputs(error):
+            raise
         return False
 
 
 def _counts(model: nn.Module, inputs: Inputs) -> bool:
-    """Whether the model's loss depends on `num_items_in_batch`."""
+    """Whether the model's loss depends on `num_items_in_batch`.
+
+    Raises:
+        Exception: the model raises one that is not about this argument.
+    """
     if not _text(inputs) or getattr(model, "accepts_loss_kwargs", None) is False:
         return False
     losses = []
@@ -237,6 +248,6 @@ def _counts(model: nn.Module, inputs: Inputs) -> bool:
             with torch.no_grad(), torch.random.fork_rng(devices=()):
                 torch.random.default_generator.manual_seed(0)
                 losses.append(float(model(**inputs, **{COUNT: count}).loss))
-    except Exception:
+    except TypeError:
         return False
     return losses[0] != losses[1]

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from planc.ops.lowered import Lowered
 from planc.ops.towers import ShareTower
+from planc.proxy.refused_inputs import refuses_inputs
 from planc.runtime.collectives import named_modules
 from planc.simulate.batches import TrialPass
 from planc.simulate.numerics import parameters_by_name, relative
@@ -59,13 +60,18 @@ class UsedParameters:
     ) -> None:
         """Notes what each row of a pass alone gives a gradient: rows of one repeated token use the
         fewest experts. A model that takes no single rows is not asked.
+
+        Raises:
+            Exception: the model raises one that says nothing of its inputs.
         """
         rows = len(next(iter(one.inputs.values())))
         for row in range(rows):
             try:
                 with self.of(model, -1, row, 0):
                     forward(one.of_rank(row, rows)).backward()
-            except Exception:
+            except Exception as error:
+                if not refuses_inputs(error):
+                    raise
                 self.every.pop((-1, row, 0), None)
                 return
 

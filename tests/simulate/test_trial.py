@@ -1,5 +1,6 @@
 """The trial that check and verify share: what its batches show, and how its ranks end."""
 
+import functools
 import sys
 import threading
 import time
@@ -13,10 +14,13 @@ from torch import distributed
 from torch.distributed import device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.testing._internal.distributed import multi_threaded_pg
+from transformers import LlamaForCausalLM
 
 import planc
+from planc.proof import judge
 from planc.runtime import gradients, run
-from planc.simulate import program, thread_ranks
+from planc.simulate import batches, program, thread_ranks
+from planc.simulate.coupled_rows import UsedParameters
 from planc.simulate.random_numbers import RankRandom
 
 HALVED = """
@@ -349,3 +353,65 @@ def test_every_rank_draws_from_a_generator_of_its_own():
     torch.manual_seed(0)
     assert drawn[0] == [torch.rand(3).tolist() for _ in range(4)]
     torch.set_rng_state(before)
+
+
+class Raising(torch.nn.Module):
+    def __init__(self, error):
+        super().__init__()
+        self.error = error
+
+    def forward(self, **_):
+        raise self.error
+
+
+REFUSALS = (
+    TypeError("forward() got an unexpected keyword argument"),
+    ValueError("Image features and image tokens do not match"),
+    IndexError("index out of range in self"),
+    RuntimeError("The size of tensor a (3) must match the size of tensor b (4)"),
+    AttributeError("'NoneType' object has no attribute 'shape'"),
+)
+FAULTS = (
+    MemoryError(),
+    torch.OutOfMemoryError("CUDA out of memory"),
+    RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory"),
+    ImportError("no module named x"),
+    NameError("name 'x' is not defined"),
+    KeyError("x"),
+    NotImplementedError('"mm" not implemented for "Half"'),
+    AttributeError("'Own' object has no attribute 'norm'"),
+)
+
+
+@pytest.mark.parametrize("error", REFUSALS, ids=repr)
+def test_a_model_refuses_inputs(error):
+    assert not batches._runs(Raising(error), {})
+
+
+@pytest.mark.parametrize("error", FAULTS, ids=repr)
+def test_other_errors_say_nothing_of_the_inputs(error):
+    tokens = torch.ones(2, 4).long()
+    with pytest.raises(type(error)):
+        batches._runs(Raising(error), {})
+    with pytest.raises(type(error)):
+        batches._counts(Raising(error), {"input_ids": tokens, "labels": tokens})
+    single = batches.TrialPass(inputs={"input_ids": tokens})
+    model = Raising(error)
+    with pytest.raises(type(error)):
+        UsedParameters().of_rows(model, single, lambda inputs: model(**inputs))
+
+
+def test_an_error_of_a_model_with_some_inputs_leaves_the_plan_unknown(monkeypatch):
+    """Before, the pass was left out, and the plan proved without packed documents."""
+    forward = LlamaForCausalLM.forward
+
+    def raising(self, *args, position_ids=None, **kwargs):
+        if position_ids is not None:
+            raise NameError("name 'offset' is not defined")
+        return forward(self, *args, position_ids=position_ids, **kwargs)
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", functools.wraps(forward)(raising))
+    monkeypatch.setattr(judge.cache, "recall", lambda *_: None)
+    monkeypatch.setattr(judge.cache, "keep", lambda *_: None)
+    found, _ = simulated("llama-3.1-8b", "llama", ("tp=2",), world=2)
+    assert found.verdict == "unknown" and "name 'offset' is not defined" in found.reason
