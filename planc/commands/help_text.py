@@ -30,7 +30,10 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "list": ("library.md", "plans", "models"),
     "cache": ("ci.md", "pack planc-pack.json", "unpack planc-pack.json", "show"),
     "lsp": ("editor.md", ""),
-    "completion": ("start.md", "bash > ~/.local/share/bash-completion/completions/planc"),
+    "completion": (
+        "how-to/terminal.md",
+        "bash > ~/.local/share/bash-completion/completions/planc",
+    ),
 }
 """The page about each command, and the arguments of one or more calls."""
 
