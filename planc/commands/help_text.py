@@ -25,7 +25,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "preflight": ("how-to/preflight.md", f"{_RUN} --weights path/to/weights --file train.py"),
     "hang": ("how-to/hang.md", f"planc-hang {_RUN}", f"path/to/dumps {_RUN} --format json"),
     "show": ("looking.md", f"{_RUN} -o plan.html", f"{_RUN} --svg -o plan.svg"),
-    "fmt": ("language/README.md", "my.plan plans/", "--check ."),
+    "fmt": ("language/formatting.md", "my.plan plans/", "--check ."),
     "explain": ("diagnostics/README.md", "pl501"),
     "list": ("library.md", "plans", "models"),
     "cache": ("ci.md", "pack planc-pack.json", "unpack planc-pack.json", "show"),
