@@ -405,8 +405,11 @@ class Op:
 
     def uncounted_traffic(self, step: StepFacts) -> str:
         """Names the collectives of a step whose number or size is unknown; empty for none."""
-        text = "what backward leaves out where parameters are frozen"
-        return text if self.SETS_TRAINING and not step.knows_trained else ""
+        if self.SETS_TRAINING and not step.knows_trained:
+            return "what backward leaves out where parameters are frozen"
+        if self.ROLE in (AxisRole.SEQUENCE, AxisRole.STAGE) and step.skips_blocks:
+            return f"what backward leaves out of {self.WORD} for frozen blocks"
+        return ""
 
     @property
     def requirements(self) -> tuple[Requirement, ...]:

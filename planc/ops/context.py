@@ -17,7 +17,6 @@ from planc.ops.base import (
     Op,
     Phase,
     Size,
-    StepFacts,
     choice,
     text,
 )
@@ -172,10 +171,6 @@ class ContextParallel(KeysOp):
     def decisions(self, question: Question) -> Iterator[Decision]:
         if any(modules.has(question.name) for modules in self.seeing):
             yield Decision(self.headline(question.mesh), question.name)
-
-    def uncounted_traffic(self, step: StepFacts) -> str:
-        text = f"what backward leaves out of {self.WORD} for frozen blocks"
-        return text if step.skips_blocks else ""
 
     PHASE: ClassVar = Phase.CONTEXT
     WORD: ClassVar = "context"

@@ -24,7 +24,6 @@ from planc.ops.base import (
     Phase,
     Size,
     Some,
-    StepFacts,
     choice,
     text,
 )
@@ -150,10 +149,6 @@ class Pipeline(Op):
     SCRIPT: ClassVar = call.ScriptFunction(
         "keep_stages", "Keeps the parameters of this rank's stages."
     )
-
-    def uncounted_traffic(self, step: StepFacts) -> str:
-        text = f"what backward leaves out of {self.WORD} for frozen blocks"
-        return text if step.skips_blocks else ""
 
     PHASE: ClassVar = Phase.MODEL
     WORD: ClassVar = "pipeline"

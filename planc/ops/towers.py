@@ -42,8 +42,7 @@ class ShareTower(Op):
     )
 
     def decisions(self, question: Question) -> Iterator[Decision]:
-        if self.modules.has(question.name) or self.runs(question.name):
-            yield Decision(self.headline(question.mesh), str(self.modules))
+        yield from _decisions(self, question)
 
     PHASE: ClassVar = Phase.INPUTS
     WORD: ClassVar = "towers"
@@ -91,8 +90,7 @@ class DivideImages(Op):
     )
 
     def decisions(self, question: Question) -> Iterator[Decision]:
-        if self.modules.has(question.name) or self.runs(question.name):
-            yield Decision(self.headline(question.mesh), str(self.modules))
+        yield from _decisions(self, question)
 
     def uncounted_traffic(self, step: StepFacts) -> str:
         return f"how many features each image has, 8 bytes an image over {self.axis}"
@@ -115,3 +113,9 @@ class DivideImages(Op):
         axis = phrases.axes((self.axis,), mesh)
         times = f", whose gradients are multiplied by {self.times}" if self.times > 1 else ""
         return f"divided over {axis}, each rank gets the features of all{times}"
+
+
+def _decisions(op: ShareTower | DivideImages, question: Question) -> Iterator[Decision]:
+    """The decision about the tower, and about the module that puts its features among tokens."""
+    if op.modules.has(question.name) or op.runs(question.name):
+        yield Decision(op.headline(question.mesh), str(op.modules))
