@@ -3,7 +3,7 @@
 from planc.compat.names import private_names, require
 
 with private_names("transformers"):
-    from transformers import PreTrainedModel, masking_utils
+    from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import (
         WeightConverter,
@@ -18,8 +18,9 @@ require(
 )
 require(
     *("transformers", PreTrainedModel, "_can_set_attn_implementation"),
-    *("_from_config", "_init_weights"),
+    *("_from_config", "_init_weights", "_is_stateful"),
 )
+require("transformers", PreTrainedConfig, "_attn_implementation", "_experts_implementation")
 
 __all__ = [
     "ALL_ATTENTION_FUNCTIONS",
