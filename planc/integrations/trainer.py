@@ -12,11 +12,13 @@ the same rows once.
 from __future__ import annotations
 
 import inspect
+import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import torch
 import transformers
@@ -179,6 +181,15 @@ class PlancTrainerMixin(_Trainer):  # type: ignore[misc]
             self._logged = self.state.global_step
             logs |= meter.read()
         super().log(logs, *given, **named)
+
+    def evaluate(self, *given: Any, **named: Any) -> dict[str, float]:
+        with _evaluation_steps(self.args, self.planc_run):
+            metrics: dict[str, float] = super().evaluate(*given, **named)
+        return metrics
+
+    def predict(self, *given: Any, **named: Any) -> Any:
+        with _evaluation_steps(self.args, self.planc_run):
+            return super().predict(*given, **named)
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
         with _gathering_once(self.accelerator, self.planc_run):
@@ -405,6 +416,22 @@ def _require_tried(kind: type, run: Run) -> None:
 
 class PlancTrainer(PlancTrainerMixin, transformers.Trainer):  # type: ignore[misc]
     """transformers' `Trainer` for a model under a plan."""
+
+
+@contextmanager
+def _evaluation_steps(args: Any, run: Run) -> Iterator[None]:
+    """Inside, a step of an evaluation has the batches of all data ranks: Trainer counts one for
+    each process, also of those that read the same rows.
+    """
+    rows, plain = args.eval_batch_size * run.data_size, transformers.trainer.speed_metrics
+
+    def speed_metrics(*given: Any, **named: Any) -> Any:
+        if "num_steps" in named:
+            named["num_steps"] = math.ceil(named["num_samples"] / rows)
+        return plain(*given, **named)
+
+    with mock.patch.object(transformers.trainer, "speed_metrics", speed_metrics):
+        yield
 
 
 @contextmanager

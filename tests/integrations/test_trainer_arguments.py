@@ -111,6 +111,14 @@ def test_an_evaluation_counts_each_row_once(four, objects):
     compared(four, evaluates=True, alone=alone, **fields)
 
 
+@pytest.mark.parametrize(("plan", "rows"), [("tp=2", 2), ("tp=1", 1)])
+def test_a_step_of_an_evaluation_has_the_batches_of_all_data_ranks(four, plan, rows):
+    given = {"batch": rows, "plan": "llama", "overrides": (plan,), "evaluates": True}
+    for log, _ in four.run("trainer_jobs.trained", **given, per_device_eval_batch_size=rows):
+        [found] = [one for one in log if "eval_loss" in one]
+        assert round(found["eval_steps_per_second"] * found["eval_runtime"]) == 2
+
+
 def test_planc_calls_nothing_that_torch_warns_of(four):
     given = {"batch": 2, "plan": "llama", "overrides": ("tp=2",), "evaluates": True}
     assert four.run("trainer_jobs.warned", **given) == [([], 0)] * 4
