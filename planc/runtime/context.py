@@ -8,8 +8,9 @@ from torch import Tensor, nn
 from planc.diagnostics.diagnostic import one_of
 from planc.runtime.counted_labels import NEXT_LABELS, rule_of
 from planc.runtime.preconditions import stop
-from planc.runtime.safeguards.inputs import PassComparison, SameRows, leaves_of
+from planc.runtime.safeguards.inputs import SameRows, leaves_of
 from planc.runtime.safeguards.leaking_rows import refuse
+from planc.runtime.safeguards.loss_rows import note_next_labels
 from planc.runtime.script_line import script_line
 from planc.runtime.standalone.context import CONTEXT
 from planc.runtime.standalone.context_tokens import ContextError
@@ -18,10 +19,8 @@ _OF_KERNELS = ("cu_seq", "max_length_", "seq_idx")
 """The first characters of arguments that tell kernels where the documents of a batch begin."""
 
 
-def rank_part(
-    model: nn.Module, batch: Mapping[str, Any], same: SameRows | None, first: PassComparison
-) -> dict[str, Any]:
-    """This rank's part of a batch, as of `Run.batch`; `first` compares the labels of its loss."""
+def rank_part(model: nn.Module, batch: Mapping[str, Any], same: SameRows | None) -> dict[str, Any]:
+    """This rank's part of a batch, as of `Run.batch`."""
     if same is not None:
         same.before(leaves_of((), batch))
     context = model.__dict__.get(CONTEXT)
@@ -31,7 +30,7 @@ def rank_part(
         refuse(model, batch)
     try:
         part: dict[str, Any] = context.batch(batch)
-        first.next_labels = _next_labels(model, batch, part)
+        note_next_labels(part, _next_labels(model, batch, part))
     except ContextError as error:
         raise stop(
             "PL544",

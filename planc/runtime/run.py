@@ -224,7 +224,7 @@ class Run(InNotebooks):
             name: value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
             for name, value in batch.items()
         }
-        return rank_part(self.model, moved, self.batches, self.first)
+        return rank_part(self.model, moved, self.batches)
 
     def num_items_in_batch(self, *labels: Tensor | Batch) -> Tensor:
         """Returns the divisor of the loss of each accumulated pass. The gradients of a step are

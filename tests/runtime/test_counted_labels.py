@@ -561,10 +561,11 @@ def with_script_loss(plan, step, monkeypatch, *, labeled=True, passes=2):
         overrides = ["param_dtype=fp32", "reduce_dtype=fp32"] if plan == "llama" else []
         options = {"device_type": "cpu", "require": "nothing", "compare": 2}
         run = planc.apply(models[number], plan, overrides=overrides, **options)
-        for at in range(passes):
+        batches = [script_rows(at, run.data_rank, labeled=labeled) for at in range(passes)]
+        parts = [run.batch(batch) for batch in batches]  # before the first pass
+        for at, (batch, part) in enumerate(zip(batches, parts, strict=True)):
             run.model.zero_grad()
-            batch = script_rows(at, run.data_rank, labeled=labeled)
-            step(run, batch).backward()
+            step(run, batch, part).backward()
             named = ((numerics.plain(n), p.grad) for n, p in run.model.named_parameters())
             if at == 0:
                 errors[number] = max(numerics.error(numerics.whole(g), right[n]) for n, g in named)
@@ -585,8 +586,8 @@ def parts(tmp_path):
 
 @pytest.mark.parametrize(("loss", "codes"), [(mean, ["PL478"] * 2), (weighed, [])])
 def test_a_mean_of_means_of_a_script_is_reported(loss, codes, monkeypatch):
-    def step(run, batch):
-        return shifted(run, run.batch(batch), loss)
+    def step(run, batch, part):
+        return shifted(run, part, loss)
 
     told, error, raised = with_script_loss("llama", step, monkeypatch)
     assert raised is None and told == codes
@@ -596,8 +597,7 @@ def test_a_mean_of_means_of_a_script_is_reported(loss, codes, monkeypatch):
 @pytest.mark.parametrize("balance", ["head_tail", "none"])
 @pytest.mark.parametrize("labeled", [True, False])
 def test_a_part_of_a_sequence_that_a_script_shifts_is_refused(balance, labeled, parts, monkeypatch):
-    def step(run, batch):
-        part = run.batch(batch)
+    def step(run, batch, part):
         return (shifted if labeled else ids_alone)(run, part, mean)
 
     _, error, raised = with_script_loss(parts(balance), step, monkeypatch, labeled=labeled)
@@ -607,9 +607,9 @@ def test_a_part_of_a_sequence_that_a_script_shifts_is_refused(balance, labeled, 
 
 
 def test_the_labels_of_next_tokens_are_right_in_a_loss_of_a_script(parts, monkeypatch):
-    def step(run, batch):
+    def step(run, batch, part):
         count = run.num_items_in_batch(batch)
-        logits = given_next(run, run.batch(batch), lambda _, *given: given)
+        logits = given_next(run, part, lambda _, *given: given)
         return functional.cross_entropy(*logits, reduction="sum") / count
 
     told, error, raised = with_script_loss(parts(), step, monkeypatch)
@@ -617,8 +617,8 @@ def test_the_labels_of_next_tokens_are_right_in_a_loss_of_a_script(parts, monkey
 
 
 def test_a_mean_over_the_tokens_of_a_part_is_reported(parts, monkeypatch):
-    def step(run, batch):
-        return given_next(run, run.batch(batch), mean)
+    def step(run, batch, part):
+        return given_next(run, part, mean)
 
     told, error, raised = with_script_loss(parts(), step, monkeypatch)
     assert raised is None and error > 1e-3 and told == ["PL478"] * 2

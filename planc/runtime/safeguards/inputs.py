@@ -34,6 +34,7 @@ from planc.runtime.safeguards.loss_rows import (
 from planc.runtime.safeguards.loss_rows import (
     LossRowsOfPass,
     logits_of,
+    noted_next_labels,
     nothing_sent,
     own_means,
     received,
@@ -196,7 +197,7 @@ class PassComparison:
     parts: tuple[DeviceMesh, ...] = ()  # the ranks that have parts of each sequence
     trained: int = field(default=0, init=False)  # passes over `data`, or of parts
     counted: bool = field(default=False, init=False)  # the labels of all ranks, by the script
-    next_labels: Tensor | None = field(default=None, init=False)  # of the last part of a batch
+    next_labels: Tensor | None = field(default=None, init=False)  # of the pass that runs
     measures: bool = field(default=False, init=False)  # whether the pass that runs is measured
     loss_rows: LossRowsOfPass | None = field(default=None, init=False)  # of the last pass
     alike: int = field(default=0, init=False)  # passes in which all data ranks read the same
@@ -238,6 +239,7 @@ class PassComparison:
             if self.data is not None:
                 self._compare(self.data, leaves, divisor)
             self.loss_rows = None
+            self.next_labels = noted_next_labels(leaf for _, leaf in leaves)
             self.measures = self._open and (bool(self.parts) or not self.counted)
         for compare in self.kinds:
             compare(model, args, kwargs)

@@ -5,7 +5,7 @@ cross entropy by the logits of a token is `weight * (softmax(logits) - one_hot(l
 the label of each token and its weight in the loss of the rank.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,6 +92,25 @@ def own_means(ranks: Sequence[LossRows]) -> bool:
 
 def _spread(values: Sequence[float]) -> float:
     return (max(values) - min(values)) / max(*map(abs, values), 1e-300)
+
+
+_NEXT_LABELS = "_planc_next_labels"
+"""The attribute of a part's tokens: the labels of the tokens after them."""
+
+
+def note_next_labels(part: Mapping[str, Any], labels: Tensor | None) -> None:
+    """Keeps the labels of the next tokens with a part of a batch, which a script may pass to the
+    model later, after other parts.
+    """
+    for name in ("input_ids", "inputs_embeds"):
+        if part.get(name) is not None:
+            setattr(part[name], _NEXT_LABELS, labels)
+
+
+def noted_next_labels(inputs: Iterable[Any]) -> Tensor | None:
+    """The labels of the next tokens that are kept with the inputs of a pass; None without."""
+    kept = (getattr(value, _NEXT_LABELS, None) for value in inputs)
+    return next((labels for labels in kept if labels is not None), None)
 
 
 def logits_of(output: Any) -> Tensor | None:
