@@ -1,5 +1,6 @@
 """A plan at the real sizes of a model: its shapes, on tensors without values."""
 
+import inspect
 import json
 
 import pytest
@@ -111,6 +112,22 @@ def test_a_plan_that_is_right_on_fewer_ranks_is_refuted_at_its_line(heads, tmp_p
         assert "layers.*" in finding.message
         assert any("unflatten" in fact for fact in finding.facts)
         assert {label.span.place.rpartition(":")[2] for label in finding.labels} <= {"8", "9"}
+
+
+def test_verify_says_it_too(tmp_path, monkeypatch):
+    """Four processes divide 12 heads."""
+    source = inspect.getsource(Attention), inspect.getsource(Model)
+    head = "from torch import nn\n\n\n"
+    (tmp_path / "twelve.py").write_text(
+        head + "\n\n".join(source).replace("(self, heads)", "(self, heads=12)")
+    )
+    (tmp_path / "own.plan").write_text(PLAN)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    path = str(tmp_path / "own.plan")
+    proof = planc.verify("twelve:Model", path, world_size=8, processes=4, allow_code=True)
+    assert proof.verdict == "refuted" and "PL534" in str(proof)
+    assert "shape that cannot be" in proof.certificate["reason"]
 
 
 def test_the_outcome_is_cached(tmp_path, monkeypatch):
