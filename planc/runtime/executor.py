@@ -14,6 +14,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.optim import Optimizer
 
 from planc.compat import rows
+from planc.compat.names import missing_name
 from planc.compat.recompute import CheckpointWrapper
 from planc.diagnostics.diagnostic import PlanError, first_line, one_of
 from planc.model import cache
@@ -96,6 +97,8 @@ def apply_lowered(
             try:
                 worker.run(op)
             except Exception as error:
+                if missing_name(error):
+                    raise
                 what = f"torch refused {op_name(op)} of {worker.at or 'the model'}"
                 raise stop("PL492", f"{what}: {first_line(error)}") from error
         if lowered.backend:

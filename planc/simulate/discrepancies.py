@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from planc.compat.names import missing_name
 from planc.diagnostics.diagnostic import PlanError, first_line
 from planc.model.facts import below
 from planc.ops import styles as ir
@@ -339,8 +340,13 @@ def _unstated(runs: Runs) -> Iterator[Discrepancy]:
 def failed_run(failure: RankFailure, runs: Runs) -> Outcome:
     """The outcome of ranks that did not end: unknown if the simulation failed or the time was up,
     else refuted.
+
+    Raises:
+        PlanError: PL743, a library lacks a name, which says nothing about the plan.
     """
     error = failure.error
+    if refusal := missing_name(error):
+        raise refusal
     if error is None:
         if failure.late or all(r.phase == "done" for r in runs.results):
             return Outcome(verdict="unknown", reason=failure.message)

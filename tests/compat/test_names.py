@@ -13,8 +13,11 @@ from torch.distributed.fsdp._fully_shard import _fsdp_common, _fsdp_param_group
 
 from planc.commands import explain
 from planc.compat import fsdp
-from planc.compat.names import private_names, require_assigned
+from planc.compat.names import missing_name, private_names, require_assigned
 from planc.diagnostics.diagnostic import PlanError
+from planc.runtime.preconditions import stop
+from planc.simulate.discrepancies import failed_run
+from planc.simulate.thread_ranks import RankFailure
 
 PACKAGE = ROOT / "planc"
 PARTS = sorted(path.stem for path in (PACKAGE / "compat").glob("[a-z]*.py"))
@@ -100,6 +103,7 @@ def test_an_attribute_that_no_method_assigns_is_refused():
 
 
 def test_a_missing_module_is_refused(monkeypatch):
+    importlib.import_module("planc.compat.transformers")  # transformers itself imports it first
     monkeypatch.setitem(sys.modules, "transformers.core_model_loading", None)
     message = refusal("transformers", monkeypatch)
     assert "transformers 5." in message and "has no `transformers.core_model_loading`" in message
@@ -116,6 +120,20 @@ def test_a_command_shows_the_refusal(monkeypatch):
     monkeypatch.setattr(explain, "run", lambda _: importlib.import_module("planc.compat.fsdp"))
     code, out, err = call("explain", "PL001")
     assert code == 2 and out == "" and "error[PL743]: torch 2." in err and "TrainingState" in err
+
+
+def test_a_missing_name_does_not_refute_a_plan(monkeypatch):
+    """A rank finds it where it applies the plan, or in a step."""
+    monkeypatch.delattr(_fsdp_common, "TrainingState")
+    monkeypatch.delitem(sys.modules, "planc.compat.fsdp", raising=False)
+    with pytest.raises(PlanError) as found:
+        importlib.import_module("planc.compat.fsdp")
+    wrapped = stop("PL492", "torch refused an operation")
+    wrapped.__cause__ = found.value
+    for error in (found.value, wrapped):
+        with pytest.raises(PlanError, match="PL743"):
+            failed_run(RankFailure(error=error, rank=0), runs=None)
+    assert missing_name(stop("PL492", "torch refused an operation")) is None
 
 
 def refusal(part, monkeypatch):
