@@ -57,7 +57,7 @@ def slow(runs):
     """Runs under 0.4 of the throughput of another one with the same tensor and pipeline ranks and
     micro-batch on half to twice the nodes.
 
-    The table has two populations (see docs/estimate.md). This looks at measurements alone.
+    The table has two populations (docs/generated/measurements.md). This is about measurements.
     """
     return {
         i
@@ -156,7 +156,7 @@ def main():
     parser.add_argument("--vtrain", type=Path, default=DATA / "vtrain_a100_sample.csv")
     options = parser.parse_args()
     print("# The estimate beside measured and published runs\n")
-    print("Written by `make estimate`; [estimate.md](../estimate.md) explains the tables.")
+    print("Written by `make estimate`; [measurements](measurements.md#estimates) explains them.")
     for path in options.playbook or [DATA / "playbook_3.57B.csv"]:
         judge_playbook(path)
     judge_vtrain(options.vtrain)
