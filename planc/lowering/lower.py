@@ -121,7 +121,7 @@ def _stage(plan: Plan, facts: Facts, adapters: list[Adapt]) -> Stage:
     tensor = [r for r in tensor if r not in inside]
     ops: list[AnyOp] = [
         *_on_model(plan, facts, adapters),
-        *_of_sections(plan, facts),
+        *_section_operations(plan, facts),
         *_joined(_parallelize(_ordered([*_on_layers(tensor, plan), *derived]), plan)),
         *_ties(facts, tensor, plan),
         *_joined(divided(plan)),
@@ -164,7 +164,7 @@ def _on_model(plan: Plan, facts: Facts, adapters: list[Adapt]) -> Iterator[AnyOp
 _LOWER = Hook[Callable[[Plan, Facts], Iterator[AnyOp]]]("lowering", "lower")
 
 
-def _of_sections(plan: Plan, facts: Facts) -> Iterator[AnyOp]:
+def _section_operations(plan: Plan, facts: Facts) -> Iterator[AnyOp]:
     """The operations of sections that are folders."""
     for operations in _LOWER.find_all(plan.sections):
         yield from _joined(operations(plan, facts))

@@ -205,7 +205,7 @@ def flow(
         verdict = replace(verdict, sections=(*verdict.sections, apart))
     if verdict.verdict not in ("proved", "nothing") or compiled.lowered is None:
         return verdict
-    verdict = verdict.with_runs(_separate(compiled, sink, strict))
+    verdict = verdict.with_runs(_separate_verdicts(compiled, sink, strict))
     return verdict.with_runs(_real_size(without, sink)) if verdict.verdict == "proved" else verdict
 
 
@@ -299,7 +299,7 @@ _REPORT = Hook[Callable[[Outcome, Plan, Sink, bool], None]]("proof", "report")
 
 
 @random_numbers_kept()
-def _separate(compiled: Compiled, sink: Sink, strict: bool) -> Iterator[SectionVerdict]:
+def _separate_verdicts(compiled: Compiled, sink: Sink, strict: bool) -> Iterator[SectionVerdict]:
     """The verdict on each section with a separate simulation, which is on the first small mesh."""
     lowered, plan = compiled.lowered, compiled.plan
     assert lowered is not None

@@ -222,7 +222,7 @@ def _judge(
         if not case.precision and report_real_size(case.compiled, findings).verdict == "refuted":
             return "refuted", next(d.message for d in findings), ()
         return "verified", None, ()
-    if wrong := [name for name in case.separate if not found.right(name)]:
+    if wrong := [name for name in case.separate if not found.within_limit(name)]:
         report = _REPORT_WRONG.find(wrong[0])
         assert report is not None, f"{wrong[0]} does not report its simulation"
         return "refuted", report(found.errors[wrong[0]], case.compiled.plan, findings), ()

@@ -115,7 +115,7 @@ class _Question:
             if self.shard and not self.ignored and self.shard in self.lowered.ops
             else None,
             training=tuple(self._training()),
-            sections={name: tuple(self._of_section(name)) for name in self.lowered.sections},
+            sections={name: tuple(self._section_reasons(name)) for name in self.lowered.sections},
             towers=tuple(self._decisions("towers", "images")),
             draws=tuple(self._decisions("draws")),
             ties=tuple(self._decisions("tie")),
@@ -159,12 +159,12 @@ class _Question:
     def _decisions(self, *words: str) -> Iterator[Reason]:
         """Yields the decisions of operations with these words about the module, by word."""
         for word in words:
-            yield from self._decided_by(op for op in self.lowered.ops if word == op.WORD)
+            yield from self._reasons(op for op in self.lowered.ops if word == op.WORD)
 
-    def _of_section(self, name: str) -> Iterator[Reason]:
-        return self._decided_by(op for op in self.lowered.ops if name == op.SECTION)
+    def _section_reasons(self, name: str) -> Iterator[Reason]:
+        return self._reasons(op for op in self.lowered.ops if name == op.SECTION)
 
-    def _decided_by(self, ops: Iterable[AnyOp]) -> Iterator[Reason]:
+    def _reasons(self, ops: Iterable[AnyOp]) -> Iterator[Reason]:
         for op in ops:
             for text, target in op.decisions(self.question):
                 yield self._reason(text, target, op)

@@ -119,9 +119,9 @@ class Comparison:
 
     @property
     def same(self) -> bool:
-        return all(map(self.right, self.limits))
+        return all(map(self.within_limit, self.limits))
 
-    def right(self, kind: str) -> bool:
+    def within_limit(self, kind: str) -> bool:
         """Whether the errors of a kind are within its limit, or the kind was not compared."""
         return kind not in self.limits or self.errors[kind] <= self.limits[kind]
 

@@ -6,16 +6,21 @@ installed, the proof with emulated products runs too, and so it does in `make fp
 
 import importlib.util
 import json
+from dataclasses import replace
 from pathlib import Path
 
+import jsonschema
 import pytest
 from console import call
 from scale_faults import wrong_amax
 
 from planc.compiler import compile_plan
 from planc.diagnostics.diagnostic import PlanError, Sink
+from planc.files.resources import GRAMMARS
 from planc.ops.fsdp import FullyShard
 from planc.sections.matmul.ops import LowPrecision, ScaleWeights
+from planc.sections.matmul.proof import report_wrong
+from planc.simulate.launcher import LIMITS, Comparison
 from planc.simulate.trial_part import left_out, trial_part
 
 LINEAR = "$blocks.{self_attn,mlp}.*_proj"
@@ -204,6 +209,24 @@ def test_printed_and_answered(tmp_path, monkeypatch):
     answer = call("why", *target[:2], "model.layers.3.mlp.up_proj", *target[2:])[1]
     assert "products in fp8, tensorwise" in answer and "mine.plan:3" in answer
     assert "published rates" in call("estimate", *target, "--batch", "8", "--seq", "512")[1]
+
+
+def test_a_certificate_names_the_errors_of_the_section(compiled):
+    kinds = ("logits", "loss", "gradients")
+    plain = Comparison(errors=dict.fromkeys(LIMITS, 0.0), worst={}, first=None, seconds=1.0)
+    limits = dict.fromkeys(kinds, LowPrecision.SIMULATION_LIMIT)
+    rounded = replace(plain, errors=dict.fromkeys(kinds, 0.5), limits=limits)
+    found = plain.with_section("matmul", rounded)
+    assert plain.same and not found.same
+    assert [kind for kind in found.limits if not found.within_limit(kind)] == ["matmul"]
+    schema = json.loads((GRAMMARS / "certificate.schema.json").read_text())
+    jsonschema.validate(found.errors, schema["$defs"]["errors"])
+    made, sink = compiled(f"{LINEAR} : fp8")
+    reason = report_wrong(found.errors["matmul"], made.plan, sink)
+    assert reason == "products in 8 bits are others than in one process"
+    [finding] = [d for d in sink if d.code == "PL629"]
+    assert finding.labels[0].span.place.endswith("mine.plan:3")
+    assert "5.0e-01 off" in finding.facts[0]
 
 
 @here
