@@ -100,6 +100,7 @@ def measure(
     device: str = "",
     layers: int | None = None,
     images: int = 0,
+    image_size: tuple[int, ...] = (),
     allow_code: bool = False,
 ) -> MeasuredRanks:
     """The bytes that ranks of a plan hold in a step, counted by running one of each place of the
@@ -112,8 +113,9 @@ def measure(
         device: `cpu` or `cuda`, on whose memory all layers are run and timed; empty for fake
             tensors, which have none.
         layers: of a model with fewer; None for all.
-        images: of each row, of the size that the configuration says; 0 for text alone. The rest as
-            for `check`.
+        images: of each row; 0 for text alone.
+        image_size: height and width of an image in pixels, if the configuration does not state
+            them. The rest as for `check`.
 
     Returns:
         `.counted` has what was counted in the form of an estimate (`.fits`, `.fullest.peak` in
@@ -146,6 +148,7 @@ def measure(
         device=device,
         layers=layers,
         images=images,
+        image_size=image_size,
         allow_code=allow_code,
     )
     if result is None:

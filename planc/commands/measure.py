@@ -38,19 +38,30 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="a model with so many layers, for a device that is smaller than the rank",
     )
-    parser.add_argument(
-        "--images",
-        type=shared_arguments.size,
-        metavar="N",
-        default=0,
-        help="images of each row, of the size that the configuration says; by default text alone",
-    )
+    _images(parser)
     parser.add_argument("--format", choices=("text", "json"), default="text")
     parser.add_argument(
         "-o",
         "--output",
         metavar="FILE.csv",
         help="add a row to a file for `planc calibrate`, with the seconds of compute of --device",
+    )
+
+
+def _images(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--images",
+        type=shared_arguments.size,
+        metavar="N",
+        default=0,
+        help="images of each row; by default text alone",
+    )
+    parser.add_argument(
+        "--image-size",
+        type=shared_arguments.image_size,
+        metavar="HEIGHTxWIDTH",
+        default=(),
+        help="pixels of an image, where the configuration does not state them",
     )
 
 
@@ -69,6 +80,7 @@ def run(options: argparse.Namespace) -> int:
             places=tuple(options.stage),
             allow_code=options.allow_code,
             images=options.images,
+            image_size=options.image_size,
         )
     if measured and options.output:
         if any(rank.missed for rank in measured.ranks):

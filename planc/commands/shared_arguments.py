@@ -24,6 +24,14 @@ def sizes(text: str) -> tuple[int, ...]:
     return tuple(sorted({size(part) for part in text.split(",")}, reverse=True))
 
 
+def image_size(text: str) -> tuple[int, int]:
+    """Height and width in pixels: `448x448`."""
+    sides = [int(part) for part in text.split("x") if part.isdecimal()]
+    if len(sides) != 2 or text.count("x") != 1 or min(sides) < 1:
+        raise argparse.ArgumentTypeError(f"must be HEIGHTxWIDTH, such as 448x448, not {text!r}")
+    return sides[0], sides[1]
+
+
 def seconds(text: str) -> float:
     value = _number(text)
     if not 0 < value < 1e6:

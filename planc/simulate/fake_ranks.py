@@ -18,7 +18,8 @@ from unittest import mock
 import torch
 from torch import Tensor, distributed, nn
 
-from planc.compat.fakes import unset_fake_temporarily
+from planc.compat.fakes import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from planc.compat.trees import tree_leaves
 from planc.model.sources.huggingface import one_sequence_a_row, uncounted_images
 from planc.runtime import training_step
 from planc.runtime.run import Run
@@ -33,6 +34,46 @@ from planc.runtime.standalone.pipeline import stages_of
 from planc.runtime.standalone.pipeline_messages import HEADER, Message
 from planc.runtime.standalone.pipeline_schedule import RunningStage
 from planc.runtime.standalone.towers import SharedTower
+
+
+class FakeFloats(FakeTensorMode):  # type: ignore[misc]
+    """Fake tensors, except for what is computed from nothing but integers of code and batch: by
+    these the code of a model finds its images.
+    """
+
+    def dispatch(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> object:
+        given = kwargs or {}
+        tensors = [leaf for leaf in tree_leaves((args, given)) if isinstance(leaf, Tensor)]
+        if any(isinstance(tensor, FakeTensor) for tensor in tensors):
+            if func in _INDEXING:
+                args = (args[0], _places(args[1]), *args[2:])
+            return super().dispatch(func, types, args, given)
+        if not tensors:
+            made = super().dispatch(func, types, args, given)
+            if not isinstance(made, FakeTensor) or made.is_floating_point():
+                return made
+        return func(*args, **given)
+
+
+_INDEXING = (
+    torch.ops.aten.index.Tensor,
+    torch.ops.aten.index_put.default,
+    torch.ops.aten.index_put_.default,
+)
+
+
+def _places(indices: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Indices of a tensor, with the places of those masks that have values."""
+    made: list[Tensor | None] = []
+    for index in indices:
+        mask = index is not None and index.dtype == torch.bool
+        if index is None or not mask or isinstance(index, FakeTensor):
+            made.append(index)
+        else:
+            made += index.nonzero().unbind(1)
+    return made
 
 
 @contextmanager
@@ -84,11 +125,20 @@ def sent_by(run: Run) -> list[Any]:
 def _part(plain: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
     """A rank's part of a batch, whose values decide which tokens it has."""
     with unset_fake_temporarily():
-        made = plain({n: torch.zeros(v.shape, dtype=v.dtype) for n, v in batch.items()})
+        made = plain({n: _with_values(v) for n, v in batch.items()})
+    known = {name for name, value in batch.items() if not isinstance(value, FakeTensor)}
     return {
-        name: torch.empty(value.shape, dtype=value.dtype) if isinstance(value, Tensor) else value
+        name: torch.empty(value.shape, dtype=value.dtype)
+        if isinstance(value, Tensor) and name not in known
+        else value
         for name, value in made.items()
     }
+
+
+def _with_values(tensor: Tensor) -> Tensor:
+    """A tensor of a batch with values, zeros if it is a fake one."""
+    fake = isinstance(tensor, FakeTensor)
+    return torch.zeros(tensor.shape, dtype=tensor.dtype) if fake else tensor
 
 
 class _OneDocument:
@@ -181,7 +231,9 @@ def _equal_images(batch: Mapping[str, Any], count: int, _: Any) -> list[dict[str
     pixels = batch.get("pixel_values")
     if pixels is None:
         return [{} for _ in range(count)]
-    return [{"pixel_values": part} for part in pixels.chunk(count)]
+    names = [name for name in ("pixel_values", "image_grid_thw") if name in batch]
+    parts = zip(*(batch[name].chunk(count) for name in names), strict=True)
+    return [dict(zip(names, part, strict=True)) for part in parts]
 
 
 class _Holding:

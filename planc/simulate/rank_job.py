@@ -23,7 +23,8 @@ class RankStep:
         dtype: that the parameters are built in; empty for the configuration's own.
         optimizer: `adamw`, `adam`, `sgd` or `momentum`, where the plan has no optimizer section.
         attention: transformers' `attn_implementation`.
-        images: of each row, of the size that the configuration says; on fake tensors alone.
+        images: of each row; on fake tensors alone.
+        image_size: height and width of an image in pixels; empty for the configuration's.
     """
 
     rows: int
@@ -33,6 +34,7 @@ class RankStep:
     optimizer: str = "adamw"
     attention: str = "sdpa"
     images: int = 0
+    image_size: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,7 +33,7 @@ from planc.ops.registry import AnyOp
 from planc.proxy.depth import Depth
 from planc.sections import Hook
 from planc.simulate.rank_job import RankJob, RankRunner, RankStep
-from planc.tools.measure.images import image_shape
+from planc.tools.measure.images import grid_step, image_grid, image_shape
 
 LEAST = 3
 """Periods of layers that are left: the first, the last and one between them. With one more, the
@@ -156,14 +156,38 @@ def count(
 def _require_images(compiled: Compiled, step: RankStep, device: str) -> None:
     """Refuses images where it is not known how large they are, or which tokens are theirs."""
     facts = compiled.facts
+    if step.image_size and not step.images:
+        raise NotCountedError("an image size is of images, and the step has none: pass --images")
     if not step.images or facts is None:
         return
     if device:
         raise NotCountedError("images are run on fake tensors alone: random tokens are of none")
     if next(puts_images(facts), None) is None:
         raise NotCountedError("it is no model that puts images among tokens as planc knows it")
-    if image_shape(facts.config) is None:
+    shape = image_shape(facts.config)
+    if shape is None:
+        _require_grid(facts.config, step)
+    elif step.image_size:
+        size = f"{shape[1]} x {shape[2]}"
+        raise NotCountedError(f"its configuration states the size of images, {size} pixels")
+
+
+def _require_grid(config: Mapping[str, Any], step: RankStep) -> None:
+    """Refuses images that are not grids of whole patches, or that a row of tokens cannot hold."""
+    side = grid_step(config)
+    if side is None or "image_token_id" not in config:
         raise NotCountedError("its configuration does not say how large images are")
+    if not step.image_size:
+        option = f"`--image-size {8 * side}x{8 * side}`"
+        raise NotCountedError(
+            f"its configuration does not say how large images are, as {option} does"
+        )
+    if any(pixels % side for pixels in step.image_size):
+        raise NotCountedError(f"each side of its images has a multiple of {side} pixels")
+    grid = image_grid(config, step.image_size)
+    if grid and step.images * (grid.tokens + 1) > step.tokens:
+        fits = f"{grid.tokens} tokens each, do not fit in a row of {step.tokens}"
+        raise NotCountedError(f"{step.images} images, {fits}")
 
 
 def require_runnable(compiled: Compiled, device: str = "") -> None:

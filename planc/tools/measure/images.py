@@ -1,9 +1,28 @@
-"""Images for a rank that is run: as many of each row as asked for, of the configuration's size."""
+"""Images for a rank that is run: the requested number in each row, of the size of the configuration
+or of the request.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+
+class ImageGrid(NamedTuple):
+    """An image as a grid of patches.
+
+    Attributes:
+        rows, columns: patches of the image.
+        width: values of a patch.
+        tokens: the placeholders of the image in a row of tokens.
+        token: the id of a placeholder.
+    """
+
+    rows: int
+    columns: int
+    width: int
+    tokens: int
+    token: int
 
 
 def image_shape(config: Mapping[str, Any]) -> tuple[int, int, int] | None:
@@ -19,8 +38,40 @@ def image_shape(config: Mapping[str, Any]) -> tuple[int, int, int] | None:
     return (channels, height, width) if both else None
 
 
-def said(count: int, config: Mapping[str, Any]) -> str:
+def grid_step(config: Mapping[str, Any]) -> int | None:
+    """The pixels of which each side of an image is a multiple; None if images are not grids."""
+    tower = config.get("vision_config")
+    if not isinstance(tower, Mapping):
+        return None
+    patch, merged = tower.get("patch_size"), tower.get("spatial_merge_size")
+    return patch * merged if isinstance(patch, int) and isinstance(merged, int) else None
+
+
+def image_grid(config: Mapping[str, Any], size: Sequence[int]) -> ImageGrid | None:
+    """The grid of an image.
+
+    Args:
+        size: height and width in pixels, multiples of `grid_step`; empty for the configuration's.
+
+    Returns:
+        None if the configuration states the size, or if images are not grids of patches.
+    """
+    if not size or image_shape(config) is not None or grid_step(config) is None:
+        return None
+    tower = config["vision_config"]
+    rows, columns = (side // tower["patch_size"] for side in size)
+    channels = next((tower[n] for n in _CHANNELS if n in tower), 3)
+    width = channels * tower.get("temporal_patch_size", 1) * tower["patch_size"] ** 2
+    tokens = rows * columns // tower["spatial_merge_size"] ** 2
+    return ImageGrid(rows, columns, width, tokens, config["image_token_id"])
+
+
+_CHANNELS = ("in_channels", "in_chans", "num_channels")
+
+
+def said(count: int, config: Mapping[str, Any], size: Sequence[int]) -> str:
     """Describes the images of a step."""
     shape = image_shape(config)
-    size = f" of {shape[1]} x {shape[2]} pixels" if shape else ""
-    return f"{count} image{'s' * (count > 1)}{size} a row"
+    height, width = size or (shape[1:] if shape else (0, 0))
+    pixels = f" of {height} x {width} pixels" if height else ""
+    return f"{count} image{'s' * (count > 1)}{pixels} a row"

@@ -50,11 +50,11 @@ from planc.runtime.collectives import Collectives, named_modules
 from planc.runtime.executor import apply_lowered
 from planc.runtime.run import Run
 from planc.runtime.standalone.kept_states import KeptState
-from planc.simulate.fake_ranks import alone, sent_by, with_memory
+from planc.simulate.fake_ranks import FakeFloats, alone, sent_by, with_memory
 from planc.simulate.rank_job import RankJob, RankRunner
 from planc.tools.measure.allocations import Allocations, Clock, CudaAllocations
 from planc.tools.measure.calls import BlockCalls
-from planc.tools.measure.images import image_shape
+from planc.tools.measure.images import ImageGrid, image_grid, image_shape
 from planc.tools.measure.storages import Storages
 
 _OPTIMIZERS = {
@@ -154,7 +154,8 @@ class _Rank:
         distributed.init_process_group(
             "fake", rank=job.rank, world_size=self.lowered.world_size, store=FakeStore()
         )
-        fake = nullcontext() if job.device else FakeTensorMode(allow_non_fake_inputs=True)
+        mode = FakeFloats if job.step.image_size else FakeTensorMode
+        fake = nullcontext() if job.device else mode(allow_non_fake_inputs=True)
         # by default backward of CUDA runs in a thread of its own, of which modules do not know
         with torch.autograd.set_multithreading_enabled(False):
             if job.calls:
@@ -266,12 +267,36 @@ class _Rank:
         passes = step.micro_batches
         if not self.job.device:  # those after the second hold what that one holds
             passes = min(2, passes)
+        if grid := image_grid(self.job.config, step.image_size):
+            return [self._with_grids(grid) for _ in range(passes)]
         size = (passes, step.rows, step.tokens)
         if self.job.device and not self.job.order:
             tokens = torch.randint(self._words(), size, device=self.device)
         else:
             tokens = torch.zeros(size, dtype=torch.long, device=self.device)
         return [{"input_ids": one, "labels": one, **self._images(one)} for one in tokens]
+
+    def _with_grids(self, grid: ImageGrid) -> dict[str, Tensor]:
+        """A batch of images and their placeholders, whose integers have values: the model's code
+        reads them.
+        """
+        step = self.job.step
+        count = step.rows * step.images
+        pixels = torch.zeros(count * grid.rows * grid.columns, grid.width)
+        with unset_fake_temporarily():
+            tokens = torch.zeros(step.rows, step.tokens, dtype=torch.long)
+            for image in range(step.images):  # a token of text separates them
+                begin = image * (grid.tokens + 1) + 1
+                tokens[:, begin : begin + grid.tokens] = grid.token
+            kinds = (tokens == grid.token).long()
+            grids = torch.tensor([[1, grid.rows, grid.columns]] * count)
+        images = {"pixel_values": pixels, "image_grid_thw": grids}
+        return {
+            "input_ids": tokens,
+            "labels": tokens,
+            **images,
+            **{name: kinds for name in _KINDS if name in self.takes},
+        }
 
     def _images(self, tokens: Tensor) -> dict[str, Tensor]:
         """Images of a batch, and what its tokens are; the places of images have no values."""

@@ -49,6 +49,7 @@ class MeasuredRanks:
         ranks: what was run.
         device: where; empty for fake tensors.
         images: of each row.
+        image_size: height and width of an image; empty for the configuration's.
     """
 
     answer: Answer
@@ -56,6 +57,7 @@ class MeasuredRanks:
     ranks: tuple[CountedRank, ...]
     device: str = ""
     images: int = 0
+    image_size: tuple[int, ...] = ()
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -89,6 +91,7 @@ def measure(
     layers: int | None = None,
     device: str = "",
     images: int = 0,
+    image_size: tuple[int, ...] = (),
     **options: Any,
 ) -> MeasuredRanks | None:
     """Runs ranks of a plan, and counts what they hold; None after an error, such as PL727: one rank
@@ -97,7 +100,8 @@ def measure(
     Args:
         request: the step, with a batch.
         layers: of a model with fewer; None for all.
-        images: of each row, of the size that the configuration says.
+        images: of each row.
+        image_size: height and width of an image; empty for the configuration's.
         device, options: as of `count`.
     """
     try:
@@ -107,14 +111,22 @@ def measure(
         if answer is None or sink.failed:
             return None
         assert request.batch
-        step = replace(_step(answer.plan, answer.facts, request, request.batch), images=images)
+        step = _step(answer.plan, answer.facts, request, request.batch)
+        step = replace(step, images=images, image_size=image_size)
         ranks = tuple(count(compiled, step, device=device, **options))
     except NotCountedError as error:
         error.report(sink)
         return None
     memories = tuple(_memory(rank, answer.plan) for rank in ranks)
     counted = replace(answer.estimate, ranks=memories)
-    return MeasuredRanks(answer=answer, counted=counted, ranks=ranks, device=device, images=images)
+    return MeasuredRanks(
+        answer=answer,
+        counted=counted,
+        ranks=ranks,
+        device=device,
+        images=images,
+        image_size=image_size,
+    )
 
 
 def _step(plan: Plan, facts: Facts, request: Request, batch: Batch) -> RankStep:
@@ -201,7 +213,7 @@ def text(found: MeasuredRanks) -> Iterator[str]:
     on, tokens = phrases.mesh(answer.plan.mesh.axes), f"{batch.global_batch} x {batch.sequence}"
     yield f"{answer.plan.name} on {on}, {tokens} tokens a step; {answer.hardware.name}"
     where = f"on {found.device}" if found.device else "on fake tensors"
-    images = said(found.images, answer.facts.config) if found.images else ""
+    images = said(found.images, answer.facts.config, found.image_size) if found.images else ""
     yield f"two steps of one rank, {where}, with {'; '.join(assumed(answer, images))}"
     yield ""
     for memory, run in sorted(_both(found), key=lambda both: -both[0].peak):

@@ -9,6 +9,7 @@ import gloo_peaks
 import pytest
 import torch
 from console import call
+from families import FAMILIES
 from gloo_combinations import COMBINATIONS, MODELS
 from helpers import slow
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -23,6 +24,7 @@ from planc.tools.estimate.from_plan import Batch
 from planc.tools.measure import count as module
 from planc.tools.measure import one_rank
 from planc.tools.measure.count import NotCountedError, count, shallower
+from planc.tools.measure.images import grid_step
 
 PEAKS = json.loads(gloo_peaks.PEAKS.read_text())
 KERNELS = 0.003
@@ -181,10 +183,35 @@ def test_divided_images():
         assert with_images(4, *settings, axis, "images=rows")[tower] == whole
 
 
+def test_images_of_any_size():
+    """A grid of twice the patches holds what two images do, and more than one."""
+    facts = load_values(FAMILIES["qwen3_vl"], "qwen3_vl", Sink())
+    grids = compile_plan(facts, "qwen3_vl", Sink(), world_size=4, settings=["tp=2"])
+    side = grid_step(facts.config)
+
+    def held(images, *size):
+        step = replace(STEP, images=images, image_size=size)
+        return sum(count(grids, step)[0].moments["loss"].values())
+
+    one, two = held(1, 4 * side, 4 * side), held(2, 4 * side, 4 * side)
+    assert held(1, 4 * side, 8 * side) == pytest.approx(two, rel=1e-2)
+    assert two > one > held(0)
+
+
 def test_images_of_unknown_sizes():
     grids = compile_plan("qwen3-vl-8b", "qwen3_vl", Sink(), world_size=4)
-    with pytest.raises(NotCountedError, match="does not say how large images are"):
-        count(grids, replace(STEP, images=1))
+    for images, size, text in [
+        (1, (), "does not say how large images are, as `--image-size 256x256` does"),
+        (1, (100, 96), "each side of its images has a multiple of 32 pixels"),
+        (1, (320, 320), "1 images, 100 tokens each, do not fit in a row of 64"),
+        (0, (64, 64), "the step has none: pass --images"),
+    ]:
+        with pytest.raises(NotCountedError, match=text):
+            count(grids, replace(STEP, images=images, image_size=size))
+    facts = load_values(INTERNVL, "internvl", Sink())
+    internvl = compile_plan(facts, "internvl", Sink(), world_size=4)
+    with pytest.raises(NotCountedError, match="states the size of images, 32 x 32 pixels"):
+        count(internvl, replace(STEP, images=1, image_size=(64, 64)))
     with pytest.raises(NotCountedError, match="no model that puts images"):
         count(compiled("llama", "llama"), replace(STEP, images=1))
     with pytest.raises(NotCountedError, match="on fake tensors alone"):
