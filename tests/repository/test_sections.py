@@ -1,0 +1,211 @@
+"""Rules of `planc/sections/`: a section is a folder that only its table names."""
+
+import ast
+import importlib
+import inspect
+import json
+import re
+import shutil
+import subprocess
+import sys
+from typing import Any, get_args, get_origin, get_type_hints
+
+import pytest
+from console import call
+from copied_package import copy_package, run_program
+from folders import ROOT
+from test_architecture import PARTS as STAGES
+
+from planc.diagnostics.codes import CODES, Phase
+from planc.ops.registry import SectionOp
+from planc.sections import FOLDER, NAMES, PARTS, SECTIONS, Hook
+from planc.simulate.certificate import files
+
+PACKAGE = ROOT / "planc"
+KNOWN = {
+    "matmul": (
+        r"LowPrecision|ScaleWeights|mxfp8|tensorwise|gathered in fp8|[`\"]matmul[`\"] section"
+        r"|products in 8 bits|8-bit products",
+        7,
+    ),
+}
+"""By section: its names and words, and the number of files outside of its folder that have one.
+The number only falls, and is at most 8."""
+
+
+def parts_of(name):
+    """The modules of a section, by the names of parts, except what scripts inline."""
+    paths = sorted((FOLDER / name).glob("*.py"))
+    stems = [path.stem for path in paths if path.stem not in ("__init__", "standalone")]
+    return {stem: importlib.import_module(f"planc.sections.{name}.{stem}") for stem in stems}
+
+
+@pytest.fixture(scope="module")
+def hooks():
+    """The hooks of all stages, by part and name."""
+    texts = {path: path.read_text() for path in PACKAGE.rglob("*.py")}
+    asking = [path for path, text in texts.items() if re.search(r"\bHook\[.+\]\(", text)]
+    names = [path.relative_to(ROOT).with_suffix("").parts for path in asking]
+    modules = [importlib.import_module(".".join(n).removesuffix(".__init__")) for n in names]
+    found = [value for m in modules for value in vars(m).values() if isinstance(value, Hook)]
+    assert len(found) == sum(len(re.findall(r"\bHook\[.+\]\(", texts[p])) for p in asking) > 8
+    return {(hook.part, hook.name): get_args(hook.__orig_class__)[0] for hook in found}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_only_the_table_names_a_section(name):
+    """No stage, and no other section: code that two sections share is in a stage."""
+    outside = {path for path in PACKAGE.rglob("*.py") if path.parent != FOLDER / name}
+    pattern = re.compile(
+        rf"(?<!elaborate\.)\bsections\.{name}\b|from planc\.sections import .*{name}"
+    )
+    for path in outside - {FOLDER / "__init__.py"}:
+        assert not pattern.search(path.read_text()), path
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_declaration_imports_only_its_class(name):
+    tree = ast.parse((FOLDER / name / "__init__.py").read_text())
+    imports = [ast.unparse(n) for n in tree.body if isinstance(n, ast.Import | ast.ImportFrom)]
+    assert imports == ["from planc.sections import SectionDeclaration"]
+    rows = SECTIONS[name].codes
+    assert {row[0] for row in rows} <= CODES.keys() and set(
+        SECTIONS[name].real_sizes
+    ) <= CODES.keys()
+    assert {row[2] for row in rows} <= {*get_args(Phase)}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_public_functions_are_those_that_a_stage_asks(name, hooks):
+    for part, module in parts_of(name).items():
+        assert part in PARTS, f"{part}: no stage asks it"
+        for function, value in vars(module).items():
+            own = inspect.isfunction(value) and value.__module__ == module.__name__
+            if not own or function.startswith("_"):
+                continue
+            assert (part, function) in hooks, f"{part}.{function}: no stage asks it"
+            assert same_signature(hooks[part, function], value), f"{part}.{function}"
+
+
+def test_each_part_has_the_floor_of_a_stage():
+    assert {*STAGES} == {*PARTS, "__init__"}
+
+
+def same_signature(wanted, function):
+    """Whether a function has the parameters and the result of a `Callable` type."""
+    *_, (parameters, result) = [get_args(wanted)]
+    hints = get_type_hints(function, include_extras=True)
+    own = inspect.signature(function).parameters
+    plain = all(p.kind is p.POSITIONAL_OR_KEYWORD for p in own.values())
+    types = [hints[name] for name in own]
+    return plain and types == parameters and fits(result, hints["return"])
+
+
+def fits(wanted, given):
+    """Whether a type is the wanted one, in which `Any` stands for each type."""
+    if wanted is Any or wanted == given or (wanted, given) == (None, type(None)):
+        return True
+    one, two = get_args(wanted), get_args(given)
+    same = get_origin(wanted) is get_origin(given) and len(one) == len(two) > 0
+    return same and all(map(fits, one, two))
+
+
+def test_another_signature_is_found(hooks):
+    def check(plan, sink): ...
+
+    check.__annotations__ = {"plan": int, "sink": int, "return": None}
+    assert not same_signature(hooks["checks", "check"], check)
+    assert fits(tuple[Any, ...], tuple[int, ...]) and not fits(tuple[str, ...], tuple[int, ...])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_operations_name_their_section(name):
+    kinds = getattr(parts_of(name).get("ops"), "KINDS", ())
+    for kind in kinds:
+        assert issubclass(kind, SectionOp) and name == kind.SECTION
+
+
+def test_scripts_inline_functions_without_planc():
+    """And laid out as formatters do by default; that of the package leaves these files out."""
+    paths = sorted(FOLDER.glob("*/standalone.py"))
+    for path in paths:
+        assert not re.search(r"^\s*(from|import) planc", path.read_text(), re.M), path
+    command = ["ruff", "format", "--check", "--isolated", *map(str, paths)]
+    done = subprocess.run([sys.executable, "-m", *command], capture_output=True, check=False)
+    assert done.returncode == 0, done.stdout
+
+
+def test_a_verdict_depends_on_the_files_of_sections():
+    found = {*files()}
+    assert {str(path) for path in FOLDER.rglob("*.py")} <= found
+
+
+def test_a_plan_imports_only_the_parts_of_its_sections(tmp_path):
+    """And of these only those that the command needs."""
+    plan = tmp_path / "own.plan"
+    plan.write_text(
+        'plan own for any\n\nextend "llama"\n\nmatmul {\n    $blocks.mlp.*_proj : fp8\n}\n'
+    )
+    code = (
+        "import json, sys; from console import call; call(*sys.argv[1:]); "
+        "print(json.dumps([m for m in sys.modules if m.startswith('planc.sections.')]))"
+    )
+
+    def modules(*words):
+        words = ("check", "llama-3.2-1b", *words, "--level", "structure")
+        return set(json.loads(run_program(ROOT, "-c", code, *words, folder=tmp_path)))
+
+    declared = {f"planc.sections.{name}" for name in NAMES}
+    assert modules("llama") == declared
+    parts = {f"planc.sections.matmul.{part}" for part in ("section", "ops", "checks", "lowering")}
+    assert modules(plan) == declared | parts
+
+
+COMMANDS = [
+    ("lower", "llama-3.1-8b", "llama", "--set", "tp=2", "--world-size", "8"),
+    ("lower", "llama-3.1-8b", "llama", "--set", "pp=2", "--world-size", "8", "--format", "python"),
+    ("lower", "gpt2", "gpt2", "--world-size", "8", "--format", "json"),
+]
+"""Commands on plans without a section of the table."""
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_without_its_folder_other_plans_are_lowered_to_the_same_bytes(name, tmp_path):
+    copy_package(tmp_path, without=[name])
+    plan = tmp_path / "own.plan"
+    plan.write_text(f'plan own for any\n\nextend "llama"\n\n{name} {{\n}}\n')
+    commands = [*COMMANDS, ("check", "llama-3.1-8b", "own.plan", "--level", "structure")]
+    code = (
+        "import json, sys, planc; from console import call; "
+        "print(json.dumps([planc.__file__, *(call(*c) for c in json.loads(sys.argv[1]))]))"
+    )
+    out = run_program(tmp_path, "-c", code, json.dumps(commands), folder=tmp_path)
+    path, *results, (exit_code, text, errors) = json.loads(out)
+    assert path.startswith(str(tmp_path))
+    assert [tuple(result) for result in results] == [call(*words) for words in COMMANDS]
+    assert exit_code == 1 and f"there is no section `{name}`" in text + errors
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_few_files_know_a_section(name):
+    words, most = KNOWN[name]
+    outside = [p for p in PACKAGE.rglob("*.py") if p.parent not in (FOLDER / name, FOLDER)]
+    known = sorted(str(p.relative_to(PACKAGE)) for p in outside if re.search(words, p.read_text()))
+    assert len(known) == most <= 8, known
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_without_its_folder_make_quick_passes(name, tmp_path):
+    """In a copy of the checkout without the folder, its line and its tests, with its own schema."""
+    listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    for path in subprocess.check_output(listed, cwd=ROOT, text=True).splitlines():
+        if (ROOT / path).is_file() and not path.startswith(("planc/", f"tests/sections/{name}/")):
+            (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / path, tmp_path / path)
+    copy_package(tmp_path, without=[name])
+    schema = run_program(tmp_path, "-m", "planc.ops.schema", folder=tmp_path)
+    (tmp_path / "grammars" / "lowered.schema.json").write_text(schema)
+    run_program(tmp_path, "-W", "ignore", "tests/quick.py", folder=tmp_path)
+    text = run_program(tmp_path, "-m", "pytest", "--quick", "-q", folder=tmp_path)
+    assert re.search(r"\d{3,} passed", text), text
