@@ -94,13 +94,7 @@ def apply_lowered(
         )
         worker = Worker(model, modules, meshes, lowered)
         for op in meshes.stage.ops:
-            try:
-                worker.run(op)
-            except Exception as error:
-                if missing_name(error):
-                    raise
-                what = f"torch refused {op_name(op)} of {worker.at or 'the model'}"
-                raise stop("PL492", f"{what}: {first_line(error)}") from error
+            worker.run_checked(op)
         if lowered.backend:
             SHARDED_BY[model] = lowered.backend.part("runtime")
         watch(model, first)
@@ -248,6 +242,20 @@ class Worker:
             variables["mesh"] = meshes.root
         self._values = Values(variables, modules, meshes.of if meshes else _no_mesh)
         self._context = lowered.context(fills=True)
+
+    def run_checked(self, op: Op) -> None:
+        """Runs an operation; an exception of torch is reported at its module.
+
+        Raises:
+            PlanError: PL492; PL743 if a library lacks a private name.
+        """
+        try:
+            self.run(op)
+        except Exception as error:
+            if missing_name(error):
+                raise
+            what = f"torch refused {op_name(op)} of {self.at or 'the model'}"
+            raise stop("PL492", f"{what}: {first_line(error)}") from error
 
     def run(self, op: Op) -> None:
         self.at = ""

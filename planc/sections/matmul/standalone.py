@@ -18,7 +18,9 @@ from planc.compat.torchao import (
 )
 
 
-def fp8_linear(layer: nn.Linear, recipe: str, device: str, *, gather: bool = False) -> Float8Linear:
+def fp8_linear(
+    layer: nn.Linear, recipe: str, device: str, *, gather: bool = False
+) -> Float8Linear:
     """A layer with the same parameters, whose products are of numbers in fp8.
 
     Args:
