@@ -544,7 +544,7 @@ fsdp on dp_shard * cp {
 """
 
 
-def with_script_loss(plan, step, monkeypatch, *, labeled=True, passes=2):
+def with_script_loss(plan, step, monkeypatch, *, labeled=True, passes=2, ranks=2):
     """The codes that are logged in some passes of a script's own loss, the error of gradients of
     the first, and what a rank raises.
     """
@@ -555,7 +555,7 @@ def with_script_loss(plan, step, monkeypatch, *, labeled=True, passes=2):
     whole = {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
     single(**(whole if labeled else {**whole, "labels": whole["input_ids"]})).loss.backward()
     right = {name: p.grad for name, p in single.named_parameters()}
-    models = [numerics.build("llama") for _ in range(2)]
+    models = [numerics.build("llama") for _ in range(ranks)]
 
     def rank(number):
         overrides = ["param_dtype=fp32", "reduce_dtype=fp32"] if plan == "llama" else []
@@ -570,7 +570,7 @@ def with_script_loss(plan, step, monkeypatch, *, labeled=True, passes=2):
             if at == 0:
                 errors[number] = max(numerics.error(numerics.whole(g), right[n]) for n, g in named)
 
-    failure = run_ranks(2, rank, seconds=60)
+    failure = run_ranks(ranks, rank, seconds=60)
     return told, max(errors.values()), failure and failure.error
 
 
@@ -622,3 +622,17 @@ def test_a_mean_over_the_tokens_of_a_part_is_reported(parts, monkeypatch):
 
     told, error, raised = with_script_loss(parts(), step, monkeypatch)
     assert raised is None and error > 1e-3 and told == ["PL478"] * 2
+
+
+def test_all_ranks_stop_where_one_sequence_is_shifted(parts, monkeypatch):
+    stopped = []
+
+    def step(run, batch, part):
+        try:
+            return (shifted if run.data_rank else given_next)(run, part, mean)
+        except planc.PlanError as error:
+            stopped.append(str(error))
+            raise
+
+    with_script_loss(parts(), step, monkeypatch, ranks=4)
+    assert len(stopped) == 4 and all("PL422" in text for text in stopped)

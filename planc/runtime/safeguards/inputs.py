@@ -233,27 +233,37 @@ class PassComparison:
         if trains and self._open:
             self.trained += 1
             divisor = _divisor(model, kwargs)
+            strayed = 0
             for part in self.parts:
                 self._require_parts(model, kwargs, float(divisor), part.size())
-                self._require_loss(rows_of(self._sent(part.device_type), part), part)
+                rows = rows_of(self._sent(part.device_type), part)
+                strayed = max(strayed, self._compare_losses(rows, part))
             if self.data is not None:
-                self._compare(self.data, leaves, divisor)
+                strayed = self._compare(self.data, leaves, divisor, strayed)
+            self._require_next_labels(strayed)
             self.loss_rows = None
             self.next_labels = noted_next_labels(leaf for _, leaf in leaves)
             self.measures = self._open and (bool(self.parts) or not self.counted)
         for compare in self.kinds:
             compare(model, args, kwargs)
 
-    def _compare(self, data: DeviceMesh, leaves: Leaves, divisor: Tensor | float) -> None:
-        """Compares what the data ranks read, and by what they divide their losses."""
-        sent = torch.as_tensor(divisor, device=data.device_type) * _FINE
-        row = _row(leaves, data.device_type), sent.round().long().view(1)
-        every = rows_of(torch.cat([*row, self._sent(data.device_type)]), data)
-        rows = [each[:-LOSS_NUMBERS] for each in every]
+    def _compare(
+        self, data: DeviceMesh, leaves: Leaves, divisor: Tensor | float, strayed: int
+    ) -> int:
+        """Compares what the data ranks read, and by what they divide their losses. Returns the
+        largest `strayed` of them, so that all stop together.
+        """
+        kind = data.device_type
+        sent = torch.as_tensor(divisor, device=kind) * _FINE
+        row = _row(leaves, kind), sent.round().long().view(1)
+        most = torch.tensor([strayed], device=kind)
+        every = rows_of(torch.cat([*row, self._sent(kind), most]), data)
+        rows = [each[: -LOSS_NUMBERS - 1] for each in every]
         self.alike += all(row == rows[0] for row in rows)
         divisors = [row[-1] / _FINE for row in rows]
         self._warn(divisors, "_".join(data.mesh_dim_names or ()))
-        self._require_loss([each[-LOSS_NUMBERS:] for each in every], data)
+        self._compare_losses([each[-LOSS_NUMBERS - 1 : -1] for each in every], data)
+        return max(each[-1] for each in every)
 
     def after(self, output: Any) -> None:
         """After a forward pass: its loss is measured in the backward pass."""
@@ -267,17 +277,15 @@ class PassComparison:
     def _sent(self, device: str) -> Tensor:
         return nothing_sent(device) if self.loss_rows is None else self.loss_rows.sent(device)
 
-    def _require_loss(self, bits: Rows, mesh: DeviceMesh) -> None:
-        """Refuses a loss of the last pass that takes other labels than those of the next tokens,
-        on any rank; warns of means over the ranks' own tokens, once.
+    def _require_next_labels(self, strayed: int) -> None:
+        """Refuses a loss of the last pass that takes other labels than those of the next tokens, on
+        any rank.
 
         Raises:
             PlanError: PL422.
         """
-        rows = [received(each) for each in bits]
-        axis, place = "_".join(mesh.mesh_dim_names or ()), self.loss_rows
-        labels = () if place is None else place.place
-        if strayed := int(max(each.strayed for each in rows)):
+        if strayed:
+            labels = () if self.loss_rows is None else self.loss_rows.place
             raise stop(
                 "PL422",
                 f"the loss of training pass {self.trained - 1} takes {strayed} tokens of a rank "
@@ -286,6 +294,14 @@ class PassComparison:
                 help="take `part = run.batch(batch)`, and the cross entropy of all logits and "
                 "`part['shift_labels']`, whose negative labels do not count",
             )
+
+    def _compare_losses(self, bits: Rows, mesh: DeviceMesh) -> int:
+        """Warns of means of the last pass over the ranks' own tokens, once. Returns how many tokens
+        of a rank have other labels than those of the next tokens.
+        """
+        rows = [received(each) for each in bits]
+        axis, place = "_".join(mesh.mesh_dim_names or ()), self.loss_rows
+        labels = () if place is None else place.place
         if own_means(rows) and not self.counted:
             self.counted = True
             least, most = (f(each.tokens for each in rows) for f in (min, max))
@@ -298,6 +314,7 @@ class PassComparison:
                 help="divide the sum of the tokens' losses by `run.num_items_in_batch(*batches)`, "
                 "of all passes of a step",
             )
+        return int(max(each.strayed for each in rows))
 
     def _require_parts(self, model: nn.Module, kwargs: Any, divisor: float, ranks: int) -> None:
         """Warns of a number of labels that leaves out that gradients are averaged over the parts of
