@@ -10,7 +10,6 @@ from typing import Any
 
 from planc.diagnostics.diagnostic import PlanError, Sink
 
-CODE = "PL743"
 _LACKING = re.compile(r"cannot import name '(\w+)' from '([\w.]+)'")
 
 
@@ -68,7 +67,7 @@ def require_assigned(library: str, owner: type, *names: str) -> None:
 def missing_name(error: BaseException | None) -> PlanError | None:
     """The refusal of a library (PL743) among an error and its causes."""
     while error is not None:
-        if isinstance(error, PlanError) and any(d.code == CODE for d in error.diagnostics):
+        if isinstance(error, PlanError) and any(d.code == "PL743" for d in error.diagnostics):
             return error
         error = error.__cause__
     return None
@@ -77,7 +76,7 @@ def missing_name(error: BaseException | None) -> PlanError | None:
 def _refusal(library: str, name: str) -> PlanError:
     sink = Sink()
     sink.error(
-        CODE,
+        "PL743",
         f"{library} {metadata.version(library)} has no `{name}`, which planc uses",
         help="`pip install planc` installs versions that planc is tested with",
     )
