@@ -13,7 +13,7 @@ from planc import PlanError, lower
 from planc.cli import main as planc
 from planc.files import atomic_write
 from planc.files.resources import PLANS
-from planc.syntax.plan_files import plan_of_family, shipped
+from planc.syntax.plan_files import plan_of_family, shipped_plans
 
 FOLDER = Path(__file__).parent / "gallery"
 INTRODUCTION = """# Every plan as a picture
@@ -56,7 +56,7 @@ def draw(plan, model):
 def main(names):
     FOLDER.mkdir(exist_ok=True)
     known = models()
-    page = [draw(plan, known[plan]) for plan in names or shipped()]
+    page = [draw(plan, known[plan]) for plan in names or shipped_plans()]
     atomic_write.write(FOLDER / "README.md", INTRODUCTION + "".join(page))
 
 

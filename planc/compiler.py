@@ -9,7 +9,7 @@ from planc.checks import check
 from planc.diagnostics.diagnostic import Sink
 from planc.elaborate import elaborate
 from planc.elaborate.scope import Sizes
-from planc.infer.apply_adapters import adapted
+from planc.infer.apply_adapters import adapt_plan
 from planc.infer.divided_images import divide_images
 from planc.infer.infer_layouts import infer_layouts
 from planc.infer.shard_dims import choose_shard_dims
@@ -106,7 +106,7 @@ def compile(
     if plan is None:
         return done
     plan = with_timed_stages(plan, facts, sink)
-    applied = adapted(plan, facts)
+    applied = adapt_plan(plan, facts)
     check(*applied, sink if checks is None else checks, bare=(plan, facts))
     if sink.errors == before:
         plan, applied = budgeted(plan, applied, sink)

@@ -105,7 +105,7 @@ def apply(
                 draft = partial(_draft_of_rank_0, device=device_of(model, device_type))
                 compiled, sink = compile_for(facts, plan, size, overrides, allow_code, draft=draft)
                 lowered = _lowered(compiled, sink, chosen=plan is None)
-                prove = prove or plan_files.drafted(compiled.files)
+                prove = prove or plan_files.is_draft(compiled.files)
             else:
                 compiled, lowered = None, plan
             known = recall(lowered, facts, plan_files.digest(compiled and compiled.files))
@@ -233,6 +233,6 @@ def _of_the_run(name: Literal["RANK", "WORLD_SIZE"], alone: int) -> int:
 def _lowered(compiled: Compiled, sink: Sink, *, chosen: bool) -> Lowered:
     """The lowered plan; rank 0 logs which one was `chosen`. A draft is logged as it is written."""
     lowered = require_lowered(compiled, sink)
-    if chosen and not plan_files.drafted(compiled.files) and _of_the_run("RANK", 0) == 0:
+    if chosen and not plan_files.is_draft(compiled.files) and _of_the_run("RANK", 0) == 0:
         _log.warning(chosen_plan(compiled))
     return lowered

@@ -360,11 +360,11 @@ def init(
     Raises:
         PlanError: the model or an axis is wrong.
     """
-    from planc.tools.init.init import drafted
+    from planc.tools.init.init import draft_text
 
     sink = Sink()
     facts, settings = target.model_of(model), target.settings_of(overrides)
-    result = drafted(facts, settings, sink, allow_code=allow_code)
+    result = draft_text(facts, settings, sink, allow_code=allow_code)
     if result is None:
         raise PlanError(sink)
     return replace(result, findings=tuple(sink))

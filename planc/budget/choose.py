@@ -267,7 +267,7 @@ def _modules(of: Modules, names: Sequence[str]) -> Modules:
     at = of.list_at
     if at is None or len(names) == len(of):
         return of
-    return of.with_entries(Indices.of(int(name.split(".")[at]) for name in names))
+    return of.with_entries(Indices.from_numbers(int(name.split(".")[at]) for name in names))
 
 
 def _joined(rules: Iterable[Checkpoint]) -> Iterator[Checkpoint]:

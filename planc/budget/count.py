@@ -100,7 +100,7 @@ def _require_countable(plan: Plan, facts: Facts) -> None:
 
 def _run(job: RankJob, key: str) -> Any:
     if cache.missing():
-        raise UncountedError(cache.unproved())
+        raise UncountedError(cache.unproved_reason())
     with _alone(key), RankRunner() as runner:
         if (known := cache.recall(key)) is not None:  # another rank of this machine has counted
             return known

@@ -6,7 +6,7 @@ from typing import Any
 from planc.diagnostics.diagnostic import Label, one_of
 from planc.ir.nodes import Plan, TensorRule, Unit
 from planc.model.config_fields import EXPERTS
-from planc.model.facts import Facts, Modules, Parameter, merged
+from planc.model.facts import Facts, Modules, Parameter, merge_sets
 from planc.ops.contract import Side, contract
 from planc.ops.phrases import together
 from planc.ops.styles import PARAMETERLESS, Replicated, Shard
@@ -112,7 +112,7 @@ def several(sets: Iterable[Modules], own: str = "") -> str:
     that differ in their indices or their last name only are written once. With `own`, such as
     `.weight`, after each.
     """
-    return one_of((f"`{path}{own}`" for path in together(map(str, merged(sets)))), last="and")
+    return one_of((f"`{path}{own}`" for path in together(map(str, merge_sets(sets)))), last="and")
 
 
 def divisors(number: int, largest: int | None = None) -> tuple[int, ...]:

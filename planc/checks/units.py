@@ -241,7 +241,7 @@ def _skipped(units: tuple[Modules, ...], plan: Plan, facts: Facts) -> Modules | 
             first = segment.first if first is None else min(first, segment.first)
         elif first is None:
             return None  # a trainable module before the list: the backward pass goes through it
-    frozen = Indices.of(i for i in entries(units) if first is not None and i < first)
+    frozen = Indices.from_numbers(i for i in entries(units) if first is not None and i < first)
     return units[0].with_entries(frozen) if frozen else None
 
 

@@ -9,7 +9,7 @@ from planc.diagnostics.diagnostic import Sink
 from planc.files import atomic_write
 from planc.tools.estimate.answer import Request
 from planc.tools.estimate.profiles import FOLDER, Hardware
-from planc.tools.suggest.measurements import fitted, read, report, toml
+from planc.tools.suggest.measurements import fit, read, report, toml
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,5 +67,5 @@ def _profile(options: argparse.Namespace, sink: Sink) -> tuple[Hardware, list[st
     rows = read(Path(options.file), request, sink, allow_code=options.allow_code)
     if not rows or sink.errors:
         return None
-    made = fitted(rows, name)
+    made = fit(rows, name)
     return made, [*report(rows, made)]

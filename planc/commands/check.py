@@ -160,12 +160,12 @@ def _checked(target: Target, options: argparse.Namespace, severity: Mapping[str,
     return _Checked(
         target=target,
         compiled=compiled,
-        sink=sink.adjusted(severity),
+        sink=sink.adjust(severity),
         also={
             "flow": verdict.document() if verdict else None,
             **({"order": order.document()} if order else {}),
             "certificate": proof,
-            "overruled": findings(sink.overruled),
+            "overruled": findings(sink.overruled_findings),
         },
         lines=summary(compiled, proof, verdict, also),
     )

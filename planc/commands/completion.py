@@ -7,7 +7,7 @@ from shlex import quote
 from planc.commands import help_text, output
 from planc.diagnostics.codes import CODES
 from planc.model.config import shipped_models
-from planc.syntax.plan_files import shipped
+from planc.syntax.plan_files import shipped_plans
 
 _ZSH = "autoload -U +X compinit && compinit\nautoload -U +X bashcompinit && bashcompinit\n"
 _BASH = """\
@@ -44,7 +44,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _words(action: argparse.Action) -> str:
     """The words that an argument can be; names of files are the shell's business."""
-    plans, models = shipped(), shipped_models()
+    plans, models = shipped_plans(), shipped_models()
     known = {"model": models, "plan": plans, "old": plans, "new": plans, "code": tuple(CODES)}
     name = action.dest.removeprefix("old_").removeprefix("new_")
     return " ".join(map(str, action.choices or known.get(name, ())))

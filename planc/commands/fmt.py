@@ -9,7 +9,7 @@ from planc.commands import output, shared_arguments
 from planc.diagnostics.diagnostic import Sink
 from planc.diagnostics.source import Source
 from planc.syntax.formatter.files import FormattedFile, formatted_files
-from planc.syntax.formatter.layout import formatted
+from planc.syntax.formatter.layout import format_plan
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,7 +47,7 @@ def _explicit(options: argparse.Namespace, sink: Sink) -> Iterator[FormattedFile
         after = None
         if isinstance(compiled.files, tuple) and compiled.plan and compiled.facts:
             text = explicit(compiled.files, compiled.plan, compiled.facts)
-            after = formatted(Source(layout.name, text), sink)
+            after = format_plan(Source(layout.name, text), sink)
         yield replace(layout, after=None if compiled.lowered is None else after)
 
 

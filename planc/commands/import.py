@@ -23,10 +23,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from planc.tools.importers.importer import imported
+    from planc.tools.importers.importer import import_plan
 
     sink = Sink()
-    result = imported(options.file, sink, peer=options.peer, model=options.model)
+    result = import_plan(options.file, sink, peer=options.peer, model=options.model)
     output.show(sink, "full", sys.stderr, quiet=True)
     if result is None:
         return output.exit_code(sink)

@@ -5,7 +5,7 @@ import sys
 
 from planc.commands import output, shared_arguments
 from planc.diagnostics.diagnostic import Sink
-from planc.tools.init.init import drafted
+from planc.tools.init.init import draft_text
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,7 +30,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     sink = Sink()
     with output.waiting(f"drafting and proving a plan for {options.model}"):
-        made = drafted(
+        made = draft_text(
             options.model,
             options.set,
             sink,

@@ -33,12 +33,12 @@ def compiled_target(
     named. A family without a plan gets its `draft`, else PL022.
     """
     from planc.answers.target import chosen_plan, compile_named
-    from planc.syntax.plan_files import drafted
+    from planc.syntax.plan_files import is_draft
 
     options = {"world_size": target.world_size, "settings": target.set, "allow_code": allow_code}
     result = compile_named(target.model, target.plan, sink, draft=draft, **options)
     if target.plan is None and (chosen := chosen_plan(result)):
-        wrote = f", as `planc init {target.model} -o my.plan` writes it" * drafted(result.files)
+        wrote = f", as `planc init {target.model} -o my.plan` writes it" * is_draft(result.files)
         print(f"{chosen}{wrote}", file=sys.stderr)
     return result
 

@@ -46,7 +46,7 @@ def run(options: argparse.Namespace) -> int:
     from torch.distributed import DistError
 
     from planc.runtime.launchers import NEEDED
-    from planc.tools.launch.peers import Peers, joined
+    from planc.tools.launch.peers import Peers, join
     from planc.tools.launch.preflight import Report, preflight
 
     if missing := [name for name in NEEDED if name not in os.environ]:
@@ -62,7 +62,7 @@ def run(options: argparse.Namespace) -> int:
         show()
 
     try:
-        ranks: Peers = joined(options.timeout, missed)
+        ranks: Peers = join(options.timeout, missed)
     except RuntimeError as error:
         report.seconds = time.monotonic() - began
         return _without_first(first_line(error), report, show)

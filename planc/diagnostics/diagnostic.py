@@ -91,7 +91,7 @@ class Sink:
     """Collects the findings of one run, each once; none is removed, and `replace` explains one.
 
     What a proof overrules no longer counts: iteration, `diagnostics`, `errors` and `failed` have
-    the findings that stand, `overruled` has the others.
+    the findings that stand, `overruled_findings` has the others.
     """
 
     _found: dict[Diagnostic, None] = field(default_factory=dict)
@@ -104,7 +104,7 @@ class Sink:
         """Puts a finding whose cause is known now in the place of the same one without it."""
         self._found = {explained if one == found else one: None for one in self._found}
 
-    def adjusted(self, severity: Mapping[str, str]) -> Sink:
+    def adjust(self, severity: Mapping[str, str]) -> Sink:
         """The findings that stand, with the severities that a user gives to some codes.
 
         Args:
@@ -135,7 +135,7 @@ class Sink:
         return tuple(d for d in self._found if d.code not in self._overruled)
 
     @property
-    def overruled(self) -> tuple[Diagnostic, ...]:
+    def overruled_findings(self) -> tuple[Diagnostic, ...]:
         """The findings that a proof overruled, in the order in which they were reported."""
         return tuple(d for d in self._found if d.code in self._overruled)
 

@@ -52,10 +52,10 @@ class _Canvas:
             base, column = column, column + size
 
     def segments(self) -> list[Row]:
-        return [_merged(row) for row in self.rows]
+        return [_merge_cells(row) for row in self.rows]
 
 
-def _merged(row: dict[int, StyledText]) -> Row:
+def _merge_cells(row: dict[int, StyledText]) -> Row:
     filled = (row.get(column, (" ", "")) for column in range(max(row, default=-1) + 1))
     styled = groupby(filled, key=lambda cell: cell[1])
     return [("".join(text for text, _ in run), style) for style, run in styled]

@@ -37,7 +37,7 @@ def terminal(text: str, color: bool, width: int = 0) -> str:
         width: of the terminal, to which prose is wrapped; 0 keeps the lines as they are.
     """
     if width:
-        text = "\n\n".join(_wrapped(block, width) for block in text.split("\n\n"))
+        text = "\n\n".join(_wrap(block, width) for block in text.split("\n\n"))
     return "".join(f"{_line(line, color)}\n" for line in text.splitlines())
 
 
@@ -52,7 +52,7 @@ def index() -> str:
     return "\n".join(out)
 
 
-def _wrapped(block: str, width: int) -> str:
+def _wrap(block: str, width: int) -> str:
     """A paragraph or a list; headings and examples stay, and so does what is between backticks."""
     if block.startswith(("#", "    ")):
         return block

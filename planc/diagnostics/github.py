@@ -25,8 +25,8 @@ def render(diagnostics: Iterable[Diagnostic]) -> str:
 
 def _command(diagnostic: Diagnostic) -> str:
     properties = {**_place(sorting.primary_span(diagnostic)), "title": diagnostic.code}
-    listed = ",".join(f"{name}={_escaped(value, _PROPERTY)}" for name, value in properties.items())
-    message = _escaped(_message(diagnostic), _DATA)
+    listed = ",".join(f"{name}={_escape(value, _PROPERTY)}" for name, value in properties.items())
+    message = _escape(_message(diagnostic), _DATA)
     return f"::{_LEVELS[diagnostic.severity]} {listed}::{message}"
 
 
@@ -60,9 +60,9 @@ def _message(diagnostic: Diagnostic) -> str:
     lines = [diagnostic.message]
     for index, label in enumerate(sorting.labels_with_source(diagnostic)):
         if label.text or index > 0 or label.span.source.argument:
-            lines.append(sorting.placed(label))
+            lines.append(sorting.describe_label(label))
     return "\n".join((*lines, *sorting.notes(diagnostic)))
 
 
-def _escaped(text: str, signs: dict[str, str]) -> str:
+def _escape(text: str, signs: dict[str, str]) -> str:
     return re.sub("|".join(signs), lambda m: signs[m[0]], visible_lines(text))

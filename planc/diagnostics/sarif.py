@@ -13,7 +13,13 @@ from urllib.parse import quote
 from planc.diagnostics.codes import CODES
 from planc.diagnostics.diagnostic import Diagnostic, Label, Severity
 from planc.diagnostics.explain import explain
-from planc.diagnostics.sorting import is_file, labels_with_source, notes, placed, sorted_findings
+from planc.diagnostics.sorting import (
+    describe_label,
+    is_file,
+    labels_with_source,
+    notes,
+    sorted_findings,
+)
 from planc.diagnostics.terminal_width import visible_lines
 from planc.files.version import VERSION
 
@@ -48,7 +54,7 @@ def _result(diagnostic: Diagnostic, rule: int) -> dict[str, Any]:
     labels = labels_with_source(diagnostic)
     files = [label for label in labels if is_file(label.span)]
     # an argument or standard input is not an artifact
-    lines = [diagnostic.message, *(placed(label) for label in labels if label not in files)]
+    lines = [diagnostic.message, *(describe_label(label) for label in labels if label not in files)]
     result: dict[str, Any] = {
         "ruleId": diagnostic.code,
         "ruleIndex": rule,

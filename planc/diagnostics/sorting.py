@@ -41,7 +41,7 @@ def is_file(span: Span) -> bool:
     return not span.source.argument and not span.source.name.startswith("<")
 
 
-def placed(label: Label) -> str:
+def describe_label(label: Label) -> str:
     """A label in words, with its place."""
     place = label.span.place
     return f"{place}: {label.text}" if label.text else place

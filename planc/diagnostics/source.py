@@ -79,7 +79,7 @@ class Span:
         return f"{self.source.name}:{self.line}"
 
     @staticmethod
-    def at(place: str) -> Span:
+    def from_place(place: str) -> Span:
         """A span that knows its place alone, as one that was read back from JSON does."""
         return Source(place, "", argument=True).span(0, 0)
 
@@ -97,5 +97,5 @@ class Span:
         return self.source is other.source and self.start <= other.start and other.end <= self.end
 
 
-NOWHERE = Span.at("")
+NOWHERE = Span.from_place("")
 """The origin of what no line asked for."""

@@ -21,7 +21,7 @@ def cell(char: str) -> tuple[str, int]:
 
     category = unicodedata.category(char)
     if category in _HIDDEN:
-        shown = _named(char)
+        shown = _escape(char)
         return shown, len(shown)
     if category in ("Mn", "Me"):
         return char, 0
@@ -61,11 +61,11 @@ def wrap(text: str, room: int) -> list[str]:
         if width(shown) <= room:
             lines.append(shown)
         else:
-            lines += _filled(shown, max(room, 1))
+            lines += _fill(shown, max(room, 1))
     return lines
 
 
-def _filled(paragraph: str, room: int) -> list[str]:
+def _fill(paragraph: str, room: int) -> list[str]:
     lines: list[str] = []
     line, used = "", 0
     for piece in _SPLIT.findall(paragraph):
@@ -92,7 +92,7 @@ def _cut(word: str, room: int) -> list[str]:
     return [word[one:two] for one, two in zip(starts, [*starts[1:], None], strict=True)]
 
 
-def _named(char: str) -> str:
+def _escape(char: str) -> str:
     code = ord(char)
     if code < 0x20:
         return chr(0x2400 + code)  # Unicode control pictures

@@ -32,7 +32,7 @@ class Difference:
     text: str = field(default="", compare=False)
 
 
-def worded(name: str, old: Value, new: Value, words: Words) -> Difference:
+def describe_difference(name: str, old: Value, new: Value, words: Words) -> Difference:
     """A part with its text; the shape of a weight comes without its name."""
     plain = name.removeprefix("weight.").replace(".", " ")
     title, value = words.get(name, (plain, phrases.value))
@@ -155,7 +155,7 @@ def _differing(
     kind: str, sides: Mapping[str, tuple[Value, Value]], **more: Any
 ) -> Iterator[Change]:
     differing = ((name, old, new) for name, (old, new) in sides.items() if old != new)
-    parts = tuple(worded(*each, _WORDS[kind]) for each in differing)
+    parts = tuple(describe_difference(*each, _WORDS[kind]) for each in differing)
     if parts:
         yield Change(kind=kind, parts=parts, summary=summary(parts), **more)
 
@@ -180,8 +180,8 @@ def _mesh(old: Lowered, new: Lowered) -> Iterator[Change]:
         "mesh",
         sides,
         reason=f"{ranks[0]:,} -> {ranks[1]:,} ranks" if ranks[0] != ranks[1] else "",
-        old=_stated(before, names),
-        new=_stated(after, names),
+        old=_size_lines(before, names),
+        new=_size_lines(after, names),
     )
 
 
@@ -189,7 +189,7 @@ def _axes(lowered: Lowered) -> tuple[MeshAxis, ...]:
     return (*lowered.axes, *([lowered.experts.ranks] if lowered.experts else []))
 
 
-def _stated(axes: dict[str, MeshAxis], names: Iterable[str]) -> str:
+def _size_lines(axes: dict[str, MeshAxis], names: Iterable[str]) -> str:
     """The lines that set some axes' sizes, without `auto` axes, which follow from the others."""
     changed = (axes[name] for name in names if name in axes)
     return ", ".join(dict.fromkeys(a.place for a in changed if a.place and not a.inferred))
@@ -274,7 +274,7 @@ def _one(entry: Entry, reason: str, *, gone: bool) -> tuple[Change, int]:
 
 def _both(old: Entry, new: Entry, why: _Reasons) -> tuple[Change, int]:
     words = old.source.WORDS if old.source else {}
-    parts = tuple(worded(*each, words) for each in differences(old, new))
+    parts = tuple(describe_difference(*each, words) for each in differences(old, new))
     reason = why.between(old, parts)
     places = {"old": old.place, "new": new.place}
     return _change(old, parts, summary=summary(parts), reason=reason, **places), new.at

@@ -76,8 +76,8 @@ class Pairs:
         one, two = _by_subject(old), _by_subject(new)
         for subject in dict.fromkeys([*one, *two]):
             left, right = one.get(subject, []), two.get(subject, [])
-            left, right, _ = _matched(left, right, lambda a, b: a.content == b.content)
-            left, right, changed = _matched(left, right, lambda a, b: True)
+            left, right, _ = _match(left, right, lambda a, b: a.content == b.content)
+            left, right, changed = _match(left, right, lambda a, b: True)
             self.changed += changed
             self.removed += left
             self.added += right
@@ -90,7 +90,7 @@ def _by_subject(side: Iterable[Entry]) -> dict[tuple[object, ...], list[Entry]]:
     return result
 
 
-def _matched(
+def _match(
     left: list[Entry], right: list[Entry], fits: Callable[[Entry, Entry], bool]
 ) -> tuple[list[Entry], list[Entry], list[tuple[Entry, Entry]]]:
     """The unmatched entries of each side, and the matched pairs.

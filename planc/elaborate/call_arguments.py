@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from planc.diagnostics.diagnostic import Label, did_you_mean, one_of
-from planc.elaborate.evaluate import describe, evaluate, number, size, whole
+from planc.elaborate.evaluate import describe, evaluate, is_integer, number, size
 from planc.elaborate.scope import Failed, Scope, Value
 from planc.syntax import ast
 
@@ -87,7 +87,7 @@ class Arguments:
         self, name: str, default: int, read: Callable[[ast.Expr, Scope], Value] = evaluate
     ) -> int:
         """An integer; `read` is `size` where it counts features, heads or ranks."""
-        return self.read(name, default, "an integer", whole, read)  # type: ignore[no-any-return]
+        return self.read(name, default, "an integer", is_integer, read)  # type: ignore[no-any-return]
 
     def number(
         self, name: str, default: Default, wanted: str, valid: Callable[[float], bool]
@@ -114,7 +114,7 @@ class Arguments:
             return words[value]
         if counts and isinstance(value, int):
             value = size(expression, self.scope)
-        if least is not None and whole(value) and value >= least:
+        if least is not None and is_integer(value) and value >= least:
             return value
         wanted = [f"`{w}`" for w in words]
         if least is not None:

@@ -269,7 +269,7 @@ def _axes(program: Program, mesh: Mesh) -> None:
             program.sink.error("PL304", f"axis `{name}` is named twice", section.axes[0].origin)
     for sized in (*mesh.axes, *([mesh.experts.ranks] if mesh.experts else ())):
         if sized.size > 1 and sized.name not in used and not misspelled:
-            _unused(sized, used, program)
+            _report_unused(sized, used, program)
 
 
 def _settings(program: Program, mesh: Mesh) -> None:
@@ -290,7 +290,7 @@ def _divides(program: Program) -> bool:
     return EXPERTS in program.scope.axis_names
 
 
-def _unused(axis: MeshAxis, used: Iterable[str], program: Program) -> None:
+def _report_unused(axis: MeshAxis, used: Iterable[str], program: Program) -> None:
     one = f"set `{axis.name} = 1`"
     wanted = {
         AxisRole.STAGE: f"write `pipeline on {axis.name}` with its schedule and stages, or {one}",

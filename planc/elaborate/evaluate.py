@@ -25,7 +25,7 @@ def evaluate(expression: ast.Expr, scope: Scope) -> Value:
         case ast.Name():
             return scope.value(expression)
         case ast.Selector():
-            return _selected(expression, scope)
+            return _select_entry(expression, scope)
         case ast.List():
             values = tuple(evaluate(item, scope) for item in expression.items)
             if any(isinstance(v, Failed) for v in values):
@@ -113,7 +113,7 @@ def number(value: Value) -> TypeGuard[int | float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def whole(value: Value) -> TypeGuard[int]:
+def is_integer(value: Value) -> TypeGuard[int]:
     """Whether a value is an integer."""
     return isinstance(value, int) and not isinstance(value, bool)
 
@@ -149,12 +149,12 @@ def _binary(node: ast.Binary, scope: Scope) -> Value:
             same = one == two and isinstance(one, bool) == isinstance(two, bool)
             return same is (node.op == "==")
         case "in":
-            return _inside(node, one, two, scope)
+            return _contains(node, one, two, scope)
         case _:
             return _arithmetic(node, one, two, scope)
 
 
-def _inside(node: ast.Binary, one: Value, two: Value, scope: Scope) -> Value:
+def _contains(node: ast.Binary, one: Value, two: Value, scope: Scope) -> Value:
     if isinstance(two, tuple):
         return one in two
     if isinstance(two, str) and isinstance(one, str):
@@ -181,7 +181,7 @@ def _arithmetic(node: ast.Binary, one: Value, two: Value, scope: Scope) -> Value
     return value
 
 
-def _divided(one: int | float, two: int | float) -> int | float:
+def _divide(one: int | float, two: int | float) -> int | float:
     """A quotient; of integers that divide evenly an integer."""
     exact = isinstance(one, int) and isinstance(two, int) and one % two == 0
     return one // two if exact else one / two
@@ -190,7 +190,7 @@ def _divided(one: int | float, two: int | float) -> int | float:
 _OPERATORS: dict[str, Callable[[Any, Any], int | float | bool]] = {
     **{"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge},
     **{"+": operator.add, "-": operator.sub, "*": operator.mul},
-    **{"//": operator.floordiv, "%": operator.mod, "/": _divided},
+    **{"//": operator.floordiv, "%": operator.mod, "/": _divide},
 }
 
 
@@ -217,7 +217,7 @@ def _call(node: ast.Call, scope: Scope) -> Value:
     return min(numbers) if node.name == "min" else max(numbers)
 
 
-def _selected(node: ast.Selector, scope: Scope) -> Value:
+def _select_entry(node: ast.Selector, scope: Scope) -> Value:
     """`config.layer_types[0]`: the one pattern that has a value."""
     found = re.fullmatch(r"(config(?:\.\w+)+)\[(-?\d+)\]", node.path)
     if not found or node.cls or node.has:

@@ -5,10 +5,10 @@ from math import prod
 
 from planc.diagnostics.diagnostic import Label, did_you_mean, one_of
 from planc.diagnostics.source import Span
-from planc.elaborate.evaluate import describe, evaluate, whole
+from planc.elaborate.evaluate import describe, evaluate, is_integer
 from planc.elaborate.expert_axes import expert_mesh
 from planc.elaborate.program import Program
-from planc.elaborate.rule_conflicts import decided, nothing_to_override
+from planc.elaborate.rule_conflicts import expand_conditions, nothing_to_override
 from planc.elaborate.scope import Failed
 from planc.ir.mesh_axes import EXPERT_TENSOR, EXPERTS, SHARD
 from planc.ir.nodes import Mesh
@@ -74,7 +74,7 @@ def _solve(program: Program) -> Mesh | None:
         hint = "one axis takes what the others leave; give the other a size"
         program.sink.error("PL302", message, *(s.value.origin for s in autos), help=hint)
         return None
-    left = _left(autos, sizes, program)
+    left = _auto_size(autos, sizes, program)
     if left is None:
         return None
     axes = tuple(
@@ -117,7 +117,7 @@ def _settings(program: Program) -> list[ast.Setting] | None:
         return None
     found: dict[str, ast.Setting] = {}
     for section in sections:
-        for item in decided(section.items, program.scope):
+        for item in expand_conditions(section.items, program.scope):
             if not isinstance(item, ast.Setting):
                 program.sink.error(
                     "PL011", "a mesh section contains axes: `tp = 8`, one a line", item.origin
@@ -168,7 +168,7 @@ def _size(setting: ast.Setting, program: Program) -> int | None:
         program.sink.error("PL300", message, value.origin, help=help)
         return None
     size = evaluate(value, program.scope)
-    if whole(size) and size > 0:
+    if is_integer(size) and size > 0:
         return size
     if not isinstance(size, Failed):
         message = f"axis `{setting.name}` cannot have the size {describe(size)}"
@@ -186,10 +186,10 @@ def _where(setting: ast.Setting, program: Program) -> Span:
     return given.origin.source.span(0, given.origin.end) if given else setting.origin
 
 
-def _left(autos: list[ast.Setting], sizes: _Sizes, program: Program) -> int | None:
+def _auto_size(autos: list[ast.Setting], sizes: _Sizes, program: Program) -> int | None:
     """The value of `auto` (1 where no axis is `auto`), or None after a finding."""
     if not autos:
-        return _fixed(sizes, program)
+        return _check_product(sizes, program)
     auto, world, product = autos[0], program.world_size, sizes.product
     if world is None:
         message = f"`{auto.name} = auto` counts as 1, because no world size is given"
@@ -208,7 +208,7 @@ def _left(autos: list[ast.Setting], sizes: _Sizes, program: Program) -> int | No
     return world // product
 
 
-def _fixed(sizes: _Sizes, program: Program) -> int | None:
+def _check_product(sizes: _Sizes, program: Program) -> int | None:
     """Every axis has a size, so their product must be the world size."""
     world, product = program.world_size, sizes.product
     if world is None or world == product:

@@ -73,19 +73,19 @@ def gather(
     program.roles_used = _roles_used(files)
     # names first, so that a condition may use what stands below it or in a plan that extends
     for statement in statements:
-        if not _ordered(statement):
+        if not _is_ordered(statement):
             _add(statement, program, given)
     program.scope.axis_names = axis_names(program)
     program.settings = {n: v for n, v in given.items() if n in program.scope.axis_names}
     for statement in statements:
-        if _ordered(statement):
+        if _is_ordered(statement):
             _add(statement, program, given)
     _unknown_settings(given, program)
-    _unused(files, program)
+    _report_unused(files, program)
     _unknown_sections(program, tuple(known))
 
 
-def _ordered(statement: ast.Statement) -> bool:
+def _is_ordered(statement: ast.Statement) -> bool:
     """Whether it decides something about modules, so that a later rule can override it."""
     if isinstance(statement, ast.Section):
         return statement.name != "mesh"
@@ -157,7 +157,7 @@ def _first_declarations(files: Sequence[ast.File]) -> dict[str, int]:
     """The number of the first file that declares each option and let, without `override`."""
     numbers: dict[str, int] = {}
     for i, file in enumerate(files):
-        for name in file.declared:
+        for name in file.declared_names:
             numbers.setdefault(name, i)
     return numbers
 
@@ -168,8 +168,8 @@ def _roles_used(files: Sequence[ast.File]) -> dict[str, Span]:
     uses: dict[str, Span] = {}
     for i, file in enumerate(files):
         for role in LACKS:
-            if role in file.mentioned and declared.get(role, len(files)) > i:
-                uses.setdefault(role, file.mentioned[role])
+            if role in file.first_mentions and declared.get(role, len(files)) > i:
+                uses.setdefault(role, file.first_mentions[role])
     return uses
 
 
@@ -182,11 +182,11 @@ def _define_settings(
         for i, file in enumerate(files):
             if setting.axis or declared.get(setting.word, i + 1) <= i:
                 break
-            origin = file.mentioned.get(setting.word)
+            origin = file.first_mentions.get(setting.word)
             if origin is None:
                 continue
             default = ast.Literal(origin=origin, value=setting.default)
-            value = _given(setting.word, default, program, given)
+            value = _set_value(setting.word, default, program, given)
             program.scope.define(
                 Definition(
                     name=setting.word, kind="option", value=default, origin=origin, given=value
@@ -230,7 +230,7 @@ def _define(
     if kind == "option" and earlier and not _fits(name, statement.value, earlier.value, program):
         return
     value, origin = statement.value, statement.name_origin
-    own = _given(name, value, program, given) if kind == "option" else None
+    own = _set_value(name, value, program, given) if kind == "option" else None
     program.scope.define(
         Definition(name=statement.name, kind=kind, value=value, origin=origin, given=own)
     )
@@ -260,7 +260,7 @@ def _size_axis(statement: ast.Option | ast.Let, name: str, program: Program) -> 
 _KINDS = (bool, int | float, str)
 
 
-def _given(
+def _set_value(
     name: str, default: ast.Expr, program: Program, given: dict[str, ast.Literal]
 ) -> ast.Literal | None:
     """The value of `--set` for an option, if it has the type of its default."""
@@ -356,8 +356,8 @@ def _unknown_settings(given: dict[str, ast.Literal], program: Program) -> None:
         program.sink.error("PL106", message, literal.origin.source.span(0, len(name)), help=hint)
 
 
-def _unused(files: Sequence[ast.File], program: Program) -> None:
-    used = {name.partition(".")[0] for file in files for name in file.mentioned}
+def _report_unused(files: Sequence[ast.File], program: Program) -> None:
+    used = {name.partition(".")[0] for file in files for name in file.first_mentions}
     for name, definition in program.scope.definitions.items():
         if name not in used:
             message = f"{definition.kind} `{name}` is never used"
@@ -388,7 +388,7 @@ def require(program: Program) -> None:
         if truth(statement.condition, scope) is not False:
             continue
         facts = []
-        for path in dict.fromkeys(ast.mentioned(statement.condition)):
+        for path in dict.fromkeys(ast.mentioned_names(statement.condition)):
             value = scope.value(ast.Name(origin=statement.origin, path=path))
             head, _, rest = path.partition(".")
             source = f"  ({program.facts.source(rest)})" if head == "config" and rest else ""

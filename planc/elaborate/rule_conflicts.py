@@ -75,13 +75,13 @@ class Placed:
     nested: bool
 
 
-def decided(items: Iterable[AnyItem], scope: Scope) -> Iterator[AnyItem]:
+def expand_conditions(items: Iterable[AnyItem], scope: Scope) -> Iterator[AnyItem]:
     """Items, with those of the taken branch in the place of a `when`."""
     for item in items:
         if not isinstance(item, ast.When):
             yield item
         elif (condition := truth(item.condition, scope)) is not None:
-            yield from decided(item.then if condition else item.otherwise, scope)
+            yield from expand_conditions(item.then if condition else item.otherwise, scope)
 
 
 def flatten(section: ast.Section, scope: Scope) -> Iterator[Placed]:
@@ -92,7 +92,7 @@ def flatten(section: ast.Section, scope: Scope) -> Iterator[Placed]:
 def _flatten(
     items: Iterable[AnyItem], bases: tuple[Modules, ...], nested: bool, scope: Scope
 ) -> Iterator[Placed]:
-    for item in decided(items, scope):
+    for item in expand_conditions(items, scope):
         match item:
             case ast.Block():
                 inner = select(item.target, bases, scope, optional=item.optional)

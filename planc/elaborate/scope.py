@@ -145,12 +145,12 @@ class Scope:
         if rest:
             return self._unknown(name)
         if name.path in self.definitions:
-            return self._defined(name)
+            return self._defined_value(name)
         if self._is_axis(name.path):
             return self._axis(name)
         return self._unknown(name)
 
-    def _defined(self, name: ast.Name) -> Value:
+    def _defined_value(self, name: ast.Name) -> Value:
         definition = self.definitions[name.path]
         if name.path in self._values:
             return self._values[name.path]

@@ -13,7 +13,7 @@ from functools import lru_cache, partial
 
 from planc.diagnostics.diagnostic import Label, did_you_mean, one_of
 from planc.elaborate.scope import Failed, Scope
-from planc.model.facts import Modules, merged
+from planc.model.facts import Modules, merge_sets
 from planc.model.indices import Indices
 from planc.syntax import ast
 
@@ -77,13 +77,13 @@ def select(
     found: list[Modules] = []
     for one in selector.parts or (selector,):
         for steps in _every_alternative(one, scope, optional=optional):
-            matched = _matched(bases, steps, scope)
+            matched = _match(bases, steps, scope)
             for each in () if optional else (matched, *_by_entry(bases, steps, scope)):
                 if isinstance(each, _Miss):
                     _report(one, each, scope)
                     return ()
             found.extend(() if isinstance(matched, _Miss) else matched)
-    return tuple(merged(found, alike=True))
+    return tuple(merge_sets(found, alike=True))
 
 
 def _every_alternative(
@@ -166,7 +166,7 @@ def _step(piece: str) -> SelectorStep:
     return NamedChild(piece)
 
 
-def _matched(
+def _match(
     bases: tuple[Modules, ...], steps: tuple[SelectorStep, ...], scope: Scope
 ) -> tuple[Modules, ...] | _Miss:
     """The modules that steps match from any of the bases."""
@@ -183,7 +183,7 @@ def _by_entry(
     for i, step in enumerate(steps):
         parts = step.text[1:-1].split(",") if isinstance(step, Picked) else []
         for part in parts if len(parts) > 1 else ():
-            yield _matched(bases, (*steps[:i], Picked(f"[{part}]"), *steps[i + 1 :]), scope)
+            yield _match(bases, (*steps[:i], Picked(f"[{part}]"), *steps[i + 1 :]), scope)
 
 
 def _walk(
@@ -232,9 +232,9 @@ def _indices(text: str, length: int) -> Indices:
         if len(numbers) == 1:
             index = numbers[0]
             if index is not None and -length <= index < length:
-                result |= Indices.of([index % length])
+                result |= Indices.from_numbers([index % length])
         elif len(numbers) <= 3 and numbers[-1] != 0 and all(abs(n or 0) < 2**31 for n in numbers):
-            result |= Indices.of(range(length)[slice(*numbers)])
+            result |= Indices.from_numbers(range(length)[slice(*numbers)])
     return result
 
 

@@ -142,4 +142,4 @@ SETTINGS = {
 
 def uses(setting: PlanSetting, files: Iterable[ast.File]) -> bool:
     """Whether a plan refers to a setting, or declares an option of its name."""
-    return any(setting.word in file.mentioned for file in files)
+    return any(setting.word in file.first_mentions for file in files)

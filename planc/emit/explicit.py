@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from planc.ir.nodes import Plan, TensorRule
-from planc.model.facts import Facts, Modules, merged
+from planc.model.facts import Facts, Modules, merge_sets
 from planc.model.indices import Indices
 from planc.ops import phrases
 from planc.ops.styles import style_text
@@ -74,7 +74,7 @@ def _selector(modules: Modules, facts: Facts) -> list[str]:
         inner = [child for one in at for child in one.children]
         if isinstance(segment, Indices):
             listed = [m for m in inner if isinstance(m.path[-1], Indices)]
-            every = merged(Modules((m.path[-1],), m.module) for m in listed)
+            every = merge_sets(Modules((m.path[-1],), m.module) for m in listed)
             whole = len(every) == 1 and every[0].path == (segment,)
             found.append(".*" if whole else str(segment))
             at = [m for m in listed if isinstance(m.path[-1], Indices) and m.path[-1] & segment]

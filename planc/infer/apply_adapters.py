@@ -13,7 +13,7 @@ from planc.diagnostics.source import Span
 from planc.ir.experts import expert_count
 from planc.ir.nodes import AdapterRule, Plan, TensorRule, Unit
 from planc.model.facts import DTYPE_BYTES, Child, Facts, Module, Modules, Parameter
-from planc.model.module_table import TRANSPOSED_EXPERTS, Path, divided
+from planc.model.module_table import TRANSPOSED_EXPERTS, Path, divide_children
 from planc.ops import styles as ir
 from planc.ops.lora import MAGNITUDE, factor_dims, factor_name
 from planc.ops.quantization import Quantize
@@ -28,14 +28,16 @@ KINDS = ("linear", "conv1d", "embedding")
 _Kept = Callable[[Parameter], str]
 
 
-def adapted(plan: Plan, facts: Facts) -> tuple[Plan, Facts]:
+def adapt_plan(plan: Plan, facts: Facts) -> tuple[Plan, Facts]:
     """A plan and its model with the adapters: new modules, frozen weights, units of A and B.
 
     Without adapters both are returned unchanged.
     """
     if plan.adapters is None or not plan.adapters.rules:
         return plan, facts
-    rules = tuple(replace(_of_experts(r), quantize=_stored(r, plan)) for r in plan.adapters.rules)
+    rules = tuple(
+        replace(_of_experts(r), quantize=_quantization(r, plan)) for r in plan.adapters.rules
+    )
     facts = with_adapters(facts, rules, plan.dtype)
     # `load` casts before adapters are added, so the facts have its dtypes
     plan = replace(plan, adapters=replace(plan.adapters, rules=rules), adapted=True)
@@ -128,11 +130,11 @@ def _with_factors(plan: Plan, rules: list[AdapterRule], facts: Facts) -> Plan:
     if not rules:
         return plan
     plan = plan.placed(place)
-    styled = (replace(r, style=_styled(r.style, r.modules.module)) for r in plan.tensor)
+    styled = (replace(r, style=_factor_style(r.style, r.modules.module)) for r in plan.tensor)
     return replace(plan, tensor=tuple(styled))
 
 
-def _styled(style: ir.Style, module: Module) -> ir.Style:
+def _factor_style(style: ir.Style, module: Module) -> ir.Style:
     """A style of experts with the layouts of their factors.
 
     The factor with the dim that a style splits is split as the weight, in its parts; the other one
@@ -168,7 +170,7 @@ def _layout(weight: ir.ParameterLayout, dim: int, half: str) -> ir.ParameterLayo
 
 def _module(module: Module, rules: list[tuple[Path, AdapterRule]], kept: _Kept) -> Module:
     own = [r for rest, r in rules if not rest]
-    parts = divided(module, rules)
+    parts = divide_children(module, rules)
     children = [replace(c, module=_module(c.module, inner, kept)) for c, inner in parts]
     frozen = tuple(replace(p, trainable=False, dtype=kept(p)) for p in module.parameters)
     module = replace(module, parameters=frozen)
@@ -176,11 +178,11 @@ def _module(module: Module, rules: list[tuple[Path, AdapterRule]], kept: _Kept) 
     factors = (p for r in own for p in _factors(module, r))
     module = replace(module, parameters=(*module.parameters, *factors))
     for rule in own:
-        module = _packed(module, rule)
+        module = _pack_weight(module, rule)
     return replace(module, children=tuple(children))
 
 
-def _packed(module: Module, rule: AdapterRule) -> Module:
+def _pack_weight(module: Module, rule: AdapterRule) -> Module:
     """The module with its weight in 4 bits: one column of the storage dtype."""
     quant = rule.quantize
     if quant is None or module.kind != "linear":
@@ -192,7 +194,7 @@ def _packed(module: Module, rule: AdapterRule) -> Module:
     return replace(module, cls=FOUR_BIT, parameters=kept)
 
 
-def _stored(rule: AdapterRule, plan: Plan) -> Quantize | None:
+def _quantization(rule: AdapterRule, plan: Plan) -> Quantize | None:
     """The quantization of a rule's layers, with a storage dtype; None for none.
 
     The default storage is the dtype that FSDP gathers in: FSDP casts parameters of other dtypes,

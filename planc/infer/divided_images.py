@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from planc.diagnostics.diagnostic import Label, Sink
-from planc.infer.apply_adapters import adapted
+from planc.infer.apply_adapters import adapt_plan
 from planc.ir.nodes import ImagesSetting, Inferred, Plan, TensorRule
 from planc.ir.parameter_owners import Owned, owned
 from planc.model.facts import Facts, Modules
@@ -52,7 +52,7 @@ def _over_copies(
         _also_elsewhere(setting, holder, other, sink)
         return plan, setting
     over, others = list[Owned](), list[Owned]()
-    applied, with_factors = adapted(plan, facts)
+    applied, with_factors = adapt_plan(plan, facts)
     for own in owned(applied, with_factors):
         placed = own.spread or own.unit
         axes = plan.fsdp.extra_axes(placed) if plan.fsdp and placed else ()
@@ -63,13 +63,13 @@ def _over_copies(
         elif own.trained:
             others.append(own)
     if over and others:
-        _mixed(setting, over[0], others[0], sink)
+        _report_mixed_axes(setting, over[0], others[0], sink)
         return plan, setting
-    if _styled(plan, setting, holder, sink):
+    if _report_style(plan, setting, holder, sink):
         return plan, setting
     if over:  # whose mean FSDP takes
         return plan, replace(setting, times=plan.mesh.size(setting.axis))
-    return replace(plan, tensor=(*plan.tensor, *_summed(setting, holder, facts))), setting
+    return replace(plan, tensor=(*plan.tensor, *_sum_rules(setting, holder, facts))), setting
 
 
 def _of_tower(modules: Modules, holder: Modules) -> bool:
@@ -92,7 +92,7 @@ def _also_elsewhere(setting: ImagesSetting, holder: Modules, part: str, sink: Si
     )
 
 
-def _mixed(setting: ImagesSetting, over: Owned, other: Owned, sink: Sink) -> None:
+def _report_mixed_axes(setting: ImagesSetting, over: Owned, other: Owned, sink: Sink) -> None:
     placed = over.spread or over.unit
     labels = [Label(span=placed.origin, text=f"this one is over {setting.axis}")] if placed else []
     sink.error(
@@ -105,7 +105,7 @@ def _mixed(setting: ImagesSetting, over: Owned, other: Owned, sink: Sink) -> Non
     )
 
 
-def _styled(plan: Plan, setting: ImagesSetting, holder: Modules, sink: Sink) -> bool:
+def _report_style(plan: Plan, setting: ImagesSetting, holder: Modules, sink: Sink) -> bool:
     """Reports the first rule on a tower over the same axis; whether there is one."""
     rules = (r for r in plan.tensor if r.axis == setting.axis and r.style != st.Replicated())
     rule = next((r for r in rules if _on_tower(r, holder)), None)
@@ -141,7 +141,7 @@ def _on_tower(rule: TensorRule, holder: Modules) -> bool:
     return _sums(rule) if above else _of_tower(rule.modules, holder)
 
 
-def _summed(setting: ImagesSetting, holder: Modules, facts: Facts) -> Iterator[TensorRule]:
+def _sum_rules(setting: ImagesSetting, holder: Modules, facts: Facts) -> Iterator[TensorRule]:
     """The rules by which gradients are summed: of the tower, and of parameters that the holder has
     itself, such as one that stands between the rows of an image.
     """

@@ -122,10 +122,10 @@ class State:
     def kind(self, tensor: int) -> Held:
         return self.kinds.get(tensor, Held.WHOLE)
 
-    def typed(self, tensors: Iterable[int], kind: Held) -> State:
+    def with_kind(self, tensors: Iterable[int], kind: Held) -> State:
         return replace(self, kinds={**self.kinds, **dict.fromkeys(tensors, kind)})
 
-    def ruled(self, *rules: FoundRule, sent: float = 0) -> State:
+    def with_rules(self, *rules: FoundRule, sent: float = 0) -> State:
         return replace(self, rules=(*self.rules, *rules), sent=self.sent + sent)
 
     def some(self, call: FlowCall, *kinds: Held) -> list[tuple[str, int]]:

@@ -44,7 +44,7 @@ def gradient_sums(of: FlowOperations, state: State) -> Iterator[FoundRule]:
                     waiting += ((t, met) for t in event.taken)
             elif event.linear and event.name not in splits:
                 rope = slices.get(tensor, flow.shapes[tensor][-1])
-                beside = tuple(_beside(flow, tensor, rope))
+                beside = tuple(_rest_consumers(flow, tensor, rope))
                 style = st.MlaKv(rope=rope)
                 yield found._replace(module=event.name, style=style, beside=beside)
             elif event.name not in splits:
@@ -52,7 +52,7 @@ def gradient_sums(of: FlowOperations, state: State) -> Iterator[FoundRule]:
                 waiting += ((t, met) for t in event.taken)
 
 
-def _beside(flow: DataFlow, tensor: int, rope: int) -> Iterator[str]:
+def _rest_consumers(flow: DataFlow, tensor: int, rope: int) -> Iterator[str]:
     """The modules that take the rest of a linear's output, and whose widths it has."""
     rest = flow.shapes[tensor][-1] - rope
     for call in flow.calls:

@@ -61,8 +61,8 @@ def infer_layouts(plan: Plan, facts: Facts, sink: Sink) -> Plan:
         if plan.mesh.size(setting.axis) > 1 and "tensor" not in plan.broken:
             plan = _Section(plan, facts, setting, sink).inferred()
     if "tensor" not in plan.broken:
-        plan = _completed(plan, facts, sink)
-    for section, own in () if "tensor" in plan.broken else _stated(plan, facts, sink):
+        plan = _complete_layouts(plan, facts, sink)
+    for section, own in () if "tensor" in plan.broken else _stated_sections(plan, facts, sink):
         found = section.recorded(own)
         plan = section.observed(plan, found)
         if not isinstance(found, Unrepresented | str):
@@ -72,11 +72,11 @@ def infer_layouts(plan: Plan, facts: Facts, sink: Sink) -> Plan:
     return plan
 
 
-def _completed(plan: Plan, facts: Facts, sink: Sink) -> Plan:
+def _complete_layouts(plan: Plan, facts: Facts, sink: Sink) -> Plan:
     """The plan with the layouts of sections without the setting whose rules are splits alone, and
     that lack layouts as they are: those of whole hidden states, where the splits have such.
     """
-    for section, own in [*_stated(plan, facts, Sink())]:
+    for section, own in [*_stated_sections(plan, facts, Sink())]:
         axis = section.setting.axis
         if all(rule.open for rule in plan.tensor if rule.axis == axis) and any(section.errors(own)):
             setting = replace(section.setting, wanted=False)
@@ -92,11 +92,11 @@ def layout_errors(plan: Plan, facts: Facts) -> Iterator[LayoutClash | TensorRule
     """Yields the rules that must follow from those of sections that state all layouts, and are not
     stated, and where stated layouts do not go with what flows; nothing where the flow is not known.
     """
-    for section, own in _stated(plan, facts, Sink()):
+    for section, own in _stated_sections(plan, facts, Sink()):
         yield from section.errors(own)
 
 
-def _stated(
+def _stated_sections(
     plan: Plan, facts: Facts, sink: Sink
 ) -> Iterator[tuple["_Section", tuple[TensorRule, ...]]]:
     """Yields the sections that state all layouts, each with its rules."""
@@ -138,10 +138,10 @@ class _Section:
         if layouts is None:
             return replace(plan, broken=plan.broken | {"tensor"})
         self.cut(flow, small, layouts)
-        memo, key = self.facts.memo, (*_named(own), setting.wanted, setting.origin)
+        memo, key = self.facts.memo, (*_rules_key(own), setting.wanted, setting.origin)
         if key not in memo:
             made = _Carried(flow, state, small, layouts, setting)
-            if problem := made.uneven or made.unsized(source.facts):
+            if problem := made.uneven or made.unsized_linear(source.facts):
                 return self._unknown(problem)
             sized = tuple(rule.sized(self.facts) for rule in made.rules(own))
             self.facts.remember(key, sized)
@@ -205,7 +205,7 @@ class _Section:
         layouts = self.complete(flow, small)
         if isinstance(layouts, Clash):
             why = _why(layouts)
-            blamed = _blamed(flow, why, small)
+            blamed = _clash_lines(flow, why, small)
             lines = tuple(o for o in dict.fromkeys(r.origin for r in own) if o in blamed)
             yield LayoutClash(text=_lines(flow, why)[0], origins=lines)
             return
@@ -239,17 +239,17 @@ class _Section:
         data flow, remembered with the facts: a search tries many plans with the same rules; or why
         there is none.
         """
-        memo, key = self.facts.memo, _named(own)
+        memo, key = self.facts.memo, _rules_key(own)
         if key in memo:
             kept: Recorded = memo[key]
             return kept
-        found = self._recorded(own)
+        found = self._make_recording(own)
         if not isinstance(found, Unrepresented | str):
             self.facts.remember(key, found)
         return found
 
-    def _recorded(self, own: tuple[TensorRule, ...]) -> Recorded | Unrepresented | str:
-        bare = _alone(self.plan, own)
+    def _make_recording(self, own: tuple[TensorRule, ...]) -> Recorded | Unrepresented | str:
+        bare = _restrict_rules(self.plan, own)
         apart = variants(bare, self.facts, ends=True)
         problem: Unrepresented | str = ""
         for layers in _DEPTHS:
@@ -279,7 +279,7 @@ class _Section:
         found = self._chosen(flow, small)
         if isinstance(found, Layouts):
             return found
-        if not self._contradicted(flow, small):
+        if not self._report_contradiction(flow, small):
             self._impossible(flow, found, small)
         return None
 
@@ -296,7 +296,7 @@ class _Section:
             return parts  # `auto`, and in parts alone it is possible at all
         return _why(parts if wanted else plain)
 
-    def _contradicted(self, flow: DataFlow, small: tuple[TensorRule, ...]) -> bool:
+    def _report_contradiction(self, flow: DataFlow, small: tuple[TensorRule, ...]) -> bool:
         """Reports the stated layouts (PL505) without which there are layouts."""
         stated = dict.fromkeys(rule.origin for rule in small if not rule.open)
         for origin in stated:
@@ -342,7 +342,7 @@ class _Section:
         self.sink.error(
             "PL525",
             f"no layouts over {setting.axis} go with these splits",
-            *(_blamed(flow, why[-1:], small) or (setting.origin,)),
+            *(_clash_lines(flow, why[-1:], small) or (setting.origin,)),
             facts=facts,
             help="gather the output that the line needs whole (`colwise(-> replicate)`), or leave "
             "the weights whole",
@@ -358,7 +358,9 @@ def _origins(flow: DataFlow, rules: Iterable[TensorRule]) -> dict[str, list[Span
     return found
 
 
-def _blamed(flow: DataFlow, why: Iterable[Tried], rules: Iterable[TensorRule]) -> tuple[Span, ...]:
+def _clash_lines(
+    flow: DataFlow, why: Iterable[Tried], rules: Iterable[TensorRule]
+) -> tuple[Span, ...]:
     """The lines of the rules that gave the tensors of clashes."""
     lines = _origins(flow, rules)
     return tuple(dict.fromkeys(o for one in why for n in one.rules for o in lines.get(n, ())))
@@ -404,12 +406,12 @@ def _why(found: Layouts | Clash | None) -> tuple[Tried, ...]:
     return ()
 
 
-def _named(rules: Iterable[TensorRule]) -> tuple[Any, ...]:
+def _rules_key(rules: Iterable[TensorRule]) -> tuple[Any, ...]:
     """A key by which rules are compared, with their lines."""
     return tuple((r.modules.path, r.axis, r.style, r.open, r.origin, r.written) for r in rules)
 
 
-def _alone(plan: Plan, rules: tuple[TensorRule, ...]) -> Plan:
+def _restrict_rules(plan: Plan, rules: tuple[TensorRule, ...]) -> Plan:
     """The plan with some of its tensor rules alone."""
     nothing = plan.placed(lambda *_: ())
     return replace(nothing, tensor=rules, load=None, pipeline=None)
@@ -437,11 +439,11 @@ class _Carried:
         not.
         """
         for path, blocks in self.state.alike():
-            if len({self._inside(f"{path}.{i}") for i in blocks}) > 1:
+            if len({self._block_rules(f"{path}.{i}") for i in blocks}) > 1:
                 return f"blocks of one kind of `{path}` get different layouts"
         return None
 
-    def unsized(self, small: Facts) -> str | None:
+    def unsized_linear(self, small: Facts) -> str | None:
         """The fix if widths of modules do not tell the number of rotary features of a linear; None
         if they do.
         """
@@ -453,7 +455,7 @@ class _Carried:
                     return f"state `mla_kv(rope = ...)` of `{generic(found.module)}`"
         return None
 
-    def _inside(self, block: str) -> frozenset[tuple[str, Style]]:
+    def _block_rules(self, block: str) -> frozenset[tuple[str, Style]]:
         return frozenset(
             (f.module.removeprefix(block), f.style)
             for f in self.layouts.rules

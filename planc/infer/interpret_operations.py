@@ -219,7 +219,7 @@ class FlowOperations:
         while True:
             made = self.makers.get(tensor, ())
             calls = [e for e in made if isinstance(e, FlowCall)]
-            if any(self.wrapped(e) or around.forced.get(e.name) is Held.WHOLE for e in calls):
+            if any(self.is_wrapped(e) or around.forced.get(e.name) is Held.WHOLE for e in calls):
                 return True
             rest = [e for e in made if not (isinstance(e, Operation) and e.in_place)]
             if not rest or not isinstance(rest[0], Operation) or rest[0].name not in VIEWS:
@@ -230,7 +230,7 @@ class FlowOperations:
         """The styles of a module that the plan states."""
         return (*self.splits.get(call.name, ()), *self.stated.get(call.name, ()))
 
-    def wrapped(self, call: FlowCall) -> bool:
+    def is_wrapped(self, call: FlowCall) -> bool:
         """Whether a style returns the output of a module."""
         return any(contract(style).gives for style in self.styles(call))
 

@@ -43,19 +43,19 @@ def layouts_of(flow: DataFlow, known: Known, *, sequence: bool) -> Layouts | Cla
             flow.memo["text"] = encode(flow)
         parts = (flow.memo["text"], repr(known), str(sequence))
         key = cache.entry_name("layouts", *parts, sources=_sources())
-        found = _decoded(cache.recall(key))
+        found = _decode(cache.recall(key))
         if found is None:
             try:
                 found = infer(flow, dict(known[0]), dict(known[1]), sequence=sequence)
             except Clash as clash:
                 found = clash
-            cache.keep(key, _encoded(found))
+            cache.keep(key, _encode(found))
         flow.memo[memo] = found
     kept: Layouts | Clash = flow.memo[memo]
     return kept
 
 
-def _encoded(found: Layouts | Clash) -> dict[str, Any]:
+def _encode(found: Layouts | Clash) -> dict[str, Any]:
     if isinstance(found, Clash):
         return {"clash": [str(found), found.line, found.rules]}
     styles = list(dict.fromkeys(rule.style for rule in found.rules))
@@ -69,7 +69,7 @@ def _encoded(found: Layouts | Clash) -> dict[str, Any]:
     }
 
 
-def _decoded(data: Any) -> Layouts | Clash | None:
+def _decode(data: Any) -> Layouts | Clash | None:
     try:
         if "clash" in data:
             why, line, rules = data["clash"]

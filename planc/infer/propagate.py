@@ -203,11 +203,13 @@ class _Inference(FlowOperations):
                 case st.Parameters():
                     split = {name for name, _ in style.layouts}
                     own = (t for name, t in call.weights if name in split)
-                    state = state.typed(own, Held.VARYING).ruled(FoundRule(call.name, style))
+                    state = state.with_kind(own, Held.VARYING).with_rules(
+                        FoundRule(call.name, style)
+                    )
                 case _:
-                    state = state.ruled(FoundRule(call.name, style))
+                    state = state.with_rules(FoundRule(call.name, style))
                     if contract(style).gives:
-                        return state.typed(call.given, Held.VARYING)
+                        return state.with_kind(call.given, Held.VARYING)
         if state.some(call, Held.PART):
             return self.ends(call, self.with_parts(call, state, around), around)
         return self.ends(call, self.without_parts(call, state, around), around)
@@ -217,27 +219,27 @@ class _Inference(FlowOperations):
         to, flow = around.forced.get(call.name), self.flow
         tokens = [(place, t) for place, t in call.outputs if flow.token_dim(t) is not None]
         first = call.outputs[0] if call.outputs else None
-        if to is Held.PART and (some := _of(tokens, state, Held.WHOLE)):
+        if to is Held.PART and (some := _select_kind(tokens, state, Held.WHOLE)):
             changes = {p: Redistribution(Replicate(), self.part(t)) for p, t in some}
-            made = state.typed((t for _, t in tokens), Held.PART)
+            made = state.with_kind((t for _, t in tokens), Held.PART)
             reason = "its output goes where parts of the sequence are"
             found = self.output(call, changes, reason, local=False)
-            return made.ruled(found, sent=self.wide(t for _, t in some))
+            return made.with_rules(found, sent=self.wide(t for _, t in some))
         both = Redistribution(Replicate(), Replicate())
         if to is Held.GATHERED and first and state.kind(first[1]) is Held.WHOLE:
             reason = "its output is written into, which a style's local output refuses"
             found = self.output(call, {first[0]: both}, reason, local=False)
-            return state.typed((first[1],), Held.GATHERED).ruled(found)
+            return state.with_kind((first[1],), Held.GATHERED).with_rules(found)
         inner = to is not Held.GATHERED and not around.gathered
         if inner and first and state.kind(first[1]) is Held.GATHERED:
             reason = "what is around it takes a plain tensor"
             found = self.output(call, {first[0]: both}, reason)
-            return state.typed((first[1],), Held.WHOLE).ruled(found)
-        if to is Held.WHOLE and (some := _of(tokens, state, Held.PART)):
+            return state.with_kind((first[1],), Held.WHOLE).with_rules(found)
+        if to is Held.WHOLE and (some := _select_kind(tokens, state, Held.PART)):
             changes = {p: Redistribution(self.part(t), Replicate()) for p, t in some}
-            made = state.typed((t for _, t in tokens), Held.WHOLE)
+            made = state.with_kind((t for _, t in tokens), Held.WHOLE)
             found = self.output(call, changes, "its output is needed whole")
-            return made.ruled(found, sent=self.wide(t for _, t in some))
+            return made.with_rules(found, sent=self.wide(t for _, t in some))
         return state
 
     def without_parts(self, call: FlowCall, state: State, around: Around) -> State:
@@ -251,9 +253,9 @@ class _Inference(FlowOperations):
         whole = [(k, t) for k, t in state.some(call, Held.WHOLE) if self.flow.hidden(t)]
         if whole and call.name in self.above and not around.gathered:
             if not around.sequence:
-                ways.append(self.way(lambda: self.fed(call, whole, state, around)))
+                ways.append(self.way(lambda: self.sum_input_gradient(call, whole, state, around)))
             elif around.may_enter:
-                ways.append(self.way(lambda: self.entered(call, whole, state, around)))
+                ways.append(self.way(lambda: self.enter_sequence(call, whole, state, around)))
         possible = [way for way in ways if isinstance(way, State)]
         if not possible:
             assert isinstance(ways[0], Clash)
@@ -285,15 +287,15 @@ class _Inference(FlowOperations):
         reason = "its whole weights are applied to what each rank has of its own"
         weights = tuple(dict.fromkeys(c.name for c in self.sources(source, state)))
         found = FoundRule(call.name, style, reason, weights, call.line)
-        return replace(made, met=others, rules=state.rules).ruled(found)
+        return replace(made, met=others, rules=state.rules).with_rules(found)
 
-    def fed(
+    def sum_input_gradient(
         self, call: FlowCall, whole: Sequence[tuple[str, int]], state: State, around: Around
     ) -> State:
         """One sum of the input's gradient for all linears inside that take it."""
-        inner = state.typed((t for _, t in whole), Held.GATHERED)
+        inner = state.with_kind((t for _, t in whole), Held.GATHERED)
         made = self.attempt(call, inner, replace(around, gathered=True, mends=False))
-        made = made.typed((t for _, t in whole if t not in call.given), Held.WHOLE)
+        made = made.with_kind((t for _, t in whole if t not in call.given), Held.WHOLE)
         if any(made.kind(t) is Held.GATHERED for t in call.given):
             raise Clash("a DTensor leaves", call.line)
         reason = "the gradients of all that take its input are summed once"
@@ -301,12 +303,12 @@ class _Inference(FlowOperations):
         found = self.input(call, whole, lambda _: both, reason)
         return _first(made, state, found, sent=2 * self.wide(t for _, t in whole))
 
-    def entered(
+    def enter_sequence(
         self, call: FlowCall, whole: Sequence[tuple[str, int]], state: State, around: Around
     ) -> State:
         """From here on hidden states are parts of the sequence."""
-        made = self.attempt(call, state.typed((t for _, t in whole), Held.PART), around)
-        made = made.typed((t for _, t in whole if t not in call.given), Held.WHOLE)
+        made = self.attempt(call, state.with_kind((t for _, t in whole), Held.PART), around)
+        made = made.with_kind((t for _, t in whole if t not in call.given), Held.WHOLE)
         reason = "from here on, hidden states are parts of the sequence"
         found = self.input(call, whole, lambda t: Redistribution(Replicate(), self.part(t)), reason)
         return _first(made, state, found, sent=self.wide(t for _, t in whole))
@@ -353,7 +355,7 @@ class _Inference(FlowOperations):
         found = FoundRule(call.name, st.Sequence(dim=dim), reason, line=call.line)
         work = not call.linear and any(flow.shapes[t][-1] == flow.width for t in call.given)
         made = replace(made, rules=state.rules, sent=state.sent, work=made.work + work)
-        return made.ruled(found)
+        return made.with_rules(found)
 
     def gather(
         self,
@@ -367,7 +369,7 @@ class _Inference(FlowOperations):
     ) -> State:
         if not local and call.weights and call.leaf and call.name not in self.splits:
             raise Clash(f"plain weights of `{call.name}` take a DTensor", call.line)
-        inner = state.typed((t for _, t in parts), Held.WHOLE if local else Held.GATHERED)
+        inner = state.with_kind((t for _, t in parts), Held.WHOLE if local else Held.GATHERED)
         inside = Around(
             sequence=tail, forced=around.forced, may_enter=False, gathered=not local, mends=False
         )
@@ -402,20 +404,20 @@ class _Inference(FlowOperations):
         reason = "each rank has all of its output, and keeps its part of the sequence"
         cut = self.output(call, changes, reason, local=False)
         changed = (t for place, t in call.outputs if place in changes)
-        return made.ruled(cut, sent=self.wide(changed))
+        return made.with_rules(cut, sent=self.wide(changed))
 
     # Stated layouts -------------------------------------------------------------------------------
 
     def as_stated(self, call: FlowCall, state: State, around: Around) -> State:
         """A module whose layouts are stated: nothing is added to it."""
         styles = self.stated[call.name]
-        before = state.ruled(*(FoundRule(call.name, style) for style in styles))
+        before = state.with_rules(*(FoundRule(call.name, style) for style in styles))
         inner = before
         for style in styles:
             if isinstance(style, st.Parameters):
                 split = {name for name, one in style.layouts if isinstance(one.layout, Shard)}
                 own = (t for name, t in call.weights if name in split)
-                inner = inner.typed(own, Held.VARYING)
+                inner = inner.with_kind(own, Held.VARYING)
             if isinstance(style, st.Input):
                 places = ((str(i), change) for i, change in enumerate(style.positional))
                 outside = inner  # a tensor can be given twice, as query and as key
@@ -424,7 +426,7 @@ class _Inference(FlowOperations):
                     if change is not None and tensor is not None:
                         self.meets(call, tensor, change.source, outside)
                         kind = self.kind_of(tensor, change.target, style.local)
-                        inner = inner.typed((tensor,), kind)
+                        inner = inner.with_kind((tensor,), kind)
         weights = (st.Colwise, st.Rowwise, st.Sequence, st.Experts, st.MlaKv, st.Custom)
         main = next((s for s in styles if isinstance(s, weights)), None)
         if main is not None:
@@ -443,7 +445,7 @@ class _Inference(FlowOperations):
                 if change is not None and place in outputs and isinstance(style, st.Output):
                     self.meets(call, outputs[place], change.source, made)
                     kind = self.kind_of(outputs[place], change.target, style.local)
-                    made = made.typed((outputs[place],), kind)
+                    made = made.with_kind((outputs[place],), kind)
         return made
 
     def of_style(self, call: FlowCall, style: Style, state: State) -> State:
@@ -467,7 +469,7 @@ class _Inference(FlowOperations):
             last = len(self.flow.shapes[tensor]) - 1
             at = style.dim if isinstance(style, st.Sequence) else last
             state = replace(state, dims={**state.dims, tensor: at})
-            state = state.typed((tensor,), self.kind_of(tensor, output, local))
+            state = state.with_kind((tensor,), self.kind_of(tensor, output, local))
         return state
 
     # Split weights --------------------------------------------------------------------------------
@@ -489,10 +491,10 @@ class _Inference(FlowOperations):
         if call.name in self.heads:
             reason = "what leaves the model is whole"
         dims = {**state.dims, out: len(self.flow.shapes[out]) - 1}
-        state = replace(state, dims=dims).typed((out,), Held.WHOLE if whole else Held.VARYING)
+        state = replace(state, dims=dims).with_kind((out,), Held.WHOLE if whole else Held.VARYING)
         free = have is Held.GATHERED or source not in self.flow.live
         sent = 0 if free else 2 * self.wide((source,))
-        return state.ruled(FoundRule(call.name, made, reason, line=call.line), sent=sent)
+        return state.with_rules(FoundRule(call.name, made, reason, line=call.line), sent=sent)
 
     def rowwise(self, call: FlowCall, style: st.Rowwise, state: State, around: Around) -> State:
         source, out = call.taken[0], call.given[0]
@@ -516,7 +518,7 @@ class _Inference(FlowOperations):
         if have is not Held.VARYING and isinstance(style.input, Shard):
             reason = reason or "its input is whole"
         found = FoundRule(call.name, made, reason, line=call.line)
-        return state.typed((out,), kind).ruled(found, sent=2 * self.wide((out,)))
+        return state.with_kind((out,), kind).with_rules(found, sent=2 * self.wide((out,)))
 
     def experts(self, call: FlowCall, style: st.Experts, state: State, around: Around) -> State:
         parts = [t for _, t in state.some(call, Held.PART)]
@@ -540,8 +542,8 @@ class _Inference(FlowOperations):
             style, output=self.part(out) if cut else Replicate(), local=kind is Held.WHOLE
         )
         reason = "its sum is needed as parts of the sequence" if cut else ""
-        state = state.typed(call.given, Held.WHOLE).typed((out,), kind)
-        return state.ruled(FoundRule(call.name, made, reason, line=call.line), *inner, sent=4)
+        state = state.with_kind(call.given, Held.WHOLE).with_kind((out,), kind)
+        return state.with_rules(FoundRule(call.name, made, reason, line=call.line), *inner, sent=4)
 
 
 def _first(made: State, before: State, found: FoundRule, *, sent: float) -> State:
@@ -550,7 +552,7 @@ def _first(made: State, before: State, found: FoundRule, *, sent: float) -> Stat
     return replace(made, rules=(*before.rules, found, *inner), sent=made.sent + sent)
 
 
-def _of(
+def _select_kind(
     some: Iterable[tuple[int | None, int]], state: State, kind: Held
 ) -> list[tuple[int | None, int]]:
     return [(place, t) for place, t in some if state.kind(t) is kind]

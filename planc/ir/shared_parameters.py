@@ -4,7 +4,7 @@ blocks that share a module, several heads that share a table.
 
 from dataclasses import replace
 
-from planc.model.facts import Facts, Modules, merged
+from planc.model.facts import Facts, Modules, merge_sets
 from planc.model.layer_kinds import blocks_added_to
 from planc.ops.pipeline import Copies, Pipeline
 
@@ -40,9 +40,14 @@ def with_copies(op: Pipeline, facts: Facts) -> Pipeline:
     every = tuple(range(op.stages))
     again = tuple(replace(some, stages=every) for some in op.copies if not some.modules)
     rest = (
-        Copies(stages=stages, parameters=tuple(names), modules=tuple(merged(dict.fromkeys(owners))))
+        Copies(
+            stages=stages, parameters=tuple(names), modules=tuple(merge_sets(dict.fromkeys(owners)))
+        )
         for stages, (names, owners) in found.items()
     )
     return replace(
-        op, ties=tuple(ties), shared=tuple(merged(dict.fromkeys(shared))), copies=(*again, *rest)
+        op,
+        ties=tuple(ties),
+        shared=tuple(merge_sets(dict.fromkeys(shared))),
+        copies=(*again, *rest),
     )

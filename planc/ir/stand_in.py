@@ -111,7 +111,7 @@ def _inferred(node: Any) -> str:
     return style_text(node.style) if inferred else ""
 
 
-_FIRST, _LAST = Span.at("first"), Span.at("last")
+_FIRST, _LAST = Span.from_place("first"), Span.from_place("last")
 _ENDS = frozenset[tuple[Span, tuple[Any, ...]]]({(_FIRST, ()), (_LAST, ())})
 
 
@@ -276,16 +276,18 @@ class StandInModel:
             else:
                 inner = ((one, c) for one in at for c in one.module.children if c.name == part)
                 at = tuple(Modules((*one.path, part), c.module) for one, c in inner)
-            small = _step(small, Indices.of([int(part)]) if entry else part)
+            small = _step(small, Indices.from_numbers([int(part)]) if entry else part)
         return at
 
     def _stood_for(self, at: Modules, small: Modules, entry: int) -> Iterator[Modules]:
         """The entries of a real list that an entry of a small one stands for."""
         if at.path in self._layers:
             standing = self._standing.get(at.path, [])
-            wanted = Indices.of(i for i, some in enumerate(standing) if some[:1] == [entry])
+            wanted = Indices.from_numbers(
+                i for i, some in enumerate(standing) if some[:1] == [entry]
+            )
         elif length(at) == length(small):
-            wanted = Indices.of([entry])
+            wanted = Indices.from_numbers([entry])
         else:
             of = next((made for made, all in _by_structure(small).items() if entry in all), None)
             first = of is not None and _by_structure(small)[of].first == entry
@@ -352,7 +354,7 @@ class StandInModel:
         there, here = length(real), length(at)
         if real.path in self._layers:
             layers = self._layers[real.path]
-            chosen = Indices.of(i for i, layer in enumerate(layers) if layer in wanted)
+            chosen = Indices.from_numbers(i for i, layer in enumerate(layers) if layer in wanted)
         elif there == here:
             chosen = wanted
         elif made := [made for made, every in _by_structure(real).items() if every == wanted]:

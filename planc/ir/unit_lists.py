@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 
 from planc.ir.nodes import Plan
-from planc.model.facts import Child, Facts, Modules, Segment, merged
+from planc.model.facts import Child, Facts, Modules, Segment, merge_sets
 from planc.model.indices import Indices
 
 
@@ -22,7 +22,7 @@ def lists(plan: Plan, facts: Facts) -> tuple[tuple[Modules, ...], ...]:
         first = unit.members[0]
         if not unit.group and first.list_at is not None:
             found.setdefault(first.key[: first.list_at], []).append(first)
-    kept = [s for s in map(merged, found.values()) if len(entries(s)) > 1]
+    kept = [s for s in map(merge_sets, found.values()) if len(entries(s)) > 1]
     return tuple(tuple(sorted(s, key=lambda m: order.get(m.key, 0))) for s in kept)
 
 
@@ -35,7 +35,7 @@ def entries(units: tuple[Modules, ...] | list[Modules]) -> Indices:
 
 def of_entry(modules: Modules, index: int) -> Modules | None:
     """The modules that are in one entry of their outermost list."""
-    return modules.with_entries(Indices.of([index])) if index in modules.entries else None
+    return modules.with_entries(Indices.from_numbers([index])) if index in modules.entries else None
 
 
 def parted(at: Modules, child: Child, sets: Iterable[Modules]) -> Iterator[Modules]:

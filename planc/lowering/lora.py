@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from planc.infer.apply_adapters import adapted_tensor_rules
 from planc.ir.nodes import AdapterRule, Plan
-from planc.model.facts import Modules, merged
+from planc.model.facts import Modules, merge_sets
 from planc.ops.lora import BASE_LAYER, Adapt
 from planc.ops.quantization import Quantize
 from planc.ops.styles import Colwise, Rowwise
@@ -38,7 +38,7 @@ def _by_line(rules: Iterable[tuple[Rule, Modules]]) -> list[Rule]:
     found: dict[tuple[Rule, str], list[Modules]] = {}
     for op, modules in rules:
         found.setdefault((op, op.place), []).append(modules)
-    return [replace(op, members=tuple(merged(sets))) for (op, _), sets in found.items()]
+    return [replace(op, members=tuple(merge_sets(sets))) for (op, _), sets in found.items()]
 
 
 def scales(plan: Plan) -> int:

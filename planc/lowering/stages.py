@@ -8,7 +8,7 @@ from planc.diagnostics.source import NOWHERE, Span
 from planc.ir import nodes as ir
 from planc.model.facts import Facts, Module, Modules
 from planc.model.indices import Indices
-from planc.model.module_table import Path, divided
+from planc.model.module_table import Path, divide_children
 from planc.ops.pipeline import Pipeline, stages_of_rank
 
 
@@ -93,6 +93,6 @@ def _without(at: Module, parts: list[tuple[Path, bool]], gone: bool = False) -> 
     gone = gone or ((), False) in parts
     children = tuple(
         replace(child, module=_without(child.module, below, gone))
-        for child, below in divided(at, [part for part in parts if part[0]])
+        for child, below in divide_children(at, [part for part in parts if part[0]])
     )
     return replace(at, parameters=() if gone else at.parameters, children=children)

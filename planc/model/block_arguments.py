@@ -93,7 +93,7 @@ def block_arguments(facts: Facts, blocks: str, names: Sequence[str]) -> BlockArg
     if key not in _KNOWN:
         data = recall(key)
         if data is None and not missing():
-            data = _recorded(facts, blocks, names)
+            data = _record(facts, blocks, names)
             keep(key, data)
         try:
             _KNOWN[key] = _read(data)
@@ -110,7 +110,7 @@ def _read(data: Any) -> BlockArguments:
     )
 
 
-def _recorded(facts: Facts, blocks: str, names: Sequence[str]) -> dict[str, Any]:
+def _record(facts: Facts, blocks: str, names: Sequence[str]) -> dict[str, Any]:
     from planc.model.sources.huggingface import importing, prepare, training_model
 
     values = {**facts.config, "architectures": [facts.name]}

@@ -66,7 +66,7 @@ def require_torch(what: str) -> None:
         raise PlanError(sink)
 
 
-def unproved() -> str:
+def unproved_reason() -> str:
     """Why nothing is known of a plan where torch is missing."""
     has = "and the unpacked pack has no verdict on it" if made_with() else "and no pack is unpacked"
     return f"{not_installed()}, {has}"
@@ -176,7 +176,7 @@ def versions(config: Mapping[str, Any]) -> dict[str, str]:
 def read(key: str, *, config_name: str, stated_fields: frozenset[str]) -> Facts | None:
     """The facts of an entry, or None if there is no valid one."""
     try:
-        return decoded(recall(key), config_name=config_name, stated_fields=stated_fields)
+        return decode_facts(recall(key), config_name=config_name, stated_fields=stated_fields)
     except (ValueError, KeyError, TypeError, IndexError, AttributeError):
         return None  # a malformed entry counts as missing
 
@@ -199,7 +199,7 @@ def keep(key: str, data: Any) -> None:
     missing: what follows from a pack was not found on this machine.
     """
     if not missing():
-        write_file(f"{key}.json", written(key, getattr(key, "about", {}), data))
+        write_file(f"{key}.json", entry_text(key, getattr(key, "about", {}), data))
 
 
 def write_file(name: str, text: str) -> None:
@@ -210,7 +210,7 @@ def write_file(name: str, text: str) -> None:
         atomic_write.write(own / name, text)
 
 
-def written(key: str, about: Mapping[str, str], data: Any) -> str:
+def entry_text(key: str, about: Mapping[str, str], data: Any) -> str:
     """The text of an entry: a digest of all of it, what it is, and the data."""
     texts = (json.dumps(part, separators=(",", ":")) for part in (about, data))
     about_text, body = texts
@@ -262,7 +262,7 @@ def _encode(facts: Facts) -> dict[str, Any]:
     }
 
 
-def decoded(
+def decode_facts(
     data: dict[str, Any], *, config_name: str = "", stated_fields: frozenset[str] = frozenset()
 ) -> Facts:
     """The facts of an entry's data. Raises anything at data that no `write` has made."""

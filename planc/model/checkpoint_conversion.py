@@ -30,7 +30,7 @@ def recipes(model: Any, names: Iterable[str], known: Iterable[str]) -> dict[str,
 
     What is stored unchanged has one name and no steps; names that the model lacks are unchanged.
     """
-    plain = _unwrapped(model)
+    plain = _plain_model(model)
     if plain is None:
         return {name: Recipe(parts=((name,),)) for name in names}
     from planc.compat.transformers import (
@@ -61,7 +61,7 @@ class HubNames:
     """
 
     def __init__(self, model: Any) -> None:
-        self._plain = _unwrapped(model)
+        self._plain = _plain_model(model)
         loaded = getattr(model, "_weight_conversions", None)  # by `from_pretrained`
         if self._plain is not None and loaded is not None:
             self._plain._weight_conversions = loaded
@@ -123,7 +123,7 @@ def _natural(name: str) -> list[tuple[int, str]]:
     return [(int(p), "") if p.isdecimal() else (-1, p) for p in name.split(".")]
 
 
-def _unwrapped(model: Any) -> Any:
+def _plain_model(model: Any) -> Any:
     """The model on meta, before any wrapping; None if it is not a transformers model.
 
     The conversions are looked up by class names, which FSDP changes. Its attention never runs, and

@@ -179,7 +179,7 @@ def locate_config(model: str) -> ConfigFile | None:
     except (OSError, ValueError):  # the name is too long or contains NUL
         return None
     if mode is not None and stat.S_ISDIR(mode):
-        inner = _inside(path)
+        inner = _config_path(path)
         return ConfigFile(name=f"{model.rstrip('/')}/{inner}", path=path / inner)
     if mode is not None:
         return ConfigFile(name=model, path=path)
@@ -188,7 +188,7 @@ def locate_config(model: str) -> ConfigFile | None:
     return _in_hub_cache(model)
 
 
-def _inside(folder: Path) -> str:
+def _config_path(folder: Path) -> str:
     """The path of the configuration in a folder; a diffusers pipeline has it in `transformer/`."""
     pipeline = not (folder / "config.json").exists() and (folder / "model_index.json").exists()
     return "transformer/config.json" if pipeline else "config.json"
@@ -230,7 +230,7 @@ def _snapshot(model: str) -> Path | None:
         repository = hub.expanduser() / f"models--{model.replace('/', '--')}"
         commit = (repository / "refs" / "main").read_text(encoding="ascii").strip()
         snapshot = repository / "snapshots" / commit
-        path = snapshot / _inside(snapshot)
+        path = snapshot / _config_path(snapshot)
         return path if path.is_file() else None
     except (OSError, ValueError, RuntimeError):
         return None

@@ -288,7 +288,7 @@ class Modules:
         return tuple(found)
 
 
-def merged(sets: Iterable[Modules], *, alike: bool = False) -> list[Modules]:
+def merge_sets(sets: Iterable[Modules], *, alike: bool = False) -> list[Modules]:
     """The sets, merged where one set of indices differs; if `alike`, only of equal structure."""
     found: list[Modules] = []
     for modules in sets:
@@ -378,7 +378,7 @@ class Facts:
         return Modules((), self.root)
 
     @property
-    def unconfigured(self) -> bool:
+    def lacks_config(self) -> bool:
         """Whether no configuration builds it: a user's own module, or what a factory returns."""
         factory = bool(self.code) and not Path(self.code).is_absolute()
         return factory or self.user_model is not None
@@ -429,7 +429,7 @@ class Facts:
             for child in at.module.children:
                 indices = child.indices
                 if child.name == part if indices is None else _entry(part, indices):
-                    segment = part if indices is None else Indices.of([int(part)])
+                    segment = part if indices is None else Indices.from_numbers([int(part)])
                     at = Modules((*at.path, segment), child.module)
                     break
             else:

@@ -20,7 +20,7 @@ class Indices:
     bits: int
 
     @staticmethod
-    def of(indices: Iterable[int]) -> Indices:
+    def from_numbers(indices: Iterable[int]) -> Indices:
         bits = 0
         for index in indices:
             bits |= 1 << index
@@ -110,7 +110,7 @@ class Indices:
             result |= (
                 Indices.all(span.stop) - Indices.all(span.start)
                 if span.step == 1
-                else (Indices.of(span))
+                else (Indices.from_numbers(span))
             )
         return result
 

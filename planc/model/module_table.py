@@ -133,7 +133,7 @@ def towers(facts: Facts) -> Iterator[Modules]:
         yield from (m for m in holder.children if m.module.count and m.path[-1] in parts)
 
 
-def divided(
+def divide_children(
     module: Module, wanted: Sequence[tuple[Path, T]]
 ) -> Iterator[tuple[Child, list[tuple[Path, T]]]]:
     """The children of a module, each with the values whose paths lead to it or below.
@@ -296,10 +296,10 @@ def _facts(module: Any) -> tuple[tuple[str, int], ...]:
     config = attributes.get("config") if "_is_expert_parallel" in attributes else None
     if getattr(config, "_experts_implementation", None) == GROUPED:
         facts.append((GROUPED, 1))
-    return (*facts, *_fused(module), *_puts_images(module))
+    return (*facts, *_fused_experts(module), *_puts_images(module))
 
 
-def _fused(module: Any) -> Iterator[tuple[str, int]]:
+def _fused_experts(module: Any) -> Iterator[tuple[str, int]]:
     """The number of fused experts, by the parameters of the forward and the shapes of weights."""
     count = module.__dict__.get("num_experts")
     shapes = [p.shape for p in module._parameters.values() if p is not None]
@@ -315,7 +315,7 @@ def _fused(module: Any) -> Iterator[tuple[str, int]]:
 
 def routed_experts(module: Any) -> int | None:
     """The number of fused experts of a module that is not parallel yet; None where it has none."""
-    return dict(_fused(module)).get(FUSED_EXPERTS)
+    return dict(_fused_experts(module)).get(FUSED_EXPERTS)
 
 
 def _puts_images(module: Any) -> Iterator[tuple[str, int]]:
@@ -331,7 +331,7 @@ def _puts_images(module: Any) -> Iterator[tuple[str, int]]:
         yield PUTS_SOUND, 1
     if [n for n in asked if n != _SOUND] == ["get_input_embeddings", _FEATURES[0]]:
         yield PUTS_IMAGES, 1
-        own, others = (_named(type(module), n) for n in (_FEATURES, ("forward",)))
+        own, others = (_code_names(type(module), n) for n in (_FEATURES, ("forward",)))
         for name in (*module._modules, *module._parameters):
             if name in own and name != LANGUAGE_MODEL:
                 yield f"{OF_IMAGES}{name}", 1 + (name in others)
@@ -343,7 +343,7 @@ _SOUND = "get_audio_features"
 """The method that computes features of sound."""
 
 
-def _named(cls: Any, methods: Sequence[str]) -> set[str]:
+def _code_names(cls: Any, methods: Sequence[str]) -> set[str]:
     """The names in the code of methods, and of those that it calls, but for `_FEATURES`."""
     found, waiting, seen = set[str](), [*methods], {*_FEATURES} - {*methods}
     while waiting:

@@ -18,7 +18,7 @@ from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, Modul
 from typing import Any
 
 from planc.model.facts import OwnCode
-from planc.model.shipped import LIBRARIES, content, functions_in, imports, library_of, shipped
+from planc.model.shipped import LIBRARIES, content, functions_in, imports, is_shipped, library_of
 
 _FOLLOWED = ("transformers", "diffusers")
 """Libraries whose functions are walked through, for what a script has put into their modules."""
@@ -49,7 +49,7 @@ def own_code(model: Any, *, alone: bool = False) -> OwnCode:
         if patched or known[cls] or alone:
             values.append(f"{name} {patched} {walk.held(module)}")
     for hook in _global_hooks():
-        if not shipped(hook):
+        if not is_shipped(hook):
             walk.replaced("every module", hook)
     walk.of_loss(model)
     walk.follow()
@@ -128,13 +128,13 @@ class _Walk:
             while hasattr(plain, "__wrapped__"):
                 plain = plain.__wrapped__
             here = f"{holder.__module__}.{holder.__qualname__}.{name}"
-            moved = shipped(holder) and _name(plain) != here
-            if moved or not shipped(function):
+            moved = is_shipped(holder) and _name(plain) != here
+            if moved or not is_shipped(function):
                 self.found.add(f"{cls.__name__}.{name} = {self.value(function, cls)}")
             self._wait(function, cls)
-        if not shipped(cls):
+        if not is_shipped(cls):
             self.found.add(f"{cls.__name__} is a class of its own")
-        return not shipped(cls)
+        return not is_shipped(cls)
 
     def of_instance(self, module: Any) -> Iterator[str]:
         """The functions that one module has and its class has not."""
@@ -144,7 +144,7 @@ class _Walk:
             yield self.replaced(type(module).__name__, own)
         for name in _HOOKS:
             for hook in inside[name].values() if inside.get(name) else ():
-                if not shipped(hook):
+                if not is_shipped(hook):
                     yield self.replaced(f"{type(module).__name__}{name}", hook)
         for name, value in inside.items():
             if isinstance(value, _CALLED) and name != "forward" and not self._kernel(module, value):
@@ -152,7 +152,7 @@ class _Walk:
 
     def _kernel(self, module: Any, value: Any) -> bool:
         """Whether a function that a module holds is of a library, or one that its file imports."""
-        if shipped(value):
+        if is_shipped(value):
             return True
         home = type(module).__module__
         names = (name for name, at in vars(sys.modules[home]).items() if at is value)
@@ -161,7 +161,7 @@ class _Walk:
     def of_loss(self, model: Any) -> None:
         """Notes the loss of a transformers model, which a property finds in a registry."""
         loss = model.loss_function if hasattr(type(model), "loss_function") else None
-        if loss is not None and not shipped(loss):
+        if loss is not None and not is_shipped(loss):
             self.found.add(f"the loss: {self.value(loss, None)}")
         self._wait(loss, None)
 
@@ -187,7 +187,7 @@ class _Walk:
             function, cls = self._waiting.pop()
             of_library = library_of(function.__code__.co_filename)
             names = {name for code in _codes(function.__code__) for name in code.co_names}
-            found = self._reached(function, names, cls, libraries_alone=bool(of_library))
+            found = self._reachable(function, names, cls, libraries_alone=bool(of_library))
             reached = sorted(found, key=lambda pair: pair[0])
             if of_library:
                 for name, value in reached:
@@ -198,7 +198,7 @@ class _Walk:
             given = self.value((function.__defaults__, function.__kwdefaults__), cls)
             self.found.add(f"{_text(function.__code__)} {given} {cells} {inner}")
 
-    def _reached(
+    def _reachable(
         self, function: FunctionType, names: set[str], cls: type | None, *, libraries_alone: bool
     ) -> Iterator[tuple[str, Any]]:
         """The globals, functions of imported modules, and methods that names may stand for."""
@@ -224,15 +224,15 @@ class _Walk:
         """Notes what a script has put into a library's module, class or registry."""
         if isinstance(getattr(value, "_global_mapping", None), Mapping):
             for key in sorted(self.implementations & {*value}):
-                self._registered(key, value[key])
+                self._note_attention(key, value[key])
             return
-        if shipped(value):
+        if is_shipped(value):
             self._wait(value, cls)
         elif not imports(function.__module__, name):
             self.found.add(f"{function.__module__} {name} = {self.value(value, cls)}")
 
-    def _registered(self, key: str, function: Any) -> None:
-        if shipped(function):
+    def _note_attention(self, key: str, function: Any) -> None:
+        if is_shipped(function):
             self._wait(function, None)
             return
         self.found.add(f"{key} = {self.value(function, None)}")
@@ -274,15 +274,15 @@ class _Walk:
             own = [f.__code__ for f in functions if not library_of(f.__code__.co_filename)]
             return str([_text(code) for code in own] or _name(value))
         if isinstance(value, BuiltinFunctionType) or not hasattr(value, "__dict__"):
-            return _name(value) if hasattr(value, "__name__") else _written(value)
-        if shipped(type(value)):
-            return _written(value)
+            return _name(value) if hasattr(value, "__name__") else _library_text(value)
+        if is_shipped(type(value)):
+            return _library_text(value)
         return f"{self._class(type(value))} {self.value(vars(value), cls, depth - 1)}"
 
     def _class(self, cls: type) -> str:
         """A class by its name; the methods of one that no library has are read too."""
         if cls not in self._classes:
-            self._classes[cls] = shipped(cls)
+            self._classes[cls] = is_shipped(cls)
             if not self._classes[cls]:
                 for value in cls.__dict__.values():
                     self._wait(value, cls)
@@ -317,7 +317,7 @@ def _name(value: Any) -> str:
     return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', value)}"
 
 
-def _written(value: Any) -> str:
+def _library_text(value: Any) -> str:
     """An object of a library: a dtype, a size, an enum; others only by their class."""
     text = repr(value)
     return text if " at 0x" not in text and len(text) < 1000 else type(value).__name__

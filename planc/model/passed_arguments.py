@@ -7,7 +7,7 @@ from itertools import pairwise
 from types import FunctionType
 from typing import Any
 
-from planc.model.shipped import shipped
+from planc.model.shipped import is_shipped
 
 
 def name_passed_arguments(model: Any) -> None:
@@ -23,9 +23,9 @@ def name_passed_arguments(model: Any) -> None:
     bases = [base for base in type(model).__mro__ if "forward" in vars(base)]
     for kind, base in reversed([*pairwise(bases)]):
         forward = vars(kind)["forward"]
-        if isinstance(forward, FunctionType) and not shipped(kind) and _calls(forward, bases):
+        if isinstance(forward, FunctionType) and not is_shipped(kind) and _calls(forward, bases):
             own, passed = inspect.signature(forward), inspect.signature(vars(base)["forward"])
-            forward.__signature__ = Signature([*_merged(own, passed)])  # type: ignore[attr-defined]
+            forward.__signature__ = Signature([*_merge_parameters(own, passed)])  # type: ignore[attr-defined]
 
 
 def _calls(forward: FunctionType, bases: list[type]) -> bool:
@@ -34,7 +34,7 @@ def _calls(forward: FunctionType, bases: list[type]) -> bool:
     return "forward" in names and not names.isdisjoint({"super", *(b.__name__ for b in bases)})
 
 
-def _merged(own: Signature, passed: Signature) -> Iterator[Parameter]:
+def _merge_parameters(own: Signature, passed: Signature) -> Iterator[Parameter]:
     """The parameters of a forward, with those of the base class instead of `**kwargs`."""
     kinds = [parameter.kind for parameter in own.parameters.values()]
     if Parameter.VAR_KEYWORD not in kinds:

@@ -109,7 +109,7 @@ def roles(facts: Facts) -> RoleModules:
         embedding=(*embedding, *(other for one in embedding for other in same_tensor(facts, one))),
         final_norm=tuple(norm for norm in [_after(found[-1], facts)] if norm) if found else (),
         head=around.heads[-1:],
-        experts=tuple(m for m in inside if _fused(m)),
+        experts=tuple(m for m in inside if _is_fused(m)),
     )
 
 
@@ -145,7 +145,7 @@ def _after(blocks: Modules, facts: Facts) -> Modules | None:
     return next((m for m in norms if "embed" not in str(m.path[-1])), None)
 
 
-def _fused(modules: Modules) -> bool:
+def _is_fused(modules: Modules) -> bool:
     return any(modules.module.fact(name) is not None for name in (FUSED_EXPERTS, BATCHED_EXPERTS))
 
 

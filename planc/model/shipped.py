@@ -57,7 +57,7 @@ def library_of(path: str) -> str:
     return "python" if own and "site-packages" not in path else ""
 
 
-def shipped(value: Any) -> bool:
+def is_shipped(value: Any) -> bool:
     """Whether a value has no function that a library did not ship, and is of no other class."""
     while isinstance(value, functools.partial):
         value = value.func
@@ -66,7 +66,7 @@ def shipped(value: Any) -> bool:
     functions = functions_in(value)
     if not functions:
         return _of_library(type(value).__module__)
-    return all(library_of(f.__code__.co_filename) or _generated(f) for f in functions)
+    return all(library_of(f.__code__.co_filename) or _is_generated(f) for f in functions)
 
 
 @functools.cache
@@ -76,7 +76,7 @@ def _of_library(module: str) -> bool:
     return bool(library_of(file)) if file else module in sys.builtin_module_names
 
 
-def _generated(function: FunctionType) -> bool:
+def _is_generated(function: FunctionType) -> bool:
     """Whether a library made the code as a text, as dataclasses do."""
     return function.__code__.co_filename == "<string>" and _of_library(function.__module__ or "")
 

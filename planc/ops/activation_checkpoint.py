@@ -74,7 +74,10 @@ class Save:
     def __str__(self) -> str:
         if self.calls:
             short = self.name.removeprefix("aten.").removesuffix(".default")
-            here, away = Indices.of({*self.calls} - {*self.hosted}), Indices.of(self.hosted)
+            here, away = (
+                Indices.from_numbers({*self.calls} - {*self.hosted}),
+                Indices.from_numbers(self.hosted),
+            )
             words = [f"{short}{here}"] * bool(here) + [f"{short}{away} on cpu"] * bool(away)
             return ", ".join(words)
         return self.name if self.every == 1 else f"{self.name}(every = {self.every})"

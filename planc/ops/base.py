@@ -245,7 +245,7 @@ def kind_of(cls: type) -> str:
     return given or re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
 
 
-Origin = Annotated[Span, Form({"type": "string"}, write=attrgetter("place"), read=Span.at)]
+Origin = Annotated[Span, Form({"type": "string"}, write=attrgetter("place"), read=Span.from_place)]
 """A part of a `.plan` file, in JSON as `name:line`."""
 Origins = Annotated[Pairs[Origin], Form(name="origins")]
 """Spans by field; `ignored.0` is the first entry of `ignored`."""

@@ -239,7 +239,7 @@ class Pipeline(Op):
 
     def blocks_of(self, stage: int) -> Indices:
         """The numbers of a stage's blocks."""
-        return Indices.of(range(*self.bounds[stage : stage + 2]))
+        return Indices.from_numbers(range(*self.bounds[stage : stage + 2]))
 
     def modules_of(self, stage: int) -> str:
         """The modules of a stage: `model.embed_tokens, model.layers[0:8]`."""

@@ -34,7 +34,7 @@ def judge(
     if kept is not None:
         return kept
     if cache.missing():
-        return Outcome(verdict="unknown", reason=cache.unproved())
+        return Outcome(verdict="unknown", reason=cache.unproved_reason())
     from planc.simulate.simulate import simulate
 
     try:

@@ -140,7 +140,7 @@ def _groups(facts: Facts, named: Facts) -> Iterator[tuple[_Key, _Group]]:
             for index in child.indices or ():
                 values = tuple(str(column[index]) for _, column in columns if index < len(column))
                 module, others = merged.get((at.path, values, made), (child.module, Indices(0)))
-                merged[at.path, values, made] = module, others | Indices.of([index])
+                merged[at.path, values, made] = module, others | Indices.from_numbers([index])
         for key, (module, indices) in merged.items():
             both = zip(key[1], columns, strict=True)
             labels = [value for value, (_, c) in both if len(set(map(str, c))) > 1]

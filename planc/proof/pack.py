@@ -172,7 +172,7 @@ def _readable(kind: str, data: Any) -> bool:
     if kind != "facts":
         return True
     try:
-        facts = cache.decoded(data)
+        facts = cache.decode_facts(data)
         if _count(facts.root, {}) > _MOST_MODULES:
             return False
         return all(facts.find(name) for group in facts.ties for name in group)
@@ -200,7 +200,7 @@ def install(pack: Pack) -> None:
     try:
         for key, entry in pack.document["entries"].items():
             about = {**made_with, "kind": entry["kind"], "sources": entry["sources"]}
-            text = cache.written(key, about, entry["data"])
+            text = cache.entry_text(key, about, entry["data"])
             (new / f"{key}.json").write_text(text, encoding="utf-8")
         for key, found in pack.document["certificates"].items():
             text = certificate.dumps(found)

@@ -60,7 +60,7 @@ def _real_case(compiled: Compiled) -> SmallCase | Unrepresented:
 
 def _real_model(facts: Facts, plan: Plan) -> SmallModel | str:
     """A model of one layer of each kind; a user's own model, as it is."""
-    if facts.unconfigured:
+    if facts.lacks_config:
         own = small_model(facts)
         if isinstance(own, str) or not own.values:
             return own
@@ -93,7 +93,7 @@ def _outcome(case: SmallCase) -> Outcome:
     if kept is not None:
         return kept
     if cache.missing():
-        return Outcome(verdict="unknown", reason=cache.unproved())
+        return Outcome(verdict="unknown", reason=cache.unproved_reason())
     from planc.simulate.real_size import Builder, run_at_real_size
 
     builder = model.builder()

@@ -71,7 +71,7 @@ def _inverted(compiled: Compiled, rights: Sequence[Plan]) -> Iterator[tuple[Span
     """
     assert isinstance(compiled.files, tuple) and compiled.facts is not None
     wanted = [_styles(right) for right in rights]
-    nodes = (node for file in compiled.files for node in ast.every(file))
+    nodes = (node for file in compiled.files for node in ast.walk(file))
     for when in (node for node in nodes if isinstance(node, ast.When)):
         files = tuple(_negated(file, when) for file in compiled.files)
         world = compiled.world_size
@@ -232,5 +232,5 @@ def _proves(
 def one_module(modules: Modules, name: str) -> Modules:
     """The one module of a set that has a torch name."""
     words = zip(modules.path, name.split("."), strict=True)
-    path = (Indices.of([int(w)]) if isinstance(s, Indices) else w for s, w in words)
+    path = (Indices.from_numbers([int(w)]) if isinstance(s, Indices) else w for s, w in words)
     return Modules(tuple(path), modules.module)

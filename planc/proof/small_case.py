@@ -19,7 +19,7 @@ from planc.compiler import Compiled, complete_plan
 from planc.diagnostics.codes import REAL_SIZES
 from planc.diagnostics.diagnostic import Diagnostic, Sink
 from planc.elaborate.scope import Sizes
-from planc.infer.apply_adapters import adapted
+from planc.infer.apply_adapters import adapt_plan
 from planc.ir.nodes import OptimizerRule, Plan
 from planc.ir.optimizer_groups import cut_rows, is_matrix, outputs_dim, steps_of
 from planc.ir.stand_in import Unrepresented, stand_in, variants
@@ -201,7 +201,7 @@ def case_of(
     quiet = Sink()
     facts = model.facts(compiled.facts, quiet)
     if facts is None and cache.missing():
-        return Unrepresented(reason=cache.unproved())
+        return Unrepresented(reason=cache.unproved_reason())
     if facts is None:
         error = next(d for d in quiet if d.severity == "error")
         reason = f"the model cannot be shrunk: {error.message} ({error.code})"
@@ -293,7 +293,7 @@ _BLOCK = 8
 def with_plan(case: SmallCase, plan: Plan, checks: Sink | None = None) -> SmallCase | Unrepresented:
     """A small model under a plan for its modules; `checks` as for `small_case`."""
     assert case.compiled.facts is not None
-    applied = adapted(plan, case.compiled.facts)
+    applied = adapt_plan(plan, case.compiled.facts)
     found = Sink() if checks is None else checks
     check(*applied, found)
     wrong = [d for d in found if d.severity == "error" and d.code not in REAL_SIZES]

@@ -185,22 +185,22 @@ def _below(answer: Reasons) -> Iterator[list[Segment]]:
         yield from _reason("load", reason.what, reason)
     for i, reason in enumerate(answer.stage):
         yield from _reason("" if i else "stage", reason.what, reason)
-    yield from _targeted("adapter", answer.adapter)
+    yield from _target_lines("adapter", answer.adapter)
     yield from _reasons("tensor", answer.tensor, answer)
     for reason in answer.around:
         yield from _reason("", f"in {reason.target}: {reason.what}", reason)
-    yield from _targeted("", _together(answer.inside))
-    yield from _targeted("tie", answer.ties)
-    yield from _targeted("train", answer.training)
+    yield from _target_lines("", _together(answer.inside))
+    yield from _target_lines("tie", answer.ties)
+    yield from _target_lines("train", answer.training)
     for name, reasons in answer.sections.items():
-        yield from _targeted(name, _together(reasons))
+        yield from _target_lines(name, _together(reasons))
     yield from _reasons("checkpoint", answer.checkpoint, answer)
     yield from _reasons("compile", answer.compile, answer)
     yield from _reasons("context", answer.context, answer)
     yield from _reasons("experts", answer.experts, answer)
     yield from _reasons("loss", answer.loss, answer)
     yield from _reasons("unit", answer.unit, answer)
-    yield from _targeted("towers", answer.towers)
+    yield from _target_lines("towers", answer.towers)
     for reason in answer.draws:
         yield from _reason("draws", reason.what, reason)
     names = max((len(parameter.name) + 2 for parameter in answer.parameters), default=0)
@@ -254,7 +254,7 @@ def _reasons(section: str, reasons: Iterable[Reason], answer: Reasons) -> Iterat
         yield from _reason("" if i else title, what, reason)
 
 
-def _targeted(title: str, reasons: Iterable[Reason]) -> Iterator[list[Segment]]:
+def _target_lines(title: str, reasons: Iterable[Reason]) -> Iterator[list[Segment]]:
     for reason in reasons:
         yield from _reason(title, f"{reason.target}: {reason.what}", reason)
 

@@ -9,7 +9,7 @@ from planc.model.facts import Facts, Modules, Parameter
 _WRAPPERS = re.compile(r"\b(_checkpoint_wrapped_module|_orig_mod)\.|\.(?:_orig_mod)$")
 
 
-def found(name: str, facts: Facts, sink: Sink) -> tuple[Modules, Parameter | None] | None:
+def look_up(name: str, facts: Facts, sink: Sink) -> tuple[Modules, Parameter | None] | None:
     """The module of a name, and the parameter where it is one's, or None after PL130.
 
     Names may have those of wrappers, and `layers[3]`; `root` or an empty name is the model itself.
@@ -42,7 +42,7 @@ def _unknown(name: str, missing: str, facts: Facts, sink: Sink) -> None:
     sink.error(
         "PL130",
         f"there is no module and no parameter `{name}`: {around} has no `{last}`",
-        facts=(f"{around} is a {at.module.cls}: {_listed(at)}",),
+        facts=(f"{around} is a {at.module.cls}: {_list_contents(at)}",),
         help=help or None,
     )
 
@@ -54,7 +54,7 @@ def _below(at: Modules) -> list[str]:
     return names
 
 
-def _listed(at: Modules) -> str:
+def _list_contents(at: Modules) -> str:
     names = [c.name if c.indices is None else f"entries {c.indices}" for c in at.module.children]
     names += [p.name for p in at.module.parameters]
     return ", ".join(names) or "nothing is in it"

@@ -31,24 +31,24 @@ from planc.ops.registry import AnyOp, units_of
 from planc.ops.styles import Custom, style_name
 from planc.ops.tensor_parallel import Parallelize
 from planc.provenance.answer import ParameterAnswer, Reason, Reasons
-from planc.provenance.module_lookup import found
+from planc.provenance.module_lookup import look_up
 
 _LONGEST = 100
 
 
 def why(name: str, compiled: Compiled, sink: Sink) -> Reasons | None:
-    """The decisions about a module or a parameter, by its torch name or as `found` takes it; None
+    """The decisions about a module or a parameter, by its torch name or as `look_up` takes it; None
     after PL130, or where nothing was lowered. A plan from JSON has operations only.
     """
     facts, lowered = compiled.facts, compiled.lowered
     if facts is None or lowered is None:
         return None
-    plan, facts = compiled.applied or (compiled.plan, _adapted(facts, lowered))
-    named = found(name, facts, sink)
+    plan, facts = compiled.applied or (compiled.plan, _apply_adapters(facts, lowered))
+    named = look_up(name, facts, sink)
     return None if named is None else _Question(facts, lowered, plan, named).answer()
 
 
-def _adapted(facts: Facts, lowered: Lowered) -> Facts:
+def _apply_adapters(facts: Facts, lowered: Lowered) -> Facts:
     rules = []
     for op in lowered.every(Adapt):
         for members in op.members:
@@ -77,7 +77,7 @@ class _Question:
         self.name = at.first_name
         asked = parameter.name if parameter else None
         self.question = Question(at=at, parameter=asked, mesh=lowered)
-        self.full = _joined(self.name, parameter.name) if parameter else self.name
+        self.full = _join(self.name, parameter.name) if parameter else self.name
         # a backend makes units of its own at each call
         pairs = [(unit, op) for op in lowered.ops for unit in units_of(op)]
         self.owner = {id(unit): op for unit, op in pairs}
@@ -104,13 +104,13 @@ class _Question:
             parameters=tuple(self._parameter(p) for p in parameters),
             count=self.parameter.numel if self.parameter else module.count,
             load=tuple(self._decisions("load")),
-            stage=tuple(self._staged()),
+            stage=tuple(self._stage_reasons()),
             context=tuple(self._decisions("context", "attention")),
             experts=tuple(self._decisions("experts", "capacity")),
             loss=tuple(self._decisions("loss")),
             adapter=tuple(self._decisions("adapters", "quantize")),
-            around=tuple(self._tensor(op) for op in self.styles if self._around(op)),
-            inside=() if self.parameter else tuple(self._inside()),
+            around=tuple(self._tensor(op) for op in self.styles if self._is_around(op)),
+            inside=() if self.parameter else tuple(self._inner_styles()),
             unit_bytes=(self.shard.nbytes, self.shard.gathered)
             if self.shard and not self.ignored and self.shard in self.lowered.ops
             else None,
@@ -127,7 +127,7 @@ class _Question:
     def _is(self, op: Parallelize) -> bool:
         return phrases.layer(op.modules).has(self.name)
 
-    def _around(self, op: Parallelize) -> bool:
+    def _is_around(self, op: Parallelize) -> bool:
         return not self._is(op) and self.at.inside(op.modules) is not None
 
     def _reason(self, what: str, target: str, op: AnyOp, origin: Span | None = None) -> Reason:
@@ -149,7 +149,7 @@ class _Question:
             what += "; a user-defined style, so shapes and bytes are those without it"
         return self._reason(what, target, op)
 
-    def _inside(self) -> Iterator[Reason]:
+    def _inner_styles(self) -> Iterator[Reason]:
         for op in self.styles:
             both = op.modules.inside(self.at)
             if both is not None and len(both.path) > len(self.at.path) and not self._is(op):
@@ -169,7 +169,7 @@ class _Question:
             for text, target in op.decisions(self.question):
                 yield self._reason(text, target, op)
 
-    def _staged(self) -> Iterator[Reason]:
+    def _stage_reasons(self) -> Iterator[Reason]:
         times = self.plan.pipeline.times if self.plan and self.plan.pipeline else None
         for op in self.lowered.every(Pipeline):
             for stage in op.own:
@@ -178,7 +178,7 @@ class _Question:
                     what = f"{stage} of {op.stages}: {op.modules_of(stage)}"
                     yield self._reason(what, self.name, op, line)
                     if times and times.seconds:
-                        what = _taken(times, stage)
+                        what = _stage_times(times, stage)
                         yield self._reason(what, self.name, op, NOWHERE)
 
     def _checkpoints(self) -> Iterator[Reason]:
@@ -187,10 +187,10 @@ class _Question:
                 yield self._reason(text, target, op)
             if self.at.overlap(op.modules) is not None:
                 target = self.question.ancestor(len(op.modules.path))
-                kept = self._kept(op.save)
+                kept = self._budget_lines(op.save)
                 yield from (self._reason(x, target, op, NOWHERE) for x in kept)
 
-    def _kept(self, saves: Sequence[Save] | None) -> Iterator[str]:
+    def _budget_lines(self, saves: Sequence[Save] | None) -> Iterator[str]:
         """Yields lines on the calls that a budget saves of the module, or of the block that it
         is.
         """
@@ -209,7 +209,7 @@ class _Question:
             target = self.question.ancestor(len(self.ignored.path))
             yield self._reason("ignored: replicated", target, op, line)
         elif op:
-            yield self._sharded(op)
+            yield self._shard_reason(op)
             yield from self._placement(op)
             yield from self._settings(op)
         for other in self.units if self.parameter is None else ():
@@ -220,7 +220,7 @@ class _Question:
                     what = f"a unit inside it, {other.resharding}"
                     yield self._reason(what, target, other)
 
-    def _sharded(self, op: FullyShard) -> Reason:
+    def _shard_reason(self, op: FullyShard) -> Reason:
         member = max((m for m in op.members if self.at.inside(m)), key=lambda m: len(m.path))
         target = op.name if op.group else self.question.ancestor(len(member.path))
         parts = [where(op, self.lowered), along(op), op.resharding]
@@ -245,7 +245,7 @@ class _Question:
     def _settings(self, op: FullyShard) -> Iterator[Reason]:
         if self.owner[id(op)] is not op:  # of a backend
             return
-        target = self._sharded(op).target
+        target = self._shard_reason(op).target
         line = op.origin_of("precision") or NOWHERE
         yield self._reason(op.precision, target, op, line)
         for other in self.lowered.ops:
@@ -273,9 +273,9 @@ class _Question:
     def _missing(self, section: str) -> str:
         match section:
             case "tensor":
-                return self._untouched()
+                return self._no_effect()
             case "checkpoint":
-                kept = next(self._kept(None), "its activations are kept for backward")
+                kept = next(self._budget_lines(None), "its activations are kept for backward")
                 budgets = self.plan.budgets if self.plan else ()
                 lines = (b.origin.place for b in budgets if b.modules.has(self.name))
                 room = "; ".join(f"the budget of {x} has room" for x in lines)
@@ -286,7 +286,7 @@ class _Question:
             return "no unit contains it: replicated, and its gradient is not averaged"
         return "no section: replicated"
 
-    def _untouched(self) -> str:
+    def _no_effect(self) -> str:
         """A rule over an axis of one rank has no effect and is not in the lowered plan."""
         for rule in self.plan.tensor if self.plan else ():
             if rule.modules.has(self.name) and self.lowered.axis_size(rule.axis) == 1:
@@ -302,7 +302,7 @@ class _Question:
         return f"no rule: replicated over {phrases.axes(axes, self.lowered)}"
 
     def _parameter(self, parameter: Parameter) -> ParameterAnswer:
-        full = _joined(self.name, parameter.name)
+        full = _join(self.name, parameter.name)
         local, kind = parameter.shape, self.at.module.kind
         spread: tuple[tuple[int, int], ...] = ()
         for op in self.styles:
@@ -344,7 +344,7 @@ class _Question:
         )
 
 
-def _taken(times: StageTimes, stage: int) -> str:
+def _stage_times(times: StageTimes, stage: int) -> str:
     """The estimated times of a stage and of the others for a microbatch, as a text."""
     each = [f"{seconds * 1e3:.1f}" for seconds in times.seconds]
     others = ", ".join(one for i, one in enumerate(each) if i != stage)
@@ -356,7 +356,7 @@ def _after(inner: Modules, outer: Modules) -> str:
     return str(inner).removeprefix(str(outer)).removeprefix(".") if outer.path else str(inner)
 
 
-def _joined(path: str, name: str) -> str:
+def _join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 

@@ -88,7 +88,7 @@ class Depth:
         last = config.get("num_kv_shared_layers")  # layers that have no kv projections
         last = last if number(last) and last < depth else 0
         columns += [[str(i >= depth - last) for i in range(depth)]] if last else []
-        kept, offsets = self._kept(config, depth, columns, max(self.least, features))
+        kept, offsets = self._kept_layers(config, depth, columns, max(self.least, features))
         small |= offsets
         for field in lists:
             values = [config[field][i] for i in kept]
@@ -107,7 +107,7 @@ class Depth:
             small[field] = min(sum(i < config[field] for i in kept), len(kept) - 1)
         self.kept.setdefault(depth, []).append(tuple(kept))
 
-    def _kept(
+    def _kept_layers(
         self, config: Fields, depth: int, columns: list[list[str]], least: int
     ) -> tuple[list[int], dict[str, int]]:
         """The layers that are kept, and the offsets of their kinds, by field."""

@@ -10,7 +10,7 @@ from torch import nn
 from planc.diagnostics.diagnostic import PlanError, Sink
 from planc.model.config import CLASS, config_of
 from planc.model.sources.diffusers import build, class_of, quiet
-from planc.model.sources.isolation import isolated
+from planc.model.sources.isolation import isolate
 from planc.proxy.input_search import BatchShape, InputChoice
 from planc.proxy.output_loss import causal_output
 from planc.proxy.sample_inputs import Inputs
@@ -197,7 +197,7 @@ class DiffusersBuilder:
     def build(self, seed: int) -> nn.Module:
         """The model on the CPU in float32, in training mode, without dropout."""
         seed_cpu(seed)
-        with quiet(), isolated():
+        with quiet(), isolate():
             made: nn.Module = build(self._kind, self._values)
         spread_weights(made, seed + 1)
         for module in made.modules():

@@ -34,14 +34,14 @@ class FlowSource:
 
 def flow_source(facts: Facts, variants: Mapping[int, list[str]], layers: int) -> FlowSource | str:
     """The small model of a model, or the reason why there is none; arguments as of `shrink`."""
-    if facts.unconfigured:
+    if facts.lacks_config:
         return FlowSource(facts=facts, values={}, kept={})
     made = small_values(facts, RANKS, layers=layers, variants=variants)
     if isinstance(made, str):
         return made
     small = load_values(made.values, "the small model", quiet := Sink(), folder=facts.code)
     if small is None or small.name != facts.name:
-        lacks = cache.unproved() if cache.missing() else ""
+        lacks = cache.unproved_reason() if cache.missing() else ""
         return lacks or next((d.message for d in quiet), f"the small model is no {facts.name}")
     return FlowSource(facts=small, values=made.values, kept=made.kept)
 
@@ -57,7 +57,7 @@ def flow_of(source: FlowSource, facts: Facts) -> DataFlow | str:
     if kept is not None:
         return kept
     if cache.missing():
-        return cache.unproved()
+        return cache.unproved_reason()
     found = _recorded(source.values, facts)
     if of_library and not isinstance(found, str):
         cache.keep(key, text := encode(found))

@@ -18,7 +18,7 @@ from planc.model.sources.huggingface import (
     quiet,
     training_model,
 )
-from planc.model.sources.isolation import isolated
+from planc.model.sources.isolation import isolate
 from planc.proxy.fakes import fake_inputs
 from planc.proxy.input_search import (
     BatchShape,
@@ -92,7 +92,7 @@ class TransformersBuilder:
         the seed alone.
         """
         seed_cpu(seed)
-        with quiet(), isolated():
+        with quiet(), isolate():
             # a copy: a plan changes the configuration of its model
             config = copy.deepcopy(self._part)
             made = self._cls._from_config(config, attn_implementation=self._attention)

@@ -47,7 +47,7 @@ def leaks(
     known = cache.recall(key)
     if not isinstance(known, dict):
         if cache.missing():
-            return cache.unproved()
+            return cache.unproved_reason()
         try:
             with _LOCK:
                 known = _measure(values, parts)

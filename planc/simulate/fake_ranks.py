@@ -89,9 +89,9 @@ def alone(run: Run, form: Sequence[Any] | None, *, values: bool = False) -> Iter
         (context_tokens, "document_numbers", lambda _: _OneDocument()),
         (expert_parallel, "shares", _equal_shares),
         (SharedTower, "needed", lambda _: False),
-        (RunningStage, "told", partialmethod(_told, form)),
-        (Message, "parts", _received),
-        (distributed.ProcessGroup, "send", _sent),
+        (RunningStage, "told", partialmethod(_receive_form, form)),
+        (Message, "parts", _receive_parts),
+        (distributed.ProcessGroup, "send", _send),
     )
     context = run.model.__dict__.get(CONTEXT)
     seen = partial(_causal, halves=getattr(context, "balance", "none") != "none")
@@ -198,7 +198,7 @@ def _as_many(_: Any, __: Any, device_type: str) -> None:
     distributed.all_reduce(both, distributed.ReduceOp.MAX)
 
 
-def _told(stage: RunningStage, form: Sequence[Any] | None, peer: int) -> Message:
+def _receive_form(stage: RunningStage, form: Sequence[Any] | None, peer: int) -> Message:
     """The message of the stage before; by default one that another stage of this rank has sent."""
     header = torch.zeros(HEADER, dtype=torch.uint8, device=stage.device)
     distributed.recv(header, peer, group=stage.group)
@@ -210,7 +210,7 @@ def _told(stage: RunningStage, form: Sequence[Any] | None, peer: int) -> Message
 _PARTS = Message.parts
 
 
-def _received(message: Message, packed: Tensor) -> list[Tensor]:
+def _receive_parts(message: Message, packed: Tensor) -> list[Tensor]:
     """Random tensors instead of another stage's: garbage may be NaN, which breaks routers."""
     found = _PARTS(message, packed)
     return [part.normal_() if part.is_floating_point() else part for part in found]
@@ -249,7 +249,7 @@ class _Holding:
 _SEND = distributed.ProcessGroup.send
 
 
-def _sent(group: Any, tensors: Any, *args: Any) -> _Holding:
+def _send(group: Any, tensors: Any, *args: Any) -> _Holding:
     return _Holding(_SEND(group, tensors, *args), tensors)
 
 

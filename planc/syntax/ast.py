@@ -242,7 +242,7 @@ class File(Node):
     timetables: tuple[tuple[Span, str], ...] = field(default=(), compare=False)
 
     @cached_property
-    def mentioned(self) -> Mapping[str, Span]:
+    def first_mentions(self) -> Mapping[str, Span]:
         """The first place of every name and every `$let` in it, in taken branches or not."""
         found: dict[str, Span] = {}
         for name, origin in _mentions(self):
@@ -250,7 +250,7 @@ class File(Node):
         return found
 
     @cached_property
-    def declared(self) -> frozenset[str]:
+    def declared_names(self) -> frozenset[str]:
         """The names of its options and lets that replace no other, in taken branches or not."""
         found = (s for s in branches(self.statements) if isinstance(s, Option | Let))
         return frozenset(s.name for s in found if not s.override)
@@ -273,21 +273,21 @@ def branches(items: Iterable[Item | Statement]) -> Iterator[Item | Statement]:
             yield item
 
 
-def every(node: Node) -> Iterator[Node]:
+def walk(node: Node) -> Iterator[Node]:
     """A node and all that are inside it."""
     yield node
     for child in children(node):
-        yield from every(child)
+        yield from walk(child)
 
 
-def mentioned(node: Node) -> Iterator[str]:
+def mentioned_names(node: Node) -> Iterator[str]:
     """Every name and every `$let` that a part of the AST mentions, in taken branches or not."""
     for name, _ in _mentions(node):
         yield name
 
 
 def _mentions(node: Node) -> Iterator[tuple[str, Span]]:
-    for each in every(node):
+    for each in walk(node):
         if isinstance(each, Name):
             yield each.path, each.origin
         elif isinstance(each, Selector) and each.path.startswith("$"):

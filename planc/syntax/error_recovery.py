@@ -19,7 +19,7 @@ _SELECTOR_END = re.compile(r"\}[\w.*\[]")
 _OPENERS = {")": "(", "]": "[", "}": "{"}
 
 
-def masked(text: str) -> str:
+def mask_text(text: str) -> str:
     """The text with comments and strings blanked, for finding brackets."""
     return _TEXT.sub(lambda m: " " * len(m[0]), text)
 
@@ -114,7 +114,7 @@ def brackets(text: str, ends: Collection[int] = ()) -> Brackets:
     return guess if agree else plain
 
 
-def guessed(text: str) -> list[Unclosed]:
+def guess_unclosed(text: str) -> list[Unclosed]:
     """The blocks that are not closed by the indentation, whatever the number of braces."""
     return [u for u in Brackets(text).scan(indented=True).unclosed if u.end is not None]
 

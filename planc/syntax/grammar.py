@@ -85,12 +85,12 @@ def table(text: str) -> str:
     """The table of a grammar as JSON, in the format of lark's stand-alone parser generator."""
     data, memo = _build(text).memo_serialize([TerminalDef, Rule])
     data["options"]["postlex"] = None
-    data["parser"]["parser"] = _renumbered(data["parser"]["parser"])
+    data["parser"]["parser"] = _renumber(data["parser"]["parser"])
     content = {"made_from": _made_from(text), "data": data, "memo": memo}
     return json.dumps(content, separators=(",", ":"), sort_keys=True) + "\n"
 
 
-def _renumbered(rules: dict[str, Any]) -> dict[str, Any]:
+def _renumber(rules: dict[str, Any]) -> dict[str, Any]:
     """The parser's actions with tokens and states in the order in which the grammar reaches them:
     lark numbers them by addresses in memory, another way in each process.
     """

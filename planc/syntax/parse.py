@@ -39,13 +39,13 @@ def parse(source: Source, sink: Sink) -> ast.File:
     text = source.text + "\n"
     if text.startswith("\ufeff"):
         text = " " + text[1:]
-    text, ends = _closed(source, text, sink)
+    text, ends = _close_brackets(source, text, sink)
     # a large file must not be parsed twenty times
     for _ in range(max(2, min(MAX_ERRORS, _MAX_READ // len(text)))):
         try:
-            parsed = _parsed(text, ends)
+            parsed = _parse_tree(text, ends)
         except UnexpectedInput as error:
-            text, ends = _recovered(error, source, text, ends, sink)
+            text, ends = _recover(error, source, text, ends, sink)
             continue
         deep = _too_deep(parsed)
         if deep is not None:
@@ -54,13 +54,13 @@ def parse(source: Source, sink: Sink) -> ast.File:
             sink.error("PL003", message, source.span(deep, deep + 1), help=help)
             text = _blank(text, deep)
             continue
-        return _built(parsed, source, text, sink, quiet=sink.errors > errors)
+        return _build_file(parsed, source, text, sink, quiet=sink.errors > errors)
     many = sink.errors - errors
     sink.error("PL001", f"{source.name} has more than {many} syntax errors; the rest is not shown")
     return empty
 
 
-def _built(parsed: Parsed, source: Source, text: str, sink: Sink, *, quiet: bool) -> ast.File:
+def _build_file(parsed: Parsed, source: Source, text: str, sink: Sink, *, quiet: bool) -> ast.File:
     """The AST of a text that parses, and the errors that only the AST shows."""
     builder = Builder(source)
     file: ast.File = builder.transform(parsed)
@@ -103,7 +103,7 @@ def _readable(source: Source, sink: Sink) -> bool:
 
 def _shallow(source: Source, sink: Sink) -> bool:
     depth = 0
-    for match in re.finditer(r"[{}()\[\]]", error_recovery.masked(source.text)):
+    for match in re.finditer(r"[{}()\[\]]", error_recovery.mask_text(source.text)):
         depth += 1 if match[0] in "{([" else -1
         if depth > MAX_NESTING:
             where = source.span(match.start(), match.end())
@@ -113,15 +113,15 @@ def _shallow(source: Source, sink: Sink) -> bool:
     return True
 
 
-def _closed(source: Source, text: str, sink: Sink) -> tuple[str, tuple[int, ...]]:
+def _close_brackets(source: Source, text: str, sink: Sink) -> tuple[str, tuple[int, ...]]:
     """Reports opening brackets without a closing one; returns the text without their statements,
     and the offsets at which the parser inserts a missing `}`.
     """
     ends = []
-    for one in error_recovery.brackets(error_recovery.masked(text)).unclosed[:MAX_ERRORS]:
+    for one in error_recovery.brackets(error_recovery.mask_text(text)).unclosed[:MAX_ERRORS]:
         quote = None if one.end is not None else error_recovery.open_string(text, one.start)
         if quote is None:
-            _unclosed(one, source, sink)
+            _report_unclosed(one, source, sink)
         else:  # the unclosed string contains the closing bracket
             syntax_errors.unclosed_string(source, quote, sink)
         if one.end is None:
@@ -131,7 +131,7 @@ def _closed(source: Source, text: str, sink: Sink) -> tuple[str, tuple[int, ...]
     return text, tuple(sorted(ends))
 
 
-def _unclosed(one: error_recovery.Unclosed, source: Source, sink: Sink) -> None:
+def _report_unclosed(one: error_recovery.Unclosed, source: Source, sink: Sink) -> None:
     span = source.span(one.start, one.start + 1)
     labels = [Label(span=span)]
     if one.end is not None and one.end < len(source.text):
@@ -143,7 +143,7 @@ def _unclosed(one: error_recovery.Unclosed, source: Source, sink: Sink) -> None:
     sink.error("PL004", f"this `{span.text}` is never closed", *labels, help=help)
 
 
-def _parsed(text: str, ends: Sequence[int]) -> Parsed:
+def _parse_tree(text: str, ends: Sequence[int]) -> Parsed:
     """The parse tree of a text with a `}` inserted on a line of its own at each of some offsets.
 
     Raises:
@@ -166,7 +166,7 @@ def _parsed(text: str, ends: Sequence[int]) -> Parsed:
     return parsed
 
 
-def _recovered(
+def _recover(
     error: UnexpectedInput, source: Source, text: str, ends: tuple[int, ...], sink: Sink
 ) -> tuple[str, tuple[int, ...]]:
     """Reports an error; returns the text without it, and the `}` that still have to be inserted."""
@@ -186,10 +186,10 @@ def _recovered(
     forgotten = _forgotten(span, source, text, ends)
     if forgotten:
         for one in forgotten:
-            _unclosed(one, source, sink)
+            _report_unclosed(one, source, sink)
         return text, tuple(sorted((*ends, *(u.end for u in forgotten if u.end is not None))))
-    lonely = error_recovery.brackets(error_recovery.masked(text), ends).lonely
-    if not _orphaned(error, source, text):
+    lonely = error_recovery.brackets(error_recovery.mask_text(text), ends).lonely
+    if not _is_orphan_else(error, source, text):
         syntax_errors.report(error, span, source, sink, lonely=span.start in lonely)
     return _blank(text, span.start, lonely, head=bool(lonely) and _lacks_brace(error)), ends
 
@@ -204,18 +204,18 @@ def _forgotten(
     if span.text != "{":
         return []
     line = text.rfind("\n", 0, span.start) + 1
-    unclosed = error_recovery.guessed(error_recovery.masked(text))
+    unclosed = error_recovery.guess_unclosed(error_recovery.mask_text(text))
     found = [u for u in unclosed if u.end == line and u.end not in ends]
     # a brace that stands for one that was reported as missing is not in the source
     return [u for u in found if source.text.startswith("{", u.start)]
 
 
-def _orphaned(error: UnexpectedInput, source: Source, text: str) -> bool:
+def _is_orphan_else(error: UnexpectedInput, source: Source, text: str) -> bool:
     """Whether this is the `else` of a `when` that was blanked, and so was reported already."""
     token = _token(error)
     if token.type != "ELSE":
         return False
-    head = error_recovery.partner(error_recovery.masked(text), token.start_pos or 0)
+    head = error_recovery.partner(error_recovery.mask_text(text), token.start_pos or 0)
     if head is None:
         return False
     line = source.span(head, head).line
@@ -257,7 +257,7 @@ def _blank(text: str, position: int, lonely: Collection[int] = (), *, head: bool
     """The text, of the same length, without the statement with an error at a position; `lonely`
     braces can be dropped, and `head` means that it should have ended with a `{`.
     """
-    shape = error_recovery.masked(text)
+    shape = error_recovery.mask_text(text)
     start, end = error_recovery.statement(shape, position)
     kept = list(" " * (end - start))
     for brace in error_recovery.ends(shape, start, end):

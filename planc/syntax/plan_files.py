@@ -125,7 +125,7 @@ def read(plan: str, sink: Sink) -> tuple[ast.File, ...]:
         return ()
     if place is None:
         name = Path(plan).name.removesuffix(".plan")
-        hint = did_you_mean(name, shipped(), "`planc list plans` has the names")
+        hint = did_you_mean(name, shipped_plans(), "`planc list plans` has the names")
         message = f"there is no plan {plan!r}: no such file, and no shipped plan"
         sink.error("PL006", message, help=hint)
         return ()
@@ -196,7 +196,7 @@ class SeveralPlans(ProjectError):
         self.plans = plans
 
 
-def drafted(files: object) -> bool:
+def is_draft(files: object) -> bool:
     """Whether the files of a plan are a draft, which nobody has read yet."""
     return isinstance(files, tuple) and any(f.origin.source.name == DRAFT for f in files)
 
@@ -213,7 +213,7 @@ def digest(files: object) -> str:
     return whole.hexdigest()
 
 
-def shipped() -> tuple[str, ...]:
+def shipped_plans() -> tuple[str, ...]:
     """The names of the plans that ship with planc, without those that others extend."""
     return tuple(p.stem for p in plans_in(PLANS) if families(p) != (ANY,))
 

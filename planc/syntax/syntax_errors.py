@@ -86,7 +86,7 @@ def report(error: UnexpectedInput, span: Span, source: Source, sink: Sink, *, lo
         return
     line = source.line(span.line)
     spaced = _SPACED.search(line)
-    expected = "" if spaced else _expected(error)
+    expected = "" if spaced else _expected_tokens(error)
     message = f"unexpected `{found}`" if found.strip() else "the line ends too early"
     if expected:
         message += f": expected {expected}"
@@ -169,7 +169,7 @@ def unclosed_string(source: Source, start: int, sink: Sink) -> None:
     sink.error("PL005", "this string is not closed on its line", span, help='add the `"`')
 
 
-def _expected(error: UnexpectedInput) -> str:
+def _expected_tokens(error: UnexpectedInput) -> str:
     """The expected tokens, in words; empty where that would be a long list."""
     if isinstance(error, UnexpectedCharacters):
         names = set(error.allowed or ())
@@ -186,11 +186,11 @@ def _expected(error: UnexpectedInput) -> str:
         return "a value"
     if len(words) + len(names) > _MAX_EXPECTED:
         names &= _FREQUENT
-    words += sorted(written(name) for name in names)
+    words += sorted(terminal_text(name) for name in names)
     return one_of(words) if len(words) <= _MAX_EXPECTED else ""
 
 
-def written(terminal: str) -> str:
+def terminal_text(terminal: str) -> str:
     """The text of a terminal of the grammar in a plan, for a message."""
     if terminal in _WORDS:
         return _WORDS[terminal]

@@ -221,7 +221,7 @@ def test_every_wait_is_announced(monkeypatch, tmp_path):
 
     monkeypatch.setattr(output, "waiting", Waiting)
     monkeypatch.setattr("planc.proof.verify.verify", _never)
-    monkeypatch.setattr("planc.commands.init.drafted", _never)
+    monkeypatch.setattr("planc.commands.init.draft_text", _never)
     monkeypatch.setattr("planc.commands.suggest.suggest", lambda *_: None)
     step = ("--batch", "64", "--seq", "2048")
     for words in (

@@ -33,7 +33,7 @@ from planc.checks import check
 from planc.compiler import compile_plan
 from planc.diagnostics.diagnostic import Sink
 from planc.diagnostics.source import NOWHERE
-from planc.infer.apply_adapters import adapted
+from planc.infer.apply_adapters import adapt_plan
 from planc.infer.infer_layouts import infer_layouts
 from planc.ir.nodes import SequenceSetting
 from planc.lowering import lower
@@ -128,7 +128,7 @@ def plan_of(compiled, facts, sequence):
     made = infer_layouts(splits_of(compiled.plan, sequence=sequence), facts, sink)
     if sink.errors:
         return None, [f"{d.code} {d.message} {list(d.facts)}" for d in sink]
-    applied = adapted(made, facts)
+    applied = adapt_plan(made, facts)
     check(*applied, sink)
     lowered = lower(*applied)
     errors = [f"{d.code} {d.message}" for d in sink if d.severity == "error"]

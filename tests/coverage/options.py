@@ -76,7 +76,7 @@ def models() -> dict[str, str]:
 
 def options_of(files: tuple[ast.File, ...]) -> list[str]:
     """The settings that a plan or one of its bases uses, as names or as axes of its mesh."""
-    nodes = [node for file in files for node in ast.every(file)]
+    nodes = [node for file in files for node in ast.walk(file)]
     words = {node.path for node in nodes if isinstance(node, ast.Name)}
     meshes = [n for n in nodes if isinstance(n, ast.Section) and n.name == "mesh"]
     words |= {item.name for section in meshes for item in section.items}

@@ -539,9 +539,12 @@ def test_a_sink_keeps_what_it_was_given():
     sink.warning("PL160", "presumed")
     sink.error("PL203", "stands")
     sink.error("PL203", "stands")
-    assert [d.code for d in sink] == ["PL160", "PL203"] and sink.overruled == ()
+    assert [d.code for d in sink] == ["PL160", "PL203"] and sink.overruled_findings == ()
     sink.overrule({"PL160"})
     sink.warning("PL160", "presumed, and reported late")
     assert [d.message for d in sink.diagnostics] == ["stands"] and sink.errors == 1
-    assert [d.message for d in sink.overruled] == ["presumed", "presumed, and reported late"]
+    assert [d.message for d in sink.overruled_findings] == [
+        "presumed",
+        "presumed, and reported late",
+    ]
     assert not hasattr(sink.diagnostics, "append")

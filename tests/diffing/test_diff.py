@@ -57,7 +57,9 @@ def difference(old, new):
 
 
 def checkpoint(path, line=0):
-    return Checkpoint(modules=modules(path), origin=Span.at(f"a.plan:{line}" if line else ""))
+    return Checkpoint(
+        modules=modules(path), origin=Span.from_place(f"a.plan:{line}" if line else "")
+    )
 
 
 # Whole plans -------------------------------------------------------------------------------------
@@ -75,7 +77,7 @@ def test_an_edit_of_the_plan(golden):
     """The example of the design: what is computed again changes, at tp 4 -> 8."""
     old = llama(tp=4, checkpoint=False)
     inner = Checkpoint(
-        modules=modules("model.layers[0:32].mlp"), origin=Span.at("plans/llama.plan:31")
+        modules=modules("model.layers[0:32].mlp"), origin=Span.from_place("plans/llama.plan:31")
     )
     delta = compare(with_ops(old, *old.ops, inner), llama(tp=8))
     golden("edit.diff", render(delta))
@@ -126,8 +128,8 @@ def test_every_second_layer():
 
 
 def test_how_weights_arrive():
-    old = Load(weights="rank0", dtype="bfloat16", origin=Span.at("a.plan:3"))
-    new = Load(weights="slices", dtype="bfloat16", meta=True, origin=Span.at("a.plan:4"))
+    old = Load(weights="rank0", dtype="bfloat16", origin=Span.from_place("a.plan:3"))
+    new = Load(weights="slices", dtype="bfloat16", meta=True, origin=Span.from_place("a.plan:4"))
     assert difference([], [old]) == ["  + load  rank 0 reads and sends, kept in bf16  a.plan:3"]
     assert difference([old], [new]) == [
         "  ~ load  meta false -> true, weights rank0 -> slices  a.plan:3 -> :4"
@@ -321,7 +323,7 @@ def test_the_order_of_axes():
 
 
 def test_an_axis_that_comes():
-    axes = (*llama().axes, MeshAxis(name="cp", size=2, origin=Span.at("a.plan:9")))
+    axes = (*llama().axes, MeshAxis(name="cp", size=2, origin=Span.from_place("a.plan:9")))
     assert changed(axes=axes)[0] == "  ~ mesh  cp none -> 2  (64 -> 128 ranks)  a.plan:9"
 
 

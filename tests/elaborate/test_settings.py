@@ -19,7 +19,7 @@ BASES = [p for p in sorted(PLANS.glob("*.plan")) if families(p) == ("any",)]
 
 def base_nodes():
     for path in BASES:
-        yield from ast.every(parse(Source(path.name, path.read_text()), Sink()))
+        yield from ast.walk(parse(Source(path.name, path.read_text()), Sink()))
 
 
 def test_the_bases_use_every_setting_and_state_the_defaults_of_axes():

@@ -145,7 +145,9 @@ def test_every_construct(everything, monkeypatch):
 
 def test_a_name_of_a_file_stays_in_its_comment(everything):
     lowered = planc.lower("llama-3.2-1b", str(everything), world_size=16)
-    ops = tuple(replace(op, origin=Span.at('x\nimport os\r"""\u2028exit()')) for op in lowered.ops)
+    ops = tuple(
+        replace(op, origin=Span.from_place('x\nimport os\r"""\u2028exit()')) for op in lowered.ops
+    )
     source = written(lowered.map_ops(lambda _: ops))
     assert ast.dump(ast.parse(source)) == ast.dump(
         ast.parse(written(lowered.map_ops(lambda _: ops)))

@@ -7,7 +7,7 @@ from helpers import sampled
 from inferred import compiled_for, plan_of
 
 from planc.diagnostics.diagnostic import Sink
-from planc.infer.apply_adapters import adapted
+from planc.infer.apply_adapters import adapt_plan
 from planc.lowering import lower
 from planc.model.load import load
 from planc.ops import styles as st
@@ -124,7 +124,7 @@ def small(model, plan, sequence):
 
 def judged(case, rules):
     plan = replace(case.compiled.plan, tensor=tuple(rules))
-    applied = adapted(plan, case.compiled.facts)
+    applied = adapt_plan(plan, case.compiled.facts)
     compiled = replace(case.compiled, plan=plan, applied=applied, lowered=lower(*applied))
     return judge(replace(case, compiled=compiled), quick=True).verdict
 

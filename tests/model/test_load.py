@@ -585,7 +585,7 @@ def test_two_threads_leave_the_hub_as_it_was(monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
 
     def isolated(inside):
-        with isolation.isolated():
+        with isolation.isolate():
             inside()
 
     in_two_threads(isolated, isolated)

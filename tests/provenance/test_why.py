@@ -13,7 +13,7 @@ from test_library import CASES
 from planc.cli import main
 from planc.diagnostics.diagnostic import Sink
 from planc.files.resources import GRAMMARS
-from planc.infer.apply_adapters import adapted
+from planc.infer.apply_adapters import adapt_plan
 from planc.ops import phrases as words
 from planc.ops.activation_checkpoint import Checkpoint
 from planc.ops.contract import Split
@@ -278,7 +278,7 @@ def test_adapters(tmp_path):
     assert half.adapter == ask(compiled, layer).adapter
     valid(half, compiled.lowered)
     told, rest = set(), 0
-    _, facts = adapted(compiled.plan, compiled.facts)
+    _, facts = adapt_plan(compiled.plan, compiled.facts)
     for modules in facts.model.below():
         for name in modules.names():
             answer = ask(compiled, name)

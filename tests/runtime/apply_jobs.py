@@ -133,7 +133,7 @@ def refused():
     lowered = planc.lower(model, "llama", world_size=4, overrides=["tp=2"])
     styled = [op for op in lowered.ops if isinstance(op, Parallelize)]
     norm = next(op.modules for op in styled if str(op.modules) == "model.norm")
-    bad = replace(styled[0], modules=norm, shapes=(), origin=Span.at("mine.plan:8"))
+    bad = replace(styled[0], modules=norm, shapes=(), origin=Span.from_place("mine.plan:8"))
     apply_lowered(model, lowered.map_ops(lambda _: (bad,)), digest="same", device_type="cpu")
 
 

@@ -52,7 +52,7 @@ def llama(
         data: the axes along which data differs; by default all of FSDP's.
         precision: what parameters are gathered in, or nothing.
     """
-    line = Span.at("x.plan:40")
+    line = Span.from_place("x.plan:40")
     whole = {"shard": shard, "replicate": replicate, "param": precision, "origin": line}
     ends = ("model.norm", "lm_head")
     group = ("model.embed_tokens", *ends) if tied else ends
@@ -66,16 +66,19 @@ def llama(
     if axes.get("tp", 1) > 1:
         ops += [
             Parallelize(
-                modules=modules(path), axes=("tp",), style=style, origin=Span.at(f"x.plan:{line}")
+                modules=modules(path),
+                axes=("tp",),
+                style=style,
+                origin=Span.from_place(f"x.plan:{line}"),
             )
             for line, (path, style) in enumerate(styles(sequence).items(), start=10)
         ]
         if tied:
             ops.append(Tie(parameter="lm_head.weight", source="model.embed_tokens.weight"))
     if checkpoint:
-        ops.append(Checkpoint(modules=modules(BLOCKS), origin=Span.at("x.plan:30")))
+        ops.append(Checkpoint(modules=modules(BLOCKS), origin=Span.from_place("x.plan:30")))
     if compiled:
-        ops.append(Compile(modules=modules(BLOCKS), origin=Span.at("x.plan:35")))
+        ops.append(Compile(modules=modules(BLOCKS), origin=Span.from_place("x.plan:35")))
     names = {*(shard + replicate if data is None else data)}
     return Lowered(
         plan="byhand",
@@ -87,7 +90,7 @@ def llama(
                 name=n,
                 size=s,
                 role=role_of(n, tensor=("tp",), data=names),
-                origin=Span.at("x.plan:3"),
+                origin=Span.from_place("x.plan:3"),
             )
             for n, s in axes.items()
         ),

@@ -63,7 +63,7 @@ def test_tensor_parallel_and_fsdp(four, tied, sequence, checkpoint):
 
 def test_checkpoints_that_nest_in_any_order(four):
     """A wrapper hides its module, so the script puts what is inside first, whatever the order."""
-    inner = Checkpoint(modules=modules(f"{BLOCKS}.mlp"), origin=Span.at("x.plan:31"))
+    inner = Checkpoint(modules=modules(f"{BLOCKS}.mlp"), origin=Span.from_place("x.plan:31"))
     plain = llama(AXES, sequence=True)
     outer = llama(AXES, sequence=True, checkpoint=True)
     at = next(i for i, op in enumerate(outer.ops) if isinstance(op, Checkpoint))
@@ -217,7 +217,8 @@ def added(lowered, op):
 
 WRONG = {
     "the model has no module 'model.layers.2'": added(
-        llama(AXES), Checkpoint(modules=modules("model.layers[0:4]"), origin=Span.at("x.plan:99"))
+        llama(AXES),
+        Checkpoint(modules=modules("model.layers[0:4]"), origin=Span.from_place("x.plan:99")),
     ),
     "q_proj.weight is [64, 64], and the plan was lowered for [128, 64]": shaped(
         llama(AXES), f"{BLOCKS}.self_attn.q_proj", "weight", (128, 64)

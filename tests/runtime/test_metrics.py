@@ -153,7 +153,7 @@ def test_a_peak_is_of_a_device_that_a_profile_names():
     assert peak("NVIDIA H100 80GB HBM3") == 989e12
     assert peak("NVIDIA A100-SXM4-80GB") == 312e12
     assert peak("NVIDIA H100 PCIe") is peak("cpu") is peak("") is None
-    named = [profiles.hardware(name, Sink()).devices for name in profiles.shipped()]
+    named = [profiles.hardware(name, Sink()).devices for name in profiles.shipped_profiles()]
     assert all(named)
 
 

@@ -11,7 +11,7 @@ from planc.diagnostics.diagnostic import Sink
 from planc.lowering.rank_calls import WAIT
 from planc.runtime.profile import label
 from planc.simulate.rank_job import RankRunner
-from planc.tools.order.record import recorded
+from planc.tools.order.record import record_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -31,7 +31,9 @@ def planned(folder, model, plan, mesh):
     compiled = compile_plan(str(folder), plan, sink, world_size=4, settings=settings)
     assert compiled.lowered, sink.diagnostics
     with RankRunner() as runner:
-        order = recorded(compiled, range(4), runner, real="cp=2" not in mesh and "pp=2" not in mesh)
+        order = record_ranks(
+            compiled, range(4), runner, real="cp=2" not in mesh and "pp=2" not in mesh
+        )
     return {
         rank: Counter(label(call) for call in calls if call.kind != WAIT)
         for rank, calls in order.later.items()

@@ -14,7 +14,7 @@ from planc.checks import check
 from planc.compiler import compile_plan, complete_plan
 from planc.diagnostics.diagnostic import Sink
 from planc.diagnostics.source import Source
-from planc.infer.apply_adapters import adapted
+from planc.infer.apply_adapters import adapt_plan
 from planc.lowering import lower
 from planc.model.load import load
 from planc.proof.layout_flow import flow
@@ -63,7 +63,7 @@ def judged(*texts, **options):
     plan, known, sink = elaborated(*texts, **options)
     if plan is not None:
         bare = plan, known
-        plan, known = adapted(plan, known)
+        plan, known = adapt_plan(plan, known)
         check(plan, known, sink, bare=bare)
     return plan, known, [d for d in sink if d.severity != "info"]
 

@@ -53,7 +53,7 @@ def rule(path, style, *shape, split=None, tp=8, line=0, axis="tp"):
     """A style; the weight of `shape` is split along the dim `split`."""
     local = tuple(n // tp if i == split else n for i, n in enumerate(shape))
     shapes = (Shape(name="weight", shape=shape, local=local),) if shape else ()
-    origin = Span.at(f"plans/llama.plan:{line}" if line else "")
+    origin = Span.from_place(f"plans/llama.plan:{line}" if line else "")
     axes = (axis,)
     return Parallelize(modules=modules(path), axes=axes, style=style, shapes=shapes, origin=origin)
 
@@ -68,7 +68,7 @@ def unit(*paths, reshard=True, nbytes=0, gathered=0, line=0, group=False, **more
         reduce="float32",
         nbytes=nbytes,
         gathered=gathered,
-        origin=Span.at(f"plans/llama.plan:{line}" if line else ""),
+        origin=Span.from_place(f"plans/llama.plan:{line}" if line else ""),
         **more,
     )
 
@@ -126,11 +126,18 @@ def llama(*, layers=32, ranks=64, tp=8, checkpoint=True):
         family="llama",
         layers=layers,
         axes=(
-            MeshAxis(name="pp", size=1, role=AxisRole.STAGE, origin=Span.at("plans/llama.plan:9")),
             MeshAxis(
-                name="dp_shard", size=shards, inferred=True, origin=Span.at("plans/llama.plan:10")
+                name="pp", size=1, role=AxisRole.STAGE, origin=Span.from_place("plans/llama.plan:9")
             ),
-            MeshAxis(name="tp", size=tp, role=AxisRole.TENSOR, origin=Span.at(f"--set tp={tp}")),
+            MeshAxis(
+                name="dp_shard",
+                size=shards,
+                inferred=True,
+                origin=Span.from_place("plans/llama.plan:10"),
+            ),
+            MeshAxis(
+                name="tp", size=tp, role=AxisRole.TENSOR, origin=Span.from_place(f"--set tp={tp}")
+            ),
         ),
         data=("dp_shard",),
         stages=(
@@ -148,7 +155,7 @@ def _ops(layers, tp, layer, vocabulary, checkpoint):
     return (
         Configure(name="use_cache", value=False, reason="training keeps no key/value cache"),
         *(styles(layers, tp) if tp > 1 else ()),
-        *([Checkpoint(modules=block, origin=Span.at("plans/llama.plan:42"))] * checkpoint),
+        *([Checkpoint(modules=block, origin=Span.from_place("plans/llama.plan:42"))] * checkpoint),
         unit(f"model.layers[0:{layers - 1}]", **layer),
         unit(f"model.layers[{layers - 1}]", reshard=False, **layer),
         unit("model.embed_tokens", line=52, **vocabulary),
@@ -177,7 +184,7 @@ def moved(lowered, lines=100):
         return f"{file}:{int(line) + lines}" if line.isdecimal() else old
 
     def each(nodes):
-        return tuple(dataclasses.replace(n, origin=Span.at(place(n.place))) for n in nodes)
+        return tuple(dataclasses.replace(n, origin=Span.from_place(place(n.place))) for n in nodes)
 
     return dataclasses.replace(
         lowered.map_ops(lambda _: each(lowered.ops)), axes=each(lowered.axes)
@@ -235,7 +242,7 @@ any_style = st.one_of(
         local=st.booleans(),
     ),
 )
-indices = st.sets(st.integers(0, 9), min_size=1).map(Indices.of)
+indices = st.sets(st.integers(0, 9), min_size=1).map(Indices.from_numbers)
 paths = st.one_of(
     st.sampled_from(["root", "lm_head", "model.norm", "model.embed_tokens"]).map(modules),
     st.builds(
@@ -247,7 +254,9 @@ paths = st.one_of(
         lambda i, j: Modules(("model", "layers", i, "experts", j, "up"), NOTHING), indices, indices
     ),
 )
-places = st.sampled_from(["", "a.plan:1", "a.plan:20", "b.plan:3", "--set tp=2"]).map(Span.at)
+places = st.sampled_from(["", "a.plan:1", "a.plan:20", "b.plan:3", "--set tp=2"]).map(
+    Span.from_place
+)
 
 
 @st.composite

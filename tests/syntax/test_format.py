@@ -42,7 +42,7 @@ TEXTS = list(EXAMPLES.values())
 
 def formatted(text):
     sink = Sink()
-    result = layout.formatted(Source("p.plan", text), sink)
+    result = layout.format_plan(Source("p.plan", text), sink)
     assert (result is None) == sink.failed, [d.message for d in sink]
     return result
 
@@ -177,7 +177,7 @@ def test_what_does_not_parse_has_no_layout(text, at, length):
     at %= len(text)
     broken = text[:at] + text[at + length :]
     sink = Sink()
-    result = layout.formatted(Source("p.plan", broken), sink)
+    result = layout.format_plan(Source("p.plan", broken), sink)
     assert (result is None) == sink.failed
     if result is not None:
         whole_and_stable(broken)

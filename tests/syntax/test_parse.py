@@ -12,7 +12,7 @@ from planc.syntax import ast, grammar, parsed_files
 from planc.syntax.grammar import parser
 from planc.syntax.parse import parse
 from planc.syntax.plan_files import families
-from planc.syntax.syntax_errors import written
+from planc.syntax.syntax_errors import terminal_text
 
 PLAN = """\
 plan llama for llama, mistral
@@ -139,7 +139,7 @@ def test_an_error_before_a_closing_brace_does_not_lose_the_brace():
 
 
 def test_terminals_are_named_as_they_are_written():
-    names = {t.name: written(t.name) for t in parser().terminals}
+    names = {t.name: terminal_text(t.name) for t in parser().terminals}
     signs = {"STAR": "`*`", "SLASH": "`/`", "PLUS": "`+`", "LBRACE": "`{`", "COLON": "`:`"}
     assert signs.items() <= names.items()
     assert {"`->`", "`for`", "`]`", "a comparison"} <= set(names.values())

@@ -10,7 +10,7 @@ from planc.elaborate.program import Program
 from planc.elaborate.rule_conflicts import Settings
 from planc.elaborate.scope import FAILED, Failed, Scope, Value
 from planc.elaborate.sections.fsdp_policies import DTYPES
-from planc.elaborate.sections.tensor import claimed
+from planc.elaborate.sections.tensor import read_claims
 from planc.elaborate.sections.word_settings import one_word
 from planc.ir.nodes import AdapterRule, Adapters
 from planc.ops.lora import INITS, Adapt
@@ -138,7 +138,7 @@ def adapters(program: Program) -> Adapters | None:
         found = lora(rule.action, rule.origin, scope)
         return None if found is None else (found,)
 
-    claims = claimed(program, "adapters", ACTIONS, "adapter", read, setting=setting)
+    claims = read_claims(program, "adapters", ACTIONS, "adapter", read, setting=setting)
     own = settings.lines.get("units")
     return Adapters(
         rules=claims.rules(),

@@ -16,7 +16,7 @@ def by_size(
     The rule of torch's `size_based_auto_wrap_policy`: children first, never a container.
     """
     search = _SizeSearch(facts, least, (*taken, *ignored))
-    search.left(facts.model)
+    search.remaining_parameters(facts.model)
     return tuple(search.found)
 
 
@@ -27,13 +27,13 @@ class _SizeSearch:
     taken: tuple[Modules, ...]
     found: list[Modules] = field(default_factory=list)
 
-    def left(self, modules: Modules) -> int:
+    def remaining_parameters(self, modules: Modules) -> int:
         """The number of parameters outside units of one of these modules, after its own units."""
         if modules.path and any(modules.overlap(t) is not None for t in self.taken):
             return 0
         own = sum(p.numel for p in modules.module.parameters)
         for child in _children(modules, self.taken):
-            own += self.left(child) * len(child) // len(modules)
+            own += self.remaining_parameters(child) * len(child) // len(modules)
         fits = own >= self.least and not modules.module.container and modules.path
         if fits and not _parts_tie(self.facts, modules):
             self.found.append(modules)

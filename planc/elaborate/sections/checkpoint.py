@@ -4,10 +4,10 @@ from dataclasses import replace
 
 from planc.diagnostics.diagnostic import did_you_mean, one_of
 from planc.elaborate.call_arguments import Arguments, word
-from planc.elaborate.evaluate import evaluate, number, whole
+from planc.elaborate.evaluate import evaluate, is_integer, number
 from planc.elaborate.program import Program
 from planc.elaborate.scope import Failed, Scope
-from planc.elaborate.sections.tensor import claimed
+from planc.elaborate.sections.tensor import read_claims
 from planc.ir.nodes import Budget
 from planc.ops.activation_checkpoint import GROUPS, Checkpoint, Save, like, listed, seen
 from planc.ops.base import AxisRole
@@ -31,7 +31,7 @@ def checkpoint(program: Program) -> tuple[Checkpoint, ...]:
         found = reads(rule.action, program.scope)
         return None if found is None else (found,)
 
-    return claimed(program, "checkpoint", _WAYS, "way to checkpoint", read).rules()
+    return read_claims(program, "checkpoint", _WAYS, "way to checkpoint", read).rules()
 
 
 def compile_rules(program: Program) -> tuple[Compile, ...]:
@@ -46,7 +46,7 @@ def compile_rules(program: Program) -> tuple[Compile, ...]:
         op = Compile(modules=program.facts.model, fullgraph=fullgraph, async_tp=wide)
         return (op,) if arguments.done() else None
 
-    return claimed(program, "compile", ("block",), "way to compile", read).rules()
+    return read_claims(program, "compile", ("block",), "way to compile", read).rules()
 
 
 # Actions -----------------------------------------------------------------------------------------
@@ -124,7 +124,7 @@ def _save(arguments: Arguments) -> tuple[Save, ...] | None:
     if not given.items:
         arguments.wrong(given, "the list is empty: everything would be recomputed", "write `full`")
         return None
-    found = [(item, _saved(item, arguments)) for item in given.items]
+    found = [(item, _read_save(item, arguments)) for item in given.items]
     holders: dict[str, str] = {}
     for item, save in found:
         for op in save.ops if save else ():
@@ -144,7 +144,7 @@ def _save(arguments: Arguments) -> tuple[Save, ...] | None:
     return saves if len(saves) == len(found) else None
 
 
-def _saved(item: ast.Expr, arguments: Arguments) -> Save | None:
+def _read_save(item: ast.Expr, arguments: Arguments) -> Save | None:
     """One entry of the list: a group or an operator, every call of it or one in N."""
     scope = arguments.scope
     every = 1
@@ -160,11 +160,11 @@ def _saved(item: ast.Expr, arguments: Arguments) -> Save | None:
         if inner.done() and every < 1:
             inner.wrong(item, f"`every` is 1 or more, not {every}", "2 keeps every second one")
         arguments.ok &= inner.ok
-        found = _named(item.name, item, arguments, every) if inner.ok else None
+        found = _read_operators(item.name, item, arguments, every) if inner.ok else None
         return replace(found, calls=calls, hosted=hosted) if found else None
     value = word(item, scope) if isinstance(item, ast.Name) else evaluate(item, scope)
     if isinstance(value, str):
-        return _named(value, item, arguments, every)
+        return _read_operators(value, item, arguments, every)
     arguments.ok = False
     if isinstance(value, Failed):
         return None
@@ -182,13 +182,13 @@ def _calls(stated: ast.Expr, arguments: Arguments, every: int) -> tuple[int, ...
     listed = value if isinstance(value, list | tuple) else ()
     if isinstance(value, Failed):
         arguments.ok = False
-    elif not listed or every != 1 or not all(whole(n) and 0 <= n < 1 << 16 for n in listed):
+    elif not listed or every != 1 or not all(is_integer(n) and 0 <= n < 1 << 16 for n in listed):
         hint = "write `calls = [0, 4]`, without `every`, for the first and the fifth in a module"
         arguments.wrong(stated, "`calls` lists which calls are saved, from 0", hint)
-    return tuple(sorted({n for n in listed if whole(n)}))
+    return tuple(sorted({n for n in listed if is_integer(n)}))
 
 
-def _named(name: str, item: ast.Expr, arguments: Arguments, every: int) -> Save | None:
+def _read_operators(name: str, item: ast.Expr, arguments: Arguments, every: int) -> Save | None:
     """The operators that a name stands for; PL470 and PL471 for a name that torch does not know."""
     if name in GROUPS:
         return Save(name=name, every=every, ops=GROUPS[name])

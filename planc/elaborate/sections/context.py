@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from planc.diagnostics.diagnostic import one_of
 from planc.elaborate.call_arguments import Arguments, unknown
-from planc.elaborate.evaluate import whole
+from planc.elaborate.evaluate import is_integer
 from planc.elaborate.program import Program
 from planc.elaborate.rule_conflicts import Claims, Placed, Settings
 from planc.elaborate.sections.tensor import modules_of
@@ -94,7 +94,7 @@ def _attending(rule: ast.Rule, placed: Placed, program: Program) -> tuple[Module
 def _several(call: ast.Call, program: Program) -> tuple[str, int] | None:
     """The call's name and number, such as 2 for `ring(ulysses = 2)`, or None after a finding."""
     arguments = Arguments(call, program.scope, ("ulysses",) if call.name in _SEVERAL else ())
-    number = arguments.read("ulysses", 1, "a positive integer", lambda v: whole(v) and v > 0)
+    number = arguments.read("ulysses", 1, "a positive integer", lambda v: is_integer(v) and v > 0)
     return (call.name, number) if arguments.done() else None
 
 

@@ -2,7 +2,7 @@
 
 from planc.diagnostics.diagnostic import did_you_mean
 from planc.elaborate.call_arguments import Arguments, word
-from planc.elaborate.evaluate import whole
+from planc.elaborate.evaluate import is_integer
 from planc.elaborate.program import Program
 from planc.elaborate.rule_conflicts import Claims
 from planc.elaborate.sections.tensor import modules_of, rules_of
@@ -35,7 +35,7 @@ def _way(rule: ast.Rule, program: Program) -> ExpertRule | None:
     call = rule.action
     arguments = Arguments(call, program.scope, ("chunks", "capacity", "drop"))
     value = word(arguments.positional[0].value, program.scope) if arguments.positional else None
-    chunks = arguments.read("chunks", 1, "a positive integer", lambda v: whole(v) and v > 0)
+    chunks = arguments.read("chunks", 1, "a positive integer", lambda v: is_integer(v) and v > 0)
     capacity = arguments.number("capacity", None, "a positive number", lambda v: v > 0)
     drop = arguments.word("drop", {PROBS: PROBS, POSITION: POSITION}, None)
     if not arguments.done(positional=1):

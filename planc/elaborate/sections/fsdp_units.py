@@ -70,7 +70,7 @@ def rule(item: ast.Rule, placed: Placed, claims: Claims[UnitTerms], scope: Scope
 
 def _terms(item: ast.Rule, scope: Scope) -> UnitTerms | None:
     arguments = Arguments(item.action, scope, _KNOWN)
-    staged = _staged(scope)
+    staged = _has_stages(scope)
     reshard = arguments.word("reshard", _RESHARD, not staged, 1, counts=True)
     except_last = isinstance(reshard, str)
     if except_last and staged:
@@ -92,7 +92,7 @@ def _terms(item: ast.Rule, scope: Scope) -> UnitTerms | None:
     return UnitTerms(unit, except_last)
 
 
-def _staged(scope: Scope) -> bool:
+def _has_stages(scope: Scope) -> bool:
     """Whether the mesh has pipeline stages.
 
     Each microbatch would all-gather what the previous one resharded, so units keep their parameters
@@ -172,7 +172,7 @@ def _parts(modules: Modules, terms: UnitTerms, last: int | None) -> list[tuple[M
     """`except_last`: the entry with the highest index of the rule's list is not resharded."""
     if not terms.except_last or not modules.entries or last is None:
         return [(modules, terms.of(last=False))]
-    final = modules.entries & Indices.of([last])
+    final = modules.entries & Indices.from_numbers([last])
     parts = ((modules.entries - final, False), (final, True))
     return [(modules.with_entries(some), terms.of(last=at)) for some, at in parts if some]
 
@@ -301,7 +301,7 @@ def _one_by_one(
     last = max((max(e) for e in entries.values()), default=-1)
     for member in members:
         for entry in member.entries:
-            one = member.with_entries(Indices.of([entry]))
+            one = member.with_entries(Indices.from_numbers([entry]))
             yield one, terms.of(last=entry == last, group=entry)
 
 

@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 from planc.elaborate.call_arguments import Arguments
-from planc.elaborate.evaluate import whole
+from planc.elaborate.evaluate import is_integer
 from planc.elaborate.program import Program
 from planc.elaborate.rule_conflicts import SectionLine, Settings
 from planc.elaborate.sections.fsdp_policies import DTYPES
@@ -74,9 +74,9 @@ def _read(item: ast.Setting, program: Program) -> Any:
 
 def _sizes(block: Any) -> tuple[int, ...]:
     """The rows and columns of a block, which may be one number; empty if it is neither."""
-    given = (block, block) if whole(block) else block
+    given = (block, block) if is_integer(block) else block
     both = tuple(given) if isinstance(given, list | tuple) else ()
-    return both if len(both) == 2 and all(whole(n) and n > 0 for n in both) else ()
+    return both if len(both) == 2 and all(is_integer(n) and n > 0 for n in both) else ()
 
 
 def _block(

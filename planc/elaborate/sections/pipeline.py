@@ -9,11 +9,11 @@ from typing import NamedTuple
 from planc.diagnostics.diagnostic import Sink, nearest
 from planc.diagnostics.source import Span
 from planc.elaborate.call_arguments import Arguments, unknown, word, wrong_value
-from planc.elaborate.evaluate import evaluate, whole
+from planc.elaborate.evaluate import evaluate, is_integer
 from planc.elaborate.program import Program
 from planc.elaborate.rule_conflicts import Settings
 from planc.elaborate.scope import Scope
-from planc.elaborate.sections.stage_sizes import balanced, even, work
+from planc.elaborate.sections.stage_sizes import balance_stages, even, work
 from planc.elaborate.sections.timetable import TimetableError, timetable
 from planc.elaborate.sections.word_settings import one_word, read_settings
 from planc.elaborate.selectors import select
@@ -79,7 +79,7 @@ def _cut(
     """The pipeline whose stages are known, or None after a finding."""
     blocks, bounds, times = found
     order = block_order(program.facts, str(blocks))
-    rest = _rest(program.facts, blocks, order)
+    rest = _edge_modules(program.facts, blocks, order)
     if order.problem or isinstance(rest, str):
         reason, origin = order.problem or rest, settings.lines["stages"].origin
         _uncut(str(reason), origin, program.sink, f"between the blocks of `{blocks}`")
@@ -160,7 +160,7 @@ def _value(item: ast.Setting, program: Program) -> object:
         return item.value
     if item.name == "microbatches":
         value = word(item.value, program.scope)
-        if whole(value) and value > 0:
+        if is_integer(value) and value > 0:
             return value
         hint = "write `microbatches = 8`"
         wrong_value(item.value, item.name, "a positive number", value, program.scope, hint=hint)
@@ -188,9 +188,9 @@ def _stages(value: ast.Expr, ranks: int, each: int, scope: Scope) -> BlockCut | 
     number of stages of a rank where nothing is said.
     """
     if isinstance(value, ast.List):
-        return _listed(value, scope)
+        return _read_list(value, scope)
     if isinstance(value, ast.Call) and value.name in _WAYS:
-        return _counted(value, ranks, each, scope)
+        return _read_cut(value, ranks, each, scope)
     if isinstance(value, ast.Call):
         unknown(value, tuple(_WAYS), "way to make stages", scope)
     else:
@@ -199,7 +199,7 @@ def _stages(value: ast.Expr, ranks: int, each: int, scope: Scope) -> BlockCut | 
     return None
 
 
-def _counted(call: ast.Call, ranks: int, each: int, scope: Scope) -> BlockCut | None:
+def _read_cut(call: ast.Call, ranks: int, each: int, scope: Scope) -> BlockCut | None:
     """`even(SELECTOR, each = 1, by = work)`, `balanced(SELECTOR, seq = 4096)` or
     `weighted(SELECTOR, blocks = [3, 5])`.
     """
@@ -219,7 +219,7 @@ def _counted(call: ast.Call, ranks: int, each: int, scope: Scope) -> BlockCut | 
     selector = arguments.positional[0].value if arguments.positional else None
     if not arguments.done(positional=1):
         return None
-    found = _list_of(_selected(selector, scope), call, scope)
+    found = _list_of(_select(selector, scope), call, scope)
     if found is None:
         return None
     blocks, indices = found
@@ -229,7 +229,7 @@ def _counted(call: ast.Call, ranks: int, each: int, scope: Scope) -> BlockCut | 
         return None
     stages = ranks * max(1, numbers["each"])
     if by_work:
-        sizes = balanced(*_work(blocks, scope.facts), stages)
+        sizes = balance_stages(*_work(blocks, scope.facts), stages)
     elif not given_sizes:
         sizes = even(count, stages, numbers["first"], numbers["last"])
     else:
@@ -268,13 +268,13 @@ def _times(arguments: Arguments) -> StageTimes:
     return StageTimes(rows=rows, seq=seq, origin=arguments.call.origin)
 
 
-def _listed(value: ast.List, scope: Scope) -> BlockCut | None:
+def _read_list(value: ast.List, scope: Scope) -> BlockCut | None:
     """A list of selectors, one for each stage."""
     blocks: Modules | None = None
     order: list[int] = []
     bounds = [0]
     for item in value.items:
-        found = _list_of(_selected(item, scope), item, scope)
+        found = _list_of(_select(item, scope), item, scope)
         if found is None:
             return None
         if blocks is not None and blocks != found[0]:
@@ -297,14 +297,14 @@ def _report(scope: Scope, node: ast.Node, order: list[int], blocks: Modules | No
     twice = [i for i in every if order.count(i) > 1]
     message = "the blocks of the stages are not in the order of the model"
     if twice:
-        message = f"`{blocks}{Indices.of(twice)}` is in two stages"
+        message = f"`{blocks}{Indices.from_numbers(twice)}` is in two stages"
     if lost:
-        message = f"`{blocks}{Indices.of(lost)}` is in no stage"
+        message = f"`{blocks}{Indices.from_numbers(lost)}` is in no stage"
     help = "every block is in exactly one stage, in the order in which the model runs them"
     scope.sink.error("PL560", message, node.origin, help=help)
 
 
-def _selected(value: ast.Expr | None, scope: Scope) -> tuple[Modules, ...]:
+def _select(value: ast.Expr | None, scope: Scope) -> tuple[Modules, ...]:
     selector = value if isinstance(value, ast.Selector) else None
     return select(selector, (scope.facts.model,), scope) if selector else ()
 
@@ -336,7 +336,7 @@ def _work(blocks: Modules, facts: Facts) -> tuple[list[int], int, int]:
         own = work(child.module, facts.config)
         for i in child.indices or ():
             each[i] = own
-    around = _rest(facts, blocks, block_order(facts, str(blocks)))
+    around = _edge_modules(facts, blocks, block_order(facts, str(blocks)))
     ends = ((), ()) if isinstance(around, str) else around  # which is a finding elsewhere
     alone = ([(len(m), replace(m.module, children=())) for m in end] for end in ends)
     first, last = (sum(n * work(m, facts.config) for n, m in end) for end in alone)
@@ -346,7 +346,7 @@ def _work(blocks: Modules, facts: Facts) -> tuple[list[int], int, int]:
 # What is around the blocks -----------------------------------------------------------------------
 
 
-def _rest(
+def _edge_modules(
     facts: Facts, blocks: Modules, order: BlockOrder
 ) -> tuple[tuple[Modules, ...], tuple[Modules, ...]] | str:
     """The first and the last stage's modules besides blocks, or why a module is in neither."""

@@ -22,7 +22,7 @@ def even(count: int, stages: int, first: int, last: int) -> list[int]:
     return sizes
 
 
-def balanced(blocks: Sequence[int], first: int, last: int, stages: int) -> list[int]:
+def balance_stages(blocks: Sequence[int], first: int, last: int, stages: int) -> list[int]:
     """The blocks of each stage for which the stage with the most work has the least, and of those
     the most equal: a pipeline is as fast as its slowest stage.
 

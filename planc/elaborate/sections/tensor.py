@@ -211,7 +211,7 @@ def _scopes(
     """The modules of a rule with the scope of its arguments, which may name integers of the parent
     module: parents that differ have separate ones.
     """
-    names = (node for node in ast.every(rule.action) if isinstance(node, ast.Name))
+    names = (node for node in ast.walk(rule.action) if isinstance(node, ast.Name))
     if not any(name.path.startswith("parent.") for name in names):
         yield from ((modules, program.scope) for modules in found)
         return
@@ -255,7 +255,7 @@ def _a(section: ast.Section) -> str:
     return f"a{'n' * (section.name[0] in 'aeio')} `{section.name}`"
 
 
-def claimed(
+def read_claims(
     program: Program,
     name: str,
     known: tuple[str, ...],

@@ -101,7 +101,7 @@ def style_of(call: ast.Call, scope: Scope, *, kind: str = "other") -> ir.Style |
     """
     match call.name:
         case "colwise" | "rowwise":
-            return _weighted(call, scope, kind)
+            return _weight_style(call, scope, kind)
         case "sequence":
             arguments = Arguments(call, scope, ("dim", "local"))
             dim = arguments.integer("dim", 1)
@@ -125,7 +125,7 @@ def style_of(call: ast.Call, scope: Scope, *, kind: str = "other") -> ir.Style |
             return _bare(call, scope)
 
 
-def _weighted(call: ast.Call, scope: Scope, kind: str) -> ir.Colwise | ir.Rowwise | None:
+def _weight_style(call: ast.Call, scope: Scope, kind: str) -> ir.Colwise | ir.Rowwise | None:
     arguments = Arguments(call, scope, ("local", "parts", "interleaved"))
     local = arguments.truth("local", True)
     parts, interleaved = parts_of(arguments)
@@ -295,7 +295,7 @@ def _bare(call: ast.Call, scope: Scope) -> ir.Parameters | ir.Experts | None:
         if arrow is None:
             return None
         flow = arrow
-    named = [(str(a.name), _held(a.value, arguments)) for a in arguments.rest()]
+    named = [(str(a.name), _parameter_layout(a.value, arguments)) for a in arguments.rest()]
     layouts = tuple((name, one) for name, one in named if one is not None)
     if not named and arguments.ok:
         hint = f"name its parameters: `{call.name}(weight = shard(0))`"
@@ -307,7 +307,7 @@ def _bare(call: ast.Call, scope: Scope) -> ir.Parameters | ir.Experts | None:
     return ir.Parameters(layouts=layouts)
 
 
-def _held(expression: ast.Expr, arguments: Arguments) -> ir.ParameterLayout | None:
+def _parameter_layout(expression: ast.Expr, arguments: Arguments) -> ir.ParameterLayout | None:
     """`shard(1)`, `shard(1, parts = 2, interleaved = true)`, `replicate`, `partial`."""
     if not isinstance(expression, ast.Call) or expression.name != "shard":
         layout = _layout(expression, arguments)

@@ -45,7 +45,7 @@ def timetable(
     _messages(rows, stages)
     passes = [[a for a in row if len(a[1]) == 1] for row in rows]
     _once(passes, stages, microbatches)
-    name = _placed(passes, ranks, stages)
+    name = _placement(passes, ranks, stages)
     _runs(passes, stages)
     return name, tuple(",".join(f"{s}{kind}{m}" for s, kind, m in row) for row in passes)
 
@@ -88,7 +88,7 @@ def _once(rows: Sequence[Sequence[Action]], stages: int, microbatches: int) -> N
         raise TimetableError(f"{stage}{kind}{micro} runs {count}{why}")
 
 
-def _placed(rows: Sequence[Sequence[Action]], ranks: int, stages: int) -> str:
+def _placement(rows: Sequence[Sequence[Action]], ranks: int, stages: int) -> str:
     held = [{stage for stage, _, _ in row} for row in rows]
     for name in OF_FILES:
         own = [{*stages_of_rank(name, rank, ranks, stages)} for rank in range(ranks)]

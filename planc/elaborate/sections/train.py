@@ -2,7 +2,7 @@
 
 from planc.elaborate.call_arguments import Arguments
 from planc.elaborate.program import Program
-from planc.elaborate.sections.tensor import claimed
+from planc.elaborate.sections.tensor import read_claims
 from planc.ops.freeze import Freeze
 from planc.syntax import ast
 
@@ -20,5 +20,5 @@ def train(program: Program) -> tuple[Freeze, ...]:
         op = Freeze(modules=program.facts.model, trainable=_STATES[rule.action.name])
         return (op,) if Arguments(rule.action, program.scope).done() else None
 
-    claims = claimed(program, "train", tuple(_STATES), "state", read, aspect="training")
+    claims = read_claims(program, "train", tuple(_STATES), "state", read, aspect="training")
     return tuple(sorted(claims.rules(), key=lambda t: len(t.modules.path)))

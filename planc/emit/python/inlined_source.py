@@ -69,7 +69,7 @@ _FILES = (
 )
 
 
-def inlined(body: str) -> list[str]:
+def needed_definitions(body: str) -> list[str]:
     """The definitions that Python source needs, directly or through others, in file order.
 
     Args:
@@ -89,7 +89,7 @@ def inlined(body: str) -> list[str]:
 
 
 @cache
-def imported() -> dict[str, str]:
+def imported_names() -> dict[str, str]:
     """The names that the definitions import, each with its module; empty for a module."""
     found: dict[str, str] = {}
     for text in _texts():

@@ -67,7 +67,7 @@ def lay(source: Source, indent: str = "", *, note: str = "", end: str = "") -> I
     yield f"{indent}{source.close}{end}"
 
 
-def headed(head: str, source: Source) -> Source:
+def prepend(head: str, source: Source) -> Source:
     return (
         replace(source, head=head + source.head) if isinstance(source, Bracketed) else head + source
     )
@@ -78,7 +78,7 @@ def remark(text: str) -> str:
     return "".join(c if c.isprintable() else "?" for c in text)
 
 
-def quoted(text: str) -> str:
+def quote(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
@@ -87,7 +87,7 @@ def literal(value: float | str | None) -> str:
     if not isinstance(value, str):
         return repr(value)
     raw = "\\" in value and value.isprintable() and not value.endswith("\\") and '"' not in value
-    return f'r"{value}"' if raw else quoted(value)
+    return f'r"{value}"' if raw else quote(value)
 
 
 def attribute(name: str) -> bool:

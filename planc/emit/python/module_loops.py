@@ -8,9 +8,9 @@ from planc.emit.python.layout import (
     Bracketed,
     Source,
     attribute,
-    headed,
     lay,
-    quoted,
+    prepend,
+    quote,
     remark,
 )
 from planc.model.facts import Modules, Segment
@@ -33,7 +33,7 @@ class Lists:
     longest: int = 0
     dicts: tuple[str, ...] = ()
 
-    def keyed(self, path: Sequence[Segment]) -> bool:
+    def is_dict(self, path: Sequence[Segment]) -> bool:
         """Whether the entries of the list at a path have texts for keys."""
         return ".".join(s if isinstance(s, str) else "*" for s in path) in self.dicts
 
@@ -70,7 +70,7 @@ def loop_over(modules: Modules, lists: Lists, *, assigned: bool = False) -> Loop
         if isinstance(segment, str):
             item, place = step(owner, segment), segment
             continue
-        keyed = lists.keyed(modules.path[:at])
+        keyed = lists.is_dict(modules.path[:at])
         if len(segment) == 1:
             place = f'["{segment.first}"]' if keyed else f"[{segment.first}]"
             item = owner + place
@@ -91,16 +91,16 @@ def loop_over(modules: Modules, lists: Lists, *, assigned: bool = False) -> Loop
     return Loop(item, tuple(head), owner, place)
 
 
-def replaced(loop: Loop, value: Source) -> Source:
+def replacement(loop: Loop, value: Source) -> Source:
     """The statement that replaces a module."""
     if loop.place.startswith("["):
-        return headed(f"{loop.owner}{loop.place} = ", value)
+        return prepend(f"{loop.owner}{loop.place} = ", value)
     if attribute(loop.place):
-        return headed(f"{loop.owner}.{loop.place} = ", value)
-    return Bracketed(f"{loop.owner}.register_module(", (quoted(loop.place), value))
+        return prepend(f"{loop.owner}.{loop.place} = ", value)
+    return Bracketed(f"{loop.owner}.register_module(", (quote(loop.place), value))
 
 
-def listed(sets: Sequence[Modules], lists: Lists) -> Bracketed:
+def module_list(sets: Sequence[Modules], lists: Lists) -> Bracketed:
     """All modules of some sets as a list."""
     if len(sets) == 1 and len(sets[0]) > 1:
         return comprehension("[", sets[0], lists, close="]")
@@ -134,7 +134,7 @@ def _run_items(modules: Modules, lists: Lists) -> list[Source]:
     last = modules.path[-1]
     if len(loop.head) > 1 or not isinstance(last, Indices) or len(last) == 1:
         return []
-    if lists.keyed(modules.path[:-1]):  # a dictionary has no slices
+    if lists.is_dict(modules.path[:-1]):  # a dictionary has no slices
         return []
     return [_slice(loop.owner, run) for run in last.runs()]
 
@@ -148,7 +148,7 @@ def _slice(owner: str, run: range) -> str:
 
 def step(owner: str, name: str) -> str:
     """The expression of a child module."""
-    return f"{owner}.{name}" if attribute(name) else f"{owner}.get_submodule({quoted(name)})"
+    return f"{owner}.{name}" if attribute(name) else f"{owner}.get_submodule({quote(name)})"
 
 
 def parameter(path: str) -> str:
@@ -156,7 +156,7 @@ def parameter(path: str) -> str:
     owner, _, name = path.rpartition(".")
     if all(attribute(part) for part in owner.split(".")):
         return f"model.{owner}.{name}"
-    return f"model.get_submodule({quoted(owner)}).{name}" if owner else f"model.{name}"
+    return f"model.get_submodule({quote(owner)}).{name}" if owner else f"model.{name}"
 
 
 def _range(indices: Indices) -> str:
@@ -170,7 +170,7 @@ def _run(run: range) -> str:
     return f"range({run.start}, {run.stop}{f', {run.step}' if run.step > 1 else ''})"
 
 
-def looped(head: Sequence[str], statements: Sequence[Source], place: str) -> Lines:
+def loop_lines(head: Sequence[str], statements: Sequence[Source], place: str) -> Lines:
     """Statements in their loops; the plan's line is a comment on the first line."""
     note = remark(place)
     for number, line in enumerate(head):

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import assert_never
 
-from planc.emit.python.layout import Bracketed, Source, headed, lay, literal, quoted, remark
+from planc.emit.python.layout import Bracketed, Source, lay, literal, prepend, quote, remark
 from planc.emit.python.module_loops import (
     IN,
     Lines,
@@ -13,11 +13,11 @@ from planc.emit.python.module_loops import (
     Loop,
     assign,
     comprehension,
-    listed,
+    loop_lines,
     loop_over,
-    looped,
+    module_list,
     parameter,
-    replaced,
+    replacement,
 )
 from planc.model.facts import Modules
 from planc.ops import call as calls
@@ -48,12 +48,12 @@ class Printer:
         found: dict[calls.Shared, int] = {}
         for step in steps:
             self._find(calls.values_of(step), found)
-        self._variables = _named(found)
+        self._variables = _variable_names(found)
         deep: dict[str, int] = {}
         for value, depth in found.items():
             deep[value.name] = max(depth, deep.get(value.name, 0))
         for value in sorted(found, key=lambda value: (deep[value.name], found[value])):
-            made = headed(f"{self._variables[value]} = ", self.source(value.value))
+            made = prepend(f"{self._variables[value]} = ", self.source(value.value))
             yield from lay(made, IN, note=remark(value.note))
 
     def loop(self, modules: Modules) -> Loop:
@@ -64,10 +64,10 @@ class Printer:
             case calls.Each():
                 loop = loop_over(step.modules, self._lists, assigned=step.replaces)
                 made = [self.call(call, loop.item) for call in step.calls]
-                some = [replaced(loop, made[0])] if step.replaces else made
-                yield from looped(loop.head, some, step.note)
+                some = [replacement(loop, made[0])] if step.replaces else made
+                yield from loop_lines(loop.head, some, step.note)
             case calls.Once():
-                yield from looped((), [self.call(step.call)], step.note)
+                yield from loop_lines((), [self.call(step.call)], step.note)
             case calls.Assign():
                 yield from assign(self.source(step.target), self.source(step.value), step.note)
             case _:
@@ -79,9 +79,9 @@ class Printer:
         if call.function.startswith("."):
             head = f"{arguments.pop(0)}{call.function}"
         else:
-            head = self._imported(call.function)
+            head = self._import(call.function)
         for name, value in call.keywords:
-            arguments.append(headed(f"{name}=" if name else "**", self.source(value)))
+            arguments.append(prepend(f"{name}=" if name else "**", self.source(value)))
         return Bracketed(f"{head}(", tuple(arguments))
 
     def source(self, value: calls.Value) -> Source:
@@ -93,23 +93,23 @@ class Printer:
             case calls.Variable():
                 return value.name
             case calls.ImportedName():
-                return self._imported(value.path)
+                return self._import(value.path)
             case calls.ParameterRef():
                 return parameter(value.name)
             case calls.Attribute():
                 return f"{self.source(value.owner)}.{value.name}"
             case calls.Index():
-                return f"{self.source(value.value)}[{', '.join(map(quoted, value.keys))}]"
+                return f"{self.source(value.value)}[{', '.join(map(quote, value.keys))}]"
             case calls.Items():
                 return Bracketed("[", tuple(map(self.source, value.values)), "]")
             case calls.Table():
                 entries = value.entries
-                items = (headed(f"{quoted(key)}: ", self.source(item)) for key, item in entries)
+                items = (prepend(f"{quote(key)}: ", self.source(item)) for key, item in entries)
                 return Bracketed("{", tuple(items), "}")
             case calls.Members():
-                return listed(value.sets, self._lists)
+                return module_list(value.sets, self._lists)
             case calls.Numbered():
-                return self._numbered(value)
+                return self._numbered_list(value)
             case calls.MeshOf():
                 return self.source(calls.mesh_source(value, self._context))
             case calls.FunctionCall():
@@ -119,7 +119,7 @@ class Printer:
             case _:
                 assert_never(value)
 
-    def _numbered(self, value: calls.Numbered) -> Source:
+    def _numbered_list(self, value: calls.Numbered) -> Source:
         modules, entries = value.modules, value.modules.entries
         indexed = replace(self._lists, longest=0)
         index = "i" if len(entries) > 1 else str(entries.first)
@@ -127,7 +127,7 @@ class Printer:
             return f"[({index}, {loop_over(modules, indexed).item})]"
         return comprehension("[", modules, indexed, close="]", entry=index)
 
-    def _imported(self, path: str) -> str:
+    def _import(self, path: str) -> str:
         """The name of an imported object: its own for torch and for what scripts inline, else
         `module.name`.
         """
@@ -150,7 +150,7 @@ class Printer:
         return max((self._find(inner, found) for inner in calls.inside(value)), default=0)
 
 
-def _named(values: Iterable[calls.Shared]) -> dict[calls.Shared, str]:
+def _variable_names(values: Iterable[calls.Shared]) -> dict[calls.Shared, str]:
     """The variable of each value, numbered where several have one name."""
     like: dict[str, list[calls.Shared]] = {}
     for value in values:

@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 from planc.diagnostics.diagnostic import one_of
 from planc.emit.python.imports import imports
-from planc.emit.python.inlined_source import global_names, imported, inlined
-from planc.emit.python.layout import WIDTH, Bracketed, headed, lay, quoted, remark
+from planc.emit.python.inlined_source import global_names, imported_names, needed_definitions
+from planc.emit.python.layout import WIDTH, Bracketed, lay, prepend, quote, remark
 from planc.emit.python.load_weights import load_function
-from planc.emit.python.module_loops import Lines, Lists, looped
+from planc.emit.python.module_loops import Lines, Lists, loop_lines
 from planc.emit.python.printer import Printer, inner_first
 from planc.model.facts import Modules, Segment
 from planc.model.indices import Indices
@@ -46,8 +46,8 @@ def render(lowered: Lowered, *, digest: str) -> str:
     """
     context = lowered.context(fills=lowered.load.weights is not None)
     lists = Lists(lowered.layers, lowered.module_dicts)
-    printer = Printer(context, lists, {**_FRAME, **imported()})
-    places = [tuple(_written(stage, context, printer)) for stage in lowered.stages]
+    printer = Printer(context, lists, {**_FRAME, **imported_names()})
+    places = [tuple(_stage_functions(stage, context, printer)) for stage in lowered.stages]
     functions, calls = [*_groups(lowered, context, printer)], dict[int, list[str]]()
     early = bool(functions)
     for place, written in enumerate(places):
@@ -59,10 +59,10 @@ def render(lowered: Lowered, *, digest: str) -> str:
             calls.setdefault(place, []).append(f"{name}{part.arguments}")
     functions += load_function(lowered)
     steps = "\n".join(_called(lowered))
-    definitions = inlined("\n\n".join([*functions, steps]))
+    definitions = needed_definitions("\n\n".join([*functions, steps]))
     packed = any(source.startswith("def repack(") for source in definitions)
     if packed:  # its state dict must be reordered
-        definitions = inlined("\n\n".join([*functions, steps, _WHOLE]))
+        definitions = needed_definitions("\n\n".join([*functions, steps, _WHOLE]))
     body = "\n\n".join([_mesh(lowered), *definitions, *functions, _main(lowered, calls, early)])
     needed = imports(body, printer.modules, printer.names)
     return f"{_docstring(lowered, digest, packed)}\n{needed}\n{body}"
@@ -89,7 +89,7 @@ class _Function(NamedTuple):
         return f'def {name}{self.arguments}:\n    """{self.about}"""\n{self.body}\n'
 
 
-def _written(stage: Stage, context: Context, printer: Printer) -> Iterator[_Function]:
+def _stage_functions(stage: Stage, context: Context, printer: Printer) -> Iterator[_Function]:
     """The functions for the ranks at one place of a pipeline, in order."""
     known: list[str] = []
     for function, group in groupby(stage.ops, key=lambda op: op.script):
@@ -144,7 +144,7 @@ def _packages(lowered: Lowered) -> list[str]:
 
 
 def _mesh(lowered: Lowered) -> str:
-    items = tuple(f"{quoted(a.name)}: {a.size}" for a in lowered.axes)
+    items = tuple(f"{quote(a.name)}: {a.size}" for a in lowered.axes)
     notes = tuple(remark(a.place) for a in lowered.axes)
     constant = "\n".join(lay(Bracketed("MESH = {", items, "}", notes)))
     return constant + dedent('''
@@ -159,7 +159,7 @@ def _mesh(lowered: Lowered) -> str:
 
 def _groups(lowered: Lowered, context: Context, printer: Printer) -> Iterator[str]:
     if made := uneven_groups(lowered, context):
-        lines = (line for v in made for line in looped((), [printer.source(v.value)], ""))
+        lines = (line for v in made for line in loop_lines((), [printer.source(v.value)], ""))
         body = "\n".join(lines)
         about = "Creates the process groups that some stages use: every rank takes part."
         yield f'def make_groups(mesh):\n    """{about}"""\n{body}\n'
@@ -169,7 +169,7 @@ def _main(lowered: Lowered, calls: Mapping[int, Sequence[str]], early: bool) -> 
     lines = [*calls.get(0, ())]
     if op := lowered.pipeline:
         lines = ["make_groups(mesh)"] * early
-        lines += [f"place = mesh.get_local_rank({quoted(op.axis)})"]
+        lines += [f"place = mesh.get_local_rank({quote(op.axis)})"]
         for place, some in calls.items():
             lines += [f"{'el' if place else ''}if place == {place}:", *(f"    {c}" for c in some)]
     lines += [f"{_NAMES}(model)"] * bool(lowered.fsdp_units)
@@ -232,7 +232,7 @@ def _styles(steps: Sequence[Each], depth: int, printer: Printer) -> Lines:
     # relative to the block, as `parallelize_module` takes them; empty for the block itself
     names = (".".join(map(str, step.modules.path[depth:])) for step in steps)
     styles = (printer.source(step.calls[0].arguments[1]) for step in steps)
-    entries = map(headed, (f"{quoted(name)}: " for name in names), styles)
+    entries = map(prepend, (f"{quote(name)}: " for name in names), styles)
     plan = Bracketed("{", tuple(entries), "}", tuple(remark(step.note) for step in steps))
     call = printer.call(FunctionCall(PARALLELIZE), loop.item, printer.source(mesh), plan)
-    yield from looped(loop.head, [replace(call, notes=("", "", ""))], "")
+    yield from loop_lines(loop.head, [replace(call, notes=("", "", ""))], "")

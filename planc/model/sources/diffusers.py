@@ -18,7 +18,7 @@ from planc.model.sources.huggingface import complete, refusals, version_of
 from planc.model.sources.isolation import (
     import_bitsandbytes,
     import_models,
-    isolated,
+    isolate,
     quiet_imports,
 )
 
@@ -45,7 +45,7 @@ def from_config(config: Config, sink: Sink) -> Facts | None:
         return None
     import torch
 
-    with quiet(), refusals("diffusers", config, sink), isolated(), torch.device("meta"):
+    with quiet(), refusals("diffusers", config, sink), isolate(), torch.device("meta"):
         made = build(kind, config.values)
         stated, name = frozenset(config.values), config.name
         facts = facts_of(made, config=made.config, config_name=name, stated_fields=stated)

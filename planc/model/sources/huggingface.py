@@ -21,7 +21,7 @@ from planc.model.facts import Facts
 from planc.model.module_table import facts_of
 from planc.model.own_code import own_code
 from planc.model.passed_arguments import name_passed_arguments
-from planc.model.sources.isolation import import_models, isolated, without_kernels
+from planc.model.sources.isolation import import_models, isolate, without_kernels
 
 _ESSENTIAL = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 """Fields that a file must state: the family defaults would mean another model."""
@@ -34,11 +34,11 @@ def from_config(config: Config, sink: Sink) -> Facts | None:
     if not config.valid(sink):
         return None
     with importing():  # the modeling file imports most of torch
-        prepared = prepare(config, sink) if _known(config, sink) else None
+        prepared = prepare(config, sink) if _check_known(config, sink) else None
     if prepared is None:
         return None
     cls, part = prepared
-    with quiet(), refusals("transformers", config, sink), isolated():
+    with quiet(), refusals("transformers", config, sink), isolate():
         made = _on_meta(lambda: cls._from_config(part))
         stated_fields = frozenset(config.values)
         return facts_of(
@@ -59,7 +59,7 @@ def defaults(family: str) -> tuple[Mapping[str, str], dict[str, Any]]:
 
 def prepare(config: Config, sink: Sink) -> tuple[Any, Any] | None:
     """The class to build and its configuration object, or None after a finding."""
-    with quiet(), refusals("transformers", config, sink), isolated():
+    with quiet(), refusals("transformers", config, sink), isolate():
         # the file's fields over the family's defaults, as transformers' configuration object
         from transformers import AutoConfig
 
@@ -242,7 +242,7 @@ def complete(config: Config, lacking: Mapping[str, str], library: str, sink: Sin
     return not lacking
 
 
-def _known(config: Config, sink: Sink) -> bool:
+def _check_known(config: Config, sink: Sink) -> bool:
     import_models()
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
@@ -323,7 +323,7 @@ def _on_meta(make: Any) -> Any:
 
 def _without_values(make: Any) -> Any:
     """A model whose weights are not initialized; tied ones are, which transformers does later."""
-    with _uninitialized():
+    with _skip_initialization():
         module = make()
     tie = getattr(module, "tie_weights", None)
     if callable(tie):
@@ -332,7 +332,7 @@ def _without_values(make: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _uninitialized() -> Iterator[None]:
+def _skip_initialization() -> Iterator[None]:
     """This thread initializes no weights, which takes seconds for thousands of modules, on meta
     too. transformers' `no_init_weights` would leave out those of other threads' models as well.
     """
@@ -374,7 +374,7 @@ def training_model(cls: Any, part: Any, dtype: str, attention: str) -> Any:
             if getattr(config, name, None):  # mpt takes no 0.0 for its 0
                 setattr(config, name, value)
     chosen = None if attention == "sdpa" else attention
-    with quiet(), isolated():
+    with quiet(), isolate():
         set_by = {"attn_implementation": chosen, "dtype": getattr(torch, dtype)}
         made = _without_values(lambda: cls._from_config(part, **set_by))
     return made.train()

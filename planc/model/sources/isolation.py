@@ -75,7 +75,7 @@ _ONE_AT_A_TIME = threading.RLock()
 
 
 @contextlib.contextmanager
-def isolated() -> Iterator[None]:
+def isolate() -> Iterator[None]:
     """Nothing is fetched from the hub, none of its kernels are loaded, and building is bounded.
     One thread at a time.
 
@@ -99,7 +99,7 @@ def isolated() -> Iterator[None]:
     with _ONE_AT_A_TIME, contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(constants, "HF_HUB_OFFLINE", True))
         if is_kernels_available():
-            stack.enter_context(mock.patch.object(hub_kernels, "get_kernel_hub", _refused))
+            stack.enter_context(mock.patch.object(hub_kernels, "get_kernel_hub", _refuse_kernel))
         for register in (
             hooks.register_module_module_registration_hook,
             hooks.register_module_parameter_registration_hook,
@@ -128,6 +128,6 @@ def import_models() -> None:
         import transformers.models
 
 
-def _refused(kernel: str, *_: Any, **__: Any) -> Any:
+def _refuse_kernel(kernel: str, *_: Any, **__: Any) -> Any:
     """Stands for the loader of hub kernels; transformers goes on without one that is not found."""
     raise FileNotFoundError(f"planc loads no kernels from the hub, such as {kernel}")

@@ -2,7 +2,7 @@
 
 from planc.elaborate.call_arguments import Arguments
 from planc.elaborate.program import Program
-from planc.elaborate.sections.tensor import claimed
+from planc.elaborate.sections.tensor import read_claims
 from planc.sections.matmul.ops import LowPrecision
 from planc.syntax import ast
 
@@ -26,5 +26,5 @@ def read(program: Program) -> tuple[LowPrecision, ...]:
         op = LowPrecision(modules=program.facts.model, recipe=recipe, gather=gather)
         return (None,) if call.name == "none" else (op,)
 
-    claims = claimed(program, "matmul", ACTIONS, "precision", rule_of, aspect="matmul")
+    claims = read_claims(program, "matmul", ACTIONS, "precision", rule_of, aspect="matmul")
     return claims.rules()

@@ -7,7 +7,7 @@ from pathlib import Path
 from planc.diagnostics.diagnostic import Sink, io_reason
 from planc.diagnostics.source import Source
 from planc.files import atomic_write
-from planc.syntax.formatter.layout import formatted
+from planc.syntax.formatter.layout import format_plan
 from planc.syntax.plan_files import PlanFile, quotable, text
 
 
@@ -51,7 +51,7 @@ def formatted_files(names: Iterable[str], sink: Sink) -> Iterator[FormattedFile]
     for name in names:
         folder = Path(name)
         if name != "-" and folder.is_dir():
-            files = _inside(folder)
+            files = _plan_files(folder)
             if not files:
                 sink.error("PL006", f"{name} holds no .plan file")
         else:
@@ -61,11 +61,11 @@ def formatted_files(names: Iterable[str], sink: Sink) -> Iterator[FormattedFile]
             place = stdin if file == "-" else PlanFile(name=file, path=Path(file))
             content = text(place, None, sink)
             if content is not None and quotable(place, content, None, sink):
-                after = formatted(Source(place.name, content), sink)
+                after = format_plan(Source(place.name, content), sink)
                 yield FormattedFile(name=place.name, path=place.path, before=content, after=after)
 
 
-def _inside(folder: Path) -> list[str]:
+def _plan_files(folder: Path) -> list[str]:
     found = (p for p in folder.rglob("*.plan") if p.is_file())
     shown = (p for p in found if not any(n.startswith(".") for n in p.relative_to(folder).parts))
     return sorted(str(p) for p in shown)

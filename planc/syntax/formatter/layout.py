@@ -26,7 +26,7 @@ _MANY = 50
 _MODIFIERS = ("OPTIONAL", "OVERRIDE")
 
 
-def formatted(source: Source, sink: Sink) -> str | None:
+def format_plan(source: Source, sink: Sink) -> str | None:
     """A plan in its canonical layout, with its first line's ending, or None where it does not
     parse.
 
@@ -64,12 +64,12 @@ def laid_out(text: str) -> str:
     pads = _pads(lines)
     for at, line in enumerate(lines):
         blank = line.blank and at > 0 and not lines[at - 1].opens and not line.closes
-        made = _rendered(line.parts, line.indent, pad=pads.get(at))
+        made = _render(line.parts, line.indent, pad=pads.get(at))
         made = made or [_Row(indent=line.indent, text="")]
         made[-1] = replace(made[-1], comment=line.comment)
         made[0] = replace(made[0], blank=blank)
         rows += made
-    return "".join(_printed(rows))
+    return "".join(_print_rows(rows))
 
 
 # Columns ---------------------------------------------------------------------------------------
@@ -89,7 +89,7 @@ def _pads(lines: Sequence[tokens.OutputLine]) -> dict[int, tuple[int, int]]:
         if line.blank or last != kind:
             runs.append([])
         last = kind
-        if not tokens.commented(line.parts[:position]):
+        if not tokens.contains_comments(line.parts[:position]):
             width = len(_flat(line.parts[:position]))
             if width <= _WIDEST:
                 runs[-1].append((at, position, width))
@@ -122,7 +122,7 @@ class _Row:
     blank: bool = False
 
 
-def _rendered(
+def _render(
     parts: Sequence[tokens.TokenOrGroup],
     indent: int,
     *,
@@ -133,7 +133,7 @@ def _rendered(
     if not parts:
         return []
     groups = [p for p in parts if isinstance(p, tokens.BracketGroup)]
-    broken = [g for g in groups if g.commented]
+    broken = [g for g in groups if g.has_comments]
     while True:
         rows = _rows(parts, indent, pad, broken)
         rows[-1] = replace(rows[-1], text=rows[-1].text + end)
@@ -163,16 +163,16 @@ def _rows(
             text += _flat([part])
         else:
             rows.append(_Row(indent=indent, text=text + part.open.text))
-            rows += _inside(part, indent + 1)
+            rows += _item_rows(part, indent + 1)
             text = part.close.text
     return [*rows, _Row(indent=indent, text=text)]
 
 
-def _inside(group: tokens.BracketGroup, indent: int) -> list[_Row]:
+def _item_rows(group: tokens.BracketGroup, indent: int) -> list[_Row]:
     rows: list[_Row] = []
     for item in group.items:
         rows += [_Row(indent=indent, text="", comment=c) for c in item.lead]
-        made = _rendered(item.parts, indent, end="," if group.listed else "")
+        made = _render(item.parts, indent, end="," if group.listed else "")
         made[-1] = replace(made[-1], comment=item.trailing)
         rows += made
     return [*rows, *(_Row(indent=indent, text="", comment=c) for c in group.tail)]
@@ -202,7 +202,7 @@ def _space(before: tokens.TokenOrGroup, part: tokens.TokenOrGroup) -> str:
     return "" if tight or (isinstance(before, tokens.PlanToken) and before.unary) else " "
 
 
-def _printed(rows: Sequence[_Row]) -> Iterable[str]:
+def _print_rows(rows: Sequence[_Row]) -> Iterable[str]:
     """The rows as text, with the comments after consecutive rows aligned."""
     columns: list[int] = [0] * len(rows)
     start = 0

@@ -81,18 +81,18 @@ class BracketGroup:
         return self.call or self.open.kind == "LSQB"
 
     @property
-    def commented(self) -> bool:
+    def has_comments(self) -> bool:
         return bool(self.tail) or any(
-            i.lead or i.trailing is not None or commented(i.parts) for i in self.items
+            i.lead or i.trailing is not None or contains_comments(i.parts) for i in self.items
         )
 
 
 TokenOrGroup = PlanToken | BracketGroup
 
 
-def commented(parts: list[TokenOrGroup]) -> bool:
+def contains_comments(parts: list[TokenOrGroup]) -> bool:
     """Whether there is a comment inside brackets."""
-    return any(isinstance(p, BracketGroup) and p.commented for p in parts)
+    return any(isinstance(p, BracketGroup) and p.has_comments for p in parts)
 
 
 @dataclass(slots=True)

@@ -16,7 +16,7 @@ from planc.model.roles import LACKS
 from planc.syntax import ast
 from planc.syntax.plan_files import families, plans_in
 from planc.tools.editor.cursor import Cursor, cursor
-from planc.tools.editor.hover import described, meanings
+from planc.tools.editor.hover import meanings, module_text
 from planc.tools.editor.judge import Judged
 
 Item = tuple[str, str, str]
@@ -87,7 +87,7 @@ def _words(section: str, kind: str = "", only: Iterable[str] = ()) -> Iterator[I
 
 
 def _selector(path: str) -> ast.Selector:
-    return ast.Selector(origin=Span.at(""), path=path)
+    return ast.Selector(origin=Span.from_place(""), path=path)
 
 
 def _modules(at: Cursor, judged: Judged) -> Iterator[Item]:
@@ -98,7 +98,7 @@ def _modules(at: Cursor, judged: Judged) -> Iterator[Item]:
         return
     for base in judged.selected(*at.blocks, *([_selector(above)] if dot else [])):
         for child, inner in zip(base.module.children, base.children, strict=True):
-            yield "*" if child.indices else child.name, "module", described(inner)
+            yield "*" if child.indices else child.name, "module", module_text(inner)
 
 
 def _fields(typed: str, judged: Judged) -> Iterator[Item]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from planc.diagnostics.source import Span
 from planc.syntax import ast
-from planc.syntax.error_recovery import masked
+from planc.syntax.error_recovery import mask_text
 
 _HEAD = re.compile(
     r"(?:(?:override|optional)\s+)*(?!(?:when|else)\b)([^\s{]\S*?)(?:\s*<(\w+)>)?(?:\s|$)"
@@ -32,7 +32,7 @@ class Cursor:
 
 def cursor(text: str, offset: int) -> Cursor:
     """The place of an offset in a text, by the brackets before it."""
-    shape, start, depth = masked(text[:offset]), 0, 0
+    shape, start, depth = mask_text(text[:offset]), 0, 0
     heads: list[re.Match[str] | None] = []
     for found in re.finditer(r"[{}()\[\]\n]", shape):
         at, char = found.start(), found[0]
@@ -50,7 +50,8 @@ def cursor(text: str, offset: int) -> Cursor:
     return Cursor(
         section=words[0][1] if words else "",
         blocks=tuple(
-            ast.Selector(origin=Span.at(""), path=w[1].rstrip(","), cls=w[2]) for w in words[1:]
+            ast.Selector(origin=Span.from_place(""), path=w[1].rstrip(","), cls=w[2])
+            for w in words[1:]
         ),
         before=before,
         typed=typed[0] if typed else "",

@@ -64,11 +64,11 @@ def _modules(found: tuple[Modules, ...]) -> str:
     """The number of modules, their classes, and the shapes of their parameters."""
     count = sum(len(modules) for modules in found)
     lines = [f"{count:,} module{'' if count == 1 else 's'}\n"] if found else []
-    lines += [f"- `{modules}`: {described(modules)}" for modules in found[:_MOST]]
+    lines += [f"- `{modules}`: {module_text(modules)}" for modules in found[:_MOST]]
     return "\n".join(lines + ["- ..."] * (len(found) > _MOST))
 
 
-def described(modules: Modules) -> str:
+def module_text(modules: Modules) -> str:
     """`32 x Linear, weight [14336, 4096] bf16`."""
     module = modules.module
     own = [f"{p.name} {list(p.shape)} {phrases.dtype(p.dtype)}" for p in module.parameters]

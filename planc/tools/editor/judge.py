@@ -86,21 +86,21 @@ def judge(path: Path, texts: Mapping[str, str]) -> Judged:
         program = program_of(judged.files, facts, Sink(), world_size=size, settings=settings)
         styles = {name: style.path for name, style in program.styles.items()}
         judged = replace(judged, scope=program.scope, styles=styles)
-    return replace(judged, findings=tuple(_placed(finding, judged) for finding in sink))
+    return replace(judged, findings=tuple(_place(finding, judged) for finding in sink))
 
 
-def checked(judged: Judged) -> Judged:
+def check(judged: Judged) -> Judged:
     """With what the compiler finds, where the syntax is right: a second for the largest models."""
     sink, target = Sink(), judged.chosen.target
     sink.add(*judged.findings)
     if target and judged.scope and not sink.failed:
         size, settings = target.world_size, target.set
         compile(judged.files, judged.scope.facts, sink, world_size=size, settings=settings)
-    found = tuple(_placed(finding, judged) for finding in sink)
+    found = tuple(_place(finding, judged) for finding in sink)
     return replace(judged, findings=found, checked=True)
 
 
-def _placed(finding: Diagnostic, judged: Judged) -> Diagnostic:
+def _place(finding: Diagnostic, judged: Judged) -> Diagnostic:
     """A finding with a place in the open plan in front: for one in a plan that it extends, the line
     that extends it; for one without a place the header, or the comment with the target.
     """

@@ -40,15 +40,17 @@ def _name(node: ast.Node) -> str:
 
 def _definitions(judged: Judged) -> Iterator[Span]:
     """The names of options, lets, styles and axes, in the order of the files: bases come first."""
-    for node in (n for file in judged.files for n in ast.every(file)):
+    for node in (n for file in judged.files for n in ast.walk(file)):
         match node:
             case ast.Option() | ast.Let() | ast.Style():
                 yield node.name_origin
             case ast.Section(name="mesh"):
-                yield from (n.name_origin for n in ast.every(node) if isinstance(n, ast.Setting))
+                yield from (n.name_origin for n in ast.walk(node) if isinstance(n, ast.Setting))
 
 
-def outlined(node: ast.Statement | ast.Item) -> tuple[str, tuple[ast.Statement | ast.Item, ...]]:
+def outline_entry(
+    node: ast.Statement | ast.Item,
+) -> tuple[str, tuple[ast.Statement | ast.Item, ...]]:
     """The first line of a statement or an item, for an outline, and what is inside its braces."""
     inside: tuple[ast.Statement | ast.Item, ...] = ()
     match node:

@@ -17,9 +17,9 @@ from planc.diagnostics.diagnostic import Diagnostic, Sink
 from planc.diagnostics.sorting import notes
 from planc.diagnostics.source import Span
 from planc.files.version import VERSION
-from planc.syntax.formatter.layout import formatted
+from planc.syntax.formatter.layout import format_plan
 from planc.tools.editor import completion, hover, navigation
-from planc.tools.editor.judge import Judged, checked, judge
+from planc.tools.editor.judge import Judged, check, judge
 from planc.tools.editor.target import place_of
 
 _PAUSE = 0.08  # seconds without a key before a plan is judged
@@ -58,7 +58,7 @@ class Server:
                 self.known[uri] = texts, await asyncio.to_thread(judge, _path(uri), real)
             found = self.known[uri][1]
         if whole and not found.checked:
-            found = await asyncio.to_thread(checked, found)
+            found = await asyncio.to_thread(check, found)
             if uri in self.known and self.known[uri][0] == texts:
                 self.known[uri] = texts, found
         return found
@@ -174,13 +174,13 @@ class Server:
                 children=self._symbols(inside),
             )
             for node in nodes
-            for name, inside in [navigation.outlined(node)]
+            for name, inside in [navigation.outline_entry(node)]
         ]
 
     async def formatting(self, params: Any) -> Any:
         """None for a plan that does not parse: its findings say why."""
         source = (await self.judged(params.text_document.uri)).source
-        text = formatted(source, Sink())
+        text = format_plan(source, Sink())
         if text is None or text == source.text.removeprefix("\ufeff"):
             return None
         return [lsp.TextEdit(range=self.range(source.span(0, len(source.text))), new_text=text)]

@@ -51,13 +51,13 @@ def chosen(own: ast.File, texts: Mapping[str, str], sink: Sink) -> Chosen:
     if comment := _COMMENT.search(source.text):
         origin, help = source.span(*comment.span()), "`# planc: MODEL --world-size N --set A=B`"
         try:
-            target = _commented(comment[1], path.parent)
+            target = _read_comment(comment[1], path.parent)
             return Chosen(path, "the comment in it says so", target, origin)
         except ValueError as error:
             sink.error("PL740", f"this comment names no target: {error}", origin, help=help)
             return Chosen(path, "its comment cannot be read")
     try:
-        if found := _in_project(path.resolve(), texts) or _shipped(own, path):
+        if found := _in_project(path.resolve(), texts) or _shipped_shape(own, path):
             return found
     except ProjectError as error:
         sink.error("PL021", str(error))
@@ -68,7 +68,7 @@ def chosen(own: ast.File, texts: Mapping[str, str], sink: Sink) -> Chosen:
     return nothing
 
 
-def _commented(words: str, folder: Path) -> Target:
+def _read_comment(words: str, folder: Path) -> Target:
     """The target of a comment; the path of a model is relative to the plan."""
     name, *rest = shlex.split(words) or [""]
     given = list(zip(rest[::2], rest[1::2], strict=False))
@@ -101,7 +101,7 @@ def _in_project(path: Path, texts: Mapping[str, str]) -> Chosen | None:
     return None
 
 
-def _shipped(own: ast.File, path: Path) -> Chosen | None:
+def _shipped_shape(own: ast.File, path: Path) -> Chosen | None:
     """The smallest shape that ships with planc for a family of the plan."""
     headers = (s for s in own.statements if isinstance(s, ast.Header))
     for family in (f.path for header in headers for f in header.families):

@@ -60,7 +60,7 @@ def _needless_checkpoints(found: Answer, sink: Sink) -> None:
     """Reports PL715 if the step fits without recomputation and is faster."""
     if not found.plan.checkpoint:
         return
-    kept = found.work.mapped(lambda layer, _: replace(layer, recompute=Recompute.NONE))
+    kept = found.work.map_layers(lambda layer, _: replace(layer, recompute=Recompute.NONE))
     other = estimate(kept, found.hardware, found.stack)
     less = 1 - other.time.seconds / found.estimate.time.seconds
     if other.fits and less >= MATTERS / 2:
@@ -111,7 +111,7 @@ def _slow_offload(found: Answer, sink: Sink) -> None:
         )
         return replace(here, states=layer.states + layer.hosted, hosted=0)
 
-    kept = replace(work.mapped(home), offload=False)
+    kept = replace(work.map_layers(home), offload=False)
     other = estimate(kept, found.hardware, found.stack)
     less = 1 - other.time.seconds / found.estimate.time.seconds
     if less < MATTERS:

@@ -252,7 +252,7 @@ def _changes(found: Answer) -> Iterator[tuple[str, Workload]]:
             yield f"{shard}, with a unit for each block", apart
     if (apart := _units(work)) != work:
         yield "make each block a unit, `$blocks : unit`", apart
-    full = _checkpointed(work)
+    full = _checkpoint_layers(work)
     if full != work:
         yield "checkpoint every layer in full", full
     ranks = found.plan.mesh.ranks_of(AxisRole.DATA)
@@ -262,7 +262,10 @@ def _changes(found: Answer) -> Iterator[tuple[str, Workload]]:
         again = answer(found.plan, found.facts, replace(found.request, batch=smaller), Sink())
         if again:
             yield f"accumulate gradients over {rows} micro-batches of one row", again.work
-            yield "checkpoint every layer, in micro-batches of one row", _checkpointed(again.work)
+            yield (
+                "checkpoint every layer, in micro-batches of one row",
+                _checkpoint_layers(again.work),
+            )
 
 
 def _more_ranks(found: Answer) -> Iterator[tuple[str, Workload]]:
@@ -284,11 +287,11 @@ def _units(work: Workload) -> Workload:
             return replace(layer, root=0, resident=1 / n)
         return replace(layer, root=max(0, layer.root - own))
 
-    return work.mapped(apart) if layers else work
+    return work.map_layers(apart) if layers else work
 
 
-def _checkpointed(work: Workload) -> Workload:
-    return work.mapped(lambda x, n: replace(x, recompute=Recompute.FULL) if n > 1 else x)
+def _checkpoint_layers(work: Workload) -> Workload:
+    return work.map_layers(lambda x, n: replace(x, recompute=Recompute.FULL) if n > 1 else x)
 
 
 # Text --------------------------------------------------------------------------------------------
@@ -306,7 +309,7 @@ def text(found: Answer, *, explain: bool = False) -> Iterator[str]:
     size = f", {batch.global_batch} x {batch.sequence} tokens a step" if batch else ""
     on = phrases.mesh(found.plan.mesh.axes)
     yield f"{found.plan.name} on {on}{size}; {found.hardware.name}, {found.stack.name}"
-    yield f"counted with {'; '.join(assumed(found))}"
+    yield f"counted with {'; '.join(assumptions(found))}"
     yield ""
     yield from _memory(found, explain)
     if found.counted:
@@ -320,7 +323,7 @@ def text(found: Answer, *, explain: bool = False) -> Iterator[str]:
 _ASSUMPTIONS = Hook[Callable[[Answer], Iterator[str]]]("estimate", "assumptions")
 
 
-def assumed(found: Answer, images: str = "") -> Iterator[str]:
+def assumptions(found: Answer, images: str = "") -> Iterator[str]:
     """Yields the assumptions that no line of the plan states; `images` are those of the step."""
     if found.request.batch:
         passes, rows = found.passes

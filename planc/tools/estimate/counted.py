@@ -149,7 +149,7 @@ class Counted:
         return asdict(self)
 
     @staticmethod
-    def of(data: Mapping[str, Any]) -> Counted:
+    def from_document(data: Mapping[str, Any]) -> Counted:
         """The reverse of `document`."""
         kinds = {"saved": Saved, "products": Product, "attended": Attended, "moved": Moved}
 
@@ -181,7 +181,7 @@ def by_rows(count: Count) -> Count:
             (one, first), (two, second) = alike[:2]
             with suppress(ValueError):
                 data = _on_a_line(first, second, job.rows - one, two - one)
-                found = Counted.of(data)
+                found = Counted.from_document(data)
         if found is None and (found := count(job)) and job.rows > 1:
             alike.append((job.rows, found.document()))
         known[job] = found

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, chain, pairwise
 
 from planc.diagnostics.diagnostic import Sink
-from planc.elaborate.sections.stage_sizes import balanced, even
+from planc.elaborate.sections.stage_sizes import balance_stages, even
 from planc.ir.nodes import PipelineRule, Plan
 from planc.ir.shared_parameters import cut_at
 from planc.lowering.timetable import timetable
@@ -70,10 +70,10 @@ class Cuts:
             ).seconds
 
         both = [one + two for one, two in zip(forward, backward, strict=True)]
-        alike = _bounds(balanced([round(1e9 * s) for s in both], 0, 0, op.stages))
+        alike = _bounds(balance_stages([round(1e9 * s) for s in both], 0, 0, op.stages))
         others = op.bounds, _bounds(even(len(blocks), op.stages, 0, 0))
         start = min((alike, *others), key=scheduled)
-        found = min((_moved(start, scheduled), alike, *others), key=run)
+        found = min((_move_blocks(start, scheduled), alike, *others), key=run)
         return found, tuple(sum(both[a:b]) for a, b in pairwise(found))
 
     def _blocks(self, counted: Counted) -> list[Layers]:
@@ -91,7 +91,7 @@ def _bounds(sizes: Sequence[int]) -> Bounds:
     return (0, *accumulate(sizes))
 
 
-def _moved(bounds: Bounds, seconds: Callable[[Bounds], float]) -> Bounds:
+def _move_blocks(bounds: Bounds, seconds: Callable[[Bounds], float]) -> Bounds:
     """A cut after all moves of one block to the next stage, or back, that save time."""
     best = seconds(bounds)
     moved = True

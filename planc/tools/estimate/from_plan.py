@@ -307,7 +307,7 @@ class PlanWork:
             return (section.shard, section.replicate), None
         return order[0], order[1] if len(order) > 1 else None
 
-    def _apart(self, unit: Unit | None) -> bool:
+    def _is_separate(self, unit: Unit | None) -> bool:
         section, apart = self.plan.fsdp, self.spread[1]
         return section is not None and unit is not None and section.axes(unit) == apart
 
@@ -331,7 +331,7 @@ class PlanWork:
         claimed: list[Holding] = []
         for part in counted.parts if counted else ():
             if part.at:
-                inside = self._inside(part)
+                inside = self._layer_holdings(part)
                 claimed += inside
                 staying = {*self._staying(part, inside)}
                 for alike in self._by_rule(part):
@@ -342,7 +342,7 @@ class PlanWork:
         rest = [h for h in self.holdings.all if id(h) not in taken]
         for stage in range(self.pipeline.stages if self.pipeline else 1):
             here = [h for whole in rest for h in self._of_stage(whole, stage)]
-            part = self._outside(counted, stage)
+            part = self._outer_part(counted, stage)
             bare = replace(part, saved=(), products=(), attended=(), moved=())
             units = list({id(h.unit): h.unit for h in here}.values())
             for i, unit in enumerate(units):
@@ -357,7 +357,7 @@ class PlanWork:
 
     def _staying(self, part: Part, inside: list[Holding]) -> list[str]:
         """The layers of a part whose units stay gathered after a forward pass."""
-        own = (h.unit for h in inside if not self._apart(h.unit))
+        own = (h.unit for h in inside if not self._is_separate(h.unit))
         units = {id(u): u for u in own if u is not None and self._stays(u)}.values()
         names = [name for u in units for m in u.members for name in m.names()]
         depth = len(part.at.split("."))
@@ -406,7 +406,7 @@ class PlanWork:
         every = (stages_of_rank(op.schedule, i, self._ranks, op.stages) for i in range(self._ranks))
         return {min(both) for own in every if (both := {*own} & {*stages})}
 
-    def _outside(self, counted: Counted | None, stage: int) -> Part:
+    def _outer_part(self, counted: Counted | None, stage: int) -> Part:
         """The work and the kept tensors of a stage outside all layers."""
         if counted is None:
             return Part(at="", like=("",))
@@ -427,7 +427,7 @@ class PlanWork:
             found.setdefault((*own, rounded), []).append(name)
         return found.values()
 
-    def _inside(self, part: Part) -> list[Holding]:
+    def _layer_holdings(self, part: Part) -> list[Holding]:
         """The parameters of the layers that a part stands for."""
         if part.at not in self.inside:
             names = frozenset(part.like)
@@ -443,7 +443,7 @@ class PlanWork:
         name: str = "",
     ) -> Layer:
         """A layer of a part: that of a name, for all under its checkpoint rule."""
-        own = (h.unit for h in inside if h.unit is not None and not self._apart(h.unit))
+        own = (h.unit for h in inside if h.unit is not None and not self._is_separate(h.unit))
         unit = next(own, None)
         last = bool(part.products) and not part.at
         if not part.at and self.plan.loss:  # the loss keeps no logits
@@ -494,7 +494,7 @@ class PlanWork:
         """The elements of one of `times` equal layers in a unit, by their names in `Layer`."""
         every = {
             "parameters": sum(prod(h.local) * h.count for h in inside),
-            "apart": sum(prod(h.local) * h.count for h in inside if self._apart(h.unit)),
+            "apart": sum(prod(h.local) * h.count for h in inside if self._is_separate(h.unit)),
             "frozen": sum(prod(h.local) * h.count for h in inside if not h.trains),
             "states": sum(self._states(h, "device") for h in inside),
             "hosted": sum(self._states(h, "host") for h in inside),
@@ -502,7 +502,7 @@ class PlanWork:
             "unsplit": sum(map(unsplit, inside)),
             "tied": sum(prod(h.local) for h in inside if h.trains and self._shared(h)),
         }
-        trained = [h for h in inside if h.trains and not self._apart(h.unit)]
+        trained = [h for h in inside if h.trains and not self._is_separate(h.unit)]
         each = {name: count // times for name, count in every.items()}
         last = prod(trained[-1].local) if trained else 0
         return {**each, "last": last, "root": self._root(unit)}

@@ -55,7 +55,7 @@ def count(facts: Facts, sink: Sink, job: MicroBatch, *, attention: str = "sdpa")
     key = entry_name(asked, json.dumps(facts.config, sort_keys=True, default=str) + trained)
     if key not in _KNOWN:
         try:
-            _KNOWN[key] = Counted.of(recall(key))
+            _KNOWN[key] = Counted.from_document(recall(key))
         except (KeyError, TypeError):  # missing or malformed
             if (found := _count(facts, sink, job, attention)) is None:
                 return None
@@ -107,15 +107,15 @@ def _run(
     import torch
 
     from planc.model.sources.huggingface import classifies_rows, one_sequence_a_row, quiet
-    from planc.tools.estimate.stand_ins import exchanging, fused, train_as
+    from planc.tools.estimate.stand_ins import exchanging, replace_kernels, train_as
 
     named = _layers(facts, kept)
     recorder = _Recorder(model, named, train_as(facts, model, named))
     kind, several, _ = job.exchange
     length = job.tokens * (several if kind == "gather" else 1)  # whole rows, cut before blocks
     tokens = torch.zeros((job.rows, length), dtype=torch.long)
-    kernels = fused(model, recorder.fused) if job.kernels else nullcontext()
-    with quiet(), _unlogged(), recorder.running(), one_sequence_a_row(), ExitStack() as around:
+    kernels = replace_kernels(model, recorder.fused) if job.kernels else nullcontext()
+    with quiet(), _silence_log(), recorder.running(), one_sequence_a_row(), ExitStack() as around:
         around.enter_context(kernels)  # what exchanges states calls them
         around.enter_context(exchanging(model, facts, job))
         labels = tokens[:, 0] if classifies_rows(type(model)) else tokens[:, : job.tokens]
@@ -124,7 +124,7 @@ def _run(
 
 
 @contextmanager
-def _unlogged() -> Iterator[None]:
+def _silence_log() -> Iterator[None]:
     """Holds back the traceback that torch logs of what fake tensors cannot do: PL703 says it."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before, logger.disabled = logger.disabled, True

@@ -30,7 +30,7 @@ def matmul(product: Matmul, hardware: Hardware) -> float:
     waves, and products of few tiles are split along k. The library takes the best tile. Each kernel
     adds a constant for filling and draining its pipeline.
     """
-    compute = _quantized(product.m, product.n, product.k, hardware.processors)
+    compute = _quantized_flops(product.m, product.n, product.k, hardware.processors)
     rate = hardware.rate(product.format.recipe) if product.format else 0
     compute /= (rate or hardware.matmul_tflops) * 1e12
     factors = product.m * product.k + product.k * product.n
@@ -40,7 +40,7 @@ def matmul(product: Matmul, hardware: Hardware) -> float:
 
 
 @lru_cache(maxsize=65536)  # a search asks for the same products many times
-def _quantized(m: int, n: int, k: int, processors: int) -> float:
+def _quantized_flops(m: int, n: int, k: int, processors: int) -> float:
     """FLOPs that all multiprocessors could do in the time that a product takes them."""
 
     def waves(rows: int, columns: int, rate: float) -> float:
@@ -101,7 +101,7 @@ def attention(part: Attention, hardware: Hardware, pace: float = 1.0) -> float:
     )
 
 
-def moved(size: float, kernels: float, hardware: Hardware) -> float:
+def memory_seconds(size: float, kernels: float, hardware: Hardware) -> float:
     """Seconds of memory-bound kernels that read and write `size` bytes together."""
     return size / (hardware.memory_gb_s * 1e9) + kernels * 1.5e-6
 
@@ -112,7 +112,7 @@ def forward(layer: Layer, hardware: Hardware, stack: Stack) -> tuple[float, floa
     attended = sum(attention(a, hardware, stack.attention_pace) for a in layer.attention)
     rest = max(0, layer.kernels - len(layer.matmuls) - len(layer.attention))
     rounded = sum(casts(m, hardware)[0] for m in layer.matmuls)
-    return products, attended, moved(layer.moved + rounded, rest, hardware)
+    return products, attended, memory_seconds(layer.moved + rounded, rest, hardware)
 
 
 def backward(layer: Layer, hardware: Hardware, stack: Stack) -> tuple[float, float, float]:
@@ -128,7 +128,7 @@ def backward(layer: Layer, hardware: Hardware, stack: Stack) -> tuple[float, flo
     )
     rest = max(0, layer.kernels - len(layer.matmuls) - len(layer.attention))
     rounded = sum(casts(m, hardware)[1] for m in layer.matmuls)
-    return products, attended, moved(2 * layer.moved + rounded, 2 * rest, hardware)
+    return products, attended, memory_seconds(2 * layer.moved + rounded, 2 * rest, hardware)
 
 
 # Collectives -------------------------------------------------------------------------------------

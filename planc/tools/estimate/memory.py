@@ -114,7 +114,7 @@ class _Rank:
         usual = self.fullest(moment.inside for moment in first)
         before = (*early, *self.grown_at(most))
         loss = (*before, *self.activations(most), *self.resident(), *self.beside_loss())
-        inner = (*self.resident(every=False), *self.gathered(), *self.recomputed())
+        inner = (*self.resident(every=False), *self.gathered(), *self.recomputed_items())
         activations = (*self.activations(usual, loss=False), *inner, *self.transient(loss=False))
         backward = (*early, *self.grown_at(usual), *activations)
         moments = [
@@ -127,12 +127,12 @@ class _Rank:
             passing = (*early, *self.grown_at(most), *self.inside(weights=True))
             waited = (*passing, *self.activations(most), *self.resident(), *again)
             moments.append(Moment(name="gradients of weights", items=waited))
-        end = (*held, *self.reduced())
+        end = (*held, *self.reduction_buffers())
         if self.whole and work.staged:
             whole = (*self.rest(), *self.whole_gradients(self.stages), *self.stays_gathered())
             left = (*whole, *self.activations(usual, done=1), *self.gradients_on_their_way())
             moments.append(Moment(name="end of a micro-batch", items=left))
-            end = (*whole, *self.gradients(), *self.reduced())
+            end = (*whole, *self.gradients(), *self.reduction_buffers())
         moments.append(Moment(name="end of backward", items=end))
         moments.append(Moment(name="optimizer step", items=(*held, *self.stepped())))
         return RankMemory(rank=self.rank, moments=tuple(moments), copied=self.copied())
@@ -142,7 +142,7 @@ class _Rank:
             return ()
         precision = self.work.precision
         return (
-            self._sharded("parameters", self.elements, precision.rest, self.shard),
+            self._shard_item("parameters", self.elements, precision.rest, self.shard),
             self.states(),
         )
 
@@ -156,7 +156,7 @@ class _Rank:
     def states(self) -> Item:
         precision, name = self.work.precision, "optimizer state"
         if not self.work.updates:
-            return self._sharded(name, self.trained, precision.states, self.shard)
+            return self._shard_item(name, self.trained, precision.states, self.shard)
         size = sum(layer.states * n for layer, n in self.layers)
         how = f"{size / GIB:,.2f} GiB of {self.work.updates[self.rank].name}, sharded"
         return Item(name=name, size=size * self.shard, how=how, origin=self.work.origin)
@@ -166,9 +166,9 @@ class _Rank:
             return ()
         precision = self.work.precision
         width = precision.reduce if self.shard == 1 else precision.rest
-        return (self._sharded("gradients", self.trained, width, self.shard),)
+        return (self._shard_item("gradients", self.trained, width, self.shard),)
 
-    def _sharded(self, name: str, elements: int, width: int, share: float = 1.0) -> Item:
+    def _shard_item(self, name: str, elements: int, width: int, share: float = 1.0) -> Item:
         count, ranks = 1 / share, ""
         if share < 1 and isclose(count, round(count), rel_tol=1e-6):
             ranks = f" / {count:.6g} ranks"
@@ -193,18 +193,18 @@ class _Rank:
         width = self.work.precision.reduce
         layers = [pair for stage in stages for pair in stage]
         if trained := sum((layer.parameters - layer.frozen) * n for layer, n in layers):
-            yield self._sharded("whole gradients", trained, width)
+            yield self._shard_item("whole gradients", trained, width)
         if unsplit := sum(layer.unsplit * n for layer, n in layers):
-            yield self._sharded("gradients that are not split yet", unsplit, width)
+            yield self._shard_item("gradients that are not split yet", unsplit, width)
 
     def stays_gathered(self) -> Iterable[Item]:
         width = self.work.precision.compute
-        yield self._sharded("units gathered after backward", self.elements, width)
+        yield self._shard_item("units gathered after backward", self.elements, width)
 
     def gradients_on_their_way(self) -> Iterable[Item]:
         most = max((_unit(x) for x, _ in self.layers if not x.lookup), default=0)
         if (width := self.work.precision.compute) != self.work.precision.reduce:
-            yield self._sharded("gradients before accumulation", most, width)
+            yield self._shard_item("gradients before accumulation", most, width)
 
     def kept(self, layer: Layer) -> float:
         """Bytes of one layer's activations for one micro-batch."""
@@ -309,7 +309,7 @@ class _Rank:
         """
         once = any(layer.loss and layer.at_once for layer, _ in self.layers)
         forward = (*self.transient(loss=True, gradients=once), *self.copied_out())
-        backward = (*self.transient(loss=True), *self.prefetched())
+        backward = (*self.transient(loss=True), *self.prefetch_buffer())
         return max(backward, forward, key=lambda items: sum(item.size for item in items))
 
     @property
@@ -333,7 +333,7 @@ class _Rank:
         how = f"{elements:,} elements x {width} bytes{_narrow(last)}, until the forward pass ends"
         yield _of_layer("the last all-gather's buffer", last, size, how)
 
-    def prefetched(self) -> Iterable[Item]:
+    def prefetch_buffer(self) -> Iterable[Item]:
         """The buffer of the last block's all-gather, which begins with the backward pass of the
         root's unit, and so with that of the loss, unless the block is gathered still.
         """
@@ -347,7 +347,7 @@ class _Rank:
             name = "the next all-gather's buffer"
             yield _of_layer(name, blocks[-1], blocks[-1].whole(width), how)
 
-    def recomputed(self) -> Iterable[Item]:
+    def recomputed_items(self) -> Iterable[Item]:
         """The activations of one checkpointed layer while it is recomputed."""
         kinds = [layer for layer, _ in self.layers if self.kept(layer) < layer.kept]
         for layer in sorted(kinds, key=lambda x: -x.kept)[:1]:
@@ -394,7 +394,7 @@ class _Rank:
             yield from self.gradients_on_their_way()
             yield from self.inside()
             if not self.work.staged:
-                yield self._sharded("gradients being reduced", most, precision.reduce)
+                yield self._shard_item("gradients being reduced", most, precision.reduce)
             return
         outside = [(x, n) for x, n in self.layers if x.loss or not x.matmuls]
         held = sum(x.parameters * n for x, n in outside if _staying(x))
@@ -413,21 +413,23 @@ class _Rank:
         most = max((m.m * m.n * m.count for m in products), default=0) * 2
         if weights:
             most = max((m.n * m.k * m.count for m in products), default=0)
-        item = self._sharded("gradients inside a layer", most, self.work.precision.compute)
+        item = self._shard_item("gradients inside a layer", most, self.work.precision.compute)
         yield replace(item, origin=None)
 
-    def reduced(self) -> Iterable[Item]:
+    def reduction_buffers(self) -> Iterable[Item]:
         """A unit's whole gradient and its copy for the reduce-scatter; of tied weights, which are
         gathered then, the gradients of the head and of the embedding, and their sum.
         """
         if not self.full:
             return
         precision, layers = self.work.precision, [layer for layer, _ in self.layers]
-        most = max(layers, key=lambda x: (_trained(x), x.last))
-        reduced = self._sharded("gradients being reduced", _trained(most), precision.reduce)
+        most = max(layers, key=lambda x: (_trained_elements(x), x.last))
+        reduced = self._shard_item(
+            "gradients being reduced", _trained_elements(most), precision.reduce
+        )
         if self.work.data.size > 1 and not self.whole:
             # all of its gradients, before it has a shard, or the last one, which torch holds longer
-            every = _trained(most) * (precision.compute - self.part * precision.rest)
+            every = _trained_elements(most) * (precision.compute - self.part * precision.rest)
             more = max(every, most.last * precision.compute)
             how = f"{reduced.how}, and {more / 2**20:,.1f} MiB that they are copied from"
             reduced = replace(reduced, size=reduced.size + more, how=how)
@@ -442,13 +444,13 @@ class _Rank:
         next one.
         """
         precision = self.work.precision
-        own = _trained(layer) if layer.tied else 0
+        own = _trained_elements(layer) if layer.tied else 0
         size = 2 * (own + layer.tied) * precision.compute - own * self.part * precision.rest
         how = f"2 x {own + layer.tied:,} elements x {precision.compute} bytes, less the shard"
         blocks = (x for x, _ in self.layers if not (x.loss or x.lookup or x.root))
         if layer.tied and (first := next(blocks, None)):
-            size += _trained(first) * precision.reduce
-            how += f", and {_trained(first):,} x {precision.reduce} bytes of a block"
+            size += _trained_elements(first) * precision.reduce
+            how += f", and {_trained_elements(first):,} x {precision.reduce} bytes of a block"
         return Item(name="tied gradients being added", size=size, how=how, origin=self.work.origin)
 
     def stepped(self) -> Iterable[Item]:
@@ -490,7 +492,7 @@ def _staying(layer: Layer) -> float:
     return 1.0 if layer.root else layer.resident
 
 
-def _trained(layer: Layer) -> int:
+def _trained_elements(layer: Layer) -> int:
     """Elements of the largest FSDP unit of a layer that train."""
     return layer.root or max(0, _unit(layer) - layer.frozen)
 

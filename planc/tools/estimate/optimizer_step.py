@@ -26,7 +26,7 @@ def states_of(holding: Holding, plan: Plan, ranks: int, where: Where) -> int:
     as a checkpoint has them.
     """
     size = 0
-    for count, rule in _stepped(holding, plan):
+    for count, rule in _stepping_rules(holding, plan):
         whole, shape, copies = holding.parameter.shape, holding.local, 1
         if isinstance(rule.op.algorithm, Adafactor) and len(shape) > 1:  # whole on each
             shape, copies = whole, ranks
@@ -37,7 +37,7 @@ def states_of(holding: Holding, plan: Plan, ranks: int, where: Where) -> int:
     return size
 
 
-def _stepped(holding: Holding, plan: Plan) -> Iterator[tuple[int, OptimizerRule]]:
+def _stepping_rules(holding: Holding, plan: Plan) -> Iterator[tuple[int, OptimizerRule]]:
     """Yields the number of these parameters that each rule steps."""
     if not holding.trains:
         return
@@ -66,18 +66,18 @@ def update_of(
         if one.axes
     )
     every = (turn for b in buckets for one in b.matrices for turn in _turns(one, step))
-    held = (_held(bucket, step) for bucket in buckets)
+    held = (_bucket_bytes(bucket, step) for bucket in buckets)
     return Update(
         name=" and ".join(dict.fromkeys(kind_of(type(op.algorithm)) for op in ops)),
         exchanged=tuple(exchanged),
         turned=tuple(every),
         held=max([*held, *_copies(holdings, plan)], default=0),
-        moved=_MOVED * sum(_rounded(holdings, plan)),
+        moved=_MOVED * sum(_rounded_states(holdings, plan)),
         origin=plan.optimizer[0].origin,
     )
 
 
-def _held(bucket: Buckets, step: Step) -> float:
+def _bucket_bytes(bucket: Buckets, step: Step) -> float:
     """Bytes of a rank's shards, of what it sends of them and of what it receives; or of shards and
     whole matrices, beside what an iteration computes with.
     """
@@ -113,11 +113,11 @@ def _shards(holdings: Holdings, plan: Plan) -> Iterator[tuple[Parameter, int, in
     """Each parameter of a rank, how many like it a rule steps, and the elements of a shard."""
     for held in holdings.all:
         shard = held.sharded(holdings.ranks(held)) // DTYPE_BYTES[held.parameter.dtype]
-        for count, rule in _stepped(held, plan):
+        for count, rule in _stepping_rules(held, plan):
             yield held.parameter, count, shard, rule
 
 
-def _rounded(holdings: Holdings, plan: Plan) -> Iterator[float]:
+def _rounded_states(holdings: Holdings, plan: Plan) -> Iterator[float]:
     """Yields the numbers of states that a rank rounds to 8 bits."""
     for parameter, count, shard, rule in _shards(holdings, plan):
         if rule.op.in_eight_bits(parameter.shape):

@@ -155,7 +155,7 @@ def stack(name: str, sink: Sink) -> Stack | None:
     return _read(name, Stack, "launches_a_unit", sink)
 
 
-def shipped(marker: str = "ranks_per_node") -> tuple[str, ...]:
+def shipped_profiles(marker: str = "ranks_per_node") -> tuple[str, ...]:
     """The names of the profiles in `profiles/` that have the field."""
     files = sorted(FOLDER.glob("*.toml"))
     return tuple(f.stem for f in files if f"\n{marker} = " in f.read_text())
@@ -165,11 +165,11 @@ def _read(name: str, kind: type[P], marker: str, sink: Sink) -> P | None:
     own = Path(name)
     path = own if own.suffix == ".toml" else FOLDER / f"{name}.toml"
     what = kind.__name__.lower()
-    if not path.is_file() or (path.parent == FOLDER and path.stem not in shipped(marker)):
+    if not path.is_file() or (path.parent == FOLDER and path.stem not in shipped_profiles(marker)):
         sink.error(
             "PL700",
             f"there is no {what} profile {name}",
-            help=f"name one of {', '.join(shipped(marker))}, or the path of a .toml file",
+            help=f"name one of {', '.join(shipped_profiles(marker))}, or the path of a .toml file",
         )
         return None
     try:
@@ -177,10 +177,10 @@ def _read(name: str, kind: type[P], marker: str, sink: Sink) -> P | None:
     except (OSError, ValueError) as error:
         sink.error("PL700", f"{name} cannot be read: {error}", help="a profile is a TOML file")
         return None
-    return _checked(name, kind, table, sink)
+    return _check(name, kind, table, sink)
 
 
-def _checked(name: str, kind: type[P], table: dict[str, Any], sink: Sink) -> P | None:
+def _check(name: str, kind: type[P], table: dict[str, Any], sink: Sink) -> P | None:
     """The profile, if every field is there, of its type, and possible."""
     types = {f.name: str(f.type) for f in fields(kind)}
     needed = {f.name for f in fields(kind) if f.default is MISSING}

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from planc.checks import check
 from planc.diagnostics.diagnostic import Sink
-from planc.infer.apply_adapters import adapted
+from planc.infer.apply_adapters import adapt_plan
 from planc.ir.nodes import Plan
 from planc.ir.shared_parameters import cut_at
 from planc.lowering.step import require_divisible
@@ -24,7 +24,7 @@ def with_timed_stages(plan: Plan, facts: Facts, sink: Sink) -> Plan:
     rule = plan.pipeline
     if rule is None or rule.times is None or plan.broken:
         return plan
-    applied, found = adapted(plan, facts), Sink()
+    applied, found = adapt_plan(plan, facts), Sink()
     check(*applied, found, bare=(plan, facts))
     if found.errors:
         return plan

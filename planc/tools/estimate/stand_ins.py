@@ -311,7 +311,7 @@ Noted = Callable[[Kernel, int], AbstractContextManager[None]]
 
 
 @contextmanager
-def fused(model: Any, noted: Noted) -> Iterator[None]:
+def replace_kernels(model: Any, noted: Noted) -> Iterator[None]:
     """Replaces the functions in the modeling files of a model."""
     files = {type(module).__module__ for module in model.modules()}
     with ExitStack() as stack:

@@ -93,7 +93,7 @@ class Passes:
         waited = sum(kernels.latency(c, self.hardware) for c in sent)
         return max(launched * self.hardware.launch_us * 1e-6, waited) + count * self.stall
 
-    def _passed(
+    def _pass_times(
         self,
         layer: Layer,
         parts: tuple[float, float, float],
@@ -130,13 +130,13 @@ class Passes:
         if work.staged:  # units stay gathered after a backward, or from the first forward on
             before = min(work.micro_batches, work.pipeline.size)
             share = (layer.resident + (1 - layer.resident) * before) / work.micro_batches
-        return self._passed(layer, parts, layer.forward, share * self.gather(layer), 1)
+        return self._pass_times(layer, parts, layer.forward, share * self.gather(layer), 1)
 
     def backward(self, layer: Layer) -> Spent:
         work, stack = self.work, self.stack
         matmul, attention, memory = kernels.backward(layer, self.hardware, self.stack)
         sent, passes = layer.backward, 2
-        if repeated := self.repeated(layer):
+        if repeated := self.recomputation(layer):
             more = kernels.forward(repeated, self.hardware, self.stack)
             matmul, attention, memory = matmul + more[0], attention + more[1], memory + more[2]
             again = layer.forward if layer.repeated is None else layer.repeated
@@ -146,12 +146,12 @@ class Passes:
             memory += share * kernels.forward(layer, self.hardware, self.stack)[2]
         full = work.sharding is Sharding.FULL
         size = stack.parameter_passes + (stack.unit_passes if full else 0)
-        memory += kernels.moved(size * layer.parameters, 0, self.hardware)
+        memory += kernels.memory_seconds(size * layer.parameters, 0, self.hardware)
         data = (1 - layer.resident) * self.gather(layer)
         data += 0.0 if work.reduced_once else self.reduce(layer)
-        return self._passed(layer, (matmul, attention, memory), sent, data, passes)
+        return self._pass_times(layer, (matmul, attention, memory), sent, data, passes)
 
-    def repeated(self, layer: Layer) -> Layer | None:
+    def recomputation(self, layer: Layer) -> Layer | None:
         """The recomputation in the backward of a checkpointed layer; None if it repeats no
         product.
         """
@@ -182,7 +182,7 @@ class Passes:
             self._collective(GATHER, n * width - narrow, shard)
             for (n, shard, _), narrow in zip(parts, less, strict=False)
         )
-        return sent + self.offloaded(layer)
+        return sent + self.offload_seconds(layer)
 
     def reduce(self, layer: Layer) -> float:
         """Seconds of FSDP's reduce-scatter after a backward, and the all-reduce over replicas."""
@@ -193,18 +193,18 @@ class Passes:
             size = elements * self.work.precision.reduce
             seconds += self._collective(SCATTER, size, shard)
             seconds += self._collective(REDUCE, size / shard.size, replicate)
-        return seconds + self.offloaded(layer)
+        return seconds + self.offload_seconds(layer)
 
-    def offloaded(self, layer: Layer) -> float:
+    def offload_seconds(self, layer: Layer) -> float:
         """Seconds to copy a layer's shards from the host's memory, or their gradients to it."""
         parts = sum(n / shard.size for n, shard, _ in self._parts(layer))
-        return self._copied(parts * self.work.precision.rest) if self.work.offload else 0.0
+        return self._copy_seconds(parts * self.work.precision.rest) if self.work.offload else 0.0
 
     def parked(self, layer: Layer) -> float:
         """Seconds to copy offloaded activations; on the compute stream, so not overlapped."""
-        return self._copied(layer.stays if layer.parked else layer.away)
+        return self._copy_seconds(layer.stays if layer.parked else layer.away)
 
-    def _copied(self, size: float) -> float:
+    def _copy_seconds(self, size: float) -> float:
         return size / (self.hardware.host_gb_s * 1e9)
 
     def _collective(self, kind: str, size: float, group: Group) -> float:
@@ -233,12 +233,12 @@ class Passes:
         size = self.stack.optimizer_passes * work.precision.rest * parameters / share + 8 * whole
         if work.offload:
             return size / (self.hardware.host_memory_gb_s * 1e9)
-        return kernels.moved(size, 0, self.hardware)
+        return kernels.memory_seconds(size, 0, self.hardware)
 
-    def fetched(self, hosted: float) -> float:
+    def fetch_seconds(self, hosted: float) -> float:
         """Seconds to copy states from the host's memory and back, before they are sharded."""
         whole = self.work.sharding is Sharding.REPLICATED
-        return self._copied(2 * hosted / (1 if whole else self.work.data.size))
+        return self._copy_seconds(2 * hosted / (1 if whole else self.work.data.size))
 
     def update(self, place: int) -> float:
         """Seconds of what the plan's optimizer sends, orthogonalizes and rounds."""
@@ -252,7 +252,7 @@ class Passes:
         ]
         shared = sum(seconds * count for seconds, count in each)
         longest = max((seconds for seconds, _ in each), default=0.0)  # an owner has whole ones
-        return sent + max(shared, longest) + kernels.moved(update.moved, 0, hardware)
+        return sent + max(shared, longest) + kernels.memory_seconds(update.moved, 0, hardware)
 
 
 def step_time(work: Workload, hardware: Hardware, stack: Stack) -> StepTime:
@@ -310,7 +310,7 @@ def _after(passes: Passes, last: Sequence[float]) -> tuple[float, float]:
         times = work.data.size / work.apart[0].size - 1 if work.apart else 0.0
         held.append(sum((x.parameters - x.frozen + times * x.apart) * n for x, n in layers))
         hosted = sum(x.hosted * n for x, n in layers)
-        updates.append(passes.update(rank) + passes.fetched(hosted))
+        updates.append(passes.update(rank) + passes.fetch_seconds(hosted))
     return max(exposed), passes.optimizer(max(held)) + max(updates)
 
 

@@ -199,9 +199,9 @@ class PartSplit:
             )
 
     def moved(self) -> float:
-        return sum(self._own(*one) for one in self.part.bytes_moved.items())
+        return sum(self._rank_bytes(*one) for one in self.part.bytes_moved.items())
 
-    def _own(self, module: str, size: int) -> float:
+    def _rank_bytes(self, module: str, size: int) -> float:
         """Bytes on one rank: for divided experts, on the one whose experts get most tokens."""
         most = self.work.imbalance if self._dispatch(module) else 1.0
         return size / self.factor(module) * most
@@ -210,7 +210,7 @@ class PartSplit:
         """Bytes that autograd keeps."""
         if table := self.work.tables.get(self.name):
             return table.saved
-        return sum(self._own(*one) for one in self.part.bytes_saved.items())
+        return sum(self._rank_bytes(*one) for one in self.part.bytes_saved.items())
 
     def outputs(self, inside: Iterable[Holding]) -> float:
         """`Layer.outputs`."""
@@ -253,7 +253,9 @@ class PartSplit:
         last = next((s.module for s in self.part.saved[::-1] if s.module in order), None)
         if rule is None or last is None:
             return 0.0, 0.0
-        taken = {name: self._own(name, size) for name, size in self.part.largest_saved.items()}
+        taken = {
+            name: self._rank_bytes(name, size) for name, size in self.part.largest_saved.items()
+        }
         kept = self.selective(rule) if rule.save else self.part.boundary / self.stream
         dropped = max(0.0, self.kept() - kept)
         before = [*order][: [*order].index(last)]

@@ -326,7 +326,7 @@ class Workload:
         groups = (self.data, self.replicate, self.tensor, self.context, self.pipeline)
         return self.world or prod(group.size for group in groups)
 
-    def mapped(self, change: Callable[[Layer, int], Layer]) -> Workload:
+    def map_layers(self, change: Callable[[Layer, int], Layer]) -> Workload:
         """The step with what `change` makes of each layer and the number of equal ones."""
         stages = (tuple((change(x, n), n) for x, n in stage) for stage in self.stages)
         return replace(self, stages=tuple(stages))

@@ -54,7 +54,7 @@ class Base:
         facts = load(self.model, sink) if self.model else load_values(values, name, sink)
         if facts is None:
             return frozenset()
-        paths = [_dotted(modules) for modules in facts.model.below()]
+        paths = [_generic_path(modules) for modules in facts.model.below()]
 
         def there(key: str) -> bool:
             pattern = re.compile(rf"(.+\.)?{re.escape(key)}".replace(r"\*", r"[^.]+"))
@@ -63,7 +63,7 @@ class Base:
         return frozenset(key for key in known if not there(key))
 
 
-def _dotted(modules: Modules) -> str:
+def _generic_path(modules: Modules) -> str:
     """The path of modules, each set of indices as one segment."""
     return ".".join(s if isinstance(s, str) else "[]" for s in modules.path)
 
@@ -76,7 +76,7 @@ def base_of(family: str | None, model: str | None, sink: Sink) -> Base:
         place = plan_files.plan_of_family(family or "", own=False)
     path = place.path if place and place.path else PLANS / "blocks.plan"
     files = plan_files.read(str(path), sink)
-    nodes = [node for file in files for node in ast.every(file)]
+    nodes = [node for file in files for node in ast.walk(file)]
     sections = [node for node in nodes if isinstance(node, ast.Section)]
     used = (setting for setting in SETTINGS.values() if not setting.axis)
     options: dict[str, object] = {s.word: s.default for s in used if uses(s, files)}
@@ -84,7 +84,7 @@ def base_of(family: str | None, model: str | None, sink: Sink) -> Base:
         if isinstance(node, ast.Option) and isinstance(node.value, ast.Literal):
             options[node.name] = node.value.value
     meshes = (item for section in sections if section.name == "mesh" for item in section.items)
-    targets = (rule.target for s in sections if s.name == "fsdp" for rule in ast.every(s)
+    targets = (rule.target for s in sections if s.name == "fsdp" for rule in ast.walk(s)
                if isinstance(rule, ast.Rule))  # fmt: skip
     return Base(
         family=family,
@@ -112,7 +112,7 @@ def family_of(
     named = models["flavors"].get(f"{_plain(named or '')} {_plain(flavor or '')}", named)
     words = [w for w in (named, flavor) if w and re.fullmatch(r"[\w./:-]+", w)]
     for word in words:
-        if model := _known(word):
+        if model := _known_name(word):
             return families_named(model, Sink()), model
     known = sorted({f for p in PLANS.glob("*.plan") for f in plan_files.families(p)}, key=len)
     for word in words:
@@ -142,7 +142,7 @@ def _plain(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
-def _known(name: str) -> str | None:
+def _known_name(name: str) -> str | None:
     """The name under which planc finds a model: on this machine, or among the shipped shapes."""
     last = name.rstrip("/").rpartition("/")[2].lower()
     bare = re.sub(r"(-(instruct|it|base|hf|chat|bf16|preview))+$", "", last).removeprefix("meta-")

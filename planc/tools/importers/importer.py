@@ -38,7 +38,7 @@ class Imported:
         return sum(kind in kinds for _, kind, _ in self.fate)
 
 
-def imported(name: str, sink: Sink, *, peer: str | None, model: str | None) -> Imported | None:
+def import_plan(name: str, sink: Sink, *, peer: str | None, model: str | None) -> Imported | None:
     """The plan that a peer's file stands for, or None after an error (PL730 to PL732, PL737).
 
     Args:
@@ -51,10 +51,10 @@ def imported(name: str, sink: Sink, *, peer: str | None, model: str | None) -> I
     if not (colon and path.endswith(".py")):
         path, function = name, ""
     text = reading.text_of(path, sink)
-    if text is None or (peer is None and _refused(path, text, sink)):
+    if text is None or (peer is None and _report_refused(path, text, sink)):
         return None
     found = reading.leaves(path, text, function or None, sink)
-    whose = None if found is None else _recognized(path, found, peer, sink)
+    whose = None if found is None else _recognize(path, found, peer, sink)
     if found is None or whose is None:
         return None
     fate: list[tuple[ConfigKey, str, str]] = []
@@ -70,7 +70,7 @@ def imported(name: str, sink: Sink, *, peer: str | None, model: str | None) -> I
     sections = writer.written()
     for word, (_, by) in settings.items():
         fate += [(leaf, *writer.fate.get(leaf.path, writer.fate_of(word))) for leaf in by]
-    implied = writer.implied
+    implied = writer.implied_fates
     fate = [(leaf, *implied.get(why, (kind, why))) for leaf, kind, why in fate]
     _warn(fate, path, sink)
     file = Path(path)
@@ -82,11 +82,11 @@ def imported(name: str, sink: Sink, *, peer: str | None, model: str | None) -> I
         f"plan {name} for {written_family(base.family or ANY)}",
     ]
     body = laid_out("\n".join([*header, "", *sections])).rstrip("\n")
-    rest = [line for kind in _TITLES for line in _listed(fate, kind)]
+    rest = [line for kind in _TITLES for line in _key_lines(fate, kind)]
     return Imported(peer=whose, text="\n".join([body, "", *rest, ""]), fate=tuple(fate))
 
 
-def _refused(path: str, text: str, sink: Sink) -> bool:
+def _report_refused(path: str, text: str, sink: Sink) -> bool:
     """Reports PL732 where the file is of a library that planc knows by name alone."""
     for title, pattern in table("others")["refused"].items():
         if re.search(pattern, text):
@@ -97,7 +97,7 @@ def _refused(path: str, text: str, sink: Sink) -> bool:
     return False
 
 
-def _recognized(
+def _recognize(
     path: str, found: tuple[ConfigKey, ...], named: str | None, sink: Sink
 ) -> Peer | None:
     suffix, paths = Path(path).suffix.lower(), tuple(leaf.path for leaf in found)
@@ -127,7 +127,7 @@ def _settings(
         word = words[leaf.path]
         if word is None and of_model and not leaf.path.startswith("distributed_config."):
             word = "model_left"
-        meant = peer.misspelled(leaf.path) if word in REASONS else None
+        meant = peer.suggest_key(leaf.path) if word in REASONS else None
         if meant:
             fate.append((leaf, "unknown", f"did you mean {meant}?"))
         elif word in LEFT:
@@ -144,7 +144,7 @@ def _settings(
             fate.append((leaf, "unknown", "not a key that planc knows"))
         else:
             try:
-                value = value_of(word, _stated(leaf, word, peer))
+                value = value_of(word, _leaf_value(leaf, word, peer))
             except Unknown as error:
                 where = f" in line {leaf.line}" if leaf.line else ""
                 message = f"`{_safe(leaf.path)}`{where} has the unknown value {_shown(leaf.value)}"
@@ -161,9 +161,9 @@ def _settings(
     return {word: (value, []) for word, value in peer.absent.items()} | result
 
 
-def _stated(leaf: ConfigKey, word: str, peer: Peer) -> Any:
+def _leaf_value(leaf: ConfigKey, word: str, peer: Peer) -> Any:
     """The value of a leaf: True in a table that switches on what it is named after."""
-    below = peer.spelled(leaf.path) not in peer.keys[word].split()
+    below = peer.spelling(leaf.path) not in peer.keys[word].split()
     table = leaf.value == {} or below
     return True if peer.tables_on and table and word in _SWITCHES else leaf.value
 
@@ -256,7 +256,7 @@ _TITLES = {
 }
 
 
-def _listed(fate: list[tuple[ConfigKey, str, str]], kind: str) -> Iterator[str]:
+def _key_lines(fate: list[tuple[ConfigKey, str, str]], kind: str) -> Iterator[str]:
     """Comment lines with all keys of one kind, by reason."""
     by: dict[str, list[str]] = defaultdict(list)
     for leaf, of, why in fate:

@@ -105,16 +105,16 @@ class Peer:
         word = max(found)[2] if found else None
         return _changing(path) or word if word in REASONS and word != "optimizer" else word
 
-    def spelled(self, path: str) -> str:
+    def spelling(self, path: str) -> str:
         """The key as the table has it."""
         return re.sub(self.rename[0], self.rename[1], path)
 
     def _spellings(self, path: str) -> tuple[str, ...]:
         """The key as the table may have it."""
-        path = self.spelled(path)
+        path = self.spelling(path)
         return (path, path.replace("_", "-")) if self.same_words else (path,)
 
-    def misspelled(self, path: str) -> str | None:
+    def suggest_key(self, path: str) -> str | None:
         """The key of a setting that a key seems to mean, which only a pattern with `*` covers."""
         paths = self._spellings(path)
         covered = {p for patterns in self.keys.values() for p in patterns.split()}
@@ -158,10 +158,10 @@ def _changing(path: str) -> str | None:
 
 def matches(pattern: str, path: str) -> bool:
     """Whether a pattern covers a key: the key itself, or one above it; `KEY$` is the key alone."""
-    return bool(_compiled(pattern).match(path))
+    return bool(_compile_pattern(pattern).match(path))
 
 
 @cache
-def _compiled(pattern: str) -> re.Pattern[str]:
+def _compile_pattern(pattern: str) -> re.Pattern[str]:
     signs = re.escape(pattern).replace(r"\*", ".*").replace(r"\$", "$")
     return re.compile(signs + r"(?=[.\[]|$)", re.DOTALL)

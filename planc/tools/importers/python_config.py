@@ -42,10 +42,10 @@ def python_leaves(
             help=did_you_mean(function, found, known) if function else known,
         )
         return None
-    return tuple(_of(found[function], found, _MAX_BASES).values())
+    return tuple(_function_leaves(found[function], found, _MAX_BASES).values())
 
 
-def _of(
+def _function_leaves(
     node: ast.FunctionDef, known: dict[str, ast.FunctionDef], depth: int
 ) -> dict[str, ConfigKey]:
     """The leaves of a function by path; a later assignment replaces what a base function set."""
@@ -64,7 +64,7 @@ def _of(
             case ast.Return(value=ast.Name()):
                 pass
             case ast.Return() | ast.Assign() if name in known:
-                result.update(_of(known[name], known, depth - 1))
+                result.update(_function_leaves(known[name], known, depth - 1))
             case ast.Return() | ast.Assign() if name.endswith(("Trainer.Config", "TrainerConfig")):
                 result.update((leaf.path, leaf) for leaf in _value(value, "", local))
             case ast.Assign(targets=[ast.Attribute() as target]):
@@ -77,7 +77,7 @@ def _of(
                 # what calls a function of another file: that of this one that it changes is read
                 for call in ast.walk(statement):
                     if isinstance(call, ast.Call) and (inner := ast.unparse(call.func)) in known:
-                        result.update(_of(known[inner], known, depth - 1))
+                        result.update(_function_leaves(known[inner], known, depth - 1))
                 line = ast.unparse(statement).partition("\n")[0]
                 leaf = ConfigKey(path=f"statement {line}", value=line, line=statement.lineno)
                 result[leaf.path] = leaf

@@ -67,7 +67,7 @@ def leaves(name: str, text: str, function: str | None, sink: Sink) -> tuple[Conf
                 return tuple(ShellReader(kind not in (".args", ".txt")).read(text))
         if not isinstance(values, dict):
             raise ValueError(f"it holds a {type(values).__name__}, not keys with values")
-        return tuple(_placed(_flat(values, "", 0, [0]), text))
+        return tuple(_with_lines(_flat(values, "", 0, [0]), text))
     except (RecursionError, MemoryError):
         problem = "it is nested too deeply"
     except (ValueError, SyntaxError) as error:
@@ -126,7 +126,7 @@ def _flat(value: Any, path: str, depth: int, count: list[int]) -> Iterator[Confi
         yield ConfigKey(path=path, value=value)
 
 
-def _placed(found: Iterator[ConfigKey], text: str) -> Iterator[ConfigKey]:
+def _with_lines(found: Iterator[ConfigKey], text: str) -> Iterator[ConfigKey]:
     """The leaves with the lines of their keys, which stand in the same order in the text."""
     at = 0
     for leaf in found:

@@ -72,7 +72,7 @@ class ShellReader:
             elif word:
                 command.append((word, number))
             elif sign == "(" and command and command[-1][0].endswith("="):
-                opened, at = at, _closed(text, at)
+                opened, at = at, _closing_position(text, at)
                 yield from self.read(text[opened : at - 1], number, array=True)
             elif sign and not (sign == "\n" and (array or not self.lines)):
                 yield from self._command(command, depth > 0 or operator in "&|")
@@ -131,16 +131,16 @@ class ShellReader:
         """The word without its quotes, with the values of variables outside of single quotes."""
         parts = []
         for single, double, escaped, bare in _PART.findall(word):
-            plain = self._replaced(re.sub(r'\\([$`"\\])', r"\1", double) if double else bare)
+            plain = self._expand(re.sub(r'\\([$`"\\])', r"\1", double) if double else bare)
             parts.append(single or escaped or plain)
         return "".join(parts)
 
-    def _replaced(self, text: str) -> str:
+    def _expand(self, text: str) -> str:
         def value(found: re.Match[str]) -> str:
             name, sign, default = found[1] or found[4], found[2], (found[3] or "").strip("\"'")
             known = self.values.get(name)
             if sign and (known is None or (not known and sign[0] == ":")):
-                known = self._replaced(default)
+                known = self._expand(default)
                 if sign[-1] == "=":
                     self.values[name] = known
             if known is None:
@@ -153,7 +153,7 @@ class ShellReader:
         return _VARIABLE.sub(value, text)
 
 
-def _closed(text: str, at: int) -> int:
+def _closing_position(text: str, at: int) -> int:
     """The position after the parenthesis that closes the one before `at`."""
     while at < len(text):
         token = _TOKEN.match(text, at)

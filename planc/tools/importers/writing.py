@@ -113,7 +113,7 @@ class Writer:
         return [f"# Prove it: {check}", *[ranks] * bool(keys), *[guess] * guessed, *[note] * noted]
 
     @property
-    def implied(self) -> dict[str, tuple[str, str]]:
+    def implied_fates(self) -> dict[str, tuple[str, str]]:
         """The fate of keys that follow from other settings, by the reason that they have alone."""
         result = {}
         if (self.given.get("pp_size") or 1) == 1:
@@ -209,7 +209,7 @@ class Writer:
         self._not("same", "the family's plan says which dtypes", "casts")
         if given.get("casts"):
             self._alias("bf16", True, "casts")
-        self._mixed()
+        self._mixed_precision()
         half = next((word for word in ("bf16", "fp16") if given.get(word)), "fp32")
         if given.get("bf16") is not None or given.get("fp16"):
             given["param_dtype"] = half
@@ -236,7 +236,7 @@ class Writer:
         first = {line.partition("    #")[0]: line for line in reversed(lines)}
         return [*reversed(first.values()), *self._pipeline(), *self._loss(many), ""]
 
-    def _mixed(self) -> None:
+    def _mixed_precision(self) -> None:
         """One key for the dtype of compute and for fp8, beside which it is bf16."""
         if mixed := self.given.get("mixed"):
             low = mixed == "fp8"
@@ -383,7 +383,7 @@ class Writer:
         arguments["double"] = "true" if kind == "qlora" and given.get("double_quantized") else None
         shown = _shown(arguments)
         names = given.get("lora_targets") or ("*",)
-        target = _named(names)
+        target = _selector(names)
         if given.get("lora_all") or "*" in names:
             target = f"{BLOCKS}.**<Linear>"
         if kind == "qlora":
@@ -410,7 +410,7 @@ class Writer:
             shown = _shown({**arguments, **dict.fromkeys(left), "parameters": named})
             words = ("adapter", "lora_parameters", "rank_stabilized", *_LORA.values())
             used = [word for word in words if word in self.given]
-            lines += self._line(f"    {_named((module,))} : lora({shown})", *used)
+            lines += self._line(f"    {_selector((module,))} : lora({shown})", *used)
         return lines
 
     def _train(self) -> list[str]:
@@ -427,7 +427,7 @@ class Writer:
             elif self.keys.get(word):
                 self._not(*none, word)
         if too := given.get("trained_too"):
-            rules += self._line(f"    {_named(too)} : trainable", "trained_too")
+            rules += self._line(f"    {_selector(too)} : trainable", "trained_too")
         return ["train {", *rules, "}", ""] if rules else []
 
     def _rules(self) -> list[str]:
@@ -573,6 +573,6 @@ def _shown(arguments: dict[str, Any]) -> str:
     return ", ".join(f"{name} = {value}" for name, value in arguments.items() if value)
 
 
-def _named(names: tuple[str, ...]) -> str:
+def _selector(names: tuple[str, ...]) -> str:
     """A selector of all modules whose path ends in one of the names."""
     return f"**.{{{','.join(names)}}}" if len(names) > 1 else f"**.{names[0]}"

@@ -39,13 +39,15 @@ def given_choices(
         if not key.startswith(start) or (not path and ".*." in key):
             continue
         holder, _, last = name.rpartition(".")
-        fused = next((n for n in (name, holder) if _fused(known.get(n))), None)
+        fused = next((n for n in (name, holder) if _is_fused(known.get(n))), None)
         split = split_of_transformers(style)
         if fused is not None:
             experts[fused] = experts_choice(fused, known[fused])
         elif split and name in known:
             styles[name] = split
-        elif style == "local_params" and any(p.name == last for p in _own(known.get(holder))):
+        elif style == "local_params" and any(
+            p.name == last for p in _parameters(known.get(holder))
+        ):
             styles[holder] = f"parameters({last} = shard(0))"
     if not styles:
         return [*experts.values()]
@@ -54,9 +56,9 @@ def given_choices(
     return [given, *experts.values()]
 
 
-def _own(module: Module | None) -> tuple[Parameter, ...]:
+def _parameters(module: Module | None) -> tuple[Parameter, ...]:
     return tuple(module.parameters) if module else ()
 
 
-def _fused(module: Module | None) -> bool:
+def _is_fused(module: Module | None) -> bool:
     return module is not None and sum(len(p.shape) == 3 for p in module.parameters) > 1

@@ -49,7 +49,7 @@ class InitResult:
 
 
 @random_numbers_kept()
-def drafted(
+def draft_text(
     model: str | Facts,
     settings: Iterable[str],
     sink: Sink,
@@ -61,7 +61,7 @@ def drafted(
     error (PL106, PL012: the axes, PL60x: the model, PL581: no plan of transformers, PL760: no
     torch). `of_transformers`: with the splits of transformers' own plan.
     """
-    sizes = wanted(settings, sink)
+    sizes = read_sizes(settings, sink)
     if cache.missing():
         message = f"a draft is proved as it is written: {cache.not_installed()}"
         sink.error("PL760", message, help=cache.INSTALL)
@@ -78,7 +78,7 @@ def drafted(
     return draft(facts, sink, sizes, given)
 
 
-def wanted(settings: Iterable[str], sink: Sink) -> dict[str, int]:
+def read_sizes(settings: Iterable[str], sink: Sink) -> dict[str, int]:
     """The sizes above one of `NAME=SIZE`; PL106 for another name, PL012 for no size."""
     found: dict[str, int] = {}
     for setting in settings:
@@ -127,7 +127,7 @@ def draft(
     draft_plan.comment += comments(render(draft_plan), facts, search, sink)
     _unmatched_rules(facts, draft_plan, sink)
     if sizes:
-        _divided(draft_plan, facts, sizes, sink)
+        _set_sizes(draft_plan, facts, sizes, sink)
     return InitResult(
         text=laid_out(render(draft_plan)),
         outcome=outcome,
@@ -136,7 +136,7 @@ def draft(
     )
 
 
-def _divided(draft_plan: Draft, facts: Facts, sizes: Mapping[str, int], sink: Sink) -> None:
+def _set_sizes(draft_plan: Draft, facts: Facts, sizes: Mapping[str, int], sink: Sink) -> None:
     """Sets the sizes of axes in a draft, and proves it with them."""
     shown = ", ".join(f"{name} {size}" for name, size in sizes.items())
     why = "no module with experts is known" if EXPERTS in sizes and not draft_plan.experts else ""
@@ -145,10 +145,10 @@ def _divided(draft_plan: Draft, facts: Facts, sizes: Mapping[str, int], sink: Si
     else:
         left = {n: s for n, s in sizes.items() if n != EXPERTS or draft_plan.experts}
         draft_plan.sizes = left
-        why = why or _proved(laid_out(render(draft_plan)), facts, left)
+        why = why or _proof_failure(laid_out(render(draft_plan)), facts, left)
         if why and CONTEXT in left:  # attention may be the model's own code
             draft_plan.own_attention = True
-            if _proved(laid_out(render(draft_plan)), facts, left):
+            if _proof_failure(laid_out(render(draft_plan)), facts, left):
                 draft_plan.own_attention = False
             else:
                 why = ""
@@ -178,7 +178,7 @@ def _small(facts: Facts) -> tuple[Facts, SmallModel | None, RunRecord | str]:
     flow = flow_of(FlowSource(facts=small, values=model.values, kept=model.kept), facts)
     if isinstance(flow, str):
         return small, model, flow
-    ran = RunRecord.of(flow)
+    ran = RunRecord.from_flow(flow)
     states = "hidden states [batch, sequence, features]"
     none = f"the small model does not run: no module takes {states}"
     return small, model, ran if ran.width else none
@@ -192,9 +192,9 @@ def _draft_plan(facts: Facts, known: Facts, found: Roles, ran: RunRecord | None)
         name=re.sub(r"\W", "_", facts.family),
         family=facts.family,
         blocks=[b.path for b in found.blocks],
-        called={b.path for b in found.blocks if _called(b.path, ran)},
+        called={b.path for b in found.blocks if _are_called(b.path, ran)},
     )
-    draft_plan.units = dict(_untied(known, found, names))
+    draft_plan.units = dict(_untied_blocks(known, found, names))
     draft_plan.tied = {found.embedding, head} <= names
     inner = {n for n in names if any(n.startswith(f"{b.path}.") for b in found.blocks)}
     if not names - inner - {found.embedding, head}:  # else tied parameters stay in the root unit
@@ -217,7 +217,7 @@ def _decoder(draft_plan: Draft, found: Roles, there: RoleModules) -> bool:
     return mine == tuple([str(m) for m in some] for some in theirs)
 
 
-def _called(path: str, ran: RunRecord | None) -> bool:
+def _are_called(path: str, ran: RunRecord | None) -> bool:
     """Whether the blocks of a list are called as modules, as hooks and wrappers require."""
     if ran is None:
         return True
@@ -225,7 +225,7 @@ def _called(path: str, ran: RunRecord | None) -> bool:
     return not inside or any("." not in name for name in inside)
 
 
-def _untied(facts: Facts, found: Roles, tied: set[str]) -> Iterator[tuple[str, list[str]]]:
+def _untied_blocks(facts: Facts, found: Roles, tied: set[str]) -> Iterator[tuple[str, list[str]]]:
     """Lists in which some blocks share weights, with the classes of the blocks that share none.
 
     FSDP requires a shared tensor to be in one unit, so blocks that share one belong to the root.
@@ -318,7 +318,7 @@ def _names(facts: Facts) -> Iterator[str]:
         yield from (f"{name}.{p.name}".removeprefix(".") for p in module.parameters)
 
 
-def _proved(text: str, facts: Facts, sizes: Mapping[str, int]) -> str:
+def _proof_failure(text: str, facts: Facts, sizes: Mapping[str, int]) -> str:
     """Why layout flow does not prove a drafted plan on the ranks of its axes; empty if it does."""
     sink = Sink()
     done = compiler.compile(parsed_text(text), facts, sink, world_size=prod(sizes.values()))

@@ -22,7 +22,7 @@ _MORE = 0.005
 """By how much more a plan that ships must split."""
 
 
-def whole(files: tuple[ast.File, ...], facts: Facts) -> dict[str, float] | None:
+def replicated_shares(files: tuple[ast.File, ...], facts: Facts) -> dict[str, float] | None:
     """By module, the share of all parameters that every tensor rank holds, the largest first; None
     where a plan splits nothing or does not fit.
     """
@@ -41,7 +41,7 @@ def whole(files: tuple[ast.File, ...], facts: Facts) -> dict[str, float] | None:
 
 def comments(text: str, facts: Facts, search: Search, sink: Sink) -> Iterator[str]:
     """Yields paragraphs for the top of a drafted plan; PL662 and PL663 say the same."""
-    own = whole(parsed_text(text), facts)
+    own = replicated_shares(parsed_text(text), facts)
     mine = 1.0 if own is None else sum(own.values())
     if own is not None and mine >= _MUCH:
         parts = {name: part for name, part in own.items() if part >= _PART}
@@ -51,7 +51,7 @@ def comments(text: str, facts: Facts, search: Search, sink: Sink) -> Iterator[st
         message = f"{mine:.0%} of the parameters stay whole on every rank of tp"
         sink.info("PL663", message, facts=shown)
         yield f"{message}. {'. '.join(shown)}."
-    shipped = _shipped(facts)
+    shipped = _shipped_share(facts)
     if shipped is None:
         return
     name, theirs = shipped
@@ -61,13 +61,13 @@ def comments(text: str, facts: Facts, search: Search, sink: Sink) -> Iterator[st
         yield f"{message}; this plan splits {1 - mine:.1%}."
 
 
-def _shipped(facts: Facts) -> tuple[str, float] | None:
+def _shipped_share(facts: Facts) -> tuple[str, float] | None:
     """The plan that ships for the family, and the share that it leaves whole."""
     quiet = Sink()
     files = plan_files.read_for(facts.names, quiet, own=False)
     if not files:
         return None
-    found = whole(files, facts)
+    found = replicated_shares(files, facts)
     return None if found is None else (files[-1].origin.source.name, sum(found.values()))
 
 

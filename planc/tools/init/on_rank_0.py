@@ -19,11 +19,11 @@ def parsed_for_run(facts: Facts, device_type: str) -> tuple[ast.File, ...] | Non
     Raises:
         AnnouncedError: another rank has a plan, or an error.
     """
-    text = of_rank_0(lambda: _written(facts), device_type)
+    text = of_rank_0(lambda: _draft_text(facts), device_type)
     return None if text is None else parsed_text(text)
 
 
-def _written(facts: Facts) -> str | None:
+def _draft_text(facts: Facts) -> str | None:
     _log.warning(
         "no plan is for %s, so rank 0 drafts one; `planc init` writes it into a file to read",
         facts.family,

@@ -28,7 +28,7 @@ class PartSizes:
     divided: Collection[str] = ()
 
     @classmethod
-    def of(cls, facts: Facts, parent: Module | None, divided: Collection[str]) -> PartSizes:
+    def from_facts(cls, facts: Facts, parent: Module | None, divided: Collection[str]) -> PartSizes:
         own = parent.facts if parent else ()
         stated = ((n, v) for n, v in facts.config.items() if type(v) is int and v > 0)
         values = {f"parent.{name}": value for name, value in own}

@@ -154,10 +154,10 @@ def _rules(rules: dict[str, str], notes: dict[str, str]) -> Iterable[str]:
         if note and note not in noted:
             noted.add(note)
             yield from (f"# {line}" for line in wrap(note, 90))
-        yield from (f"{target} : {style}" for target in braced(names))
+        yield from (f"{target} : {style}" for target in brace_names(names))
 
 
-def braced(names: list[str]) -> list[str]:
+def brace_names(names: list[str]) -> list[str]:
     """Names that differ in one place as one selector: `mlp.{gate,up}_proj`."""
     groups: dict[str, list[str]] = {}
     for name in names:
@@ -166,11 +166,11 @@ def braced(names: list[str]) -> list[str]:
     found = []
     for holder, lasts in groups.items():
         start = f"{holder}." if holder else ""
-        found += [f"{start}{joined}" for joined in _joined(lasts)]
+        found += [f"{start}{joined}" for joined in _join_words(lasts)]
     return found
 
 
-def _joined(words: list[str]) -> list[str]:
+def _join_words(words: list[str]) -> list[str]:
     if len(words) < 2:
         return words
     tails: dict[str, list[str]] = {}

@@ -68,7 +68,7 @@ class SplitChoice:
         literal = (name for name, style in rules.items() if re.search(r"parts = \[\d", style))
         return notes or dict.fromkeys(literal, _LITERAL)
 
-    def refuted(self, why: str) -> None:
+    def refute(self, why: str) -> None:
         """Keeps what is wrong with the recipe that is tried."""
         if not self.why or self.recipes[0].rules.items() <= self.recipe.rules.items():
             self.why = why
@@ -170,9 +170,9 @@ def _parts(
         return ""
     if len({*parts}) == 1:
         return f"colwise(parts = {len(parts)})"
-    if facts.unconfigured:
+    if facts.lacks_config:
         parent = holder if linear.name.rpartition(".")[0] == projections.holder else None
-        known = PartSizes.of(facts, parent, divided).expressions(linear)
+        known = PartSizes.from_facts(facts, parent, divided).expressions(linear)
         return f"colwise(parts = [{', '.join(known or map(str, parts))}])"
     heads = next((n for n in ("num_attention_heads", "n_head", "num_heads") if config.get(n)), None)
     width = next((n for n in ("hidden_size", "n_embd") if config.get(n)), None)

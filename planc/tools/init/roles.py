@@ -118,7 +118,7 @@ class RunRecord:
     flow: DataFlow
 
     @classmethod
-    def of(cls, flow: DataFlow) -> RunRecord:
+    def from_flow(cls, flow: DataFlow) -> RunRecord:
         names = dict.fromkeys(call.name for call in flow.calls if call.name)
         taken = (t for call in flow.calls for t in call.taken if t in flow.live)
         widths = Counter(flow.shapes[t][-1] for t in taken if len(flow.shapes[t]) == 3)

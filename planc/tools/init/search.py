@@ -87,7 +87,7 @@ class Search:
     def settle(self) -> Outcome:
         """Settles the recipes; returns the outcome of the last run."""
         self.draft.checkpoint = False  # splits are settled without checkpointing
-        outcome = self._settled()
+        outcome = self._settle()
         if outcome.recomputed:  # reversible layers: a resharded unit would lack parameters
             self.draft.called = set()
             return outcome
@@ -98,7 +98,7 @@ class Search:
         self.draft.checkpoint = False
         return outcome
 
-    def _settled(self) -> Outcome:
+    def _settle(self) -> Outcome:
         outcome = self._try()
         while outcome.verdict != "proved" and self.runs < _MOST:
             if outcome.verdict == "nothing" or not self._step_back(outcome):
@@ -111,9 +111,9 @@ class Search:
         if self.draft.sequence == "true":
             return
         for word in (AUTO, "true"):  # everywhere, else in part
-            done, sink = self._compiled(word)
+            done, sink = self._compile(word)
             if done.plan and done.lowered and any(s.parts for s in done.plan.sequence):
-                outcome = self._judged(done)
+                outcome = self._judge(done)
                 if outcome.verdict == "proved":
                     self.draft.sequence = AUTO
                 else:
@@ -139,26 +139,26 @@ class Search:
 
     def _try(self) -> Outcome:
         """The outcome with the recipes as they are; with others where no layouts go with them."""
-        done, sink = self._compiled(self.draft.sequence)
+        done, sink = self._compile(self.draft.sequence)
         if self._clash(sink):
             self._unclash()
-            done, sink = self._compiled(self.draft.sequence)
+            done, sink = self._compile(self.draft.sequence)
         if not any(self.draft.rules.values()):
             why = f"no way to shard its parts was right: {left_whole(self.all)}"
             return Outcome(verdict="nothing", reason=why if self.parts else _NO_PARTS)
         if done.lowered is None:
             self.runs += 1
-            return Outcome(verdict="refuted", discrepancies=tuple(_refused(done, sink)))
-        return self._judged(done)
+            return Outcome(verdict="refuted", discrepancies=tuple(_compile_errors(done, sink)))
+        return self._judge(done)
 
-    def _judged(self, done: Compiled) -> Outcome:
+    def _judge(self, done: Compiled) -> Outcome:
         self.runs += 1
         assert self.small is not None and done.lowered is not None
         if not done.lowered.split_axes(AxisRole.TENSOR):
             return Outcome(verdict="nothing", reason="none of its parameters can be sharded")
         return judge(SmallCase(model=self.small, compiled=done), quick=True)
 
-    def _compiled(self, sequence: str) -> tuple[Compiled, Sink]:
+    def _compile(self, sequence: str) -> tuple[Compiled, Sink]:
         self._fill()
         sink, settings = Sink(), [f"tp={RANKS}", "dp_shard=1"]
         files = parsed_text(render(replace(self.draft, sequence=sequence)))
@@ -172,7 +172,7 @@ class Search:
 
     def _unclash(self) -> None:
         """Adds the splits one after the other, each by its best recipe that layouts go with."""
-        if self.draft.sequence == "false" and not self._clash(self._compiled("true")[1]):
+        if self.draft.sequence == "false" and not self._clash(self._compile("true")[1]):
             self.draft.sequence = "true"  # whole hidden states alone clash
             return
         groups = [[c] for some in self.parts.values() for c in some]
@@ -183,9 +183,9 @@ class Search:
         for group, first in zip(groups, best, strict=True):
             for choice, at in zip(group, first, strict=True):
                 choice.at = at
-            while why := self._clash(self._compiled(self.draft.sequence)[1]):
+            while why := self._clash(self._compile(self.draft.sequence)[1]):
                 for choice in group:
-                    choice.refuted(why)
+                    choice.refute(why)
                 if not self._next(group):
                     break
 
@@ -204,10 +204,10 @@ class Search:
             for choice in some:
                 rules |= choice.recipe.rules
                 self.draft.notes |= choice.notes
-            self.draft.rules[path] = self._ordered(path, rules)
+            self.draft.rules[path] = self._order(path, rules)
         self.draft.rules[""] = {n: s for c in self.outside for n, s in c.recipe.rules.items()}
 
-    def _ordered(self, path: str, rules: dict[str, str]) -> dict[str, str]:
+    def _order(self, path: str, rules: dict[str, str]) -> dict[str, str]:
         order = [n for n in self.inside[path] if n and "." not in n]
         return dict(sorted(rules.items(), key=lambda r: order.index(r[0].partition(".")[0])))
 
@@ -216,24 +216,24 @@ class Search:
     def _step_back(self, outcome: Outcome) -> bool:
         """Takes the next recipe where an outcome is wrong; False if there is none."""
         # where no choice is named, take any that is left
-        blamed = [c for c in self._blamed(outcome) if not c.last]
+        blamed = [c for c in self._suspects(outcome) if not c.last]
         choice = next((c for c in (*blamed, *self.all) if not c.last), None)
         if choice is None:
             return False
         if choice in blamed[:1]:
-            choice.refuted(_wrong(outcome.discrepancies[0]))
+            choice.refute(_wrong(outcome.discrepancies[0]))
         # tied modules are split together
         tied = choice in self.outside and self.draft.tied
         return self._next(self.outside if tied else [choice])
 
-    def _inside(self, name: str) -> tuple[str | None, str]:
+    def _locate(self, name: str) -> tuple[str | None, str]:
         """The block list that contains a module, and the module's name in the block."""
         for path in self.parts:
             if name.startswith(f"{path}."):
                 return path, name[len(path) + 1 :].partition(".")[2]
         return None, name
 
-    def _blamed(self, outcome: Outcome) -> list[SplitChoice]:
+    def _suspects(self, outcome: Outcome) -> list[SplitChoice]:
         """The choices whose modules an outcome names, the first one first."""
         found: list[SplitChoice] = []
         wrong = outcome.discrepancies
@@ -242,7 +242,7 @@ class Search:
         boundaries = [p.subject for p in wrong if p.kind == "boundary"]
         ends = {"$embedding": self.draft.embedding, "$head": self.draft.head}
         for subject in (*boundaries[:1], *subjects):
-            path, inner = self._inside(ends.get(subject) or subject)
+            path, inner = self._locate(ends.get(subject) or subject)
             inner = re.sub(r"^\$(blocks?|tower)\d*\.", "", inner)
             some = self.parts.get(path, []) if path else [*self.all]
             named = [choice for choice in some if _concerns(choice, inner)]
@@ -271,7 +271,7 @@ def _wrong(first: Discrepancy) -> str:
     return f"{what}{detail}" + (f" ({first.line})" if first.line else "")
 
 
-def _refused(done: Compiled, sink: Sink) -> Iterator[Discrepancy]:
+def _compile_errors(done: Compiled, sink: Sink) -> Iterator[Discrepancy]:
     """Errors of the compiler as discrepancies, each of the modules of a rule that it labels."""
     rules = done.plan.tensor if done.plan else ()
     for found in (d for d in sink if d.severity is Severity.ERROR):

@@ -41,13 +41,15 @@ def differing(every: Sequence[RankFacts], lowered: Lowered, digest: str) -> Iter
         yield problem("PL490", text + f"{len(every):,}", help="start as many ranks")
     for facts, ranks in _odd(every, [facts.error for facts in every]):
         if facts.error:
-            text = f"{_named(ranks, every)} cannot read the plan: {facts.error}"
+            text = f"{_rank_names(ranks, every)} cannot read the plan: {facts.error}"
             yield problem("PL491", text, help="give every node the same files and settings")
     plans = [facts.plan[:12] for facts in every]
     for facts, ranks in _odd(every, plans):
         if facts.plan:
             usual = _usual(plans)
-            text = f"the plan of {_named(ranks, every)} is {facts.plan[:12]}, elsewhere {usual}"
+            text = (
+                f"the plan of {_rank_names(ranks, every)} is {facts.plan[:12]}, elsewhere {usual}"
+            )
             yield problem("PL491", text, help="give every node the same files and settings")
     wanted = [one[:12] for one in digest.split(",")]
     if not _usual(plans).startswith((*wanted,)):
@@ -59,11 +61,13 @@ def differing(every: Sequence[RankFacts], lowered: Lowered, digest: str) -> Iter
         values = [facts.versions.get(name, "none") for facts in every]
         for facts, ranks in _odd(every, values):
             own = facts.versions.get(name, "none")
-            text = f"{name} is {own} on {_named(ranks, every)}, elsewhere {_usual(values)}"
+            text = f"{name} is {own} on {_rank_names(ranks, every)}, elsewhere {_usual(values)}"
             yield problem("PL643", text, help="give every node the same environment")
 
 
-def judged(every: Sequence[RankFacts], lowered: Lowered, needed: Needed) -> Iterator[Diagnostic]:
+def judge_ranks(
+    every: Sequence[RankFacts], lowered: Lowered, needed: Needed
+) -> Iterator[Diagnostic]:
     """Yields all other findings: files, the places of ranks, memory, disk, speed."""
     for name in sorted({name for facts in every for name in facts.files}):
         values = [facts.files.get(name, "not there") for facts in every]
@@ -71,7 +75,7 @@ def judged(every: Sequence[RankFacts], lowered: Lowered, needed: Needed) -> Iter
         for facts, ranks in _odd(every, values, _usual(read) if read else ""):
             own = facts.files.get(name, "not there")
             what = own if " " in own else "another file"
-            text = f"{name} is {what} on {_named(ranks, every)}"
+            text = f"{name} is {what} on {_rank_names(ranks, every)}"
             yield problem("PL461", text, help="copy the files to all nodes again")
     yield from _places(every, lowered)
     for rank, facts in enumerate(every):
@@ -98,7 +102,7 @@ def _places(every: Sequence[RankFacts], lowered: Lowered) -> Iterator[Diagnostic
     for facts, ranks in _odd(
         every, [(f.local_world_size or on[f.host]) - on[f.host] for f in every]
     ):
-        text = f"LOCAL_WORLD_SIZE is {facts.local_world_size} on {_named(ranks, every)}"
+        text = f"LOCAL_WORLD_SIZE is {facts.local_world_size} on {_rank_names(ranks, every)}"
         yield problem("PL643", f"{text}, where {on[facts.host]} ranks run", help="start them again")
     most = max(Counter(facts.place for facts in every).values())
     for axis in lowered.axes:
@@ -142,7 +146,7 @@ def _odd(
             yield every[ranks[0]], ranks
 
 
-def _named(ranks: Sequence[int], every: Sequence[RankFacts]) -> str:
+def _rank_names(ranks: Sequence[int], every: Sequence[RankFacts]) -> str:
     """`rank 5 on node1`, or `ranks 5, 6 and 7 on node1`."""
     numbers = one_of([str(r) for r in ranks[:6]] + (["more"] if ranks[6:] else []), last="and")
     hosts = one_of([*dict.fromkeys(every[rank].host for rank in ranks)][:3], last="and")

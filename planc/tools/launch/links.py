@@ -34,7 +34,7 @@ class Link:
     seconds: tuple[float, ...]
 
 
-def measured(lowered: Lowered, ranks: Peers) -> list[Link]:
+def measure_links(lowered: Lowered, ranks: Peers) -> list[Link]:
     """The links of this rank. Every rank calls it, and `distributed` is started."""
     names, sizes = zip(*((axis.name, axis.size) for axis in lowered.axes), strict=True)
     ranks.at("making the mesh")
@@ -81,7 +81,7 @@ def slow(lowered: Lowered, seen: list[list[Link]], hosts: list[str]) -> Iterator
         every = {own[at].group: own[at].seconds for own in reversed(seen)}
         for group, taken in every.items() if len(every) > 1 else ():
             others = [seconds for other, seconds in every.items() if other != group]
-            text = _beside(taken, tuple(map(median, zip(*others, strict=True))), axis.name)
+            text = _slowdown(taken, tuple(map(median, zip(*others, strict=True))), axis.name)
             for rank in group:
                 judged.setdefault(rank, []).append(bool(text))
             if text:
@@ -93,7 +93,7 @@ def slow(lowered: Lowered, seen: list[list[Link]], hosts: list[str]) -> Iterator
     yield from (finding for group, finding in found if not {*group} & {*ranks})
 
 
-def _beside(taken: tuple[float, ...], usual: tuple[float, ...], axis: str) -> str:
+def _slowdown(taken: tuple[float, ...], usual: tuple[float, ...], axis: str) -> str:
     """Describes the smallest message size at which a group is slower than the other groups of its
     axis; empty if it is not.
     """

@@ -109,7 +109,7 @@ class Peers:
         self.store.wait(keys, timedelta(seconds=self.limit + 2 * QUIET))
         return [json.loads(self.store.get(key)) for key in keys]
 
-    def told(self, name: str, value: Any = None) -> Any:
+    def broadcast(self, name: str, value: Any = None) -> Any:
         """Broadcasts a value of rank 0 to all ranks."""
         if self.rank == 0:
             self.store.set(name, json.dumps(value))
@@ -191,7 +191,7 @@ class Peers:
                 os._exit(self._code)
             self._ended.set()
             return True
-        self._first = self._said(store, 0)
+        self._first = self._last_action(store, 0)
         if found := [*self._silent(store, [self._first], self._quiet)]:
             self._stop(found, store)
         return False
@@ -210,7 +210,7 @@ class Peers:
 
     def _wrong(self, store: PrefixStore) -> list[Diagnostic]:
         """Why not to wait any longer."""
-        said = [self._said(store, rank) for rank in range(self.world_size)]
+        said = [self._last_action(store, rank) for rank in range(self.world_size)]
         if found := [*self._silent(store, said, QUIET)]:
             return found
         failed = [rank for rank in range(self.world_size) if store.check([f"failed/{rank}"])]
@@ -233,7 +233,7 @@ class Peers:
             for doing in dict.fromkeys(at)
         ]
 
-    def _said(self, store: PrefixStore, rank: int) -> tuple[str, str]:
+    def _last_action(self, store: PrefixStore, rank: int) -> tuple[str, str]:
         """The last action of a rank, and its node; empty if it never came."""
         doing, host = json.loads(store.get(key)) if store.check([key := f"at/{rank}"]) else ("", "")
         return doing, host
@@ -267,7 +267,7 @@ def _some(values: list[str], value: str) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {one_of(ranks[:6], last='and')}"
 
 
-def joined(limit: float, missed: Callable[[list[Diagnostic]], None]) -> Peers:
+def join(limit: float, missed: Callable[[list[Diagnostic]], None]) -> Peers:
     """The ranks that torchrun's variables name.
 
     Raises:

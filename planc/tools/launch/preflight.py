@@ -18,7 +18,7 @@ from planc.ops.lowered import Lowered
 from planc.runtime.weights.loading import Compared
 from planc.tools.launch import links, small_model
 from planc.tools.launch.facts import RankFacts, device, facts
-from planc.tools.launch.judge import Needed, differing, judged
+from planc.tools.launch.judge import Needed, differing, judge_ranks
 from planc.tools.launch.links import Link
 from planc.tools.launch.peers import Peers
 from planc.tools.launch.small_model import SmallModelRun
@@ -131,9 +131,9 @@ def preflight(
     if report.every and plan.lowered:
         report.needed = asked.needed(plan)
         report.sink.add(*differing(report.every, plan.lowered, asked.digest))
-    fits = ranks.told("whether the plan is the same everywhere", not report.sink.failed)
+    fits = ranks.broadcast("whether the plan is the same everywhere", not report.sink.failed)
     if report.every and plan.lowered:
-        report.sink.add(*judged(report.every, plan.lowered, report.needed))
+        report.sink.add(*judge_ranks(report.every, plan.lowered, report.needed))
     if fits and plan.lowered:
         try:
             _together(ranks, plan, asked, report)
@@ -151,8 +151,8 @@ def _together(ranks: Peers, plan: Compiled, asked: Wanted, report: Report) -> No
     report.seen = _links(plan.lowered, ranks)
     if report.seen:
         report.sink.add(*links.slow(plan.lowered, report.seen, [f.host for f in report.every]))
-    if ranks.told("whether all else is right", not report.sink.failed):
-        report.small = small_model.trained(plan, ranks, allow_code=asked.allow_code)
+    if ranks.broadcast("whether all else is right", not report.sink.failed):
+        report.small = small_model.train(plan, ranks, allow_code=asked.allow_code)
         report.sink.add(*report.small.findings)
 
 
@@ -160,7 +160,7 @@ def _links(lowered: Lowered, ranks: Peers) -> list[list[Link]]:
     """The links of all ranks, on rank 0."""
     ranks.at("starting the process group")
     _start(ranks)
-    own = links.measured(lowered, ranks)
+    own = links.measure_links(lowered, ranks)
     told = ranks.gather("links", [asdict(link) for link in own])
     return [[Link(o["axis"], (*o["group"],), (*o["seconds"],)) for o in mine] for mine in told]
 

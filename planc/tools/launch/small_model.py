@@ -57,9 +57,9 @@ class SmallModelRun:
         return f"trained as by one process, within {worst:.0e}, in {self.compared.seconds:.1f} s"
 
 
-def trained(compiled: Compiled, ranks: Peers, *, allow_code: bool) -> SmallModelRun:
+def train(compiled: Compiled, ranks: Peers, *, allow_code: bool) -> SmallModelRun:
     """Trains it. Every rank calls it, with `distributed` started; the result is that of rank 0."""
-    late = ranks.told("whether there is time", ranks.seconds > SHARE * ranks.limit)
+    late = ranks.broadcast("whether there is time", ranks.seconds > SHARE * ranks.limit)
     why = "no time is left" if late else next(_not_run(compiled, allow_code), "")
     case = None if why else _case(compiled)
     if not isinstance(case, SmallCase):
@@ -89,10 +89,10 @@ def trained(compiled: Compiled, ranks: Peers, *, allow_code: bool) -> SmallModel
     finally:
         logging.disable(logging.NOTSET)
     every = ranks.gather("small model", found)
-    return _judged(every, ranks.seconds - began, case, sink=Sink()) if every else SmallModelRun()
+    return _judge(every, ranks.seconds - began, case, sink=Sink()) if every else SmallModelRun()
 
 
-def _judged(
+def _judge(
     every: list[dict[str, Any]], seconds: float, case: SmallCase, sink: Sink
 ) -> SmallModelRun:
     result = comparison(every, seconds)

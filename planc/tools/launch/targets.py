@@ -9,7 +9,7 @@ from planc.tools.launch.job import ENVIRONMENT, RESTARTS, ClusterJob
 _EXPORTS = "\n".join(f"export {name}={value}" for name, value in ENVIRONMENT.items())
 
 
-def _quoted(text: str) -> str:
+def _quote(text: str) -> str:
     """Text as Python reads it: JSON, but that writes an emoji as two halves."""
     return json.dumps(text, ensure_ascii=False)
 
@@ -218,7 +218,7 @@ PLAN = {json.dumps(job.digest[:12])}
 NODES, PER_NODE, RESTARTS = {(job.nodes, *job.fewer)}, {job.per_node}, {RESTARTS}
 ENVIRONMENT = {json.dumps(ENVIRONMENT, indent=4)[:-2]},
 }}
-COMMAND = {_quoted(shlex.split(job.rank)[0])}
+COMMAND = {_quote(shlex.split(job.rank)[0])}
 {_RAY}"""
 
 

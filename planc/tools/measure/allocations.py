@@ -109,7 +109,7 @@ class Allocations(Ledger):
         try:
             with (
                 mock.patch.object(torch.UntypedStorage, "resize_", resized),
-                self._recorded(found),
+                self._record(found),
             ):
                 self.inside = True
                 self.changed()
@@ -123,7 +123,7 @@ class Allocations(Ledger):
             pass
 
     @contextmanager
-    def _recorded(self, found: list[Allocated]) -> Iterator[None]:
+    def _record(self, found: list[Allocated]) -> Iterator[None]:
         """Adds the record of what runs inside, at its end."""
         traced = profile(use_cpu=True, use_kineto=True, profile_memory=True)
         try:
@@ -137,7 +137,7 @@ class Allocations(Ledger):
         after, what = 0, ""
         for note, address, size in record:
             while note is not None and after <= note:
-                what = self._noted(after, what, live)
+                what = self._apply_note(after, what, live)
                 after += 1
             if size > 0 and what == _HOST:
                 continue
@@ -149,7 +149,7 @@ class Allocations(Ledger):
                 number, held = live.pop(address)
                 self.events.append((number, -held))
 
-    def _noted(self, at: int, what: str, live: dict[int, tuple[int, int]]) -> str:
+    def _apply_note(self, at: int, what: str, live: dict[int, tuple[int, int]]) -> str:
         """Takes in a note; what is allocated after it."""
         kind, text, addresses = self.notes[at]
         if kind == "moment":
@@ -211,7 +211,7 @@ class CudaAllocations(Allocations):
         torch.cuda.memory._set_memory_metadata(str(note))
 
     @contextmanager
-    def _recorded(self, found: list[Allocated]) -> Iterator[None]:
+    def _record(self, found: list[Allocated]) -> Iterator[None]:
         torch.cuda.init()
         torch.cuda.memory._record_memory_history("all", context=None, stacks="python")
         try:

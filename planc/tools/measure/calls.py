@@ -79,7 +79,7 @@ def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> int:
     return int(known(*given, **named, out_val=made)) if known else 0
 
 
-def _named(func: Any) -> str:
+def _operator_name(func: Any) -> str:
     """The name of an operator in a save list: all kernels of attention have one name, because
     another device takes another kernel.
     """
@@ -121,14 +121,14 @@ class CallRecorder(TorchDispatchMode):  # type: ignore[misc]
             return out
         self.alive.append((args, kwargs, out))
         if self.hooks:
-            self.counts[_named(func)] += 1
-            self.apart.add(_named(func))
+            self.counts[_operator_name(func)] += 1
+            self.apart.add(_operator_name(func))
             return out
         taken, given = _tensors((args, kwargs)), _tensors(out)
         known = {_memory(t) for t in taken}
         fresh = {_memory(t): _local(t).untyped_storage().nbytes() for t in given}
         fresh = {memory: size for memory, size in fresh.items() if memory not in known}
-        written = self._written(func, args, kwargs)
+        written = self._written_memory(func, args, kwargs)
         self._note(func, (args, kwargs, out), sum(fresh.values()), bool(written))
         for memory in written & self.made.keys():
             self.calls[self.made[memory]]["fixed"] = True
@@ -137,7 +137,7 @@ class CallRecorder(TorchDispatchMode):  # type: ignore[misc]
 
     def _note(self, func: Any, around: tuple[Any, Any, Any], size: int, writes: bool) -> None:
         args, kwargs, out = around
-        name, tensors = _named(func), [*_tensors((args, kwargs)), *_tensors(out)]
+        name, tensors = _operator_name(func), [*_tensors((args, kwargs)), *_tensors(out)]
         works = size or writes
         sends = getattr(func, "namespace", "") in ("_c10d_functional", "c10d")
         self.calls.append(
@@ -153,7 +153,7 @@ class CallRecorder(TorchDispatchMode):  # type: ignore[misc]
         )
         self.counts[name] += 1
 
-    def _written(self, func: Any, args: Any, kwargs: Any) -> set[int]:
+    def _written_memory(self, func: Any, args: Any, kwargs: Any) -> set[int]:
         """The memory that a call writes into."""
         if not hasattr(func, "_schema"):
             return set()
@@ -213,7 +213,7 @@ class BlockCalls:
             name = self.names.get(id(wrapper._checkpoint_wrapped_module), "")
             if name not in self.asked:
                 return forward(wrapper, *args, **kwargs)
-            return self._noted(name, wrapper._checkpoint_wrapped_module, args, kwargs)
+            return self._note_block(name, wrapper._checkpoint_wrapped_module, args, kwargs)
 
         with ExitStack() as stack, _until_backward():
             stack.enter_context(mock.patch.object(CheckpointWrapper, "forward", called))
@@ -235,7 +235,7 @@ class BlockCalls:
 
         return hook
 
-    def _noted(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def _note_block(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if name in self.found:
             self.twice.add(name)
         if (like := self.asked[name]) in self.given and name not in self.found:

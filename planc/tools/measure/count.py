@@ -286,7 +286,7 @@ class _Chosen(Depth):
     def _of_list(self, kinds: list[str]) -> list[int]:
         return self.chosen.get(len(kinds), [*range(len(kinds))])
 
-    def _kept(
+    def _kept_layers(
         self, _config: Any, depth: int, _columns: Any, _least: int
     ) -> tuple[list[int], dict[str, int]]:
         return self.chosen.get(depth, [*range(depth)]), {}
@@ -425,11 +425,11 @@ class _Work:
             self._run(self.depths[0][0], 0, "", self.rounds[0][0])
         rounds = self.rounds
         runs = [self._runs(place, many) for many, _ in rounds]
-        held = [self._held(answers) for answers in runs]
+        held = [self._held_bytes(answers) for answers in runs]
         if _less(held):  # at other microbatches most is held then, and rounds are not alike
             rounds = [(self.microbatches, 0)]
             runs = [self._runs(place, self.microbatches)]
-            held = [self._held(runs[0])]
+            held = [self._held_bytes(runs[0])]
         first, names = runs[0][0], [name for name, _ in runs[0][0]["moments"]]
         layers = tuple(d.blocks for d, _ in self.depths)
         missed = first.get("missed")
@@ -447,7 +447,7 @@ class _Work:
         """The answers of a rank for the model of each depth."""
         return [self._run(depth, place, self.device, microbatches) for depth, _ in self.depths]
 
-    def _held(self, answers: list[dict[str, Any]]) -> Held:
+    def _held_bytes(self, answers: list[dict[str, Any]]) -> Held:
         """The memory of the rank in the full model."""
         return _largest(_grown([answer["moments"] for answer in answers], self.depths))
 
@@ -467,7 +467,9 @@ class _Work:
                 lowered=dumps(lowered),
                 digest=depth.compiled.digest,
                 rank=place * lowered.stride(op.op.axis) if op else 0,
-                begins=tuple(f"{self.at}.{first}" for first, _ in self._own(depth, plan, place)),
+                begins=tuple(
+                    f"{self.at}.{first}" for first, _ in self._stage_starts(depth, plan, place)
+                ),
                 edges=dict(self._edges(depth, plan, place)),
                 form=self.form if place else [],
                 device=device,
@@ -479,7 +481,7 @@ class _Work:
         self.form = self.form or answer.get("form", [])
         return answer
 
-    def _own(self, depth: _Depth, plan: Plan, place: int) -> list[tuple[int, int]]:
+    def _stage_starts(self, depth: _Depth, plan: Plan, place: int) -> list[tuple[int, int]]:
         """The first block of each stage of a rank, and the one after its last."""
         if plan.pipeline is None:
             return [(0, depth.blocks)]
@@ -490,7 +492,7 @@ class _Work:
     def _edges(self, depth: _Depth, plan: Plan, place: int) -> Iterator[tuple[str, str]]:
         """The blocks at which a moment of backward begins."""
         period = depth.pattern.period
-        for first, end in self._own(depth, plan, place):
+        for first, end in self._stage_starts(depth, plan, place):
             yield f"{self.at}.{end - 1}", "backward of a layer"
             own = [w for w in depth.pattern.windows if first <= w[0] < end]
             for start, times in own:

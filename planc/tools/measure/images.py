@@ -69,7 +69,7 @@ def image_grid(config: Mapping[str, Any], size: Sequence[int]) -> ImageGrid | No
 _CHANNELS = ("in_channels", "in_chans", "num_channels")
 
 
-def said(count: int, config: Mapping[str, Any], size: Sequence[int]) -> str:
+def describe(count: int, config: Mapping[str, Any], size: Sequence[int]) -> str:
     """Describes the images of a step."""
     shape = image_shape(config)
     height, width = size or (shape[1:] if shape else (0, 0))

@@ -110,7 +110,7 @@ def _report(text: str, status: int, answers: TextIO) -> None:
 
 def _answer(job: RankJob) -> dict[str, Any]:
     try:
-        return _Rank(job).answered()
+        return _Rank(job).answer()
     except Exception as error:
         if os.environ.get("PLANC_TRACEBACK"):
             traceback.print_exc()
@@ -147,7 +147,7 @@ class _Rank:
         counts = Storages if job.calls else kinds.get(job.device, Storages)
         self.held: Storages | Allocations = counts(self.what)
 
-    def answered(self) -> dict[str, Any]:
+    def answer(self) -> dict[str, Any]:
         job = self.job
         if self.device == "cuda" and not torch.cuda.is_available():
             return {"error": "torch finds no CUDA device here"}
@@ -160,9 +160,9 @@ class _Rank:
         with torch.autograd.set_multithreading_enabled(False):
             if job.calls:
                 return self._block_calls(fake)
-            return self._called(fake) if job.order else self._measured(fake)
+            return self._record_calls(fake) if job.order else self._measure(fake)
 
-    def _applied(self) -> tuple[Run, dict[int, str]]:
+    def _apply(self) -> tuple[Run, dict[int, str]]:
         """The model without memory, as the plan has it, and the kinds of its modules."""
         job = self.job
         model = _model(job)
@@ -174,14 +174,14 @@ class _Rank:
         )
         return run, names
 
-    def _called(self, fake: AbstractContextManager[object]) -> dict[str, Any]:
+    def _record_calls(self, fake: AbstractContextManager[object]) -> dict[str, Any]:
         """The calls of the rank in its first step, and in another."""
-        run, _ = self._applied()
+        run, _ = self._apply()
         names = {id(module): name for name, module in named_modules(run.model).items()}
         noted = Collectives(names, lambda: self.stepping)
         steps = []
         with quiet(), fake:
-            self._built(run.model)
+            self._allocate(run.model)
             optimizer, batches = self._optimizer(run), self._batches()
             with alone(run, self.form), noted.recording():
                 for _ in range(2):
@@ -192,18 +192,18 @@ class _Rank:
 
     def _block_calls(self, fake: AbstractContextManager[object]) -> dict[str, Any]:
         """The calls of checkpointed modules in a forward pass."""
-        run, _ = self._applied()
+        run, _ = self._apply()
         names = {id(module): name for name, module in named_modules(run.model).items()}
         noted = BlockCalls(names, self.job.calls)
         with quiet(), fake:
-            self._built(run.model)
+            self._allocate(run.model)
             optimizer, batches = self._optimizer(run), self._batches()
             beside = alone(run, None, values=bool(self.job.device))
             with beside, self.held.counting(), noted.noting():
                 self._step(run, optimizer, batches)
         return noted.answer()
 
-    def _measured(self, fake: AbstractContextManager[object]) -> dict[str, Any]:
+    def _measure(self, fake: AbstractContextManager[object]) -> dict[str, Any]:
         """The memory of two steps, and on a device the seconds of some more."""
         values = bool(self.job.device)
         made: dict[str, Any] = {}
@@ -212,14 +212,14 @@ class _Rank:
                 if values:  # what a plan makes while it is applied is held too
                     counted.enter_context(self.held.counting())
                 self.held.mark("parameters")
-                run, names = self._applied()
+                run, names = self._apply()
                 beside = alone(run, self.form, values=values)
-                for one in (quiet(), fake, self._watched(run, names), beside):
+                for one in (quiet(), fake, self._watch(run, names), beside):
                     around.enter_context(one)
                 around.enter_context(self.held.with_host())
                 if not values:
                     counted.enter_context(self.held.counting())
-                self._built(run.model)
+                self._allocate(run.model)
                 optimizer, batches = self._optimizer(run), self._batches()
                 self.held.note([*run.model.parameters(), *run.model.buffers()], "parameters")
                 for _ in range(2):
@@ -227,14 +227,14 @@ class _Rank:
                 counted.close()
                 made["form"] = sent_by(run)
                 if values:
-                    made["seconds"] = self._timed(run, optimizer, batches)
+                    made["seconds"] = self._time_steps(run, optimizer, batches)
         except RuntimeError as error:
             made["missed"] = (self.failed or self.what(), _no_memory(error))
         if self.device == "cuda":
             made["reserved"] = torch.cuda.max_memory_reserved()
         return made | {"moments": [*self.held.moments()]}
 
-    def _timed(
+    def _time_steps(
         self, run: Run, optimizer: Any, batches: list[dict[str, Tensor]]
     ) -> dict[str, float]:
         """Seconds of the parts of the fastest of some steps."""
@@ -249,7 +249,7 @@ class _Rank:
         self.clock = None
         return min(found, key=lambda parts: sum(parts.values()))
 
-    def _built(self, model: nn.Module) -> None:
+    def _allocate(self, model: nn.Module) -> None:
         """Gives the model memory; values that are no numbers would meet routers."""
         with_memory(model, self.device)
         if self.job.device:
@@ -364,7 +364,7 @@ class _Rank:
         self.changed()
 
     @contextmanager
-    def _inside(self) -> Iterator[None]:
+    def _guard_part(self) -> Iterator[None]:
         """Surrounds a part, and says the innermost one that fails."""
         self.changed()
         try:
@@ -374,7 +374,7 @@ class _Rank:
             raise
 
     @contextmanager
-    def _watched(self, run: Run, names: dict[int, str]) -> Iterator[None]:
+    def _watch(self, run: Run, names: dict[int, str]) -> Iterator[None]:
         """Follows which module runs and where backward is."""
         call, backward = nn.Module.__call__, torch.autograd._engine_run_backward
 
@@ -384,7 +384,7 @@ class _Rank:
                 return call(module, *args, **kwargs)
             self.running.append(name)
             try:
-                with self._inside():
+                with self._guard_part():
                     return call(module, *args, **kwargs)
             finally:
                 self.running.pop()
@@ -393,7 +393,7 @@ class _Rank:
         def passed(*args: Any, **kwargs: Any) -> Any:
             self.passing += 1
             try:
-                with self._inside():
+                with self._guard_part():
                     return backward(*args, **kwargs)
             finally:
                 self.passing -= 1
@@ -404,7 +404,7 @@ class _Rank:
         for name in self.job.begins:
             handles.append(blocks[name].register_forward_pre_hook(self._began))
         for name, at in self.job.edges.items():
-            handles.append(blocks[name].register_forward_hook(partial(self._turned, at)))
+            handles.append(blocks[name].register_forward_hook(partial(self._mark_backward, at)))
         with (
             mock.patch.object(nn.Module, "__call__", called),
             mock.patch.object(torch.autograd, "_engine_run_backward", passed),
@@ -417,7 +417,7 @@ class _Rank:
         if not self.passing:
             self.held.mark("loss")
 
-    def _turned(self, at: str, _module: Any, _args: Any, output: Any) -> None:
+    def _mark_backward(self, at: str, _module: Any, _args: Any, output: Any) -> None:
         """From the gradient of a block's output on, backward is at another place."""
         first = output[0] if isinstance(output, tuple) else output
         if isinstance(first, Tensor) and first.requires_grad and not self.passing:

@@ -100,7 +100,7 @@ class RankDump:
         rank that has ended with an error of its own.
         """
         lost = bool(_CONNECTION.search(self.error))
-        if self.error and not lost and not self.stopped:
+        if self.error and not lost and not self.was_stopped:
             return None
         waits = next((one for one in self.entries if not one.done), None)
         if waits is None and lost:
@@ -108,7 +108,7 @@ class RankDump:
         return waits
 
     @property
-    def stopped(self) -> bool:
+    def was_stopped(self) -> bool:
         """Whether SIGTERM ended the rank: torchrun stops the other ranks if one dies."""
         return self.error == "SIGTERM"
 

@@ -12,7 +12,7 @@ from planc.lowering.step import Step
 from planc.ops import phrases
 from planc.simulate.rank_job import RankRunner
 from planc.tools.measure.count import NotCountedError
-from planc.tools.order.match import Different, Stuck, apart, fits
+from planc.tools.order.match import Different, Stuck, first_divergences, fits
 from planc.tools.order.record import Order, of_places, small_orders
 
 _MOST = 8
@@ -97,7 +97,7 @@ def report(found: Order, sink: Sink) -> bool:
     both = {rank: (*found.first[rank], *found.later[rank]) for rank in found.first}
     places = {rank: found.place(rank) for rank in both}
     before = sink.errors
-    pair = next(apart(both, places), None)
+    pair = next(first_divergences(both, places), None)
     if pair:
         _report_apart(*pair, sink)
     for one in fits(both):

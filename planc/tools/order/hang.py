@@ -46,7 +46,7 @@ class Waiting:
     left_out: tuple[RankCall, ...] = ()
 
     @property
-    def died(self) -> bool:
+    def has_died(self) -> bool:
         """Whether the rank has ended with an error of its own, in no collective."""
         return bool(self.error) and self.entry is None and self.error != "SIGTERM"
 
@@ -119,7 +119,7 @@ def explain(dumps: Mapping[int, RankDump], lowered: Lowered, order: Order | None
     groups = Groups(lowered)
     found: dict[int, Waiting] = {}
     for rank, dump in dumps.items():
-        planned, left_out = _planned(dump, groups, _of_place(order, lowered, rank))
+        planned, left_out = _plan_position(dump, groups, _of_place(order, lowered, rank))
         entry = dump.waits
         found[rank] = Waiting(
             rank=rank,
@@ -133,10 +133,10 @@ def explain(dumps: Mapping[int, RankDump], lowered: Lowered, order: Order | None
     usual = Counter((place_of(lowered, rank), one.left_out) for rank, one in found.items())
     reporting = Counter(place_of(lowered, rank) for rank in found)
     for rank, one in found.items():
-        awaited = tuple(_awaited(one, one.entry, found)) if one.entry else ()
+        awaited = tuple(_missing_ranks(one, one.entry, found)) if one.entry else ()
         place = place_of(lowered, rank)
         # without another rank of the stage nothing says that the calls are expected of this one
-        alone = usual[place, one.left_out] == 1 and reporting[place] > 1 and not one.died
+        alone = usual[place, one.left_out] == 1 and reporting[place] > 1 and not one.has_died
         found[rank] = replace(one, awaited=awaited, left_out=one.left_out if alone else ())
     graph = {rank: one.awaited for rank, one in found.items() if one.awaited}
     absent = tuple(rank for rank in range(lowered.world_size) if rank not in dumps)
@@ -152,7 +152,9 @@ def _of_place(order: Order | None, lowered: Lowered, rank: int) -> Sequence[Rank
     return [call for call in order.later[first] if call.kind != WAIT]
 
 
-def _awaited(one: Waiting, entry: RecordedCall, every: Mapping[int, Waiting]) -> Iterator[int]:
+def _missing_ranks(
+    one: Waiting, entry: RecordedCall, every: Mapping[int, Waiting]
+) -> Iterator[int]:
     """The ranks of a call that have not come to it; of a message, the other end."""
     if entry.kind in MESSAGES:
         yield from [entry.peer] if entry.peer >= 0 else []
@@ -168,7 +170,7 @@ def _awaited(one: Waiting, entry: RecordedCall, every: Mapping[int, Waiting]) ->
 Key = tuple[str, tuple[str, ...]]
 
 
-def _planned(
+def _plan_position(
     dump: RankDump, groups: Groups, calls: Sequence[RankCall]
 ) -> tuple[RankCall | None, tuple[RankCall, ...]]:
     """The call of the plan that a rank waits in, or that comes next; and the calls before it that
@@ -270,7 +272,7 @@ def lines(found: Hang) -> Iterator[str]:
             why = "killed, if it is the first that ended: the ranks with a dump ended without it"
         yield f"{_ranks(found.absent)}: no dump: {why}"
     for one in found.ranks.values():
-        if one.died:
+        if one.has_died:
             at = f", at {one.code}" if one.code else ""
             yield f"rank {one.rank}: ended with {one.error}{at}"
     for some in sorted(_together(found.waits), key=lambda some: not some[0].left_out):
@@ -283,7 +285,7 @@ def lines(found: Hang) -> Iterator[str]:
         yield from (f"  rank {one.rank} has ended with {one.error}" for one in some if one.error)
         yield from _left_out(some)
     for one in found.ranks.values():
-        if one.entry is None and not one.died:
+        if one.entry is None and not one.has_died:
             yield ""
             at = f", at {one.code}" if one.code else ""
             yield f"rank {one.rank}: in no collective{at}"
@@ -320,7 +322,7 @@ def _state(rank: int, found: Hang) -> str:
     one = found.ranks.get(rank)
     if one is None:
         return f"not there: rank {rank}, which left no dump"
-    if one.died:
+    if one.has_died:
         return f"not there: rank {rank}, which has ended with {one.error}"
     if one.entry is None:
         return f"not there: rank {rank}, which is in no collective"

@@ -217,7 +217,7 @@ class _Simulation:
         )
 
     def _next(self, rank: int) -> RankCall | None:
-        return _at(self.ranks[rank], self.at[rank])
+        return _call_at(self.ranks[rank], self.at[rank])
 
 
 def _group(call: RankCall) -> Hashable:
@@ -269,7 +269,7 @@ def fits(
             return
 
 
-def apart(
+def first_divergences(
     ranks: Sequences, places: Mapping[int, int]
 ) -> Iterator[tuple[RankCall | None, RankCall | None]]:
     """Ranks of one place of the pipeline run one program: where a rank first calls something else
@@ -283,7 +283,7 @@ def apart(
         for rank in own:
             if programs[rank] != usual:
                 at = _first_difference(usual, programs[rank])
-                yield _at(ranks[lead], at), _at(ranks[rank], at)
+                yield _call_at(ranks[lead], at), _call_at(ranks[rank], at)
 
 
 def _first_difference(one: Sequence[Hashable], other: Sequence[Hashable]) -> int:
@@ -291,7 +291,7 @@ def _first_difference(one: Sequence[Hashable], other: Sequence[Hashable]) -> int
     return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
-def _at(calls: Sequence[RankCall], at: int) -> RankCall | None:
+def _call_at(calls: Sequence[RankCall], at: int) -> RankCall | None:
     return calls[at] if at < len(calls) else None
 
 

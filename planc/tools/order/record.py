@@ -43,7 +43,7 @@ class Order:
         return place_of(self.lowered, rank)
 
 
-def recorded(
+def record_ranks(
     compiled: Compiled,
     ranks: Sequence[int],
     runner: RankRunner,
@@ -118,7 +118,7 @@ def of_places(compiled: Compiled, step: Step) -> Order:
     tensor = prod(axis.size for axis in lowered.axes if axis.role is AxisRole.TENSOR)
     least = step.divisors[1] * tensor
     with RankRunner() as runner:
-        return recorded(
+        return record_ranks(
             compiled,
             ranks,
             runner,
@@ -148,7 +148,7 @@ def small_orders(
         passes = 1 if plan.pipeline else 2  # a pipeline's microbatches are passes
         # what another rank would send of a batch or a stage has no values, which code may read
         real = not (plan.pipeline or plan.context)
-        yield recorded(
+        yield record_ranks(
             small.compiled, every, runner, micro_batches=passes, allow_code=allow_code, real=real
         )
 

@@ -42,7 +42,7 @@ def rows(calls: Sequence[RankCall]) -> tuple[Row, ...]:
     found: list[Row] = [_single(call) for call in calls if call.kind != WAIT]
     period = 1
     while period <= len(found) // 2:
-        shorter = _folded(found, period)
+        shorter = _fold(found, period)
         period = 1 if len(shorter) < len(found) else period + 1
         found = shorter
     return tuple(found)
@@ -67,7 +67,7 @@ def _generic(call: RankCall) -> str:
     return replace(call, module=generic(call.module), unit=units).where
 
 
-def _folded(found: Sequence[Row], period: int) -> list[Row]:
+def _fold(found: Sequence[Row], period: int) -> list[Row]:
     """Rows of which a repetition after `period` rows is one row."""
     made: list[Row] = []
     at = 0

@@ -34,14 +34,14 @@ def tag(name: str, *content: str, **attributes: str | int | None) -> Html:
     return Html(f"<{name}{words}>{inside}</{name}>")
 
 
-def shipped(*names: str) -> Html:
+def package_files(*names: str) -> Html:
     """Style sheets and scripts of this package."""
     return Html("".join(Path(__file__).with_name(name).read_text("utf-8") for name in names))
 
 
 def page(title: str, *body: Html) -> str:
     """A whole page. Its policy lets it load nothing, and run no script but its own."""
-    script, style = shipped("page.js"), shipped("picture.css", "page.css")
+    script, style = package_files("page.js"), package_files("picture.css", "page.css")
     known = b64encode(sha256(script.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{known}'"
     parts = {"title": escape(title), "body": "".join(body), "style": style, "script": script}

@@ -51,7 +51,9 @@ def render(compiled: Compiled, known: Known) -> str:
         "Mesh": (*_mesh(lowered, known.per_node, talks),),
         "Modules": (tag("p", hint, class_="note"), _row(top, top.size, colors)),
         "Memory of a rank": (
-            *chart(known.memory or _kept(lowered), lambda b: phrases.size(int(b)), in_turn=False),
+            *chart(
+                known.memory or _known_sizes(lowered), lambda b: phrases.size(int(b)), in_turn=False
+            ),
         ),
         "Step": (*chart(known.step, lambda s: f"{s * 1e3:,.1f} ms", in_turn=True),)
         if known.step
@@ -68,7 +70,7 @@ def render(compiled: Compiled, known: Known) -> str:
     return page(f"{lowered.plan} for {lowered.model}", _header(compiled, lowered, known), grid)
 
 
-def _kept(lowered: Lowered) -> Bars:
+def _known_sizes(lowered: Lowered) -> Bars:
     """The numbers that are sure without an estimate; where some do not train, parameters alone."""
     whole = not any(op.SETS_TRAINING for op in lowered.ops)
     parts = [("parameters", 1, ""), ("gradients", 1, ""), ("optimizer state", 2, "of AdamW")]

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from planc.ops import phrases
 from planc.ops.lowered import Lowered
 from planc.tools.show import mesh
-from planc.tools.show.html import Html, shipped, tag
+from planc.tools.show.html import Html, package_files, tag
 from planc.tools.show.module_tree import Row
 
 _LINE, _COLUMN = 20, 330  # pixels
@@ -27,7 +27,7 @@ def picture(lowered: Lowered, top: Row | None, per_node: int = 8) -> str:
     )
     wide, high = mesh.WIDTH + 24, height + (len(lines) + 1) * _LINE + 24
     view = {"xmlns": "http://www.w3.org/2000/svg", "viewBox": f"-12 -12 {wide} {high}"}
-    style = tag("style", shipped("picture.css"))
+    style = tag("style", package_files("picture.css"))
     return f"{tag('svg', style, *drawn, *placed, width=wide, height=high, **view)}\n"
 
 

@@ -15,7 +15,7 @@ from planc.compiler import complete_plan
 from planc.diagnostics.codes import CODES
 from planc.diagnostics.diagnostic import Sink
 from planc.diagnostics.source import Source
-from planc.infer.apply_adapters import adapted
+from planc.infer.apply_adapters import adapt_plan
 from planc.ir.nodes import Mesh
 from planc.lowering.step import Step
 from planc.model.facts import Facts
@@ -70,7 +70,7 @@ class Candidate:
 
     @property
     def named(self) -> str:
-        return _named(self.mesh, self.words, self.micro_batches)
+        return _label(self.mesh, self.words, self.micro_batches)
 
     @property
     def seconds(self) -> float:
@@ -213,7 +213,7 @@ class Candidates:
         if found is None or not (fits or not violated):
             return None
         sizes, words = tuple((a.name, a.size) for a in mesh.axes), self.space.words(choice)
-        if not fits and not self._too_large(found[1], _named(sizes, words, counts[at])):
+        if not fits and not self._too_large(found[1], _label(sizes, words, counts[at])):
             return None
         one = Candidate(
             choice=choice,
@@ -296,10 +296,10 @@ class Candidates:
         """
         rows = self._rows(found)
         choice = rows and self.space.timed(found.choice, rows)
-        other = self._changed(found, choice) if choice else None
+        other = self._change(found, choice) if choice else None
         return other if other and other.seconds < found.seconds else None
 
-    def budgeted(self, found: Candidate) -> Candidate | None:
+    def with_budget(self, found: Candidate) -> Candidate | None:
         """The candidate with the largest budget that fits, in place of its way to checkpoint; None
         where it has none, or is no slower.
         """
@@ -309,7 +309,7 @@ class Candidates:
 
         def of(step: int) -> Candidate | None:
             budget = (step / STEPS, rows, self.batch.sequence)
-            return self._changed(found, replace(found.choice, save="", budget=budget))
+            return self._change(found, replace(found.choice, save="", budget=budget))
 
         low, high = LEAST, STEPS
         best = of(low)
@@ -330,11 +330,11 @@ class Candidates:
         work.plan = replace(work.plan, mesh=self.space.mesh(found.choice.sizes))
         return work.rows
 
-    def _changed(self, found: Candidate, choice: Choice) -> Candidate | None:
-        """The candidate with another choice on its mesh, as `verified`."""
-        return self.verified(replace(found, choice=choice, words=self.space.words(choice)))
+    def _change(self, found: Candidate, choice: Choice) -> Candidate | None:
+        """The candidate with another choice on its mesh, as `verify`."""
+        return self.verify(replace(found, choice=choice, words=self.space.words(choice)))
 
-    def verified(self, found: Candidate) -> Candidate | None:
+    def verify(self, found: Candidate) -> Candidate | None:
         """The candidate as its plan is estimated, if that compiles without errors and fits."""
         sink = Sink()
         compiled = self.compiled(found.choice, sink)
@@ -369,7 +369,11 @@ class Candidates:
                 self.tally.exclude(*error)
             self._works[key] = (
                 PlanWork(
-                    *adapted(plan, self.facts), self.batch, self.stack, self.optimizer, self._alike
+                    *adapt_plan(plan, self.facts),
+                    self.batch,
+                    self.stack,
+                    self.optimizer,
+                    self._alike,
                 )
                 if plan and not error
                 else None
@@ -391,7 +395,7 @@ def _axes(mesh: Sizes) -> str:
     return " | ".join(f"{name} {size}" for name, size in mesh if size > 1) or "1 rank"
 
 
-def _named(mesh: Sizes, words: str, micro_batches: int) -> str:
+def _label(mesh: Sizes, words: str, micro_batches: int) -> str:
     return f"{_axes(mesh)}; {words}; {micro_batches} micro-batch{'es' * (micro_batches > 1)}"
 
 

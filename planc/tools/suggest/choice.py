@@ -120,9 +120,9 @@ class Space:
         """Every mesh whose product is the world size, with one rank along the extended axes."""
         others = [a for a in self.axes if a.name != self.rest.name]
         for sizes in product(*(self._sizes(a) for a in others)):
-            yield from self._whole({a.name: s for a, s in zip(others, sizes, strict=True)})
+            yield from self._complete_sizes({a.name: s for a, s in zip(others, sizes, strict=True)})
 
-    def _whole(self, given: Mapping[str, int]) -> Iterator[Sizes]:
+    def _complete_sizes(self, given: Mapping[str, int]) -> Iterator[Sizes]:
         """The sizes with that of the rest, if the world size is a multiple of their product."""
         rest, ranks = self.rest, {a.name for a in self.axes if a.name != self.rest.name}
         left, over = divmod(self.world_size, prod(n for name, n in given.items() if name in ranks))
@@ -144,23 +144,23 @@ class Space:
         ranks and those with fewer, the nearest first.
         """
         for axis in (a for a in self.axes if a.role in EXTENDED and a.name != self.rest.name):
-            others = list(self._resized(sizes, axis))
+            others = list(self._resize(sizes, axis))
             here = dict(sizes).get(axis.name, 1)
             yield [o for o in others if dict(o)[axis.name] > here]
             yield [o for o in reversed(others) if dict(o)[axis.name] < here]
 
-    def divided(self, sizes: Sizes) -> list[Sizes]:
+    def expert_divisions(self, sizes: Sizes) -> list[Sizes]:
         """The mesh with each other number of ranks that divide its experts, the fewest first."""
-        found = self._resized(sizes, self.experts.ranks) if self.experts else ()
+        found = self._resize(sizes, self.experts.ranks) if self.experts else ()
         return [other for other in found if other != sizes]
 
-    def _resized(self, sizes: Sizes, axis: MeshAxis) -> Iterator[Sizes]:
+    def _resize(self, sizes: Sizes, axis: MeshAxis) -> Iterator[Sizes]:
         """The meshes with each size of an extended axis, the smallest first; none where the plan or
         the user fixes it.
         """
         if self.sizing.get(axis.name, axis.name) not in self.fixed:
             for n in divisors(self.world_size, LARGEST[axis.role]):
-                yield from self._whole({**dict(sizes), axis.name: n})
+                yield from self._complete_sizes({**dict(sizes), axis.name: n})
 
     def _sizes(self, axis: MeshAxis) -> tuple[int, ...]:
         given = self.fixed.get(self.sizing.get(axis.name, axis.name))
@@ -209,7 +209,7 @@ class Space:
             changes[microbatches] = {max(1, count // 2), count * 2}
             changes[schedule] = SCHEDULES if self._open(schedule) else ()
             changes[BY.word] = (BY.default, "work") if self._open(BY.word) else ()
-        split = self.mesh(choice.sizes).size(*self._named(AxisRole.TENSOR)) > 1
+        split = self.mesh(choice.sizes).size(*self._axis_names(AxisRole.TENSOR)) > 1
         if split and self._open(SEQUENCE.word):
             changes[SEQUENCE.word] = (SEQUENCE.default, False)
         for name, values in changes.items():
@@ -236,15 +236,15 @@ class Space:
         """The choice with some options, where the plan has them; the others stay."""
         options = {name: value for name, value in wanted.items() if self._open(name)}
         mesh, microbatches = self.mesh(sizes), MICROBATCHES.word
-        if mesh.size(*self._named(AxisRole.STAGE)) > 1 and self._open(microbatches):
-            rows = self.batch.global_batch // mesh.size(*self._named(AxisRole.DATA))
+        if mesh.size(*self._axis_names(AxisRole.STAGE)) > 1 and self._open(microbatches):
+            rows = self.batch.global_batch // mesh.size(*self._axis_names(AxisRole.DATA))
             largest = max(1, TOKENS // self.batch.sequence)
             options[microbatches] = rows // divisors(rows, largest)[-1] if rows else 1
             if self._open(BY.word):
                 options[BY.word] = "work"
         return Choice(sizes=sizes, options=tuple(options.items()))
 
-    def _named(self, role: AxisRole) -> tuple[str, ...]:
+    def _axis_names(self, role: AxisRole) -> tuple[str, ...]:
         return tuple(a.name for a in self.axes if a.role is role)
 
     def _open(self, name: str) -> bool:
@@ -318,7 +318,7 @@ class Space:
             header = where.source.line(where.line).partition("{")[0].strip()
             units = [(f"override {u.members[0]}", _resident(u)) for u in self._lists()]
             parts.append(_block(header, units))
-        parts.append("\n".join(f'require {r} "asked for: {_quoted(r)}"' for r in self.requires))
+        parts.append("\n".join(f'require {r} "asked for: {_quote(r)}"' for r in self.requires))
         return tuple(part for part in parts if part)
 
 
@@ -327,7 +327,7 @@ def _resident(unit: Unit) -> str:
     return f"unit({', '.join(({**unit.explicit, 'reshard': 'reshard = never'}).values())})"
 
 
-def _quoted(text: str) -> str:
+def _quote(text: str) -> str:
     return text.replace('"', "'")
 
 

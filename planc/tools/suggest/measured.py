@@ -21,7 +21,7 @@ from planc.tools.estimate.answer import (
     Answer,
     Request,
     answer_for,
-    assumed,
+    assumptions,
     document,
     held_lines,
     unit_of,
@@ -30,7 +30,7 @@ from planc.tools.estimate.from_plan import Batch
 from planc.tools.estimate.memory import GIB, Item, Moment, RankMemory
 from planc.tools.estimate.step import Estimate
 from planc.tools.measure.count import CountedRank, NotCountedError, count, shallower
-from planc.tools.measure.images import said
+from planc.tools.measure.images import describe
 from planc.tools.suggest.candidates import Candidate, Candidates
 
 _BY_UNITS = (
@@ -156,7 +156,7 @@ def run_first(
     left = RUN
     with RankRunner() as runner:
         for one in best:
-            counted = _counted(candidates, one, request, runner) if left else None
+            counted = _count(candidates, one, request, runner) if left else None
             usable = one.estimate.usable
             if counted and counted > usable:
                 reason = f"run, needs more than the usable {usable / GIB:.1f} GiB"
@@ -166,7 +166,7 @@ def run_first(
             yield replace(one, counted=counted)
 
 
-def _counted(
+def _count(
     candidates: Candidates, one: Candidate, request: Request, runner: RankRunner
 ) -> float | None:
     compiled = candidates.compiled(one.choice, Sink())
@@ -213,8 +213,8 @@ def text(found: MeasuredRanks) -> Iterator[str]:
     on, tokens = phrases.mesh(answer.plan.mesh.axes), f"{batch.global_batch} x {batch.sequence}"
     yield f"{answer.plan.name} on {on}, {tokens} tokens a step; {answer.hardware.name}"
     where = f"on {found.device}" if found.device else "on fake tensors"
-    images = said(found.images, answer.facts.config, found.image_size) if found.images else ""
-    yield f"two steps of one rank, {where}, with {'; '.join(assumed(answer, images))}"
+    images = describe(found.images, answer.facts.config, found.image_size) if found.images else ""
+    yield f"two steps of one rank, {where}, with {'; '.join(assumptions(answer, images))}"
     yield ""
     for memory, run in sorted(_both(found), key=lambda both: -both[0].peak):
         yield from _rank(memory, run, found)

@@ -104,14 +104,14 @@ def read(path: Path, request: Request, sink: Sink, *, allow_code: bool) -> list[
             help=f"columns are {', '.join(NEEDED)}, and may be {', '.join(OPTIONAL)}",
         )
         return []
-    found = [_measured(row, i + 2, request, sink, allow_code) for i, row in enumerate(rows)]
+    found = [_read_row(row, i + 2, request, sink, allow_code) for i, row in enumerate(rows)]
     some = [one for one in found if one]
     if len(some) == len(found):
         _judge(some, path, sink)
     return some
 
 
-def _measured(
+def _read_row(
     row: dict[str, str], line: int, request: Request, sink: Sink, allow_code: bool
 ) -> Measured | None:
     try:
@@ -194,17 +194,17 @@ def _judge(rows: Sequence[Measured], path: Path, sink: Sink) -> None:
             )
 
 
-def fitted(rows: Sequence[Measured], name: str) -> Hardware:
+def fit(rows: Sequence[Measured], name: str) -> Hardware:
     """The profile of the rows with constants that are nearest to them."""
     first = rows[0].made
     measured = [one for row in rows for one in row.timed]
-    found = calibrated(first.hardware, first.stack, measured)
+    found = calibrate(first.hardware, first.stack, measured)
     changed = {n for n in CONSTANTS if getattr(found, n) != getattr(first.hardware, n)}
     own = dict.fromkeys(changed, f"fitted to {len(measured)} measured steps")
     return replace(found, name=name, sources=first.hardware.sources | own)
 
 
-def calibrated(hardware: Hardware, stack: Stack, measured: Sequence[Timed]) -> Hardware:
+def calibrate(hardware: Hardware, stack: Stack, measured: Sequence[Timed]) -> Hardware:
     """The profile whose step times are nearest to measured ones.
 
     Nearest is by the mean of the absolute logarithm of the ratio, where a ratio beyond 1.65 counts

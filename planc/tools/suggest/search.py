@@ -68,20 +68,20 @@ def search(
     space = candidates.space
     meshes = list(space.meshes())
     total = len(meshes) + MESHES
-    ranked = _each(candidates, meshes, _probed, lambda done: progress(done, total))
+    ranked = _search_meshes(candidates, meshes, _probe, lambda done: progress(done, total))
     for _ in range(ROUNDS):
-        ranked |= _extended(candidates, ranked)
+        ranked |= _extend(candidates, ranked)
     best_meshes = _best_meshes(ranked.values())
-    ranked |= _each(
+    ranked |= _search_meshes(
         candidates, best_meshes, _in_full, lambda done: progress(len(meshes) + done, total)
     )
     order = sorted(ranked.values(), key=lambda c: (c.seconds, len(space.text(c.choice))))
-    best = sorted(islice(_named(candidates, order), NAMED), key=lambda c: c.seconds)
-    for refined in (candidates.timed, *((candidates.budgeted,) if budgets else ())):
+    best = sorted(islice(_select_named(candidates, order), NAMED), key=lambda c: c.seconds)
+    for refined in (candidates.timed, *((candidates.with_budget,) if budgets else ())):
         more = filter(None, map(refined, best[:REFINED]))
         best = sorted((*best, *more), key=lambda c: c.seconds)[:NAMED]
     costs = {
-        condition: next(_named(candidates, order, frozenset({condition})), None)
+        condition: next(_select_named(candidates, order, frozenset({condition})), None)
         for condition in space.requires
     }
     progress(total, total)
@@ -89,11 +89,11 @@ def search(
         best=tuple(best),
         tally=candidates.tally,
         costs=costs,
-        apart=_apart(candidates, best[0], order) if best else None,
+        apart=_alternative(candidates, best[0], order) if best else None,
     )
 
 
-def _each(
+def _search_meshes(
     candidates: Candidates,
     meshes: Sequence[Sizes],
     find: Callable[[Candidates, Sizes], dict[Choice, Candidate]],
@@ -113,28 +113,28 @@ def _each(
     return found
 
 
-def _probed(candidates: Candidates, sizes: Sizes) -> dict[Choice, Candidate]:
+def _probe(candidates: Candidates, sizes: Sizes) -> dict[Choice, Candidate]:
     """The probes of a mesh with one rank along the extended axes."""
     if not candidates.legal(sizes):
         return {}
     probes = (candidates.space.probe(sizes, options) for options in ({}, LEANEST, FASTEST))
-    return _tried(candidates, probes) or _divided(candidates, sizes)
+    return _try(candidates, probes) or _probe_divisions(candidates, sizes)
 
 
 def _in_full(candidates: Candidates, sizes: Sizes) -> dict[Choice, Candidate]:
     """All ways to checkpoint and to compute the loss, and the fastest of them varied."""
-    here = _tried(candidates, candidates.space.choices(sizes))
+    here = _try(candidates, candidates.space.choices(sizes))
     first = sorted(here.values(), key=lambda c: c.seconds)[:VARIED]
     varied = (other for c in first for other in candidates.space.variations(c.choice))
-    return here | _tried(candidates, varied)
+    return here | _try(candidates, varied)
 
 
-def _divided(candidates: Candidates, sizes: Sizes) -> dict[Choice, Candidate]:
+def _probe_divisions(candidates: Candidates, sizes: Sizes) -> dict[Choice, Candidate]:
     """The probes of a mesh that holds no whole experts, divided among the best number of ranks:
     fewer all-gather more, and more send tokens farther, so that times fall and then rise.
     """
     space = candidates.space
-    lean = [space.probe(other, LEANEST) for other in space.divided(sizes)]
+    lean = [space.probe(other, LEANEST) for other in space.expert_divisions(sizes)]
 
     @cache
     def seconds(at: int) -> float:
@@ -147,10 +147,10 @@ def _divided(candidates: Candidates, sizes: Sizes) -> dict[Choice, Candidate]:
     at = bisect_left(range(len(lean) - 1), True, key=rises)
     if not lean or seconds(at) == inf or not candidates.legal(lean[at].sizes):
         return {}
-    return _tried(candidates, (lean[at], space.probe(lean[at].sizes, FASTEST)))
+    return _try(candidates, (lean[at], space.probe(lean[at].sizes, FASTEST)))
 
 
-def _extended(candidates: Candidates, ranked: dict[Choice, Candidate]) -> dict[Choice, Candidate]:
+def _extend(candidates: Candidates, ranked: dict[Choice, Candidate]) -> dict[Choice, Candidate]:
     """The probes of meshes beside the best ones, which have other sizes of one extended axis, and
     beside those that have too many data ranks for the batch.
     """
@@ -168,7 +168,7 @@ def _extended(candidates: Candidates, ranked: dict[Choice, Candidate]) -> dict[C
         for beside in space.neighbors(start):
             found |= _along(candidates, beside, known, seconds, near)
         # times rise where ranks begin to divide experts, then fall and rise again
-        found |= _along(candidates, space.divided(start), known, inf, near)
+        found |= _along(candidates, space.expert_divisions(start), known, inf, near)
     return found
 
 
@@ -202,7 +202,7 @@ def _along(
             continue
         probes = [space.probe(sizes, options) for options in (LEANEST, FASTEST)]
         least = {c: s for c in probes if (s := candidates.least(c)) is not None}
-        here = _tried(candidates, (c for c in probes if least.get(c, inf) < near or near == inf))
+        here = _try(candidates, (c for c in probes if least.get(c, inf) < near or near == inf))
         fast = min((c.seconds for c in here.values()), default=inf)
         if fast < near and candidates.legal(sizes):
             found |= here
@@ -216,15 +216,17 @@ def _along(
     return found
 
 
-def _apart(candidates: Candidates, best: Candidate, order: list[Candidate]) -> Candidate | None:
+def _alternative(
+    candidates: Candidates, best: Candidate, order: list[Candidate]
+) -> Candidate | None:
     def mesh(candidate: Candidate) -> Sizes:
         return candidates.space.alike(candidate.choice).sizes
 
     others = [c for c in order if mesh(c) != mesh(best)]
-    return next(_named(candidates, others), None)
+    return next(_select_named(candidates, others), None)
 
 
-def _tried(candidates: Candidates, choices: Iterable[Choice]) -> dict[Choice, Candidate]:
+def _try(candidates: Candidates, choices: Iterable[Choice]) -> dict[Choice, Candidate]:
     found = (candidates.candidate(choice) for choice in dict.fromkeys(choices))
     return {c.choice: c for c in found if c}
 
@@ -237,7 +239,7 @@ def _best_meshes(ranked: Iterable[Candidate]) -> list[Sizes]:
     return list(dict.fromkeys((*islice(meeting, MESHES), *islice(every, MESHES))))
 
 
-def _named(
+def _select_named(
     candidates: Candidates, order: list[Candidate], violated: frozenset[str] = frozenset()
 ) -> Iterator[Candidate]:
     """The fastest that violate just these requirements, of those that differ by replicas alone the
@@ -248,6 +250,6 @@ def _named(
         keys = candidates.space.alike(candidate.choice), (candidate.seconds, candidate.peak)
         if candidate.violated != violated or not seen.isdisjoint(keys):
             continue
-        if found := candidates.verified(candidate):
+        if found := candidates.verify(candidate):
             seen.update(keys)
             yield found

@@ -125,7 +125,7 @@ def suggest(
         stack=stack,
         optimizer=request.optimizer,
         count=by_rows(partial(count, facts, sink, attention=request.attention)),
-        violated=lambda choice: _violated(choice, space, facts, conditions),
+        violated=lambda choice: _violations(choice, space, facts, conditions),
         micro_batches=asked.micro_batches,
     )
     found = search(candidates, progress, budgets=asked.budgets)
@@ -174,7 +174,7 @@ def _space(facts: Facts, asked: Asked, files: tuple[ast.File, ...], sink: Sink) 
     fixed = {n: given.options.get(n, given.mesh.size(n)) for n in names}
     on = [f"{RECOMPUTE.word}=true"] if RECOMPUTE.word in default.options else None
     with_all = plan(on, Sink()) if on else None
-    name = _extended(asked.plan or _of_model(facts), asked.folder)
+    name = _extend_name(asked.plan or _of_model(facts), asked.folder)
     if name is None:
         sink.error("PL710", f"{asked.plan} is no file", help="a plan extends a file by its path")
         return None
@@ -233,7 +233,7 @@ def _of_model(facts: Facts) -> str:
     return facts.family
 
 
-def _extended(plan: str, folder: str) -> str | None:
+def _extend_name(plan: str, folder: str) -> str | None:
     """The name of a plan in `extend` from a folder; None for standard input and revisions."""
     place = locate(plan)
     if place is None or place.path is None or place.revision:
@@ -268,7 +268,7 @@ def _conditions(space: Space, facts: Facts, sink: Sink) -> dict[str, ast.Expr] |
     return found
 
 
-def _violated(
+def _violations(
     choice: Choice, space: Space, facts: Facts, conditions: dict[str, ast.Expr]
 ) -> frozenset[str]:
     scope = _scope(choice, space, facts, Sink()) if conditions else None
@@ -297,7 +297,7 @@ def _coarser(candidates: Candidates, best: Candidate) -> Candidate | None:
     if space.defaults.get(name) != "fp32" or name in space.fixed:
         return None
     choice = replace(best.choice, options=(*best.choice.options, (name, "bf16")))
-    found = candidates.verified(replace(best, choice=choice))
+    found = candidates.verify(replace(best, choice=choice))
     return found if found and found.seconds < best.seconds else None
 
 

@@ -7,7 +7,7 @@ from helpers import compiled_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planc.elaborate.sections.stage_sizes import balanced
+from planc.elaborate.sections.stage_sizes import balance_stages
 from planc.ops.pipeline import Pipeline
 
 
@@ -27,7 +27,7 @@ def works(sizes, blocks, first, last):
     st.integers(1, 5),
 )
 def test_no_other_cut_has_a_faster_slowest_stage(blocks, first, last, stages):
-    sizes = balanced(blocks, first, last, stages)
+    sizes = balance_stages(blocks, first, last, stages)
     if stages > len(blocks):
         assert sizes == []
         return

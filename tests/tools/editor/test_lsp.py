@@ -20,7 +20,7 @@ from planc.elaborate.elaborate import SECTIONS
 from planc.files.resources import GRAMMARS, PLANS
 from planc.ops.pipeline import SCHEDULES
 from planc.sections import NAMES
-from planc.syntax.formatter.layout import formatted
+from planc.syntax.formatter.layout import format_plan
 from planc.tools.editor.cursor import cursor
 from planc.tools.editor.hover import meanings
 
@@ -448,7 +448,7 @@ def test_formatting_is_that_of_fmt(editor):
     )
     editor.write(untidy)
     [edit] = editor.run(editor.client.text_document_formatting_async(params))
-    assert edit.new_text == formatted(Source("p.plan", untidy), Sink()) != untidy
+    assert edit.new_text == format_plan(Source("p.plan", untidy), Sink()) != untidy
     assert edit.range.start == lsp.Position(0, 0) and edit.range.end.line == untidy.count("\n")
     for nothing in (edit.new_text, TEXT.replace("tensor on", "tensor onn")):
         editor.write(nothing)

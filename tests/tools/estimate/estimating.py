@@ -15,7 +15,7 @@ import published_runs
 from measured_tables import DATA, hardware, playbook, stack, vtrain
 
 from planc.tools.estimate.step_time import step_time
-from planc.tools.suggest.measurements import CONSTANTS, Timed, calibrated
+from planc.tools.suggest.measurements import CONSTANTS, Timed, calibrate
 
 
 def quantile(values, share):
@@ -137,7 +137,7 @@ def judge_vtrain(path):
     profile, software = hardware("a100-8x"), stack("megatron")
     runs = list(vtrain(path))
     sample = runs[::20]  # a twentieth
-    fitted = calibrated(profile, software, [Timed(run.work, run.seconds) for run in sample])
+    fitted = calibrate(profile, software, [Timed(run.work, run.seconds) for run in sample])
     print(f"\n## {path.name}: {len(runs)} rows\n")
     for name, machine in (("as shipped", profile), (f"calibrated on {len(sample)} rows", fitted)):
         times = [(run.seconds, step_time(run.work, machine, software).seconds) for run in runs]

@@ -26,7 +26,7 @@ from planc.tools.estimate.memory import GIB
 from planc.tools.estimate.step import estimate
 from planc.tools.estimate.step_time import step_time
 from planc.tools.estimate.workload import Collective, Group, Recompute, Sharding
-from planc.tools.suggest.measurements import Timed, calibrated
+from planc.tools.suggest.measurements import Timed, calibrate
 
 CHOICES = measured_steps.choices()
 SMALL = Decoder(layers=8, hidden=1024, heads=8, ffn=4096, vocabulary=32000)
@@ -70,7 +70,7 @@ def test_the_a100s_after_calibrating_on_a_twentieth():
     runs = list(vtrain())
     sample = [Timed(run.work, run.seconds) for run in runs[::20]]
     assert len(sample) <= len(runs) / 20
-    fitted = calibrated(machine, software, sample)
+    fitted = calibrate(machine, software, sample)
     others = [run for i, run in enumerate(runs) if i % 20]
     found = [abs(step_time(r.work, fitted, software).seconds / r.seconds - 1) for r in others]
     assert median(found) < 0.10
@@ -83,7 +83,7 @@ def test_a_machine_far_from_every_profile():
     far = replace(machine, matmul_tflops=5, memory_gb_s=60, launch_us=200, node_latency_us=90)
     works = [run.work for run in list(vtrain())[::20]]
     sample = [Timed(work, step_time(work, far, software).seconds) for work in works]
-    fitted = calibrated(machine, software, sample)
+    fitted = calibrate(machine, software, sample)
     assert median([abs(log(one.ratio(machine, software))) for one in sample]) > 2
     assert median([abs(log(one.ratio(fitted, software))) for one in sample]) < 0.05
 
@@ -241,7 +241,7 @@ def test_a_pipeline_waits():
 def test_shipped_profiles_are_whole_and_have_sources(kind):
     marker = {profiles.Hardware: "ranks_per_node", profiles.Stack: "launches_a_unit"}[kind]
     read = {profiles.Hardware: hardware, profiles.Stack: stack}[kind]
-    names = profiles.shipped(marker)
+    names = profiles.shipped_profiles(marker)
     assert len(names) >= {profiles.Hardware: 3, profiles.Stack: 1}[kind]
     others = {"name", "sources", "devices", "ranks_per_node", "processors"}
     numbers = {f.name for f in fields(kind)} - others

@@ -18,7 +18,7 @@ from planc.ops.expert_capacity import LimitExperts
 from planc.syntax.formatter.layout import laid_out
 from planc.syntax.parse import parse
 from planc.tools.importers.family import family_of, named_by
-from planc.tools.importers.importer import imported
+from planc.tools.importers.importer import import_plan
 from planc.tools.importers.peer import NAMES, REASONS, peers
 from planc.tools.importers.reading import leaves, text_of
 from planc.tools.importers.settings import Unknown, value_of
@@ -51,7 +51,7 @@ FILES = {  # file: (library, model, ranks)
 
 def run(name, **more):
     sink = Sink()
-    result = imported(str(FOLDER / name), sink, peer=None, model=more.pop("model", None))
+    result = import_plan(str(FOLDER / name), sink, peer=None, model=more.pop("model", None))
     return result, sink
 
 
@@ -148,7 +148,7 @@ def test_settings(library, key, value, line, tmp_path):
         at[last] = given
     path = tmp_path / f"a.{kinds.get(library, 'yaml')}"
     path.write_text(json.dumps(values))
-    result = imported(str(path), Sink(), peer=library, model="llama-3.1-8b")
+    result = import_plan(str(path), Sink(), peer=library, model="llama-3.1-8b")
     assert line in re.sub(" +", " ", result.text)
 
 
@@ -339,7 +339,7 @@ def test_nothing_is_dropped_and_nothing_invented(library, values, expected, abse
     text = values if isinstance(values, str) else json.dumps(values)
     path = tmp_path / ("a.sh" if isinstance(values, str) else "a.json")
     path.write_text(text)
-    result = imported(str(path), Sink(), peer=library, model="llama-3.1-8b")
+    result = import_plan(str(path), Sink(), peer=library, model="llama-3.1-8b")
     flat = re.sub("[ \n]+#?[ \n]*", " ", re.sub("    #", " #", result.text).replace("\n#  ", "\n"))
     for part in expected.split(" | "):
         assert re.sub(" +#? *", " ", part) in flat, (part, flat)
@@ -372,7 +372,7 @@ def test_a_wrapped_class_is_the_blocks_of_a_family_without_a_plan(classes, kind,
     key = "fsdp_transformer_layer_cls_to_wrap"
     text = f"distributed_type: FSDP\nfsdp_config:\n  {key}: {classes}"
     (tmp_path / "a.yaml").write_text(text)
-    result = imported(str(tmp_path / "a.yaml"), Sink(), peer=None, model=None)
+    result = import_plan(str(tmp_path / "a.yaml"), Sink(), peer=None, model=None)
     assert [of for leaf, of, _ in result.fate if key in leaf.path] == [kind]
     assert line in result.text and ("let blocks" in result.text) is bool(line)
 
@@ -448,7 +448,7 @@ def test_a_plan_of_no_family_is_proved_for_any(tmp_path):
     text = f"distributed_type: FSDP\nfsdp_config:\n  {wrapped}"
     (tmp_path / "a.yaml").write_text(text)
     (tmp_path / "a.plan").write_text(
-        imported(str(tmp_path / "a.yaml"), Sink(), peer=None, model=None).text
+        import_plan(str(tmp_path / "a.yaml"), Sink(), peer=None, model=None).text
     )
     code, found, errors = call("check", "llama-3.1-8b", tmp_path / "a.plan", "--world-size", 8)
     assert (code, errors) == (0, "") and "proved" in found
@@ -467,7 +467,7 @@ def test_optional_is_what_a_configuration_lacks(family, rule, optional, tmp_path
     rules = {rule: "colwise", "layers.*.mlp.down_proj": "rowwise"}
     values = {"model_type": family, "tp_size": 2, "base_model_tp_plan": rules}
     (tmp_path / "a.json").write_text(json.dumps(values))
-    result = imported(str(tmp_path / "a.json"), Sink(), peer=None, model=None)
+    result = import_plan(str(tmp_path / "a.json"), Sink(), peer=None, model=None)
     path = rule.replace("layers.*", "$blocks")
     assert (f"optional {path} " in result.text) is optional
     assert f"{path} " in result.text
@@ -572,7 +572,7 @@ def test_bad_files(name, text, code, tmp_path):
 )
 def test_a_misspelled_key_is_not_the_models(text, unknown, tmp_path):
     (tmp_path / "a.json").write_text(text)
-    result = imported(str(tmp_path / "a.json"), Sink(), peer=None, model="llama-3.1-8b")
+    result = import_plan(str(tmp_path / "a.json"), Sink(), peer=None, model="llama-3.1-8b")
     assert [leaf.path for leaf, kind, _ in result.fate if kind == "unknown"] == unknown
 
 
@@ -581,7 +581,7 @@ def test_a_misspelled_key_of_a_covered_group_is_asked_about(tmp_path):
     (tmp_path / "a.toml").write_text(
         'model.name = "llama3"\n[training]\nenable_cpu_ofload = true\nsteps = 10\n'
     )
-    result = imported(str(tmp_path / "a.toml"), Sink(), peer=None, model=None)
+    result = import_plan(str(tmp_path / "a.toml"), Sink(), peer=None, model=None)
     told = {leaf.path: (kind, why) for leaf, kind, why in result.fate}
     assert told["training.enable_cpu_ofload"] == ("unknown", "did you mean enable_cpu_offload?")
     assert told["training.steps"][0] == "left"
@@ -595,7 +595,7 @@ def test_a_configuration_that_calls_another_file_keeps_what_can_be_read(tmp_path
         "    config = tuned(base())\n"
         "    return config\n"
     )
-    result = imported(f"{tmp_path}/a.py:mine", Sink(), peer=None, model="llama-3.1-8b")
+    result = import_plan(f"{tmp_path}/a.py:mine", Sink(), peer=None, model="llama-3.1-8b")
     assert "override tp = 8" in result.text
     lost = [leaf.path for leaf, kind, _ in result.fate if kind == "lost"]
     assert lost == ["statement config = tuned(base())"]
@@ -604,7 +604,7 @@ def test_a_configuration_that_calls_another_file_keeps_what_can_be_read(tmp_path
 def test_one_rule_of_a_configuration_does_not_stand_for_the_plan(tmp_path):
     """A DistributedConfig's `tp_plan` changes single rules of the model's own."""
     (tmp_path / "a.json").write_text('{"tp_size": 2, "tp_plan": {"lm_head": "colwise_rep"}}')
-    result = imported(str(tmp_path / "a.json"), Sink(), peer=None, model="llama-3.1-8b")
+    result = import_plan(str(tmp_path / "a.json"), Sink(), peer=None, model="llama-3.1-8b")
     assert "tensor on tp" not in result.text.partition("# not in this plan")[0]
     assert "write `override lm_head : colwise(-> replicate)`" in " ".join(result.text.split())
 
@@ -620,7 +620,7 @@ def test_one_rule_of_a_configuration_does_not_stand_for_the_plan(tmp_path):
 def test_a_model_type_is_exact(model_type, rule, written, tmp_path):
     values = {"model_type": model_type, "base_model_tp_plan": {rule: "rowwise"}, "tp_size": 2}
     (tmp_path / "a.json").write_text(json.dumps(values))
-    result = imported(str(tmp_path / "a.json"), Sink(), peer=None, model=None)
+    result = import_plan(str(tmp_path / "a.json"), Sink(), peer=None, model=None)
     assert written in result.text and "is a guess" not in result.text
 
 
@@ -665,7 +665,7 @@ def test_text_of_a_stranger_stays_in_comments(tmp_path):
     """Keys and values with line ends or colors cannot become lines of the plan."""
     key = "x\\nmesh {\\n    tp = 64\\n}\\u001b[31m"
     (tmp_path / "a.yaml").write_text(f'base_model: x\nadapter: "lora\\n}}"\n"{key}": 1\n')
-    result = imported(str(tmp_path / "a.yaml"), Sink(), peer=None, model="llama-3.1-8b")
+    result = import_plan(str(tmp_path / "a.yaml"), Sink(), peer=None, model="llama-3.1-8b")
     assert "\x1b" not in result.text
     assert not [line for line in result.text.splitlines() if "tp = 64" in line and line[0] != "#"]
 
@@ -706,7 +706,7 @@ def test_a_tp_plan_comes_back(tmp_path):
     words = ("--world-size", 8, "--set", "tp=4", "--set", "sequence=false")
     _, text, _ = call("lower", "mixtral-8x7b", "mixtral", *words, "--format", "tp-plan")
     (tmp_path / "a.json").write_text(json.dumps({"tp_plan": json.loads(text), "tp_size": 4}))
-    result = imported(str(tmp_path / "a.json"), Sink(), peer=None, model="mixtral-8x7b")
+    result = import_plan(str(tmp_path / "a.json"), Sink(), peer=None, model="mixtral-8x7b")
     (tmp_path / "a.plan").write_text(result.text)
     ways = [("mixtral", *words), (tmp_path / "a.plan", *words)]
     tensor = []
@@ -784,7 +784,7 @@ def test_products_that_no_plan_has(name, before, after, kind, tmp_path):
     text = (FOLDER / name).read_text()
     assert before in text
     (tmp_path / name).write_text(text.replace(before, after))
-    result = imported(str(tmp_path / name), Sink(), peer=None, model="llama-3.1-8b")
+    result = import_plan(str(tmp_path / name), Sink(), peer=None, model="llama-3.1-8b")
     assert "matmul {" not in result.text
     kinds = {fate for leaf, fate, _ in result.fate if "fp8" in leaf.path or "float8" in leaf.path}
     assert kind in kinds and "plan" not in kinds
@@ -794,7 +794,7 @@ def test_filters_of_other_names_are_left(tmp_path):
     text = (FOLDER / "torchtitan_fp8.toml").read_text()
     path = tmp_path / "a.toml"
     path.write_text(text.replace("attention.wk", "auto_filter_small_kn"))
-    result = imported(str(path), Sink(), peer=None, model="llama-3.1-8b")
+    result = import_plan(str(path), Sink(), peer=None, model="llama-3.1-8b")
     found = {leaf.path: fate for leaf, fate, _ in result.fate}
     assert found["quantize.linear.float8.filter_fqns"] == "lost"
     assert f"{LINEAR} : fp8(recipe = rowwise)" in result.text

@@ -27,10 +27,10 @@ from planc.ops.tensor_parallel import Parallelize
 from planc.proof.layout_flow import flow
 from planc.proof.small_case import small_model
 from planc.proxy.record_flow import record
-from planc.syntax.formatter.layout import formatted
+from planc.syntax.formatter.layout import format_plan
 from planc.tools.init.from_transformers import tp_plan
 from planc.tools.init.init import draft
-from planc.tools.init.plan_text import braced
+from planc.tools.init.plan_text import brace_names
 from planc.tools.init.roles import roles
 
 NANO = textwrap.dedent(
@@ -133,7 +133,7 @@ def test_a_drafted_plan_is_laid_out_checked_and_proved(model, tmp_path):
     facts, made, found = drafted(model)
     assert list(found) == []
     assert made.outcome.verdict == "proved" and made.sequence
-    assert formatted(Source("draft.plan", made.text), Sink()) == made.text
+    assert format_plan(Source("draft.plan", made.text), Sink()) == made.text
     path = tmp_path / "draft.plan"
     path.write_text(made.text)
     for way in ("true", "false"):
@@ -447,7 +447,7 @@ def test_a_model_that_is_not_there(capsys):
     ],
 )
 def test_names_that_are_alike_stand_in_braces(names, wanted):
-    assert braced(names) == wanted
+    assert brace_names(names) == wanted
 
 
 TOWERS = [

@@ -136,7 +136,7 @@ def test_sizes_of_parts_are_stated_by_integers_of_the_code(integers, config, wan
     fused = Linear(name="attn.qkv", inputs=64, outputs=128, parts=(64, 32, 32), counts=(4, 2, 2))
     parent = Module(cls="Attention", kind="other", facts=tuple(integers.items()))
     facts = Facts(name="Own", family="Own", config=config, config_name="", root=parent)
-    found = PartSizes.of(facts, parent, ("n", "kv")).expressions(fused)
+    found = PartSizes.from_facts(facts, parent, ("n", "kv")).expressions(fused)
     assert found == wanted + wanted[1:]
 
 

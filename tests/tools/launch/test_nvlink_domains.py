@@ -7,7 +7,7 @@ import pytest
 from planc.compiler import compile_plan
 from planc.diagnostics.diagnostic import Sink
 from planc.tools.launch.facts import RankFacts, nvlink_domain
-from planc.tools.launch.judge import Needed, judged
+from planc.tools.launch.judge import Needed, judge_ranks
 
 TOLD = """
     Fabric
@@ -51,7 +51,7 @@ def found(domains, tp):
     every = [
         replace(RANK, host=f"node{rank // 2}", nvlink=domain) for rank, domain in enumerate(domains)
     ]
-    return [finding.message for finding in judged(every, lowered, Needed())]
+    return [finding.message for finding in judge_ranks(every, lowered, Needed())]
 
 
 def test_an_axis_may_cross_nodes_in_one_domain():

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from planc.tools.launch.peers import joined
+from planc.tools.launch.peers import join
 
 pytestmark = pytest.mark.slow
 
@@ -111,7 +111,7 @@ def test_no_thread_is_in_the_store_while_python_ends(monkeypatch):
     alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     for name, value in alone.items():
         monkeypatch.setenv(name, value)
-    ranks = joined(20, missed=lambda _found: None)
+    ranks = join(20, missed=lambda _found: None)
     assert all(thread.is_alive() for thread in ranks._threads) and len(ranks._threads) == 2
     assert ranks.end(0, show=lambda: None) == 0
     assert not any(thread.is_alive() for thread in ranks._threads)

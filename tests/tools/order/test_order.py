@@ -12,7 +12,7 @@ from planc.diagnostics.diagnostic import Sink
 from planc.lowering.rank_calls import WAIT, Groups, RankCall
 from planc.simulate.rank_job import RankRunner
 from planc.tools.order.findings import report
-from planc.tools.order.match import Different, Network, Stuck, apart, fits
+from planc.tools.order.match import Different, Network, Stuck, first_divergences, fits
 from planc.tools.order.record import Order, small_meshes, small_orders
 from planc.tools.order.show import Repeated, rows
 
@@ -336,7 +336,7 @@ def test_a_message_of_another_size():
 
 def test_ranks_of_one_place():
     ranks = {0: made(0, "ar:01", "ag:01"), 1: made(1, "ar:01"), 2: made(2, "ag:23")}
-    [(one, other)] = apart(ranks, {0: 0, 1: 0, 2: 1})
+    [(one, other)] = first_divergences(ranks, {0: 0, 1: 0, 2: 1})
     assert one.kind == "ag" and other is None
 
 

@@ -22,7 +22,7 @@ from planc.diagnostics.diagnostic import Sink
 from planc.lowering.step import Step
 from planc.model.facts import Child, Facts, Module, Parameter
 from planc.runtime.run import Run
-from planc.syntax.plan_files import shipped
+from planc.syntax.plan_files import shipped_plans
 from planc.tools.estimate import timeline
 from planc.tools.estimate.answer import Request, answer
 from planc.tools.estimate.from_plan import Batch
@@ -263,7 +263,7 @@ def test_names_are_escaped(tmp_path):
     read = Page(text)
     assert [name for name, _ in read.elements].count("script") == 1
     assert not {"img", "iframe", "alert"} & {name for name, _ in read.elements}
-    assert read.texts["script"] == html.shipped("page.js")
+    assert read.texts["script"] == html.package_files("page.js")
     for name in (EVIL, f"fc{EVIL}", "<img src=x onerror=alert(3)>"):
         assert name in read.texts["body"]
     assert f"fc{EVIL}" in read.with_attribute("data-module")
@@ -294,7 +294,7 @@ def test_a_picture_is_one_svg(tmp_path):
 def test_the_site_draws_every_plan(tmp_path):
     """Two of them here; `make docs` draws the rest."""
     gallery = runpy.run_path(str(ROOT / "docs" / "gallery.py"))
-    assert set(gallery["models"]()) == set(shipped())
+    assert set(gallery["models"]()) == set(shipped_plans())
     folder = gallery["main"].__globals__["FOLDER"] = tmp_path / "gallery"
     gallery["main"](["classifier", "gemma3"])
     page = (folder / "README.md").read_text()

@@ -121,7 +121,7 @@ def test_what_is_computed_without_replicas_is_what_the_plan_says():
             continue
         for choice in space.choices(sizes):
             quick = candidates.candidate(choice)
-            exact = quick and candidates.verified(quick)
+            exact = quick and candidates.verify(quick)
             if exact:
                 assert (exact.seconds, exact.peak) == (quick.seconds, quick.peak), quick.named
                 checked += 1
@@ -401,7 +401,7 @@ def test_an_axis_ends_behind_two_sizes_that_are_no_faster(start, seconds, tried,
         sizes = {dict(choice.sizes)["pp"] for choice in choices}
         return {s: SimpleNamespace(seconds=seconds[s]) for s in sizes if s in seconds}
 
-    monkeypatch.setattr(searching, "_tried", found)
+    monkeypatch.setattr(searching, "_try", found)
     monkeypatch.setattr(Candidates, "least", least)
     monkeypatch.setattr(Candidates, "legal", lambda *_: True)
     beside, near = next(space.neighbors(first)), 1.2 * start

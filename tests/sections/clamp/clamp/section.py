@@ -4,7 +4,7 @@ from planc.sections.clamp.ops import Clamp
 
 from planc.elaborate.call_arguments import Arguments
 from planc.elaborate.program import Program
-from planc.elaborate.sections.tensor import claimed
+from planc.elaborate.sections.tensor import read_claims
 from planc.syntax import ast
 
 
@@ -16,4 +16,4 @@ def read(program: Program) -> tuple[Clamp, ...]:
         most = arguments.number("most", 1.0, "a positive number", lambda value: value > 0)
         return (Clamp(modules=program.facts.model, most=most),) if arguments.done() else None
 
-    return claimed(program, "clamp", ("outputs",), "clamp", rule_of).rules()
+    return read_claims(program, "clamp", ("outputs",), "clamp", rule_of).rules()
