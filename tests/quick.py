@@ -33,6 +33,7 @@ FILES = (
     "test_parse",
     "test_report",
     "test_text",
+    "test_words",
 )
 NEED_TORCH = (
     "of_transformers",  # reads its styles

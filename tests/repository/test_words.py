@@ -1,0 +1,159 @@
+"""The rules of language that a machine can hold: docstrings, names of functions, terms.
+
+`docs/glossary.md` lists the terms, and the words that we do not use for them. The numbers here are
+ceilings for words that the code has had before: they only fall.
+"""
+
+import ast
+import re
+from collections import Counter
+from functools import cache
+
+import pytest
+from folders import ROOT
+
+PACKAGE = ROOT / "planc"
+FILES = sorted(PACKAGE.rglob("*.py"))
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+GLOSSARY = ROOT / "docs" / "glossary.md"
+SLACK = 10
+"""The most by which a number may be lower than its ceiling, for branches that are merged."""
+
+CLAUSES = {"What", "Of", "Those", "That", "As", "Where", "Which", "How", "Whatever"}
+"""First words of docstrings that are clauses, and no verb in the third person or noun phrase."""
+PREPOSITIONS = re.compile(
+    "of|at|by|in|on|to|inside|outside|alone|apart|beside|others|every|own|whole|each|rest|until|"
+    "behind|around|within"
+)
+PARTICIPLES = re.compile(
+    "[a-z]+ed|made|told|kept|held|given|left|found|taken|said|known|seen|begun|sent|drawn|written|"
+    "built|ruled"
+)
+NOUNS_AND_VERBS = {"need", "feed", "seed", "embed", "shared"}
+
+PARTICIPLES_AT_MOST = 333
+PREPOSITIONS_AT_MOST = 109
+WORDS_AT_MOST = {
+    "begin again": 10,
+    "divide the experts": 20,
+    "divided experts": 24,
+    "go around": 13,
+    "heads for tokens": 12,
+    "masters": 25,
+    "neighbours": 19,
+    "no slot": 4,
+    "parked": 12,
+    "parts of a sequence": 13,
+    "parts of the sequence": 36,
+    "passes of a step": 10,
+    "place of the pipeline": 25,
+    "products in 8 bits": 52,
+    "small case": 5,
+    "small model": 224,
+    "stand-in": 2,
+    "states that go from token": 10,
+    "summand": 15,
+    "timetable": 72,
+    "trial": 12,
+    "wait for ever": 6,
+}
+"""The occurrences in planc/ and on pages of words of the glossary's last column; else none."""
+
+
+@cache
+def nodes():
+    """(file, node) of every node of the package's syntax trees."""
+    return [(file, node) for file in FILES for node in ast.walk(ast.parse(file.read_text()))]
+
+
+def is_participle(name):
+    """Whether a name is one word that is a participle, such as `gathered`, `told` or `_kept`."""
+    word = name.strip("_")
+    return bool(PARTICIPLES.fullmatch(word)) and word not in NOUNS_AND_VERBS
+
+
+def is_preposition(name):
+    """Whether a name is one preposition, adverb or pronoun, such as `of`, `inside` or `others`."""
+    return bool(PREPOSITIONS.fullmatch(name.strip("_")))
+
+
+def docstrings():
+    """(place, text) of every docstring, those of attributes included."""
+    for file, node in nodes():
+        text = getattr(getattr(node, "value", None), "value", None)
+        if isinstance(node, ast.Expr) and isinstance(text, str):
+            yield f"{file.relative_to(ROOT)}:{node.lineno}", text
+
+
+def functions():
+    """(place, name) of every function and method, without those that Python calls."""
+    for file, node in nodes():
+        function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        if function and not re.fullmatch(r"__\w+__", node.name):
+            yield f"{file.relative_to(ROOT)}:{node.lineno}", node.name
+
+
+def hold(count, ceiling, name, examples=()):
+    """Asserts that a count has not risen, and that its ceiling has fallen with it."""
+    assert count <= ceiling, f"more than {ceiling}: {[*examples][:20]}"
+    assert count >= ceiling - SLACK, f"fewer than before: lower {name} to {count}"
+
+
+def test_docstrings_are_sentences():
+    """A docstring begins with a verb in the third person, or a noun phrase for the result."""
+    every = list(docstrings())
+    assert len(every) > 3000
+    wrong = [(place, text[:60]) for place, text in every if first_word(text) in CLAUSES]
+    assert not wrong
+
+
+def first_word(text):
+    """The first word of a text, without a mark after it."""
+    return next(iter(text.split()), "").strip(",.:;")
+
+
+@pytest.mark.parametrize(
+    ("rule", "ceiling", "name"),
+    [
+        (is_participle, PARTICIPLES_AT_MOST, "PARTICIPLES_AT_MOST"),
+        (is_preposition, PREPOSITIONS_AT_MOST, "PREPOSITIONS_AT_MOST"),
+    ],
+)
+def test_functions_are_verbs_or_nouns(rule, ceiling, name):
+    found = [f"{place} {function}" for place, function in functions() if rule(function)]
+    hold(len(found), ceiling, name, found)
+
+
+def words_not_used():
+    """The words in code in the last columns of the glossary's tables."""
+    rows = re.findall(r"^\|.*\|$", GLOSSARY.read_text(), re.M)
+    return [word for row in rows for word in re.findall(r"`([^`]+)`", row.split("|")[-2])]
+
+
+def test_the_glossary_is_a_table_of_terms():
+    rows = [line for line in GLOSSARY.read_text().splitlines() if line.startswith("|")]
+    assert len(rows) > 60
+    assert {line.count("|") for line in rows} == {4}
+    words = words_not_used()
+    assert len(words) > 15 and len(words) == len(set(words))
+    assert WORDS_AT_MOST.keys() <= set(words)
+
+
+def test_code_and_pages_use_the_terms_of_the_glossary():
+    skipped = (GLOSSARY, ROOT / "docs" / "CHANGELOG.md")
+    texts = [p.read_text() for p in (*FILES, *PAGES) if p not in skipped]
+    counts = Counter()
+    for word in words_not_used():
+        spaced = r"\s+".join(map(re.escape, word.split()))
+        pattern = re.compile(rf"\b{spaced}\b", re.I)
+        counts[word] = sum(len(pattern.findall(text)) for text in texts)
+    for word, count in counts.items():
+        hold(count, WORDS_AT_MOST.get(word, 0), f"WORDS_AT_MOST[{word!r}]")
+
+
+def test_the_rules_find_wrong_words():
+    assert first_word("Where: a place") in CLAUSES and first_word("The ranks") not in CLAUSES
+    assert is_participle("_gathered") and is_participle("told")
+    assert not is_participle("gather") and not is_participle("seed")
+    assert not is_participle("gathered_rows")
+    assert is_preposition("_of") and not is_preposition("parts_of")
