@@ -65,6 +65,9 @@ _REFUSED = {
     "share: leave it off",
     "use_vllm": "sends vLLM the weights of one process: leave it off, and the model generates",
     "sync_ref_model": "copies whole weights into the reference model: leave it off",
+    "cast_lm_head_to_fp32": "casts a weight that the plan has split: leave it off",
+    "use_transformers_paged": "generates with whole weights: leave it off",
+    "use_transformers_continuous_batching": "generates with whole weights: leave it off",
     "use_liger_kernel": "replaces the modules that the plan was proved for: leave it off",
 }
 """Arguments that a plan rules out, by what they do and what to do instead: they decide on one rank
@@ -349,6 +352,12 @@ def _require_undecided(args: Any, call: Mapping[str, Any]) -> None:
     for name, why in _REFUSED.items():
         if given.get(name):
             raise ValueError(f"{name} {why}")
+    template = given.get("chat_template_path")
+    if template and not str(template).endswith((".jinja", ".j2")):
+        raise ValueError(
+            "chat_template_path adds tokens of another tokenizer to the embeddings, which are "
+            "shards: pass a .jinja file, or resize the model before"
+        )
     if any(part in optim for part in _IN_BACKWARD):
         raise ValueError(f'{optim} steps in the backward pass: pass optim="adamw_torch"')
     if args.world_size > 1:

@@ -146,9 +146,9 @@ def trained(batch, kind="causal", plan=None, overrides=(), evaluates=False, save
         words |= {"eval_dataset": rows(kind)[:8], "compute_metrics": measured}
         fields = {"eval_strategy": "steps", "eval_steps": 2, **fields}
     with ExitStack() as stack:
-        stack.callback(_forget_processes)
+        stack.callback(forget_processes)
         folder = stack.enter_context(TemporaryDirectory())
-        _forget_processes()
+        forget_processes()
         arguments = TrainingArguments(
             folder, per_device_train_batch_size=batch, **{**STEPS, **fields}
         )
@@ -166,7 +166,7 @@ def trained(batch, kind="causal", plan=None, overrides=(), evaluates=False, save
         return trainer.state.log_history, {n: v.clone() for n, v in state.items()}
 
 
-def _forget_processes():
+def forget_processes():
     """Lets accelerate look at the processes anew, whose states are of a whole process."""
     from accelerate.state import AcceleratorState, GradientState
 
