@@ -105,7 +105,7 @@ class Share:
             many = min(len(at), max(0, left) // (g.held(b) - g.held(a)))
             found |= dict.fromkeys(at[:many], b)
             left -= many * (g.held(b) - g.held(a))
-        return self._filled(found, left)
+        return self._spend_rest(found, left)
 
     def _uniform(self) -> dict[str, Point]:
         """Each module has the same share of what it would hold without a checkpoint."""
@@ -115,13 +115,13 @@ class Share:
             for g in self.groups
             for name in g.names
         }
-        return self._filled(found, self.bytes - self.held(found))
+        return self._spend_rest(found, self.bytes - self.held(found))
 
     def _recipe(self, groups: Sequence[str]) -> dict[str, Point]:
         saves = [Save(name=name, ops=GROUPS[name]) for name in groups]
         return {name: g.table.keeping(saves) for g in self.groups for name in g.names}
 
-    def _filled(self, found: dict[str, Point], left: int) -> dict[str, Point]:
+    def _spend_rest(self, found: dict[str, Point], left: int) -> dict[str, Point]:
         """The points with what is left of the budget spent on one module after another."""
         for g in self.groups:
             for name in g.names:
@@ -169,7 +169,7 @@ def budgeted(
     if not budgets:
         return plan, applied
     shares = (share for line in own.budget_lines for share in shares_of(line, own, facts, sink))
-    chosen = _joined(rule for share in shares for rule in _rules(share))
+    chosen = _join_rules(rule for share in shares for rule in _rules(share))
     rules = (*(r for r in own.checkpoint if not isinstance(r, Budget)), *chosen)
     plan, own = (replace(p, checkpoint=rules, budgets=budgets) for p in (plan, own))
     return plan, (own, facts)
@@ -182,11 +182,11 @@ def shares_of(rules: tuple[Budget, ...], plan: Plan, facts: Facts, sink: Sink) -
     budget, modules = rules[0], tuple(rule.modules for rule in rules)
     if compiled := next((c for c in plan.compile if any(map(c.modules.overlap, modules))), None):
         reason = "torch.compile decides itself what compiled modules keep"
-        return _uncounted(rules, reason, sink, "write `full` or `ops`", compiled.origin)
+        return _report_uncounted(rules, reason, sink, "write `full` or `ops`", compiled.origin)
     try:
         tables = counted_for(budget, plan, facts, modules)
     except UncountedError as error:
-        return _uncounted(rules, str(error), sink, "write `ops(save = [attention, matmul])`")
+        return _report_uncounted(rules, str(error), sink, "write `ops(save = [attention, matmul])`")
     shares = []
     for passes in _passes(plan):
         groups: dict[tuple[CallTable, int], list[str]] = {}
@@ -199,7 +199,7 @@ def shares_of(rules: tuple[Budget, ...], plan: Plan, facts: Facts, sink: Sink) -
     if short.least > short.bytes:
         sink.error(
             "PL583",
-            f"the inputs of {_named(rules)} alone are more than the budget of "
+            f"the inputs of {_module_names(rules)} alone are more than the budget of "
             f"{phrases.size(short.bytes)}",
             budget.origin,
             facts=[
@@ -212,14 +212,14 @@ def shares_of(rules: tuple[Budget, ...], plan: Plan, facts: Facts, sink: Sink) -
     return tuple(shares)
 
 
-def _named(rules: Iterable[Budget]) -> str:
+def _module_names(rules: Iterable[Budget]) -> str:
     return one_of((f"`{rule.modules}`" for rule in rules), last="and")
 
 
-def _uncounted(
+def _report_uncounted(
     rules: tuple[Budget, ...], reason: str, sink: Sink, help: str, *lines: Span
 ) -> tuple[Share, ...]:
-    message = f"what {_named(rules)} calls cannot be counted: {reason}"
+    message = f"what {_module_names(rules)} calls cannot be counted: {reason}"
     sink.error("PL584", message, rules[0].origin, *lines, help=help)
     return ()
 
@@ -270,7 +270,7 @@ def _modules(of: Modules, names: Sequence[str]) -> Modules:
     return of.with_entries(Indices.from_numbers(int(name.split(".")[at]) for name in names))
 
 
-def _joined(rules: Iterable[Checkpoint]) -> Iterator[Checkpoint]:
+def _join_rules(rules: Iterable[Checkpoint]) -> Iterator[Checkpoint]:
     """The rules of several ranks, of which those that decide the same are one."""
     found: dict[tuple[object, ...], Checkpoint] = {}
     for rule in rules:

@@ -101,7 +101,7 @@ def _require_countable(plan: Plan, facts: Facts) -> None:
 def _run(job: RankJob, key: str) -> Any:
     if cache.missing():
         raise UncountedError(cache.unproved_reason())
-    with _alone(key), RankRunner() as runner:
+    with _lock(key), RankRunner() as runner:
         if (known := cache.recall(key)) is not None:  # another rank of this machine has counted
             return known
         answer = runner.ask(job)
@@ -112,7 +112,7 @@ def _run(job: RankJob, key: str) -> Any:
 
 
 @contextmanager
-def _alone(key: str) -> Iterator[None]:
+def _lock(key: str) -> Iterator[None]:
     """Lets one process of a machine count at a time: all ranks ask for the same."""
     with ExitStack() as stack:
         with suppress(OSError, RuntimeError, ImportError):  # no folder to write, or no locks

@@ -155,7 +155,7 @@ class CallTable:
         states: list[tuple[int, float, int]] = [(0, 0.0, 0)]
         for i, call in sorted(items, key=lambda item: item[1].size / gains[item[0]]):
             more = [(b + call.size, s + gains[i], k | 1 << i) for b, s, k in states]
-            states = _undominated(sorted([*states, *more], key=lambda x: (x[0], -x[1])))
+            states = _pareto_front(sorted([*states, *more], key=lambda x: (x[0], -x[1])))
         chosen = (tuple(i for i, _ in items if k >> i & 1) for _, _, k in states)
         points = [self.point(kept, away - {*kept}) for kept in chosen]
         least = min((p.size for p in points if not p.seconds), default=self.saved)
@@ -181,7 +181,7 @@ class CallTable:
         )
 
 
-def _undominated(states: list[tuple[int, float, int]]) -> list[tuple[int, float, int]]:
+def _pareto_front(states: list[tuple[int, float, int]]) -> list[tuple[int, float, int]]:
     found: list[tuple[int, float, int]] = []
     top = -1.0
     for state in states:

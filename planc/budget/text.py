@@ -51,15 +51,15 @@ def _lines(table: CallTable, saves: Sequence[Save] | None, budget: Budget) -> It
     yield f"input: {phrases.size(table.inputs)}"
     for call in sorted(hosted, key=lambda call: -call.seconds):
         took = _time(call.seconds - table.copied(call))
-        yield f"keeps {_named(call)} on cpu: {phrases.size(call.size)}, saves {took} beside copies"
+        yield f"keeps {_name(call)} on cpu: {phrases.size(call.size)}, saves {took} beside copies"
     kept = [table.calls[i] for i in point.kept or ()]
     for call in sorted(kept, key=lambda call: -call.seconds):
-        yield f"keeps {_named(call)}: {phrases.size(call.size)}, saves {_time(call.seconds)}"
+        yield f"keeps {_name(call)}: {phrases.size(call.size)}, saves {_time(call.seconds)}"
     chosen = {*(point.kept or ()), *point.hosted}
     others = (c for i, c in enumerate(table.calls[: table.stop]) if i not in chosen)
     again = sorted((c for c in others if c.seconds and not c.fixed), key=lambda c: -c.seconds)
     for call in again[:_SHOWN]:
-        yield f"computes {_named(call)} again: {_time(call.seconds)} for {phrases.size(call.size)}"
+        yield f"computes {_name(call)} again: {_time(call.seconds)} for {phrases.size(call.size)}"
     if rest := again[_SHOWN:]:
         size, seconds = sum(c.size for c in rest), sum(c.seconds for c in rest)
         yield f"and {len(rest)} smaller ones: {_time(seconds)} for {phrases.size(size)}"
@@ -69,7 +69,7 @@ _SHOWN = 8
 """The number of recomputed calls that are named."""
 
 
-def _named(call: CountedCall) -> str:
+def _name(call: CountedCall) -> str:
     return str(Save(name=call.op, ops=(call.op,), calls=(call.nth,)))
 
 

@@ -46,7 +46,7 @@ def adapters(plan: Plan, facts: Facts, sink: Sink) -> None:
         _rank(rule, sink)
         if rule.adapt.dora:
             _dora(rule, plan, sink)
-    _own(plan.adapters, plan, sink)
+    _check_own_units(plan.adapters, plan, sink)
     _frozen(plan.adapters, plan, sink)
     if "tensor" not in plan.broken:
         for rule, base, part in adapted_tensor_rules(plan):
@@ -125,7 +125,7 @@ def _rank(rule: AdapterRule, sink: Sink) -> None:
         )
 
 
-def _own(section: Adapters, plan: Plan, sink: Sink) -> None:
+def _check_own_units(section: Adapters, plan: Plan, sink: Sink) -> None:
     if not section.own or section.units_origin is None:
         return
     if plan.fsdp is None:

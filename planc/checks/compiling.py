@@ -16,11 +16,11 @@ from planc.ops.styles import Colwise, Custom, Input, Replicate, Rowwise, Shard, 
 
 def nested_checkpoints(plan: Plan, facts: Facts, sink: Sink) -> None:
     """A module inside another checkpointed module would be computed three times."""
-    _nested(plan.checkpoint, "PL430", "checkpointed", sink)
-    _nested(plan.compile, "PL431", "compiled", sink)
+    _report_nested(plan.checkpoint, "PL430", "checkpointed", sink)
+    _report_nested(plan.compile, "PL431", "compiled", sink)
 
 
-def _nested(rules: Sequence[Checkpoint | Compile], code: str, word: str, sink: Sink) -> None:
+def _report_nested(rules: Sequence[Checkpoint | Compile], code: str, word: str, sink: Sink) -> None:
     for inner in rules:
         for outer in rules:
             if inner.modules.deeper(outer.modules):

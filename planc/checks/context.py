@@ -22,7 +22,7 @@ def context(plan: Plan, facts: Facts, sink: Sink) -> None:
             what = f"context parallelism under {backend.TITLE} is not supported yet"
             sink.error("PL010", what, rule.origin, help="use torch's FSDP")
         elif plan.mesh.size(rule.axis) > 1:
-            _averaged(rule, plan, sink)
+            _check_reduction(rule, plan, sink)
             if rule.op is not None and facts.config.get("is_encoder_decoder"):
                 _encoder(rule.op, facts, sink)
             elif rule.op is not None:
@@ -42,7 +42,7 @@ def _encoder(op: ContextParallel, facts: Facts, sink: Sink) -> None:
     )
 
 
-def _averaged(rule: ContextRule, plan: Plan, sink: Sink) -> None:
+def _check_reduction(rule: ContextRule, plan: Plan, sink: Sink) -> None:
     section = plan.fsdp
     if section is not None and rule.axis in (*section.shard, *section.replicate):
         return

@@ -44,10 +44,10 @@ def _not_a_head(rule: LossRule, plan: Plan) -> tuple[str, *tuple[Label, ...]] | 
         if rule.modules.within(checkpoint.modules):
             label = Label(span=checkpoint.origin, text="checkpointed")
             return f"{name} is recomputed without labels in the backward pass", label
-    return _rounded(rule, plan)
+    return _rounding_unit(rule, plan)
 
 
-def _rounded(rule: LossRule, plan: Plan) -> tuple[str, Label] | None:
+def _rounding_unit(rule: LossRule, plan: Plan) -> tuple[str, Label] | None:
     """The unit that rounds what the head returns, which is a loss."""
     precision = plan.fsdp.policy(unit_of(plan, rule.modules)) if plan.fsdp else None
     if precision is None or precision.output in (None, "float32"):

@@ -43,8 +43,8 @@ def optimizer(plan: Plan, facts: Facts, sink: Sink) -> None:
     if not plan.optimizer or {"optimizer", "train", "tensor"} & plan.broken:
         return
     steps = [*steps_of(plan, facts)]
-    _undecided(steps, plan, sink)
-    _tied(steps, facts, sink)
+    _report_undecided(steps, plan, sink)
+    _check_ties(steps, facts, sink)
     used = {id(step.rule) for step in steps}
     for rule in plan.optimizer:
         if id(rule) not in used:
@@ -63,7 +63,7 @@ def optimizer(plan: Plan, facts: Facts, sink: Sink) -> None:
         sink.error(one.code, message, one.origin, *labels, facts=facts_, help=one.help)
 
 
-def _undecided(steps: list[Stepped], plan: Plan, sink: Sink) -> None:
+def _report_undecided(steps: list[Stepped], plan: Plan, sink: Sink) -> None:
     left = [s for s in steps if s.rule is None]
     if not left:
         return
@@ -84,7 +84,7 @@ def _undecided(steps: list[Stepped], plan: Plan, sink: Sink) -> None:
     )
 
 
-def _tied(steps: list[Stepped], facts: Facts, sink: Sink) -> None:
+def _check_ties(steps: list[Stepped], facts: Facts, sink: Sink) -> None:
     """PL102 where a parameter that several modules hold is not stepped as a rule of one says: its
     first name decides, or a wider rule around the others.
     """
@@ -167,7 +167,7 @@ def _matrix(step: Stepped, rule: OptimizerRule, plan: Plan, facts: Facts) -> Ite
             "PL577",
             f"{{}} has no such units: {cut}",
             facts=(f"its shape is {list(step.parameter.shape)}",),
-            help=f"say what is one matrix: `muon(per = matrix)`, or {_written(use) or _ROWS}",
+            help=f"say what is one matrix: `muon(per = matrix)`, or {_parts_rule(use) or _ROWS}",
         )
         return
     role = looked_up(step.modules, step.parameter, facts)
@@ -197,7 +197,7 @@ def _matrix(step: Stepped, rule: OptimizerRule, plan: Plan, facts: Facts) -> Ite
         yield from _contradiction(step, rule, cut, plan)
 
 
-def _written(use: WeightUse) -> str:
+def _parts_rule(use: WeightUse) -> str:
     """The rule that takes the parts that the code takes; empty if it is not known."""
     if not use.equal or use.order == "blocks":
         return ""

@@ -103,7 +103,7 @@ def split_apart(plan: Plan, facts: Facts) -> Iterator[TiedStyles]:
         )
 
 
-def _apart(one: Half, two: Half, plan: Plan, sink: Sink) -> bool:
+def _is_separated(one: Half, two: Half, plan: Plan, sink: Sink) -> bool:
     """Whether one name is ignored, which takes the other name out of its unit too."""
     section = plan.fsdp
     assert section is not None
@@ -122,7 +122,7 @@ def _apart(one: Half, two: Half, plan: Plan, sink: Sink) -> bool:
 
 def _units(one: Half, two: Half, plan: Plan, sink: Sink) -> tuple[Unit | None, Unit | None] | None:
     """The two units that separate a tensor; None where there are none, or they were reported."""
-    if _apart(one, two, plan, sink):
+    if _is_separated(one, two, plan, sink):
         return None
     first, second = unit_of(plan, one[1]), unit_of(plan, two[1])
     alike = first is second and (first is None or first.group or first.root or one[1] == two[1])
@@ -179,7 +179,7 @@ def ignored_parameters(plan: Plan, facts: Facts, sink: Sink) -> None:
     if section is None or not section.ignored:
         return
     for one in section.ignored:
-        _decided(one, plan, sink)
+        _report_conflict(one, plan, sink)
     if plan.mesh.size(*section.shard, *section.replicate) == 1 or "train" in plan.broken:
         return
     found: dict[Ignored, list[str]] = {}
@@ -196,7 +196,7 @@ def ignored_parameters(plan: Plan, facts: Facts, sink: Sink) -> None:
             sink.error("PL440", message, one.origin, help=help)
 
 
-def _decided(one: Ignored, plan: Plan, sink: Sink) -> None:
+def _report_conflict(one: Ignored, plan: Plan, sink: Sink) -> None:
     """A style makes weights DTensors and a unit shards them: that rule or `ignore` is wrong."""
     assert plan.fsdp is not None
     units = ((member, u.origin) for u in plan.fsdp.units for member in u.members)
@@ -229,7 +229,7 @@ def freezing(plan: Plan, facts: Facts, sink: Sink) -> None:
             message = f"`{rule.modules} : {word}` has no effect: {reason}"
             sink.error("PL451", message, rule.origin, help="remove the rule")
     for group in facts.ties:
-        _tied(group, plan, facts, sink)
+        _check_ties(group, plan, facts, sink)
     if not any(own.trained for own in found):
         sink.error(
             "PL452",
@@ -239,10 +239,10 @@ def freezing(plan: Plan, facts: Facts, sink: Sink) -> None:
         )
 
 
-def _tied(group: tuple[str, ...], plan: Plan, facts: Facts, sink: Sink) -> None:
+def _check_ties(group: tuple[str, ...], plan: Plan, facts: Facts, sink: Sink) -> None:
     """Tied parameters are one tensor with one `requires_grad`, so their rules must agree."""
     said = [(name, *facts.find(name)) for name in group]
-    rules = [(n, p, _around(m, plan)) for n, m, p in said]
+    rules = [(n, p, _innermost_freeze(m, plan)) for n, m, p in said]
     states = {p.trainable if rule is None else rule.trainable for _, p, rule in rules}
     if len(states) > 1:
         frozen = [n for n, p, r in rules if not (p.trainable if r is None else r.trainable)]
@@ -252,6 +252,6 @@ def _tied(group: tuple[str, ...], plan: Plan, facts: Facts, sink: Sink) -> None:
         sink.error("PL453", message, *labels, help=f"freeze `{other.rpartition('.')[0]}` too")
 
 
-def _around(modules: Modules, plan: Plan) -> Freeze | None:
+def _innermost_freeze(modules: Modules, plan: Plan) -> Freeze | None:
     inside = [t for t in plan.train if modules.within(t.modules)]
     return inside[-1] if inside else None  # outer ones come first

@@ -22,7 +22,7 @@ def pipeline(plan: Plan, facts: Facts, sink: Sink) -> None:
     _router_logits(facts, rule, sink)
     for what, line, help in (
         *_without_training(plan, facts, rule.op),
-        *_unsupported(plan, rule.op),
+        *_unsupported_features(plan, rule.op),
     ):
         label = Label(span=rule.origin, text="a pipeline")
         sink.error("PL567", what, Label(span=line), label, help=help)
@@ -100,7 +100,7 @@ def _without_training(plan: Plan, facts: Facts, op: Pipeline) -> Iterator[tuple[
             yield text, plan.train[0].origin, f"train a part of every stage, or set `{op.axis} = 1`"
 
 
-def _unsupported(plan: Plan, op: Pipeline) -> Iterator[tuple[str, Span, str]]:
+def _unsupported_features(plan: Plan, op: Pipeline) -> Iterator[tuple[str, Span, str]]:
     """(what is not supported with a pipeline, its line, what to do)."""
     alone = f"set `{op.axis} = 1`"
     for context in plan.context if op.added else ():

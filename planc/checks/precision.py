@@ -150,11 +150,11 @@ def four_bits(plan: Plan, facts: Facts, sink: Sink) -> None:
     rules = [r for r in plan.adapters.rules if r.quantize is not None]
     for rule in rules:
         _linear(rule, sink)
-        _tied(rule, facts, sink)
+        _check_ties(rule, facts, sink)
     for own in owned(plan, facts) if rules else ():
         if own.modules.module.cls == FOUR_BIT:
             rule = next(r for r in rules if own.modules.overlap(r.modules) is not None)
-            _gathered(rule, own, plan, sink)
+            _check_gather_dtype(rule, own, plan, sink)
             if own.training is not None and own.training.trainable:
                 sink.error(
                     "PL683",
@@ -180,7 +180,7 @@ def _linear(rule: AdapterRule, sink: Sink) -> None:
         )
 
 
-def _tied(rule: AdapterRule, facts: Facts, sink: Sink) -> None:
+def _check_ties(rule: AdapterRule, facts: Facts, sink: Sink) -> None:
     for group in facts.ties:
         own = [name for name in group if rule.modules.has(name.rpartition(".")[0])]
         if own and rule.modules.module.kind == "linear":
@@ -190,7 +190,7 @@ def _tied(rule: AdapterRule, facts: Facts, sink: Sink) -> None:
             sink.error("PL682", message, rule.origin, help=help)
 
 
-def _gathered(rule: AdapterRule, own: Owned, plan: Plan, sink: Sink) -> None:
+def _check_gather_dtype(rule: AdapterRule, own: Owned, plan: Plan, sink: Sink) -> None:
     """FSDP casts gathered parameters to the unit's `param` dtype, packed bytes too."""
     quant = rule.quantize
     precision = plan.fsdp.policy(own.unit) if plan.fsdp else None
@@ -213,7 +213,7 @@ def _gathered(rule: AdapterRule, own: Owned, plan: Plan, sink: Sink) -> None:
 def _split(rule: AdapterRule, base: TensorRule, part: Modules, plan: Plan, sink: Sink) -> None:
     """Ranks quantize their shards: equal weights take whole blocks, and unquantized scales."""
     assert rule.quantize is not None
-    reason = _unaligned(rule, base, part, ranks(plan, base))
+    reason = _misalignment(rule, base, part, ranks(plan, base))
     if reason is None:
         return
     text, fix = reason
@@ -227,7 +227,7 @@ def _split(rule: AdapterRule, base: TensorRule, part: Modules, plan: Plan, sink:
     )
 
 
-def _unaligned(
+def _misalignment(
     rule: AdapterRule, base: TensorRule, part: Modules, count: int
 ) -> tuple[str, str] | None:
     """(why shards are not whole blocks, the fix), or None."""

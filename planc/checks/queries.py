@@ -94,16 +94,16 @@ def looked_up(modules: Modules, parameter: Parameter, facts: Facts) -> str | Non
         return "an embedding"
     if len(parameter.shape) != 2 or name.endswith("_proj"):
         return None
-    if rows in _stated(facts.config, ("vocab_size",)) and "[" not in name:
+    if rows in _field_values(facts.config, ("vocab_size",)) and "[" not in name:
         return "the head"
-    if rows > 1 and rows in _stated(facts.config, EXPERTS):
+    if rows > 1 and rows in _field_values(facts.config, EXPERTS):
         return "a router"
     return None
 
 
-def _stated(config: Mapping[str, Any], fields: Collection[str]) -> set[Any]:
+def _field_values(config: Mapping[str, Any], fields: Collection[str]) -> set[Any]:
     """The values of fields of a configuration, and of those in it, such as of a language model."""
-    inner = (_stated(value, fields) for value in config.values() if isinstance(value, dict))
+    inner = (_field_values(value, fields) for value in config.values() if isinstance(value, dict))
     return {config[field] for field in fields if isinstance(config.get(field), int)}.union(*inner)
 
 

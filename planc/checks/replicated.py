@@ -25,7 +25,7 @@ def replicated_parameters(plan: Plan, facts: Facts) -> list[tuple[int, str]] | N
     if not rules or "tensor" in plan.broken:
         return None
     whole: list[tuple[int, str]] = []
-    shared = _shared(rules[0].axis, plan, facts)
+    shared = _shared_modules(rules[0].axis, plan, facts)
     for modules in facts.model.below():
         for parameter in modules.module.parameters:
             left: list[Modules] = list(modules.outside(shared))
@@ -56,7 +56,7 @@ def unsplit_parameters(plan: Plan, facts: Facts, sink: Sink) -> None:
     )
 
 
-def _shared(axis: str, plan: Plan, facts: Facts) -> list[Modules]:
+def _shared_modules(axis: str, plan: Plan, facts: Facts) -> list[Modules]:
     section = plan.fsdp
     if section is None or not any(section.extra_axes(part) for part in section.parts):
         return []

@@ -283,7 +283,7 @@ def grouped_experts(plan: Plan, facts: Facts, sink: Sink) -> None:
             continue
         precision = plan.fsdp.policy(own.unit) if plan.fsdp else None
         for modules, rules in ruled(own.modules, plan.tensor):
-            rows = min(_unaligned(modules, rules, precision, plan), key=_size, default=None)
+            rows = min(_unaligned_rows(modules, rules, precision, plan), key=_size, default=None)
             if rows is not None:
                 origins = tuple(rule.origin for rule in rules)
                 found.setdefault((rows.parameter, rows.dtype, origins), []).append(rows)
@@ -291,7 +291,7 @@ def grouped_experts(plan: Plan, facts: Facts, sink: Sink) -> None:
         _unreadable(same, plan, sink)
 
 
-def _unaligned(
+def _unaligned_rows(
     modules: Modules, rules: tuple[TensorRule, ...], precision: Precision | None, plan: Plan
 ) -> Iterator[_Rows]:
     for parameter in modules.module.parameters:

@@ -138,7 +138,7 @@ def module_parameters(plan: Plan, facts: Facts, sink: Sink) -> None:
         if isinstance(rule.style, Parameters | Experts):
             _names(rule, rule.style, sink)
         if isinstance(rule.style, Replicated) and rule.style.summed:
-            _inside(rule, plan, sink)
+            _check_inner_styles(rule, plan, sink)
 
 
 def _names(rule: TensorRule, style: Parameters | Experts, sink: Sink) -> None:
@@ -175,7 +175,7 @@ def _names(rule: TensorRule, style: Parameters | Experts, sink: Sink) -> None:
         )
 
 
-def _inside(rule: TensorRule, plan: Plan, sink: Sink) -> None:
+def _check_inner_styles(rule: TensorRule, plan: Plan, sink: Sink) -> None:
     """A module with `replicate(gradient = sum)` around a module whose weights have a style."""
     for other in plan.tensor:
         decides = not isinstance(other.style, PARAMETERLESS) and other.style != Replicated()

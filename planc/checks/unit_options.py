@@ -79,7 +79,7 @@ def unit_axes(plan: Plan, facts: Facts, sink: Sink) -> None:
     for part in section.parts:
         if part.shard is not None:
             _axes(part, section, plan, sink)
-            _styled(part, found, section, plan, sink)
+            _check_styled(part, found, section, plan, sink)
     for part in section.parts if section.shard and "tensor" not in plan.broken else ():
         own = list(held(part, found, plan))
         ranks = plan.mesh.size(*section.axes(part)[0])
@@ -115,7 +115,7 @@ def _axes(unit: Unit | SpreadRule, section: Fsdp, plan: Plan, sink: Sink) -> Non
         )
 
 
-def _styled(
+def _check_styled(
     part: Unit | SpreadRule, found: list[Owned], section: Fsdp, plan: Plan, sink: Sink
 ) -> None:
     """PL381: styled parameters are DTensors on their axis' mesh, which FSDP puts beside its own:

@@ -83,7 +83,7 @@ def blocks_without_unit(plan: Plan, facts: Facts, sink: Sink) -> None:
         if modules.key[-1:] != ("[]",) or not modules.module.count:
             continue
         some = [(m, u) for m, u in members if m.key == modules.key]
-        if not some or modules.key in done or _covered(modules, members):
+        if not some or modules.key in done or _is_covered(modules, members):
             continue
         left = modules.outside(member for member, _ in some)
         if not left:
@@ -100,7 +100,7 @@ def blocks_without_unit(plan: Plan, facts: Facts, sink: Sink) -> None:
         )
 
 
-def _covered(modules: Modules, members: Sequence[tuple[Modules, object]]) -> bool:
+def _is_covered(modules: Modules, members: Sequence[tuple[Modules, object]]) -> bool:
     inner = [m for m, _ in members if m.deeper(modules)]
     held = sum(m.module.count * len(m) for m in inner)
     return held >= modules.module.count * len(modules)
@@ -201,7 +201,7 @@ def prefetch(plan: Plan, facts: Facts, sink: Sink) -> None:
     if not section.prefetch.backward or "train" in plan.broken:
         return
     for units in found:
-        gap = _skipped(units, plan, facts)
+        gap = _skipped_units(units, plan, facts)
         if gap is not None:
             sink.error(
                 "PL445",
@@ -228,7 +228,7 @@ def _deep(wanted: Prefetch, found: Iterable[tuple[Modules, ...]], sink: Sink) ->
             )
 
 
-def _skipped(units: tuple[Modules, ...], plan: Plan, facts: Facts) -> Modules | None:
+def _skipped_units(units: tuple[Modules, ...], plan: Plan, facts: Facts) -> Modules | None:
     """The frozen units at the start of a list that has a trainable entry later."""
     at = units[0].list_at
     assert at is not None

@@ -42,12 +42,12 @@ def owned(plan: Plan, facts: Facts) -> tuple[Owned, ...]:
     for asked, model, found in _LAST:
         if asked is plan and model is facts:
             return found
-    found = tuple(_owned(plan, facts))
+    found = tuple(_find_owners(plan, facts))
     _LAST[:] = [(plan, facts, found)]
     return found
 
 
-def _owned(plan: Plan, facts: Facts) -> Iterator[Owned]:
+def _find_owners(plan: Plan, facts: Facts) -> Iterator[Owned]:
     units = plan.fsdp.units if plan.fsdp else ()
     ignored = plan.fsdp.ignored if plan.fsdp else ()
     members = inner_first([(m, u) for u in units for m in u.members])

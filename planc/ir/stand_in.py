@@ -101,7 +101,7 @@ def _among(rule: ir.ContextRule, mesh: ir.Mesh, sizes: Mapping[str, int]) -> ir.
     return replace(rule, op=op)
 
 
-def _inferred(node: Any) -> str:
+def _inferred_text(node: Any) -> str:
     """The layouts that planc inferred for a rule, or its choice for a budget; empty if the line
     states it.
     """
@@ -125,7 +125,7 @@ def _classes(
     for node, modules in plan.acting:
         picked = modules.path[n] if modules.path[:n] == at.path and modules.path[n:] else ""
         if isinstance(picked, Indices):
-            key = (node.origin, (*modules.path[n + 1 :], _inferred(node)))
+            key = (node.origin, (*modules.path[n + 1 :], _inferred_text(node)))
             bits[key] = bits.get(key, 0) | picked.bits
     alike: list[tuple[Indices, Rules]] = [(Indices.all(len(kinds)), frozenset())]
     for key, on in bits.items():
@@ -211,7 +211,7 @@ class StandInModel:
         """The real block that each block of a small list stands for; empty for none."""
         kinds, rules = _classes(at, self.plan, self.facts, self.ends)
         there = list(entry_kinds(small, self.small, self.facts).values())
-        found = self._stated(kinds, rules, there) or self._by_kind(kinds, rules, there)
+        found = self._kept_blocks(kinds, rules, there) or self._by_kind(kinds, rules, there)
         if not found and self.ends:
             found = self._by_kind(kinds, [own - _ENDS for own in rules], there)
         if not found:
@@ -294,7 +294,7 @@ class StandInModel:
             wanted = _by_structure(at).get(of, Indices(0)) if first else Indices(0)
         yield from at.entries_in(wanted)
 
-    def _stated(self, kinds: list[Kind], rules: list[Rules], there: list[Kind]) -> list[int]:
+    def _kept_blocks(self, kinds: list[Kind], rules: list[Rules], there: list[Kind]) -> list[int]:
         """The blocks that were kept where the configuration was made small."""
         every = [tuple(range(len(kinds)))]
         kept = every if len(kinds) == len(there) else self.kept.get(len(kinds), ())

@@ -54,14 +54,14 @@ class Backward:
         at = modules.list_at
         depth = len(modules.path) - (modules.path[-1:] == (BASE_LAYER,)) - 1
         around = modules if at is None or depth <= at + 1 else _upto(modules, depth)
-        inside = self._inside(around)
+        inside = self._indices(around)
         return self._count(modules, inside[0] - 0.5) if inside else len(modules)
 
     def outputs(self, modules: Modules) -> int:
         """The number of these modules that have an output with a gradient."""
         if self.whole:
             return len(modules)
-        inside = self._inside(modules)
+        inside = self._indices(modules)
         return self._count(modules, inside[-1]) if inside else len(modules)
 
     def trained(self, modules: Modules) -> int:
@@ -76,15 +76,15 @@ class Backward:
         """The set with the last of some modules that have no gradient; None where all have."""
         found: list[tuple[Place, Modules]] = []
         for modules in () if self.whole else every:
-            if inside := self._inside(modules):
+            if inside := self._indices(modules):
                 places = (self._place(modules, e, inside[-1]) for e in modules.entries or [0])
                 found += [(place, modules) for place in places if place < self.first]
         return max(found, key=lambda pair: pair[0])[1] if found else None
 
-    def _inside(self, modules: Modules) -> list[int]:
+    def _indices(self, modules: Modules) -> list[int]:
         """The places of modules with parameters; of a layer with an adapter, of the layer alone."""
         if modules.path[-1:] == (BASE_LAYER,):
-            return self._inside(_upto(modules, len(modules.path) - 1))[:1]
+            return self._indices(_upto(modules, len(modules.path) - 1))[:1]
         return [at for at, own in enumerate(self.every) if own.modules.inside(modules)]
 
     def _count(self, modules: Modules, at: float) -> int:

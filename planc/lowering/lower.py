@@ -63,7 +63,7 @@ def lower(plan: Plan, facts: Facts) -> Lowered:
     Styles over an axis of one rank are left out, and so is `replicate`, a no-op.
     """
     added = [*adapt(plan)]
-    return _lowered(plan, facts, tuple(_stage(*part, added) for part in of_ranks(plan, facts)))
+    return _lower(plan, facts, tuple(_stage(*part, added) for part in of_ranks(plan, facts)))
 
 
 def on_activations(plan: Plan, facts: Facts) -> Lowered:
@@ -72,18 +72,20 @@ def on_activations(plan: Plan, facts: Facts) -> Lowered:
     """
     ops: list[AnyOp] = [
         *([plan.pipeline.op] if plan.pipeline else []),
-        *_joined(_parallelize(_ordered([*_on_layers(_wide(plan), plan), *_derived(plan)]), plan)),
-        *_joined(divided(plan)),
-        *_joined(limited(plan)),
+        *_merge(
+            _parallelize(_order([*_on_layers(_wide(plan), plan), *_adapter_rules(plan)]), plan)
+        ),
+        *_merge(divided(plan)),
+        *_merge(limited(plan)),
         *_contexts(plan),
-        *_joined(_exchanges(plan)),
-        *_joined(_inside_out(plan.checkpoint)),
+        *_merge(_exchanges(plan)),
+        *_merge(_inside_out(plan.checkpoint)),
         *_losses(plan),
     ]
-    return _lowered(plan, facts, (Stage(ops=tuple(ops)),))
+    return _lower(plan, facts, (Stage(ops=tuple(ops)),))
 
 
-def _lowered(plan: Plan, facts: Facts, stages: tuple[Stage, ...]) -> Lowered:
+def _lower(plan: Plan, facts: Facts, stages: tuple[Stage, ...]) -> Lowered:
     return Lowered(
         plan=plan.name,
         model=facts.name,
@@ -102,7 +104,7 @@ def _wide(plan: Plan) -> list[TensorRule]:
     return [r for r in plan.tensor if plan.mesh.size(r.axis) > 1 and r.style != Replicated()]
 
 
-def _derived(plan: Plan) -> list[TensorRule]:
+def _adapter_rules(plan: Plan) -> list[TensorRule]:
     """The tensor rules of adapters' layers."""
     return [r for r in styles(plan) if plan.mesh.size(r.axis) > 1]
 
@@ -111,7 +113,7 @@ def _stage(plan: Plan, facts: Facts, adapters: list[Adapt]) -> Stage:
     """The operations of the ranks at one place of the pipeline, by these ranks' modules alone, but
     for the adapters, which are added while the model is whole.
     """
-    tensor, derived = _wide(plan), _derived(plan)
+    tensor, derived = _wide(plan), _adapter_rules(plan)
     holdings = Holdings(facts, plan, [*tensor, *derived, *expert_styles(plan)])
     units = _sharding(plan, facts, holdings)
     whole = plan.fsdp is not None and plan.fsdp.backend is not None
@@ -122,27 +124,27 @@ def _stage(plan: Plan, facts: Facts, adapters: list[Adapt]) -> Stage:
     ops: list[AnyOp] = [
         *_on_model(plan, facts, adapters),
         *_section_operations(plan, facts),
-        *_joined(_parallelize(_ordered([*_on_layers(tensor, plan), *derived]), plan)),
+        *_merge(_parallelize(_order([*_on_layers(tensor, plan), *derived]), plan)),
         *_ties(facts, tensor, plan),
-        *_joined(divided(plan)),
+        *_merge(divided(plan)),
         *_contexts(plan),
-        *_joined(_exchanges(plan)),
+        *_merge(_exchanges(plan)),
         *_resets(plan, facts),
         *_freeze(tensor, plan),
-        *_joined(plan.train),
+        *_merge(plan.train),
         *quantize(plan),
-        *_joined(_inside_out(plan.checkpoint)),
-        *_joined(limited(plan)),
-        *_joined(plan.compile),
+        *_merge(_inside_out(plan.checkpoint)),
+        *_merge(limited(plan)),
+        *_merge(plan.compile),
         *units,
         *settings(plan, facts),
         *_losses(plan),
         *_inputs(plan, facts),
         *_random_numbers(plan, facts),
-        *_joined(optimize(plan, facts)),
+        *_merge(optimize(plan, facts)),
     ]
     phases = [(op.PHASE, op) for op in ops]
-    phases += [(Phase.INSIDE_EXPERTS, op) for op in _joined(_parallelize(_ordered(inside), plan))]
+    phases += [(Phase.INSIDE_EXPERTS, op) for op in _merge(_parallelize(_order(inside), plan))]
     return Stage(
         parameters=at_rest + scales(plan),
         gathered=max((u.gathered for u in units), default=0),
@@ -167,7 +169,7 @@ _LOWER = Hook[Callable[[Plan, Facts], Iterator[AnyOp]]]("lowering", "lower")
 def _section_operations(plan: Plan, facts: Facts) -> Iterator[AnyOp]:
     """The operations of sections that are folders."""
     for operations in _LOWER.find_all(plan.sections):
-        yield from _joined(operations(plan, facts))
+        yield from _merge(operations(plan, facts))
 
 
 def _exchanges(plan: Plan) -> Iterator[Attend]:
@@ -222,7 +224,7 @@ def _inputs(plan: Plan, facts: Facts) -> Iterator[AnyOp]:
 
 def _random_numbers(plan: Plan, facts: Facts) -> Iterator[AnyOp]:
     yield from sync_rng(plan, facts)
-    yield from _joined(draw_by_rank(plan, facts))
+    yield from _merge(draw_by_rank(plan, facts))
     yield from draw_apart(plan, facts)
 
 
@@ -247,13 +249,13 @@ def _sharding(plan: Plan, facts: Facts, holdings: Holdings) -> list[FullyShard] 
         return []
     if (op := plan.fsdp.backend) is not None:
         return [op.part("lowering").lowered(plan, op, facts, holdings)]
-    return _joined(units_of(plan.fsdp, holdings))
+    return _merge(units_of(plan.fsdp, holdings))
 
 
 OpT = TypeVar("OpT", bound=Op)
 
 
-def _joined(ops: Iterable[OpT]) -> list[OpT]:
+def _merge(ops: Iterable[OpT]) -> list[OpT]:
     """Equal operations on modules whose paths differ in one set of indices, merged."""
     result: list[OpT] = []
     for op in ops:
@@ -293,7 +295,7 @@ def _data(plan: Plan) -> tuple[str, ...]:
     )
 
 
-def _ordered(rules: Iterable[TensorRule]) -> list[TensorRule]:
+def _order(rules: Iterable[TensorRule]) -> list[TensorRule]:
     """The plan's order, with the rules inside one list of blocks together.
 
     Of the styles on one module, an input style is first and an output style last:
@@ -370,7 +372,7 @@ def _freeze(tensor: Iterable[TensorRule], plan: Plan) -> Iterator[Freeze]:
     """Freezes again what `SequenceParallel` unfreezes; torch 2.13's other styles do not."""
     whole = [r for r in tensor if isinstance(r.style, Sequence) and r.modules.module.parameters]
     frozen = plan.adapters is not None and bool(plan.adapters.rules)
-    for rule in _on_layers(_ordered(whole), plan):
+    for rule in _on_layers(_order(whole), plan):
         if frozen or not any(p.trainable for p in rule.modules.module.parameters):
             yield Freeze(modules=rule.modules)
 

@@ -76,7 +76,7 @@ class Holdings:
                 modules=part,
                 unit=owner.unit,
                 spread=owner.spread,
-                parameter=_stored(parameter, plan),
+                parameter=_with_stored_dtype(parameter, plan),
                 local=local,
                 count=count,
                 trains=owner.trains(parameter),
@@ -126,7 +126,7 @@ class Holdings:
         param = precision.param if precision else None
         inside = [h for h in self.all if h.unit is unit]
         if part is not None and part != unit.members:
-            inside = [i for h in inside if (i := self._inside(h, part[0]))]
+            inside = [i for h in inside if (i := self._restrict(h, part[0]))]
         calls = 1 if unit.group else len((part or unit.members)[0])
         rest = sum(h.count * h.sharded(self.ranks(h)) for h in inside)
         gathered = [(h.count * h.whole(param), h.trains) for h in inside]
@@ -137,7 +137,7 @@ class Holdings:
         saved = sum(count * less for count, less in zip(trained, wide, strict=True))
         return rest // calls, size // calls, frozen, (size + saved) // calls - size // calls
 
-    def _inside(self, held: Holding, part: Modules) -> Holding | None:
+    def _restrict(self, held: Holding, part: Modules) -> Holding | None:
         """Restricts a group of equal parameters to some of the unit's modules; None if these
         modules own none of them.
         """
@@ -151,7 +151,7 @@ class Holdings:
         return sum(h.count * size for h, size in zip(self.all, sizes, strict=True))
 
 
-def _stored(parameter: Parameter, plan: Plan) -> Parameter:
+def _with_stored_dtype(parameter: Parameter, plan: Plan) -> Parameter:
     dtype = plan.dtype(parameter)
     return parameter if dtype == parameter.dtype else replace(parameter, dtype=dtype)
 

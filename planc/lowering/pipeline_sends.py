@@ -54,17 +54,17 @@ def _message(op: Pipeline, stage: int, step: Step) -> StageMessages:
         if whole is None:
             return StageMessages(None, None)
         # features of images that later blocks add
-        each = whole // (ranks if _scattered(step) else 1) * (1 + max(0, op.added - begins))
+        each = whole // (ranks if _are_sharded(step) else 1) * (1 + max(0, op.added - begins))
         return StageMessages(each, each)
     if step.arguments is None or step.tokens is None:
         return StageMessages(None, None)
     forms = step.arguments.sent(begins, op.given, op.states)
     every = [_local(form, step, ranks) for form in forms]
     trained = [size for size, form in zip(every, forms, strict=True) if form.trains]
-    return StageMessages(_packed(every), _packed(trained))
+    return StageMessages(_message_bytes(every), _message_bytes(trained))
 
 
-def _packed(sizes: Sequence[int | None]) -> int | None:
+def _message_bytes(sizes: Sequence[int | None]) -> int | None:
     """Bytes of a message with tensors of these sizes, None where one is not known."""
     if len(sizes) == 1:
         return sizes[0]
@@ -82,7 +82,7 @@ def _local(form: ArgumentForm, step: Step, ranks: int) -> int | None:
     if ranks == 1:
         return whole
     if form.shape[-3:-1] == (-1, -2):
-        return whole // (ranks if _scattered(step) else 1)
+        return whole // (ranks if _are_sharded(step) else 1)
     if len(form.shape) != 4 or (form.shape[0], form.shape[2]) != (-1, -2):
         return None
     features = form.shape[1] * form.shape[3]
@@ -138,7 +138,7 @@ def _shard(name: str, modules: tuple[Modules, ...], step: Step) -> int | None:
     return local // ranks * DTYPE_BYTES[found.dtype]
 
 
-def _scattered(step: Step) -> bool:
+def _are_sharded(step: Step) -> bool:
     """Whether the hidden states between blocks are parts of the sequence."""
     flows = (flow.forward for op in step.lowered.styles for flow in contract(op.style).gives)
     return any(isinstance(a, Partial) and isinstance(b, Shard) for a, b in flows)

@@ -36,7 +36,7 @@ def draw_by_rank(plan: Plan, facts: Facts) -> Iterator[DrawByRank]:
     """
     if not drawing_fields(plan, facts):
         return
-    yield from _divided(plan, facts)
+    yield from _draws_of_towers(plan, facts)
     axes = split_axes(plan)
     if len(axes) != 1:
         return
@@ -56,7 +56,7 @@ def draw_by_rank(plan: Plan, facts: Facts) -> Iterator[DrawByRank]:
         yield DrawByRank(modules=whole, axis=axes[0], inside=False, after=False)
 
 
-def _divided(plan: Plan, facts: Facts) -> Iterator[DrawByRank]:
+def _draws_of_towers(plan: Plan, facts: Facts) -> Iterator[DrawByRank]:
     """Towers whose ranks have other images each, and so draw other numbers and as many as they
     need; ranks of a context axis draw apart everywhere.
     """

@@ -58,7 +58,7 @@ def sends(step: Step) -> tuple[Sent, ...]:
 def by_pass(step: Step) -> Iterator[Sent]:
     """Yields every collective, unmerged: each pass and each set of modules apart."""
     for op in step.lowered.ops:
-        for sent in _of(op, step):
+        for sent in _collectives(op, step):
             if sent.times and step.wide(sent.axes):
                 yield sent
 
@@ -72,7 +72,7 @@ def left_out(step: Step) -> tuple[str, ...]:
 _SENDS = Hook[Callable[[AnyOp, Step], Iterator[Sent]]]("lowering", "sends")
 
 
-def _of(op: AnyOp, step: Step) -> Iterator[Sent]:
+def _collectives(op: AnyOp, step: Step) -> Iterator[Sent]:
     match op:
         case Adapt():
             yield from _norms(op, step)
@@ -153,7 +153,7 @@ def _tensor(op: Parallelize, step: Step) -> Iterator[Sent]:
     heads = (loss.modules for loss in step.lowered.every(ChunkLoss))
     if not step.wide(op.axes) or any(op.modules.within(head) for head in heads):
         return
-    made, one = contract(op.style, op.modules.module.kind), _sent(op, op.axes)
+    made, one = contract(op.style, op.modules.module.kind), _template(op, op.axes)
     runs = _runs(op, step)
     back, back_again = step.backward.inputs(op.modules), step.backward.outputs(op.modules)
     for flows, size, behind in zip(
@@ -174,7 +174,7 @@ def _tensor(op: Parallelize, step: Step) -> Iterator[Sent]:
             yield replace(sent, size=parameter.numel * step.width)
     if isinstance(op.style, Experts) and step.lowered.fsdp_units:
         times = step.backward.trained(op.modules) * step.reductions()
-        for size in _replicated(op, op.style, step):
+        for size in _replicated_bytes(op, op.style, step):
             yield replace(one, kind=REDUCE, times=times, size=size, during=During.STEP)
 
 
@@ -183,11 +183,13 @@ def _norms(op: Adapt, step: Step) -> Iterator[Sent]:
     ranks, or whose output is gathered: a number a row, in float32.
     """
     for one in step.lowered.styles if op.dora else ():
-        if not _on(op, one) or not any(_kind(*f.forward) for f in contract(one.style).gives):
+        if not _is_adapted(op, one) or not any(
+            _kind(*f.forward) for f in contract(one.style).gives
+        ):
             continue
         _, rows = _features(one)
         sent = replace(
-            _sent(one, one.axes),
+            _template(one, one.axes),
             word=op.WORD,
             where=f"norms of {_layer(one)}",
             kind=REDUCE if _sums(one) else GATHER,
@@ -197,7 +199,7 @@ def _norms(op: Adapt, step: Step) -> Iterator[Sent]:
         yield from again(iter([sent]), _repeats(one, step))
 
 
-def _on(op: Adapt, one: Parallelize) -> bool:
+def _is_adapted(op: Adapt, one: Parallelize) -> bool:
     """Whether a style is of a layer that has the adapter."""
     layer = _layer(one)
     inside = one.modules.path[-1:] == (BASE_LAYER,)
@@ -213,7 +215,7 @@ def _runs(op: Parallelize, step: Step) -> int:
     """The number of runs of modules in a forward pass: DoRA with dropout runs its layer on both
     inputs.
     """
-    both = (a for a in step.lowered.every(Adapt) if a.dora and a.dropout and _on(a, op))
+    both = (a for a in step.lowered.every(Adapt) if a.dora and a.dropout and _is_adapted(a, op))
     return 2 if any(both) else 1
 
 
@@ -236,13 +238,13 @@ def _images(op: DivideImages, step: Step) -> Iterator[Sent]:
     # the rows of a context axis are whole, of whose images those of a tensor axis have a run
     outer = any(other.parts for other in found if other is not op)
     size = step.size(1 if outer else step.lowered.sequence_parts, step.hidden)
-    one = replace(_sent(op, (op.axis,)), times=step.passes * tensors, size=size)
+    one = replace(_template(op, (op.axis,)), times=step.passes * tensors, size=size)
     yield one
     if op.parts and step.backward.trained(op.modules):
         yield replace(one, kind=EXCHANGE, during=During.BACKWARD)
 
 
-def _replicated(op: Parallelize, style: Experts, step: Step) -> Iterator[int]:
+def _replicated_bytes(op: Parallelize, style: Experts, step: Step) -> Iterator[int]:
     """Bytes of the parameters that train of experts and are replicated over the ranks that split
     each expert: every rank has a part of the sum that is their gradient.
     """
@@ -278,7 +280,7 @@ def _sums_here(op: Parallelize, flow: Flow, step: Step) -> bool:
         case Grad.INVARIANT:
             return True
         case Grad.PARTIAL:
-            return not _fed(op, step)
+            return not _sums_above(op, step)
         case Grad.VARYING:
             every = step.lowered.styles
             return any(one.modules.within(op.modules) and _asks(one) for one in every)
@@ -307,7 +309,7 @@ def _features(op: Parallelize) -> tuple[int | None, int | None]:
     return into, out
 
 
-def _sent(
+def _template(
     op: Parallelize | DispatchExperts | LimitExperts | ChunkLoss | DivideImages,
     axes: tuple[str, ...],
 ) -> Sent:
@@ -324,7 +326,7 @@ def _sent(
     )
 
 
-def _fed(op: Parallelize, step: Step) -> bool:
+def _sums_above(op: Parallelize, step: Step) -> bool:
     """Whether a module above gives this one DTensors, whose gradients are summed there; the second
     half of an adapter has its input from the first.
     """
@@ -370,7 +372,7 @@ def _gathered_again(op: FullyShard, step: Step) -> int:
 
 def _exchanges(op: DispatchExperts, step: Step) -> Iterator[Sent]:
     count, chosen = len(op.modules) * step.passes, step.chosen
-    forward = replace(_sent(op, (op.axis,)), kind=EXCHANGE, times=count)
+    forward = replace(_template(op, (op.axis,)), kind=EXCHANGE, times=count)
     into, out = (
         replace(forward, during=During.BACKWARD, times=reached(op.modules) * step.passes)
         for reached in (step.backward.inputs, step.backward.outputs)
@@ -418,13 +420,13 @@ def _choices(op: LimitExperts, step: Step) -> Iterator[Sent]:
     known = step.tokens is not None and step.chosen is not None
     size = 8 * (step.tokens or 0) * (step.chosen or 0) * step.lowered.axis_size(op.axis)
     times = len(op.modules) * step.passes
-    yield replace(_sent(op, (op.axis,)), times=times, size=size if known else None)
+    yield replace(_template(op, (op.axis,)), times=times, size=size if known else None)
 
 
 def _loss(op: ChunkLoss, step: Step) -> Iterator[Sent]:
     if not op.axes:
         return
-    one = replace(_sent(op, op.axes), times=step.passes)
+    one = replace(_template(op, op.axes), times=step.passes)
     heads = [contract(o.style) for o in step.lowered.styles if op.modules.within(o.modules)]
     states = step.size(step.hidden)
     if any(_kind(*flow.forward) for head in heads for flow in head.takes):

@@ -26,7 +26,7 @@ def of_ranks(plan: ir.Plan, facts: Facts) -> Iterator[tuple[ir.Plan, Facts]]:
         own = stages_of_rank(op.schedule, rank, ranks, op.stages)
         mine = replace(op, own=own)
         gone, kept = tuple(elsewhere(mine)), mine.kept
-        left = _with_kept(plan, plan.placed(partial(_outside, gone, kept)), gone, kept)
+        left = _with_kept(plan, plan.placed(partial(_remaining_modules, gone, kept)), gone, kept)
         rule = replace(plan.pipeline, op=mine)
         yield replace(left, pipeline=rule), _facts_without(facts, gone, kept)
 
@@ -42,7 +42,7 @@ def elsewhere(op: Pipeline) -> Iterator[Modules]:
     yield from op.blocks.entries_in(gone)
 
 
-def _outside(
+def _remaining_modules(
     gone: tuple[Modules, ...], kept: tuple[Modules, ...], modules: Modules, _: Span
 ) -> tuple[Modules, ...]:
     away = (part for other in gone if (part := modules.inside(other)) is not None)
@@ -60,7 +60,7 @@ def _with_kept(
         return left
 
     def place(unit: ir.Unit, modules: Modules, at: Span) -> tuple[Modules, ...]:
-        found = _outside(gone, kept, modules, at)
+        found = _remaining_modules(gone, kept, modules, at)
         away = (m for other in gone if (m := modules.inside(other)) is not None)
         inner = (m for part in away for k in kept if (m := k.inside(part)) is not None)
         more = (m for m in inner if len(m.path) > len(modules.path))
@@ -72,7 +72,7 @@ def _with_kept(
 
 def _facts_without(facts: Facts, gone: tuple[Modules, ...], kept: tuple[Modules, ...]) -> Facts:
     left = (
-        tuple(n for n in names if _outside(gone, kept, facts.find(n)[0], NOWHERE))
+        tuple(n for n in names if _remaining_modules(gone, kept, facts.find(n)[0], NOWHERE))
         for names in facts.ties
     )
     away = [*((m.path, False) for m in gone), *((m.path, True) for m in kept)]

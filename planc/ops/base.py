@@ -205,8 +205,8 @@ Pairs = Annotated[tuple[tuple[Name, T], ...], Form(pairs=True)]
 Literal = int | float | str | bool | None | tuple["Literal", ...]
 
 
-def _listed(value: Literal) -> Any:
-    return [_listed(v) for v in value] if isinstance(value, tuple) else value
+def _as_lists(value: Literal) -> Any:
+    return [_as_lists(v) for v in value] if isinstance(value, tuple) else value
 
 
 def _frozen(value: Any) -> Literal:
@@ -221,7 +221,7 @@ Plain = Annotated[
             "items": {"$ref": "#/$defs/literal"},
         },
         name="literal",
-        write=_listed,
+        write=_as_lists,
         read=_frozen,
     ),
 ]

@@ -124,16 +124,16 @@ class Record:
                 default=f.default,
                 compared=f.compare,
             )
-            for f in sorted(self._written, key=lambda f: f.name in inherited)
+            for f in sorted(self._written_fields, key=lambda f: f.name in inherited)
         )
 
     @cached_property
     def row(self) -> bool:
         """Whether it is written as an array of its fields."""
-        return bool(self._written) and not any(f.kw_only for f in self._written)
+        return bool(self._written_fields) and not any(f.kw_only for f in self._written_fields)
 
     @property
-    def _written(self) -> list[Any]:
+    def _written_fields(self) -> list[Any]:
         return [f for f in dataclasses.fields(self.cls) if f.metadata.get("written", True)]
 
 
@@ -167,7 +167,7 @@ def shape_of(hint: Any) -> Shape:
     """
     if get_origin(hint) is Annotated:
         inner, *forms = get_args(hint)
-        return _annotated(inner, forms)
+        return _annotated_shape(inner, forms)
     if hint in _PLAIN:
         return Leaf(_PLAIN[hint])
     if isinstance(hint, type) and issubclass(hint, Enum):
@@ -186,22 +186,22 @@ def shape_of(hint: Any) -> Shape:
     raise TypeError(f"{hint} has no form in JSON")
 
 
-def _annotated(inner: Any, forms: list[Form]) -> Shape:
+def _annotated_shape(inner: Any, forms: list[Form]) -> Shape:
     tag = next((f.tag for f in forms if f.tag), "")
     if tag:
         return Tagged(tag, get_args(inner), forms[-1])
     for form in forms:
         if form.pairs:
             name, item = get_args(get_args(inner)[0])
-            return Named(shape_of(name), shape_of(item), _joined(forms))
+            return Named(shape_of(name), shape_of(item), _merge_forms(forms))
         if form.write is not _NONE.write:
-            return Leaf(_joined(forms))
+            return Leaf(_merge_forms(forms))
     shape = shape_of(inner)
     assert not isinstance(shape, Record | Tagged)
-    return dataclasses.replace(shape, form=_joined([shape.form, *forms]))
+    return dataclasses.replace(shape, form=_merge_forms([shape.form, *forms]))
 
 
-def _joined(forms: list[Form]) -> Form:
+def _merge_forms(forms: list[Form]) -> Form:
     """Several forms merged into one; the last name and the last functions win."""
     *_, last = forms
     named = next((f for f in reversed(forms) if f.name), last)

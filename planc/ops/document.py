@@ -19,7 +19,7 @@ def dumps(lowered: Lowered) -> str:
     Keys have a fixed order, the indent is two spaces, each field of an operation is on one line,
     and a newline ends the text.
     """
-    return f"{_written({'format_version': FORMAT_VERSION, **dump(lowered, _SHAPE)})}\n"
+    return f"{_format_json({'format_version': FORMAT_VERSION, **dump(lowered, _SHAPE)})}\n"
 
 
 def digest(lowered: Lowered) -> str:
@@ -44,7 +44,7 @@ def loads(text: str, name: str, sink: Sink) -> Lowered | None:
         hint = "`planc lower --format json` writes a lowered plan"
         sink.error("PL007", f"{name} is not JSON: {message[:1].lower()}{message[1:]}", help=hint)
         return None
-    if not _known(data, name, sink):
+    if not _check_version(data, name, sink):
         return None
     problems, lowered = _read(data)
     for where, problem in problems[:_MOST]:
@@ -99,7 +99,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return result
 
 
-def _known(data: Any, name: str, sink: Sink) -> bool:
+def _check_version(data: Any, name: str, sink: Sink) -> bool:
     version = data.get("format_version") if isinstance(data, dict) else None
     if type(version) is int and version == FORMAT_VERSION:
         return True
@@ -113,16 +113,16 @@ def _known(data: Any, name: str, sink: Sink) -> bool:
     return False
 
 
-def _written(value: Any, indent: str = "", levels: int = 5) -> str:
+def _format_json(value: Any, indent: str = "", levels: int = 5) -> str:
     """JSON with one line for each field of an operation."""
     if not levels or not isinstance(value, dict | list) or not value:
         return json.dumps(value)
     inner = f"{indent}  "
     if isinstance(value, dict):
-        items = ((json.dumps(k), _written(v, inner, levels - 1)) for k, v in value.items())
+        items = ((json.dumps(k), _format_json(v, inner, levels - 1)) for k, v in value.items())
         lines = [f"{inner}{name}: {text}" for name, text in items]
     elif isinstance(value[0], dict):
-        lines = [f"{inner}{_written(v, inner, levels - 1)}" for v in value]
+        lines = [f"{inner}{_format_json(v, inner, levels - 1)}" for v in value]
     else:
         return json.dumps(value)
     left, right = "{}" if isinstance(value, dict) else "[]"

@@ -12,7 +12,7 @@ from planc.ops.claims import ROOT, UNIT, CallClaim, ObservedCall
 _FUNCTIONS = "standalone.fsdp:"
 
 
-def _copied(axes: tuple[str, ...]) -> str:
+def _replication_text(axes: tuple[str, ...]) -> str:
     return f"replicated over {phrases.axes(axes)}" if axes else "not replicated"
 
 
@@ -25,7 +25,7 @@ def resharded(value: bool | int) -> str:
 
 WORDS: base.Words = {
     "shard": ("over", lambda axes: phrases.axes(axes) or "none"),
-    "replicate": ("", _copied),
+    "replicate": ("", _replication_text),
     "reshard": ("", resharded),
     "param": ("parameters", phrases.value),
     "reduce": ("gradients", phrases.value),
@@ -429,7 +429,7 @@ def offloading(op: FullyShard) -> str:
 
 def rows(ops: Sequence[FullyShard]) -> Iterator[tuple[str, str, str, str]]:
     """(unit, reshard, bytes, a precision that differs from the first unit's) for each unit."""
-    folded, common = _folded(ops), ops[0].precision
+    folded, common = _merge_units(ops), ops[0].precision
     columns = (
         [f"{times} x " if times > 1 else "" for _, times in folded],
         [phrases.size(op.nbytes) for op, _ in folded],
@@ -448,12 +448,12 @@ def rows(ops: Sequence[FullyShard]) -> Iterator[tuple[str, str, str, str]]:
         )
 
 
-def _folded(ops: Sequence[FullyShard]) -> list[tuple[FullyShard, int]]:
+def _merge_units(ops: Sequence[FullyShard]) -> list[tuple[FullyShard, int]]:
     """(unit, number of units); the groups of one line that have equal sizes are merged."""
     groups: list[tuple[FullyShard, int]] = []
     for op in ops:
         before = groups[-1][0] if groups else None
-        both = _joined(before, op) if before and before.group and op.group else None
+        both = _merge_groups(before, op) if before and before.group and op.group else None
         if both:
             groups[-1] = (both, groups[-1][1] + 1)
         else:
@@ -461,7 +461,7 @@ def _folded(ops: Sequence[FullyShard]) -> list[tuple[FullyShard, int]]:
     return groups
 
 
-def _joined(one: FullyShard, two: FullyShard) -> FullyShard | None:
+def _merge_groups(one: FullyShard, two: FullyShard) -> FullyShard | None:
     """Two groups of blocks in the same lists, merged; None where they differ."""
     if one.place != two.place or len(one.members) != len(two.members):
         return None

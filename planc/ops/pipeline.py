@@ -229,7 +229,7 @@ class Pipeline(Op):
     def headline(self, mesh: AxisSizes | None = None) -> str:
         over = phrases.axes((self.axis,), mesh)
         parts = [f"{self.schedule} over {over}", f"{self.microbatches:,} microbatches"]
-        return ", ".join([*parts, *(f"stages by {fact.value}" for fact in self._timed())])
+        return ", ".join([*parts, *(f"stages by {fact.value}" for fact in self._time_facts())])
 
     def held(self, stage: int) -> tuple[Modules, ...]:
         """The modules of a stage: its blocks and, at the ends, what is before and after them."""
@@ -250,7 +250,7 @@ class Pipeline(Op):
             names += phrases.together(map(str, self.outputs))
         return ", ".join(names)
 
-    def _timed(self) -> Iterator[Fact]:
+    def _time_facts(self) -> Iterator[Fact]:
         """By what stages are cut, where it is time."""
         if self.timed:
             rows, tokens = self.timed
@@ -276,7 +276,7 @@ class Pipeline(Op):
                     Fact("modules", self.modules_of(stage)),
                     Fact("schedule", self.schedule),
                     Fact("microbatches", self.microbatches),
-                    *self._timed(),
+                    *self._time_facts(),
                     *(Fact(f"passes of rank {i}", row) for i, row in enumerate(self.timetable)),
                 ),
                 brief=f"{self.modules_of(stage)}, {self.headline()}",

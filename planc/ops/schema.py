@@ -47,23 +47,23 @@ class _Definitions:
         """The schema of one type, or a reference to it."""
         match shape:
             case Leaf():
-                return self._named(shape.form, {**shape.form.schema})
+                return self._reference(shape.form, {**shape.form.schema})
             case Many():
                 body: Schema = {"type": "array", "items": self.of(shape.item)}
-                return self._named(shape.form, {**body, **shape.form.schema})
+                return self._reference(shape.form, {**body, **shape.form.schema})
             case Named():
                 body = {"propertyNames": self.of(shape.name)}
                 body["additionalProperties"] = self.of(shape.item)
-                return self._named(shape.form, {"type": "object", **body, **shape.form.schema})
+                return self._reference(shape.form, {"type": "object", **body, **shape.form.schema})
             case Either():
-                return self._named(shape.form, self._either(shape))
+                return self._reference(shape.form, self._either(shape))
             case Tagged():
-                return self._tagged(shape)
+                return self._tagged_union(shape)
             case Record():
                 return self._record(shape, {})
         assert_never(shape)
 
-    def _named(self, form: Form, body: Schema) -> Schema:
+    def _reference(self, form: Form, body: Schema) -> Schema:
         if not form.name:
             return body
         known = self.made.setdefault(form.name, body)
@@ -72,7 +72,7 @@ class _Definitions:
 
     def _either(self, shape: Either) -> Schema:
         """The schema of a union of plain types: keywords of JSON Schema are for their own type."""
-        bodies = [self._resolved(self.of(s)) for s in (*shape.plain, shape.listed) if s]
+        bodies = [self._resolve(self.of(s)) for s in (*shape.plain, shape.listed) if s]
         values = [v for body in bodies for v in body.get("enum", ())]
         if values:
             return {"enum": [*values, None]}
@@ -80,11 +80,11 @@ class _Definitions:
         kinds = [body["type"] for body in bodies]
         return {**joined, "type": kinds, **shape.form.schema}
 
-    def _resolved(self, body: Schema) -> Schema:
+    def _resolve(self, body: Schema) -> Schema:
         name = body.get("$ref", "").removeprefix("#/$defs/")
         return self.made[name] if name else body
 
-    def _tagged(self, shape: Tagged) -> Schema:
+    def _tagged_union(self, shape: Tagged) -> Schema:
         rules = []
         for kind, record in shape.kinds.items():
             tagged = {shape.key: {"enum": [kind]}}
@@ -92,7 +92,7 @@ class _Definitions:
             rules.append({"if": only, "then": self._record(record, {shape.key: {"const": kind}})})
         body: Schema = {"type": "object", "required": [shape.key]}
         body |= {"properties": {shape.key: {"enum": list(shape.kinds)}}, "allOf": rules}
-        return self._named(Form(name="style" if shape.key == "name" else shape.key), body)
+        return self._reference(Form(name="style" if shape.key == "name" else shape.key), body)
 
     def _record(self, record: Record, extra: Schema) -> Schema:
         if record.row:
@@ -101,7 +101,7 @@ class _Definitions:
             body: Schema = {"type": "array", "prefixItems": items, "items": False, **count}
         else:
             body = self.object(record, extra)
-        return self._named(Form(name=kind_of(record.cls)), body)
+        return self._reference(Form(name=kind_of(record.cls)), body)
 
     def object(self, record: Record, extra: Schema) -> Schema:
         """The schema of a dataclass as an object; `extra` properties come first."""
@@ -151,14 +151,14 @@ def against_schema(data: Any) -> list[tuple[Where, str]]:
     found = sorted(_validator().iter_errors(data), key=lambda p: _order(p.absolute_path))
     # jsonschema has an error for each missing field of an object; one per object is enough
     once = {(tuple(p.absolute_path), "" if p.validator == "required" else id(p)): p for p in found}
-    return [(tuple(p.absolute_path), _worded(p)) for p in once.values()]
+    return [(tuple(p.absolute_path), _problem_text(p)) for p in once.values()]
 
 
 def _order(path: Iterable[str | int]) -> list[tuple[int, str]]:
     return [(p, "") if isinstance(p, int) else (-1, p) for p in path]
 
 
-def _worded(problem: Any) -> str:
+def _problem_text(problem: Any) -> str:
     value, rule = problem.instance, problem.validator_value
     match problem.validator:
         case "additionalProperties":

@@ -324,7 +324,7 @@ def style_call(style: Style) -> FunctionCall:
     """A `ParallelStyle`; it holds no state, so modules can share it."""
     match style:
         case Colwise() | Rowwise():
-            return _weighted(style)
+            return _weight_call(style)
         case Sequence():
             keywords = given(sequence_dim=style.dim if style.dim != 1 else None, **_local(style))
             return FunctionCall(f"{_TORCH}SequenceParallel", (), keywords)
@@ -360,7 +360,7 @@ def _local(style: Colwise | Rowwise | Sequence | Input | Output) -> dict[str, Va
     return {"use_local_output": style.local if style.local != local_default(style) else None}
 
 
-def _weighted(style: Colwise | Rowwise) -> FunctionCall:
+def _weight_call(style: Colwise | Rowwise) -> FunctionCall:
     default = type(style)()
     keywords = given(
         input_layouts=layout_call(style.input) if style.input != default.input else None,

@@ -53,7 +53,7 @@ def refuted(
         if cause is not None:
             _boundary(cause, small, reported, Severity.ERROR, _consequence(group[0]))
         elif tie is not None:
-            _tied(tie, group, reported)
+            _report_tie(tie, group, reported)
             sink.overrule(TIES)
         else:
             _REPORTERS.get(group[0].kind, _gradient)(group, small, reported)
@@ -206,7 +206,7 @@ def _of_replicated(tie: TiedStyles, group: list[Discrepancy]) -> bool:
     return group[0].kind != "size" and _module(group) in holders
 
 
-def _tied(tie: TiedStyles, group: list[Discrepancy], sink: Sink) -> None:
+def _report_tie(tie: TiedStyles, group: list[Discrepancy], sink: Sink) -> None:
     mismatch = group[0]
     measured = mismatch.detail or f"relative error {mismatch.error:.1e}"
     facts = [*tie.facts, measured, *_source(mismatch), _SEEN]

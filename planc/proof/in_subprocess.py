@@ -32,7 +32,7 @@ def record(compiled: Compiled, verdict: Verdict, sink: Sink) -> KnownVerdict:
     one that nothing decides replaces none.
     """
     facts, lowered = compiled.facts, compiled.lowered
-    level, text = _judged(verdict, sink)
+    level, text = _judge(verdict, sink)
     even = bool(verdict.outcome.of_kind("lengths"))
     found = KnownVerdict(level=level, text=text, even=even)
     if facts and lowered and keepable(facts, lowered):
@@ -43,7 +43,7 @@ def record(compiled: Compiled, verdict: Verdict, sink: Sink) -> KnownVerdict:
     return found
 
 
-def _judged(verdict: Verdict, sink: Sink) -> tuple[Level, str]:
+def _judge(verdict: Verdict, sink: Sink) -> tuple[Level, str]:
     """A plan that splits nothing is proved where structure decides all of its sections."""
     if verdict.verdict == "refuted":
         errors = (d for d in sink if d.severity == "error")
@@ -72,9 +72,9 @@ def prove_in_subprocess(compiled: Compiled, *, allow_code: bool) -> KnownVerdict
     try:
         answer = answer_elsewhere(_answer, given, allow_code, of=facts)
     except NoAnswerError as error:
-        return _undecided(f"{error}{_LONGER}" if error.late else str(error))
+        return _undecided_verdict(f"{error}{_LONGER}" if error.late else str(error))
     known = answer["level"] in get_args(Level)
-    return KnownVerdict(**answer) if known else _undecided(str(answer["text"]))
+    return KnownVerdict(**answer) if known else _undecided_verdict(str(answer["text"]))
 
 
 def readable(facts: Facts) -> Facts:
@@ -143,14 +143,14 @@ def answer_of_subprocess(answer: Callable[..., object], *given: object) -> Any:
     try:
         return json.loads(done.stdout.splitlines()[-1])
     except (IndexError, ValueError):
-        raise _failed(done.stderr, done.returncode) from None
+        raise _failure(done.stderr, done.returncode) from None
 
 
 def _too_late() -> NoAnswerError:
     return NoAnswerError(f"no answer in {WAIT:g} s, for which other ranks wait", late=True)
 
 
-def _failed(said: bytes, code: int) -> NoAnswerError:
+def _failure(said: bytes, code: int) -> NoAnswerError:
     """The error of a process that ended without an answer: its last line says why."""
     if code < 0 and -code == getattr(signal, "SIGXCPU", None):
         text = f"no answer within {SECONDS:g} seconds of processor time"
@@ -175,13 +175,13 @@ def answer_of_copy(answer: Callable[[], object]) -> Any:
         process = os.fork()
         if process == 0:
             _answer_and_end(answer, found.fileno())
-        code = _ended(process, time.monotonic() + WAIT)
+        code = _exit_status(process, time.monotonic() + WAIT)
         found.seek(0)
         said = found.read()
     try:
         kind, value = json.loads(said.splitlines()[-1])
     except (IndexError, ValueError):
-        raise _failed(said, code) from None
+        raise _failure(said, code) from None
     if kind == "error":
         raise NoAnswerError(value)
     return value
@@ -207,7 +207,7 @@ def _answer_and_end(answer: Callable[[], object], file: int) -> NoReturn:
     os._exit(0)
 
 
-def _ended(process: int, end: float) -> int:
+def _exit_status(process: int, end: float) -> int:
     """The exit status of a process, which is ended when its time is up."""
     while True:
         ended, status = os.waitpid(process, os.WNOHANG)
@@ -232,7 +232,7 @@ def _limit_processor_time(seconds: float) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
 
 
-def _undecided(reason: str) -> KnownVerdict:
+def _undecided_verdict(reason: str) -> KnownVerdict:
     return KnownVerdict(level="undecided", text=f"not decided by layout flow: {reason}")
 
 

@@ -58,14 +58,14 @@ def layer_verdicts(facts: Facts, small: Compiled, outcome: Outcome) -> tuple[Lay
     found: list[LayerVerdict] = []
     for key, group in _groups(facts, facts):
         names = seen.get(key, [])
-        if names and not any(_in(r, name) for r in ran for name in names):
+        if names and not any(_is_in(r, name) for r in ran for name in names):
             found.append(_not_run(group, groups[key], small.plan, outcome.missing_inputs))
         else:
-            found.append(_judged(str(group.modules), group.label, names, outcome))
+            found.append(_judge(str(group.modules), group.label, names, outcome))
     blocks = [name for names in seen.values() for name in names]
-    rest = [n for n, _ in outcome.modules if not any(_in(n, b) or _in(b, n) for b in blocks)]
+    rest = [n for n, _ in outcome.modules if not any(_is_in(n, b) or _is_in(b, n) for b in blocks)]
     if rest:
-        found.append(_judged("root", "", rest, outcome))
+        found.append(_judge("root", "", rest, outcome))
     return (*found, *_not_used(small, blocks, ran, outcome.missing_inputs))
 
 
@@ -75,9 +75,13 @@ def _not_used(
     """Modules outside of block lists with a rule that the run neither calls nor trains."""
     assert small.plan is not None
     for rule in small.plan.tensor:
-        names = [n for n in rule.modules.names() if not any(_in(n, b) for b in blocks)]
-        if rule.modules.module.count and names and not any(_in(r, n) for n in names for r in ran):
-            name, reason = str(rule.modules), _unreached(missing_inputs)
+        names = [n for n in rule.modules.names() if not any(_is_in(n, b) for b in blocks)]
+        if (
+            rule.modules.module.count
+            and names
+            and not any(_is_in(r, n) for n in names for r in ran)
+        ):
+            name, reason = str(rule.modules), _unreached_reason(missing_inputs)
             yield LayerVerdict(modules=name, label="", verdict="unknown", reason=reason)
 
 
@@ -87,20 +91,20 @@ def _not_run(group: _Group, modules: Modules, plan: Plan, missing_inputs: str) -
         modules=str(group.modules),
         label=group.label,
         verdict="unknown" if split else "proved",
-        reason=_unreached(missing_inputs) if split else NOT_SPLIT,
+        reason=_unreached_reason(missing_inputs) if split else NOT_SPLIT,
     )
 
 
-def _unreached(missing_inputs: str) -> str:
+def _unreached_reason(missing_inputs: str) -> str:
     reason = "the run of the small model does not reach it"
     return f"{reason}: {missing_inputs}" if missing_inputs else reason
 
 
-def _judged(modules: str, label: str, names: list[str], outcome: Outcome) -> LayerVerdict:
-    errors = [e for n, e in outcome.modules if any(_in(n, name) for name in names)]
+def _judge(modules: str, label: str, names: list[str], outcome: Outcome) -> LayerVerdict:
+    errors = [e for n, e in outcome.modules if any(_is_in(n, name) for name in names)]
     first = outcome.first
     worst = max((e for e in errors if e is not None), default=None)
-    wrong = any(_in(first.subject, name) for name in names) if first else (worst or 0.0) > LIMIT
+    wrong = any(_is_in(first.subject, name) for name in names) if first else (worst or 0.0) > LIMIT
     reason = ""
     if not errors:
         reason = "the small model has no such layer"
@@ -114,7 +118,7 @@ def _judged(modules: str, label: str, names: list[str], outcome: Outcome) -> Lay
     return LayerVerdict(modules=modules, label=label, verdict=verdict, error=worst)
 
 
-def _in(name: str, holder: str) -> bool:
+def _is_in(name: str, holder: str) -> bool:
     return name == holder or below(name, holder)
 
 

@@ -82,7 +82,7 @@ class Verdict:
     released_early: bool = False
     wrong_apart: bool = False
 
-    def _judged(self, section: SectionVerdict) -> SectionVerdict:
+    def _correct_verdict(self, section: SectionVerdict) -> SectionVerdict:
         """The verdict on a section, corrected by the verdict on the plan as a whole.
 
         FSDP units that are never called refute their section. An unknown kind of layer, or units
@@ -135,7 +135,7 @@ class Verdict:
         )
 
     @property
-    def _summed(self) -> str:
+    def _mean_reasons(self) -> str:
         return "".join(f"; {s.reason}" for s in self.sections if s.name == MEAN)
 
     @property
@@ -148,9 +148,9 @@ class Verdict:
                 detail = f"proved{cache.provenance()}, {many}largest error {self.outcome.worst:.0e}"
                 if apart := [k.text for k in self.layers if k.reason == NOT_SPLIT]:
                     detail += f"; not reached and not split: {', '.join(apart)}"
-                return f"layout flow ({detail}{self._summed})"
+                return f"layout flow ({detail}{self._mean_reasons})"
             case "nothing":
-                return f"layout flow (no tensor parallelism{self._summed})"
+                return f"layout flow (no tensor parallelism{self._mean_reasons})"
             case other:
                 parts = [(w, [k for k in self.layers if k.verdict == w]) for w in _WORDS]
                 counts = ", ".join(f"{len(found)} {word}" for word, found in parts if found)
@@ -167,7 +167,7 @@ class Verdict:
             "verdict": self.verdict,
             "reason": self.reason or None,
             "errors": errors,
-            "sections": [self._judged(section).document() for section in self.sections],
+            "sections": [self._correct_verdict(section).document() for section in self.sections],
             "layers": [{**asdict(k), "reason": k.reason or None} for k in self.layers],
             **({"made_with": dict(made_with)} if measured and made_with else {}),
         }
@@ -233,7 +233,7 @@ def _flow(
         return _unsplit(facts, ir, lowered, sink, strict)
     case = small.compiled if isinstance(small, SmallCase) else None
     layers = layer_verdicts(facts, case, outcome) if case else ()
-    released_early = bool(outcome.recomputed) and _released(lowered, ir, outcome, small)
+    released_early = bool(outcome.recomputed) and _may_be_resharded(lowered, ir, outcome, small)
     verdict = Verdict(
         outcome=outcome,
         layers=layers,
@@ -375,7 +375,7 @@ def _unsplit(facts: Facts, ir: Plan, lowered: Lowered, sink: Sink, strict: bool)
     return Verdict(outcome=nothing, sections=sections, gathered=gathered)
 
 
-def _released(
+def _may_be_resharded(
     lowered: Lowered, ir: Plan, outcome: Outcome, small: SmallCase | Unrepresented
 ) -> bool:
     """Whether the module that runs again is in an FSDP unit other than the root, or the plan uses
@@ -384,7 +384,7 @@ def _released(
     if lowered.backend:
         return True
     axes = (*ir.fsdp.shard, *ir.fsdp.replicate) if ir.fsdp is not None else ()
-    if isinstance(small, SmallCase) and _simulated(small, axes):
+    if isinstance(small, SmallCase) and _is_simulated(small, axes):
         return False
     units = (m for op in lowered.fsdp_units for m in op.members)
     return any(below(outcome.recomputed, unit) for at in units for unit in at.names() if unit)
@@ -424,7 +424,7 @@ def _of_model_axes(
     }
     for word, axis in ((w, axis) for role, w in words.items() for axis in lowered.split_axes(role)):
         verdict, reason = outcome.verdict, outcome.reason
-        if not (isinstance(small, SmallCase) and _simulated(small, (axis,))):
+        if not (isinstance(small, SmallCase) and _is_simulated(small, (axis,))):
             verdict, reason = "unknown", reason or f"no {axis} was simulated"
         yield SectionVerdict(
             name=f"{word} on {axis}", verdict=verdict, by="simulation", reason=reason
@@ -453,7 +453,7 @@ def _sections(
         kind = "fsdp" if ir.fsdp.shard else "replicate"
         axes = ir.fsdp.shard or ir.fsdp.replicate
         name = f"{kind} on {' * '.join(axes)}"
-        if isinstance(small, SmallCase) and _simulated(small, axes):
+        if isinstance(small, SmallCase) and _is_simulated(small, axes):
             yield made(name=name, data=True)
         else:
             yield SectionVerdict(name=name, verdict="proved", by="structure", data=True)
@@ -466,6 +466,6 @@ def _sections(
         yield SectionVerdict(name=name, verdict="left out", by="structure", reason=reason)
 
 
-def _simulated(small: SmallCase, axes: tuple[str, ...]) -> bool:
+def _is_simulated(small: SmallCase, axes: tuple[str, ...]) -> bool:
     assert small.compiled.lowered is not None
     return any(small.compiled.lowered.axis_size(axis) > 1 for axis in axes)

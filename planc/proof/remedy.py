@@ -57,7 +57,9 @@ def remedy(
     changes, right = min(found, key=lambda one: len(one[0]), default=([], {}))
     if len(changes) > 1 or any(change.old is None for change in changes):
         right_plans = [real for _, real in rights]
-        for condition, wanted in sorted(_inverted(compiled, right_plans), key=lambda at: at[1]):
+        for condition, wanted in sorted(
+            _wrong_conditions(compiled, right_plans), key=lambda at: at[1]
+        ):
             other, rules = found[wanted]
             if _proves(small, plan, axis, rules, other):
                 return (replace(other[0], condition=condition),)
@@ -65,7 +67,7 @@ def remedy(
     return tuple(fewest(_parts(changes), partial(_proves, small, plan, axis, right)))
 
 
-def _inverted(compiled: Compiled, rights: Sequence[Plan]) -> Iterator[tuple[Span, int]]:
+def _wrong_conditions(compiled: Compiled, rights: Sequence[Plan]) -> Iterator[tuple[Span, int]]:
     """The conditions that, inverted, give the tensor rules of a right plan, and which that is: a
     `when` the wrong way around is one mistake that changes many rules.
     """
@@ -73,7 +75,7 @@ def _inverted(compiled: Compiled, rights: Sequence[Plan]) -> Iterator[tuple[Span
     wanted = [_styles(right) for right in rights]
     nodes = (node for file in compiled.files for node in ast.walk(file))
     for when in (node for node in nodes if isinstance(node, ast.When)):
-        files = tuple(_negated(file, when) for file in compiled.files)
+        files = tuple(_negate(file, when) for file in compiled.files)
         world = compiled.world_size
         plan = complete_plan(
             files, compiled.facts, Sink(), world_size=world, settings=compiled.settings
@@ -83,14 +85,14 @@ def _inverted(compiled: Compiled, rights: Sequence[Plan]) -> Iterator[tuple[Span
             yield when.condition.origin, wanted.index(styles)
 
 
-def _negated(node: Any, when: ast.When) -> Any:
+def _negate(node: Any, when: ast.When) -> Any:
     """A file, or what is inside one, with the condition of a `when` negated."""
     if node is when:
         origin = when.condition.origin
         return replace(when, condition=ast.Unary(op="not", operand=when.condition, origin=origin))
     parts = {name: getattr(node, name, None) for name in _CONTAIN}
     made = {
-        name: tuple(_negated(child, when) for child in part)
+        name: tuple(_negate(child, when) for child in part)
         for name, part in parts.items()
         if isinstance(part, tuple)
     }

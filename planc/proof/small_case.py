@@ -233,7 +233,7 @@ def small_plan(
     """The decisions of a plan on the modules of a small model, whose facts these are."""
     assert compiled.facts is not None and compiled.plan is not None
     quiet = Sink()
-    plan = _sized(compiled, Sizes(facts=facts, axes=sizes), quiet)
+    plan = _small_numbers(compiled, Sizes(facts=facts, axes=sizes), quiet)
     if plan is not None and not compiled.plan.optimizer:  # `without_optimizer_classes`
         plan = replace(plan, optimizer=())
     if plan is None:
@@ -303,7 +303,7 @@ def with_plan(case: SmallCase, plan: Plan, checks: Sink | None = None) -> SmallC
     return replace(case, compiled=compiled)
 
 
-def _sized(compiled: Compiled, sizes: Sizes, sink: Sink) -> Plan | None:
+def _small_numbers(compiled: Compiled, sizes: Sizes, sink: Sink) -> Plan | None:
     """The plan for the real model, with the numbers of the small one; None after a finding."""
     assert isinstance(compiled.files, tuple) and compiled.facts is not None
     plan = complete_plan(

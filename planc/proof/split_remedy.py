@@ -30,10 +30,10 @@ def explain_splits(compiled: Compiled, sink: Sink, draft: Draft) -> None:
     if compiled.plan is None or [found.code for found in errors] != ["PL525"]:
         return
     if changes := _changes(compiled, draft):
-        sink.replace(errors[0], _explained(errors[0], changes))
+        sink.replace(errors[0], _explain(errors[0], changes))
 
 
-def _explained(found: Diagnostic, changes: Sequence[RuleChange]) -> Diagnostic:
+def _explain(found: Diagnostic, changes: Sequence[RuleChange]) -> Diagnostic:
     labels = tuple(dict.fromkeys(label for change in changes for label in change.label))
     texts = dict.fromkeys(change.text for change in changes)
     help = f"{', and '.join(texts)}: then layouts follow"
@@ -55,7 +55,7 @@ def _changes(compiled: Compiled, draft: Draft) -> list[RuleChange]:
 
     def follows(changes: Sequence[RuleChange]) -> bool:
         quiet = Sink()
-        rules = tuple(_changed(plan, axes[0].name, wanted, changes))
+        rules = tuple(_apply_changes(plan, axes[0].name, wanted, changes))
         infer_layouts(replace(plan, tensor=rules, broken=plan.broken - {"tensor"}), facts, quiet)
         return not quiet.failed
 
@@ -87,7 +87,7 @@ def _blocks(changes: Iterable[RuleChange]) -> list[list[RuleChange]]:
     return list(blocks.values())
 
 
-def _changed(
+def _apply_changes(
     plan: Plan, axis: str, right: Rules, changes: Sequence[RuleChange]
 ) -> Iterator[TensorRule]:
     """Yields the plan's tensor rules with some changes made."""
@@ -98,13 +98,13 @@ def _changed(
         if len(kept) == len(at):
             yield rule
         else:
-            yield from _joined((rule, name) for name, _ in kept)
-    yield from _joined(
+            yield from _join_rules((rule, name) for name, _ in kept)
+    yield from _join_rules(
         (replace(right[at], axis=axis), at[0]) for at in sorted(places) if at in right
     )
 
 
-def _joined(rules: Iterable[tuple[TensorRule, str]]) -> Iterator[TensorRule]:
+def _join_rules(rules: Iterable[tuple[TensorRule, str]]) -> Iterator[TensorRule]:
     """Rules on single modules, with the like modules of one rule joined."""
     joined: dict[tuple[int, tuple[str, ...]], tuple[TensorRule, Modules]] = {}
     for rule, name in rules:

@@ -118,7 +118,7 @@ def verify(
             report_unknown(sink, message, "pass the .plan file")
             return Proof(verdict="unknown")
         facts = load(model, sink, allow_code=allow_code)
-        case = _compiled(files, facts, sink, world_size, tuple(settings))
+        case = _compile(files, facts, sink, world_size, tuple(settings))
         if case is None:
             return Proof(verdict="unknown")
         if case.lowered.code and not allow_code:
@@ -141,7 +141,7 @@ def verify(
         return _run(case, server, sink, timeout)
 
 
-def _compiled(
+def _compile(
     files: Files | None, facts: Facts | None, sink: Sink, world: int, given: tuple[str, ...]
 ) -> _Case | None:
     """The plan compiled for the original model, or None after findings.

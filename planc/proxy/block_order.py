@@ -73,7 +73,7 @@ def block_order(facts: Facts, blocks: str) -> BlockOrder:
 def _order(flow: DataFlow, blocks: str, count: int, *, images: bool) -> BlockOrder:
     """The order around a list of so many blocks; `images` are left out on later stages."""
     every = [c for c in flow.calls if c.name.rpartition(".")[0] == blocks]
-    returned = {_returned(call) for call in every}
+    returned = {_return_count(call) for call in every}
     problem = ""
     if [call.name for call in every] != [f"{blocks}.{i}" for i in range(count)]:
         problem = f"the model does not call the blocks of `{blocks}` once each, in order"
@@ -90,7 +90,7 @@ def _order(flow: DataFlow, blocks: str, count: int, *, images: bool) -> BlockOrd
         return BlockOrder(problem=problem)
     places = [flow.calls.index(every[i]) for i in (0, -1)]
     first, between, last = (
-        {generic(call.name) for call in some if call.weights and not _inside(call, blocks)}
+        {generic(call.name) for call in some if call.weights and not _is_inside(call, blocks)}
         for some in (flow.calls[: places[0]], flow.calls[slice(*places)], flow.calls[places[1] :])
     )
     given, states, again = _crossing(flow, every)
@@ -122,7 +122,7 @@ def _taken_behind(flow: DataFlow, every: Sequence[FlowCall], blocks: str) -> str
         (
             generic(call.name)
             for call in behind
-            if not _inside(call, blocks)
+            if not _is_inside(call, blocks)
             for tensor in call.taken
             if tensor in flow.live - later and flow.hidden(tensor)
         ),
@@ -130,11 +130,11 @@ def _taken_behind(flow: DataFlow, every: Sequence[FlowCall], blocks: str) -> str
     )
 
 
-def _inside(call: FlowCall, blocks: str) -> bool:
+def _is_inside(call: FlowCall, blocks: str) -> bool:
     return call.name == blocks or below(call.name, blocks)
 
 
-def _returned(call: FlowCall) -> int:
+def _return_count(call: FlowCall) -> int:
     """The number of values in the tuple that a call returns; 0 for a tensor, -1 for others."""
     if call.outputs and call.outputs[0][0] is None:
         return 0

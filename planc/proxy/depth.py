@@ -61,7 +61,7 @@ class Depth:
             small["layers_block_type"] = [kinds[i] for i in kept]
             self.kept.setdefault(len(kinds), []).append(tuple(kept))
         for name in named:
-            self._named(config, small, name, inner)
+            self._keep_layers(config, small, name, inner)
 
     def _of_list(self, kinds: list[str]) -> list[int]:
         variants = self.variants.get(len(kinds))
@@ -69,7 +69,7 @@ class Depth:
             return neighbors(list(zip(kinds, variants, strict=True)), self.least)
         return list(_window([(kind,) for kind in kinds], self.least) or range(len(kinds)))
 
-    def _named(
+    def _keep_layers(
         self,
         config: Fields,
         small: dict[str, Any],

@@ -53,20 +53,20 @@ def flow_of(source: FlowSource, facts: Facts) -> DataFlow | str:
     key = cache.entry_name(f"dataflow {FORMAT}", config=source.values)
     of_library = source.values and not facts.code
     text = cache.recall(key) if of_library else None
-    kept = _decoded(text) if isinstance(text, str) else None
+    kept = _decode(text) if isinstance(text, str) else None
     if kept is not None:
         return kept
     if cache.missing():
         return cache.unproved_reason()
-    found = _recorded(source.values, facts)
+    found = _record_flow(source.values, facts)
     if of_library and not isinstance(found, str):
         cache.keep(key, text := encode(found))
-        return _decoded(text) or found
+        return _decode(text) or found
     return found
 
 
 @lru_cache(maxsize=64)
-def _decoded(text: Any) -> DataFlow | None:
+def _decode(text: Any) -> DataFlow | None:
     """One object for a text, which remembers it, and what was inferred from it."""
     found = decode(text)
     if found is not None:
@@ -74,7 +74,7 @@ def _decoded(text: Any) -> DataFlow | None:
     return found
 
 
-def _recorded(values: dict[str, Any], facts: Facts) -> DataFlow | str:
+def _record_flow(values: dict[str, Any], facts: Facts) -> DataFlow | str:
     from planc.proxy.record_flow import record
     from planc.proxy.user_model import builder_of
 

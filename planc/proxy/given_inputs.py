@@ -102,13 +102,15 @@ def given_inputs(inputs: Any, loss: Loss | None, module: nn.Module) -> GivenInpu
         if loss is not None:
             raise ValueError("a loss is given, and not the inputs that it belongs to")
         return None
-    given = GivenInputs(make=_named(inputs) if callable(inputs) else _varied(inputs), loss=loss)
+    given = GivenInputs(
+        make=_checked_inputs(inputs) if callable(inputs) else _vary(inputs), loss=loss
+    )
     if not given.rows(BatchShape()):
         raise ValueError("the inputs have no tensor with `rows` entries on dim 0")
     return given
 
 
-def _named(inputs: Callable[[int, int], Any]) -> MakeInputs:
+def _checked_inputs(inputs: Callable[[int, int], Any]) -> MakeInputs:
     """The user's function, whose mistakes are ValueErrors."""
 
     def make(rows: int, seed: int) -> Mapping[str, Any]:
@@ -166,7 +168,7 @@ def _in_rows(value: Any, rows: int) -> bool:
     return isinstance(value, Tensor) and value.dim() > 0 and len(value) == rows
 
 
-def _varied(example: Any) -> MakeInputs:
+def _vary(example: Any) -> MakeInputs:
     """Batches like an example: its rows in another order, and numbers that differ a little."""
     if not isinstance(example, Mapping):
         raise ValueError(f"the inputs are a {type(example).__name__}, and not arguments by name")

@@ -103,20 +103,24 @@ def choose(model: nn.Module, config: Any, text: Callable[[InputChoice], Inputs])
     """The kinds of input with which most parameters get a gradient; `text` makes a batch."""
     names = forward_arguments(type(model))
     choice, lacks, missing = InputChoice(), [], []
-    best, _ = _reached(model, text, choice)
+    best, _ = _count_gradients(model, text, choice)
     for what in dict.fromkeys(kind.what for kind in INPUT_KINDS):
         some = [k for k in INPUT_KINDS if k.what == what and set(k.needs) <= set(names)]
         tried: list[str] = []
         for kind in some:
             candidate = _with_tokens(model, config, kind)
-            count, why = _reached(model, text, InputChoice(chosen=(*choice.chosen, candidate)))
+            count, why = _count_gradients(
+                model, text, InputChoice(chosen=(*choice.chosen, candidate))
+            )
             if (
                 count < 0
                 and (tokens := _tokens_asked_for(why, model))
                 and candidate.token is not None
             ):
                 candidate = replace(candidate, tokens=tokens)
-                count, why = _reached(model, text, InputChoice(chosen=(*choice.chosen, candidate)))
+                count, why = _count_gradients(
+                    model, text, InputChoice(chosen=(*choice.chosen, candidate))
+                )
             if count > best:
                 best, choice = count, InputChoice(chosen=(*choice.chosen, candidate))
                 break
@@ -128,7 +132,7 @@ def choose(model: nn.Module, config: Any, text: Callable[[InputChoice], Inputs])
     return InputChoice(chosen=choice.chosen, lacks=tuple(lacks), missing="; ".join(missing))
 
 
-def _reached(
+def _count_gradients(
     model: nn.Module, text: Callable[[InputChoice], Inputs], choice: InputChoice
 ) -> tuple[int, str]:
     """The number of parameters that get a gradient; -1 and the reason if the model raises.

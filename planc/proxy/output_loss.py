@@ -45,12 +45,12 @@ def output_loss(found: list[Tensor]) -> Tensor:
     """
     losses = []
     for tensor in found:
-        target = _scattered(tensor.shape[1:], tensor.device)
+        target = _scattered_numbers(tensor.shape[1:], tensor.device)
         losses.append((tensor.float() - target).square().mean())
     return torch.stack(losses).sum()
 
 
-def _scattered(shape: torch.Size, device: torch.device) -> Tensor:
+def _scattered_numbers(shape: torch.Size, device: torch.device) -> Tensor:
     """Numbers between -2 and 2 without a pattern, and without a draw, which would count as one of
     the model's.
     """

@@ -185,7 +185,7 @@ def cut_into(tensor: int, flow: DataFlow) -> tuple[int, ...]:
             made = _cut(view, flow, inner) if inner > 1 else ()
             if len(made) > 2 or any(flow.shapes[t][lead] < flow.shapes[view][lead] for t in made):
                 return made
-            if len(made := _turned(view, flow)) > 2:
+            if len(made := _permuted_ranges(view, flow)) > 2:
                 return made
     return ()
 
@@ -195,7 +195,7 @@ def ranges(tensor: int, flow: DataFlow) -> tuple[int, ...]:
     return _cut(tensor, flow, 1)
 
 
-def _turned(tensor: int, flow: DataFlow) -> tuple[int, ...]:
+def _permuted_ranges(tensor: int, flow: DataFlow) -> tuple[int, ...]:
     """The ranges of a tensor's last dim after others are in another order; else none."""
     others = (t for one in flow.users.get(tensor, ()) if one.moves for t in one.outputs)
     return next((made for t in others if (made := ranges(t, flow))), ())

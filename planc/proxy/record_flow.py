@@ -166,14 +166,14 @@ class _Recorder(TorchFunctionMode):  # type: ignore[misc]
             positional=len(args),
             outputs=(),
             weights=tuple((n, self.number(p)) for n, p in parameters if p is not None),
-            holding=tuple((k, n) for k, v in given for n in self._held(v)),
+            holding=tuple((k, n) for k, v in given for n in self._held_tensors(v)),
             leaf=not any(True for child in module.children() for _ in child.parameters()),
             linear=isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D",
             line=self.line(),
         )
         self.open.append(_Open(call))
 
-    def _held(self, value: Any) -> Iterator[int]:
+    def _held_tensors(self, value: Any) -> Iterator[int]:
         """The tensors in a container that depend on weights."""
         inside = dict(value) if isinstance(value, Mapping) else value
         for tensor in tree_leaves(inside) if isinstance(inside, dict | list | tuple) else ():
@@ -346,7 +346,7 @@ class _Run(NamedTuple):
             shape[dim] = -1
             index = torch.arange(1, source.shape[dim] + 1).to(source.dtype)  # rsqrt takes no zero
             index = index.view(shape).expand(source.shape).contiguous()
-            swap = partial(_swapped, source, index)
+            swap = partial(_swap, source, index)
             try:
                 got = self.again(swap)[0]
             except Exception as error:
@@ -361,7 +361,7 @@ class _Run(NamedTuple):
         return None if kept and every else found
 
 
-def _swapped(one: torch.Tensor, other: torch.Tensor, value: Any) -> Any:
+def _swap(one: torch.Tensor, other: torch.Tensor, value: Any) -> Any:
     return other if value is one else value
 
 

@@ -138,7 +138,7 @@ def _crops(config: Any, rows: int, generator: Any) -> Inputs:
     }
 
 
-def _sized(config: Any, rows: int, generator: Any) -> Inputs:
+def _sized_images(config: Any, rows: int, generator: Any) -> Inputs:
     """One image per row, with its size."""
     found = _images(config, rows, generator)
     return {**found, "image_sizes": torch.tensor([[_side(config)] * 2] * rows)}
@@ -203,7 +203,7 @@ INPUT_KINDS = (
     InputKind("grids", ("pixel_values", "image_grid_thw"), _grid),
     InputKind("grids of images", ("pixel_values", "image_grid_thw"), _grid_of_images),
     InputKind("crops", ("pixel_values", "image_sizes"), _crops),
-    InputKind("sized images", ("pixel_values", "image_sizes"), _sized),
+    InputKind("sized images", ("pixel_values", "image_sizes"), _sized_images),
     InputKind("images", ("pixel_values",), _images),
     InputKind("lists of images", ("pixel_values",), _lists),
     InputKind("spectrum", ("input_features",), _spectrum, _half_of_the_positions),

@@ -122,7 +122,7 @@ def shrink(
     return Shrunk(values=small, kept=depth.kept)
 
 
-def _joined(config: Fields) -> list[int]:
+def _split_head_widths(config: Fields) -> list[int]:
     """The widths of heads that are a rotated and an unrotated part, in any layer."""
     layers = (config, *({**config, **v} for v in (config.get("per_layer_config") or {}).values()))
     parts = ([layer.get(name) for name in fields.QK] for layer in layers)
@@ -147,7 +147,7 @@ class _Shrinker:
         self.depth.shrink(config, small, self.config)
         self._width(config, small)
         self._experts(small)
-        self._rest(small)
+        self._limit_others(small)
         _rope(small)
         _mamba(small)
         _without_last_stages(config, small)
@@ -170,7 +170,7 @@ class _Shrinker:
         for name in fields.HEAD_DIM:
             if number(config.get(name)):
                 small[name] = HEAD
-        if config.get("head_dim") in _joined(config):
+        if config.get("head_dim") in _split_head_widths(config):
             small["head_dim"] = HEAD * len(fields.QK)
         if number(config.get("qk_head_dim")):
             small["qk_head_dim"] = sum(HEAD for n in fields.QK if number(config.get(n)))
@@ -237,7 +237,7 @@ class _Shrinker:
             if number(small.get(name)):
                 small[name] = min(small[name], most)
 
-    def _rest(self, small: dict[str, Any]) -> None:
+    def _limit_others(self, small: dict[str, Any]) -> None:
         scaled = any(small.get(n) for n in ("rope_scaling", "original_max_position_embeddings"))
         scaled = scaled or any(t != "default" for t in _rope_types(small.get("rope_parameters")))
         for name, most in fields.LIMITS.items():
@@ -308,16 +308,18 @@ def _rope(small: dict[str, Any]) -> None:
     head = small.get("qk_rope_head_dim") or small.get("head_dim") or HEAD
     for name in ("rope_scaling", "rope_parameters"):
         if isinstance(small.get(name), Mapping):
-            small[name] = _scaled(small[name], head, small.get("partial_rotary_factor") or 1.0)
+            small[name] = _scale_rotary(
+                small[name], head, small.get("partial_rotary_factor") or 1.0
+            )
 
 
-def _scaled(values: Mapping[str, Any], head: int, partial: float) -> dict[str, Any]:
+def _scale_rotary(values: Mapping[str, Any], head: int, partial: float) -> dict[str, Any]:
     out: dict[str, Any] = {}
     factor = values.get("partial_rotary_factor") or partial
     pairs = int(head * factor) // 2
     for name, value in values.items():
         if isinstance(value, Mapping):
-            out[name] = _scaled(value, head, partial)
+            out[name] = _scale_rotary(value, head, partial)
         elif name in ("short_factor", "long_factor") and isinstance(value, list):
             out[name] = value[:pairs]
         elif name == "mrope_section" and isinstance(value, list):

@@ -51,7 +51,7 @@ def copies_of(module: nn.Module) -> Callable[[], nn.Module]:
             for name, parameter in inner._parameters.items():
                 if parameter is not None and parameter.is_meta:
                     if id(parameter) not in known:
-                        known[id(parameter)] = _filled(parameter)
+                        known[id(parameter)] = _fill(parameter)
                     inner._parameters[name] = known[id(parameter)]
         made = made.to("cpu")
         _draw(made)
@@ -128,7 +128,7 @@ def _draw(model: nn.Module) -> None:
                 parameter.data.copy_(drawn)
 
 
-def _filled(parameter: Any) -> Any:
+def _fill(parameter: Any) -> Any:
     wide = parameter.shape[-1] if parameter.dim() > 1 else 1
     values = torch.randn(parameter.shape) * wide**-0.5
     return nn.Parameter(values, requires_grad=parameter.requires_grad)

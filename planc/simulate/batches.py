@@ -134,14 +134,14 @@ def batches(
             made = uneven
         return made if counted else _late(made)
 
-    padded = replace(_padded(model, labeled(0), ranks, uneven=counted), tokens=tokens)
+    padded = replace(_pad(model, labeled(0), ranks, uneven=counted), tokens=tokens)
     if quick:
         return Batches(steps=((padded,),), counted=counted, ranks=ranks, gradients_alone=True)
     document = math.lcm(*(_document_part(op, lowered) for op in lowered.ops))
     last = labeled(2)
     if uneven and (other := _uneven_length(lowered, length)) and _text(last):
         last = shorter if _runs(model, shorter := labeled(2, other)) else last
-    packed = replace(_packed(model, labeled(1), document), tokens=tokens)
+    packed = replace(_pack(model, labeled(1), document), tokens=tokens)
     # after a step, more numbers fall to the other side of a border
     steps = ((padded, packed), *(() if alone else ((TrialPass(inputs=last, tokens=tokens),),)))
     return Batches(steps=steps, counted=counted, ranks=ranks, gradients_alone=alone)
@@ -168,7 +168,7 @@ def _late(inputs: Inputs) -> Inputs:
     return {**inputs, "labels": labels}
 
 
-def _padded(model: nn.Module, inputs: Inputs, ranks: int, *, uneven: bool) -> TrialPass:
+def _pad(model: nn.Module, inputs: Inputs, ranks: int, *, uneven: bool) -> TrialPass:
     if not _text(inputs):
         return TrialPass(inputs=inputs)
     made = dict(inputs)
@@ -196,7 +196,7 @@ def _document_part(op: Op, lowered: Lowered) -> int:
     return 1
 
 
-def _packed(model: nn.Module, inputs: Inputs, part: int) -> TrialPass:
+def _pack(model: nn.Module, inputs: Inputs, part: int) -> TrialPass:
     """Two documents in each row, of a multiple of `part` tokens, with the row's images in either:
     positions begin again.
     """

@@ -110,11 +110,11 @@ def coupling_module(
     parts = [_outputs(model, {**one.of_rank(rank, ranks), **extra}) for rank in range(ranks)]
     torch.random.set_rng_state(before)
     rows = len(next(iter(one.inputs.values())))
-    mixing = (name for name in whole if _mixed(name, whole, parts, rows))
-    return next(mixing, None) if _mixed("", whole, parts, rows) else None
+    mixing = (name for name in whole if _are_mixed(name, whole, parts, rows))
+    return next(mixing, None) if _are_mixed("", whole, parts, rows) else None
 
 
-def _mixed(
+def _are_mixed(
     name: str, whole: Mapping[str, Tensor], parts: Sequence[Mapping[str, Tensor]], rows: int
 ) -> bool:
     """Whether rows have other outputs together; not of experts, which sort all tokens."""

@@ -61,10 +61,10 @@ class Runs:
                 ranks = [r for r in ranks if len(r.traces) > number]
                 for part in dict.fromkeys(r.part_rank for r in ranks):
                     mine = [r for r in ranks if r.part_rank == part]
-                    trace = self._compared(mine[0].of_trace(number, right.traces[number]))
+                    trace = self._without_towers(mine[0].of_trace(number, right.traces[number]))
                     yield View(name, trace, [r.traces[number] for r in mine])
 
-    def _compared(self, right: Trace) -> Trace:
+    def _without_towers(self, right: Trace) -> Trace:
         """The trace of the single process, without towers that each rank runs on images of its
         own.
         """
@@ -119,7 +119,7 @@ def compare_runs(runs: Runs) -> Outcome:
         found += _later(errors, norm, limit)
     return Outcome(
         verdict="refuted" if found else "proved",
-        discrepancies=(*found, *_means(runs), *_unstated(runs)),
+        discrepancies=(*found, *_means(runs), *_unstated_layouts(runs)),
         logits=logits,
         loss=loss,
         gradient=max((p.error for p in gradients), default=0.0),
@@ -307,7 +307,7 @@ def _sizes(runs: Runs) -> Iterator[Discrepancy]:
                 return
 
 
-def _unstated(runs: Runs) -> Iterator[Discrepancy]:
+def _unstated_layouts(runs: Runs) -> Iterator[Discrepancy]:
     """Yields layouts and redistributions that the plan does not state, whether right or wrong."""
     view = next(runs.views(), None)
     for name, which, layout, _ in observed_layouts.stated_inputs(runs.lowered) if view else ():
@@ -371,7 +371,7 @@ def failed_run(failure: RankFailure, runs: Runs) -> Outcome:
         line=raising_line(error),
         before=_leaf(runs),
     )
-    found = (crash, *([part] if part else []), *_sizes(runs), *_unstated(runs))
+    found = (crash, *([part] if part else []), *_sizes(runs), *_unstated_layouts(runs))
     return Outcome(verdict="refuted", discrepancies=found, modules=_modules(runs, []))
 
 

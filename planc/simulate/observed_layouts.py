@@ -45,7 +45,7 @@ def observed_layouts(
 ) -> tuple[ir.Layout, ...]:
     """Every layout in which the ranks' tensors represent the full tensor; empty for none."""
     if placements := parts[0].placements:
-        return tuple(filter(None, [_named(placements[0])]))
+        return tuple(filter(None, [_layout_of(placements[0])]))
     tensors = [part.tensor for part in parts]
     found: list[ir.Layout] = []
     if all(_same(tensor, wanted, limit) for tensor in tensors):
@@ -63,7 +63,7 @@ def observed_layouts(
     return tuple(found)
 
 
-def _named(placement: object) -> ir.Layout | None:
+def _layout_of(placement: object) -> ir.Layout | None:
     match placement:
         case Replicate():
             return ir.Replicate()
@@ -161,4 +161,4 @@ def redistributions(
 
 
 def _text(spec: Any) -> str:
-    return str(_named(spec.placements[0]) or ir.Partial())
+    return str(_layout_of(spec.placements[0]) or ir.Partial())

@@ -188,7 +188,7 @@ def train_single(
             _other_batches(reference, used, model, batches, lowered)
         if batches.gradients_alone:
             break
-        reference.norms.append(_stepped(model, optimizer, reference))
+        reference.norms.append(_step(model, optimizer, reference))
     if not batches.gradients_alone:
         reference.parameters, reference.states = _parameters(model), _states(model, optimizer)
     reference.uneven = used.uneven(lowered)
@@ -207,11 +207,11 @@ def _microbatches(lowered: Lowered, batches: Batches) -> tuple[int, float]:
     return parts, 1.0 if batches.counted else 1 / parts
 
 
-def _stepped(model: nn.Module, optimizer: torch.optim.Optimizer, reference: Reference) -> Tensor:
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer, reference: Reference) -> Tensor:
     """The norm of all gradients, with which the optimizer has stepped."""
     trained = [p for p in model.parameters() if p.grad is not None]
     norm: Tensor = nn.utils.clip_grad_norm_(trained, MAX_NORM)
-    own = _parameters_of(_steered, model, optimizer)
+    own = _parameters_of(_is_sign_sensitive, model, optimizer)
     reference.steered.append({n: g for n, g in _gradients(model).items() if n in own})
     optimizer.step()
     optimizer.zero_grad()
@@ -246,7 +246,7 @@ def _other_batches(
     first, extra = batches.steps[0][0], batches.extra(0)
     before = {p: p.grad for p in model.parameters()}
     model.zero_grad(set_to_none=True)
-    reference.whole = _whole(model, batches, gradient_scale(lowered))
+    reference.whole = _full_batch_gradients(model, batches, gradient_scale(lowered))
     if reference.of_whole_batches()[1] > LIMIT:
         reference.coupling = coupling_module(model, first, extra, batches.ranks)
     if used.looked:
@@ -255,7 +255,7 @@ def _other_batches(
         parameter.grad = gradient
 
 
-def _whole(model: nn.Module, batches: Batches, scale: float) -> Tensors:
+def _full_batch_gradients(model: nn.Module, batches: Batches, scale: float) -> Tensors:
     """The gradients with all rows of a pass in one batch."""
     extra = {name: value * batches.ranks for name, value in batches.extra(0).items()}
     for one in batches.steps[0]:
@@ -390,7 +390,7 @@ def _changes(group: Mapping[str, Any]) -> bool:
     return group.get("algorithm") in ("muon", "class")
 
 
-def _steered(group: Mapping[str, Any]) -> bool:
+def _is_sign_sensitive(group: Mapping[str, Any]) -> bool:
     """Whether a gradient that is off by a rounding may be another sign, or another code."""
     return group.get("algorithm") == "class" or "block" in group
 

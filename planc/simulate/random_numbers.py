@@ -123,13 +123,13 @@ class Replayed(TorchDispatchMode):  # type: ignore[misc]
             self._at += 1
             if len(parts) < len(self._drawn):
                 self._tell("a rank draws less often than one process", None)
-            elif (whole := self._whole(parts, own.shape)) is not None:
+            elif (whole := self._full_tensor(parts, own.shape)) is not None:
                 own.copy_(whole)
                 if isinstance(out, tuple):  # native_dropout: the masked input, and the mask
                     out[0].copy_(args[0] * own / (1 - args[1]))
         return out
 
-    def _whole(self, parts: list[torch.Tensor], shape: torch.Size) -> torch.Tensor | None:
+    def _full_tensor(self, parts: list[torch.Tensor], shape: torch.Size) -> torch.Tensor | None:
         same = all(torch.equal(part, parts[0]) for part in parts)
         if all(part.shape == shape for part in parts):
             if not same:

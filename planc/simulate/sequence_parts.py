@@ -31,7 +31,7 @@ class RankPart:
         """The rank's part of an output."""
         raise NotImplementedError
 
-    def _seen(self, right: Seen, mine: Seen | None) -> Seen:
+    def _part_of(self, right: Seen, mine: Seen | None) -> Seen:
         """The rank's part of what a module got or gave; `mine` is what it did on the rank."""
         raise NotImplementedError
 
@@ -42,8 +42,8 @@ class RankPart:
         calls = {}
         for name, call in trace.calls.items():
             mine = own.calls.get(name, call) if self.behind else ModuleCall(line="")
-            inputs = {k: self._seen(v, mine.inputs.get(k)) for k, v in call.inputs.items()}
-            output = call.output and self._seen(call.output, mine.output)
+            inputs = {k: self._part_of(v, mine.inputs.get(k)) for k, v in call.inputs.items()}
+            output = call.output and self._part_of(call.output, mine.output)
             calls[name] = ModuleCall(line=call.line, inputs=inputs, output=output)
         return Trace(calls=calls, finished=trace.finished)
 
@@ -76,7 +76,7 @@ class BatchPart(RankPart):
             return self.of(value.unflatten(0, (rows, -1))).flatten(0, 1)
         return value
 
-    def _seen(self, right: Seen, mine: Seen | None) -> Seen:
+    def _part_of(self, right: Seen, mine: Seen | None) -> Seen:
         """The rank's part of a tensor, or all of it where the rank has as much."""
         if mine is not None and mine.tensor.shape == right.tensor.shape:
             return right
@@ -101,7 +101,7 @@ class ImagePart(RankPart):
         """Outputs of the model are whole."""
         return value
 
-    def _seen(self, right: Seen, mine: Seen | None) -> Seen:
+    def _part_of(self, right: Seen, mine: Seen | None) -> Seen:
         """The rank's part of a tensor: text, and its run of the patches."""
         if mine is None or mine.tensor.dim() != right.tensor.dim():
             return right

@@ -61,7 +61,7 @@ class _Shared:
                 self._known[key] = self._propagate(schema), meshes
             found, theirs = self._known[key]
             try:
-                return _on(dict(zip(theirs, meshes, strict=True)), found)
+                return _on_meshes(dict(zip(theirs, meshes, strict=True)), found)
             except _PrivateError:
                 return found if theirs is meshes else self._propagate(schema)
 
@@ -72,7 +72,7 @@ def _key(value: Any, meshes: list[DeviceMesh]) -> object:
         case DTensorSpec():
             if value.mesh not in meshes:
                 meshes.append(value.mesh)
-            order = _placed(value)
+            order = _placement_fields(value)
             return meshes.index(value.mesh), value.placements, value.tensor_meta, *order.values()
         case list() | tuple():
             return type(value), *(_key(one, meshes) for one in value)
@@ -85,7 +85,7 @@ def _key(value: Any, meshes: list[DeviceMesh]) -> object:
     return type(value), value
 
 
-def _placed(spec: DTensorSpec) -> dict[str, Any]:
+def _placement_fields(spec: DTensorSpec) -> dict[str, Any]:
     """The order of shards, which a spec with strided shards derives itself."""
     if any(type(placement) not in _STATELESS for placement in spec.placements):
         raise _PrivateError
@@ -96,27 +96,27 @@ def _placed(spec: DTensorSpec) -> dict[str, Any]:
     }
 
 
-def _on(meshes: Mapping[DeviceMesh, DeviceMesh], value: Any) -> Any:
+def _on_meshes(meshes: Mapping[DeviceMesh, DeviceMesh], value: Any) -> Any:
     """A propagated value on the meshes of another rank."""
     match value:
         case OutputSharding():
-            output, inputs = _on(meshes, [value.output_spec, value.redistribute_schema])
+            output, inputs = _on_meshes(meshes, [value.output_spec, value.redistribute_schema])
             sized = value.use_val_from_redistribute_schema  # with sizes of local shards
             if sized and not all(map(_even, [output, *inputs.args_spec])):
                 raise _PrivateError
             return OutputSharding(output, inputs, value.needs_redistribute, sized)
         case OpSchema():
-            given, named = _on(meshes, [value.args_schema, value.kwargs_schema])
+            given, named = _on_meshes(meshes, [value.args_schema, value.kwargs_schema])
             return OpSchema(value.op, given, named, value.schema_info)
         case DTensorSpec():
             if value.mesh not in meshes:
                 raise _PrivateError
-            mesh, order = meshes[value.mesh], _placed(value)
+            mesh, order = meshes[value.mesh], _placement_fields(value)
             return DTensorSpec(mesh, value.placements, value.tensor_meta, **order)
         case list() | tuple():
-            return type(value)([_on(meshes, one) for one in value])
+            return type(value)([_on_meshes(meshes, one) for one in value])
         case dict():
-            return {name: _on(meshes, one) for name, one in value.items()}
+            return {name: _on_meshes(meshes, one) for name, one in value.items()}
     return value
 
 

@@ -84,7 +84,7 @@ def _outcome(
     builder: ModelBuilder, lowered: Lowered, *, quick: bool, uneven: bool
 ) -> tuple[Outcome, bool]:
     """The outcome of one simulation, and whether it refutes the plan by the last pass alone."""
-    prepared = _prepared(builder, lowered, quick=quick, uneven=uneven)
+    prepared = _prepare(builder, lowered, quick=quick, uneven=uneven)
     if isinstance(prepared, Outcome):
         return prepared, False
     runs, models = prepared
@@ -99,7 +99,7 @@ def _outcome(
     return outcome, uneven and at_last and bool(outcome.discrepancies)
 
 
-def _prepared(
+def _prepare(
     builder: ModelBuilder, lowered: Lowered, *, quick: bool, uneven: bool
 ) -> tuple[Runs, list[nn.Module]] | Outcome:
     """The results of the single process, and a model for each rank; or why nothing can be run."""
@@ -132,7 +132,7 @@ def _prepared(
 
 def _run(models: list[nn.Module], runs: Runs) -> RankFailure | None:
     """Trains the models, each as one rank."""
-    name, styled = digest(runs.lowered), set(_styled(runs.lowered))
+    name, styled = digest(runs.lowered), set(_styled_modules(runs.lowered))
 
     def rank(number: int) -> None:
         model, result = models[number], runs.results[number]
@@ -152,7 +152,7 @@ def _run(models: list[nn.Module], runs: Runs) -> RankFailure | None:
         return run_ranks(len(models), rank, time_limit())
 
 
-def _styled(lowered: Lowered) -> Iterator[str]:
+def _styled_modules(lowered: Lowered) -> Iterator[str]:
     """Yields the modules whose computation a style distributes."""
     for op in lowered.styles:
         if not isinstance(op.style, ir.Input | ir.Output):

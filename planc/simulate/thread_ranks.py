@@ -100,7 +100,7 @@ def _run_threads(
         except SystemExit:  # another rank has raised, and this one waited for it
             pass
 
-    with _threaded() as (groups, waits):
+    with _install_threads() as (groups, waits):
         threads = [threading.Thread(target=body, args=(r,), daemon=True) for r in ranks]
         for thread in threads:
             thread.start()
@@ -170,7 +170,7 @@ def without_logs() -> Iterator[None]:
 
 
 @contextmanager
-def _threaded() -> Iterator[tuple[Any, dict[int, Any]]]:
+def _install_threads() -> Iterator[tuple[Any, dict[int, Any]]]:
     """Installs the process group of threads.
 
     Yields:
@@ -191,11 +191,11 @@ def _threaded() -> Iterator[tuple[Any, dict[int, Any]]]:
         with (
             warnings.catch_warnings(),
             without_logs(),
-            mock.patch.object(groups, "_start_coll", _matched(groups)),
+            mock.patch.object(groups, "_start_coll", _match_collectives(groups)),
             mock.patch.object(multi_threaded_pg.Collective, "join", _joining(waits)),
             messages(groups, waits),
             # collectives are done when they return; torch warns at exit of those not waited for
-            mock.patch.object(_functional_collectives, "_maybe_wrap_tensor", _waited),
+            mock.patch.object(_functional_collectives, "_maybe_wrap_tensor", _wait),
             mock.patch.object(torch.random, "default_generator", RankGenerators()),
             # init_process_group puts a rank before each line of every later traceback
             mock.patch.object(sys, "excepthook", sys.excepthook),
@@ -224,12 +224,12 @@ def _joining(waits: dict[int, Any]) -> Callable[[Any, int, Any], Any]:
     return noted
 
 
-def _waited(tensor: torch.Tensor) -> torch.Tensor:
+def _wait(tensor: torch.Tensor) -> torch.Tensor:
     waited: torch.Tensor = _functional_collectives.wait_tensor(tensor)
     return waited
 
 
-def _matched(groups: Any) -> Callable[[Any, Any], Any]:
+def _match_collectives(groups: Any) -> Callable[[Any, Any], Any]:
     """`_start_coll`, which gives ranks their common collective, with a check that it is the same
     one for all of them.
     """
@@ -262,13 +262,13 @@ def _join(
         idle = idle + 1 if failures and all(t.ident in waits for t in alive) else 0
         if idle == _LOOKS:
             return RankFailure(message="a rank failed")
-        if _deadlocked(alive, waits):
+        if _is_deadlock(alive, waits):
             text = "the ranks wait for each other: not all of them call the same collectives"
             return RankFailure(message=text)
     return None
 
 
-def _deadlocked(threads: list[threading.Thread], waits: Mapping[int, Any]) -> bool:
+def _is_deadlock(threads: list[threading.Thread], waits: Mapping[int, Any]) -> bool:
     """Whether every rank waits in a collective that has not all of its ranks.
 
     A rank may be on its way into a collective or out of it for as long as other work takes the

@@ -625,7 +625,7 @@ def test_which_modules_are_called_is_known_from_the_data_flow(monkeypatch):
     facts = load("llama-3.2-1b", Sink())
     names, reason = called_modules.called_modules(facts)
     assert {"model.layers.*", "model.layers.*.mlp.up_proj"} <= names and not reason
-    monkeypatch.setattr(flow, "_recorded", lambda *_: pytest.fail("it was run again"))
+    monkeypatch.setattr(flow, "_record_flow", lambda *_: pytest.fail("it was run again"))
     assert called_modules.called_modules(facts) == (names, "")
 
 

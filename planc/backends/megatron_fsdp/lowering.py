@@ -30,7 +30,7 @@ def lowered(plan: Plan, op: MegatronShard, facts: Facts, holdings: Holdings) -> 
         # its parameters with `.experts.` in their names are experts' for megatron_fsdp
         experts=any(m.module.parameters and "experts" in m.path[1:] for m in facts.model.below()),
         nbytes=sum(len(h.modules) * _at_rest(h, op, section, plan) for h in holdings.all),
-        gathered=max((_gathered(m, holdings) for m in members), default=0),
+        gathered=max((_gathered_bytes(m, holdings) for m in members), default=0),
     )
 
 
@@ -50,6 +50,6 @@ def _at_rest(holding: Holding, op: MegatronShard, section: Fsdp, plan: Plan) -> 
     return model + main // width * DTYPE_BYTES[op.main_params]
 
 
-def _gathered(member: Modules, holdings: Holdings) -> int:
+def _gathered_bytes(member: Modules, holdings: Holdings) -> int:
     inside = [h for h in holdings.all if h.unit and not h.unit.root and h.modules.within(member)]
     return sum(len(h.modules) * h.whole(None) for h in inside) // len(member)
