@@ -1,4 +1,4 @@
-"""What is asked about a plan: `planc.check`, `lower`, `diff`, `why`, `verify` and `init`."""
+"""Answers questions about a plan: `planc.check`, `lower`, `diff`, `why`, `verify` and `init`."""
 
 from __future__ import annotations
 

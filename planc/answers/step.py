@@ -1,4 +1,4 @@
-"""What a step takes: `planc.estimate` and `planc.measure`."""
+"""Memory and time of a step: `planc.estimate` and `planc.measure`."""
 
 from __future__ import annotations
 

@@ -125,8 +125,8 @@ _COUPLED_STEPS = 12  # estimates of a rate grow after some steps
 def _first_changed(
     optimizer: Optimizer, groups: Sequence[Sequence[_Layout]], other: Callable[[int], float]
 ) -> Tensor | None:
-    """What some steps make of the first parameter, beside others with these gradients; None if they
-    cannot be made.
+    """The first parameter after some steps, next to other parameters with these gradients; None if
+    the optimizer cannot be tried.
     """
     with random_numbers_kept():
         torch.random.default_generator.manual_seed(0)

@@ -30,7 +30,7 @@ NUMBERS = len(_UNKNOWN)
 
 @dataclass(frozen=True, slots=True)
 class LossRows:
-    """What the loss of a pass takes on one rank.
+    """The tokens that the loss of a pass counts on one rank.
 
     Args:
         tokens: their number; -1 if the loss is not known to be a cross entropy.
@@ -76,7 +76,7 @@ def received(bits: Sequence[int]) -> LossRows:
 
 
 def nothing_sent(device: str) -> Tensor:
-    """What a rank sends whose last pass was not measured."""
+    """The numbers that a rank sends if its last pass was not measured."""
     return torch.tensor(_UNKNOWN, dtype=torch.float64, device=device).view(torch.int64)
 
 
@@ -149,8 +149,8 @@ def measured(logits: Tensor, gradient: Tensor, labels: Tensor | None) -> Tensor:
 
 
 def _of_chunk(logits: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Which tokens have a gradient, their labels, and sums over those with a certain weight: their
-    number, their weights, the squares of the gradient that is no cross entropy's, and of all.
+    """The tokens that have a gradient, their labels, and sums over the tokens with a certain weight:
+    number, weights, squares of the gradient that is not a cross entropy's, and squares of all.
     """
     gradient = gradient.float()
     taken = gradient.ne(0).any(-1)
@@ -167,8 +167,8 @@ def _of_chunk(logits: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]
 
 
 def _strayed(taken: Tensor, targets: Tensor, labels: Tensor) -> Tensor:
-    """How many tokens have another label in the loss, or are left out because a part of a sequence
-    was shifted by itself: the last one of each row. Zero for a loss of other labels altogether.
+    """The number of tokens that have another label in the loss, or are left out because a part of a
+    sequence was shifted by itself: the last one of each row. Zero for a loss of other labels altogether.
     """
     labels = labels.to(targets.device)
     wrong, right = taken & (targets != labels), taken & (targets == labels)

@@ -20,8 +20,8 @@ Hook = Callable[[nn.Module, Any, Any], None]
 
 
 def padding_dependence(config: Any) -> str:
-    """What of a model of transformers depends on the padded length, in words; empty if nothing
-    is known to.
+    """Describes the part of a transformers model that depends on the padded length; empty if none
+    is known.
     """
     if getattr(config, "feat_extract_norm", None) == "group":
         return "its group norm takes the mean over all samples of a row (`feat_extract_norm`)"
@@ -31,8 +31,8 @@ def padding_dependence(config: Any) -> str:
 
 
 def lengths_hook(model: nn.Module, lowered: Lowered, meshes: Meshes) -> Hook | None:
-    """What compares the padded lengths of data ranks before each forward pass with gradients; None
-    for a model that does not depend on them. It costs an all-reduce of two numbers over each data
+    """Returns a hook that compares the padded lengths of data ranks before each forward pass with
+    gradients; None for a model that does not depend on them. It costs an all-reduce of two numbers over each data
     axis, and a wait for the device.
     """
     reason = padding_dependence(getattr(model, "config", None))
