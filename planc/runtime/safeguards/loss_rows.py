@@ -149,8 +149,8 @@ def measured(logits: Tensor, gradient: Tensor, labels: Tensor | None) -> Tensor:
 
 
 def _of_chunk(logits: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The tokens that have a gradient, their labels, and sums over the tokens with a certain weight:
-    number, weights, squares of the gradient that is not a cross entropy's, and squares of all.
+    """The tokens that have a gradient, their labels, and sums over the tokens with a certain
+    weight: number, weights, squares of the gradient that is not a cross entropy's, and of all.
     """
     gradient = gradient.float()
     taken = gradient.ne(0).any(-1)
@@ -168,7 +168,8 @@ def _of_chunk(logits: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]
 
 def _strayed(taken: Tensor, targets: Tensor, labels: Tensor) -> Tensor:
     """The number of tokens that have another label in the loss, or are left out because a part of a
-    sequence was shifted by itself: the last one of each row. Zero for a loss of other labels altogether.
+    sequence was shifted by itself: the last one of each row. Zero for a loss of other labels
+    altogether.
     """
     labels = labels.to(targets.device)
     wrong, right = taken & (targets != labels), taken & (targets == labels)

@@ -32,8 +32,8 @@ def padding_dependence(config: Any) -> str:
 
 def lengths_hook(model: nn.Module, lowered: Lowered, meshes: Meshes) -> Hook | None:
     """Returns a hook that compares the padded lengths of data ranks before each forward pass with
-    gradients; None for a model that does not depend on them. It costs an all-reduce of two numbers over each data
-    axis, and a wait for the device.
+    gradients; None for a model that does not depend on them. It costs an all-reduce of two numbers
+    over each data axis, and a wait for the device.
     """
     reason = padding_dependence(getattr(model, "config", None))
     if not reason or not lowered.wide_data:
