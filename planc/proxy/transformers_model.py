@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -135,12 +136,16 @@ class TransformersBuilder:
                 self._choice = choose(model, self._part, lambda c: self._inputs(c, BatchShape()))
         return self._choice
 
-    def choose_on_fakes(self, model: nn.Module) -> None:
-        """Finds the inputs besides text with a model of fake tensors, inside a `FakeTensorMode`."""
+    def choose_on_fakes(self, build: Callable[[], nn.Module]) -> None:
+        """Finds the inputs besides text, inside a `FakeTensorMode`.
+
+        Args:
+            build: builds the model on fake tensors; called only if the model takes such inputs.
+        """
         if self._choice is None:
             self._choice = InputChoice()
             if takes_more_than_text(self._cls):
-                self._choice = choose(model, self._part, self._fake_inputs)
+                self._choice = choose(build(), self._part, self._fake_inputs)
 
     def _fake_inputs(self, choice: InputChoice) -> dict[str, Any]:
         with unset_fake_temporarily():

@@ -7,7 +7,9 @@ collectives return at once. Imports torch.
 
 import math
 
-from planc.compat.fakes import FakeTensorMode
+from torch import nn
+
+from planc.compat.fakes import FakeTensorMode, unset_fake_temporarily
 from planc.diagnostics.diagnostic import PlanError, first_line
 from planc.model.sources.huggingface import one_sequence_a_row, quiet, uncounted_images
 from planc.ops.document import digest
@@ -38,7 +40,7 @@ Builder = TransformersBuilder | UserModelBuilder
 @without_logs()
 def run_at_real_size(builder: Builder, lowered: Lowered) -> Outcome:
     """The outcome of one forward and backward pass: `refuted`, with a `crash`, if the rank raises
-    and a single process does not; `unknown` if a single process does not run on fake tensors.
+    and a single process does not; `unknown` if neither runs on fake tensors.
     """
     if reason := busy():
         return Outcome(verdict="unknown", reason=reason)
@@ -46,39 +48,53 @@ def run_at_real_size(builder: Builder, lowered: Lowered) -> Outcome:
     for length in LENGTHS:
         try:
             inputs = _inputs(builder, lowered, length)
+            found, late = _run(builder, lowered, inputs)
+            if late:
+                return Outcome(verdict="unknown", reason=late)
+            if found is None:
+                return Outcome(verdict="proved")
+            _run_single(builder, inputs)
         except Exception as error:
             if crash is not None:  # the model has no rows of this length
                 break
             reason = f"one process does not run on tensors without values: {first_line(error)}"
             return Outcome(verdict="unknown", reason=reason)
-        crash, late = _run(builder, lowered, inputs)
-        if late:
-            return Outcome(verdict="unknown", reason=late)
-        if crash is None:
-            return Outcome(verdict="proved")
+        crash = found
     assert crash is not None
     return Outcome(verdict="refuted", discrepancies=(crash,))
 
 
 def _inputs(builder: Builder, lowered: Lowered, length: int) -> Inputs:
-    """Inputs of a rank, with which a single process runs on fake tensors.
+    """Inputs of a rank.
 
     Raises:
-        Exception: the single process does not run.
+        Exception: the model does not accept rows of this length.
     """
     split = math.prod(a.size for a in lowered.axes if a.name not in lowered.data)
     multiples = (op.token_multiple for op in lowered.ops)
     shape = BatchShape(rows=ROWS, length=math.lcm(length * split, *multiples))
-    model, fake = builder.build_on_meta(), _fake_tensors()
-    with one_sequence_a_row(), uncounted_images():
-        with fake:
-            with_memory(model, "cpu")
-            if isinstance(builder, TransformersBuilder):
-                builder.choose_on_fakes(model)
-        inputs = builder.sample(shape)
-        with fake:
-            model(**fake_inputs(inputs)).loss.backward()
-    return inputs
+    if isinstance(builder, TransformersBuilder):
+        with one_sequence_a_row(), uncounted_images(), _fake_tensors():
+            builder.choose_on_fakes(lambda: _single(builder))
+    return builder.sample(shape)
+
+
+def _single(builder: Builder) -> nn.Module:
+    """The model of a single process, inside a `FakeTensorMode`."""
+    with unset_fake_temporarily():
+        model = builder.build_on_meta()
+    with_memory(model, "cpu")
+    return model
+
+
+def _run_single(builder: Builder, inputs: Inputs) -> None:
+    """Runs a single process on the inputs.
+
+    Raises:
+        Exception: it does not run on fake tensors.
+    """
+    with one_sequence_a_row(), uncounted_images(), _fake_tensors():
+        _single(builder)(**fake_inputs(inputs)).loss.backward()
 
 
 def _run(builder: Builder, lowered: Lowered, inputs: Inputs) -> tuple[Discrepancy | None, str]:
