@@ -4,6 +4,8 @@ Small models are tried on inputs of several kinds, and what they refuse is left 
 machine, or a bug of the code, says nothing of the inputs.
 """
 
+import re
+
 import torch
 from torch import distributed
 
@@ -20,10 +22,12 @@ def of_the_machine(error: Exception) -> bool:
 
 
 def refuses_inputs(error: Exception) -> bool:
-    """Whether a model raises this for inputs that it does not take: their names, shapes and
-    numbers, or an argument that is missing.
+    """Whether a model raises this for inputs that it does not accept: their names, shapes and
+    numbers, a missing argument, or a field that its configuration lacks, which code shared by many
+    models reads for such inputs.
     """
     if of_the_machine(error):
         return False
-    missing = isinstance(error, AttributeError) and "NoneType" in str(error)
+    lacks = re.search(r"NoneType|Config' object has no attribute", str(error))
+    missing = isinstance(error, AttributeError) and lacks is not None
     return missing or type(error) is RuntimeError or isinstance(error, _REFUSALS)

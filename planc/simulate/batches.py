@@ -238,7 +238,7 @@ def _counts(model: nn.Module, inputs: Inputs) -> bool:
     """Whether the model's loss depends on `num_items_in_batch`.
 
     Raises:
-        Exception: the model raises one that is not about this argument.
+        Exception: the model raises one that says nothing of its inputs.
     """
     if not _text(inputs) or getattr(model, "accepts_loss_kwargs", None) is False:
         return False
@@ -248,6 +248,8 @@ def _counts(model: nn.Module, inputs: Inputs) -> bool:
             with torch.no_grad(), torch.random.fork_rng(devices=()):
                 torch.random.default_generator.manual_seed(0)
                 losses.append(float(model(**inputs, **{COUNT: count}).loss))
-    except TypeError:
+    except Exception as error:
+        if not refuses_inputs(error):
+            raise
         return False
     return losses[0] != losses[1]

@@ -67,7 +67,7 @@ def test_the_codes_of_the_source_are_those_with_a_page():
 
 def test_findings_have_the_severity_that_the_registry_gives():
     """The calls of a code with two severities decide between them; any other call states one."""
-    errors = ("problem", "stop", "_nested", "refused", "_along", "_Found", "_changed")
+    errors = ("problem", "stop", "_report_nested", "refused", "_along", "_Found", "_changed")
     errors += ("Requirement",)  # a package that a plan needs
     always = dict.fromkeys(errors, "error")
     found = {}

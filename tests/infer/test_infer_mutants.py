@@ -58,7 +58,9 @@ def one_block_less(kind, name):
 
     def fault(rules):
         old = found(rules, kind, name)
-        rest = old.modules.with_entries(old.modules.entries - type(old.modules.entries).of([0]))
+        rest = old.modules.with_entries(
+            old.modules.entries - type(old.modules.entries).from_numbers([0])
+        )
         return [replace(r, modules=rest) if r is old else r for r in rules]
 
     return fault

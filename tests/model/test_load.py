@@ -344,7 +344,7 @@ def test_the_configuration_of_an_export_is_read_back(home, name):
     model = huggingface._on_meta(lambda: cls._from_config(part))
     (home / "export").mkdir()
     lowered = SimpleNamespace(every=lambda _kind: [], model=first.name)
-    saving._describe(home / "export", model, lowered, None)
+    saving._describe(home / "export", model, lowered, None, [*model.state_dict()])
     written = (home / "export" / "config.json").read_text()
     assert '"__float__": "Infinity"' in written
     again, said = found(home / "export")

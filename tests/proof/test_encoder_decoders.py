@@ -87,7 +87,7 @@ def test_what_the_page_says_of_encoders_with_decoders(tmp_path, family, at, said
         assert not errors, errors[0].message
         return
     (error,) = errors
-    assert said == f"[{error.code}](../diagnostics/{error.code}.md)"
+    assert said == f"[{error.code}](diagnostics/{error.code}.md)"
     # the reason, and the line of the plan that asks for what there is not
     reason = {"PL526": "by its token ids"}.get(error.code, "is an encoder with a decoder")
     assert reason in " ".join((error.message, *error.facts))

@@ -370,6 +370,7 @@ REFUSALS = (
     IndexError("index out of range in self"),
     RuntimeError("The size of tensor a (3) must match the size of tensor b (4)"),
     AttributeError("'NoneType' object has no attribute 'shape'"),
+    AttributeError("'BltConfig' object has no attribute 'num_hidden_layers'"),
 )
 FAULTS = (
     MemoryError(),
