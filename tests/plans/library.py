@@ -1,4 +1,4 @@
-"""Writes the table in docs/library.md: every family of the shipped plans, and its largest error.
+"""Writes the table in docs/generated/plans.md: every family of the shipped plans, and its error.
 
 It runs each case of `test_plans.py` on four gloo processes, which takes some minutes:
 
@@ -10,7 +10,7 @@ and only some of them, by their names in `families.py`, where they are given.
 import sys
 from pathlib import Path
 
-PAGE = Path(__file__).parents[2] / "docs" / "library.md"
+PAGE = Path(__file__).parents[2] / "docs" / "generated" / "plans.md"
 HEAD = "|---|---|---|---|---|---|\n"
 
 
@@ -115,8 +115,7 @@ def main():
     from test_plans import ALSO, ALWAYS, CASES
 
     pool = Pool()
-    before, _, after = PAGE.read_text().partition(HEAD)
-    table, gap, after = after.partition("\n\n")
+    before, _, table = PAGE.read_text().partition(HEAD)
     rows = {_name(row): row for row in table.splitlines()} if sys.argv[1:] else {}
     for model, plan in CASES + ALSO + ALWAYS:
         if not sys.argv[1:] or model in sys.argv[1:]:
@@ -124,7 +123,7 @@ def main():
             rows[_name(made)] = made
             print(made, file=sys.stderr)
     pool.close()
-    PAGE.write_text(before + HEAD + "\n".join(sorted(rows.values())) + gap + after)
+    PAGE.write_text(before + HEAD + "\n".join(sorted(rows.values())) + "\n")
 
 
 def _name(line):
