@@ -46,9 +46,9 @@ def apply(
 ) -> Run:
     """Parallelizes a model over the ranks of this run, in place, according to a plan.
 
-    What `planc check` and `planc verify` found of the plan on this machine is looked up by its
-    digest and by the functions that the model runs; rank 0 logs it, with every warning of the
-    checks. Nothing is simulated unless asked.
+    Rank 0 logs the warnings of the checks, and the verdict of `planc check` or `planc verify` on
+    this machine. The verdict is stored by the digest of the lowered plan and by the functions that
+    the model runs. Nothing is simulated unless asked.
 
     Args:
         model: a module with parameters on meta, CPU or CUDA that is not parallel yet.

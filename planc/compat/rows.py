@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from planc.diagnostics.diagnostic import one_of
+
 LIBRARIES = ("torch", "transformers")
 """The libraries whose minor versions a row stands for."""
 
@@ -50,6 +52,14 @@ def minor(version: str) -> str:
 def tested(library: str) -> list[str]:
     """The minor versions of a library that a row ran with, in the order of the rows."""
     return list(dict.fromkeys(minor(row.pins[library]) for row in ROWS if row.ran))
+
+
+def untested_message(installed: Mapping[str, str]) -> str:
+    """The message of PL744; empty if rows ran with all versions. The argument is as of
+    `untested`.
+    """
+    others = untested(installed)
+    return f"planc is not tested with {one_of(others)}" if others else ""
 
 
 def untested(installed: Mapping[str, str]) -> list[str]:

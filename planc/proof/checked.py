@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from planc.compat import rows
 from planc.compiler import Compiled
 from planc.diagnostics import render
-from planc.diagnostics.diagnostic import Diagnostic, Sink, one_of
+from planc.diagnostics.diagnostic import Diagnostic, Sink
 from planc.model import cache
 from planc.ops import phrases
 from planc.simulate import certificate
@@ -36,9 +36,9 @@ class Findings(tuple[Diagnostic, ...]):
 
 def note_untested_versions(sink: Sink) -> None:
     """Adds PL744 for installed libraries of versions that no row of tests ran with."""
-    if others := rows.untested(cache.environment()):
+    if message := rows.untested_message(cache.environment()):
         advice = "`planc verify` proves the plan with these versions on real processes"
-        sink.info("PL744", f"planc is not tested with {one_of(others)}", help=advice)
+        sink.info("PL744", message, help=advice)
 
 
 def known_certificate(compiled: Compiled, sink: Sink) -> Certificate | None:

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from planc.compat import rows
 from planc.compat.names import missing_name
 from planc.compat.recompute import CheckpointWrapper
-from planc.diagnostics.diagnostic import PlanError, first_line, one_of
+from planc.diagnostics.diagnostic import PlanError, first_line
 from planc.model import cache
 from planc.model.sources.isolation import quiet_imports
 from planc.ops import phrases
@@ -214,8 +214,8 @@ def _tell(lowered: Lowered, digest: str, known: KnownVerdict | None, taken: floa
     """Logs that a plan is applied, and the verdict on it, as a warning if it is not proved."""
     plan, mesh = (lowered.plan, digest[:12]), phrases.mesh(lowered.axes)
     _log.info("plan %s (%s) applied to %s on %s in %.2f s", *plan, lowered.model, mesh, taken)
-    if others := rows.untested(cache.environment()):
-        warning("PL744", f"planc is not tested with {one_of(others)}")
+    if message := rows.untested_message(cache.environment()):
+        warning("PL744", message)
     if known is not None:
         level = logging.INFO if known.level in ("proved", "verified") else logging.WARNING
         text = "; ".join(filter(None, (known.text, lowered.summed_gradients)))

@@ -435,11 +435,11 @@ def test_a_cross_entropy_is_known_by_the_gradient_of_logits(loss, weight, monkey
     logits, gradient = logit_gradient(loss, LABELS)
     for entries in (7, 2**20):  # in chunks of a token, and in one
         monkeypatch.setattr(loss_rows, "_ENTRIES", entries)
-        tokens, found, strayed = loss_rows.measured(logits, gradient, LABELS).tolist()
+        tokens, found, strayed = loss_rows.measure_rows(logits, gradient, LABELS).tolist()
         assert (tokens, strayed) == (7, 0)
         assert found == pytest.approx(weight, rel=0.01)
     gradient[0, 0] *= 3  # tokens with weights of their own
-    assert loss_rows.measured(logits, gradient, None)[0] == 7
+    assert loss_rows.measure_rows(logits, gradient, None)[0] == 7
 
 
 @pytest.mark.parametrize(
@@ -453,12 +453,12 @@ def test_a_cross_entropy_is_known_by_the_gradient_of_logits(loss, weight, monkey
     ],
 )
 def test_another_loss_is_not_known(loss):
-    assert loss_rows.measured(*logit_gradient(loss, LABELS), LABELS).tolist() == [-1, 0, 0]
+    assert loss_rows.measure_rows(*logit_gradient(loss, LABELS), LABELS).tolist() == [-1, 0, 0]
 
 
 def test_labels_that_are_not_those_of_the_next_tokens_are_counted():
     def strayed(taken):
-        return loss_rows.measured(*logit_gradient(functional.cross_entropy, taken), LABELS)[2]
+        return loss_rows.measure_rows(*logit_gradient(functional.cross_entropy, taken), LABELS)[2]
 
     other = LABELS.clone()
     other[0, 1] = 5
@@ -473,7 +473,7 @@ def test_labels_that_are_not_those_of_the_next_tokens_are_counted():
     shifted = part.clone()
     shifted[:, -1] = -100
     found = logit_gradient(functional.cross_entropy, shifted)
-    assert loss_rows.measured(*found, part)[2] == 1
+    assert loss_rows.measure_rows(*found, part)[2] == 1
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ class LossRowsOfPass:
         logits, self._logits = self._logits, None
         if logits is not None:
             with torch.no_grad():
-                self._found = measured(whole_of(logits), whole_of(gradient), self._labels)
+                self._found = measure_rows(whole_of(logits), whole_of(gradient), self._labels)
 
     def sent(self, device: str) -> Tensor:
         """The three numbers of `LossRows` as the bits of int64, which ranks exchange."""
@@ -121,7 +121,7 @@ def logits_of(output: Any) -> Tensor | None:
     return next((t for t in tensors if t.requires_grad and t.dim() > 1), None)
 
 
-def measured(logits: Tensor, gradient: Tensor, labels: Tensor | None) -> Tensor:
+def measure_rows(logits: Tensor, gradient: Tensor, labels: Tensor | None) -> Tensor:
     """The three numbers of `LossRows`, in float64, on the device of the logits.
 
     Args:
