@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numerics
 import torch
+from safetensors.torch import load_file
 from script_changes import AROUND, CHANGES, REFUSED, Changes, Refused
 from torch import distributed
 
@@ -170,12 +171,22 @@ class OfRun:
     def exported(self, folder):
         self.run.export(folder, replace=True)
         distributed.barrier()
-        made, config = {}, self.run.model.config
-        if distributed.get_rank() == 0:  # transformers cannot load in several threads
-            kind = numerics.class_of(config)
-            made = kind.from_pretrained(folder, config=config, dtype="float32").state_dict()
+        rank = distributed.get_rank()  # transformers cannot load in several threads
+        exported = read_export(folder, self.run.model.config) if rank == 0 else {}
         distributed.barrier()
-        return made
+        return exported
+
+
+def read_export(folder, config):
+    """The tensors of a folder: those of the model's class, and those that a script has added to it,
+    which `from_pretrained` does not load.
+    """
+    model, loaded = numerics.class_of(config).from_pretrained(
+        folder, config=config, dtype="float32", output_loading_info=True
+    )
+    files = [load_file(path) for path in folder.glob("*.safetensors")]
+    added = {n: t for file in files for n, t in file.items() if n in loaded["unexpected_keys"]}
+    return {**model.state_dict(), **added}
 
 
 class Script(Changes):

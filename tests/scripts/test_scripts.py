@@ -39,6 +39,13 @@ def test_a_change_after_apply_is_that_of_one_process_or_refused(plan, operation,
     assert playing.ends(found) == (2 if refused else None)
 
 
+def test_an_export_has_an_added_parameter(monkeypatch):
+    script = playing.read("add:0 step:0 export:0")
+    assert not playing.difference("pp", script, playing.on_threads)
+    monkeypatch.setattr(script_jobs, "load_file", lambda _path: {})
+    assert "extra is missing" in playing.difference("pp", script, playing.on_threads)
+
+
 @pytest.mark.parametrize(
     ("plan", "script"), [("cp", "attention:1"), ("pp", "train:0 torch_norm:0")]
 )
