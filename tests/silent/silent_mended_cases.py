@@ -10,6 +10,7 @@ from silent_cases import (
     CLIPPING,
     FP32,
     LAYOUT,
+    LOST,
     NORMALIZER,
     OUTPUTS,
     SWALLOWED,
@@ -24,6 +25,17 @@ from silent_fault_cases import LLAMA, TP4, faults
 from silent_plan_cases import OWN
 
 LOSS = own(OWN + "\nloss on tp {\n    lm_head : cross_entropy(chunks = 4)\n}\n")
+LONG_ROTARY = {
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0] * 8,
+        "long_factor": [1.0 + n for n in range(8)],
+        "factor": 4.0,
+        "original_max_position_embeddings": 8,
+    },
+    "max_position_embeddings": 32,
+}
 EXPERTS_BY_MUON = own(
     'plan own for mixtral\n\nextend "mixtral.plan"\n\noptimizer {\n    root : adamw\n'
     "    $experts : muon\n}\n",
@@ -60,6 +72,14 @@ MENDED_CASES = (
             {"before": "labels_counted"},
         ),
         (
+            "another ignored label",
+            "OtherIgnored",
+            ("karpathy/nanoGPT#297",),
+            "a step is divided by the number of labels that are not -100, and the loss has another "
+            "`ignore_index`",
+            {**SEQUENCE, "before": "other_labels_counted"},
+        ),
+        (
             "count of local labels",
             "LocalCount",
             ("huggingface/transformers#34373",),
@@ -72,6 +92,30 @@ MENDED_CASES = (
             ("verl-project/verl#5983",),
             "the number of labels leaves out the ranks of a context axis",
             {**SEQUENCE, "twin": "CountOfRows"},
+        ),
+        (
+            "mean of a script's own loss",
+            "OwnMeans",
+            ("PrimeIntellect-ai/prime-rl#1960", "vllm-project/speculators#942"),
+            "the script computes the cross entropy of logits, a mean over the labels of a rank",
+            {"twin": "OwnSums"},
+        ),
+        (
+            "own loss of a part",
+            "ShiftedPart",
+            ("modelscope/ms-swift#10185",),
+            "the script shifts the labels of a part of a sequence",
+            {**SEQUENCE, "twin": "NextOfPart"},
+        ),
+    ),
+    *mended(
+        LOST,
+        (
+            "frequencies of the longest row",
+            "LongRows",
+            ("QwenLM/Qwen#401", "huggingface/transformers#25104"),
+            "rotary embeddings choose frequencies by the longest row of a data rank",
+            {"before": "longest_of_a_rank", "changes": LONG_ROTARY},
         ),
     ),
     Case(
@@ -94,6 +138,13 @@ MENDED_CASES = (
             "NormOfStage",
             ("pytorch/torchtitan#596", "Modalities/modalities#313"),
             "torch's `clip_grad_norm_` clips by the norm of the gradients of a pipeline stage",
+            PIPELINE,
+        ),
+        (
+            "norms of a loop over one stage",
+            "NormOfLoop",
+            ("pytorch/torchtitan#596",),
+            "the script sums the norms of the gradients of a pipeline stage",
             PIPELINE,
         ),
     ),

@@ -9,15 +9,24 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from planc.ops.context import ContextParallel
-from planc.runtime import counted_labels, preconditions
+from planc.runtime import counted_labels, preconditions, training_step
 from planc.runtime.safeguards import changes, guards, torch_calls
-from planc.runtime.standalone import fsdp, load_weights, loss, safetensors_files
+from planc.runtime.standalone import (
+    fsdp,
+    load_weights,
+    loss,
+    rotary,
+    safetensors_files,
+)
 
 
 @contextlib.contextmanager
 def without_safeguards():
     """Nothing looks at what a script does with a model."""
-    nothing = ((changes.ModelChanges, "watch"), (torch_calls, "cover"), (guards, "_guard_lookups"))
+    nothing = (
+        *((changes.ModelChanges, "watch"), (torch_calls, "cover"), (guards, "_guard_lookups")),
+        (training_step, "observe_gradients"),
+    )
     with contextlib.ExitStack() as stack:
         for owner, name in nothing:
             stack.enter_context(mock.patch.object(owner, name, lambda *_: None))
@@ -39,6 +48,16 @@ def class_names_of_fsdp():
 def labels_counted():
     """A step weighs passes by `labels`, also where the loss takes `shift_labels`."""
     return mock.patch.object(counted_labels, "next_labels_of", lambda _batch: None)
+
+
+def other_labels_counted():
+    """A step counts the labels that are not -100, whatever `ignore_index` is."""
+    return mock.patch.object(counted_labels, "IGNORE_INDEX", "")
+
+
+def longest_of_a_rank():
+    """Rotary embeddings see the rows of their rank alone."""
+    return mock.patch.object(rotary.LongestPosition, "meshes", lambda _: [])
 
 
 def labels_unchecked():

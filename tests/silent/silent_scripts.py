@@ -208,6 +208,80 @@ class NextLabels(Script):
         return True
 
 
+class OtherIgnored(Script):
+    """Ignores labels of another number than -100, which the model is told as `ignore_index`."""
+
+    number = -1
+
+    def batch(self, batch):
+        labels = torch.where(batch["labels"] == IGNORED, self.number, batch["labels"])
+        return {**batch, "labels": labels}
+
+    def valid(self, batch):
+        return (batch["labels"][:, 1:] != self.number).sum()
+
+    def one_loop(self, run):
+        return True
+
+    def rows(self, run, batch):
+        return {**super().rows(run, batch), "ignore_index": self.number}
+
+    def forward(self, model, batch, extra):
+        return super().forward(model, {**batch, "ignore_index": self.number}, extra)
+
+
+class OwnMeans(MeanOfMeans):
+    """Computes the cross entropy of logits itself, a mean over the labels of a rank."""
+
+    def forward(self, model, batch, extra):
+        others = {n: v for n, v in batch.items() if n not in ("labels", "shift_labels")}
+        output = model(**others)
+        logits, labels = self.compared(output.logits, batch)
+        total = torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), labels.flatten(), reduction="sum"
+        )
+        count = extra.get("num_items_in_batch")
+        output.loss = total / ((labels != IGNORED).sum() if count is None else count)
+        return output
+
+    def compared(self, logits, batch):
+        """The logits and labels of a loss."""
+        return logits[:, :-1], batch["labels"][:, 1:]
+
+
+class OwnSums(Script):
+    forward, compared = OwnMeans.forward, OwnMeans.compared
+
+
+class ShiftedPart(CountOfRows):
+    """Computes the cross entropy of a part of a sequence, whose labels it shifts itself."""
+
+    forward, compared = OwnMeans.forward, OwnMeans.compared
+
+
+class NextOfPart(ShiftedPart):
+    """The same of the labels that `run.batch` has shifted."""
+
+    def compared(self, logits, batch):
+        if "shift_labels" not in batch:
+            return super().compared(logits, batch)
+        return logits, batch["shift_labels"]
+
+
+class LongRows(Script):
+    """Half of the rows have several documents each, so that their positions are small."""
+
+    def batch(self, batch):
+        rows, length = batch["input_ids"].shape
+        positions = torch.arange(length).repeat(rows, 1)
+        positions[rows // 2 :] %= 4
+        return {
+            "input_ids": batch["input_ids"],
+            "labels": batch["labels"],
+            "position_ids": positions,
+        }
+
+
 class Smoothed(Script):
     """Smooths the loss as transformers' Trainer does, which looks for the class of the model in a
     list of names, and shifts the labels of causal models.
@@ -266,6 +340,17 @@ class NormOfStage(Script):
     def clip(self, run):
         trained = [p for p in run.model.parameters() if p.grad is not None]
         return torch.nn.utils.clip_grad_norm_(trained, MAX_NORM)
+
+
+class NormOfLoop(Script):
+    """Clips by a norm that it computes itself, parameter by parameter."""
+
+    def clip(self, run):
+        gradients = [p.grad for p in run.model.parameters() if p.grad is not None]
+        norm = sum(complete(g.norm()) ** 2 for g in gradients) ** 0.5
+        for gradient in gradients:
+            gradient.mul_(min(1.0, float(MAX_NORM / (norm + 1e-6))))
+        return norm
 
 
 # Changes after the plan is applied ---------------------------------------------------------------
