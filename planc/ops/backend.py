@@ -1,7 +1,8 @@
-"""Backends: libraries that shard the whole model, in the place of torch's FSDP.
+"""Backends: libraries that shard the whole model, instead of torch's FSDP.
 
-An entry point of the group `planc.backends` has the word of `backend = WORD` in a plan, and names a
-subclass of `Backend`. `part` finds what else a backend has.
+The word of `backend = WORD` in a plan is a key of `planc.sections.BACKENDS`, or the name of an
+entry point of the group `planc.backends` in another package. `part` returns the other modules of a
+backend.
 """
 
 from __future__ import annotations
@@ -17,14 +18,20 @@ from typing import Any, ClassVar, Self
 from planc.model.facts import Modules
 from planc.ops import base, call
 from planc.ops.fsdp import FullyShard
+from planc.sections import BACKENDS, Hook
 
 GROUP = "planc.backends"
 
 
+def names() -> tuple[str, ...]:
+    """The words of all backends, none of which is imported."""
+    return tuple(dict.fromkeys((*BACKENDS, *_entry_points())))
+
+
 @cache
-def names() -> Mapping[str, Any]:
-    """The entry points of installed backends by their words; none is loaded. The folder that planc
-    runs in is no installation, whatever it says of itself.
+def _entry_points() -> Mapping[str, Any]:
+    """The entry points of installed packages by their words. The current folder is not searched:
+    no package is installed there.
     """
     from importlib.metadata import distributions  # slow to import
 
@@ -36,9 +43,10 @@ def names() -> Mapping[str, Any]:
 
 @cache
 def backend(word: str) -> type[Backend]:
-    """The class of an installed backend."""
-    found: type[Backend] = names()[word].load()
-    return found
+    """The class of a backend of planc, or of an installed package."""
+    kind = _BACKEND.find(BACKENDS.get(word, ""))
+    loaded: type[Backend] = kind or _entry_points()[word].load()
+    return loaded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,8 +92,10 @@ class Backend(base.Op):
 
     @classmethod
     def part(cls, name: str) -> Any:
-        """The module `section`, `checks`, `lowering` or `runtime` of its package."""
-        return import_module(f"{cls.__module__}.{name}")
+        """The module `section`, `checks`, `lowering` or `runtime` of its package. The class is in
+        `__init__` or `ops` there.
+        """
+        return import_module(f"{cls.__module__.removesuffix('.ops')}.{name}")
 
     @property
     def short_name(self) -> str:
@@ -114,3 +124,6 @@ class Backend(base.Op):
     def units(self) -> Iterator[FullyShard]:
         """The units and the root as FSDP2 units, for code that reads both."""
         raise NotImplementedError
+
+
+_BACKEND = Hook[type[Backend]]("ops", "BACKEND")

@@ -5,7 +5,8 @@ stage declares a hook next to the loop that asks it, and asks the sections of th
 answers by a function, or a value, of that name in its part, which is imported when the first plan
 uses the section. Other plans import only the declaration.
 
-To add a section, add its folder, and its name to `NAMES`.
+To add a section, add its folder, and its name to `NAMES`. The folder of a backend of `fsdp` has
+the same parts; its class is asked for the others (`planc.ops.backend`).
 """
 
 from collections.abc import Iterable, Iterator
@@ -80,6 +81,8 @@ FOLDER = Path(__file__).parent
 NAMES = (
     "matmul",
 )  # fmt: skip
+BACKENDS = {"megatron": "megatron_fsdp"}
+"""By the word of `backend = WORD` in an fsdp section, the folder of a backend."""
 SECTIONS: dict[str, SectionDeclaration] = {
     name: import_module(f"{__name__}.{name}").DECLARATION for name in NAMES
 }

@@ -17,8 +17,9 @@ from folders import ROOT
 from test_architecture import PARTS as STAGES
 
 from planc.diagnostics.codes import CODES, Phase
+from planc.ops.backend import backend
 from planc.ops.registry import SectionOp
-from planc.sections import FOLDER, NAMES, PARTS, SECTIONS, Hook
+from planc.sections import BACKENDS, FOLDER, NAMES, PARTS, SECTIONS, Hook
 from planc.simulate.certificate import files
 
 PACKAGE = ROOT / "planc"
@@ -52,7 +53,21 @@ def hooks():
     return {(hook.part, hook.name): get_args(hook.__orig_class__)[0] for hook in found}
 
 
-@pytest.mark.parametrize("name", NAMES)
+def test_each_folder_is_in_the_table():
+    folders = {path.parent.name for path in FOLDER.glob("*/__init__.py")}
+    assert folders == {*NAMES, *BACKENDS.values()} and not {*NAMES} & {*BACKENDS.values()}
+
+
+def test_a_backend_is_imported_from_its_folder_alone():
+    """Its word is a key of the table, whichever packages are installed."""
+    assert {word: backend(word).part("ops").BACKEND.WORD for word in BACKENDS} == {
+        word: word for word in BACKENDS
+    }
+    code = "import sys, planc.ops.registry; print([m for m in sys.modules if 'megatron' in m])"
+    assert run_program(ROOT, "-c", code, folder=ROOT) == "[]\n"
+
+
+@pytest.mark.parametrize("name", [*NAMES, *BACKENDS.values()])
 def test_only_the_table_names_a_section(name):
     """No stage, and no other section: code that two sections share is in a stage."""
     outside = {path for path in PACKAGE.rglob("*.py") if path.parent != FOLDER / name}

@@ -4,7 +4,6 @@ import dataclasses
 
 from hypothesis import strategies as st
 
-from planc.backends.megatron_fsdp import MegatronShard
 from planc.diagnostics.source import Span
 from planc.model.facts import Module, Modules, parse_path
 from planc.model.indices import Indices
@@ -40,6 +39,7 @@ from planc.ops.styles import (
     Shard,
 )
 from planc.ops.tensor_parallel import Parallelize, Tie
+from planc.sections.megatron_fsdp.ops import MegatronShard
 
 NOTHING = Module(cls="", kind="other")
 TO_SEQUENCE = Rowwise(output=Shard(1), local=False)

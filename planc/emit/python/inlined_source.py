@@ -12,7 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from planc.emit.python.layout import Bracketed, lay
-from planc.sections import FOLDER, NAMES
+from planc.sections import BACKENDS, FOLDER, NAMES
 
 _STANDALONE = Path(__file__).resolve().parents[2] / "runtime" / "standalone"
 _COMPAT = "planc.compat."
@@ -31,8 +31,11 @@ _FILES = (
     "dcp_chunks.py",
     "load_weights.py",
     "quantization.py",
-    *(str(f) for name in NAMES if (f := FOLDER / name / "standalone.py").is_file()),
-    "megatron_fsdp.py",
+    *(
+        str(file)
+        for name in (*NAMES, *BACKENDS.values())
+        if (file := FOLDER / name / "standalone.py").is_file()
+    ),
     "rng.py",
     "loss.py",
     "expert_parallel.py",

@@ -1,5 +1,6 @@
 """`backend = megatron`: what it means, what it lowers to and emits. tests/specs/megatron.md has
-what it cannot honor, tests/backends/test_megatron_fsdp.py how the real package trains."""
+what it cannot honor, test_megatron_fsdp.py how the real package trains.
+"""
 
 import inspect
 import json
@@ -13,7 +14,6 @@ from test_fsdp import HEAD
 from torch import distributed, nn
 
 import planc
-from planc.backends.megatron_fsdp import OPTIONS, MegatronShard
 from planc.compiler import Compiled
 from planc.diagnostics.diagnostic import PlanError, Sink
 from planc.diffing.compare import compare
@@ -22,6 +22,7 @@ from planc.emit.python.script import render as script
 from planc.emit.text import render as text_of
 from planc.ops.document import digest, dumps, loads
 from planc.provenance.query import why
+from planc.sections.megatron_fsdp.ops import OPTIONS, MegatronShard
 
 BLOCKS = "model.layers.* : unit"
 MESH = "plan t for llama\nmesh {\n dp_replicate = 2\n dp_shard = auto\n dp_in = 2\n}\n"
@@ -186,8 +187,8 @@ class Recorder(types.ModuleType):
 def recorder(monkeypatch):
     made = Recorder()
     monkeypatch.setitem(sys.modules, "megatron_fsdp", made)
-    monkeypatch.setattr("planc.backends.megatron_fsdp.runtime.DEVICES", ("cpu",))
-    monkeypatch.setattr("planc.backends.megatron_fsdp.runtime.find_spec", lambda _: True)
+    monkeypatch.setattr("planc.sections.megatron_fsdp.runtime.DEVICES", ("cpu",))
+    monkeypatch.setattr("planc.sections.megatron_fsdp.runtime.find_spec", lambda _: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     return made
 
@@ -308,14 +309,14 @@ def untouched(tmp_path):
 
 
 def test_without_the_package(tmp_path, monkeypatch):
-    monkeypatch.setattr("planc.backends.megatron_fsdp.runtime.find_spec", lambda _: None)
+    monkeypatch.setattr("planc.sections.megatron_fsdp.runtime.find_spec", lambda _: None)
     found = untouched(tmp_path)
     assert found.code == "PL499" and "megatron-fsdp cannot be imported" in found.message
     assert found.help == "pip install 'planc[megatron]'"
 
 
 def test_without_cuda(tmp_path, monkeypatch):
-    monkeypatch.setattr("planc.backends.megatron_fsdp.runtime.find_spec", lambda _: True)
+    monkeypatch.setattr("planc.sections.megatron_fsdp.runtime.find_spec", lambda _: True)
     found = untouched(tmp_path)
     assert found.code == "PL499" and "runs only on CUDA, and this run is on cpu" in found.message
 

@@ -112,7 +112,7 @@ class MegatronShard(Backend):
             ("tp_dim", TENSOR),
             (
                 "fsdp_unit_modules",
-                call.FunctionCall("standalone.megatron_fsdp:unit_classes", of_units),
+                call.FunctionCall("sections.megatron_fsdp.standalone:unit_classes", of_units),
             ),
             ("zero_dp_strategy", self.strategy),
             ("outer_dp_sharding_strategy", self.outer),
@@ -123,9 +123,8 @@ class MegatronShard(Backend):
         )
         made = call.FunctionCall("megatron_fsdp:fully_shard_model", (), keywords)
         wrapped = call.Shared("wrapped", made, note=self.place)
-        yield call.Once(
-            call=call.FunctionCall("standalone.megatron_fsdp:in_place", (call.MODEL, wrapped))
-        )
+        name = "sections.megatron_fsdp.standalone:in_place"
+        yield call.Once(call=call.FunctionCall(name, (call.MODEL, wrapped)))
 
     WORD: ClassVar = "megatron"
     ABOUT: ClassVar[tuple[str, ...]] = ("members",)
@@ -198,3 +197,6 @@ class MegatronShard(Backend):
             "torch.distributed.device_mesh:DeviceMesh", arguments, (("mesh_dim_names", names),)
         )
         return names, call.Shared("data", made)
+
+
+BACKEND = MegatronShard

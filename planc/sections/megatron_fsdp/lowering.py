@@ -2,10 +2,10 @@
 
 from dataclasses import replace
 
-from planc.backends.megatron_fsdp import MegatronShard
 from planc.ir.nodes import Fsdp, Plan
 from planc.lowering.memory import Holding, Holdings
 from planc.model.facts import DTYPE_BYTES, Facts, Modules
+from planc.sections.megatron_fsdp.ops import MegatronShard
 
 
 def lowered(plan: Plan, op: MegatronShard, facts: Facts, holdings: Holdings) -> MegatronShard:

@@ -10,8 +10,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from planc.runtime.preconditions import stop
-from planc.runtime.standalone.megatron_fsdp import prepare_optimizer
 from planc.runtime.standalone.shards import CHUNK_LIST, splits
+from planc.sections.megatron_fsdp.standalone import prepare_optimizer
 
 DEVICES = ("cuda",)
 """The devices that the package supports: it calls `torch.cuda.current_device()` first."""

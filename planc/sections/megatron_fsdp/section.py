@@ -5,12 +5,12 @@ Source: `megatron_fsdp.fully_shard_model` and `megatron_fsdp.MixedPrecisionPolic
 
 from collections.abc import Mapping
 
-from planc.backends.megatron_fsdp import OPTIONS, OUTER, STRATEGIES, MegatronShard
 from planc.elaborate.call_arguments import Arguments
 from planc.elaborate.rule_conflicts import SectionLine
 from planc.elaborate.scope import Scope
 from planc.elaborate.sections.fsdp_policies import DTYPES
 from planc.elaborate.sections.word_settings import one_word
+from planc.sections.megatron_fsdp.ops import OPTIONS, OUTER, STRATEGIES, MegatronShard
 from planc.syntax import ast
 
 DTYPE_WORDS = ("main_params", "main_grads", "grad_comm")

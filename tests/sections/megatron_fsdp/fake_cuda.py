@@ -35,7 +35,7 @@ def without_cuda():
     """Runs the package on the CPU, and lets planc try."""
     from megatron_fsdp import param_and_grad_buffer as buffers
 
-    from planc.backends.megatron_fsdp import runtime as megatron_fsdp
+    from planc.sections.megatron_fsdp import runtime as megatron_fsdp
 
     scaled = buffers.gradient_reduce_preprocessing
 

@@ -7,13 +7,13 @@ dropped or would train another model.
 Source: `megatron_fsdp` 0.6.1, `fully_shard_model` and the functions that it calls.
 """
 
-from planc.backends.megatron_fsdp import STRATEGIES, MegatronShard
 from planc.checks.queries import active
 from planc.diagnostics.diagnostic import Sink, one_of
 from planc.ir.nodes import Fsdp, Plan, Unit
 from planc.ir.parameter_owners import owned
 from planc.model.facts import Facts, Modules
 from planc.ops import phrases
+from planc.sections.megatron_fsdp.ops import STRATEGIES, MegatronShard
 
 _WHOLE = STRATEGIES[-1]
 _SPLIT = (

@@ -1,1 +1,0 @@
-"""Backends that come with planc: libraries that shard the whole model in the place of FSDP2."""

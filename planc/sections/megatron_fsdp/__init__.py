@@ -1,0 +1,1 @@
+"""Megatron-FSDP, the backend that `backend = megatron` in an fsdp section names."""
