@@ -25,7 +25,7 @@ from planc.lowering.memory import Holding, Holdings
 from planc.lowering.pipeline_sends import arguments_of, messages
 from planc.lowering.sends import by_pass
 from planc.lowering.step import During, Sent, Step
-from planc.model.facts import DTYPE_BYTES, Facts
+from planc.model.facts import DTYPE_BYTES, Facts, Modules, Segment
 from planc.model.indices import Indices
 from planc.ops.activation_checkpoint import Checkpoint
 from planc.ops.base import AxisRole
@@ -328,18 +328,16 @@ class PlanWork:
         """Each kind of counted layer, then what is outside, unit by unit; with the number of equal
         ones by the stage of the pipeline, and that of those that stay gathered.
         """
-        claimed: list[Holding] = []
         for part in counted.parts if counted else ():
             if part.at:
                 inside = self._layer_holdings(part)
-                claimed += inside
                 staying = {*self._staying(part, inside)}
                 for alike in self._by_rule(part):
                     n = Counter(map(self.stage_of, alike))
                     stay = Counter(self.stage_of(name) for name in alike if name in staying)
                     yield self._layer(part, inside, counted, None, alike[0]), n, stay
-        taken = {id(h) for h in claimed}
-        rest = [h for h in self.holdings.all if id(h) not in taken]
+        lists = {part.at.rpartition(".")[0] for part in counted.parts} if counted else set()
+        rest = [h for h in self.holdings.all if not _is_in(h, lists - {""})]
         for stage in range(self.pipeline.stages if self.pipeline else 1):
             here = [h for whole in rest for h in self._of_stage(whole, stage)]
             part = self._outer_part(counted, stage)
@@ -428,11 +426,21 @@ class PlanWork:
         return found.values()
 
     def _layer_holdings(self, part: Part) -> list[Holding]:
-        """The parameters of the layers that a part stands for."""
+        """The parameters of the layers that a part stands for, which are some of a list's."""
         if part.at not in self.inside:
-            names = frozenset(part.like)
-            self.inside[part.at] = [h for h in self.holdings.all if _is_in(h, names)]
+            path = part.at.split(".")[:-1]
+            layers = Indices.from_numbers(int(name.rpartition(".")[2]) for name in part.like)
+            found = (self._in_layers(h, (*path, layers)) for h in self.holdings.all)
+            self.inside[part.at] = [h for h in found if h is not None]
         return self.inside[part.at]
+
+    def _in_layers(self, holding: Holding, path: tuple[Segment, ...]) -> Holding | None:
+        """The parameters of a holding in some layers of a list; None if it has none there."""
+        modules = holding.modules.inside(Modules(path, holding.modules.module))
+        if modules is None:
+            return None
+        owners = self.holdings.tied.owners(modules, holding.parameter.name)
+        return replace(holding, modules=modules, count=owners) if owners else None
 
     def _layer(
         self,
@@ -566,7 +574,7 @@ def _narrow(inside: list[Holding], name: str) -> int:
     return elements
 
 
-def _is_in(holding: Holding, names: frozenset[str]) -> bool:
-    """Whether the module of a parameter is one of those named or inside one."""
+def _is_in(holding: Holding, names: set[str]) -> bool:
+    """Whether the modules of a parameter are inside one of those named."""
     parts = holding.modules.first_name.split(".")
     return any(".".join(parts[:n]) in names for n in range(len(parts), 0, -1))
