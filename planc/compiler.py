@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from planc.budget.choose import budgeted
 from planc.checks import check
 from planc.diagnostics.diagnostic import Sink
 from planc.elaborate import elaborate
@@ -20,16 +19,17 @@ from planc.model.facts import Facts
 from planc.model.load import load
 from planc.ops.document import digest
 from planc.ops.lowered import Lowered
+from planc.sections import Hook
 from planc.syntax import ast, plan_files
 from planc.tools.estimate.stages import with_timed_stages
 
 Files = tuple[ast.File, ...] | lowered_file.LoweredFile
 Draft = Callable[[Facts], tuple[ast.File, ...] | None]
-
-
+Applied = tuple[Plan, Facts]
 Pass = Callable[[Plan, Facts, Sink], Plan]
 PASSES: tuple[Pass, ...] = (infer_layouts, divide_images, place_styled_inputs, choose_shard_dims)
 """The passes that add to an elaborated plan what follows from its lines, in order."""
+_CHOOSE = Hook[Callable[[Plan, Applied, Sink], tuple[Plan, Applied]]]("choice", "choose_rules")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +48,7 @@ class Compiled:
     world_size: int | None = None
     facts: Facts | None = None
     plan: Plan | None = None
-    applied: tuple[Plan, Facts] | None = None
+    applied: Applied | None = None
     lowered: Lowered | None = None
 
     @property
@@ -108,8 +108,8 @@ def compile(
     plan = with_timed_stages(plan, facts, sink)
     applied = adapt_plan(plan, facts)
     check(*applied, sink if checks is None else checks, bare=(plan, facts))
-    if sink.errors == before:
-        plan, applied = budgeted(plan, applied, sink)
+    for choose in _CHOOSE.find_all(plan.sections) if sink.errors == before else ():
+        plan, applied = choose(plan, applied, sink)
     lowered = None if sink.errors > before else lower(*applied)
     return replace(done, plan=plan, applied=applied, lowered=lowered)
 

@@ -2,56 +2,20 @@
 
 from collections.abc import Iterator, Sequence
 
-from planc.checks.queries import active, axis_label, ranks
+from planc.checks.queries import active, axis_label, ranks, report_nested
 from planc.diagnostics.diagnostic import Label, Sink, one_of
 from planc.ir.nodes import Plan, TensorRule
 from planc.ir.random_numbers import apart_axes, drawing_fields, split_axes
 from planc.model.facts import Facts
 from planc.model.indices import Indices
 from planc.model.randomness import layer_drop_fields, spec_augment_fields
-from planc.ops.activation_checkpoint import Checkpoint
 from planc.ops.compile import Compile
 from planc.ops.styles import Colwise, Custom, Input, Replicate, Rowwise, Shard, Style
 
 
-def nested_checkpoints(plan: Plan, facts: Facts, sink: Sink) -> None:
-    """A module inside another checkpointed module would be computed three times."""
-    _report_nested(plan.checkpoint, "PL430", "checkpointed", sink)
-    _report_nested(plan.compile, "PL431", "compiled", sink)
-
-
-def _report_nested(rules: Sequence[Checkpoint | Compile], code: str, word: str, sink: Sink) -> None:
-    for inner in rules:
-        for outer in rules:
-            if inner.modules.deeper(outer.modules):
-                sink.error(
-                    code,
-                    f"`{inner.modules}` is {word}, and so is `{outer.modules}`, which contains it",
-                    Label(span=inner.origin, text="inside"),
-                    Label(span=outer.origin, text="contains it"),
-                    help="keep one of the two, or exclude entries with `override ... : none`"
-                    if code == "PL430"
-                    else "keep one of the two",
-                )
-
-
-def activation_offload(plan: Plan, facts: Facts, sink: Sink) -> None:
-    """The compiler decides which activations a compiled graph saves for backward; the saved-tensor
-    hooks that move activations to the CPU are not part of that graph.
-    """
-    for rule in plan.checkpoint:
-        if not rule.hosts:
-            continue
-        for compiled in plan.compile:
-            if rule.modules.within(compiled.modules) or compiled.modules.within(rule.modules):
-                sink.error(
-                    "PL473",
-                    f"`{rule.modules}` cannot offload activations that `{compiled.modules}` "
-                    "compiles",
-                    Label(span=rule.origin, text="its activations go to the CPU"),
-                    Label(span=compiled.origin, text="compiled"),
-                    help="remove `offload = cpu`, or compile other modules",
-                )
+def nested_compilations(plan: Plan, facts: Facts, sink: Sink) -> None:
+    """A compiled module inside another one would be compiled twice."""
+    report_nested(plan.compile, "PL431", "compiled", "keep one of the two", sink)
 
 
 def _first_block(rule: Compile) -> bool:
@@ -180,15 +144,6 @@ def randomness(plan: Plan, facts: Facts, sink: Sink) -> None:
             help="set the seed before `apply`, or afterwards the same seed on all ranks of a "
             "tensor axis",
         )
-    for checkpoint in plan.checkpoint if fields else ():
-        if not checkpoint.preserve_rng:
-            sink.warning(
-                "PL672",
-                f"the recomputation of `{checkpoint.modules}` draws other random numbers than its "
-                f"forward pass: {', '.join(fields)}",
-                checkpoint.origin,
-                help="leave out `preserve_rng = false`, unless these modules draw none",
-            )
     if skipped := layer_drop_fields(facts):
         shards = plan.fsdp is not None and plan.mesh.size(*plan.fsdp.shard) > 1
         if shards or rules:

@@ -3,10 +3,12 @@
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from planc.diagnostics.diagnostic import Label, one_of
+from planc.diagnostics.diagnostic import Label, Sink, one_of
 from planc.ir.nodes import Plan, TensorRule, Unit
 from planc.model.config_fields import EXPERTS
 from planc.model.facts import Facts, Modules, Parameter, merge_sets
+from planc.ops.activation_checkpoint import Checkpoint
+from planc.ops.compile import Compile
 from planc.ops.contract import Side, contract
 from planc.ops.phrases import together
 from planc.ops.styles import PARAMETERLESS, Replicated, Shard
@@ -119,3 +121,23 @@ def divisors(number: int, largest: int | None = None) -> tuple[int, ...]:
     """The divisors of a number that are not above a limit, in order."""
     found = {d for n in range(1, int(number**0.5) + 1) if number % n == 0 for d in (n, number // n)}
     return tuple(sorted(d for d in found if d <= (largest or number)))
+
+
+def report_nested(
+    rules: Sequence[Checkpoint | Compile], code: str, word: str, help: str, sink: Sink
+) -> None:
+    """Reports each rule on modules inside those of another one.
+
+    Args:
+        word: `checkpointed` or `compiled`.
+    """
+    for inner in rules:
+        for outer in rules:
+            if inner.modules.deeper(outer.modules):
+                sink.error(
+                    code,
+                    f"`{inner.modules}` is {word}, and so is `{outer.modules}`, which contains it",
+                    Label(span=inner.origin, text="inside"),
+                    Label(span=outer.origin, text="contains it"),
+                    help=help,
+                )

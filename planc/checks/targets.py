@@ -87,17 +87,12 @@ def uncalled_modules(plan: Plan, facts: Facts, sink: Sink) -> None:
                 origin,
                 help=f"name its entries: `{modules}.*`",
             )
-    for rule in plan.checkpoint:
-        if not rule.modules.path:
-            message = "the model itself cannot be checkpointed: it has no parent module"
-            help = "name its blocks, as in `model.layers.* : full`"
-            sink.error("PL433", message, rule.origin, help=help)
 
 
 def _targets(plan: Plan) -> Iterator[tuple[Modules, str, Span]]:
     for rule in plan.tensor:
         yield rule.modules, "a style on", rule.origin
-    for target in plan.checkpoint:
+    for target in plan.recomputed:
         yield target.modules, "checkpointing", target.origin
     for compiled in plan.compile:
         yield compiled.modules, "compiling", compiled.origin

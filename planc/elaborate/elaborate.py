@@ -11,7 +11,7 @@ from planc.elaborate.mesh import solve
 from planc.elaborate.program import Program, axis_names, gather, origin_of, require
 from planc.elaborate.scope import Failed, Scope, Sizes
 from planc.elaborate.sections.adapters import adapters
-from planc.elaborate.sections.checkpoint import checkpoint, compile_rules
+from planc.elaborate.sections.compile import compile_rules
 from planc.elaborate.sections.context import context
 from planc.elaborate.sections.expert import expert
 from planc.elaborate.sections.fsdp import fsdp
@@ -36,7 +36,6 @@ SECTIONS = (
     "adapters",
     *NAMES,
     "train",
-    "checkpoint",
     "compile",
     "fsdp",
     "replicate",
@@ -90,7 +89,6 @@ def elaborate(
         tensor=rules,
         sequence=sequence,
         images=(*images, *(rule.images for rule in parts if rule.images)),
-        checkpoint=part("checkpoint", lambda: checkpoint(program)),
         compile=part("compile", lambda: compile_rules(program)),
         train=part("train", lambda: train(program)),
         fsdp=part("fsdp", lambda: fsdp(program)),

@@ -17,7 +17,7 @@ from planc.ir.mesh_axes import EXPERT_TENSOR, expanded
 from planc.model.facts import Facts, Modules, Parameter, Segment
 from planc.model.patches import patches_of_class
 from planc.model.roles import attention, block_names, roles
-from planc.ops.activation_checkpoint import Checkpoint
+from planc.ops.activation_checkpoint import Checkpoint, checkpoints
 from planc.ops.backend import Backend
 from planc.ops.base import AxisRole
 from planc.ops.compile import Compile
@@ -455,29 +455,9 @@ class ContextRule(Meaning):
         return replace(self, op=replace(self.op, blocks=ends, heads=heads, seeing=seeing))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Budget(Checkpoint):
-    """Modules that keep what is best kept within a number of bytes, until `planc.budget` has chosen
-    what: then rules without a budget stand in its place.
-
-    Args:
-        size: bytes that all modules on one rank may hold between their forward and backward passes;
-            up to 1, the share of what they hold without checkpoints.
-        rows, seq: of one forward pass of a rank: sequences, and tokens of each before it is split.
-        host_gb_s: GB in a second that the link to the host's memory moves each way, where results
-            may be kept there; 0 where they may not.
-    """
-
-    size: float
-    rows: int
-    seq: int
-    host_gb_s: float = 0.0
-
-
 Ruled = TypeVar(
     "Ruled",
     TensorRule,
-    Checkpoint,
     Compile,
     Freeze,
     LossRule,
@@ -489,7 +469,7 @@ Ruled = TypeVar(
 )
 """A node that one line decides for its `modules`."""
 
-_RULES = ("tensor", "checkpoint", "compile", "train", "attention", "loss", "experts", "optimizer")
+_RULES = ("tensor", "compile", "train", "attention", "loss", "experts", "optimizer")
 """The fields of a plan that are rules for modules, except `sections`."""
 
 
@@ -507,9 +487,9 @@ class Plan(Meaning):
             nn.Dropout and what the configuration states.
         context: the axes whose ranks have parts of each sequence.
         attention: modules in which these exchange otherwise than in others.
-        budgets: the rules that `checkpoint` has been chosen for.
         train: what the train sections freeze or unfreeze, outer modules first.
         sections: the rules for modules of sections that are folders, by name.
+        replaced: rules of these sections that others were chosen for, after the checks.
         adapted: whether the model's facts already have the adapters and the dtypes of `load`.
         broken: sections with errors, from whose omissions no check may conclude anything.
     """
@@ -524,8 +504,7 @@ class Plan(Meaning):
     images: tuple[ImagesSetting, ...] = ()
     draws: tuple[str, ...] = ()
     sections: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    checkpoint: tuple[Checkpoint, ...] = ()
-    budgets: tuple[Budget, ...] = ()
+    replaced: tuple[Any, ...] = ()
     compile: tuple[Compile, ...] = ()
     train: tuple[Freeze, ...] = ()
     fsdp: Fsdp | None = None
@@ -540,13 +519,14 @@ class Plan(Meaning):
     broken: frozenset[str] = frozenset()
 
     @property
-    def budget_lines(self) -> Iterator[tuple[Budget, ...]]:
-        """The rules of each line that gives a budget: its modules, of several kinds, share it."""
-        lines: dict[Span, list[Budget]] = {}
-        for rule in (*self.budgets, *self.checkpoint):
-            if isinstance(rule, Budget):
-                lines.setdefault(rule.origin, []).append(rule)
-        yield from map(tuple, lines.values())
+    def recomputed(self) -> tuple[Checkpoint, ...]:
+        """The rules whose modules are computed again in the backward pass."""
+        return checkpoints(rule for rules in self.sections.values() for rule in rules)
+
+    def with_recomputed(self, rules: tuple[Checkpoint, ...]) -> Plan:
+        """The plan with other rules in the section that recomputes modules."""
+        name = next(name for name, own in self.sections.items() if own == checkpoints(own))
+        return replace(self, sections={**self.sections, name: rules})
 
     @property
     def acting(self) -> Iterator[tuple[Any, Modules]]:

@@ -6,7 +6,6 @@ from fractions import Fraction
 
 from planc.lowering.step import EXCHANGE, GATHER, SCATTER, SEND, During, Sent, Step, again
 from planc.model.patches import ALONE, outputs_of
-from planc.ops.activation_checkpoint import Checkpoint
 from planc.ops.base import AxisRole
 from planc.ops.context import Attend, ContextParallel, KeysOp
 
@@ -46,7 +45,7 @@ def layer_sends(op: Attend, step: Step) -> Iterator[Sent]:
 
 def _repeats(step: Step) -> Fraction:
     """The share of the blocks' forward passes that backward repeats for checkpoints."""
-    return Fraction(any(not op.save for op in step.lowered.every(Checkpoint)))
+    return Fraction(any(not op.save for op in step.lowered.recomputed))
 
 
 def _both(step: Step) -> int | None:

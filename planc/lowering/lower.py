@@ -35,7 +35,6 @@ from planc.lowering.stages import of_ranks
 from planc.model.facts import MODULE_DICT, Facts, Module, Modules
 from planc.model.module_table import BATCHED_EXPERTS, parts_of_images, puts_images, puts_sound
 from planc.model.rotary import length_dependent_rotary
-from planc.ops.activation_checkpoint import Checkpoint
 from planc.ops.backend import Backend
 from planc.ops.base import AxisRole, Op, Phase, Shape
 from planc.ops.configure import Configure
@@ -79,7 +78,7 @@ def on_activations(plan: Plan, facts: Facts) -> Lowered:
         *_merge(limited(plan)),
         *_contexts(plan),
         *_merge(_exchanges(plan)),
-        *_merge(_inside_out(plan.checkpoint)),
+        *(op for op in _section_operations(plan, facts) if op.SENDS_ACTIVATIONS),
         *_losses(plan),
     ]
     return _lower(plan, facts, (Stage(ops=tuple(ops)),))
@@ -133,7 +132,6 @@ def _stage(plan: Plan, facts: Facts, adapters: list[Adapt]) -> Stage:
         *_freeze(tensor, plan),
         *_merge(plan.train),
         *quantize(plan),
-        *_merge(_inside_out(plan.checkpoint)),
         *_merge(limited(plan)),
         *_merge(plan.compile),
         *units,
@@ -396,13 +394,6 @@ def _ties(facts: Facts, tensor: list[TensorRule], plan: Plan) -> Iterator[Tie]:
         for other in group if made else ():
             if other != made[0]:
                 yield Tie(parameter=now(other), source=now(made[0]))
-
-
-def _inside_out(rules: Iterable[Checkpoint]) -> list[Checkpoint]:
-    """Nested modules first: after wrapping, a path through the wrapper is invalid."""
-    rules = list(rules)
-    nested = any(a.modules.deeper(b.modules) for a in rules for b in rules)
-    return sorted(rules, key=lambda r: -len(r.modules.path)) if nested else rules
 
 
 def configure(facts: Facts) -> Iterator[Configure]:

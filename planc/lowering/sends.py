@@ -28,7 +28,6 @@ from planc.lowering.step import (
 )
 from planc.model.facts import DTYPE_BYTES, Module, Modules, Parameter
 from planc.model.layer_kinds import DEEPSTACK_FIELD
-from planc.ops.activation_checkpoint import Checkpoint
 from planc.ops.context import Attend, ContextParallel
 from planc.ops.contract import Flow, Grad, Side, contract
 from planc.ops.expert_capacity import LimitExperts
@@ -105,7 +104,7 @@ def _repeats(op: Parallelize | DispatchExperts | LimitExperts, step: Step) -> Fr
 
     Early stopping ends before the last collective of a block, which nothing saves after.
     """
-    for one in step.lowered.every(Checkpoint):
+    for one in step.lowered.recomputed:
         if not one.save and op.modules.within(one.modules):
             stops = one.early_stop and isinstance(op, Parallelize) and _sums(op)
             stopped = stops and op.modules == _last(one.modules, step)

@@ -4,7 +4,7 @@ Selective checkpointing saves what a dispatch mode sees below autograd: `aten.li
 there, as it is decomposed into `aten.mm` or `aten.addmm` first.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Annotated, ClassVar, Self
@@ -183,6 +183,7 @@ class Checkpoint(Op):
         return f"what backward repeats of {self.modules}" if self.save else ""
 
     UNDONE_BY: ClassVar = {"gradient_checkpointing_enable": "the plan's checkpoints"}
+    SENDS_ACTIVATIONS: ClassVar = True
     PHASE: ClassVar = Phase.CHECKPOINT
     WORD: ClassVar = "checkpoint"
     ABOUT: ClassVar[tuple[str, ...]] = ("modules",)
@@ -215,3 +216,8 @@ class Checkpoint(Op):
         if self.offload:
             return FunctionCall(f"{_FUNCTIONS}saving_on_cpu", (self.pin, *groups))
         return FunctionCall(f"{_FUNCTIONS}saving", groups)
+
+
+def checkpoints(rules: Iterable[object]) -> tuple[Checkpoint, ...]:
+    """The rules, or operations, whose modules are computed again in the backward pass."""
+    return tuple(rule for rule in rules if isinstance(rule, Checkpoint))

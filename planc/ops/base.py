@@ -307,6 +307,8 @@ class Op:
     CARRIES: ClassVar[str] = ""
     """The data that ranks along `split_axes` send to each other, in words; empty for none."""
 
+    SENDS_ACTIVATIONS: ClassVar[bool] = False
+    """Whether an operation of a section changes which activations ranks send in a step."""
     ALONE: ClassVar[bool] = False
     """Whether a reference run in one process has the operation too."""
     NEEDS: ClassVar[str] = ""

@@ -15,6 +15,7 @@ from planc.diagnostics.diagnostic import Diagnostic, Label
 from planc.diagnostics.notebook import InNotebooks
 from planc.diagnostics.source import NOWHERE
 from planc.ops import base
+from planc.ops.activation_checkpoint import Checkpoint, checkpoints
 from planc.ops.backend import Backend
 from planc.ops.call import Context
 from planc.ops.fsdp import Divide, FullyShard
@@ -153,6 +154,11 @@ class Lowered(InNotebooks):
     def styles(self) -> list[Parallelize]:
         """The operations that apply styles over tensor axes, in order."""
         return self.every(Parallelize)
+
+    @property
+    def recomputed(self) -> tuple[Checkpoint, ...]:
+        """The operations whose modules are computed again in the backward pass."""
+        return checkpoints(self.ops)
 
     @property
     def fsdp_units(self) -> list[FullyShard]:

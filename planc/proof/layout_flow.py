@@ -21,7 +21,6 @@ from planc.ir.stand_in import Unrepresented
 from planc.model import cache
 from planc.model.facts import Facts, below
 from planc.model.randomness import random_numbers_kept
-from planc.ops.activation_checkpoint import Checkpoint
 from planc.ops.base import AxisRole
 from planc.ops.lowered import Lowered
 from planc.proof.called_modules import called_modules, report_leaks
@@ -440,7 +439,7 @@ def _sections(
     made = partial(SectionVerdict, verdict=run, by=by, reason=outcome.reason)
     for axis in lowered.split_axes(AxisRole.TENSOR):
         yield made(name=f"tensor on {axis}")
-    if lowered.has(Checkpoint):
+    if lowered.recomputed:
         section = made(name="checkpoint")
         if run == "refuted":
             wrong = "the plan is wrong, so this cannot be compared"

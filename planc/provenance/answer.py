@@ -18,7 +18,7 @@ Segment = tuple[str, str]
 """Text and the name of its terminal style; `""` is plain."""
 
 _HEAD = 12
-SECTIONS = (
+_FIELDS = (
     "load",
     "stage",
     "adapter",
@@ -37,6 +37,8 @@ SECTIONS = (
     "towers",
     "draws",
 )
+SECTIONS = tuple(dict.fromkeys(_FIELDS))
+"""The decisions of an answer by the names of fields or sections, in the order of the text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -288,7 +290,7 @@ def document(answer: Reasons, lowered: Lowered) -> dict[str, Any]:
     ops = [op for stage in stages for op in stage["ops"]]
     fields: dict[str, Any] = {}
     for name, value in asdict(answer).items():
-        fields |= {n: value.get(n, ()) for n in NAMES} if name == "sections" else {name: value}
+        fields |= _of_sections(value, fields) if name == "sections" else {name: value}
     del fields["findings"]
     fields["like"], fields["alike"] = str(answer.like), len(answer.like)
     fields["class"] = fields.pop("cls")
@@ -296,3 +298,10 @@ def document(answer: Reasons, lowered: Lowered) -> dict[str, Any]:
         for reason in fields[section]:
             reason["op"] = ops[reason["op"]]
     return {"format_version": FORMAT_VERSION, **fields}
+
+
+def _of_sections(
+    reasons: Mapping[str, Sequence[object]], fields: Mapping[str, object]
+) -> dict[str, Sequence[object]]:
+    """A key for each section that has none yet; operations of the compiler have fields."""
+    return {name: reasons.get(name, ()) for name in NAMES if name not in fields}

@@ -4,11 +4,10 @@ The answer is built from the lowered plan, which is what `apply` runs. The IR ad
 lowering drops because they have no effect, and the text of each line.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from math import prod
 
-from planc.budget.text import of_block
 from planc.compiler import Compiled
 from planc.diagnostics.diagnostic import Sink
 from planc.diagnostics.source import NOWHERE, Span
@@ -17,7 +16,7 @@ from planc.ir.nodes import AdapterRule, Plan, StageTimes
 from planc.lowering.memory import kept_shape
 from planc.model.facts import DTYPE_BYTES, Facts, Modules, Parameter
 from planc.ops import phrases
-from planc.ops.activation_checkpoint import Checkpoint, Save
+from planc.ops.activation_checkpoint import Save
 from planc.ops.base import AxisRole, Op
 from planc.ops.contract import Split, part_sizes, weight_split
 from planc.ops.decisions import Question
@@ -32,8 +31,11 @@ from planc.ops.styles import Custom, style_name
 from planc.ops.tensor_parallel import Parallelize
 from planc.provenance.answer import ParameterAnswer, Reason, Reasons
 from planc.provenance.module_lookup import look_up
+from planc.sections import Hook
 
 _LONGEST = 100
+_Describe = Callable[[str, Plan, Facts, Sequence[Save] | None], Iterator[str]]
+_DESCRIBE_BLOCK = Hook[_Describe]("provenance", "describe_block")
 
 
 def why(name: str, compiled: Compiled, sink: Sink) -> Reasons | None:
@@ -182,7 +184,7 @@ class _Question:
                         yield self._reason(what, self.name, op, NOWHERE)
 
     def _checkpoints(self) -> Iterator[Reason]:
-        for op in self.lowered.every(Checkpoint):
+        for op in self.lowered.recomputed:
             for text, target in op.decisions(self.question):
                 yield self._reason(text, target, op)
             if self.at.overlap(op.modules) is not None:
@@ -195,7 +197,8 @@ class _Question:
         is.
         """
         if self.plan is not None and self.parameter is None:
-            yield from of_block(self.name, self.plan, self.facts, saves)
+            for describe in _DESCRIBE_BLOCK.find_all(self.plan.sections):
+                yield from describe(self.name, self.plan, self.facts, saves)
 
     def _unit(self) -> FullyShard | None:
         """The innermost unit that contains the module."""
@@ -276,7 +279,7 @@ class _Question:
                 return self._no_effect()
             case "checkpoint":
                 kept = next(self._budget_lines(None), "its activations are kept for backward")
-                budgets = self.plan.budgets if self.plan else ()
+                budgets = self.plan.replaced if self.plan else ()
                 lines = (b.origin.place for b in budgets if b.modules.has(self.name))
                 room = "; ".join(f"the budget of {x} has room" for x in lines)
                 return f"{room}; {kept}" if room else f"no rule: {kept}"

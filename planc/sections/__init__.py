@@ -24,6 +24,8 @@ PARTS = {
     "lowering": "rules -> operations; their collectives and bytes",
     "standalone": "functions that emitted scripts inline; imports nothing of planc",
     "runtime": "what `apply` requires of the device",
+    "choice": "rules -> rules, from the calls that one rank makes",
+    "provenance": "what `planc why` adds",
     "proof": "reports what its separate simulation found",
     "estimate": "time and memory of a step",
 }
@@ -80,6 +82,7 @@ class SectionDeclaration:
 FOLDER = Path(__file__).parent
 NAMES = (
     "matmul",
+    "checkpoint",
 )  # fmt: skip
 BACKENDS = {"megatron": "megatron_fsdp"}
 """By the word of `backend = WORD` in an fsdp section, the folder of a backend."""

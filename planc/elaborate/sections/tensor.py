@@ -27,7 +27,6 @@ from planc.syntax import ast
 
 _EXAMPLES = {
     "tensor": "model.layers.* : colwise",
-    "checkpoint": "model.layers.* : full",
     "compile": "model.layers.* : block",
     "train": "model.layers.* : frozen",
     "expert": "model.layers.*.mlp.experts : dispatch(all_to_all)",

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from planc.ops.activation_checkpoint import Checkpoint
 from planc.ops.base import AxisRole
 from planc.ops.contract import output_layout
 from planc.ops.lora import BASE_LAYER
@@ -179,7 +178,7 @@ def guard(applied: Applied) -> ModelChanges:
         handle = model.register_forward_pre_hook(before, with_kwargs=True)
     if (tower := model.__dict__.get(TOWER)) is not None:
         tower.raised = different_kinds
-    if lowered.has(Checkpoint) and "use_cache" in inspect.signature(model.forward).parameters:
+    if lowered.recomputed and "use_cache" in inspect.signature(model.forward).parameters:
         model.register_forward_pre_hook(_uncached, with_kwargs=True)
     if next(iter(applied.sequence_outputs()), None):
         model.register_forward_hook(_whole_states)

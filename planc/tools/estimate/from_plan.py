@@ -13,9 +13,6 @@ from functools import cache
 from math import prod
 from typing import Any
 
-from planc.budget.count import UncountedError
-from planc.budget.count import counted as counted_calls
-from planc.budget.table import CallTable
 from planc.infer.apply_adapters import styles
 from planc.ir.experts import expert_styles, fullest
 from planc.ir.masters import masters
@@ -32,6 +29,8 @@ from planc.ops.base import AxisRole
 from planc.ops.lowered import Lowered
 from planc.ops.pipeline import Pipeline, stages_of_rank
 from planc.ops.styles import Replicated
+from planc.simulate.call_table import CallTable
+from planc.simulate.count_calls import UncountedError, count_calls
 from planc.tools.estimate.counted import Counted, MicroBatch, Part
 from planc.tools.estimate.formats import formats
 from planc.tools.estimate.optimizer_step import Where, states_of, update_of
@@ -258,13 +257,13 @@ class PlanWork:
         )
 
     def _calls(self) -> Mapping[str, CallTable]:
-        budgets = tuple(rule.modules for rule in self.plan.budgets)
-        stated = (rule for rule in self.plan.checkpoint if any(s.calls for s in rule.save))
+        budgets = tuple(rule.modules for rule in self.plan.replaced)
+        stated = (rule for rule in self.plan.recomputed if any(s.calls for s in rule.save))
         others = (m for rule in stated for m in rule.modules.outside(budgets))
         modules = (*budgets, *others)
         try:
             args = self.plan, self.facts, modules, self.rows, self.batch.sequence
-            return counted_calls(*args) if modules else {}
+            return count_calls(*args) if modules else {}
         except UncountedError:
             return {}
 
@@ -419,7 +418,7 @@ class PlanWork:
         """The layers of a part under each checkpoint rule, with products in the same formats."""
         found: dict[tuple[object, ...], list[str]] = {}
         for name in part.like:
-            own = (i for i, rule in enumerate(self.plan.checkpoint) if rule.modules.has(name))
+            own = (i for i, rule in enumerate(self.plan.recomputed) if rule.modules.has(name))
             low = ((below(modules, name), one) for modules, one in formats(self.plan))
             rounded = frozenset((at, one) for at, one in low if at)
             found.setdefault((*own, rounded), []).append(name)
@@ -541,7 +540,7 @@ class PlanWork:
 
     def _checkpoint(self, name: str) -> Checkpoint | None:
         """The rule that checkpoints a layer."""
-        found = (r for r in self.plan.checkpoint if r.modules.has(name))
+        found = (r for r in self.plan.recomputed if r.modules.has(name))
         return next(found, None) if name else None
 
 

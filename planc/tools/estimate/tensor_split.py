@@ -8,7 +8,6 @@ from itertools import compress
 from math import ceil, prod
 from typing import Protocol
 
-from planc.budget.table import CallTable
 from planc.ir.experts import dividing
 from planc.ir.nodes import ExpertRule, LossRule, Plan, TensorRule
 from planc.lowering.context_sends import attending
@@ -22,6 +21,7 @@ from planc.ops.context import Attend
 from planc.ops.contract import Contract, Side, contract
 from planc.ops.expert_parallel import ALL_REDUCE
 from planc.ops.layouts import Replicate, Shard
+from planc.simulate.call_table import CallTable
 from planc.tools.estimate.counted import Part
 from planc.tools.estimate.formats import formats
 from planc.tools.estimate.workload import Attention, Collective, Group, Matmul, Recompute

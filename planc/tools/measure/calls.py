@@ -1,5 +1,5 @@
 """The operators that each checkpointed module calls in one forward pass, with the memory that each
-makes and the work that it is: what `planc.budget` chooses among.
+makes and the work that it is: what the budgets of the checkpoint section choose among.
 
 A dispatch mode notes them where torch's selective checkpointing sees them, so that the n-th call of
 an operator is the same in both. It works on fake tensors, and imports torch.

@@ -225,7 +225,7 @@ def _not_run(plan: Plan, lowered: Lowered, device: str) -> Iterator[tuple[str, l
     yield compiled, [op.origin for op in plan.compile]
     for reasons in _UNMEASURED.find_all(plan.sections):
         yield from reasons(plan)
-    parked = [rule.origin for rule in plan.checkpoint if rule.hosts]
+    parked = [rule.origin for rule in plan.recomputed if rule.hosts]
     shards = [section.offload.origin] if section and section.offload else []
     yield "what is offloaded is not on the device", [*shards, *parked]
     quantized = [op.origin for op in lowered.ops if op.READS_VALUES]
@@ -366,7 +366,7 @@ class _Work:
         kinds = kinds_of(self.at, plan, facts)
         pattern = _pattern(kinds) or _Pattern()
         shared = (
-            plan.budgets or plan.optimizer
+            plan.replaced or plan.optimizer
         )  # what all layers share, and lists of so many elements
         few = bool(pattern.windows) and not self.exact and not shared
         self.depths = [*self._shallow(facts, kinds, pattern)] if few else []

@@ -6,15 +6,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from planc.budget.count import UncountedError, counted_for
-from planc.budget.table import CallTable, CountedCall
-from planc.ir.nodes import Budget, Plan
+from planc.ir.nodes import Plan
 from planc.model.facts import Facts
 from planc.ops import phrases
 from planc.ops.activation_checkpoint import Save
+from planc.sections.checkpoint.choice import BudgetLine
+from planc.sections.checkpoint.ops import Budget
+from planc.simulate.call_table import CallTable, CountedCall
+from planc.simulate.count_calls import UncountedError
 
 
-def of_block(name: str, plan: Plan, facts: Facts, saves: Sequence[Save] | None) -> Iterator[str]:
+def describe_block(
+    name: str, plan: Plan, facts: Facts, saves: Sequence[Save] | None
+) -> Iterator[str]:
     """Yields lines on a block that a budget decides; none on others.
 
     Args:
@@ -22,14 +26,13 @@ def of_block(name: str, plan: Plan, facts: Facts, saves: Sequence[Save] | None) 
         plan, facts: as lowered.
         saves: what its checkpoint saves; None where it has none.
     """
-    for rules in plan.budget_lines:
-        modules, budget = tuple(rule.modules for rule in rules), rules[0]
-        if any(at.has(name) for at in modules):
+    for line in BudgetLine.of_plan(plan):
+        if any(at.has(name) for at in line.modules):
             try:
-                table = counted_for(budget, plan, facts, modules)[name]
+                table = line.tables(plan, facts)[name]
             except UncountedError:  # where torch is missing, and the cache has been emptied since
                 return
-            yield from _lines(table, saves, budget)
+            yield from _lines(table, saves, line.rules[0])
 
 
 def _lines(table: CallTable, saves: Sequence[Save] | None, budget: Budget) -> Iterator[str]:

@@ -8,45 +8,28 @@ from planc.elaborate.evaluate import evaluate, is_integer, number
 from planc.elaborate.program import Program
 from planc.elaborate.scope import Failed, Scope
 from planc.elaborate.sections.tensor import read_claims
-from planc.ir.nodes import Budget
 from planc.ops.activation_checkpoint import GROUPS, Checkpoint, Save, like, listed, seen
-from planc.ops.base import AxisRole
-from planc.ops.compile import Compile
+from planc.sections.checkpoint.ops import Budget
 from planc.syntax import ast
 
 _WAYS = ("full", "ops", "budget", "none")
 HOST_GB_S = 50.0
 """The copy rate to the host of the profile `h100-8x`, as the other rates of budgets
-(`planc.budget.table`)."""
+(`planc.simulate.call_table`)."""
 _TERMS = ("offload", "pin", "preserve_rng", "early_stop")
 
 
-def checkpoint(program: Program) -> tuple[Checkpoint, ...]:
+def read(program: Program) -> tuple[Checkpoint, ...]:
     """The operations of the checkpoint sections, in the plan's order."""
 
-    def read(rule: ast.Rule) -> tuple[Checkpoint | None] | None:
+    def rule_of(rule: ast.Rule) -> tuple[Checkpoint | None] | None:
         if rule.action.name == "none":
             return (None,) if Arguments(rule.action, program.scope).done() else None
         reads = _budget if rule.action.name == "budget" else _checkpoint
         found = reads(rule.action, program.scope)
         return None if found is None else (found,)
 
-    return read_claims(program, "checkpoint", _WAYS, "way to checkpoint", read).rules()
-
-
-def compile_rules(program: Program) -> tuple[Compile, ...]:
-    """The operations of the compile sections, in the plan's order."""
-
-    def read(rule: ast.Rule) -> tuple[Compile | None] | None:
-        arguments = Arguments(rule.action, program.scope, ("fullgraph", "async_tp"))
-        fullgraph = arguments.truth("fullgraph", False)
-        asked = arguments.truth("async_tp", False)
-        axes = program.mesh.of_role(AxisRole.TENSOR) if program.mesh and asked else ()
-        wide = tuple(a.name for a in axes if a.size > 1)
-        op = Compile(modules=program.facts.model, fullgraph=fullgraph, async_tp=wide)
-        return (op,) if arguments.done() else None
-
-    return read_claims(program, "compile", ("block",), "way to compile", read).rules()
+    return read_claims(program, "checkpoint", _WAYS, "way to checkpoint", rule_of).rules()
 
 
 # Actions -----------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
-"""The calls of the blocks of a plan, counted by one forward pass of one rank on fake tensors.
+"""Counts the calls of the blocks of a plan in one forward pass of one rank on fake tensors.
 
-The run is a process of its own, and what it found is cached: a warm check imports no torch.
+The run is a separate process, and its result is cached: a warm check imports no torch.
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
-from planc.budget.table import CallTable
 from planc.files.resources import cache_folder
 from planc.ir.masters import masters
-from planc.ir.nodes import Budget, Plan
+from planc.ir.nodes import Plan
 from planc.ir.stand_in import kinds_of
 from planc.lowering import lower
 from planc.model import cache
@@ -22,6 +21,7 @@ from planc.model.facts import Facts, Modules, most_stored
 from planc.model.layer_kinds import block_lists
 from planc.ops.activation_checkpoint import Checkpoint
 from planc.ops.document import digest, dumps
+from planc.simulate.call_table import CallTable
 from planc.simulate.rank_job import RankJob, RankRunner, RankStep
 
 _FORMAT = "calls 1"
@@ -34,7 +34,7 @@ class UncountedError(Exception):
     """Why the calls of a plan's blocks cannot be counted."""
 
 
-def counted(
+def count_calls(
     plan: Plan, facts: Facts, modules: Iterable[Modules], rows: int, seq: int
 ) -> Mapping[str, CallTable]:
     """The calls of modules, by the modules' names.
@@ -51,7 +51,7 @@ def counted(
     plan = masters(plan, facts) or plan
     every = tuple(modules)
     rules = tuple(Checkpoint(modules=at) for at in every)
-    bare = replace(plan, pipeline=None, optimizer=(), checkpoint=rules, budgets=())
+    bare = replace(plan.with_recomputed(rules), pipeline=None, optimizer=())
     precision = plan.fsdp.precision if plan.fsdp else None
     if precision and precision.param and plan.load and not plan.load.fp32:
         bare = replace(bare, load=None)  # FSDP casts what is computed with
@@ -79,14 +79,6 @@ def counted(
             )
             _KNOWN[key] = _tables(_run(job, key))
     return _KNOWN[key]
-
-
-def counted_for(
-    budget: Budget, plan: Plan, facts: Facts, modules: Iterable[Modules]
-) -> dict[str, CallTable]:
-    """`counted` for the rows of a budget, with the link to the host's memory that it states."""
-    tables = counted(plan, facts, modules, budget.rows, budget.seq)
-    return {name: replace(table, host=budget.host_gb_s * 1e9) for name, table in tables.items()}
 
 
 def _require_countable(plan: Plan, facts: Facts) -> None:

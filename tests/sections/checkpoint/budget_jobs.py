@@ -11,9 +11,9 @@ from numerics import BATCH, build, data, gradients_of
 from torch import distributed
 
 import planc
-from planc.budget import choose
 from planc.ops.activation_checkpoint import Checkpoint
 from planc.runtime.standalone import activation_checkpoint
+from planc.sections.checkpoint import choice
 from planc.tools.measure.storages import Storages
 
 
@@ -26,13 +26,13 @@ def _plan(folder, family, rule):
 
 def _shares(plan, model, overrides):
     """The lowered plan of a model, and what each place of the pipeline keeps."""
-    found, real = [], choose.shares_of
+    found, real = [], choice._shares
 
     def noting(*args):
         found.extend(real(*args))
         return tuple(found)
 
-    with mock.patch.object(choose, "shares_of", noting):
+    with mock.patch.object(choice, "_shares", noting):
         world = distributed.get_world_size()
         lowered = planc.lower(build(model), plan, world_size=world, overrides=overrides)
     return lowered, found

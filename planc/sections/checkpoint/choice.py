@@ -1,4 +1,4 @@
-"""Replaces each checkpoint rule with a budget by rules that name the saved calls of each module."""
+"""Replaces each rule with a budget by rules that name the saved calls of each module."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 
-from planc.budget.count import UncountedError, counted_for
-from planc.budget.table import CallTable, Point
 from planc.diagnostics.diagnostic import Sink, one_of
 from planc.diagnostics.source import Span
-from planc.ir.nodes import Budget, Plan
+from planc.ir.nodes import Plan
 from planc.lowering.timetable import in_flight, orders
 from planc.model.facts import Facts, Modules
 from planc.model.indices import Indices
 from planc.ops import phrases
 from planc.ops.activation_checkpoint import GROUPS, Checkpoint, Save
 from planc.ops.pipeline import stages_of_rank
+from planc.sections.checkpoint.ops import Budget
+from planc.simulate.call_table import CallTable, Point
+from planc.simulate.count_calls import UncountedError, count_calls
 
 _RECIPES = ((), ("attention",), ("attention", "matmul"))
 """Lists that others save, `full` among them: a choice is never worse than one of these."""
@@ -155,36 +156,69 @@ def _slope(a: Point, b: Point) -> float:
 # Plans -------------------------------------------------------------------------------------------
 
 
-def budgeted(
+@dataclass(frozen=True)
+class BudgetLine:
+    """The rules of a line that gives a budget: its modules, of several kinds, share it."""
+
+    rules: tuple[Budget, ...]
+
+    @classmethod
+    def of_plan(cls, plan: Plan) -> Iterator[BudgetLine]:
+        """The lines of a plan, before or after the calls are chosen."""
+        lines: dict[Span, list[Budget]] = {}
+        for rule in (*plan.replaced, *plan.recomputed):
+            if isinstance(rule, Budget):
+                lines.setdefault(rule.origin, []).append(rule)
+        return (cls(tuple(rules)) for rules in lines.values())
+
+    @property
+    def modules(self) -> tuple[Modules, ...]:
+        """The modules of all rules."""
+        return tuple(rule.modules for rule in self.rules)
+
+    def tables(self, plan: Plan, facts: Facts) -> dict[str, CallTable]:
+        """`count_calls` for the rows of the budget, with the link to the host's memory that it
+        states.
+        """
+        budget = self.rules[0]
+        tables = count_calls(plan, facts, self.modules, budget.rows, budget.seq)
+        host = budget.host_gb_s * 1e9
+        return {name: replace(table, host=host) for name, table in tables.items()}
+
+
+def choose_rules(
     plan: Plan, applied: tuple[Plan, Facts], sink: Sink
 ) -> tuple[Plan, tuple[Plan, Facts]]:
-    """A plan, and with adapters, whose budgets are spent; PL583 or PL584 where one cannot be.
+    """A plan, and the same with adapters, in which rules without a budget replace those with one;
+    PL583 or PL584 if a budget cannot be met.
 
     Args:
         plan: without adapters.
         applied: the plan and the model with them.
     """
     own, facts = applied
-    budgets = tuple(rule for rule in own.checkpoint if isinstance(rule, Budget))
+    budgets = tuple(rule for rule in own.recomputed if isinstance(rule, Budget))
     if not budgets:
         return plan, applied
-    shares = (share for line in own.budget_lines for share in shares_of(line, own, facts, sink))
+    lines = BudgetLine.of_plan(own)
+    shares = (share for line in lines for share in _shares(line, own, facts, sink))
     chosen = _join_rules(rule for share in shares for rule in _rules(share))
-    rules = (*(r for r in own.checkpoint if not isinstance(r, Budget)), *chosen)
-    plan, own = (replace(p, checkpoint=rules, budgets=budgets) for p in (plan, own))
+    rules = (*(r for r in own.recomputed if not isinstance(r, Budget)), *chosen)
+    plan, own = (replace(p.with_recomputed(rules), replaced=budgets) for p in (plan, own))
     return plan, (own, facts)
 
 
-def shares_of(rules: tuple[Budget, ...], plan: Plan, facts: Facts, sink: Sink) -> tuple[Share, ...]:
+def _shares(line: BudgetLine, plan: Plan, facts: Facts, sink: Sink) -> tuple[Share, ...]:
     """The shares of a line's budget, one for the ranks of each place of the pipeline; none after a
     finding.
     """
-    budget, modules = rules[0], tuple(rule.modules for rule in rules)
+    rules, modules = line.rules, line.modules
+    budget = rules[0]
     if compiled := next((c for c in plan.compile if any(map(c.modules.overlap, modules))), None):
         reason = "torch.compile decides itself what compiled modules keep"
         return _report_uncounted(rules, reason, sink, "write `full` or `ops`", compiled.origin)
     try:
-        tables = counted_for(budget, plan, facts, modules)
+        tables = line.tables(plan, facts)
     except UncountedError as error:
         return _report_uncounted(rules, str(error), sink, "write `ops(save = [attention, matmul])`")
     shares = []

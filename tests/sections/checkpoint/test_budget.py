@@ -12,15 +12,16 @@ from console import call
 from torch.profiler import ProfilerActivity, profile
 
 import planc
-from planc.budget import choose, count
-from planc.budget import table as rates
-from planc.budget.choose import Alike, Share
-from planc.budget.table import CallTable, CountedCall
 from planc.compiler import compile_plan
 from planc.diagnostics.diagnostic import Sink
-from planc.ir.nodes import Budget
 from planc.ops.activation_checkpoint import GROUPS, Checkpoint, Save
 from planc.runtime.standalone import activation_checkpoint as checkpointing
+from planc.sections.checkpoint import choice
+from planc.sections.checkpoint.choice import Alike, BudgetLine, Share
+from planc.sections.checkpoint.ops import Budget
+from planc.simulate import call_table as rates
+from planc.simulate.call_table import CallTable, CountedCall
+from planc.simulate.count_calls import count_calls
 from planc.tools.estimate import profiles
 
 STATE = 5056
@@ -119,8 +120,8 @@ def test_a_block_of_8b_is_computed_again_as_the_docs_say(tmp_path, monkeypatch):
     written = plan(tmp_path, "budget(8GiB, rows = 1, seq = 4096)")
     sink = Sink()
     applied, facts = compile_plan("llama-3.1-8b", written, sink, world_size=8).applied
-    modules = [rule.modules for rule in next(iter(applied.budget_lines))]
-    counted = count.counted(applied, facts, modules, 1, 4096)["model.layers.1"]
+    modules = next(BudgetLine.of_plan(applied)).modules
+    counted = count_calls(applied, facts, modules, 1, 4096)["model.layers.1"]
 
     def again(table):
         shares = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8)
@@ -211,13 +212,13 @@ def step(made, tokens):
 def test_what_is_held_is_what_was_predicted(tmp_path, monkeypatch, ends_its_group, family, more):
     """Real tensors, to the byte; gradients have the bits of a run without checkpoints."""
     tokens = torch.randint(0, 128, (2, 32), generator=torch.Generator().manual_seed(1))
-    known, real = [], choose.shares_of
+    known, real = [], choice._shares
 
     def noting(*args):
         known[:] = real(*args)
         return tuple(known)
 
-    monkeypatch.setattr(choose, "shares_of", noting)
+    monkeypatch.setattr(choice, "_shares", noting)
     parked = bytes_parked(monkeypatch)
 
     def ran(rule):

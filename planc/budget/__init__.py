@@ -1,1 +1,0 @@
-"""Selects the calls of checkpointed modules whose results are saved within a budget of bytes."""
